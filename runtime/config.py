@@ -21,8 +21,9 @@ CHECKPOINT_FORMAT_VERSION = 2  # 1: files were not recorded
 # files nor weights were recorded; 5: a token's bits depended on the size of its step; 6: the package did not say what
 # it was compiled for; 7: layers said whether they quantize what they read, not to how many bits; 8: the
 # kernels did not sample; 9: the compiler's loops were OpenMP's; 10: a step was one program; 11: all of a step's
-# programs were compiled; 12: layers had no states; 13: layers with keys and values had no numbers
-ENGINE_FORMAT_VERSION = 14
+# programs were compiled; 12: layers had no states; 13: layers with keys and values had no numbers; 14:
+# attention had neither soft caps nor sinks nor chunks
+ENGINE_FORMAT_VERSION = 15
 
 # Beyond these nothing useful can be built, and what is asked for is most likely a slip.
 MAX_BATCH_SIZE = 1024
@@ -142,13 +143,21 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """K/V shape of one attention layer, and how far back it sees (None: everything)."""
+    """K/V shape of one attention layer, and how far back it sees: a window, or to the beginning of the query's chunk;
+    everything if both are None."""
 
     layer: Count
     num_kv_heads: Size
     key_head_dim: Size
     value_head_dim: Size
     sliding_window: Size | None
+    attention_chunk_size: Size | None = None
+
+    def first_seen(self, position: int) -> int:
+        """The first key that a query at this position sees."""
+        if self.attention_chunk_size is not None:
+            return position // self.attention_chunk_size * self.attention_chunk_size
+        return 0 if self.sliding_window is None else max(0, position + 1 - self.sliding_window)
 
 
 @dataclass(frozen=True)

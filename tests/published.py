@@ -43,6 +43,7 @@ _TOWER = {
     "projector_output_dim": 32, "vocab_size": 64,
 }  # fmt: skip
 STDS = ((0.3, 1.0), (0.6, 0.6), (0.3, 0.3), (1.0, 1.0), (0.1, 0.01), (0.3, 0.01), (0.3, 0.03), (0.15, 0.15))
+STDS += ((1.0, 0.03),)
 """Standard deviations of weights and embeddings: the first pair with which answers tell anything is taken."""
 
 

@@ -156,6 +156,32 @@ _MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 MIXTURES = tuple(_MIXTURES)
+# Made for kinds of attention.
+_ATTENTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    # Soft caps, so low that scores reach them.
+    "gemma2": (
+        "gemma2",
+        {
+            "head_dim": 12,
+            "sliding_window": SLIDING_WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 12,
+            "attn_logit_softcapping": 2.0,
+        },
+    ),
+    # Sinks; experts with biases.
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "head_dim": 12,
+            "sliding_window": SLIDING_WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+}
+ATTENTIONS = tuple(_ATTENTIONS)
 # Whose layers are not compiled one by one, because they return tuples.
 _UNCUT: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-h1": (
@@ -188,7 +214,7 @@ _COMMON: dict[str, Any] = {
 
 
 def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
-    model_type, own = (_FAMILIES | _MIXTURES | _UNCUT)[family]
+    model_type, own = (_FAMILIES | _MIXTURES | _ATTENTIONS | _UNCUT)[family]
     settings = _COMMON | own | overrides
     if model_type in ("gpt2", "gpt_neox", "opt"):
         del settings["num_key_value_heads"]  # every head has its own
@@ -202,8 +228,8 @@ def make_model(family: str, **overrides: Any) -> PreTrainedModel:
     torch.manual_seed(zlib.crc32(family.encode()))
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return model.eval().float()
 

@@ -45,7 +45,7 @@ class PagedInputs:
     state_layers: tuple[int, ...] = ()  # and of those that have a state
     state_slots: Tensor | None = None  # (B,) int64
     state_pools: list[Tensor] = field(default_factory=list)  # see `runtime.states.state_pools`
-    masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int | None, int | None, int], Tensor] = field(default_factory=dict)
 
     def kv_place(self, layer: int) -> int:
         """Index of the layer's pools among those of keys and of values."""
@@ -55,20 +55,23 @@ class PagedInputs:
         """The layer's last inputs, and its recurrent state if it has one, as all such layers of a model have."""
         return self.state_pools[self.state_layers.index(layer) :: len(self.state_layers)]
 
-    def mask(self, sliding_window: int | None, num_groups: int) -> Tensor:
+    def mask(self, sliding_window: int | None, attention_chunk: int | None, num_groups: int) -> Tensor:
         """(B, 1, G x Q, N x block_size) bool, True where the query may see the key; made once per kind of layer.
 
-        Key j of a row stands at position j: query position 5 sees keys 0..5, with a window of 3 keys 3..5.
+        Key j of a row stands at position j: query position 5 sees keys 0..5, with a window of 3 keys 3..5, and in
+        chunks of 4 keys 4..5.
         """
-        if (sliding_window, num_groups) not in self.masks:
+        if (sliding_window, attention_chunk, num_groups) not in self.masks:
             block_size = self.key_pools[0].shape[3]
             key_positions = torch.arange(self.block_tables.shape[1] * block_size, device=self.positions.device)
             query_positions = self.positions[:, None, :, None]
             visible = key_positions <= query_positions
             if sliding_window is not None:
                 visible = visible & (key_positions > query_positions - sliding_window)
-            self.masks[sliding_window, num_groups] = visible.repeat(1, 1, num_groups, 1)
-        return self.masks[sliding_window, num_groups]
+            if attention_chunk is not None:
+                visible = visible & (key_positions >= query_positions // attention_chunk * attention_chunk)
+            self.masks[sliding_window, attention_chunk, num_groups] = visible.repeat(1, 1, num_groups, 1)
+        return self.masks[sliding_window, attention_chunk, num_groups]
 
     def written(self) -> Tensor:
         """(B, N x block_size) bool, False beyond a row's last token, where its blocks hold what others left there."""
@@ -94,6 +97,8 @@ def paged_attention(
     paged: PagedInputs,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,  # (H,) a logit of each head that has no value
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Write this step's K/V into the pool, then attend over each row's blocks. Returns (1, B x Q, H, Dv)."""
@@ -109,11 +114,39 @@ def paged_attention(
     # The query heads of one KV head are folded into the query length: for Q = 1 in bfloat16 SDPA is then ten
     # times faster than with enable_gqa. Row g * Q + i of a KV head is query i of its head g.
     rows = query.reshape(H, B, Q, D).transpose(0, 1).reshape(B, Hk, H // Hk * Q, D)
-    mask = paged.mask(sliding_window, H // Hk)
-    output = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
+    mask = paged.mask(sliding_window, attention_chunk_of(module), H // Hk)
+    if softcap is None and s_aux is None:
+        output = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
+    else:
+        scores = capped(rows.float() @ keys.float().mT * (D**-0.5 if scaling is None else scaling), softcap)
+        sinks = None if s_aux is None else s_aux.view(1, Hk, H // Hk, 1).repeat_interleave(Q, 2)
+        weights = weights_beside_sinks(scores.masked_fill(~mask, -torch.inf), sinks)
+        output = (weights @ values.float()).to(query.dtype)
     output = output.masked_fill((mask & broken.unsqueeze(2)).any(-1, keepdim=True), torch.nan)
     # Contiguous, as transformers' own attention gives it: some models take a view (AFMoE).
     return output.reshape(B, H, Q, Dv).transpose(1, 2).reshape(1, B * Q, H, Dv).contiguous(), None
+
+
+def attention_chunk_of(module: nn.Module) -> int | None:
+    """Length of the chunks beyond whose beginning the module's queries see nothing, if it has any.
+
+    Attention is not told of it: the mask is (Llama 4).
+    """
+    config: Any = getattr(module, "config", None)
+    types, layer = getattr(config, "layer_types", None) or (), _layer_index(module)
+    return config.attention_chunk_size if list(types[layer : layer + 1]) == ["chunked_attention"] else None
+
+
+def capped(scores: Tensor, softcap: float | None) -> Tensor:
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+def weights_beside_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax of masked scores in float32, and of a logit of each row beside them, (..., 1), which has no value."""
+    if sinks is None:
+        return scores.softmax(-1)
+    beside = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, beside], -1).softmax(-1)[..., :-1]
 
 
 def _write(paged: PagedInputs, layer: int, key: Tensor, value: Tensor) -> None:
@@ -160,6 +193,8 @@ def kernel_attention(
     paged: PagedInputs,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """`paged_attention` by the CPU kernel, which must be loaded."""
@@ -178,23 +213,22 @@ def kernel_attention(
         sliding_window or 0,
         0,  # the arithmetic, which `runtime.compiler.linears` sets
         scales=paged.scale_pools[layer] if paged.scale_pools else None,
+        sinks=s_aux,
+        softcap=softcap or 0.0,
+        attention_chunk=attention_chunk_of(module) or 0,
     )
     return output[None], None
 
 
-_FAR = 2**40  # a position beyond every window
+_FAR = 2**40, 2**40 + 12345  # positions beyond every window
 
 
 def probe_mask(*, mask_function: Callable[..., Any], **kwargs: Any) -> Tensor:
-    """(1, 1, 1, 1) how many keys transformers' mask leaves a query, itself included: 0 for all before it.
-
-    -1 where that is not the same for every query, as with chunks, or where one sees what comes after it.
-    """
-    window, again = (_visible_keys(mask_function, query) for query in (_FAR, _FAR + 12345))
-    return torch.tensor([[[[window if window == again else -1]]]], device="cpu")
+    """(1, 1, 1, 2) the first keys that transformers' mask leaves two queries; -1 where one sees what comes after it."""
+    return torch.tensor([[[[_first_seen(mask_function, query) for query in _FAR]]]], device="cpu")
 
 
-def _visible_keys(mask_function: Callable[..., Any], query: int) -> int:
+def _first_seen(mask_function: Callable[..., Any], query: int) -> int:
     zero = torch.tensor(0, device="cpu")
 
     def sees(key: int) -> bool:
@@ -203,8 +237,7 @@ def _visible_keys(mask_function: Callable[..., Any], query: int) -> int:
 
     if sees(query + 1) or not sees(query):
         return -1
-    first = bisect_left(range(query), True, key=sees)
-    return query + 1 - first if first else 0
+    return bisect_left(range(query), True, key=sees)
 
 
 def probe_attention(
@@ -222,11 +255,11 @@ def probe_attention(
     if paged is None:  # not handed over to attention, as little as it would be when it counts
         refuse_own_attention(getattr(getattr(module, "config", None), "model_type", type(module).__name__))
     _refuse_unsupported(module, kwargs)
-    layer = _layer_index(module)
-    shape = LayerShape(layer, key.shape[1], key.shape[-1], value.shape[-1], sliding_window)
+    layer, attention_chunk = _layer_index(module), attention_chunk_of(module)
+    shape = LayerShape(layer, key.shape[1], key.shape[-1], value.shape[-1], sliding_window, attention_chunk)
     if attention_mask is not None and attention_mask.device.type == "cpu":  # of `probe_mask`
-        positions = getattr(module.config, "max_position_embeddings", None) or _FAR
-        _refuse_other_window(layer, int(attention_mask), sliding_window or 0, positions)
+        positions = getattr(module.config, "max_position_embeddings", None) or _FAR[0]
+        _refuse_other_mask(shape, attention_mask.flatten().tolist(), positions)
     if layer in paged.layers:
         raise SpecDecError(
             f"a layer computes attention twice, which its K/V cache cannot serve: layer {layer}", hint=SEE_MODELS
@@ -245,28 +278,29 @@ def refuse_own_attention(name: str) -> NoReturn:
     )
 
 
-def _refuse_other_window(layer: int, num_visible: int, window: int, positions: int) -> None:
-    """SpecDecError where the mask has another window than attention is told of; 0 is none. One that is no shorter than
-    the model's `positions` hides nothing."""
-    if num_visible == -1:
+def _refuse_other_mask(shape: LayerShape, first_seen: list[int], positions: int) -> None:
+    """SpecDecError where the mask leaves the queries at `_FAR` other first keys than the layer asks for. A window that
+    is no shorter than the model's `positions` hides nothing."""
+    num_seen = (
+        [query + 1 - first for query, first in zip(_FAR, firsts, strict=True)]
+        for firsts in (first_seen, [shape.first_seen(query) for query in _FAR])
+    )
+    sees, asks = (["all" if count >= positions else count for count in counts] for counts in num_seen)
+    if sees == asks and -1 not in first_seen:
+        return
+    if -1 in first_seen or sees[0] != sees[1]:
         raise SpecDecError(
-            f"attention that sees neither all keys nor a window is not supported: layer {layer}", hint=SEE_MODELS
+            f"attention that sees neither all keys nor a window is not supported: layer {shape.layer}", hint=SEE_MODELS
         )
-    sees, asks = (0 if one >= positions else one for one in (num_visible, window))
-    if sees != asks:
-        raise SpecDecError(
-            f"the model's mask has a window that its attention is not told of: layer {layer} sees "
-            f"{sees or 'all'} keys, and its attention asks for {asks or 'all'}",
-            hint=SEE_MODELS,
-        )
+    raise SpecDecError(
+        f"the model's mask has a window that its attention is not told of: layer {shape.layer} sees "
+        f"{sees[0]} keys, and its attention asks for {asks[0]}",
+        hint=SEE_MODELS,
+    )
 
 
 def _refuse_unsupported(module: nn.Module, kwargs: dict[str, Any]) -> None:
     name = type(module).__name__
-    if kwargs.get("softcap") is not None:
-        raise SpecDecError(f"soft-capped attention is not supported: {name}", hint=SEE_MODELS)
-    if kwargs.get("s_aux") is not None:
-        raise SpecDecError(f"attention sinks are not supported: {name}", hint=SEE_MODELS)
     if kwargs.get("position_bias") is not None:
         raise SpecDecError(f"attention with a position bias is not supported: {name}", hint=SEE_MODELS)
     if not getattr(module, "is_causal", True):

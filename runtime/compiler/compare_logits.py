@@ -305,7 +305,7 @@ def _check_context_len(shape: StepShape) -> int:
     """Long enough for several blocks and chunks of states, and to pass a sliding window where that is affordable; a
     draft fits after it."""
     build = shape.build_config
-    windows = [layer.sliding_window for layer in shape.layers if layer.sliding_window is not None]
+    windows = [window for layer in shape.layers if (window := layer.sliding_window or layer.attention_chunk_size)]
     least = max(build.tokens_per_block, CHUNK_SIZE if shape.states else 0)
     wanted = max([2 * least + 7] + [window + 9 for window in windows if window <= 1024])
     return max(1, min(wanted, build.max_input_len, build.max_request_len - 1 - build.max_draft_len))

@@ -89,7 +89,7 @@ def kernel_group_size(group_size: int) -> int:
 def describe_kernels() -> None:
     """Tell the compiler the shapes of what the kernels return; needed to export or compile, not to run."""
 
-    def attention(query: Tensor, key: Tensor, value: Tensor, *others: object, scales: object = None) -> Tensor:
+    def attention(query: Tensor, key: Tensor, value: Tensor, *others: object, **more: object) -> Tensor:
         return query.new_empty(query.shape[2], query.shape[1], value.shape[3])
 
     panel = torch.ops.specdec.panel()

@@ -168,7 +168,7 @@ def _refuse_forgetful_cache(config: PreTrainedConfig, layers: dict[int, LayerSha
     positions = getattr(config, "max_position_embeddings", None) or math.inf
     for i, layer in enumerate(DynamicCache(config=config).layers):
         kept = getattr(layer, "sliding_window", None)
-        window = layers[i].sliding_window if i in layers else None
+        window = (layers[i].sliding_window or layers[i].attention_chunk_size) if i in layers else None
         if i in layers and kept not in (None, window) and kept < positions:
             raise SpecDecError(
                 f"transformers keeps {kept} keys of layer {i}, and its attention asks for "

@@ -118,13 +118,9 @@ def _refuse_unsupported(config: PreTrainedConfig) -> None:
         raise SpecDecError(f"transformers has no causal language model for this model type: {kind}", hint=SEE_MODELS)
     if getattr(config, "quantization_config", None):
         raise SpecDecError(f"quantized weights are not supported: {kind}", hint="convert the unquantized model")
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise SpecDecError(f"soft-capped attention is not supported: {kind}", hint=SEE_MODELS)
-    if getattr(config, "attention_chunk_size", None) is not None:
-        raise SpecDecError(f"chunked attention is not supported: {kind}", hint=SEE_MODELS)
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # of images alone
         raise SpecDecError(f"bidirectional attention is not supported: {kind}", hint=SEE_MODELS)
-    known = {"full_attention", "sliding_attention"} | _TYPES_OF.get(kind, set())
+    known = {"full_attention", "sliding_attention", "chunked_attention"} | _TYPES_OF.get(kind, set())
     foreign = sorted(set(getattr(config, "layer_types", None) or []) - known)
     if foreign:
         raise SpecDecError(f"layers of this type are not supported in {kind}: {foreign[0]}", hint=SEE_MODELS)

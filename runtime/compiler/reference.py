@@ -15,6 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.utils import logging as transformers_logging
 
 from runtime.checkpoint import read_numbers
+from runtime.compiler.attention import capped, weights_beside_sinks
 from runtime.compiler.pretrained import model_class, parse_pretrained_config
 from runtime.gguf import is_gguf
 from runtime.kv_cache import KVPool, dequantize_kv, largest_error, quantize_kv
@@ -42,9 +43,11 @@ def quantized_kv_attention(
     keys, values = (numbers.float().repeat_interleave(num_groups, 1) for numbers in (key, value))
     scaling = kwargs.get("scaling")
     scores = query.float() @ keys.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores, sinks = capped(scores, kwargs.get("softcap")), kwargs.get("s_aux")
     if attention_mask is not None:
         scores = scores + attention_mask
-    return (scores.softmax(-1) @ values).to(query.dtype).transpose(1, 2).contiguous(), None
+    weights = weights_beside_sinks(scores, None if sinks is None else sinks.view(1, -1, 1, 1))
+    return (weights @ values).to(query.dtype).transpose(1, 2).contiguous(), None
 
 
 @dataclass(frozen=True)

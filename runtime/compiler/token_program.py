@@ -525,14 +525,20 @@ class _Lowering:
         return made if bias is None else self._compute("add", [made, self._view(bias)], dtype, x.shape)
 
     def _embedding(self, node: Node) -> View:
-        table, ids = node.args[0], self._view(node.args[1])
-        if math.prod(ids.shape) != 1:
-            raise CannotBeLowered(f"{node} takes several rows for a token")
+        return self._rows_of_table(node, node.args[0], self._view(node.args[1]))
+
+    def _rows_of_table(self, node: Node, table: Any, ids: View) -> View:
+        if not ids.is_dense():
+            raise CannotBeLowered(f"{node} takes rows in another order")
         dtype, shape = _form(node)
         block = self._block(ids.time, self._common_space([ids]))
         out = self._new(block, ids.time, dtype, shape)
-        number = self._weight_number(table)
-        block.calls.append(Call("embed", dtype, out, [self._in_block(ids, block)], shape, number))
+        number, width = self._weight_number(table), shape[-1]
+        rows = replace(out, shape=(math.prod(ids.shape), width), strides=(width, 1))
+        places = replace(self._in_block(ids, block), shape=rows.shape[:1], strides=(1,))
+        for i in range(rows.shape[0]):
+            one, place = self._part(rows, 0, range(i, i + 1)), self._part(places, 0, range(i, i + 1))
+            block.calls.append(Call("embed", dtype, one, [place], one.shape, number))
         return out
 
     def _picked(self, node: Node) -> View:
@@ -543,6 +549,8 @@ class _Lowering:
         if view.source is None and len(indices) == len(view.shape) == 1:
             places = self._view(indices[0])
             return self._gathered(expanded(view, (*places.shape[:-1], *view.shape)), places, view.dtype)
+        if view.source is None and len(indices) == 1 and len(view.shape) == 2:
+            return self._rows_of_table(node, node.args[0], self._view(indices[0]))
         _, space = _of_token(node.meta["val"])
         picked = [one for one in indices if one is not None]
         value = node.args[0].meta["val"]  # type: ignore[union-attr]
@@ -714,14 +722,15 @@ class _Lowering:
     def _paged_attention(self, node: Node) -> View:
         query, key, value, *others = node.args
         tensors, (scale, window, arithmetic) = others[:5], others[5:]
-        scales = node.kwargs.get("scales")
+        scales, sinks = node.kwargs.get("scales"), node.kwargs.get("sinks")
+        softcap, attention_chunk = node.kwargs.get("softcap", 0.0), node.kwargs.get("attention_chunk", 0)
         views = [self._view(one) for one in (query, key, value)]
         if any(math.prod(one.shape[:1]) != 1 or len(one.shape) != 4 or one.shape[2] != 1 for one in views):
             raise CannotBeLowered("attention takes heads in another order")
         heads = [self._in_memory(transposed(one, 1, 2)) for one in views]
-        _, number = self._number(float(scale), torch.float32).constant  # type: ignore[arg-type]
+        (_, number), (_, cap) = (self._number(float(one), torch.float32).constant for one in (scale, softcap))  # type: ignore[arg-type]
         read = [self._input_number(one) for one in (*tensors, scales) if one is not None]
-        settings = [number, int(window), int(arithmetic)]  # type: ignore[arg-type]
+        settings = [number, int(window), int(arithmetic), self._weight_number(sinks), cap, int(attention_chunk)]  # type: ignore[arg-type]
         for one in heads:
             assert one.source is not None
             settings += [one.shape[2], one.shape[3], one.offset, one.source.count]

@@ -29,9 +29,10 @@ WINDOWED = {"num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "float32": ("llama", {}),
     "bfloat16": ("mistral", WINDOWED),
-    "float16": ("qwen2", {}),
+    "float16": ("gpt-oss", {"sliding_window": 100}),
     "float32 FP8": ("llama", {}),
-    "bfloat16 INT8": ("mistral", WINDOWED | {"num_hidden_layers": 1}),  # compiled without `--slow` too, with its copy
+    # Compiled without `--slow` too, with its copy.
+    "bfloat16 INT8": ("gemma2", WINDOWED | {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}),
     "bfloat16 delta rule": ("qwen3.5", {}),
     "float32 delta rule": ("qwen3.5", {}),
     "float32 Mamba-2": ("nemotron-h", {}),

@@ -20,8 +20,6 @@ from transformers import (
     AutoTokenizer,
     BloomConfig,
     FalconConfig,
-    Gemma2Config,
-    GptOssConfig,
     MambaConfig,
     MistralConfig,
     NemotronConfig,
@@ -291,16 +289,6 @@ UNSUPPORTED = [
         NemotronConfig(**SMALL, num_key_value_heads=2, intermediate_size=48),
         "nemotron",
         id="Nemotron",
-    ),
-    pytest.param(
-        Gemma2Config(**SMALL, head_dim=8, num_key_value_heads=2, intermediate_size=48, pad_token_id=0),
-        "gemma2",
-        id="Gemma-2",
-    ),
-    pytest.param(
-        GptOssConfig(**SMALL, head_dim=8, num_key_value_heads=2, intermediate_size=48, num_local_experts=4),
-        "GptOssAttention",
-        id="gpt-oss",
     ),
     pytest.param(
         Qwen2MoeConfig(**SMALL, use_sliding_window=True, sliding_window=5000, max_window_layers=1),

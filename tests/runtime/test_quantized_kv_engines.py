@@ -78,6 +78,18 @@ def test_logits_are_transformers_with_a_cache_that_rounds(engine_dir: Path, mode
     """A token's own key and value too, and those of its draft."""
     algorithm = read_bundle(engine_dir).config.step_shape.kv_cache
     assert algorithm is not None
+    check_logits(engine_dir, model, algorithm)
+
+
+@pytest.mark.parametrize(("family", "algorithm"), [("gemma2", "INT8"), ("gpt-oss", "FP8")])
+def test_soft_caps_and_sinks_are_of_what_is_rounded(
+    family: str, algorithm: KVCacheQuantAlgo, make_engine_dir: MakeEngineDir
+) -> None:
+    model = make_model(family, sliding_window=100)
+    check_logits(make_engine_dir(model, kv_cache=algorithm), model, algorithm)
+
+
+def check_logits(engine_dir: Path, model: PreTrainedModel, algorithm: str) -> None:
     prompt, draft = PROMPTS[1], [5, 6, 7]
 
     def expected(cache: DynamicCache) -> Tensor:

@@ -54,7 +54,6 @@ SAMPLE = {
     "fuyu": "",  # a language model inside, under a name of its own
     "qwen2_5_vl": "",  # a language model inside that has no class of its own
     "qwen3_vl_moe": "",  # one whose twin has a switch that it has not
-    "gemma2": "soft-capped attention is not supported",
     "jamba": "layers of this type are not supported in jamba: linear_attention",
     "jetmoe": "the model looks at values while it computes",
     "moshi": "transformers keeps 8 keys of layer 0, and its attention asks for all: moshi",

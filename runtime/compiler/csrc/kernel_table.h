@@ -13,5 +13,6 @@ struct SpecdecKernels {
   AOTITorchError (*paged_attention)(AtenTensorHandle query, AtenTensorHandle key, AtenTensorHandle value,
                                     AtenTensorHandle key_pool, AtenTensorHandle value_pool, AtenTensorHandle positions,
                                     AtenTensorHandle slots, AtenTensorHandle block_tables, double scale, int64_t window,
-                                    int64_t arithmetic, AtenTensorHandle* scales, AtenTensorHandle* output);
+                                    int64_t arithmetic, AtenTensorHandle* scales, AtenTensorHandle* sinks, double softcap,
+                                    int64_t attention_chunk, AtenTensorHandle* output);
 };

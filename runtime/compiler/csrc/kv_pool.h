@@ -28,10 +28,21 @@ struct Inputs {
   float* scales;  // null where S is T
   T* output;
   const int64_t *positions, *slots, *block_tables;
-  int64_t B, Q, N, H, Hk, D, Dv, block_size, window;
-  float scale;
+  const float* sinks;  // null, or for each query head the logit of a key without a value, which everybody sees
+  int64_t B, Q, N, H, Hk, D, Dv, block_size;
+  int64_t window, attention_chunk;  // 0 for none
+  float scale, softcap;             // scores are softcap * tanh(scale * product / softcap); 0: scale * product
 
   static constexpr bool is_rounded = !std::is_same_v<T, S>;
+  bool is_capped() const { return softcap > 0; }
+  // Weights are powers of 2, of what `exponentiate` has multiplied by `cap_scale` and capped.
+  float cap_scale() const { return scale / softcap; }
+  float log2_scale() const { return (is_capped() ? softcap : scale) * 1.4426950408889634f; }
+  // The first key that a query at this position sees, which may be negative.
+  int64_t first_seen(int64_t position) const {
+    if (attention_chunk > 0) return position / attention_chunk * attention_chunk;
+    return window > 0 ? position - window + 1 : 0;
+  }
   // Scales of a block's keys, or of its values.
   float* scales_of(int64_t block, int64_t head, bool of_values) const {
     return scales + ((block * Hk + head) * 2 + of_values) * block_size;

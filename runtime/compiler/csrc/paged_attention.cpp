@@ -55,7 +55,7 @@ struct Seen {
       positions[r] = in.positions[task.b * in.Q + query];
     const auto [lowest, highest] = std::minmax_element(positions, positions + task.num_rows);
     first_key = share.begin, last_key = std::min(share.end, *highest + 1);
-    if (in.window > 0) first_key = std::max(first_key, (*lowest - in.window + 1) / chunk * chunk);
+    first_key = std::max(first_key, in.first_seen(*lowest) / chunk * chunk);
   }
 };
 
@@ -107,12 +107,13 @@ void weigh(const Inputs<T, S>& in, const Task& task, const Seen& seen, int64_t h
       std::copy_n(in.scales_of(block, task.first_head + head, false) + offset, count, of_keys + k);
       std::copy_n(in.scales_of(block, task.first_head + head, true) + offset, count, of_values + k);
     });
+  const auto weigh_row = in.is_capped() ? exponentiate<is_rounded, true, E> : exponentiate<is_rounded, false, E>;
   for (int64_t r = 0; r < task.num_rows; ++r, scores += kChunk, weights += kChunk) {
     const int64_t end = std::min(num_keys, seen.positions[r] + 1 - start);
-    const int64_t begin = in.window > 0 ? std::max(seen.positions[r] - in.window + 1 - start, int64_t{0}) : 0;
+    const int64_t begin = std::max(in.first_seen(seen.positions[r]) - start, int64_t{0});
     if (begin < end)
-      exponentiate<is_rounded>(scores, weights, Scales{of_keys, of_values}, begin, end, padded, in.scale * kLog2E, out,
-                               head * task.num_rows + r, width);
+      weigh_row(scores, weights, Scales{of_keys, of_values}, begin, end, padded, in.log2_scale(), in.cap_scale(), out,
+                head * task.num_rows + r, width);
     else std::fill_n(weights, padded, E(0.0f));
   }
 }
@@ -294,12 +295,14 @@ void attend_fastest(const Inputs<T, S>& in, const Task& task, const Share& share
   else attend<kFloat32, true>(in, task, seen, out, width);
 }
 
-// Writes a task's output.
+// Writes a task's output. A sink adds to the sum of a row's weights, and nothing to its values.
 template <typename T, typename S>
 void finish(const Inputs<T, S>& in, const Task& task, const Partial& total, int64_t width) {
   for_rows(in, task, [&](int64_t row, int64_t head, int64_t token) {
     T* output = in.output + (token * in.H + head) * in.Dv;
-    const float weight = 1 / sum_of(load(total.sums + row * kLanes));
+    float sum = sum_of(load(total.sums + row * kLanes));
+    if (in.sinks) sum += std::exp2(in.sinks[head] * kLog2E - total.maximum[row] * in.log2_scale());
+    const float weight = 1 / sum;
     for (int64_t d = 0; d < in.Dv; ++d) output[d] = static_cast<T>(total.weighted[row * width + d] * weight);
   });
 }
@@ -340,7 +343,7 @@ void run(const Inputs<T, S>& in) {
     attend_fastest<arithmetic>(in, task, Share{begin, std::min(begin + keys_per_share, num_keys)}, out, width);
   };
   const auto add = [&](const Task& task, const Partial& total, const Partial& part) {
-    add_part(total, part, task.num_heads * task.num_rows, width, in.scale * kLog2E);
+    add_part(total, part, task.num_heads * task.num_rows, width, in.log2_scale());
   };
   if (divides) {
     share_tasks(num_tasks * num_shares,
@@ -365,15 +368,30 @@ void run(const Inputs<T, S>& in) {
   });
 }
 
+std::vector<float> as_floats(const at::Tensor& numbers) {
+  std::vector<float> floats(numbers.numel());
+  const auto copy = [&](auto zero) {
+    const auto* source = numbers.const_data_ptr<decltype(zero)>();
+    std::transform(source, source + floats.size(), floats.begin(), [](auto number) { return static_cast<float>(number); });
+  };
+  if (numbers.scalar_type() == at::kFloat) copy(float{});
+  else if (numbers.scalar_type() == at::kHalf) copy(at::Half{});
+  else copy(at::BFloat16{});
+  return floats;
+}
+
 at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, at::Tensor key_pool,
                            at::Tensor value_pool, const at::Tensor& positions, const at::Tensor& slots,
                            const at::Tensor& block_tables, double scale, int64_t window,
-                           int64_t arithmetic, std::optional<at::Tensor> scales) {
+                           int64_t arithmetic, std::optional<at::Tensor> scales, const std::optional<at::Tensor>& sinks,
+                           double softcap, int64_t attention_chunk) {
   const int64_t B = slots.size(0), Q = slots.size(1), H = query.size(1), Dv = value_pool.size(3);
   at::Tensor output = at::empty({B * Q, H, Dv}, query.options());
   TORCH_CHECK(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1, "heads must be contiguous");
   const auto stored = key_pool.scalar_type();
   TORCH_CHECK(scales.has_value() == (stored == at::kChar || stored == at::kFloat8_e4m3fn), "8 bits have scales");
+  const std::vector<float> sinks_of_heads = sinks ? as_floats(*sinks) : std::vector<float>();
+  TORCH_CHECK(!sinks || static_cast<int64_t>(sinks_of_heads.size()) == H, "each head has a sink");
   const auto call = [&](auto chosen, auto zero, auto kept) {
     using T = decltype(zero);
     using S = decltype(kept);
@@ -382,8 +400,9 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
                   key_pool.mutable_data_ptr<S>(), value_pool.mutable_data_ptr<S>(),
                   scales ? scales->mutable_data_ptr<float>() : nullptr, output.mutable_data_ptr<T>(),
                   positions.const_data_ptr<int64_t>(), slots.const_data_ptr<int64_t>(),
-                  block_tables.const_data_ptr<int64_t>(), B, Q, block_tables.size(1), H, key_pool.size(1),
-                  key_pool.size(2), Dv, key_pool.size(3), window, static_cast<float>(scale)});
+                  block_tables.const_data_ptr<int64_t>(), sinks ? sinks_of_heads.data() : nullptr, B, Q,
+                  block_tables.size(1), H, key_pool.size(1), key_pool.size(2), Dv, key_pool.size(3), window,
+                  attention_chunk, static_cast<float>(scale), static_cast<float>(softcap)});
   };
   const auto call_with = [&](auto chosen, auto zero) {
     if (stored == at::kChar) call(chosen, zero, int8_t{});
@@ -410,6 +429,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
 TORCH_LIBRARY_FRAGMENT(specdec, library) {
   library.def(
       "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_pool, Tensor(b!) value_pool, Tensor "
-      "positions, Tensor slots, Tensor block_tables, float scale, int window, int arithmetic, *, Tensor(c!)? scales=None) -> Tensor");
+      "positions, Tensor slots, Tensor block_tables, float scale, int window, int arithmetic, *, Tensor(c!)? scales=None, "
+      "Tensor? sinks=None, float softcap=0., int attention_chunk=0) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(specdec, CPU, library) { library.impl("paged_attention", paged_attention); }

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -50,6 +51,9 @@ class Case:
     block_size: int
     context: int
     window: int = 0
+    attention_chunk: int = 0
+    softcap: float = 0
+    has_sinks: bool = False
 
 
 CASES = [
@@ -68,6 +72,11 @@ CASES = [
     Case(2, 40, 4, 2, 16, 16, 8, 100, window=5),
     Case(1, 3, 4, 2, 16, 16, 4, 0),
     Case(1, 3, 4, 2, 16, 16, 4, 2, window=1),
+    Case(1, 9, 12, 4, 64, 64, 32, 1000, attention_chunk=300),
+    Case(2, 40, 4, 2, 16, 16, 8, 100, attention_chunk=25, softcap=0.7, has_sinks=True),
+    Case(3, 5, 8, 2, 64, 64, 32, 777, softcap=2),
+    Case(1, 100, 6, 3, 80, 80, 32, 60, window=37, has_sinks=True),
+    Case(1, 1, 12, 4, 64, 64, 32, 1003, has_sinks=True),
 ]
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 KINDS = [*((dtype, 0) for dtype in TOLERANCE), (torch.bfloat16, 1)]  # dtypes, and the arithmetics that they have
@@ -122,9 +131,13 @@ def run(case: Case, dtype: torch.dtype, arithmetic: int, stored: torch.dtype | N
         expected_keys[block, :, :, offset] = key[0, :, token]
         expected_values[block, :, offset] = value[0, :, token]
     *pair, scales = pools(key_pool, value_pool, stored)
+    sinks = random(H) if case.has_sinks else None
     output = torch.ops.specdec.paged_attention(
         *(query, key, value, *pair, positions, slots, block_tables, D**-0.5, case.window, arithmetic),
         scales=scales,
+        sinks=sinks,
+        softcap=case.softcap,
+        attention_chunk=case.attention_chunk,
     )
     expected_pools = pools(expected_keys, expected_values, stored)
     for ours, theirs in zip((*pair, scales), expected_pools, strict=True):
@@ -138,7 +151,13 @@ def run(case: Case, dtype: torch.dtype, arithmetic: int, stored: torch.dtype | N
     visible = key_positions <= query_positions
     if case.window:
         visible &= key_positions > query_positions - case.window
-    probs = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    if case.attention_chunk:
+        visible &= key_positions // case.attention_chunk == query_positions // case.attention_chunk
+    if case.softcap:
+        scores = case.softcap * (scores / case.softcap).tanh()
+    weights = scores.exp() * visible
+    sink_weights = sinks.double().exp().view(1, H, 1, 1) if sinks is not None else 0
+    probs = weights / (weights.sum(-1, keepdim=True) + sink_weights)
     expected = (probs @ values.repeat_interleave(H // Hk, 1)).transpose(1, 2).reshape(B * Q, H, Dv)
     return output, expected
 
@@ -278,10 +297,12 @@ class Sequences:
         dtype: torch.dtype,
         arithmetic: int = 0,
         stored: torch.dtype | None = None,
+        others: dict[str, Any] | None = None,
     ) -> None:
         H, Hk, D, Dv = shape
         self.block_size, self.window, self.arithmetic, length = block_size, window, arithmetic, 1500
         generator = torch.Generator().manual_seed(0)
+        self.others = {"sinks": torch.randn(H, generator=generator).to(dtype)} | others if others else {}
         self.query, self.key, self.value = (
             torch.randn(3, length, *heads, generator=generator).to(dtype) for heads in ((H, D), (Hk, D), (Hk, Dv))
         )
@@ -313,6 +334,7 @@ class Sequences:
             self.window,
             self.arithmetic,
             scales=self.scales,
+            **self.others,
         )
         return [output[b * Q : b * Q + num_tokens] for b, (_, _, num_tokens) in enumerate(rows)]
 
@@ -326,16 +348,32 @@ SHAPES = {
 ROWS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1400), st.integers(1, 90)), min_size=1, max_size=4)
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("window", [0, 300, 5])
+# Windows, and what attention is told besides; then each head has a sink too.
+ATTENTIONS: dict[str, tuple[int, dict[str, Any] | None]] = {
+    "all": (0, None),
+    "300": (300, None),
+    "5": (5, None),
+    "300, capped": (300, {"softcap": 2.0}),
+    "chunks": (0, {"attention_chunk": 300}),
+}
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("block_size", [32, 24, 256])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("dtype", "arithmetic", "stored"), FEW_ATTENTION_KINDS, ids=str)
 def test_attention_of_a_token_has_the_same_bits_in_any_company(
-    dtype: torch.dtype, arithmetic: int, stored: torch.dtype | None, shape: str, block_size: int, window: int
+    dtype: torch.dtype,
+    arithmetic: int,
+    stored: torch.dtype | None,
+    shape: str,
+    block_size: int,
+    attention: str,
 ) -> None:
     """Batch, row and threads do not matter; compared with one token at a time, by one thread."""
-    sequences = Sequences(SHAPES[shape], block_size, window, dtype, arithmetic, stored)
+    window, others = ATTENTIONS[attention]
+    sequences = Sequences(SHAPES[shape], block_size, window, dtype, arithmetic, stored, others)
 
     @settings(max_examples=10 if settings.get_current_profile_name() == "default" else 1000, deadline=None)
     @given(rows=ROWS, threads=st.sampled_from([1, 2, 3, 5]))

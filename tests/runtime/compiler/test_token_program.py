@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from by_torch import computed
-from tiny import FAMILIES, MIXTURES, make_model
+from tiny import ATTENTIONS, FAMILIES, MIXTURES, make_model
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import GraphModule
@@ -85,7 +85,7 @@ def check_step(model: PreTrainedModel, cut: Cut) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES, *ATTENTIONS])
 def test_a_familys_step_is_transformers(family: str) -> None:
     check_step(make_model(family), in_layers)
 

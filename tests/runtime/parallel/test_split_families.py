@@ -15,12 +15,13 @@ from scripts.tools import families
 SPLIT = [
     "afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "cohere", "cohere2", "cohere2_moe",
     "cohere_compass_text", "cwm", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
-    "exaone_moe", "flex_olmo", "gemma", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4",
-    "glm4_moe", "glm4_moe_lite", "gpt_neox", "granite", "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_moe",
-    "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "kolibri1", "laguna", "llama", "mellum", "minicpm3",
-    "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "olmo", "olmo2",
-    "olmo3", "olmoe", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
-    "seed_oss", "smollm3", "solar_open", "starcoder2", "youtu",
+    "exaone_moe", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text",
+    "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "granite", "granite_swa", "granitemoe",
+    "granitemoe_swa", "granitemoeshared", "helium", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3",
+    "iquestcoder", "jais2", "kolibri1", "laguna", "llama", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2",
+    "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "olmo", "olmo2", "olmo3",
+    "olmoe", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
+    "smollm3", "solar_open", "starcoder2", "vaultgemma", "youtu",
 ]  # fmt: skip
 
 
@@ -42,6 +43,7 @@ ALWAYS = {("phi3", 2), ("gemma3_text", 2), ("deepseek_v3", 2), ("granitemoeshare
         pytest.param(family, tp_size, marks=() if (family, tp_size) in ALWAYS else pytest.mark.slow)
         for family in SPLIT
         for tp_size in (2, 4)
+        if (family, tp_size) != ("mimo_v2_flash", 4)  # 4 devices divide the K/V heads of some of its layers
     ],
 )
 def test_tokens_are_hugging_faces(family: str, tp_size: int, tmp_path: Path) -> None:

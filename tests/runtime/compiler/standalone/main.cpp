@@ -147,10 +147,11 @@ void check_numbers(at::ScalarType type) {
   }
 }
 
-// Queries of two heads for each key head, after `context` tokens, in blocks that lie in reverse order.
+// Queries of two heads for each key head, after `context` tokens, in blocks that lie in reverse order. Those that see
+// chunks have capped scores and sinks too.
 template <typename T>
 void check_attention(at::ScalarType type, double tolerance, int64_t Q, int64_t context, int64_t D, int64_t block_size,
-                     int64_t window, int64_t arithmetic) {
+                     int64_t window, int64_t attention_chunk, int64_t arithmetic) {
   const int64_t B = 2, Hk = 2, H = 4, num_keys = context + Q, N = (num_keys + block_size - 1) / block_size;
   const at::Tensor query = random_tensor<T>({1, H, B * Q, D}, type), key = random_tensor<T>({1, Hk, B * Q, D}, type);
   const at::Tensor value = random_tensor<T>({1, Hk, B * Q, D}, type);
@@ -165,22 +166,27 @@ void check_attention(at::ScalarType type, double tolerance, int64_t Q, int64_t c
     slots.mutable_data_ptr<int64_t>()[i] = slot(i / Q, context + i % Q);
   }
   const double scale = 1 / std::sqrt(double(D));
-  const at::Tensor out =
-      paged_attention(query, key, value, keys, values, positions, slots, tables, scale, window, arithmetic, std::nullopt);
+  const double softcap = attention_chunk ? 1.5 : 0;
+  const std::optional<at::Tensor> sinks = attention_chunk ? std::optional(random_tensor<T>({H}, type)) : std::nullopt;
+  const at::Tensor out = paged_attention(query, key, value, keys, values, positions, slots, tables, scale, window, arithmetic,
+                                         std::nullopt, sinks, softcap, attention_chunk);
   bool right = true;
   for (int64_t b = 0; b < B; ++b)
     for (int64_t q = 0; q < Q; ++q)
       for (int64_t head = 0; head < H; ++head) {
-        const int64_t own = head / (H / Hk), last = context + q, first = window ? std::max(last - window + 1, int64_t{0}) : 0;
+        const int64_t own = head / (H / Hk), last = context + q;
+        const int64_t of_chunk = attention_chunk ? last - last % attention_chunk : 0;
+        const int64_t first = window ? std::max(last - window + 1, int64_t{0}) : of_chunk;
         std::vector<double> sums(D);
-        double total = 0;
+        double total = sinks ? std::exp(double(float(sinks->const_data_ptr<T>()[head]))) : 0;
         for (int64_t position = first; position <= last; ++position) {
           const int64_t at = slot(b, position), block = at / block_size, offset = at % block_size;
           double score = 0;
           for (int64_t d = 0; d < D; ++d)
             score += double(float(query.const_data_ptr<T>()[(head * B * Q + b * Q + q) * D + d])) *
                      float(keys.const_data_ptr<T>()[((block * Hk + own) * D + d) * block_size + offset]);
-          const double weight = std::exp(score * scale);
+          score *= scale;
+          const double weight = std::exp(softcap > 0 ? softcap * std::tanh(score / softcap) : score);
           total += weight;
           for (int64_t d = 0; d < D; ++d)
             sums[d] += weight * float(values.const_data_ptr<T>()[((block * Hk + own) * block_size + offset) * D + d]);
@@ -411,11 +417,11 @@ void check_all(at::ScalarType type, double tolerance) {
   }
   check_numbers<T>(type);
   for (int64_t arithmetic : {kFloat32, kPairs, kTiles})
-    for (int64_t window : {0, 37}) {
-      check_attention<T>(type, tolerance, 1, 300, 32, 32, window, arithmetic);
-      check_attention<T>(type, tolerance, 6, 603, 16, 16, window, arithmetic);
-      check_attention<T>(type, tolerance, 50, 0, 32, 32, window, arithmetic);
-      check_attention<T>(type, tolerance, 3, 50, 12, 4, window, arithmetic);  // heads that are no multiple of a vector
+    for (const auto& [window, chunk] : {std::pair{0, 0}, {37, 0}, {0, 45}}) {
+      check_attention<T>(type, tolerance, 1, 300, 32, 32, window, chunk, arithmetic);
+      check_attention<T>(type, tolerance, 6, 603, 16, 16, window, chunk, arithmetic);
+      check_attention<T>(type, tolerance, 50, 0, 32, 32, window, chunk, arithmetic);
+      check_attention<T>(type, tolerance, 3, 50, 12, 4, window, chunk, arithmetic);  // heads that are no multiple of a vector
     }
   for (int64_t size : {1, 15, 64, 1000}) check_choices<T>(type, 6, size);
   check_choices<T>(type, 2, 20000);  // pieces of rows, more threads than rows
