@@ -126,7 +126,8 @@ def test_damaged_config_is_an_error(path: tuple[Any, ...], value: Any, quoted: t
     target[path[-1]] = value
     with pytest.raises(SpecDecError) as error:
         parse(EngineConfig, data, "dir/config.json")
-    said(error, "dir/config.json", *quoted, varying=(ENGINE_FORMAT_VERSION + 1, ENGINE_FORMAT_VERSION))
+    versions = (ENGINE_FORMAT_VERSION + 1, ENGINE_FORMAT_VERSION) if path == ("format_version",) else ()
+    said(error, "dir/config.json", *quoted, varying=versions)
 
 
 @pytest.mark.parametrize("key", ["pretrained_config", "dtype", "build_config", "layers", "vocab_size", "environment"])
