@@ -104,14 +104,17 @@ struct Scores {
   float* scores;
   int64_t size;
   Extent extent;
+  std::vector<Extent> extents;  // of the pieces
 
   int64_t num_pieces() const { return (size + kPiece - 1) / kPiece; }
 
-  // Calls work(begin, end), which returns the extent of what it computed, for each piece.
-  template <typename Work>
-  void compute(const Work& work) {
-    std::vector<Extent> extents(num_pieces());
-    share_tasks(num_pieces(), [&](int64_t i) { extents[i] = work(i * kPiece, std::min((i + 1) * kPiece, size)); });
+  // Calls work(begin, end), which returns the extent of what it computed, for each piece that `is_asked`.
+  template <typename Work, typename IsAsked>
+  void compute(const Work& work, const IsAsked& is_asked) {
+    extents.resize(num_pieces());
+    share_tasks(num_pieces(), [&](int64_t i) {
+      if (is_asked(i)) extents[i] = work(i * kPiece, std::min((i + 1) * kPiece, size));
+    });
     extent = {};
     for (const Extent& one : extents) extent.add(one);
   }
@@ -128,13 +131,14 @@ struct Extremes {
   Extent extent() const { return {is_any(is_wrong), smallest_of(low), largest_of(high)}; }
 };
 
-template <typename T>
-void scale(const T* logits, float temperature, Scores& to) {
-  to.compute([&](int64_t begin, int64_t end) {
+// A division takes as long as all else here.
+template <bool divides, typename T>
+void scale_by(const T* logits, float temperature, Scores& to) {
+  const auto work = [&](int64_t begin, int64_t end) {
     Extremes found;
     int64_t i = begin;
     const auto take = [&](Lanes logit) {
-      const Lanes v = logit / temperature;
+      const Lanes v = divides ? logit / temperature : logit;
       store(to.scores + i, v);
       found.is_wrong |= !(logit <= kLargestFloat);
       found.look_at(v);
@@ -146,19 +150,28 @@ void scale(const T* logits, float temperature, Scores& to) {
       take(rest);
     }
     return found.extent();
-  });
+  };
+  to.compute(work, [](int64_t) { return true; });
+}
+
+template <typename T>
+void scale(const T* logits, float temperature, Scores& to) {
+  temperature == 1 ? scale_by<false>(logits, temperature, to) : scale_by<true>(logits, temperature, to);
 }
 
 template <typename T>
 void penalize(const T* logits, const Rules& rules, Range<Entry> entries, Range<Entry> later, Range<int32_t> bans,
               float temperature, Scores& to) {
-  bool was_extreme = false;  // then there may be others at this end
+  if (entries.empty() && later.empty() && bans.empty()) return;
+  std::vector<bool> lost_extreme(to.num_pieces());  // then another score of the piece may be its largest or smallest
   const auto change = [&](int32_t token, float score) {
+    const int64_t piece = token / kPiece;
+    Extent& extent = to.extents[piece];
     float& place = to.scores[token];
-    was_extreme |= place == to.extent.smallest || place == to.extent.largest;
+    if (place == extent.smallest || place == extent.largest) lost_extreme[piece] = true;
     place = score;
-    to.extent.largest = std::max(to.extent.largest, score);
-    if (score >= -kLargestFloat) to.extent.smallest = std::min(to.extent.smallest, score);
+    extent.largest = std::max(extent.largest, score);
+    if (score >= -kLargestFloat) extent.smallest = std::min(extent.smallest, score);
   };
   for (const auto& some : {entries, later})  // of a token that is in both, the later one counts
     for (const Entry& entry : some)
@@ -166,12 +179,12 @@ void penalize(const T* logits, const Rules& rules, Range<Entry> entries, Range<E
         change(entry.token, penalized(static_cast<float>(logits[entry.token]), entry, rules) / temperature);
   for (const int32_t token : bans)
     if (token < to.size) change(token, kNever);
-  if (!was_extreme) return;
-  to.compute([&](int64_t begin, int64_t end) {
+  const auto look = [&](int64_t begin, int64_t end) {
     Extremes found;
     for (int64_t i = begin; i < end; i += kLanes) found.look_at(load(to.scores + i));
     return found.extent();
-  });
+  };
+  to.compute(look, [&](int64_t piece) { return lost_extreme[piece]; });
 }
 
 // Memory for one position, kept by the thread that asks for it.
