@@ -1,4 +1,4 @@
-"""A step that is cut into its beginning, a layer of each kind, and its end, computes what transformers does."""
+"""A step is cut into its beginning, a layer of each kind, and its end. `test_token_program.py` computes the pieces."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -6,24 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from by_torch import computed
-from tiny import FAMILIES, MIXTURES, make_model
+from tiny import make_model
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from runtime.batch import pack
 from runtime.compiler.attention import KERNEL
-from runtime.compiler.compilation import example_pool, example_rows, example_states, export_step
+from runtime.compiler.compilation import export_step
 from runtime.compiler.cutting import CannotBeCut, CutStep, cut_step, describe
 from runtime.compiler.experts import experts_by_kernel
 from runtime.compiler.kernels import describe_kernels, load_kernels
 from runtime.compiler.model import Step, probe_config
 
 BLOCK_SIZE = 16
-# A program for each kind of layer that is not the last, and the beginning and the end.
-NUM_PROGRAMS = {"lfm2": 4, "qwen3.5": 4, "qwen3-next": 4, "nemotron-h": 6, "gemma3": 4, "smollm3": 4}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,24 +32,6 @@ def cut(model: PreTrainedModel) -> CutStep:
     model.set_attn_implementation(KERNEL)
     with torch.no_grad(), experts_by_kernel(model):
         return cut_step(model, shapes, lambda: export_step(Step(model), shapes, BLOCK_SIZE, torch.float32), 0)
-
-
-@pytest.mark.parametrize("family", (*FAMILIES, *MIXTURES))
-def test_cut_step_computes_what_transformers_does(family: str) -> None:
-    model = make_model(family)
-    rows = [torch.arange(3, 10), torch.arange(20, 22)]
-    with torch.no_grad():
-        expected = torch.cat([model(row[None]).logits[0, -2:] for row in rows])
-        step = cut(model)
-        assert len(step.programs) == NUM_PROGRAMS.get(family, 3)
-        shapes, row_inputs = probe_config(deepcopy(model.config)), example_rows([7, 2], 0, 40, BLOCK_SIZE, 2)
-        pool = example_pool(shapes, 40, BLOCK_SIZE, torch.float32, torch.device("cpu"))
-        batch = pack(row_inputs, BLOCK_SIZE, torch.device("cpu"))
-        for i, row in enumerate(rows):
-            batch.input_ids[i, : len(row)] = row
-        states = example_states(shapes, row_inputs, torch.float32)
-        logits = computed(step, tree_leaves([*batch.tensors(), *pool.tensors(), *states]))
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_layers_of_one_kind_are_one_program_with_weights_of_their_own() -> None:
@@ -71,13 +48,13 @@ def test_layers_of_one_kind_may_each_have_their_own_of_one_function() -> None:
     """transformers' tanh approximation of GELU is a module with a partial function."""
     layer_types = ["sliding_attention", "sliding_attention", "full_attention"] * 2
     step = cut(make_model("gemma3", num_hidden_layers=6, layer_types=layer_types))
-    assert len(step.programs) == NUM_PROGRAMS["gemma3"] and len(step.calls) == 7
+    assert len(step.programs) == 4 and len(step.calls) == 7
 
 
 def test_a_step_is_cut_in_the_same_way_each_time() -> None:
-    cuts = [cut(make_model("gemma3")) for _ in range(4)]
+    cuts = [cut(make_model("gemma3")) for _ in range(2)]
     calls = [[(call.program, call.inputs, call.outputs, call.layout) for call in step.calls] for step in cuts]
-    assert len(calls[0]) == 4 and calls == [calls[0]] * 4
+    assert len(calls[0]) == 4 and calls[1] == calls[0]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt-neox", "opt"])
