@@ -1,57 +1,85 @@
 """Compiler that Inductor calls, and the instructions it may use for the loops between the kernels."""
 
-import os
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-LOOK = """
-import sys
+# Inductor reads its variables when it is imported: each answer is a fork's of a process that has only torch.
+PROGRAM = """
+import json, os, sys
 from contextlib import nullcontext
-from torch._inductor.cpu_vec_isa import valid_vec_isa_list
-from runtime.compiler.programs import instructions_looked_up
-with instructions_looked_up() if sys.argv[1] == "ours" else nullcontext():
-    print([(str(isa), isa.build_arch_flags()) for isa in valid_vec_isa_list()])
+import torch
+
+def instructions(whose):
+    from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+    from runtime.compiler.programs import instructions_looked_up
+    with instructions_looked_up() if whose == "ours" else nullcontext():
+        return [(str(isa), isa.build_arch_flags()) for isa in valid_vec_isa_list()]
+
+def named():
+    from runtime.compiler.compilation import named_compiler
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    with named_compiler():
+        return get_cpp_compiler()
+
+for environment, call in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        os.environ |= environment
+        print(json.dumps(eval(call)), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, call
 """
+WITHOUT_AVX512 = '#!/bin/sh\ncase "$*" in *-mavx512f*) exit 1;; esac\nexec g++ "$@"\n'
+NAMES = ["", "  ", "g++", "/usr/bin/env"]
 
 
-def instructions(whose: str, directory: Path, compiler: str = "g++") -> str:
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(directory), "CXX": compiler}
-    command = [sys.executable, "-c", LOOK, whose]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+def answers(*questions: tuple[dict[str, str], str]) -> list[Any]:
+    command = [sys.executable, "-c", PROGRAM, json.dumps(questions)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [json.loads(line) for line in said.splitlines()]
 
 
-def test_nothing_is_compiled_to_know_them(tmp_path: Path) -> None:
-    assert instructions("ours", tmp_path / "cache").startswith("[")
-    assert not list(tmp_path.rglob("*.so"))
+def variables(directory: Path, compiler: str = "g++") -> dict[str, str]:
+    return {"TORCHINDUCTOR_CACHE_DIR": str(directory), "CXX": compiler}
 
 
-def test_what_the_compiler_does_not_know_is_not_used(tmp_path: Path) -> None:
-    """Compilers before version 13 do not know -mamx-fp16."""
-    compiler = tmp_path / "compiler"
-    compiler.write_text('#!/bin/sh\ncase "$*" in *-mavx512f*) exit 1;; esac\nexec g++ "$@"\n')
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A cache, and what was answered by a compiler, by one that does not know AVX-512, and to each of `NAMES`."""
+    directory = tmp_path_factory.mktemp("instructions")
+    compiler = directory / "compiler"
+    compiler.write_text(WITHOUT_AVX512)
     compiler.chmod(0o755)
-    assert "-mavx512f" not in instructions("ours", tmp_path / "cache", str(compiler))
+    questions = {
+        "instructions": (variables(directory / "cache"), "instructions('ours')"),
+        "without AVX-512": (variables(directory / "other cache", str(compiler)), "instructions('ours')"),
+        **{name: ({"CXX": name}, "named()") for name in NAMES},
+    }
+    return directory, dict(zip(questions, answers(*questions.values()), strict=True))
+
+
+def test_nothing_is_compiled_to_know_them(found: tuple[Path, dict[str, Any]]) -> None:
+    directory, answered = found
+    assert isinstance(answered["instructions"], list)
+    assert not list(directory.rglob("*.so"))
+
+
+def test_what_the_compiler_does_not_know_is_not_used(found: tuple[Path, dict[str, Any]]) -> None:
+    """Compilers before version 13 do not know -mamx-fp16."""
+    assert "-mavx512f" not in str(found[1]["without AVX-512"])
 
 
 @pytest.mark.slow  # torch compiles and loads a library for each set
 def test_they_are_those_that_torch_finds_by_trying(tmp_path: Path) -> None:
-    assert instructions("ours", tmp_path / "ours") == instructions("torch's", tmp_path / "theirs")
+    theirs = (variables(tmp_path / "theirs"), "instructions('torch')")
+    assert len({str(answer) for answer in answers((variables(tmp_path / "ours"), "instructions('ours')"), theirs)}) == 1
 
 
-NAMED = """
-from runtime.compiler.compilation import named_compiler
-from torch._inductor.cpp_builder import get_cpp_compiler
-with named_compiler():
-    print(get_cpp_compiler())
-"""
-
-
-@pytest.mark.parametrize("named", ["", "  ", "g++", "/usr/bin/env"])
-def test_an_empty_name_of_a_compiler_means_gnus(named: str) -> None:
-    """Inductor reads the variable when it is imported, and takes no name for one."""
-    run = [sys.executable, "-c", NAMED]
-    found = subprocess.run(run, env=os.environ | {"CXX": named}, capture_output=True, text=True, check=True).stdout
-    assert found == f"{named.strip() or 'g++'}\n"
+@pytest.mark.parametrize("named", NAMES)
+def test_an_empty_name_of_a_compiler_means_gnus(named: str, found: tuple[Path, dict[str, Any]]) -> None:
+    """Inductor takes no name for one."""
+    assert found[1][named] == (named.strip() or "g++")

@@ -149,7 +149,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory, kernels: Path) -> Path:
     root = tmp_path_factory.mktemp("installed")
     for package in ("specdec_cli", "commands", "runtime"):
         source = Path(kernel_library.__file__).parents[2] / package
-        shutil.copytree(source, root / package, ignore=shutil.ignore_patterns("__pycache__", "demo", "prebuilt"))
+        shutil.copytree(source, root / package, ignore=shutil.ignore_patterns("demo", "prebuilt"))
     directory = root / "runtime" / "compiler" / "prebuilt"
     directory.mkdir()
     shutil.copyfile(kernels, directory / library_name(platform.machine(), INSTRUCTION_SETS[platform.machine()][-1]))

@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import make_model
+from tiny import hf_greedy, make_model
 from torch.fx import GraphModule
 from transformers import PreTrainedModel
 
 from runtime.compiler import programs
 from runtime.compiler.kernels import load_kernels
 from runtime.compiler.programs import compile_programs
+from runtime.engine import Engine
+from runtime.request import Request
+from runtime.scheduler import generate
 
 
 @pytest.fixture(autouse=True)
@@ -81,8 +84,28 @@ def test_a_second_model_of_a_width_compiles_nothing(
     assert compiled == []
 
 
-def test_numbers_of_short_weights_are_not_in_a_program(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as a rotary embedding's frequencies. Another model's program of that form would be computed with them."""
+@pytest.mark.slow  # a C++ compiler takes half a minute
+def test_an_activation_that_is_left_to_the_compiler_is_transformers(make_engine: Callable[..., Engine]) -> None:
+    model = make_model("llama", hidden_act="mish")
+    with make_engine(model, compiler="aot") as engine:
+        (sequence,) = (s for s, _ in generate(engine, [Request(0, (5, 6, 7, 8), 12)]) if s.finish_reason)
+    assert sequence.output_tokens == hf_greedy(model, [5, 6, 7, 8], 12)
+
+
+def test_numbers_of_short_weights_are_not_in_a_program(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a rotary embedding's frequencies. Another model's program of that form would be computed with them.
+
+    Sources are looked at: a compiler that makes empty files stands for g++.
+    """
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        '#!/bin/sh\ncase "$*" in *-o*) ;; *) exec g++ "$@";; esac\n'
+        'for word; do [ "$last" = -o ] && : > "$word"; last=$word; done\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
     scaled, sources, run = torch.nn.LayerNorm(2), list[str](), programs.run_inductor
     torch.nn.init.constant_(scaled.weight, 3.140625)
 

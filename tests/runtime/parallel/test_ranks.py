@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Timer
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from ranks_as_threads import together
 from sentences import Said
-from shared import MakeEngineDir
+from shared import MakeEngineDir, once
 from test_groups import WAYS
 from tiny import FAMILIES, build_tiny, hf_greedy, make_model, repetitive_prompt
 from torch import Tensor
@@ -59,10 +60,23 @@ def has_ended(pid: int) -> bool:
         return True
 
 
+@contextmanager
+def no_compiler() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CXX", "/nowhere/g++")
+        yield
+
+
 @pytest.fixture(scope="module")
-def split_llama(make_engine_dir: MakeEngineDir) -> Path:
+def split_llama(shared: Path) -> Path:
     """Without kernels: its ranks reach each other by gloo."""
-    return make_engine_dir(make_model("llama"), tp_size=2)
+
+    def make(directory: Path) -> None:
+        make_model("llama").save_pretrained(directory / "model")
+        with no_compiler():
+            build_tiny(directory / "model", directory, tp_size=2)
+
+    return once(shared / "split-llama", make) / "engine"
 
 
 @pytest.fixture(scope="module", params=["none", "aot"])
@@ -73,12 +87,18 @@ def split_either_way(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(split_llama: Path) -> Iterator[LLM]:
-    with LLM(split_llama) as opened:
+    with no_compiler():
+        opened = LLM(split_llama)
+    with opened:
         yield opened
 
 
-def test_tokens_are_hugging_faces(llm: LLM) -> None:
-    """Compared with drafts, in one batch, and with K/V that are found again and copied on every rank."""
+def test_tokens_are_hugging_faces(llm: LLM, split_llama: Path) -> None:
+    """Compared with drafts, in one batch, and with K/V that are found again and copied on every rank.
+
+    Neither to build the engine nor to open it a compiler was needed.
+    """
+    assert not (split_llama / "kernels.so").exists()
     model = make_model("llama")
     wanted = [hf_greedy(model, prompt, 30, eos_token_id=2) for prompt in PROMPTS]
     for drafter in (None, NgramDrafter(6, 2)):
@@ -123,17 +143,6 @@ def test_logits_are_hugging_faces(family: str, tp_size: int, way: Way, tmp_path:
     with torch.no_grad():
         wanted = torch.cat([model(torch.tensor([prompt])).logits[0] for prompt in prompts])
     torch.testing.assert_close(found[0], wanted, rtol=1e-4, atol=1e-4)
-
-
-def test_no_compiler_is_needed_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither to build the engine nor to open it."""
-    monkeypatch.setenv("CXX", str(tmp_path / "missing"))
-    model = make_model("qwen2")
-    model.save_pretrained(tmp_path / "model")
-    engine_dir = build_tiny(tmp_path / "model", tmp_path, tp_size=2)
-    assert not (engine_dir / "kernels.so").exists()
-    with LLM(engine_dir) as llm:
-        assert llm.generate(PROMPTS[:1], GREEDY)[0].token_ids == hf_greedy(model, PROMPTS[0], 30, eos_token_id=2)
 
 
 @pytest.mark.slow
