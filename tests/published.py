@@ -80,7 +80,7 @@ def shrunk(config: dict[str, Any], *, limit: int | None = None, vocab_size: int 
     if limit is not None:
         positions = text.get("max_position_embeddings", 0)
         for place in (text, *_ropes(text)):
-            for name in ("sliding_window", "original_max_position_embeddings"):
+            for name in ("sliding_window", "attention_chunk_size", "floor_scale", "original_max_position_embeddings"):
                 if isinstance(place.get(name), int) and place[name] < positions:
                     place[name] = limit
     return small
@@ -111,6 +111,7 @@ def _shrink_text(text: dict[str, Any]) -> None:
         text["rotary_dim"] = _HEAD_DIM // 2
     num_layers = text.get("num_hidden_layers", 1)
     of_kinds = {"layer_types", "full_attention_interval"} & text.keys()
+    of_kinds |= {"no_rope_layers"} & text.keys()
     text["num_hidden_layers"] = 7 if text["model_type"].startswith("gemma") else 4 if of_kinds else 2
     if "hybrid_override_pattern" in text:  # Mamba-2, experts and, sixth, attention
         text["hybrid_override_pattern"] = text["hybrid_override_pattern"][:7]
@@ -201,6 +202,7 @@ def thresholds(config: dict[str, Any]) -> list[int]:
     text = config.get("text_config", config)
     positions = text.get("max_position_embeddings", 0)
     found = [text.get("sliding_window") if text.get("use_sliding_window", True) else None]
+    found += [text.get("attention_chunk_size")]
     for rope in _ropes(text):
         if rope.get("rope_type", rope.get("type")) != "longrope" or "short_mscale" in rope:
             found.append(rope.get("original_max_position_embeddings"))

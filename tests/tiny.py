@@ -180,6 +180,21 @@ _ATTENTIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
         },
     ),
+    # Chunks, and queries whose temperature changes with every few positions.
+    "llama4": (
+        "llama4_text",
+        {
+            "head_dim": 12,
+            "attention_chunk_size": SLIDING_WINDOW,
+            "layer_types": ["chunked_attention", "full_attention"],
+            "no_rope_layers": [1, 0],
+            "floor_scale": 5,
+            "intermediate_size_mlp": 48,
+            "interleave_moe_layer_step": 1,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
 }
 ATTENTIONS = tuple(_ATTENTIONS)
 # Whose layers are not compiled one by one, because they return tuples.

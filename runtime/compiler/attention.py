@@ -13,14 +13,15 @@ window, and its attention of none).
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
 from runtime.config import LayerShape, StateShape
@@ -221,6 +222,21 @@ def kernel_attention(
 
 
 _FAR = 2**40, 2**40 + 12345  # positions beyond every window
+
+
+@contextmanager
+def chunks_without_padding() -> Iterator[None]:
+    """Have masks of chunks look at no padding: `meta` has no values of it."""
+    theirs = masking_utils.chunked_causal_mask_function
+
+    def of_unpadded(chunk_size: int, left_padding: Tensor) -> Any:
+        return theirs(chunk_size, torch.zeros(left_padding.shape, dtype=torch.long, device="cpu"))
+
+    masking_utils.chunked_causal_mask_function = of_unpadded
+    try:
+        yield
+    finally:
+        masking_utils.chunked_causal_mask_function = theirs
 
 
 def probe_mask(*, mask_function: Callable[..., Any], **kwargs: Any) -> Tensor:

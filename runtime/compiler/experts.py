@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
 
 _KERNEL = "specdec_kernel"
@@ -20,12 +20,18 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @contextmanager
 def experts_by_kernel(model: PreTrainedModel) -> Iterator[None]:
     """Compute a model's experts by the kernel, which must be loaded, in the block."""
-    before = model.get_experts_implementation()
+    before, of_config = model.get_experts_implementation(), model.config._experts_implementation_internal
     model.set_experts_implementation(_KERNEL)
+    model.config._experts_implementation_internal = _KERNEL  # transformers leaves it where experts are ours (Llama 4)
     try:
         yield
     finally:
+        model.config._experts_implementation_internal = of_config
         model.set_experts_implementation(before)
+
+
+def computes_by_kernel(config: PreTrainedConfig) -> bool:
+    return bool(config._experts_implementation == _KERNEL)
 
 
 def kernel_experts(
@@ -40,9 +46,9 @@ def kernel_experts(
         output: Tensor = batched_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
         return output
     chosen = top_k_index.reshape(-1)
-    x = _product(experts, names[0], hidden_states, chosen)
+    x = expert_product(experts, names[0], hidden_states, chosen)
     x = experts._apply_gate(x) if experts.has_gate else experts.act_fn(x)  # type: ignore[operator]
-    x = _product(experts, names[1], x, chosen)
+    x = expert_product(experts, names[1], x, chosen)
     if experts.has_post_expert_norm:
         x = experts.post_expert_norm(x)  # type: ignore[operator]
     weighted = x * top_k_weights.reshape(-1, 1)
@@ -58,10 +64,11 @@ def _rows(experts: nn.Module, name: str) -> Tensor:
     """(E, outputs, inputs)."""
     weight = getattr(experts, name)
     assert isinstance(weight, Tensor)
-    return weight.transpose(1, 2) if experts.is_transposed else weight
+    # Llama 4's do not say how they lie, and have no biases.
+    return weight.transpose(1, 2) if getattr(experts, "is_transposed", True) else weight
 
 
-def _product(experts: nn.Module, name: str, x: Tensor, chosen: Tensor) -> Tensor:
+def expert_product(experts: nn.Module, name: str, x: Tensor, chosen: Tensor) -> Tensor:
     """(S x k, outputs), of a token by each expert that it has chosen; `x` is (S, inputs), or (S x k, inputs)."""
     kernels = torch.ops.specdec
     weight = _rows(experts, name)
@@ -70,7 +77,7 @@ def _product(experts: nn.Module, name: str, x: Tensor, chosen: Tensor) -> Tensor
     packed = kernels.pack_linear(whole_panels.flatten(0, 1))
     # The arithmetic is what `runtime.compiler.linears` sets.
     products: Tensor = kernels.experts_linear(x.to(weight.dtype), packed, chosen, num_outputs, 0)
-    return products + getattr(experts, f"{name}_bias")[chosen] if experts.has_bias else products
+    return products + getattr(experts, f"{name}_bias")[chosen] if getattr(experts, "has_bias", False) else products
 
 
 ALL_EXPERTS_FUNCTIONS.register(_KERNEL, kernel_experts)

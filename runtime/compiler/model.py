@@ -29,9 +29,10 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, g
 from transformers.core_model_loading import WeightRenaming
 from transformers.pytorch_utils import Conv1D
 
-from runtime.compiler.attention import KERNEL, PROBE, SEE_MODELS, PagedInputs, Recorded
+from runtime.compiler.attention import KERNEL, PROBE, SEE_MODELS, PagedInputs, Recorded, chunks_without_padding
 from runtime.compiler.fusing import fuse
 from runtime.compiler.kernels import choose_vector_math
+from runtime.compiler.llama4 import place_llama4
 from runtime.compiler.mixers import place_states
 from runtime.compiler.pretrained import last_words, layers_that_keep, model_class
 from runtime.compiler.quantized import place_quantized, placeholders
@@ -132,7 +133,7 @@ def probe_config(config: PreTrainedConfig, splitting: Splitting | None = None) -
     Of a model that is split it is a rank's.
     """
     recorded = Recorded()
-    with MODEL_INIT_LOCK, torch.device("meta"), torch.no_grad(), _distributions_unchecked():
+    with MODEL_INIT_LOCK, torch.device("meta"), torch.no_grad(), _distributions_unchecked(), chunks_without_padding():
         model = _model_without_weights(config)
         if splitting is not None:
             place_pieces(model, splitting)
@@ -195,6 +196,7 @@ def _model_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
     _declare_no_padding(model)
     _fix_rotary_factors(model)
     place_states(model)
+    place_llama4(model)
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         raise SpecDecError(
             f"the model counts positions from its padding token's id, not from 0: {config.model_type}", hint=SEE_MODELS
@@ -362,6 +364,7 @@ class Step(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         place_states(model)
+        place_llama4(model)
         _take_equal_positions(model)
         self.model = model
         self.layers = layers_that_keep(model.config)

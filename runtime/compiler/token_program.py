@@ -105,6 +105,8 @@ class _Lowering:
             self._take_input(node, number)
         outputs: list[int] = []
         for node in self.graph.graph.nodes:
+            if node.op == "call_function" and not node.users and not node.is_impure():
+                continue
             if node.op == "call_function" and isinstance(node.meta.get("val"), Tensor | list | tuple):
                 self.values[node] = self._lower(node)
             elif node.op == "get_attr":
@@ -301,6 +303,11 @@ class _Lowering:
     def _square(self, node: Node) -> View:
         view = self._view(node.args[0])
         return self._compute("mul", [view, view], *_form(node))
+
+    def _log1p(self, node: Node) -> View:
+        view = self._view(node.args[0])
+        more = self._compute("add", [view, self._view(1.0)], torch.float32, view.shape)
+        return self._compute("log", [more], *_form(node))
 
     def _softplus(self, node: Node) -> View:
         if tuple(node.args[1:]) not in ((), (1.0, 20.0)):
@@ -903,6 +910,7 @@ _NAMED: dict[str, Callable[[_Lowering, Node], Any]] = {
     "aten.permute.default": _Lowering._permuted,
     "aten.unsqueeze.default": _Lowering._unsqueezed,
     "aten.squeeze.dim": _Lowering._squeezed,
+    "aten.log1p.default": _Lowering._log1p,
     "aten.slice.Tensor": _Lowering._sliced,
     "aten.select.int": _Lowering._selected,
     "aten.expand.default": _Lowering._expand,

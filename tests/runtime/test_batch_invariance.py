@@ -33,12 +33,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "float32 FP8": ("llama", {}),
     # Compiled without `--slow` too, with its copy.
     "bfloat16 INT8": ("gemma2", WINDOWED | {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}),
+    "bfloat16 chunks": ("llama4", {"attention_chunk_size": 100}),
     "bfloat16 delta rule": ("qwen3.5", {}),
     "float32 delta rule": ("qwen3.5", {}),
     "float32 Mamba-2": ("nemotron-h", {}),
 }
 _MARKS = dict.fromkeys(
-    ("bfloat16", "float16", "float32", "float32 FP8", "float32 delta rule", "float32 Mamba-2"), pytest.mark.slow
+    (
+        *("bfloat16", "float16", "float32", "float32 FP8", "bfloat16 chunks"),
+        *("float32 delta rule", "float32 Mamba-2"),
+    ),
+    pytest.mark.slow,
 )  # compiling an engine takes half a minute
 COMPILED = [pytest.param(name, marks=_MARKS.get(name, ())) for name in MODELS]
 
