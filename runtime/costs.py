@@ -11,10 +11,12 @@ tells too that they are measured in this way.
 import dataclasses
 import json
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from runtime.cache import COSTS, read_sealed, sealed
 from runtime.config import EngineConfig, StepCost, as_json, parse
@@ -28,14 +30,15 @@ Grid = dict[int, dict[int, float]]
 class CostModel:
     """Seconds of a step, on straight lines between what was measured, and beyond.
 
-    With 10 ms for 1 token and 14 ms for 5, 3 tokens take 12 ms.
+    With 10 ms for 1 token and 14 ms for 5, 3 tokens take 12 ms. No step is taken to be slower than a measured one of as
+    many sequences and tokens, after as long contexts, or more: a busy moment can only have made it look so.
     """
 
     def __init__(self, costs: Iterable[StepCost], host_s: float) -> None:
         self.host_s = host_s
         self._grids: dict[int, Grid] = {}
-        for cost in costs:
-            self._grids.setdefault(cost.batch_size, {}).setdefault(cost.context_len, {})[cost.num_tokens] = cost.seconds
+        for cost, seconds in _without_busy_moments(list(costs)):
+            self._grids.setdefault(cost.batch_size, {}).setdefault(cost.context_len, {})[cost.num_tokens] = seconds
         if not self._grids:
             raise SpecDecError(
                 "the engine's step costs are unknown",
@@ -79,6 +82,14 @@ class CostModel:
         """Computing a prompt, `max_num_tokens` at a time; the last piece gives the first token."""
         starts = range(0, num_tokens, max_num_tokens)
         return sum(self.step_s(1, start, min(max_num_tokens, num_tokens - start)) for start in starts)
+
+
+def _without_busy_moments(costs: list[StepCost]) -> Iterator[tuple[StepCost, float]]:
+    """Each cost with the least time of any step that has no less to do."""
+    sizes = np.array([(cost.batch_size, cost.context_len, cost.num_tokens) for cost in costs]).reshape(-1, 1, 3)
+    seconds = np.array([cost.seconds for cost in costs])
+    has_as_much = (sizes.reshape(1, -1, 3) >= sizes).all(axis=-1)
+    return zip(costs, np.where(has_as_much, seconds, np.inf).min(axis=-1, initial=np.inf).tolist(), strict=True)
 
 
 def _in_grid(grid: Grid, context_len: int, num_tokens: float) -> float:
