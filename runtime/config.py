@@ -5,13 +5,12 @@ the file and the key and not a crash later.
 """
 
 import dataclasses
+import json
 import sys
-import types
 import typing
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from runtime.errors import SpecDecError
 from runtime.reading import shown
@@ -44,7 +43,8 @@ class Between:
         from pydantic import Field
 
         most = self.most if self.most < sys.float_info.max else None
-        return handler(Annotated[source, Field(ge=self.least, le=most)])
+        schema = handler(Annotated[source, Field(ge=self.least, le=most)])
+        return schema | {"allow_inf_nan": False} if schema["type"] == "float" else schema
 
 
 Count = Annotated[int, Between(0)]
@@ -356,59 +356,43 @@ def parse(kind: type[Config], data: Any, where: str) -> Config:
     """Build the dataclass `kind` from parsed JSON; SpecDecError names `where` and the key that is wrong."""
     if not isinstance(data, dict):
         raise SpecDecError(f"`{where}` is not a JSON object: {type(data).__name__}", hint=_DAMAGED)
-    version = data.get("format_version")
-    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    if "format_version" in fields and version != (readable := fields["format_version"].default):
+    version, readable = data.get("format_version"), getattr(kind, "format_version", None)
+    if readable is not None and version != readable:
         raise SpecDecError(
             f"`{where}` has a format this version cannot read (it reads {readable}): {shown(version)}",
             hint="make it again with this version of specdec, or install the version that wrote it",
         )
-    hints = _type_hints(kind)  # type: ignore[arg-type]
-    unknown = sorted(set(data) - set(hints))
-    if unknown:
-        raise SpecDecError(f"`{where}` has an unknown key: {unknown[0]}", hint=_DAMAGED)
-    values = {}
-    for field in fields.values():
-        if field.name in data:
-            values[field.name] = _parse_value(hints[field.name], data[field.name], f"{where}: {field.name}")
-        elif field.default is dataclasses.MISSING:
-            raise SpecDecError(f"`{where}` lacks the key: {field.name}", hint=_DAMAGED)
-    return kind(**values)
+    from pydantic import ValidationError  # which `--help` need not wait for
+
+    try:
+        config: Config = _adapter(cast(Any, kind)).validate_json(json.dumps(data), strict=True, extra="forbid")
+    except ValidationError as error:
+        raise SpecDecError(_complaint(error.errors()[0], where), hint=_DAMAGED) from None
+    return config
 
 
 @cache
-def _type_hints(kind: type[Any]) -> dict[str, Any]:
-    return typing.get_type_hints(kind, include_extras=True)
+def _adapter(kind: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
-def _parse_value(kind: Any, value: Any, where: str) -> Any:
-    if dataclasses.is_dataclass(kind):
-        return parse(typing.cast(type[Any], kind), value, where)
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is tuple and isinstance(value, list):
-        return tuple(_parse_value(arguments[0], item, where) for item in value)
-    if origin in (types.UnionType, typing.Union) and types.NoneType in arguments:
-        return None if value is None else _parse_value(arguments[0], value, where)
-    if isinstance(value, str) and (kind is Path or Path in arguments):
-        return Path(value)
-    if origin is Annotated:
-        parsed = _parse_value(arguments[0], value, where)
-        if isinstance(arguments[1], Between):  # a drafter's settings check their own
-            _check_between(arguments[1], parsed, where)
-        return parsed
-    valid = value in arguments if origin is Literal else _is_a(value, origin or kind)
-    if not valid:
-        raise SpecDecError(f"`{where}` has a value it cannot have: {shown(value)}", hint=_DAMAGED)
-    return value
-
-
-def _check_between(bounds: Between, number: float, where: str) -> None:
-    if not bounds.least <= number <= bounds.most:  # nor is NaN
-        upper = f" to {bounds.most:,}" if bounds.most < sys.float_info.max else " or more"
-        raise SpecDecError(f"`{where}` is {bounds.least:,}{upper}, and not: {shown(number)}", hint=_DAMAGED)
-
-
-def _is_a(value: Any, kind: Any) -> bool:
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+def _complaint(error: Any, where: str) -> str:
+    """The sentence for an error of pydantic's."""
+    *places, key = error["loc"]
+    outer = ": ".join([where, *(place for place in places if isinstance(place, str))])
+    inner = f"{outer}: {key}" if isinstance(key, str) else outer
+    value, bounds = shown(error["input"]), error.get("ctx", {})
+    match error["type"]:
+        case "missing":
+            return f"`{outer}` lacks the key: {key}"
+        case "unexpected_keyword_argument":
+            return f"`{outer}` has an unknown key: {key}"
+        case "dataclass_type":
+            return f"`{inner}` is not a JSON object: {type(error['input']).__name__}"
+        case "greater_than_equal":
+            return f"`{inner}` must be at least {bounds['ge']:,.10g}: {value}"
+        case "less_than_equal":
+            return f"`{inner}` must be at most {bounds['le']:,.10g}: {value}"
+    return f"`{inner}` has a value it cannot have: {value}"
