@@ -69,6 +69,12 @@ def assert_valid(command: str, document: dict[str, Any]) -> None:
     DOCUMENTS[command].model_validate_json(json.dumps(document))
 
 
+def line_of(text: str, beginning: str) -> str:
+    """The only line of a text that begins so."""
+    (line,) = (line for line in text.splitlines() if line.startswith(beginning))
+    return line
+
+
 def tree(directory: Path) -> list[str]:
     """Everything below a directory, hidden files included."""
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))

@@ -172,11 +172,11 @@ def test_plain_lines_are_bodies_without_an_envelope(batch: Batch, tmp_path: Path
     assert found[1]["response"]["body"]["usage"]["completion_tokens"] <= 9
 
 
-def test_chat_needs_a_template_and_has_one(batch: Batch, tmp_path: Path, llama_dir: Path) -> None:
+def test_chat_needs_a_template_and_has_one(batch: Batch, tmp_path: Path, llama_dir: Path, said: Said) -> None:
     rows = [{"messages": [{"role": "user", "content": "a dog"}], "max_tokens": 4, "temperature": 0}]
     assert batch(rows, output="without.jsonl").exit_code == 0
     (without,) = results(tmp_path / "without.jsonl")
-    assert "no chat template" in without["error"]["message"]
+    said(without["error"]["message"])
     shutil.copytree(llama_dir, tmp_path / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     (tmp_path / "tokenizer" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     assert batch(rows, "--tokenizer-dir", tmp_path / "tokenizer").exit_code == 0

@@ -207,12 +207,12 @@ def failures(
 
 
 @pytest.mark.parametrize("command", FULL_DISKS)
-def test_full_disk_is_one_error_and_leaves_nothing(command: str, failures: Path) -> None:
+def test_full_disk_is_one_error_and_leaves_nothing(command: str, failures: Path, said: Said) -> None:
     exit_code, errors = json.loads((failures / "results.json").read_text())[command]
     assert exit_code == 1, errors
     assert "Traceback" not in errors
     assert errors.count("error: ") == 1, errors
-    assert "File too large" in errors and "hint: free space" in errors
+    said(Result(exit_code, "", errors, command.split()[0]), "File too large")
     assert tree(failures / command) == []
 
 
@@ -262,10 +262,10 @@ def test_machine_without_a_compiler_runs_what_was_built_elsewhere(
 
 
 def test_machine_without_a_compiler_converts_a_model_once(
-    without_compiler: dict[str, str], llama_dir: Path, specdec_process: Specdec
+    without_compiler: dict[str, str], llama_dir: Path, specdec_process: Specdec, said: Said
 ) -> None:
     arguments = ["--input-text", PROMPT, "--max-output-len", 2, "--max-seq-len", 64]
     result = specdec_process("run", "--model-dir", llama_dir, *arguments, environment=without_compiler)
     assert result.exit_code == 0, result.stderr
-    assert "the model is computed as it is" in result.stderr
+    said(next(line for line in result.stderr.splitlines() if line.startswith("warning: ")))
     assert result.stderr.count("converting the model") == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import NGRAM, PROMPTS, Result, Specdec, assert_valid, draft_model, each, ids_of
+from command_line import NGRAM, PROMPTS, Result, Specdec, assert_valid, draft_model, each, ids_of, line_of
 from draft_models import WITH_DRAFTS, MakeDraftEngineDir, with_noise
 from sentences import Said
 from tiny import eager_logits, make_model
@@ -141,17 +141,17 @@ def test_accepted_tokens_are_checked_too(run_wide: Run, drafters: dict[str, list
 
 
 def test_terminal_says_why_it_compares_distributions_and_with_what_p_value(
-    run_wide: Run, drafters: dict[str, list[object]]
+    run_wide: Run, drafters: dict[str, list[object]], said: Said
 ) -> None:
     arguments = [*drafters["logits"], *SAMPLING, "--check-lossless"]
     check = lossless_of(run_wide(*arguments, "--json").document)
     shown = run_wide(*arguments).stdout
-    assert "rejection sampling draws other tokens than the target alone" in shown
-    assert f"lossless check passed: chi-squared {check['chi_squared']:.1f}" in shown
-    assert f"p = {check['p_value']:.3g} (threshold 0.0001)" in shown
-    assert "2,000 draws" in shown
+    values = [check["degrees_of_freedom"], f"{check['chi_squared']:.1f}", f"{check['num_tokens']:,}"]
+    said(line_of(shown, "rejection sampling"))
+    assert f"p = {check['p_value']:.3g} " in shown
+    said(line_of(shown, "lossless check"), "passed", "0.0001", "2,000", *values, varying=values[1:])
     size = f"{check['detectable_total_variation']:.2g}"
-    assert f"it would have found a total variation distance of {size} with a probability of 99%\n" in shown
+    said(line_of(shown, "it would have found"), size, "99%", varying=(size,))
 
 
 @pytest.mark.one_in(2)
@@ -185,7 +185,7 @@ def test_wrong_distribution_is_caught_on_the_terminal(run_wide: Run) -> None:
     arguments = ["--drafter", "custom_drafters:DrawsOneWord", "--temperature", 1.2, "--check-lossless"]
     result = run_wide(*arguments)
     assert result.exit_code == 1
-    assert "lossless check FAILED: chi-squared" in result.stdout
+    assert "FAILED" in line_of(result.stdout, "lossless check")
     assert "Traceback" not in result.stderr
 
 
@@ -224,12 +224,10 @@ def test_changed_output_is_shown_with_everything_needed_to_judge_it(run_wide: Ru
     result = run_wide(*arguments)
     assert result.exit_code == 1
     for d in differences:
-        assert (
-            f"request {d['request']} differs at position {d['position']} of its output: token {d['token']}, without a "
-            f"drafter {d['token_without_drafter']}; logit margin {d['logit_margin']:.3g}, "
-            f"rounding of float32 {d['rounding']:.3g}\n"
-        ) in result.stdout
-    said(next(line for line in result.stdout.splitlines() if line.startswith("lossless check")), "FAILED", "0", "3")
+        places = [d["request"], d["position"], d["token"], d["token_without_drafter"]]
+        numbers = [f"{d[name]:.3g}" for name in ("logit_margin", "rounding")]
+        said(line_of(result.stdout, f"request {d['request']} "), *places, *numbers, varying=tuple(numbers))
+    said(line_of(result.stdout, "lossless check"), "FAILED", "0", "3")
 
 
 def test_summarize_catches_changed_outputs(summarize: Run, said: Said) -> None:
@@ -250,7 +248,8 @@ def test_summarize_catches_changed_outputs(summarize: Run, said: Said) -> None:
     said(result)
     shown = summarize(*arguments)
     assert shown.exit_code == 1
-    assert "lossless check FAILED" in shown.stdout and "differs at position" in shown.stdout
+    assert "FAILED" in line_of(shown.stdout, "lossless check")
+    assert shown.stdout.count(" rounding of ") == check["num_different"]
 
 
 def test_failed_check_leaves_the_files_that_were_asked_for(run_wide: Run, summarize: Run, tmp_path: Path) -> None:
@@ -268,7 +267,7 @@ def test_quiet_check_says_it_by_its_exit_code(run_wide: Run, summarize: Run) -> 
     assert run_wide(*passing, *flags).stdout == run_wide("--quiet").stdout
     assert run_wide(*failing, *flags).exit_code == 1
     assert (summarize(*passing, *flags).exit_code, summarize(*failing, *flags).exit_code) == (0, 1)
-    assert "lossless check FAILED" in summarize(*failing, *flags).stdout
+    assert "FAILED" in line_of(summarize(*failing, *flags).stdout, "lossless check")
 
 
 def test_engine_of_16_bits_passes(specdec: Specdec, half_engine_dir: Path) -> None:
@@ -284,14 +283,14 @@ def test_streamed_text_comes_before_the_check(run: Run, draft_engine_dir: Path) 
     arguments = [*draft_model(draft_engine_dir), "--max-output-len", 12, "--streaming", "--check-lossless"]
     shown = run(*arguments).stdout
     assert shown.startswith(run("--max-output-len", 12, "--quiet").stdout)
-    assert shown.index("tokens/s") < shown.index("lossless check passed: 1 of 1")
+    assert shown.index("tokens/s") < shown.index(line_of(shown, "lossless check"))
 
 
 def test_check_works_where_nothing_can_be_drafted(run_wide: Run, drafters: dict[str, list[object]]) -> None:
     """One token of output leaves no room for a draft."""
     result = run_wide(*drafters["logits"], "--max-output-len", 1, "--check-lossless")
     assert result.exit_code == 0
-    assert "lossless check passed" in result.stdout
+    assert "passed" in line_of(result.stdout, "lossless check")
 
 
 @pytest.mark.parametrize(
@@ -321,8 +320,8 @@ def test_too_little_to_tell_is_neither_passed_nor_failed(
     assert (check["passed"], check["detectable_total_variation"], check["degrees_of_freedom"]) == (None, None, 0)
     shown = call(*arguments)
     assert shown.exit_code == 3
-    assert "lossless check: too little to tell: chi-squared 0.0 with 0 degrees of freedom" in shown.stdout
-    assert "it would have found no fault with a probability of 99%, and 0.15 is asked for" in shown.stdout
+    said(line_of(shown.stdout, "lossless check"), "0.0", "0")
+    said(line_of(shown.stdout, "it would have found"), "99%", "0.15")
 
 
 def test_draws_begin_where_there_is_something_to_choose(

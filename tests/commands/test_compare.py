@@ -307,13 +307,15 @@ def test_a_summary_without_its_systems_is_one_error(
     said(result, "$", "bad.json")
 
 
-def test_half_a_character_is_one_error(specdec: Specdec, run_document: Callable[..., Document], tmp_path: Path) -> None:
+def test_half_a_character_is_one_error(
+    specdec: Specdec, run_document: Callable[..., Document], tmp_path: Path, said: Said
+) -> None:
     path = tmp_path / "bad.json"
     document = run_document("--input-text", "One day", "--max-output-len", 3)
     path.write_text(json.dumps(document | {"specdec_version": "\ud800"}))
     result = specdec("compare", path, path)
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith("error: the document does not match its schema, at $: Invalid JSON: ")
+    said(result, "$", "bad.json")
 
 
 def test_numbers_too_large_to_compare_are_one_error(
@@ -332,7 +334,7 @@ def test_numbers_too_large_to_compare_are_one_error(
 def test_a_missing_or_damaged_file_is_one_error(specdec: Specdec, tmp_path: Path, said: Said) -> None:
     path = tmp_path / "damaged.json"
     path.write_text('{"command": "run",')
-    assert specdec("compare", path, path).stderr.startswith("error: not JSON at line 1, column 19")
+    said(specdec("compare", path, path), "line 1, column 19")
     result = specdec("compare", path, tmp_path / "none.json")
     assert result.exit_code == 1
     said(specdec("compare", tmp_path / "none.json", path), tmp_path / "none.json")

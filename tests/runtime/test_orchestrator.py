@@ -235,7 +235,7 @@ def test_draft_length_above_the_engines_is_an_error(open_engine: Any, said: Said
     with pytest.raises(SpecDecError) as error:
         next(generate(open_engine(), make_requests(1), NgramLookup(2), 11))
     said(error, "10", "11")
-    assert "--max-draft-len 11" in (hint_of(error.value) or "")
+    said(hint_of(error.value), "--max-draft-len 11")
 
 
 def test_requests_are_checked_before_the_first_step(open_engine: Any, said: Said) -> None:

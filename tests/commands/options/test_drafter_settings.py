@@ -154,12 +154,11 @@ FLAGS = {
 
 @pytest.mark.parametrize("given", [flags for n in (2, 3) for flags in combinations(FLAGS, n)], ids=" ".join)
 @pytest.mark.parametrize("draft_engine_dir", [None, DRAFT])
-def test_one_drafter_is_enough(given: tuple[str, ...], draft_engine_dir: Path | None) -> None:
+def test_one_drafter_is_enough(given: tuple[str, ...], draft_engine_dir: Path | None, said: Said) -> None:
     values = {flag[2:].replace("-", "_"): FLAGS[flag] for flag in given}
     with pytest.raises(UsageError) as raised:
         SpeculationOptions(DrafterFlags(draft_engine_dir=draft_engine_dir, **values)).resolve()
-    assert raised.value.message == f"{' and '.join(f'`{flag}`' for flag in given)} cannot be given together"
-    assert raised.value.hint
+    said(raised, *(f"`{flag}`" for flag in given))
 
 
 @pytest.mark.parametrize(("ngram_config", "drafter"), [(None, None), ("[10,2,[0]]", None), (None, "my_drafter:make")])
