@@ -8,13 +8,13 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
-from commands.batch.report import BatchDocument
-from commands.bench.report import BenchDocument
+from commands.batch.work import BatchDocument
+from commands.bench.work import BenchDocument
 from commands.build.report import BuildDocument, ConvertDocument
 from commands.cache.report import CacheListDocument, CachePruneDocument
 from commands.compare.report import CompareDocument
 from commands.corpus.report import CorpusDocument
-from commands.doctor.report import DoctorDocument
+from commands.doctor.work import DoctorDocument
 from commands.documents.records import Record
 from commands.run.document import RunDocument
 from commands.summarize.document import SummarizeDocument

@@ -18,7 +18,7 @@ from openai_server import DONE, Asked, Piece, Reply, Script, Server, as_json, ev
 from sentences import Said
 from waiting import HANG_S, wait_until
 
-from commands.bench.report import BenchDocument, bench_page
+from commands.bench.work import BenchDocument, bench_page
 
 Bench = Callable[..., Result]
 METRICS = {

@@ -21,7 +21,7 @@ from tiny import make_model
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from waiting import HANG_S
 
-from commands.doctor.report import REMEDIES
+from commands.doctor.work import REMEDIES
 from runtime.bundle import read_bundle
 from runtime.diagnosis.diagnose import DIAGNOSES
 from runtime.drafters.specs import NgramDrafter
