@@ -4,6 +4,7 @@ A checkpoint holds a Hugging Face model's tensors under their own names, cast to
 time, so memory does not grow with the model.
 """
 
+import re
 import shutil
 import warnings
 from collections.abc import Iterable
@@ -289,7 +290,14 @@ def check_side_files(directory: Path) -> None:
 
 def _language_model_tensors(entries: list[SourceTensor], model_dir: Path) -> list[SourceTensor]:
     """The weights of the language model inside, by the names that it has by itself."""
-    prefixes = ("model.language_model.", "language_model.model.", "model.text_model.", "model.")
+    prefixes = (
+        "model.language_model.",
+        "language_model.model.",
+        "model.text_model.",
+        "text_model.model.",
+        "thinker.model.",
+        "model.",
+    )
     prefix = next((one for one in prefixes if any(entry.name.startswith(one) for entry in entries)), None)
     if prefix is None:
         raise SpecDecError(
@@ -299,7 +307,9 @@ def _language_model_tensors(entries: list[SourceTensor], model_dir: Path) -> lis
     renamed = []
     for entry in entries:
         if entry.name.startswith(prefix):
-            renamed.append(replace_fields(entry, name=f"model.{entry.name.removeprefix(prefix)}"))
+            # By transformers, Kimi-K2.5 and Qianfan-OCR are saved with names of their vision towers' layers.
+            own = re.sub(r"^(encoder\.layers|blocks)\.(?=\d)", "layers.", entry.name.removeprefix(prefix))
+            renamed.append(replace_fields(entry, name=f"model.{own}"))
         elif entry.name.endswith("lm_head.weight"):
             renamed.append(replace_fields(entry, name="lm_head.weight"))
     return renamed

@@ -30,11 +30,12 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.pytorch_utils import Conv1D
 
 from runtime.compiler.attention import KERNEL, PROBE, SEE_MODELS, PagedInputs, Recorded, chunks_without_padding
+from runtime.compiler.causal_heads import model_class
 from runtime.compiler.fusing import fuse
 from runtime.compiler.kernels import choose_vector_math
 from runtime.compiler.llama4 import place_llama4
 from runtime.compiler.mixers import place_states
-from runtime.compiler.pretrained import last_words, layers_that_keep, model_class
+from runtime.compiler.pretrained import last_words, layers_that_keep
 from runtime.compiler.quantized import place_quantized, placeholders
 from runtime.compiler.split import compute_together, place_pieces, placeholders_of_pieces
 from runtime.compiler.weights import absent_weights, is_absent, present, read_weights
@@ -346,10 +347,15 @@ def _declare_no_padding(model: PreTrainedModel) -> None:
     object.__setattr__(model.config, "pad_token_id", None)  # some configs let only a number through
 
 
+_MIX_POSITIONS = {
+    *("Qwen3_5TextRotaryEmbedding", "Qwen3_5MoeTextRotaryEmbedding", "Qwen3OmniMoeThinkerTextRotaryEmbedding"),
+}
+
+
 def _take_equal_positions(model: nn.Module) -> None:
-    """Have Qwen 3.5 mix no frequencies of positions in time, height and width: of text alone they are one."""
+    """Have Qwen 3.5 and Qwen3-Omni mix no frequencies of positions in time, height and width: of text they are one."""
     for module in model.modules():
-        if type(module).__name__ in ("Qwen3_5TextRotaryEmbedding", "Qwen3_5MoeTextRotaryEmbedding"):
+        if type(module).__name__ in _MIX_POSITIONS:
             module.recomposition_frequencies = _of_time  # type: ignore[assignment]
 
 

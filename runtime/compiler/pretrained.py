@@ -7,10 +7,11 @@ import inspect
 import re
 from typing import Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from runtime.compiler.attention import SEE_MODELS, refuse_own_attention
+from runtime.compiler.causal_heads import has_causal_class, model_class
 from runtime.errors import SpecDecError
 
 # What transformers once called a type of rope, and kept beside the name that it has now.
@@ -114,7 +115,7 @@ def _refuse_unsupported(config: PreTrainedConfig) -> None:
         raise SpecDecError(
             f"transformers has no class for the language model inside {kind} alone: {inner.model_type}", hint=SEE_MODELS
         )
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if not has_causal_class(kind):
         raise SpecDecError(f"transformers has no causal language model for this model type: {kind}", hint=SEE_MODELS)
     if getattr(config, "quantization_config", None):
         raise SpecDecError(f"quantized weights are not supported: {kind}", hint="convert the unquantized model")
@@ -141,19 +142,18 @@ def layers_that_keep(config: PreTrainedConfig) -> tuple[tuple[int, ...], tuple[i
     config = config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None) if config.model_type in _TYPES_OF else None
     if types is None:
-        return tuple(range(getattr(config, "num_hidden_layers", 0))), ()
+        idle = getattr(config, "cross_attention_layers", None) or ()  # on text
+        return tuple(i for i in range(getattr(config, "num_hidden_layers", 0)) if i not in idle), ()
     with_kv, with_state = (tuple(i for i, one in enumerate(types) if one in known) for known in (_WITH_KV, _WITH_STATE))
     return with_kv, with_state
-
-
-def model_class(config: PreTrainedConfig) -> Any:
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
 def parse_language_model(data: dict[str, Any], where: str) -> tuple[PreTrainedConfig, dict[str, Any] | None]:
     """Parse like `parse_pretrained_config`, but return for a multimodal model, such as Gemma 3, the config of the
     language model inside, and its JSON.
     """
+    if isinstance(data.get("thinker_config"), dict):  # of Qwen-Omni, beside what speaks
+        data = data["thinker_config"]
     config = _read_config(data, where)
     inner = _language_model_inside(config, data)
     if inner is not None:
@@ -169,7 +169,7 @@ def _language_model_inside(config: PreTrainedConfig, data: dict[str, Any]) -> di
         return None
     same = _SAME_ON_TEXT.get(inner.model_type, {"model_type": inner.model_type})
     model_type = same["model_type"]
-    if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if not has_causal_class(model_type):
         return None
     given = data.get("text_config") or {}
     tokens = ("eos_token_id", "bos_token_id", "pad_token_id")

@@ -16,7 +16,8 @@ from transformers.utils import logging as transformers_logging
 
 from runtime.checkpoint import read_numbers
 from runtime.compiler.attention import capped, weights_beside_sinks
-from runtime.compiler.pretrained import model_class, parse_pretrained_config
+from runtime.compiler.causal_heads import model_class
+from runtime.compiler.pretrained import parse_pretrained_config
 from runtime.gguf import is_gguf
 from runtime.kv_cache import KVPool, dequantize_kv, largest_error, quantize_kv
 from runtime.locks import MODEL_INIT_LOCK

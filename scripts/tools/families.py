@@ -106,8 +106,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 8},
     "nemotron_h": {"time_step_min": 1e-9},  # transformers has a least time step for prompts, and none for one token
+    "glm4v_text": _MROPE,
+    "glm4v_moe_text": {"rope_parameters": _ROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}},
+    "glm_ocr_text": _MROPE,
+    "hunyuan_vl_text": {"head_dim": 8, "rope_parameters": _ROPE | {"mrope_section": [1, 1, 1, 1]}},
+    "paddleocr_vl_text": _MROPE,
+    "qwen2_5_omni_text": _MROPE,
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 40},
     "qwen2_vl_text": _MROPE,
     "qwen2_5_vl_text": _MROPE,
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 40},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
