@@ -115,7 +115,7 @@ def test_a_state_that_is_asked_for_again_and_again_stays(model: PreTrainedModel,
     reused = []
     for own in range(3, 16):
         for prompt in ([*shared, own, own + 1], repetitive_prompt(100 + own, 40)):
-            request = Request(own, tuple(prompt), NUM_NEW_TOKENS)
+            request = Request(own, tuple(prompt), 2)
             (answer,) = [s for s, _ in scheduler.generate(engine, [request]) if s.is_over]
             if prompt[:61] == shared:
                 reused.append(answer.stats.num_reused_tokens)

@@ -7,10 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
+# Each in a fork of a process that has imported torch, and computed nothing.
 PROGRAM = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 import specdec_cli, torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,22 +22,28 @@ class Sizes(TorchDispatchMode):
                 str(arguments[0].dtype), arguments[0].numel())
         return operation(*arguments, **(keywords or {}))
 
-with Sizes():
-    if sys.argv[1] == "engine":
+def open_it(what, directory):
+    if what == "engine":
         from runtime.engine import Engine
-        Engine.open(Path(sys.argv[2])).close()
+        Engine.open(directory).close()
     else:
         from runtime.checkpoint_dir import open_checkpoint
         from runtime.bundle import weights_files
         from runtime.compiler.model import ModelKind, load_model
         from runtime.config import ALONE
         from runtime.compiler.pretrained import parse_pretrained_config
-        directory = Path(sys.argv[2])
         config = parse_pretrained_config(open_checkpoint(directory).pretrained_config, "config.json")
         model = load_model(ModelKind(config, torch.float32, "eager"), directory / weights_files(ALONE)[0])
         with torch.inference_mode():
             model(input_ids=torch.arange(80).remainder(config.vocab_size)[None], use_cache=False)
-print(json.dumps(first))
+
+for what, directory in zip(("engine", "model"), sys.argv[1:]):
+    if os.fork() == 0:
+        with Sizes():
+            open_it(what, Path(directory))
+        print(json.dumps(first), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
 """
 # Those that ATen's vml.h gives to MKL with a result that is rounded.
 FUNCTIONS = (
@@ -47,19 +52,18 @@ FUNCTIONS = (
 )
 
 
-@pytest.mark.parametrize("what", ["engine", "model"])
 def test_a_process_calls_each_function_with_one_number_first(
-    what: str, llama_engine_dir: Path, llama_checkpoint_dir: Path
+    llama_engine_dir: Path, llama_checkpoint_dir: Path
 ) -> None:
     """Else a process's first rotary angles were wrong in the fourth digit in some builds: those that had to read
     libraries from disk.
     """
-    directory = llama_engine_dir if what == "engine" else llama_checkpoint_dir
-    command = [sys.executable, "-c", PROGRAM, what, str(directory)]
+    command = [sys.executable, "-c", PROGRAM, str(llama_engine_dir), str(llama_checkpoint_dir)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    first = json.loads(done.stdout.splitlines()[-1])
+    of_engine, of_model = map(json.loads, done.stdout.splitlines())
     sizes = {
-        (name, dtype): first.get(f"aten::{name}", {}).get(f"torch.{dtype}")
+        (what, name, dtype): first.get(f"aten::{name}", {}).get(f"torch.{dtype}")
+        for what, first in (("engine", of_engine), ("model", of_model))
         for name in FUNCTIONS
         for dtype in ("float32", "float64")
     }
