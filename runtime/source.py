@@ -6,7 +6,7 @@ Files are read, not mapped: one that is cut or written over meanwhile is an erro
 import math
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +52,9 @@ class SourceTensor:
     """Position of each row in the file, if their order differs there."""
     shift: float = 0.0
     """Offset added to the numbers in the file."""
+    made_of: "tuple[SourceTensor, ...]" = ()
+    """Tensors of the file that its numbers are made of, by `make`."""
+    make: Callable[..., Tensor] | None = None
 
     @property
     def num_elements(self) -> int:
@@ -72,6 +75,8 @@ def load_tensors(tensors: Seq[SourceTensor]) -> list[Tensor]:
 
 
 def _load(tensor: SourceTensor) -> Tensor:
+    if tensor.make is not None:
+        return tensor.make(*load_tensors(tensor.made_of))
     values = torch.empty(tensor.num_elements * tensor.dtype.itemsize, dtype=torch.uint8)
     try:
         with tensor.file.open("rb") as file:

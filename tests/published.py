@@ -19,6 +19,7 @@ from byte_tokenizers import byte_level
 from safetensors.torch import load_file, save_file
 from tiny import hf_greedy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from scripts.tools.families import random_model
 
@@ -113,6 +114,8 @@ def _shrink_text(text: dict[str, Any]) -> None:
     of_kinds = {"layer_types", "full_attention_interval"} & text.keys()
     of_kinds |= {"no_rope_layers"} & text.keys()
     text["num_hidden_layers"] = 7 if text["model_type"].startswith("gemma") else 4 if of_kinds else 2
+    if text["model_type"] == "gpt_oss":
+        text["intermediate_size"] = 64  # blocks of 32
     if "hybrid_override_pattern" in text:  # Mamba-2, experts and, sixth, attention
         text["hybrid_override_pattern"] = text["hybrid_override_pattern"][:7]
         text["num_hidden_layers"] = 7
@@ -153,7 +156,9 @@ def write_random(config: dict[str, Any], directory: Path, seed: int, stds: tuple
     model.to(_dtype(config)).save_pretrained(directory)
     (directory / "generation_config.json").unlink(missing_ok=True)
     (directory / "config.json").write_text(json.dumps(plain))
-    if "quantization_config" in config:
+    if config.get("quantization_config", {}).get("quant_method") == "mxfp4":
+        quantize_experts_to_mxfp4(directory)
+    elif "quantization_config" in config:
         _quantize_to_fp8(directory, config["quantization_config"])
     (directory / "config.json").write_text(json.dumps(config))
 
@@ -190,6 +195,25 @@ def _quantize_to_fp8(directory: Path, said: dict[str, Any]) -> None:
         tensors[name] = quantized[name].float() * scale
     save_file(quantized, directory / "model.safetensors", metadata={"format": "pt"})
     save_file(tensors, meant / "model.safetensors", metadata={"format": "pt"})
+
+
+def quantize_experts_to_mxfp4(directory: Path) -> None:
+    """Write the model's experts as random MXFP4, and the model that they mean to transformers beside it."""
+    meant = directory.with_name(f"{directory.name}-meant")
+    shutil.copytree(directory, meant, dirs_exist_ok=True)
+    tensors = load_file(directory / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
+        num_experts, num_inputs, num_outputs = tensors[name].shape
+        shape = (num_experts, num_outputs, num_inputs // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(122, 127, shape, generator=generator, dtype=torch.uint8)
+        tensors[name] = convert_moe_packed_tensors(blocks, scales).contiguous()
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    plain = {name: tensor for name, tensor in tensors.items() if not name.endswith(("_blocks", "_scales"))}
+    save_file(plain, meant / "model.safetensors", metadata={"format": "pt"})
+    packed = {name: tensor for name, tensor in tensors.items() if f"{name}_blocks" not in tensors}
+    save_file(packed, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def seed_of(name: str) -> int:

@@ -16,13 +16,14 @@ from torch import Tensor
 from runtime.config import QuantAlgo
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import read_json
+from runtime.quantization.mxfp4 import MXFP4, experts_of_blocks
 from runtime.quantization.planning import PrequantizedLayer
 from runtime.quantization.weight import QuantizedWeight, from_integers, scales_of, signed, unpack, unpack_awq
 from runtime.source import SourceTensor, load_tensors
 
 _CONFIG_KEYS = ("quantization_config", "compression_config")
 _MODELOPT = "hf_quant_config.json"
-_READ = "AWQ, GPTQ, compressed-tensors, FP8 and GGUF are read; or convert the unquantized model"
+_READ = "AWQ, GPTQ, compressed-tensors, FP8, MXFP4 and GGUF are read; or convert the unquantized model"
 _DAMAGED = "the model is damaged, or its config.json is another model's; download it again"
 
 Parts = dict[str, Tensor]
@@ -83,6 +84,8 @@ def format_of(config: dict[str, Any], model_dir: Path) -> Format | None:
                 return _gptq(said, where)
             case "fp8" | "fbgemm_fp8":
                 return _fp8(said, where)
+            case "mxfp4":
+                return Format(MXFP4, (), lambda layer: _refuse(f"layers by {MXFP4} but experts", where))
             case "modelopt" if said.get("quant_algo") == "FP8":
                 return _fp8(said, where)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -116,7 +119,7 @@ def _name_of(method: object, said: object) -> str:
     if method == "bitsandbytes" and isinstance(said, dict):
         return f"bitsandbytes in {4 if said.get('load_in_4bit') else 8} bits"
     algo = said.get("quant_algo") if isinstance(said, dict) else None
-    names = {"mxfp4": "MXFP4", "modelopt": f"ModelOpt ({algo})", None: "a method that it does not name"}
+    names = {"modelopt": f"ModelOpt ({algo})", None: "a method that it does not name"}
     return names.get(method if isinstance(method, str) else None, str(method))
 
 
@@ -133,6 +136,8 @@ def find_layers(
     """
     if found is None:
         return {}, tensors
+    if found.name == MXFP4:
+        return {}, experts_of_blocks(tensors, model_dir)
     parts: dict[str, dict[str, SourceTensor]] = {}
     others = []
     for tensor in tensors:

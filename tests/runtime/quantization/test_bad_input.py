@@ -180,7 +180,6 @@ UNREAD = [
         {"quant_method": "bitsandbytes", "load_in_8bit": True},
         "bitsandbytes; 8",
     ),
-    ({"quant_method": "mxfp4"}, "MXFP4"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4; ModelOpt"),
     ({"quant_method": "hqq"}, "hqq"),
     ({"quant_method": "awq", "version": "gemv"}, "AWQ; `gemv`"),

@@ -1,0 +1,72 @@
+"""Experts in MXFP4 (OCP Microscaling Formats, version 1.0), as gpt-oss has them: numbers of 4 bits, and a power of 2
+for each 32 of a row. They are read as the numbers that they mean, which bfloat16 holds to the last bit.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from runtime.errors import SpecDecError
+from runtime.source import SourceTensor
+
+MXFP4 = "MXFP4"
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_BLOCK_SIZE = 32
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_DAMAGED = "the model is damaged, or its config.json is another model's; download it again"
+
+
+def experts_of_blocks(tensors: list[SourceTensor], model_dir: Path) -> list[SourceTensor]:
+    """The tensors, with one for each pair of blocks and scales. SpecDecError where one of them is missing, or they do
+    not fit each other."""
+    by_name = {tensor.name: tensor for tensor in tensors}
+    made = []
+    for name, tensor in by_name.items():
+        if name.endswith(_BLOCKS):
+            made.append(_experts(tensor, _beside(by_name, name, _BLOCKS, _SCALES)))
+        elif name.endswith(_SCALES):
+            _beside(by_name, name, _SCALES, _BLOCKS)
+        else:
+            made.append(tensor)
+    if len(made) == len(tensors):
+        raise SpecDecError(
+            f"config.json says that weights are quantized ({MXFP4}), and none are: {model_dir}", hint=_DAMAGED
+        )
+    return made
+
+
+def _beside(tensors: dict[str, SourceTensor], name: str, own: str, other: str) -> SourceTensor:
+    wanted = name.removesuffix(own) + other
+    if wanted not in tensors:
+        raise SpecDecError(f"a tensor of a quantized layer is missing: {wanted}", hint=_DAMAGED)
+    return tensors[wanted]
+
+
+def _experts(blocks: SourceTensor, scales: SourceTensor) -> SourceTensor:
+    *rows, num_bytes = blocks.shape
+    are_bytes = blocks.dtype == scales.dtype == torch.uint8
+    if not are_bytes or len(rows) != 3 or num_bytes * 2 != _BLOCK_SIZE or scales.shape != tuple(rows):
+        raise SpecDecError(
+            f"the tensors of `{blocks.name.removesuffix(_BLOCKS)}` do not fit each other: {list(blocks.shape)} "
+            f"{blocks.dtype} and {list(scales.shape)} {scales.dtype}",
+            hint=_DAMAGED,
+        )
+    num_experts, num_outputs, num_blocks = rows
+    return replace(
+        blocks,
+        name=blocks.name.removesuffix(_BLOCKS),
+        shape=(num_experts, num_blocks * _BLOCK_SIZE, num_outputs),
+        dtype=torch.bfloat16,
+        made_of=(blocks, scales),
+        make=dequantize,
+    )
+
+
+def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
+    """(experts, inputs, outputs) bfloat16 of (experts, outputs, blocks, 16) bytes, low halves first, and exponents."""
+    codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
+    numbers = torch.tensor(_E2M1, dtype=torch.bfloat16)[codes.int()]
+    powers = torch.ldexp(torch.ones(scales.shape), scales.int() - 127).masked_fill(scales == 255, torch.nan)
+    return (numbers * powers.to(torch.bfloat16).unsqueeze(-1)).flatten(2).transpose(1, 2).contiguous()
