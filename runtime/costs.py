@@ -16,8 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from runtime.cache import COSTS, read_sealed, sealed
 from runtime.config import EngineConfig, StepCost, as_json, parse
 from runtime.errors import SpecDecError
@@ -86,6 +84,8 @@ class CostModel:
 
 def _without_busy_moments(costs: list[StepCost]) -> Iterator[tuple[StepCost, float]]:
     """Each cost with the least time of any step that has no less to do."""
+    import numpy as np  # which `--help` need not wait for
+
     sizes = np.array([(cost.batch_size, cost.context_len, cost.num_tokens) for cost in costs]).reshape(-1, 1, 3)
     seconds = np.array([cost.seconds for cost in costs])
     has_as_much = (sizes.reshape(1, -1, 3) >= sizes).all(axis=-1)
