@@ -33,10 +33,10 @@ from runtime.compiler.attention import KERNEL, PROBE, SEE_MODELS, PagedInputs, R
 from runtime.compiler.causal_heads import model_class
 from runtime.compiler.fusing import fuse
 from runtime.compiler.kernels import choose_vector_math
-from runtime.compiler.llama4 import place_llama4
 from runtime.compiler.mixers import place_states
 from runtime.compiler.pretrained import last_words, layers_that_keep
 from runtime.compiler.quantized import place_quantized, placeholders
+from runtime.compiler.replaced import place_modules
 from runtime.compiler.split import compute_together, place_pieces, placeholders_of_pieces
 from runtime.compiler.weights import absent_weights, is_absent, present, read_weights
 from runtime.config import LayerShape, Quantization, Shapes
@@ -197,7 +197,7 @@ def _model_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
     _declare_no_padding(model)
     _fix_rotary_factors(model)
     place_states(model)
-    place_llama4(model)
+    place_modules(model)
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         raise SpecDecError(
             f"the model counts positions from its padding token's id, not from 0: {config.model_type}", hint=SEE_MODELS
@@ -370,7 +370,7 @@ class Step(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         place_states(model)
-        place_llama4(model)
+        place_modules(model)
         _take_equal_positions(model)
         self.model = model
         self.layers = layers_that_keep(model.config)

@@ -26,6 +26,7 @@ _OF_STATES = {
     "falcon_h1": {"linear_attention", "hybrid"},
 }
 _TYPES_OF = {kind: types for kinds, types in _OF_STATES.items() for kind in kinds.split()}
+_HAND_OVER = {"biogpt", "nemotron", "stablelm"}
 # Language models inside others that have no class of their own. Of text alone, where positions in time, height and
 # width are one, they compute what a model of such a config does.
 _SAME_ON_TEXT: dict[str, dict[str, Any]] = {
@@ -128,8 +129,8 @@ def _refuse_unsupported(config: PreTrainedConfig) -> None:
     own_class = model_class(config)
     if own_class._is_stateful and kind not in _TYPES_OF:
         raise SpecDecError(f"state-space models are not supported: {kind}", hint=SEE_MODELS)
-    # A model with states does not say that it does; its layers are counted, as everybody's.
-    if not own_class._supports_attention_backend and kind not in _TYPES_OF:
+    # Some that do, those with states among them, do not say so; their layers are counted, as everybody's.
+    if not own_class._supports_attention_backend and kind not in _TYPES_OF and kind not in _HAND_OVER:
         refuse_own_attention(kind)
     if "logits_to_keep" not in inspect.signature(own_class.forward).parameters:
         raise SpecDecError(

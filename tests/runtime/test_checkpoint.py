@@ -22,7 +22,6 @@ from transformers import (
     FalconConfig,
     MambaConfig,
     MistralConfig,
-    NemotronConfig,
     PhimoeConfig,
     PreTrainedConfig,
     Qwen2MoeConfig,
@@ -285,11 +284,6 @@ UNSUPPORTED = [
     pytest.param(MambaConfig(**SMALL), "mamba", id="state space"),
     pytest.param(FalconConfig(**SMALL), "falcon", id="Falcon"),
     pytest.param(BloomConfig(**SMALL, n_head=4, n_layer=2), "bloom", id="BLOOM"),
-    pytest.param(
-        NemotronConfig(**SMALL, num_key_value_heads=2, intermediate_size=48),
-        "nemotron",
-        id="Nemotron",
-    ),
     pytest.param(
         Qwen2MoeConfig(**SMALL, use_sliding_window=True, sliding_window=5000, max_window_layers=1),
         "5000",

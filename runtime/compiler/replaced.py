@@ -1,12 +1,14 @@
-"""Llama 4's modules that compute in a way that a step cannot, replaced by class: transformers takes a token's place in
-its row for its position, rotates by complex numbers, and has every expert compute every token.
+"""Modules of transformers' that compute in a way that a step cannot, replaced by class.
+
+Those of Llama 4 take a token's place in its row for its position, rotate by complex numbers, and have every expert
+compute every token. Layers of StableLM and Nemotron do not hand keywords on to their attention.
 
 Without a step's paged inputs, or with another attention than ours, they stay transformers'.
 """
 
 import sys
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -18,12 +20,13 @@ from runtime.compiler.attention import KERNEL, PAGED, PagedInputs, Recorded
 from runtime.compiler.experts import computes_by_kernel, expert_product
 
 
-def place_llama4(model: PreTrainedModel) -> None:
-    """Replace the model's modules, if it is one of Llama 4."""
+def place_modules(model: PreTrainedModel) -> None:
+    """Replace those of the model's modules that are among these."""
     for module in model.modules():
         ours = _OURS.get(type(module).__name__)
         if ours is not None and not isinstance(module, ours):
-            _rotate_real_numbers(type(module).__module__)
+            if ours is _Rotary:
+                _rotate_real_numbers(type(module).__module__)
             module.model_config = model.config  # type: ignore[assignment]
             module.__class__ = _placed(type(module), ours)  # type: ignore[arg-type]
 
@@ -64,6 +67,21 @@ class _Attention(nn.Module):
         if isinstance(paged, PagedInputs):
             kwargs["past_key_values"] = _KeepsNothing(paged.positions.flatten())
         return super().forward(hidden_states, *arguments, **kwargs)
+
+
+class _Layer(nn.Module):
+    """A layer hands the step's paged inputs on to its attention."""
+
+    self_attn: nn.Module
+
+    def forward(self, *arguments: Any, paged: PagedInputs | Recorded | None = None, **kwargs: Any) -> Any:
+        if paged is None:
+            return super().forward(*arguments, **kwargs)
+        self.self_attn.forward = partial(self.self_attn.forward, paged=paged)
+        try:
+            return super().forward(*arguments, **kwargs)
+        finally:
+            del self.self_attn.forward
 
 
 class _Rotary(nn.Module):
@@ -133,4 +151,6 @@ _OURS: dict[str, type[nn.Module]] = {
     "Llama4TextAttention": _Attention,
     "Llama4TextRotaryEmbedding": _Rotary,
     "Llama4TextMoe": _Mixture,
+    "NemotronDecoderLayer": _Layer,
+    "StableLmDecoderLayer": _Layer,
 }
