@@ -18,10 +18,11 @@ SPLIT = [
     "exaone_moe", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text",
     "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "granite", "granite_swa", "granitemoe",
     "granitemoe_swa", "granitemoeshared", "helium", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3",
-    "iquestcoder", "jais2", "kolibri1", "laguna", "llama", "llama4_text", "mellum", "mimo_v2_flash", "minicpm3",
-    "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mistral4", "mixtral", "nanochat",
-    "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2",
-    "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma", "youtu",
+    "iquestcoder", "jais2", "kolibri1", "laguna", "llama", "llama4", "llama4_text", "mellum", "mimo_v2_flash",
+    "minicpm3", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mistral4", "mixtral",
+    "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "phi4_multimodal", "phimoe",
+    "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma",
+    "youtu",
 ]  # fmt: skip
 
 
