@@ -199,6 +199,7 @@ def test_without_kernels_or_a_compiler_the_model_is_computed_as_it_is(
     said(*(line for line in second.stderr.splitlines() if "C++" in line))
 
 
+@pytest.mark.slow  # Inductor is imported from an installation that nothing is cached for
 def test_torch_compile_without_a_compiler_says_so(installed: Path, llama_dir: Path, tmp_path: Path, said: Said) -> None:
     arguments = ("run", "--model-dir", llama_dir, "--input-text", "one two", "--compiler", "torch-compile")
     done = run_installed(installed, *arguments, tmp_path=tmp_path)

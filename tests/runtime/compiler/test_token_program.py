@@ -97,7 +97,16 @@ def check_step(model: PreTrainedModel, cut: Cut) -> CutStep:
     return step
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES, *ATTENTIONS])
+def families(*names: str, slow: set[str]) -> list[Any]:
+    """Families as parameters; exporting a step takes seconds, and those whose operations others have are slow tests."""
+    return [pytest.param(name, marks=pytest.mark.slow if name in slow else ()) for name in names]
+
+
+LIKE_OTHERS = {"mistral", "mistral-sliding", "qwen2", "qwen3-moe"}
+IN_16_BITS = ("llama", "gemma3", "gpt-neox", "gpt2", "mixtral", "deepseek-v3", "lfm2", "qwen3.5")
+
+
+@pytest.mark.parametrize("family", families(*FAMILIES, *MIXTURES, *ATTENTIONS, slow=LIKE_OTHERS))
 def test_a_familys_step_is_transformers(family: str) -> None:
     assert len(check_step(make_model(family), in_layers).programs) == NUM_PROGRAMS.get(family, 3)
 
@@ -107,7 +116,7 @@ def test_a_step_that_is_not_cut_is_transformers(family: str, num_layers: int) ->
     check_step(make_model(family, num_hidden_layers=num_layers), as_one)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-neox", "gpt2", "mixtral", "deepseek-v3", "lfm2", "qwen3.5"])
+@pytest.mark.parametrize("family", families(*IN_16_BITS, slow={"llama", "gpt2"}))
 def test_numbers_of_16_bits_are_rounded_where_torch_rounds_them(family: str) -> None:
     model = make_model(family).to(torch.bfloat16)
     shapes = probe_config(deepcopy(model.config))
