@@ -5,6 +5,7 @@ import json
 import logging
 import resource
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -21,7 +23,11 @@ from runtime.errors import SpecDecError, UsageError
 from runtime.serving.loop import ServingLoop, Stopping
 
 MAX_CONNECTIONS = 1000
-FIRST_REQUEST_S = 30
+REQUEST_S = 35
+"""Time for sending a request, from the first byte to the last; for the first one, from when the connection is made. Of
+a body that comes too late the client is told before that (`routes`)."""
+READING_S = 30
+"""Time for reading enough of an answer that more of it is sent: some 50 KB."""
 BACKLOG = 512
 """Connections that are accepted in one go, before it is looked how many there are."""
 _REFUSED_S = 1
@@ -30,19 +36,22 @@ _NUM_FILES = 4096
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1, which refuses connections beyond a number, and ends those on which no request comes."""
+    """uvicorn's HTTP/1.1 with bounds: on connections, on the time for sending a request, and for reading an answer."""
 
     num_refused = 0
     """Connections that were refused and are not closed yet, of all servers of the process."""
     _is_refused = False
-    _silence: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._request_due, self._reading_due = _Deadline(self), _Deadline(self)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= MAX_CONNECTIONS:
             self._refuse(transport)
             return
         super().connection_made(transport)
-        self._silence = self.loop.call_later(FIRST_REQUEST_S, self._end_if_silent)
+        self._request_due.start(REQUEST_S)
 
     def _refuse(self, transport: asyncio.Transport) -> None:
         self._is_refused = True
@@ -58,21 +67,60 @@ class BoundedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             self.transport.close()
+            return
+        super().data_received(data)
+        if self._is_awaiting_request():
+            self._request_due.start(REQUEST_S)
         else:
-            super().data_received(data)
+            self._request_due.stop()
+
+    def _is_awaiting_request(self) -> bool:
+        """True between the first byte of a request and its last, whether an answer was given before that or not."""
+        if self.transport.is_closing():
+            return False
+        state = self.conn.their_state
+        return state is h11.SEND_BODY or (state is h11.IDLE and bool(self.conn.trailing_data[0]))
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reading_due.start(READING_S)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._reading_due.stop()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._silence is not None:  # it would keep all that belongs to the connection until its time has come
-            self._silence.cancel()
+        self._request_due.stop()
+        self._reading_due.stop()
         if self._is_refused:
             BoundedProtocol.num_refused -= 1
         else:
             super().connection_lost(exc)
 
-    def _end_if_silent(self) -> None:
-        # It has a cycle from its first request on; then uvicorn's own bounds hold.
-        if self.cycle is None and not self.transport.is_closing():
-            self.transport.close()
+
+class _Deadline:
+    """Aborts a connection at some time unless it is stopped before that."""
+
+    def __init__(self, protocol: BoundedProtocol) -> None:
+        self._protocol = protocol
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, seconds: float) -> None:
+        """Start, unless it is running."""
+        if self._timer is None:
+            self._timer = self._protocol.loop.call_later(seconds, self._abort)
+
+    def stop(self) -> None:
+        # Or it would keep all that belongs to the connection until its time has come.
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _abort(self) -> None:
+        # Not closed, and reset: what the client has not read would be kept until it reads it, by the kernel too.
+        transport = self._protocol.transport
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        transport.abort()
 
 
 def _refusal() -> bytes:

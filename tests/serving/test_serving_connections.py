@@ -24,9 +24,15 @@ from commands.serve.server import BoundedProtocol
 LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 120, "ignore_eos": True, "temperature": 0}
 
 
-def send(port: int, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
+def send(
+    port: int, body: dict[str, Any], path: str = "/v1/completions", *, receive_buffer: int | None = None
+) -> socket.socket:
     """A connection on which the request was sent, and nothing was read."""
-    connection = socket.create_connection(("127.0.0.1", port), timeout=HANG_S)
+    connection = socket.socket()
+    connection.settimeout(HANG_S)
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.connect(("127.0.0.1", port))
     raw = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Length: {len(raw)}\r\nConnection: close\r\n\r\n"
     connection.sendall(head.encode() + raw)
@@ -136,13 +142,63 @@ def test_nobody_waits_for_those_refused_when_they_are_many(
 def test_a_connection_that_says_nothing_is_ended(
     make_listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("commands.serve.server.FIRST_REQUEST_S", 0.2)
+    monkeypatch.setattr("commands.serve.server.REQUEST_S", 0.2)
     listening = make_listening()
     silent = socket.create_connection(("127.0.0.1", listening.port), timeout=HANG_S)
     halting = socket.create_connection(("127.0.0.1", listening.port), timeout=HANG_S)
     with suppress(ConnectionError):  # it may have been ended by now
         halting.sendall(b"GET /health HT")
     assert is_ended(silent) and is_ended(halting)
+
+
+SLOW_BODY = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n{"
+
+
+@pytest.mark.parametrize("begun", [b"GET /health HT", SLOW_BODY, SLOW_BODY.replace(b"/v1/completions", b"/health")])
+def test_a_request_that_trickles_is_ended(
+    begun: bytes, make_listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after another one, whether it is answered before all of it has come or not."""
+    monkeypatch.setattr("commands.serve.server.REQUEST_S", 0.5)
+    listening = make_listening()
+    with socket.create_connection(("127.0.0.1", listening.port), timeout=HANG_S) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert connection.recv(15) == b"HTTP/1.1 200 OK"
+        connection.settimeout(0.05)
+        connection.sendall(begun)
+        wait_until(lambda: is_ended_by(connection, b" "))
+
+
+def is_ended_by(connection: socket.socket, byte: bytes) -> bool:
+    """Send a byte, and see whether there is still somebody who takes it."""
+    try:
+        connection.sendall(byte)
+        return connection.recv(65536) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_nobody_reads_is_given_up(
+    stream: bool, make_listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("commands.serve.server.READING_S", 0.2)
+    listening = make_listening()
+    body = LONG | {
+        "prompt": "the dog " * 10,
+        "max_tokens": 90,
+        "n": 100,
+        "echo": True,
+        "logprobs": 20,
+        "stream": stream,
+    }
+    connection = send(listening.port, body, receive_buffer=4096)  # four megabytes, of which the sockets hold less
+    wait_until(lambda: not listening.model.loop.unfinished() and listening.model.loop.totals.num_finished)
+    wait_until(lambda: not any(type(one) is BoundedProtocol and one.connections for one in gc.get_objects()))
+    with pytest.raises(ConnectionError):
+        read_all(connection)
 
 
 def is_ended(connection: socket.socket) -> bool:
