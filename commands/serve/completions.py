@@ -23,7 +23,7 @@ class CompletionReply:
         self._num_prompts = len(answers) // (body.n or 1)
         self._shows_output = body.max_tokens != 0
         self._id, self._created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
-        self._offsets = [len(self._echoed(answer)) for answer in answers]
+        self._echoed: dict[int, str] = {}
         self._has_echoed: set[int] = set()
 
     def streams(self) -> list[PieceStream]:
@@ -60,7 +60,7 @@ class CompletionReply:
     def _echo_choice(self, index: int) -> dict[str, Any]:
         answer = self.answers[index]
         logprobs = None if self._body.logprobs is None else self._prompt_logprobs(answer)
-        return {"index": index, "text": self._echoed(answer), "logprobs": logprobs, "finish_reason": None}
+        return {"index": index, "text": self._echo(index), "logprobs": logprobs, "finish_reason": None}
 
     def _last(self) -> Iterator[dict[str, Any]]:
         options = self._body.stream_options
@@ -84,7 +84,8 @@ class CompletionReply:
         choice: dict[str, Any] = {"index": index, "text": piece.text if self._shows_output else "", "logprobs": None}
         if self._body.logprobs is not None:
             shown = piece.logprobs if self._shows_output else []
-            offsets = [self._offsets[index] + start for start in piece.starts[: len(shown)]]
+            echoed_len = len(self._echo(index))
+            offsets = [echoed_len + start for start in piece.starts[: len(shown)]]
             choice["logprobs"] = self._texts.completion_logprobs(shown, [one.token for one in shown], offsets)
         choice["finish_reason"] = finish_reason(answer) if piece.is_last else None
         if self._body.return_token_kinds:
@@ -96,10 +97,13 @@ class CompletionReply:
         starts = token_starts(self._served.tokenizer, tokens)
         return self._texts.completion_logprobs([None, *answer.sequence.prompt_logprobs], tokens, starts)
 
-    def _echoed(self, answer: RequestHandle) -> str:
-        if not self._body.echo:
-            return ""
-        return decode(self._served.tokenizer, answer.request.prompt_tokens)
+    def _echo(self, index: int) -> str:
+        """The prompt's text, once for all of its answers, if it is to be echoed."""
+        number = index * self._num_prompts // len(self.answers)
+        if number not in self._echoed:
+            tokens = self.answers[index].request.prompt_tokens
+            self._echoed[number] = decode(self._served.tokenizer, tokens) if self._body.echo else ""
+        return self._echoed[number]
 
 
 class ChatReply:

@@ -3,9 +3,11 @@
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from fastapi.responses import Response
 
@@ -15,9 +17,17 @@ from commands.serve.replies import Chunks, PieceStream
 from runtime.serving.loop import ServingLoop
 
 Send = Callable[[dict[str, Any]], Any]
+T = TypeVar("T")
 _DONE = b"data: [DONE]\n\n"
 _EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _ERROR_TIMEOUT_S = 5
+_PIECE = 1 << 16
+"""Bytes that are sent in one go; in between others have their turn."""
+_MAX_HELD = 256 << 20
+"""Bytes of answers that may wait to be read, of all clients together."""
+_LONG_OUTPUT = 1024
+"""Tokens of answers beside which the event loop would not notice others in time."""
+_FEW = 64
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,11 @@ class Waiting:
     loop: ServingLoop
     receive: Receive
     timeout_s: float
+    writer: Executor
+    """One thread: long answers are written beside the event loop, one after the other."""
+
+    async def aside(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.writer, work)
 
     def too_long(self) -> HTTPError:
         return HTTPError(504, f"the answer took longer than {self.timeout_s:g} s", code="timeout")
@@ -44,15 +59,52 @@ async def whole(group: Group, waiting: Waiting) -> None:
             raise waiting.too_long() from None
 
 
+class Document(Response):
+    """One JSON document, sent in pieces as it is read."""
+
+    media_type = "application/json"
+    _num_held = 0
+    """Bytes of the documents that are being sent."""
+
+    def __init__(self, body: bytes) -> None:
+        """HTTPError if clients have too much to read already."""
+        if Document._num_held + len(body) > _MAX_HELD:
+            raise HTTPError(503, "clients have not read their answers: too many bytes wait", code="answers_unread")
+        super().__init__(body)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        Document._num_held += len(self.body)
+        try:
+            for start in range(0, len(self.body), _PIECE):
+                await _send(send, bytes(self.body[start : start + _PIECE]))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            Document._num_held -= len(self.body)
+
+
+async def document(group: Group, reply: Callable[[], dict[str, Any]], waiting: Waiting, *, is_long: bool) -> Document:
+    """The answers, which are there."""
+
+    def write() -> bytes:
+        return encode(reply())
+
+    is_long |= sum(answer.progress.num_tokens for answer in group.answers) > _LONG_OUTPUT
+    return Document(await waiting.aside(write) if is_long else write())
+
+
 class EventStream(Response):
     """Server-sent events: each step's text as soon as it is there."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, group: Group, streams: list[PieceStream], chunks: Chunks, waiting: Waiting) -> None:
+    def __init__(
+        self, group: Group, streams: list[PieceStream], chunks: Chunks, waiting: Waiting, *, is_long: bool
+    ) -> None:
         super().__init__(headers=_EVENT_HEADERS)
         del self.headers["content-length"]
         self._group, self._streams, self._chunks, self._waiting = group, streams, chunks, waiting
+        self._is_long = is_long
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -71,12 +123,18 @@ class EventStream(Response):
 
     async def _send_pieces(self, send: Send) -> None:
         for index in range(len(self._streams)):
-            await _send(send, b"".join(map(_event, self._chunks.first(index))))
+            await self._send_events(send, map(_event, self._chunks.first(index)))
         while not self._group.is_over:
             await self._group.step()
-            await _send(send, b"".join(self._new_events()))
+            await self._send_events(send, self._new_events())
             self._group.raise_error()
-        await _send(send, b"".join([*self._new_events(), *map(_event, self._chunks.last())]))
+        await self._send_events(send, self._new_events())
+        await self._send_events(send, map(_event, self._chunks.last()))
+
+    async def _send_events(self, send: Send, events: Iterator[bytes]) -> None:
+        take = partial(_piece_of, events)
+        while piece := (await self._waiting.aside(take) if self._is_long else take()):
+            await _send(send, piece)
 
     def _new_events(self) -> Iterator[bytes]:
         for index, stream in enumerate(self._streams):
@@ -85,10 +143,60 @@ class EventStream(Response):
                 yield from map(_event, self._chunks.of_piece(index, piece))
 
 
+def _piece_of(events: Iterator[bytes]) -> bytes:
+    """The next events in one; nothing at the end."""
+    taken, size = [], 0
+    for event in events:
+        taken.append(event)
+        size += len(event)
+        if size >= _PIECE:
+            break
+    return b"".join(taken)
+
+
 async def _send(send: Send, body: bytes) -> None:
     if body:
         await send({"type": "http.response.body", "body": body, "more_body": True})
+        if len(body) >= _PIECE:
+            await asyncio.sleep(0)  # where there is room for all of it, nobody else had a turn
 
 
 def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
+    return b"data: " + encode(data) + b"\n\n"
+
+
+def encode(document: dict[str, Any]) -> bytes:
+    """JSON in UTF-8.
+
+    Answer by answer, and long lists in parts: `json.dumps` would keep all threads waiting for as long as it takes.
+    """
+    return b"".join(part.encode() for part in _parts(document, 0))
+
+
+def _parts(value: Any, depth: int) -> Iterator[str]:
+    if isinstance(value, dict) and depth < 4:
+        opening = "{"
+        for key, one in value.items():
+            yield f"{opening}{_dumps(key)}:"
+            yield from _parts(one, depth + 1)
+            opening = ","
+        yield "}" if value else "{}"
+    elif isinstance(value, list) and (depth < 4 or len(value) > _FEW):
+        parts = (_parts(one, depth + 1) for one in value) if depth < 4 else _slices(value)
+        opening = "["
+        for part in parts:
+            yield opening
+            yield from part
+            opening = ","
+        yield "]" if value else "[]"
+    else:
+        yield _dumps(value)
+
+
+def _slices(values: list[Any]) -> Iterator[list[str]]:
+    for start in range(0, len(values), _FEW):
+        yield [_dumps(values[start : start + _FEW])[1:-1]]
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)

@@ -22,7 +22,7 @@ from commands.serve.http_errors import HTTPError, as_http_error
 from commands.serve.metrics import ServerMetrics
 from commands.serve.openapi import STREAM, errors, openapi_schema, page_response
 from commands.serve.replies import TokenTexts
-from commands.serve.responses import EventStream, Waiting, whole
+from commands.serve.responses import EventStream, Waiting, document, whole
 from commands.serve.schema import (
     ChatRequest,
     CompletionRequest,
@@ -55,12 +55,13 @@ class Server:
     texts: TokenTexts
     worker: ThreadPoolExecutor
     """One thread: bodies are parsed and tokenized beside the event loop, one after the other."""
+    writer: ThreadPoolExecutor
 
     async def aside(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.worker, function)
 
     def waiting(self, receive: Any) -> Waiting:
-        return Waiting(self.served.loop, receive, self.request_timeout_s)
+        return Waiting(self.served.loop, receive, self.request_timeout_s, self.writer)
 
     async def ask(
         self, request: Request, model: type[G], ask: Callable[[ServedModel, G], list[ServeRequest]]
@@ -79,17 +80,17 @@ class Server:
     async def reply(self, request: Request, body: Generation, group: Group, reply: Any) -> Response:
         waiting = self.waiting(request.receive)
         if body.stream:
-            return EventStream(group, reply.streams(), reply.chunks(), waiting)
+            return EventStream(group, reply.streams(), reply.chunks(), waiting, is_long=body.tells_of_tokens)
         await whole(group, waiting)
-        return JSONResponse(reply.document())
+        return await document(group, reply.document, waiting, is_long=body.tells_of_tokens)
 
 
 def make_app(served: ServedModel, clock: Clock, request_timeout_s: float, version: str) -> FastAPI:
     """The application. Its lifespan is the loop's."""
     metrics = ServerMetrics(served.loop, served.name)
     clock.on_progress.append(metrics.observe)
-    worker = ThreadPoolExecutor(1, "specdec-requests")
-    server = Server(served, clock, metrics, request_timeout_s, TokenTexts(served), worker)
+    worker, writer = ThreadPoolExecutor(1, "specdec-requests"), ThreadPoolExecutor(1, "specdec-answers")
+    server = Server(served, clock, metrics, request_timeout_s, TokenTexts(served), worker, writer)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -97,7 +98,8 @@ def make_app(served: ServedModel, clock: Clock, request_timeout_s: float, versio
         served.loop.start()
         yield
         await asyncio.to_thread(served.loop.stop, 0)
-        worker.shutdown()
+        for executor in (worker, writer):
+            executor.shutdown()
 
     app = FastAPI(
         title="specdec", version=version, docs_url=None, redoc_url=None, lifespan=lifespan, openapi_url="/openapi.json"

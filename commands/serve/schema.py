@@ -122,11 +122,20 @@ class Generation(Lenient):
         None, description="Add `tokens` to each choice of a stream: each token's text and kind."
     )
 
+    @property
+    def tells_of_tokens(self) -> bool:
+        """True if an answer says something of each token, and so may be long."""
+        raise NotImplementedError
+
 
 class CompletionRequest(Generation):
     prompt: str | TokenIds | Prompts | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
+
+    @property
+    def tells_of_tokens(self) -> bool:
+        return self.logprobs is not None or bool(self.echo)
 
 
 class ChatMessage(Lenient):
@@ -141,6 +150,10 @@ class ChatRequest(Generation):
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def tells_of_tokens(self) -> bool:
+        return bool(self.logprobs)
 
 
 class TokenizeRequest(Lenient):

@@ -6,6 +6,7 @@ import logging
 import resource
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -141,6 +142,9 @@ def allow_files() -> None:
 
 _LOG = logging.getLogger(__name__)
 _KEEP_ALIVE_S = 15
+_SWITCH_S = 1e-3
+"""Time that a thread which computes in Python, such as one that writes a long answer, lets the event loop and the engine's
+loop wait; each of their calls may wait for it several times."""
 _SENDING_S = 2
 """Time for slow clients to read the end of their answers, after the last of them is computed or aborted."""
 
@@ -231,6 +235,7 @@ def serve(
     SpecDecError when the engine has ended.
     """
     allow_files()
+    sys.setswitchinterval(_SWITCH_S)
     config = uvicorn.Config(
         app,
         http=BoundedProtocol,
