@@ -968,10 +968,10 @@ HAND_EDITED = [
     *[
         case(RUN, 1, *words, damage=by_hand("engine/config.json", **change))
         for change, *words in (
-            ({"build_config__max_batch_size": -1}, "max_batch_size", "1", "1,024", "-1"),
-            ({"build_config__max_seq_len": 10**12}, "max_seq_len", "2", "16,777,472"),
-            ({"build_config__max_draft_len": 9999}, "max_draft_len", "0", "256", "9999"),
-            ({"build_config__tokens_per_block": 0}, "tokens_per_block", "1", "1,024", "0"),
+            ({"build_config__max_batch_size": -1}, "max_batch_size", "1", "-1"),
+            ({"build_config__max_seq_len": 10**12}, "max_seq_len", "16,777,472"),
+            ({"build_config__max_draft_len": 9999}, "max_draft_len", "256", "9999"),
+            ({"build_config__tokens_per_block": 0}, "tokens_per_block", "1", "0"),
             ({"build_config__compiler": "gcc"}, "compiler", "'gcc'"),
             ({"build_config__compiler": "aot"}, "rank0.pt2"),
             ({"mapping__tp_size": 2}, "`specdec build`"),
@@ -984,8 +984,8 @@ HAND_EDITED = [
             ({"logits_check__tolerance": -1}, "tolerance", "0", "-1"),
             ({"step_costs": 5}, "step_costs", "5"),
             ({"host_s": -1}, "host_s", "0", "-1"),
-            ({"host_s": 1e308}, "host_s", "0", "1e+308"),
-            ({"quality": QUALITY | {"mean_kl": float("inf")}}, "mean_kl", "-1", "inf"),
+            ({"host_s": 1e308}, "host_s", "1,000,000", "1e+308"),
+            ({"quality": QUALITY | {"mean_kl": float("inf")}}, "mean_kl", "inf"),
             ({"files": "x"}, "files", "'x'"),
             ({"pretrained_config": []}, "pretrained_config", "[]"),
         )
