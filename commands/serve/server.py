@@ -143,8 +143,8 @@ def allow_files() -> None:
 _LOG = logging.getLogger(__name__)
 _KEEP_ALIVE_S = 15
 _SWITCH_S = 1e-3
-"""Time that a thread which computes in Python, such as one that writes a long answer, lets the event loop and the engine's
-loop wait; each of their calls may wait for it several times."""
+"""Time that a thread which computes in Python, such as one that writes a long answer, lets the event loop and the
+engine's loop wait; each of their calls may wait for it several times."""
 _SENDING_S = 2
 """Time for slow clients to read the end of their answers, after the last of them is computed or aborted."""
 
