@@ -1,8 +1,12 @@
 """Requests to the loop from clients' bodies: prompts to tokens, fields to parameters, and drafting."""
 
+import ctypes
 import dataclasses
 import secrets
+import threading
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +26,7 @@ from runtime.request import Request
 from runtime.serving.loop import ServeRequest
 from runtime.text import encode_text
 
+_TEMPLATE_S = 5.0
 _DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for completions. A chat has as many as fit."""
 
@@ -64,7 +69,40 @@ def chat_tokens(served: ServedModel, messages: Seq[ChatMessage]) -> list[int]:
             raise HTTPError(400, "this server calls no tools: a message has calls of them", param="messages")
         said.append({"role": role, "content": _text_of(message.content)})
     served.check_text_len(sum(len(message["content"]) for message in said), "messages")
-    return served.llm.chat_template.encode(said)
+    try:
+        with ended_after(_TEMPLATE_S):
+            return served.llm.chat_template.encode(said)
+    except TimeoutError:
+        message = f"the model's chat template takes longer than {_TEMPLATE_S:g} s for these messages"
+        raise HTTPError(400, message, param="messages", code="template_timeout") from None
+
+
+class _TooLong(BaseException):
+    """Raised in a thread by another. No Exception, because a template's errors are caught."""
+
+
+@contextmanager
+def ended_after(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the block when it has computed in Python for so long: templates are programs with loops."""
+    thread, lock, is_over = threading.get_ident(), threading.Lock(), False
+
+    def end() -> None:
+        with lock:
+            if not is_over:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_TooLong))
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        try:
+            yield
+        finally:
+            with lock:
+                is_over = True
+            timer.cancel()  # what was raised meanwhile arrives by the end of this call
+    except _TooLong:
+        raise TimeoutError from None
 
 
 def _text_of(content: str | Seq[TextPart] | None) -> str:

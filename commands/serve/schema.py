@@ -26,9 +26,10 @@ StopWord = Annotated[str, Field(min_length=1, max_length=256)]
 StopWords = StopWord | Annotated[list[StopWord], Field(max_length=MAX_STOP_WORDS)]
 
 
+Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 ConfigText = Annotated[str, Field(max_length=64)]
 ConfigList = Annotated[
-    list[int | Annotated[list[int], Field(max_length=4, fail_fast=True)]], Field(max_length=4, fail_fast=True)
+    list[Count | Annotated[list[Count], Field(max_length=4, fail_fast=True)]], Field(max_length=4, fail_fast=True)
 ]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Prompts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
@@ -57,7 +58,7 @@ def _config_fields() -> dict[str, Any]:
     for spec in LOOKUPS:
         form = spec.description.form
         assert isinstance(form, ListForm)
-        kind = ConfigText | ConfigList | int | None if form.least == 1 else ConfigText | ConfigList | None
+        kind = ConfigText | ConfigList | Count | None if form.least == 1 else ConfigText | ConfigList | None
         fields[spec.description.flag] = (
             kind,
             Field(None, description=f"As `{config_flag(spec)}`: {form.examples[-1]}."),
@@ -94,10 +95,10 @@ class Generation(Lenient):
     """Fields common to completions and chat."""
 
     model: str | None = Field(None, description="The model's name; 404 for another one.")
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
@@ -147,7 +148,7 @@ class ChatMessage(Lenient):
 
 class ChatRequest(Generation):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
-    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 

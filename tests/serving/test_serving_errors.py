@@ -1,6 +1,7 @@
 """Clients' mistakes are told in OpenAI's form, by a status of their own; nothing of them is a 500."""
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from sentences import Said
 from serving_models import PROMPT, WAITS, MakeServed, Served
 from waiting import wait_until
 
+from commands.serve.asking import ended_after
 from commands.serve.http_errors import HTTPError, of_validation
 from commands.serve.schema import ChatRequest, CompletionRequest, validate_body
 from runtime.text import encode_text
@@ -63,6 +65,12 @@ WRONG = {
     "longer drafts": ({"prompt": PROMPT, "speculative": {"draft_len": 11}}, "speculative"),
     "no config": ({"prompt": PROMPT, "speculative": {"ngram_config": "[[[["}}, None),
     "a config of code": ({"prompt": PROMPT, "speculative": {"ngram_config": "__import__('os')"}}, None),
+    "top_k of thousands of digits": ({"prompt": PROMPT, "top_k": 10**4000}, "top_k"),
+    "tokens of thousands of digits": ({"prompt": PROMPT, "max_tokens": 10**4000}, "max_tokens"),
+    "a config of thousands of digits": (
+        {"prompt": PROMPT, "speculative": {"ngram_config": [10**4000, 2]}},
+        "speculative",
+    ),
     "a prediction of nothing": ({"prompt": PROMPT, "prediction": {"type": "content"}}, "prediction"),
 }
 
@@ -80,7 +88,8 @@ def check_error(response: Any, status: int, param: str | None = None) -> dict[st
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_completion_is_refused(served: Served, name: str) -> None:
     body, param = WRONG[name]
-    check_error(served.post(COMPLETIONS, **body), 400, param)
+    error = check_error(served.post(COMPLETIONS, **body), 400, param)
+    assert "0" * 100 not in error["message"]
     assert not served.model.loop.unfinished()
 
 
@@ -374,3 +383,32 @@ def test_a_chat_template_that_fails_is_an_answer(
     error = check_error(served.post(CHAT, messages=MESSAGES), 400)
     said(error["message"], "ZeroDivisionError: division by zero")
     assert not caplog.records
+
+
+def test_a_chat_template_that_does_not_end_is_given_up(
+    make_served: MakeServed,
+    chat_tokenizer_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    said: Said,
+) -> None:
+    monkeypatch.setattr("commands.serve.asking._TEMPLATE_S", 0.2)
+    shutil.copytree(chat_tokenizer_dir, tmp_path / "tokenizer")
+    loops = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}"
+    text = loops + "{% set d = 1 %}" + "{% endfor %}" * 3
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text(text)
+    served = make_served(None, tokenizer_dir=tmp_path / "tokenizer")
+    error = check_error(served.post(CHAT, messages=MESSAGES), 400, "messages")
+    assert error["code"] == "template_timeout"
+    said(error["message"], "0.2 s")
+    assert served.complete(max_tokens=2)["usage"]["completion_tokens"] == 2  # the thread that it held is there
+
+
+def test_block_that_ends_in_time_is_left_alone() -> None:
+    for _ in range(300):  # some end as their time does
+        try:
+            with ended_after(0.001):
+                sum(range(20_000))
+        except TimeoutError:
+            pass
+    time.sleep(0.01)
