@@ -151,7 +151,9 @@ def _parse_one(record: Any, where: str) -> DrafterSpec:
         raise SpecDecError(f"`{where}` lacks the key: {missing[0]}")
     settings = {key: value for key, value in record.items() if key != "name"}
     try:
-        return parse(kind, settings, where)
+        drafter = parse(kind, settings, where)
+        # A model is a directory here, and a name of a model nowhere.
+        return drafter if drafter.draft_model is None else drafter.with_draft_model(Path(drafter.draft_model))
     except UsageError as error:
         raise SpecDecError(f"`{where}` has numbers that no drafter can have: {settings}") from error
 

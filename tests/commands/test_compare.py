@@ -277,8 +277,8 @@ def test_documents_of_two_commands_are_one_error(
         ),
         (with_logit_bias([[]]), "$.settings.sampling.logit_bias"),
         (with_total(tokens_per_step=float("nan")), "$.total.tokens_per_step; nan"),
-        (with_total(tokens_per_step=float("inf")), "not finite"),
-        (with_total(tokens_per_step=10**400), "not finite"),
+        (with_total(tokens_per_step=float("inf")), "should be a finite number"),
+        (with_total(tokens_per_step=10**400), "should be a finite number"),
     ],
 )
 def test_what_is_no_document_is_one_error(

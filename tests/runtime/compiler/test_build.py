@@ -157,12 +157,12 @@ def sees_one_key_too_many(mask: Callable[..., Tensor], self: PagedInputs, *argum
     return mask(dataclasses.replace(self, positions=self.positions + 1, masks={}), *arguments)
 
 
-def forgets_the_window(mask: Callable[..., Tensor], self: PagedInputs, window: int | None, groups: int) -> Tensor:
-    return mask(self, None, groups)
+def forgets_the_window(mask: Callable[..., Tensor], self: PagedInputs, window: Any, *arguments: Any) -> Tensor:
+    return mask(self, None, *arguments)
 
 
-def has_a_window_one_too_short(mask: Callable[..., Tensor], self: PagedInputs, window: Any, groups: int) -> Tensor:
-    return mask(self, window - 1, groups)
+def has_a_window_one_too_short(mask: Callable[..., Tensor], self: PagedInputs, window: Any, *arguments: Any) -> Tensor:
+    return mask(self, window - 1, *arguments)
 
 
 @pytest.mark.parametrize(
