@@ -73,8 +73,8 @@ def chat_tokens(served: ServedModel, messages: Seq[ChatMessage]) -> list[int]:
         with ended_after(_TEMPLATE_S):
             return served.llm.chat_template.encode(said)
     except TimeoutError:
-        message = f"the model's chat template takes longer than {_TEMPLATE_S:g} s for these messages"
-        raise HTTPError(400, message, param="messages", code="template_timeout") from None
+        reason = f"the model's chat template takes longer than {_TEMPLATE_S:g} s for these messages"
+        raise HTTPError(400, reason, param="messages", code="template_timeout") from None
 
 
 class _TooLong(BaseException):

@@ -1,4 +1,4 @@
-"""What heavy requests do to a polite client of the same server.
+"""Time that heavy requests make a polite client of the same server wait.
 
 While each kind of request is answered, one client asks for `/health` again and again, and another reads a stream.
 Prints a Markdown table with the longest wait of either, beside that of the second before.
