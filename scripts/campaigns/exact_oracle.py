@@ -101,7 +101,9 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first case")
     parser.add_argument("--cases", type=int, default=10_000, help="how many")
     parser.add_argument("--every-failure", type=int, metavar="CASES", help="have every call of so many cases fail")
-    parser.add_argument("--planted", nargs="*", metavar="NAME", help="plant faults, all or by name, and find them")
+    parser.add_argument(
+        "--planted", nargs="*", metavar="NAME", choices=FAULTS, help="plant faults, all or by name, and find them"
+    )
     options = parser.parse_args()
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="exact-oracle-") as directory:
