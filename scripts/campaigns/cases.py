@@ -189,7 +189,8 @@ class Case:
             max_tokens=choose([enough, enough, enough + 5, int(enough * 1.5), 4 * enough, None]),
         )
         # Half of them have states, and one that is drawn for something else says which.
-        model = replace(model, num_before=build.tokens_per_block % 4 if build.tokens_per_block % 2 else 0)
+        num_before = build.tokens_per_block % 4 if build.tokens_per_block % 2 else 0
+        model = replace(model, num_before=num_before, is_recurrent=num_before > 1)
         # A copy likes what the model likes, three times in four.
         copy = replace(model, seed=model.seed + choose([0, 7, 7]))
         return CheckedEngine(model, build, kv_cache, choose([2, 7, 30, 512]), copy)

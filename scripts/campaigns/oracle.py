@@ -6,7 +6,9 @@ slot, a stale block, a block under the wrong parent, a token lost or computed tw
 have been is computed from the list of tokens alone.
 
 With a layer that has a state each token also leaves the hash of everything before it in its sequence's slot, and reads
-those of the tokens before it there. One that is not what the cache's tokens give changes its logits.
+those of the tokens before it there. One that is not what the cache's tokens give changes its logits. With a recurrent
+state the slot also has a sum of products over all tokens before, which linear attention keeps as it does for models,
+of integers so small that float32 is exact.
 """
 
 from collections import Counter
@@ -21,10 +23,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from runtime.config import BuildConfig, EngineConfig, Environment, LayerShape, LogitsCheck, StateShape
+from runtime.compiler.recurrences import linear_attention
+from runtime.config import (
+    BuildConfig,
+    EngineConfig,
+    Environment,
+    LayerShape,
+    LogitsCheck,
+    RecurrentShape,
+    StateShape,
+)
 from runtime.engine import Engine, KVCacheConfig
 from runtime.request import Draft, Request, Sequence
 from runtime.sampling import Sampler, draw
+from runtime.states import CHUNK_SIZE
 
 Array = NDArray[Any]
 _LAYER = LayerShape(layer=0, num_kv_heads=1, key_head_dim=2, value_head_dim=1, sliding_window=None)
@@ -54,6 +66,8 @@ class ExactModel:
     sharpness: float = 3.0
     num_before: int = 0
     """Tokens before one whose hashes it reads in its slot; 0: it has no states."""
+    is_recurrent: bool = False
+    """Whether the slot has a recurrent state too."""
 
     def __call__(
         self,
@@ -82,9 +96,13 @@ class ExactModel:
         read_values = pool_values[read_blocks, 0, read_offsets, 0].astype(np.uint64)
         states = self._states(prefixes, read_values)[rows, at]
         if self.num_before:
-            state_slots, (pool,) = states_and_slots
+            state_slots, (pool, *recurrent) = states_and_slots
             is_token, ring_of = slot_mapping.numpy() > 0, state_slots.numpy()
             wrong = self._wrong_states(_short(prefixes), at, is_token, ring_of, pool.numpy())
+            if self.is_recurrent:
+                found = _linear_attention(input_ids, (positions, slot_mapping, state_slots), recurrent[0])
+                expected = np.cumsum(_products(ids - np.uint64(1), places - np.uint64(1)), axis=1)[rows, at]
+                wrong ^= np.where(is_token, found != expected, False).astype(np.uint64) << np.uint64(40)
             states ^= mixed(wrong) ^ mixed(np.zeros_like(wrong))
         before = np.where(at > 0, ids[rows, np.maximum(at - 1, 0)], 0)
         chosen = logit_indices.numpy()
@@ -136,6 +154,24 @@ class ExactModel:
         return torch.from_numpy(logits.astype(np.float32))
 
 
+def _key_and_value(ids: Any, places: Any) -> tuple[Any, Any]:
+    """Small integers of tokens and their positions; sums of a thousand products of them are exact in float32."""
+    return ids % 61 + 1, (places * 7 + ids) % 13 + 1
+
+
+def _products(ids: Array, places: Array) -> Array:
+    key, value = _key_and_value(ids.astype(np.int64), places.astype(np.int64))
+    return np.asarray(key * value)
+
+
+def _linear_attention(input_ids: Tensor, places: tuple[Tensor, Tensor, Tensor], pool: Tensor) -> Array:
+    """(B, Q) sum over each token and those before it, by what models with linear attention call."""
+    key, value = (one.float().view(1, -1, 1, 1) for one in _key_and_value(input_ids, places[0]))
+    parts = (torch.ones_like(key), key, value, torch.zeros_like(key[..., 0]), None)
+    output = linear_attention(parts, pool, places, CHUNK_SIZE, 1.0, normalizes=False)
+    return np.asarray(output.view(places[0].shape).numpy())
+
+
 def _as_stored(tokens: Seq[int]) -> tuple[Array, Array]:
     """Ids and positions from 1: what was never written is 0."""
     return np.asarray(tokens, dtype=np.uint64) + np.uint64(1), np.arange(1, len(tokens) + 1, dtype=np.uint64)
@@ -147,7 +183,8 @@ def _short(hashes: Array) -> Array:
 
 def engine_config(model: ExactModel, build: BuildConfig) -> EngineConfig:
     environment = Environment("", "", "cpu", "")
-    states = (StateShape(layer=1, width=1, num_before=model.num_before),) if model.num_before else ()
+    recurrent = RecurrentShape(num_heads=1, key_dim=1, value_dim=1) if model.is_recurrent else None
+    states = (StateShape(1, width=1, num_before=model.num_before, recurrent=recurrent),) if model.num_before else ()
     check = LogitsCheck(0, 0, 0)
     return EngineConfig({}, "float32", build, (_LAYER,), model.vocab_size, environment, check, "", states=states)
 
