@@ -46,6 +46,8 @@ _BY_FUNCTION = {
     "states:StateManager.advance": "without 4, drop 1",
     "states:StateManager.find": "constant 0",
     "states:States._copy": "exchange 0, drop 0",
+    "compiler.recurrences:_Chunks.attend": "drop 0, drop 1, drop 3",
+    "compiler.recurrences:_Chunks._state_after": "one-more 0",
     "states:_Kept.match_len": "without 1, without 4, without 14, constant 3",
     "verify:_verify_probs": "without 0, exchange 0, drop 0",
     "verify:verify_tokens": "without 1",
