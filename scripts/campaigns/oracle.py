@@ -67,7 +67,7 @@ class ExactModel:
     num_before: int = 0
     """Tokens before one whose hashes it reads in its slot; 0: it has no states."""
     is_recurrent: bool = False
-    """Whether the slot has a recurrent state too."""
+    """True: the slot has a recurrent state too."""
 
     def __call__(
         self,
