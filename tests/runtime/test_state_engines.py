@@ -77,6 +77,24 @@ def test_uncompiled_tokens_are_transformers(drafter: str, of_each_kind: PreTrain
         assert outputs == [hf_greedy(of_each_kind, prompt, NUM_NEW_TOKENS) for prompt in PROMPTS]
 
 
+def test_prompts_are_scored_as_by_transformers(of_each_kind: PreTrainedModel, make_engine: Any) -> None:
+    """Scoring computes prompts that are found in the cache again; two answers to one prompt are beside each other."""
+    engine = make_engine(of_each_kind)
+    for _ in range(2):
+        requests = [
+            Request(2 * i + index, tuple(prompt), 2, num_prompt_logprobs=0, return_index=index)
+            for i, prompt in enumerate(PROMPTS)
+            for index in range(2)
+        ]
+        done = {s.request.id: s for s, _ in scheduler.generate(engine, requests, NgramLookup(2), 10) if s.is_over}
+        for number, sequence in done.items():
+            prompt = PROMPTS[number // 2]
+            logprobs = eager_logits(of_each_kind, prompt)[:-1].log_softmax(-1)
+            expected = [row[token].item() for row, token in zip(logprobs, prompt[1:], strict=True)]
+            assert [one.logprob for one in sequence.prompt_logprobs] == pytest.approx(expected, abs=1e-3)
+        assert len(done) == 2 * len(PROMPTS)
+
+
 def test_a_draft_model_with_states_goes_back_by_its_targets_drafts(model: PreTrainedModel, make_engine: Any) -> None:
     """Its own engine was built for no drafts, and its slots would hold fewer positions than are taken back."""
     target, own = make_engine(make_model("llama")), make_engine(model, max_draft_len=0)
