@@ -129,7 +129,7 @@ def config_of(path: Path) -> dict[str, Any]:
     if header.architecture == "llama":
         config |= {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
     for key, name in _TOKENS.items():
-        if (token := header.metadata.get(f"{TOKENIZER}{name}")) is not None:
+        if (token := _token_id(header.metadata, name)) is not None:
             config[key] = token
     if end_ids := end_ids_of(header.metadata):
         config["eos_token_id"] = end_ids
@@ -138,10 +138,18 @@ def config_of(path: Path) -> dict[str, Any]:
 
 def end_ids_of(metadata: Mapping[str, Any]) -> list[int]:
     """The ids that end an answer: those that the file names, and those that llama.cpp knows by their text."""
-    named = [metadata.get(f"{TOKENIZER}{name}_token_id") for name in ("eos", "eot", "eom")]
+    named = [_token_id(metadata, f"{name}_token_id") for name in ("eos", "eot", "eom")]
     tokens, types = metadata.get(f"{TOKENIZER}tokens", []), metadata.get(f"{TOKENIZER}token_type", [])
     known = [i for i, token in enumerate(tokens) if token in ENDS and types[i : i + 1] != [USER_DEFINED]]
     return sorted({*known, *(i for i in named if i is not None)})
+
+
+def _token_id(metadata: Mapping[str, Any], name: str) -> int | None:
+    """A token's id, or None; SpecDecError for what is no number."""
+    token = metadata.get(f"{TOKENIZER}{name}")
+    if token is not None and (not isinstance(token, int) or isinstance(token, bool)):
+        raise SpecDecError(f"`{TOKENIZER}{name}` has a value that is no number: {token!r}", hint="download it again")
+    return token
 
 
 def _of_gemma(model: _Model, rope: dict[str, Any]) -> dict[str, Any]:

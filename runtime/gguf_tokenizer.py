@@ -215,11 +215,13 @@ def _byte_level(said: _Said) -> tuple[Tokenizer, bool]:
     name = said.text("pre", "default")
     if name not in PRE_TOKENIZERS:
         raise SpecDecError(f"this pre-tokenizer of llama.cpp's is not known, `{name}`: {said.path}", hint=_OTHER)
-    known = PRE_TOKENIZERS[name]
+    known, merges = PRE_TOKENIZERS[name], said.values("merges", str)
+    if not merges:
+        raise SpecDecError(f"the file has no `{TOKENIZER}merges`: {said.path}", hint=_OTHER)
     tokenizer = Tokenizer(
         models.BPE(
             vocab={token: i for i, token in enumerate(said.tokens)},
-            merges=[_pair(merge) for merge in said.values("merges", str)],
+            merges=[_pair(merge) for merge in merges],
             ignore_merges=known.ignores_merges,
         )
     )

@@ -56,9 +56,9 @@ class SamplingConfig:
         for token, bias in self.logit_bias:
             if not bias < math.inf:
                 raise UsageError(f"the bias of token {token} must be a number: {bias}", hint="0 is no effect")
-        ranges = [(name, 0 <= getattr(self, name) < math.inf, "at least 0") for name in at_least_0]
+        ranges = [(name, 0 <= getattr(self, name) < math.inf, "a number of at least 0") for name in at_least_0]
         ranges += [(name, 0 <= getattr(self, name) <= 1, "between 0 and 1") for name in _SHARES]
-        ranges.append(("repetition_penalty", 0 < self.repetition_penalty < math.inf, "more than 0"))
+        ranges.append(("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a number above 0"))
         for name, is_valid, form in ranges:
             if not is_valid:
                 raise UsageError(

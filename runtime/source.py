@@ -31,6 +31,7 @@ _COMPUTED = (".masked_bias", ".rotary_emb.inv_freq")
 _MASKS = (".attn.bias", ".attention.bias")
 _WRAPPERS = {
     "_orig_mod.": "torch.compile leaves it: save `model._orig_mod`",
+    "base_model.model.": "PEFT leaves it: save `model.merge_and_unload()`",
     "module.": "DistributedDataParallel leaves it: save `model.module`",
 }
 

@@ -108,7 +108,7 @@ def test_an_adapter_beside_a_model_is_told_of_and_one_alone_refused(tmp_path: Pa
     said(raised)
 
 
-@pytest.mark.parametrize("prefix", ["_orig_mod.", "module."])
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "base_model.model."])
 def test_names_of_what_was_around_a_model_in_training_are_told(prefix: str, tmp_path: Path, said: Said) -> None:
     model_dir = saved(tmp_path / "model")
     change_tensors(model_dir, lambda own: {prefix + name: tensor for name, tensor in own.items()})

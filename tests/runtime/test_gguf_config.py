@@ -60,6 +60,15 @@ def test_key_that_would_change_the_model_is_refused_by_name(
     assert "safetensors" in str(error.value.hint)
 
 
+@pytest.mark.parametrize("name", ["eos_token_id", "bos_token_id"])
+def test_token_that_is_no_number_is_refused(name: str, tmp_path: Path, said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
+        config_of(
+            write_file(tmp_path / "model.gguf", 4, lambda writer: writer.add_string(f"tokenizer.ggml.{name}", "two"))
+        )
+    said(error, f"`tokenizer.ggml.{name}`", "'two'")
+
+
 def test_keys_that_change_nothing_are_passed(tmp_path: Path) -> None:
     plain = config_of(write_file(tmp_path / "plain.gguf", 4, lambda writer: None))
     edit = with_values(

@@ -119,6 +119,15 @@ def test_what_is_not_known_is_refused_by_name(pre: str, edit: Edit, name: str, t
     said(raised, name)
 
 
+def test_file_without_merges_is_refused_as_by_llamacpp(tmp_path: Path, said: Said) -> None:
+    def without_merges(writer: Any) -> None:
+        del writer.kv_data[0]["tokenizer.ggml.merges"]
+
+    with pytest.raises(SpecDecError) as raised:
+        make_gguf_tokenizer(write_byte_level(tmp_path / "model.gguf", "smollm", without_merges))
+    said(raised, "`tokenizer.ggml.merges`")
+
+
 def test_other_kinds_of_tokenizers_are_refused_by_name(tmp_path: Path, said: Said) -> None:
     path = write_file(tmp_path / "model.gguf", 4, lambda w: (w.add_tokenizer_model("t5"), w.add_token_list(["a"])))
     with pytest.raises(SpecDecError) as error:

@@ -99,7 +99,7 @@ def test_numbers_of_short_weights_are_not_in_a_program(
 
     Sources are looked at: a compiler that makes empty files stands for g++.
     """
-    compiler = tmp_path / "compiler"
+    compiler = tmp_path / "g++"  # torch asks once in a process whether it is GNU's, by its name
     compiler.write_text(
         '#!/bin/sh\ncase "$*" in *-o*) ;; *) exec g++ "$@";; esac\n'
         'for word; do [ "$last" = -o ] && : > "$word"; last=$word; done\n'
