@@ -40,7 +40,7 @@ class ChatTemplate:
 
     def render(self, messages: Seq[Message]) -> str:
         """The conversation's text, up to where the assistant goes on; SpecDecError where the template says no."""
-        from jinja2 import TemplateError, TemplateSyntaxError
+        from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
 
         check_messages(messages, "the conversation")
         try:
@@ -50,6 +50,8 @@ class ChatTemplate:
             raise SpecDecError(
                 f"the chat template is broken, line {error.lineno}: {error.message}", hint=_OTHER
             ) from None
+        except UndefinedError as error:
+            raise SpecDecError(f"the chat template asks for what no conversation has: {error}", hint=_OTHER) from None
         except TemplateError as error:
             raise SpecDecError(
                 f"the chat template refuses the conversation: {error}", hint="check which roles the model supports"

@@ -6,6 +6,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 from runtime.errors import UsageError
 
@@ -75,6 +76,10 @@ class SamplingConfig:
 GREEDY = SamplingConfig()
 
 
+_INTEGERS = ("n", "top_k", "no_repeat_ngram_size", "seed", "max_tokens", "truncate_prompt_tokens", "logprobs")
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters of a prompt, with vLLM's names and defaults.
@@ -113,6 +118,11 @@ class SamplingParams:
     return_generation_logits: bool = False
 
     def __post_init__(self) -> None:
+        for names, kinds, form in ((_INTEGERS, Integral, "an integer"), (_NUMBERS, Real, "a number")):
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+                    raise UsageError(f"{name} must be {form}: {value!r}", hint="leave it out, or give it as one")
         bounds = {"n": 1, "max_tokens": 1, "truncate_prompt_tokens": 1, "logprobs": 0}
         for name, least in bounds.items():
             value = getattr(self, name)

@@ -149,6 +149,7 @@ def test_ends_are_those_that_are_named_and_those_that_are_known_by_their_text() 
     [
         ("a\n{% for m in messages %}{{ m.content", "2"),
         ("{{ messages[0].content | frobnicate }}", "1; 'frobnicate"),
+        ("{{ messages[0].foo.bar }}", "'foo'"),
     ],
 )
 def test_broken_template_is_one_error_when_a_chat_is_wanted(

@@ -278,6 +278,9 @@ def test_what_cannot_be_is_an_error_with_a_hint(llm: LLM, call: Any, message: st
         {"logprobs": -1},
         {"temperature": -1.0},
         {"top_p": 1.5},
+        {"top_p": "0.9"},
+        {"top_k": 2.5},
+        {"n": True},
         {"stop": [""]},
     ],
 )
