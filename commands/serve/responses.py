@@ -27,7 +27,9 @@ _MAX_HELD = 256 << 20
 """Bytes of answers that may wait to be read, of all clients together."""
 _LONG_OUTPUT = 1024
 """Tokens of answers beside which the event loop would not notice others in time."""
-_FEW = 64
+_FEW, _OWN_DEPTH = 64, 4
+"""Elements of a long list that are written in one call, and how deep such lists lie: document, choices, choice and
+log-probabilities are each written by themselves."""
 
 
 @dataclass(frozen=True)
@@ -174,15 +176,15 @@ def encode(document: dict[str, Any]) -> bytes:
 
 
 def _parts(value: Any, depth: int) -> Iterator[str]:
-    if isinstance(value, dict) and depth < 4:
+    if isinstance(value, dict) and depth < _OWN_DEPTH:
         opening = "{"
         for key, one in value.items():
             yield f"{opening}{_dumps(key)}:"
             yield from _parts(one, depth + 1)
             opening = ","
         yield "}" if value else "{}"
-    elif isinstance(value, list) and (depth < 4 or len(value) > _FEW):
-        parts = (_parts(one, depth + 1) for one in value) if depth < 4 else _slices(value)
+    elif isinstance(value, list) and (depth < _OWN_DEPTH or len(value) > _FEW):
+        parts = (_parts(one, depth + 1) for one in value) if depth < _OWN_DEPTH else _slices(value)
         opening = "["
         for part in parts:
             yield opening

@@ -4,6 +4,7 @@ Unknown fields are ignored. Those that clients know and this server does not do 
 that asks for nothing (`REFUSED`).
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -124,9 +125,9 @@ class Generation(Lenient):
     )
 
     @property
+    @abstractmethod
     def tells_of_tokens(self) -> bool:
         """True if an answer says something of each token, and so may be long."""
-        raise NotImplementedError
 
 
 class CompletionRequest(Generation):

@@ -152,7 +152,7 @@ def _parse_one(record: Any, where: str) -> DrafterSpec:
     settings = {key: value for key, value in record.items() if key != "name"}
     try:
         drafter = parse(kind, settings, where)
-        # A model is a directory here, and a name of a model nowhere.
+        # JSON has no paths; a profile's draft model is a directory, never a name.
         return drafter if drafter.draft_model is None else drafter.with_draft_model(Path(drafter.draft_model))
     except UsageError as error:
         raise SpecDecError(f"`{where}` has numbers that no drafter can have: {settings}") from error

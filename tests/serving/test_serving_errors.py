@@ -14,6 +14,7 @@ from waiting import wait_until
 
 from commands.serve.asking import ended_after
 from commands.serve.http_errors import HTTPError, of_validation
+from commands.serve.responses import Document
 from commands.serve.schema import ChatRequest, CompletionRequest, validate_body
 from runtime.text import encode_text
 
@@ -402,6 +403,14 @@ def test_a_chat_template_that_does_not_end_is_given_up(
     assert error["code"] == "template_timeout"
     said(error["message"], "0.2 s")
     assert served.complete(max_tokens=2)["usage"]["completion_tokens"] == 2  # the thread that it held is there
+
+
+def test_answers_that_wait_to_be_read_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
+    monkeypatch.setattr("commands.serve.responses._MAX_HELD", 100)
+    error = check_error(served.post(COMPLETIONS, prompt=PROMPT, max_tokens=1), 503)
+    assert error["code"] == "answers_unread"
+    said(error["message"])
+    assert Document._num_held == 0
 
 
 def test_block_that_ends_in_time_is_left_alone() -> None:
