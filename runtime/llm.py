@@ -276,8 +276,11 @@ class LLM:
 
     @cached_property
     def model_defaults(self) -> ModelDefaults:
-        """Sampling defaults in the model's generation_config.json."""
-        return read_model_defaults(self.bundle.directory)
+        """Sampling defaults in the model's generation_config.json, whose `top_k` may be more than the vocabulary."""
+        defaults = read_model_defaults(self.bundle.directory)
+        if "top_k" in defaults.sampling:
+            defaults.sampling["top_k"] = min(defaults.sampling["top_k"], self.bundle.config.vocab_size)
+        return defaults
 
     def chat_params(self) -> SamplingParams:
         """The model's own sampling, greedy where it names none, and as many tokens as there is room for."""

@@ -12,10 +12,10 @@ from runtime.errors import UsageError
 
 _AT_LEAST_0 = ("temperature", "top_k", "no_repeat_ngram_size")
 _PENALTIES = ("presence_penalty", "frequency_penalty")
-_SHARES = ("top_p", "min_p")
 _HINTS = {
     "temperature": "0 is greedy, 1 no effect",
     "top_k": "0 is the whole vocabulary, 1 greedy",
+    "top_p": "1 is no effect",
     "repetition_penalty": "1 is no effect",
 }
 
@@ -29,16 +29,17 @@ def is_greedy(temperature: float, top_k: int) -> bool:
 class SamplingConfig:
     """TensorRT-LLM's names and defaults; `bad_words` and penalties see the prompt too, as there.
 
-    Without `penalize_prompt` presence and frequency count what was generated only, as OpenAI's do; there they may be
-    negative. `logit_bias` is added to the logits of tokens, as (token, bias), before anything else.
+    Without `penalize_prompt` presence and frequency count what was generated only, as OpenAI's do. `logit_bias` is
+    added to the logits of tokens, as (token, bias), before anything else.
 
-    top_k 1 and temperature 0 (below 1e-5) are greedy; top_k 0 leaves the whole vocabulary; top_p 0.0 and 1.0, min_p
-    0.0, no_repeat_ngram_size 0 and neutral penalties (1.0, 0.0, 0.0) change nothing. UsageError if out of range.
+    top_k 1 and temperature 0 (below 1e-5) are greedy; top_k 0 leaves the whole vocabulary; top_p 1.0, min_p 0.0,
+    no_repeat_ngram_size 0 and neutral penalties (1.0, 0.0, 0.0) change nothing. UsageError if out of range: `top_p` is
+    more than 0, where TensorRT-LLM takes 0.0 for none.
     """
 
     temperature: float = 1.0
     top_k: int = 1
-    top_p: float = 0.0
+    top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -50,15 +51,13 @@ class SamplingConfig:
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        at_least_0 = (*_AT_LEAST_0, *_PENALTIES) if self.penalize_prompt else _AT_LEAST_0
-        for name in set(_PENALTIES) - set(at_least_0):
-            if not math.isfinite(getattr(self, name)):
-                raise UsageError(f"{name} must be a number: {getattr(self, name)}", hint="0 is no effect")
         for token, bias in self.logit_bias:
             if not bias < math.inf:
                 raise UsageError(f"the bias of token {token} must be a number: {bias}", hint="0 is no effect")
-        ranges = [(name, 0 <= getattr(self, name) < math.inf, "a number of at least 0") for name in at_least_0]
-        ranges += [(name, 0 <= getattr(self, name) <= 1, "between 0 and 1") for name in _SHARES]
+        ranges = [(name, 0 <= getattr(self, name) < math.inf, "a number of at least 0") for name in _AT_LEAST_0]
+        ranges += [(name, math.isfinite(getattr(self, name)), "a number") for name in _PENALTIES]
+        ranges.append(("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1"))
+        ranges.append(("min_p", 0 <= self.min_p <= 1, "between 0 and 1"))
         ranges.append(("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a number above 0"))
         for name, is_valid, form in ranges:
             if not is_valid:
@@ -84,7 +83,7 @@ _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_pen
 class SamplingParams:
     """Sampling parameters of a prompt, with vLLM's names and defaults.
 
-    Temperature 0 is greedy; top_k 0 and top_p 1.0 leave the whole vocabulary. Without a `seed` every call draws
+    Temperature 0 is greedy; top_k 0 (or -1) and top_p 1.0 leave the whole vocabulary. Without a `seed` every call draws
     one. Penalties and `no_repeat_ngram_size` see the prompt too; a `repetition_penalty` or `no_repeat_ngram_size` of
     None is the model's own (`runtime.generation_config`). `stop` is text that ends an output and is not part of it.
     `logprobs` asks for the log-probabilities of that many best tokens and of the chosen one, by the model's own
@@ -112,7 +111,7 @@ class SamplingParams:
     """Keep this many last tokens of a prompt; None: all."""
     logprobs: int | None = None
     penalize_prompt: bool = True
-    """True if presence and frequency penalties count the prompt's tokens too; if not, they may be negative."""
+    """True if presence and frequency penalties count the prompt's tokens too."""
     logit_bias: Mapping[int, float] | None = None
     """Token id -> what is added to its logit."""
     return_generation_logits: bool = False
@@ -143,7 +142,7 @@ class SamplingParams:
         """The same for an engine; `bad_words` as tokens. Without a seed it is 0, and what is left to a model is off."""
         return SamplingConfig(
             temperature=self.temperature,
-            top_k=self.top_k,
+            top_k=0 if self.top_k == -1 else self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,

@@ -161,7 +161,7 @@ def warpers(params: SamplingConfig) -> list[Processor]:
         processors.append(TemperatureLogitsWarper(float(params.temperature)))
     if params.top_k:
         processors.append(TopKLogitsWarper(params.top_k))
-    if 0.0 < params.top_p < 1.0:
+    if params.top_p < 1.0:
         processors.append(TopP(params.top_p))
     if params.min_p:
         processors.append(MinPLogitsWarper(params.min_p))

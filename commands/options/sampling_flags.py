@@ -33,9 +33,9 @@ class SamplingOptions:
     top_p: Annotated[
         float | None,
         typer.Option(
-            help="Sample among the best tokens of this total probability; 0.0 is off.",
+            help="Sample among the best tokens of this total probability; 1.0 is off.",
             rich_help_panel=SAMPLING,
-            show_default="0.0; a chat's: the model's",
+            show_default="1.0; a chat's: the model's",
         ),
     ] = None
     min_p: Annotated[
@@ -92,16 +92,16 @@ class SamplingOptions:
         Without `--top-k` TensorRT-LLM is greedy, whatever temperature it is given. Here, to give one is to ask for
         samples.
         """
-        asks_to_sample = self.temperature is not None or bool(self.top_p) or bool(self.min_p)
+        asks_to_sample = self.temperature is not None or self.top_p is not None or bool(self.min_p)
         top_k = (0 if asks_to_sample else 1) if self.top_k is None else self.top_k
         if self.top_k == 1 and asks_to_sample:
             warn("`--top-k 1` is greedy: `--temperature`, `--top-p` and `--min-p` have no effect")
-        if self.temperature == 0 and (top_k > 1 or self.top_p or self.min_p):
+        if self.temperature == 0 and (top_k > 1 or self.top_p is not None or self.min_p):
             warn("`--temperature 0` is greedy: `--top-k`, `--top-p` and `--min-p` have no effect")
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=top_k,
-            top_p=self.top_p or 0.0,
+            top_p=1.0 if self.top_p is None else self.top_p,
             min_p=self.min_p or 0.0,
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,

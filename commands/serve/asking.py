@@ -93,9 +93,9 @@ def ended_after(seconds: float) -> Iterator[None]:
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True
-    timer.start()
     try:
         try:
+            timer.start()  # on a busy machine it may be over before this returns
             yield
         finally:
             with lock:
@@ -159,8 +159,6 @@ def _params(served: ServedModel, body: Generation, max_tokens: int, logprobs: in
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
     values: dict[str, Any] = served.defaults | given
-    # -1 is the whole vocabulary to vLLM, and what is more than the vocabulary is as much.
-    values["top_k"] = min(max(values.get("top_k", 0), 0), served.llm.bundle.config.vocab_size)
     stop, stop_token_ids = _stops(served, body)
     return SamplingParams(
         seed=body.seed,

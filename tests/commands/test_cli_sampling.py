@@ -116,7 +116,7 @@ def test_document_records_the_sampling_parameters(run: Run) -> None:
     assert run("--max-output-len", 2, "--json").document["settings"]["sampling"] == {
         "temperature": 1.0,
         "top_k": 1,
-        "top_p": 0.0,
+        "top_p": 1.0,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,

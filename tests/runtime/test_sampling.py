@@ -102,7 +102,9 @@ LAWS = [
     {"top_k": 0, "repetition_penalty": 1.7},
     {"top_k": 0, "repetition_penalty": 0.6},
     {"top_k": 0, "presence_penalty": 1.5},
+    {"top_k": 0, "presence_penalty": -0.5},
     {"top_k": 0, "frequency_penalty": 0.4},
+    {"top_k": 0, "frequency_penalty": -0.4},
     {"top_k": 0, "no_repeat_ngram_size": 2},
     {"top_k": 0, "bad_words": ((5,), (7, 8), (29,), (23, 4))},
     {"top_k": 9, "temperature": 1.6, "top_p": 0.9, "min_p": 0.02},
@@ -445,15 +447,16 @@ def test_penalties_see_the_exact_prefix_of_every_draft_token(
         ("temperature", math.inf),
         ("top_k", -1),
         ("top_p", -0.1),
+        ("top_p", 0.0),
         ("top_p", 1.1),
         ("min_p", -0.1),
         ("min_p", 1.1),
         ("repetition_penalty", 0.0),
         ("repetition_penalty", -1.0),
         ("repetition_penalty", math.inf),
-        ("presence_penalty", -0.1),
+        ("presence_penalty", -math.inf),
         ("presence_penalty", math.inf),
-        ("frequency_penalty", -0.1),
+        ("frequency_penalty", -math.inf),
         ("frequency_penalty", math.inf),
         ("no_repeat_ngram_size", -1),
         *(
@@ -481,9 +484,9 @@ def test_value_out_of_range_is_wrong_usage(name: str, value: float) -> None:
 def test_biases_and_penalties_that_may_be_negative_are_numbers(value: float, said: Said) -> None:
     for fields in ({"presence_penalty": value}, {"frequency_penalty": value}, {"logit_bias": ((3, value),)}):
         with pytest.raises(UsageError) as raised:
-            SamplingConfig(penalize_prompt=False, **fields)
+            SamplingConfig(**fields)
         said(raised, value)
-    SamplingConfig(penalize_prompt=False, presence_penalty=-1.0, logit_bias=((3, -math.inf),))  # never chosen
+    SamplingConfig(presence_penalty=-1.0, frequency_penalty=-0.5, logit_bias=((3, -math.inf),))  # never chosen
 
 
 def test_bad_word_of_no_tokens_is_wrong_usage(said: Said) -> None:

@@ -41,6 +41,7 @@ WRONG = {
     "top_p of nothing": ({"prompt": PROMPT, "top_p": 0}, "top_p"),
     "min_p": ({"prompt": PROMPT, "min_p": 2}, "min_p"),
     "top_k": ({"prompt": PROMPT, "top_k": -2}, "top_k"),
+    "top_k above the vocabulary": ({"prompt": PROMPT, "top_k": 1_000_000}, None),
     "n": ({"prompt": PROMPT, "n": 0}, "n"),
     "many": ({"prompt": PROMPT, "n": 100_000}, "n"),
     "logprobs": ({"prompt": PROMPT, "logprobs": 21}, "logprobs"),
@@ -413,10 +414,11 @@ def test_answers_that_wait_to_be_read_are_bounded(served: Served, monkeypatch: p
     assert Document._num_held == 0
 
 
-def test_block_that_ends_in_time_is_left_alone() -> None:
-    for _ in range(300):  # some end as their time does
+@pytest.mark.parametrize("seconds", [0, 0.001])
+def test_block_that_ends_in_time_is_left_alone(seconds: float) -> None:
+    for _ in range(300):  # some end as their time does, or before they begin
         try:
-            with ended_after(0.001):
+            with ended_after(seconds):
                 sum(range(20_000))
         except TimeoutError:
             pass
