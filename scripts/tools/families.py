@@ -43,6 +43,7 @@ from runtime.request import Request
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _MARKED = re.compile(r"(<!-- families -->).*?(<!-- end -->)", re.DOTALL)
 FAMILIES = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}))
+CPU = torch.device("cpu")
 VOCAB_SIZE, NUM_LAYERS, MAX_DRAFT_LEN = 48, 4, 6
 PROMPT_LENGTHS, NUM_NEW_TOKENS = (21, 34, 5), 24  # beyond several windows of 8
 # Standard deviations of weights and of embeddings: the first with which outputs tell anything. Large embeddings that
@@ -201,7 +202,7 @@ def hugging_face_outputs(model: PreTrainedModel) -> list[list[int]]:
     return outputs
 
 
-def make_engine(model_dir: Path, work_dir: Path) -> Engine:
+def make_engine(model_dir: Path, work_dir: Path, device: torch.device) -> Engine:
     """Converted and built; SpecDecError where that is refused."""
     convert(model_dir, work_dir / "checkpoint", "float32", replace=True, progress=lambda done, total: None)
     build = BuildConfig("none", 4, 64, 128, MAX_DRAFT_LEN, 4, "draft_tokens_external")
@@ -209,7 +210,7 @@ def make_engine(model_dir: Path, work_dir: Path) -> Engine:
         work_dir / "checkpoint",
         work_dir / "engine",
         build,
-        torch.device("cpu"),
+        device,
         replace=True,
         phase=lambda name: None,
         effort=BuildEffort(measure_costs=False),
@@ -235,7 +236,7 @@ def refusal(config: PreTrainedConfig, work_dir: Path) -> str | None:
     raise AssertionError("converted without weights")
 
 
-def try_family(family: str, work_dir: Path) -> Outcome:
+def try_family(family: str, work_dir: Path, device: torch.device = CPU) -> Outcome:
     config, reason = own_or_small_config(family)
     if config is not None and (why := refusal(config, work_dir)):
         return Outcome(family, "refused", why)
@@ -247,7 +248,7 @@ def try_family(family: str, work_dir: Path) -> Outcome:
         return Outcome(family, "not tried", f"transformers does not generate with it: {last_line(error)}")
     if expected is None:
         return Outcome(family, "not tried", "small ones with random weights repeat one token")
-    return compare(family, expected, work_dir)
+    return compare(family, expected, work_dir, device)
 
 
 def save_telling_model(family: str, config: PreTrainedConfig, model_dir: Path) -> list[list[int]] | None:
@@ -278,9 +279,9 @@ def telling(outputs: list[list[int]]) -> bool:
     return len({tuple(output) for output in outputs}) == len(outputs) and sum(len(set(o)) for o in outputs) > 7
 
 
-def compare(family: str, expected: list[list[int]], work_dir: Path) -> Outcome:
+def compare(family: str, expected: list[list[int]], work_dir: Path, device: torch.device) -> Outcome:
     try:
-        with make_engine(work_dir / "model", work_dir) as engine:
+        with make_engine(work_dir / "model", work_dir, device) as engine:
             for ngram in (False, True):
                 if engine_outputs(engine, ngram=ngram) != expected:
                     return Outcome(family, "wrong", "other tokens" + (" with drafts" if ngram else ""))
@@ -300,10 +301,10 @@ def last_line(error: Exception) -> str:
     return re.sub(r"^\w+Error: ", "", line.strip())
 
 
-def try_families(families: list[str]) -> Iterator[Outcome]:
+def try_families(families: list[str], device: torch.device) -> Iterator[Outcome]:
     for family in families:
         with tempfile.TemporaryDirectory() as directory:
-            outcome = try_family(family, Path(directory))
+            outcome = try_family(family, Path(directory), device)
         print(f"{family}: {outcome.verdict} {outcome.why}", file=sys.stderr, flush=True)
         yield outcome
 
@@ -326,11 +327,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="all, if none is named")
     parser.add_argument("--write", action="store_true", help="put the table into docs/models.md")
+    parser.add_argument("--device", type=torch.device, default=CPU, help="of the engines: cpu, cuda")
     arguments = parser.parse_args()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(1)
-    outcomes = list(try_families(arguments.families or list(FAMILIES)))
+    outcomes = list(try_families(arguments.families or list(FAMILIES), arguments.device))
     made = table(outcomes)
     print(made)
     if arguments.write:
