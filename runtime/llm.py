@@ -31,6 +31,7 @@ from runtime.engine_cache import EngineSettings, engine_of_model
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.generation import Output, Piece
 from runtime.generation_config import ModelDefaults, read_model_defaults
+from runtime.grammar import CompiledGrammar, Grammars
 from runtime.locks import MODEL_INIT_LOCK
 from runtime.models import resolve_tokenizer
 from runtime.parallel.devices import check_device_ids
@@ -302,7 +303,17 @@ class LLM:
             sampling=self._with_own_penalties(params).config(self._bad_words(params)),
             keep_logits=params.return_generation_logits,
             num_logprobs=params.logprobs,
+            grammar=self.grammar(params),
         )
+
+    def grammar(self, params: SamplingParams) -> CompiledGrammar | None:
+        """Compile the grammar of an output, if it has one; SpecDecError if it cannot be used."""
+        grammar = params.output_grammar
+        return None if grammar is None else self._grammars.compiled(grammar)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self.tokenizer, self.bundle.config.vocab_size, self.end_ids)
 
     def _with_own_penalties(self, params: SamplingParams) -> SamplingParams:
         """Apply the model's penalties if none are given; the first change of an output is reported."""

@@ -3,10 +3,13 @@
 `SamplingParams` has vLLM's names and defaults, and knows words; `SamplingConfig` has TensorRT-LLM's, and knows tokens.
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any, Literal
 
 from runtime.errors import UsageError
 
@@ -18,6 +21,27 @@ _HINTS = {
     "top_p": "1 is no effect",
     "repetition_penalty": "1 is no effect",
 }
+
+
+GrammarKind = Literal["json_schema", "regex", "grammar", "choice"]
+_MOST_GRAMMAR = 1 << 18
+"""Characters."""
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """Form that the text of an output has: a JSON schema, a regular expression, a grammar (Lark, or llama.cpp's GBNF),
+    or a JSON list of the texts to choose from. `kind` is also the name of the parameter of `SamplingParams`.
+    """
+
+    kind: GrammarKind
+    text: str
+
+    def __post_init__(self) -> None:
+        if len(self.text) > _MOST_GRAMMAR:
+            raise UsageError(
+                f"{self.kind} is longer than {_MOST_GRAMMAR:,} characters: {len(self.text):,}", hint="shorten it"
+            )
 
 
 def is_greedy(temperature: float, top_k: int) -> bool:
@@ -115,6 +139,14 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     """Token id -> what is added to its logit."""
     return_generation_logits: bool = False
+    json_schema: str | Mapping[str, Any] | None = None
+    """JSON schema that the output is valid by; `{"type": "object"}` is any object. Of this and the next three, one."""
+    regex: str | None = None
+    """Regular expression that the whole output matches, without look-around and back-references."""
+    grammar: str | None = None
+    """Grammar of the output, in Lark's or GBNF's notation."""
+    choice: Sequence[str] | None = None
+    """Texts of which the output is one."""
 
     def __post_init__(self) -> None:
         for names, kinds, form in ((_INTEGERS, Integral, "an integer"), (_NUMBERS, Real, "a number")):
@@ -133,6 +165,22 @@ class SamplingParams:
                     f"{name} has a word of no letters: ''", hint="leave it out", code="empty_word", name=name
                 )
         self.config()
+        self.output_grammar  # noqa: B018  # or what is wrong with it
+
+    @property
+    def output_grammar(self) -> Grammar | None:
+        """The grammar of the output, if there is one; UsageError for two, or for one that is not of its form."""
+        given: dict[GrammarKind, Any] = {
+            "json_schema": self.json_schema,
+            "regex": self.regex,
+            "grammar": self.grammar,
+            "choice": self.choice,
+        }
+        named = [(kind, value) for kind, value in given.items() if value is not None]
+        if len(named) > 1:
+            names = " and ".join(kind for kind, _ in named)
+            raise UsageError(f"an output has one grammar, and is given: {names}", hint="give one of them")
+        return Grammar(named[0][0], _grammar_text(*named[0])) if named else None
 
     @property
     def stop_words(self) -> tuple[str, ...]:
@@ -154,3 +202,25 @@ class SamplingParams:
             penalize_prompt=self.penalize_prompt,
             logit_bias=tuple((self.logit_bias or {}).items()),
         )
+
+
+def _grammar_text(kind: GrammarKind, value: Any) -> str:
+    """The text of a `Grammar`; UsageError for a value of another form."""
+    form = "a text that is not empty"
+    if kind == "choice":
+        form = "a list of texts, none of them empty"
+        if isinstance(value, list | tuple) and value and all(isinstance(one, str) and one for one in value):
+            return json.dumps(value)
+    elif kind == "json_schema":
+        form = "a JSON object"
+        with suppress(TypeError, ValueError, RecursionError):
+            text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
+            if isinstance(json.loads(text), dict):
+                return text
+    elif isinstance(value, str) and value:
+        return value
+    shown = repr(value)
+    raise UsageError(
+        f"{kind} must be {form}: {shown if len(shown) <= 80 else f'{shown[:80]}...'}",
+        hint="docs/structured-output.md has examples",
+    )

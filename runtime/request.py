@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from runtime.grammar import CompiledGrammar, Matcher
 from runtime.params import GREEDY, SamplingConfig
 from runtime.sampling import NoValidToken, Sampler, have_kernels
 from runtime.stats import FinishReason, RequestStats, TokenLogprobs
@@ -44,6 +45,8 @@ class Request:
     """Log-probabilities of this many best tokens are kept for each generated token, and its own; None: none are."""
     num_prompt_logprobs: int | None = None
     """The same for each token of the prompt after the first."""
+    grammar: CompiledGrammar | None = None
+    """Form that the text of the output has."""
     label: str | None = None
     """User's name for the request, such as a row of a file."""
 
@@ -139,7 +142,11 @@ class Sequence:
 
     @cached_property
     def sampler(self) -> Sampler:
-        return Sampler(self.request.sampling, self.request.prompt_tokens, self.request.return_index)
+        request = self.request
+        matcher = None
+        if request.grammar is not None:
+            matcher = Matcher(request.grammar, len(request.prompt_tokens), request.end_ids)
+        return Sampler(request.sampling, request.prompt_tokens, request.return_index, matcher)
 
     @property
     def is_over(self) -> bool:
@@ -214,5 +221,7 @@ class Sequence:
             return "end_id"
         stop_check = self.request.stop_check
         if stop_check is not None and stop_check(self.tokens, len(self.request.prompt_tokens)):
+            return "stop"
+        if self.sampler.matcher is not None and self.sampler.matcher.is_over(self.tokens):
             return "stop"
         return "length" if self.num_remaining <= 0 else None

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.errors import SpecDecError
+from runtime.grammar import Matcher
 from runtime.noise import gumbel
 from runtime.occurrences import NO_ENTRIES, Adjustments, Occurrences
 from runtime.params import GREEDY, SamplingConfig
@@ -66,9 +67,12 @@ def no_numbers(position: int) -> NoValidToken:
     )
 
 
-def _no_choice(code: int, position: int) -> NoValidToken:
-    """Message for the error codes that kernels return instead of a token."""
-    return no_numbers(position) if code == _NO_NUMBERS else no_token_left(position)
+def out_of_grammar(position: int, reason: str) -> NoValidToken:
+    return NoValidToken(
+        position,
+        f"the grammar allows no token: {reason}",
+        hint="simplify it; docs/structured-output.md has its limits",
+    )
 
 
 class OccurrencePenalty:
@@ -171,8 +175,16 @@ def warpers(params: SamplingConfig) -> list[Processor]:
 class Sampler:
     """Chooses the tokens of one request. Identical requests choose alike unless their `return_index` differs."""
 
-    def __init__(self, params: SamplingConfig, prompt_tokens: Seq[int], return_index: int = 0) -> None:
+    def __init__(
+        self,
+        params: SamplingConfig,
+        prompt_tokens: Seq[int],
+        return_index: int = 0,
+        matcher: Matcher | None = None,
+    ) -> None:
         self.is_greedy = params.is_greedy
+        self.matcher = matcher
+        """State in the grammar of the output, if it has one."""
         self._params, self._num_prompt_tokens = params, len(prompt_tokens)
         identity = repr((params.random_seed, return_index, tuple(prompt_tokens)))
         self._key = hashlib.blake2b(identity.encode(), digest_size=16).digest()
@@ -201,6 +213,22 @@ class Sampler:
             return itertools.repeat(_NOTHING, len(draft_tokens) + 1)
         return self._occurrences.at(prefix, draft_tokens)
 
+    def legal(self, prefix: list[int], draft_tokens: Seq[int], logits: Tensor) -> Tensor:
+        """(draft_len + 1, vocab) logits after `prefix` and each token of a draft; -inf where the grammar forbids."""
+        if self.matcher is None:
+            return logits
+        masks, logits = self.matcher.allowed(prefix, draft_tokens), logits.clone()
+        for row, mask in zip(logits, masks, strict=True):
+            if mask is not None:
+                row.masked_fill_(torch.from_numpy(~mask).to(row.device), -math.inf)
+        return logits
+
+    def no_choice(self, code: int, position: int) -> NoValidToken:
+        """Reason for an error code that kernels return instead of a token."""
+        if self.matcher is not None and self.matcher.error is not None:
+            return out_of_grammar(position, self.matcher.error)
+        return no_numbers(position) if code == _NO_NUMBERS else no_token_left(position)
+
     def noise_key(self, position: int) -> int:
         """64-bit key of a position's noise; the noise is unused in greedy decoding."""
         return 0 if self.is_greedy else self._number(position, "noise")
@@ -215,11 +243,11 @@ class Sampler:
                 *kernel_arguments([Positions(self, prefix, [], logits[None])])
             )
             if (code := int(kept[1])) < 0:
-                raise _no_choice(code, len(prefix))
+                raise self.no_choice(code, len(prefix))
             return kept[0][0]
-        scores = logits[None].float()
+        scores = self.legal(prefix, [], logits[None]).float()
         if not math.isfinite(scores.max()):
-            raise no_numbers(len(prefix))
+            raise self.no_choice(_NO_NUMBERS, len(prefix))
         if self._penalties:
             scores = _apply(self._penalties, torch.tensor([prefix], device=logits.device), scores)
         if self._warpers:
@@ -258,7 +286,7 @@ class Sampler:
         One after the other, as they are asked for, without the kernels.
         """
         if self.is_greedy and not has_penalties(self._params):
-            yield from self._argmaxes(prefix, logits)
+            yield from self._argmaxes(prefix, self.legal(prefix, draft_tokens, logits))
             return
         prefix = list(prefix)
         for row, next_token in zip(logits, [*draft_tokens, None], strict=True):
@@ -277,7 +305,7 @@ class Sampler:
             tokens = chosen.tolist()
         for row, token in enumerate(tokens):
             if not is_number[row]:
-                raise no_numbers(len(prefix) + row)
+                raise self.no_choice(_NO_NUMBERS, len(prefix) + row)
             yield token
 
     def draft_uniform(self, position: int, start: int) -> float:
@@ -327,13 +355,13 @@ def choose_all(asked: Seq[Positions]) -> list[Iterator[int]]:
         return [one.sampler.choices(one.prefix, one.draft_tokens, one.logits) for one in asked]
     tokens = iter(torch.ops.specdec.choose(*kernel_arguments(asked)).tolist() if asked else ())
     chosen = [list(itertools.islice(tokens, len(one.logits))) for one in asked]
-    return [_checked(of_one, len(one.prefix)) for of_one, one in zip(chosen, asked, strict=True)]
+    return [_checked(of_one, one) for of_one, one in zip(chosen, asked, strict=True)]
 
 
-def _checked(tokens: list[int], first_position: int) -> Iterator[int]:
-    for position, token in enumerate(tokens, start=first_position):
+def _checked(tokens: list[int], asked: Positions) -> Iterator[int]:
+    for position, token in enumerate(tokens, start=len(asked.prefix)):
         if token < 0:
-            raise _no_choice(token, position)
+            raise asked.sampler.no_choice(token, position)
         yield token
 
 
@@ -368,7 +396,8 @@ def kernel_arguments(asked: Seq[Positions]) -> tuple[list[Tensor], *tuple[Tensor
         np.array(bans, np.int32),
         np.array(bounds, np.int64),
     )
-    return [one.logits for one in asked], *map(torch.from_numpy, arrays)
+    rows = [one.sampler.legal(one.prefix, one.draft_tokens, one.logits) for one in asked]
+    return rows, *map(torch.from_numpy, arrays)
 
 
 def draw(weights: Tensor, uniform: float) -> int:

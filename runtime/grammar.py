@@ -1,0 +1,241 @@
+"""Grammars of outputs: compiled for a vocabulary by llguidance, and which tokens may come next in a text.
+
+A grammar is part of the target's distribution, like a bias of minus infinity: what it allows at a position depends on
+the tokens before and on nothing else, so drafts change no text. An end id is allowed where the text is whole, and
+nowhere else. Where nothing can follow, the output ends without one.
+
+Compiling and each position are bounded: the one in symbols, states and bytes, the other in lexer steps.
+"""
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.errors import SpecDecError, UsageError
+from runtime.params import Grammar
+
+if TYPE_CHECKING:  # a request without a grammar does not wait for it
+    from llguidance import LLMatcher, LLTokenizer
+
+_JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Style of Python's `json.dumps`: keys and marks are known then. `x-guidance` of a schema changes it."""
+_MOST_COMPILED = 64
+_MOST_FORCED_BYTES = 1 << 14
+"""Longer text that has only one continuation is of a grammar that never ends, or whose every step is slow."""
+_ENDLESS = "it never ends, or only after a very long text"
+_MOST_REASON = 200
+
+
+class CompiledGrammar:
+    """A grammar for a vocabulary of `vocab_size` ids, and the text's start in it."""
+
+    def __init__(self, start: "LLMatcher", vocab_size: int, eos_tokens: Seq[int]) -> None:
+        self.vocab_size = vocab_size
+        self.eos_tokens = [token for token in eos_tokens if token < vocab_size]
+        self._start = start
+
+    def start(self) -> "LLMatcher":
+        return self._start.deep_copy()
+
+
+class Matcher:
+    """State of one request's output in its grammar. Calls may pass any tokens, but are fastest if they go on from the
+    previous ones; the prompt is no part of the text.
+    """
+
+    def __init__(self, grammar: CompiledGrammar, num_prompt_tokens: int, end_ids: frozenset[int]) -> None:
+        self.error: str | None = None
+        """Reason why the last position that was asked for allows nothing."""
+        self._grammar, self._num_prompt_tokens = grammar, num_prompt_tokens
+        self._end_ids, self._ends = end_ids, sorted(end_ids)
+        self._matcher = grammar.start()
+        self._tokens: list[int] = []
+        self._last: tuple[list[int], NDArray[np.bool_]] | None = None
+        """The last position and its mask: an output's end is looked for before its next token is chosen."""
+
+    def allowed(self, prefix: Seq[int], draft_tokens: Seq[int]) -> list[NDArray[np.bool_] | None]:
+        """(vocab,) masks after `prefix`, and after each token of a draft; None beyond the end or an illegal token.
+
+        Nobody asks for tokens there: the end is the output's, and the target rejects what is illegal.
+        """
+        self.error = None
+        masks: list[NDArray[np.bool_] | None] = [None] * (len(draft_tokens) + 1)
+        if not self._follow(prefix):
+            if not self._matcher.is_stopped():
+                masks[0] = self._nothing("the text so far does not match it")
+            return masks
+        for i, token in enumerate([*draft_tokens, None]):
+            if self._matcher.is_stopped():
+                break
+            masks[i] = self._mask()
+            if self.error is not None or token is None or token in self._end_ids or not self._consume([token]):
+                break
+        return masks
+
+    def is_over(self, tokens: Seq[int]) -> bool:
+        """True if nothing can follow these tokens."""
+        if not self._follow(tokens) or self._matcher.is_error():
+            return False
+        if self._matcher.is_stopped():
+            return True
+        if not self._matcher.is_accepting():
+            return False
+        mask = self._mask().copy()
+        mask[self._ends] = False
+        return not mask.any() and self.error is None
+
+    def num_legal(self, prefix: Seq[int], draft_tokens: Seq[int]) -> int:
+        """Number of a draft's tokens before the first that cannot come, or that nothing can precede."""
+        if not self._follow(prefix):
+            return 0
+        for i, token in enumerate(draft_tokens):
+            if token in self._end_ids:
+                return i + self._matcher.is_accepting()
+            if self._matcher.is_stopped() or not self._consume([token]):
+                return i
+        return len(draft_tokens)
+
+    def forced(self, prefix: Seq[int], drafted: Seq[int]) -> list[int]:
+        """Tokens that must come after `prefix` and a draft; none where there is a choice."""
+        if not self._follow([*prefix, *drafted]) or self._matcher.is_stopped() or self._matcher.is_accepting():
+            return []
+        return [] if self._matcher.is_error() else self._matcher.compute_ff_tokens()
+
+    def _follow(self, tokens: Seq[int]) -> bool:
+        """Stand after these tokens; False if the grammar does not allow them all."""
+        if self._matcher.is_error():  # from which there is no way back
+            self._matcher, self._tokens = self._grammar.start(), []
+        output = list(tokens[self._num_prompt_tokens :])
+        num_kept = len(self._tokens)
+        while self._tokens[:num_kept] != output[:num_kept]:  # by a draft's length at most
+            num_kept -= 1
+        if num_kept < len(self._tokens):
+            self._matcher.rollback(len(self._tokens) - num_kept)
+            del self._tokens[num_kept:]
+        return self._consume(output[num_kept:])
+
+    def _consume(self, tokens: list[int]) -> bool:
+        num_taken = self._matcher.try_consume_tokens(tokens) if tokens else 0
+        self._tokens += tokens[:num_taken]
+        return num_taken == len(tokens)
+
+    def _mask(self) -> NDArray[np.bool_]:
+        """Tokens that may come next."""
+        if self._last is not None and self._last[0] == self._tokens:
+            return self._last[1]
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            return self._nothing(_reason(self._matcher.get_error()))
+        mask = np.unpackbits(bits, count=self._grammar.vocab_size, bitorder="little").view(np.bool_)
+        if np.count_nonzero(mask) == 1 and len(self._matcher.compute_ff_bytes()) > _MOST_FORCED_BYTES:
+            return self._nothing(_ENDLESS)
+        mask[self._grammar.eos_tokens] = False
+        mask[self._ends] = self._matcher.is_accepting()
+        self._last = list(self._tokens), mask
+        return mask
+
+    def _nothing(self, reason: str) -> NDArray[np.bool_]:
+        self.error = reason
+        return np.zeros(self._grammar.vocab_size, np.bool_)
+
+
+class Grammars:
+    """Compiler of grammars for a tokenizer and a model, which keeps the last ones. Threads may share it."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, end_ids: frozenset[int]) -> None:
+        """`tokenizer` as `runtime.tokenizer.Tokenizer`, or None."""
+        self._tokenizer, self._vocab_size, self._end_ids = tokenizer, vocab_size, sorted(end_ids)
+        self._lock = Lock()
+        self._vocabulary: LLTokenizer | None = None
+        self._compiled: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+
+    def compiled(self, grammar: Grammar) -> CompiledGrammar:
+        """UsageError for a grammar that is none, that no text matches, or that is too large; SpecDecError for a
+        tokenizer whose tokens are not known to stand for bytes.
+        """
+        with self._lock:
+            found = self._compiled.get(grammar)
+            if found is None:
+                found = self._compile(grammar)
+                self._compiled[grammar] = found
+                if len(self._compiled) > _MOST_COMPILED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(grammar)
+            return found
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        from llguidance import LLMatcher, LLParserLimits
+
+        vocabulary = self._read_vocabulary()
+        limits = LLParserLimits(verbose_errors=False)
+        try:
+            matcher = LLMatcher(vocabulary, _written(grammar), log_level=0, limits=limits)
+        except (
+            Exception
+        ) as error:  # of the GBNF converter's and llguidance's making: they are derived from nothing else
+            raise _refused(grammar, str(error)) from None
+        if matcher.is_error():
+            raise _refused(grammar, matcher.get_error())
+        if len(matcher.compute_ff_bytes()) > _MOST_FORCED_BYTES:
+            raise _refused(grammar, _ENDLESS)
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise _refused(grammar, "no text matches it")
+        return CompiledGrammar(matcher, self._vocab_size, vocabulary.eos_tokens)
+
+    def _read_vocabulary(self) -> "LLTokenizer":
+        from llguidance import LLTokenizer
+
+        if self._vocabulary is None:
+            if self._tokenizer is None:
+                raise SpecDecError(
+                    "grammars need a tokenizer, and the engine has none", hint="name one", code="no_tokenizer"
+                )
+            try:
+                state = json.loads(self._tokenizer.backend_tokenizer.to_str())
+                state["padding"] = state["truncation"] = None
+                size = max(self._vocab_size, max(self._tokenizer.get_vocab().values()) + 1)
+                self._vocabulary = LLTokenizer(json.dumps(state), n_vocab=size, eos_token=self._end_ids or None)
+            except Exception as error:  # as above, and tokenizers that have no `tokenizers` behind them
+                raise SpecDecError(
+                    f"grammars cannot be used with this tokenizer, whose tokens are not known as bytes: {error}",
+                    hint="leave the grammar out, or name a tokenizer that has a tokenizer.json",
+                ) from None
+        return self._vocabulary
+
+
+def _written(grammar: Grammar) -> str:
+    """llguidance's own form."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    match grammar.kind:
+        case "json_schema":
+            return LLMatcher.grammar_from_json_schema(grammar.text, defaults=_JSON_STYLE)
+        case "regex":
+            return LLMatcher.grammar_from_regex(grammar.text)
+        case "choice":
+            choices = " | ".join(json.dumps(choice) for choice in json.loads(grammar.text))
+            return LLMatcher.grammar_from_lark(f"start: {choices}")
+        case "grammar":
+            return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
+
+
+def _refused(grammar: Grammar, why: str) -> UsageError:
+    return UsageError(
+        f"{grammar.kind} cannot be used: {_reason(why)}",
+        hint="docs/structured-output.md has what is supported",
+    )
+
+
+def _reason(text: str) -> str:
+    """The reason in one line, of a bounded length: of what `regex` says its last one, of others the first."""
+    found = re.search("^error: (.+)$", text, re.MULTILINE)
+    line = found[1] if found else text.replace("<non-verbose/>", "").strip().partition("\n")[0]
+    return line if len(line) <= _MOST_REASON else f"{line[:_MOST_REASON]}..."

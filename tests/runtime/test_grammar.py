@@ -1,0 +1,206 @@
+"""Grammars: outputs are what `jsonschema` and `re` say they should be, and masks what the expressions allow."""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import byte_tokenizers
+import jsonschema
+import numpy as np
+import pytest
+import regex
+from sentences import Said
+
+from runtime.grammar import Grammars, Matcher
+from runtime.params import Grammar
+from runtime.token_text import token_bytes
+from specdec_cli import LLM, SamplingParams, SpecDecError
+
+PROMPT = "The little dog had a red ball. The"
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "colours": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+        "is_dog": {"type": "boolean"},
+    },
+    "required": ["name", "age", "colours", "is_dog"],
+    "additionalProperties": False,
+}
+EXPRESSION = r"(the (dog|ball)( and )?){1,3}[0-9]{2,4}"
+
+
+@pytest.fixture(scope="module")
+def llm(llama_uncompiled_dir: Path) -> Iterator[LLM]:
+    with LLM(llama_uncompiled_dir) as opened:
+        yield opened
+
+
+def matcher(grammar: Grammar, tokenizer: Any, end_ids: frozenset[int] = frozenset({2})) -> Matcher:
+    vocab_size = len(tokenizer) + 3  # models have more ids than tokenizers
+    return Matcher(Grammars(tokenizer, vocab_size, end_ids).compiled(grammar), 1, end_ids)
+
+
+EXPRESSIONS = [EXPRESSION, "a*b", "(ab|abab|aba)+(the|t)?", "[^a-c]{3}(do|dog)?"]
+
+
+@pytest.mark.parametrize("make_tokenizer", [byte_tokenizers.byte_level, byte_tokenizers.byte_fallback])
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_masks_are_what_the_expression_allows(expression: str, make_tokenizer: Any) -> None:
+    """Brute force, with `regex`'s partial matches: of each token, whether some text goes on so. What has only one
+    continuation is written in its own tokens, and no others."""
+    tokenizer = make_tokenizer()
+    of_token, prompt = token_bytes(tokenizer), [1]
+    assert of_token is not None
+    texts = {i: of_token(i).decode("ascii") for i in range(3, len(tokenizer)) if of_token(i).isascii()}
+    rng, num_choices = random.Random(0), 0
+    for _ in range(6):
+        state, tokens, text = matcher(Grammar("regex", expression), tokenizer), list(prompt), ""
+        for _ in range(12):
+            (mask,) = state.allowed(tokens, [])
+            if mask is None:
+                break
+            found = set(np.flatnonzero(mask)) - {2}
+            possible = {i for i, one in texts.items() if one and regex.fullmatch(expression, text + one, partial=True)}
+            ascii_found = {i for i in found if i in texts}
+            assert ascii_found <= possible
+            assert bool(mask[2]) == (regex.fullmatch(expression, text) is not None)
+            if len(found) > 1 or not possible:
+                assert ascii_found == possible
+                num_choices += 1
+            if not ascii_found:
+                break
+            tokens.append(rng.choice(sorted(ascii_found)))
+            text += texts[tokens[-1]]
+            assert state.is_over(tokens) == (
+                regex.fullmatch(expression, text) is not None
+                and not any(one and regex.fullmatch(expression, text + one, partial=True) for one in texts.values())
+            )
+    assert num_choices > 6
+
+
+def test_masks_depend_on_nothing_but_the_tokens_before() -> None:
+    """Drafts and other texts that were asked for before change none."""
+    tokenizer, rng = byte_tokenizers.byte_level(), random.Random(1)
+    used = matcher(Grammar("regex", EXPRESSION), tokenizer)
+    texts = [[1, *tokenizer(text)["input_ids"]] for text in ("the dog and the ball12", "the dogthe dog345", "the ba")]
+    for _ in range(60):
+        tokens = rng.choice(texts)
+        end = rng.randint(1, len(tokens))
+        draft_end = rng.randint(end, len(tokens))
+        draft = [*tokens[end:draft_end], *rng.choices(range(len(tokenizer)), k=2)]
+        fresh = matcher(Grammar("regex", EXPRESSION), tokenizer)
+        masks = used.allowed(tokens[:end], draft)
+        assert len(masks) == len(draft) + 1
+        for i in range(draft_end - end + 1):
+            (alone,) = fresh.allowed(tokens[: end + i], [])
+            assert (masks[i] is None) == (alone is None)
+            assert masks[i] is None or np.array_equal(masks[i], alone)
+        assert used.num_legal(tokens[:end], draft) >= draft_end - end
+
+
+VALID: list[tuple[dict[str, Any], Any]] = [
+    ({"json_schema": SCHEMA}, lambda text: jsonschema.validate(json.loads(text), SCHEMA)),
+    ({"json_schema": json.dumps(SCHEMA)}, lambda text: jsonschema.validate(json.loads(text), SCHEMA)),
+    ({"regex": EXPRESSION}, lambda text: regex.fullmatch(EXPRESSION, text) or pytest.fail(text)),
+    ({"choice": ["yes", "no", 'per"haps\n']}, lambda text: text in ("yes", "no", 'per"haps\n') or pytest.fail(text)),
+    ({"grammar": 'start: "<" WORD ">"\nWORD: /[a-z]{2,5}/'}, lambda text: regex.fullmatch("<[a-z]{2,5}>", text).end()),
+    ({"grammar": 'root ::= "<" [a-z] [a-z]? ">"'}, lambda text: regex.fullmatch("<[a-z]{1,2}>", text).end()),
+]
+
+
+@pytest.mark.parametrize(("given", "check"), VALID)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_outputs_are_of_the_grammar(llm: LLM, given: dict[str, Any], check: Any, temperature: float) -> None:
+    for seed in range(4):
+        params = SamplingParams(temperature=temperature, seed=seed, max_tokens=120, **given)
+        (output,) = llm.generate(PROMPT, params)
+        assert output.finish_reason in ("stop", "end_id")
+        check(output.text)
+
+
+def test_an_end_id_comes_only_where_the_text_is_whole(llm: LLM, tokenizer: Any) -> None:
+    """A bias for it is withstood by nothing but the grammar."""
+    params = SamplingParams(
+        temperature=1.0, seed=0, max_tokens=30, regex="[a-z]{3}( [a-z]{3})*", logit_bias={tokenizer.eos_token_id: 100}
+    )
+    (output,) = llm.generate(PROMPT, params)
+    assert output.finish_reason == "end_id"
+    assert regex.fullmatch("[a-z]{3}", str(output.text))
+
+
+def test_log_probabilities_are_the_models_own(llm: LLM) -> None:
+    """They are those before any ban."""
+    free = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
+    (one,), (other,) = (
+        llm.generate(PROMPT, params) for params in (free, SamplingParams(**vars(free) | {"regex": "[0-9]"}))
+    )
+    assert one.logprobs and other.logprobs
+    assert one.logprobs[0].top == other.logprobs[0].top
+    assert one.token_ids != other.token_ids
+
+
+def test_bans_that_leave_nothing_of_a_grammar_are_said(llm: LLM) -> None:
+    with pytest.raises(SpecDecError, match="no token left to choose"):
+        llm.generate(PROMPT, SamplingParams(temperature=0, choice=["b"], bad_words=["b"]))
+
+
+WRONG: list[dict[str, Any]] = [
+    {"json_schema": "no schema"},
+    {"json_schema": '["a", "list"]'},
+    {"json_schema": {"type": "strange"}},
+    {"json_schema": {"$ref": "#/nowhere"}},
+    {"json_schema": {"$ref": "https://example.com/schema.json"}},
+    {"json_schema": {"$ref": "#"}},
+    {"json_schema": {"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"}},
+    {"json_schema": {"not": {"type": "string"}}},
+    {"json_schema": False},
+    {"json_schema": {"type": "string", "pattern": "(a"}},
+    {"json_schema": json.dumps(SCHEMA).replace("{", "[" * 4000, 1)},
+    {"json_schema": {"enum": ["a" * 300000]}},
+    {"json_schema": {"allOf": [{"anyOf": [{"pattern": f"^[a-z]*{i}{j}"} for j in range(8)]} for i in range(8)]}},
+    {"json_schema": 5},
+    {"regex": "(a"},
+    {"regex": "(?=a)b"},
+    {"regex": "a{100000}"},
+    {"regex": ""},
+    {"grammar": "start: nothing"},
+    {"grammar": 'start: "a" start'},
+    {"grammar": "root ::= ("},
+    {"choice": []},
+    {"choice": ["a", ""]},
+    {"choice": "yes"},
+    {"regex": "a", "json_schema": {}},
+]
+
+
+@pytest.mark.parametrize("given", WRONG, ids=range(len(WRONG)))
+def test_what_is_no_grammar_is_refused_in_a_sentence(llm: LLM, given: dict[str, Any], said: Said) -> None:
+    with pytest.raises(SpecDecError) as refused:
+        llm.generate(PROMPT, SamplingParams(**given))
+    said(refused.value)
+
+
+def test_an_expression_that_grows_too_large_ends_its_request_alone(llm: LLM) -> None:
+    """Its steps are bounded; the others are answered."""
+    hostile = SamplingParams(temperature=0, max_tokens=140, regex="[xy](a{1000}){1000}")
+    with pytest.raises(SpecDecError, match="grammar allows no token"):
+        llm.generate([PROMPT, PROMPT], [hostile, SamplingParams(temperature=0, max_tokens=4)])
+
+
+def test_without_a_tokenizer_it_is_said() -> None:
+    with pytest.raises(SpecDecError, match="grammars need a tokenizer"):
+        Grammars(None, 32, frozenset({2})).compiled(Grammar("regex", "a"))
+
+
+def test_compiled_grammars_are_kept_up_to_a_bound() -> None:
+    grammars = Grammars(byte_tokenizers.byte_level(), 300, frozenset({2}))
+    first = grammars.compiled(Grammar("regex", "a0"))
+    assert grammars.compiled(Grammar("regex", "a0")) is first
+    for i in range(100):
+        grammars.compiled(Grammar("regex", f"a{i}"))
+    assert grammars.compiled(Grammar("regex", "a0")) is not first
+    assert len(grammars._compiled) <= 64
