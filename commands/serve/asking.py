@@ -20,6 +20,7 @@ from runtime.drafters.prediction import PredictionLookup
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.specs import LOOKUPS, LookupDrafter
 from runtime.drafters.speculation import Speculation
+from runtime.drafters.under_grammar import UnderGrammar
 from runtime.errors import SpecDecError
 from runtime.params import SamplingParams
 from runtime.request import Request
@@ -199,7 +200,7 @@ def _drafting(served: ServedModel, body: Generation) -> Drafting:
         served.check_drafts_fit(1, "prediction")
         text = _text_of(body.prediction.content)[: served.max_text_len]  # time is spent on no more than can be needed
         tokens = encode_text(served.tokenizer, text)[: served.max_model_len]
-        predicted = PredictionLookup(tokens)
+        predicted = UnderGrammar(PredictionLookup(tokens))
         drafter = predicted if drafter is None else FirstOf([predicted, drafter])
     return Drafting() if drafter is default else Drafting(False, drafter)
 
@@ -216,7 +217,7 @@ def _own_drafter(served: ServedModel, asked: Speculative) -> Drafter | None:
     else:
         Speculation((own,)).check_fits(served.llm.bundle.config.build_config)
         opened = own.open_lookup(None)
-        drafter = BoundedDrafter(opened.drafter, opened.max_draft_len or served.llm.engine.max_draft_len)
+        drafter = BoundedDrafter(UnderGrammar(opened.drafter), opened.max_draft_len or served.llm.engine.max_draft_len)
     return drafter if asked.draft_len is None else BoundedDrafter(drafter, asked.draft_len)
 
 

@@ -34,6 +34,7 @@ from runtime.drafters.chain import BestOf, FirstOf
 from runtime.drafters.compatibility import TargetIdentity
 from runtime.drafters.protocol import Drafter, check_request
 from runtime.drafters.speculation import NO_SPECULATION, Speculation
+from runtime.drafters.under_grammar import UnderGrammar
 from runtime.engine import Engine
 from runtime.errors import SpecDecError, draft_engine_errors
 from runtime.evaluation.checks import TokenCheck
@@ -134,7 +135,7 @@ class _Watched:
 def _watch(session: Session) -> dict[str, _Watched]:
     """Have each drafter of a chain watched, by name; nothing where there is one drafter."""
     chain = session.opened.drafter if session.opened is not None else None
-    if isinstance(chain, AdaptiveDrafter):
+    while isinstance(chain, UnderGrammar | AdaptiveDrafter):
         chain = chain.drafter
     if isinstance(chain, FirstOf):
         names = ["ngram", "corpus"]

@@ -48,7 +48,7 @@ class DraftState:
             token = draw(probs, draft_sequence.sampler.draft_uniform(position, position - len(self.tokens)))
             self._add(token, probs)
             # It was drawn, so it stays: leaving an end id out would change the distribution of what is verified.
-            self.has_ended = token in draft_sequence.request.end_ids
+            self.has_ended |= token in draft_sequence.request.end_ids
         else:
             token = draft_sequence.sampler.choose(draft_sequence.tokens, logits)
             if token in draft_sequence.request.end_ids:
@@ -61,6 +61,8 @@ class DraftState:
         self.tokens.append(token)
         if probs is not None:
             self.probs.append(probs)
+        matcher = self.draft_sequence.sampler.matcher
+        self.has_ended = matcher is not None and matcher.is_over(self.draft_sequence.tokens)
 
     def draft(self) -> Draft:
         return Draft(self.tokens, torch.stack(self.probs) if self.probs else None)

@@ -22,6 +22,7 @@ from runtime.drafters.protocol import Drafter, check_request, look_ahead
 from runtime.drafters.self_draft import SelfDraft
 from runtime.drafters.specs import DraftTargetDrafter, SelfDrafter
 from runtime.drafters.speculation import Speculation
+from runtime.drafters.under_grammar import UnderGrammar
 from runtime.engine import Engine, KVCacheConfig
 from runtime.errors import draft_engine_errors
 from runtime.request import Draft, Request, Sequence
@@ -87,13 +88,12 @@ class Opening:
 
 @contextmanager
 def open_drafter(speculation: Speculation, opening: Opening) -> Iterator[OpenDrafter]:
-    """The drafter, or several as one, for as long as the block lasts."""
+    """The drafter, or several as one, for as long as the block lasts; and with it what grammars force."""
     with ExitStack() as stack:
         opening = replace(opening, stack=stack)
-        if len(speculation.drafters) == 1:
-            yield speculation.drafters[0].open(opening)
-        else:
-            yield _open_chain(speculation, opening)
+        is_one = len(speculation.drafters) == 1
+        opened = speculation.drafters[0].open(opening) if is_one else _open_chain(speculation, opening)
+        yield replace(opened, drafter=UnderGrammar(opened.drafter, is_model=opened.is_model))
 
 
 def open_draft_model(spec: DraftTargetDrafter, opening: Opening) -> OpenDrafter:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from runtime.drafters.pool import NgramPool
     from runtime.drafters.protocol import Drafter
 
-__all__ = ["ChainDrafter", "DraftTargetDrafter", "NgramDrafter", "SelfDrafter", "SuffixDrafter"]
+__all__ = ["ChainDrafter", "DraftTargetDrafter", "GrammarDrafter", "NgramDrafter", "SelfDrafter", "SuffixDrafter"]
 """Names that users of Python import, by way of `specdec_cli`."""
 
 NgramRanking = Literal["oldest", "leftmost", "recent", "frequent"]
@@ -303,6 +303,33 @@ class SelfDrafter(DrafterSpec):
         from runtime.drafters.factory import open_self_draft
 
         return open_self_draft(self, opening)
+
+
+@dataclass(frozen=True)
+class GrammarDrafter(DrafterSpec):
+    """Tokens that the grammar of an output forces, and no others (`runtime.drafters.under_grammar`).
+
+    Every other drafter has them too, where a request has a grammar.
+    """
+
+    description = Description(
+        "grammar",
+        "forced tokens of a grammar",
+        help="Draft what the grammar of an output forces, and nothing else",
+        flag="grammar_config",
+        form=ListForm((Entry("max_draft_len", "max_draft_len", "count"), Entry("device_list")), ("[10,[0]]", "10")),
+        algorithm="GRAMMAR",
+        note=" Other drafters have it too.",
+        is_tuned=False,
+    )
+
+    max_draft_len: LookupLen = 10
+
+    def open(self, opening: "Opening") -> "OpenDrafter":
+        from runtime.drafters.factory import OpenDrafter
+        from runtime.drafters.under_grammar import NothingDrafted
+
+        return OpenDrafter(NothingDrafted(), self.max_draft_len)
 
 
 @dataclass(frozen=True)

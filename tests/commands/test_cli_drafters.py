@@ -47,6 +47,11 @@ FLAGS: dict[str, tuple[list[str], list[str], list[str]]] = {
         ["--spec-decode-algo", "SUFFIX", "--ngram-pool", "public"],
         ["suffix"],
     ),
+    "grammar": (
+        [*NGRAM, "--grammar-config", "[6,[0]]", "--drafters", "auto"],
+        ["--max-matching-ngram-size", "3", "--drafters", "ngram,grammar"],
+        ["ngram", "grammar"],
+    ),
     "self": (
         [*SELF, "--self-draft-config", "[6,[0]]"],
         [*SELF, "--spec-decode-algo", "SELF", "--spec-decode-max-draft-len", "3"],

@@ -1,0 +1,72 @@
+"""Drafts of requests that have a grammar: what it forces is drafted without a model, and what it forbids is not sent.
+
+A forced token is the only one that the target can choose, so it is always accepted; it takes a place in a step that
+would otherwise be a step of its own.
+"""
+
+from runtime.drafters.protocol import Drafter, check_num_drafts, check_request, look_ahead
+from runtime.request import Draft, Request, Sequence
+
+
+class NothingDrafted:
+    """Drafter without drafts of its own: those that grammars force are all there are."""
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        return [Draft([])] * len(sequences)
+
+    def forget(self, request_id: int) -> None:
+        """Forget nothing."""
+
+
+class UnderGrammar:
+    """Another drafter, whose drafts are cut before the first illegal token and go on with forced ones.
+
+    Where a draft would begin with forced tokens they are the draft. A drafter with `is_model` is not asked then; others
+    are, because they time their steps.
+    """
+
+    def __init__(self, drafter: Drafter, *, is_model: bool = False) -> None:
+        self.drafter = drafter
+        self._is_model = is_model
+
+    def check_request(self, request: Request) -> None:
+        check_request(self.drafter, request)
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        forced = [_forced(sequence, []) for sequence in sequences]
+        asked = [i for i, tokens in enumerate(forced) if not (tokens and self._is_model)]
+        proposed = self.drafter.propose([sequences[i] for i in asked], max_draft_len) if asked else []
+        check_num_drafts(proposed, len(asked))
+        drafts = [Draft([])] * len(sequences)
+        for i, draft in zip(asked, proposed, strict=True):
+            drafts[i] = draft
+        return [
+            _fitting(sequence, draft, tokens, max_draft_len)
+            for sequence, draft, tokens in zip(sequences, drafts, forced, strict=True)
+        ]
+
+    def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
+        return look_ahead(self.drafter, sequence, drafted, max_draft_len)
+
+    def forget(self, request_id: int) -> None:
+        self.drafter.forget(request_id)
+
+
+def _forced(sequence: Sequence, drafted: list[int]) -> list[int]:
+    matcher = sequence.sampler.matcher
+    return [] if matcher is None else matcher.forced(sequence.tokens, drafted)
+
+
+def _fitting(sequence: Sequence, draft: Draft, forced: list[int], max_draft_len: int) -> Draft:
+    """The draft as the grammar has it, with what follows."""
+    matcher = sequence.sampler.matcher
+    if matcher is None:
+        return draft
+    num_legal = matcher.num_legal(sequence.tokens, draft.tokens)
+    if draft.probs is not None:
+        # An illegal token that was drawn is sent too: its rejection is part of what makes the distribution exact.
+        return draft.cut(num_legal + 1)
+    tokens = forced or draft.tokens[:num_legal]
+    if tokens is not forced and len(tokens) < max_draft_len:
+        tokens = tokens + _forced(sequence, tokens)
+    return Draft(tokens[: min(max_draft_len, sequence.max_draft_len)], None, draft.match_len)
