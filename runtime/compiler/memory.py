@@ -7,6 +7,7 @@ import mmap
 import os
 import sys
 from functools import cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 # second, and what is larger than the third is not of the heap (32 MiB is the most it takes).
 _MALLOC = {-1: 1 << 30, -2: 64 << 20, -3: 32 << 20}
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # Python has no name of it before 3.13
+Mapping = TypeVar("Mapping", bound=mmap.mmap)
 _MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
@@ -47,12 +49,18 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     return huge_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
-def reserve(kind: type[mmap.mmap], num_bytes: int) -> mmap.mmap:
+def reserve(kind: type[Mapping], num_bytes: int) -> Mapping:
     """The same, as a mapping of this kind, of which the system need not have all at once."""
     return _map(kind, num_bytes, _NO_RESERVE)
 
 
-def _map(kind: type[mmap.mmap], num_bytes: int, flags: int = 0) -> mmap.mmap:
+def small_pages(memory: mmap.mmap, start: int) -> None:
+    """Have the memory from there on in pages of the usual size."""
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE, start)
+
+
+def _map(kind: type[Mapping], num_bytes: int, flags: int = 0) -> Mapping:
     memory = kind(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

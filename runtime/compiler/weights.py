@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from runtime.compiler.memory import give_back_pages, huge_pages, reserve
+from runtime.compiler.memory import give_back_pages, huge_pages, reserve, small_pages
 from runtime.errors import SpecDecError
 from runtime.files import Stamp, stamp_of
 from runtime.source import DTYPES, written_over
@@ -218,7 +218,7 @@ class _FileMemory:
         self.num_readers[place] -= 1
         if self.num_readers[place] == 0 and place in self.filled and self.num_filled_bytes > _KEPT_BYTES:
             num_bytes = self.entries[place].num_bytes
-            give_back_pages(self.address + place, num_bytes)
+            give_back_pages(self.address + place, _pages_of(num_bytes))
             self.filled.remove(place)
             self.num_filled_bytes -= num_bytes
 
@@ -252,23 +252,30 @@ def absent_weights(path: Path) -> dict[str, Tensor]:
         file = stack.enter_context(path.open("rb"))
         tensors = _entries(file)
         stack.pop_all()  # open for as long as the tensors are there
-    known, places, end = _FileMemory(path, file, stamp_of(os.fstat(file.fileno()))), dict[str, int](), 0
-    for name, entry in tensors.items():
-        page = _HUGE_PAGE if entry.num_bytes >= _HUGE_PAGE else mmap.PAGESIZE
-        places[name] = -(-end // page) * page
-        known.entries[places[name]] = entry
-        known.places.append(places[name])
-        end = places[name] + max(entry.num_bytes, 1)
-    mapping = reserve(_Mapping, end + 1)
-    assert isinstance(mapping, _Mapping)
-    mapping.known = known
+    sizes = {name: _pages_of(entry.num_bytes) for name, entry in tensors.items()}
+    large = [name for name, size in sizes.items() if size >= _HUGE_PAGE]
+    small = [name for name, size in sizes.items() if size < _HUGE_PAGE]
+    mapping = reserve(_Mapping, _HUGE_PAGE + sum(sizes.values()))
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
-    known.address = memory.data_ptr()
+    known = _FileMemory(path, file, stamp_of(os.fstat(file.fileno())), memory.data_ptr())
+    # Huge pages belong to one tensor each, or one that is given back would leave a part of them, with its neighbours'.
+    end, of_large = -known.address % _HUGE_PAGE, sum(sizes[name] for name in large)
+    small_pages(mapping, end + of_large)
+    weights = {}
+    for name in (*large, *small):
+        entry = known.entries[end] = tensors[name]
+        known.places.append(end)
+        weights[name] = memory[end : end + entry.num_bytes].view(DTYPES[entry.dtype]).view(entry.shape)
+        end += sizes[name]
+    mapping.known = known
     _memories[known.address] = known
-    return {
-        name: memory[place : place + entry.num_bytes].view(DTYPES[entry.dtype]).view(entry.shape)
-        for (name, place), entry in zip(places.items(), tensors.values(), strict=True)
-    }
+    return weights
+
+
+def _pages_of(num_bytes: int) -> int:
+    """Bytes of the pages that so many bytes take, which are huge ones if there are several."""
+    page = _HUGE_PAGE if num_bytes >= _HUGE_PAGE else mmap.PAGESIZE
+    return -(-max(num_bytes, 1) // page) * page
 
 
 def is_absent(tensor: Tensor) -> bool:

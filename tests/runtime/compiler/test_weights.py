@@ -1,6 +1,8 @@
 """A step's weights are read as safetensors' own reader reads them, into aligned memory."""
 
 import os
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -92,6 +94,33 @@ def test_absent_weights_are_those_of_the_file_while_they_are_present(
             assert torch.equal(ours["table"], theirs["table"]) == (name == "table")  # others are absent still
         assert not weight.any()
     assert not is_absent(theirs["table"])
+
+
+def resident_bytes(tensor: Tensor) -> int:
+    """Memory that the mapping has in which a tensor lies."""
+    address, mapping = tensor.data_ptr(), ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
+            mapping = line.split()[0]
+        elif line.startswith("Rss:"):
+            first, _, last = mapping.partition("-")
+            if int(first, 16) <= address < int(last, 16):
+                return int(line.split()[1]) * 1024
+    raise AssertionError("no mapping has the tensor")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
+def test_nothing_stays_of_weights_that_were_present(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system gives huge pages, a weight may have but a part of one."""
+    monkeypatch.setattr(module, "_KEPT_BYTES", 0)
+    sizes = [1_100_000, 100, 700_000, 600_000] * 8
+    save_file({str(i): torch.ones(size) for i, size in enumerate(sizes)}, tmp_path / "weights")
+    weights = absent_weights(tmp_path / "weights")
+    for weight in weights.values():
+        with present(weight):
+            assert weight.all()
+            assert resident_bytes(weight) >= weight.nbytes
+        assert resident_bytes(weight) == 0
 
 
 def test_a_part_of_an_absent_weight_is_there_with_it(path: Path) -> None:
