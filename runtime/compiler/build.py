@@ -47,6 +47,7 @@ from runtime.config import (
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.files import check_output_directory, check_output_is_not_input, new_directory, write_json
+from runtime.kv_cache import bytes_per_block, kv_dtype
 from runtime.locks import MODEL_INIT_LOCK
 from runtime.parallel.process_pool import do_at_once
 from runtime.parallel.ranks import RankedModel, RankedStep, open_ranks
@@ -321,7 +322,9 @@ def _with_costs(
     config: EngineConfig, step: StepFunction, copy_step: StepFunction | None, device: torch.device
 ) -> EngineConfig:
     """The config with what steps cost, or without where there is no memory to measure them: it may still run."""
-    cache = cache_for_measuring(config.build_config)
+    shape, block_size = config.step_shape, config.build_config.tokens_per_block
+    block_bytes = bytes_per_block(shape.layers, block_size, kv_dtype(shape.dtype, shape.kv_cache))
+    cache = cache_for_measuring(config.build_config, block_bytes)
     try:
         with Engine(config, step, device, cache, copy_step=copy_step) as engine:
             return costs_at_build(engine, has_copy=copy_step is not None)

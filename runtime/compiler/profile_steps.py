@@ -25,6 +25,8 @@ _MAX_CONTEXT_TOKENS = 8 * 2048
 """Limit on the context tokens of all rows together. Beyond what is measured, and between, the cost model goes on in
 lines: memory and time for measuring stay bounded.
 """
+_MAX_KV_BYTES = 288 << 20
+"""The same for a build, which takes little more memory than its weights."""
 _MAX_PASSES = 5
 _NUM_HOST_STEPS, _NUM_FIRST_STEPS, _MIN_HOST_STEPS, _MAX_HOST_S = 24, 2, 2, 0.3
 _COPIED_BYTES, _NUM_COPIES = 64 << 20, 4
@@ -64,9 +66,10 @@ def costs_when_asked_for(bundle: Bundle, engine: Engine, max_s: float = _WHEN_AS
     return replace(bundle.config, **vars(measured))
 
 
-def cache_for_measuring(build: BuildConfig) -> KVCacheConfig:
-    """Room for what `measure_steps` does, and no more."""
-    num_blocks = max(_num_blocks(build, cell) for group in _groups(build) for cell in group)
+def cache_for_measuring(build: BuildConfig, block_bytes: int) -> KVCacheConfig:
+    """Room for what `measure_steps` does, or for as much of it as little memory is enough for."""
+    first, *others = (max(_num_blocks(build, cell) for cell in group) for group in _groups(build))
+    num_blocks = max(first, *(number for number in others if number * block_bytes <= _MAX_KV_BYTES), 0)
     return KVCacheConfig(max_tokens=num_blocks * build.tokens_per_block)
 
 

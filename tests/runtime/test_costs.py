@@ -128,7 +128,15 @@ def test_build_measures(llama_engine_dir: Path) -> None:
 def test_large_batches_are_not_measured_one_and_all() -> None:
     """64 sequences of 2,560 tokens would take more memory than many a machine has on which the engine runs."""
     build = make_build(max_batch_size=64, max_input_len=4000, max_seq_len=8000, tokens_per_block=32)
-    assert cache_for_measuring(build).max_tokens == 32 * 544
+    assert cache_for_measuring(build, block_bytes=1).max_tokens == 32 * 544
+
+
+def test_a_build_measures_with_little_memory() -> None:
+    """Four sequences of 2,048 tokens of 128 KB would take 1 GB; one of them is measured, or four of 512 tokens."""
+    build = make_build(max_batch_size=4, max_input_len=1000, max_seq_len=4000, tokens_per_block=32)
+    num_tokens = cache_for_measuring(build, block_bytes=32 * (128 << 10)).max_tokens
+    assert num_tokens is not None and 2048 < num_tokens <= 2304
+    assert cache_for_measuring(build, block_bytes=1 << 40).max_tokens == 96, "the first step is measured all the same"
 
 
 def test_engine_is_built_where_there_is_no_memory_to_measure_it(
