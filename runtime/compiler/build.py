@@ -133,8 +133,7 @@ def build_engine(
         shape = dataclasses.replace(shape, build_config=compiled.build)
         if compiled.build.compiler != "aot":  # the step is the model
             stack.enter_context(present(model))
-        if sum(path.stat().st_size for path in weights.paths) > _LITTLE_BYTES:
-            trim()
+        weights.trim()
         phase("checking the logits")
         step = _built_step(weights, model, shape, directory)
         if isinstance(step, RankedStep):
@@ -145,6 +144,7 @@ def build_engine(
             phase("compiling the copy that drafts")
             config, copied = _with_copy(config, copy_of(model, quantized), step, directory)
         if effort.measure_costs:
+            weights.trim()
             phase("measuring steps")
             config = _with_costs(config, step, copied, device)
         phase("writing the engine")
@@ -177,6 +177,11 @@ class _Weights:
         if self.splitting is None and build.compiler == "aot" and self.device.type == "cpu":
             return load_absent(self._kind, self.paths[0])
         return load_whole_model(self._kind, self.paths)
+
+    def trim(self) -> None:
+        """Let the system have what is free, if that may be much."""
+        if sum(path.stat().st_size for path in self.paths) > _LITTLE_BYTES:
+            trim()
 
     def model_of(self, rank: int) -> PreTrainedModel:
         return load_absent(self._kind, self.paths[rank])

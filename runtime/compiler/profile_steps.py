@@ -38,9 +38,9 @@ Cell = tuple[int, int, int]
 
 def costs_at_build(engine: Engine, *, has_copy: bool) -> EngineConfig:
     """The engine's configuration with what its steps cost, and how fast the machine is."""
+    machine = measure_machine()  # by the threads that an engine has: a rank is pinned to its cores
     steps = measure_steps(engine, _AT_BUILD_S)
     copy = measure_steps(engine, _AT_BUILD_S, by_copy=True) if has_copy else ()
-    machine = measure_machine()  # by the threads that an engine has: a rank is pinned to its cores
     return replace(engine.config, step_costs=steps, host_s=measure_host(engine), self_draft_costs=copy, machine=machine)
 
 

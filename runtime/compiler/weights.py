@@ -316,8 +316,13 @@ def tensors_of(those: Iterable[nn.Module | Tensor]) -> Iterator[Tensor]:
 
 @contextmanager
 def layer_by_layer(model: nn.Module, have: Callable[..., AbstractContextManager[None]] = present) -> Iterator[None]:
-    """`have` each layer of the model while it is called in the block, and all else of it for the whole block."""
+    """`have` each layer of the model while it is called in the block, its embeddings and its output layer too, and all
+    else of it for the whole block.
+    """
     layers = list(_layers_of(model))
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    outside = (module for module in model.modules() if id(module) not in inside)
+    layers += [module for module in outside if isinstance(module, nn.Embedding | nn.Linear)]
     of_layers = {id(tensor) for tensor in tensors_of(layers)}
     with ExitStack() as stack:
         stack.enter_context(have(*(one for one in tensors_of([model]) if id(one) not in of_layers)))

@@ -69,19 +69,19 @@ class QuantizedWeight:
         if self.kind != "int4":
             return self.values
         halves = torch.stack((self.values & 15, self.values >> 4), dim=-1)
-        return halves.flatten(1).to(torch.int8) - 8
+        return halves.flatten(1).view(torch.int8).sub_(8)
 
     def in_stored_order(self) -> Tensor:
         """(outputs, inputs) float32: the weight, its columns as they are stored."""
         outputs, inputs = self.shape
-        grouped = self.integers().float().view(outputs, -1, self.group_size)
+        weight = self.integers().float().view(outputs, -1, self.group_size)  # a copy, which is written over
         scales = self.scales.float()[:, :, None]
         if self.offsets is not None:
-            weight = scales * (grouped + self._half_range) + self.offsets[:, :, None]
+            weight.add_(self._half_range).mul_(scales).add_(self.offsets[:, :, None])
         elif self.zeros is not None:
-            weight = (grouped - self.zeros.float()[:, :, None]) * scales
+            weight.sub_(self.zeros.float()[:, :, None]).mul_(scales)
         else:
-            weight = grouped * scales
+            weight.mul_(scales)
         return weight.view(outputs, inputs)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:

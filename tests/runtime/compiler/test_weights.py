@@ -11,8 +11,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from sentences import Said
-from tiny import MIXTURES, eager_logits, make_model
+from tiny import FAMILIES, MIXTURES, eager_logits, make_model
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from runtime.checkpoint import convert
 from runtime.compiler import weights as module
@@ -146,27 +147,46 @@ def test_absent_weights_of_a_file_that_is_another_one_are_refused(
     said(raised, path)
 
 
-def test_a_model_computes_the_same_with_layers_that_are_there_while_they_are_called(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def absent_copy(model: PreTrainedModel, path: Path) -> PreTrainedModel:
+    save_weights(path, {name: weight.contiguous() for name, weight in model.state_dict().items()})
+    copied = load_absent(ModelKind(model.config, torch.float32, "eager"), path)
+    assert all(is_absent(parameter) for parameter in copied.parameters())
+    return copied
+
+
+def test_layers_are_there_while_they_are_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_KEPT_BYTES", 0)
-    original = make_model("llama")
-    save_weights(tmp_path / "rank0.safetensors", original.state_dict())
-    model = load_absent(ModelKind(original.config, torch.float32, "eager"), tmp_path / "rank0.safetensors")
-    assert all(is_absent(parameter) for parameter in model.parameters())
+    model = absent_copy(make_model("llama"), tmp_path / "weights")
     there: list[set[str]] = []
 
     def see(layer: nn.Module, inputs: object, outputs: object) -> None:
         there.append({name for name, parameter in model.named_parameters() if parameter.any()})
 
-    for layer in model.model.layers:
+    embeddings, *layers, head = model.model.embed_tokens, *model.model.layers, model.lm_head
+    for layer in (embeddings, *layers, head):
         layer.register_forward_hook(see)
+    with layer_by_layer(model):
+        eager_logits(model, [5, 6, 7])
+    always = {"model.norm.weight"}
+    of_layers = [{name for name, _ in model.named_parameters() if f".layers.{i}." in name} for i in range(len(layers))]
+    assert there == [
+        {"model.embed_tokens.weight"} | always,
+        *(names | always for names in of_layers),
+        {"lm_head.weight"} | always,
+    ]
+    assert all(of_layers) and not any(parameter.any() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
+def test_a_model_computes_the_same_with_layers_that_are_there_while_they_are_called(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_KEPT_BYTES", 0)
+    original = make_model(family)
+    model = absent_copy(original, tmp_path / "weights")
     with layer_by_layer(model):
         logits = eager_logits(model, [5, 6, 7])
     torch.testing.assert_close(logits, eager_logits(original, [5, 6, 7]), rtol=0, atol=0)
-    of_layers = [{name for name in names if ".layers." in name} for names in there]
-    assert [all(f".layers.{i}." in name for name in names) for i, names in enumerate(of_layers)] == [True, True]
-    assert all(of_layers) and not any(parameter.any() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "gpt-neox", "mixtral", "qwen2-moe", *MIXTURES])
