@@ -121,6 +121,11 @@ def fail(message: str, hint: str | None) -> None:
         _say("hint:", "cyan", hint)
 
 
+def say_interrupted() -> None:
+    """That a command ends by Ctrl-C, and has nothing to show of what it did."""
+    stderr().print("interrupted", style="yellow")
+
+
 def _say(label: str, style: str, message: str) -> None:
     stderr().print(Text.assemble((label, style), " ", visible(message)), soft_wrap=True)
 

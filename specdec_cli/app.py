@@ -34,7 +34,7 @@ from commands.doctor.command import doctor
 from commands.options.hints import hint_of, message_of, usage_message
 from commands.options.shared import COMMON, sort_by_panel
 from commands.options.spellings import empty_value, normalize_name, one_value_each, split_flags_without_effect
-from commands.output import fail, warn
+from commands.output import fail, say_interrupted, warn
 from commands.run.command import run
 from commands.serve.command import serve
 from commands.summarize.command import summarize
@@ -162,6 +162,15 @@ class _Command(TyperCommand):
             what = f"`{empty}`" if empty else "an argument"
             raise UsageError(f"{what} has an empty value: ''", hint=f"`{ctx.command_path} --help` shows the usage")
         return super().parse_args(ctx, one_value_each(kept, self.name or ""))
+
+    def invoke(self, ctx: Any) -> Any:
+        """Says that the command was interrupted, unless it has shown what it did before and leaves by `typer.Exit`."""
+        try:
+            return super().invoke(ctx)
+        except BaseException as error:
+            if signal.SIGINT in _stopped_by and not isinstance(error, typer.Exit):
+                say_interrupted()
+            raise
 
 
 _SHOWS_ALL = "specdec.shows_all_flags"
@@ -340,7 +349,8 @@ def _report(error: Exception) -> int:
         case OSError():
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             hint = "free space, or write to another disk" if is_full else "check the path and its permissions"
-            fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), hint)
+            problem = error.strerror or str(error)
+            fail(f"{problem}: {error.filename}" if error.filename else problem, hint)
             return 1
         case _:
             raise error

@@ -16,9 +16,11 @@ import pytest
 from command_line import PROMPT, Result, Specdec, tree
 from sentences import Said
 from shared import once
+from tiny import make_model
 from waiting import HANG_S
 
 from runtime.bundle import read_engine_config
+from runtime.checkpoint import convert
 from scripts.campaigns import forks
 
 # A file that may not grow beyond so many bytes fails like a full disk. Ignored, the signal becomes an OSError.
@@ -98,6 +100,7 @@ def is_main_thread() -> bool:
 def assert_stopped(result: tuple[int, str], exit_code: int) -> None:
     assert result[0] == exit_code, result[1]
     assert "Traceback" not in result[1]
+    assert result[1].splitlines().count("interrupted") == (exit_code == 128 + signal.SIGINT)
 
 
 @pytest.mark.parametrize(("signal_number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -149,8 +152,8 @@ def test_ctrl_c_after_the_command_changes_nothing(
 
 
 FULL_DISKS = [
-    "convert", "build", "build --compiler aot", "run --output-csv", "run --output-npy", "run --output-logits-npy",
-    "run --report",
+    "convert", "build", "build --compiler aot", "build of layers", "run --output-csv", "run --output-npy",
+    "run --output-logits-npy", "run --report",
 ]  # fmt: skip
 NO_COMPILERS = {"unset": "", "named": "/none/g++", "directory": "/tmp", "quote": "g++ '"}
 """Values of the variable for a compiler on a machine that has none."""
@@ -164,12 +167,15 @@ def failures(
     """Directory of each of `FULL_DISKS` and `NO_COMPILERS`; `results.json` has exit codes and what was on stderr.
 
     On a full disk the kernels are in the cache: it is to be our file that does not fit, and not one of the compiler's.
+    Layers are larger than the kernels, and the second of three does not fit.
     """
+    wide = make_model("llama", hidden_size=512, intermediate_size=1280, num_hidden_layers=3)
 
     def make(directory: Path) -> None:
         def on_full_disk(name: str) -> tuple[int, dict[str, str], list[str]]:
             (directory / name).mkdir(parents=True)
             output = directory / name / "output"
+            layers = ["build", "--checkpoint-dir", directory / "wide", "--output-dir", output, "--max-input-len", 64]
             build = ["build", "--checkpoint-dir", llama_checkpoint_dir, "--output-dir", output, "--max-input-len", 64]
             prompts = [argument for _ in range(20) for argument in ("--input-text", "The little dog")]
             run = ["run", "--engine-dir", llama_engine_dir, *prompts, "--max-output-len", 20, "--quiet"]
@@ -177,6 +183,7 @@ def failures(
                 "convert": (100_000, ["convert", "--model-dir", llama_dir, "--output-dir", output]),
                 "build": (100_000, [*build, "--compiler", "none"]),
                 "build --compiler aot": (1_000, [*build, "--compiler", "aot"]),
+                "build of layers": (20_000_000, [*layers, "--compiler", "aot"]),
                 "run --output-csv": (1_000, [*run, "--output-csv", output]),
                 "run --output-npy": (1_000, [*run, "--output-npy", output]),
                 "run --output-logits-npy": (100_000, [*run, "--output-logits-npy", output]),
@@ -190,6 +197,8 @@ def failures(
             words = ["--checkpoint-dir", llama_checkpoint_dir, "--output-dir", directory / name / "engine"]
             return 0, environment, ["build", *map(str, words), "--compiler", "aot", "--max-input-len", "64"]
 
+        wide.save_pretrained(directory / "wide model")
+        convert(directory / "wide model", directory / "wide", None, replace=False, progress=lambda done, total: None)
         commands = json.dumps(
             {name: on_full_disk(name) for name in FULL_DISKS} | {name: without_compiler(name) for name in NO_COMPILERS}
         )
