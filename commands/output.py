@@ -122,7 +122,7 @@ def fail(message: str, hint: str | None) -> None:
 
 
 def say_interrupted() -> None:
-    """That a command ends by Ctrl-C, and has nothing to show of what it did."""
+    """Say that a command ended by Ctrl-C, with nothing to show of what it did."""
     stderr().print("interrupted", style="yellow")
 
 

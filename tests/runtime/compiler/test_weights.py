@@ -112,7 +112,7 @@ def resident_bytes(tensor: Tensor) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
 def test_nothing_stays_of_weights_that_were_present(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the system gives huge pages, a weight may have but a part of one."""
+    """Huge pages too, of which a weight may have but a part."""
     monkeypatch.setattr(module, "_KEPT_BYTES", 0)
     sizes = [1_100_000, 100, 700_000, 600_000] * 8
     save_file({str(i): torch.ones(size) for i, size in enumerate(sizes)}, tmp_path / "weights")
