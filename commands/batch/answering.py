@@ -75,7 +75,7 @@ class BatchModel:
     def __init__(self, llm: LLM, session: Session, names: tuple[str, ...], defaults: BatchDefaults) -> None:
         check_can_serve(llm)
         loop = ServingLoop(session, _MAX_QUEUE_LEN, _notify)
-        values = llm.model_defaults.sampling | defaults.sampling
+        values = llm.model_defaults.sampling | defaults.sampling | defaults.form.params
         self._served = ServedModel(llm, loop, names, 0, prepare_chat(llm), values)
         self._texts, self._defaults = TokenTexts(self._served), defaults
         loop.start()

@@ -1,6 +1,6 @@
 """`specdec batch`, its flags: a file of requests becomes a file of results, however often it is interrupted."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,6 +9,7 @@ import typer
 from commands.options.engine_choice import EngineOptions
 from commands.options.expand import expand_groups
 from commands.options.ray_flags import ClusterOptions
+from commands.options.sampling_flags import FormOptions
 from commands.options.shared import INPUT, OUTPUT, RUNTIME, SAMPLING
 from commands.output import Output, check_output_files, check_readable
 from runtime.errors import SpecDecError, UsageError
@@ -81,6 +82,7 @@ class BatchDefaults:
         int,
         typer.Option(help="With `custom_id`, determines the seed of requests without one.", rich_help_panel=SAMPLING),
     ] = 0
+    form: FormOptions = field(default_factory=FormOptions, repr=False)
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -88,9 +90,11 @@ class BatchDefaults:
         values = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
         return {name: value for name, value in values.items() if value is not None}
 
-    def check(self) -> None:
-        """UsageError for a value that is out of range."""
+    def checked(self) -> "BatchDefaults":
+        """The same with the texts of files; SpecDecError for a value that is wrong."""
         SamplingConfig(**self.sampling)
+        SamplingParams(**self.form.params)
+        return replace(self, form=self.form.read())
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,7 @@ def batch(
     Started again after a kill or Ctrl-C it goes on where it was, and in the end the results are the same bytes.
     """
     files.check()
-    model.defaults.check()
+    defaults = model.defaults.checked()
     cluster.check()
     engine.check_is_leader("a batch")
     check_readable([files.input_file])
@@ -135,4 +139,4 @@ def batch(
 
     from commands.batch.work import start_batch
 
-    start_batch(files, choice, tuple(model.served_model_name or [choice.model_name]), model.defaults, cluster, output)
+    start_batch(files, choice, tuple(model.served_model_name or [choice.model_name]), defaults, cluster, output)

@@ -55,6 +55,8 @@ class Job:
         """Digest of everything that results depend on. Drafts are included only if they affect samples."""
         speculation = self.choice.speculation
         parts = [model_digest(self.choice.engine_dir, self.choice.tokenizer_dir), *self.names, repr(self.defaults)]
+        if self.defaults.form.params:
+            parts.append(repr(self.defaults.form))
         if speculation.may_draw_by_probs:
             parts += [repr(speculation.drafters), self.draft_len_mode]
         return digest(parts)

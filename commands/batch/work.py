@@ -19,8 +19,8 @@ from commands.batch.dispatch import Crew, answer_all
 from commands.batch.job import Job, check_same_everywhere
 from commands.batch.lines import BatchRequest, look_through
 from commands.batch.results_file import Results, open_results
-from commands.documents.records import Head, Record, document_head
-from commands.documents.settings import DrafterNames
+from commands.documents.records import Head, Record, absent, document_head
+from commands.documents.settings import DrafterNames, OutputGrammar, grammar_record
 from commands.options.engine_choice import EngineChoice
 from commands.options.ray_flags import ClusterOptions
 from commands.output import Output, number, percent
@@ -29,6 +29,7 @@ from commands.sessions import engines_made
 from runtime.config import Count, Measure, Share, Size
 from runtime.drafters.specs import DraftLenMode
 from runtime.errors import SpecDecError
+from runtime.params import SamplingParams
 
 
 @dataclass
@@ -62,6 +63,7 @@ class BatchDefaultsRecord(Record):
     top_k: Count | None
     top_p: Share | None
     random_seed: int
+    grammar: OutputGrammar | None = absent("form of outputs; missing without one")
 
 
 class BatchSettings(Record):
@@ -103,6 +105,12 @@ class BatchDocument(Head):
     )
 
 
+def _defaults_record(defaults: BatchDefaults) -> BatchDefaultsRecord:
+    values = dataclasses.asdict(defaults) | grammar_record(SamplingParams(**defaults.form.params))
+    del values["form"]
+    return BatchDefaultsRecord(**values)
+
+
 def batch_document(report: Report, files: BatchFiles, job: Job, cluster: ClusterOptions) -> dict[str, Any]:
     counts = report.counts
     document = BatchDocument(
@@ -114,7 +122,7 @@ def batch_document(report: Report, files: BatchFiles, job: Job, cluster: Cluster
             model_names=list(job.names),
             drafters=job.choice.speculation.names,
             draft_len_mode=job.draft_len_mode,
-            defaults=BatchDefaultsRecord(**dataclasses.asdict(job.defaults)),
+            defaults=_defaults_record(job.defaults),
             ray=cluster.ray,
         ),
         num_requests=report.num_requests,

@@ -29,7 +29,7 @@ from runtime.config import (
 )
 from runtime.drafters.spec import Devices, DrafterSpec, Setting, TextForm, with_first_devices
 from runtime.drafters.specs import DRAFTERS, DraftLenMode
-from runtime.params import SamplingParams
+from runtime.params import GrammarKind, SamplingParams
 
 if TYPE_CHECKING:  # `compare` needs no torch
     from runtime.llm import LLM
@@ -147,6 +147,19 @@ class EngineRecord(Record):
         return cls(engine_dir=str(bundle.directory), model_type=model_type, **chosen)
 
 
+class OutputGrammar(Record):
+    """Form of an output."""
+
+    kind: GrammarKind
+    text: str = Field(description="of `choice` a JSON list")
+
+
+def grammar_record(params: SamplingParams) -> dict[str, OutputGrammar]:
+    """The key `grammar`, if an output has a form."""
+    grammar = params.output_grammar
+    return {} if grammar is None else {"grammar": OutputGrammar(kind=grammar.kind, text=grammar.text)}
+
+
 class Sampling(Record):
     """Sampling settings; top_k 1 or temperature 0 is greedy."""
 
@@ -162,6 +175,7 @@ class Sampling(Record):
     random_seed: int
     penalize_prompt: bool = True
     logit_bias: tuple[tuple[Token, float], ...] = ()
+    grammar: OutputGrammar | None = absent("form of outputs; missing without one")
 
 
 class SessionSettings(ChosenDrafters):
@@ -202,6 +216,7 @@ class Setup:
         records = {one.description.flag: one.record(self.llm.device_ids) for one in speculation}
         request = self.llm.request_of(self.params)
         sampling = dataclasses.asdict(request.sampling) | {"bad_words": list(self.params.bad_words or ())}
+        sampling |= grammar_record(self.params)
         return {
             "drafters": speculation.names,
             **{spec.description.flag: records.get(spec.description.flag) for spec in DRAFTERS.values()},

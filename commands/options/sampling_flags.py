@@ -1,7 +1,9 @@
 """The flags of generation that `run`, `chat` and `summarize` share: sampling, and what ends an output."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +12,57 @@ from commands.options.shared import RUNTIME, SAMPLING, EndId, MaxNumTokens, end_
 from commands.output import warn
 from runtime.errors import UsageError
 from runtime.params import SamplingParams
+from runtime.reading import read_utf8
+
+
+@dataclass(frozen=True)
+class FormOptions:
+    """Form of an output: one of these, or none."""
+
+    json_schema: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|TEXT",
+            help="JSON schema that each output is valid by.",
+            rich_help_panel=SAMPLING,
+            show_default=False,
+        ),
+    ] = None
+    regex: Annotated[
+        str | None,
+        typer.Option(help="Expression that each output matches.", rich_help_panel=SAMPLING, show_default=False),
+    ] = None
+    grammar: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|TEXT",
+            help="Grammar of each output, in Lark's or GBNF's notation.",
+            rich_help_panel=SAMPLING,
+            show_default=False,
+        ),
+    ] = None
+    choice: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text that an output may be, among others; repeatable.", rich_help_panel=SAMPLING, show_default=False
+        ),
+    ] = None
+
+    def read(self) -> "FormOptions":
+        """The same with the texts of files. SpecDecError for a file that cannot be read."""
+        if self.json_schema is None and self.grammar is None:
+            return self
+        schema, grammar = self.json_schema, self.grammar
+        if schema is not None and not schema.lstrip().startswith(("{", "[")):
+            schema = read_utf8(Path(schema))
+        if grammar is not None and not re.search(r"[:\n]", grammar):
+            grammar = read_utf8(Path(grammar))
+        return replace(self, json_schema=schema, grammar=grammar)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Parameters of `SamplingParams` that are given."""
+        return {name: value for name, value in vars(self.read()).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -76,6 +129,7 @@ class SamplingOptions:
             show_default="none",
         ),
     ] = None
+    form: FormOptions = field(default_factory=FormOptions)
 
     def for_chat(self, defaults: Mapping[str, Any]) -> "SamplingOptions":
         """Parameters for a chat, with the model's own values where none are given, unless greedy was asked for, or the
@@ -108,6 +162,7 @@ class SamplingOptions:
             frequency_penalty=self.frequency_penalty,
             no_repeat_ngram_size=self.no_repeat_ngram_size,
             bad_words=self.bad_words,
+            **self.form.params,
             **others,
         )
 

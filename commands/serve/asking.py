@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from commands.serve.http_errors import HTTPError, as_http_error
 from commands.serve.schema import ChatMessage, ChatRequest, CompletionRequest, Generation, Speculative, TextPart
@@ -22,7 +22,7 @@ from runtime.drafters.specs import LOOKUPS, LookupDrafter
 from runtime.drafters.speculation import Speculation
 from runtime.drafters.under_grammar import UnderGrammar
 from runtime.errors import SpecDecError
-from runtime.params import SamplingParams
+from runtime.params import GrammarKind, SamplingParams
 from runtime.request import Request
 from runtime.serving.loop import ServeRequest
 from runtime.text import encode_text
@@ -160,6 +160,7 @@ def _params(served: ServedModel, body: Generation, max_tokens: int, logprobs: in
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
     values: dict[str, Any] = served.defaults | given
+    values = _with_form(served, body, values)
     stop, stop_token_ids = _stops(served, body)
     return SamplingParams(
         seed=body.seed,
@@ -173,6 +174,22 @@ def _params(served: ServedModel, body: Generation, max_tokens: int, logprobs: in
         penalize_prompt=False,
         **values,
     )
+
+
+def _with_form(served: ServedModel, body: Generation, values: dict[str, Any]) -> dict[str, Any]:
+    """Parameters with the form of the output that the request asks for, in the place of the server's own."""
+    if not body.forms:
+        return values
+    (field, kind, value), *others = body.forms
+    if others:
+        names = " and ".join(dict.fromkeys(f"`{name}`" for name, *_ in body.forms))
+        raise HTTPError(400, f"an output has one form, and more are given: {names}", param=others[0][0])
+    form: dict[str, Any] = {kind: value}
+    try:
+        served.llm.grammar(SamplingParams(**form))
+    except SpecDecError as error:
+        raise as_http_error(error, field) from None
+    return {name: value for name, value in values.items() if name not in get_args(GrammarKind)} | form
 
 
 def _stops(served: ServedModel, body: Generation) -> tuple[list[str], list[int]]:

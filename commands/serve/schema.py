@@ -9,18 +9,20 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from commands.options.drafter_flags import config_flag
 from commands.serve.http_errors import HTTPError, of_validation
 from runtime.drafters.spec import ListForm
 from runtime.drafters.specs import LOOKUPS
+from runtime.params import GrammarKind
 
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_PROMPTS = 4096
 MAX_STOP_WORDS = 32
 MAX_BIASES = 1024
+MAX_CHOICES = 1024
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 StopWord = Annotated[str, Field(min_length=1, max_length=256)]
@@ -92,6 +94,52 @@ class Prediction(Lenient):
     content: str | list[TextPart]
 
 
+class NamedSchema(Lenient):
+    name: str | None = None
+    description: str | None = None
+    the_schema: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = Field(None, description="The output is valid by the schema in either case.")
+
+
+class ResponseFormat(Lenient):
+    """OpenAI's. The schema may also be a field of its own, as for llama.cpp."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+    the_schema: dict[str, Any] | None = Field(None, alias="schema")
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> "ResponseFormat":
+        if self.type == "json_schema" and self.form is None:
+            raise pydantic_core.PydanticCustomError("no_schema", "json_schema has no `schema`")
+        return self
+
+    @property
+    def form(self) -> dict[str, Any] | None:
+        """The schema; None for a text."""
+        named = self.json_schema.the_schema if self.json_schema is not None else None
+        schema = self.the_schema if self.type == "json_object" or named is None else named
+        if self.type == "text":
+            return None
+        return {"type": "object"} if self.type == "json_object" and schema is None else schema
+
+
+Schema = dict[str, Any] | str
+Choices = Annotated[list[str], Field(max_length=MAX_CHOICES, fail_fast=True)]
+
+
+class StructuredOutputs(Lenient):
+    """vLLM's."""
+
+    the_json: Schema | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    structural_tag: None = None
+    whitespace_pattern: None = None
+
+
 class Generation(Lenient):
     """Fields common to completions and chat."""
 
@@ -116,6 +164,16 @@ class Generation(Lenient):
         Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None
     ) = None
     user: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    json_schema: Schema | None = Field(None, description="llama.cpp's.")
+    grammar: str | None = Field(None, description="llama.cpp's: in GBNF's notation, or in Lark's.")
+    regex: str | None = Field(None, description="SGLang's.")
+    ebnf: str | None = Field(None, description="SGLang's.")
     speculative: bool | Speculative | None = Field(
         None, description="false: nothing is drafted for this request; an object: how."
     )
@@ -123,6 +181,25 @@ class Generation(Lenient):
     return_token_kinds: bool | None = Field(
         None, description="Add `tokens` to each choice of a stream: each token's text and kind."
     )
+
+    @property
+    def forms(self) -> list[tuple[str, GrammarKind, Any]]:
+        """Forms of the output that are asked for: the field, and the parameter of `SamplingParams` with its value."""
+        format_of, structured = self.response_format, self.structured_outputs or StructuredOutputs.model_validate({})
+        any_object = {"type": "object"} if structured.json_object else None
+        all_forms: list[tuple[str, GrammarKind, Any]] = [
+            ("response_format", "json_schema", None if format_of is None else format_of.form),
+            *(("structured_outputs", "json_schema", schema) for schema in (structured.the_json, any_object)),
+            ("structured_outputs", "regex", structured.regex),
+            ("structured_outputs", "choice", structured.choice),
+            ("structured_outputs", "grammar", structured.grammar),
+            *(("guided_json", "json_schema", self.guided_json), ("json_schema", "json_schema", self.json_schema)),
+            *(("guided_regex", "regex", self.guided_regex), ("regex", "regex", self.regex)),
+            ("guided_choice", "choice", self.guided_choice),
+            *(("guided_grammar", "grammar", self.guided_grammar), ("ebnf", "grammar", self.ebnf)),
+            ("grammar", "grammar", self.grammar or None),  # llama.cpp's clients send an empty one
+        ]
+        return [form for form in all_forms if form[2] is not None]
 
     @property
     @abstractmethod
@@ -181,7 +258,6 @@ REFUSED: dict[str, Callable[[Any], bool]] = {
     "functions": _asks_nothing([]),
     "tool_choice": _asks_nothing("none", "auto"),
     "function_call": _asks_nothing("none", "auto"),
-    "response_format": _asks_nothing({"type": "text"}),
     "modalities": _asks_nothing(["text"]),
     "audio": _asks_nothing(),
     "web_search_options": _asks_nothing(),
@@ -205,11 +281,6 @@ REFUSED: dict[str, Callable[[Any], bool]] = {
     "include_stop_str_in_output": _asks_nothing(False),
     "return_tokens_as_token_ids": _asks_nothing(False),
     "return_token_ids": _asks_nothing(False),
-    "guided_json": _asks_nothing(),
-    "guided_regex": _asks_nothing(),
-    "guided_choice": _asks_nothing(),
-    "guided_grammar": _asks_nothing(),
-    "structured_outputs": _asks_nothing(),
     "structural_tag": _asks_nothing(),
     "logits_processors": _asks_nothing([]),
     "vllm_xargs": _asks_nothing({}),
@@ -221,9 +292,6 @@ REFUSED: dict[str, Callable[[Any], bool]] = {
     "documents": _asks_nothing([]),
     "mm_processor_kwargs": _asks_nothing({}),
     # SGLang's
-    "regex": _asks_nothing(),
-    "ebnf": _asks_nothing(),
-    "json_schema": _asks_nothing(),
     "stop_regex": _asks_nothing([]),
     "no_stop_trim": _asks_nothing(False),
     "min_new_tokens": _asks_nothing(0),
@@ -265,7 +333,6 @@ REFUSED: dict[str, Callable[[Any], bool]] = {
     "t_max_predict_ms": _asks_nothing(-1, 0),
     "reasoning_format": _asks_nothing("none"),
     "samplers": _asks_nothing(),
-    "grammar": _asks_nothing(""),
     "lora": _asks_nothing([]),
     "input_prefix": _asks_nothing(""),
     "input_suffix": _asks_nothing(""),

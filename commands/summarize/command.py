@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from commands.inputs.dataset import DEMO, Columns, EvalTask, Sample, load_samples
+from commands.options.drafter_flags import as_flag
 from commands.options.engine_choice import EngineChoice, EngineOptions
 from commands.options.expand import expand_groups
 from commands.options.leader_flags import Mode
@@ -125,6 +126,11 @@ class EvaluationOptions:
         if self.test_hf and hf_model_dir is None:
             raise UsageError(
                 "`--test-hf` needs `--hf-model-dir`", hint="`--hf-model-dir` names the model the engine was made from"
+            )
+        if self.test_hf and (form := [name for name, value in vars(self.common.sampling.form).items() if value]):
+            raise UsageError(
+                f"`{as_flag(form[0])}` is for the engine: Hugging Face's model has no form to hold its outputs to",
+                hint="leave `--test-hf` out",
             )
         if self.cluster.ray is not None and not self.test_engine:
             raise UsageError("`--ray` has workers run the engine", hint="`--test-engine`")

@@ -117,9 +117,9 @@ def evaluate_by_workers(
 
 
 def _portable(run: SystemRun) -> SystemRun:
-    """Without what cannot be sent: a tokenizer's stop words, and what sequences sampled by."""
+    """Without what cannot be sent: a tokenizer's stop words, grammars, and what sequences sampled by."""
     for sequence in run.sequences:
-        sequence.request = replace(sequence.request, stop_check=None)
+        sequence.request = replace(sequence.request, stop_check=None, grammar=None)
         vars(sequence).pop("sampler", None)
     return run
 

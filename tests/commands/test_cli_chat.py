@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,13 @@ def test_every_turn_is_hugging_faces(
     for part in (*expected, "prompt tokens found in the K/V cache", alone):
         assert part in text, (expected, result.stdout)
         text = text[text.index(part) + len(part) :]
+
+
+def test_answers_are_of_the_form(specdec: Specdec, engine_dir: Path, type_lines: TypeLines) -> None:
+    type_lines("The dog", "had a ball")
+    result = specdec("chat", "--engine-dir", engine_dir, "--ngram-config", "4,2", "--regex", "<(cat|dog|red ball){2}>")
+    assert result.exit_code == 0
+    assert len(re.findall(r"^(?:\S* )?<(?:cat|dog|red ball){2}>$", result.stdout, re.MULTILINE)) == 2, result.stdout
 
 
 def test_what_was_said_is_found_in_the_cache(specdec: Specdec, engine_dir: Path, type_lines: TypeLines) -> None:

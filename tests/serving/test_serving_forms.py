@@ -1,0 +1,84 @@
+"""Structured output over HTTP: answers are of the form that any of the fields asks for."""
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+from serving_models import Served
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "kind": {"enum": ["dog", "ball"]}},
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+OF_SCHEMA: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+    {"response_format": {"type": "json_schema", "schema": SCHEMA}},
+    {"response_format": {"type": "json_object", "schema": SCHEMA}},
+    {"structured_outputs": {"json": SCHEMA, "regex": None, "whitespace_pattern": None}},
+    {"structured_outputs": {"json": json.dumps(SCHEMA)}},
+    {"guided_json": SCHEMA},
+    {"json_schema": SCHEMA, "grammar": ""},
+    {"json_schema": json.dumps(SCHEMA), "response_format": {"type": "text"}},
+]
+OF_TEXTS: list[dict[str, Any]] = [
+    {"structured_outputs": {"regex": "[ab]{3}"}},
+    {"structured_outputs": {"choice": ["aab", "bba"]}},
+    {"structured_outputs": {"grammar": "start: /[ab]{3}/"}},
+    {"guided_regex": "[ab]{3}"},
+    {"guided_choice": ["aab", "bba"]},
+    {"guided_grammar": "start: /[ab]{3}/"},
+    {"regex": "[ab]{3}"},
+    {"ebnf": "root ::= [ab] [ab] [ab]"},
+    {"grammar": "root ::= [ab] [ab] [ab]"},
+]
+
+
+def asked(path: str, form: dict[str, Any]) -> dict[str, Any]:
+    prompt = {"messages": [{"role": "user", "content": "Who?"}]} if path == CHAT else {"prompt": "The dog"}
+    return {**prompt, "temperature": 1.0, "seed": 1, "max_tokens": 80, **form}
+
+
+def text_of(served: Served, path: str, form: dict[str, Any]) -> str:
+    response = served.post(path, **asked(path, form))
+    assert response.status_code == 200, response.text
+    (choice,) = response.json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    return choice["message"]["content"] if path == CHAT else choice["text"]
+
+
+@pytest.mark.parametrize("form", OF_SCHEMA, ids=lambda form: "+".join(form))
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_answers_are_valid_by_the_schema(served: Served, path: str, form: dict[str, Any]) -> None:
+    jsonschema.validate(json.loads(text_of(served, path, form)), SCHEMA)
+
+
+@pytest.mark.parametrize("form", OF_TEXTS, ids=lambda form: "+".join(form))
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_answers_are_what_the_grammar_allows(served: Served, path: str, form: dict[str, Any]) -> None:
+    assert re.fullmatch("[ab]{3}", text_of(served, path, form))
+
+
+@pytest.mark.parametrize(
+    "form", [{"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}]
+)
+def test_a_json_object_begins_as_one(served: Served, form: dict[str, Any]) -> None:
+    """It may be longer than there is room for."""
+    found = served.post(COMPLETIONS, **asked(COMPLETIONS, form)).json()["choices"][0]
+    assert found["text"].startswith("{")
+    assert found["finish_reason"] == "length" or isinstance(json.loads(found["text"]), dict)
+
+
+@pytest.mark.parametrize("speculative", [None, False, {"suffix_config": 4}, {"ngram_config": [4, 2], "draft_len": 2}])
+def test_text_does_not_depend_on_drafts_or_streaming(served: Served, speculative: Any) -> None:
+    form = {"guided_json": SCHEMA, "speculative": speculative}
+    expected = text_of(served, COMPLETIONS, {"guided_json": SCHEMA})
+    assert text_of(served, COMPLETIONS, form) == expected
+    assert text_of(served, COMPLETIONS, form | {"prediction": {"type": "content", "content": expected}}) == expected
+    chunks = served.stream(COMPLETIONS, **asked(COMPLETIONS, form))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
