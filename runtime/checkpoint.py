@@ -46,6 +46,7 @@ from runtime.quantization.formats import check_shapes, find_layers, format_of, w
 from runtime.quantization.gguf_blocks import read_gguf_tensors
 from runtime.quantization.planning import Losses, PrequantizedLayer, Source, plan_pieces
 from runtime.source import (
+    WEIGHTS,
     SourceTensor,
     check_head,
     check_not_wrapped,
@@ -54,6 +55,7 @@ from runtime.source import (
     predicts_further,
     read_tensors,
 )
+from runtime.tensor_file import read_header
 from runtime.tensor_writer import Piece, Progress, write_pieces, write_shares
 
 # What a tokenizer or generation needs beside the weights.
@@ -85,6 +87,25 @@ class _Conversion:
         else:
             shares = {path: partial(self.splitting.piece, rank=rank) for rank, path in enumerate(paths)}
             write_shares(shares, self.pieces, progress)
+        _keep_tokenizer(self.model_dir, directory)
+
+    def has_weights_of(self, file: Path) -> bool:
+        """True if the file is what would be written: the same tensors, under the same names, and no others."""
+        if self.splitting is not None or any(len(piece.sources) != 1 for piece in self.pieces):
+            return False
+        sources = [piece.sources[0] for piece in self.pieces]
+        if not all(one.file == file and one.is_as_in_file for one in sources):
+            return False
+        forms = [{one.name: (one.dtype, one.shape)} for one in sources]
+        with file.open("rb") as opened:
+            names = read_header(opened).tensors.keys()
+        return forms == [piece.forms for piece in self.pieces] and names == {one.name for one in sources}
+
+    def link(self, directory: Path, file: Path) -> None:
+        """Check the weights as `write` does, and have their file's own name stand for what would be written."""
+        for piece in self.pieces:
+            piece.make(load_tensors(piece.sources))
+        (directory / weights_files(self.config.mapping)[0]).symlink_to(file.resolve())
         _keep_tokenizer(self.model_dir, directory)
 
     def warn_of_losses(self) -> None:
@@ -119,13 +140,20 @@ def convert(
     return checkpoint
 
 
-def convert_for_build(model_dir: Path, directory: Path, dtype: Dtype | None, tp_size: int) -> OpenedCheckpoint:
+def convert_for_build(
+    model_dir: Path, directory: Path, dtype: Dtype | None, tp_size: int, *, may_link: bool
+) -> OpenedCheckpoint:
     """Write into an empty directory what a build by this process reads of a model's checkpoint.
 
-    Nobody opens it later: its files are not recorded, which would read them again, nor given to the disk.
+    Nobody opens it later: its files are not recorded, which would read them again, nor given to the disk, and weights
+    that would be copied are not, if it `may_link` to them: such a build finds out if they are written over.
     """
     conversion = _plan(model_dir, dtype, _AS_IT_IS, tp_size)
-    conversion.write(directory, lambda done, total: None)
+    weights = model_dir / WEIGHTS
+    if may_link and weights.is_file() and conversion.has_weights_of(weights):
+        conversion.link(directory, weights)
+    else:
+        conversion.write(directory, lambda done, total: None)
     conversion.warn_of_losses()
     return OpenedCheckpoint(directory, conversion.config)
 

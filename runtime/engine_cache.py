@@ -261,7 +261,8 @@ def _make_engine(
         phases() as phase,
     ):
         phase("converting the model")
-        checkpoint = convert_for_build(model_dir, Path(directory), settings.dtype, settings.tp_size)
+        by_parts = settings.compiler == "aot" and device.type == "cpu"  # each weight is read when it is wanted
+        checkpoint = convert_for_build(model_dir, Path(directory), settings.dtype, settings.tp_size, may_link=by_parts)
         build = settings.build_config(default_max_seq_len(checkpoint))
         # A GPU's memory is given away when an engine is opened, and ranks measure together.
         at_once = BuildEffort(measure_costs=settings.tp_size > 1 or device.type != "cpu")

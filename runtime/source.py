@@ -20,6 +20,7 @@ from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import Stamp, read_json, stamp_of
 from runtime.tensor_file import read_header
 
+WEIGHTS = "model.safetensors"
 _AGAIN = "download or save the model again"
 DTYPES = {  # safetensors' names
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -66,6 +67,11 @@ class SourceTensor:
         """Numbers with a fraction that stand for themselves: those of 8 bits need a scale."""
         return self.dtype.is_floating_point and self.dtype.itemsize > 1
 
+    @property
+    def is_as_in_file(self) -> bool:
+        """True if the file has it under the same name, and all of its bytes are the tensor's."""
+        return self.name == self.source_name and self.make is None and self.rows is None and not self.shift
+
     def without_values(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
@@ -105,7 +111,7 @@ def read_tensors(model_dir: Path) -> list[SourceTensor]:
 
     Where one file and an index lie side by side, it is the file, as transformers has it.
     """
-    index, single = model_dir / "model.safetensors.index.json", model_dir / "model.safetensors"
+    index, single = model_dir / f"{WEIGHTS}.index.json", model_dir / WEIGHTS
     if single.is_file():
         if index.is_file():
             warnings.warn(

@@ -28,7 +28,7 @@ from transformers import (
     T5Config,
 )
 
-from runtime.checkpoint import convert, copy_side_files
+from runtime.checkpoint import convert, convert_for_build, copy_side_files
 from runtime.checkpoint_dir import open_checkpoint
 from runtime.compiler.model import probe_config
 from runtime.compiler.pretrained import parse_pretrained_config
@@ -322,6 +322,9 @@ def test_weights_that_are_no_numbers_are_refused_by_name_and_number(
         run_convert(model_dir, tmp_path / "out")
     said(raised, 8, 32, "`model.norm.weight`", model_dir / "model.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    with pytest.raises(SpecDecError) as of_build:
+        for_build(model_dir, tmp_path / "out")
+    assert str(of_build.value) == str(raised.value)
 
 
 def test_weights_that_become_infinite_are_counted(model_dir: Path, tmp_path: Path, said: Said) -> None:
@@ -443,6 +446,57 @@ def test_directory_that_is_no_checkpoint_is_named(
     with pytest.raises(SpecDecError) as raised:
         open_checkpoint(tmp_path / "out")
     said(raised)
+
+
+def for_build(
+    model_dir: Path, output_dir: Path, dtype: Dtype | None = None, tp_size: int = 1, *, may_link: bool = True
+) -> Path:
+    """The weights that a build reads."""
+    output_dir.mkdir()
+    convert_for_build(model_dir, output_dir, dtype, tp_size, may_link=may_link)
+    return output_dir / "rank0.safetensors"
+
+
+def test_a_build_reads_the_file_whose_weights_it_would_copy(model_dir: Path, tmp_path: Path) -> None:
+    weights = for_build(model_dir, tmp_path / "out")
+    assert weights.readlink() == model_dir / "model.safetensors"
+    assert_same_bits(load_file(weights), load_file(model_dir / "model.safetensors"))
+    assert not for_build(model_dir, tmp_path / "may not", may_link=False).is_symlink()
+
+
+def with_what_transformers_computes(model_dir: Path) -> None:
+    tensors = load_file(model_dir / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
+
+
+def with_a_part_in_other_bits(model_dir: Path) -> None:
+    tensors = saved_tensors(model_dir)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].bfloat16()
+    save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("change", [with_what_transformers_computes, with_a_part_in_other_bits])
+def test_a_build_reads_a_copy_of_weights_that_are_not_all_as_they_are_wanted(
+    change: Callable[[Path], None], model_dir: Path, tmp_path: Path
+) -> None:
+    change(model_dir)
+    weights = for_build(model_dir, tmp_path / "out", "float32")
+    run_convert(model_dir, tmp_path / "converted", "float32")
+    assert weights.read_bytes() == (tmp_path / "converted" / "rank0.safetensors").read_bytes()
+    assert not weights.is_symlink()
+
+
+@pytest.mark.parametrize(("dtype", "tp_size"), [("bfloat16", 1), (None, 2)])
+def test_a_build_reads_a_copy_of_weights_in_other_bits_or_parts(
+    dtype: Dtype | None, tp_size: int, model_dir: Path, tmp_path: Path
+) -> None:
+    assert not for_build(model_dir, tmp_path / "out", dtype, tp_size).is_symlink()
+
+
+def test_a_build_reads_a_copy_of_shards(sharded_dir: Path, tmp_path: Path) -> None:
+    weights = for_build(sharded_dir, tmp_path / "out")
+    assert_same_bits(load_file(weights), saved_tensors(sharded_dir))
 
 
 NUM_SHARDS, SHARD_BYTES = 6, 64 * 2**20
