@@ -158,6 +158,8 @@ class Engine:
             del self._step, self._copy_step, self._pool
             if self._states is not None:
                 self._states.pools.clear()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # torch keeps it otherwise, and the next engine's cache is sized by what is free
 
     @property
     def failure(self) -> SpecDecError | None:
