@@ -1,4 +1,4 @@
-"""What engines do on a GPU. Skipped where there is none."""
+"""Engines on a GPU, against Hugging Face. Skipped where there is none."""
 
 from pathlib import Path
 
