@@ -159,7 +159,7 @@ class Engine:
             if self._states is not None:
                 self._states.pools.clear()
             if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # torch keeps it otherwise, and the next engine's cache is sized by what is free
+                torch.cuda.empty_cache()  # the next engine's cache is sized by what is free
 
     @property
     def failure(self) -> SpecDecError | None:

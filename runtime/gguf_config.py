@@ -58,7 +58,7 @@ class _Model:
         value = self.header.metadata.get(name, default)
         if value is None:
             raise SpecDecError(f"`{self.path}` lacks a value of its model: {name}", hint="download it again")
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise SpecDecError(f"`{self.path}` has a value that is no number: {name}", hint="download it again")
         return value
 

@@ -4,16 +4,34 @@ transformers reads them; ours is only the check that it is of a model that we ru
 """
 
 import inspect
+import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from runtime.compiler.attention import SEE_MODELS, refuse_own_attention
 from runtime.compiler.causal_heads import has_causal_class, model_class
 from runtime.errors import SpecDecError
+from runtime.locks import quiet_transformers
 
+# Sizes of which there is no model with fewer than one.
+_SIZES = {
+    "max_position_embeddings": "positions",
+    "hidden_size": "hidden units",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "attention heads",
+    "num_key_value_heads": "heads of keys and values",
+    "vocab_size": "words",
+}
+# What of a rope is a number, or a list of them, above 0.
+_OF_ROPES = (
+    *("rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings", "attention_factor"),
+    *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
+)
 # What transformers once called a type of rope, and kept beside the name that it has now.
 _ALSO_CALLED = {"longrope": ("su",), "default": ("mrope",)}
 _WITH_KV, _WITH_STATE = {"full_attention", "sliding_attention", "hybrid"}, {"conv", "linear_attention", "hybrid"}
@@ -58,30 +76,65 @@ def _read_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
     for place in (data, data.get("text_config")):
         if isinstance(place, dict):
             _refuse_two_ropes(place, where)
+            _refuse_sizes(place, where)
     try:
         # transformers writes infinity as `{"__float__": "Infinity"}`, and reads it so in `from_pretrained` alone.
         values = PreTrainedConfig._decode_special_floats(data)
-        config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
+        with quiet_transformers():
+            config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
     except Exception as error:  # transformers raises whatever its validators do; the user needs the file's name
         raise SpecDecError(
             f"`{where}` is not a valid {model_type} config: {last_words(error)}",
             hint="the file is damaged; download or save the model again",
         ) from error
-    positions = getattr(config, "max_position_embeddings", None)
-    if isinstance(positions, int) and positions < 1:
-        raise SpecDecError(f"`{where}` has an invalid number of positions: {positions}", hint="correct it")
+    for rope in _ropes(config):
+        _check_rope(rope, where)
     return config
 
 
+def _refuse_sizes(data: dict[str, Any], where: str) -> None:
+    """SpecDecError for a size below 1, and for NaN, which JSON does not have and Python writes."""
+    for name, what in _SIZES.items():
+        if isinstance(size := data.get(name), int) and size < 1:
+            raise SpecDecError(f"`{where}` has an invalid number of {what}: {size}", hint="correct it")
+    nan = next((name for name, value in data.items() if isinstance(value, float) and math.isnan(value)), None)
+    if nan is not None:
+        raise SpecDecError(f"`{where}` has a value that is no number: `{nan}` {math.nan}", hint="correct it")
+
+
+def _check_rope(rope: dict[str, Any], where: str) -> None:
+    """SpecDecError for what no positions can be computed of. transformers warns of some of it, and takes it."""
+    if _type(rope) not in (known := {"default", *ROPE_INIT_FUNCTIONS}):
+        raise SpecDecError(
+            f"`{where}` has a rope of a type that transformers does not know: {_type(rope)}",
+            hint=f"it knows {', '.join(sorted(known))}",
+        )
+    for name in _OF_ROPES:
+        for value in _numbers(rope.get(name)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise SpecDecError(
+                    f"`{where}` has a rope whose `{name}` is no number above 0: {value!r}", hint="correct it"
+                )
+
+
+def _numbers(value: Any) -> Iterator[Any]:
+    """Yield what is said: nothing, one number, or those of a list."""
+    if isinstance(value, list):
+        yield from value
+    elif value is not None:
+        yield value
+
+
 def _refuse_two_ropes(data: dict[str, Any], where: str) -> None:
-    """SpecDecError for a rope that is said twice and differently: transformers takes one without a word.
+    """SpecDecError for a rope that is no object, or said twice and differently: transformers takes one without a word.
 
     `rope_theta` and `rope_scaling` stand at the top of a config that transformers 4 wrote, `rope_parameters` in one of
     transformers 5; what a type of layer has for itself may differ.
     """
-    scaling, parameters = (
-        rope if isinstance(rope := data.get(name), dict) else {} for name in ("rope_scaling", "rope_parameters")
-    )
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(rope := data.get(name) or {}, dict):
+            raise SpecDecError(f"`{where}` has a rope that is no object: `{name}` {rope!r}", hint="correct it")
+    scaling, parameters = data.get("rope_scaling") or {}, data.get("rope_parameters") or {}
     found = [
         (f"rope_scaling.{name}", scaling[name], f"rope_parameters.{name}", parameters[name])
         for name in scaling
@@ -104,7 +157,7 @@ def _refuse_two_ropes(data: dict[str, Any], where: str) -> None:
 def last_words(error: Exception) -> str:
     """Message of a validator of transformers, without the names of those that pass it on."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
-    return re.sub(r"^\w+Error: ", "", line)
+    return re.sub(r"^\w+Error: ", "", line).partition(". Errors:")[0]
 
 
 def _refuse_unsupported(config: PreTrainedConfig) -> None:

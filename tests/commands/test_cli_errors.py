@@ -585,8 +585,8 @@ MODELS = [
     case(CONVERT, 1, "model/config.json", damage=wrong_json("model/config.json", "[]")),
     case(CONVERT, 1, "`model_type`", damage=edited("model/config.json", model_type=None)),
     case(CONVERT, 1, "martian", damage=edited("model/config.json", model_type="martian")),
-    case(CONVERT, 1, "llama", damage=edited("model/config.json", num_attention_heads=0)),
-    case(CONVERT, 1, "llama", damage=edited("model/config.json", hidden_size=-32)),
+    case(CONVERT, 1, "model/config.json", "0", damage=edited("model/config.json", num_attention_heads=0)),
+    case(CONVERT, 1, "model/config.json", "-32", damage=edited("model/config.json", hidden_size=-32)),
     case(CONVERT, 1, "encoder-decoder", damage=edited("model/config.json", model_type="t5")),
     case(CONVERT, 1, "model/model.safetensors", damage=without("model/model.safetensors")),
     case(CONVERT, 1, "model/model.safetensors", damage=truncated("model/model.safetensors")),
@@ -1057,7 +1057,7 @@ HAND_EDITED = [
     *[
         case(CONVERT, 1, *words, damage=by_hand("model/config.json", **change))
         for change, *words in (
-            ({"num_hidden_layers": 0}, "llama"),
+            ({"num_hidden_layers": 0}, "0"),
             ({"num_hidden_layers": "x"}, "'x'"),
             ({"vocab_size": 299}, "config.json"),
             ({"hidden_size": 33},),

@@ -1,6 +1,7 @@
 """Directories of models as people have them: read as transformers reads them, told of, or refused in a sentence."""
 
 import json
+import math
 import shutil
 import warnings
 from collections.abc import Callable
@@ -279,6 +280,38 @@ def test_a_rope_that_is_said_twice_and_differently_is_refused(message: str, tmp_
         parse_language_model(data, "config.json")
     said(error)
     assert error.value.message.endswith(message)
+
+
+IMPOSSIBLE: dict[str, dict[str, Any]] = {
+    "`factor`; 0": {"rope_scaling": {"rope_type": "linear", "factor": 0}},
+    "`factor`; 'two'": {"rope_scaling": {"rope_type": "linear", "factor": "two"}},
+    "`rope_theta`; 'abc'": {"rope_theta": "abc"},
+    "`rope_theta`; 0.0": {"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}},
+    "`low_freq_factor`; nan": {"rope_scaling": LLAMA3 | {"low_freq_factor": math.nan}},
+    "`short_factor`; -1": {
+        "rope_scaling": {"rope_type": "longrope", "factor": 2.0, "short_factor": [1, -1], "long_factor": [1, 1]},
+        "original_max_position_embeddings": 64,
+    },
+    "spiral; llama3": {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}},
+    "`rope_scaling`; 'linear'": {"rope_scaling": "linear"},
+    "attention heads; 0": {"num_attention_heads": 0},
+    "layers; -1": {"num_hidden_layers": -1},
+    "`rms_norm_eps`; nan": {"rms_norm_eps": math.nan},
+}
+
+
+@pytest.mark.parametrize("words", IMPOSSIBLE)
+def test_a_config_that_nothing_can_be_computed_of_is_refused(
+    words: str, said: Said, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = shrunk(PUBLISHED["ALLaM-7B-Instruct"].config)
+    if any(name.startswith("rope") for name in IMPOSSIBLE[words]):
+        data = {name: value for name, value in data.items() if not name.startswith("rope")}
+    with pytest.raises(SpecDecError) as error:
+        parse_language_model(data | IMPOSSIBLE[words], "config.json")
+    said(error, *words.split("; "), "`config.json`")
+    assert len(error.value.message) < 200
+    assert capfd.readouterr() == ("", "")  # no line of transformers'
 
 
 def test_a_rope_that_is_said_twice_and_the_same_is_one(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Every key of a GGUF file's model is used, changes nothing at its value, or is refused by name."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from llamacpp_tokens import write_file
 from sentences import Said
 
+from runtime.compiler.pretrained import parse_language_model
 from runtime.errors import SpecDecError
 from runtime.gguf_config import config_of
 
@@ -58,6 +60,21 @@ def test_key_that_would_change_the_model_is_refused_by_name(
         config_of(write_file(tmp_path / "model.gguf", 4, edit))
     said(error, *message.split("` "))
     assert "safetensors" in str(error.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("words", "edit"),
+    [
+        ("no number; llama.attention.layer_norm_rms_epsilon", with_values(attention__layer_norm_rms_epsilon=math.nan)),
+        ("`rope_theta`; 0.0", with_values(rope__freq_base=0.0)),
+        ("attention heads; 0", with_values(attention__head_count=0, attention__key_length=32)),
+    ],
+)
+def test_value_that_nothing_can_be_computed_of_is_refused(words: str, edit: Edit, tmp_path: Path, said: Said) -> None:
+    path = write_file(tmp_path / "model.gguf", 4, edit)
+    with pytest.raises(SpecDecError) as error:
+        parse_language_model(config_of(path), path.name)
+    said(error, *words.split("; "))
 
 
 @pytest.mark.parametrize("name", ["eos_token_id", "bos_token_id"])
