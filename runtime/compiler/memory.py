@@ -17,6 +17,8 @@ from torch import Tensor
 _MALLOC = {-1: 1 << 30, -2: 64 << 20, -3: 32 << 20}
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # Python has no name of it before 3.13
 Mapping = TypeVar("Mapping", bound=mmap.mmap)
+# Of what may never be used up: a huge page, 2 MiB, is zeroed as a whole when a byte of it is used, and made room for.
+_SMALL_PAGES_FIRST = 2 << 20
 _MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
@@ -33,20 +35,29 @@ def keep_freed_memory() -> None:
             mallopt(parameter, value)
 
 
-def huge_pages(num_bytes: int) -> Tensor:
+def huge_pages(num_bytes: int, *, small_first: int = 0) -> Tensor:
     """(num_bytes,) uint8 zeros, this process's own: what a fork of it writes there is the fork's.
+
+    The first `small_first` bytes, a multiple of the size of a page, are in small pages.
 
     Python maps memory to be shared with forks unless told otherwise, and the system has huge pages for private memory
     where it may be asked for them (`/sys/kernel/mm/transparent_hugepage/enabled` is `madvise` or `always`).
     """
-    return torch.frombuffer(_map(mmap.mmap, max(num_bytes, 1)), dtype=torch.uint8)[:num_bytes]
+    memory = _map(mmap.mmap, max(num_bytes, 1))
+    if small_first and hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE, 0, min(small_first, len(memory)))
+    return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros on a device; on the CPU what is never used takes no memory, and zeroing it no time."""
+    """Zeros on a device; on the CPU what is never used takes no memory, and zeroing it no time.
+
+    The first of them are in small pages: of the 60 pools of a model of 135 M parameters the first prompt would take
+    240 MB and a quarter of a second.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return huge_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+    return huge_pages(math.prod(shape) * dtype.itemsize, small_first=_SMALL_PAGES_FIRST).view(dtype).view(shape)
 
 
 def reserve(kind: type[Mapping], num_bytes: int) -> Mapping:

@@ -6,7 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tiny import make_model
+
+from runtime.compiler.memory import zeros
 
 PROGRAM = """
 import ctypes, resource, sys, torch
@@ -78,3 +81,29 @@ def test_a_build_takes_little_more_memory_than_its_weights(kernels: Path, tmp_pa
     command = [sys.executable, "-c", BUILD, str(tmp_path / "model"), str(tmp_path)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert int(done.stdout) < 1.3 * num_bytes + OVERHEAD_BYTES
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
+def test_the_first_bytes_of_many_pools_take_little_memory() -> None:
+    """Of a huge page each they would take 60 MB, where the system has them."""
+    pools = [zeros((6 << 20,), torch.uint8, torch.device("cpu")) for _ in range(30)]
+    before = resident_bytes()
+    for pool in pools:
+        pool[:100] = 1
+    assert resident_bytes() - before < 30 << 16
+    for pool in pools:
+        assert "nh" in flags_at(pool.data_ptr()) and "hg" in flags_at(pool.data_ptr() + (5 << 20))
+
+
+def flags_at(address: int) -> list[str]:
+    """Linux's flags of a mapping of this process."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        begin, _, end = line.split()[0].partition("-")
+        if end and int(begin, 16) <= address < int(end, 16):
+            return next(line for line in lines if line.startswith("VmFlags:")).split()[1:]
+    raise AssertionError("it is not mapped")
