@@ -1,5 +1,6 @@
 """Conversations: messages become the prompt that a model was trained on, by the template of its tokenizer."""
 
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict
@@ -43,13 +44,13 @@ class ChatTemplate:
         from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
 
         check_messages(messages, "the conversation")
+        if isinstance(self.source, dict):
+            _check_default(self.source, self._tokenizer.name_or_path)
         try:
             text: str = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
             text.encode()  # no tokenizer takes half a pair of surrogates
         except TemplateSyntaxError as error:  # a filter that there is none of, too
-            raise SpecDecError(
-                f"the chat template is broken, line {error.lineno}: {error.message}", hint=_OTHER
-            ) from None
+            _raise_broken(error)
         except UndefinedError as error:
             raise SpecDecError(f"the chat template asks for what no conversation has: {error}", hint=_OTHER) from None
         except TemplateError as error:
@@ -65,16 +66,67 @@ class ChatTemplate:
 
 
 def has_chat_template(tokenizer_dir: Path) -> bool:
-    """True if a GGUF file or a directory has a chat template, by transformers' rules but without transformers.
+    """True if a GGUF file or a directory has a chat template."""
+    return bool(chat_templates(tokenizer_dir))
+
+
+def chat_templates(tokenizer_dir: Path) -> dict[str, str]:
+    """Chat templates of a GGUF file or a directory by their names, by transformers' rules but without transformers.
 
     `chat_template.json` is that of a processor of images and sounds, which no tokenizer reads.
     """
     if is_gguf(tokenizer_dir):
-        return CHAT_TEMPLATE in read_gguf(tokenizer_dir).metadata
-    if (tokenizer_dir / "chat_template.jinja").exists():
-        return True
-    config = tokenizer_dir / "tokenizer_config.json"
-    return config.is_file() and read_json(config).get("chat_template") is not None
+        template = read_gguf(tokenizer_dir).metadata.get(CHAT_TEMPLATE)
+    elif (file := tokenizer_dir / "chat_template.jinja").exists():
+        template = file.read_text(encoding="utf-8", errors="replace")
+    else:
+        config = tokenizer_dir / "tokenizer_config.json"
+        template = read_json(config).get("chat_template") if config.is_file() else None
+    if isinstance(template, list):
+        return {str(one.get("name")): str(one.get("template")) for one in template if isinstance(one, dict)}
+    return {} if template is None else {_DEFAULT: str(template)}
+
+
+def check_chat_template(tokenizer_dir: Path, tokenizer: str) -> None:
+    """SpecDecError unless it has a chat template for conversations, of which a program can be made: before an engine is
+    built. `tokenizer` is the name that the user gave.
+    """
+    from jinja2 import Environment, TemplateSyntaxError
+
+    templates = chat_templates(tokenizer_dir)
+    if not templates:
+        raise_no_chat_template(tokenizer)
+    _check_default(templates, tokenizer)
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols", _generation()]).compile(templates[_DEFAULT])
+    except TemplateSyntaxError as error:
+        _raise_broken(error)
+
+
+def _check_default(templates: Collection[str], tokenizer: str) -> None:
+    if _DEFAULT not in templates:
+        raise SpecDecError(
+            f"none of the tokenizer's chat templates is the default, {', '.join(sorted(templates))}: {tokenizer}",
+            hint=f"name one of them `{_DEFAULT}` in its tokenizer_config.json",
+        )
+
+
+def _generation() -> type[Any]:
+    """transformers' block around what a model is trained to say, as a tag of jinja's."""
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return Generation
+
+
+def _raise_broken(error: Any) -> NoReturn:
+    raise SpecDecError(f"the chat template is broken, line {error.lineno}: {error.message}", hint=_OTHER) from None
 
 
 def raise_no_chat_template(tokenizer: str) -> NoReturn:
@@ -95,5 +147,6 @@ def check_messages(messages: Any, where: str) -> tuple[Message, ...]:
     return tuple(messages)
 
 
+_DEFAULT = "default"
 _OTHER = "correct the template, or name a tokenizer with another"
 _FORM = '[{"role": "user", "content": "…"}] is one; roles are system, user and assistant'

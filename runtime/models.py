@@ -4,6 +4,7 @@ import re
 import warnings
 from functools import cache
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,18 @@ def resolve_tokenizer(path: Path) -> Path:
     if found is not None and not has_tokenizer(found):
         raise SpecDecError(f"the file has no tokenizer: {found}", hint="name the tokenizer of the model it was made of")
     return found or path
+
+
+def refuse_sentencepiece(directory: Path) -> None:
+    """SpecDecError for a tokenizer that is a SentencePiece file alone, where the package that reads one is missing."""
+    alone = (directory / "tokenizer.model").is_file() and not (directory / "tokenizer.json").is_file()
+    if alone and find_spec("sentencepiece") is None:
+        raise SpecDecError(
+            f"the tokenizer is a SentencePiece file alone, and the package that reads one is not installed: "
+            f"{directory / 'tokenizer.model'}",
+            hint="`pip install sentencepiece protobuf`; or save it with transformers elsewhere, and add its "
+            "tokenizer.json",
+        )
 
 
 def read_model_config(model_dir: Path) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from bisect import bisect_left
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +17,7 @@ from runtime.files import read_json
 from runtime.generation_config import as_end_ids, read_end_ids
 from runtime.gguf import is_gguf
 from runtime.locks import quiet_transformers
-from runtime.models import resolve_tokenizer
+from runtime.models import refuse_sentencepiece, resolve_tokenizer
 from runtime.request import Request, Sequence
 from runtime.token_text import Texts, texts_after, token_bytes
 from runtime.tokenizer import Tokenizer, find_saved_tokenizer, save_tokenizer
@@ -58,7 +57,7 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
                 hint="name a tokenizer that transformers has a class for",
                 code="tokenizer_is_code",
             ) from None
-        _refuse_sentencepiece(directory)
+        refuse_sentencepiece(directory)
         reason = " ".join(str(error).split())
         raise SpecDecError(
             f"no usable tokenizer in: {directory}",
@@ -69,18 +68,6 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
     if pretrained_config is not None and pretrained_config["model_type"] in _MISTRALS:
         _warn_of_first_pattern(tokenizer, directory)
     return cast(Tokenizer, tokenizer)
-
-
-def _refuse_sentencepiece(directory: Path) -> None:
-    """SpecDecError for a tokenizer that is a SentencePiece file alone, where the package that reads one is missing."""
-    alone = (directory / "tokenizer.model").is_file() and not (directory / "tokenizer.json").is_file()
-    if alone and find_spec("sentencepiece") is None:
-        raise SpecDecError(
-            f"the tokenizer is a SentencePiece file alone, and the package that reads one is not installed: "
-            f"{directory / 'tokenizer.model'}",
-            hint="`pip install sentencepiece protobuf`; or save it with transformers elsewhere, and add its "
-            "tokenizer.json",
-        )
 
 
 def _warn_of_first_pattern(tokenizer: Any, directory: Path) -> None:

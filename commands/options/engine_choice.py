@@ -16,11 +16,11 @@ from commands.options.shared import INPUT, KV_CACHE, TokenizerDir
 from commands.options.speculation_flags import SpeculationOptions
 from commands.output import Output
 from runtime.bundle import Bundle, read_bundle
-from runtime.chat import has_chat_template, raise_no_chat_template
+from runtime.chat import check_chat_template
 from runtime.drafters.spec import Devices
 from runtime.drafters.speculation import Speculation
 from runtime.errors import UsageError
-from runtime.models import read_model_config, resolve_model, resolve_tokenizer
+from runtime.models import read_model_config, refuse_sentencepiece, resolve_model, resolve_tokenizer
 from runtime.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -157,16 +157,23 @@ class EngineChoice:
         speculation.check_files()
         return replace(self, speculation=speculation, device_ids=device_ids, bundle=bundle)
 
+    def check_tokenizer(self) -> None:
+        """SpecDecError for a tokenizer that cannot be read here, as far as files tell: before an engine is built."""
+        if self._tokenizer_files is not None:
+            refuse_sentencepiece(self._tokenizer_files)
+
     def check_chat_template(self) -> None:
-        """SpecDecError for a model whose tokenizer has no chat template: before an engine is built of it."""
+        """The same, and SpecDecError for a tokenizer without a chat template that conversations can have."""
+        self.check_tokenizer()
+        if self._tokenizer_files is not None:
+            check_chat_template(self._tokenizer_files, str(self.tokenizer_dir or self.model_dir))
+
+    @property
+    def _tokenizer_files(self) -> Path | None:
+        """None of an engine, which is there: it says itself what it lacks."""
         if self.tokenizer_dir is not None:
-            found = resolve_tokenizer(self.tokenizer_dir)
-        elif self.model_dir is not None:
-            found = resolve_model(self.model_dir)
-        else:
-            return
-        if not has_chat_template(found):
-            raise_no_chat_template(str(self.tokenizer_dir or self.model_dir))
+            return resolve_tokenizer(self.tokenizer_dir)
+        return None if self.model_dir is None else resolve_model(self.model_dir)
 
     def open(self, output: Output) -> "AbstractContextManager[Setup]":
         """The engine and the drafter; SpecDecError if they cannot serve the choice."""

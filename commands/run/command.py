@@ -209,6 +209,8 @@ def run(
     choice = engine.choose(params, generation.common.max_num_tokens, check_lossless=results.check_lossless)
     if inputs.apply_chat_template or any(prompt.messages for prompt in prompts):
         choice.check_chat_template()
+    elif any(prompt.text is not None for prompt in prompts):
+        choice.check_tokenizer()
 
     from commands.run.work import answer
 

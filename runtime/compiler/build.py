@@ -6,6 +6,7 @@ logits as transformers' own eager attention on the machine that built it.
 
 import dataclasses
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ from runtime.config import (
     as_json,
 )
 from runtime.engine import Engine
-from runtime.errors import SpecDecError
+from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import check_output_directory, check_output_is_not_input, new_directory, write_json
 from runtime.kv_cache import bytes_per_block, kv_dtype
 from runtime.locks import MODEL_INIT_LOCK
@@ -116,6 +117,7 @@ def build_engine(
     check_output_directory(output_dir, replace=replace)
     checkpoint = source.config if isinstance(source, OpenedCheckpoint) else open_checkpoint(source)
     pretrained = _parse_fitting(checkpoint, checkpoint_dir, build)
+    _tell_slow_weights(checkpoint, build, device)
     weights = _Weights(checkpoint_dir, checkpoint, pretrained, device, uses_kernels(build.compiler, device.type))
     shape = weights.shape(build)
     phase("loading the checkpoint")
@@ -365,6 +367,17 @@ def _check_settings(build: BuildConfig, config: PreTrainedConfig) -> None:
             hint=f"max_seq_len {positions} is the most",
             code="positions",
             max_seq_len=positions,
+        )
+
+
+def _tell_slow_weights(checkpoint: CheckpointConfig, build: BuildConfig, device: torch.device) -> None:
+    """SpecDecWarning for weights of few bits where only kernels multiply by them."""
+    quantized = checkpoint.quantization is not None and checkpoint.quantization.quant_algo is not None
+    if (quantized or build.self_draft is not None) and not uses_kernels(build.compiler, device.type):
+        warnings.warn(
+            "a model that is not compiled dequantizes its weights in each step, which may take tens of times as long",
+            SpecDecWarning,
+            stacklevel=3,
         )
 
 

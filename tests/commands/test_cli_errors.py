@@ -775,6 +775,12 @@ PLACES = [
     case("chat --engine-dir none", 1, "none"),
     case("chat --engine-dir model", 1, "model"),
     case("chat --model-dir ./none", 1, "./none"),
+    case("chat --model-dir model", 1, "model"),
+    case("chat --model-dir model", 1, "line 1", damage=file("model/chat_template.jinja", "{{ messages | backwards }}")),
+    case(
+        "run --model-dir model --apply-chat-template hello", 1, "line 1",
+        damage=file("model/chat_template.jinja", "{% for"),
+    ),
     case(CHAT + "--tokenizer-dir none", 1, "none"),
     case(CHAT, 1, "engine"),
     case("tune --engine-dir none --input-text a", 1, "none"),

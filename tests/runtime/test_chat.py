@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 from byte_tokenizers import byte_level
+from sentences import Said
 from transformers import AutoTokenizer
 
-from runtime.chat import ChatTemplate, has_chat_template
+from runtime.chat import ChatTemplate, check_chat_template, has_chat_template
+from runtime.errors import SpecDecError
 
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
 TEMPLATES = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": TEMPLATE}]
@@ -31,3 +33,39 @@ def test_a_template_is_found_where_transformers_finds_it(place: str, tmp_path: P
         found = ChatTemplate(tmp_path, {"model_type": "llama"}).encode(messages)  # type: ignore[list-item]
         expected = own.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert found == expected != []
+
+
+BROKEN = {
+    "line 2; Expected": [{"name": "default", "template": "\n{% if %}"}],
+    "line 1; upside_down": "{{ messages | upside_down }}",
+    "rag, tool_use": [{"name": name, "template": TEMPLATE} for name in ("tool_use", "rag")],
+}
+
+
+@pytest.mark.parametrize("words", BROKEN)
+def test_template_that_no_conversation_can_have_is_told_before_and_when_it_is_used(
+    words: str, tmp_path: Path, said: Said
+) -> None:
+    byte_level().save_pretrained(tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": BROKEN[words]}))
+    with pytest.raises(SpecDecError) as error:
+        check_chat_template(tmp_path, str(tmp_path))
+    said(error, *words.split("; "))
+    with pytest.raises(SpecDecError) as used:
+        ChatTemplate(tmp_path, {"model_type": "llama"}).encode([{"role": "user", "content": "the dog"}])
+    said(used, *words.split("; "))
+
+
+def test_templates_of_transformers_own_language_are_whole(tmp_path: Path) -> None:
+    """Its blocks and functions: what is generated, the day, errors, loops that are left."""
+    byte_level().save_pretrained(tmp_path)
+    text = (
+        "{% if not messages %}{{ raise_exception('none') }}{% endif %}{{ strftime_now('%Y') }}"
+        "{% for m in messages %}{% if loop.index > 9 %}{% break %}{% endif %}"
+        "{% generation %}{{ m.content | tojson(indent=2) }}{% endgeneration %}{% endfor %}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(text)
+    check_chat_template(tmp_path, "it")
+    ids = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template([{"role": "user", "content": "x"}])
+    assert ids["input_ids"]

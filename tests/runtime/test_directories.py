@@ -226,7 +226,7 @@ def test_a_sentencepiece_file_alone_names_the_package_that_is_missing(
 ) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-    monkeypatch.setattr("runtime.text.find_spec", lambda name: None)
+    monkeypatch.setattr("runtime.models.find_spec", lambda name: None)
     with pytest.raises(SpecDecError) as error:
         load_tokenizer(tmp_path, {"model_type": "llama"})
     said(error, tmp_path / "tokenizer.model", "pip install sentencepiece")
@@ -235,7 +235,7 @@ def test_a_sentencepiece_file_alone_names_the_package_that_is_missing(
 def test_an_engine_whose_tokenizer_cannot_be_read_takes_token_ids(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
-    monkeypatch.setattr("runtime.text.find_spec", lambda name: None)
+    monkeypatch.setattr("runtime.models.find_spec", lambda name: None)
     model_dir = saved(tmp_path / "model")
     (model_dir / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
     with pytest.warns(SpecDecWarning) as warned:

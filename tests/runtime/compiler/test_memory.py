@@ -89,7 +89,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
 def test_the_first_bytes_of_many_pools_take_little_memory() -> None:
-    """Of a huge page each they would take 60 MB, where the system has them."""
+    """30 pages of 4 KB, not of 2 MB, which would be 60 MB where the system has them."""
     pools = [zeros((6 << 20,), torch.uint8, torch.device("cpu")) for _ in range(30)]
     before = resident_bytes()
     for pool in pools:

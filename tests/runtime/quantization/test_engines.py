@@ -24,7 +24,7 @@ from runtime.compiler.quality import measure_quality, quality_text
 from runtime.config import Activations, CheckpointConfig, EngineConfig, QuantConfig
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine
-from runtime.errors import SpecDecError
+from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.orchestrator import generate
 from runtime.quantization.weight import QuantizedWeight, from_integers, take_quantized
 from runtime.request import Draft, Request, Sequence
@@ -140,6 +140,13 @@ def test_weights_stored_the_other_way_round_are_quantized_too(qformat: Any, comp
         layer.weight.data = weight.dequantize().t().contiguous()
     assert build(tmp_path, compiler=compiler).build_config.compiler == compiler
     check_engine(tmp_path / "engine", model)
+
+
+def test_quantized_weights_without_kernels_are_told_to_be_slow(tmp_path: Path, said: Said) -> None:
+    make_checkpoint("int4", tmp_path)
+    with pytest.warns(SpecDecWarning) as warned:
+        build(tmp_path, compiler="none")
+    said(warned)
 
 
 @pytest.mark.slow
