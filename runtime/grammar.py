@@ -11,6 +11,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
+from copy import copy
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ _JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_s
 _MOST_COMPILED = 64
 _MOST_FORCED_BYTES = 1 << 14
 """Longer text that has only one continuation is of a grammar that never ends, or whose every step is slow."""
+_MOST_LEXER_FUEL = 200_000
+"""llguidance's measure of an expression's size, of which it allows a million: a step may then take half a second."""
 _ENDLESS = "it never ends, or only after a very long text"
 _MOST_REASON = 200
 
@@ -173,7 +176,7 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         vocabulary = self._read_vocabulary()
-        limits = LLParserLimits(verbose_errors=False)
+        limits = LLParserLimits(initial_lexer_fuel=_MOST_LEXER_FUEL, verbose_errors=False)
         try:
             matcher = LLMatcher(vocabulary, _written(grammar), log_level=0, limits=limits)
         except (
@@ -182,12 +185,17 @@ class Grammars:
             raise _refused(grammar, str(error)) from None
         if matcher.is_error():
             raise _refused(grammar, matcher.get_error())
-        if len(matcher.compute_ff_bytes()) > _MOST_FORCED_BYTES:
-            raise _refused(grammar, _ENDLESS)
-        matcher.compute_bitmask()
+        matcher.compute_bitmask()  # before forced bytes, which would be computed while other threads wait
         if matcher.is_error():
             raise _refused(grammar, "no text matches it")
+        if len(matcher.compute_ff_bytes()) > _MOST_FORCED_BYTES:
+            raise _refused(grammar, _ENDLESS)
         return CompiledGrammar(matcher, self._vocab_size, vocabulary.eos_tokens)
+
+    def prepare(self) -> None:
+        """Read the vocabulary, for which other threads wait: 1 s for 128,000 tokens."""
+        with self._lock:
+            self._read_vocabulary()
 
     def _read_vocabulary(self) -> "LLTokenizer":
         from llguidance import LLTokenizer
@@ -198,10 +206,13 @@ class Grammars:
                     "grammars need a tokenizer, and the engine has none", hint="name one", code="no_tokenizer"
                 )
             try:
-                state = json.loads(self._tokenizer.backend_tokenizer.to_str())
-                state["padding"] = state["truncation"] = None
+                tokenizer = self._tokenizer.backend_tokenizer
+                if tokenizer.padding is not None or tokenizer.truncation is not None:
+                    tokenizer = copy(tokenizer)
+                    tokenizer.no_padding()
+                    tokenizer.no_truncation()
                 size = max(self._vocab_size, max(self._tokenizer.get_vocab().values()) + 1)
-                self._vocabulary = LLTokenizer(json.dumps(state), n_vocab=size, eos_token=self._end_ids or None)
+                self._vocabulary = LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=self._end_ids or None)
             except Exception as error:  # as above, and tokenizers that have no `tokenizers` behind them
                 raise SpecDecError(
                     f"grammars cannot be used with this tokenizer, whose tokens are not known as bytes: {error}",

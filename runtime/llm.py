@@ -309,10 +309,11 @@ class LLM:
     def grammar(self, params: SamplingParams) -> CompiledGrammar | None:
         """Compile the grammar of an output, if it has one; SpecDecError if it cannot be used."""
         grammar = params.output_grammar
-        return None if grammar is None else self._grammars.compiled(grammar)
+        return None if grammar is None else self.grammars.compiled(grammar)
 
     @cached_property
-    def _grammars(self) -> Grammars:
+    def grammars(self) -> Grammars:
+        """Compiler of grammars for this model."""
         return Grammars(self.tokenizer, self.bundle.config.vocab_size, self.end_ids)
 
     def _with_own_penalties(self, params: SamplingParams) -> SamplingParams:

@@ -213,14 +213,15 @@ class Sampler:
             return itertools.repeat(_NOTHING, len(draft_tokens) + 1)
         return self._occurrences.at(prefix, draft_tokens)
 
-    def legal(self, prefix: list[int], draft_tokens: Seq[int], logits: Tensor) -> Tensor:
+    def legal(self, prefix: list[int], draft_tokens: Seq[int], logits: Tensor, *, in_place: bool = False) -> Tensor:
         """(draft_len + 1, vocab) logits after `prefix` and each token of a draft; -inf where the grammar forbids."""
         if self.matcher is None:
             return logits
-        masks, logits = self.matcher.allowed(prefix, draft_tokens), logits.clone()
-        for row, mask in zip(logits, masks, strict=True):
-            if mask is not None:
-                row.masked_fill_(torch.from_numpy(~mask).to(row.device), -math.inf)
+        with torch.inference_mode():  # as the step, whose logits could not be written to elsewhere
+            masks, logits = self.matcher.allowed(prefix, draft_tokens), logits if in_place else logits.clone()
+            for row, mask in zip(logits, masks, strict=True):
+                if mask is not None:
+                    _forbid_others(row, mask)
         return logits
 
     def no_choice(self, code: int, position: int) -> NoValidToken:
@@ -331,6 +332,20 @@ class Sampler:
         return int.from_bytes(digest, "little")
 
 
+def _forbid_others(logits: Tensor, allowed: NDArray[np.bool_]) -> None:
+    """Set (vocab,) logits to -inf where they are not allowed: by indices, for masks are nearly full or nearly empty.
+
+    By `index_fill_`, for which torch wakes no threads.
+    """
+    if 2 * np.count_nonzero(allowed) > len(allowed):
+        forbidden = torch.from_numpy(np.flatnonzero(~allowed)).to(logits.device)
+        logits.index_fill_(0, forbidden, -math.inf)
+    else:
+        kept = torch.from_numpy(np.flatnonzero(allowed)).to(logits.device)
+        values = logits.index_select(0, kept)
+        logits.fill_(-math.inf).index_copy_(0, kept, values)
+
+
 def _left(scores: Tensor) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
     """Scores of the tokens that can be chosen, and which they are; by NumPy: torch's threads take longer to come."""
     numbers = scores.cpu().numpy()
@@ -347,6 +362,13 @@ class Positions:
     draft_tokens: Seq[int]
     logits: Tensor
     """(draft_len + 1, vocab)"""
+    is_spare: bool = False
+    """True if the logits may be overwritten: a copy takes longer than what a grammar changes."""
+
+    @property
+    def legal_logits(self) -> Tensor:
+        """Those that the grammar leaves, if there is one."""
+        return self.sampler.legal(self.prefix, self.draft_tokens, self.logits, in_place=self.is_spare)
 
 
 def choose_all(asked: Seq[Positions]) -> list[Iterator[int]]:
@@ -396,8 +418,7 @@ def kernel_arguments(asked: Seq[Positions]) -> tuple[list[Tensor], *tuple[Tensor
         np.array(bans, np.int32),
         np.array(bounds, np.int64),
     )
-    rows = [one.sampler.legal(one.prefix, one.draft_tokens, one.logits) for one in asked]
-    return rows, *map(torch.from_numpy, arrays)
+    return [one.legal_logits for one in asked], *map(torch.from_numpy, arrays)
 
 
 def draw(weights: Tensor, uniform: float) -> int:

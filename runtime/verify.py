@@ -20,10 +20,11 @@ def verify_all(
 ) -> list[VerifyResult | NoValidToken]:
     """The verdict on a draft of each sequence; row i of its logits, (draft_len + 1, vocab), is after i draft tokens.
 
-    NoValidToken where the sequence cannot go on. What is compared by tokens is chosen for all at once.
+    NoValidToken where the sequence cannot go on. What is compared by tokens is chosen for all at once. Logits of a
+    request with a grammar are overwritten, unless it keeps them.
     """
     by_tokens = [i for i, draft in enumerate(drafts) if not _is_by_probs(sequences[i], draft)]
-    asked = [Positions(sequences[i].sampler, sequences[i].tokens, drafts[i].tokens, all_logits[i]) for i in by_tokens]
+    asked = [_positions(sequences[i], drafts[i], all_logits[i]) for i in by_tokens]
     chosen = dict(zip(by_tokens, choose_all(asked), strict=True))
     return [
         _verdict(*of_one, chosen.get(i)) for i, of_one in enumerate(zip(sequences, drafts, all_logits, strict=True))
@@ -32,10 +33,15 @@ def verify_all(
 
 def verify(sequence: Sequence, draft: Draft, logits: Tensor) -> VerifyResult:
     """`verify_all` of one; NoValidToken is raised."""
-    (verdict,) = verify_all([sequence], [draft], [logits])
+    (verdict,) = verify_all([sequence], [draft], [logits.clone()])
     if isinstance(verdict, NoValidToken):
         raise verdict
     return verdict
+
+
+def _positions(sequence: Sequence, draft: Draft, logits: Tensor) -> Positions:
+    is_spare = not sequence.request.wants_logits
+    return Positions(sequence.sampler, sequence.tokens, draft.tokens, logits, is_spare)
 
 
 def _is_by_probs(sequence: Sequence, draft: Draft) -> bool:

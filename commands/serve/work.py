@@ -23,6 +23,7 @@ from commands.serve.http_errors import HTTPError
 from commands.serve.routes import make_app
 from commands.serve.served import ServedModel, check_can_serve, prepare_chat
 from commands.serve.server import Address, errors_logged, serve
+from runtime.errors import SpecDecError
 from runtime.llm import LLM
 from runtime.serving.loop import ServingLoop
 from runtime.session import Session
@@ -127,6 +128,8 @@ def open_served(llm: LLM, session: Session, clock: Clock, names: tuple[str, ...]
     """The model behind a loop that has not been started; SpecDecError if it cannot be served."""
     check_can_serve(llm)
     has_chat_template = prepare_chat(llm)
+    with suppress(SpecDecError):  # told to those who ask for one
+        llm.grammars.prepare()
     loop = ServingLoop(session, max_queue_len, clock)
     return ServedModel(llm, loop, names, int(time.time()), has_chat_template, llm.model_defaults.sampling)
 
