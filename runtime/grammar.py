@@ -47,6 +47,17 @@ class CompiledGrammar:
         return self._start.deep_copy()
 
 
+class Mask:
+    """Tokens that may come next at a position. `indices` are those of them, or of the others, that are fewer."""
+
+    def __init__(self, allowed: NDArray[np.bool_]) -> None:
+        self.allowed = allowed
+        num_allowed = int(np.count_nonzero(allowed))
+        self.forbids = 2 * num_allowed > len(allowed)
+        """True if the indices are those of forbidden tokens."""
+        self.indices = np.flatnonzero(~allowed if self.forbids else allowed)
+
+
 class Matcher:
     """State of one request's output in its grammar. Calls may pass any tokens, but are fastest if they go on from the
     previous ones; the prompt is no part of the text.
@@ -59,16 +70,17 @@ class Matcher:
         self._end_ids, self._ends = end_ids, sorted(end_ids)
         self._matcher = grammar.start()
         self._tokens: list[int] = []
-        self._last: tuple[list[int], NDArray[np.bool_]] | None = None
-        """The last position and its mask: an output's end is looked for before its next token is chosen."""
+        self._last: tuple[list[int], bytes, bool, Mask] | None = None
+        """The last position and its mask: an output's end is looked for before its next token is chosen, and within a
+        text masks do not change."""
 
-    def allowed(self, prefix: Seq[int], draft_tokens: Seq[int]) -> list[NDArray[np.bool_] | None]:
+    def allowed(self, prefix: Seq[int], draft_tokens: Seq[int]) -> list[Mask | None]:
         """(vocab,) masks after `prefix`, and after each token of a draft; None beyond the end or an illegal token.
 
         Nobody asks for tokens there: the end is the output's, and the target rejects what is illegal.
         """
         self.error = None
-        masks: list[NDArray[np.bool_] | None] = [None] * (len(draft_tokens) + 1)
+        masks: list[Mask | None] = [None] * (len(draft_tokens) + 1)
         if not self._follow(prefix):
             if not self._matcher.is_stopped():
                 masks[0] = self._nothing("the text so far does not match it")
@@ -89,9 +101,9 @@ class Matcher:
             return True
         if not self._matcher.is_accepting():
             return False
-        mask = self._mask().copy()
-        mask[self._ends] = False
-        return not mask.any() and self.error is None
+        allowed = self._mask().allowed.copy()
+        allowed[self._ends] = False
+        return not allowed.any() and self.error is None
 
     def num_legal(self, prefix: Seq[int], draft_tokens: Seq[int]) -> int:
         """Number of a draft's tokens before the first that cannot come, or that nothing can precede."""
@@ -128,24 +140,35 @@ class Matcher:
         self._tokens += tokens[:num_taken]
         return num_taken == len(tokens)
 
-    def _mask(self) -> NDArray[np.bool_]:
+    def _mask(self) -> Mask:
         """Tokens that may come next."""
         if self._last is not None and self._last[0] == self._tokens:
-            return self._last[1]
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            return self._last[-1]
+        bits, is_whole = self._matcher.compute_bitmask(), self._matcher.is_accepting()
         if self._matcher.is_error():
             return self._nothing(_reason(self._matcher.get_error()))
-        mask = np.unpackbits(bits, count=self._grammar.vocab_size, bitorder="little").view(np.bool_)
-        if np.count_nonzero(mask) == 1 and len(self._matcher.compute_ff_bytes()) > _MOST_FORCED_BYTES:
+        if self._last is not None and self._last[1:3] == (bits, is_whole):
+            mask = self._last[-1]
+        else:
+            mask = self._read_mask(bits, is_whole=is_whole)
+        if not mask.forbids and len(mask.indices) == 1 and self._forces_too_much():
             return self._nothing(_ENDLESS)
-        mask[self._grammar.eos_tokens] = False
-        mask[self._ends] = self._matcher.is_accepting()
-        self._last = list(self._tokens), mask
+        self._last = list(self._tokens), bits, is_whole, mask
         return mask
 
-    def _nothing(self, reason: str) -> NDArray[np.bool_]:
+    def _read_mask(self, bits: bytes, *, is_whole: bool) -> Mask:
+        packed = np.frombuffer(bits, np.uint8)
+        allowed = np.unpackbits(packed, count=self._grammar.vocab_size, bitorder="little").view(np.bool_)
+        allowed[self._grammar.eos_tokens] = False
+        allowed[self._ends] = is_whole
+        return Mask(allowed)
+
+    def _forces_too_much(self) -> bool:
+        return len(self._matcher.compute_ff_bytes()) > _MOST_FORCED_BYTES
+
+    def _nothing(self, reason: str) -> Mask:
         self.error = reason
-        return np.zeros(self._grammar.vocab_size, np.bool_)
+        return Mask(np.zeros(self._grammar.vocab_size, np.bool_))
 
 
 class Grammars:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.errors import SpecDecError
-from runtime.grammar import Matcher
+from runtime.grammar import Mask, Matcher
 from runtime.noise import gumbel
 from runtime.occurrences import NO_ENTRIES, Adjustments, Occurrences
 from runtime.params import GREEDY, SamplingConfig
@@ -221,7 +221,7 @@ class Sampler:
             masks, logits = self.matcher.allowed(prefix, draft_tokens), logits if in_place else logits.clone()
             for row, mask in zip(logits, masks, strict=True):
                 if mask is not None:
-                    _forbid_others(row, mask)
+                    _apply_mask(mask, row)
         return logits
 
     def no_choice(self, code: int, position: int) -> NoValidToken:
@@ -332,18 +332,14 @@ class Sampler:
         return int.from_bytes(digest, "little")
 
 
-def _forbid_others(logits: Tensor, allowed: NDArray[np.bool_]) -> None:
-    """Set (vocab,) logits to -inf where they are not allowed: by indices, for masks are nearly full or nearly empty.
-
-    By `index_fill_`, for which torch wakes no threads.
-    """
-    if 2 * np.count_nonzero(allowed) > len(allowed):
-        forbidden = torch.from_numpy(np.flatnonzero(~allowed)).to(logits.device)
-        logits.index_fill_(0, forbidden, -math.inf)
+def _apply_mask(mask: Mask, logits: Tensor) -> None:
+    """Set (vocab,) logits to -inf where they are not allowed, by functions for which torch wakes no threads."""
+    indices = torch.from_numpy(mask.indices).to(logits.device)
+    if mask.forbids:
+        logits.index_fill_(0, indices, -math.inf)
     else:
-        kept = torch.from_numpy(np.flatnonzero(allowed)).to(logits.device)
-        values = logits.index_select(0, kept)
-        logits.fill_(-math.inf).index_copy_(0, kept, values)
+        values = logits.index_select(0, indices)
+        logits.fill_(-math.inf).index_copy_(0, indices, values)
 
 
 def _left(scores: Tensor) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
@@ -367,7 +363,7 @@ class Positions:
 
     @property
     def legal_logits(self) -> Tensor:
-        """Those that the grammar leaves, if there is one."""
+        """Logits of the legal tokens; -inf for others."""
         return self.sampler.legal(self.prefix, self.draft_tokens, self.logits, in_place=self.is_spare)
 
 

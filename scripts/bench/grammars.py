@@ -168,13 +168,15 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--max-seq-len", type=int, default=512)
     parser.add_argument("--flexible", action="store_true")
+    parser.add_argument("--only-time", action="store_true")
     arguments = parser.parse_args()
     options = {"x-guidance": {"whitespace_flexible": True}} if arguments.flexible else {}
     schemas = [schema | options for schema in SCHEMAS]
     sizes = [int(size) for size in arguments.at_once.split(",")]
     with LLM(arguments.model, dtype="auto", max_batch_size=max(sizes), max_seq_len=arguments.max_seq_len) as llm:
         show_shares(llm, schemas, sizes, arguments.max_tokens)
-        show_tokens_per_step(llm, schemas, arguments.max_tokens)
+        if not arguments.only_time:
+            show_tokens_per_step(llm, schemas, arguments.max_tokens)
 
 
 if __name__ == "__main__":

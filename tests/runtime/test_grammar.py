@@ -63,11 +63,11 @@ def test_masks_are_what_the_expression_allows(expression: str, make_tokenizer: A
             (mask,) = state.allowed(tokens, [])
             if mask is None:
                 break
-            found = set(np.flatnonzero(mask)) - {2}
+            found = set(np.flatnonzero(mask.allowed)) - {2}
             possible = {i for i, one in texts.items() if one and regex.fullmatch(expression, text + one, partial=True)}
             ascii_found = {i for i in found if i in texts}
             assert ascii_found <= possible
-            assert bool(mask[2]) == (regex.fullmatch(expression, text) is not None)
+            assert bool(mask.allowed[2]) == (regex.fullmatch(expression, text) is not None)
             if len(found) > 1 or not possible:
                 assert ascii_found == possible
                 num_choices += 1
@@ -98,7 +98,7 @@ def test_masks_depend_on_nothing_but_the_tokens_before() -> None:
         for i in range(draft_end - end + 1):
             (alone,) = fresh.allowed(tokens[: end + i], [])
             assert (masks[i] is None) == (alone is None)
-            assert masks[i] is None or np.array_equal(masks[i], alone)
+            assert masks[i] is None or np.array_equal(masks[i].allowed, alone.allowed)
         assert used.num_legal(tokens[:end], draft) >= draft_end - end
 
 
