@@ -27,7 +27,7 @@ from runtime.compiler.identity import weights_digest
 from runtime.compiler.kernel_library import no_compiler, says_no_compiler, write_kernels
 from runtime.compiler.kernels import describe_kernels, fastest_arithmetic, flush_denormals, load_kernels
 from runtime.compiler.load import current_environment, open_copy
-from runtime.compiler.memory import trim
+from runtime.compiler.memory import trim, what_is_there_stays
 from runtime.compiler.model import ModelKind, Step, load_absent, load_whole_model, probe_config, split_config
 from runtime.compiler.pretrained import num_positions, parse_pretrained_config, why_positions_end
 from runtime.compiler.profile_steps import cache_for_measuring, costs_at_build
@@ -126,6 +126,7 @@ def build_engine(
     Step(model).to(device)
     with (
         MODEL_INIT_LOCK,
+        what_is_there_stays(),
         own_temporary_files(),
         new_directory(output_dir, replace=replace) as directory,
         ExitStack() as stack,

@@ -6,6 +6,8 @@ import math
 import mmap
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import TypeVar
 
@@ -76,6 +78,16 @@ def _map(kind: type[Mapping], num_bytes: int, flags: int = 0) -> Mapping:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+@contextmanager
+def what_is_there_stays() -> Iterator[None]:
+    """Collect only what is made in the block: looking through all of torch's and transformers' objects takes long."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def trim() -> None:
