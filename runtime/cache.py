@@ -29,6 +29,11 @@ _NUM_SAMPLES, _SAMPLE_BYTES = 16, 512
 _TIME_STEP_NS = 100_000_000  # longer than a step of any clock that files are dated by
 _SHA256 = re.compile("[0-9a-f]{64}")
 _PARTS = ("engines", "digests", "programs")
+_BUILD_CODE = (
+    "compiler/**/*", "parallel/*", "quantization/*", "batch.py", "bundle.py", "checkpoint*.py", "config.py", "gguf*.py",
+    "kv_cache.py", "models.py", "tensor_writer.py", "source.py",
+)  # fmt: skip
+"""Sources in `runtime` that determine an engine's content. Code that opens, runs and evaluates engines is excluded."""
 COSTS = ".costs"
 """Suffix of the file of measured step costs (`runtime.costs`), beside an engine."""
 
@@ -48,6 +53,18 @@ def cache_dir() -> Path:
     for name in _PARTS:
         check_private_dir(directory / name, directory)
     return directory
+
+
+def build_code() -> list[Path]:
+    """The files of `runtime` that an engine's content depends on."""
+    package = Path(__file__).parent
+    found = {path for pattern in _BUILD_CODE for path in package.glob(pattern)}
+    return sorted(path for path in found if path.suffix in (".py", ".cpp", ".h"))
+
+
+def digests_of_build_code() -> list[str]:
+    """Their names and digests."""
+    return [f"{path.name} {digest([path.read_text()])}" for path in build_code()]
 
 
 def make_cache_dir() -> Path:

@@ -14,12 +14,12 @@ from typing import Literal
 
 import torch
 
-import runtime
 from runtime.bundle import check_step_files, check_tokenizer_files, read_bundle, uses_kernels
 from runtime.cache import (
     cache_dir,
     check_private_dir,
     digest,
+    digests_of_build_code,
     file_digest,
     locked_entry,
     remove_left_over,
@@ -43,12 +43,6 @@ from runtime.models import MODEL_FILES, resolve_model
 from runtime.temporary import own_temporary_files, temporary_dir
 
 _MAX_SEQ_LEN = 4096  # unless asked for: a K/V cache for all positions of a long-context model would not fit
-_BUILD_CODE = (
-    "compiler/**/*", "parallel/*", "quantization/*", "batch.py", "bundle.py", "checkpoint*.py", "config.py", "gguf*.py",
-    "kv_cache.py", "models.py", "tensor_writer.py", "source.py",
-)  # fmt: skip
-"""Sources in `runtime` that determine an engine's content. Code that opens, runs and evaluates engines is excluded."""
-
 Phases = Callable[[], AbstractContextManager[Callable[[str], None]]]
 """Opens a display of phases, which is called with the name of each that begins."""
 
@@ -194,15 +188,7 @@ def _identity(model_dir: Path, settings: EngineSettings, device: torch.device) -
 
 def _identity_here(settings: EngineSettings | BuildConfig, device: torch.device) -> list[str]:
     """The settings, the machine, and the code that builds engines."""
-    code = (f"{path.name} {digest([path.read_text()])}" for path in build_code())
-    return [*code, repr(settings), repr(current_environment(device)), processor()]
-
-
-def build_code() -> list[Path]:
-    """The files of `runtime` that an engine's content depends on."""
-    package = Path(runtime.__path__[0])
-    found = {path for pattern in _BUILD_CODE for path in package.glob(pattern)}
-    return sorted(path for path in found if path.suffix in (".py", ".cpp", ".h"))
+    return [*digests_of_build_code(), repr(settings), repr(current_environment(device)), processor()]
 
 
 def _is_engine(entry: Path, source: Path) -> bool:

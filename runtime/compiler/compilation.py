@@ -108,6 +108,7 @@ def compile_aot(
     """
     from runtime.compiler.cutting import CannotBeCut, cut_step, whole_step, why_not_cut  # not to open an engine
     from runtime.compiler.experts import experts_by_kernel
+    from runtime.compiler.kept_steps import find_step, keep_step
     from runtime.compiler.vectors import CannotBeLowered
 
     def export() -> "ExportedProgram":
@@ -120,12 +121,17 @@ def compile_aot(
             with present(step.model):
                 return _write_whole(export(), shape, directory, None, known, rank)
         number = ARITHMETICS.index(arithmetic)
+        if (kept := find_step(step, shape, number)) is not None:
+            _write_cut(*kept, shape, directory, known, rank)
+            return Made(uses_kernels=True)
         try:
             cut = cut_step(step.model, shape.shapes, export, number)
         except Exception as error:  # whatever it is about the model, the whole may do
             why_whole = why_not_cut(error)
         else:
-            _write_cut(cut, _files_of(cut.programs), shape, directory, known, rank)
+            files = _files_of(cut.programs)
+            keep_step(step, shape, number, cut, files)
+            _write_cut(cut, files, shape, directory, known, rank)
             return Made(uses_kernels=True)
         try:
             whole = whole_step(export, number)

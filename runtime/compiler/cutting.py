@@ -55,14 +55,52 @@ class Call:
     outputs: list[int]
     layout: Layout
     """Forms of the program's constants, by their names there."""
-    sources: list[Tensor]
-    """The tensors of the model that they are made of."""
-    make_weights: Callable[[], dict[str, Tensor]]
+    recipe: "Recipe"
+    """The making of these."""
+    get: Callable[[str], Tensor]
+    """Finds the tensors of the model that they are made of."""
+    layer: int | None = None
+    """The layer that it computes, if it is one that others are like."""
+
+    @property
+    def sources(self) -> list[Tensor]:
+        return [self.get(name) for name in self.recipe.names]
 
     @property
     def weights(self) -> dict[str, Tensor]:
         """The program's constants, made anew each time, of sources that must be present."""
-        return self.make_weights()
+        return self.recipe.weights(self.get)
+
+
+class Made(int):
+    """Number of an operation whose result is meant."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Weights by their names, and the operations on attributes that make them, in order."""
+
+    operations: list[tuple[Any, Any, Any]]
+    """Each with its arguments and named ones; of an attribute None, and its name."""
+    made: dict[str, int]
+
+    @property
+    def names(self) -> list[str]:
+        """Attributes that are read."""
+        return [name for operation, name, _ in self.operations if operation is None]
+
+    def weights(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """The weights that come of the attributes that `get` finds, which must be present."""
+        known: list[Any] = []
+        for operation, args, kwargs in self.operations:
+            if operation is None:
+                known.append(get(args))
+            else:
+                given = torch.fx.node.map_aggregate(
+                    (args, kwargs), lambda one: known[one] if isinstance(one, Made) else one
+                )
+                known.append(operation(*given[0], **given[1]))
+        return {name: known[i].detach().contiguous() for name, i in self.made.items()}
 
 
 @dataclass(frozen=True)
@@ -86,7 +124,7 @@ class CutStep:
 
 def cut_step(model: nn.Module, shapes: Shapes, export: Export, arithmetic: int) -> CutStep:
     """The step that `export` gives of the model, with linear layers in `arithmetic`. Raises CannotBeCut."""
-    layers = _layers_of(model, shapes)
+    layers = layers_of(model, shapes)
     calls: dict[int, _LayerCall] = {}
     with _layers_as_calls(layers[:-1], calls):
         step = export()
@@ -112,7 +150,7 @@ def cut_step(model: nn.Module, shapes: Shapes, export: Export, arithmetic: int) 
         number = programs.number(folded.graph)
         for i in alike:
             get = _in_layer(layers[i], program)
-            made[nodes[i]] = _Turn(number, folded, get, _inputs(nodes[i]), [nodes[i]])
+            made[nodes[i]] = _Turn(number, folded, get, _inputs(nodes[i]), [nodes[i]], i)
     return _in_order(graph, programs, made)
 
 
@@ -144,7 +182,7 @@ class _LayerCall:
         return f"{self.structure} {arguments} {self.is_tensor}"
 
 
-def _layers_of(model: nn.Module, shapes: Shapes) -> nn.ModuleList:
+def layers_of(model: nn.Module, shapes: Shapes) -> nn.ModuleList:
     """The list of modules of which each is one layer."""
 
     def numbers(layer: nn.Module) -> set[Any]:
@@ -319,29 +357,11 @@ class _Folded:
     """A graph whose constants are weights with names, and how these are made."""
 
     graph: GraphModule
-    made_by: dict[str, Node]
-    """Nodes of the graph before it was folded."""
-    constants: list[Node]
-    """All that they come of, in order."""
+    recipe: Recipe
 
     @property
     def layout(self) -> Layout:
-        return layout_of({name: getattr(self.graph, name) for name in self.made_by})
-
-    def sources(self, get: Callable[[str], Tensor]) -> list[Tensor]:
-        """The attributes that the weights come of, as `get` finds them."""
-        return [get(str(node.target)) for node in self.constants if node.op == "get_attr"]
-
-    def weights_of(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """The weights that come of the attributes that `get` finds, which must be present."""
-        known: dict[Node, Tensor] = {}
-        for node in self.constants:
-            if node.op == "get_attr":
-                known[node] = get(str(node.target))
-            else:
-                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
-                known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-        return {name: known[node].detach().contiguous() for name, node in self.made_by.items()}
+        return layout_of({name: getattr(self.graph, name) for name in self.recipe.made})
 
 
 def _fold(module: GraphModule) -> _Folded:
@@ -359,9 +379,21 @@ def _fold(module: GraphModule) -> _Folded:
     needed = set(used)
     for node in reversed(module.graph.nodes):
         needed |= set(node.all_input_nodes) if node in needed else set()
-    folded = _Folded(module, made_by, [node for node in module.graph.nodes if node in needed])
-    with present(*folded.sources(_of(module))):
-        return replace(folded, graph=GraphModule(folded.weights_of(_of(module)), graph))
+    recipe = _recipe([node for node in module.graph.nodes if node in needed], made_by)
+    get = attribute_of(module)
+    with present(*(get(name) for name in recipe.names)):
+        return _Folded(GraphModule(recipe.weights(get), graph), recipe)
+
+
+def _recipe(nodes: list[Node], made_by: dict[str, Node]) -> Recipe:
+    numbers = {node: Made(i) for i, node in enumerate(nodes)}
+    operations: list[tuple[Any, Any, Any]] = []
+    for node in nodes:
+        if node.op == "get_attr":
+            operations.append((None, str(node.target), {}))
+        else:
+            operations.append((node.target, *torch.fx.map_arg((node.args, node.kwargs), numbers.__getitem__)))
+    return Recipe(operations, {name: int(numbers[node]) for name, node in made_by.items()})
 
 
 def _constants(nodes: Iterable[Node]) -> dict[Node, None]:
@@ -386,7 +418,7 @@ def _written(node: Node) -> list[Node]:
     return [one for one in written if isinstance(one, Node)]
 
 
-def _of(module: nn.Module) -> Callable[[str], Tensor]:
+def attribute_of(module: nn.Module) -> Callable[[str], Tensor]:
     def get(name: str) -> Tensor:
         parent, _, own = name.rpartition(".")
         tensor: Tensor = getattr(module.get_submodule(parent), own)
@@ -395,14 +427,17 @@ def _of(module: nn.Module) -> Callable[[str], Tensor]:
     return get
 
 
+IN_LAYER = "layer."
+
+
 def _in_layer(layer: nn.Module, program: GraphModule) -> Callable[[str], Tensor]:
     """Find in the layer what the program of another one reads; what the export made is the program's own."""
 
     def get(name: str) -> Tensor:
         try:
-            return _of(layer)(name.removeprefix("layer."))
+            return attribute_of(layer)(name.removeprefix(IN_LAYER))
         except AttributeError:
-            return _of(program)(name)
+            return attribute_of(program)(name)
 
     return get
 
@@ -419,6 +454,7 @@ class _Turn:
     get: Callable[[str], Tensor]
     read: list[Node]
     made: list[Node]
+    layer: int | None = None
 
 
 class _Programs:
@@ -454,7 +490,7 @@ def _in_order(module: GraphModule, programs: _Programs, layers: dict[Node, _Turn
             writing = [node for node in nodes if times[node] == time and _written(node)]
             piece, read = _piece(module, outputs, writing, given)
             folded = _fold(piece)
-            turns.append(_Turn(programs.number(folded.graph), folded, _of(piece), read, outputs))
+            turns.append(_Turn(programs.number(folded.graph), folded, attribute_of(piece), read, outputs))
             given |= set(outputs)
         turns += [turn for node, turn in layers.items() if times[node] == time]
     return CutStep(programs.graphs, _with_places(inputs, turns))
@@ -509,8 +545,7 @@ def _with_places(inputs: list[Node], turns: list[_Turn]) -> list[Call]:
         for node in turn.made:
             places[node] = free.pop() if free else next(new)
         made, folded = [places[node] for node in turn.made], turn.folded
-        weights = partial(folded.weights_of, turn.get)
-        calls.append(Call(turn.program, read, made, folded.layout, folded.sources(turn.get), weights))
+        calls.append(Call(turn.program, read, made, folded.layout, folded.recipe, turn.get, turn.layer))
     return calls
 
 

@@ -61,8 +61,8 @@ def differences(
 
 
 def _config_differences(model: PreTrainedModel, bundle: Bundle) -> list[str]:
-    ours = _of_the_model(parse_pretrained_config(bundle.config.pretrained_config, str(bundle.directory)).to_dict())
-    theirs = _of_the_model(model.config.get_text_config().to_dict())
+    ours = of_the_model(parse_pretrained_config(bundle.config.pretrained_config, str(bundle.directory)).to_dict())
+    theirs = of_the_model(model.config.get_text_config().to_dict())
     return [
         f"`{key}` is {theirs.get(key)}, the engine's {ours.get(key)}"
         for key in sorted(ours | theirs)
@@ -70,7 +70,8 @@ def _config_differences(model: PreTrainedModel, bundle: Bundle) -> list[str]:
     ]
 
 
-def _of_the_model(config: dict[str, Any]) -> dict[str, Any]:
+def of_the_model(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config that says how the model computes."""
     return {key: value for key, value in config.items() if key not in _NOT_OF_THE_MODEL}
 
 

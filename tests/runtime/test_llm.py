@@ -16,8 +16,8 @@ from tiny import eager_logits, hf_greedy, make_model
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import specdec_cli
+from runtime.cache import build_code
 from runtime.drafters.speculation import Speculation
-from runtime.engine_cache import build_code
 from runtime.tuning.profile import Figures, Profile, ProfileEngine, engine_digest, write_profile
 from specdec_cli import (
     LLM,
