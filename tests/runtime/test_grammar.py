@@ -1,5 +1,6 @@
 """Grammars: outputs are what `jsonschema` and `re` say they should be, and masks what the expressions allow."""
 
+import dataclasses
 import json
 import random
 from collections.abc import Iterator
@@ -11,10 +12,13 @@ import jsonschema
 import numpy as np
 import pytest
 import regex
+import torch
 from sentences import Said
 
+from runtime.compiler.kernels import load_kernels
 from runtime.grammar import Grammars, Matcher
-from runtime.params import Grammar
+from runtime.params import Grammar, SamplingConfig
+from runtime.sampling import Positions, Sampler, choose_all
 from runtime.token_text import token_bytes
 from specdec_cli import LLM, SamplingParams, SpecDecError
 
@@ -135,12 +139,40 @@ def test_an_end_id_comes_only_where_the_text_is_whole(llm: LLM, tokenizer: Any) 
 def test_log_probabilities_are_the_models_own(llm: LLM) -> None:
     """They are those before any ban."""
     free = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
-    (one,), (other,) = (
-        llm.generate(PROMPT, params) for params in (free, SamplingParams(**vars(free) | {"regex": "[0-9]"}))
-    )
+    (one,), (other,) = (llm.generate(PROMPT, params) for params in (free, dataclasses.replace(free, regex="[0-9]")))
     assert one.logprobs and other.logprobs
     assert one.logprobs[0].top == other.logprobs[0].top
     assert one.token_ids != other.token_ids
+
+
+def test_logits_that_are_kept_are_the_models_own(llm: LLM) -> None:
+    """Others may be overwritten."""
+    free = SamplingParams(temperature=0, max_tokens=1, return_generation_logits=True)
+    digits = dataclasses.replace(free, regex="[0-9]")
+    (one,), (other,) = (llm.generate(PROMPT, params) for params in (free, digits))
+    assert one.generation_logits is not None and other.generation_logits is not None
+    assert torch.equal(one.generation_logits, other.generation_logits)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_k": 5}, {"top_p": 0.9, "repetition_penalty": 1.2}])
+def test_kernels_choose_as_transformers_processors_do(kernels: Path, sampling: dict[str, Any]) -> None:
+    """The same tokens of the same logits, beside brute force: of the legal ones the best, where it is greedy."""
+    load_kernels(kernels)
+    tokenizer = byte_tokenizers.byte_level()
+    vocab_size, draft = len(tokenizer) + 3, tokenizer("the dog")["input_ids"]
+    logits = torch.randn((len(draft) + 1, vocab_size), generator=torch.Generator().manual_seed(0))
+    config = SamplingConfig(**({"top_k": 0} | sampling if sampling else {}))
+    sampler = Sampler(config, [1], 0, matcher(Grammar("regex", EXPRESSION), tokenizer))
+    before = logits.clone()
+    (by_kernels,) = choose_all([Positions(sampler, [1], draft, logits)])
+    tokens = list(by_kernels)
+    assert tokens == list(sampler.choices([1], draft, logits))
+    assert torch.equal(logits, before)
+    masks = matcher(Grammar("regex", EXPRESSION), tokenizer).allowed([1], draft)
+    for token, row, mask in zip(tokens, logits, masks, strict=True):
+        assert mask is not None and mask.allowed[token]
+        if not sampling:
+            assert token == max(np.flatnonzero(mask.allowed), key=lambda i: float(row[i]))
 
 
 def test_bans_that_leave_nothing_of_a_grammar_are_said(llm: LLM) -> None:
