@@ -29,8 +29,10 @@ _JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_s
 _MOST_COMPILED = 64
 _MOST_FORCED_BYTES = 1 << 14
 """Longer text that has only one continuation is of a grammar that never ends, or whose every step is slow."""
-_MOST_LEXER_FUEL = 200_000
-"""llguidance's measure of an expression's size, of which it allows a million: a step may then take half a second."""
+_MOST_LEXER_FUEL = 100_000
+"""llguidance's measure of a grammar's size: 130 KB of a schema's names. Of the million that it allows a step can take a
+second, for which all other requests wait.
+"""
 _ENDLESS = "it never ends, or only after a very long text"
 _MOST_REASON = 200
 

@@ -22,6 +22,8 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 def heavy_requests(n: int) -> dict[str, tuple[str, dict[str, Any]]]:
     text = "def function(x):\n    return x + 1\n\n" * 100
     echo = {"prompt": text, "echo": True, "logprobs": 20, "n": n, "max_tokens": 1}
+    properties = {f"k{i}": {"enum": [f"v{i}{j}" for j in range(20)]} for i in range(900)}
+    texts = {"type": "array", "items": {"type": "string", "maxLength": 40}, "minItems": 9}
     biases = {str(token): -1 for token in range(1000)}
     return {
         f"echo with log-probabilities, {n} outputs": (COMPLETIONS, echo),
@@ -34,6 +36,14 @@ def heavy_requests(n: int) -> dict[str, tuple[str, dict[str, Any]]]:
             COMPLETIONS,
             {"prompt": "a", "n": n, "max_tokens": 100, "logit_bias": biases},
         ),
+        "a schema of 230 KB": (COMPLETIONS, {"prompt": "a", "json_schema": {"properties": properties}}),
+        "an expression without an end": (COMPLETIONS, {"prompt": "a", "regex": "(a{1000}){1000}"}),
+        "an expression whose end is far": (COMPLETIONS, {"prompt": "a", "regex": "[xy](a{1000}){1000}"}),
+        "an expression of many states": (
+            COMPLETIONS,
+            {"prompt": "a", "regex": "(.*a.{30}b)*", "max_tokens": 200, "ignore_eos": True},
+        ),
+        f"{n} outputs by a schema": (COMPLETIONS, {"prompt": "a", "json_schema": texts, "n": n, "max_tokens": 100}),
         "a chat of 4,096 messages": (CHAT, {"messages": [{"role": "user", "content": "a"}] * 4096}),
         "160 KB to tokenize": ("/tokenize", {"prompt": "a b c d " * 20000, "return_token_strs": True}),
     }
