@@ -47,6 +47,8 @@ class Request:
     """The same for each token of the prompt after the first."""
     grammar: CompiledGrammar | None = None
     """Form that the text of the output has."""
+    text_start: int | None = None
+    """Place in the tokens where that text begins, if not after the prompt: a prompt may hold a part of an output."""
     label: str | None = None
     """User's name for the request, such as a row of a file."""
 
@@ -145,7 +147,8 @@ class Sequence:
         request = self.request
         matcher = None
         if request.grammar is not None:
-            matcher = Matcher(request.grammar, len(request.prompt_tokens), request.end_ids)
+            start = len(request.prompt_tokens) if request.text_start is None else request.text_start
+            matcher = Matcher(request.grammar, start, request.end_ids)
         return Sampler(request.sampling, request.prompt_tokens, request.return_index, matcher)
 
     @property

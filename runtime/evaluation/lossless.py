@@ -19,6 +19,7 @@ from torch import Tensor
 from runtime.engine import Engine
 from runtime.evaluation.checks import Difference, DistributionCheck, LosslessCheck, TokenCheck
 from runtime.evaluation.chi_squared import chi_squared_of, degrees_of_freedom_of, detectable_total_variation, p_value_of
+from runtime.grammar import CompiledGrammar
 from runtime.request import Draft, Request, Sequence
 from runtime.session import Session
 
@@ -125,13 +126,13 @@ def check_distribution(session: Session, sequences: Seq[Sequence], advance: Call
     """
     like = sequences[0].request
     prefixes, num_draws = _choose_prefixes(session, sequences)
-    counts: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+    counts: dict[_Prefix, Counter[int]] = defaultdict(Counter)
     for prefix in prefixes:
         for start in range(0, num_draws, session.engine.max_batch_size):
             draws = range(start, min(start + session.engine.max_batch_size, num_draws))
             for tokens, num_new in _draw_once(session, like, prefix, draws):
                 for i in range(len(tokens) - num_new, len(tokens)):
-                    counts[tuple(tokens[:i])][tokens[i]] += 1
+                    counts[replace(prefix, tokens=tuple(tokens[:i]), max_new_tokens=1)][tokens[i]] += 1
         advance()
     chi_squared, degrees_of_freedom, num_distributions, num_counted = 0.0, 0, 0, 0
     for text, counter in counts.items():
@@ -186,11 +187,11 @@ def _num_draws_per_prefix(distributions: list[Tensor]) -> int:
     return NUM_DRAWS_PER_PREFIX[0]
 
 
-def _distribution(session: Session, like: Request, text: tuple[int, ...]) -> Tensor:
+def _distribution(session: Session, like: Request, prefix: "_Prefix") -> Tensor:
     """(vocab,) the target's, of the token after the text, from a step without a draft."""
-    request = replace(like, prompt_tokens=text, max_new_tokens=1)
-    logits = next_logits(session.engine, request, list(text))
-    return Sequence.start(request).sampler.probs(list(text), logits)
+    request, text = replace(prefix.request(like), max_new_tokens=1), list(prefix.tokens)
+    logits = next_logits(session.engine, request, text)
+    return Sequence.start(request).sampler.probs(text, logits)
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,18 @@ class _Prefix:
 
     tokens: tuple[int, ...]
     max_new_tokens: int
+    grammar: CompiledGrammar | None = None
+    text_start: int = 0
+
+    def request(self, like: Request) -> Request:
+        """Ask for what follows, in the grammar of the output that begins here."""
+        return replace(
+            like,
+            prompt_tokens=self.tokens,
+            max_new_tokens=self.max_new_tokens,
+            grammar=self.grammar,
+            text_start=self.text_start,
+        )
 
 
 def _choose_prefixes(session: Session, sequences: Seq[Sequence]) -> tuple[list[_Prefix], int]:
@@ -208,7 +221,7 @@ def _choose_prefixes(session: Session, sequences: Seq[Sequence]) -> tuple[list[_
     is sure nearly everywhere, draws can still find tokens that it would never choose.
     """
     like, candidates = sequences[0].request, _candidates(session, sequences)
-    distributions = {prefix: _distribution(session, like, prefix.tokens) for prefix in candidates}
+    distributions = {prefix: _distribution(session, like, prefix) for prefix in candidates}
     unsure = [prefix for prefix in candidates if degrees_of_freedom_of(distributions[prefix], NUM_DRAWS_PER_PREFIX[0])]
     chosen = (unsure if len(unsure) >= MIN_DISTRIBUTIONS else candidates)[:NUM_PREFIXES]
     return chosen, _num_draws_per_prefix([distributions[prefix] for prefix in chosen])
@@ -227,7 +240,10 @@ def _candidates(session: Session, sequences: Seq[Sequence]) -> list[_Prefix]:
         last = max(min(len(sequence.tokens) - 1, max_input_len, num_prompt + max_new_tokens - 2), num_prompt)
         length = rng.randint(num_prompt, last)
         num_left = num_prompt + max_new_tokens - length
-        found[_Prefix(tuple(sequence.tokens[:length]), min(num_left, session.max_draft_len + 1))] = None
+        most = min(num_left, session.max_draft_len + 1)
+        grammar = sequence.request.grammar
+        text_start = 0 if grammar is None else num_prompt
+        found[_Prefix(tuple(sequence.tokens[:length]), most, grammar, text_start)] = None
     return list(found)
 
 
@@ -238,10 +254,8 @@ def _draw_once(session: Session, like: Request, prefix: _Prefix, draws: range) -
     """
     requests = [
         replace(
-            like,
+            prefix.request(like),
             id=i,
-            prompt_tokens=prefix.tokens,
-            max_new_tokens=prefix.max_new_tokens,
             return_index=i,
             stop_check=None,
             keep_logits=False,

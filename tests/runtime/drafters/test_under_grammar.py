@@ -24,6 +24,7 @@ from runtime.verify import verify
 from specdec_cli import (
     LLM,
     ChainDrafter,
+    DistributionCheck,
     DraftTargetDrafter,
     GrammarDrafter,
     NgramDrafter,
@@ -125,6 +126,14 @@ def test_a_seed_gives_the_same_text_with_any_drafter_and_none(llm: LLM, v1: LLM,
 @pytest.mark.slow
 def test_a_seed_gives_the_same_text_in_2000_cases(llm: LLM, v1: LLM, drafters: list[Any]) -> None:
     check_texts(llm, v1, drafters, num_rounds=140, num_cases=15)
+
+
+def test_drafts_by_probabilities_are_lossless_by_the_engines_own_check(llm: LLM) -> None:
+    """It draws from the middles of outputs, where the grammar is in its middle too."""
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=24, **FORMS[0])
+    check = llm.check_lossless(PROMPTS[:2], params, drafter=SelfDrafter(3, use_logits=True))
+    assert isinstance(check, DistributionCheck) and check.num_tokens > 1000
+    assert check.passed
 
 
 def test_forced_tokens_are_drafted_and_all_accepted(llm: LLM) -> None:
