@@ -165,7 +165,7 @@ def _entry(step: Step, shape: StepShape, arithmetic: int) -> Path:
         repr(current_environment(torch.device("cpu"))),
         processor(),
         *digests_of_build_code(),
-        repr((*of_shape, shape.build_config.tokens_per_block, arithmetic)),
+        repr((*of_shape, shape.build_config.tokens_per_block, arithmetic, step.model.config._attn_implementation)),
         repr(sorted(of_the_model(step.model.config.to_dict()).items())),
         *_modules(step),
     ]
