@@ -160,7 +160,7 @@ class Case:
         return SamplingConfig(
             temperature=choose([0.0, 0.7, 1.0, 1.0, 1.5]),
             top_k=choose([0, 0, 1, 3, 6]),
-            top_p=choose([0.0, 0.0, 0.8]),
+            top_p=choose([1.0, 1.0, 0.8]),
             min_p=choose([0.0, 0.0, 0.05]),
             repetition_penalty=choose([1.0, 1.0, 0.8, 1.3]),
             presence_penalty=choose([0.0, 0.0, 0.5]),

@@ -44,7 +44,7 @@ def make_request(number: int) -> Request:
     sampling = SamplingConfig(
         temperature=chosen.choice([0.7, 1.0]),
         top_k=chosen.choice([0, 5]),
-        top_p=chosen.choice([0.0, 0.9]),
+        top_p=chosen.choice([1.0, 0.9]),
         repetition_penalty=chosen.choice([1.0, 1.2]),
         random_seed=number,
     )
