@@ -167,6 +167,8 @@ class RecurrentShape:
     num_heads: Size
     key_dim: Size
     value_dim: Size
+    num_decays: Size = 1
+    """Decays of a token: one, or one for each number of a key."""
 
 
 @dataclass(frozen=True)

@@ -195,8 +195,8 @@ def _recurrent(states: Seq[StateShape]) -> list[RecurrentShape]:
 
 def _numbers_of_head(shape: RecurrentShape, num_back: int) -> int:
     """Numbers of as many chunks as `num_back` positions touch, and of the one before: of each its state, and of each of
-    its tokens a key, a value and a decay."""
-    of_tokens = CHUNK_SIZE * (shape.key_dim + shape.value_dim + 1)
+    its tokens a key, a value and decays."""
+    of_tokens = CHUNK_SIZE * (shape.key_dim + shape.value_dim + shape.num_decays)
     return (1 + math.ceil(num_back / CHUNK_SIZE)) * (shape.key_dim * shape.value_dim + of_tokens)
 
 

@@ -102,6 +102,28 @@ _MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             **_DELTA_NET,
         },
     ),
+    "kimi-linear": (
+        "kimi_linear",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+            "mlp_layer_types": ["dense", *["sparse"] * 5],
+            "linear_head_dim": 16,
+            "linear_num_heads": 3,
+            "num_key_value_heads": 4,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 32,
+            "n_group": 2,
+            "topk_group": 1,
+            "q_lora_rank": None,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 16,
+        },
+    ),
     "nemotron-h": (
         "nemotron_h",
         {

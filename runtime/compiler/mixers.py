@@ -60,7 +60,8 @@ class LayerStates:
         """Linear attention of `parts`: query, key, value, decay, and beta of the delta rule. Returns value's shape."""
         query, key, value, decay, *beta = parts
         if isinstance(self.paged, Recorded):
-            shape = RecurrentShape(value.shape[2], key.shape[3], value.shape[3])
+            num_decays = 1 if decay.dim() == 3 else decay.shape[3]
+            shape = RecurrentShape(value.shape[2], key.shape[3], value.shape[3], num_decays)
             self.paged.states[self.layer] = replace(self.paged.states[self.layer], recurrent=shape)
             return torch.empty_like(value)
         pool, places = self.paged.pools_of_state(self.layer)[1], self._places()
@@ -136,11 +137,11 @@ def _delta_rule(
     query: Tensor,  # (1, B x Q, Hk, D)
     key: Tensor,
     value: Tensor,  # (1, B x Q, H, Dv)
-    g: Tensor,  # (1, B x Q, H)
+    g: Tensor,  # (1, B x Q, H), of Kimi's delta attention (1, B x Q, H, D)
     beta: Tensor,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' `torch_chunk_gated_delta_rule`."""
+    """transformers' `torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention`."""
     normalizes = settings.get("use_qk_l2norm_in_kernel", False)
     return paged.attend((query, key, value, g, beta), key.shape[-1] ** -0.5, normalizes=normalizes), None
 
@@ -189,6 +190,7 @@ def _with_paged(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callabl
 
 _Functions = dict[str, Callable[..., Any]]
 _DELTA_NET: _Functions = {"causal_conv1d_fn": _convolved, "torch_chunk_gated_delta_rule": _delta_rule}
+_KIMI_DELTA: _Functions = {"causal_conv1d_fn": _convolved, "chunk_kimi_delta_attention": _delta_rule}
 _MAMBA_2: _Functions = {"causal_conv1d_fn": _convolved, "mamba2_chunk_scan": _chunk_scan}
 _MIXERS: dict[str, tuple[type[_Mixer], _Functions]] = {
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), (ShortConv, {})),
@@ -196,6 +198,7 @@ _MIXERS: dict[str, tuple[type[_Mixer], _Functions]] = {
         ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"),
         (RecurrentMixer, _DELTA_NET),
     ),
+    "KimiLinearDeltaAttention": (RecurrentMixer, _KIMI_DELTA),
     **dict.fromkeys(
         ("NemotronHMamba2Mixer", "BambaMixer", "GraniteMoeHybridMambaLayer", "FalconH1Mixer"),
         (RecurrentMixer, _MAMBA_2),

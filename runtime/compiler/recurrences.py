@@ -3,8 +3,9 @@
 A token's output of a convolution depends on the inputs of the `kernel_size - 1` tokens before it. Those of its own row
 are there; others are in the sequence's slot (`runtime.states`).
 
-Linear attention is the gated delta rule (Yang, Kautz and Hatamizadeh, 2024, https://arxiv.org/abs/2412.06464) and,
-without `beta`, the recurrence of Mamba-2 (Dao and Gu, 2024, https://arxiv.org/abs/2405.21060). A head's state S maps
+Linear attention is the gated delta rule (Yang, Kautz and Hatamizadeh, 2024, https://arxiv.org/abs/2412.06464), with a
+decay for each number of a key Kimi's delta attention (Kimi Team, 2025, https://arxiv.org/abs/2510.26692), and without
+`beta` the recurrence of Mamba-2 (Dao and Gu, 2024, https://arxiv.org/abs/2405.21060). A head's state S maps
 keys to values. It is kept as of the beginnings of chunks of positions, and of each token of the last few chunks its
 key, the sum of decays from its chunk's beginning on, and what it adds to the state: `csrc/linear_attention.cpp` has the
 equations. So what a token gives depends on its position and on the tokens before it, not on what was computed in one
@@ -53,22 +54,23 @@ def linear_attention(
 ) -> Tensor:  # (1, B x Q, H, Dv)
     """The tokens' outputs, of rows one after the other. Queries and keys get length 1 if `normalizes` is true.
 
-    Parts: (1, B x Q, Hk, D) query and key, (1, B x Q, H, Dv) value, and in float32 (1, B x Q, H) logarithms of decay,
-    and beta or None. Places: (B, Q) positions and slot mapping, 0 of padding, and (B,) slots of states.
+    Parts: (1, B x Q, Hk, D) query and key, (1, B x Q, H, Dv) value, and in float32 (1, B x Q, H) or (1, B x Q, H, D)
+    logarithms of decay, and (1, B x Q, H) beta or None. Places: (B, Q) positions and slot mapping, 0 of padding, and (B,) slots of states.
     """
     (query, key, value, decay, beta), (positions, slot_mapping, state_slots) = parts, places
     Q, (H, Dv) = positions.shape[1], value.shape[2:]
     queries, keys = (_of_heads(one, H, normalizes=normalizes) for one in (query, key))
     values, output = value[0].float(), torch.zeros_like(value)
-    rates = torch.ones_like(decay[0]) if beta is None else beta[0]
+    decays = decay[0].reshape(len(values), H, -1)
+    rates = torch.ones_like(decays[..., 0]) if beta is None else beta[0]
     for b, slot in enumerate(state_slots.tolist()):
         begin, num_tokens = b * Q, int((slot_mapping[b] != 0).sum())
-        chunks = _Chunks(pool[slot], chunk_size, key.shape[3], Dv)
+        chunks = _Chunks(pool[slot], chunk_size, key.shape[3], Dv, decays.shape[2])
         while num_tokens:
             position = int(positions.flatten()[begin])
             count = min(num_tokens, chunk_size - position % chunk_size)
             tokens = slice(begin, begin + count)
-            of_tokens = (queries[tokens] * scale, keys[tokens], values[tokens], decay[0, tokens], rates[tokens])
+            of_tokens = (queries[tokens] * scale, keys[tokens], values[tokens], decays[tokens], rates[tokens])
             of_heads = [one.transpose(0, 1) for one in of_tokens]
             made = chunks.attend(position, of_heads, corrects=beta is not None)
             output[0, tokens] = made.transpose(0, 1).to(value.dtype)
@@ -90,16 +92,17 @@ class _Chunks:
     size: int
     key_dim: int
     value_dim: int
+    num_decays: int
 
     def parts(self, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Views: the chunk's state, (H, C, D) keys, (H, C, Dv) added by tokens, (H, C) sums of decays."""
+        """Views: the chunk's state, (H, C, D) keys, (H, C, Dv) added by tokens, (H, C, num_decays) their sums."""
         D, Dv, C = self.key_dim, self.value_dim, self.size
-        sizes = [D * Dv, C * D, C * Dv, C]
+        sizes = [D * Dv, C * D, C * Dv, C * self.num_decays]
         num_chunks = self.slot.shape[1] // sum(sizes)
         chunk = self.slot.view(-1, num_chunks, sum(sizes))[:, number % num_chunks]
         ends = [0, *accumulate(sizes)]
         state, keys, added, decays = (chunk[:, begin:end] for begin, end in pairwise(ends))
-        return state.view(-1, D, Dv), keys.view(-1, C, D), added.view(-1, C, Dv), decays
+        return state.view(-1, D, Dv), keys.view(-1, C, D), added.view(-1, C, Dv), decays.view(-1, C, self.num_decays)
 
     def attend(self, position: int, tokens: list[Tensor], *, corrects: bool) -> Tensor:
         """Outputs (H, n, Dv) of n tokens of one chunk: query, key, value, decay and beta of each head."""
@@ -111,23 +114,30 @@ class _Chunks:
         end = first + key.shape[1]
         keys[:, first:end] = key
         decays[:, first:end] = decay.cumsum(1) + (decays[:, first - 1 : first] if first else 0)
-        own, among = decays[:, first:end, None], decays[:, None, :end]
+        own = decays[:, first:end]
         sees = torch.ones(end - first, end, dtype=torch.bool, device=key.device).tril(first)
-        factors = (own - among).exp()
-        of_queries = (query @ keys[:, :end].transpose(1, 2) * factors).where(sees, 0)
+        factors = (own.unsqueeze(2) - decays[:, None, :end]).exp()  # (H, n, end, num_decays)
+        of_queries = self._products(query, keys[:, :end], factors).where(sees, 0)
         if corrects:
-            of_keys = (key @ keys[:, :end].transpose(1, 2) * factors).where(sees, 0) * rates.unsqueeze(-1)
-            value = rates.unsqueeze(-1) * (value - own.exp() * (key @ state)) - of_keys[:, :, :first] @ added[:, :first]
+            of_keys = self._products(key, keys[:, :end], factors).where(sees, 0) * rates.unsqueeze(-1)
+            of_state = (own.exp() * key) @ state
+            value = rates.unsqueeze(-1) * (value - of_state) - of_keys[:, :, :first] @ added[:, :first]
             value = torch.linalg.solve_triangular(of_keys[:, :, first:], value, upper=False, unitriangular=True)
         added[:, first:end] = value
         # What is not finite stays so where it is seen, and passes through no product with 0.
         broken = ~added[:, :end].isfinite().all(-1)
-        output = own.exp() * (query @ state) + of_queries @ added[:, :end].where(~broken.unsqueeze(-1), 0)
+        output = (own.exp() * query) @ state + of_queries @ added[:, :end].where(~broken.unsqueeze(-1), 0)
         return output.masked_fill((sees & broken.unsqueeze(1)).any(-1, keepdim=True), torch.nan)
+
+    def _products(self, x: Tensor, keys: Tensor, factors: Tensor) -> Tensor:
+        """(H, n, end) products of (H, n, D) with (H, end, D) keys, which have decayed by factors."""
+        if self.num_decays == 1:
+            return x @ keys.transpose(1, 2) * factors[..., 0]
+        return (x.unsqueeze(2) * keys.unsqueeze(1) * factors).sum(-1)
 
     def _state_after(self, number: int) -> Tensor:
         if number < 0:
             return self.slot.new_zeros(())
         state, keys, added, decays = self.parts(number)
         last = decays[:, -1:]
-        return last.exp().unsqueeze(-1) * state + (keys * (last - decays).exp().unsqueeze(-1)).transpose(1, 2) @ added
+        return last.exp().transpose(1, 2) * state + (keys * (last - decays).exp()).transpose(1, 2) @ added

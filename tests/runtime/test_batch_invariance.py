@@ -37,11 +37,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bfloat16 delta rule": ("qwen3.5", {}),
     "float32 delta rule": ("qwen3.5", {}),
     "float32 Mamba-2": ("nemotron-h", {}),
+    "float32 Kimi's delta attention": ("kimi-linear", {}),
 }
 _MARKS = dict.fromkeys(
     (
         *("bfloat16", "float16", "float32", "float32 FP8", "bfloat16 chunks"),
-        *("float32 delta rule", "float32 Mamba-2"),
+        *("float32 delta rule", "float32 Mamba-2", "float32 Kimi's delta attention"),
     ),
     pytest.mark.slow,
 )  # compiling an engine takes half a minute

@@ -28,7 +28,10 @@ DRAFTERS: dict[str, Callable[[Engine], Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["lfm2", "qwen3.5", pytest.param("nemotron-h", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=["lfm2", "qwen3.5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nemotron-h", "kimi-linear"))],
+)
 def of_each_kind(request: pytest.FixtureRequest) -> PreTrainedModel:
     return make_model(request.param)
 

@@ -23,13 +23,17 @@ class Shape(NamedTuple):
     num_heads: int
     key_dim: int
     value_dim: int
+    num_decays: int = 1
 
 
-SHAPES = [Shape(2, 4, 16, 32), Shape(1, 3, 20, 72), Shape(2, 2, 128, 128)]  # registers filled and not
+SHAPES = [
+    *(Shape(2, 4, 16, 32), Shape(1, 3, 20, 72), Shape(2, 2, 128, 128)),  # registers filled and not
+    *(Shape(2, 2, 32, 16, 32), Shape(1, 3, 20, 72, 20)),  # of each number of a key
+]
 
 
 class Text(NamedTuple):
-    """Inputs of a layer's tokens: (T, heads, numbers) each, and (T, heads)."""
+    """Inputs of a layer's tokens: (T, heads, numbers) each, and (T, heads), as decays are too where they are one."""
 
     query: Tensor
     key: Tensor
@@ -46,7 +50,8 @@ def text_of(num_tokens: int, shape: Shape, dtype: torch.dtype, seed: int) -> Tex
 
     query, key = (draw(shape.num_key_heads, shape.key_dim).to(dtype) for _ in range(2))
     value = draw(shape.num_heads, shape.value_dim).to(dtype)
-    return Text(query, key, value, -F.softplus(draw(shape.num_heads)), torch.sigmoid(draw(shape.num_heads)))
+    decays = draw(shape.num_heads) if shape.num_decays == 1 else draw(shape.num_heads, shape.num_decays)
+    return Text(query, key, value, -F.softplus(decays), torch.sigmoid(draw(shape.num_heads)))
 
 
 def expected_of(text: Text, *, corrects: bool) -> Tensor:
@@ -58,7 +63,7 @@ def expected_of(text: Text, *, corrects: bool) -> Tensor:
         query, key = (one / (one.square().sum(-1, keepdim=True) + 1e-6).sqrt() for one in (query, key))
     state, outputs = torch.zeros(num_heads, key.shape[2], value.shape[2], dtype=torch.float64), []
     for q, k, v, g, b in zip(query / math.sqrt(query.shape[2]), key, value, decay, beta, strict=True):
-        state = state * g.exp()[:, None, None]
+        state = state * g.reshape(num_heads, -1, 1).exp()
         added = b[:, None] * (v - (k[:, None] @ state)[:, 0]) if corrects else v
         state = state + k[:, :, None] * added[:, None]
         outputs.append((q[:, None] @ state)[:, 0])
@@ -77,7 +82,7 @@ def attend(request: pytest.FixtureRequest, kernels: Path) -> Any:
 
 
 def pool_of(shape: Shape, fill: float = math.nan) -> Tensor:
-    states = [StateShape(0, 1, 1, RecurrentShape(shape.num_heads, shape.key_dim, shape.value_dim))]
+    states = [StateShape(0, 1, 1, RecurrentShape(*shape[1:]))]
     return state_pools(states, NUM_SLOTS, NUM_BACK, torch.float32, torch.device("cpu"))[1].fill_(fill)
 
 
@@ -137,11 +142,11 @@ def test_pieces_rejected_drafts_and_batches_give_the_recurrence_of_the_text(
         assert error < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[4]], ids=str)
 @pytest.mark.parametrize("corrects", [True, False], ids=["delta rule", "decay alone"])
-def test_a_tokens_bits_are_its_own(corrects: bool, kernels: Path) -> None:
+def test_a_tokens_bits_are_its_own(corrects: bool, shape: Shape, kernels: Path) -> None:
     """Outputs by the kernel: in one piece, token by token, in pieces with rejected drafts, on one thread and two."""
     load_kernels(kernels)
-    shape = SHAPES[1]
     text, other = text_of(100, shape, torch.float32, 0), text_of(100, shape, torch.float32, 1)
     (expected,) = step(by_kernel, [text], [(0, 0, 100)], pool_of(shape), corrects=corrects)
     for sizes in ([1] * 100, [64, 36], [7, 25, 33, 31, 4]):

@@ -32,7 +32,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 # A program for each kind of layer that is not the last, and the beginning and the end.
-NUM_PROGRAMS = {"lfm2": 4, "qwen3.5": 4, "qwen3-next": 4, "nemotron-h": 6, "gemma3": 4, "smollm3": 4}
+NUM_PROGRAMS = {"lfm2": 4, "qwen3.5": 4, "qwen3-next": 4, "nemotron-h": 6, "kimi-linear": 5, "gemma3": 4, "smollm3": 4}
 Cut = Callable[[PreTrainedModel, Shapes, Export], CutStep]
 
 
