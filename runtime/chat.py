@@ -1,6 +1,6 @@
 """Conversations: messages become the prompt that a model was trained on, by the template of its tokenizer."""
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict
@@ -44,8 +44,9 @@ class ChatTemplate:
         from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
 
         check_messages(messages, "the conversation")
-        if isinstance(self.source, dict):
-            _check_default(self.source, self._tokenizer.name_or_path)
+        _check_default(
+            self.source if isinstance(self.source, dict) else {_DEFAULT: self.source}, self._tokenizer.name_or_path
+        )
         try:
             text: str = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
             text.encode()  # no tokenizer takes half a pair of surrogates
@@ -53,11 +54,11 @@ class ChatTemplate:
             _raise_broken(error)
         except UndefinedError as error:
             raise SpecDecError(f"the chat template asks for what no conversation has: {error}", hint=_OTHER) from None
-        except TemplateError as error:
-            raise SpecDecError(
-                f"the chat template refuses the conversation: {error}", hint="check which roles the model supports"
-            ) from None
         except Exception as error:  # a template is a program that comes with a model, and fails as programs do
+            if type(error) is TemplateError:  # what a template says itself; jinja's own are kinds of it
+                raise SpecDecError(
+                    f"the chat template refuses the conversation: {error}", hint="check which roles the model supports"
+                ) from None
             raise SpecDecError(
                 f"the chat template fails on the conversation: {type(error).__name__}: {error}",
                 hint=_OTHER,
@@ -70,10 +71,10 @@ def has_chat_template(tokenizer_dir: Path) -> bool:
     return bool(chat_templates(tokenizer_dir))
 
 
-def chat_templates(tokenizer_dir: Path) -> dict[str, str]:
+def chat_templates(tokenizer_dir: Path) -> dict[str, Any]:
     """Chat templates of a GGUF file or a directory by their names, by transformers' rules but without transformers.
 
-    `chat_template.json` is that of a processor of images and sounds, which no tokenizer reads.
+    They should be texts. `chat_template.json` is that of a processor of images and sounds, which no tokenizer reads.
     """
     if is_gguf(tokenizer_dir):
         template = read_gguf(tokenizer_dir).metadata.get(CHAT_TEMPLATE)
@@ -83,8 +84,8 @@ def chat_templates(tokenizer_dir: Path) -> dict[str, str]:
         config = tokenizer_dir / "tokenizer_config.json"
         template = read_json(config).get("chat_template") if config.is_file() else None
     if isinstance(template, list):
-        return {str(one.get("name")): str(one.get("template")) for one in template if isinstance(one, dict)}
-    return {} if template is None else {_DEFAULT: str(template)}
+        return {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}
+    return {} if template is None else {_DEFAULT: template}
 
 
 def check_chat_template(tokenizer_dir: Path, tokenizer: str) -> None:
@@ -103,7 +104,11 @@ def check_chat_template(tokenizer_dir: Path, tokenizer: str) -> None:
         _raise_broken(error)
 
 
-def _check_default(templates: Collection[str], tokenizer: str) -> None:
+def _check_default(templates: Mapping[str, Any], tokenizer: str) -> None:
+    """SpecDecError where none is called the default, or that is no text with something in it."""
+    template = templates.get(_DEFAULT)
+    if _DEFAULT in templates and not (isinstance(template, str) and template.strip()):
+        raise SpecDecError(f"the chat template is no text, {template!r}: {tokenizer}", hint=_OTHER)
     if _DEFAULT not in templates:
         raise SpecDecError(
             f"none of the tokenizer's chat templates is the default, {', '.join(sorted(templates))}: {tokenizer}",

@@ -8,7 +8,7 @@ learned.
 import dataclasses
 import secrets
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, closing
 from functools import cached_property, partial
@@ -471,7 +471,11 @@ def _check_tp_size(wanted: int | None, found: int) -> None:
 
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    """One prompt is a list of one; a list of ids is one prompt."""
+    """One prompt is a list of one; a list of ids is one prompt. UsageError for what is neither one nor several."""
+    if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Iterable):
+        raise UsageError(
+            f"prompts are texts, token ids, or a list of those: {str(prompts)[:100]}", hint="give a text, or a list"
+        )
     if isinstance(prompts, str) or (prompts and all(isinstance(one, int) for one in prompts)):
         return [prompts]  # type: ignore[list-item]  # a list of ints
     return list(prompts)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -99,8 +99,32 @@ class SamplingConfig:
 GREEDY = SamplingConfig()
 
 
+def _is_list_of(kind: type, value: Any) -> bool:
+    """True of None too."""
+    if value is None:
+        return True
+    return isinstance(value, Collection) and not isinstance(value, str) and all(isinstance(one, kind) for one in value)
+
+
+def _are_biases(value: Any) -> bool:
+    """True of None too."""
+    if value is None:
+        return True
+    return isinstance(value, Mapping) and all(
+        isinstance(token, Integral) and isinstance(bias, Real) for token, bias in value.items()
+    )
+
+
 _INTEGERS = ("n", "top_k", "no_repeat_ngram_size", "seed", "max_tokens", "truncate_prompt_tokens", "logprobs")
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_MAY_BE_NONE = {
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "seed",
+    "max_tokens",
+    "truncate_prompt_tokens",
+    "logprobs",
+}
 
 
 @dataclass(frozen=True)
@@ -152,8 +176,19 @@ class SamplingParams:
         for names, kinds, form in ((_INTEGERS, Integral, "an integer"), (_NUMBERS, Real, "a number")):
             for name in names:
                 value = getattr(self, name)
-                if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+                if value is None and name in _MAY_BE_NONE:
+                    continue
+                if isinstance(value, bool) or not isinstance(value, kinds):
                     raise UsageError(f"{name} must be {form}: {value!r}", hint="leave it out, or give it as one")
+        for name, kind, form in (
+            ("stop", str, "a text or a list of texts"),
+            ("bad_words", str, "a list of texts"),
+            ("stop_token_ids", Integral, "a list of token ids"),
+        ):
+            if not _is_list_of(kind, getattr(self, name)) and not (name == "stop" and isinstance(self.stop, str)):
+                raise UsageError(f"{name} must be {form}: {getattr(self, name)!r}", hint="leave it out, or give one")
+        if not _are_biases(self.logit_bias):
+            raise UsageError(f"logit_bias must be numbers by token ids: {self.logit_bias!r}", hint="`{5: -1.0}` is one")
         bounds = {"n": 1, "max_tokens": 1, "truncate_prompt_tokens": 1, "logprobs": 0}
         for name, least in bounds.items():
             value = getattr(self, name)

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, NoReturn, TypeGuard
 from safetensors import SafetensorError
 
 _LENGTH_BYTES = 8
+_OF_GIT_LFS = b"version "  # and an address, a digest, a size
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own bound
 _MAX_ELEMENTS = 2**63 - 1
 _METADATA = "__metadata__"
@@ -75,6 +76,8 @@ def _read_json(file: BinaryIO) -> tuple[dict[str, Any], int]:
     file.seek(0)
     start = file.read(_LENGTH_BYTES)
     length = int.from_bytes(start, "little")
+    if start == _OF_GIT_LFS:
+        _refuse("it is a pointer of Git LFS, and `git lfs pull` fetches the file")
     if len(start) < _LENGTH_BYTES or length > _MAX_HEADER_BYTES:
         _refuse("it has no header")
     encoded = file.read(length)

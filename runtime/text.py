@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
@@ -204,18 +205,33 @@ def find_end_ids(engine_dir: Path, pretrained_config: dict[str, Any], tokenizer:
 def encode(
     prompt: str | Seq[int], tokenizer: Tokenizer | None, max_length: int | None = None
 ) -> tuple[list[int], bool]:
-    """The tokens of a prompt, text or ids, and whether only its last `max_length` were kept."""
+    """The tokens of a prompt, text or ids, and whether only its last `max_length` were kept.
+
+    UsageError for what is neither, and for text that no tokenizer takes.
+    """
     if not isinstance(prompt, str):
+        _check_ids(prompt)
         kept = list(prompt)[-max_length:] if max_length else list(prompt)
         return kept, len(kept) < len(prompt)
     if tokenizer is None:
         raise SpecDecError(
             "the engine has no tokenizer for a prompt of text", hint="name one, or give token ids", code="no_tokenizer"
         )
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"a prompt has half a pair of surrogates: {prompt[:100]!r}", hint="leave it out") from None
     ids: list[int] = tokenizer(prompt, verbose=False)["input_ids"]
     if max_length is None or len(ids) <= max_length:
         return ids, False
     return tokenizer(prompt, truncation=True, max_length=max_length)["input_ids"], True
+
+
+def _check_ids(prompt: Any) -> None:
+    """UsageError for a prompt that is no sequence of whole numbers."""
+    is_sequence = isinstance(prompt, Seq) and not isinstance(prompt, bytes)
+    if not is_sequence or any(type(one) is bool or not isinstance(one, int | Integral) for one in prompt):
+        raise UsageError(f"a prompt is a text, or token ids: {str(prompt)[:100]}", hint="`[1, 2, 3]` is one of ids")
 
 
 def decode(tokenizer: Tokenizer, tokens: Seq[int], before: Seq[int] = ()) -> str:

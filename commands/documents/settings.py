@@ -168,8 +168,8 @@ class Sampling(Record):
     top_p: Share
     min_p: Share
     repetition_penalty: Annotated[float, Field(gt=0)]
-    presence_penalty: Measure
-    frequency_penalty: Measure
+    presence_penalty: float
+    frequency_penalty: float
     no_repeat_ngram_size: Count
     bad_words: list[Word] = Field(description="as given")
     random_seed: int

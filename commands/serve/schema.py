@@ -330,6 +330,7 @@ REFUSED: dict[str, Callable[[Any], bool]] = {
     "dynatemp_range": _asks_nothing(0.0, 0),
     "adaptive_target": _asks_nothing(-1.0, -1),
     "mirostat": _asks_nothing(0),
+    "repeat_last_n": _asks_nothing(-1),
     "t_max_predict_ms": _asks_nothing(-1, 0),
     "reasoning_format": _asks_nothing("none"),
     "samplers": _asks_nothing(),
@@ -337,6 +338,9 @@ REFUSED: dict[str, Callable[[Any], bool]] = {
     "input_prefix": _asks_nothing(""),
     "input_suffix": _asks_nothing(""),
     # others'
+    "random_seed": _asks_nothing(),
+    "sampler_seed": _asks_nothing(-1),
+    "max_length": _asks_nothing(),
     "thinking": _asks_nothing(),
     "enable_thinking": _asks_nothing(),
     "top_a": _asks_nothing(0.0, 0),

@@ -85,7 +85,7 @@ def _read_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
     except Exception as error:  # transformers raises whatever its validators do; the user needs the file's name
         raise SpecDecError(
             f"`{where}` is not a valid {model_type} config: {last_words(error)}",
-            hint="the file is damaged; download or save the model again",
+            hint="correct it, or download or save the model again",
         ) from error
     for rope in _ropes(config):
         _check_rope(rope, where)

@@ -55,7 +55,8 @@ def linear_attention(
     """The tokens' outputs, of rows one after the other. Queries and keys get length 1 if `normalizes` is true.
 
     Parts: (1, B x Q, Hk, D) query and key, (1, B x Q, H, Dv) value, and in float32 (1, B x Q, H) or (1, B x Q, H, D)
-    logarithms of decay, and (1, B x Q, H) beta or None. Places: (B, Q) positions and slot mapping, 0 of padding, and (B,) slots of states.
+    logarithms of decay, and (1, B x Q, H) beta or None. Places: (B, Q) positions and slot mapping, 0 of padding, and
+    (B,) slots of states.
     """
     (query, key, value, decay, beta), (positions, slot_mapping, state_slots) = parts, places
     Q, (H, Dv) = positions.shape[1], value.shape[2:]

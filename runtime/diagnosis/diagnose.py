@@ -172,7 +172,8 @@ def steps_slower_than_built(symptoms: Symptoms) -> Judgement | None:
     ratio = median(step.seconds / step.cost.seconds for step in symptoms.steps)
     one = min(symptoms.steps, key=lambda step: step.cost.seconds)
     message = (
-        f"steps take {ratio:.2f} times as long as when the engine was built; one of {one.cost.num_tokens} tokens "
+        f"steps take {ratio:.2f} times as long as when the engine was built, by the median of {len(symptoms.steps)} "
+        f"sizes; one of {one.cost.num_tokens} tokens "
         f"{one.seconds * 1e3:.2f} ms, and {one.cost.seconds * 1e3:.2f} ms then"
     )
     return Judgement(ratio, 2.0, ratio > 2.0, message)

@@ -112,6 +112,12 @@ def test_each_sampling_flag_alone_samples(run: Run, flags: list[object], top_k: 
     assert document["settings"]["sampling"]["top_k"] == top_k
 
 
+def test_penalties_may_be_negative(run: Run, llama: PreTrainedModel) -> None:
+    document = run("--presence-penalty", -1, "--frequency-penalty", -0.5, "--max-output-len", 8, "--json").document
+    sampling = document["settings"]["sampling"]
+    assert (sampling["presence_penalty"], sampling["frequency_penalty"]) == (-1, -0.5)
+
+
 def test_document_records_the_sampling_parameters(run: Run) -> None:
     assert run("--max-output-len", 2, "--json").document["settings"]["sampling"] == {
         "temperature": 1.0,

@@ -38,6 +38,8 @@ def test_a_template_is_found_where_transformers_finds_it(place: str, tmp_path: P
 BROKEN = {
     "line 2; Expected": [{"name": "default", "template": "\n{% if %}"}],
     "line 1; upside_down": "{{ messages | upside_down }}",
+    "no text; 5": 5,
+    "no text; ''": "",
     "rag, tool_use": [{"name": name, "template": TEMPLATE} for name in ("tool_use", "rag")],
 }
 
@@ -69,3 +71,14 @@ def test_templates_of_transformers_own_language_are_whole(tmp_path: Path) -> Non
     check_chat_template(tmp_path, "it")
     ids = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template([{"role": "user", "content": "x"}])
     assert ids["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "template", ["{% if messages is upside_down %}{% endif %}", "{{ messages.__class__.__mro__ }}"]
+)
+def test_what_the_template_does_wrong_is_no_refusal_of_its_own(template: str, tmp_path: Path, said: Said) -> None:
+    byte_level().save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(SpecDecError) as error:
+        ChatTemplate(tmp_path, {"model_type": "llama"}).encode([{"role": "user", "content": "the dog"}])
+    said(error)

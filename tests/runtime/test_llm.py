@@ -259,6 +259,15 @@ def test_shared_pool_remembers_from_call_to_call(llm: LLM) -> None:
         (lambda llm: llm.stream([5, 300_000]), "300; 300000"),
         (lambda llm: profile_for("nowhere.json", llm.bundle), "nowhere.json"),
         (lambda llm: llm.chat([{"role": "user", "content": "a"}]), ""),
+        (lambda llm: llm.generate(None), "None"),
+        (lambda llm: llm.generate(5), "5"),
+        (lambda llm: llm.generate({"prompt": "a"}), "prompt"),
+        (lambda llm: llm.generate(b"abc"), "abc"),
+        (lambda llm: llm.generate([1.5]), "1.5"),
+        (lambda llm: llm.generate([[True]]), "True"),
+        (lambda llm: llm.generate([[5, "a"]]), "5, 'a'"),
+        (lambda llm: llm.stream({"prompt": "a"}), "prompt"),
+        (lambda llm: llm.generate("a\ud800"), "'a\\ud800'"),
     ],
 )
 def test_what_cannot_be_is_an_error_with_a_hint(llm: LLM, call: Any, message: str, said: Said) -> None:
@@ -282,6 +291,16 @@ def test_what_cannot_be_is_an_error_with_a_hint(llm: LLM, call: Any, message: st
         {"top_k": 2.5},
         {"n": True},
         {"stop": [""]},
+        {"stop": 5},
+        {"bad_words": "dog"},
+        {"bad_words": [5]},
+        {"stop_token_ids": 5},
+        {"stop_token_ids": ["5"]},
+        {"logit_bias": {"5": 1.0}},
+        {"logit_bias": [5]},
+        {"top_p": None},
+        {"top_k": None},
+        {"n": None},
     ],
 )
 def test_parameters_out_of_range_are_refused_when_they_are_made(values: dict[str, Any]) -> None:

@@ -170,6 +170,13 @@ def test_lengths_beyond_the_file_are_not_read(length: int, tmp_path: Path) -> No
     assert ours(path) is theirs(path) is None
 
 
+def test_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 4976698672\n")
+    with path.open("rb") as file, pytest.raises(SafetensorError, match="git lfs pull"):
+        read_header(file)
+
+
 def test_what_a_cut_file_says_of_itself(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with path.open("rb") as file:

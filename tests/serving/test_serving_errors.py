@@ -209,6 +209,9 @@ def test_deep_and_long_bodies_are_refused(served: Served) -> None:
         ("do_sample", False),
         ("watermark", True),
         ("mirostat", 2),
+        ("random_seed", 7),
+        ("max_length", 50),
+        ("repeat_last_n", 64),
         ("parameters", {"max_new_tokens": 5}),
     ],
 )
