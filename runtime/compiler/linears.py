@@ -35,8 +35,8 @@ def use_kernels(program: ExportedProgram, arithmetic: int) -> bool:
             groups.setdefault((node.args[0], has_bias, node.args[1].meta["val"].dtype), []).append(node)
         elif node.target in (torch.ops.specdec.paged_attention.default, torch.ops.specdec.experts_linear.default):
             node.args = (*node.args[:-1], arithmetic)
-    for (x, has_bias, _), layers in groups.items():
-        _replace(graph, x, layers, arithmetic, has_bias=has_bias)
+    for (_, has_bias, _), layers in groups.items():
+        _replace(graph, layers, arithmetic, has_bias=has_bias)
     for layers in _rounded_layers(graph):
         _replace_rounded(graph, layers, arithmetic)
     program.graph_module.recompile()
@@ -77,7 +77,8 @@ def _can_serve(weight: Node) -> bool:
     return value.dtype in _DTYPES and value.shape[1] % 2 == 0
 
 
-def _replace(graph: Graph, x: Node, layers: list[Node], arithmetic: int, *, has_bias: bool) -> None:
+def _replace(graph: Graph, layers: list[Node], arithmetic: int, *, has_bias: bool) -> None:
+    x = layers[0].args[0]  # of a layer that was replaced before, what stands in its place
     sizes = [layer.args[1].meta["val"].shape[0] for layer in layers]  # type: ignore[union-attr]
     with graph.inserting_before(layers[0]):
         packed = _call(graph, torch.ops.specdec.pack_linear.default, _joined(graph, layers, 1))
