@@ -34,7 +34,7 @@ from runtime.compiler.load import current_environment
 from runtime.config import BuildConfig, Compiler, Dtype, SelfDraft
 from runtime.costs import MeasuredCosts, keep_costs
 from runtime.engine import resolve_device
-from runtime.errors import SpecDecError, SpecDecWarning
+from runtime.errors import SpecDecError, SpecDecWarning, errors_about
 from runtime.files import read_json
 from runtime.generation_config import GENERATION_CONFIG
 from runtime.gguf import is_gguf
@@ -244,6 +244,7 @@ def _make_engine(
         check_kernels_can_be_made()  # not found out after the model was converted
     with (
         tempfile.TemporaryDirectory(prefix=f".{engine_dir.name}.", dir=engine_dir.parent) as directory,
+        errors_about(str(model_dir), directory),
         phases() as phase,
     ):
         phase("converting the model")

@@ -3,6 +3,7 @@
 `specdec_cli.app` turns errors into one message, a hint and an exit code, and warnings into one line.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -37,6 +38,18 @@ def draft_engine_errors() -> Iterator[None]:
         yield
     except SpecDecError as error:
         raise type(error)(f"draft engine: {error.message}", hint=error.hint, code=error.code, **error.values) from error
+
+
+@contextmanager
+def errors_about(given: str, made: str) -> Iterator[None]:
+    """Have errors name what the user gave in the place of files that are made of it, and gone when they are read."""
+    try:
+        yield
+    except SpecDecError as error:
+        message = re.sub(rf"{re.escape(made)}[\w./-]*", lambda match: given, error.message)
+        if message == error.message:
+            raise
+        raise type(error)(message, hint=error.hint, code=error.code, **error.values) from error
 
 
 class SpecDecWarning(UserWarning):

@@ -157,6 +157,9 @@ def test_layers_beyond_those_of_the_config_are_two_models(tmp_path: Path, said: 
     with pytest.raises(SpecDecError) as raised:
         build_tiny(model_dir, tmp_path / "built")
     said(raised)
+    with pytest.raises(SpecDecError) as at_once:
+        LLM(model_dir, compiler="none")
+    said(at_once, f"`{model_dir}`")
 
 
 def test_end_ids_of_the_config_count_where_no_other_file_names_them(tmp_path: Path) -> None:
