@@ -78,7 +78,7 @@ class SamplingOptions:
     top_k: Annotated[
         int | None,
         typer.Option(
-            help="Sample among this many best tokens; 1 is greedy, 0 or -1 leaves all.",
+            help="Sample among this many best tokens; 1 is greedy, 0 leaves all.",
             rich_help_panel=SAMPLING,
             show_default="1; 0 with --temperature, --top-p or --min-p; a chat's: the model's",
         ),
