@@ -476,9 +476,10 @@ def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
         raise UsageError(
             f"prompts are texts, token ids, or a list of those: {str(prompts)[:100]}", hint="give a text, or a list"
         )
-    if isinstance(prompts, str) or (prompts and all(isinstance(one, int) for one in prompts)):
-        return [prompts]  # type: ignore[list-item]  # a list of ints
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, str):
+        return [prompts]
+    found: list[Any] = list(prompts)  # once: a generator's first is gone when it is looked at
+    return [found] if found and all(isinstance(one, int) for one in found) else found
 
 
 def _one_for_each(params: SamplingParams | Seq[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:

@@ -277,6 +277,11 @@ def test_what_cannot_be_is_an_error_with_a_hint(llm: LLM, call: Any, message: st
     assert raised.value.hint and "--" not in raised.value.hint
 
 
+def test_prompts_of_a_generator_are_all_answered(llm: LLM) -> None:
+    outputs = llm.generate((prompt for prompt in PROMPTS), GREEDY)
+    assert [one.token_ids for one in outputs] == [one.token_ids for one in llm.generate(PROMPTS, GREEDY)]
+
+
 @pytest.mark.parametrize(
     "values",
     [
