@@ -106,14 +106,14 @@ def check_chat_template(tokenizer_dir: Path, tokenizer: str) -> None:
 
 def _check_default(templates: Mapping[str, Any], tokenizer: str) -> None:
     """SpecDecError where none is called the default, or that is no text with something in it."""
-    template = templates.get(_DEFAULT)
-    if _DEFAULT in templates and not (isinstance(template, str) and template.strip()):
-        raise SpecDecError(f"the chat template is no text, {template!r}: {tokenizer}", hint=_OTHER)
     if _DEFAULT not in templates:
         raise SpecDecError(
             f"none of the tokenizer's chat templates is the default, {', '.join(sorted(templates))}: {tokenizer}",
             hint=f"name one of them `{_DEFAULT}` in its tokenizer_config.json",
         )
+    template = templates[_DEFAULT]
+    if not isinstance(template, str) or not template.strip():
+        raise SpecDecError(f"the chat template is no text, {template!r}: {tokenizer}", hint=_OTHER)
 
 
 def _generation() -> type[Any]:

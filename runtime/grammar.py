@@ -204,9 +204,7 @@ class Grammars:
         limits = LLParserLimits(initial_lexer_fuel=_MOST_LEXER_FUEL, verbose_errors=False)
         try:
             matcher = LLMatcher(vocabulary, _written(grammar), log_level=0, limits=limits)
-        except (
-            Exception
-        ) as error:  # of the GBNF converter's and llguidance's making: they are derived from nothing else
+        except Exception as error:  # the GBNF converter's and llguidance's are derived from nothing else
             raise _refused(grammar, str(error)) from None
         if matcher.is_error():
             raise _refused(grammar, matcher.get_error())

@@ -279,9 +279,9 @@ class LLM:
     def model_defaults(self) -> ModelDefaults:
         """Sampling defaults in the model's generation_config.json, whose `top_k` may be more than the vocabulary."""
         defaults = read_model_defaults(self.bundle.directory)
-        if "top_k" in defaults.sampling:
-            defaults.sampling["top_k"] = min(defaults.sampling["top_k"], self.bundle.config.vocab_size)
-        return defaults
+        bounds = {"top_k": self.bundle.config.vocab_size}
+        sampling = {name: min(value, bounds.get(name, value)) for name, value in defaults.sampling.items()}
+        return dataclasses.replace(defaults, sampling=sampling)
 
     def chat_params(self) -> SamplingParams:
         """The model's own sampling, greedy where it names none, and as many tokens as there is room for."""

@@ -46,8 +46,8 @@ def huge_pages(num_bytes: int, *, small_first: int = 0) -> Tensor:
     where it may be asked for them (`/sys/kernel/mm/transparent_hugepage/enabled` is `madvise` or `always`).
     """
     memory = _map(mmap.mmap, max(num_bytes, 1))
-    if small_first and hasattr(mmap, "MADV_NOHUGEPAGE"):
-        memory.madvise(mmap.MADV_NOHUGEPAGE, 0, min(small_first, len(memory)))
+    if small_first:
+        small_pages(memory, 0, min(small_first, len(memory)))
     return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
 
 
@@ -67,10 +67,10 @@ def reserve(kind: type[Mapping], num_bytes: int) -> Mapping:
     return _map(kind, num_bytes, _NO_RESERVE)
 
 
-def small_pages(memory: mmap.mmap, start: int) -> None:
-    """Have the memory from there on in pages of the usual size."""
+def small_pages(memory: mmap.mmap, start: int, num_bytes: int) -> None:
+    """Have so many bytes from there on in pages of the usual size."""
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        memory.madvise(mmap.MADV_NOHUGEPAGE, start)
+        memory.madvise(mmap.MADV_NOHUGEPAGE, start, num_bytes)
 
 
 def _map(kind: type[Mapping], num_bytes: int, flags: int = 0) -> Mapping:

@@ -260,7 +260,7 @@ def absent_weights(path: Path) -> dict[str, Tensor]:
     known = _FileMemory(path, file, stamp_of(os.fstat(file.fileno())), memory.data_ptr())
     # Huge pages belong to one tensor each, or one that is given back would leave a part of them, with its neighbours'.
     end, of_large = -known.address % _HUGE_PAGE, sum(sizes[name] for name in large)
-    small_pages(mapping, end + of_large)
+    small_pages(mapping, end + of_large, len(mapping) - end - of_large)
     weights = {}
     for name in (*large, *small):
         entry = known.entries[end] = tensors[name]
