@@ -39,7 +39,7 @@ Processor = Callable[..., Tensor]
 
 _NOTHING = Adjustments(NO_ENTRIES, NO_ENTRIES, [])
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_NO_NUMBERS = -1  # in place of a token; every other negative one says that no token is left
+_NO_NUMBERS, _NOT_ASKED = -1, -3  # in place of a token; every other negative one says that no token is left
 
 
 class NoValidToken(SpecDecError):
@@ -368,16 +368,24 @@ class Positions:
 
 
 def choose_all(asked: Seq[Positions]) -> list[Iterator[int]]:
-    """Choose each request's tokens at its positions. NoValidToken comes when the first is asked for that has none."""
+    """Choose each request's tokens at its positions; behind the first that its draft does not have some may be missing.
+
+    NoValidToken comes when the first is asked for that has none.
+    """
     if not all(have_kernels(positions.logits) for positions in asked):
         return [one.sampler.choices(one.prefix, one.draft_tokens, one.logits) for one in asked]
-    tokens = iter(torch.ops.specdec.choose(*kernel_arguments(asked)).tolist() if asked else ())
+    if not asked:
+        return []
+    draft_tokens = torch.tensor([token for one in asked for token in (*one.draft_tokens, -1)])
+    tokens = iter(torch.ops.specdec.choose(*kernel_arguments(asked), draft_tokens).tolist())
     chosen = [list(itertools.islice(tokens, len(one.logits))) for one in asked]
     return [_checked(of_one, one) for of_one, one in zip(chosen, asked, strict=True)]
 
 
 def _checked(tokens: list[int], asked: Positions) -> Iterator[int]:
     for position, token in enumerate(tokens, start=len(asked.prefix)):
+        if token == _NOT_ASKED:
+            return
         if token < 0:
             raise asked.sampler.no_choice(token, position)
         yield token

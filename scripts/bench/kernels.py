@@ -141,7 +141,8 @@ def attention_calls(
 def argmax_calls(rows: int, dtype: torch.dtype, sizes: argparse.Namespace) -> tuple[Call, list[Call]]:
     logits = torch.randn(rows, sizes.vocab_size).to(dtype)
     arguments = kernel_arguments([Positions(Sampler(GREEDY, ()), [], [0] * (rows - 1), logits)])
-    return lambda: torch.ops.specdec.choose(*arguments), [lambda: logits.argmax(-1)]
+    draft_tokens = logits.argmax(-1)  # all are accepted
+    return lambda: torch.ops.specdec.choose(*arguments, draft_tokens), [lambda: logits.argmax(-1)]
 
 
 def measure(march: str, sizes: argparse.Namespace) -> Iterator[dict[str, Any]]:

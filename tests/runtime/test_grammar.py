@@ -164,9 +164,12 @@ def test_kernels_choose_as_transformers_processors_do(kernels: Path, sampling: d
     config = SamplingConfig(**({"top_k": 0} | sampling if sampling else {}))
     sampler = Sampler(config, [1], 0, matcher(Grammar("regex", EXPRESSION), tokenizer))
     before = logits.clone()
+    tokens = list(sampler.choices([1], draft, logits))
     (by_kernels,) = choose_all([Positions(sampler, [1], draft, logits)])
-    tokens = list(by_kernels)
-    assert tokens == list(sampler.choices([1], draft, logits))
+    first_tokens = list(by_kernels)
+    assert first_tokens == tokens[: len(first_tokens)] and first_tokens[:-1] == draft[: len(first_tokens) - 1]
+    for i, token in enumerate(tokens):
+        assert sampler.choose([1, *draft[:i]], logits[i]) == token
     assert torch.equal(logits, before)
     masks = matcher(Grammar("regex", EXPRESSION), tokenizer).allowed([1], draft)
     for token, row, mask in zip(tokens, logits, masks, strict=True):

@@ -226,20 +226,40 @@ def test_the_prompt_is_not_penalised_where_it_is_not_to_be() -> None:
 
 @pytest.mark.parametrize("penalties", [{}, *PENALTIES], ids=str)
 def test_positions_of_a_draft_are_chosen_as_one_after_the_other(penalties: dict[str, Any]) -> None:
-    """Requests side by side, greedy and sampled, with drafts of several lengths, against each position by itself."""
+    """Requests side by side, greedy and sampled, with drafts of several lengths, against each position by itself.
+
+    Drafts are accepted to some position, behind which nothing has to be chosen.
+    """
     generator = torch.Generator().manual_seed(1)
-    asked = []
-    for i, (sampling, draft_len) in enumerate(itertools.product(({"top_k": 1}, {}, {"top_p": 0.9}), (0, 1, 6))):
-        prefix = torch.randint(0, 9, (12 + i,), generator=generator).tolist()
-        draft = torch.randint(0, 9, (draft_len,), generator=generator).tolist()
-        sampler = Sampler(config(random_seed=i, **sampling, **penalties), prefix[:4])
-        asked.append(Positions(sampler, prefix, draft, 2 * torch.randn(draft_len + 1, 33, generator=generator)))
-    together = [list(tokens) for tokens in choose_all(asked)]
-    for one, tokens in zip(asked, together, strict=True):
-        for i, token in enumerate(tokens):
-            prefix = [*one.prefix, *one.draft_tokens[:i]]
-            fresh = Sampler(one.sampler._params, prefix[:4])
-            assert token == fresh.choose(prefix, one.logits[i]) == int(fresh.ranking(prefix, one.logits[i]).argmax())
+    asked, expected = [], []
+    for i, (sampling, num_accepted) in enumerate(itertools.product(({"top_k": 1}, {}, {"top_p": 0.9}), (0, 1, 6))):
+        for num_rejected in (0, 1, 3):
+            tokens = torch.randint(0, 9, (12 + i,), generator=generator).tolist()
+            logits, chosen, num_prefix = 2 * torch.randn(10, 33, generator=generator), [], len(tokens)
+            for row in logits[: num_accepted + 1]:
+                fresh = Sampler(config(random_seed=i, **sampling, **penalties), tokens[:4])
+                chosen.append(fresh.choose(tokens, row))
+                assert chosen[-1] == int(fresh.ranking(tokens, row).argmax())
+                tokens.append(chosen[-1])
+            wrong = [(chosen[-1] + 1) % 33] * num_rejected
+            draft, logits = [*chosen[:-1], *wrong], logits[: num_accepted + num_rejected + 1]
+            asked.append(Positions(fresh, tokens[:num_prefix], draft, logits))
+            expected.append(chosen)
+    for threads in (1, 3, 8):
+        torch.set_num_threads(threads)
+        together = [list(tokens) for tokens in choose_all(asked)]
+        assert [tokens[: len(wanted)] for tokens, wanted in zip(together, expected, strict=True)] == expected
+        one_by_one = [list(choose_all([one])[0]) for one in asked]
+        assert [tokens[: len(wanted)] for tokens, wanted in zip(one_by_one, expected, strict=True)] == expected
+
+
+def test_nothing_is_chosen_behind_a_token_that_is_not_the_drafts() -> None:
+    """By one thread, which takes positions one after the other."""
+    torch.set_num_threads(1)
+    rows = torch.eye(8)[[3, 4, 5, 6]]
+    drafts = [[3, 4, 5], [3, 4, 7], [3, 7, 5], [7, 4, 5]]
+    chosen = choose_all([Positions(Sampler(GREEDY, (5,)), [5], draft, rows) for draft in drafts])
+    assert [list(tokens) for tokens in chosen] == [[3, 4, 5, 6], [3, 4, 5], [3, 4], [3]]
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"min_p": 0.3}, {"top_k": 5}, {"top_p": 1e-6}], ids=str)
@@ -289,9 +309,10 @@ def test_where_all_are_equal_the_noise_chooses(size: int) -> None:
 def test_both_forms_choose_alike(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = kinds_of_logits(3000).to(dtype)
     asked = [
-        Positions(Sampler(config(random_seed=seed, **cut), (5,)), [5, 6], [*range(1, len(rows))], rows)
+        Positions(Sampler(config(random_seed=seed, **cut), (5,)), [5, 6], [], row[None])
         for seed in range(examples(3))
         for cut in CUTS
+        for row in rows
     ]
     chosen = [list(tokens) for tokens in choose_all(asked)]
     monkeypatch.setattr(runtime.sampling, "have_kernels", lambda logits: False)

@@ -13,6 +13,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <vector>
 
 #include "lanes.h"
@@ -50,12 +51,22 @@ inline Lanes smaller(Lanes a, Lanes b) { return a < b ? a : b; }
 inline float smallest_of(Lanes v) { return -largest_of(-v); }
 inline int64_t registers(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
-// e to the power of x, to 3 units in the last place; 0 below -87. x is at most 0.
+// e to the power of x, to 2 units in the last place; 0 below -87. x is at most 0. Cephes' polynomial (Moshier).
 inline Lanes exp_negative_lanes(Lanes x) {
   const Lanes shifted = x * 1.44269504f + 12582912.0f, whole = shifted - 12582912.0f;
-  const Lanes rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-  const Lanes power = exp2_lanes(rest * 1.44269504f) * (Lanes)(((Words)shifted << 23) + 0x3f800000u);
-  return x > -87.0f ? power : Lanes{};
+  const Lanes r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  Lanes y = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = y * (r * r) + (r + 1.0f);
+#if defined(__AVX512F__)
+  return (Lanes)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_GT_OQ), (__m512)y,
+                                       (__m512)whole);
+#else
+  return x > -87.0f ? (Lanes)((Words)y + ((Words)shifted << 23)) : Lanes{};
+#endif
 }
 
 // Sampling parameters of a request (`runtime.params.SamplingConfig`).
@@ -112,7 +123,7 @@ struct Scores {
   template <typename Work, typename IsAsked>
   void compute(const Work& work, const IsAsked& is_asked) {
     extents.resize(num_pieces());
-    share_tasks(num_pieces(), [&](int64_t i) {
+    share_by_affinity(num_pieces(), [&](int64_t i) {
       if (is_asked(i)) extents[i] = work(i * kPiece, std::min((i + 1) * kPiece, size));
     });
     extent = {};
@@ -255,6 +266,15 @@ class Candidates {
     }));
   }
 
+  // What they weigh by the largest score, whose weight is 1.
+  double weight(float largest) const {
+    return sum([&](int64_t i) {
+      Sum sum;
+      for_each(i, [&](int64_t k) { sum.add(weights_ ? load(weights_ + k) : weight_of<true>(load(scores_ + k), largest)); });
+      return sum.total();
+    });
+  }
+
   // Weighs them by the largest score, whose weight is 1; returns the sum.
   double weigh(float largest) {
     weights_ = room_.weights.data();
@@ -313,7 +333,7 @@ class Candidates {
     return {smallest, above};
   }
 
-  // What all of them weigh, and those above `last`; leaves those of first <= score <= last, without weights.
+  // What all of them weigh, and those above `last`; leaves those of first <= score <= last, with their weights if they have.
   struct Weights {
     double all = 0, above = 0;
   };
@@ -322,20 +342,23 @@ class Candidates {
     std::vector<Weights> of_pieces(sizes_.size());
     share([&](int64_t i) {
       Sum all, above;
-      float* to = room_.candidates.data() + i * kPiece;
+      float *to = room_.candidates.data() + i * kPiece, *to_weights = room_.weights.data() + i * kPiece;
       int64_t kept = 0;
       for_each(i, [&](int64_t k) {
-        const Lanes v = load(scores_ + k);
+        const Lanes v = load(scores_ + k), weight = weight_of<has_weights>(v, largest);
         const Ints is_kept = (v >= first) & (v <= last);
-        if constexpr (has_weights) all.add(exp_negative_lanes(v - largest));
-        above.add(v > last ? weight_of<has_weights>(v, largest) : Lanes{});
-        if (is_any(is_kept)) kept += compress(v, is_kept, to + kept);
+        if constexpr (has_weights) all.add(weight);
+        above.add(v > last ? weight : Lanes{});
+        if (!is_any(is_kept)) return;
+        if constexpr (has_weights) compress(weight, is_kept, to_weights + kept);
+        kept += compress(v, is_kept, to + kept);
       });
       std::fill(to + kept, to + registers(kept), kNever);
+      if constexpr (has_weights) std::fill(to_weights + kept, to_weights + registers(kept), 0.0f);
       sizes_[i] = registers(kept);
       of_pieces[i] = {all.total(), above.total()};
     });
-    scores_ = room_.candidates.data();
+    scores_ = room_.candidates.data(), weights_ = has_weights ? room_.weights.data() : nullptr;
     count();
     Weights sum;
     for (const Weights& one : of_pieces) sum.all += one.all, sum.above += one.above;
@@ -408,7 +431,7 @@ class Candidates {
   }
   template <typename Work>
   void share(const Work& work) const {
-    if (size_ > kPiece) return share_tasks(sizes_.size(), work);
+    if (size_ > kPiece) return share_by_affinity(sizes_.size(), work);
     for (size_t i = 0; i < sizes_.size(); ++i) work(i);
   }
   template <typename Work>
@@ -430,53 +453,79 @@ class Candidates {
   int64_t size_;
 };
 
-constexpr int64_t kOneIn = 16, kManyScores = 2 * kPiece;
+// Scores are put into groups, each a lane of a few registers, to look for a rank of at most one in kMinRank.
+constexpr int64_t kGroup = 64, kMinRank = 4 * kGroup;
 
-// Between which scores a cut likely is: three standard deviations of what a sample weighs to both sides.
-struct Between {
-  bool is_known = false;
-  float low, high;
-};
-
-template <typename Use>
-void for_sample(const Scores& scores, const Use& use) {
-  for (int64_t k = 0; k < scores.size; k += kOneIn * kLanes) use(load(scores.scores + k));
+// The score of this rank among the largest of their groups: as many scores reach it, and few more. Where not so many groups
+// have a score, less.
+inline float reached_by(double rank, const Scores& scores, Room& room) {
+  const int64_t size = registers(scores.size);
+  Scores groups{room.weights.data(), registers((size + kGroup - 1) / kGroup), {}, {}};
+  share_by_affinity(scores.num_pieces(), [&](int64_t piece) {
+    const int64_t end = std::min((piece + 1) * kPiece, size);
+    for (int64_t i = piece * kPiece; i < end; i += kGroup * kLanes) {
+      Lanes largest = load(scores.scores + i);
+      for (int64_t k = i + kLanes; k < std::min(i + kGroup * kLanes, end); k += kLanes)
+        largest = larger(load(scores.scores + k), largest);
+      store(groups.scores + i / kGroup, largest);
+    }
+  });
+  Extremes found;
+  for (int64_t i = 0; i < groups.size; i += kLanes) found.look_at(load(groups.scores + i));
+  const Extent extent = found.extent();
+  return Candidates(groups, room).find(rank, extent.smallest, extent.largest).score;
 }
 
-// `wanted` is a number of scores, or with weights a share of what all weigh. Not where a few decide, which a sample may miss
-// and bisection soon has alone.
+constexpr int64_t kOneIn = 16, kManyScores = 2 * kPiece;
+
+// Between which scores a cut likely is, if that is known; and what all weigh, likely.
+struct Between {
+  bool is_known = false;
+  double all = 0;
+  float low = 0, high = 0;
+};
+
+// Weighs those of one register in some that are less than `below`.
+template <bool has_weights, typename Use>
+void for_sample(const Scores& scores, float below, const Use& use) {
+  for (int64_t k = 0; k < scores.size; k += kOneIn * kLanes) {
+    const Lanes v = load(scores.scores + k);
+    use(v, v < below ? weight_of<has_weights>(v, scores.extent.largest) : Lanes{});
+  }
+}
+
+// Three standard deviations of what a sample weighs to both sides. `wanted` is a number of scores, or with weights a share of
+// what all weigh; no score is more than `top`, or those from there on weigh `above`: a sample may miss few that weigh much.
 template <bool has_weights>
-Between guess(const Scores& scores, double wanted) {
+Between guess(const Scores& scores, double wanted, float top, double above) {
   constexpr int kBuckets = 1024;
   constexpr float kSpan = 30;  // whatever weighs less than e to the power of -30 is in the last one
-  const auto [is_wrong, smallest, largest] = scores.extent;
-  if (scores.size < kManyScores || smallest == largest) return {};
+  if (scores.size < kManyScores || scores.extent.smallest >= top) return {};
+  const float below = above > 0 ? top : std::numeric_limits<float>::infinity();
+  above /= kOneIn;
   double middle = wanted / kOneIn, deviation = std::sqrt(middle);
+  Between found{true, 0, scores.extent.smallest, top};
   if constexpr (has_weights) {
     Sum sum, squares;
-    for_sample(scores, [&, top = largest](Lanes v) {
-      const Lanes weight = exp_negative_lanes(v - top);
-      sum.add(weight), squares.add(weight * weight);
-    });
-    middle = wanted * sum.total(), deviation = std::sqrt(squares.total());
-    if (!(deviation <= 0.03 * sum.total())) return {};
-  } else if (wanted * 256 < scores.size) {
-    return {};
+    for_sample<true>(scores, below, [&](Lanes, Lanes weight) { sum.add(weight), squares.add(weight * weight); });
+    const double all = above + sum.total();
+    middle = wanted * all - above, deviation = std::sqrt(squares.total());
+    found.all = all * kOneIn, found.is_known = deviation <= 0.03 * all && middle > 0;
+    if (!found.is_known) return found;
   }
-  const float width = std::min(largest - smallest, kSpan) / kBuckets;
-  std::array<double, kBuckets> buckets{};  // from the largest score down
-  for_sample(scores, [&, top = largest](Lanes v) {
-    const Lanes weight = weight_of<has_weights>(v, top);
-    const Lanes place = smaller((top - v) / width, Lanes{} + static_cast<float>(kBuckets - 1));
+  const float width = std::min(top - scores.extent.smallest, kSpan) / kBuckets;
+  std::array<std::array<float, kBuckets>, 4> buckets{};  // from the top down, in parts that do not wait for each other
+  for_sample<has_weights>(scores, below, [&](Lanes v, Lanes weight) {
+    const Lanes place = smaller(larger((top - v) / width, Lanes{}), Lanes{} + static_cast<float>(kBuckets - 1));
     const Ints bucket = __builtin_convertvector(place, Ints);
-    for (int lane = 0; lane < kLanes; ++lane) buckets[bucket[lane]] += weight[lane];
+    for (int lane = 0; lane < kLanes; ++lane) buckets[lane % 4][bucket[lane]] += weight[lane];
   });
-  Between found{true, smallest, largest};
-  double above = 0;
-  for (int i = 0; i + 2 < kBuckets && above <= middle + 3 * deviation; ++i) {
-    if (above + buckets[i] < middle - 3 * deviation) found.high = largest - static_cast<float>(i) * width;
-    above += buckets[i];
-    if (above > middle + 3 * deviation) found.low = largest - static_cast<float>(i + 2) * width;  // 1 more, for rounding
+  double of_sample = 0;
+  for (int i = 0; i + 2 < kBuckets && of_sample <= middle + 3 * deviation; ++i) {
+    const double bucket = buckets[0][i] + buckets[1][i] + buckets[2][i] + buckets[3][i];
+    if (of_sample + bucket < middle - 3 * deviation) found.high = top - static_cast<float>(i) * width;
+    of_sample += bucket;
+    if (of_sample > middle + 3 * deviation) found.low = top - static_cast<float>(i + 2) * width;  // 1 more, for rounding
   }
   return found;
 }
@@ -512,27 +561,45 @@ inline Cut cut_at(const Scores& scores, Candidates::Boundary boundary, double wa
   return {boundary.score, place_from_end(scores, boundary.score, num_kept)};
 }
 
+// The cut, if it is where it likely is.
+inline std::optional<Cut> cut_between(const Scores& scores, const Between& likely, double share, Room& room) {
+  if (!likely.is_known) return {};
+  const float largest = scores.extent.largest;
+  Candidates between(scores, room);
+  const auto [all, above] = between.weigh_and_keep<true>(likely.low, likely.high, largest);
+  const double wanted = share * all, rounding = 1e-6 * all;
+  if (above + rounding >= wanted || wanted + rounding >= above + between.weight(largest)) return {};
+  const auto boundary = between.find(wanted - above, likely.low, likely.high);
+  return cut_at(scores, {boundary.score, boundary.above + above}, wanted);
+}
+
+// The cut of many scores, which is among the few largest or not far from where a sample says.
+inline std::optional<Cut> cut_of_many(const Scores& scores, double share, Room& room) {
+  const float largest = scores.extent.largest;
+  if (const auto cut = cut_between(scores, guess<true>(scores, share, largest, 0), share, room)) return cut;
+  const float some = reached_by(static_cast<double>(scores.size / kMinRank), scores, room);
+  Candidates few(scores, room);
+  few.keep(some, largest);
+  const double of_few = few.weigh(largest);
+  const Between likely = guess<true>(scores, share, some, of_few);
+  if (of_few < share * likely.all) return cut_between(scores, likely, share, room);
+  const double wanted = share * Candidates(scores, room).weight(largest);
+  if (of_few < wanted) return {};
+  return cut_at(scores, few.find(wanted, some, largest), wanted);
+}
+
 inline Cut cut_by_share(const Scores& scores, float least, double share, Room& room) {
   const float largest = scores.extent.largest;
-  if (least == -kLargestFloat) {
-    if (const Between cut = guess<true>(scores, share); cut.is_known) {
-      Candidates between(scores, room);
-      const auto [all, above] = between.weigh_and_keep<true>(cut.low, cut.high, largest);
-      const double wanted = share * all, rounding = 1e-6 * all;
-      if (above + rounding < wanted && wanted + rounding < above + between.weigh(largest)) {
-        const auto boundary = between.find(wanted - above, cut.low, cut.high);
-        return cut_at(scores, {boundary.score, boundary.above + above}, wanted);
-      }
-    }
-  }
   Candidates candidates(scores, room);
   if (scores.extent.smallest == largest) return cut_at(scores, {largest, 0}, share * candidates.num_scores());
+  if (least > -kLargestFloat) candidates.keep(least, largest);
+  else if (scores.size >= kManyScores)
+    if (const auto cut = cut_of_many(scores, share, room)) return *cut;
   // All that weigh less have less than what is cut, together. `sum` is of all weights: at least 1, the largest's.
   const auto floor = [&](double sum) {
     const double negligible = largest + std::log((1 - share) * sum / static_cast<double>(scores.size)) - 1e-3;
     return std::max({least, scores.extent.smallest, static_cast<float>(negligible)});
   };
-  if (least > -kLargestFloat) candidates.keep(least, largest);
   const double sum = candidates.weigh_and_keep(floor(1), largest);
   return cut_at(scores, candidates.find(share * sum, floor(sum), largest), share * sum);
 }
@@ -540,7 +607,12 @@ inline Cut cut_by_share(const Scores& scores, float least, double share, Room& r
 // The score of a rank, of equal ones counted each.
 inline float score_of_rank(const Scores& scores, double rank, Room& room) {
   const auto [is_wrong, smallest, largest] = scores.extent;
-  if (const Between cut = guess<false>(scores, rank); cut.is_known) {
+  if (smallest < largest && rank * kMinRank <= static_cast<double>(scores.size)) {
+    const float least = reached_by(rank, scores, room);
+    Candidates few(scores, room);
+    few.keep(least, largest);
+    if (static_cast<double>(few.num_scores()) >= rank) return few.find(rank, least, largest).score;
+  } else if (const Between cut = guess<false>(scores, rank, largest, 0); cut.is_known) {
     Candidates between(scores, room);
     const double above = between.weigh_and_keep<false>(cut.low, cut.high, largest).above;
     if (above < rank && rank <= above + between.num_scores()) return between.find(rank - above, cut.low, cut.high).score;

@@ -1,12 +1,15 @@
 // The tokens that requests choose at positions: a row of logits each, side by side. Greedy: the index of the largest score,
-// the first of equal ones. Sampled: of what the cuts leave, the largest score and noise together.
+// the first of equal ones. Sampled: of what the cuts leave, the largest score and noise together. Behind the first token that
+// is not its draft's nothing is chosen.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <cmath>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "cuts.h"
@@ -16,7 +19,7 @@
 
 namespace {
 
-constexpr int64_t kNoNumbers = -1, kNoTokenLeft = -2;  // in place of a token; `runtime.sampling` knows them
+constexpr int64_t kNoNumbers = -1, kNoTokenLeft = -2, kNotAsked = -3;  // in place of a token; `runtime.sampling` knows them
 
 // Looks at four registers of numbers at a time; only where one is larger than all before, at each of them.
 template <typename T>
@@ -74,7 +77,7 @@ Best draw(const Scores& scores, const Cut& cut, const Noise& noise, int64_t begi
 int64_t draw(const Scores& scores, const Cut& cut, uint64_t key) {
   const Noise noise(key);
   std::vector<Best> of_pieces(scores.num_pieces());
-  share_tasks(scores.num_pieces(), [&](int64_t i) {
+  share_by_affinity(scores.num_pieces(), [&](int64_t i) {
     of_pieces[i] = draw(scores, cut, noise, i * kPiece, std::min((i + 1) * kPiece, scores.size));
   });
   Best best;
@@ -160,12 +163,46 @@ void for_rows(int64_t num_rows, const Work& work) {
   for (int64_t i = 0; i < num_rows; ++i) work(i, own_room);
 }
 
+// Of each row the place in its draft and the request, in the order in which they are chosen: first rows first, one at a time,
+// so that few are begun behind a token that is not the draft's.
+std::vector<std::pair<int64_t, int64_t>> rows_in_turn(at::TensorList rows) {
+  std::vector<std::pair<int64_t, int64_t>> turns;
+  for (int64_t request = 0; request < static_cast<int64_t>(rows.size()); ++request)
+    for (int64_t row = 0; row < rows[request].size(0); ++row) turns.emplace_back(row, request);
+  std::sort(turns.begin(), turns.end());
+  return turns;
+}
+
 at::Tensor choose_rows(at::TensorList rows, const at::Tensor& rules, const at::Tensor& keys, const at::Tensor& entries,
-                       const at::Tensor& bans, const at::Tensor& bounds) {
+                       const at::Tensor& bans, const at::Tensor& bounds, const at::Tensor& draft_tokens) {
   const auto positions = positions_of(rows, rules, keys, entries, bans, bounds);
-  at::Tensor tokens = at::empty({static_cast<int64_t>(positions.size())}, keys.options());
+  const auto num_rows = static_cast<int64_t>(positions.size());
+  TORCH_CHECK(draft_tokens.numel() == num_rows, "each row has the token that a draft goes on with, or -1");
+  const auto* drafted = draft_tokens.const_data_ptr<int64_t>();
+  std::vector<int64_t> begins{0};  // of the requests' rows
+  for (const at::Tensor& some : rows) begins.push_back(begins.back() + some.size(0));
+  std::vector<std::atomic<int64_t>> ends(rows.size());  // behind the first whose token is not the draft's
+  for (size_t i = 0; i < rows.size(); ++i) ends[i] = begins[i + 1];
+  const auto turns = rows_in_turn(rows);
+  at::Tensor tokens = at::empty({num_rows}, keys.options());
   auto* token = tokens.mutable_data_ptr<int64_t>();
-  for_rows(tokens.size(0), [&](int64_t i, Room& room) { token[i] = choose(positions[i], room); });
+  std::fill(token, token + num_rows, kNotAsked);
+  const auto take = [&](int64_t turn) {
+    const auto [place, request] = turns[turn];
+    const int64_t row = begins[request] + place;
+    if (row >= ends[request]) return;
+    token[row] = choose(positions[row], own_room);
+    if (token[row] == drafted[row]) return;
+    for (int64_t end = ends[request]; row + 1 < end && !ends[request].compare_exchange_weak(end, row + 1);) {}
+  };
+  if (num_rows < num_threads()) {
+    for (int64_t turn = 0; turn < num_rows; ++turn) take(turn);
+    return tokens;
+  }
+  std::atomic<int64_t> next{0};
+  share_tasks(num_threads(), [&](int64_t) {
+    for (int64_t turn = next++; turn < num_rows; turn = next++) take(turn);
+  });
   return tokens;
 }
 
@@ -244,7 +281,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> logprobs_of_rows(const at::Tensor
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(specdec, library) {
-  library.def("choose(Tensor[] rows, Tensor rules, Tensor keys, Tensor entries, Tensor bans, Tensor bounds) -> Tensor");
+  library.def("choose(Tensor[] rows, Tensor rules, Tensor keys, Tensor entries, Tensor bans, Tensor bounds,"
+              " Tensor draft_tokens) -> Tensor");
   library.def("scores(Tensor[] rows, Tensor rules, Tensor keys, Tensor entries, Tensor bans, Tensor bounds)"
               " -> (Tensor, Tensor)");
   library.def("logprobs(Tensor rows, Tensor tokens, int num_best) -> (Tensor, Tensor, Tensor)");

@@ -178,6 +178,19 @@ inline bool keep_openmp_alone([[maybe_unused]] bool alone) {
   return was_alone;
 }
 
+// Calls work(thread), thread < min(num_threads(), num_tasks), here and in those helpers that come while it lasts. False where
+// there is one thread for them: then nothing was called.
+template <typename Work>
+bool run_on_team(int64_t num_tasks, const Work& work) {
+  const int64_t all_threads = num_threads(), threads = std::min(all_threads, num_tasks);
+  if (threads <= 1 || in_task) return false;
+  in_task = true;
+  own_team.of(all_threads - 1)
+      .run(threads, [](const void* work, int64_t thread) { (*static_cast<const Work*>(work))(thread); }, &work);
+  in_task = false;
+  return true;
+}
+
 // Calls do_task(i) or do_task(i, thread), thread < num_threads(), for 0 <= i < num_tasks. A thread takes the next few when
 // it has finished, so that all end together even where something else runs on their cores: many at first, whose memory is
 // read in one stream, and one at last (guided self-scheduling, Polychronopoulos and Kuck, 1987).
@@ -187,25 +200,43 @@ void share_tasks(int64_t num_tasks, const DoTask& do_task) {
     if constexpr (std::is_invocable_v<DoTask, int64_t, int64_t>) do_task(i, thread);
     else do_task(i);
   };
-  const int64_t all_threads = num_threads(), threads = std::min(all_threads, num_tasks);
-  const bool was_in_task = std::exchange(in_task, true);
-  if (threads <= 1 || was_in_task) {
-    for (int64_t i = 0; i < num_tasks; ++i) call(i, 0);
-    in_task = was_in_task;
-    return;
-  }
+  const int64_t threads = std::min(num_threads(), num_tasks);
   std::atomic<int64_t> next{0};
-  const auto work = [&](int64_t thread) {
+  const bool is_shared = run_on_team(num_tasks, [&](int64_t thread) {
     for (int64_t begin = next; begin < num_tasks; begin = next) {
       const int64_t end = begin + std::max<int64_t>((num_tasks - begin) / (2 * threads), 1);
       if (!next.compare_exchange_strong(begin, end)) continue;
       for (int64_t i = begin; i < end; ++i) call(i, thread);
     }
+  });
+  if (is_shared) return;
+  const bool was_in_task = std::exchange(in_task, true);
+  for (int64_t i = 0; i < num_tasks; ++i) call(i, 0);
+  in_task = was_in_task;
+}
+
+// The same for tasks that come again and again and whose memory fits a core's cache: a thread begins with those that it had
+// before, and then takes others' (affinity scheduling, Markatos and LeBlanc, 1994).
+template <typename DoTask>
+void share_by_affinity(int64_t num_tasks, const DoTask& do_task) {
+  struct alignas(64) Own {
+    std::atomic<int64_t> next;
+    int64_t end;
   };
-  using Work = decltype(work);
-  own_team.of(all_threads - 1)
-      .run(threads, [](const void* work, int64_t thread) { (*static_cast<const Work*>(work))(thread); }, &work);
-  in_task = false;
+  const int64_t threads = std::min(num_threads(), num_tasks);
+  std::vector<Own> own(std::max<int64_t>(threads, 1));
+  for (int64_t thread = 0; thread < threads; ++thread) {
+    own[thread].next = num_tasks * thread / threads;
+    own[thread].end = num_tasks * (thread + 1) / threads;
+  }
+  const bool is_shared = run_on_team(num_tasks, [&](int64_t thread) {
+    for (int64_t k = 0; k < threads; ++k) {
+      Own& some = own[(thread + k) % threads];
+      for (int64_t i = some.next++; i < some.end; i = some.next++) do_task(i);
+    }
+  });
+  if (is_shared) return;
+  for (int64_t i = 0; i < num_tasks; ++i) do_task(i);
 }
 
 // Calls use(begin, end) for parts of 0..count of at most `part`.

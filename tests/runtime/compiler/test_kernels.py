@@ -562,8 +562,8 @@ def argmaxes(rows: Tensor) -> Tensor:
     """Tokens that greedy requests without penalties choose."""
     greedy = torch.tensor([[1.0, 1, 1, 0, 0, 1, 0, 0]], dtype=torch.float64).repeat(len(rows), 1)
     none, keys = torch.zeros(0, 4, dtype=torch.int32), torch.zeros(len(rows), dtype=torch.int64)
-    bounds = torch.zeros(len(rows), 6, dtype=torch.int64)
-    return torch.ops.specdec.choose([rows], greedy, keys, none, none[:, 0], bounds)
+    bounds, no_drafts = torch.zeros(len(rows), 6, dtype=torch.int64), torch.full((len(rows),), -1)
+    return torch.ops.specdec.choose(list(rows[:, None]), greedy, keys, none, none[:, 0], bounds, no_drafts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

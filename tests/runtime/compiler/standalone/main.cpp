@@ -284,14 +284,21 @@ void check_choices(at::ScalarType type, int64_t num_rows, int64_t size) {
     if (row == 4 && place == 0) numbers[i] = static_cast<T>(INFINITY);
   }
   const at::Tensor rules({num_rows, 8}, at::kDouble), keys({num_rows}, at::kLong), entries({0, 4}, at::kInt);
-  const at::Tensor bans({0}, at::kInt), bounds({num_rows, 6}, at::kLong);
+  const at::Tensor bans({0}, at::kInt), bounds({num_rows, 6}, at::kLong), drafts({num_rows}, at::kLong);
   for (const Rules& one : {Rules{1, 1, 0, 1, 0, 1, 0, 0}, Rules{0, 1, 0, 1, 0, 1, 0, 0}, Rules{0, 0.7, 0, 1, 0, 1, 0, 0},
                            Rules{0, 1, 1, 1, 0, 1, 0, 0}, Rules{0, 1.3, 20, 1, 0, 1, 0, 0}, Rules{0, 1, 0, 0.9, 0, 1, 0, 0},
                            Rules{0, 2, 0, 0.3, 0, 1, 0, 0}, Rules{0, 1, 0, 1, 0.1, 1, 0, 0},
                            Rules{0, 1.5, 30, 0.8, 0.05, 1, 0, 0}}) {
     auto* key = keys.mutable_data_ptr<uint64_t>();
     for (int64_t row = 0; row < num_rows; ++row) rules.mutable_data_ptr<Rules>()[row] = one, key[row] = random_key();
-    const at::Tensor tokens = choose_rows({rows}, rules, keys, entries, bans, bounds);
+    auto* draft = drafts.mutable_data_ptr<int64_t>();
+    std::fill(draft, draft + num_rows, -9);
+    for (int64_t row = 0; row < num_rows; ++row) {  // behind a token that is not the draft's nothing is chosen
+      const at::Tensor some = choose_rows({rows}, rules, keys, entries, bans, bounds, drafts);
+      draft[row] = some.const_data_ptr<int64_t>()[row];
+      check(draft[row] != kNotAsked, "as far as the draft is right", type, size, row);
+    }
+    const at::Tensor tokens = choose_rows({rows}, rules, keys, entries, bans, bounds, drafts);
     const auto [left, why] = scores_of_rows({rows}, rules, keys, entries, bans, bounds);
     for (int64_t row = 0; row < num_rows; ++row) {
       std::vector<float> scores;

@@ -23,11 +23,13 @@ int main() {
     for (int round = 0; round < kRounds; ++round) {
       threads_of_tasks = 2 + (caller + round / 50) % 3;
       const int64_t num_tasks = 1 + (round * 7) % 40;
-      std::vector<int64_t> done(num_tasks), by_thread(num_threads());
+      std::vector<int64_t> done(num_tasks), by_thread(num_threads()), kept(num_tasks);
       share_tasks(num_tasks, [&](int64_t i, int64_t thread) {
         share_tasks(2, [&](int64_t) { done[i] += i; });  // of a task: by the same thread
         ++by_thread[thread];
       });
+      for (int again = 0; again < 3; ++again) share_by_affinity(num_tasks, [&](int64_t i) { kept[i] = 2 * kept[i] + i; });
+      for (int64_t i = 0; i < num_tasks; ++i) num_wrong += kept[i] != 7 * i;
       int64_t sum = 0, expected = 0;
       for (int64_t i = 0; i < num_tasks; ++i) sum += done[i], expected += 2 * i;
       for (int64_t number : by_thread) sum += number;
