@@ -21,7 +21,6 @@ length that was chosen before anything is drawn.
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import partial
 from math import ceil, inf
 from time import thread_time
 
@@ -43,9 +42,12 @@ this share of the time:"""
 _LOOK_SHARE, _LONGEST_REST = 0.005, 64
 _LOOK_S = 20e-6
 """About what a lookup and counting its outcomes take for a sequence, where no clock tells."""
-_LARGE_BATCH, _FIRST_GAIN, _GAIN_MEMORY = 4, 3.0, 0.93
+_LARGE_BATCH, _FIRST_GAIN, _GAIN_MEMORY = 4, 6.0, 0.93
 """Initial mean gain, in multiples of the time of looking up: 16 steps without a gain end looking. In large batches,
-whose steps are compute-bound and seldom pay for drafts, it starts below 1."""
+whose steps are compute-bound and seldom pay for drafts, it starts too low for that."""
+_LEAST_GAIN = 2.0
+"""Mean gain for which looking goes on: drafts that are chosen for what they promise yield less, and a step with them
+has more to do than is measured."""
 _RATE_MEMORY = 0.98
 _CAUTION = 0.25
 """Margin that a token of a lookup must gain beyond its time, in tokens that come without drafts in that time."""
@@ -120,19 +122,19 @@ class AdaptiveDrafter:
             self._num_off += 1
             self._count(len(sequences), prices, 0.0)
             return [Draft([])] * len(sequences)
+        start = thread_time()  # time of looking up itself, without other threads
         for sequence in sequences:
             self._outcomes.learn(sequence)
-        drafts = self._propose(sequences, max_draft_len, prices)
+        drafts = self._propose(sequences, max_draft_len, prices, start)
         if self._meter is not None:
             num_drafted = sum(len(draft.tokens) for draft in drafts)
             seconds = prices.of_drafts(num_drafted)
             self._meter.sent(sequences, seconds[0], seconds[num_drafted])
         return drafts
 
-    def _propose(self, sequences: list[Sequence], max_draft_len: int, prices: "_Prices") -> list[Draft]:
+    def _propose(self, sequences: list[Sequence], max_draft_len: int, prices: "_Prices", start: float) -> list[Draft]:
         if self._is_asked_for_what_pays:
             return self._propose_what_pays(sequences, prices)
-        start = thread_time()  # time of looking up itself, without other threads
         drafts = self.drafter.propose(sequences, max_draft_len)
         if any(draft.probs is not None for draft in drafts):
             self._is_asked_for_what_pays = True
@@ -148,7 +150,7 @@ class AdaptiveDrafter:
             mean_gain = self._mean_gain(len(sequences)) * _GAIN_MEMORY
             mean_gain += choice.gain_s / (look_s * len(sequences)) * (1 - _GAIN_MEMORY)
             self._mean_gains[len(sequences).bit_length()] = mean_gain
-            self._num_off = 0 if mean_gain >= 1 else self._num_off + 1
+            self._num_off = 0 if mean_gain >= _LEAST_GAIN else self._num_off + 1
         return [draft.cut(length) for draft, length in zip(drafts, choice.lengths, strict=True)]
 
     def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
@@ -231,7 +233,7 @@ class AdaptiveDrafter:
             return False
         if self._nothing_pays(prices):
             return True
-        if self._mean_gain(prices.batch_size) >= 1:
+        if self._mean_gain(prices.batch_size) >= _LEAST_GAIN:
             return False
         interval = _LOOK_INTERVAL
         if self._meter is not None:
@@ -290,17 +292,19 @@ class _Prices:
     ) -> None:
         self.batch_size, self.max_draft_len = batch_size, max_draft_len
         self.draft_token_s = draft_s(batch_size, context_len) if draft_s else 0.0
-        self._iteration_s = partial(iteration_s, batch_size, context_len)
-        self._seconds = [self._iteration_s(0.0)]
+        # Between whole numbers of tokens in a row prices are on straight lines, so that none is lower there.
+        self._by_len = [iteration_s(batch_size, context_len, float(n)) for n in range(max_draft_len + 1)]
+        self._seconds = [self._by_len[0]]
         self.rate_without = batch_size / self._seconds[0]
         """Tokens per second without drafts."""
-        lengths = range(1, max_draft_len + 1)  # between them prices are on straight lines, so that no other is lower
-        alone_s = self._seconds[0]
-        self.cheapest_s = min(((self._iteration_s(n) - alone_s) / (n * batch_size) for n in lengths), default=inf)
+        added = ((seconds - self._by_len[0]) / n for n, seconds in enumerate(self._by_len[1:], 1))
+        self.cheapest_s = min(added, default=inf) / batch_size
         """Seconds of a draft token, where it costs least."""
 
     def of_drafts(self, most: int) -> list[float]:
         """Seconds of a step with 0, 1, ... draft tokens in all its rows together, at least as far as `most`."""
-        for n in range(len(self._seconds), most + 1):
-            self._seconds.append(self._iteration_s(n / self.batch_size))
+        for num_tokens in range(len(self._seconds), most + 1):
+            n, rest = divmod(num_tokens, self.batch_size)
+            left, right = self._by_len[n], self._by_len[min(n + 1, len(self._by_len) - 1)]
+            self._seconds.append(left + (right - left) * rest / self.batch_size)
         return self._seconds

@@ -34,6 +34,8 @@ class Meter:
         self._added_squares = self._products = 0.0
         """Sums of (added - its mean)^2 and of (added - its mean) (time - its mean)."""
         self._looked: set[int] = set()
+        self._num_looks = self._num_looks_with_new = 0.0
+        """Past looks, which fade."""
         self.look_s = 0.0
         """Seconds for a sequence that was looked at before."""
         self.look_with_new_s = 0.0
@@ -77,6 +79,8 @@ class Meter:
         """Looking for drafts took so long."""
         ids, each_s = {sequence.request.id for sequence in sequences}, seconds / len(sequences)
         if ids <= self._looked:
-            self.look_s += (each_s - self.look_s) * (1 - _LOOK_MEMORY)
-        self.look_with_new_s += (each_s - self.look_with_new_s) * (1 - _MEMORY)
+            self._num_looks = self._num_looks * _LOOK_MEMORY + 1
+            self.look_s += (each_s - self.look_s) / self._num_looks
+        self._num_looks_with_new = self._num_looks_with_new * _MEMORY + 1
+        self.look_with_new_s += (each_s - self.look_with_new_s) / self._num_looks_with_new
         self._looked = ids

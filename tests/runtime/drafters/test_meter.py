@@ -46,6 +46,19 @@ def test_factor_is_what_least_squares_find() -> None:
     assert meter.factor == pytest.approx((squares * slope + 1.3 * prior) / (squares + prior), rel=1e-6)
 
 
+@pytest.mark.parametrize("num_looks", [1, 3, 200])
+def test_time_of_looking_is_a_mean_from_the_first_look_on(num_looks: int) -> None:
+    """Beside numpy, of weights that fade: nothing stands for looks that never were."""
+    meter, seconds = Meter(Watch()), np.random.default_rng(0).uniform(1e-5, 9e-5, num_looks)
+    for one in seconds:
+        meter.looked(rows(1, 2), 2 * one)
+    expected = np.average(seconds, weights=0.98 ** np.arange(num_looks)[::-1])
+    assert meter.look_with_new_s == pytest.approx(expected)
+    of_known = seconds[1:]
+    if num_looks > 1:
+        assert meter.look_s == pytest.approx(np.average(of_known, weights=0.9 ** np.arange(num_looks - 1)[::-1]))
+
+
 def test_a_prompt_between_two_steps_is_no_part_of_them() -> None:
     watch = Watch()
     meter = Meter(watch)
