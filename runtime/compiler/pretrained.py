@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -77,6 +78,7 @@ def _read_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
         if isinstance(place, dict):
             _refuse_two_ropes(place, where)
             _refuse_sizes(place, where)
+            _refuse_dtype(place, where)
     try:
         # transformers writes infinity as `{"__float__": "Infinity"}`, and reads it so in `from_pretrained` alone.
         values = PreTrainedConfig._decode_special_floats(data)
@@ -102,6 +104,16 @@ def _refuse_sizes(data: dict[str, Any], where: str) -> None:
         raise SpecDecError(f"`{where}` has a value that is no number: `{nan}` {math.nan}", hint="correct it")
 
 
+def _refuse_dtype(data: dict[str, Any], where: str) -> None:
+    for name in ("dtype", "torch_dtype"):
+        value = data.get(name)
+        if isinstance(value, str) and not isinstance(getattr(torch, value.removeprefix("torch."), None), torch.dtype):
+            raise SpecDecError(
+                f"`{where}` has a `{name}` that torch does not know: {value}",
+                hint="correct it: float32, bfloat16 or float16",
+            )
+
+
 def _check_rope(rope: dict[str, Any], where: str) -> None:
     """SpecDecError for what no positions can be computed of. transformers warns of some of it, and takes it."""
     if _type(rope) not in (known := {"default", *ROPE_INIT_FUNCTIONS}):
@@ -110,7 +122,7 @@ def _check_rope(rope: dict[str, Any], where: str) -> None:
             hint=f"it knows {', '.join(sorted(known))}",
         )
     for name in _OF_ROPES:
-        for value in _numbers(rope.get(name)):
+        for value in [None] if name == "rope_theta" and rope.get(name, 0) is None else _numbers(rope.get(name)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise SpecDecError(
                     f"`{where}` has a rope whose `{name}` is no number above 0: {value!r}", hint="correct it"
