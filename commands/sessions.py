@@ -13,7 +13,7 @@ from commands.output import Output
 from runtime.bundle import read_bundle
 from runtime.drafters.spec import DrafterSpec
 from runtime.engine import DEFAULT_MAX_NUM_TOKENS
-from runtime.engine_cache import EngineSettings, engine_of_model
+from runtime.engine_cache import EngineSettings, engine_of_model, hidden_states_for
 from runtime.evaluation.checks import LosslessCheck
 from runtime.evaluation.lossless import NUM_PREFIXES, check_outputs
 from runtime.llm import LLM
@@ -53,13 +53,19 @@ def engines_made(choice: EngineChoice, output: Output) -> Iterator[EngineChoice]
     built_for, speculation = choice.built_for, choice.speculation
     with ExitStack() as stack:
 
-        def engine_of(name: str, max_draft_len: int, self_draft: Literal["int8", "int4"] | None = None) -> Path:
+        def engine_of(
+            name: str,
+            max_draft_len: int,
+            self_draft: Literal["int8", "int4"] | None = None,
+            hidden_states: tuple[int, ...] = (),
+        ) -> Path:
             settings = EngineSettings(
                 None if built_for.dtype == "auto" else built_for.dtype,
                 built_for.max_batch_size or _DEFAULT_MAX_BATCH_SIZE,
                 built_for.max_seq_len,
                 max_draft_len,
                 self_draft,
+                hidden_states=hidden_states,
                 compiler=built_for.compiler,
             )
             engine = engine_of_model(name, settings, use_cache=not built_for.no_cache, phases=output.phases)
@@ -70,7 +76,9 @@ def engines_made(choice: EngineChoice, output: Output) -> Iterator[EngineChoice]
 
         if choice.model_dir is not None:
             self_draft = built_for.self_draft or ("int4" if speculation.needs_copy else None)
-            engine_dir = engine_of(choice.model_dir, max(speculation.max_draft_len or 0, _MIN_DRAFT_LEN), self_draft)
+            states = hidden_states_for(speculation.heads, choice.model_dir)
+            draft_len = max(speculation.max_draft_len or 0, _MIN_DRAFT_LEN)
+            engine_dir = engine_of(choice.model_dir, draft_len, self_draft, states)
             choice = replace(choice, engine_dir=engine_dir)
         yield replace(choice, speculation=speculation.with_drafters(map(with_engine, speculation)))
 

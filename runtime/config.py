@@ -220,6 +220,9 @@ class BuildConfig:
     speculative_decoding_mode: SpeculativeDecodingMode
     self_draft: SelfDraft | None = None
     """None: there is no copy that drafts."""
+    hidden_states: tuple[Count, ...] = ()
+    """Hidden states that the step gives for a trained drafter, by transformers' numbers: what enters layer i, or after
+    the final norm where i is the number of layers."""
 
     @property
     def max_request_len(self) -> int:

@@ -10,19 +10,20 @@ from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
 
 from runtime.batch import Row, context_row, generation_row, pack, split_long_rows
 from runtime.bundle import Bundle, check_step_files, read_bundle, unchanged_while_opened, uses_kernels
-from runtime.compiler.compilation import StepFunction
+from runtime.compiler.compilation import StepFunction, logits_of
 from runtime.compiler.kernels import flush_denormals, openmp_alone
 from runtime.compiler.load import check_environment, check_shape, open_copy
 from runtime.config import EngineConfig
 from runtime.control_groups import free_memory
 from runtime.errors import SpecDecError, UsageError
+from runtime.heads.head_cache import HeadCache, ReadsStates, bytes_of_head
 from runtime.kv_cache import BlockManager, KVPool, bytes_per_block, kv_dtype
 from runtime.limits import check_cache_size, check_draft_len, check_lengths, check_vocabulary
 from runtime.locks import MODEL_INIT_LOCK
@@ -93,6 +94,7 @@ class Engine:
         block_size = config.build_config.tokens_per_block
         self._blocks = BlockManager(num_blocks, block_size, reuse=kv_cache.block_reuse)
         self._pool = KVPool(config.layers, num_blocks, block_size, _kv_dtype(config), device)
+        self._heads: list[HeadCache] = []
 
     @classmethod
     def open(
@@ -156,6 +158,7 @@ class Engine:
             if self.ranks is not None:
                 self.ranks.close()
             del self._step, self._copy_step, self._pool
+            self._heads.clear()
             if self._states is not None:
                 self._states.pools.clear()
             if self.device.type == "cuda":
@@ -245,17 +248,26 @@ class Engine:
                 self._states.admit(sequence, found)
             for copy in copies:
                 self._pool.copy_block(copy)
+                for head in self._heads:
+                    head.copy_block(copy)
                 if self.ranks is not None:
                     self.ranks.copy_block(copy)
         except BaseException:  # Ctrl-C between two layers: what was found is there in part
             sequence.num_computed = 0
             raise
+        for head in self._heads:
+            head.forget(sequence.block_table, sequence.num_computed)
         sequence.stats.num_reused_tokens += sequence.num_computed
         return True
 
     def extend(self, sequence: Sequence) -> bool:
         """Give an admitted sequence that grew blocks for all its tokens and a draft. False: no room, no change."""
-        return self._blocks.extend(sequence, len(sequence.tokens) + self.max_draft_len_of(sequence))
+        num_blocks = len(sequence.block_table)
+        if not self._blocks.extend(sequence, len(sequence.tokens) + self.max_draft_len_of(sequence)):
+            return False
+        for head in self._heads:
+            head.forget(sequence.block_table, num_blocks * self._blocks.block_size)
+        return True
 
     def step(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> list[VerifyResult | NoValidToken]:
         """One target forward for admitted sequences, each with a draft of at most max_draft_len tokens (or empty).
@@ -304,6 +316,34 @@ class Engine:
         """
         rows = [generation_row(s, d.tokens) for s, d in zip(sequences, drafts, strict=True)]
         return self._forward_apart(rows, by_copy=True)
+
+    def add_head(self, head: ReadsStates) -> HeadCache:
+        """Keep from now on what this head reads of the target's tokens, until it is removed.
+
+        The K/V of released sequences are forgotten: of their tokens there is nothing for it.
+        """
+        self.check_is_open()
+        block_size, dtype = self._blocks.block_size, getattr(torch, self.config.dtype)
+        needed = self._blocks.num_blocks * bytes_of_head(head, block_size, dtype)
+        if needed > (free_bytes := _free_memory(self.device)):
+            raise SpecDecError(
+                f"what a trained drafter keeps of tokens needs {needed / 1e6:,.1f} MB, and {self.device} has free: "
+                f"{free_bytes / 1e6:,.1f} MB",
+                hint="lower max_tokens of the K/V cache, or free memory",
+                code="cache_too_large",
+            )
+        cache = HeadCache(head, self._blocks.num_blocks, block_size, dtype, self.device)
+        self.clear_cache()
+        self._heads.append(cache)
+        return cache
+
+    @property
+    def target_step(self) -> Any:
+        """The compiled step, for whoever shares its weights."""
+        return self._step
+
+    def remove_head(self, cache: HeadCache) -> None:
+        self._heads = [one for one in self._heads if one is not cache]
 
     def _forward_apart(self, rows: Seq[Row], *, by_copy: bool = False) -> list[Tensor]:
         """The logits of each row by itself."""
@@ -380,14 +420,17 @@ class Engine:
         start = time.perf_counter()
         with torch.inference_mode():
             states = () if self._states is None else state_inputs(rows, self._states.pools)
-            logits = step(*batch.tensors(), *self._pool.tensors(), *states)
+            output = step(*batch.tensors(), *self._pool.tensors(), *states)
+            if isinstance(output, tuple) and not by_copy:
+                for head in self._heads:
+                    head.keep(batch.slot_mapping.flatten(), output[1])
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if by_copy:
             self.copy_time_s += time.perf_counter() - start
         else:
             self.step_time_s += time.perf_counter() - start
-        return logits
+        return logits_of(output)
 
 
 def _similar_lengths(rows: Seq[Row]) -> list[list[int]]:

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,8 +39,9 @@ from runtime.errors import SpecDecError, SpecDecWarning, errors_about
 from runtime.files import read_json
 from runtime.generation_config import GENERATION_CONFIG
 from runtime.gguf import is_gguf
+from runtime.heads.head_config import read_head, states_of_heads
 from runtime.locks import MODEL_INIT_LOCK
-from runtime.models import MODEL_FILES, resolve_model
+from runtime.models import MODEL_FILES, read_model_config, resolve_model
 from runtime.temporary import own_temporary_files, temporary_dir
 
 _MAX_SEQ_LEN = 4096  # unless asked for: a K/V cache for all positions of a long-context model would not fit
@@ -59,6 +61,8 @@ class EngineSettings:
     self_draft: Literal["int8", "int4"] | None = None
     """Quantization of the self-draft copy; None: there is none."""
     tp_size: int = 1
+    hidden_states: tuple[int, ...] = ()
+    """Hidden states that the step gives, for a trained drafter (`BuildConfig`)."""
     compiler: Compiler | None = None
     """None: what the device's default is (`runtime.compiler.choosing`)."""
 
@@ -75,7 +79,15 @@ class EngineSettings:
             tokens_per_block=32,
             speculative_decoding_mode="draft_tokens_external" if self.max_draft_len else "none",
             self_draft=None if self.self_draft is None else SelfDraft(self.self_draft),
+            hidden_states=self.hidden_states,
         )
+
+
+def hidden_states_for(heads: Seq[Path], model: str) -> tuple[int, ...]:
+    """The hidden states that these trained drafters read of a model."""
+    if not heads:
+        return ()
+    return states_of_heads([read_head(head) for head in heads], read_model_config(resolve_model(model)))
 
 
 def no_phases() -> AbstractContextManager[Callable[[str], None]]:

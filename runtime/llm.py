@@ -27,7 +27,7 @@ from runtime.drafters.protocol import Drafter
 from runtime.drafters.specs import AnySpec, DraftFunction, DraftLenMode
 from runtime.drafters.speculation import Speculation
 from runtime.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
-from runtime.engine_cache import EngineSettings, engine_of_model
+from runtime.engine_cache import EngineSettings, engine_of_model, hidden_states_for
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.generation import Output, Piece
 from runtime.generation_config import ModelDefaults, read_model_defaults
@@ -68,6 +68,7 @@ class EngineOptions(TypedDict, total=False):
     max_seq_len: int | None
     max_draft_len: int
     self_draft: Literal["int8", "int4"] | None
+    head: str | Path | None
     compiler: Compiler | None
     tensor_parallel_size: int
     use_cache: bool
@@ -437,6 +438,9 @@ class LLM:
         use_cache = options.pop("use_cache", True)
         if options.get("dtype") == "auto":
             options["dtype"] = None
+        head = options.pop("head", None)
+        if head is not None and not to_draft:
+            options["hidden_states"] = hidden_states_for([Path(head)], str(model))
         options["tp_size"] = options.pop("tensor_parallel_size", 1)
         if to_draft:  # a draft model is not split
             options |= {"max_draft_len": 0, "self_draft": None, "tp_size": 1}

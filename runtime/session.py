@@ -48,8 +48,10 @@ class Session:
 
     @property
     def _draft_model_time_s(self) -> float:
-        """Seconds in the steps of a draft model, or of the target's own copy, since its engine was opened."""
-        return self.engine.copy_time_s + (self.draft_engine.step_time_s if self.draft_engine else 0.0)
+        """Seconds in the steps of a draft model, a head, or the target's own copy, since its engine was opened."""
+        head_draft = None if self.opened is None else self.opened.head_draft
+        own = (self.draft_engine.step_time_s if self.draft_engine else 0.0) + (head_draft.time_s if head_draft else 0.0)
+        return self.engine.copy_time_s + own
 
     def draws_by_probs(self, sequences: Seq[Sequence]) -> bool:
         """True if outputs follow the target's distribution without equalling the tokens it would draw alone."""

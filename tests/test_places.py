@@ -119,7 +119,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     before = "\n\n@dataclass(frozen=True)\nclass DraftTargetDrafter"
     assert before in text
     text = text.replace(before, SPEC + before).replace(
-        '__all__ = ["ChainDrafter", ', '__all__ = ["ChainDrafter", "EchoDrafter", '
+        '    "ChainDrafter",\n', '    "ChainDrafter",\n    "EchoDrafter",\n'
     )
     specs.write_text(text)
     (copy / "runtime/drafters/echo.py").write_text(ALGORITHM)

@@ -10,13 +10,14 @@ import typer
 from commands.options.expand import expand_groups
 from commands.options.shared import INPUT, KV_CACHE, OUTPUT, RUNTIME, SPECULATION, Force
 from commands.output import Output, check_new_directory, check_readable
-from runtime.checkpoint_dir import OpenedCheckpoint, check_self_draft, open_checkpoint
+from runtime.checkpoint_dir import OpenedCheckpoint, check_hidden_states, check_self_draft, open_checkpoint
 from runtime.config import (
     MAX_BATCH_SIZE,
     MAX_DRAFT_LEN,
     MAX_SEQ_LEN,
     MAX_TOKENS_PER_BLOCK,
     BuildConfig,
+    CheckpointConfig,
     Compiler,
     EngineConfig,
     SelfDraft,
@@ -24,6 +25,7 @@ from runtime.config import (
 )
 from runtime.errors import UsageError
 from runtime.files import check_output_directory, check_output_is_not_input, directory_bytes
+from runtime.heads.head_config import read_head, states_of_heads
 
 DEFAULT_MAX_INPUT_LEN = 1024
 MAX_WORKERS = 64
@@ -78,6 +80,14 @@ class BuildOptions:
             show_default="64",
         ),
     ] = None
+    draft_model_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Trained head that will draft: steps give it their hidden states.",
+            rich_help_panel=SPECULATION,
+            show_default=False,
+        ),
+    ] = None
     speculative_decoding_mode: Annotated[
         SpeculativeDecodingMode,
         typer.Option(
@@ -128,7 +138,7 @@ class BuildOptions:
     ] = None
     force: Force = False
 
-    def config(self, max_seq_len: int, compiler: Compiler) -> BuildConfig:
+    def config(self, max_seq_len: int, compiler: Compiler, hidden_states: tuple[int, ...] = ()) -> BuildConfig:
         """Build config for prompts and outputs of `max_seq_len` together, to which drafts are added."""
         max_input_len = self.max_input_len
         if max_input_len is None:
@@ -142,6 +152,7 @@ class BuildOptions:
             tokens_per_block=self.tokens_per_block,
             speculative_decoding_mode=self.speculative_decoding_mode,
             self_draft=self.copy,
+            hidden_states=hidden_states,
         )
 
     @property
@@ -151,6 +162,17 @@ class BuildOptions:
             return None
         group_size = self.self_draft_group_size or 64
         return SelfDraft(self.self_draft, None if group_size == -1 else group_size)
+
+    def hidden_states_of(self, checkpoint: CheckpointConfig) -> tuple[int, ...]:
+        """Hidden states that the head reads; SpecDecError if it, or the copy that drafts, does not fit the model."""
+        check_self_draft(checkpoint, self.copy)
+        if self.draft_model_dir is None:
+            return ()
+        head, config = read_head(self.draft_model_dir), checkpoint.pretrained_config
+        head.check_target(config, config.get("vocab_size"))
+        hidden_states = states_of_heads([head], config)
+        check_hidden_states(checkpoint, hidden_states)
+        return hidden_states
 
     def check(self) -> None:
         """UsageError for settings of drafts that do not fit together, or blocks of a size that cannot be."""
@@ -173,6 +195,12 @@ class BuildOptions:
             raise UsageError(
                 f"`--self-draft` needs a draft length: {self.self_draft}",
                 hint="`--speculative-decoding-mode draft_tokens_external --max-draft-len 8` allows drafts of up to 8 "
+                "tokens",
+            )
+        if self.draft_model_dir is not None and self.max_draft_len == 0:
+            raise UsageError(
+                f"`--draft-model-dir` needs a draft length: {self.draft_model_dir}",
+                hint="`--speculative-decoding-mode draft_tokens_external --max-draft-len 4` allows drafts of up to 4 "
                 "tokens",
             )
         if self.self_draft_group_size is not None and self.self_draft == "none":
@@ -200,7 +228,7 @@ def build(options: BuildOptions, output: Output) -> None:
     check_output_directory(options.output_dir, replace=options.force)
     check_new_directory(options.output_dir)
     checkpoint = open_checkpoint(options.checkpoint_dir)
-    check_self_draft(checkpoint, options.copy)
+    hidden_states = options.hidden_states_of(checkpoint)
     if options.quality_text is not None:
         check_readable([options.quality_text])
     check_output_is_not_input(options.output_dir, options.checkpoint_dir)
@@ -215,7 +243,7 @@ def build(options: BuildOptions, output: Output) -> None:
     text = quality_text(checkpoint, options.quality_text)
     target = resolve_device(options.device, 0)
     max_seq_len = options.max_seq_len or default_max_seq_len(OpenedCheckpoint(checkpoint_dir, checkpoint))
-    settings = options.config(max_seq_len, compiler_for(target, options.compiler))
+    settings = options.config(max_seq_len, compiler_for(target, options.compiler), hidden_states)
     if options.max_input_len is None and settings.max_input_len < DEFAULT_MAX_INPUT_LEN:
         output.warning(
             f"`--max-input-len` is {settings.max_input_len}, because a request has room for {max_seq_len} tokens"

@@ -105,6 +105,8 @@ def built_table(config: EngineConfig, output_dir: Path, size: int, elapsed: floa
     table.add_row("drafts", f"up to {build.max_draft_len} tokens" if build.max_draft_len else "none")
     if build.self_draft is not None:
         table.add_row("copy that drafts", _described_copy(build.self_draft))
+    if build.hidden_states:
+        table.add_row("hidden states", f"{', '.join(map(str, build.hidden_states))}, for a trained head")
     table.add_row("K/V cache", _kv_cache(config))
     if config.states:
         table.add_row("states", _states(config))

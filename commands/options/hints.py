@@ -59,6 +59,10 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "no_drafts_to_tune": f"build it with `{_DRAFTS} 10`",
     "no_engine": ("make it with `specdec build`", "`--model-dir` takes a model, such as `demo`"),
     "no_gpu": "build with `specdec build --device cpu`",
+    "no_hidden_states": (
+        "build it for this head: `specdec build --draft-model-dir {head}`",
+        "give the model itself, as `--model-dir`",
+    ),
     "no_positions": "give `--max-seq-len`",
     "no_room_for_output": ("raise `--max-seq-len`", "lower `--max-input-len`"),
     "no_self_draft": (

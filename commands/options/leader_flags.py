@@ -126,7 +126,9 @@ class LeaderOptions:
     ] = None
     draft_model_dir: Annotated[
         str | None,
-        typer.Option(help="The draft model, as for `--model-dir`.", rich_help_panel=LEADER, show_default=False),
+        typer.Option(
+            help="The draft model, as for `--model-dir`, or a trained head.", rich_help_panel=LEADER, show_default=False
+        ),
     ] = None
     disable_kv_cache_reuse: Annotated[
         bool,

@@ -183,7 +183,9 @@ class _Flags:
         return [
             name
             for name, spec in DRAFTERS.items()
-            if any(self._own_value(one) is not None for one in _required(spec).values())
+            if any(
+                (value := self._own_value(one)) is not None and spec.reads(value) for one in _required(spec).values()
+            )
         ]
 
     def _own_value(self, setting: Setting) -> Any:

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from runtime.bundle import COPY_DIR, LIBRARY, uses_kernels, weights_files
 from runtime.checkpoint import check_side_files, copy_side_files
-from runtime.checkpoint_dir import OpenedCheckpoint, check_self_draft, open_checkpoint
+from runtime.checkpoint_dir import OpenedCheckpoint, check_hidden_states, check_self_draft, open_checkpoint
 from runtime.checksums import config_digest, record_files
 from runtime.compiler.attention import KERNEL, PAGED
 from runtime.compiler.compare_logits import TOLERANCE_OF_8_BITS, check_logits, is_batch_invariant
@@ -116,6 +116,7 @@ def build_engine(
     check_output_is_not_input(output_dir, checkpoint_dir)
     check_output_directory(output_dir, replace=replace)
     checkpoint = source.config if isinstance(source, OpenedCheckpoint) else open_checkpoint(source)
+    check_hidden_states(checkpoint, build.hidden_states)
     pretrained = _parse_fitting(checkpoint, checkpoint_dir, build)
     _tell_slow_weights(checkpoint, build, device)
     weights = _Weights(checkpoint_dir, checkpoint, pretrained, device, uses_kernels(build.compiler, device.type))
@@ -250,14 +251,16 @@ def _built_step(weights: _Weights, model: PreTrainedModel, shape: StepShape, dir
             checkpoint.quantization,
             shape.layers,
             checkpoint.mapping.tp_size,
+            shape.build_config.hidden_states,
         )
         return open_ranks(ranks, weights.device, range(ranks.tp_size))
-    return _compiled_step(model, directory / CACHE) if compiler == "torch-compile" else Step(model)
+    step = Step(model, shape.build_config.hidden_states)
+    return _compiled_step(step, directory / CACHE) if compiler == "torch-compile" else step
 
 
-def _compiled_step(model: PreTrainedModel, cache_dir: Path) -> CompiledStep:
-    pack_layers(model)
-    return CompiledStep(Step(model), cache_dir)
+def _compiled_step(step: Step, cache_dir: Path) -> CompiledStep:
+    pack_layers(step.model)
+    return CompiledStep(step, cache_dir)
 
 
 def _check(
@@ -319,7 +322,7 @@ def _with_copy(
     else:
         write_layers(copied, own_dir)
     if compiler == "torch-compile":
-        copy_step: StepFunction = _compiled_step(copied, own_dir / CACHE)
+        copy_step: StepFunction = _compiled_step(Step(copied), own_dir / CACHE)
     else:
         copy_step = open_copy(step, directory, next(copied.parameters()).device)
     check = _check(copy_step, copied, config.step_shape, COPY_ACTIVATIONS)
@@ -397,7 +400,7 @@ def _compile(model: PreTrainedModel, shape: StepShape, directory: Path, rank: in
         return _Compiled(build)
     arithmetic = _arithmetic(model, build)
     try:
-        made = compile_aot(Step(model), shape, directory, arithmetic, rank=rank)
+        made = compile_aot(Step(model, build.hidden_states), shape, directory, arithmetic, rank=rank)
     except Exception as error:  # export and Inductor raise many kinds; each means: not this model
         _raise_machine_error(error)
         (directory / PACKAGE).unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from runtime.batch import Row, pack
-from runtime.compiler.compilation import StepFunction
+from runtime.compiler.compilation import StepFunction, logits_of
 from runtime.compiler.quantized import QuantizedLinear, quantized_layers, without_kernels
 from runtime.compiler.reference import QUANTIZED_KV, QuantizeKV, Stored
 from runtime.compiler.weights import layer_by_layer, present, tensors_of
@@ -296,7 +296,8 @@ def _stepping(
 
     def run(rows: list[Row]) -> Tensor:
         rows = [replace(row, state_slot=1 + tables.index(row.block_table)) for row in rows]
-        return step(*pack(rows, block_size, device).tensors(), *pool.tensors(), *state_inputs(rows, states))
+        inputs = *pack(rows, block_size, device).tensors(), *pool.tensors(), *state_inputs(rows, states)
+        return logits_of(step(*inputs))
 
     return run, tables, pool
 

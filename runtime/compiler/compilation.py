@@ -52,8 +52,14 @@ if TYPE_CHECKING:
     from runtime.compiler.cutting import CutStep
     from runtime.compiler.model import Step  # opening an engine must not import model code
 
-StepFunction = Callable[..., Tensor]
+StepOutput = Tensor | tuple[Tensor, Tensor]
+"""(T, vocab) logits, and where a trained drafter is to read them (tokens, width) hidden states."""
+StepFunction = Callable[..., StepOutput]
 """Signature of `Step.forward`."""
+
+
+def logits_of(output: StepOutput) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
 
 
 def example_pool(shapes: Shapes, num_tokens: int, block_size: int, dtype: torch.dtype, device: torch.device) -> KVPool:
@@ -251,13 +257,12 @@ class PackagedStep:
     loader: Any
     weights: dict[str, Tensor]
 
-    def __call__(self, *inputs: Tensor | list[Tensor]) -> Tensor:
+    def __call__(self, *inputs: Tensor | list[Tensor]) -> StepOutput:
         flat: list[Tensor] = []
         for value in inputs:
             flat.extend(value if isinstance(value, list) else [value])
-        logits: Tensor
-        (logits,) = self.loader.run(flat)
-        return logits
+        logits, *states = self.loader.run(flat)
+        return (logits, states[0]) if states else logits
 
 
 def wanted_layout(package: Path) -> Layout:
@@ -337,7 +342,7 @@ class CompiledStep:
         self._compiled = torch.compile(step, dynamic=True)
         self.cache_dir = cache_dir
 
-    def __call__(self, *inputs: Any) -> Tensor:
+    def __call__(self, *inputs: Any) -> StepOutput:
         batch, pools, states = Batch(*inputs[:5]), inputs[5:7], list(inputs[7:])
         if states:
             states[0] = F.pad(states[0], (0, max(2 - len(states[0]), 0)))
@@ -346,8 +351,13 @@ class CompiledStep:
         # Or sizes that are equal in the first call would have to be equal in all.
         equal_by_chance = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
         with _compiler_cache(self.cache_dir), equal_by_chance, instructions_looked_up(), named_compiler():
-            logits: Tensor = self._compiled(*pad_to_min_2(batch).tensors(), *pools, *states)
-        return logits[: len(batch.logit_indices)]
+            padded = pad_to_min_2(batch)
+            output: StepOutput = self._compiled(*padded.tensors(), *pools, *states)
+        logits = logits_of(output)[: len(batch.logit_indices)]
+        if not isinstance(output, tuple):
+            return logits
+        B, Q = batch.input_ids.shape
+        return logits, output[1].view(*padded.input_ids.shape, -1)[:B, :Q].flatten(0, 1)
 
 
 @contextmanager

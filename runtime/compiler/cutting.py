@@ -105,7 +105,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class CutStep:
-    """Programs, and the calls that are a step; the last one's output is the logits."""
+    """Programs, and the calls that are a step; the last one gives the logits, and hidden states if asked for."""
 
     programs: list[GraphModule]
     calls: list[Call]
@@ -479,13 +479,17 @@ def _in_order(module: GraphModule, programs: _Programs, layers: dict[Node, _Turn
         times[node] = max((times[one] + (one in layers) for one in node.all_input_nodes), default=0)
         if any(times[one] != times[node] and one.op != "placeholder" for one in _written(node)):
             raise CannotBeCut("what one layer makes another writes into")
-    (logits,) = pytree.tree_leaves(next(node for node in nodes if node.op == "output").args)
+    results = pytree.tree_leaves(next(node for node in nodes if node.op == "output").args)
+    last = max(times[node] for node in results)
+    times |= dict.fromkeys(results, last)  # hidden states that were there before are handed out with the logits
     inputs = [node for node in nodes if node.op == "placeholder"]
-    asked = _asked(nodes, times, layers) | {logits}
+    asked = _asked(nodes, times, layers) | {*results}
     given = {*inputs, *layers}
     turns: list[_Turn] = []
-    for time in range(times[logits] + 1):
+    for time in range(last + 1):
         outputs = [node for node in nodes if times[node] == time and node in asked and node not in given]
+        if time == last:
+            outputs = results
         if outputs:
             writing = [node for node in nodes if times[node] == time and _written(node)]
             piece, read = _piece(module, outputs, writing, given)

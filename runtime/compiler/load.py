@@ -91,16 +91,21 @@ def check_environment(config: EngineConfig, engine_dir: Path, device: torch.devi
         )
 
 
-def open_step(
-    compiler: Compiler,
-    pretrained_config: dict[str, Any],
-    dtype: Dtype,
-    engine_dir: Path,
-    device: torch.device,
-    quantization: Quantization | None = None,
-    mapping: Mapping = ALONE,
-) -> StepFunction:
+@dataclasses.dataclass(frozen=True)
+class StepKind:
+    """Properties of an engine that its step is opened by."""
+
+    compiler: Compiler
+    pretrained_config: dict[str, Any]
+    dtype: Dtype
+    quantization: Quantization | None = None
+    hidden_states: tuple[int, ...] = ()
+    """Given by the step for a trained drafter (`BuildConfig`)."""
+
+
+def open_step(kind: StepKind, engine_dir: Path, device: torch.device, mapping: Mapping = ALONE) -> StepFunction:
     """The compiled step of an engine directory, ready to be called on `device`; one rank's where there are several."""
+    compiler = kind.compiler
     if device.type == "cpu":
         keep_freed_memory()
         choose_vector_math()
@@ -119,13 +124,13 @@ def open_step(
     from runtime.compiler.pretrained import parse_pretrained_config
     from runtime.compiler.quantized import pack_layers
 
-    pretrained = parse_pretrained_config(pretrained_config, str(engine_dir / "config.json"))
+    pretrained = parse_pretrained_config(kind.pretrained_config, str(engine_dir / "config.json"))
     if with_kernels:
         describe_kernels()
     splitting = split_config(pretrained, mapping.tp_size)
     attention = KERNEL if with_kernels else PAGED
-    model = load_model(ModelKind(pretrained, getattr(torch, dtype), attention, quantization, splitting), weights)
-    step = Step(model).to(device)
+    own = ModelKind(pretrained, getattr(torch, kind.dtype), attention, kind.quantization, splitting)
+    step = Step(load_model(own, weights), kind.hidden_states).to(device)
     if compiler == "none":
         return step
     pack_layers(step)

@@ -365,10 +365,15 @@ def _of_time(frequencies: Tensor) -> Tensor:
 
 
 class Step(nn.Module):
-    """The function that is compiled: one step's tokens in, the logits that are needed out; K/V pools in place."""
+    """The function that is compiled: one step's tokens in, the logits that are needed out; K/V pools in place.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    With `hidden_states` (`BuildConfig`) it gives these of all its tokens too.
+    """
+
+    def __init__(self, model: PreTrainedModel, hidden_states: tuple[int, ...] = ()) -> None:
         super().__init__()
+        self.hidden_states = hidden_states
+        self._kept = kept_hidden_states(model, hidden_states) if hidden_states else {}
         place_states(model)
         place_modules(model)
         _take_equal_positions(model)
@@ -386,7 +391,7 @@ class Step(nn.Module):
         value_pools: list[Tensor],  # per layer (num_blocks, Hk, block_size, Dv); then, in 8 bits, per layer scales
         state_slots: Tensor | None = None,  # (B,) int64, of a model with states
         state_pools: Seq[Tensor] = (),  # per layer with a state (num_slots, length, width)
-    ) -> Tensor:  # (T, vocab)
+    ) -> Tensor | tuple[Tensor, Tensor]:  # (T, vocab), and hidden states (B x Q, all beside each other)
         value_pools, scale_pools = value_pools[: len(key_pools)], value_pools[len(key_pools) :]
         pools, rows = (key_pools, value_pools, scale_pools), (positions, slot_mapping, block_tables)
         paged = PagedInputs(*pools, *rows, *self.layers, state_slots, list(state_pools))
@@ -407,7 +412,44 @@ class Step(nn.Module):
             paged=paged,
         )
         logits: Tensor = output.logits[0]
-        return logits
+        if not self.hidden_states:
+            return logits
+        states = torch.cat([self._kept[number] for number in self.hidden_states], -1)[0]
+        self._kept.clear()
+        return logits, states
+
+
+def kept_hidden_states(model: PreTrainedModel, numbers: Iterable[int]) -> dict[int, Tensor]:
+    """A dictionary into which every forward of the model puts these hidden states, (1, tokens, hidden size).
+
+    By hooks, which stay: transformers' own `output_hidden_states` cannot be compiled. SpecDecError for numbers that the
+    model has no layers for.
+    """
+    kept: dict[int, Tensor] = model.__dict__.setdefault("_kept_hidden_states", {})
+    hooked: set[int] = model.__dict__.setdefault("_hooked_hidden_states", set())
+    decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
+    layers: Any = getattr(decoder, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise SpecDecError(f"a trained drafter cannot read this model's hidden states: {type(model).__name__}")
+
+    def entering(number: int) -> Callable[..., None]:
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            kept[number] = args[0] if args else kwargs["hidden_states"]
+
+        return keep
+
+    def keep_last(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        kept[len(layers)] = output.last_hidden_state
+
+    for number in set(numbers) - hooked:
+        if number > len(layers):
+            raise SpecDecError(f"a drafter reads hidden state {number} of a target of {len(layers)} layers")
+        if number == len(layers):
+            decoder.register_forward_hook(keep_last)
+        else:
+            layers[number].register_forward_pre_hook(entering(number), with_kwargs=True)
+        hooked.add(number)
+    return kept
 
 
 def _declare_equal(size: int, *others: int) -> None:

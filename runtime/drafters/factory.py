@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from runtime.bundle import Bundle, read_bundle
 from runtime.compiler.profile_steps import costs_when_asked_for
@@ -20,12 +21,16 @@ from runtime.drafters.meter import Clock
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter, check_request, look_ahead
 from runtime.drafters.self_draft import SelfDraft
-from runtime.drafters.specs import DraftTargetDrafter, SelfDrafter
+from runtime.drafters.specs import DraftTargetDrafter, EagleDrafter, SelfDrafter
 from runtime.drafters.speculation import Speculation
 from runtime.drafters.under_grammar import UnderGrammar
 from runtime.engine import Engine, KVCacheConfig
 from runtime.errors import draft_engine_errors
+from runtime.heads.head_config import read_head
 from runtime.request import Draft, Request, Sequence
+
+if TYPE_CHECKING:
+    from runtime.drafters.head_draft import HeadDraft
 
 FindEngine = Callable[[str | Path], Path]
 """The engine's directory of a draft model."""
@@ -41,18 +46,22 @@ class OpenDrafter:
     pools: list[NgramPool] = field(default_factory=list)
     draft_model: DraftModel | None = None
     self_draft: SelfDraft | None = None
+    head_draft: "HeadDraft | None" = None
     guarded: list[GuardedDrafter] = field(default_factory=list)
 
     @property
     def is_model(self) -> bool:
         """True if its drafts cost time."""
-        return self.draft_model is not None or self.self_draft is not None
+        return bool(self._models)
+
+    @property
+    def _models(self) -> "list[DraftModel | SelfDraft | HeadDraft]":
+        return [model for model in (self.draft_model, self.self_draft, self.head_draft) if model is not None]
 
     @property
     def gives_probs(self) -> bool:
         """True if drafts of sampling requests were drawn from probabilities that they contain."""
-        models = [model for model in (self.draft_model, self.self_draft) if model is not None]
-        return any(drafter.has_given_probs for drafter in self.guarded) or any(model.use_logits for model in models)
+        return any(drafter.has_given_probs for drafter in self.guarded) or any(one.use_logits for one in self._models)
 
     def clear_pools(self) -> None:
         """Forget what finished requests left to others."""
@@ -119,6 +128,24 @@ def open_self_draft(spec: SelfDrafter, opening: Opening) -> OpenDrafter:
     return OpenDrafter(opening.adapted(copy, copy_costs), spec.max_draft_len, self_draft=copy)
 
 
+def open_head_drafter(spec: EagleDrafter, opening: Opening) -> OpenDrafter:
+    from runtime.drafters.head_draft import (
+        HeadDraft,
+        measure_head,
+        open_head,  # with transformers' layers, which other drafters need not wait for
+    )
+
+    engine = opening.engine
+    head, cache = open_head(engine, read_head(Path(spec.head)))
+    opening.stack.callback(engine.remove_head, cache)
+    draft = HeadDraft(engine, head, cache, measure_head(engine, head, cache), use_logits=spec.use_logits)
+    head_costs = CostModel(draft.step_costs, 0.0)
+    if opening.costs is not None:
+        draft_s = partial(head_costs.iteration_s, draft_len=0)
+        draft.confidence_stop = ConfidenceStop(opening.costs.iteration_s, draft_s)
+    return OpenDrafter(opening.adapted(draft, head_costs), spec.max_draft_len, head_draft=draft)
+
+
 def _open_chain(speculation: Speculation, opening: Opening) -> OpenDrafter:
     """All of them, of which each sequence gets the draft that is worth most.
 
@@ -141,6 +168,7 @@ def _open_chain(speculation: Speculation, opening: Opening) -> OpenDrafter:
         [pool for one in opened for pool in one.pools],
         next((one.draft_model for one in opened if one.draft_model), None),
         next((one.self_draft for one in opened if one.self_draft), None),
+        next((one.head_draft for one in opened if one.head_draft), None),
         [guarded for one in opened for guarded in one.guarded],
     )
 
@@ -151,6 +179,8 @@ def _drafting_model(one: OpenDrafter, target: EngineConfig, *, has_costs: bool) 
     if one.draft_model is not None:
         config = one.draft_model.engine.config
         step_costs, host_s = config.step_costs, config.host_s
+    elif one.head_draft is not None:
+        step_costs, host_s = one.head_draft.step_costs, 0.0
     else:
         assert one.self_draft is not None
         step_costs, host_s = target.self_draft_costs, target.host_s

@@ -265,6 +265,16 @@ class DrafterSpec:
         raise NotImplementedError
 
     @property
+    def heads(self) -> tuple[Path, ...]:
+        """Directories of trained drafters, for which the target's engine must be built."""
+        return ()
+
+    @classmethod
+    def reads(cls, model: str | Path) -> bool:
+        """True if it drafts by such a model, of those that have one."""
+        return True
+
+    @property
     def corpora(self) -> tuple[Path, ...]:
         """Corpora that are looked in."""
         return ()

@@ -19,7 +19,15 @@ if TYPE_CHECKING:
     from runtime.drafters.pool import NgramPool
     from runtime.drafters.protocol import Drafter
 
-__all__ = ["ChainDrafter", "DraftTargetDrafter", "GrammarDrafter", "NgramDrafter", "SelfDrafter", "SuffixDrafter"]
+__all__ = [
+    "ChainDrafter",
+    "DraftTargetDrafter",
+    "EagleDrafter",
+    "GrammarDrafter",
+    "NgramDrafter",
+    "SelfDrafter",
+    "SuffixDrafter",
+]
 """Names that users of Python import, by way of `specdec_cli`."""
 
 NgramRanking = Literal["oldest", "leftmost", "recent", "frequent"]
@@ -236,7 +244,7 @@ class DraftTargetDrafter(DrafterSpec):
     model: Annotated[
         str | Path,
         Setting(
-            "Engine directory of the draft model.",
+            "Engine of a draft model, or a trained head.",
             flag="draft_engine_dir",
             leader_flag="draft_model_dir",
             is_path=True,
@@ -258,10 +266,78 @@ class DraftTargetDrafter(DrafterSpec):
     def with_draft_model(self, engine_dir: Path) -> "DraftTargetDrafter":
         return replace(self, model=engine_dir)
 
+    @classmethod
+    def reads(cls, model: str | Path) -> bool:
+        from runtime.heads.head_config import is_head
+
+        return not is_head(model)
+
     def open(self, opening: "Opening") -> "OpenDrafter":
         from runtime.drafters.factory import open_draft_model
 
         return open_draft_model(self, opening)
+
+
+@dataclass(frozen=True)
+class EagleDrafter(DrafterSpec):
+    """A trained drafter that reads the target's hidden states, an EAGLE-3 head (`runtime.drafters.head_draft`).
+
+    `head` is its directory; the engine must be built for it. `use_logits` as for a draft model.
+    """
+
+    description = Description(
+        "eagle",
+        "EAGLE-3 head",
+        help="Draft by an EAGLE-3 head",
+        flag="eagle_config",
+        form=ListForm(
+            (
+                Entry("draft_len", "max_draft_len", "count"),
+                Entry("device_list"),
+                Entry("use_logits", "use_logits", "bool"),
+            ),
+            ("[4,[0]]", "4"),
+        ),
+        algorithm="EAGLE3",
+        is_tuned=False,
+    )
+    is_model = True
+
+    head: Annotated[
+        str | Path,
+        Setting(
+            "Directory of the trained head.",
+            flag="draft_engine_dir",
+            leader_flag="draft_model_dir",
+            is_path=True,
+            key="head_dir",
+        ),
+    ]
+    max_draft_len: ModelLen = 4
+    use_logits: bool = False
+
+    @property
+    def label(self) -> str:
+        return "EAGLE-3"
+
+    @property
+    def draws_by_probs(self) -> bool:
+        return self.use_logits
+
+    @property
+    def heads(self) -> tuple[Path, ...]:
+        return (Path(self.head).expanduser(),)
+
+    @classmethod
+    def reads(cls, model: str | Path) -> bool:
+        from runtime.heads.head_config import is_head
+
+        return is_head(model)
+
+    def open(self, opening: "Opening") -> "OpenDrafter":
+        from runtime.drafters.factory import open_head_drafter
+
+        return open_head_drafter(self, opening)
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,11 @@ class Speculation:
         return [corpus for drafter in self.drafters for corpus in drafter.corpora]
 
     @property
+    def heads(self) -> list[Path]:
+        """Directories of trained drafters."""
+        return [head for drafter in self.drafters for head in drafter.heads]
+
+    @property
     def label(self) -> str:
         return " + ".join(drafter.label for drafter in self.drafters) or "none"
 
@@ -139,10 +144,13 @@ class Speculation:
     def check_files(self) -> None:
         """SpecDecError for a model or a corpus that is not there, as far as that is found without torch."""
         from runtime.corpus import Corpus
+        from runtime.heads.head_config import read_head
 
         for drafter in self.drafters:
             if drafter.draft_model is not None:
                 _check_draft_model(drafter.draft_model)
+            for head in drafter.heads:
+                read_head(head)
             for corpus in drafter.corpora:
                 Corpus.open(corpus)
 
@@ -159,6 +167,13 @@ class Speculation:
                 raise UsageError(f"engines take drafts of at most {MAX_DRAFT_LEN} tokens: {wanted}", hint="lower it")
             return
         engine_max_draft_len = build.max_draft_len
+        if self.heads and not build.hidden_states:
+            raise SpecDecError(
+                f"the engine's step gives no hidden states, which a trained drafter reads: {self.heads[0]}",
+                hint="build the engine for this head",
+                code="no_hidden_states",
+                head=self.heads[0],
+            )
         self.check_has_copy(has_copy=build.self_draft is not None)
         if self and (engine_max_draft_len == 0 or (wanted or 0) > engine_max_draft_len):
             takes = f"takes drafts of at most {engine_max_draft_len} tokens"
@@ -174,7 +189,13 @@ class Speculation:
 def _check_draft_model(model: str | Path) -> None:
     """A path is an engine's directory, a name a model."""
     from runtime.bundle import is_engine_dir, read_bundle
+    from runtime.heads.head_config import is_head
     from runtime.models import read_model_config, resolve_model
+
+    if is_head(model):
+        raise SpecDecError(
+            f"this is a trained head, and no draft model: {model}", hint="it is another drafter, EAGLE3 by its name"
+        )
 
     with draft_engine_errors():
         if isinstance(model, Path):

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from runtime.bundle import LIBRARY
-from runtime.compiler.compilation import StepFunction
+from runtime.compiler.compilation import StepFunction, logits_of
 from runtime.compiler.kernels import load_kernels
-from runtime.compiler.load import open_step
+from runtime.compiler.load import StepKind, open_step
 from runtime.config import Compiler, Dtype, EngineConfig, LayerShape, Mapping, Quantization
 from runtime.errors import SpecDecError
 from runtime.kv_cache import BlockCopy
@@ -77,19 +77,21 @@ class RankedModel:
     layers: tuple[LayerShape, ...]
     """Layers of a rank."""
     tp_size: int
+    hidden_states: tuple[int, ...] = ()
+    """Given by the step, of one rank only (`BuildConfig`)."""
 
     @classmethod
     def of(cls, config: EngineConfig, directory: Path) -> "RankedModel":
         compiler, tp_size = config.build_config.compiler, config.mapping.tp_size
         kind = config.pretrained_config, config.dtype, config.quantization
-        return cls(directory, compiler, *kind, config.layers, tp_size)
+        return cls(directory, compiler, *kind, config.layers, tp_size, config.build_config.hidden_states)
 
 
 def open_ranks(model: RankedModel, device: torch.device, device_ids: Seq[int]) -> StepFunction:
     """The step of an engine's directory: this process's, or where there are several ranks a `RankedStep`."""
     mapping = Mapping(model.tp_size, model.tp_size)
-    kind = model.compiler, model.pretrained_config, model.dtype
-    open_own = partial(open_step, *kind, model.directory, device, model.quantization, mapping)
+    kind = StepKind(model.compiler, model.pretrained_config, model.dtype, model.quantization, model.hidden_states)
+    open_own = partial(open_step, kind, model.directory, device, mapping)
     if model.tp_size == 1:
         return open_own()
     return RankedStep(model, device, device_ids, open_own)
@@ -136,7 +138,7 @@ class RankedStep:
                 self._follow(keys)
                 self._send(*of_batch(batch))
                 self._group.use()
-                return self._settled(self.own(*inputs))
+                return self._settled(logits_of(self.own(*inputs)))
         except KeyboardInterrupt:  # the step is over
             raise
         except BaseException as error:

@@ -43,7 +43,7 @@ def _compute(job: dict[str, Any], status: Any) -> None:
     import torch
 
     from runtime.compiler.kernels import flush_denormals
-    from runtime.compiler.load import open_step
+    from runtime.compiler.load import StepKind, open_step
     from runtime.config import LayerShape, Mapping, Quantization, parse
     from runtime.kv_cache import BlockCopy, KVPool, kv_dtype
     from runtime.parallel.groups import COPY, POOL, join_by_number, receive, to_batch
@@ -54,8 +54,8 @@ def _compute(job: dict[str, Any], status: Any) -> None:
     mapping = Mapping(job["tp_size"], job["tp_size"], job["rank"])
     directory = Path(job["directory"])
     quantization = None if job["quantization"] is None else parse(Quantization, job["quantization"], "quantization")
-    model = job["compiler"], job["pretrained_config"], job["dtype"]
-    step = open_step(*model, directory, device, quantization, mapping)
+    own = StepKind(job["compiler"], job["pretrained_config"], job["dtype"], quantization)
+    step = open_step(own, directory, device, mapping)
     join_by_number(job["way"], job["meeting"], mapping.rank, mapping.tp_size).use()
     layers = tuple(parse(LayerShape, layer, "layers") for layer in job["layers"])
     kv_cache = None if quantization is None else quantization.kv_cache_quant_algo

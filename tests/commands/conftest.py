@@ -15,6 +15,7 @@ import torch
 import typer.main
 from command_line import PROMPT, Result, Specdec
 from draft_models import WITH_DRAFTS, WITHOUT_DRAFTS, MakeDraftEngineDir, with_noise
+from heads import make_eagle, save_eagle
 from shared import shared_engine
 from tiny import make_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -123,6 +124,16 @@ def make_draft_engine_dir(
 def draft_engine_dir(make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast) -> Path:
     """A draft model that the target agrees with in about every third token."""
     return make_draft_engine_dir(with_noise(make_model("llama", vocab_size=len(tokenizer)), 0.01))
+
+
+@pytest.fixture(scope="session")
+def head_dirs(
+    llama_dir: Path, llama: PreTrainedModel, shared: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    """An engine of `llama_dir` for a head, and the head, with random weights."""
+    head = make_eagle(llama, states=(0, 1, 1), draft_vocab=200)
+    head_dir = save_eagle(head, tmp_path_factory.mktemp("head"), "speculators")
+    return shared_engine(shared / "engines", llama_dir, measure_costs=True, hidden_states=head.states), head_dir
 
 
 @pytest.fixture(scope="session")

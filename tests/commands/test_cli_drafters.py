@@ -17,6 +17,7 @@ NGRAM = ["--ngram-config", "[4,3,[0]]"]
 V2_NGRAM = ["--spec-decode-algo", "NGRAM", "--max-matching-ngram-size", "3"]
 DRAFT = ["--draft-engine-dir", "DRAFT"]
 SELF = ["--engine-dir", "WITH_COPY"]
+WITH_HEAD = ["--engine-dir", "WITH_HEAD"]
 V1_DRAFT = [*DRAFT, "--draft-target-model-config", "[2,[0],[0],False]"]
 
 # Name -> (flags of orchestrator mode, those of leader mode, drafters).
@@ -62,6 +63,21 @@ FLAGS: dict[str, tuple[list[str], list[str], list[str]]] = {
         [*SELF, "--spec-decode-algo", "SELF"],
         ["self"],
     ),
+    "head": (
+        [*WITH_HEAD, "--eagle-config", "[3,[0]]", "--draft-engine-dir", "HEAD"],
+        [*WITH_HEAD, "--draft-model-dir", "HEAD"],
+        ["eagle"],
+    ),
+    "head, by probabilities where it samples": (
+        [*WITH_HEAD, "--eagle-config", "[3,[0],True]", "--draft-engine-dir", "HEAD"],
+        [*WITH_HEAD, "--spec-decode-algo", "EAGLE3", "--draft-model-dir", "HEAD"],
+        ["eagle"],
+    ),
+    "chain with head": (
+        [*WITH_HEAD, *NGRAM, "--eagle-config", "3", "--draft-engine-dir", "HEAD", "--drafters", "auto"],
+        [*WITH_HEAD, "--draft-model-dir", "HEAD", "--spec-decode-max-draft-len", "4", "--drafters", "ngram,eagle"],
+        ["ngram", "eagle"],
+    ),
     "chain with self": (
         [*SELF, *NGRAM, "--self-draft-config", "6", "--drafters", "auto"],
         [*SELF, "--spec-decode-max-draft-len", "4", "--drafters", "ngram,self"],
@@ -99,8 +115,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
 
 
 @pytest.fixture
-def with_paths(corpus: Path, draft_engine_dir: Path, self_draft_engine_dir: Path) -> Callable[[list[str]], list[str]]:
+def with_paths(
+    corpus: Path, draft_engine_dir: Path, self_draft_engine_dir: Path, head_dirs: tuple[Path, Path]
+) -> Callable[[list[str]], list[str]]:
     paths = {"CORPUS": str(corpus), "DRAFT": str(draft_engine_dir), "WITH_COPY": str(self_draft_engine_dir)}
+    paths |= {"WITH_HEAD": str(head_dirs[0]), "HEAD": str(head_dirs[1])}
     return lambda flags: [paths.get(flag, flag) for flag in flags]
 
 
@@ -131,7 +150,7 @@ def test_greedy_output_is_hugging_faces(
     assert document["total"]["num_draft_tokens"] > 0
 
 
-@pytest.mark.parametrize("name", ["pool", "corpus", "suffix", "chain", "self", "chain with self"])
+@pytest.mark.parametrize("name", ["pool", "corpus", "suffix", "chain", "self", "chain with self", "head"])
 def test_sampled_text_is_that_without_a_drafter(
     name: str, run: Callable[..., Result], with_paths: Callable[[list[str]], list[str]]
 ) -> None:

@@ -118,12 +118,12 @@ def test_disk_without_room_for_a_package_is_not_told_as_damage(llama_engine_dir:
 import json, resource, torch
 from pathlib import Path
 from runtime.bundle import read_bundle
-from runtime.compiler.load import open_step
+from runtime.compiler.load import StepKind, open_step
 bundle = read_bundle(Path({str(llama_engine_dir)!r}))
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 try:
-    open_step("aot", bundle.config.pretrained_config, "float32", bundle.directory, torch.device("cpu"))
+    open_step(StepKind("aot", bundle.config.pretrained_config, "float32"), bundle.directory, torch.device("cpu"))
 except OSError as error:
     print(error.strerror)
 """

@@ -1,0 +1,93 @@
+"""Memory of a trained drafter (a head), by the slots of its target's K/V cache.
+
+A slot of token j has the hidden state that the head reads of it, as soon as the target has computed it, and the keys
+and values that the head makes of the pair (token j, hidden state of token j - 1). Both depend on nothing behind token
+j, as the target's own keys and values do. So they are found again, copied, handed on and given back with these, and a
+head that is behind, after a lookup's drafts or in a prompt that another request has computed, computes what it lacks.
+
+Slot 0 of a sequence has no pair, and no query of the head sees it.
+"""
+
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.compiler.memory import zeros
+from runtime.config import LayerShape
+from runtime.kv_cache import BlockCopy, KVPool, bytes_per_block
+
+
+class ReadsStates(Protocol):
+    """The part of a head that an engine calls."""
+
+    @property
+    def state_size(self) -> int: ...
+
+    @property
+    def kv_layers(self) -> Seq[LayerShape]: ...
+
+    def reduce(self, states: Tensor) -> Tensor:
+        """(tokens, state_size) of the (tokens, width) hidden states that the target's step gives."""
+        ...
+
+
+def bytes_of_head(head: ReadsStates, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of a block."""
+    return bytes_per_block(head.kv_layers, block_size, dtype) + block_size * head.state_size * dtype.itemsize
+
+
+class HeadCache:
+    """The memory of one head; `num_blocks` and `block_size` are the engine's."""
+
+    def __init__(
+        self, head: ReadsStates, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._reduce, self.block_size = head.reduce, block_size
+        self.states = zeros((num_blocks, block_size, head.state_size), dtype, device)
+        self.pool = KVPool(head.kv_layers, num_blocks, block_size, dtype, device)
+        self._has_state = np.zeros((num_blocks, block_size), dtype=bool)
+        self._has_kv = np.zeros((num_blocks, block_size), dtype=bool)
+
+    def keep(self, slots: Tensor, states: Tensor) -> None:
+        """Keep the (tokens, width) hidden states of the tokens of (tokens,) slots."""
+        self.states.flatten(0, 1)[slots] = self._reduce(states).to(self.states.dtype)
+        self._has_state.reshape(-1)[slots.cpu().numpy()] = True
+
+    def copy_block(self, copy: BlockCopy) -> None:
+        self.pool.copy_block(copy)
+        for tensor in (self.states, self._has_state, self._has_kv):
+            tensor[copy.destination] = tensor[copy.source]
+
+    def forget(self, block_table: Seq[int], start: int) -> None:
+        """Forget what the slots of a sequence from position `start` on had of others."""
+        first, offset = divmod(start, self.block_size)
+        for has in (self._has_state, self._has_kv):
+            has[block_table[first : first + 1], offset:] = False
+            has[block_table[first + 1 :]] = False
+
+    def num_known(self, block_table: Seq[int], num_tokens: int) -> int | None:
+        """Leading tokens of a sequence whose keys and values the head has, at least 1: of the first it needs none.
+
+        Of the `num_tokens` that the target has computed. None where a hidden state of the others is not there.
+        """
+        own = list(block_table[: -(-num_tokens // self.block_size)])
+        has_kv, has_state = (has[own].reshape(-1)[:num_tokens] for has in (self._has_kv, self._has_state))
+        lacks = np.flatnonzero(~has_kv[1:])
+        start = int(lacks[0]) + 1 if len(lacks) else num_tokens
+        return start if has_state[start - 1 :].all() else None
+
+    def mark_known(self, block_table: Seq[int], start: int, end: int) -> None:
+        """The head has made keys and values of the sequence's tokens `start` to `end` - 1."""
+        self._has_kv.reshape(-1)[self.slots(block_table, start, end)] = True
+
+    def states_before(self, block_table: Seq[int], start: int, end: int) -> Tensor:
+        """(end - start, state_size) hidden states of the tokens before each of tokens `start` to `end` - 1."""
+        slots = torch.tensor(self.slots(block_table, start - 1, end - 1), device=self.states.device)
+        return self.states.flatten(0, 1)[slots]
+
+    def slots(self, block_table: Seq[int], start: int, end: int) -> list[int]:
+        size = self.block_size
+        return [block_table[i // size] * size + i % size for i in range(start, end)]

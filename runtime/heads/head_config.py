@@ -1,0 +1,204 @@
+"""Configs of trained drafters (heads): recognised, read and checked without torch.
+
+EAGLE-3 heads are published with two kinds of configs and names: those of SafeAILab, SpecForge and NVIDIA, and those of
+`speculators`. Which hidden states of the target they read is said in three ways (`_eagle3_states`).
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from runtime.errors import SpecDecError
+from runtime.files import read_json
+from runtime.reading import shown
+
+HeadKind = Literal["eagle3"]
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_OTHERS = {
+    "dflash": "DFlash",
+    "dspark": "DSpark",
+    "peagle": "P-EAGLE",
+    "eagle": "EAGLE-1",
+    "mlp": "an MLP speculator",
+    "mtp": "a multi-token prediction head in a file of its own",
+}
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Config of a head. Hidden states by transformers' numbers, as in `BuildConfig.hidden_states`."""
+
+    directory: Path
+    kind: HeadKind
+    layers: dict[str, Any]
+    """transformers' config of its layers."""
+    hidden_size: int
+    target_hidden_size: int
+    num_layers: int
+    vocab_size: int
+    """The target's."""
+    draft_vocab_size: int
+    hidden_states: tuple[int, ...] | None
+    """None: by the number of the target's layers."""
+    flags: frozenset[str] = frozenset()
+    """Flags that are on, of `_FLAGS`."""
+    logit_scale: float = 1.0
+    max_draft_len: int | None = None
+    """Tokens that its config proposes to draft."""
+
+    def hidden_states_of(self, num_layers: int) -> tuple[int, ...]:
+        """The hidden states that it reads of a target of this many layers. SpecDecError if one is not there."""
+        wanted = (2, num_layers // 2, num_layers - 3) if self.hidden_states is None else self.hidden_states
+        if any(not 0 <= one < num_layers for one in wanted):
+            raise SpecDecError(
+                f"the head reads what enters layers {', '.join(map(str, wanted))}, and the target has "
+                f"{num_layers} layers: {self.directory}",
+                hint="it was trained for another target",
+            )
+        return wanted
+
+    def check_target(self, config: dict[str, Any], vocab_size: int | None) -> None:
+        """SpecDecError for a target, by its `pretrained_config`, that the head was not trained for."""
+        found = config.get("hidden_size"), vocab_size
+        for what, own, its in zip(("hidden size", "vocabulary"), self._target, found, strict=True):
+            if own != its:
+                raise SpecDecError(
+                    f"the head was trained for a target with a {what} of {own}, and this one's is {its}: "
+                    f"{self.directory}",
+                    hint="take the head of this model",
+                )
+        self.hidden_states_of(num_layers_of(config))
+
+    @property
+    def _target(self) -> tuple[int, int]:
+        return self.target_hidden_size, self.vocab_size
+
+
+def num_layers_of(config: dict[str, Any]) -> int:
+    """Number of a target's layers; of one that reads images too, its language model's."""
+    inner = config.get("text_config")
+    found = (inner if isinstance(inner, dict) else config).get("num_hidden_layers")
+    return found if type(found) is int else 0
+
+
+def is_head(directory: Path | str) -> bool:
+    """True for a directory with the config of a trained drafter, one that is not supported included."""
+    config_file = Path(directory).expanduser() / "config.json"
+    if not config_file.is_file():
+        return False
+    try:
+        return _is_config_of_head(read_json(config_file))
+    except SpecDecError:
+        return False
+
+
+def _is_config_of_head(config: dict[str, Any]) -> bool:
+    return "speculators_model_type" in config or "draft_vocab_size" in config or _names_eagle3(config)
+
+
+def _names_eagle3(config: dict[str, Any]) -> bool:
+    names = config.get("architectures")
+    return isinstance(names, list) and any("eagle3" in str(name).lower() for name in names)
+
+
+def read_head(directory: Path) -> HeadConfig:
+    """The config of a head's directory; SpecDecError for what is none, or cannot draft here."""
+    where = directory.expanduser() / "config.json"
+    config = read_json(where)
+    if not _is_config_of_head(config):
+        raise SpecDecError(
+            f"this is no trained drafter by its config.json: {directory}",
+            hint="an EAGLE-3 head's has `draft_vocab_size`, or names its class; a draft model is another drafter",
+        )
+    kind = config.get("speculators_model_type", "eagle3")
+    if kind != "eagle3":
+        raise SpecDecError(
+            f"a head of this kind is not supported, {_OTHERS.get(str(kind), shown(kind))}: {directory}",
+            hint="EAGLE-3 heads are",
+        )
+    return _read_eagle3(config, directory, str(where))
+
+
+def _read_eagle3(config: dict[str, Any], directory: Path, where: str) -> HeadConfig:
+    own = config.get("eagle_config") or {}
+    if not isinstance(own, dict):
+        raise SpecDecError(f"`{where}: eagle_config` is not a JSON object: {shown(own)}", hint="it is damaged")
+    if own.get("use_aux_hidden_state") is False:
+        raise SpecDecError(
+            f"an EAGLE-3 head that reads the last hidden state only is not supported: {directory}",
+            hint="take one that reads three layers of its target",
+        )
+    layers = config.get("transformer_layer_config", config)
+    if not isinstance(layers, dict):
+        raise SpecDecError(f"`{where}: transformer_layer_config` is not a JSON object: {shown(layers)}")
+    layers = {"model_type": "llama"} | layers
+    hidden_size = _size(layers, "hidden_size", where)
+    vocab_size = _size(layers, "vocab_size", where)
+    return HeadConfig(
+        directory=directory.expanduser(),
+        kind="eagle3",
+        layers=layers,
+        hidden_size=hidden_size,
+        target_hidden_size=_size(config, "target_hidden_size", where, hidden_size),
+        num_layers=_size(layers, "num_hidden_layers", where, 1),
+        vocab_size=vocab_size,
+        draft_vocab_size=_size(config, "draft_vocab_size", where, vocab_size),
+        hidden_states=_eagle3_states(config, own, where),
+        flags=frozenset(name for name in _FLAGS if (config.get(name) or own.get(name)) is True),
+        logit_scale=_scale(config, where),
+        max_draft_len=_proposed_len(config),
+    )
+
+
+def _eagle3_states(config: dict[str, Any], own: dict[str, Any], where: str) -> tuple[int, ...] | None:
+    """`speculators` counts what enters a layer, as transformers' `hidden_states`; SpecForge and NVIDIA what leaves one.
+
+    SafeAILab says nothing: what enters layers 2, L // 2 and L - 3.
+    """
+    key = "eagle_aux_hidden_state_layer_ids"
+    for record, after in ((config, 0), (own, 1)):
+        ids = record.get(key)
+        if ids is None:
+            continue
+        if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
+            raise SpecDecError(f"`{where}: {key}` is no list of layers: {shown(ids)}", hint="it is damaged")
+        return tuple(one + after for one in ids)
+    return None
+
+
+def _size(config: dict[str, Any], key: str, where: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None and default is not None:
+        return default
+    if type(value) is not int or value < 1:
+        raise SpecDecError(
+            f"`{where}: {key}` must be a whole number of at least 1: {shown(value)}", hint="it is damaged"
+        )
+    return value
+
+
+def _scale(config: dict[str, Any], where: str) -> float:
+    value = config.get("logit_scale")
+    if value is None:
+        return 1.0
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise SpecDecError(f"`{where}: logit_scale` must be a number: {shown(value)}", hint="it is damaged")
+    return float(value)
+
+
+def _proposed_len(config: dict[str, Any]) -> int | None:
+    """Draft length of a `speculators` config's first proposal."""
+    try:
+        length = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    except (KeyError, IndexError, TypeError):
+        return None
+    return length if type(length) is int and length >= 1 else None
+
+
+def states_of_heads(heads: Seq[HeadConfig], pretrained_config: dict[str, Any]) -> tuple[int, ...]:
+    """The hidden states that a target's step must give for these heads, which must agree."""
+    wanted = {head.hidden_states_of(num_layers_of(pretrained_config)) for head in heads}
+    if len(wanted) > 1:
+        raise SpecDecError(f"heads read different hidden states of one target: {sorted(wanted)}", hint="give one head")
+    return wanted.pop() if wanted else ()

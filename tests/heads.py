@@ -1,0 +1,232 @@
+"""Trained drafters with random weights, in the forms that they are published in, and what they draft by their formulas.
+
+The formulas are written down here once more, in float64 and over whole sequences, without a cache: of EAGLE-3 those of
+SafeAILab's `cnets.py` and `speculators`' `eagle3` model, as `docs/trained-drafters.md` has them.
+"""
+
+import json
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+THETA = 5000.0
+
+
+@dataclass(frozen=True)
+class Eagle:
+    """An EAGLE-3 head of a Llama, its config and tensors as `speculators` names them."""
+
+    tensors: dict[str, Tensor]
+    states: tuple[int, ...]
+    flags: frozenset[str] = frozenset()
+    num_layers: int = 1
+    model_type: str = "llama"
+    window: int | None = None
+    theta: float = THETA
+    hidden: int = 32
+    heads: int = 4
+    kv_heads: int = 2
+    vocab: int = 32
+    scale: float = 1.0
+    num_published: int = field(default=3)
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def ids(self) -> Tensor:
+        """The target's ids that it drafts."""
+        offsets = self.tensors.get("d2t")
+        return torch.arange(self.vocab) if offsets is None else torch.arange(len(offsets)) + offsets
+
+
+def make_eagle(
+    target: PreTrainedModel,
+    *,
+    flags: Seq[str] = (),
+    draft_vocab: int | None = None,
+    num_layers: int = 1,
+    hidden: int | None = None,
+    states: tuple[int, ...] | None = None,
+    own_embedding: bool = False,
+    seed: int = 0,
+    **settings: Any,
+) -> Eagle:
+    """Weights so large that drafts differ, of a head for this target."""
+    config: Any = target.config
+    generator = torch.Generator().manual_seed(seed)
+    size, vocab = config.hidden_size, config.vocab_size
+    L = config.num_hidden_layers
+    states = states or (2, L // 2, L - 3)
+    made = Eagle({}, states, frozenset(flags), num_layers, hidden=hidden or size, vocab=vocab, **settings)
+    own, dim, wide = made.hidden, made.head_dim, 3 * (hidden or size) // 2
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator) * (0.3 if len(shape) > 1 else 0.2) + (len(shape) == 1)
+
+    tensors = {"fc.weight": random(own, len(states) * size), "norm.weight": random(own)}
+    for i in range(num_layers):
+        reads = 2 * own if i == 0 else own
+        part = {
+            "self_attn.q_proj.weight": random(made.heads * dim, reads),
+            "self_attn.k_proj.weight": random(made.kv_heads * dim, reads),
+            "self_attn.v_proj.weight": random(made.kv_heads * dim, reads),
+            "self_attn.o_proj.weight": random(own, made.heads * dim),
+            "mlp.gate_proj.weight": random(wide, own),
+            "mlp.up_proj.weight": random(wide, own),
+            "mlp.down_proj.weight": random(own, wide),
+            "input_layernorm.weight": random(own),
+            "post_attention_layernorm.weight": random(own),
+        }
+        if i == 0:
+            part["hidden_norm.weight"] = random(own)
+        if made.model_type == "qwen3":
+            part |= {"self_attn.q_norm.weight": random(dim), "self_attn.k_norm.weight": random(dim)}
+        tensors |= {f"layers.{i}.{name}": tensor for name, tensor in part.items()}
+    if "norm_before_fc" in flags:
+        tensors["input_norm.weight"] = random(len(states) * size)
+    if "fc_norm" in flags:
+        tensors |= {f"fc_norm.{i}.weight": random(size) for i in range(len(states))}
+    if draft_vocab is not None:
+        ids = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
+        tensors["d2t"] = ids - torch.arange(draft_vocab)
+        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, value=True)
+    if own_embedding:
+        tensors["embed_tokens.weight"] = random(vocab, own)
+    tensors["lm_head.weight"] = random(draft_vocab or vocab, own)
+    made.tensors.update(tensors)
+    return made
+
+
+def save_eagle(head: Eagle, directory: Path, form: str, **changes: Any) -> Path:
+    """Write it as `speculators` does, as SpecForge does, or as SafeAILab, which names no hidden states and no class."""
+    directory.mkdir(parents=True, exist_ok=True)
+    layers: dict[str, Any] = {
+        "model_type": head.model_type,
+        "hidden_size": head.hidden,
+        "intermediate_size": 3 * head.hidden // 2,
+        "num_attention_heads": head.heads,
+        "num_key_value_heads": head.kv_heads,
+        "head_dim": head.head_dim,
+        "num_hidden_layers": head.num_layers,
+        "vocab_size": head.vocab,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+    }
+    if head.theta != 10000.0:  # which a config that has none means
+        layers["rope_theta"] = head.theta
+    if head.window is not None:
+        layers |= {"sliding_window": head.window, "layer_types": ["sliding_attention"] * head.num_layers}
+        layers |= {"use_sliding_window": True, "max_window_layers": 0}
+    own = {"draft_vocab_size": len(head.ids), "logit_scale": head.scale} | dict.fromkeys(head.flags, True)
+    if head.scale == 1.0:
+        del own["logit_scale"]
+    key = "eagle_aux_hidden_state_layer_ids"
+    if form == "speculators":
+        config = {
+            "speculators_model_type": "eagle3",
+            "architectures": ["Eagle3Speculator"],
+            "transformer_layer_config": layers,
+            key: list(head.states),
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": head.num_published}],
+            },
+            **own,
+        }
+    elif form == "specforge":
+        config = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "eagle_config": {key: [one - 1 for one in head.states], "use_aux_hidden_state": True},
+            **layers,
+            **own,
+        }
+    else:
+        config = {"architectures": ["LlamaForCausalLM"], **layers, **own}
+    tensors = head.tensors
+    if form != "speculators":
+        tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors | changes.pop("tensors", {}), directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(config | changes))
+    return directory
+
+
+def hidden_states(target: PreTrainedModel, tokens: list[int], numbers: Seq[int]) -> Tensor:
+    """(len(tokens), all beside each other) float64, by transformers' own `output_hidden_states`."""
+    with torch.no_grad():
+        output = target(input_ids=torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
+    return torch.cat([output.hidden_states[number][0] for number in numbers], -1).double()
+
+
+def eagle_drafts(head: Eagle, target: PreTrainedModel, tokens: list[int], length: int, states: Tensor) -> list[int]:
+    """The greedy draft after these tokens, all but the last of which have these `hidden_states`."""
+    w = {name: tensor.double() for name, tensor in head.tensors.items() if tensor.is_floating_point()}
+    embedding = w.get("embed_tokens.weight", target.get_input_embeddings().weight.double())
+    if "norm_before_fc" in head.flags:
+        states = _rms(states, w["input_norm.weight"])
+    if "fc_norm" in head.flags:
+        parts = states.chunk(len(head.states), -1)
+        states = torch.cat([_rms(part, w[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)], -1)
+    known, ids, found = states @ w["fc.weight"].T, list(tokens[1:]), list[int]()
+    for _ in range(length):
+        z = _layers(head, w, embedding[ids], known)
+        normed = _rms(z, w["norm.weight"])
+        fed = normed if "norm_output" in head.flags else z
+        logits = torch.full((head.vocab,), -torch.inf, dtype=torch.float64)
+        logits[head.ids] = normed[-1] @ w["lm_head.weight"].T * head.scale
+        found.append(int(logits.argmax()))
+        ids.append(found[-1])
+        known = torch.cat([known, fed[-1:]])
+    return found
+
+
+def _layers(head: Eagle, w: dict[str, Tensor], e: Tensor, g: Tensor) -> Tensor:
+    first = {name.removeprefix("layers.0."): one for name, one in w.items() if name.startswith("layers.0.")}
+    normed = _rms(g, first["hidden_norm.weight"])
+    reads = torch.cat([_rms(e, first["input_layernorm.weight"]), normed], -1)
+    hidden = (normed if "norm_before_residual" in head.flags else g) + _attention(head, first, reads)
+    hidden = hidden + _mlp(first, hidden)
+    for i in range(1, head.num_layers):
+        own = {name.removeprefix(f"layers.{i}."): one for name, one in w.items() if name.startswith(f"layers.{i}.")}
+        hidden = hidden + _attention(head, own, _rms(hidden, own["input_layernorm.weight"]))
+        hidden = hidden + _mlp(own, hidden)
+    return hidden
+
+
+def _attention(head: Eagle, w: dict[str, Tensor], x: Tensor) -> Tensor:
+    n, dim = len(x), head.head_dim
+    q, k, v = ((x @ w[f"self_attn.{name}_proj.weight"].T).view(n, -1, dim).transpose(0, 1) for name in ("q", "k", "v"))
+    if head.model_type == "qwen3":
+        q, k = _rms(q, w["self_attn.q_norm.weight"]), _rms(k, w["self_attn.k_norm.weight"])
+    q, k = _rotated(q, head.theta), _rotated(k, head.theta)
+    k, v = (one.repeat_interleave(head.heads // head.kv_heads, 0) for one in (k, v))
+    distance = torch.arange(n)[:, None] - torch.arange(n)
+    hidden = (distance < 0) | (distance >= (head.window or n))
+    scores = (q @ k.mT / dim**0.5).masked_fill(hidden, -torch.inf)
+    attended = (scores.softmax(-1) @ v).transpose(0, 1).reshape(n, -1)
+    return attended @ w["self_attn.o_proj.weight"].T
+
+
+def _mlp(w: dict[str, Tensor], hidden: Tensor) -> Tensor:
+    x = _rms(hidden, w["post_attention_layernorm.weight"])
+    return (F.silu(x @ w["mlp.gate_proj.weight"].T) * (x @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
+
+
+def _rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def _rotated(x: Tensor, theta: float) -> Tensor:
+    half = x.shape[-1] // 2
+    angles = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * theta ** (-torch.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)

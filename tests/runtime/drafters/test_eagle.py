@@ -1,0 +1,321 @@
+"""A trained drafter drafts what its formula says, changes no token, and is found again with the target's own K/V."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from heads import Eagle, eagle_drafts, hidden_states, make_eagle, save_eagle
+from tiny import hf_greedy, make_model, repetitive_prompt
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from runtime import orchestrator, scheduler
+from runtime.batch import Row
+from runtime.drafters.chain import BestOf, DraftingModel
+from runtime.drafters.head_draft import HeadDraft, open_head
+from runtime.drafters.ngram import NgramLookup
+from runtime.engine import Engine, KVCacheConfig
+from runtime.errors import SpecDecError
+from runtime.heads.head_config import is_head, read_head
+from runtime.params import SamplingConfig
+from runtime.request import Draft, Request, Sequence
+from runtime.scheduler import Scheduler
+
+LOOPS: dict[str, Callable[..., Any]] = {"orchestrator": orchestrator.generate, "leader": scheduler.generate}
+ON_LOOPS = pytest.mark.parametrize("loop", LOOPS)
+DRAFT_LEN, NUM_NEW_TOKENS = 4, 24
+STATES = (2, 3, 3)
+PROMPTS = [tuple(repetitive_prompt(i, 6 + 5 * i)) for i in range(5)]
+GREEDY = SamplingConfig()
+SAMPLED = SamplingConfig(temperature=0.9, top_k=0, top_p=0.95, random_seed=5)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return make_model("llama", num_hidden_layers=6)
+
+
+@pytest.fixture(scope="module")
+def engine_dir(model: PreTrainedModel, make_engine_dir: Any) -> Path:
+    directory: Path = make_engine_dir(model, hidden_states=STATES)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def head(model: PreTrainedModel) -> Eagle:
+    return make_eagle(model, draft_vocab=20)
+
+
+@pytest.fixture(scope="module")
+def head_dir(head: Eagle, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_eagle(head, tmp_path_factory.mktemp("head"), "sailab")
+
+
+@pytest.fixture
+def engine(engine_dir: Path) -> Iterator[Engine]:
+    with Engine.open(engine_dir) as opened:
+        yield opened
+
+
+class Recording(HeadDraft):
+    """Keeps what it proposed, and for which tokens."""
+
+    seen: list[tuple[list[int], list[int]]]
+    drafts: list[Draft]
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        drafts = super().propose(sequences, max_draft_len)
+        self.seen += [(list(s.tokens), d.tokens) for s, d in zip(sequences, drafts, strict=True) if d.tokens]
+        self.drafts += drafts
+        return drafts
+
+
+def drafter(engine: Engine, directory: Path, *, use_logits: bool = False) -> Recording:
+    head, cache = open_head(engine, read_head(directory))
+    made = Recording(engine, head, cache, use_logits=use_logits)
+    made.seen, made.drafts = [], []
+    return made
+
+
+def make_requests(sampling: SamplingConfig = GREEDY) -> list[Request]:
+    return [Request(i, prompt, NUM_NEW_TOKENS, sampling=sampling) for i, prompt in enumerate(PROMPTS)]
+
+
+def answer(engine: Engine, loop: str, requests: list[Request], drafter: Any) -> list[list[int]]:
+    finished = {}
+    for sequence, _ in LOOPS[loop](engine, requests, drafter, DRAFT_LEN if drafter else 0):
+        if sequence.finish_reason is not None:
+            finished[sequence.request.id] = sequence
+    engine._blocks.check_integrity()
+    assert engine._blocks.num_free_blocks == engine._blocks.num_blocks - 1
+    return [finished[request.id].output_tokens for request in requests]
+
+
+def check_drafts(seen: list[tuple[list[int], list[int]]], head: Eagle, model: PreTrainedModel, least: int) -> None:
+    assert sum(len(draft) for _, draft in seen) >= least
+    longest: list[tuple[list[int], Tensor]] = []
+    for tokens, draft in sorted(seen, key=lambda one: -len(one[0])):
+        states = next((states for text, states in longest if text[: len(tokens)] == tokens), None)
+        if states is None:
+            states = hidden_states(model, tokens, head.states)
+            longest.append((tokens, states))
+        assert draft == eagle_drafts(head, model, tokens, len(draft), states[: len(tokens) - 1]), tokens
+
+
+def expected(model: PreTrainedModel) -> list[list[int]]:
+    return [hf_greedy(model, list(prompt), NUM_NEW_TOKENS) for prompt in PROMPTS]
+
+
+@ON_LOOPS
+@pytest.mark.parametrize("compiler", ["none", "aot", pytest.param("torch-compile", marks=pytest.mark.slow)])
+def test_drafts_are_the_formulas_and_output_hugging_faces(
+    loop: str, compiler: str, model: PreTrainedModel, head: Eagle, head_dir: Path, make_engine: Any
+) -> None:
+    engine = make_engine(model, hidden_states=STATES, compiler=compiler)
+    eagle = drafter(engine, head_dir)
+    assert answer(engine, loop, make_requests(), eagle) == expected(model)
+    check_drafts(eagle.seen, head, model, 200)
+
+
+# Name -> (how the head is made, how it is saved).
+FORMS: dict[str, tuple[dict[str, Any], str]] = {
+    "as SafeAILab, no rope_theta": ({"theta": 10000.0}, "sailab"),
+    "as SpecForge": ({"draft_vocab": 20, "states": (1, 3, 5)}, "specforge"),
+    "as speculators": ({"draft_vocab": 20, "states": (2, 3, 3)}, "speculators"),
+    "norm before the residual": ({"flags": ["norm_before_residual"]}, "speculators"),
+    "norm before fc": ({"flags": ["norm_before_fc"]}, "specforge"),
+    "EAGLE 3.1": ({"flags": ["fc_norm", "norm_output", "norm_before_residual"]}, "speculators"),
+    "Qwen3's layer": ({"model_type": "qwen3"}, "speculators"),
+    "window": ({"model_type": "qwen3", "window": 6}, "speculators"),
+    "two layers": ({"num_layers": 2}, "speculators"),
+    "width of its own": ({"hidden": 48, "own_embedding": True}, "speculators"),
+    "own embeddings, scaled logits": ({"own_embedding": True, "scale": 0.5}, "speculators"),
+    "four states": ({"states": (1, 2, 3, 4)}, "specforge"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(form: str, model: PreTrainedModel, tmp_path: Path, make_engine: Any) -> None:
+    settings, saved_as = FORMS[form]
+    head = make_eagle(model, **settings)
+    changes = {"target_hidden_size": 32} if head.hidden != 32 else {}
+    directory = save_eagle(head, tmp_path, saved_as, **changes)
+    engine = make_engine(model, hidden_states=head.states)
+    eagle = drafter(engine, directory)
+    assert answer(engine, "leader", make_requests(), eagle) == expected(model)
+    check_drafts(eagle.seen, head, model, 200)
+
+
+@ON_LOOPS
+def test_sampled_text_is_that_without_drafts(loop: str, engine: Engine, head_dir: Path) -> None:
+    eagle = drafter(engine, head_dir)
+    drafted = answer(engine, loop, make_requests(SAMPLED), eagle)
+    engine.clear_cache()
+    assert drafted == answer(engine, loop, make_requests(SAMPLED), None)
+    assert eagle.seen
+
+
+@pytest.mark.slow
+def test_16_bits(model: PreTrainedModel, head_dir: Path, make_engine: Any) -> None:
+    engine = make_engine(model, dtype="bfloat16", hidden_states=STATES, compiler="aot")
+    eagle = drafter(engine, head_dir)
+    drafted = answer(engine, "leader", make_requests(), eagle)
+    engine.clear_cache()
+    assert drafted == answer(engine, "leader", make_requests(), None) and eagle.seen
+
+
+def test_what_it_never_drafts_has_no_probability(engine: Engine, head: Eagle, head_dir: Path) -> None:
+    eagle = drafter(engine, head_dir, use_logits=True)
+    answer(engine, "leader", make_requests(SAMPLED), eagle)
+    drafts = eagle.drafts
+    assert sum(len(draft.tokens) for draft in drafts) > 200
+    others = [i for i in range(head.vocab) if i not in head.ids.tolist()]
+    for draft in drafts:
+        if draft.tokens:
+            assert draft.probs is not None and draft.probs[:, others].count_nonzero() == 0
+            assert draft.probs.gather(1, torch.tensor(draft.tokens)[:, None]).min() > 0
+
+
+def test_prompts_in_pieces_and_preempted_sequences(
+    engine_dir: Path, model: PreTrainedModel, head: Eagle, head_dir: Path
+) -> None:
+    """The cache has room for two of five; a prompt of 26 tokens is computed eight at a time, by the head too."""
+    with Engine.open(engine_dir, kv_cache=KVCacheConfig(max_tokens=100), max_num_tokens=8) as engine:
+        eagle = drafter(engine, head_dir)
+        assert answer(engine, "leader", make_requests(), eagle) == expected(model)
+    check_drafts(eagle.seen, head, model, 200)
+
+
+def test_without_reuse(engine_dir: Path, model: PreTrainedModel, head: Eagle, head_dir: Path) -> None:
+    with Engine.open(engine_dir, kv_cache=KVCacheConfig(block_reuse=False)) as engine:
+        eagle = drafter(engine, head_dir)
+        assert answer(engine, "leader", make_requests(), eagle) == expected(model)
+    check_drafts(eagle.seen, head, model, 200)
+
+
+@ON_LOOPS
+def test_nothing_is_computed_twice(
+    loop: str, engine: Engine, model: PreTrainedModel, head: Eagle, head_dir: Path
+) -> None:
+    """A second request finds the first's prompt, and a third what the first has answered; a fourth parts from it."""
+    eagle = drafter(engine, head_dir)
+    computed: list[int] = []
+    compute = eagle._compute_known
+
+    def counted(rows: list[Row]) -> Any:
+        computed.extend(len(row.tokens) for row in rows)
+        return compute(rows)
+
+    eagle._compute_known = counted  # type: ignore[method-assign]
+    prompt = PROMPTS[4]
+    (first,) = answer(engine, loop, [Request(0, prompt, NUM_NEW_TOKENS)], eagle)
+    # Each token after the first once: the last has no draft behind it.
+    assert len(prompt) + NUM_NEW_TOKENS - 3 <= sum(computed) <= len(prompt) + NUM_NEW_TOKENS - 1
+    for again, most in ((prompt, 1), ((*prompt, *first[:-4]), 4), ((*prompt, *first[:9], 5), 3)):
+        computed.clear()
+        answer(engine, loop, [Request(1, tuple(again), 6)], eagle)
+        assert 0 < sum(computed) <= most + 6
+    check_drafts(eagle.seen, head, model, 80)
+
+
+def test_it_catches_up_where_others_drafted(
+    engine: Engine, model: PreTrainedModel, head: Eagle, head_dir: Path
+) -> None:
+    """Every other step has a draft of something else, and one of three none."""
+    eagle = drafter(engine, head_dir)
+
+    class Alternating:
+        count = 0
+
+        def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+            self.count += 1
+            if self.count % 3 == 0:
+                return eagle.propose(sequences, max_draft_len)
+            return [Draft([7, 9, 7][: s.max_draft_len] if self.count % 3 == 1 else []) for s in sequences]
+
+        def forget(self, request_id: int) -> None:
+            eagle.forget(request_id)
+
+    assert answer(engine, "leader", make_requests(), Alternating()) == expected(model)
+    check_drafts(eagle.seen, head, model, 100)
+
+
+def test_chain(engine: Engine, model: PreTrainedModel, head_dir: Path) -> None:
+    eagle = drafter(engine, head_dir)
+    models = [DraftingModel(eagle, DRAFT_LEN, lambda batch_size, context_len: 0.01)]
+    chain = BestOf([NgramLookup(2)], models, lambda batch_size, context_len, draft_len: 1.0, 32)
+    assert answer(engine, "leader", make_requests(), chain) == expected(model)
+    assert eagle.seen
+
+
+def test_a_head_that_comes_late_drafts_what_it_can(engine: Engine, model: PreTrainedModel, head_dir: Path) -> None:
+    """A running sequence has hidden states that it lacks; what had been released is not found again."""
+    steps = scheduler.generate(engine, make_requests()[:1], None, 0)
+    next(steps)
+    eagle = drafter(engine, head_dir)
+    running = Scheduler(engine, eagle, DRAFT_LEN)
+    assert [tokens for _, tokens in steps]
+    assert not eagle.seen and not running.has_work
+    assert answer(engine, "leader", make_requests(), eagle) == expected(model)
+    assert eagle.seen
+
+
+def test_numbers_that_are_none_change_nothing(engine: Engine, model: PreTrainedModel, head_dir: Path) -> None:
+    eagle = drafter(engine, head_dir)
+    eagle.head.fc.weight.fill_(torch.nan)  # type: ignore[attr-defined]
+    assert answer(engine, "leader", make_requests(), eagle) == expected(model)
+
+
+def test_an_engine_without_hidden_states_keeps_none(model: PreTrainedModel, make_engine: Any, head_dir: Path) -> None:
+    engine = make_engine(model)
+    with pytest.raises(SpecDecError, match="gives no hidden states"):
+        drafter(engine, head_dir)
+    assert not engine._heads
+
+
+# Name -> (changes of its config, changes of its tensors, what is said).
+BAD: dict[str, tuple[dict[str, Any], dict[str, Tensor], str]] = {
+    "width": ({"hidden_size": 64}, {}, "hidden size of 64"),
+    "vocabulary": ({"vocab_size": 64}, {}, "vocabulary of 64"),
+    "layers": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 5, 6]}}, {}, "target has 6 layers"),
+    "ids that are none": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "1"}}, {}, "no list of layers"),
+    "other states": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}, {}, "reads 1, 2, 3"),
+    "last state": ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "last hidden state only"),
+    "d2t": ({}, {"d2t": torch.arange(20)}, "outside the target's vocabulary of 32"),
+    "d2t twice": ({}, {"d2t": -torch.arange(20)}, "names an id of the target twice"),
+    "d2t of another size": ({}, {"d2t": torch.arange(3)}, "d2t` is int64 [3]"),
+    "draft vocabulary": ({"draft_vocab_size": 21}, {}, "lm_head.weight of [20, 32]"),
+    "layers that are not there": ({"num_hidden_layers": 2}, {}, "lacks 9 of its weights, such as layers.1"),
+    "kind of layer": ({"model_type": "gpt2"}, {}, "cannot be made by its config.json"),
+    "kind of head": ({"speculators_model_type": "dflash"}, {}, "not supported, DFlash"),
+    "fc": ({}, {"fc.weight": torch.zeros(32, 64)}, "fc.weight of [32, 64], and by its config it is of [32, 96]"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_heads_are_one_sentence(case: str, engine: Engine, head: Eagle, tmp_path: Path) -> None:
+    config, tensors, said = BAD[case]
+    save_eagle(head, tmp_path, "sailab", tensors=tensors, **config)
+    with pytest.raises(SpecDecError) as error:
+        drafter(engine, tmp_path)
+    assert said in error.value.message and "\n" not in error.value.message
+    assert error.value.hint and not engine._heads
+
+
+def test_missing_weights(engine: Engine, head: Eagle, tmp_path: Path) -> None:
+    del_fc = replace(head, tensors={name: one for name, one in head.tensors.items() if name != "fc.weight"})
+    with pytest.raises(SpecDecError, match="lacks 1 of its weights, such as fc.weight"):
+        drafter(engine, save_eagle(del_fc, tmp_path, "speculators"))
+
+
+def test_what_is_a_head(head: Eagle, model: PreTrainedModel, tmp_path: Path) -> None:
+    for form in ("sailab", "specforge", "speculators"):
+        assert is_head(save_eagle(head, tmp_path / form, form))
+    assert read_head(tmp_path / "speculators").max_draft_len == 3
+    model.save_pretrained(tmp_path / "model")
+    assert not is_head(tmp_path / "model") and not is_head(tmp_path / "nothing")
+    with pytest.raises(SpecDecError, match="no trained drafter"):
+        read_head(tmp_path / "model")
