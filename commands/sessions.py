@@ -76,7 +76,7 @@ def engines_made(choice: EngineChoice, output: Output) -> Iterator[EngineChoice]
 
         if choice.model_dir is not None:
             self_draft = built_for.self_draft or ("int4" if speculation.needs_copy else None)
-            states = hidden_states_for(speculation.heads, choice.model_dir)
+            states = hidden_states_for(speculation.read_heads(), choice.model_dir)
             draft_len = max(speculation.max_draft_len or 0, _MIN_DRAFT_LEN)
             engine_dir = engine_of(choice.model_dir, draft_len, self_draft, states)
             choice = replace(choice, engine_dir=engine_dir)

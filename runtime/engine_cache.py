@@ -39,7 +39,7 @@ from runtime.errors import SpecDecError, SpecDecWarning, errors_about
 from runtime.files import read_json
 from runtime.generation_config import GENERATION_CONFIG
 from runtime.gguf import is_gguf
-from runtime.heads.head_config import read_head, states_of_heads
+from runtime.heads.head_config import HeadConfig, states_of_heads
 from runtime.locks import MODEL_INIT_LOCK
 from runtime.models import MODEL_FILES, read_model_config, resolve_model
 from runtime.temporary import own_temporary_files, temporary_dir
@@ -83,11 +83,11 @@ class EngineSettings:
         )
 
 
-def hidden_states_for(heads: Seq[Path], model: str) -> tuple[int, ...]:
+def hidden_states_for(heads: Seq[HeadConfig], model: str) -> tuple[int, ...]:
     """The hidden states that these trained drafters read of a model."""
     if not heads:
         return ()
-    return states_of_heads([read_head(head) for head in heads], read_model_config(resolve_model(model)))
+    return states_of_heads(heads, read_model_config(resolve_model(model)))
 
 
 def no_phases() -> AbstractContextManager[Callable[[str], None]]:

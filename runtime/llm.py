@@ -32,6 +32,7 @@ from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.generation import Output, Piece
 from runtime.generation_config import ModelDefaults, read_model_defaults
 from runtime.grammar import CompiledGrammar, Grammars
+from runtime.heads.head_config import read_head
 from runtime.locks import MODEL_INIT_LOCK
 from runtime.models import resolve_tokenizer
 from runtime.parallel.devices import check_device_ids
@@ -440,7 +441,7 @@ class LLM:
             options["dtype"] = None
         head = options.pop("head", None)
         if head is not None and not to_draft:
-            options["hidden_states"] = hidden_states_for([Path(head)], str(model))
+            options["hidden_states"] = hidden_states_for([read_head(head)], str(model))
         options["tp_size"] = options.pop("tensor_parallel_size", 1)
         if to_draft:  # a draft model is not split
             options |= {"max_draft_len": 0, "self_draft": None, "tp_size": 1}

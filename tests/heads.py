@@ -5,6 +5,7 @@ SafeAILab's `cnets.py` and `speculators`' `eagle3` model, as `docs/trained-draft
 """
 
 import json
+import shutil
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -157,6 +158,20 @@ def save_eagle(head: Eagle, directory: Path, form: str, **changes: Any) -> Path:
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(tensors | changes.pop("tensors", {}), directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(config | changes))
+    return directory
+
+
+def copy_with_mtp(model_dir: Path, directory: Path) -> Path:
+    """A copy of a model's directory, with an MTP head whose layer is the model's last one."""
+    shutil.copytree(model_dir, directory)
+    tensors, config = load_file(directory / "model.safetensors"), json.loads((directory / "config.json").read_text())
+    last, size = f"model.layers.{config['num_hidden_layers'] - 1}.", config["hidden_size"]
+    tensors |= {f"mtp.layers.0.{n.removeprefix(last)}": t.clone() for n, t in tensors.items() if n.startswith(last)}
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        tensors[f"mtp.{name}.weight"] = torch.ones(size)
+    tensors["mtp.fc.weight"] = 0.3 * torch.randn(size, 2 * size, generator=torch.Generator().manual_seed(0))
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 1}))
     return directory
 
 

@@ -261,7 +261,7 @@ class ModelKind:
 
 def load_model(kind: ModelKind, weights: Path) -> PreTrainedModel:
     """The model with a checkpoint's weights, on the CPU; transformers maps names, ties weights, fills buffers."""
-    return _model_of_weights(kind, _read_weights(weights, read_weights), str(weights))
+    return model_of_weights(kind, _read_weights(weights, read_weights), str(weights))
 
 
 def load_absent(kind: ModelKind, weights: Path) -> PreTrainedModel:
@@ -269,7 +269,7 @@ def load_absent(kind: ModelKind, weights: Path) -> PreTrainedModel:
 
     Those of a model that makes others of them, when it is loaded, are there all the time.
     """
-    model = _model_of_weights(kind, _read_weights(weights, absent_weights), str(weights))
+    model = model_of_weights(kind, _read_weights(weights, absent_weights), str(weights))
     if all(is_absent(tensor) for tensor in model.state_dict(keep_vars=True).values()):
         return model
     return load_model(kind, weights)
@@ -291,10 +291,10 @@ def load_whole_model(kind: ModelKind, ranks: Seq[Path]) -> PreTrainedModel:
         return load_model(kind, ranks[0])
     pieces = [_read_weights(path, read_weights) for path in ranks]
     whole = {name: splitting.join(name, [piece[name] for piece in pieces]) for name in pieces[0]}
-    return _model_of_weights(replace(kind, splitting=None), whole, str(ranks[0].parent))
+    return model_of_weights(replace(kind, splitting=None), whole, str(ranks[0].parent))
 
 
-def _model_of_weights(kind: ModelKind, state_dict: dict[str, Tensor], where: str) -> PreTrainedModel:
+def model_of_weights(kind: ModelKind, state_dict: dict[str, Tensor], where: str) -> PreTrainedModel:
     """`load_model`, of tensors that have been read."""
     choose_vector_math()
     config, splitting = kind.config, kind.splitting

@@ -21,12 +21,11 @@ from runtime.drafters.meter import Clock
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter, check_request, look_ahead
 from runtime.drafters.self_draft import SelfDraft
-from runtime.drafters.specs import DraftTargetDrafter, EagleDrafter, SelfDrafter
+from runtime.drafters.specs import DraftTargetDrafter, HeadDrafter, SelfDrafter
 from runtime.drafters.speculation import Speculation
 from runtime.drafters.under_grammar import UnderGrammar
 from runtime.engine import Engine, KVCacheConfig
 from runtime.errors import draft_engine_errors
-from runtime.heads.head_config import read_head
 from runtime.request import Draft, Request, Sequence
 
 if TYPE_CHECKING:
@@ -128,7 +127,7 @@ def open_self_draft(spec: SelfDrafter, opening: Opening) -> OpenDrafter:
     return OpenDrafter(opening.adapted(copy, copy_costs), spec.max_draft_len, self_draft=copy)
 
 
-def open_head_drafter(spec: EagleDrafter, opening: Opening) -> OpenDrafter:
+def open_head_drafter(spec: HeadDrafter, opening: Opening) -> OpenDrafter:
     from runtime.drafters.head_draft import (
         HeadDraft,
         measure_head,
@@ -136,7 +135,7 @@ def open_head_drafter(spec: EagleDrafter, opening: Opening) -> OpenDrafter:
     )
 
     engine = opening.engine
-    head, cache = open_head(engine, read_head(Path(spec.head)))
+    head, cache = open_head(engine, *spec.read_heads())
     opening.stack.callback(engine.remove_head, cache)
     draft = HeadDraft(engine, head, cache, measure_head(engine, head, cache), use_logits=spec.use_logits)
     head_costs = CostModel(draft.step_costs, 0.0)

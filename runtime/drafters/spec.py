@@ -16,6 +16,7 @@ from runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from runtime.drafters.factory import OpenDrafter, Opening
+    from runtime.heads.head_config import HeadConfig
 
 Devices = tuple[int, ...] | None
 """One for each rank of an engine; None: its first ones."""
@@ -221,6 +222,8 @@ class DrafterSpec:
     """True if its drafts cost steps of a model."""
     is_lookup: ClassVar[bool] = False
     """True if recorded outputs suffice to know what it would draft."""
+    reads_states: ClassVar[bool] = False
+    """True if the target's engine must be built to give hidden states."""
     needs_copy: ClassVar[bool] = False
     """True if the target's engine must have a self-draft copy."""
 
@@ -264,10 +267,9 @@ class DrafterSpec:
         """Copy with this engine as its draft model; for drafters that have one."""
         raise NotImplementedError
 
-    @property
-    def heads(self) -> tuple[Path, ...]:
-        """Directories of trained drafters, for which the target's engine must be built."""
-        return ()
+    def read_heads(self) -> "list[HeadConfig]":
+        """Configs of trained drafters, for which the target's engine must be built; SpecDecError for what is none."""
+        return []
 
     @classmethod
     def reads(cls, model: str | Path) -> bool:

@@ -6,7 +6,7 @@ To add one, add a class here and its algorithm.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from runtime.drafters.spec import DRAFTERS as DRAFTERS
 from runtime.drafters.spec import Description, Devices, DrafterSpec, Entry, ListForm, Setting, TextForm
@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from runtime.drafters.meter import Clock
     from runtime.drafters.pool import NgramPool
     from runtime.drafters.protocol import Drafter
+    from runtime.heads.head_config import HeadConfig
 
 __all__ = [
     "ChainDrafter",
     "DraftTargetDrafter",
     "EagleDrafter",
     "GrammarDrafter",
+    "MtpDrafter",
     "NgramDrafter",
     "SelfDrafter",
     "SuffixDrafter",
@@ -278,9 +280,47 @@ class DraftTargetDrafter(DrafterSpec):
         return open_draft_model(self, opening)
 
 
+class HeadDrafter(DrafterSpec):
+    """A trained drafter that reads the target's hidden states (`runtime.drafters.head_draft`)."""
+
+    is_model, reads_states = True, True
+    kind: ClassVar[str]
+    head: str | Path
+    max_draft_len: int
+    use_logits: bool
+
+    def read_heads(self) -> "list[HeadConfig]":
+        from runtime.heads.head_config import read_head
+
+        found = read_head(self.head)
+        if found.kind != self.kind:
+            raise UsageError(
+                f"this is no {self.description.title}: {self.head}", hint="it is another drafter by its config.json"
+            )
+        return [found]
+
+    def open(self, opening: "Opening") -> "OpenDrafter":
+        from runtime.drafters.factory import open_head_drafter
+
+        return open_head_drafter(self, opening)
+
+
+def _form_of_head(length: int) -> ListForm:
+    entries = (
+        Entry("draft_len", "max_draft_len", "count"),
+        Entry("device_list"),
+        Entry("use_logits", "use_logits", "bool"),
+    )
+    return ListForm(entries, (f"[{length},[0]]", str(length)))
+
+
+def _head_setting(help: str) -> Setting:
+    return Setting(help, flag="draft_engine_dir", leader_flag="draft_model_dir", is_path=True, key="head_dir")
+
+
 @dataclass(frozen=True)
-class EagleDrafter(DrafterSpec):
-    """A trained drafter that reads the target's hidden states, an EAGLE-3 head (`runtime.drafters.head_draft`).
+class EagleDrafter(HeadDrafter):
+    """An EAGLE-3 head, trained for the target.
 
     `head` is its directory; the engine must be built for it. `use_logits` as for a draft model.
     """
@@ -290,29 +330,13 @@ class EagleDrafter(DrafterSpec):
         "EAGLE-3 head",
         help="Draft by an EAGLE-3 head",
         flag="eagle_config",
-        form=ListForm(
-            (
-                Entry("draft_len", "max_draft_len", "count"),
-                Entry("device_list"),
-                Entry("use_logits", "use_logits", "bool"),
-            ),
-            ("[4,[0]]", "4"),
-        ),
+        form=_form_of_head(4),
         algorithm="EAGLE3",
         is_tuned=False,
     )
-    is_model = True
+    kind = "eagle3"
 
-    head: Annotated[
-        str | Path,
-        Setting(
-            "Directory of the trained head.",
-            flag="draft_engine_dir",
-            leader_flag="draft_model_dir",
-            is_path=True,
-            key="head_dir",
-        ),
-    ]
+    head: Annotated[str | Path, _head_setting("Directory of the trained head.")]
     max_draft_len: ModelLen = 4
     use_logits: bool = False
 
@@ -324,20 +348,46 @@ class EagleDrafter(DrafterSpec):
     def draws_by_probs(self) -> bool:
         return self.use_logits
 
-    @property
-    def heads(self) -> tuple[Path, ...]:
-        return (Path(self.head).expanduser(),)
-
     @classmethod
     def reads(cls, model: str | Path) -> bool:
         from runtime.heads.head_config import is_head
 
         return is_head(model)
 
-    def open(self, opening: "Opening") -> "OpenDrafter":
-        from runtime.drafters.factory import open_head_drafter
 
-        return open_head_drafter(self, opening)
+@dataclass(frozen=True)
+class MtpDrafter(HeadDrafter):
+    """The head that a checkpoint has for tokens after the next (multi-token prediction).
+
+    `head` is the model's own directory or hub id; the engine must be built for it. `use_logits` as for a draft model.
+    """
+
+    description = Description(
+        "mtp",
+        "MTP head",
+        help="Draft by the model's own MTP head",
+        flag="mtp_config",
+        form=_form_of_head(3),
+        algorithm="MTP",
+        is_tuned=False,
+    )
+    kind = "mtp"
+
+    head: Annotated[str | Path, _head_setting("Directory of the model with the head.")]
+    max_draft_len: ModelLen = 3
+    use_logits: bool = False
+
+    @property
+    def label(self) -> str:
+        return "MTP"
+
+    @property
+    def draws_by_probs(self) -> bool:
+        return self.use_logits
+
+    @classmethod
+    def reads(cls, model: str | Path) -> bool:
+        return False  # unless it is chosen by name: a model with a head may draft for another model
 
 
 @dataclass(frozen=True)

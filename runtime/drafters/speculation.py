@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from runtime.config import BuildConfig
     from runtime.drafters.protocol import Drafter
     from runtime.drafters.specs import AnySpec, DraftFunction
+    from runtime.heads.head_config import HeadConfig
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,9 @@ class Speculation:
         """Corpora that are looked in."""
         return [corpus for drafter in self.drafters for corpus in drafter.corpora]
 
-    @property
-    def heads(self) -> list[Path]:
-        """Directories of trained drafters."""
-        return [head for drafter in self.drafters for head in drafter.heads]
+    def read_heads(self) -> "list[HeadConfig]":
+        """Configs of trained drafters; SpecDecError for what is none."""
+        return [head for drafter in self.drafters for head in drafter.read_heads()]
 
     @property
     def label(self) -> str:
@@ -144,13 +144,11 @@ class Speculation:
     def check_files(self) -> None:
         """SpecDecError for a model or a corpus that is not there, as far as that is found without torch."""
         from runtime.corpus import Corpus
-        from runtime.heads.head_config import read_head
 
         for drafter in self.drafters:
             if drafter.draft_model is not None:
                 _check_draft_model(drafter.draft_model)
-            for head in drafter.heads:
-                read_head(head)
+            drafter.read_heads()
             for corpus in drafter.corpora:
                 Corpus.open(corpus)
 
@@ -167,12 +165,12 @@ class Speculation:
                 raise UsageError(f"engines take drafts of at most {MAX_DRAFT_LEN} tokens: {wanted}", hint="lower it")
             return
         engine_max_draft_len = build.max_draft_len
-        if self.heads and not build.hidden_states:
+        if not build.hidden_states and (heads := self.read_heads()):
             raise SpecDecError(
-                f"the engine's step gives no hidden states, which a trained drafter reads: {self.heads[0]}",
+                f"the engine's step gives no hidden states, which a trained drafter reads: {heads[0].directory}",
                 hint="build the engine for this head",
                 code="no_hidden_states",
-                head=self.heads[0],
+                head=heads[0].directory,
             )
         self.check_has_copy(has_copy=build.self_draft is not None)
         if self and (engine_max_draft_len == 0 or (wanted or 0) > engine_max_draft_len):

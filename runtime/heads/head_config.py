@@ -1,7 +1,8 @@
 """Configs of trained drafters (heads): recognised, read and checked without torch.
 
 EAGLE-3 heads are published with two kinds of configs and names: those of SafeAILab, SpecForge and NVIDIA, and those of
-`speculators`. Which hidden states of the target they read is said in three ways (`_eagle3_states`).
+`speculators`. Which hidden states of the target they read is said in three ways (`_eagle3_states`). Heads for the next
+tokens but one (MTP) are in the directory of the model itself.
 """
 
 from collections.abc import Sequence as Seq
@@ -11,10 +12,13 @@ from typing import Any, Literal
 
 from runtime.errors import SpecDecError
 from runtime.files import read_json
+from runtime.models import resolve_model
 from runtime.reading import shown
 
-HeadKind = Literal["eagle3"]
+HeadKind = Literal["eagle3", "mtp"]
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_SAY_NOTHING = {"qwen3_next"}
+"""Models whose configs do not say that there is a head."""
 _OTHERS = {
     "dflash": "DFlash",
     "dspark": "DSpark",
@@ -49,6 +53,8 @@ class HeadConfig:
 
     def hidden_states_of(self, num_layers: int) -> tuple[int, ...]:
         """The hidden states that it reads of a target of this many layers. SpecDecError if one is not there."""
+        if self.kind == "mtp":
+            return (num_layers,)
         wanted = (2, num_layers // 2, num_layers - 3) if self.hidden_states is None else self.hidden_states
         if any(not 0 <= one < num_layers for one in wanted):
             raise SpecDecError(
@@ -102,14 +108,20 @@ def _names_eagle3(config: dict[str, Any]) -> bool:
     return isinstance(names, list) and any("eagle3" in str(name).lower() for name in names)
 
 
-def read_head(directory: Path) -> HeadConfig:
-    """The config of a head's directory; SpecDecError for what is none, or cannot draft here."""
-    where = directory.expanduser() / "config.json"
+def read_head(head: Path | str) -> HeadConfig:
+    """The config of a head's directory, or of a model's that has one; SpecDecError for what cannot draft here."""
+    directory = Path(head).expanduser()
+    if not directory.is_dir():
+        directory = resolve_model(str(head))
+    where = directory / "config.json"
     config = read_json(where)
+    if not _is_config_of_head(config) and (num_mtp_layers := _num_mtp_layers(config)):
+        return _read_mtp(config, num_mtp_layers, directory, str(where))
     if not _is_config_of_head(config):
         raise SpecDecError(
             f"this is no trained drafter by its config.json: {directory}",
-            hint="an EAGLE-3 head's has `draft_vocab_size`, or names its class; a draft model is another drafter",
+            hint="an EAGLE-3 head's has `draft_vocab_size`, or names its class, and a model with an MTP head has "
+            "`num_nextn_predict_layers` or `mtp_num_hidden_layers`; a draft model is another drafter",
         )
     kind = config.get("speculators_model_type", "eagle3")
     if kind != "eagle3":
@@ -149,6 +161,27 @@ def _read_eagle3(config: dict[str, Any], directory: Path, where: str) -> HeadCon
         logit_scale=_scale(config, where),
         max_draft_len=_proposed_len(config),
     )
+
+
+def _num_mtp_layers(config: dict[str, Any]) -> int:
+    """Number of layers behind the model's own, as DeepSeek and GLM say it, or Qwen; 0 without any."""
+    for record in (config, config.get("text_config")):
+        for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
+            if isinstance(record, dict) and type(record.get(key)) is int:
+                return int(record[key])
+    return int(config.get("model_type") in _SAY_NOTHING)
+
+
+def _read_mtp(config: dict[str, Any], num_layers: int, directory: Path, where: str) -> HeadConfig:
+    if num_layers > 1:
+        raise SpecDecError(
+            f"an MTP head of several layers is not supported, {num_layers}: {directory}", hint="one of one layer is"
+        )
+    inner = config.get("text_config")
+    layers = inner if isinstance(inner, dict) else config
+    hidden_size, vocab_size = (_size(layers, key, where) for key in ("hidden_size", "vocab_size"))
+    sizes = hidden_size, hidden_size, num_layers, vocab_size, vocab_size
+    return HeadConfig(directory, "mtp", layers, *sizes, hidden_states=None)
 
 
 def _eagle3_states(config: dict[str, Any], own: dict[str, Any], where: str) -> tuple[int, ...] | None:

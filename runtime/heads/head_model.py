@@ -5,6 +5,7 @@ in a draft its own output. It gives its output, from which `logits` predicts the
 of the hidden states when the draft goes on.
 """
 
+import copy
 from typing import Any, Protocol
 
 import torch
@@ -14,12 +15,14 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedMode
 
 from runtime.batch import Batch
 from runtime.compiler.attention import PAGED, PagedInputs
+from runtime.compiler.model import ModelKind, Step, model_of_weights, probe_config
+from runtime.compiler.pretrained import parse_pretrained_config
 from runtime.config import LayerShape
 from runtime.errors import SpecDecError
-from runtime.heads.head_config import HeadConfig
+from runtime.heads.head_config import HeadConfig, num_layers_of
 from runtime.kv_cache import KVPool
 from runtime.locks import MODEL_INIT_LOCK, quiet_transformers
-from runtime.source import load_tensors, read_tensors
+from runtime.source import SourceTensor, load_tensors, read_tensors
 
 _OTHER_MODEL = "config.json and weights are of two heads; download the head again"
 
@@ -44,6 +47,8 @@ class Head(Protocol):
     def kv_layers(self) -> tuple[LayerShape, ...]: ...
 
     def reduce(self, states: Tensor) -> Tensor: ...
+
+    def to(self, device: torch.device) -> "Head": ...
 
     def __call__(self, batch: Batch, states: Tensor, pool: KVPool) -> Tensor:
         """(B x Q, state_size) outputs of the batch's tokens, whose states before them are (B x Q, state_size)."""
@@ -127,11 +132,132 @@ class EagleHead(nn.Module):
         return logits
 
 
-def load_head(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype) -> EagleHead:
+class MtpHead(nn.Module):
+    """A head of one layer of the target's own, which reads embedding and last hidden state as one projection.
+
+    `model` is a model of that layer, with the target's embeddings and output layer and the head's own norm; `parts` are
+    the weights before it. As transformers' `MtpLayer` and vLLM have it, its hidden states are behind the target's norm,
+    and behind its own where a draft goes on.
+    """
+
+    def __init__(self, config: HeadConfig, model: PreTrainedModel, parts: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.config, self.step = config, Step(model)
+        self.kv_layers = probe_config(model.config).layers
+        decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
+        self.decoder, self.lm_head = decoder, model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        norms = (copy.deepcopy(decoder.norm) for _ in range(2))
+        self.enorm, self.hnorm = norms
+        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        wanted = {name: one for name, one in self.named_parameters() if name.split(".")[0] in _BEFORE_LAYER}
+        _check_weights(config, wanted, parts)
+        self.load_state_dict(parts, assign=True, strict=False)
+
+    @property
+    def state_size(self) -> int:
+        return self.config.hidden_size
+
+    def reduce(self, states: Tensor) -> Tensor:
+        return states
+
+    def forward(self, batch: Batch, states: Tensor, pool: KVPool) -> Tensor:
+        embedded = self.decoder.get_input_embeddings()(batch.input_ids.flatten())
+        pairs = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(states)], -1))
+        output = self.decoder(
+            inputs_embeds=pairs[None],
+            position_ids=batch.positions.reshape(1, -1),
+            use_cache=False,
+            paged=_paged_pairs(batch, pool),
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(outputs)
+        return logits
+
+
+_BEFORE_LAYER = ("enorm", "hnorm", "eh_proj")
+_QWENS = {"mtp.fc.": "eh_proj.", "mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm."}
+_QWENS |= {"mtp.layers.0.": "model.layers.0.", "mtp.norm.": "model.norm."}
+
+
+def _load_mtp(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype) -> MtpHead:
+    entries = read_tensors(config.directory)
+    last = f".layers.{num_layers_of(config.layers)}."
+    own = {name: one for one in entries if (name := _name_in_mtp(one.name, last)) is not None}
+    if not own:
+        raise SpecDecError(
+            f"the model's weights have no MTP head, of which its config.json speaks: {config.directory}",
+            hint="some who pack models anew leave it out; take the original",
+        )
+    if (eight := next((one.name for one in own.values() if not one.is_float), None)) is not None:
+        raise SpecDecError(f"an MTP head with quantized weights is not supported, {eight}: {config.directory}")
+    own |= _shared_with_target(entries)
+    if target_embedding is not None:
+        own.pop("model.embed_tokens.weight", None)
+    tensors = {name: t.to(dtype) for name, t in zip(own, load_tensors(list(own.values())), strict=True)}
+    if target_embedding is not None:
+        tensors["model.embed_tokens.weight"] = target_embedding
+    tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])
+    parts = {name: tensors.pop(name) for name in list(tensors) if name.split(".")[0] in _BEFORE_LAYER}
+    kind = ModelKind(_config_of_one_layer(config), dtype, PAGED)
+    return MtpHead(config, model_of_weights(kind, tensors, str(config.directory)), parts)
+
+
+def _shared_with_target(entries: list[SourceTensor]) -> dict[str, SourceTensor]:
+    """The target's embeddings and output layer; copies beside the head's layer are the same."""
+    ends = {"model.embed_tokens.weight": ".embed_tokens.weight", "lm_head.weight": "lm_head.weight"}
+    return {
+        name: one
+        for name, end in ends.items()
+        for one in entries
+        if one.name.endswith(end) and ".layers." not in one.name and not one.name.startswith("mtp.")
+    }
+
+
+def _name_in_mtp(name: str, last: str) -> str | None:
+    """Name in a model of that layer alone, or of what is before it; None for what is of the target."""
+    for theirs, ours in _QWENS.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    _, is_there, own = name.partition(last)
+    if not is_there or own.startswith(("embed_tokens.", "shared_head.head.")):
+        return None
+    if own.startswith("shared_head.norm."):
+        return f"model.norm.{own.removeprefix('shared_head.norm.')}"
+    return own if own.split(".")[0] in _BEFORE_LAYER else f"model.layers.0.{own}"
+
+
+def _config_of_one_layer(config: HeadConfig) -> PreTrainedConfig:
+    """The target's config with one layer, of the kind that the head has: full attention, and experts if there are."""
+    one = copy.deepcopy(parse_pretrained_config(config.layers, str(config.directory / "config.json")))
+    settings = {
+        "layer_types": ["full_attention"],
+        "mlp_layer_types": [(getattr(one, "mlp_layer_types", None) or ["dense"])[-1]],
+        "first_k_dense_replace": 0,
+        "mlp_only_layers": [],
+        "num_hidden_layers": 1,
+    }
+    for name, value in settings.items():
+        if getattr(one, name, None) is not None:
+            setattr(one, name, value)
+    return one
+
+
+def load_head(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype) -> Head:
     """The head with its weights on the CPU; `target_embedding` (vocab, hidden) for one that has none of its own.
 
     SpecDecError where weights are missing, or do not have the shapes that its config says.
     """
+    with torch.no_grad():
+        load = _load_mtp if config.kind == "mtp" else _load_eagle
+        head: Any = load(config, target_embedding, dtype)
+    made: Head = head.requires_grad_(requires_grad=False).eval()
+    return made
+
+
+def _load_eagle(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype) -> EagleHead:
     entries = {_own_name(one.name): one for one in read_tensors(config.directory)}
     tensors = dict(zip(entries, load_tensors(list(entries.values())), strict=True))
     head = EagleHead(config)
@@ -141,7 +267,7 @@ def load_head(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.
     head.load_state_dict({name: tensors[name].to(dtype) for name in wanted}, assign=True)
     head.embedding = _embedding(config, embedding, target_embedding).to(dtype)
     head.target_ids = _target_ids(config, offsets)
-    return head.requires_grad_(requires_grad=False).eval()
+    return head
 
 
 def _own_name(name: str) -> str:
@@ -247,11 +373,14 @@ def _kv_shape(attention: Any, layer: int) -> LayerShape:
 
 def _attention_inputs(batch: Batch, pool: KVPool, states: Tensor, rotary: nn.Module) -> dict[str, Any]:
     """Arguments of layers beside the first."""
-    numbers = tuple(range(len(pool.keys)))
-    pairs = PagedPairs(pool.keys, pool.values, [], batch.positions, batch.slot_mapping, batch.block_tables, numbers)
     positions = batch.positions.reshape(1, -1)
     return {
         "position_embeddings": rotary(states[None], positions),
         "attention_mask": None,
-        "paged": pairs,
+        "paged": _paged_pairs(batch, pool),
     }
+
+
+def _paged_pairs(batch: Batch, pool: KVPool) -> PagedPairs:
+    numbers = tuple(range(len(pool.keys)))
+    return PagedPairs(pool.keys, pool.values, [], batch.positions, batch.slot_mapping, batch.block_tables, numbers)

@@ -15,7 +15,7 @@ import torch
 import typer.main
 from command_line import PROMPT, Result, Specdec
 from draft_models import WITH_DRAFTS, WITHOUT_DRAFTS, MakeDraftEngineDir, with_noise
-from heads import make_eagle, save_eagle
+from heads import copy_with_mtp, make_eagle, save_eagle
 from shared import shared_engine
 from tiny import make_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -134,6 +134,16 @@ def head_dirs(
     head = make_eagle(llama, states=(0, 1, 1), draft_vocab=200)
     head_dir = save_eagle(head, tmp_path_factory.mktemp("head"), "speculators")
     return shared_engine(shared / "engines", llama_dir, measure_costs=True, hidden_states=head.states), head_dir
+
+
+@pytest.fixture(scope="session")
+def mtp_dirs(
+    llama_dir: Path, llama: PreTrainedModel, shared: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    """An engine of `llama_dir` for an MTP head, and the model with the head."""
+    with_head = copy_with_mtp(llama_dir, tmp_path_factory.mktemp("mtp") / "model")
+    states = (llama.config.num_hidden_layers,)
+    return shared_engine(shared / "engines", with_head, measure_costs=True, hidden_states=states), with_head
 
 
 @pytest.fixture(scope="session")

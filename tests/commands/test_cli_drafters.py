@@ -18,6 +18,7 @@ V2_NGRAM = ["--spec-decode-algo", "NGRAM", "--max-matching-ngram-size", "3"]
 DRAFT = ["--draft-engine-dir", "DRAFT"]
 SELF = ["--engine-dir", "WITH_COPY"]
 WITH_HEAD = ["--engine-dir", "WITH_HEAD"]
+WITH_MTP = ["--engine-dir", "WITH_MTP"]
 V1_DRAFT = [*DRAFT, "--draft-target-model-config", "[2,[0],[0],False]"]
 
 # Name -> (flags of orchestrator mode, those of leader mode, drafters).
@@ -73,6 +74,11 @@ FLAGS: dict[str, tuple[list[str], list[str], list[str]]] = {
         [*WITH_HEAD, "--spec-decode-algo", "EAGLE3", "--draft-model-dir", "HEAD"],
         ["eagle"],
     ),
+    "MTP": (
+        [*WITH_MTP, "--mtp-config", "[3,[0]]", "--draft-engine-dir", "MTP_DIR"],
+        [*WITH_MTP, "--spec-decode-algo", "MTP", "--draft-model-dir", "MTP_DIR"],
+        ["mtp"],
+    ),
     "chain with head": (
         [*WITH_HEAD, *NGRAM, "--eagle-config", "3", "--draft-engine-dir", "HEAD", "--drafters", "auto"],
         [*WITH_HEAD, "--draft-model-dir", "HEAD", "--spec-decode-max-draft-len", "4", "--drafters", "ngram,eagle"],
@@ -116,10 +122,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
 
 @pytest.fixture
 def with_paths(
-    corpus: Path, draft_engine_dir: Path, self_draft_engine_dir: Path, head_dirs: tuple[Path, Path]
+    corpus: Path,
+    draft_engine_dir: Path,
+    self_draft_engine_dir: Path,
+    head_dirs: tuple[Path, Path],
+    mtp_dirs: tuple[Path, Path],
 ) -> Callable[[list[str]], list[str]]:
     paths = {"CORPUS": str(corpus), "DRAFT": str(draft_engine_dir), "WITH_COPY": str(self_draft_engine_dir)}
     paths |= {"WITH_HEAD": str(head_dirs[0]), "HEAD": str(head_dirs[1])}
+    paths |= {"WITH_MTP": str(mtp_dirs[0]), "MTP_DIR": str(mtp_dirs[1])}
     return lambda flags: [paths.get(flag, flag) for flag in flags]
 
 

@@ -261,7 +261,7 @@ WRONG_CONFIG = [
         "`--spec-decode-algo NGRAM`",
     ),
     case(RUN + "--ngram-config [4,2,[0]] --suffix-config [4,[0]]", 2, "together", "`--drafters auto`"),
-    case(RUN + "--drafters ngram,eagle", 2, "eagle"),
+    case(RUN + "--drafters ngram,hydra", 2, "hydra"),
     case(SUMMARIZE + "--drafters ngram", 2, "`--ngram-config`", "ngram", "[10,2,[0]]"),
     case(RUN + "--spec-decode-algo NGRAM --drafters ngram", 2, "`--spec-decode-algo`", "`--drafters`"),
     case(RUN + "--spec-decode-algo SUFFIX --suffix-config [4,[0]]", 2, "`--spec-decode-algo`", "`--suffix-config`"),

@@ -384,7 +384,7 @@ def test_names_of_drafters_are_read_whatever_their_case(text: str) -> None:
     ("text", "wrong"),
     [
         ("medusa", "medusa"),
-        ("ngram,eagle", "eagle"),
+        ("ngram,hydra", "hydra"),
         ("", "''"),
         ("ngram,", "'ngram,'"),
         ("ngram suffix", ""),

@@ -1,0 +1,172 @@
+"""The heads that checkpoints have for tokens after the next: drafts as transformers' own layers give them."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_eagle import DRAFT_LEN, ON_LOOPS, answer, drafter, expected, make_requests
+from tiny import make_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import MtpModel
+
+from runtime.errors import SpecDecError
+from runtime.heads.head_config import is_head, read_head
+
+Forward = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(n,) ids and (n, hidden) states before them -> (n, hidden) outputs and (n, vocab) logits."""
+
+
+def save_with_head(directory: Path, family: str, **settings: Any) -> PreTrainedModel:
+    """Save a model whose last layer is its head's, as published; returns it with all its layers."""
+    model = make_model(family, **settings)
+    model.save_pretrained(directory)
+    tensors, config = load_file(directory / "model.safetensors"), json.loads((directory / "config.json").read_text())
+    last = model.config.num_hidden_layers - 1
+    config["num_hidden_layers"] = last
+    for key in ("layer_types", "mlp_layer_types"):
+        if config.get(key):
+            config[key] = config[key][:last]
+    size, generator = model.config.hidden_size, torch.Generator().manual_seed(0)
+    proj = 0.3 * torch.randn(size, 2 * size, generator=generator)
+    norms = [1 + 0.2 * torch.randn(size, generator=generator) for _ in range(3)]
+    if family == "deepseek-v3":
+        names = [f"model.layers.{last}.{name}" for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm")]
+        tensors[f"model.layers.{last}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        config["num_nextn_predict_layers"] = 1
+    else:
+        names = ["mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"]
+        tensors = {name.replace(f"model.layers.{last}.", "mtp.layers.0."): one for name, one in tensors.items()}
+        config["mtp_num_hidden_layers"] = 1
+    tensors |= {f"{name}.weight": tensor for name, tensor in zip(names, [proj, *norms], strict=True)}
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config))
+    return model
+
+
+def by_transformers(directory: Path, target: PreTrainedModel) -> Forward:
+    """Transformers' own module, loaded by transformers, which knows only the numbers of layers that were published."""
+    target._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{target.config.num_hidden_layers}.*"]
+    head = MtpModel.from_pretrained(target)
+
+    def forward(ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(1, len(ids) + 1)[None]
+        outputs = head.forward_layer(0, states[None], positions, None, input_ids=ids[None])[0]
+        return outputs, target.lm_head(outputs)
+
+    return forward
+
+
+def by_layers(directory: Path, target: PreTrainedModel, whole: PreTrainedModel) -> Forward:
+    """Its layer in the model that has it as its last one, and the formula of vLLM's `qwen3_5_mtp`."""
+    tensors, model = load_file(directory / "model.safetensors"), whole.model
+    norms: list[nn.Module] = []
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        norm = type(model.norm)(whole.config.hidden_size, eps=whole.config.rms_norm_eps)
+        norm.weight.data = tensors[f"mtp.{name}.weight"]
+        norms.append(norm)
+
+    def forward(ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        n = len(ids)
+        embedded = target.get_input_embeddings()(ids)
+        hidden = torch.cat([norms[0](embedded), norms[1](states)], -1) @ tensors["mtp.fc.weight"].T
+        positions = torch.arange(1, n + 1)[None]
+        mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
+        rotary = model.rotary_emb(hidden[None], positions)
+        outputs = model.layers[-1](hidden[None], position_embeddings=rotary, attention_mask=mask)
+        outputs = norms[2](outputs[0] if isinstance(outputs, tuple) else outputs)[0]
+        return outputs, target.lm_head(outputs)
+
+    return forward
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek-v3": {"num_hidden_layers": 3},
+    "qwen3.5": {
+        "num_hidden_layers": 5,
+        "layer_types": ["linear_attention", "full_attention"] * 2 + ["full_attention"],
+    },
+    "qwen3-next": {
+        "num_hidden_layers": 5,
+        "layer_types": ["linear_attention", "full_attention"] * 2 + ["full_attention"],
+    },
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    directory: Path = tmp_path_factory.mktemp(request.param)
+    return directory, save_with_head(directory, request.param, **FAMILIES[request.param])
+
+
+@pytest.fixture(scope="module")
+def target(published: tuple[Path, PreTrainedModel]) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        published[0], dtype=torch.float32, attn_implementation="eager"
+    )
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def forward(published: tuple[Path, PreTrainedModel], target: PreTrainedModel) -> Forward:
+    directory, whole = published
+    if whole.config.model_type == "deepseek_v3":
+        return by_transformers(directory, target)
+    return by_layers(directory, target, whole)
+
+
+def reference_drafts(forward: Forward, tokens: list[int], states: Tensor, length: int) -> list[int]:
+    """Greedy draft, which goes on from the head's own outputs."""
+    ids, draft = torch.tensor(tokens[1:]), list[int]()
+    with torch.no_grad():
+        for _ in range(length):
+            outputs, logits = forward(ids, states)
+            draft.append(int(logits[-1].argmax()))
+            ids = torch.cat([ids, torch.tensor(draft[-1:])])
+            states = torch.cat([states, outputs[-1:]])
+    return draft
+
+
+@ON_LOOPS
+def test_drafts_are_transformers(
+    loop: str, published: tuple[Path, PreTrainedModel], target: PreTrainedModel, forward: Forward, make_engine: Any
+) -> None:
+    engine = make_engine(
+        target, hidden_states=(target.config.num_hidden_layers,), compiler="aot" if loop == "leader" else "none"
+    )
+    mtp = drafter(engine, published[0])
+    assert answer(engine, loop, make_requests(), mtp) == expected(target)
+    assert sum(len(draft) for _, draft in mtp.seen) >= 200
+    for tokens, draft in mtp.seen:
+        with torch.no_grad():
+            states = target.get_decoder()(torch.tensor([tokens[:-1]]), use_cache=False).last_hidden_state[0]
+        assert draft == reference_drafts(forward, tokens, states, len(draft)), tokens
+
+
+def test_config_says_that_there_is_a_head(published: tuple[Path, PreTrainedModel], target: PreTrainedModel) -> None:
+    directory, _ = published
+    head = read_head(directory)
+    assert head.kind == "mtp" and not is_head(directory)
+    assert head.hidden_states_of(4) == (4,)
+    with pytest.raises(SpecDecError, match="hidden size of 48"):
+        replace(head, target_hidden_size=48).check_target(target.config.to_dict(), 32)
+
+
+def test_a_model_packed_without_its_head(
+    published: tuple[Path, PreTrainedModel], target: PreTrainedModel, tmp_path: Path, make_engine: Any
+) -> None:
+    target.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = make_engine(target, hidden_states=(target.config.num_hidden_layers,))
+    with pytest.raises(SpecDecError, match="have no MTP head"):
+        drafter(engine, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 2}))
+    with pytest.raises(SpecDecError, match="several layers is not supported, 2"):
+        read_head(tmp_path)
+    assert DRAFT_LEN > 1 and not engine._heads
