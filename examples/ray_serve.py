@@ -28,7 +28,7 @@ def make_app() -> Any:
     """The server's application, in a replica. It is closed with its process."""
     llm, clock = LLM(ENGINE_DIR), Clock()
     options = ServerOptions()
-    served = open_served(llm, llm.session(NgramDrafter()), clock, (ENGINE_DIR.name,), options.max_queue_len)
+    served = open_served(llm, llm.session(NgramDrafter()), clock, (ENGINE_DIR.name,), options)
     return guarded_app(served, clock, options)
 
 

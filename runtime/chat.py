@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
-from typing import Any, NoReturn, TypedDict
+from typing import Any, NoReturn, NotRequired, TypedDict
 
 from runtime.errors import SpecDecError
 from runtime.files import read_json
@@ -11,10 +13,29 @@ from runtime.gguf import CHAT_TEMPLATE, is_gguf, read_gguf
 
 
 class Message(TypedDict):
-    """One message of a conversation: `role` is system, user or assistant."""
+    """One message of a conversation: `role` is system, user, assistant or tool."""
 
     role: str
     content: str
+    tool_calls: NotRequired[list[dict[str, Any]]]
+    """OpenAI's, with `arguments` as an object: what templates write."""
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
+    reasoning_content: NotRequired[str]
+
+
+@dataclass(frozen=True)
+class TemplateInputs:
+    """Values for a template beside the messages: functions that may be called, documents, and variables of its own."""
+
+    tools: Seq[dict[str, Any]] = ()
+    documents: Seq[dict[str, Any]] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments for transformers."""
+        given = {"tools": list(self.tools) or None, "documents": list(self.documents) or None}
+        return {**self.variables, **{name: value for name, value in given.items() if value is not None}}
 
 
 class ChatTemplate:
@@ -33,22 +54,48 @@ class ChatTemplate:
         """The template itself."""
         return self._tokenizer.chat_template
 
-    def encode(self, messages: Seq[Message]) -> list[int]:
+    @property
+    def text(self) -> str:
+        """The template for conversations; nothing if it is no text."""
+        source = self.source.get(_DEFAULT) if isinstance(self.source, dict) else self.source
+        return source if isinstance(source, str) else ""
+
+    @property
+    def knows_tools(self) -> bool:
+        """True if the template writes the functions that may be called into the prompt."""
+        return "tools" in self.text or (isinstance(self.source, dict) and "tool_use" in self.source)
+
+    @property
+    def response_template(self) -> dict[str, Any] | None:
+        """The tokenizer's own description of what the model writes, where it has one."""
+        found = getattr(self._tokenizer, "response_template", None)
+        return found if isinstance(found, dict) else None
+
+    def check_variables(self, variables: Mapping[str, Any]) -> None:
+        """SpecDecError for a variable that is transformers' own."""
+        own = signature(self._tokenizer.apply_chat_template).parameters
+        if taken := [name for name in variables if name in own and name != "kwargs"]:
+            raise SpecDecError(f"not a variable of a chat template: {taken[0]}", hint="leave it out")
+
+    def encode(self, messages: Seq[Message], inputs: "TemplateInputs | None" = None) -> list[int]:
         """The conversation's tokens, up to where the assistant goes on; SpecDecError where the template says no."""
-        text = self.render(messages)
+        text = self.render(messages, inputs)
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
-    def render(self, messages: Seq[Message]) -> str:
+    def render(self, messages: Seq[Message], inputs: "TemplateInputs | None" = None) -> str:
         """The conversation's text, up to where the assistant goes on; SpecDecError where the template says no."""
         from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
 
         check_messages(messages, "the conversation")
+        given = (inputs or TemplateInputs()).arguments()
         _check_default(
             self.source if isinstance(self.source, dict) else {_DEFAULT: self.source}, self._tokenizer.name_or_path
         )
         try:
-            text: str = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False, **given
+            )
             text.encode()  # no tokenizer takes half a pair of surrogates
         except TemplateSyntaxError as error:  # a filter that there is none of, too
             _raise_broken(error)
@@ -146,10 +193,24 @@ def check_messages(messages: Any, where: str) -> tuple[Message, ...]:
     if not isinstance(messages, list | tuple) or not messages:
         raise SpecDecError(f"{where} is not a list of messages: {messages!r}", hint=_FORM)
     for message in messages:
-        keys = set(message) if isinstance(message, dict) else set()
-        if keys != {"role", "content"} or not all(isinstance(value, str) for value in message.values()):
+        if not _is_message(message):
             raise SpecDecError(f"{where} has a message without a role and text: {message!r}", hint=_FORM)
     return tuple(messages)
+
+
+def _is_message(message: Any) -> bool:
+    """True for a role and a text, and perhaps calls or what they gave."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    others = set(message) - {"role", "content"}
+    has_calls = isinstance(message.get("tool_calls"), list) and bool(message["tool_calls"])
+    has_text = isinstance(message.get("content"), str) or (message.get("content", "") is None and has_calls)
+    texts = ("tool_call_id", "name", "reasoning_content", "thinking")
+    return (
+        has_text
+        and others <= {"tool_calls", *texts}
+        and all(isinstance(message[name], str) for name in texts if name in message)
+    )
 
 
 _DEFAULT = "default"

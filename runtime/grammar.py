@@ -220,6 +220,14 @@ class Grammars:
         with self._lock:
             self._read_vocabulary()
 
+    def special_tokens(self) -> dict[str, int]:
+        """Tokens that stand for no text of a grammar, by name; SpecDecError as for a grammar."""
+        with self._lock:
+            vocabulary = self._read_vocabulary()
+        added = self._tokenizer.added_tokens_decoder
+        names = {token: str(self._tokenizer.convert_ids_to_tokens(token)) for token in added}
+        return {name: token for token, name in names.items() if vocabulary.is_special_token(token)}
+
     def _read_vocabulary(self) -> "LLTokenizer":
         from llguidance import LLTokenizer
 
@@ -259,6 +267,8 @@ def _written(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_lark(f"start: {choices}")
         case "grammar":
             return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
+        case "lark":
+            return LLMatcher.grammar_from_lark(grammar.text)
 
 
 def _refused(grammar: Grammar, why: str) -> UsageError:

@@ -31,10 +31,11 @@ _MOST_GRAMMAR = 1 << 18
 @dataclass(frozen=True)
 class Grammar:
     """Form that the text of an output has: a JSON schema, a regular expression, a grammar (Lark, or llama.cpp's GBNF),
-    or a JSON list of the texts to choose from. `kind` is also the name of the parameter of `SamplingParams`.
+    or a JSON list of the texts to choose from. `kind` is also the name of the parameter of `SamplingParams`; `lark` is
+    a grammar of our own making, in llguidance's notation.
     """
 
-    kind: GrammarKind
+    kind: GrammarKind | Literal["lark"]
     text: str
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 import warnings
 from bisect import bisect_left
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -298,6 +299,8 @@ class TextStream:
     stop_words: StopWords | None = None
     before: Seq[int] = ()
     """The prompt's tokens."""
+    shown: Mapping[int, str] = field(default_factory=dict)
+    """Special tokens that show, and how."""
     starts: list[int] = field(default_factory=list, init=False)
     """Start of each token's characters in the text."""
     _texts: Texts = field(init=False)
@@ -320,7 +323,8 @@ class TextStream:
     def next_piece(self, output_tokens: Seq[int], *, finished: bool) -> str:
         for token in output_tokens[len(self.starts) :]:
             self.starts.append(self._num_decoded)
-            self._take(self._texts.add(token))
+            mark = self.shown.get(token)
+            self._take(self._texts.add(token) if mark is None else self._texts.end() + mark)
         if finished and not self._is_whole:
             self._is_whole = True
             self._take(self._texts.end())

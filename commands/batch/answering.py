@@ -15,7 +15,8 @@ from commands.batch.command import BatchDefaults
 from commands.batch.dispatch import NotAnswered
 from commands.batch.lines import BatchRequest
 from commands.serve.asking import ask_chat, ask_completion
-from commands.serve.completions import ChatReply, CompletionReply
+from commands.serve.chat_completions import ChatReply
+from commands.serve.completions import CompletionReply
 from commands.serve.http_errors import HTTPError, as_http_error
 from commands.serve.replies import TokenTexts
 from commands.serve.schema import ChatRequest, CompletionRequest, Generation, validate_body

@@ -157,7 +157,10 @@ class OutputGrammar(Record):
 def grammar_record(params: SamplingParams) -> dict[str, OutputGrammar]:
     """The key `grammar`, if an output has a form."""
     grammar = params.output_grammar
-    return {} if grammar is None else {"grammar": OutputGrammar(kind=grammar.kind, text=grammar.text)}
+    if grammar is None:
+        return {}
+    assert grammar.kind != "lark"  # no parameter
+    return {"grammar": OutputGrammar(kind=grammar.kind, text=grammar.text)}
 
 
 class Sampling(Record):

@@ -1,19 +1,15 @@
 """Requests to the loop from clients' bodies: prompts to tokens, fields to parameters, and drafting."""
 
-import ctypes
 import dataclasses
 import secrets
-import threading
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from commands.serve.conversations import chat_tokens, form_grammar, tools_of
 from commands.serve.http_errors import HTTPError, as_http_error
-from commands.serve.schema import ChatMessage, ChatRequest, CompletionRequest, Generation, Speculative, TextPart
+from commands.serve.schema import ChatRequest, CompletionRequest, Generation, Speculative, text_of
 from commands.serve.served import ServedModel
-from runtime.chat import Message
 from runtime.drafters.chain import FirstOf
 from runtime.drafters.factory import BoundedDrafter
 from runtime.drafters.prediction import PredictionLookup
@@ -22,12 +18,12 @@ from runtime.drafters.specs import LOOKUPS, LookupDrafter
 from runtime.drafters.speculation import Speculation
 from runtime.drafters.under_grammar import UnderGrammar
 from runtime.errors import SpecDecError
+from runtime.grammar import CompiledGrammar
 from runtime.params import GrammarKind, SamplingParams
 from runtime.request import Request
 from runtime.serving.loop import ServeRequest
 from runtime.text import encode_text
 
-_TEMPLATE_S = 5.0
 _DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for completions. A chat has as many as fit."""
 
@@ -51,63 +47,19 @@ def ask_chat(served: ServedModel, body: ChatRequest) -> list[ServeRequest]:
     """`n` requests for the conversation, with as many tokens as there is room for if no number is given."""
     if body.top_logprobs and not body.logprobs:
         raise HTTPError(400, "`top_logprobs` needs `logprobs`: true", param="top_logprobs", code="invalid_value")
-    prompt = chat_tokens(served, body.messages)
+    tools_of(body)  # what is wrong with them is told first
+    prompt = chat_tokens(served, body)
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if max_tokens is None:
         max_tokens = max(served.max_model_len - len(prompt), 1)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _ask(served, body, [prompt], max_tokens, logprobs)
+    grammar = form_grammar(served, body, prompt)
+    asked = _ask(served, body, [prompt], max_tokens, logprobs)
+    return asked if grammar is None else [_held_to(one, grammar) for one in asked]
 
 
-def chat_tokens(served: ServedModel, messages: Seq[ChatMessage]) -> list[int]:
-    """The conversation by the tokenizer's template."""
-    if not served.has_chat_template:
-        raise HTTPError(400, "the model's tokenizer has no chat template: send a prompt to /v1/completions instead")
-    said: list[Message] = []
-    for message in messages:
-        role = "system" if message.role == "developer" else message.role
-        if message.tool_calls or message.function_call:
-            raise HTTPError(400, "this server calls no tools: a message has calls of them", param="messages")
-        said.append({"role": role, "content": _text_of(message.content)})
-    served.check_text_len(sum(len(message["content"]) for message in said), "messages")
-    try:
-        with ended_after(_TEMPLATE_S):
-            return served.llm.chat_template.encode(said)
-    except TimeoutError:
-        reason = f"the model's chat template takes longer than {_TEMPLATE_S:g} s for these messages"
-        raise HTTPError(400, reason, param="messages", code="template_timeout") from None
-
-
-class _TooLong(BaseException):
-    """Raised in a thread by another. No Exception, because a template's errors are caught."""
-
-
-@contextmanager
-def ended_after(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block when it has computed in Python for so long: templates are programs with loops."""
-    thread, lock, is_over = threading.get_ident(), threading.Lock(), False
-
-    def end() -> None:
-        with lock:
-            if not is_over:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_TooLong))
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    try:
-        try:
-            timer.start()  # on a busy machine it may be over before this returns
-            yield
-        finally:
-            with lock:
-                is_over = True
-            timer.cancel()  # what was raised meanwhile arrives by the end of this call
-    except _TooLong:
-        raise TimeoutError from None
-
-
-def _text_of(content: str | Seq[TextPart] | None) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+def _held_to(asked: ServeRequest, grammar: CompiledGrammar) -> ServeRequest:
+    return dataclasses.replace(asked, request=dataclasses.replace(asked.request, grammar=grammar))
 
 
 def _prompts(served: ServedModel, prompt: str | Seq[Any]) -> list[list[int]]:
@@ -215,7 +167,7 @@ def _drafting(served: ServedModel, body: Generation) -> Drafting:
             raise as_http_error(error, "speculative") from None
     if body.prediction is not None:
         served.check_drafts_fit(1, "prediction")
-        text = _text_of(body.prediction.content)[: served.max_text_len]  # time is spent on no more than can be needed
+        text = text_of(body.prediction.content)[: served.max_text_len]  # time is spent on no more than can be needed
         tokens = encode_text(served.tokenizer, text)[: served.max_model_len]
         predicted = UnderGrammar(PredictionLookup(tokens))
         drafter = predicted if drafter is None else FirstOf([predicted, drafter])

@@ -16,6 +16,7 @@ from commands.options.shared import SERVER, MaxNumTokens
 from commands.output import Output
 from runtime.errors import SpecDecError, UsageError
 from runtime.params import SamplingParams
+from runtime.tools.formats import named_reasoning_format, named_tool_format
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+|null")  # as browsers write it: RFC 6454, section 6.2
 
@@ -76,6 +77,24 @@ class ServerOptions:
             rich_help_panel=SERVER,
         ),
     ] = 30.0
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="Format in which the model calls tools: hermes, llama3_json, mistral, ...; none reads no calls.",
+            rich_help_panel=SERVER,
+            show_default="the chat template's",
+        ),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="Format of what the model thinks first: think, mistral, gemma4; none leaves it in the text.",
+            rich_help_panel=SERVER,
+            show_default="the chat template's",
+        ),
+    ] = None
     allowed_origins: Annotated[
         list[str] | None,
         typer.Option(
@@ -86,7 +105,13 @@ class ServerOptions:
     ] = None
 
     def check(self) -> None:
-        """UsageError for a key that no header can carry, or an origin that no browser sends: they lock everyone out."""
+        """UsageError for a key that no header can carry, or an origin that no browser sends: they lock everyone out;
+        and for the name of no format.
+        """
+        if self.tool_call_parser is not None:
+            named_tool_format(self.tool_call_parser)
+        if self.reasoning_parser is not None:
+            named_reasoning_format(self.reasoning_parser)
         key = self.api_key
         if key is not None and not (key.isascii() and key.isprintable() and key == key.strip()):
             raise UsageError("the API key has characters that HTTP has no room for", hint="take letters and digits")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -13,6 +13,7 @@ from runtime.stats import FinishReason, TokenLogprobs, sum_stats
 from runtime.text import TextStream, decode, encode_text, stop_words_of
 from runtime.token_text import token_bytes
 from runtime.tokenizer import Tokenizer
+from runtime.tools.parser import Parser, Said, SpecialTokens, joined
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,19 @@ class Piece:
     starts: list[int]
     tokens: list[dict[str, str]]
     is_last: bool
+    said: list[Said]
+    """The text as the parts of a message; all of it is content where the answer is read as text alone."""
+
+    @property
+    def tells_something(self) -> bool:
+        return bool(self.said or self.logprobs or self.tokens or self.is_last)
+
+    def without_end(self) -> "Piece":
+        return replace(self, is_last=False)
+
+    def only_end(self, *, is_last: bool) -> "Piece":
+        """The same without what is told of its tokens."""
+        return replace(self, logprobs=[], tokens=[], is_last=is_last and self.is_last)
 
 
 @dataclass(frozen=True)
@@ -45,6 +59,10 @@ class PieceStream:
     answer: RequestHandle
     tokenizer: Tokenizer
     marks_tokens: bool = False
+    parser: Parser | None = None
+    """Reads it; None: it is text."""
+    special: SpecialTokens | None = None
+    """Special tokens that the parser reads."""
     _text: TextStream = field(init=False)
     _num_read: int = 0
     _num_told: int = 0
@@ -52,7 +70,8 @@ class PieceStream:
 
     def __post_init__(self) -> None:
         request = self.answer.request
-        self._text = TextStream(self.tokenizer, stop_words_of(request), request.prompt_tokens)
+        shown = {} if self.special is None else self.special.shown
+        self._text = TextStream(self.tokenizer, stop_words_of(request), request.prompt_tokens, shown)
 
     def next(self) -> Piece | None:
         """New part since the last call; None if there is none, or it was already over."""
@@ -65,10 +84,17 @@ class PieceStream:
         marked = self._marked(tokens, start, progress.num_steps) if self.marks_tokens else []
         # With marks all of it has been read, and nothing is left.
         text = "".join(one["text"] for one in marked) + self._text.next_piece(tokens, finished=self._is_over)
+        if self.special is not None:
+            marked = [one | {"text": self.special.named(one["text"])} for one in marked]
         first, self._num_told = self._num_told, self._text.num_begun
         logprobs = self.answer.sequence.logprobs[first : self._num_told]
         starts = self._text.starts[first : first + len(logprobs)]
-        return Piece(text, logprobs, starts, marked, self._is_over)
+        return Piece(text, logprobs, starts, marked, self._is_over, self._said(text))
+
+    def _said(self, text: str) -> list[Said]:
+        if self.parser is None:
+            return [Said("content", text)] if text else []
+        return joined([*self.parser.feed(text), *(self.parser.end() if self._is_over else ())])
 
     def _marked(self, tokens: list[int], start: int, num_steps: int) -> list[dict[str, str]]:
         """A text and a kind for each new token; text that was held back comes with the token that let it go."""

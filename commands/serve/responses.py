@@ -141,7 +141,7 @@ class EventStream(Response):
     def _new_events(self) -> Iterator[bytes]:
         for index, stream in enumerate(self._streams):
             piece = stream.next()
-            if piece is not None and (piece.text or piece.logprobs or piece.tokens or piece.is_last):
+            if piece is not None and piece.tells_something:
                 yield from map(_event, self._chunks.of_piece(index, piece))
 
 

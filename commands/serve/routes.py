@@ -15,8 +15,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from commands.serve.asking import ask_chat, ask_completion, chat_tokens
-from commands.serve.completions import ChatReply, CompletionReply
+from commands.serve.asking import ask_chat, ask_completion
+from commands.serve.chat_completions import ChatReply
+from commands.serve.completions import CompletionReply
+from commands.serve.conversations import chat_tokens
 from commands.serve.group import ClientGone, Clock, Group, submit
 from commands.serve.http_errors import HTTPError, as_http_error
 from commands.serve.metrics import ServerMetrics
@@ -246,7 +248,7 @@ def _token_routes(server: Server) -> APIRouter:
 
 def _tokens_of(served: ServedModel, body: TokenizeRequest) -> list[int]:
     if body.messages is not None:
-        return chat_tokens(served, body.messages)
+        return chat_tokens(served, body)
     if body.prompt is None:
         raise HTTPError(400, "prompt: a text, or `messages`", param="prompt")
     served.check_text_len(len(body.prompt), "prompt")

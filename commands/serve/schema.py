@@ -23,12 +23,15 @@ MAX_PROMPTS = 4096
 MAX_STOP_WORDS = 32
 MAX_BIASES = 1024
 MAX_CHOICES = 1024
+MAX_TOOLS = 1024
+MAX_CALLS = 1024
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 StopWord = Annotated[str, Field(min_length=1, max_length=256)]
 StopWords = StopWord | Annotated[list[StopWord], Field(max_length=MAX_STOP_WORDS)]
 
 
+FunctionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^\s\"\\<>{}\[\]()=,]+$")]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 ConfigText = Annotated[str, Field(max_length=64)]
 ConfigList = Annotated[
@@ -217,28 +220,100 @@ class CompletionRequest(Generation):
         return self.logprobs is not None or bool(self.echo)
 
 
+class CalledFunction(Lenient):
+    name: FunctionName
+    arguments: str | dict[str, Any] | None = Field(None, description="A JSON object, or the text of one.")
+
+
+class MessageCall(Lenient):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(Lenient):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] | None = None
-    tool_calls: list[Any] | None = Field(None, description="Refused unless it is empty.")
-    function_call: Any = Field(None, description="Refused.")
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = Field(None, description="Left out, or null, only where there are calls.")
+    name: str | None = None
+    tool_calls: Annotated[list[MessageCall], Field(max_length=MAX_CALLS)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="The same.")
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "ChatMessage":
+        if self.content is None and not self.tool_calls:
+            raise pydantic_core.PydanticCustomError("no_content", "a message has no `content`")
+        if self.tool_calls and self.role != "assistant":
+            raise pydantic_core.PydanticCustomError("no_caller", "a message has `tool_calls`, and is no assistant's")
+        return self
+
+    @property
+    def text(self) -> str:
+        return text_of(self.content)
 
 
-class ChatRequest(Generation):
+class Function(Lenient):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments.")
+    strict: bool | None = Field(None, description="Calls have valid arguments with `tool_choice` auto too.")
+
+
+class FunctionTool(Lenient):
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class NamedFunction(Lenient):
+    name: FunctionName
+
+
+class NamedTool(Lenient):
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class Conversation(Lenient):
+    """Fields of what is said and what may be called."""
+
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template.")
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = Field(
+        None, description="A variable for the chat template, which it may have no use for."
+    )
+
+    @property
+    def callable_tools(self) -> list[FunctionTool]:
+        """Tools that may be called."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+
+class ChatRequest(Conversation, Generation):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    include_reasoning: bool | None = Field(None, description="false: what was thought is not told.")
+    separate_reasoning: bool | None = Field(None, description="false: what was thought is part of the content.")
 
     @property
     def tells_of_tokens(self) -> bool:
         return bool(self.logprobs)
 
 
-class TokenizeRequest(Lenient):
+def text_of(content: str | list[TextPart] | None) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+
+
+class TokenizeRequest(Conversation):
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)] | None = None  # type: ignore[assignment]
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 

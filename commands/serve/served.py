@@ -12,6 +12,14 @@ from runtime.gguf import is_gguf
 from runtime.llm import LLM
 from runtime.serving.loop import ServingLoop
 from runtime.tokenizer import Tokenizer
+from runtime.tools.formats import (
+    ReasoningFormat,
+    ToolFormat,
+    find_reasoning_format,
+    find_tool_format,
+    named_reasoning_format,
+    named_tool_format,
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,10 @@ class ServedModel:
     has_chat_template: bool
     defaults: dict[str, Any] = field(default_factory=dict)
     """Defaults of fields that a client leaves out."""
+    tool_call_parser: str | None = None
+    """Name of the format of tool calls; None: the chat template's."""
+    reasoning_parser: str | None = None
+    """Name of the format of reasoning; None: the chat template's."""
 
     @property
     def name(self) -> str:
@@ -46,6 +58,27 @@ class ServedModel:
     @property
     def max_sequences(self) -> int:
         return self.loop.capacity
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """Format of the model's calls of tools, if it is known."""
+        if self.tool_call_parser is not None:
+            return named_tool_format(self.tool_call_parser)
+        return find_tool_format(self.llm.chat_template.text) if self.has_chat_template else None
+
+    @cached_property
+    def response_template(self) -> dict[str, Any] | None:
+        """The tokenizer's own description of what the model writes, unless other formats are named."""
+        if not self.has_chat_template or self.tool_call_parser is not None or self.reasoning_parser is not None:
+            return None
+        return self.llm.chat_template.response_template
+
+    @cached_property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """Format of what the model thinks before it answers, if it is known."""
+        if self.reasoning_parser is not None:
+            return named_reasoning_format(self.reasoning_parser)
+        return find_reasoning_format(self.llm.chat_template.text) if self.has_chat_template else None
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:

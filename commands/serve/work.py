@@ -104,7 +104,7 @@ def serve_setup(setup: Setup, bound: socket.socket, serving: Serving) -> None:
     """Serve until a signal comes."""
     options, address = serving.options, serving.address
     clock = Clock()
-    served = open_served(setup.llm, setup.session, clock, serving.names, options.max_queue_len)
+    served = open_served(setup.llm, setup.session, clock, serving.names, options)
     app = guarded_app(served, clock, options, is_of_this_machine=address.is_of_this_machine)
     reach = "only this machine reaches it" if address.is_of_this_machine else "other machines reach it"
 
@@ -124,14 +124,25 @@ def serve_setup(setup: Setup, bound: socket.socket, serving: Serving) -> None:
         served.loop.stop(0)  # before the engine is closed, also where uvicorn did not wait for it
 
 
-def open_served(llm: LLM, session: Session, clock: Clock, names: tuple[str, ...], max_queue_len: int) -> ServedModel:
+def open_served(
+    llm: LLM, session: Session, clock: Clock, names: tuple[str, ...], options: ServerOptions
+) -> ServedModel:
     """The model behind a loop that has not been started; SpecDecError if it cannot be served."""
     check_can_serve(llm)
     has_chat_template = prepare_chat(llm)
     with suppress(SpecDecError):  # told to those who ask for one
         llm.grammars.prepare()
-    loop = ServingLoop(session, max_queue_len, clock)
-    return ServedModel(llm, loop, names, int(time.time()), has_chat_template, llm.model_defaults.sampling)
+    loop = ServingLoop(session, options.max_queue_len, clock)
+    return ServedModel(
+        llm,
+        loop,
+        names,
+        int(time.time()),
+        has_chat_template,
+        llm.model_defaults.sampling,
+        options.tool_call_parser,
+        options.reasoning_parser,
+    )
 
 
 def guarded_app(served: ServedModel, clock: Clock, options: ServerOptions, *, is_of_this_machine: bool = False) -> Any:

@@ -75,7 +75,7 @@ def opened(
     with LLM(engine_dir, tokenizer=tokenizer_dir) as llm:
         settings, clock = ServerOptions(**options), Clock()
         names = tuple(settings.served_model_name or ())
-        served = open_served(llm, llm.session(drafter, "fixed"), clock, names, settings.max_queue_len)
+        served = open_served(llm, llm.session(drafter, "fixed"), clock, names, settings)
         yield served, guarded_app(served, clock, settings, is_of_this_machine=is_of_this_machine)
         llm.engine._blocks.check_integrity()
 

@@ -12,7 +12,7 @@ from sentences import Said
 from serving_models import PROMPT, WAITS, MakeServed, Served
 from waiting import wait_until
 
-from commands.serve.asking import ended_after
+from commands.serve.conversations import ended_after
 from commands.serve.http_errors import HTTPError, of_validation
 from commands.serve.responses import Document
 from commands.serve.schema import ChatRequest, CompletionRequest, validate_body
@@ -328,9 +328,12 @@ def test_a_name_that_leads_to_this_machine_is_not_its_own(make_served: MakeServe
 
 
 def test_calls_of_tools_are_not_dropped_in_silence(served: Served) -> None:
+    """The template of this server's model knows none."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     said = {"role": "assistant", "content": "a", "tool_calls": [call]}
-    assert "tools" in check_error(served.post(CHAT, messages=[*MESSAGES, said]), 400)["message"]
+    answered = {"role": "tool", "content": "b", "tool_call_id": "1"}
+    error = check_error(served.post(CHAT, messages=[*MESSAGES, said, answered]), 400, "messages")
+    assert "--tool-call-parser" in error["message"]
     assert served.post(CHAT, messages=[*MESSAGES, said | {"tool_calls": []}], max_tokens=1).status_code == 200
 
 
@@ -418,7 +421,7 @@ def test_a_chat_template_that_does_not_end_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
     said: Said,
 ) -> None:
-    monkeypatch.setattr("commands.serve.asking._TEMPLATE_S", 0.2)
+    monkeypatch.setattr("commands.serve.conversations._TEMPLATE_S", 0.2)
     shutil.copytree(chat_tokenizer_dir, tmp_path / "tokenizer")
     loops = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}"
     text = loops + "{% set d = 1 %}" + "{% endfor %}" * 3

@@ -1,0 +1,319 @@
+"""Conversations from clients' bodies: messages and tools for the template, and the form of the answer."""
+
+import ctypes
+import json
+import threading
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from typing import Any
+
+from commands.serve.http_errors import HTTPError, as_http_error
+from commands.serve.schema import ChatMessage, ChatRequest, Conversation, FunctionTool, MessageCall, NamedTool
+from commands.serve.served import ServedModel
+from runtime.chat import Message, TemplateInputs
+from runtime.errors import SpecDecError
+from runtime.grammar import CompiledGrammar
+from runtime.params import Grammar
+from runtime.tools.formats import Tool, ToolFormat
+from runtime.tools.grammar import Calls, SpecialIds, call_grammar, schema_grammar
+from runtime.tools.parser import OutputForm, OutputParser, Parser, SpecialTokens
+from runtime.tools.prompt import with_tools_as_text
+from runtime.tools.response_template import TemplateParser
+
+_TEMPLATE_S = 5.0
+_PROMPT_END = 64
+"""Tokens of a prompt in which what is thought may have been opened."""
+
+
+def chat_tokens(served: ServedModel, body: Conversation) -> list[int]:
+    """The conversation by the tokenizer's template."""
+    if not served.has_chat_template:
+        raise HTTPError(400, "the model's tokenizer has no chat template: send a prompt to /v1/completions instead")
+    template = served.llm.chat_template
+    messages, inputs = _messages(body.messages), _inputs(template.text, body)
+    size = sum(len(one["content"]) for one in messages) + len(json.dumps(inputs.tools))
+    served.check_text_len(size, "messages")
+    messages = _as_template_has_it(template.text, messages)
+    has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+    if (inputs.tools or has_calls) and not template.knows_tools:
+        form = served.tool_format
+        if form is None:
+            raise HTTPError(
+                400,
+                "the model's chat template knows no tools: take a model that was trained for them, or start the "
+                "server with `--tool-call-parser`",
+                param="tools" if inputs.tools else "messages",
+                code="no_tools",
+            )
+        try:
+            messages = with_tools_as_text(messages, inputs.tools, form)
+        except SpecDecError as error:
+            raise as_http_error(error, "tools") from None
+        inputs = TemplateInputs((), inputs.documents, inputs.variables)
+    try:
+        template.check_variables(inputs.variables)
+        with ended_after(_TEMPLATE_S):
+            return template.encode(messages, inputs)
+    except TimeoutError:
+        reason = f"the model's chat template takes longer than {_TEMPLATE_S:g} s for these messages"
+        raise HTTPError(400, reason, param="messages", code="template_timeout") from None
+
+
+def _inputs(template: str, body: Conversation) -> TemplateInputs:
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        if body.reasoning_effort != "none" and not has_effort(template):
+            raise HTTPError(
+                400,
+                "this server does not support `reasoning_effort`: the model's chat template has no use for it",
+                param="reasoning_effort",
+                code="unsupported",
+            )
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+        if body.reasoning_effort == "none":
+            variables.setdefault("enable_thinking", False)
+    tools = [_tool_document(tool) for tool in body.callable_tools]
+    return TemplateInputs(tools, body.documents or (), variables)
+
+
+def has_effort(template: str) -> bool:
+    """True if a chat template says how much is to be thought."""
+    return "reasoning_effort" in template
+
+
+def _tool_document(tool: FunctionTool) -> dict[str, Any]:
+    """A tool as templates write it."""
+    function: dict[str, Any] = {"name": tool.function.name, "description": tool.function.description or ""}
+    parameters = tool.function.parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": function | {"parameters": parameters}}
+
+
+def _messages(messages: Seq[ChatMessage]) -> list[Message]:
+    """The messages as templates read them; HTTPError for calls that are not answered, and answers to none."""
+    said: list[Message] = []
+    names: dict[str, str] = {}
+    unanswered: list[str | None] = []
+    for i, message in enumerate(messages):
+        if message.role == "tool":
+            if not unanswered:
+                raise HTTPError(400, f"messages.{i}: an answer of a tool to no call", param="messages")
+            if message.tool_call_id is not None and message.tool_call_id not in unanswered and None not in unanswered:
+                raise HTTPError(
+                    400, f"messages.{i}.tool_call_id: no call has it: {message.tool_call_id[:80]}", param="messages"
+                )
+            found = message.tool_call_id if message.tool_call_id in unanswered else unanswered[0]
+            unanswered.remove(found)
+            answer: Message = {"role": "tool", "content": message.text}
+            if message.tool_call_id is not None:
+                answer["tool_call_id"] = message.tool_call_id
+            if name := message.name or names.get(found or ""):
+                answer["name"] = name
+            said.append(answer)
+            continue
+        _check_answered(unanswered, i)
+        said.append(_message(message, i))
+        unanswered = [call.id for call in message.tool_calls or ()]
+        names = {call.id: call.function.name for call in message.tool_calls or () if call.id is not None}
+    _check_answered(unanswered, len(messages))
+    return said
+
+
+def _check_answered(unanswered: list[str | None], place: int) -> None:
+    if unanswered:
+        call = f" {unanswered[0][:80]}" if unanswered[0] else ""
+        raise HTTPError(400, f"messages.{place}: the call{call} before it has no answer of a tool", param="messages")
+
+
+def _message(message: ChatMessage, place: int) -> Message:
+    role = "system" if message.role == "developer" else message.role
+    said: Message = {"role": role, "content": message.text}
+    if message.tool_calls:
+        said["tool_calls"] = [_call_document(call, place) for call in message.tool_calls]
+    if thought := message.reasoning_content or message.reasoning:
+        said["reasoning_content"] = thought
+    return said
+
+
+def _call_document(call: MessageCall, place: int) -> dict[str, Any]:
+    """A call with its arguments as an object, which templates write in their own way."""
+    arguments = call.function.arguments
+    if isinstance(arguments, str) and arguments.strip():
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+            what = f"messages.{place}.tool_calls: the arguments of `{call.function.name[:80]}` are no JSON object"
+            raise HTTPError(400, what, param="messages") from None
+    if arguments and not isinstance(arguments, dict):
+        what = f"messages.{place}.tool_calls: the arguments of `{call.function.name[:80]}` are no JSON object"
+        raise HTTPError(400, what, param="messages")
+    document: dict[str, Any] = {
+        "type": "function",
+        "function": {"name": call.function.name, "arguments": arguments or {}},
+    }
+    return document if call.id is None else document | {"id": call.id}
+
+
+def _as_template_has_it(template: str, messages: list[Message]) -> list[Message]:
+    """Messages with what templates differ in: DeepSeek's knows a call by a message without content, gpt-oss's has
+    `thinking`.
+    """
+    has_none = "content'] is none" in template or "content is none" in template
+    has_thinking = ".thinking" in template and "reasoning_content" not in template
+    changed: list[Message] = []
+    for message in messages:
+        one: dict[str, Any] = dict(message)
+        if has_none and "tool_calls" in one and not one["content"]:
+            one["content"] = None
+        if has_thinking and "reasoning_content" in one:
+            one["thinking"] = one.pop("reasoning_content")
+        changed.append(one)  # type: ignore[arg-type]
+    return changed
+
+
+def tools_of(body: Conversation) -> tuple[Tool, ...]:
+    """The functions that may be called; HTTPError for two of one name, or a choice of none of them."""
+    tools = [
+        Tool(one.function.name, one.function.parameters or {}, bool(one.function.strict)) for one in body.callable_tools
+    ]
+    names = [tool.name for tool in tools]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise HTTPError(400, f"tools: two of one name: {twice}", param="tools", code="invalid_value")
+    choice = body.tool_choice
+    if choice == "required" and not tools:
+        raise HTTPError(400, "`tool_choice` needs `tools`: required", param="tool_choice", code="invalid_value")
+    if isinstance(choice, NamedTool):
+        tools = [tool for tool in tools if tool.name == choice.function.name]
+        if not tools:
+            what = f"`tool_choice` names none of the `tools`: {choice.function.name}"
+            raise HTTPError(400, what, param="tool_choice", code="invalid_value")
+    return tuple(tools)
+
+
+def output_form(served: ServedModel, body: ChatRequest) -> OutputForm:
+    """Form by which the answers are read."""
+    reasoning = None if body.separate_reasoning is False else served.reasoning_format
+    return OutputForm.of(served.tool_format, reasoning, served.special_tokens, tools_of(body))
+
+
+def reader_of(served: ServedModel, body: ChatRequest, prompt: Seq[int]) -> tuple[Parser | None, SpecialTokens | None]:
+    """Parser of an answer, and the special tokens that it reads; None for answers that are text alone.
+
+    By the tokenizer's own response template where there is one and no other format is asked for.
+    """
+    own = served.response_template
+    if own is not None and body.separate_reasoning is not False:
+        special = SpecialTokens(served.special_tokens, served.special_tokens)
+        tools = [_tool_document(tool) for tool in body.callable_tools]
+        return TemplateParser(own, _prompt_end(served, prompt), tools, special), special
+    form = output_form(served, body)
+    if form.says_only_text:
+        return None, None
+    return OutputParser(form, in_reasoning=is_in_reasoning(served, form, prompt)), form.special
+
+
+def _prompt_end(served: ServedModel, prompt: Seq[int]) -> str:
+    """The end of a prompt with its special tokens, where the answer may have been begun."""
+    tail = list(prompt[-_PROMPT_END:])
+    return str(served.tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def is_in_reasoning(served: ServedModel, form: OutputForm, prompt: Seq[int]) -> bool:
+    """True if the prompt has opened what is thought."""
+    return form.reasoning is not None and form.is_in_reasoning(_prompt_end(served, prompt))
+
+
+def form_grammar(served: ServedModel, body: ChatRequest, prompt: Seq[int]) -> CompiledGrammar | None:
+    """Grammar of the answer's calls, or of its JSON after what is thought; None where nothing is held to a form."""
+    tools = tools_of(body)
+    form = output_form(served, body)
+    in_reasoning = is_in_reasoning(served, form, prompt)
+    if not tools:
+        return _after_thought(served, body, form) if in_reasoning and body.forms else None
+    format_of = served.tool_format
+    is_auto = body.tool_choice in (None, "auto")
+    if format_of is None:
+        if is_auto and served.response_template is not None:
+            return None
+        raise HTTPError(
+            400,
+            "the format in which the model calls tools is not known: start the server with `--tool-call-parser`",
+            param="tools",
+            code="no_tools",
+        )
+    schema = None
+    if is_auto and body.forms:
+        (_, kind, value), *_ = body.forms
+        if kind != "json_schema":
+            return None  # it is the form of all that the model writes, calls too
+        schema = json.loads(value) if isinstance(value, str) else value
+    calls = Calls(tools, "auto" if is_auto else "required", body.parallel_tool_calls is not False, schema)
+    return _compiled_calls(served, calls, format_of, form, in_reasoning=in_reasoning)
+
+
+def _compiled_calls(
+    served: ServedModel, calls: Calls, format_of: ToolFormat, form: OutputForm, *, in_reasoning: bool
+) -> CompiledGrammar | None:
+    """HTTPError that names the tool whose schema cannot be used."""
+    try:
+        special = _special_ids(served)
+        text = call_grammar(calls, format_of, form.reasoning, special, in_reasoning=in_reasoning)
+        return None if text is None else served.llm.grammars.compiled(Grammar("lark", text))
+    except SpecDecError as error:
+        for tool in calls.tools:
+            if calls.choice == "required" or tool.is_strict:
+                _check_schema(served, tool)
+        if calls.choice == "auto" and calls.schema is None and not any(tool.is_strict for tool in calls.tools):
+            return None  # nothing was asked for that a grammar has to hold
+        raise as_http_error(error, "tools") from None
+
+
+def _check_schema(served: ServedModel, tool: Tool) -> None:
+    try:
+        served.llm.grammars.compiled(Grammar("json_schema", json.dumps(tool.parameters)))
+    except SpecDecError as error:
+        raise HTTPError(
+            400, f"tools: the parameters of `{tool.name}`: {error.message}", param="tools", code="invalid_value"
+        ) from None
+
+
+def _after_thought(served: ServedModel, body: ChatRequest, form: OutputForm) -> CompiledGrammar | None:
+    """JSON by a schema after what the prompt has begun to think; other forms hold from the first token."""
+    (_, kind, value), *_ = body.forms
+    if kind != "json_schema" or form.reasoning is None:
+        return None
+    text = value if isinstance(value, str) else json.dumps(value)
+    return served.llm.grammars.compiled(Grammar("lark", schema_grammar(text, form.reasoning, _special_ids(served))))
+
+
+def _special_ids(served: ServedModel) -> SpecialIds:
+    return SpecialIds(served.llm.grammars.special_tokens(), served.llm.end_ids)
+
+
+class _TooLong(BaseException):
+    """Raised in a thread by another. No Exception, because a template's errors are caught."""
+
+
+@contextmanager
+def ended_after(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the block when it has computed in Python for so long: templates are programs with loops."""
+    thread, lock, is_over = threading.get_ident(), threading.Lock(), False
+
+    def end() -> None:
+        with lock:
+            if not is_over:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_TooLong))
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    try:
+        try:
+            timer.start()  # on a busy machine it may be over before this returns
+            yield
+        finally:
+            with lock:
+                is_over = True
+            timer.cancel()  # what was raised meanwhile arrives by the end of this call
+    except _TooLong:
+        raise TimeoutError from None

@@ -1,0 +1,256 @@
+"""Formats in which models write calls of tools and their reasoning: one table, chosen by the text of a chat template.
+
+A format is what stands around a call and how its name and arguments are written in between. The parser
+(`runtime.tools.parser`) reads it, leniently about white space; the grammar (`runtime.tools.grammar`) holds an output to
+it, as the models were trained to write it. Sources are the chat templates that the models' makers publish.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from runtime.errors import UsageError
+
+
+@dataclass(frozen=True)
+class JsonCall:
+    """`{"name": …, "arguments": {…}}`. As a list: `[{…}, {…}]`."""
+
+    arguments: str = "arguments"
+    is_list: bool = False
+
+
+@dataclass(frozen=True)
+class NamedCall:
+    """A name, a mark, and the arguments as JSON; what stands before the name and after the arguments."""
+
+    mark: str
+    before: str = ""
+    after: str = ""
+
+
+@dataclass(frozen=True)
+class TaggedCall:
+    """A name and each argument between tags. Texts stand there as they are, other values as JSON."""
+
+    name_open: str
+    name_close: str
+    key_open: str
+    key_close: str
+    value_open: str
+    value_close: str
+    end: str
+    value_space: str = ""
+    """White space around a value, which is no part of it."""
+
+
+@dataclass(frozen=True)
+class PythonCalls:
+    """`[name(key=value, …), …]`, values in Python's notation."""
+
+
+@dataclass(frozen=True)
+class BareCall:
+    """`call:name{key:value,…}`: keys without quotes, texts between marks of their own."""
+
+    quote: str
+    before: str = "call:"
+
+
+@dataclass(frozen=True)
+class HarmonyCall:
+    """gpt-oss's messages: each with a channel, and a recipient if it is a call."""
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """A format of calls. `opens` are texts that a call, or a list of them, begins with; the first is the usual one."""
+
+    name: str
+    call: JsonCall | NamedCall | TaggedCall | PythonCalls | BareCall | HarmonyCall
+    known_by: tuple[tuple[str, ...], ...]
+    """Texts in a chat template: it is this format where all of one of these are."""
+    opens: tuple[str, ...] = ()
+    close: str = ""
+    space: str = ""
+    """White space inside of `open` and `close`."""
+    between: str = ""
+    begin: str = ""
+    """Around all calls of an output."""
+    end: str = ""
+    starts_output: bool = False
+    """True if nothing need mark a call: an output that begins like one is one."""
+
+    @property
+    def open(self) -> str:
+        return self.opens[0] if self.opens else ""
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """Format of what is thought before an answer."""
+
+    name: str
+    known_by: str
+    open: str
+    close: str
+
+
+TOOL_FORMATS = (
+    ToolFormat("gpt_oss", HarmonyCall(), (("<|channel|>", "<|message|>"),)),
+    ToolFormat(
+        "qwen3_coder",
+        TaggedCall("<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", "\n"),
+        (("<function=", "<parameter="),),
+        ("<tool_call>", "<function="),
+        "</tool_call>",
+        space="\n",
+        between="\n",
+    ),
+    ToolFormat(
+        "glm",
+        TaggedCall("", "\n", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", ""),
+        (("<arg_key>",),),
+        ("<tool_call>",),
+        "</tool_call>",
+        between="\n",
+    ),
+    ToolFormat(
+        "deepseek_v3",
+        NamedCall("\n```json\n", "function<｜tool▁sep｜>", "\n```"),
+        (("<｜tool▁calls▁begin｜>", "```json"),),
+        ("<｜tool▁call▁begin｜>",),
+        "<｜tool▁call▁end｜>",
+        between="\n",
+        begin="<｜tool▁calls▁begin｜>",
+        end="<｜tool▁calls▁end｜>",
+    ),
+    ToolFormat(
+        "deepseek_v31",
+        NamedCall("<｜tool▁sep｜>"),
+        (("<｜tool▁calls▁begin｜>",),),
+        ("<｜tool▁call▁begin｜>",),
+        "<｜tool▁call▁end｜>",
+        begin="<｜tool▁calls▁begin｜>",
+        end="<｜tool▁calls▁end｜>",
+    ),
+    ToolFormat("mistral_args", NamedCall("[ARGS]"), (("[TOOL_CALLS]", "[ARGS]"),), ("[TOOL_CALLS]",)),
+    ToolFormat("mistral", JsonCall(is_list=True), (("[TOOL_CALLS]",),), ("[TOOL_CALLS]",)),
+    ToolFormat("gemma4", BareCall('<|"|>'), (("<|tool_call>",),), ("<|tool_call>",), "<tool_call|>"),
+    ToolFormat(
+        "functiongemma",
+        BareCall("<escape>"),
+        (("<start_function_call>",),),
+        ("<start_function_call>",),
+        "<end_function_call>",
+    ),
+    ToolFormat(
+        "granite",
+        JsonCall(is_list=True),
+        (("<|tool_call|>", "<|start_of_role|>"),),
+        ("<|tool_call|>", "<tool_call>"),
+    ),
+    ToolFormat(
+        "phi4",
+        JsonCall(is_list=True),
+        (("<|tool_call|>",), ("<|/tool|>",)),
+        ("<|tool_call|>", "functools"),
+        "<|/tool_call|>",
+    ),
+    ToolFormat(
+        "hermes",
+        JsonCall(),
+        (("<tool_call>",),),
+        ("<tool_call>",),
+        "</tool_call>",
+        space="\n",
+        between="\n",
+    ),
+    ToolFormat(
+        "pythonic",
+        PythonCalls(),
+        (("[func_name1(",), ("<|python_start|>",)),
+        ("<|python_start|>",),
+        "<|python_end|>",
+        starts_output=True,
+    ),
+    ToolFormat(
+        "llama3_json",
+        JsonCall("parameters"),
+        (("<|python_tag|>",), ('"parameters": dictionary of argument name',)),
+        ("<|python_tag|>",),
+        between="; ",
+        starts_output=True,
+    ),
+)
+"""Formats whose marks are more special come first."""
+
+REASONING_FORMATS = (
+    ReasoningFormat("think", "</think>", "<think>", "</think>"),
+    ReasoningFormat("mistral", "[/THINK]", "[THINK]", "[/THINK]"),
+    ReasoningFormat("gemma4", "<|channel>thought", "<|channel>thought\n", "<channel|>"),
+)
+NO_FORMAT = "none"
+T = TypeVar("T")
+
+
+def find_tool_format(template: str) -> ToolFormat | None:
+    """The format of a chat template."""
+    return next((one for one in TOOL_FORMATS if any(all(t in template for t in texts) for texts in one.known_by)), None)
+
+
+def find_reasoning_format(template: str) -> ReasoningFormat | None:
+    return next((one for one in REASONING_FORMATS if one.known_by in template), None)
+
+
+def named_tool_format(name: str) -> ToolFormat | None:
+    """The format of that name; None for `none`. UsageError for another."""
+    return _named(name, {one.name: one for one in TOOL_FORMATS}, "tool calls")
+
+
+def named_reasoning_format(name: str) -> ReasoningFormat | None:
+    """The same of what is thought."""
+    return _named(name, {one.name: one for one in REASONING_FORMATS}, "reasoning")
+
+
+def _named(name: str, formats: Mapping[str, T], of: str) -> T | None:
+    if name == NO_FORMAT:
+        return None
+    if name not in formats:
+        raise UsageError(
+            f"no such format of {of}: {name}", hint=f"{', '.join(sorted(formats))} and {NO_FORMAT} are known"
+        )
+    return formats[name]
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that a model may call. `parameters` is the JSON schema of its arguments."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    is_strict: bool = False
+
+    def properties(self) -> Mapping[str, Any]:
+        found = self.parameters.get("properties")
+        return found if isinstance(found, Mapping) else {}
+
+    def required(self) -> frozenset[str]:
+        found = self.parameters.get("required")
+        return frozenset(one for one in found if isinstance(one, str)) if isinstance(found, list) else frozenset()
+
+
+def types_of(schema: Any) -> frozenset[str]:
+    """JSON types that a schema names, and those of its alternatives."""
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    kind = schema.get("type")
+    named = kind if isinstance(kind, list) else [kind]
+    types = {one for one in named if isinstance(one, str)}
+    for name in ("anyOf", "oneOf"):
+        others = schema.get(name)
+        for one in others if isinstance(others, list) else []:
+            types |= types_of(one)
+    if not types and isinstance(enum := schema.get("enum"), list) and all(isinstance(one, str) for one in enum):
+        types.add("string")
+    return frozenset(types)

@@ -1,0 +1,67 @@
+"""Outputs read by a tokenizer's own response template: transformers' description of what a model writes.
+
+Text and reasoning are told as they come, calls when they are whole.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from runtime.errors import SpecDecError
+from runtime.tools.parser import Said, SpecialTokens
+
+_CONTENT, _REASONING, _CALLS = "content", ("reasoning_content", "thinking", "reasoning"), "tool_calls"
+
+
+class TemplateParser:
+    """Parser of one output; a `runtime.tools.parser.Parser`."""
+
+    def __init__(self, template: Mapping[str, Any], prompt: str, tools: list[Any], special: SpecialTokens) -> None:
+        """`prompt` with its special tokens. SpecDecError for a template that is none."""
+        from transformers.utils.chat_parsing import ResponseParser
+
+        try:
+            self._parser: Any = ResponseParser(dict(template), prefix=prompt, tools=tools or None)
+        except Exception as error:  # a template comes with a model, and may be anything
+            raise SpecDecError(
+                f"the tokenizer's response template cannot be used: {error}", hint="name the format of its calls"
+            ) from None
+        self._special = special
+        self._unread = ""
+        """Text of a region that is told when it is whole."""
+
+    def feed(self, text: str) -> list[Said]:
+        return self._said(lambda: self._parser.feed(self._special.named(text)))
+
+    def end(self) -> list[Said]:
+        return self._said(lambda: self._parser.finalize()[1])
+
+    def _said(self, read: Any) -> list[Said]:
+        try:
+            events = read()
+        except Exception:  # what is no call of this format is text
+            said = [Said("content", self._unread)] if self._unread else []
+            self._unread = ""
+            return said
+        return [said for event in events for said in self._of_event(event)]
+
+    def _of_event(self, event: dict[str, Any]) -> list[Said]:
+        name = event["field"]
+        if event["type"] == "region_chunk" and name != _CALLS:
+            return [Said("reasoning" if name in _REASONING else "content", event["text"])]
+        if event["type"] == "region_chunk":
+            self._unread += event["text"]
+        elif event["type"] == "region_close" and name == _CALLS:
+            self._unread = ""
+            value = event["value"]
+            return [said for call in (value if isinstance(value, list) else [value]) for said in _call(call)]
+        return []
+
+
+def _call(call: Any) -> list[Said]:
+    function = call.get("function", call) if isinstance(call, dict) else {}
+    name, arguments = function.get("name"), function.get("arguments", {})
+    if not isinstance(name, str):
+        return [Said("content", json.dumps(call, ensure_ascii=False))]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return [Said("call", name), Said("arguments", text)]

@@ -1,0 +1,89 @@
+"""Outputs are read as their formats say, and the same however they arrive."""
+
+import random
+
+import pytest
+from model_outputs import NOW, OUTPUTS, SPECIAL, TOOLS, Parts
+
+from runtime.errors import UsageError
+from runtime.tools.formats import REASONING_FORMATS, find_tool_format, named_tool_format
+from runtime.tools.parser import OutputForm, OutputParser, Said, joined, said_of
+
+
+def form_of(name: str, tools: tuple[object, ...] = TOOLS) -> OutputForm:
+    return OutputForm.of(named_tool_format(name), REASONING_FORMATS[0], SPECIAL, tools)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "parts"), OUTPUTS, ids=[f"{name}-{i}" for i, (name, *_) in enumerate(OUTPUTS)]
+)
+def test_an_output_is_read_as_its_format_says_wherever_it_is_split(name: str, text: str, parts: Parts) -> None:
+    form = form_of(name)
+    marked = form.special.marked(text)
+    assert [tuple(said) for said in said_of(form, marked)] == parts
+    rng = random.Random(text)
+    for most in (1, 2, 9):
+        parser, said, i = OutputParser(form), list[Said](), 0
+        while i < len(marked):
+            end = i + rng.randint(1, most)
+            said += parser.feed(marked[i:end])
+            i = end
+        assert [tuple(one) for one in joined([*said, *parser.end()])] == parts
+
+
+def test_arguments_are_told_before_they_are_whole() -> None:
+    parser = OutputParser(form_of("hermes"))
+    assert parser.feed('<tool_call>\n{"name": "now", "arg') == [Said("call", "now")]
+    assert parser.feed('uments": {"a": "bc') == [Said("arguments", '{"a": "bc')]
+    assert parser.feed('d"}') == [Said("arguments", 'd"}')]
+
+
+def test_special_tokens_are_not_their_names() -> None:
+    """A user may have a model repeat a tag: as a text it opens no call."""
+    form = form_of("mistral")
+    text = '[TOOL_CALLS] [{"name": "now", "arguments": {}}]'
+    assert said_of(form, text) == [Said("content", text)]
+    assert said_of(form, form.special.marked(text))[0] == Said("call", "now")
+
+
+def test_without_tools_a_call_is_text() -> None:
+    text = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    assert said_of(form_of("hermes", ()), text) == [Said("content", text)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_open"), [("a<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False), ("<think>a", False)]
+)
+def test_what_is_thought_may_be_opened_by_the_prompt(prompt: str, is_open: bool) -> None:
+    form = form_of("hermes", (NOW,))
+    assert form.is_in_reasoning(prompt) is is_open
+    said = said_of(form, "hm\n</think>\n\nYes", in_reasoning=True)
+    assert said == [Said("reasoning", "hm"), Said("content", "Yes")]
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ('{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>, <tool_call>', "hermes"),
+        ("<tool_call>\n<function=example>\n<parameter=a>", "qwen3_coder"),
+        ("<tool_call>{{ name }}<arg_key>", "glm"),
+        ("<｜tool▁calls▁begin｜> ```json", "deepseek_v3"),
+        ("<｜tool▁calls▁begin｜>", "deepseek_v31"),
+        ("[TOOL_CALLS] [ARGS]", "mistral_args"),
+        ("[TOOL_CALLS]", "mistral"),
+        ('Respond in the format {"name": f, "parameters": dictionary of argument name and its value}', "llama3_json"),
+        ("<|start_of_role|> <|tool_call|>", "granite"),
+        ("<|tool|> <|/tool|>", "phi4"),
+        ("<|channel|> <|message|>", "gpt_oss"),
+        ("{{ message.content }}", None),
+    ],
+)
+def test_a_format_is_known_by_the_chat_template(text: str, name: str | None) -> None:
+    found = find_tool_format(text)
+    assert (found.name if found else None) == name
+
+
+def test_a_name_of_no_format_is_refused() -> None:
+    assert named_tool_format("none") is None
+    with pytest.raises(UsageError, match="hermse"):
+        named_tool_format("hermse")

@@ -1,0 +1,234 @@
+"""Tools over HTTP: what clients ask for, what the model's calls become, whole and in a stream."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from sentences import Said
+from serving_models import MakeServed, Served
+
+from commands.serve.asking import ask_chat
+from commands.serve.schema import ChatRequest
+from runtime.drafters.specs import NgramDrafter
+from runtime.request import Sequence
+
+CHAT = "/v1/chat/completions"
+TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}{% endif %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}{{ '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% if think %}<think>\n{% endif %}{% endif %}"
+    "{# </think> #}"
+)
+ASKED = [{"role": "user", "content": "Go"}]
+STEP = {
+    "type": "object",
+    "properties": {"by": {"type": "integer", "minimum": 0, "maximum": 9}, "to": {"enum": ["left", "right"]}},
+    "required": ["by", "to"],
+}
+SCHEMAS = {"step": STEP, "stop": {"type": "object", "properties": {}}}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
+CALL = {"id": "c1", "type": "function", "function": {"name": "step", "arguments": '{"by": 1, "to": "left"}'}}
+GAVE = {"role": "tool", "tool_call_id": "c1", "content": "ok"}
+
+
+@pytest.fixture(scope="module")
+def tooled(make_served: MakeServed, chat_tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """A server whose template knows tools, in the format `hermes`, and reasoning."""
+    directory = tmp_path_factory.mktemp("tools") / "tokenizer"
+    shutil.copytree(chat_tokenizer_dir, directory)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return make_served(NgramDrafter(4, 2), tokenizer_dir=directory)
+
+
+def chat(served: Served, **body: Any) -> dict[str, Any]:
+    response = served.post(CHAT, **({"messages": ASKED, "tools": TOOLS, "seed": 3} | body))
+    assert response.status_code == 200, response.text
+    (choice,) = response.json()["choices"]
+    return choice
+
+
+def joined(served: Served, **body: Any) -> dict[str, Any]:
+    """The choice that a stream makes, as OpenAI's client puts it together."""
+    chunks = served.stream(CHAT, **({"messages": ASKED, "tools": TOOLS, "seed": 3} | body))
+    message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
+    finish = None
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        assert finish is None
+        finish = choice["finish_reason"]
+        delta = choice["delta"]
+        for name in ("content", "reasoning_content"):
+            if delta.get(name):
+                message[name] = (message.get(name) or "") + delta[name]
+        for call in delta.get("tool_calls", ()):
+            calls = message.setdefault("tool_calls", [])
+            if call["index"] == len(calls):
+                calls.append({key: call[key] for key in ("id", "type")} | {"function": dict(call["function"])})
+            else:
+                calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    return {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
+
+
+NAMED = {"type": "function", "function": {"name": "step"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+def test_a_call_that_must_come_is_valid_and_streamed_as_it_is_whole(tooled: Served, choice: Any) -> None:
+    found = chat(tooled, tool_choice=choice, parallel_tool_calls=False)
+    assert found["finish_reason"] == "tool_calls" and found["message"]["content"] is None
+    (call,) = found["message"]["tool_calls"]
+    assert call["id"].startswith("call_") and call["type"] == "function"
+    name = call["function"]["name"]
+    jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMAS[name])
+    assert choice == "required" or name == "step"
+    assert joined(tooled, tool_choice=choice, parallel_tool_calls=False) == found
+    without = chat(tooled, tool_choice=choice, parallel_tool_calls=False, speculative=False)
+    assert without == found  # the calls are of the same tokens, drafts or not
+
+
+def written(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+TWO = "\n".join(["I go.", written("step", '{"by": 2}'), written("stop", "{}")])
+
+
+def test_calls_of_the_models_own_choice_are_read(tooled: Served) -> None:
+    """A list of one text is all that the model can write: text before a call, and two of them."""
+    found = chat(tooled, guided_choice=[TWO])
+    assert found["message"]["content"] == "I go." and found["finish_reason"] == "tool_calls"
+    calls = found["message"]["tool_calls"]
+    assert [call["function"] for call in calls] == [
+        {"name": "step", "arguments": '{"by": 2}'},
+        {"name": "stop", "arguments": "{}"},
+    ]
+    assert len({call["id"] for call in calls}) == 2
+    assert joined(tooled, guided_choice=[TWO]) == found
+    as_text = chat(tooled, guided_choice=[TWO], tool_choice="none")
+    assert as_text["message"]["content"] == TWO and "tool_calls" not in as_text["message"]
+
+
+def test_a_call_that_is_cut_off_says_so(tooled: Served) -> None:
+    num_whole = len(tooled.model.llm.tokenizer(TWO)["input_ids"])
+    for missing in (20, 45, 70):
+        body = {"guided_choice": [TWO], "max_tokens": num_whole - missing}
+        found = chat(tooled, **body)
+        assert found["finish_reason"] == "length" and joined(tooled, **body) == found
+
+
+def test_with_auto_only_the_beginning_of_a_call_binds(tooled: Served) -> None:
+    """The grammar of the request that a body becomes forces something after the tag, and nothing before it."""
+    body = ChatRequest.model_validate({"messages": ASKED, "tools": TOOLS[:1], "max_tokens": 50})
+    (asked,) = ask_chat(tooled.model, body)
+    sequence = Sequence.start(asked.request)
+    matcher = sequence.sampler.matcher
+    assert matcher is not None
+    tokenizer = tooled.model.llm.tokenizer
+    tag = tokenizer("I go. <tool_call>", add_special_tokens=False)["input_ids"]
+    assert matcher.num_legal(sequence.tokens, tag) == len(tag) and not matcher.forced(sequence.tokens, tag[:-1])
+    forced = matcher.forced(sequence.tokens, tag)
+    assert tokenizer.decode(forced).startswith('\n{"name": "step", "arguments": ')
+    assert ask_chat(tooled.model, body.model_copy(update={"tool_choice": "none"}))[0].request.grammar is None
+
+
+def test_reasoning_is_told_beside_the_text(tooled: Served) -> None:
+    text = f"Hm.\n</think>\n\nI go. {written('stop', '{}')}"
+    body = {"guided_choice": [text], "chat_template_kwargs": {"think": True}}
+    found = chat(tooled, **body)
+    message = found["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "I go.")
+    assert message["tool_calls"][0]["function"]["name"] == "stop"
+    assert joined(tooled, **body) == found
+    assert "reasoning_content" not in chat(tooled, **body, include_reasoning=False)["message"]
+    as_text = chat(tooled, **body, separate_reasoning=False)["message"]
+    assert as_text["content"].startswith("Hm.\n</think>")
+
+
+def test_a_call_comes_after_reasoning(tooled: Served) -> None:
+    """Reasoning that the prompt has begun ends with its tag, and the call that must come is after that."""
+    stop = tooled.model.llm.tokenizer("</think>", add_special_tokens=False)["input_ids"]
+    bias = {str(token): 100 for token in stop}
+    found = chat(tooled, tool_choice="required", logit_bias=bias, chat_template_kwargs={"think": True})
+    assert "tool_calls" in found["message"] or found["finish_reason"] == "length"
+
+
+def test_a_schema_of_the_answer_holds_beside_tools(tooled: Served) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    for seed in range(3):
+        found = chat(tooled, response_format={"type": "json_object", "schema": schema}, seed=seed)
+        message = found["message"]
+        if "tool_calls" not in message and found["finish_reason"] == "stop":
+            jsonschema.validate(json.loads(message["content"]), schema)
+
+
+def test_calls_and_what_they_gave_are_what_the_template_writes(tooled: Served) -> None:
+    messages = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}, GAVE]
+    answer = tooled.post("/tokenize", messages=messages, tools=TOOLS)
+    assert answer.status_code == 200, answer.text
+    text = tooled.model.llm.tokenizer.decode(answer.json()["tokens"])
+    call = '<tool_call>\n{"name": "step", "arguments": {"by": 1, "to": "left"}}\n</tool_call>'
+    assert text == f"[step][stop]<user>Go\n<assistant>{call}\n<tool>ok\n<assistant>"
+
+
+def test_a_template_without_tools_has_them_written_as_text(make_served: MakeServed) -> None:
+    served = make_served(None, tool_call_parser="hermes")
+    messages = [*ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}, GAVE]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    tokens = served.post("/tokenize", messages=messages, tools=tools).json()["tokens"]
+    text = served.model.llm.tokenizer.decode(tokens)
+    assert text.startswith("<system>You may call functions.") and '"name": "f"' in text
+    assert "<user><tool_response>\nok\n</tool_response>\n<assistant>" in text
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a tool without a name": ({"tools": [{"type": "function", "function": {"parameters": {}}}]}, "tools"),
+    "a tool of another type": ({"tools": [{"type": "web_search"}]}, "tools"),
+    "two of one name": ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
+    "a choice of none of them": (
+        {"tool_choice": {"type": "function", "function": {"name": "fly"}}},
+        "tool_choice",
+    ),
+    "a choice without tools": ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+    "a schema that is none": (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/no"}, "strict": True}}]},
+        "tools",
+    ),
+    "a call without its answer": (
+        {"messages": [*ASKED, {"role": "assistant", "tool_calls": [CALL]}, *ASKED]},
+        "messages",
+    ),
+    "an answer to no call": ({"messages": [*ASKED, GAVE]}, "messages"),
+    "an answer to another call": (
+        {"messages": [*ASKED, {"role": "assistant", "tool_calls": [CALL]}, GAVE | {"tool_call_id": "c2"}]},
+        "messages",
+    ),
+    "arguments that are no JSON": (
+        {
+            "messages": [
+                *ASKED,
+                {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "{"}}]},
+                GAVE,
+            ]
+        },
+        "messages",
+    ),
+    "a message that says nothing": ({"messages": [{"role": "user", "content": None}]}, "messages"),
+    "an assistant that says nothing": ({"messages": [*ASKED, {"role": "assistant"}]}, "messages"),
+    "a user that calls": ({"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]}, "messages"),
+    "a variable of transformers' own": ({"chat_template_kwargs": {"tokenize": True}}, "messages"),
+    "an effort that no template knows": ({"reasoning_effort": "high"}, "reasoning_effort"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_with_tools_is_said(tooled: Served, name: str, said: Said) -> None:
+    body, param = WRONG[name]
+    response = tooled.post(CHAT, **({"messages": ASKED, "tools": TOOLS, "max_tokens": 2} | body))
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] in (param, None)
+    said(error["message"])
