@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,7 +17,7 @@ from commands.options.shared import SERVER, MaxNumTokens
 from commands.output import Output
 from runtime.errors import SpecDecError, UsageError
 from runtime.params import SamplingParams
-from runtime.tools.formats import named_reasoning_format, named_tool_format
+from runtime.tools.call_formats import named_reasoning_format, named_tool_format
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+|null")  # as browsers write it: RFC 6454, section 6.2
 
@@ -45,6 +46,18 @@ class ServerOptions:
             help="Key that clients must send. Other users can see a command's flags: set it in the environment.",
             rich_help_panel=SERVER,
             show_default="none is asked for",
+        ),
+    ] = None
+    ssl_certfile: Annotated[
+        Path | None,
+        typer.Option(help="Certificate for TLS, with its chain (PEM).", rich_help_panel=SERVER, show_default="no TLS"),
+    ] = None
+    ssl_keyfile: Annotated[
+        Path | None,
+        typer.Option(
+            help="Private key of the certificate (PEM).",
+            rich_help_panel=SERVER,
+            show_default="in the certificate's file",
         ),
     ] = None
     served_model_name: Annotated[
@@ -108,6 +121,7 @@ class ServerOptions:
         """UsageError for a key that no header can carry, or an origin that no browser sends: they lock everyone out;
         and for the name of no format.
         """
+        self._check_certificate()
         if self.tool_call_parser is not None:
             named_tool_format(self.tool_call_parser)
         if self.reasoning_parser is not None:
@@ -121,6 +135,25 @@ class ServerOptions:
                     f"`--allowed-origins` is no origin: {origin}",
                     hint="a scheme, a host and perhaps a port, without a path: https://chat.example.org:8000",
                 )
+
+    def _check_certificate(self) -> None:
+        """UsageError for files of TLS that cannot be used: before a model is opened."""
+        if self.ssl_certfile is None:
+            if self.ssl_keyfile is not None:
+                raise UsageError("`--ssl-keyfile` is given without a certificate", hint="name it by `--ssl-certfile`")
+            return
+        import ssl
+
+        key = self.ssl_keyfile or self.ssl_certfile
+        try:
+            # A password would be asked for in the terminal.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.ssl_certfile, self.ssl_keyfile, lambda: "")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
+            raise UsageError(
+                f"no certificate and key for TLS ({reason}): {self.ssl_certfile}, {key}",
+                hint="both are PEM files, the key without a password",
+            ) from None
 
 
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
@@ -142,7 +175,7 @@ def serve(engine: EngineOptions, inputs: ServeInputs, server: ServerOptions) -> 
         from commands.serve.work import Serving, serve_setup
 
         with listen(Address(server.host, server.port)) as bound, choice.open(Output()) as setup:
-            address = Address(server.host, bound.getsockname()[1])
+            address = Address(server.host, bound.getsockname()[1], has_tls=server.ssl_certfile is not None)
             names = tuple(server.served_model_name or [choice.model_name])
             serve_setup(setup, bound, Serving(address, names, server))
 

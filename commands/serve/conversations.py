@@ -15,8 +15,8 @@ from runtime.chat import Message, TemplateInputs
 from runtime.errors import SpecDecError
 from runtime.grammar import CompiledGrammar
 from runtime.params import Grammar
-from runtime.tools.formats import Tool, ToolFormat
-from runtime.tools.grammar import Calls, SpecialIds, call_grammar, schema_grammar
+from runtime.tools.call_formats import Tool, ToolFormat
+from runtime.tools.call_grammar import Calls, SpecialIds, call_grammar, schema_grammar
 from runtime.tools.parser import OutputForm, OutputParser, Parser, SpecialTokens
 from runtime.tools.prompt import with_tools_as_text
 from runtime.tools.response_template import TemplateParser

@@ -11,8 +11,29 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
 from pydantic.json_schema import models_json_schema
 
-from commands.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from commands.serve.answers import (
+    ChatAnswer,
+    CompletionAnswer,
+    MessageAnswer,
+    ModelAnswer,
+    ModelsAnswer,
+    ResponseAnswer,
+)
+from commands.serve.schema import (
+    ChatRequest,
+    CompletionRequest,
+    CountRequest,
+    DetokenizeRequest,
+    MessagesRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+)
 
+_BODIES = (
+    CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, CountRequest, TokenizeRequest, DetokenizeRequest,
+)  # fmt: skip
+_ANSWERS = (CompletionAnswer, ChatAnswer, ResponseAnswer, MessageAnswer, ModelsAnswer, ModelAnswer)
+_MODELS: list[tuple[type[Any], Any]] = [(model, "validation") for model in (*_BODIES, *_ANSWERS)]
 _STATUSES = {
     400: "the request is invalid or too long",
     401: "no key, or a wrong one",
@@ -37,7 +58,6 @@ _ERROR = {
         }
     },
 }
-STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": _TEXT}}}}
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -46,13 +66,17 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"description": _STATUSES[status], "content": content} for status in statuses}
 
 
+def answers(model: type[Any]) -> dict[int | str, dict[str, Any]]:
+    """The answer of a route that generates: a document, or a stream of events."""
+    whole = {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}
+    content = {"application/json": whole, "text/event-stream": {"schema": _TEXT}}
+    return {200: {"description": "the answer, whole or in a stream", "content": content}}
+
+
 def openapi_schema(app: FastAPI) -> dict[str, Any]:
     """FastAPI's, completed."""
     schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    bodies: list[tuple[type[Any], Any]] = [
-        (model, "validation") for model in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
-    ]
-    _, described = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
+    described = models_json_schema(_MODELS, ref_template="#/components/schemas/{model}")[1]
     key = {"type": "http", "scheme": "bearer"}
     schema["components"] = {"schemas": described["$defs"] | {"Error": _ERROR}, "securitySchemes": {"key": key}}
     for operation in (operation for methods in schema["paths"].values() for operation in methods.values()):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
+from commands.serve.http_errors import HTTPError
 from commands.serve.served import ServedModel
 from runtime.evaluation.steps import TokenKind, token_kinds
 from runtime.serving.loop import RequestHandle
@@ -43,6 +44,10 @@ class Piece:
         return replace(self, logprobs=[], tokens=[], is_last=is_last and self.is_last)
 
 
+def _error_body(error: HTTPError) -> list[dict[str, Any]]:
+    return [error.body]
+
+
 @dataclass(frozen=True)
 class Chunks:
     """Format of a stream's chunks: the first ones, one per piece, and the last ones."""
@@ -50,6 +55,9 @@ class Chunks:
     first: Callable[[int], Iterable[dict[str, Any]]]
     of_piece: Callable[[int, Piece], Iterable[dict[str, Any]]]
     last: Callable[[], Iterable[dict[str, Any]]]
+    error: Callable[[HTTPError], Iterable[dict[str, Any]]] = _error_body
+    has_names: bool = False
+    """True if events have their `type` as a name, and none marks the end."""
 
 
 @dataclass

@@ -118,20 +118,28 @@ class EventStream(Response):
                         await self._send_pieces(send)
                 except TimeoutError:
                     async with asyncio.timeout(_ERROR_TIMEOUT_S):
-                        await _send(send, _event(self._waiting.too_long().body))
+                        await _send(send, self._error(self._waiting.too_long()))
                 except HTTPError as error:
-                    await _send(send, _event(error.body))
-                await send({"type": "http.response.body", "body": _DONE, "more_body": False})
+                    await _send(send, self._error(error))
+                done = b"" if self._chunks.has_names else _DONE
+                await send({"type": "http.response.body", "body": done, "more_body": False})
+
+    def _error(self, error: HTTPError) -> bytes:
+        return b"".join(map(self._event, self._chunks.error(error)))
+
+    def _event(self, data: dict[str, Any]) -> bytes:
+        name = f"event: {data['type']}\n".encode() if self._chunks.has_names else b""
+        return name + b"data: " + encode(data) + b"\n\n"
 
     async def _send_pieces(self, send: Send) -> None:
         for index in range(len(self._streams)):
-            await self._send_events(send, map(_event, self._chunks.first(index)))
+            await self._send_events(send, map(self._event, self._chunks.first(index)))
         while not self._group.is_over:
             await self._group.step()
             await self._send_events(send, self._new_events())
             self._group.raise_error()
         await self._send_events(send, self._new_events())
-        await self._send_events(send, map(_event, self._chunks.last()))
+        await self._send_events(send, map(self._event, self._chunks.last()))
 
     async def _send_events(self, send: Send, events: Iterator[bytes]) -> None:
         take = partial(_piece_of, events)
@@ -142,7 +150,7 @@ class EventStream(Response):
         for index, stream in enumerate(self._streams):
             piece = stream.next()
             if piece is not None and piece.tells_something:
-                yield from map(_event, self._chunks.of_piece(index, piece))
+                yield from map(self._event, self._chunks.of_piece(index, piece))
 
 
 def _piece_of(events: Iterator[bytes]) -> bytes:
@@ -161,10 +169,6 @@ async def _send(send: Send, body: bytes) -> None:
         await send({"type": "http.response.body", "body": body, "more_body": True})
         if len(body) >= _PIECE:
             await asyncio.sleep(0)  # where there is room for all of it, nobody else had a turn
-
-
-def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + encode(data) + b"\n\n"
 
 
 def encode(document: dict[str, Any]) -> bytes:

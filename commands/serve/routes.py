@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
@@ -15,6 +16,15 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from commands.serve.answers import (
+    ChatAnswer,
+    CompletionAnswer,
+    MessageAnswer,
+    ModelAnswer,
+    ModelsAnswer,
+    ResponseAnswer,
+)
+from commands.serve.anthropic_messages import MessagesReply, anthropic_error, chat_of_messages
 from commands.serve.asking import ask_chat, ask_completion
 from commands.serve.chat_completions import ChatReply
 from commands.serve.completions import CompletionReply
@@ -22,14 +32,19 @@ from commands.serve.conversations import chat_tokens
 from commands.serve.group import ClientGone, Clock, Group, submit
 from commands.serve.http_errors import HTTPError, as_http_error
 from commands.serve.metrics import ServerMetrics
-from commands.serve.openapi import STREAM, errors, openapi_schema, page_response
+from commands.serve.openai_responses import ResponsesReply, ResponseStore, chat_of_responses, messages_of
+from commands.serve.openapi import answers, errors, openapi_schema, page_response
 from commands.serve.replies import TokenTexts
 from commands.serve.responses import EventStream, Waiting, document, whole
 from commands.serve.schema import (
     ChatRequest,
     CompletionRequest,
+    CountRequest,
     DetokenizeRequest,
     Generation,
+    Lenient,
+    MessagesRequest,
+    ResponsesRequest,
     TokenizeRequest,
     parse_body,
 )
@@ -44,6 +59,7 @@ _READ_TIMEOUT_S = 30
 
 T = TypeVar("T")
 G = TypeVar("G", bound=Generation)
+L = TypeVar("L", bound=Lenient)
 
 
 @dataclass(frozen=True)
@@ -79,6 +95,21 @@ class Server:
         body, asked = await self.aside(prepare)
         return body, submit(self.served.loop, asked)
 
+    async def ask_as_chat(
+        self, request: Request, model: type[L], translate: Callable[[L], ChatRequest]
+    ) -> tuple[L, ChatRequest, Group]:
+        """The same of another protocol: its body, and the chat request that it is."""
+        raw = await _read_body(request)
+
+        def prepare() -> tuple[L, ChatRequest, list[ServeRequest]]:
+            body = parse_body(raw, model)
+            self.served.check_name(getattr(body, "model", None))
+            chat = translate(body)
+            return body, chat, ask_chat(self.served, chat)
+
+        body, chat, asked = await self.aside(prepare)
+        return body, chat, submit(self.served.loop, asked)
+
     async def reply(self, request: Request, body: Generation, group: Group, reply: Any) -> Response:
         waiting = self.waiting(request.receive)
         if body.stream:
@@ -107,6 +138,8 @@ def make_app(served: ServedModel, clock: Clock, request_timeout_s: float, versio
         title="specdec", version=version, docs_url=None, redoc_url=None, lifespan=lifespan, openapi_url="/openapi.json"
     )
     app.include_router(_generation_routes(server))
+    app.include_router(_responses_routes(server))
+    app.include_router(_messages_routes(server))
     app.include_router(_model_routes(server, version))
     app.include_router(_token_routes(server))
     app.add_exception_handler(HTTPError, _on_http_error)
@@ -120,9 +153,9 @@ def make_app(served: ServedModel, clock: Clock, request_timeout_s: float, versio
 
 
 def _generation_routes(server: Server) -> APIRouter:
-    router = APIRouter(responses=_REFUSED | errors(500, 503, 504) | STREAM)
+    router = APIRouter(responses=_REFUSED)
 
-    @router.post("/v1/completions", **_body(CompletionRequest))
+    @router.post("/v1/completions", **_answered(CompletionRequest, CompletionAnswer))
     async def completions(request: Request) -> Response:
         """A prompt goes on."""
         body, group = await server.ask(request, CompletionRequest, ask_completion)
@@ -130,11 +163,73 @@ def _generation_routes(server: Server) -> APIRouter:
             request, body, group, CompletionReply(server.served, body, group.answers, server.texts)
         )
 
-    @router.post("/v1/chat/completions", **_body(ChatRequest))
+    @router.post("/v1/chat/completions", **_answered(ChatRequest, ChatAnswer))
     async def chat_completions(request: Request) -> Response:
         """The assistant's next message."""
         body, group = await server.ask(request, ChatRequest, ask_chat)
         return await server.reply(request, body, group, ChatReply(server.served, body, group.answers, server.texts))
+
+    @router.post("/v1/embeddings", include_in_schema=False)
+    async def embeddings(request: Request) -> Response:
+        """Nothing: the server says so."""
+        raise HTTPError(400, "this server generates text, and computes no embeddings", code="unsupported")
+
+    return router
+
+
+def _responses_routes(server: Server) -> APIRouter:
+    router, store = APIRouter(responses=_REFUSED), ResponseStore()
+
+    @router.post("/v1/responses", **_answered(ResponsesRequest, ResponseAnswer))
+    async def responses(request: Request) -> Response:
+        """The next response of OpenAI's Responses."""
+        before: list[dict[str, Any]] = []
+
+        def translate(body: ResponsesRequest) -> ChatRequest:
+            before.extend(messages_of(body, store))
+            return chat_of_responses(server.served, body, before)
+
+        def keep(document: dict[str, Any], said: list[dict[str, Any]]) -> None:
+            store.add(document, [*before, *said])
+
+        body, chat, group = await server.ask_as_chat(request, ResponsesRequest, translate)
+        return await server.reply(request, chat, group, ResponsesReply(server.served, body, chat, group.answers, keep))
+
+    @router.get("/v1/responses/{response_id}", responses=errors(404), response_model=ResponseAnswer)
+    async def response(response_id: str) -> Response:
+        """A response that is kept."""
+        return JSONResponse(store.document(response_id))
+
+    @router.delete("/v1/responses/{response_id}", responses=errors(404))
+    async def forget(response_id: str) -> dict[str, Any]:
+        """Keep a response no longer."""
+        store.delete(response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    return router
+
+
+def _messages_routes(server: Server) -> APIRouter:
+    router = APIRouter(responses=_REFUSED)
+
+    @router.post("/v1/messages", **_answered(MessagesRequest, MessageAnswer))
+    async def messages(request: Request) -> Response:
+        """The next message of Anthropic's Messages."""
+        translate = partial(chat_of_messages, server.served)
+        body, chat, group = await server.ask_as_chat(request, MessagesRequest, translate)
+        return await server.reply(request, chat, group, MessagesReply(server.served, body, chat, group.answers))
+
+    @router.post("/v1/messages/count_tokens", **_body(CountRequest))
+    async def count_tokens(request: Request) -> dict[str, int]:
+        """Number of a conversation's tokens."""
+        raw = await _read_body(request)
+
+        def work() -> dict[str, int]:
+            body = parse_body(raw, CountRequest)
+            server.served.check_name(body.model)
+            return {"input_tokens": len(chat_tokens(server.served, chat_of_messages(server.served, body)))}
+
+        return await server.aside(work)
 
     return router
 
@@ -153,13 +248,13 @@ def _model_routes(server: Server, version: str) -> APIRouter:
             "max_model_len": served.max_model_len,
         }
 
-    @router.get("/v1/models", responses=_REFUSED)
-    @router.get("/models", responses=_REFUSED)
+    @router.get("/v1/models", responses=_REFUSED, response_model=ModelsAnswer)
+    @router.get("/models", responses=_REFUSED, response_model=ModelsAnswer)
     async def models() -> dict[str, Any]:
-        """The model that is served, by each of its names."""
-        return {"object": "list", "data": [card(name) for name in served.names]}
+        """The model that is served, by each of its names. Codex reads `models`, descriptions of OpenAI's own."""
+        return {"object": "list", "data": [card(name) for name in served.names], "models": []}
 
-    @router.get("/v1/models/{name:path}", responses=_REFUSED | errors(404))
+    @router.get("/v1/models/{name:path}", responses=_REFUSED | errors(404), response_model=ModelAnswer)
     async def model(name: str) -> dict[str, Any]:
         """One name of the model."""
         served.check_name(name)
@@ -287,6 +382,12 @@ def _too_long() -> HTTPError:
     return HTTPError(413, f"the body is longer than {_MAX_BODY_BYTES} bytes", code="body_too_long")
 
 
+def _answered(model: type[Any], answer: type[Any]) -> dict[str, Any]:
+    """The same with what a generation answers."""
+    described = _body(model)
+    return described | {"responses": described["responses"] | errors(500, 503, 504) | answers(answer)}
+
+
 def _body(model: type[Any]) -> dict[str, Any]:
     """OpenAPI description of a body that is parsed by hand."""
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
@@ -297,7 +398,8 @@ def _body(model: type[Any]) -> dict[str, Any]:
 
 
 async def _on_http_error(request: Request, error: Any) -> Response:
-    return JSONResponse(error.body, error.status, error.headers)
+    is_anthropic = request.url.path.startswith("/v1/messages")
+    return JSONResponse(anthropic_error(error) if is_anthropic else error.body, error.status, error.headers)
 
 
 async def _on_error(request: Request, error: Any) -> Response:

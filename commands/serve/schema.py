@@ -310,6 +310,151 @@ def text_of(content: str | list[TextPart] | None) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
 
+class InputPart(Lenient):
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    text: str
+
+
+class RefusalPart(Lenient):
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+InputParts = list[InputPart | RefusalPart]
+
+
+class InputMessage(Lenient):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | InputParts
+
+
+class InputCall(Lenient):
+    type: Literal["function_call"]
+    call_id: str
+    name: FunctionName
+    arguments: str
+
+
+class InputCallOutput(Lenient):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | InputParts
+
+
+class InputReasoning(Lenient):
+    type: Literal["reasoning"]
+    summary: list[InputPart] | None = None
+    content: list[InputPart] | None = None
+
+
+InputItem = InputCall | InputCallOutput | InputReasoning | InputMessage
+
+
+class OutputFormat(Lenient):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    the_schema: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class OutputText(Lenient):
+    format: OutputFormat | None = None
+
+
+class Effort(Lenient):
+    effort: Annotated[str, Field(max_length=32)] | None = None
+    summary: str | None = None
+
+
+class ResponsesRequest(Generation):
+    """OpenAI's Responses. Tools of other types than `function` are not offered to the model."""
+
+    input: str | Annotated[list[InputItem], Field(max_length=4096)]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Effort | None = None
+    text: OutputText | None = None
+    store: bool | None = Field(None, description="Unless it is false, the response can be continued and asked for.")
+    previous_response_id: str | None = None
+    metadata: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def tells_of_tokens(self) -> bool:
+        return False
+
+
+class AnthropicBlock(Lenient):
+    """A part of a message: `text`, `thinking`, `tool_use` or `tool_result`."""
+
+    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: FunctionName | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[TextPart] | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> "AnthropicBlock":
+        needed = {"text": "text", "thinking": "thinking", "tool_use": "name", "tool_result": "tool_use_id"}
+        name = needed.get(self.type)
+        if name is not None and getattr(self, name) is None:
+            raise pydantic_core.PydanticCustomError("no_part", f"a {self.type} has no `{name}`")
+        return self
+
+
+class AnthropicMessage(Lenient):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[AnthropicBlock]
+
+
+class AnthropicChoice(Lenient):
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Lenient):
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class CountRequest(Lenient):
+    """Anthropic's: what a message would be answered to."""
+
+    model: str | None = None
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=4096)]
+    system: str | list[TextPart] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: AnthropicChoice | None = None
+    thinking: Thinking | None = None
+
+
+class MessagesRequest(CountRequest):
+    """Anthropic's Messages. Tools of Anthropic's own servers are not offered to the model."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)]
+    stop_sequences: Annotated[list[StopWord], Field(max_length=MAX_STOP_WORDS)] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    speculative: bool | Speculative | None = None
+
+    @property
+    def tells_of_tokens(self) -> bool:
+        return False
+
+
 class TokenizeRequest(Conversation):
     model: str | None = None
     prompt: str | None = None
@@ -434,9 +579,27 @@ _REFUSED_IN_CHAT: dict[str, Callable[[Any], bool]] = {
 }
 
 
+_REFUSED_IN_RESPONSES: dict[str, Callable[[Any], bool]] = {
+    "background": _asks_nothing(False),
+    "conversation": _asks_nothing(),
+    "prompt": _asks_nothing(),
+    "truncation": _asks_nothing("disabled"),
+    "top_logprobs": _asks_nothing(0),
+}
+_REFUSED_IN_MESSAGES: dict[str, Callable[[Any], bool]] = {
+    "container": _asks_nothing(),
+    "mcp_servers": _asks_nothing([]),
+}
+
+
 def refused_field(body: dict[str, Any], model: type[Lenient]) -> str | None:
     """The first field that asks for what this server does not do; a field of the model itself is done."""
-    refused = REFUSED | _REFUSED_IN_CHAT if model is ChatRequest else REFUSED
+    of_model = {
+        ChatRequest: _REFUSED_IN_CHAT,
+        ResponsesRequest: _REFUSED_IN_RESPONSES,
+        MessagesRequest: _REFUSED_IN_MESSAGES,
+    }
+    refused = REFUSED | of_model.get(model, {})
     asked = {
         name: is_neutral for name, is_neutral in refused.items() if name in body and name not in model.model_fields
     }

@@ -12,7 +12,7 @@ from runtime.gguf import is_gguf
 from runtime.llm import LLM
 from runtime.serving.loop import ServingLoop
 from runtime.tokenizer import Tokenizer
-from runtime.tools.formats import (
+from runtime.tools.call_formats import (
     ReasoningFormat,
     ToolFormat,
     find_reasoning_format,
@@ -59,12 +59,17 @@ class ServedModel:
     def max_sequences(self) -> int:
         return self.loop.capacity
 
+    @property
+    def template_text(self) -> str:
+        """The chat template; nothing if there is none."""
+        return self.llm.chat_template.text if self.has_chat_template else ""
+
     @cached_property
     def tool_format(self) -> ToolFormat | None:
         """Format of the model's calls of tools, if it is known."""
         if self.tool_call_parser is not None:
             return named_tool_format(self.tool_call_parser)
-        return find_tool_format(self.llm.chat_template.text) if self.has_chat_template else None
+        return find_tool_format(self.template_text)
 
     @cached_property
     def response_template(self) -> dict[str, Any] | None:
@@ -78,7 +83,7 @@ class ServedModel:
         """Format of what the model thinks before it answers, if it is known."""
         if self.reasoning_parser is not None:
             return named_reasoning_format(self.reasoning_parser)
-        return find_reasoning_format(self.llm.chat_template.text) if self.has_chat_template else None
+        return find_reasoning_format(self.template_text)
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -155,11 +156,12 @@ class Address:
 
     host: str
     port: int
+    has_tls: bool = False
 
     @property
     def url(self) -> str:
         shown = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{shown}:{self.port}"
+        return f"{'https' if self.has_tls else 'http'}://{shown}:{self.port}"
 
     @property
     def is_of_this_machine(self) -> bool:
@@ -227,8 +229,21 @@ class _Server(uvicorn.Server):
             )
 
 
+@dataclass(frozen=True)
+class Certificate:
+    """Files of TLS."""
+
+    certificate: Path
+    key: Path | None
+
+
 def serve(
-    app: Any, loop: ServingLoop, bound: socket.socket, shutdown_timeout_s: float, on_ready: Callable[[], None]
+    app: Any,
+    loop: ServingLoop,
+    bound: socket.socket,
+    shutdown_timeout_s: float,
+    on_ready: Callable[[], None],
+    certificate: Certificate | None = None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; a second one does not wait. `on_ready` is called when connections are taken.
 
@@ -246,6 +261,8 @@ def serve(
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_SENDING_S,
         server_header=False,
+        ssl_certfile=None if certificate is None else certificate.certificate,
+        ssl_keyfile=None if certificate is None else certificate.key,
     )
     server = _Server(config, loop, shutdown_timeout_s, on_ready)
     server.run(sockets=[bound])

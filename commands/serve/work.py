@@ -22,7 +22,7 @@ from commands.serve.group import Clock
 from commands.serve.http_errors import HTTPError
 from commands.serve.routes import make_app
 from commands.serve.served import ServedModel, check_can_serve, prepare_chat
-from commands.serve.server import Address, errors_logged, serve
+from commands.serve.server import Address, Certificate, errors_logged, serve
 from runtime.errors import SpecDecError
 from runtime.llm import LLM
 from runtime.serving.loop import ServingLoop
@@ -61,6 +61,9 @@ class Guard:
         except HTTPError as error:
             await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
             return
+        if scope["method"] == "HEAD":
+            # The routes of GET answer; of their body uvicorn, which has the method that was asked, sends nothing.
+            scope = scope | {"method": "GET"}
         await self._app(scope, receive, send)
 
     def _check_host(self, host: str) -> None:
@@ -85,9 +88,11 @@ class Guard:
             raise HTTPError(403, "pages of this origin may not ask here", code="origin_not_allowed")
 
     def _check_key(self, headers: dict[bytes, bytes]) -> None:
+        """By either header: Anthropic's clients have one of their own."""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        is_bearer = scheme.lower() == b"bearer"  # in any case, RFC 9110, section 11.1
-        if self._expected is not None and not (hmac.compare_digest(given.strip(), self._expected) and is_bearer):
+        if scheme.lower() != b"bearer":  # in any case, RFC 9110, section 11.1
+            given = headers.get(b"x-api-key", b"")
+        if self._expected is not None and not hmac.compare_digest(given.strip(), self._expected):
             raise HTTPError(401, "the API key is missing or wrong", code="invalid_api_key")
 
 
@@ -119,7 +124,8 @@ def serve_setup(setup: Setup, bound: socket.socket, serving: Serving) -> None:
     gc.enable()
     try:
         with errors_logged():
-            serve(app, served.loop, bound, options.shutdown_timeout, say_where)
+            tls = Certificate(options.ssl_certfile, options.ssl_keyfile) if options.ssl_certfile is not None else None
+            serve(app, served.loop, bound, options.shutdown_timeout, say_where, tls)
     finally:
         served.loop.stop(0)  # before the engine is closed, also where uvicorn did not wait for it
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
-from runtime.tools.formats import (
+from runtime.tools.call_formats import (
     BareCall,
     HarmonyCall,
     JsonCall,

@@ -9,7 +9,7 @@ from typing import Any
 
 from runtime.chat import Message
 from runtime.errors import SpecDecError
-from runtime.tools.formats import JsonCall, ToolFormat
+from runtime.tools.call_formats import JsonCall, ToolFormat
 
 
 def with_tools_as_text(messages: Seq[Message], tools: Seq[dict[str, Any]], form: ToolFormat) -> list[Message]:

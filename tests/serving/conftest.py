@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import uvicorn
-from serving_models import TEMPLATE, Listening, MakeServed, Served, opened
+from serving_models import TEMPLATE, TOOL_TEMPLATE, Listening, MakeServed, Served, opened
 from starlette.testclient import TestClient
 
 from commands.serve.server import BoundedProtocol
@@ -44,6 +44,15 @@ def make_served(llama_engine_dir: Path, chat_tokenizer_dir: Path) -> Iterator[Ma
 def served(make_served: MakeServed) -> Served:
     """Server with n-gram lookup, for all tests that leave it as it is."""
     return make_served(NgramDrafter(4, 2))
+
+
+@pytest.fixture(scope="session")
+def tooled(make_served: MakeServed, chat_tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """A server whose template knows tools, in the format `hermes`, and reasoning."""
+    directory = tmp_path_factory.mktemp("tools") / "tokenizer"
+    shutil.copytree(chat_tokenizer_dir, directory)
+    (directory / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+    return make_served(NgramDrafter(4, 2), tokenizer_dir=directory)
 
 
 @pytest.fixture

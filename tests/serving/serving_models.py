@@ -20,6 +20,13 @@ TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+TOOL_TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}{% endif %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<assistant>{% if think %}<think>\n{% endif %}{% endif %}"
+    "{# </think> #}"
+)
 WAITS = CustomDrafter("gate", "Waits")
 """Drafter for a server with the fixture `gate`."""
 PROMPT = "The little dog had a red ball. The"

@@ -1,8 +1,6 @@
 """Tools over HTTP: what clients ask for, what the model's calls become, whole and in a stream."""
 
 import json
-import shutil
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -12,17 +10,9 @@ from serving_models import MakeServed, Served
 
 from commands.serve.asking import ask_chat
 from commands.serve.schema import ChatRequest
-from runtime.drafters.specs import NgramDrafter
 from runtime.request import Sequence
 
 CHAT = "/v1/chat/completions"
-TEMPLATE = (
-    "{% if tools %}{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}{% endif %}"
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}{{ '\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}<assistant>{% if think %}<think>\n{% endif %}{% endif %}"
-    "{# </think> #}"
-)
 ASKED = [{"role": "user", "content": "Go"}]
 STEP = {
     "type": "object",
@@ -33,15 +23,6 @@ SCHEMAS = {"step": STEP, "stop": {"type": "object", "properties": {}}}
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
 CALL = {"id": "c1", "type": "function", "function": {"name": "step", "arguments": '{"by": 1, "to": "left"}'}}
 GAVE = {"role": "tool", "tool_call_id": "c1", "content": "ok"}
-
-
-@pytest.fixture(scope="module")
-def tooled(make_served: MakeServed, chat_tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """A server whose template knows tools, in the format `hermes`, and reasoning."""
-    directory = tmp_path_factory.mktemp("tools") / "tokenizer"
-    shutil.copytree(chat_tokenizer_dir, directory)
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
-    return make_served(NgramDrafter(4, 2), tokenizer_dir=directory)
 
 
 def chat(served: Served, **body: Any) -> dict[str, Any]:

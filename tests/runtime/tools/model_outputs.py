@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from runtime.tools.formats import Tool
+from runtime.tools.call_formats import Tool
 
 WEATHER = Tool(
     "get_weather",

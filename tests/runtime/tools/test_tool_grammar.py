@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from runtime.grammar import Grammars
 from runtime.params import Grammar
 from runtime.text import TextStream
-from runtime.tools.formats import REASONING_FORMATS, TOOL_FORMATS, Tool, named_tool_format
-from runtime.tools.grammar import Calls, SpecialIds, call_grammar, schema_of
+from runtime.tools.call_formats import REASONING_FORMATS, TOOL_FORMATS, Tool, named_tool_format
+from runtime.tools.call_grammar import Calls, SpecialIds, call_grammar, schema_of
 from runtime.tools.parser import OutputForm, Said, said_of, tags_of
 
 THINK = REASONING_FORMATS[0]

@@ -6,7 +6,7 @@ import pytest
 from model_outputs import NOW, OUTPUTS, SPECIAL, TOOLS, Parts
 
 from runtime.errors import UsageError
-from runtime.tools.formats import REASONING_FORMATS, find_tool_format, named_tool_format
+from runtime.tools.call_formats import REASONING_FORMATS, find_tool_format, named_tool_format
 from runtime.tools.parser import OutputForm, OutputParser, Said, joined, said_of
 
 

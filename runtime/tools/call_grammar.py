@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from runtime.tools.formats import (
+from runtime.tools.call_formats import (
     BareCall,
     HarmonyCall,
     JsonCall,

@@ -1,8 +1,8 @@
 """Formats in which models write calls of tools and their reasoning: one table, chosen by the text of a chat template.
 
 A format is what stands around a call and how its name and arguments are written in between. The parser
-(`runtime.tools.parser`) reads it, leniently about white space; the grammar (`runtime.tools.grammar`) holds an output to
-it, as the models were trained to write it. Sources are the chat templates that the models' makers publish.
+(`runtime.tools.parser`) reads it, leniently about white space; the grammar (`runtime.tools.call_grammar`) holds an
+output to it, as the models were trained to write it. Sources are the chat templates that the models' makers publish.
 """
 
 from collections.abc import Mapping

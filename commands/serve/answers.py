@@ -1,0 +1,144 @@
+"""Answers that the routes document: the keys that clients may rely on. Others come with them."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Answer(BaseModel):
+    """Documents have more keys than are named."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class Usage(Answer):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, Any]
+    completion_tokens_details: dict[str, Any]
+
+
+class TextChoice(Answer):
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class CompletionAnswer(Answer):
+    """Completions of one or several prompts."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage
+    metrics: dict[str, Any]
+
+
+class AnsweredFunction(Answer):
+    name: str
+    arguments: str
+
+
+class AnsweredCall(Answer):
+    id: str
+    type: Literal["function"]
+    function: AnsweredFunction
+
+
+class AnsweredMessage(Answer):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str = ""
+    tool_calls: list[AnsweredCall] = []
+
+
+class ChatChoice(Answer):
+    index: int
+    message: AnsweredMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class ChatAnswer(Answer):
+    """The assistant's next messages."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    metrics: dict[str, Any]
+
+
+class ResponseItem(Answer):
+    id: str
+    type: Literal["message", "reasoning", "function_call"]
+    status: Literal["completed", "incomplete"]
+
+
+class ResponseUsage(Answer):
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+    input_tokens_details: dict[str, Any]
+    output_tokens_details: dict[str, Any]
+
+
+class ResponseAnswer(Answer):
+    """A response of OpenAI's Responses."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[ResponseItem]
+    usage: ResponseUsage
+
+
+class MessageBlock(Answer):
+    type: Literal["text", "thinking", "tool_use"]
+
+
+class MessageUsage(Answer):
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+
+
+class MessageAnswer(Answer):
+    """A message of Anthropic's Messages."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[MessageBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class ModelAnswer(Answer):
+    """One name of the model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelsAnswer(Answer):
+    """The model by each of its names."""
+
+    object: Literal["list"]
+    data: list[ModelAnswer]
+    models: list[dict[str, Any]]

@@ -1,0 +1,219 @@
+"""Anthropic's Messages, as Claude Code uses them: into a chat request, and out of its answer."""
+
+import json
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from commands.serve.chat_completions import call_id, chat_streams
+from commands.serve.http_errors import HTTPError
+from commands.serve.replies import Chunks, Piece, PieceStream, usage
+from commands.serve.schema import (
+    AnthropicBlock,
+    AnthropicMessage,
+    ChatRequest,
+    CountRequest,
+    MessagesRequest,
+    text_of,
+    validate_body,
+)
+from commands.serve.served import ServedModel
+from runtime.serving.loop import RequestHandle
+from runtime.text import decode
+
+_CHOICES = {"auto": None, "any": "required", "none": "none"}
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(error: HTTPError) -> dict[str, Any]:
+    """Error in Anthropic's form."""
+    return {"type": "error", "error": {"type": _ERROR_TYPES.get(error.status, "api_error"), "message": error.message}}
+
+
+def chat_of_messages(served: ServedModel, body: CountRequest) -> ChatRequest:
+    """The chat request that a request for a message is."""
+    said: list[dict[str, Any]] = []
+    if system := text_of(body.system):
+        said.append({"role": "system", "content": system})
+    for message in body.messages:
+        said += _messages(message)
+    chat: dict[str, Any] = {"messages": said, "tools": _tools(body)}
+    if (choice := body.tool_choice) is not None:
+        if choice.type == "tool":
+            chat["tool_choice"] = {"type": "function", "function": {"name": choice.name or ""}}
+        else:
+            chat["tool_choice"] = _CHOICES[choice.type]
+        chat["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
+    if body.thinking is not None and "enable_thinking" in served.template_text:
+        chat["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+    if isinstance(body, MessagesRequest):
+        names = ("max_tokens", "stream", "temperature", "top_p", "top_k", "seed")
+        chat |= {name: getattr(body, name) for name in names} | {"stop": body.stop_sequences or None}
+        speculative: Any = body.speculative
+        chat["speculative"] = (
+            speculative.model_dump(exclude_unset=True) if hasattr(speculative, "model_dump") else speculative
+        )
+    return validate_body({name: value for name, value in chat.items() if value is not None}, ChatRequest)
+
+
+def _tools(body: CountRequest) -> list[dict[str, Any]] | None:
+    """Tools of the client's own; those of Anthropic's servers have another type."""
+    own = [tool for tool in body.tools or () if tool.get("type") in (None, "custom")]
+    tools = []
+    for tool in own:
+        function = {"name": tool.get("name"), "description": tool.get("description")}
+        function |= {"parameters": tool.get("input_schema"), "strict": tool.get("strict")}
+        tools.append({"type": "function", "function": {key: one for key, one in function.items() if one is not None}})
+    return tools or None
+
+
+def _messages(message: AnthropicMessage) -> list[dict[str, Any]]:
+    """A message of blocks as one with calls, or as what tools gave and a text."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    texts = "".join(block.text or "" for block in message.content if block.type == "text")
+    if message.role != "assistant":
+        gave = [_gave(block) for block in message.content if block.type == "tool_result"]
+        return [*gave, *([{"role": message.role, "content": texts}] if texts or not gave else [])]
+    said: dict[str, Any] = {"role": "assistant", "content": texts}
+    if thought := "".join(block.thinking or "" for block in message.content if block.type == "thinking"):
+        said["reasoning_content"] = thought
+    if calls := [_call(block) for block in message.content if block.type == "tool_use"]:
+        said["tool_calls"] = calls
+    return [said]
+
+
+def _gave(block: AnthropicBlock) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content)}
+
+
+def _call(block: AnthropicBlock) -> dict[str, Any]:
+    return {
+        "id": block.id,
+        "type": "function",
+        "function": {"name": block.name, "arguments": json.dumps(block.input or {})},
+    }
+
+
+class MessagesReply:
+    """Writes the answer to a request for a message."""
+
+    def __init__(
+        self, served: ServedModel, body: MessagesRequest, chat: ChatRequest, answers: list[RequestHandle]
+    ) -> None:
+        self.answers = answers
+        self._served, self._body, self._chat = served, body, chat
+        self._id = f"msg_{uuid.uuid4().hex}"
+        self._blocks: list[dict[str, Any]] = []
+        self._arguments = ""
+        self._is_open = False
+        self._num_calls = 0
+
+    def streams(self) -> list[PieceStream]:
+        return chat_streams(self._served, self._chat, self.answers)
+
+    def chunks(self) -> Chunks:
+        return Chunks(self._first, self._of_piece, self._last, lambda error: [anthropic_error(error)], has_names=True)
+
+    def document(self) -> dict[str, Any]:
+        (stream,) = self.streams()
+        if piece := stream.next():
+            for _ in self._of_piece(0, piece):
+                pass
+        return self._envelope() | {"content": self._blocks, **self._end(), "usage": self._usage()}
+
+    def _first(self, index: int) -> Iterator[dict[str, Any]]:
+        message = self._envelope() | {"content": [], "stop_reason": None, "stop_sequence": None}
+        yield {"type": "message_start", "message": message | {"usage": self._usage() | {"output_tokens": 0}}}
+
+    def _of_piece(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+        for kind, text in piece.said:
+            if kind == "call":
+                yield from self._close()
+                number = self._num_calls
+                self._num_calls += 1
+                yield from self._open(
+                    {"type": "tool_use", "id": call_id(self.answers[0], number), "name": text, "input": {}}
+                )
+            elif kind == "arguments":
+                self._arguments += text
+                yield self._delta({"type": "input_json_delta", "partial_json": text})
+            else:
+                block_type, key = ("text", "text") if kind == "content" else ("thinking", "thinking")
+                if not self._is_open or self._blocks[-1]["type"] != block_type:
+                    yield from self._close()
+                    signature = {"signature": ""} if block_type == "thinking" else {}
+                    yield from self._open({"type": block_type, key: "", **signature})
+                self._blocks[-1][key] += text
+                yield self._delta({"type": f"{block_type}_delta", key: text})
+        if piece.is_last:
+            if not self._blocks:
+                yield from self._open({"type": "text", "text": ""})
+            yield from self._close()
+
+    def _last(self) -> Iterator[dict[str, Any]]:
+        yield {"type": "message_delta", "delta": self._end(), "usage": self._usage()}
+        yield {"type": "message_stop"}
+
+    def _open(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        self._is_open = True
+        self._blocks.append(block)
+        yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": dict(block)}
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
+
+    def _close(self) -> Iterator[dict[str, Any]]:
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._blocks[-1]["type"] == "tool_use":
+            self._blocks[-1]["input"], self._arguments = _input(self._arguments), ""
+        yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
+
+    def _end(self) -> dict[str, Any]:
+        answer = self.answers[0]
+        word = None
+        match answer.progress.finish_reason:
+            case "length":
+                reason = "max_tokens"
+            case "stop" if word := self._stop_word(answer):
+                reason = "stop_sequence"
+            case _:
+                reason = "tool_use" if self._num_calls else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": word}
+
+    def _stop_word(self, answer: RequestHandle) -> str | None:
+        """The stop word that ended the text."""
+        text = decode(self._served.tokenizer, answer.output_tokens, answer.request.prompt_tokens)
+        return next((word for word in self._body.stop_sequences or () if word in text), None)
+
+    def _usage(self) -> dict[str, Any]:
+        """Tokens that were found in the K/V cache are counted apart."""
+        counts = usage(self.answers, 1)
+        num_cached = counts["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": counts["prompt_tokens"] - num_cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": num_cached,
+            "output_tokens": counts["completion_tokens"],
+        }
+
+    def _envelope(self) -> dict[str, Any]:
+        return {"id": self._id, "type": "message", "role": "assistant", "model": self._served.name}
+
+
+def _input(arguments: str) -> Any:
+    """Arguments as an object; what was cut off, or is none, is an empty one: the stream has its text."""
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

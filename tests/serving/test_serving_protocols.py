@@ -1,0 +1,242 @@
+"""OpenAI's Responses and Anthropic's Messages: the same model, asked and answered in other words."""
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from sentences import Said
+from serving_models import Served
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+CALL = '<tool_call>\n{"name": "go", "arguments": {"by": 2}}\n</tool_call>'
+SCHEMA = {"type": "object", "properties": {"by": {"type": "integer"}}, "required": ["by"]}
+FUNCTION = {"type": "function", "name": "go", "parameters": SCHEMA}
+OWN_TOOL = {"name": "go", "input_schema": SCHEMA}
+THOUGHT = {"chat_template_kwargs": {"think": True}}
+
+
+def events_of(response: Any) -> list[dict[str, Any]]:
+    """The events of a stream whose events have names."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for event in response.text.strip().split("\n\n"):
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def ok(response: Any) -> dict[str, Any]:
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def without_ids(value: Any) -> Any:
+    """A document without what is made up for it."""
+    if isinstance(value, dict):
+        made_up = ("id", "item_id", "created_at", "completed_at")
+        return {key: without_ids(one) for key, one in value.items() if key not in made_up}
+    return [without_ids(one) for one in value] if isinstance(value, list) else value
+
+
+def check_schema(served: Served, path: str, document: dict[str, Any]) -> None:
+    """The document is of the schema that openapi.json has for the answer."""
+    openapi = ok(served.client.get("/openapi.json"))
+    schema = openapi["paths"][path]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
+    jsonschema.validate(document, schema | {"components": openapi["components"]})
+
+
+ASKED: dict[str, Any] = {"input": "Go", "temperature": 0, "max_output_tokens": 12, "store": False}
+
+
+def test_a_response_says_what_a_chat_says(tooled: Served) -> None:
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "Go"}]
+    chat = ok(tooled.post(CHAT, messages=messages, temperature=0, max_tokens=12, ignore_eos=True))
+    found = ok(tooled.post(RESPONSES, **ASKED, instructions="S", ignore_eos=True))
+    (item,) = found["output"]
+    assert item["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    assert (found["status"], found["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert found["usage"]["output_tokens"] == 12
+    check_schema(tooled, RESPONSES, found)
+    check_schema(tooled, CHAT, chat)
+
+
+def test_input_items_are_the_messages_of_a_chat(tooled: Served) -> None:
+    """Parts, calls and what they gave: one prompt either way."""
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Go"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "A"}]},
+        {"type": "function_call", "call_id": "c1", "name": "go", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "ok"},
+    ]
+    call = {"id": "c1", "type": "function", "function": {"name": "go", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "Go"},
+        {"role": "assistant", "content": "A", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "ok"},
+    ]
+    chat = ok(tooled.post(CHAT, messages=messages, max_tokens=2, seed=1))
+    found = ok(tooled.post(RESPONSES, input=items, max_output_tokens=2, seed=1))
+    assert found["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+    blocks = [
+        {"role": "user", "content": "Go"},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "Hm", "signature": ""},
+            {"type": "text", "text": "A"},
+            {"type": "tool_use", "id": "c1", "name": "go", "input": {}},
+        ]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "ok"}]},
+    ]  # fmt: skip
+    counted = ok(tooled.post(f"{MESSAGES}/count_tokens", messages=blocks))
+    assert counted == {"input_tokens": chat["usage"]["prompt_tokens"]}
+
+
+def written(reasoning: str = "") -> dict[str, Any]:
+    """The only text that the model can write."""
+    return {"guided_choice": [f"{reasoning}I go. {CALL}"]}
+
+
+def test_calls_of_a_response_stream_as_they_are_whole(tooled: Served) -> None:
+    body = {"input": "Go", "seed": 1, "tools": [FUNCTION, {"type": "web_search"}, {"type": "namespace", "name": "x"}]}
+    body |= written("Hm.\n</think>\n\n") | THOUGHT
+    found = ok(tooled.post(RESPONSES, **body))
+    assert [item["type"] for item in found["output"]] == ["reasoning", "message", "function_call"]
+    assert found["output"][0]["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+    assert found["output"][1]["content"][0]["text"] == "I go."
+    assert (found["output"][2]["name"], found["output"][2]["arguments"]) == ("go", '{"by": 2}')
+    events = events_of(tooled.post(RESPONSES, **body, stream=True))
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds[:2] == ["created", "in_progress"] and kinds[-1] == "completed"
+    assert without_ids(events[-1]["response"]) == without_ids(found) | {"usage": events[-1]["response"]["usage"]}
+    for kind, field in (("reasoning_text", 0), ("output_text", 1), ("function_call_arguments", 2)):
+        deltas = "".join(event["delta"] for event in events if event["type"] == f"response.{kind}.delta")
+        (done,) = [event for event in events if event["type"] == f"response.{kind}.done"]
+        assert deltas == done.get("text", done.get("arguments")) and done["output_index"] == field
+    added = [event["item"]["type"] for event in events if event["type"] == "response.output_item.added"]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert added == ["reasoning", "message", "function_call"] and done == events[-1]["response"]["output"]
+
+
+def test_a_response_goes_on_from_one_that_is_kept(tooled: Served) -> None:
+    first = ok(tooled.post(RESPONSES, input="Go", max_output_tokens=4, seed=1))
+    text = first["output"][0]["content"][0]["text"]
+    second = ok(tooled.post(RESPONSES, input="On", previous_response_id=first["id"], max_output_tokens=2))
+    messages = [
+        {"role": "user", "content": "Go"},
+        {"role": "assistant", "content": text},
+        {"role": "user", "content": "On"},
+    ]
+    chat = ok(tooled.post(CHAT, messages=messages, max_tokens=2))
+    assert second["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+    assert ok(tooled.client.get(f"{RESPONSES}/{first['id']}")) == first
+    assert ok(tooled.client.delete(f"{RESPONSES}/{first['id']}"))["deleted"] is True
+    assert tooled.client.get(f"{RESPONSES}/{first['id']}").status_code == 404
+    unkept = ok(tooled.post(RESPONSES, **ASKED))
+    assert tooled.client.get(f"{RESPONSES}/{unkept['id']}").status_code == 404
+
+
+def test_kept_responses_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from commands.serve.openai_responses import ResponseStore
+
+    monkeypatch.setattr("commands.serve.openai_responses._MOST_STORED_CHARACTERS", 1000)
+    store = ResponseStore()
+    for i in range(20):
+        store.add({"id": str(i)}, [{"role": "user", "content": "x" * 100}])
+    assert 3 < len(store._held) < 10 and "19" in store._held and "0" not in store._held
+
+
+def test_calls_of_a_message_stream_as_they_are_whole(tooled: Served) -> None:
+    tools = [OWN_TOOL, {"type": "web_search_20250305", "name": "web_search"}]
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "Go"}],
+        "max_tokens": 90,
+        "tools": tools,
+        "seed": 1,
+    }
+    found = ok(tooled.post(MESSAGES, **body, tool_choice=choice))
+    (block,) = found["content"]
+    assert (block["type"], block["name"], found["stop_reason"]) == ("tool_use", "go", "tool_use")
+    jsonschema.validate(block["input"], SCHEMA)
+    check_schema(tooled, MESSAGES, found)
+    events = events_of(tooled.post(MESSAGES, **body, tool_choice=choice, stream=True))
+    assert events[0]["type"] == "message_start" and events[-1] == {"type": "message_stop"}
+    arguments = "".join(e["delta"]["partial_json"] for e in events if e["type"] == "content_block_delta")
+    assert json.loads(arguments) == block["input"]
+    assert [event["type"] for event in events if event["type"].startswith("content_block_s")] == [
+        "content_block_start",
+        "content_block_stop",
+    ]
+    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+
+
+def test_a_message_says_why_it_ends(tooled: Served) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Go"}], "seed": 2}
+    chat = ok(tooled.post(CHAT, **body, max_tokens=12, ignore_eos=True))["choices"][0]["message"]["content"]
+    cut = ok(tooled.post(MESSAGES, **body, max_tokens=3))
+    assert cut["stop_reason"] == "max_tokens" and cut["usage"]["output_tokens"] == 3
+    word = next(character for character in chat if character.isprintable() and character != "\ufffd")
+    stopped = ok(tooled.post(MESSAGES, **body, max_tokens=12, stop_sequences=[word]))
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", word)
+    text = "".join(block.get("text", "") for block in stopped["content"])
+    assert text == chat[: chat.index(word)]
+    usage = ok(tooled.post(MESSAGES, **body, max_tokens=3))["usage"]
+    assert usage["cache_read_input_tokens"] > 0 and usage["input_tokens"] >= 1
+
+
+WRONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "an input of nothing": (RESPONSES, {"input": []}),
+    "an item of another type": (RESPONSES, {"input": [{"type": "computer_call", "id": "1"}]}),
+    "an image": (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}),
+    "an unknown response": (RESPONSES, {"input": "a", "previous_response_id": "resp_1"}),
+    "a response in the background": (RESPONSES, {"input": "a", "background": True}),
+    "a choice of a hosted tool": (RESPONSES, {"input": "a", "tool_choice": {"type": "web_search"}}),
+    "an answer to no call": (RESPONSES, {"input": [{"type": "function_call_output", "call_id": "1", "output": "a"}]}),
+    "a function without a name": (RESPONSES, {"input": "a", "tools": [{"type": "function"}]}),
+    "no length": (MESSAGES, {"messages": [{"role": "user", "content": "a"}]}),
+    "an image in a message": (
+        MESSAGES,
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}], "max_tokens": 1},
+    ),
+    "a result without its call": (
+        MESSAGES,
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "a"}]}], "max_tokens": 1},
+    ),
+    "embeddings": ("/v1/embeddings", {"input": "a"}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_said_in_the_protocols_own_form(tooled: Served, name: str, said: Said) -> None:
+    path, body = WRONG[name]
+    response = tooled.post(path, **body)
+    assert response.status_code in (400, 404), response.text
+    answer = response.json()
+    if path == MESSAGES:
+        assert answer["type"] == "error" and set(answer["error"]) == {"type", "message"}
+    else:
+        assert set(answer["error"]) == {"message", "type", "param", "code"}
+    said(answer["error"]["message"])
+
+
+def test_head_is_answered_like_get(tooled: Served) -> None:
+    for path in ("/", "/health", "/v1/models", "/version"):
+        assert tooled.client.head(path).status_code == tooled.client.get(path).status_code == 200
+    assert tooled.client.head("/v1/responses").status_code == 405
+
+
+def test_either_header_has_the_key(make_served: Any) -> None:
+    served = make_served(None, api_key="secret")
+    for headers, status in (
+        ({"x-api-key": "secret"}, 200),
+        ({"Authorization": "Bearer secret"}, 200),
+        ({"x-api-key": "wrong"}, 401),
+        ({"Authorization": "Basic secret"}, 401),
+        ({}, 401),
+    ):
+        assert served.client.get("/v1/models", headers=headers).status_code == status
