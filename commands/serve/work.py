@@ -88,7 +88,7 @@ class Guard:
             raise HTTPError(403, "pages of this origin may not ask here", code="origin_not_allowed")
 
     def _check_key(self, headers: dict[bytes, bytes]) -> None:
-        """By either header: Anthropic's clients have one of their own."""
+        """Check either header: Anthropic's clients have one of their own."""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer":  # in any case, RFC 9110, section 11.1
             given = headers.get(b"x-api-key", b"")
