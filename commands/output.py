@@ -62,6 +62,11 @@ class Output:
             sys.stdout.write(text + end)
             sys.stdout.flush()
 
+    def dimmed(self, text: str, end: str = "\n") -> None:
+        """Generated text that matters less."""
+        if not self.json:
+            stdout().print(Text(visible(text), style="dim"), end=end, soft_wrap=True)
+
     def document(self, data: dict[str, Any]) -> None:
         if self.json:
             sys.stdout.write(json.dumps(data, indent=2, allow_nan=False) + "\n")

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +13,7 @@ from commands.options.shared import INPUT, OUTPUT
 from commands.output import Output
 from commands.run.command import RunGeneration
 from runtime.errors import UsageError
+from runtime.tools.call_formats import named_tool_format
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,24 @@ class ChatOptions:
     system: Annotated[str | None, typer.Option(help="System message.", rich_help_panel=INPUT, show_default=False)] = (
         None
     )
+    tools: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.py",
+            help="Python file whose functions the model may call; each call is asked for first.",
+            rich_help_panel=INPUT,
+            show_default=False,
+        ),
+    ] = None
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="Format in which the model calls tools, as for `serve`.",
+            rich_help_panel=INPUT,
+            show_default="the chat template's",
+        ),
+    ] = None
     show_tokens: Annotated[
         bool,
         typer.Option(
@@ -43,16 +63,20 @@ def chat(engine: EngineOptions, chat: ChatOptions, generation: RunGeneration) ->
         raise UsageError(f"a chat has one answer: `--num-return-sequences {params.n}`", hint="leave the flag out")
     choice = engine.choose(params, generation.common.max_num_tokens, "leader")
     choice.check_chat_template()
+    if chat.tool_call_parser is not None:
+        named_tool_format(chat.tool_call_parser)
 
+    from commands.chat.tools import open_toolbox
     from commands.chat.work import HELP, Conversation, lines_of_user, values_line
 
+    toolbox = None if chat.tools is None else open_toolbox(chat.tools)
     output = Output()
     with choice.open(output) as setup:
         own = setup.llm.model_defaults.sampling
         setup = replace(setup, params=generation.for_chat(own).params(None))
         if setup.params != params:
             output.result(f"sampled as the model's generation_config.json says: {values_line(own)}")
-        conversation = Conversation(setup, output, chat.system, chat.show_tokens)
+        conversation = Conversation(setup, output, chat.system, chat.show_tokens, toolbox, chat.tool_call_parser)
         setup.llm.chat_template  # noqa: B018  # that there is one is found before the first line
         output.result(HELP)
         for line in lines_of_user():

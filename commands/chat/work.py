@@ -1,20 +1,37 @@
 """Work of `chat` with a session: reads what the user says, streams the answers, remembers both."""
 
+import json
 import sys
 from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
+import typer
+from rich.panel import Panel
+from rich.text import Text
+
+from commands.chat.tools import Toolbox
 from commands.documents.settings import Setup
 from commands.options.hints import hint_of, message_of
-from commands.output import Output, fail, milliseconds, number, warn
+from commands.output import Output, fail, milliseconds, number, visible, warn
 from commands.tables.drafts import Mark, mark_for_stdout, marked_text
-from runtime.chat import Message
+from runtime.chat import Message, TemplateInputs
 from runtime.errors import SpecDecError
 from runtime.evaluation.steps import output_pieces
+from runtime.grammar import CompiledGrammar
+from runtime.params import Grammar
 from runtime.request import Request, Sequence
 from runtime.text import TextStream, stop_words_of
+from runtime.tools.call_formats import find_reasoning_format, find_tool_format, named_tool_format
+from runtime.tools.call_grammar import Calls, SpecialIds, call_grammar
+from runtime.tools.parser import OutputForm, OutputParser, Said, joined, special_token_ids
+from runtime.tools.prompt import with_tools_as_text
 
+_PROMPT_END = 64
+"""Tokens of a prompt in which what is thought may have been opened."""
 HELP = "/stats: the last answer's numbers; /reset: forget the conversation; /quit: leave; Ctrl-C: end an answer"
 
 
@@ -26,12 +43,49 @@ class Conversation:
     output: Output
     system: str | None
     show_tokens: bool
+    toolbox: Toolbox | None = None
+    tool_call_parser: str | None = None
     messages: list[Message] = field(default_factory=list)
     last: Sequence | None = None
     num_unanswered: int = 0
 
     def __post_init__(self) -> None:
         self.reset()
+
+    @cached_property
+    def _form(self) -> OutputForm:
+        """Form by which answers are read; SpecDecError for tools that the model cannot be told of."""
+        llm = self.setup.llm
+        assert llm.tokenizer is not None
+        template = llm.chat_template
+        calls = find_tool_format(template.text)
+        if self.tool_call_parser is not None:
+            calls = named_tool_format(self.tool_call_parser)
+        if self.toolbox is not None and (calls is None or (not template.knows_tools and self.tool_call_parser is None)):
+            raise SpecDecError(
+                "the model's chat template knows no tools, or calls them in a format that is not known",
+                hint="take a model that was trained for tools, or name the format of its calls",
+                code="no_tools",
+            )
+        tools = () if self.toolbox is None else self.toolbox.tools
+        return OutputForm.of(calls, find_reasoning_format(template.text), special_token_ids(llm.tokenizer), tools)
+
+    def _prompt(self) -> list[int]:
+        template, documents = self.setup.llm.chat_template, () if self.toolbox is None else self.toolbox.documents
+        if self.toolbox is None or template.knows_tools or self._form.calls is None:
+            return template.encode(self.messages, TemplateInputs(documents))
+        return template.encode(with_tools_as_text(self.messages, documents, self._form.calls))
+
+    def _grammar(self, prompt: list[int], request: Request) -> CompiledGrammar | None:
+        """Grammar of the calls, where the output has no other."""
+        if self.toolbox is None or self._form.calls is None or request.grammar is not None:
+            return request.grammar
+        grammars = self.setup.llm.grammars
+        special = SpecialIds(grammars.special_tokens(), request.end_ids)
+        in_reasoning = self._form.is_in_reasoning(self._end_of(replace(request, prompt_tokens=tuple(prompt))))
+        calls = Calls(self.toolbox.tools, "auto")
+        text = call_grammar(calls, self._form.calls, self._form.reasoning, special, in_reasoning=in_reasoning)
+        return None if text is None else grammars.compiled(Grammar("lark", text))
 
     def reset(self) -> None:
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -56,23 +110,46 @@ class Conversation:
 
     def _answer(self, line: str) -> None:
         """Stream an answer and remember it; what cannot be answered is said, and forgotten."""
+        num_before = len(self.messages)
         self.messages.append({"role": "user", "content": line})
         try:
-            request = self._request()
-            pieces = self._pieces(request)
-            said = "".join(pieces)
+            while self._turn():
+                pass
         except SpecDecError as error:
-            self.messages.pop()
+            del self.messages[num_before:]
             self.num_unanswered += 1
             fail(message_of(error), hint_of(error))
-            return
-        self.messages.append({"role": "assistant", "content": said})
+
+    def _turn(self) -> bool:
+        """Hear the model, and make the calls that the user allows; True if it is to go on with what they all gave."""
+        said = joined(self._said(self._request()))
+        message: Message = {"role": "assistant", "content": "".join(one.text for one in said if one.kind == "content")}
+        if thought := "".join(one.text for one in said if one.kind == "reasoning"):
+            message["reasoning_content"] = thought
+        calls = calls_in(said)
+        is_cut = self.last is not None and self.last.finish_reason == "length"
+        if not calls or self.toolbox is None or is_cut:
+            self.messages.append(message)
+            return False
+        message["tool_calls"] = [
+            {"id": f"call{i}", "type": "function", "function": {"name": name, "arguments": _object(arguments)}}
+            for i, (name, arguments) in enumerate(calls)
+        ]
+        self.messages.append(message)
+        are_allowed = True
+        for i, (name, arguments) in enumerate(calls):
+            self.output.result(_box(name, arguments))
+            are_allowed = are_allowed and is_allowed()
+            gave = self.toolbox.call(name, arguments) if are_allowed else "error: the user did not allow this call"
+            self.output.text(gave)
+            self.messages.append({"role": "tool", "tool_call_id": f"call{i}", "name": name, "content": gave})
+        return are_allowed
 
     def _request(self) -> Request:
         """Request for the conversation, with as many tokens as fit."""
         llm = self.setup.llm
         template = llm.request_of(self.setup.params)
-        prompt = llm.chat_template.encode(self.messages)
+        prompt = self._prompt()
         build = llm.bundle.config.build_config
         longest = min(build.max_input_len, build.max_request_len - 1)
         if len(prompt) > longest:
@@ -81,39 +158,53 @@ class Conversation:
                 f"the conversation is longer than the engine takes ({longest} tokens): {len(prompt)}",
                 hint="/reset begins another" if said_before else "say less, or build an engine with more room",
             )
-        request = template.with_prompt(0, prompt, 0)
+        request = replace(template.with_prompt(0, prompt, 0), grammar=self._grammar(prompt, template))
         return replace(request, max_new_tokens=min(request.max_new_tokens, build.max_request_len - len(prompt)))
 
-    def _pieces(self, request: Request) -> list[str]:
-        """The answer's text, printed as it comes; Ctrl-C ends it."""
+    def _said(self, request: Request) -> list[Said]:
+        """Parts of the answer, printed as they come; Ctrl-C ends it."""
         self.setup.session.check_requests([request])
-        self.last, pieces = None, []
+        self.last, parts = None, list[Said]()
         try:
-            show = self.output.styled if self.show_tokens else self.output.text
-            for text in self._shown(request):
-                show(text, end="")
-                pieces.append(text)
+            for said in self._shown(request):
+                if said.kind == "content" and not self.show_tokens:
+                    self.output.text(said.text, end="")
+                elif said.kind == "reasoning" and not self.show_tokens:
+                    self.output.dimmed(said.text, end="")
+                parts.append(said)
         except KeyboardInterrupt:
             self.output.text(" …", end="")
         self.output.text("")
-        return [self.last_text] if self.show_tokens else pieces
+        return parts
 
-    @property
-    def last_text(self) -> str:
-        return "" if self.last is None else self.setup.llm.text(self.last) or ""
-
-    def _shown(self, request: Request) -> Iterator[str]:
+    def _shown(self, request: Request) -> Iterator[Said]:
         tokenizer = self.setup.llm.tokenizer
         assert tokenizer is not None  # or there were no template
         marked = _MarkedStream(self.setup, mark_for_stdout()) if self.show_tokens else None
-        text = TextStream(tokenizer, stop_words_of(request), request.prompt_tokens)
+        text = TextStream(tokenizer, stop_words_of(request), request.prompt_tokens, self._form.special.shown)
+        parser = OutputParser(self._form, in_reasoning=self._form.is_in_reasoning(self._end_of(request)))
+        is_text, last = self._form.says_only_text, Said("content", "")
         with closing(self.setup.session.steps([request])) as steps:
             for sequence, _ in steps:
                 self.last, finished = sequence, sequence.finish_reason is not None
                 if marked is not None:
-                    yield marked.next_piece(sequence, finished=finished)
-                else:
-                    yield text.next_piece(sequence.output_tokens, finished=finished)
+                    self.output.styled(marked.next_piece(sequence, finished=finished), end="")
+                piece = text.next_piece(sequence.output_tokens, finished=finished)
+                if is_text:
+                    yield Said("content", piece)
+                    continue
+                for said in [*parser.feed(piece), *(parser.end() if finished else ())]:
+                    if said.kind == "content" and last.kind == "reasoning":
+                        self.output.text("\n")
+                    last = said
+                    yield said
+
+    def _end_of(self, request: Request) -> str:
+        """The end of a prompt with its special tokens."""
+        tokenizer = self.setup.llm.tokenizer
+        assert tokenizer is not None
+        tail = list(request.prompt_tokens[-_PROMPT_END:])
+        return str(tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _stats(self) -> str:
         if self.last is None or self.last.stats.ttft_s is None:
@@ -125,6 +216,41 @@ class Conversation:
             f"{milliseconds(stats.ttft_s)}, then {milliseconds(stats.tpot_s)} each; "
             f"{stats.num_reused_tokens} of {len(self.last.request.prompt_tokens)} prompt tokens found in the K/V cache"
         )
+
+
+def calls_in(said: Seq[Said]) -> list[tuple[str, str]]:
+    """Names and arguments of the calls in an answer."""
+    calls: list[tuple[str, str]] = []
+    for kind, text in said:
+        if kind == "call":
+            calls.append((text, ""))
+        elif kind == "arguments":
+            calls[-1] = (calls[-1][0], text)
+    return calls
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """Arguments for the template; none where they are no object, which their function says."""
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _box(name: str, arguments: str) -> Panel:
+    shown = json.dumps(_object(arguments), ensure_ascii=False, indent=2) if _object(arguments) else arguments
+    return Panel(Text(visible(shown)), title=Text(visible(name)), title_align="left", expand=False)
+
+
+def is_allowed() -> bool:
+    """True if the user has the call made: `y` or `yes`, on a line of its own where input is no terminal."""
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        try:
+            return typer.confirm("call it?", default=False)
+        except typer.Abort:
+            return False
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 class _MarkedStream:

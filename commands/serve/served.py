@@ -20,6 +20,7 @@ from runtime.tools.call_formats import (
     named_reasoning_format,
     named_tool_format,
 )
+from runtime.tools.parser import special_token_ids
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,7 @@ class ServedModel:
     @cached_property
     def special_tokens(self) -> dict[str, int]:
         """Their ids by what they are called, such as `</s>`."""
-        added = self.tokenizer.added_tokens_decoder
-        return {str(self.tokenizer.convert_ids_to_tokens(i)): i for i, token in added.items() if token.special}
+        return special_token_ids(self.tokenizer)
 
     @cached_property
     def _longest_token(self) -> int:

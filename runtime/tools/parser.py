@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
+from runtime.tokenizer import Tokenizer
 from runtime.tools.call_formats import (
     BareCall,
     HarmonyCall,
@@ -65,6 +66,12 @@ class SpecialTokens:
     def named(self, text: str) -> str:
         """A text with the tokens' names."""
         return text.translate(self._names)
+
+
+def special_token_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Special tokens of a vocabulary by what they are called, such as `</s>`."""
+    added = tokenizer.added_tokens_decoder
+    return {str(tokenizer.convert_ids_to_tokens(i)): i for i, token in added.items() if token.special}
 
 
 @dataclass(frozen=True)

@@ -263,3 +263,72 @@ def test_flags_of_run_that_mean_nothing_here_are_not_ignored(
         type_lines("The dog")
         assert specdec("chat", "--engine-dir", engine_dir, "--mode", mode).exit_code == 0
     assert modes == ["orchestrator", "leader"]
+
+
+TOOL_TEMPLATE = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{% for m in messages %}"
+    "<{{ m['role'] }}>{{ m['content'] }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}{% endfor %}"
+    "{% endfor %}<assistant>"
+)
+TOOLS_FILE = """
+def grow(by: int) -> str:
+    \"\"\"Grow the dog.
+
+    Args:
+        by: how much
+    \"\"\"
+    with open(LOG, "a") as file:
+        file.write(f"{by};")
+    return f"grown by {by}"
+
+
+def _hidden() -> None: ...
+"""
+
+
+@pytest.fixture
+def with_tools(engine_dir: Path, tmp_path: Path) -> Path:
+    """The tiny Llama's engine, whose template knows tools."""
+    shutil.copytree(engine_dir, tmp_path / "engine")
+    edit_json(tmp_path / "engine" / "tokenizer_config.json", chat_template=TOOL_TEMPLATE)
+    record_anew(tmp_path / "engine")
+    (tmp_path / "mine.py").write_text(f"LOG = {str(tmp_path / 'log')!r}\n{TOOLS_FILE}")
+    return tmp_path
+
+
+def test_functions_of_a_file_are_called_if_the_user_says_so(
+    specdec: Specdec, with_tools: Path, type_lines: TypeLines
+) -> None:
+    """All that the model can write is a call: it is made when allowed, and what it gave is in the next prompt."""
+    call = '<tool_call>\n{"name": "grow", "arguments": {"by": 3}}\n</tool_call>'
+    type_lines("Go", "y", "n", "/quit")
+    flags = ["--tools", with_tools / "mine.py", "--choice", call]
+    result = specdec("chat", "--engine-dir", with_tools / "engine", *flags)
+    assert result.exit_code == 0, result.stderr
+    assert (with_tools / "log").read_text() == "3;"
+    assert result.stdout.count("─ grow ─") == 2 and '"by": 3' in result.stdout and "grown by 3" in result.stdout
+    assert "did not allow" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("def f(a):\n    pass", "f"), ("1 / 0", "ZeroDivisionError"), ("a = 1", "mine.py"), (None, "mine.py")],
+    ids=["undescribed", "failing", "empty", "missing"],
+)
+def test_a_file_of_tools_that_cannot_be_used_is_one_error(
+    specdec: Specdec, engine_dir: Path, tmp_path: Path, said: Said, text: str | None, value: str
+) -> None:
+    if text is not None:
+        (tmp_path / "mine.py").write_text(text)
+    result = specdec("chat", "--engine-dir", engine_dir, "--tools", tmp_path / "mine.py")
+    assert result.exit_code == 1
+    said(result, value)
+
+
+def test_a_template_without_tools_is_said(
+    specdec: Specdec, engine_dir: Path, with_tools: Path, type_lines: TypeLines, said: Said
+) -> None:
+    type_lines("Go")
+    result = specdec("chat", "--engine-dir", engine_dir, "--tools", with_tools / "mine.py")
+    assert result.exit_code == 1
+    said(result)

@@ -28,6 +28,10 @@ def check(specdec: Specdec, arguments: tuple[str, ...], exit_code: int, said: Sa
         (("--model-dir", "demo", "--allowed-origins", "https://a.org/"), 2, "https://a.org/"),
         (("--model-dir", "demo", "--host", "no.such.host.invalid"), 2, "no.such.host.invalid"),
         (("--model-dir", "demo", "--port", "70000"), 2, "70000"),
+        (("--model-dir", "demo", "--tool-call-parser", "hermse"), 2, "hermse"),
+        (("--model-dir", "demo", "--reasoning-parser", "hm"), 2, "hm"),
+        (("--model-dir", "demo", "--ssl-keyfile", "key.pem"), 2, "`--ssl-keyfile`"),
+        (("--model-dir", "demo", "--ssl-certfile", "nowhere.pem"), 2, "nowhere.pem"),
         (("--model-dir", "demo", "--draft-len-mode", "auto"), 2, "auto"),
     ],
 )
