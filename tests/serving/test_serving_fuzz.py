@@ -8,17 +8,32 @@ from hypothesis import strategies as st
 from serving_models import PROMPT, MakeServed, Served
 from strength import examples
 
-from commands.serve.schema import REFUSED, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from commands.serve.schema import (
+    REFUSED,
+    ChatRequest,
+    CompletionRequest,
+    CountRequest,
+    DetokenizeRequest,
+    MessagesRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+)
 
 MODELS = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
 VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": PROMPT, "max_tokens": 3},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a ball"}], "max_tokens": 3},
+    "/v1/responses": {"input": "a ball", "max_output_tokens": 3},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a ball"}], "max_tokens": 3},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a ball"}]},
     "/tokenize": {"prompt": PROMPT},
     "/detokenize": {"tokens": [5, 6]},
 }
@@ -67,6 +82,14 @@ ODD += [
     {"0": 1, "5": -100},
     [{"role": "user", "content": None}],
     [{"role": "assistant", "content": [{"type": "text", "text": "a"}]}],
+]
+ODD += [
+    [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    [{"type": "function", "name": "f", "parameters": {"$ref": "#"}}],
+    [{"name": "f", "input_schema": {"type": "object"}}],
+    [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}],
+    "required",
+    {"type": "any"},
 ]
 values = st.one_of(
     st.sampled_from(ODD),
