@@ -254,7 +254,7 @@ def test_positions_of_a_draft_are_chosen_as_one_after_the_other(penalties: dict[
 
 
 def test_nothing_is_chosen_behind_a_token_that_is_not_the_drafts() -> None:
-    """By one thread, which takes positions one after the other."""
+    """One thread computes it, which takes positions one after the other."""
     torch.set_num_threads(1)
     rows = torch.eye(8)[[3, 4, 5, 6]]
     drafts = [[3, 4, 5], [3, 4, 7], [3, 7, 5], [7, 4, 5]]
