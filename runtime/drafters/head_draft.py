@@ -8,20 +8,23 @@ token; what it keeps of that is written over when the target has said which toke
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from runtime.batch import Row, pack
+from runtime.bundle import uses_kernels
 from runtime.compiler.compilation import PackagedStep
-from runtime.config import StepCost
+from runtime.config import ARITHMETICS, StepCost
 from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.draft_state import DraftState
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.heads.head_cache import HeadCache
 from runtime.heads.head_config import HeadConfig, num_layers_of
-from runtime.heads.head_model import Head, load_head
+from runtime.heads.head_model import Head, hide_first, load_head, use_kernels
 from runtime.request import Draft, Sequence
 
 _SHORT_ROW = 32
@@ -113,6 +116,10 @@ class HeadDraft:
         for into, row in zip(states, rows, strict=True):
             end = row.start + len(row.tokens)
             into[: len(row.tokens)] = cache.states_before(row.block_table, row.start, end)
+        if self.head.uses_kernels:
+            for row in rows:
+                if row.start == 1:
+                    hide_first(cache.pool, row.block_table[0])
         outputs = self._compute(rows, states.flatten(0, 1))
         for row in rows:
             cache.mark_known(row.block_table, row.start, row.start + len(row.tokens))
@@ -130,17 +137,21 @@ class HeadDraft:
     def _compute(self, rows: list[Row], states: Tensor) -> Tensor:
         start = time.perf_counter()
         batch = pack(rows, self.cache.block_size, self.engine.device)
-        with torch.inference_mode():
+        with torch.inference_mode(), self._threads():
             outputs = self.head(batch, states, self.cache.pool)[batch.logit_indices]
         self.time_s += time.perf_counter() - start
         return outputs
 
     def _logits(self, outputs: Iterable[Tensor]) -> Tensor:
         start = time.perf_counter()
-        with torch.inference_mode():
+        with torch.inference_mode(), self._threads():
             logits = self.head.logits(torch.stack(list(outputs)))
         self.time_s += time.perf_counter() - start
         return logits
+
+    def _threads(self) -> AbstractContextManager[None]:
+        """Beside kernels, which have threads of their own, torch's loops are short."""
+        return self.engine.alone() if self.head.uses_kernels else nullcontext()
 
     def _draft_token(self, draft_state: DraftState, logits: Tensor) -> None:
         if self.confidence_stop:
@@ -162,7 +173,11 @@ def open_head(engine: Engine, config: HeadConfig) -> tuple[Head, HeadCache]:
             code="no_hidden_states",
             head=config.directory,
         )
-    head = load_head(config, _embedding_of(engine), getattr(torch, target.dtype)).to(engine.device)
+    head: Any = load_head(config, _embedding_of(engine), getattr(torch, target.dtype)).to(engine.device)
+    if uses_kernels(target.build_config.compiler, engine.device.type):
+        step, arithmetic = engine.target_step, target.arithmetic
+        known = step.weights if isinstance(step, PackagedStep) else {}
+        use_kernels(head, 0 if arithmetic is None else ARITHMETICS.index(arithmetic), known)
     return head, engine.add_head(head)
 
 
@@ -186,7 +201,7 @@ def measure_head(engine: Engine, head: Head, cache: HeadCache) -> tuple[StepCost
             batch = pack([Row([0], context_len, table, 1)] * batch_size, build.tokens_per_block, engine.device)
             states = cache.states.new_zeros(batch_size, cache.states.shape[-1])
             seconds = []
-            with torch.inference_mode():
+            with torch.inference_mode(), engine.alone() if head.uses_kernels else nullcontext():
                 for _ in range(_NUM_TIMED):
                     start = time.perf_counter()
                     head.logits(head(batch, states, cache.pool))

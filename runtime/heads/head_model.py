@@ -6,15 +6,16 @@ of the hidden states when the draft goes on.
 """
 
 import copy
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from runtime.batch import Batch
-from runtime.compiler.attention import PAGED, PagedInputs
+from runtime.compiler.attention import PAGED, PagedInputs, kernel_attention
 from runtime.compiler.model import ModelKind, Step, model_of_weights, probe_config
 from runtime.compiler.pretrained import parse_pretrained_config
 from runtime.config import LayerShape
@@ -27,16 +28,79 @@ from runtime.source import SourceTensor, load_tensors, read_tensors
 _OTHER_MODEL = "config.json and weights are of two heads; download the head again"
 
 
+_NOT_SEEN = -3e4
+"""Score, before it is scaled, of what no query sees."""
+
+
 class PagedPairs(PagedInputs):
-    """Inputs of a head's attention: a sequence's first token has no pair, and no key that a query may see."""
+    """Inputs of a head's attention: a sequence's first token has no pair, and no key that a query may see.
+
+    The kernel knows no such key. So it is handed queries and keys with two more numbers, `_EXTRA`, by which the first
+    token's key, of which nothing else is there, has a score of `_NOT_SEEN`.
+    """
 
     def mask(self, sliding_window: int | None, attention_chunk: int | None, num_groups: int) -> Tensor:
         visible = super().mask(sliding_window, attention_chunk, num_groups)
         return visible & (torch.arange(visible.shape[-1], device=visible.device) > 0)
 
 
+_EXTRA = 2
+HEAD = "specdec_head"
+
+
+def head_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attention of a head over its pages, by the kernel (`runtime.compiler.attention`)."""
+    if kwargs.get("scaling") is None:
+        kwargs["scaling"] = query.shape[-1] ** -0.5
+    query = F.pad(query, (0, _EXTRA))
+    query[..., -_EXTRA] = 1
+    return kernel_attention(module, query, F.pad(key, (0, _EXTRA)), value, attention_mask, **kwargs)
+
+
+AttentionInterface.register(HEAD, head_attention)
+
+
+def hide_first(pool: KVPool, block: int) -> None:
+    """Give the first token of a sequence that begins with this block a key that no query sees."""
+    for keys, values in zip(pool.keys, pool.values, strict=True):
+        keys[block, :, :, 0], values[block, :, 0] = 0, 0
+        keys[block, :, -_EXTRA, 0] = _NOT_SEEN
+
+
+class PackedLinear(nn.Module):
+    """A linear layer by the CPU's kernel. `known` are weights of the target's step, of which one may be the same."""
+
+    def __init__(self, layer: nn.Linear, arithmetic: int, known: dict[str, Tensor]) -> None:
+        super().__init__()
+        packed: Tensor = torch.ops.specdec.pack_linear(layer.weight.detach())
+        same = (one for one in known.values() if one.shape == packed.shape and one.dtype == packed.dtype)
+        self.packed = next((one for one in same if torch.equal(one, packed)), packed)
+        self.bias, self.num_outputs, self.arithmetic = layer.bias, layer.out_features, arithmetic
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = torch.ops.specdec.linear(x, self.packed, self.bias, self.num_outputs, self.arithmetic)
+        return outputs
+
+
+def use_kernels(head: nn.Module, arithmetic: int, known: dict[str, Tensor]) -> None:
+    """Have the CPU's kernels, which must be loaded, compute the head's attention and linear layers."""
+    for module in list(head.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and child.in_features % 2 == 0:
+                setattr(module, name, PackedLinear(child, arithmetic, known))
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            config._attn_implementation = HEAD
+    head.uses_kernels = True  # type: ignore[assignment]
+
+
 class Head(Protocol):
     """A head in memory."""
+
+    uses_kernels: bool
+    """True if the CPU's kernels compute it: `hide_first` is for those."""
 
     config: HeadConfig
 
@@ -62,6 +126,8 @@ class Head(Protocol):
 class EagleHead(nn.Module):
     """An EAGLE-3 head (arXiv 2503.01840): its first layer attends over embedding and hidden state side by side."""
 
+    uses_kernels = False
+
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config = config
@@ -85,8 +151,8 @@ class EagleHead(nn.Module):
                 self.fc_norm = nn.ModuleList(norm(size, eps=eps) for _ in range(num_states))
         self.rotary_emb = _rotary_of(model)
         self.embedding: Tensor
-        self.target_ids: Tensor | None = None
-        """(draft vocabulary,) ids of the target; None: all, in their order."""
+        self.draft_ids: Tensor | None = None
+        """(vocabulary,) the head's ids by the target's, or one more than it has; None: they are the same."""
 
     @property
     def state_size(self) -> int:
@@ -94,7 +160,8 @@ class EagleHead(nn.Module):
 
     @property
     def kv_layers(self) -> tuple[LayerShape, ...]:
-        return tuple(_kv_shape(layer.self_attn, i) for i, layer in enumerate(self.layers))
+        shapes = tuple(_kv_shape(layer.self_attn, i) for i, layer in enumerate(self.layers))
+        return _for_kernels(shapes) if self.uses_kernels else shapes
 
     def reduce(self, states: Tensor) -> Tensor:
         if "norm_before_fc" in self.config.flags:
@@ -125,11 +192,9 @@ class EagleHead(nn.Module):
     def logits(self, outputs: Tensor) -> Tensor:
         normed = outputs if "norm_output" in self.config.flags else self.norm(outputs)
         drafted: Tensor = self.lm_head(normed) * self.config.logit_scale
-        if self.target_ids is None:
+        if self.draft_ids is None:
             return drafted
-        logits = drafted.new_full((len(drafted), self.config.vocab_size), -torch.inf)
-        logits[:, self.target_ids] = drafted
-        return logits
+        return F.pad(drafted, (0, 1), value=-torch.inf).index_select(1, self.draft_ids)
 
 
 class MtpHead(nn.Module):
@@ -140,12 +205,14 @@ class MtpHead(nn.Module):
     and behind its own where a draft goes on.
     """
 
+    uses_kernels = False
+
     def __init__(self, config: HeadConfig, model: PreTrainedModel, parts: dict[str, Tensor]) -> None:
         super().__init__()
         self.config, self.step = config, Step(model)
-        self.kv_layers = probe_config(model.config).layers
+        self._shapes = probe_config(model.config).layers
         decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
-        self.decoder, self.lm_head = decoder, model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self.decoder = decoder
         norms = (copy.deepcopy(decoder.norm) for _ in range(2))
         self.enorm, self.hnorm = norms
         self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
@@ -173,8 +240,12 @@ class MtpHead(nn.Module):
         return hidden
 
     def logits(self, outputs: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(outputs)
+        logits: Tensor = self.step.model.get_output_embeddings()(outputs)  # type: ignore[no-untyped-call]
         return logits
+
+    @property
+    def kv_layers(self) -> tuple[LayerShape, ...]:
+        return _for_kernels(self._shapes) if self.uses_kernels else self._shapes
 
 
 _BEFORE_LAYER = ("enorm", "hnorm", "eh_proj")
@@ -266,7 +337,7 @@ def _load_eagle(config: HeadConfig, target_embedding: Tensor | None, dtype: torc
     _check_weights(config, wanted, tensors)
     head.load_state_dict({name: tensors[name].to(dtype) for name in wanted}, assign=True)
     head.embedding = _embedding(config, embedding, target_embedding).to(dtype)
-    head.target_ids = _target_ids(config, offsets)
+    head.draft_ids = _draft_ids(config, offsets)
     return head
 
 
@@ -312,8 +383,8 @@ def _embedding(config: HeadConfig, own: Tensor | None, target: Tensor | None) ->
     return found
 
 
-def _target_ids(config: HeadConfig, offsets: Tensor | None) -> Tensor | None:
-    """Target ids by the head's: `d2t` has the distance of each."""
+def _draft_ids(config: HeadConfig, offsets: Tensor | None) -> Tensor | None:
+    """The head's ids by the target's: `d2t` has the distance of each of its own."""
     size = config.draft_vocab_size
     if offsets is None:
         if size == config.vocab_size:
@@ -338,7 +409,7 @@ def _target_ids(config: HeadConfig, offsets: Tensor | None) -> Tensor | None:
         )
     if len(set(ids.tolist())) < size:
         raise SpecDecError(f"the head's `d2t` names an id of the target twice: {config.directory}", hint=_OTHER_MODEL)
-    return ids
+    return torch.full((config.vocab_size,), size).index_copy(0, ids, torch.arange(size))
 
 
 def _layers_of(config: HeadConfig) -> Any:
@@ -363,6 +434,10 @@ def _rotary_of(model: Any) -> nn.Module:
     """Its own, with numbers: those of a model without memory have none."""
     rotary: nn.Module = type(model.rotary_emb)(model.config)
     return rotary
+
+
+def _for_kernels(shapes: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
+    return tuple(replace(one, key_head_dim=one.key_head_dim + _EXTRA) for one in shapes)
 
 
 def _kv_shape(attention: Any, layer: int) -> LayerShape:

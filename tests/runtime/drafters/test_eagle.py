@@ -143,7 +143,7 @@ def test_forms(form: str, model: PreTrainedModel, tmp_path: Path, make_engine: A
     head = make_eagle(model, **settings)
     changes = {"target_hidden_size": 32} if head.hidden != 32 else {}
     directory = save_eagle(head, tmp_path, saved_as, **changes)
-    engine = make_engine(model, hidden_states=head.states)
+    engine = make_engine(model, hidden_states=head.states, compiler="aot" if form == "window" else "none")
     eagle = drafter(engine, directory)
     assert answer(engine, "leader", make_requests(), eagle) == expected(model)
     check_drafts(eagle.seen, head, model, 200)
