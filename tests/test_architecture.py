@@ -145,7 +145,7 @@ def test_drafters_are_described_without_their_algorithms(module: str) -> None:
 
 WITH_ENGINES = ("runtime.drafters.draft_target", "runtime.drafters.self_draft", "runtime.drafters.head_draft")
 # A head reads an engine's K/V cache, of which it has layers.
-OF_HEADS = {"runtime.batch", "runtime.compiler.compilation", "runtime.config"}
+OF_HEADS = {"runtime.batch", "runtime.bundle", "runtime.compiler.compilation", "runtime.config"}
 
 
 def test_drafters_know_no_engine_but_their_own() -> None:

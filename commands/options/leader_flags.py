@@ -179,11 +179,6 @@ class LeaderOptions:
         """Paths to read, if the models are given as directories."""
         return [Path(model) for model in (self.model_dir, self.draft_model_dir) if model]
 
-    def _asks_for_own_head(self, options: SpeculationOptions) -> bool:
-        """True if the head of `--model-dir`'s own checkpoint is to draft."""
-        names = [self.spec_decode_algo or "", *(options.drafters or "").split(",")]
-        return "mtp" in (name.strip().lower() for name in names)
-
     def flags(self, engine_dir: Path | None, options: SpeculationOptions) -> LeaderFlags:
         """Drafting flags. UsageError for flags of orchestrator mode, for a model and an engine in one place, or for
         settings of an engine that is not to be built.
@@ -198,8 +193,6 @@ class LeaderOptions:
             "draft_model_dir": self.draft_model_dir,
         }
         algorithm = self.spec_decode_algo
-        if self.draft_model_dir is None and options.flags.draft_engine_dir is None and self._asks_for_own_head(options):
-            values["draft_model_dir"] = self.model_dir
         is_ngram = self.max_matching_ngram_size is not None and options.drafters is None
         if algorithm is None and is_ngram and not chooses_drafter(options.flags):
             # TensorRT-LLM's README leaves the algorithm out of this very command.
@@ -210,6 +203,7 @@ class LeaderOptions:
             algorithm,
             drafts_by_copy=self.engines.self_draft is not None,
             sends_what_pays=options.draft_len_mode != "fixed" and self.mode != "orchestrator",
+            model_dir=self.model_dir,
         )
 
 

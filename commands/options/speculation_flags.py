@@ -41,6 +41,7 @@ class LeaderFlags:
     drafts_by_copy: bool = False
     """True if the engine is built with a self-draft copy."""
     sends_what_pays: bool = True
+    model_dir: str | None = None
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,7 @@ class _Flags:
             names = {*(self.configs or (name for name, spec in DRAFTERS.items() if spec.is_lookup))}
             names |= {*self._with_model()}
             names |= {name for name, spec in DRAFTERS.items() if spec.needs_copy and self.leader.drafts_by_copy}
+            names |= {name for name, spec in DRAFTERS.items() if spec.is_in_model(self.leader.model_dir)}
         if not names:
             raise UsageError(
                 "`--drafters auto` chooses among the drafters that are given, and there is none",
@@ -193,6 +195,12 @@ class _Flags:
         value = self.given.get(setting.flag or "")
         return value if value is not None or not self.leader else self.leader.values.get(setting.leader_flag or "")
 
+    def _model_of(self, spec: type[DrafterSpec], setting: Setting) -> Any:
+        """Value of a setting that names a model: of a drafter that lies in one the target's own, if no other has it."""
+        value = self._own_value(setting)
+        own = None if self.leader is None else self.leader.model_dir
+        return own if spec.is_in_model(own) and not spec.is_in_model(value) else value
+
     def parse(self, spec: type[DrafterSpec], drafters: str | None) -> tuple[DrafterSpec, Devices]:
         """A drafter by its own flag, or else by those of leader mode; and the target's devices."""
         described, config = spec.description, self.configs.get(spec.description.name)
@@ -206,7 +214,7 @@ class _Flags:
                 hint=_form_hint(spec),
             )
         for name, setting in spec.settings().items():
-            value = self._own_value(setting)
+            value = self._model_of(spec, setting) if name in _required(spec) else self._own_value(setting)
             if name not in values and value is None and self.leader and config is None:
                 value = self._leader_default(setting)
             if name not in values and value is not None:

@@ -276,6 +276,11 @@ class DrafterSpec:
         """True if it drafts by such a model, of those that have one."""
         return True
 
+    @classmethod
+    def is_in_model(cls, model: str | Path | None) -> bool:
+        """True if the target's own files, where it is given as a model, have what drafts."""
+        return False
+
     @property
     def corpora(self) -> tuple[Path, ...]:
         """Corpora that are looked in."""

@@ -386,6 +386,12 @@ class MtpDrafter(HeadDrafter):
         return self.use_logits
 
     @classmethod
+    def is_in_model(cls, model: str | Path | None) -> bool:
+        from runtime.heads.head_config import has_mtp_head
+
+        return model is not None and has_mtp_head(model)
+
+    @classmethod
     def reads(cls, model: str | Path) -> bool:
         return False  # unless it is chosen by name: a model with a head may draft for another model
 

@@ -5,6 +5,7 @@ EAGLE-3 heads are published with two kinds of configs and names: those of SafeAI
 tokens but one (MTP) are in the directory of the model itself.
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, Literal
 
 from runtime.errors import SpecDecError
 from runtime.files import read_json
-from runtime.models import resolve_model
+from runtime.models import read_model_config, resolve_model
 from runtime.reading import shown
 
 HeadKind = Literal["eagle3", "mtp"]
@@ -97,6 +98,34 @@ def is_head(directory: Path | str) -> bool:
         return _is_config_of_head(read_json(config_file))
     except SpecDecError:
         return False
+
+
+def has_mtp_head(model: Path | str) -> bool:
+    """True for a model whose config speaks of a head of one layer, and whose files have its weights."""
+    try:
+        directory = resolve_model(str(model))
+        config = read_model_config(directory)
+        layer = f".layers.{num_layers_of(config)}."
+        return _num_mtp_layers(config) == 1 and any(n.startswith("mtp.") or layer in n for n in _names_in(directory))
+    except SpecDecError:
+        return False
+
+
+def _names_in(directory: Path) -> Iterable[str]:
+    """Names of a model's weights."""
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if not single.is_file():
+        names: dict[str, str] = read_json(index).get("weight_map") or {}
+        return names
+    from safetensors import SafetensorError
+
+    from runtime.tensor_file import read_header
+
+    try:
+        with single.open("rb") as file:
+            return read_header(file).tensors
+    except (OSError, SafetensorError):
+        return ()
 
 
 def _is_config_of_head(config: dict[str, Any]) -> bool:

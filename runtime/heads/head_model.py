@@ -127,6 +127,9 @@ class EagleHead(nn.Module):
     """An EAGLE-3 head (arXiv 2503.01840): its first layer attends over embedding and hidden state side by side."""
 
     uses_kernels = False
+    embedding: Tensor
+    draft_ids: Tensor | None
+    """(vocabulary,) the head's ids by the target's, or one more than it has; None: they are the same."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -150,9 +153,8 @@ class EagleHead(nn.Module):
             if "fc_norm" in config.flags:
                 self.fc_norm = nn.ModuleList(norm(size, eps=eps) for _ in range(num_states))
         self.rotary_emb = _rotary_of(model)
-        self.embedding: Tensor
-        self.draft_ids: Tensor | None = None
-        """(vocabulary,) the head's ids by the target's, or one more than it has; None: they are the same."""
+        self.register_buffer("embedding", None, persistent=False)
+        self.register_buffer("draft_ids", None, persistent=False)
 
     @property
     def state_size(self) -> int:

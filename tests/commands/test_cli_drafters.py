@@ -9,6 +9,8 @@ from command_line import PROMPT, PROMPTS, Result, Specdec, assert_valid, each, i
 from tiny import hf_greedy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from commands.options.leader_flags import LeaderOptions
+from commands.options.speculation_flags import LeaderFlags, SpeculationOptions, speculation_from_flags
 from runtime.drafters.specs import DRAFTERS
 
 NUM_TOKENS = 24
@@ -159,6 +161,28 @@ def test_greedy_output_is_hugging_faces(
     assert document["settings"]["drafters"] == drafters
     assert document["settings"]["mode"] == mode
     assert document["total"]["num_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "drafters"),
+    [
+        (["--spec-decode-algo", "MTP"], ["mtp"]),
+        (["--spec-decode-algo", "AUTO"], ["ngram", "suffix", "mtp"]),
+        (["--drafters", "ngram,mtp"], ["ngram", "mtp"]),
+    ],
+)
+def test_a_models_own_head_needs_no_path(
+    flags: list[str], drafters: list[str], mtp_dirs: tuple[Path, Path], draft_engine_dir: Path
+) -> None:
+    options = LeaderOptions(
+        model_dir=str(mtp_dirs[1]), spec_decode_algo=flags[1] if flags[0] == "--spec-decode-algo" else None
+    )
+    named = flags[1] if flags[0] == "--drafters" else None
+    speculation, _ = SpeculationOptions(drafters=named).resolve(options.flags(None, SpeculationOptions(drafters=named)))
+    assert speculation.names == drafters
+    assert speculation.read_heads()[0].directory == mtp_dirs[1]
+    without = speculation_from_flags({}, "auto", None, LeaderFlags({}, model_dir=str(draft_engine_dir)))
+    assert "mtp" not in without[0].names
 
 
 @pytest.mark.parametrize("name", ["pool", "corpus", "suffix", "chain", "self", "chain with self", "head"])

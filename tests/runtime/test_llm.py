@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from heads import copy_with_mtp, make_eagle, save_eagle
 from sentences import Said
 from shared import record_anew
 from tiny import eager_logits, hf_greedy, make_model
@@ -24,7 +25,9 @@ from specdec_cli import (
     ChainDrafter,
     Draft,
     DraftTargetDrafter,
+    EagleDrafter,
     KVCacheConfig,
+    MtpDrafter,
     NgramDrafter,
     SamplingParams,
     Sequence,
@@ -409,3 +412,23 @@ def test_end_id_outside_the_vocabulary_is_told_and_ends_nothing(
     ):
         assert llm.end_ids == {2}
     said(warned, "300", "50256")
+
+
+def test_heads_draft(tmp_path: Path) -> None:
+    """Engines are built for a head of its own, and for one in the model's directory."""
+    make_model("llama").save_pretrained(tmp_path / "model")
+    with_mtp = copy_with_mtp(tmp_path / "model", tmp_path / "mtp")
+    eagle = save_eagle(make_eagle(make_model("llama"), states=(0, 1, 1)), tmp_path / "eagle", "specforge")
+    greedy = SamplingParams(temperature=0, max_tokens=16)
+    for head, drafter in ((eagle, EagleDrafter(eagle)), (with_mtp, MtpDrafter(with_mtp, use_logits=True))):
+        with LLM(str(with_mtp), head=head, compiler="none", use_cache=False) as llm:
+            (drafted,) = llm.generate([[3, 4, 5, 6]], greedy, drafter=drafter, draft_len_mode="fixed")
+            assert drafted.stats.num_draft_tokens > 0
+            (chained,) = llm.generate([[3, 4, 5, 6]], greedy, drafter=ChainDrafter([NgramDrafter(), drafter]))
+            (plain,) = llm.generate([[3, 4, 5, 6]], greedy)
+            assert drafted.token_ids == chained.token_ids == plain.token_ids
+            other = EagleDrafter(eagle) if head is with_mtp else MtpDrafter(with_mtp)
+            with pytest.raises(SpecDecError, match="gives hidden states"):
+                llm.generate([[3, 4, 5, 6]], greedy, drafter=other)
+    with pytest.raises(SpecDecError, match="no EAGLE-3 head"):
+        EagleDrafter(with_mtp).read_heads()

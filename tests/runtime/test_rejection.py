@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from heads import make_eagle, save_eagle
 from tiny import eager_logits, make_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -22,9 +23,11 @@ from transformers import PreTrainedModel
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.draft_state import DraftState
 from runtime.drafters.draft_target import DraftModel
+from runtime.drafters.head_draft import HeadDraft, open_head
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
 from runtime.engine import Engine
+from runtime.heads.head_config import read_head
 from runtime.orchestrator import generate
 from runtime.params import SamplingConfig
 from runtime.request import Draft, Request, Sequence
@@ -223,6 +226,7 @@ def draw_draft(sequence: Sequence) -> Draft:
 # -- The same of whole texts, from tiny engines, against Hugging Face's distributions --
 
 NUM_TOKENS = 3
+HEAD_READS = (0, 1, 1)
 PROMPT = [14, 8, 14, 8, 14]  # the target likes to go on with 8, so that lookups are accepted too
 TEXT_SAMPLING: dict[str, dict[str, Any]] = {
     "top-k": {"temperature": 2.0, "top_k": 6},
@@ -245,9 +249,16 @@ def models() -> dict[str, PreTrainedModel]:
 @pytest.fixture(scope="module")
 def engine_dirs(models: dict[str, PreTrainedModel], make_engine_dir: Any) -> dict[str, Path]:
     return {
-        name: make_engine_dir(model, max_batch_size=128, max_input_len=16, max_seq_len=40)
+        name: make_engine_dir(model, max_batch_size=128, max_input_len=16, max_seq_len=40, hidden_states=HEAD_READS)
         for name, model in models.items()
     }
+
+
+@pytest.fixture(scope="module")
+def head_dir(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An EAGLE-3 head that drafts 24 of 32 tokens."""
+    head = make_eagle(models["target"], states=HEAD_READS, draft_vocab=24, scale=0.2)
+    return save_eagle(head, tmp_path_factory.mktemp("head"), "speculators")
 
 
 def distribution_of_texts(model: PreTrainedModel, sampling: dict[str, Any]) -> dict[tuple[int, ...], float]:
@@ -270,25 +281,33 @@ def text_distributions(models: dict[str, PreTrainedModel]) -> dict[str, dict[tup
     return {name: distribution_of_texts(models["target"], sampling) for name, sampling in TEXT_SAMPLING.items()}
 
 
-def make_drafter(name: str, dirs: dict[str, Path], vocab_size: int) -> Drafter | None:
+def make_drafter(name: str, dirs: dict[str, Path], engine: Engine, head_dir: Path) -> Drafter | None:
     if name == "none":
         return None
+    if name.startswith("head"):
+        return HeadDraft(engine, *open_head(engine, read_head(head_dir)), use_logits=True)
     if name == "ngram":
         return NgramLookup(2)
     model, rule = name.split(" by ")
-    return DraftModel(Engine.open(dirs[model]), vocab_size, use_logits=rule == "probabilities")
+    use_logits = rule == "probabilities"
+    return DraftModel(Engine.open(dirs[model]), engine.config.vocab_size, use_logits=use_logits)
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("sampling", ["top-p", pytest.param("top-k", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "drafter", ["none", "ngram", "similar by tokens", "similar by probabilities", "small by probabilities"]
+    "drafter",
+    [
+        *("none", "ngram", "similar by tokens", "similar by probabilities", "small by probabilities"),
+        "head by probabilities",
+    ],
 )
 def test_texts_follow_hugging_faces_distribution(
     drafter: str,
     sampling: str,
     text_distributions: dict[str, dict[tuple[int, ...], float]],
     engine_dirs: dict[str, Path],
+    head_dir: Path,
 ) -> None:
     """Draft tokens and their verification draw from one hash: what they draw must not depend on each other."""
     num_texts = 3000
@@ -299,7 +318,7 @@ def test_texts_follow_hugging_faces_distribution(
     ]
     finished = [
         sequence
-        for sequence, _ in generate(engine, requests, make_drafter(drafter, engine_dirs, engine.config.vocab_size), 5)
+        for sequence, _ in generate(engine, requests, make_drafter(drafter, engine_dirs, engine, head_dir), 5)
         if sequence.finish_reason
     ]
     counts = Counter(tuple(sequence.output_tokens) for sequence in finished)
