@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from commands.serve.chat_completions import call_id, chat_streams
-from commands.serve.http_errors import HTTPError
 from commands.serve.replies import Chunks, Piece, PieceStream, usage
 from commands.serve.schema import (
     AnthropicBlock,
@@ -22,19 +21,6 @@ from runtime.serving.loop import RequestHandle
 from runtime.text import decode
 
 _CHOICES = {"auto": None, "any": "required", "none": "none"}
-_ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    503: "overloaded_error",
-}
-
-
-def anthropic_error(error: HTTPError) -> dict[str, Any]:
-    """Error in Anthropic's form."""
-    return {"type": "error", "error": {"type": _ERROR_TYPES.get(error.status, "api_error"), "message": error.message}}
 
 
 def chat_of_messages(served: ServedModel, body: CountRequest) -> ChatRequest:
@@ -120,7 +106,7 @@ class MessagesReply:
         return chat_streams(self._served, self._chat, self.answers)
 
     def chunks(self) -> Chunks:
-        return Chunks(self._first, self._of_piece, self._last, lambda error: [anthropic_error(error)], has_names=True)
+        return Chunks(self._first, self._of_piece, self._last, lambda error: [error.anthropic_body], has_names=True)
 
     def document(self) -> dict[str, Any]:
         (stream,) = self.streams()

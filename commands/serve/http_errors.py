@@ -25,6 +25,17 @@ _TYPES = {
     504: "timeout_error",
 }
 
+ANTHROPIC_PATH = "/v1/messages"
+"""Paths that begin so have Anthropic's form of errors."""
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+
 
 class HTTPError(Exception):
     """Error response to a request."""
@@ -40,6 +51,15 @@ class HTTPError(Exception):
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def body_at(self, path: str) -> dict[str, Any]:
+        """The body in the form of the protocol that a path belongs to."""
+        return self.anthropic_body if path.startswith(ANTHROPIC_PATH) else self.body
 
     @property
     def headers(self) -> dict[str, str]:

@@ -19,6 +19,7 @@ from commands.serve.answers import (
     ModelsAnswer,
     ResponseAnswer,
 )
+from commands.serve.http_errors import ANTHROPIC_PATH
 from commands.serve.schema import (
     ChatRequest,
     CompletionRequest,
@@ -58,6 +59,22 @@ _ERROR = {
         }
     },
 }
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"message": _TEXT, "type": _TEXT},
+        },
+    },
+}
+
+
+def _anthropic_content() -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": "#/components/schemas/AnthropicError"}}}
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -78,7 +95,13 @@ def openapi_schema(app: FastAPI) -> dict[str, Any]:
     schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
     described = models_json_schema(_MODELS, ref_template="#/components/schemas/{model}")[1]
     key = {"type": "http", "scheme": "bearer"}
-    schema["components"] = {"schemas": described["$defs"] | {"Error": _ERROR}, "securitySchemes": {"key": key}}
+    own = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
+    schema["components"] = {"schemas": described["$defs"] | own, "securitySchemes": {"key": key}}
+    for path, methods in schema["paths"].items():
+        for operation in methods.values() if path.startswith(ANTHROPIC_PATH) else ():
+            for status, response in operation["responses"].items():
+                if int(status) >= 400:
+                    response["content"] = _anthropic_content()
     for operation in (operation for methods in schema["paths"].values() for operation in methods.values()):
         operation["responses"].pop("422", None)  # FastAPI's own form of errors, which is never sent
         # A server without a key asks for none.

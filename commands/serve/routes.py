@@ -24,7 +24,7 @@ from commands.serve.answers import (
     ModelsAnswer,
     ResponseAnswer,
 )
-from commands.serve.anthropic_messages import MessagesReply, anthropic_error, chat_of_messages
+from commands.serve.anthropic_messages import MessagesReply, chat_of_messages
 from commands.serve.asking import ask_chat, ask_completion
 from commands.serve.chat_completions import ChatReply
 from commands.serve.completions import CompletionReply
@@ -398,8 +398,7 @@ def _body(model: type[Any]) -> dict[str, Any]:
 
 
 async def _on_http_error(request: Request, error: Any) -> Response:
-    is_anthropic = request.url.path.startswith("/v1/messages")
-    return JSONResponse(anthropic_error(error) if is_anthropic else error.body, error.status, error.headers)
+    return JSONResponse(error.body_at(request.url.path), error.status, error.headers)
 
 
 async def _on_error(request: Request, error: Any) -> Response:
@@ -412,9 +411,10 @@ async def _on_client_gone(request: Request, error: Any) -> Response:
 
 async def _on_routing_error(request: Request, error: Any) -> Response:
     message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    return JSONResponse(HTTPError(error.status_code, message).body, error.status_code, error.headers)
+    body = HTTPError(error.status_code, message).body_at(request.url.path)
+    return JSONResponse(body, error.status_code, error.headers)
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    body = HTTPError(500, "the server failed to answer; its log says why", code="internal_error").body
-    return JSONResponse(body, 500)
+    failure = HTTPError(500, "the server failed to answer; its log says why", code="internal_error")
+    return JSONResponse(failure.body_at(request.url.path), 500)

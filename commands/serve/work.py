@@ -59,7 +59,7 @@ class Guard:
             if scope["path"] not in _OPEN_PATHS and scope["method"] != "OPTIONS":
                 self._check_key(headers)
         except HTTPError as error:
-            await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
+            await JSONResponse(error.body_at(scope["path"]), error.status, error.headers)(scope, receive, send)
             return
         if scope["method"] == "HEAD":
             # The routes of GET answer; of their body uvicorn, which has the method that was asked, sends nothing.

@@ -35,6 +35,8 @@ _MOST_NAME = 256
 """Characters of a name of a function, or of a header; what is longer is none."""
 _SPACE = " \t\r\n"
 _RECIPIENT = re.compile(r"to=(\S+)")
+_BARE_OBJECT = '{"name"'
+"""Beginning of a call that no tag opens."""
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
@@ -299,6 +301,8 @@ class OutputParser:
         if calls is not None and calls.starts_output:
             yield from self._read_bare_output(calls)
         opens = () if calls is None else tuple(map(marked, (calls.begin,) if calls.begin else calls.opens))
+        if calls is not None and calls.starts_output and isinstance(calls.call, JsonCall):
+            opens = (*opens, _BARE_OBJECT)
         reasoning = self._form.reasoning
         think = () if reasoning is None else (marked(reasoning.open),)
         while True:
@@ -364,7 +368,8 @@ class OutputParser:
 
     def _read_one(self, calls: ToolFormat, tag: str) -> Reading:
         """Read up to a closing tag, and the tag."""
-        if isinstance(calls.call, TaggedCall) and tag == self._special.marked(calls.call.name_open):
+        is_part = isinstance(calls.call, TaggedCall) and tag == self._special.marked(calls.call.name_open)
+        if is_part or tag == _BARE_OBJECT:
             self._at -= len(tag)
         try:
             yield from self._read_list(calls)
@@ -387,9 +392,9 @@ class OutputParser:
                         yield from self._read_object()
                         yield from self._has(",")
                 elif first == "{" or isinstance(call, JsonCall):
-                    yield from self._read_object()
+                    yield from self._read_object(needs_arguments=calls.starts_output)
                     while calls.between == "; " and (yield from self._has(";")):
-                        yield from self._read_object()
+                        yield from self._read_object(needs_arguments=calls.starts_output)
                 else:
                     assert isinstance(call, NamedCall)
                     yield from self._read_named(call)
@@ -402,7 +407,7 @@ class OutputParser:
 
     # Calls in JSON
 
-    def _read_object(self) -> Reading:
+    def _read_object(self, *, needs_arguments: bool = False) -> Reading:
         """`{"name": …, "arguments": {…}}`, in either order and with others."""
         yield from self._expect("{")
         name, arguments, is_told = None, None, False
@@ -411,7 +416,8 @@ class OutputParser:
             yield from self._expect(":")
             if key == "name" and name is None:
                 name = yield from self._read_string()
-                self._begin_call(name)
+                if arguments is not None or not needs_arguments:
+                    self._begin_call(name)
                 if arguments is not None:
                     is_told = True
                     self._say_arguments(arguments)
@@ -420,13 +426,15 @@ class OutputParser:
                     arguments = yield from self._read_arguments(None)
                 else:
                     is_told = True
+                    if needs_arguments:
+                        self._begin_call(name)
                     yield from self._read_arguments(self._say_arguments)
             else:
                 yield from self._read_json(_ignore)
             if (yield from self._has("}")):
                 break
             yield from self._expect(",")
-        if name is None:
+        if name is None or (needs_arguments and not is_told):
             raise _Malformed
         if not is_told:
             self._say_arguments("{}")
@@ -438,7 +446,7 @@ class OutputParser:
         yield from self._read_json(say if say is not None and first == "{" else parts.append)
         text = "".join(parts)
         if first == '"':
-            text = str(_loaded(text))
+            text = _unquoted(text)
         elif first == "n":
             text = "{}"
         if say is not None and first != "{":
@@ -679,6 +687,15 @@ def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
+def _unquoted(text: str) -> str:
+    """The object that a JSON text holds the JSON of; the text itself where it holds none."""
+    inner = str(_loaded(text))
+    try:
+        return inner if isinstance(json.loads(inner), dict) else text
+    except (ValueError, RecursionError):
+        return text
+
+
 def _loaded(text: str) -> Any:
     try:
         return json.loads(text, strict=False)
@@ -719,20 +736,26 @@ def _python_calls(text: str, tools: Mapping[str, Tool]) -> list[tuple[str, dict[
         calls = tree.elts if isinstance(tree, ast.List) else []
         found = []
         for call in calls:
-            if not isinstance(call, ast.Call) or any(one.arg is None for one in call.keywords):
+            if not isinstance(call, ast.Call):
                 raise _Malformed
-            name = ast.unparse(call.func)
-            keys = list(tools[name].properties()) if name in tools else []
-            if len(call.args) > len(keys):
-                raise _Malformed
-            arguments = {key: _python_value(one) for key, one in zip(keys, call.args, strict=False)}
-            found.append((name, arguments | {str(one.arg): _python_value(one.value) for one in call.keywords}))
-        json.dumps(found, allow_nan=False)
+            with suppress(ValueError, TypeError, _Malformed):  # the others may be calls
+                found.append(_python_call(call, tools))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         raise _Malformed from None
     if not found:
         raise _Malformed
     return found
+
+
+def _python_call(call: ast.Call, tools: Mapping[str, Tool]) -> tuple[str, dict[str, Any]]:
+    name = ast.unparse(call.func)
+    keys = list(tools[name].properties()) if name in tools else []
+    if name not in tools or len(call.args) > len(keys) or any(one.arg is None for one in call.keywords):
+        raise _Malformed
+    arguments = {key: _python_value(one) for key, one in zip(keys, call.args, strict=False)}
+    arguments |= {str(one.arg): _python_value(one.value) for one in call.keywords}
+    json.dumps(arguments, allow_nan=False)
+    return name, arguments
 
 
 def _python_value(node: ast.AST) -> Any:
