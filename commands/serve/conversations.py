@@ -51,6 +51,8 @@ def chat_tokens(served: ServedModel, body: Conversation) -> list[int]:
         except SpecDecError as error:
             raise as_http_error(error, "tools") from None
         inputs = TemplateInputs((), inputs.documents, inputs.variables)
+    if "alternate" in template.text:
+        messages = _alternating(messages)
     try:
         template.check_variables(inputs.variables)
         with ended_after(_TEMPLATE_S):
@@ -170,6 +172,17 @@ def _as_template_has_it(template: str, messages: list[Message]) -> list[Message]
             one["thinking"] = one.pop("reasoning_content")
         changed.append(one)  # type: ignore[arg-type]
     return changed
+
+
+def _alternating(messages: list[Message]) -> list[Message]:
+    """Messages of the user that follow each other as one, for templates that refuse them: agents send several."""
+    merged: list[Message] = []
+    for message in messages:
+        if merged and message["role"] == merged[-1]["role"] == "user":
+            merged[-1] = {"role": "user", "content": f"{merged[-1]['content']}\n\n{message['content']}"}
+        else:
+            merged.append(message)
+    return merged
 
 
 def tools_of(body: Conversation) -> tuple[Tool, ...]:

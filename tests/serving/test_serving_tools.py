@@ -1,6 +1,8 @@
 """Tools over HTTP: what clients ask for, what the model's calls become, whole and in a stream."""
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -163,6 +165,20 @@ def test_a_template_without_tools_has_them_written_as_text(make_served: MakeServ
     text = served.model.llm.tokenizer.decode(tokens)
     assert text.startswith("<system>You may call functions.") and '"name": "f"' in text
     assert "<user><tool_response>\nok\n</tool_response>\n<assistant>" in text
+
+
+def test_messages_of_the_user_are_one_where_roles_must_alternate(
+    make_served: MakeServed, chat_tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    """Codex sends its surroundings as a message before what the user says."""
+    shutil.copytree(chat_tokenizer_dir, tmp_path / "tokenizer")
+    template = tmp_path / "tokenizer" / "chat_template.jinja"
+    template.write_text(template.read_text() + "{# roles must alternate #}")
+    served = make_served(None, tokenizer_dir=tmp_path / "tokenizer")
+    two = [{"role": "user", "content": "A"}, {"role": "user", "content": "B"}]
+    one = [{"role": "user", "content": "A\n\nB"}]
+    tokens = [served.post("/tokenize", messages=messages).json()["tokens"] for messages in (two, one)]
+    assert tokens[0] == tokens[1]
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
