@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-from runtime.errors import SpecDecError
+from runtime.errors import SpecDecError, UsageError
 from runtime.reading import shown
 
 CHECKPOINT_FORMAT_VERSION = 2  # 1: files were not recorded
@@ -374,6 +374,39 @@ def parse(kind: type[Config], data: Any, where: str) -> Config:
     except ValidationError as error:
         raise SpecDecError(_complaint(error.errors()[0], where), hint=_DAMAGED) from None
     return config
+
+
+def check_arguments(kind: Any, given: typing.Mapping[str, Any]) -> None:
+    """UsageError for an argument whose value is not of the type that `kind` (a dataclass, a TypedDict) gives it."""
+    from pydantic import ValidationError
+
+    types = typing.get_type_hints(kind, include_extras=True)
+    for name, value in given.items():
+        if name not in types:
+            continue  # Python's own error says so
+        try:
+            _adapter(types[name]).validate_python(value, strict=True)
+        except ValidationError as error:
+            forms = dict.fromkeys(filter(None, map(_form, error.errors())))
+            raise UsageError(
+                f"{name} must be {' or '.join(forms)}: {value!r:.100}", hint="leave it out, or give it as one"
+            ) from None
+
+
+def _form(error: Any) -> str | None:
+    """Form that a value should have by an error of pydantic's; None where it is not worth naming."""
+    bounds = error.get("ctx", {})
+    match error["type"]:
+        case "none_required" | "is_instance_of":
+            return None
+        case "literal_error":
+            return str(bounds["expected"])
+        case "greater_than_equal":
+            return f"at least {bounds['ge']:,.10g}"
+        case "less_than_equal":
+            return f"at most {bounds['le']:,.10g}"
+    forms = {"int_type": "an integer", "float_type": "a number", "bool_type": "True or False", "string_type": "a text"}
+    return forms.get(error["type"], "of another type")
 
 
 @cache

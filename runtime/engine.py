@@ -20,7 +20,7 @@ from runtime.bundle import Bundle, check_step_files, read_bundle, unchanged_whil
 from runtime.compiler.compilation import StepFunction, logits_of
 from runtime.compiler.kernels import flush_denormals, openmp_alone
 from runtime.compiler.load import check_environment, check_shape, open_copy
-from runtime.config import EngineConfig
+from runtime.config import EngineConfig, Share, Size, check_arguments
 from runtime.control_groups import free_memory
 from runtime.errors import SpecDecError, UsageError
 from runtime.heads.head_cache import HeadCache, ReadsStates, bytes_of_head
@@ -50,9 +50,12 @@ class KVCacheConfig:
     """
 
     block_reuse: bool = True
-    max_tokens: int | None = None
-    free_gpu_memory_fraction: float = 0.9
+    max_tokens: Size | None = None
+    free_gpu_memory_fraction: Share = 0.9
     state_checkpoint_interval: int = 8192
+
+    def __post_init__(self) -> None:
+        check_arguments(KVCacheConfig, vars(self))
 
 
 class Engine:

@@ -5,6 +5,7 @@ Sizes are checked against the file's before anything is allocated or read.
 """
 
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -73,7 +74,14 @@ class GGUFHeader:
 
 
 def is_gguf(path: Path) -> bool:
-    return path.suffix.lower() == ".gguf" and path.is_file()
+    """True for a file that is named as one, or begins as one: a hub's blobs have names of their own."""
+    if not path.is_file():
+        return False
+    if path.suffix.lower() == ".gguf":
+        return True
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+    return False
 
 
 def has_tokenizer(path: Path) -> bool:

@@ -19,7 +19,7 @@ import torch
 
 from runtime.bundle import Bundle, is_engine_dir, read_bundle
 from runtime.chat import ChatTemplate, Message
-from runtime.config import Compiler, Dtype
+from runtime.config import Compiler, Count, Dtype, Size, check_arguments
 from runtime.costs import CostModel
 from runtime.drafters.compatibility import TargetIdentity, check_corpora, check_draft_engine
 from runtime.drafters.factory import Opening, open_drafter
@@ -31,6 +31,7 @@ from runtime.engine_cache import EngineSettings, engine_of_model, hidden_states_
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.generation import Output, Piece
 from runtime.generation_config import ModelDefaults, read_model_defaults
+from runtime.gguf import is_gguf
 from runtime.grammar import CompiledGrammar, Grammars
 from runtime.heads.head_config import read_head
 from runtime.locks import MODEL_INIT_LOCK
@@ -65,13 +66,13 @@ class EngineOptions(TypedDict, total=False):
     """Build options of a model's engine (`runtime.engine_cache.EngineSettings`)."""
 
     dtype: Literal["auto"] | Dtype
-    max_batch_size: int
-    max_seq_len: int | None
-    max_draft_len: int
+    max_batch_size: Size
+    max_seq_len: Size | None
+    max_draft_len: Count
     self_draft: Literal["int8", "int4"] | None
     head: str | Path | None
     compiler: Compiler | None
-    tensor_parallel_size: int
+    tensor_parallel_size: Size
     use_cache: bool
 
 
@@ -101,6 +102,14 @@ class LLM:
         device_ids: Seq[int] | None = None,
         **engine: Unpack[EngineOptions],
     ) -> None:
+        check_arguments(EngineOptions, engine)
+        check_arguments(LLM.__init__, {"mode": mode, "max_num_tokens": max_num_tokens})
+        if not isinstance(model, str | Path | Bundle) or not str(model):
+            raise UsageError(f"no model is given: {model!r}", hint="give a directory, a GGUF file, a hub id or `demo`")
+        if not isinstance(kv_cache, KVCacheConfig | None):
+            raise UsageError(
+                f"kv_cache must be a KVCacheConfig: {kv_cache!r:.100}", hint="KVCacheConfig(max_tokens=4096)"
+            )
         self.mode = mode
         self.kv_cache = kv_cache or KVCacheConfig()
         self._engine_options = engine
@@ -224,6 +233,7 @@ class LLM:
 
         `draft_len_mode` None: `Speculation.default_mode`.
         """
+        check_arguments(LLM.session, {"draft_len_mode": draft_len_mode})
         return self.session_of(Speculation.of(drafter, draft_len_mode))
 
     def session_of(self, speculation: Speculation) -> Session:
@@ -432,7 +442,7 @@ class LLM:
     def _find_engine(self, model: str | Path, *, to_draft: bool = False) -> Path:
         """The engine's directory of a model, or the directory itself where it is one. A `Path` is no hub id."""
         path = Path(model).expanduser()
-        is_model = path.is_dir() or path.suffix.lower() == ".gguf"
+        is_model = path.is_dir() or path.suffix.lower() == ".gguf" or is_gguf(path)
         if is_engine_dir(path) or (isinstance(model, Path) and not is_model):
             return path
         options: dict[str, Any] = dict(self._engine_options)
@@ -490,9 +500,15 @@ def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
 def _one_for_each(params: SamplingParams | Seq[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
-    if len(params) != num_prompts:
+    found: list[Any] = list(params) if isinstance(params, Iterable) and not isinstance(params, Mapping) else [params]
+    if (other := next((one for one in found if not isinstance(one, SamplingParams)), None)) is not None:
         raise UsageError(
-            f"there are {num_prompts} prompts, and sampling parameters for: {len(params)}",
+            f"sampling_params must be SamplingParams, or a list of them: {other!r:.100}",
+            hint="SamplingParams(temperature=0.7) is one",
+        )
+    if len(found) != num_prompts:
+        raise UsageError(
+            f"there are {num_prompts} prompts, and sampling parameters for: {len(found)}",
             hint="give one for all, or one for each",
         )
-    return list(params)
+    return found

@@ -118,6 +118,7 @@ def _are_biases(value: Any) -> bool:
 
 _INTEGERS = ("n", "top_k", "no_repeat_ngram_size", "seed", "max_tokens", "truncate_prompt_tokens", "logprobs")
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_TRUE_OR_FALSE = ("ignore_eos", "penalize_prompt", "return_generation_logits")
 _MAY_BE_NONE = {
     "repetition_penalty",
     "no_repeat_ngram_size",
@@ -181,6 +182,11 @@ class SamplingParams:
                     continue
                 if isinstance(value, bool) or not isinstance(value, kinds):
                     raise UsageError(f"{name} must be {form}: {value!r}", hint="leave it out, or give it as one")
+        for name in _TRUE_OR_FALSE:
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(
+                    f"{name} must be True or False: {getattr(self, name)!r}", hint="leave it out, or give one"
+                )
         for name, kind, form in (
             ("stop", str, "a text or a list of texts"),
             ("bad_words", str, "a list of texts"),

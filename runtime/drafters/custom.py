@@ -36,8 +36,13 @@ def load_custom_drafter(module_name: str, factory_name: str) -> "GuardedDrafter"
 
 def guarded_drafter(name: str, drafter: Any) -> "GuardedDrafter":
     """SpecDecError for an object that is no drafter; a function becomes one."""
+    if isinstance(drafter, type):
+        raise SpecDecError(
+            f"what `{name}` gives is a class, and no drafter: {drafter.__name__}",
+            hint=f"make one: {drafter.__name__}()",
+        )
     missing = [method for method in ("propose", "forget") if not callable(getattr(drafter, method, None))]
-    if missing == ["propose", "forget"] and callable(drafter) and not isinstance(drafter, type):
+    if missing == ["propose", "forget"] and callable(drafter):
         return GuardedDrafter(name, _FunctionDrafter(drafter))
     if missing:
         raise SpecDecError(

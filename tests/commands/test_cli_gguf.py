@@ -51,10 +51,16 @@ def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
         return path, hf_greedy(model, tokenizer(PROMPT)["input_ids"], NUM_TOKENS, END_ID)
 
 
-@pytest.mark.parametrize("place", ["file", "directory"])
-def test_run_takes_a_file_and_its_directory(place: str, specdec: Specdec, made: tuple[Path, list[int]]) -> None:
+@pytest.mark.parametrize("place", ["file", "directory", "blob"])
+def test_run_takes_a_file_and_its_directory(
+    place: str, specdec: Specdec, made: tuple[Path, list[int]], tmp_path: Path
+) -> None:
+    """A blob has a name of its own, as in a hub's cache."""
     path, expected = made
     model = path if place == "file" else path.parent
+    if place == "blob":
+        model = tmp_path / "sha256-5e8a"
+        model.symlink_to(path)
     flags = ["--max-output-len", NUM_TOKENS, "--end-id", END_ID, *SIZES, "--json"]
     assert ids_of(specdec("run", "--model-dir", model, "--input-text", PROMPT, *flags).document) == [expected]
     drafted = ["--draft-model-dir", model, "--spec-decode-algo", "DRAFT_TARGET", "--spec-decode-max-draft-len", 3]

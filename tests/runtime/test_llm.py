@@ -309,12 +309,80 @@ def test_prompts_of_a_generator_are_all_answered(llm: LLM) -> None:
         {"top_p": None},
         {"top_k": None},
         {"n": None},
+        {"ignore_eos": "no"},
+        {"penalize_prompt": 1},
+        {"return_generation_logits": "x"},
     ],
 )
 def test_parameters_out_of_range_are_refused_when_they_are_made(values: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as raised:
         SamplingParams(**values)
     assert raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"dtype": "float64"}, "dtype 'auto' 'bfloat16' 'float64'"),
+        ({"max_batch_size": 0}, "max_batch_size at least 1 0"),
+        ({"max_batch_size": True}, "max_batch_size integer True"),
+        ({"max_seq_len": -1}, "max_seq_len at least 1 -1"),
+        ({"mode": "x"}, "mode 'orchestrator' 'leader' 'x'"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size at least 1 0"),
+        ({"kv_cache": 5}, "kv_cache KVCacheConfig 5"),
+        ({"compiler": "x"}, "compiler 'aot' 'none' 'x'"),
+        ({"self_draft": "int3"}, "self_draft 'int8' 'int4' 'int3'"),
+        ({"use_cache": "no"}, "use_cache True False 'no'"),
+        ({"max_num_tokens": "a"}, "max_num_tokens integer 'a'"),
+        ({"model": None}, "model None"),
+        ({"model": ""}, "model ''"),
+    ],
+    ids=str,
+)
+def test_arguments_of_other_types_are_refused_before_an_engine_is_made(
+    values: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
+) -> None:
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path))
+    with pytest.raises(UsageError) as raised:
+        LLM(**({"model": "demo"} | values))
+    said(raised, *words.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", ["foo", "AUTO", "", 5])
+def test_a_draft_length_mode_that_is_none_is_refused(value: Any, llm: LLM, said: Said) -> None:
+    for ask in (llm.generate, llm.stream, llm.check_lossless):
+        with pytest.raises(UsageError) as raised:
+            ask([[1, 2]], drafter=NgramDrafter(), draft_len_mode=value)
+    said(raised, "draft_len_mode", "'fixed'", "'auto'", repr(value))
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, [{"temperature": 0}], "x", 5], ids=str)
+def test_what_is_no_sampling_parameters_is_refused(params: Any, llm: LLM, said: Said) -> None:
+    with pytest.raises(UsageError) as raised:
+        llm.generate([[1, 2]], params)
+    said(raised, "SamplingParams")
+
+
+def test_parameters_for_each_prompt_may_come_from_a_generator(llm: LLM) -> None:
+    given = [SamplingParams(temperature=0, max_tokens=n) for n in (1, 3)]
+    outputs = llm.generate([[1, 2], [3]], (one for one in given))
+    assert [len(output.token_ids) for output in outputs] == [1, 3]
+
+
+def test_a_drafters_class_is_no_drafter(llm: LLM, said: Said) -> None:
+    with pytest.raises(SpecDecError) as raised:
+        llm.generate([[1, 2]], drafter=NgramDrafter)  # type: ignore[arg-type]
+    said(raised, "NgramDrafter", "class")
+
+
+@pytest.mark.parametrize(
+    "values", [{"max_tokens": "a"}, {"max_tokens": 0}, {"free_gpu_memory_fraction": 5}, {"block_reuse": "no"}], ids=str
+)
+def test_a_cache_of_other_types_is_refused(values: dict[str, Any], said: Said) -> None:
+    with pytest.raises(UsageError) as raised:
+        KVCacheConfig(**values)
+    said(raised, *values)
 
 
 def test_engine_that_does_not_exist_is_an_error(said: Said) -> None:
