@@ -137,6 +137,7 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(form: str, model: PreTrainedModel, tmp_path: Path, make_engine: Any) -> None:
     settings, saved_as = FORMS[form]
