@@ -481,8 +481,6 @@ def _num_blocks(config: EngineConfig, kv_cache: KVCacheConfig, device: torch.dev
     block_bytes = bytes_per_block(config.layers, build.tokens_per_block, _kv_dtype(config))
     num_blocks = build.max_batch_size * -(-build.max_seq_len // build.tokens_per_block)
     if kv_cache.max_tokens is not None:
-        if kv_cache.max_tokens < 1:
-            raise UsageError(f"a K/V cache holds at least one token: {kv_cache.max_tokens}", hint="raise `max_tokens`")
         num_blocks = -(-kv_cache.max_tokens // build.tokens_per_block)
     free_bytes = _free_memory(device) - _bytes_of_states(config, device)
     usable_bytes, hint, code = free_bytes, "lower max_tokens of the K/V cache, or free memory", "cache_too_large"

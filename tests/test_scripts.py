@@ -75,6 +75,7 @@ def bench_kernels(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_every_kernel_has_a_line_beside_torchs_own(kernels: Path) -> None:
     done = bench_kernels("--margin", "0.9")
     assert done.returncode == 0, done.stderr

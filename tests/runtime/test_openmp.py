@@ -76,6 +76,7 @@ def test_importing_sets_no_environment_variable() -> None:
     assert done.stdout.strip() == "True"
 
 
+@pytest.mark.slow  # compiling it takes half a minute
 def test_a_package_calls_nothing_of_openmp(make_engine_dir: MakeEngineDir, tmp_path: Path) -> None:
     """Its loops are divided all the same. This activation is left to the compiler."""
     with zipfile.ZipFile(make_engine_dir(make_model("llama", hidden_act="mish"), compiler="aot") / PACKAGE) as archive:

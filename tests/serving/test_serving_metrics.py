@@ -142,7 +142,7 @@ def test_the_chapter_names_every_route_and_field_and_no_other(served: Served) ->
     schema = served.client.get("/openapi.json").json()
     routes = {f"{method.upper()} {path}" for path, methods in schema["paths"].items() for method in methods}
     table = chapter.partition("## Routes")[2].partition("## Fields")[0]
-    assert set(re.findall(r"`((?:GET|POST) [^`]*)`", table)) - {"GET /openapi.json"} == routes
+    assert set(re.findall(r"`((?:GET|POST|DELETE) [^`]*)`", table)) - {"GET /openapi.json"} == routes
     fields: dict[str, set[str]] = {}
     for row in chapter.partition("## Fields")[2].partition("## What speculation")[0].splitlines():
         if cells := re.match(r"\| (`.*?`) \| (both|completions|chat) \|", row):

@@ -102,7 +102,7 @@ def families(*names: str, slow: set[str]) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.slow if name in slow else ()) for name in names]
 
 
-LIKE_OTHERS = {"mistral", "mistral-sliding", "qwen2", "qwen3-moe"}
+LIKE_OTHERS = {"mistral", "mistral-sliding", "qwen2", "qwen3-moe", "qwen3-next"}
 IN_16_BITS = ("llama", "gemma3", "gpt-neox", "gpt2", "mixtral", "deepseek-v3", "lfm2", "qwen3.5")
 
 

@@ -198,10 +198,10 @@ def test_one_compiled_step_serves_all_ranks(
 @pytest.mark.parametrize(
     ("split_either_way", "signal_number"),
     [
-        ("none", signal.SIGKILL),
+        pytest.param("none", signal.SIGKILL, marks=pytest.mark.slow),
         ("aot", signal.SIGKILL),
-        ("aot", signal.SIGSTOP),
-        pytest.param("none", signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param("aot", signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param("none", signal.SIGSTOP),
     ],
     indirect=["split_either_way"],
 )
