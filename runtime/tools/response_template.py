@@ -4,11 +4,11 @@ Text and reasoning are told as they come, calls when they are whole.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from runtime.errors import SpecDecError
-from runtime.tools.parser import Said, SpecialTokens
+from runtime.tools.parser import Said, SpecialTokens, joined
 
 _CONTENT, _REASONING, _CALLS = "content", ("reasoning_content", "thinking", "reasoning"), "tool_calls"
 
@@ -27,32 +27,41 @@ class TemplateParser:
                 f"the tokenizer's response template cannot be used: {error}", hint="name the format of its calls"
             ) from None
         self._special = special
-        self._unread = ""
-        """Text of a region that is told when it is whole."""
+        self._has_failed = False
+        self._untold = ""
+        """Text that was read and not told yet, tags included."""
 
     def feed(self, text: str) -> list[Said]:
-        return self._said(lambda: self._parser.feed(self._special.named(text)))
+        """Parts that are known by now: by characters, or what is told would depend on where a text is split."""
+        said: list[Said] = []
+        for character in self._special.named(text):
+            self._untold += character
+            said += self._said(lambda new=character: self._parser.feed(new))  # type: ignore[misc]
+        return joined(said)
 
     def end(self) -> list[Said]:
         return self._said(lambda: self._parser.finalize()[1])
 
-    def _said(self, read: Any) -> list[Said]:
-        try:
-            events = read()
-        except Exception:  # what is no call of this format is text
-            said = [Said("content", self._unread)] if self._unread else []
-            self._unread = ""
-            return said
+    def _said(self, read: Callable[[], Any]) -> list[Said]:
+        """Parts that the parser reads; where it cannot, what was not told is content, and all that follows."""
+        events = []
+        if not self._has_failed:
+            try:
+                events = read()
+            except Exception:  # what is no call of this format is text
+                self._has_failed = True
+        if self._has_failed:
+            text, self._untold = self._untold, ""
+            return [Said("content", text)] if text else []
         return [said for event in events for said in self._of_event(event)]
 
     def _of_event(self, event: dict[str, Any]) -> list[Said]:
         name = event["field"]
         if event["type"] == "region_chunk" and name != _CALLS:
+            self._untold = self._untold.partition(event["text"])[2]
             return [Said("reasoning" if name in _REASONING else "content", event["text"])]
-        if event["type"] == "region_chunk":
-            self._unread += event["text"]
-        elif event["type"] == "region_close" and name == _CALLS:
-            self._unread = ""
+        if event["type"] == "region_close" and name == _CALLS:
+            self._untold = ""
             value = event["value"]
             return [said for call in (value if isinstance(value, list) else [value]) for said in _call(call)]
         return []

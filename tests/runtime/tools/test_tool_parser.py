@@ -5,9 +5,10 @@ import random
 import pytest
 from model_outputs import NOW, OUTPUTS, SPECIAL, TOOLS, Parts
 
-from runtime.errors import UsageError
+from runtime.errors import SpecDecError, UsageError
 from runtime.tools.call_formats import REASONING_FORMATS, find_tool_format, named_tool_format
-from runtime.tools.parser import OutputForm, OutputParser, Said, joined, said_of
+from runtime.tools.parser import OutputForm, OutputParser, Said, SpecialTokens, joined, said_of
+from runtime.tools.response_template import TemplateParser
 
 
 def form_of(name: str, tools: tuple[object, ...] = TOOLS) -> OutputForm:
@@ -87,3 +88,45 @@ def test_a_name_of_no_format_is_refused() -> None:
     assert named_tool_format("none") is None
     with pytest.raises(UsageError, match="hermse"):
         named_tool_format("hermse")
+
+
+TEMPLATE = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "content": {},
+        "reasoning_content": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json"},
+    },
+}
+ADD = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+WRONG = '<tool_call>{"name": nope}</tool_call> and more'
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("hello " + ADD, [("content", "hello "), ("call", "add"), ("arguments", '{"a": 1}')]),
+        (2 * ADD, 2 * [("call", "add"), ("arguments", '{"a": 1}')]),
+        ("<think>so</think>hello", [("reasoning", "so"), ("content", "hello")]),
+        ("hello " + WRONG, [("content", "hello " + WRONG)]),
+        (
+            "<think>so</think>" + ADD + WRONG,
+            [("reasoning", "so"), ("call", "add"), ("arguments", '{"a": 1}'), ("content", WRONG)],
+        ),
+        ("hello <tool_", [("content", "hello <tool_")]),
+    ],
+)
+def test_a_tokenizers_own_template_is_read_by_transformers_and_nothing_is_lost(
+    text: str, parts: list[tuple[str, str]]
+) -> None:
+    """A call that is none stays text, with its tags, wherever the output is split."""
+    for size in (1, 2, 7, len(text)):
+        parser, said = TemplateParser(TEMPLATE, "<|im_start|>assistant\n", [], SpecialTokens({}, [])), list[Said]()
+        for i in range(0, len(text), size):
+            said += parser.feed(text[i : i + size])
+        assert [tuple(one) for one in joined([*said, *parser.end()])] == parts
+
+
+def test_a_response_template_that_is_none_is_an_error() -> None:
+    with pytest.raises(SpecDecError, match="start_anchor"):
+        TemplateParser({"fields": {"content": {}}}, "", [], SpecialTokens({}, []))
