@@ -289,6 +289,10 @@ class HeadDrafter(DrafterSpec):
     max_draft_len: int
     use_logits: bool
 
+    @property
+    def draws_by_probs(self) -> bool:
+        return self.use_logits
+
     def read_heads(self) -> "list[HeadConfig]":
         from runtime.heads.head_config import read_head
 
@@ -344,10 +348,6 @@ class EagleDrafter(HeadDrafter):
     def label(self) -> str:
         return "EAGLE-3"
 
-    @property
-    def draws_by_probs(self) -> bool:
-        return self.use_logits
-
     @classmethod
     def reads(cls, model: str | Path) -> bool:
         from runtime.heads.head_config import is_head
@@ -380,10 +380,6 @@ class MtpDrafter(HeadDrafter):
     @property
     def label(self) -> str:
         return "MTP"
-
-    @property
-    def draws_by_probs(self) -> bool:
-        return self.use_logits
 
     @classmethod
     def is_in_model(cls, model: str | Path | None) -> bool:

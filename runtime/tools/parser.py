@@ -8,15 +8,24 @@ Special tokens of the vocabulary stand in the text as half surrogate pairs, whic
 (`SpecialTokens`): a word that only looks like one begins nothing.
 """
 
-import ast
 import json
 import re
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from runtime.tokenizer import Tokenizer
+from runtime.tools.call_arguments import (
+    SPACE,
+    BareValues,
+    Malformed,
+    escaped,
+    json_of,
+    loaded,
+    python_calls,
+    unquoted,
+)
 from runtime.tools.call_formats import (
     BareCall,
     HarmonyCall,
@@ -33,11 +42,9 @@ from runtime.tools.call_formats import (
 _FIRST_MARK, _MOST_MARKS = 0xD800, 0x800
 _MOST_NAME = 256
 """Characters of a name of a function, or of a header; what is longer is none."""
-_SPACE = " \t\r\n"
 _RECIPIENT = re.compile(r"to=(\S+)")
 _BARE_OBJECT = '{"name"'
 """Beginning of a call that no tag opens."""
-_JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 class Said(NamedTuple):
@@ -135,10 +142,6 @@ class Parser(Protocol):
         ...
 
 
-class _Malformed(Exception):
-    """Text after an opening tag that is no call."""
-
-
 class _Unfinished(Exception):
     """The output ended within a call."""
 
@@ -193,8 +196,8 @@ class OutputParser:
         """White space waits for what follows: before and after a call, and after reasoning, it is part of neither."""
         text = self._space + text
         if self._drops_space:
-            text = text.lstrip(_SPACE)
-        shown = text.rstrip(_SPACE)
+            text = text.lstrip(SPACE)
+        shown = text.rstrip(SPACE)
         self._space = text[len(shown) :]
         if shown:
             self._drops_space = False
@@ -213,7 +216,7 @@ class OutputParser:
         name = self._special.named(name).strip()
         calls = self._form.calls
         if not name or len(name) > _MOST_NAME or (calls and calls.starts_output and name not in self._form.tools):
-            raise _Malformed
+            raise Malformed
         self._raw = None
         self._num_calls += 1
         self._say("call", name)
@@ -257,7 +260,7 @@ class OutputParser:
         def add(text: str) -> None:
             parts.append(text)
             if most is not None and sum(map(len, parts)) > most:
-                raise _Malformed
+                raise Malformed
 
         tag = yield from self._until(tags, add)
         if tag is None:
@@ -267,7 +270,7 @@ class OutputParser:
     def _peek(self) -> Generator[None, None, str]:
         """The next character that is no white space; nothing at the end."""
         while True:
-            while self._at < len(self._text) and self._text[self._at] in _SPACE:
+            while self._at < len(self._text) and self._text[self._at] in SPACE:
                 self._at += 1
             if self._at < len(self._text):
                 return self._text[self._at]
@@ -289,7 +292,7 @@ class OutputParser:
 
     def _expect(self, text: str) -> Reading:
         if not (yield from self._has(text)):
-            raise _Unfinished if self._is_whole and self._at >= len(self._text) else _Malformed
+            raise _Unfinished if self._is_whole and self._at >= len(self._text) else Malformed
 
     def _read(self, *, in_reasoning: bool) -> Reading:
         if self._form.calls is not None and isinstance(self._form.calls.call, HarmonyCall):
@@ -348,7 +351,7 @@ class OutputParser:
 
     def _try(self, reading: Reading, space: str = "") -> Reading:
         """Read what should be a call. If it is none, and nothing was told of it, it is text."""
-        with suppress(_Malformed, _Unfinished):
+        with suppress(Malformed, _Unfinished):
             yield from reading
         if self._raw is not None:
             text, self._raw = self._text[self._raw : self._at], None
@@ -373,7 +376,7 @@ class OutputParser:
             self._at -= len(tag)
         try:
             yield from self._read_list(calls)
-        except _Malformed:
+        except Malformed:
             if self._raw is not None:
                 raise
             yield from self._until((self._special.marked(calls.close),), _ignore)
@@ -435,7 +438,7 @@ class OutputParser:
                 break
             yield from self._expect(",")
         if name is None or (needs_arguments and not is_told):
-            raise _Malformed
+            raise Malformed
         if not is_told:
             self._say_arguments("{}")
 
@@ -446,7 +449,7 @@ class OutputParser:
         yield from self._read_json(say if say is not None and first == "{" else parts.append)
         text = "".join(parts)
         if first == '"':
-            text = _unquoted(text)
+            text = unquoted(text)
         elif first == "n":
             text = "{}"
         if say is not None and first != "{":
@@ -455,12 +458,12 @@ class OutputParser:
 
     def _read_string(self) -> Generator[None, None, str]:
         if (yield from self._peek()) != '"':
-            raise _Unfinished if self._is_whole and self._at >= len(self._text) else _Malformed
+            raise _Unfinished if self._is_whole and self._at >= len(self._text) else Malformed
         parts: list[str] = []
         yield from self._read_json(parts.append)
-        found = _loaded("".join(parts))
+        found = loaded("".join(parts))
         if not isinstance(found, str):
-            raise _Malformed
+            raise Malformed
         return found
 
     def _read_json(self, say: Say) -> Reading:
@@ -471,22 +474,24 @@ class OutputParser:
         if first not in '{["':
             yield from self._read_scalar(say)
             return
-        depth, in_string, is_escaped, i = 0, False, False, self._at
+        yield from self._read_nested(say, "{}[]", '"')
+
+    def _read_nested(self, say: Say, brackets: str, quotes: str) -> Reading:
+        """Text from the first bracket or quote to the one that closes it; `brackets` are pairs."""
+        depth, quote, is_escaped, i = 0, "", False, self._at
         while True:
             while i < len(self._text):
                 character = self._text[i]
                 i += 1
                 if is_escaped:
                     is_escaped = False
-                elif in_string:
-                    is_escaped, in_string = character == "\\", character != '"'
-                elif character == '"':
-                    in_string = True
-                elif character in "{[":
-                    depth += 1
-                elif character in "}]":
-                    depth -= 1
-                if not depth and not in_string:
+                elif quote:
+                    is_escaped, quote = character == "\\", "" if character == quote else quote
+                elif character in quotes:
+                    quote = character
+                else:
+                    depth += (character in brackets[::2]) - (character in brackets[1::2])
+                if not depth and not quote:
                     say(self._text[self._at : i])
                     self._at = i
                     return
@@ -499,10 +504,10 @@ class OutputParser:
     def _read_scalar(self, say: Say) -> Reading:
         start = self._text[self._at]
         if not (start.isalnum() or start == "-"):
-            raise _Malformed
+            raise Malformed
         while True:
             end = self._at
-            while end < len(self._text) and self._text[end] not in ",}]" + _SPACE:
+            while end < len(self._text) and self._text[end] not in ",}]" + SPACE:
                 end += 1
             say(self._text[self._at : end])
             self._at = end
@@ -560,10 +565,10 @@ class OutputParser:
         """A text is told as it comes, another value when it is whole."""
         if types != {"string"}:
             text, _ = yield from self._collect((close,))
-            self._say_arguments(_json_of(_without_frame(self._special.named(text), call.value_space), types))
+            self._say_arguments(json_of(_without_frame(self._special.named(text), call.value_space), types))
             return
         self._say_arguments('"')
-        inner = _Framed(lambda text: self._say_arguments(_escaped(self._special.named(text))), call.value_space)
+        inner = _Framed(lambda text: self._say_arguments(escaped(self._special.named(text))), call.value_space)
         if (yield from self._until((close,), inner.add)) is None:
             raise _Unfinished
         self._say_arguments('"')
@@ -572,44 +577,19 @@ class OutputParser:
 
     def _read_python(self) -> Reading:
         parts: list[str] = []
-        yield from self._read_balanced(parts.append)
-        for name, arguments in _python_calls(self._special.named("".join(parts)), self._form.tools):
+        if (yield from self._peek()) != "[":
+            raise Malformed
+        yield from self._read_nested(parts.append, "()[]{}", "\"'")
+        for name, arguments in python_calls(self._special.named("".join(parts)), self._form.tools):
             self._begin_call(name)
             self._say_arguments(json.dumps(arguments, ensure_ascii=False))
-
-    def _read_balanced(self, say: Say) -> Reading:
-        """A list in Python's notation, to its last bracket."""
-        if (yield from self._peek()) != "[":
-            raise _Malformed
-        depth, quote, is_escaped, i = 0, "", False, self._at
-        while True:
-            while i < len(self._text):
-                character = self._text[i]
-                i += 1
-                if is_escaped:
-                    is_escaped = False
-                elif quote:
-                    is_escaped, quote = character == "\\", "" if character == quote else quote
-                elif character in "\"'":
-                    quote = character
-                else:
-                    depth += (character in "([{") - (character in ")]}")
-                if not depth and not quote:
-                    say(self._text[self._at : i])
-                    self._at = i
-                    return
-            say(self._text[self._at :])
-            self._at = len(self._text)
-            if not (yield from self._more()):
-                raise _Unfinished
-            i = self._at
 
     def _read_bare(self, call: BareCall, close: str) -> Reading:
         yield from self._expect(call.before)
         name, _ = yield from self._collect(("{",), _MOST_NAME)
         text, _ = yield from self._collect((close,))
         self._at -= len(close)
-        arguments = _BareValues("{" + text, self._special.marked(call.quote)).value()
+        arguments = BareValues("{" + text, self._special.marked(call.quote)).value()
         self._begin_call(name)
         self._say_arguments(json.dumps(arguments, ensure_ascii=False))
 
@@ -659,7 +639,7 @@ class _Trimmed:
 
     def add(self, text: str) -> None:
         text = self._space + text
-        shown = text.rstrip(_SPACE)
+        shown = text.rstrip(SPACE)
         self._space = text[len(shown) :]
         self._say(shown)
 
@@ -681,166 +661,6 @@ class _Framed:
 
 def _without_frame(text: str, frame: str) -> str:
     return text.removeprefix(frame).removesuffix(frame) if frame else text
-
-
-def _escaped(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _unquoted(text: str) -> str:
-    """The object that a JSON text holds the JSON of; the text itself where it holds none."""
-    inner = str(_loaded(text))
-    try:
-        return inner if isinstance(json.loads(inner), dict) else text
-    except (ValueError, RecursionError):
-        return text
-
-
-def _loaded(text: str) -> Any:
-    try:
-        return json.loads(text, strict=False)
-    except (ValueError, RecursionError):
-        raise _Malformed from None
-
-
-def _json_of(text: str, types: frozenset[str]) -> str:
-    """A value that is written as text, as JSON of one of `types`; a text where it is none of them."""
-    text = text.strip()
-    if text in ("True", "False", "None"):
-        text = json.dumps(ast.literal_eval(text))
-    with_text = json.dumps(text, ensure_ascii=False)
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return with_text
-    if types and _type_of(value) not in types and not (_type_of(value) == "integer" and "number" in types):
-        return with_text
-    return json.dumps(value, ensure_ascii=False) if _is_finite(value) else with_text
-
-
-def _is_finite(value: Any) -> bool:
-    return not isinstance(value, float) or value - value == 0
-
-
-def _type_of(value: Any) -> str:
-    if isinstance(value, bool):
-        return "boolean"
-    names = {int: "integer", float: "number", str: "string", dict: "object", list: "array", type(None): "null"}
-    return names[type(value)]
-
-
-def _python_calls(text: str, tools: Mapping[str, Tool]) -> list[tuple[str, dict[str, Any]]]:
-    """Names and arguments in `[name(key=value), …]`; arguments without a key are those of the schema, in order."""
-    try:
-        tree = ast.parse(text.strip(), mode="eval").body
-        calls = tree.elts if isinstance(tree, ast.List) else []
-        found = []
-        for call in calls:
-            if not isinstance(call, ast.Call):
-                raise _Malformed
-            with suppress(ValueError, TypeError, _Malformed):  # the others may be calls
-                found.append(_python_call(call, tools))
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        raise _Malformed from None
-    if not found:
-        raise _Malformed
-    return found
-
-
-def _python_call(call: ast.Call, tools: Mapping[str, Tool]) -> tuple[str, dict[str, Any]]:
-    name = ast.unparse(call.func)
-    keys = list(tools[name].properties()) if name in tools else []
-    if name not in tools or len(call.args) > len(keys) or any(one.arg is None for one in call.keywords):
-        raise _Malformed
-    arguments = {key: _python_value(one) for key, one in zip(keys, call.args, strict=False)}
-    arguments |= {str(one.arg): _python_value(one.value) for one in call.keywords}
-    json.dumps(arguments, allow_nan=False)
-    return name, arguments
-
-
-def _python_value(node: ast.AST) -> Any:
-    match node:
-        case ast.Name(id=name) if name in _JSON_NAMES:
-            return _JSON_NAMES[name]
-        case ast.List(elts=elements) | ast.Tuple(elts=elements):
-            return [_python_value(one) for one in elements]
-        case ast.Dict(keys=keys, values=values):
-            return {
-                str(_python_value(key)): _python_value(value)
-                for key, value in zip(keys, values, strict=True)
-                if key is not None
-            }
-    return ast.literal_eval(node)
-
-
-class _BareValues:
-    """Reads `{key:value,…}` with texts between marks of their own."""
-
-    def __init__(self, text: str, quote: str) -> None:
-        self._text, self._quote, self._at = text, quote, 0
-
-    def value(self) -> dict[str, Any]:
-        try:
-            found = self._value()
-        except (IndexError, RecursionError):
-            raise _Malformed from None
-        if not isinstance(found, dict):
-            raise _Malformed
-        return found
-
-    def _value(self) -> Any:
-        self._skip()
-        if self._takes("{"):
-            found: dict[str, Any] = {}
-            while not self._takes("}"):
-                key = str(self._value()) if self._is_next(self._quote) else self._until(":")
-                if not self._takes(":"):
-                    raise _Malformed
-                found[key.strip()] = self._value()
-                self._skip()
-                self._takes(",")
-                self._skip()
-            return found
-        if self._takes("["):
-            elements = []
-            while not self._takes("]"):
-                elements.append(self._value())
-                self._skip()
-                self._takes(",")
-                self._skip()
-            return elements
-        if self._takes(self._quote):
-            text = self._until(self._quote)
-            self._takes(self._quote)
-            return text
-        word = self._until(",}]").strip()
-        if not word:
-            raise _Malformed
-        try:
-            return json.loads(word)
-        except (ValueError, RecursionError):
-            return word
-
-    def _skip(self) -> None:
-        while self._text[self._at] in _SPACE:
-            self._at += 1
-
-    def _is_next(self, text: str) -> bool:
-        return self._text.startswith(text, self._at)
-
-    def _takes(self, text: str) -> bool:
-        is_next = self._is_next(text)
-        self._at += len(text) * is_next
-        return is_next
-
-    def _until(self, marks: str) -> str:
-        """Text before a mark, or before any of several characters."""
-        ends = [marks] if marks == self._quote else list(marks)
-        found = [i for one in ends if (i := self._text.find(one, self._at)) >= 0]
-        if not found:
-            raise _Malformed
-        start, self._at = self._at, min(found)
-        return self._text[start : self._at]
 
 
 def said_of(form: OutputForm, text: str, *, in_reasoning: bool = False) -> list[Said]:
