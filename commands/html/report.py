@@ -25,6 +25,7 @@ _DEFINITIONS = {
     "TTFT, TPOT": "submission to first token; (end − first token) ÷ (generated − 1)",
     **{f"{kind} token": meaning for kind, meaning in TOKEN_KINDS.items()},
 }
+_FORCED = "forced"
 _MAX_RANGES = 40
 _PROMPT_START, _PROMPT_END = 3000, 1000  # characters shown of a long prompt
 
@@ -48,6 +49,7 @@ def html_report(document: dict[str, Any], outputs: Seq[Pieces]) -> str:
         definitions=_DEFINITIONS,
         kinds=TOKEN_KINDS,
         counts=Counter(piece.kind for pieces in outputs for piece in pieces or ()),
+        num_forced=sum(_mark(piece) == _FORCED for pieces in outputs for piece in pieces or ()),
         systems={name: SYSTEM_TITLES[name] for name in document.get("systems", ())},
         time_parts=list(_time_parts(document["total"])) if document["total"] else [],
         histogram=_histogram,
@@ -153,7 +155,12 @@ def _shortened(text: str) -> str:
     return f"{text[:_PROMPT_START]}\n[… {num_left_out:,} characters …]\n{text[-_PROMPT_END:]}"
 
 
+def _mark(piece: Piece) -> str:
+    """Mark of a token: its kind, but a drafted one that was forced has its own."""
+    return _FORCED if piece.is_forced and piece.kind == "accepted" else piece.kind
+
+
 def _runs(pieces: Seq[Piece]) -> Iterator[tuple[int, str, str]]:
-    """Tokens of one step and kind, as one text."""
-    for (step, kind), run in groupby(pieces, key=lambda piece: (piece.step, piece.kind)):
-        yield step, kind, "".join(piece.text for piece in run)
+    """Tokens of one step and mark, as one text."""
+    for (step, mark), run in groupby(pieces, key=lambda piece: (piece.step, _mark(piece))):
+        yield step, mark, "".join(piece.text for piece in run)

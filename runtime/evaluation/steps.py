@@ -29,6 +29,8 @@ class Piece:
     text: str
     kind: TokenKind
     step: int
+    is_forced: bool = False
+    """True if the form of the output allowed no other."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,23 @@ def output_pieces(sequence: Sequence, tokenizer: Tokenizer | None) -> list[Piece
     else:
         texts = token_texts(tokenizer, tokens, sequence_text(tokenizer, sequence) or "", sequence.request.prompt_tokens)
     kinds = [(kind, number) for number, step in enumerate(_kinds_of(sequence)) for kind in step]
-    return [Piece(text, kind, number) for text, (kind, number) in zip(texts, kinds, strict=True)]
+    forced = _forced_places(sequence)
+    return [
+        Piece(text, kind, number, i in forced)
+        for i, (text, (kind, number)) in enumerate(zip(texts, kinds, strict=True))
+    ]
+
+
+def _forced_places(sequence: Sequence) -> set[int]:
+    """Places in the output of tokens that its form forced."""
+    places: set[int] = set()
+    if (matcher := sequence.sampler.matcher) is not None:
+        start = len(sequence.request.prompt_tokens)
+        for i in range(sequence.num_generated):
+            if i not in places:
+                num_forced = len(matcher.forced(sequence.tokens[: start + i], []))
+                places.update(range(i, min(i + num_forced, sequence.num_generated)))
+    return places
 
 
 def all_pieces(tokenizer: Tokenizer | None, sequences: Seq[Sequence]) -> list[list[Piece]]:

@@ -156,6 +156,18 @@ def test_outputs_are_marked_as_the_counts_say(reported: Reported, specdec: Specd
     assert texts == [visible(request["output_text"]) for request in document["requests"]]
 
 
+def test_tokens_that_a_form_forces_have_a_colour_of_their_own(reported: Reported) -> None:
+    """Two texts, of which the model chooses the first letter and nothing else."""
+    texts = ["One day a dog ran.", "The cat sat there."]
+    document, page = reported("run", *ARGUMENTS, "--end-id", 1, *each("--choice", texts))
+    assert {request["output_text"] for request in document["requests"]} <= set(texts)
+    forced = [text for kind, text in page.marked if kind == "forced"]
+    assert all(any(text in one[1:] for one in texts) for text in forced)
+    num_forced = int(re.findall(r'<span class="t forced">forced</span> [^<]*: (\d+)</li>', page.html)[0])
+    assert 0 < num_forced <= document["total"]["num_accepted_draft_tokens"]
+    assert "accepted" not in {kind for kind, _ in page.marked}  # nothing else was there to draft
+
+
 HOSTILE = "<script>alert(1)</script><img src=x onerror=y> & \"quotes\" 'and' </p></details></style> \x1b[31m\x00 <!--"
 
 
