@@ -1,11 +1,14 @@
 """Clients that go away, read slowly or say nothing; and what the process does when it is told to end."""
 
 import gc
+import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -231,7 +234,7 @@ def process(engine_dir: Path, *arguments: str, gate: Gate | None = None) -> Iter
     try:
         assert started.stderr is not None
         for line in started.stderr:
-            if found := re.search(r"http://127\.0\.0\.1:(\d+) \(only this machine", line):
+            if found := re.search(r"https?://127\.0\.0\.1:(\d+) \(only this machine", line):
                 yield started, int(found[1])
                 break
         else:
@@ -294,6 +297,29 @@ def get(port: int, path: str) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", port), timeout=HANG_S)
     connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost:{port}\r\nConnection: close\r\n\r\n".encode())
     return connection
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_over_tls_an_answer_comes_and_nothing_in_the_clear(llama_engine_dir: Path, tmp_path: Path) -> None:
+    certificate, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+    names = "subjectAltName=IP:127.0.0.1"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-subj", "/CN=localhost", "-addext", names, "-out", certificate, "-keyout", key]
+    subprocess.run(command, check=True, capture_output=True)
+    with process(llama_engine_dir, "--ssl-certfile", certificate, "--ssl-keyfile", key) as (_, port):
+        trusted = ssl.create_default_context(cafile=certificate)
+        client = http.client.HTTPSConnection("127.0.0.1", port, timeout=HANG_S, context=trusted)
+        client.request("POST", "/v1/completions", json.dumps({"prompt": PROMPT, "max_tokens": 3, "ignore_eos": True}))
+        answer = client.getresponse()
+        assert (answer.status, json.load(answer)["usage"]["completion_tokens"]) == (200, 3)
+        client.close()
+        with get(port, "/health") as plain:
+            assert b"200 OK" not in plain.recv(1000)
+        with pytest.raises(ssl.SSLCertVerificationError):
+            strict = http.client.HTTPSConnection(
+                "127.0.0.1", port, timeout=HANG_S, context=ssl.create_default_context()
+            )
+            strict.request("GET", "/health")
 
 
 def test_a_port_that_is_taken_is_told_before_anything_is_opened(llama_engine_dir: Path, said: Said) -> None:
