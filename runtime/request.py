@@ -92,12 +92,15 @@ class Draft:
     """Tokens of the pattern whose continuation this is: a lookup's confidence. 0: not a lookup."""
     survivals: list[float] | None = field(default=None, compare=False)
     """P(at least 1 accepted), P(at least 2 accepted), ..., where the drafter has learned how often it is right."""
+    num_predicted: int = field(default=0, compare=False)
+    """Tokens at its start that come from the output which the request predicts."""
 
     def cut(self, max_len: int) -> "Draft":
         """The first `max_len` tokens. A length that does not depend on the tokens leaves verification exact."""
         if len(self.tokens) <= max_len:
             return self
-        return Draft(self.tokens[:max_len], None if self.probs is None else self.probs[:max_len], self.match_len)
+        probs = None if self.probs is None else self.probs[:max_len]
+        return Draft(self.tokens[:max_len], probs, self.match_len, num_predicted=min(self.num_predicted, max_len))
 
 
 @dataclass(frozen=True)
@@ -200,7 +203,10 @@ class Sequence:
         self.num_computed = min(self.num_computed, len(self.tokens))
         if verdict.logits is not None:
             self._keep(verdict.logits[: len(new_tokens)], new_tokens)
-        self.stats.record_step(len(draft.tokens), min(verdict.num_accepted, len(new_tokens)), len(new_tokens))
+        num_accepted = min(verdict.num_accepted, len(new_tokens))
+        self.stats.record_step(len(draft.tokens), num_accepted, len(new_tokens))
+        self.stats.num_predicted_tokens += draft.num_predicted
+        self.stats.num_accepted_predicted_tokens += min(num_accepted, draft.num_predicted)
         if self.finish_reason is not None:
             self.stats.finish()
         return new_tokens

@@ -52,6 +52,9 @@ class RequestStats:
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     num_reused_tokens: int = 0
+    num_predicted_tokens: int = 0
+    """Draft tokens from the output that the request predicts."""
+    num_accepted_predicted_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)

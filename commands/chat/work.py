@@ -193,7 +193,8 @@ class Conversation:
                 if is_text:
                     yield Said("content", piece)
                     continue
-                for said in [*parser.feed(piece), *(parser.end() if finished else ())]:
+                is_cut = sequence.finish_reason == "length"
+                for said in [*parser.feed(piece), *(parser.end(is_cut=is_cut) if finished else ())]:
                     if said.kind == "content" and last.kind == "reasoning":
                         self.output.text("\n")
                     last = said

@@ -14,7 +14,7 @@ from commands.serve.schema import (
     CountRequest,
     MessagesRequest,
     text_of,
-    validate_body,
+    validate_chat,
 )
 from commands.serve.served import ServedModel
 from runtime.serving.loop import RequestHandle
@@ -27,9 +27,9 @@ def chat_of_messages(served: ServedModel, body: CountRequest) -> ChatRequest:
     """The chat request that a request for a message is."""
     said: list[dict[str, Any]] = []
     if system := text_of(body.system):
-        said.append({"role": "system", "content": system})
-    for message in body.messages:
-        said += _messages(message)
+        said.append({"role": "system", "content": system, "place": "system"})
+    for i, message in enumerate(body.messages):
+        said += [one | {"place": f"messages.{i}"} for one in _messages(message)]
     chat: dict[str, Any] = {"messages": said, "tools": _tools(body)}
     if (choice := body.tool_choice) is not None:
         if choice.type == "tool":
@@ -46,7 +46,7 @@ def chat_of_messages(served: ServedModel, body: CountRequest) -> ChatRequest:
         chat["speculative"] = (
             speculative.model_dump(exclude_unset=True) if hasattr(speculative, "model_dump") else speculative
         )
-    return validate_body({name: value for name, value in chat.items() if value is not None}, ChatRequest)
+    return validate_chat(chat)
 
 
 def _tools(body: CountRequest) -> list[dict[str, Any]] | None:

@@ -31,9 +31,9 @@ def chat_tokens(served: ServedModel, body: Conversation) -> list[int]:
     if not served.has_chat_template:
         raise HTTPError(400, "the model's tokenizer has no chat template: send a prompt to /v1/completions instead")
     template = served.llm.chat_template
-    messages, inputs = _messages(body.messages), _inputs(template.text, body)
+    messages, inputs = _messages(body), _inputs(template.text, body)
     size = sum(len(one["content"]) for one in messages) + len(json.dumps(inputs.tools))
-    served.check_text_len(size, "messages")
+    served.check_text_len(size, body.said_in)
     messages = _as_template_has_it(template.text, messages)
     has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
     if (inputs.tools or has_calls) and not template.knows_tools:
@@ -43,7 +43,7 @@ def chat_tokens(served: ServedModel, body: Conversation) -> list[int]:
                 400,
                 "the model's chat template knows no tools: take a model that was trained for them, or start the "
                 "server with `--tool-call-parser`",
-                param="tools" if inputs.tools else "messages",
+                param="tools" if inputs.tools else body.said_in,
                 code="no_tools",
             )
         try:
@@ -59,7 +59,7 @@ def chat_tokens(served: ServedModel, body: Conversation) -> list[int]:
             return template.encode(messages, inputs)
     except TimeoutError:
         reason = f"the model's chat template takes longer than {_TEMPLATE_S:g} s for these messages"
-        raise HTTPError(400, reason, param="messages", code="template_timeout") from None
+        raise HTTPError(400, reason, param=body.said_in, code="template_timeout") from None
 
 
 def _inputs(template: str, body: Conversation) -> TemplateInputs:
@@ -91,19 +91,19 @@ def _tool_document(tool: FunctionTool) -> dict[str, Any]:
     return {"type": "function", "function": function | {"parameters": parameters}}
 
 
-def _messages(messages: Seq[ChatMessage]) -> list[Message]:
+def _messages(body: Conversation) -> list[Message]:
     """The messages as templates read them; HTTPError for calls that are not answered, and answers to none."""
     said: list[Message] = []
     names: dict[str, str] = {}
     unanswered: list[str | None] = []
-    for i, message in enumerate(messages):
+    for i, message in enumerate(body.messages):
+        place = body.place_of(i)
         if message.role == "tool":
             if not unanswered:
-                raise HTTPError(400, f"messages.{i}: an answer of a tool to no call", param="messages")
+                raise HTTPError(400, f"{place}: an answer of a tool to no call", param=body.said_in)
             if message.tool_call_id is not None and message.tool_call_id not in unanswered and None not in unanswered:
-                raise HTTPError(
-                    400, f"messages.{i}.tool_call_id: no call has it: {message.tool_call_id[:80]}", param="messages"
-                )
+                what = f"{place}: an answer of a tool to a call that is not there: {message.tool_call_id[:80]}"
+                raise HTTPError(400, what, param=body.said_in)
             found = message.tool_call_id if message.tool_call_id in unanswered else unanswered[0]
             unanswered.remove(found)
             answer: Message = {"role": "tool", "content": message.text}
@@ -113,43 +113,41 @@ def _messages(messages: Seq[ChatMessage]) -> list[Message]:
                 answer["name"] = name
             said.append(answer)
             continue
-        _check_answered(unanswered, i)
-        said.append(_message(message, i))
+        _check_answered(unanswered, place, body.said_in)
+        said.append(_message(message, place, body.said_in))
         unanswered = [call.id for call in message.tool_calls or ()]
         names = {call.id: call.function.name for call in message.tool_calls or () if call.id is not None}
-    _check_answered(unanswered, len(messages))
+    _check_answered(unanswered, body.place_of(len(body.messages)), body.said_in)
     return said
 
 
-def _check_answered(unanswered: list[str | None], place: int) -> None:
+def _check_answered(unanswered: list[str | None], place: str, field: str) -> None:
     if unanswered:
         call = f" {unanswered[0][:80]}" if unanswered[0] else ""
-        raise HTTPError(400, f"messages.{place}: the call{call} before it has no answer of a tool", param="messages")
+        raise HTTPError(400, f"{place}: the call{call} before it has no answer of a tool", param=field)
 
 
-def _message(message: ChatMessage, place: int) -> Message:
+def _message(message: ChatMessage, place: str, field: str) -> Message:
     role = "system" if message.role == "developer" else message.role
     said: Message = {"role": role, "content": message.text}
     if message.tool_calls:
-        said["tool_calls"] = [_call_document(call, place) for call in message.tool_calls]
+        said["tool_calls"] = [_call_document(call, place, field) for call in message.tool_calls]
     if thought := message.reasoning_content or message.reasoning:
         said["reasoning_content"] = thought
     return said
 
 
-def _call_document(call: MessageCall, place: int) -> dict[str, Any]:
+def _call_document(call: MessageCall, place: str, field: str) -> dict[str, Any]:
     """A call with its arguments as an object, which templates write in their own way."""
-    arguments = call.function.arguments
+    arguments: Any = call.function.arguments
     if isinstance(arguments, str) and arguments.strip():
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
-            arguments = None
-            what = f"messages.{place}.tool_calls: the arguments of `{call.function.name[:80]}` are no JSON object"
-            raise HTTPError(400, what, param="messages") from None
+            arguments = [None]  # of no kind that they may be
     if arguments and not isinstance(arguments, dict):
-        what = f"messages.{place}.tool_calls: the arguments of `{call.function.name[:80]}` are no JSON object"
-        raise HTTPError(400, what, param="messages")
+        what = f"{place}: the arguments of a call of `{call.function.name[:80]}` are no JSON object"
+        raise HTTPError(400, what, param=field)
     document: dict[str, Any] = {
         "type": "function",
         "function": {"name": call.function.name, "arguments": arguments or {}},

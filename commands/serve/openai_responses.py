@@ -20,7 +20,7 @@ from commands.serve.schema import (
     InputMessage,
     InputReasoning,
     ResponsesRequest,
-    validate_body,
+    validate_chat,
 )
 from commands.serve.served import ServedModel
 from runtime.serving.loop import RequestHandle
@@ -77,7 +77,7 @@ def chat_of_responses(served: ServedModel, body: ResponsesRequest, said: list[di
     if (body.n or 1) != 1:
         raise HTTPError(400, f"a response has one output: n {body.n}", param="n")
     if body.instructions:
-        said = [{"role": "system", "content": body.instructions}, *said]
+        said = [{"role": "system", "content": body.instructions, "place": "instructions"}, *said]
     if not said:
         raise HTTPError(400, "`input` has nothing in it", param="input", code="invalid_value")
     chat = {name: getattr(body, name) for name in body.model_fields_set & _PASSED_ON}
@@ -89,7 +89,7 @@ def chat_of_responses(served: ServedModel, body: ResponsesRequest, said: list[di
     effort = body.reasoning.effort if body.reasoning is not None else None
     if effort is not None and (effort == "none" or (served.has_chat_template and has_effort(served.template_text))):
         chat["reasoning_effort"] = effort  # clients send it to any model
-    return validate_body(_plain(chat), ChatRequest)
+    return validate_chat(_plain(chat))
 
 
 def _plain(chat: dict[str, Any]) -> dict[str, Any]:
@@ -102,35 +102,37 @@ def _plain(chat: dict[str, Any]) -> dict[str, Any]:
 
 
 def messages_of(body: ResponsesRequest, store: ResponseStore) -> list[dict[str, Any]]:
-    """The conversation before the answer, without instructions."""
-    before = [] if body.previous_response_id is None else store.messages(body.previous_response_id)
+    """The conversation before the answer, without instructions. Each message has the place where it was written."""
+    kept = [] if body.previous_response_id is None else store.messages(body.previous_response_id)
+    said = [one | {"place": "previous_response_id"} for one in kept]
     if isinstance(body.input, str):
-        return [*before, {"role": "user", "content": body.input}]
-    said = list(before)
-    for item in body.input:
+        return [*said, {"role": "user", "content": body.input, "place": "input"}]
+    for i, item in enumerate(body.input):
+        place = f"input.{i}"
         match item:
             case InputCall():
                 function = {"name": item.name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
-                _assistant(said).setdefault("tool_calls", []).append(call)
+                _assistant(said, place).setdefault("tool_calls", []).append(call)
             case InputCallOutput():
-                said.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+                answer = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+                said.append(answer | {"place": place})
             case InputReasoning():
                 thought = "".join(part.text for part in item.content or item.summary or ())
-                said.append({"role": "assistant", "reasoning_content": thought})
+                said.append({"role": "assistant", "reasoning_content": thought, "place": place})
             case InputMessage(role="assistant"):
-                message = _assistant(said, is_new=True)
+                message = _assistant(said, place, is_new=True)
                 message["content"] = _text(item.content)
             case InputMessage():
-                said.append({"role": item.role, "content": _text(item.content)})
+                said.append({"role": item.role, "content": _text(item.content), "place": place})
     return [one for one in said if one["role"] != "assistant" or one.get("content") is not None or "tool_calls" in one]
 
 
-def _assistant(said: list[dict[str, Any]], *, is_new: bool = False) -> dict[str, Any]:
+def _assistant(said: list[dict[str, Any]], place: str, *, is_new: bool = False) -> dict[str, Any]:
     """The assistant's message that an item belongs to: what is thought, said and called is one."""
     last = said[-1] if said and said[-1]["role"] == "assistant" else None
     if last is None or (is_new and ("content" in last or "tool_calls" in last)):
-        said.append({"role": "assistant"})
+        said.append({"role": "assistant", "place": place})
     else:
         said[-1] = dict(last) | ({"tool_calls": list(last["tool_calls"])} if "tool_calls" in last else {})
     return said[-1]
@@ -142,7 +144,7 @@ def _merged(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if num_first < 2:
         return said
     text = "\n\n".join(one["content"] for one in said[:num_first])
-    return [{"role": "system", "content": text}, *said[num_first:]]
+    return [{"role": "system", "content": text, "place": said[0]["place"]}, *said[num_first:]]
 
 
 def _text(content: str | list[Any]) -> str:

@@ -102,7 +102,8 @@ class PieceStream:
     def _said(self, text: str) -> list[Said]:
         if self.parser is None:
             return [Said("content", text)] if text else []
-        return joined([*self.parser.feed(text), *(self.parser.end() if self._is_over else ())])
+        is_cut = self.answer.progress.finish_reason == "length"
+        return joined([*self.parser.feed(text), *(self.parser.end(is_cut=is_cut) if self._is_over else ())])
 
     def _marked(self, tokens: list[int], start: int, num_steps: int) -> list[dict[str, str]]:
         """A text and a kind for each new token; text that was held back comes with the token that let it go."""
@@ -127,12 +128,15 @@ def finish_reason(answer: RequestHandle) -> str | None:
 
 
 def usage(answers: Seq[RequestHandle], num_prompts: int, *, counts_output: bool = True) -> dict[str, Any]:
-    """Tokens of all answers to a request; each prompt once, however many answers it has."""
+    """Tokens of all answers to a request; each prompt once, however many answers it has.
+
+    OpenAI's tokens of a prediction are those that were drafted from it.
+    """
     n = len(answers) // num_prompts
     num_prompt = sum(len(answer.request.prompt_tokens) for answer in answers[::n])
     num_output = sum(answer.progress.num_tokens for answer in answers) if counts_output else 0
-    num_accepted = sum(answer.progress.num_accepted_tokens for answer in answers)
-    num_drafted = sum(answer.progress.num_draft_tokens for answer in answers)
+    num_accepted = sum(answer.progress.num_accepted_predicted_tokens for answer in answers)
+    num_predicted = sum(answer.progress.num_predicted_tokens for answer in answers)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
@@ -140,7 +144,7 @@ def usage(answers: Seq[RequestHandle], num_prompts: int, *, counts_output: bool 
         "prompt_tokens_details": {"cached_tokens": sum(a.progress.num_cached_tokens for a in answers[::n])},
         "completion_tokens_details": {
             "accepted_prediction_tokens": num_accepted,
-            "rejected_prediction_tokens": num_drafted - num_accepted,
+            "rejected_prediction_tokens": num_predicted - num_accepted,
             "reasoning_tokens": 0,
         },
     }

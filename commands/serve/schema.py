@@ -4,12 +4,22 @@ Unknown fields are ignored. Those that clients know and this server does not do 
 that asks for nothing (`REFUSED`).
 """
 
+import re
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 
 from commands.options.drafter_flags import config_flag
 from commands.serve.http_errors import HTTPError, of_validation
@@ -210,8 +220,22 @@ class Generation(Lenient):
         """True if an answer says something of each token, and so may be long."""
 
 
+def _of_one_kind(prompt: Any) -> Any:
+    """A list as it is, unless it has texts beside token ids, of which each form would say that it is none."""
+    if isinstance(prompt, list) and prompt:
+        others = (i for i, one in enumerate(prompt) if type(one) is not type(prompt[0]))
+        kinds = (str, int, list)
+        if isinstance(prompt[0], kinds) and (place := next(others, None)) and isinstance(prompt[place], kinds):
+            reason = "a list has texts, token ids, or lists of token ids; item {place} is not of the kind of the first"
+            raise pydantic_core.PydanticCustomError("mixed_prompts", reason, {"place": place})
+    return prompt
+
+
 class CompletionRequest(Generation):
-    prompt: str | TokenIds | Prompts | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+    prompt: Annotated[
+        str | TokenIds | Prompts | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)],
+        BeforeValidator(_of_one_kind),
+    ]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
 
@@ -278,6 +302,9 @@ class NamedTool(Lenient):
 class Conversation(Lenient):
     """Fields of what is said and what may be called."""
 
+    _places: list[str] | None = PrivateAttr(None)
+    """Place of each message in the client's body, if it is of another protocol."""
+
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -287,6 +314,17 @@ class Conversation(Lenient):
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = Field(
         None, description="A variable for the chat template, which it may have no use for."
     )
+
+    def place_of(self, number: int) -> str:
+        """Place of a message in the client's body, or, after the last one, the field of all of them."""
+        if self._places is None:
+            return f"messages.{number}"
+        return self._places[number] if number < len(self._places) else self.said_in
+
+    @property
+    def said_in(self) -> str:
+        """The field in which the client wrote the last message."""
+        return "messages" if self._places is None else self._places[-1].partition(".")[0]
 
     @property
     def callable_tools(self) -> list[FunctionTool]:
@@ -604,6 +642,25 @@ def refused_field(body: dict[str, Any], model: type[Lenient]) -> str | None:
         name: is_neutral for name, is_neutral in refused.items() if name in body and name not in model.model_fields
     }
     return next((name for name, is_neutral in asked.items() if not is_neutral(body[name])), None)
+
+
+def validate_chat(chat: dict[str, Any]) -> ChatRequest:
+    """A chat request that one of another protocol is. Its messages have the `place` where the client wrote them, which
+    errors name.
+    """
+    chat = {name: value for name, value in chat.items() if value is not None}
+    places = [message["place"] for message in chat["messages"]]
+    try:
+        found = validate_body(chat, ChatRequest)
+    except HTTPError as error:
+        named = re.match(r"messages(?:\.(\d+))?", error.message)
+        if named is None:
+            raise
+        place = places[int(named[1])] if named[1] else places[-1].partition(".")[0]
+        what = place + error.message[named.end() :]
+        raise HTTPError(400, what, param=place.partition(".")[0], code=error.code) from None
+    found._places = places
+    return found
 
 
 Body = TypeVar("Body", bound=Lenient)

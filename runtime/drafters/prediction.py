@@ -53,7 +53,8 @@ class PredictionLookup:
             return Draft([])
         draft_len = min(max_draft_len, sequence.max_draft_len)
         draft = self.prediction[place.next : place.next + draft_len]
-        return Draft(cut_at_end_id(draft, sequence.request.end_ids), match_len=place.num_matched)
+        draft = cut_at_end_id(draft, sequence.request.end_ids)
+        return Draft(draft, match_len=place.num_matched, num_predicted=len(draft))
 
     def _move(self, place: _Place, output: list[int]) -> None:
         """Go along with the tokens that are new; where they left the prediction, look where it goes on."""

@@ -67,6 +67,8 @@ def _fitting(sequence: Sequence, draft: Draft, forced: list[int], max_draft_len:
         # An illegal token that was drawn is sent too: its rejection is part of what makes the distribution exact.
         return draft.cut(num_legal + 1)
     tokens = forced or draft.tokens[:num_legal]
+    num_predicted = 0 if forced else min(draft.num_predicted, num_legal)
     if tokens is not forced and len(tokens) < max_draft_len:
         tokens = tokens + _forced(sequence, tokens)
-    return Draft(tokens[: min(max_draft_len, sequence.max_draft_len)], None, draft.match_len)
+    whole = Draft(tokens, None, draft.match_len, num_predicted=num_predicted)
+    return whole.cut(min(max_draft_len, sequence.max_draft_len))

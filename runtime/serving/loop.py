@@ -122,8 +122,9 @@ class Progress:
 
     num_tokens: int = 0
     num_steps: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
+    num_predicted_tokens: int = 0
+    """Draft tokens from the output that the request predicts."""
+    num_accepted_predicted_tokens: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens found in the K/V cache."""
     finish_reason: FinishReason | None = None
@@ -353,8 +354,8 @@ def _progress_of(sequence: Sequence, before: Progress) -> Progress:
     return Progress(
         stats.num_generated_tokens,
         stats.num_steps,
-        stats.num_draft_tokens,
-        stats.num_accepted_draft_tokens,
+        stats.num_predicted_tokens,
+        stats.num_accepted_predicted_tokens,
         num_cached if is_first else before.num_cached_tokens,
         sequence.finish_reason,
     )

@@ -11,7 +11,6 @@ Special tokens of the vocabulary stand in the text as half surrogate pairs, whic
 import json
 import re
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -137,8 +136,8 @@ class Parser(Protocol):
 
     def feed(self, text: str) -> list[Said]: ...
 
-    def end(self) -> list[Said]:
-        """Read what was held back: nothing comes any more."""
+    def end(self, *, is_cut: bool = False) -> list[Said]:
+        """Read what was held back: nothing comes any more. `is_cut`: because there was no room for it."""
         ...
 
 
@@ -156,7 +155,8 @@ class OutputParser:
     def __init__(self, form: OutputForm, *, in_reasoning: bool = False) -> None:
         self._form, self._special = form, form.special
         self._said: list[Said] = []
-        self._text, self._at, self._is_whole = "", 0, False
+        self._text, self._at = "", 0
+        self._is_whole = self._is_cut = False
         self._raw: int | None = None
         """Start of a call that nothing has been told of: it may turn out to be text."""
         self._space, self._drops_space = "", False
@@ -173,9 +173,12 @@ class OutputParser:
         self._raw = None if self._raw is None else self._raw - kept
         return self._advance()
 
-    def end(self) -> list[Said]:
-        """Read what was held back: nothing comes any more."""
-        self._is_whole = True
+    def end(self, *, is_cut: bool = False) -> list[Said]:
+        """Read what was held back: nothing comes any more. `is_cut`: because there was no room for it.
+
+        The beginning of a call that was cut off before its name is told nothing of.
+        """
+        self._is_whole, self._is_cut = True, is_cut
         return self._advance()
 
     def _advance(self) -> list[Said]:
@@ -244,7 +247,8 @@ class OutputParser:
             say(self._text[self._at : end])
             self._at = end
             if not (yield from self._more()):
-                say(self._text[self._at :])
+                if not (self._is_cut and self._num_calls):  # or it is the beginning of a further call's tag
+                    say(self._text[self._at :])
                 self._at = len(self._text)
                 return None
 
@@ -287,7 +291,10 @@ class OutputParser:
             if rest == text:
                 self._at += len(text)
                 return True
-            if not text.startswith(rest) or not (yield from self._more()):
+            if not text.startswith(rest):
+                return False
+            if not (yield from self._more()):
+                self._at = len(self._text) if self._is_cut else self._at  # what there was room for of it
                 return False
 
     def _expect(self, text: str) -> Reading:
@@ -345,14 +352,22 @@ class OutputParser:
         before = self._space
         self._space = ""
         num_before = self._num_calls
-        yield from self._try(self._read_section(calls, tag), before)
+        yield from self._try(self._read_section(calls, tag), before, has_tag=tag != _BARE_OBJECT)
         if self._num_calls > num_before:
             self._drop_space()
 
-    def _try(self, reading: Reading, space: str = "") -> Reading:
-        """Read what should be a call. If it is none, and nothing was told of it, it is text."""
-        with suppress(Malformed, _Unfinished):
+    def _try(self, reading: Reading, space: str = "", *, has_tag: bool = False) -> Reading:
+        """Read what should be a call. If it is none, and nothing was told of it, it is text.
+
+        Without a tag, the beginning of one that was cut off may be JSON of another kind.
+        """
+        try:
             yield from reading
+        except Malformed:
+            pass
+        except _Unfinished:
+            if self._is_cut and (has_tag or self._num_calls):
+                self._raw = None
         if self._raw is not None:
             text, self._raw = self._text[self._raw : self._at], None
             self._space = space

@@ -27,7 +27,7 @@ class TemplateParser:
                 f"the tokenizer's response template cannot be used: {error}", hint="name the format of its calls"
             ) from None
         self._special = special
-        self._has_failed = False
+        self._has_failed = self._is_in_call = False
         self._untold = ""
         """Text that was read and not told yet, tags included."""
 
@@ -39,7 +39,10 @@ class TemplateParser:
             said += self._said(lambda new=character: self._parser.feed(new))  # type: ignore[misc]
         return joined(said)
 
-    def end(self) -> list[Said]:
+    def end(self, *, is_cut: bool = False) -> list[Said]:
+        """Read what was held back; nothing of a call that was cut off."""
+        if is_cut and self._is_in_call:
+            return []
         return self._said(lambda: self._parser.finalize()[1])
 
     def _said(self, read: Callable[[], Any]) -> list[Said]:
@@ -49,7 +52,7 @@ class TemplateParser:
             try:
                 events = read()
             except Exception:  # what is no call of this format is text
-                self._has_failed = True
+                self._has_failed, self._is_in_call = True, False
         if self._has_failed:
             text, self._untold = self._untold, ""
             return [Said("content", text)] if text else []
@@ -57,6 +60,8 @@ class TemplateParser:
 
     def _of_event(self, event: dict[str, Any]) -> list[Said]:
         name = event["field"]
+        if name == _CALLS:
+            self._is_in_call = event["type"] != "region_close"
         if event["type"] == "region_chunk" and name != _CALLS:
             self._untold = self._untold.partition(event["text"])[2]
             return [Said("reasoning" if name in _REASONING else "content", event["text"])]

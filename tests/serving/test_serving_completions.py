@@ -50,14 +50,32 @@ def test_kinds_of_tokens_join_to_the_chunks_and_count_as_the_metrics_do(served: 
     speculation = chunks[-1]["metrics"]["speculative_decoding"]
     assert kinds.count("accepted") == speculation["num_accepted_tokens"] > 0
     assert chunks[-1]["choices"] == []
-    details = chunks[-1]["usage"]["completion_tokens_details"]
-    assert details["accepted_prediction_tokens"] == speculation["num_accepted_tokens"]
-    rejected = speculation["num_draft_tokens"] - speculation["num_accepted_tokens"]
-    assert details["rejected_prediction_tokens"] == rejected
+    details = chunks[-1]["usage"]["completion_tokens_details"]  # nothing was predicted by the request
+    assert details["accepted_prediction_tokens"] == details["rejected_prediction_tokens"] == 0
     assert speculation["acceptance_rate"] == speculation["num_accepted_tokens"] / speculation["num_draft_tokens"]
     assert sum(speculation["accepted_per_position"]) == speculation["num_accepted_tokens"]
     num_steps = kinds.count("plain") + speculation["num_drafts"]
     assert speculation["tokens_per_step"] == pytest.approx(40 / num_steps)
+
+
+def test_a_prediction_is_counted_and_changes_no_text(served: Served) -> None:
+    """OpenAI's counts are of tokens drafted from it, and of no others; the server's own drafter goes on beside it."""
+    body = {"prompt": PROMPTS[2], "temperature": 1, "seed": 5, "max_tokens": 40, "ignore_eos": True}
+    without = served.complete(**body)
+    text = without["choices"][0]["text"]
+    num_steps = {}
+    for name, content in {"right": text, "half": text[: len(text) // 2], "wrong": "No, no. " * 9}.items():
+        found = served.complete(**body, prediction={"type": "content", "content": content})
+        assert found["choices"] == without["choices"]
+        details, speculation = found["usage"]["completion_tokens_details"], found["metrics"]["speculative_decoding"]
+        num_accepted, num_rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+        assert num_accepted <= speculation["num_accepted_tokens"]
+        assert num_accepted + num_rejected <= speculation["num_draft_tokens"]
+        assert (num_accepted > 0) == (name != "wrong") and (name == "right" or num_rejected > 0)
+        num_steps[name] = 40 / speculation["tokens_per_step"]
+    own = without["usage"]["completion_tokens_details"]
+    assert own["accepted_prediction_tokens"] == own["rejected_prediction_tokens"] == 0
+    assert num_steps["right"] < num_steps["half"] < num_steps["wrong"]
 
 
 def test_usage_can_come_with_every_chunk(served: Served) -> None:

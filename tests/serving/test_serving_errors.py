@@ -131,6 +131,8 @@ def test_a_wrong_completion_is_refused(served: Served, name: str) -> None:
         ({"prompt": [-1]}, ("prompt.0", 0, -1)),
         ({"prompt": [1.5]}, ("prompt.0", 1.5)),
         ({"prompt": [[1, 2], [3, -1]]}, ("prompt.1.1", 0, -1)),
+        ({"prompt": ["a", [1, 2]]}, ("prompt", 1)),
+        ({"prompt": [1, 2, "a"]}, ("prompt", 2)),
         ({"prediction": {"type": "content"}}, ("prediction.content",)),
     ],
 )

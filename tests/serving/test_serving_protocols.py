@@ -189,6 +189,9 @@ def test_a_message_says_why_it_ends(tooled: Served) -> None:
     assert usage["cache_read_input_tokens"] > 0 and usage["input_tokens"] >= 1
 
 
+USER = {"role": "user", "content": "a"}
+CALLS = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+GAVE = {"type": "function_call_output", "call_id": "1", "output": "a"}
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "an input of nothing": (RESPONSES, {"input": []}),
     "an item of another type": (RESPONSES, {"input": [{"type": "computer_call", "id": "1"}]}),
@@ -197,6 +200,12 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "a response in the background": (RESPONSES, {"input": "a", "background": True}),
     "a choice of a hosted tool": (RESPONSES, {"input": "a", "tool_choice": {"type": "web_search"}}),
     "an answer to no call": (RESPONSES, {"input": [{"type": "function_call_output", "call_id": "1", "output": "a"}]}),
+    "a call without its answer": (
+        RESPONSES,
+        {"input": [USER, CALLS, USER], "instructions": "Be brief.", "store": False},
+    ),
+    "arguments that are none": (RESPONSES, {"input": [USER, CALLS | {"arguments": "[1]"}, GAVE]}),
+    "an answer to another call": (RESPONSES, {"input": [USER, CALLS, GAVE | {"call_id": "2"}]}),
     "a function without a name": (RESPONSES, {"input": "a", "tools": [{"type": "function"}]}),
     "no length": (MESSAGES, {"messages": [{"role": "user", "content": "a"}]}),
     "an image in a message": (
@@ -206,6 +215,21 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "a result without its call": (
         MESSAGES,
         {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "a"}]}], "max_tokens": 1},
+    ),
+    "a result of no call, after another": (
+        MESSAGES,
+        {
+            "system": "Be brief.",
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": one, "content": "a"} for one in ("1", "2")],
+                },
+            ],
+            "max_tokens": 1,
+        },
     ),
     "embeddings": ("/v1/embeddings", {"input": "a"}),
 }
@@ -221,6 +245,8 @@ def test_what_is_wrong_is_said_in_the_protocols_own_form(tooled: Served, name: s
         assert answer["type"] == "error" and set(answer["error"]) == {"type", "message"}
     else:
         assert set(answer["error"]) == {"message", "type", "param", "code"}
+        assert answer["error"]["param"] != "messages"
+    assert path == MESSAGES or "messages" not in answer["error"]["message"]
     said(answer["error"]["message"])
 
 

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ from serving_models import MakeServed, Served
 
 from commands.serve.asking import ask_chat
 from commands.serve.schema import ChatRequest
-from runtime.request import Sequence
+from runtime.drafters.ngram import NgramLookup
+from runtime.request import Sequence, VerifyResult
 
 CHAT = "/v1/chat/completions"
 ASKED = [{"role": "user", "content": "Go"}]
@@ -155,6 +158,40 @@ def test_calls_and_what_they_gave_are_what_the_template_writes(tooled: Served) -
     text = tooled.model.llm.tokenizer.decode(answer.json()["tokens"])
     call = '<tool_call>\n{"name": "step", "arguments": {"by": 1, "to": "left"}}\n</tool_call>'
     assert text == f"[step][stop]<user>Go\n<assistant>{call}\n<tool>ok\n<assistant>"
+
+
+FILE = """def area(width, height):
+    return width * height
+
+def volume(width, height, depth):
+    return area(width, height) * depth
+
+def main():
+    print(area(3, 4), volume(3, 4, 5))
+"""
+
+
+def test_an_edit_is_drafted_from_what_a_tool_gave(tooled: Served) -> None:
+    """The server's own lookup, told the edited file token by token: with the file in the conversation it knows it."""
+    edited = FILE.replace("area(3, 4), ", "").replace("height) * depth", "height) / depth")
+    output = tooled.model.llm.tokenizer(edited, add_special_tokens=False)["input_ids"]
+    steps = {}
+    for gave in (FILE, "ok"):
+        messages = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}, GAVE | {"content": gave}]
+        body = ChatRequest.model_validate({"messages": messages, "tools": TOOLS, "max_tokens": len(output)})
+        (asked,) = ask_chat(tooled.model, body)
+        sequence, drafter = Sequence.start(replace(asked.request, grammar=None)), NgramLookup(2)
+        while not sequence.is_over:
+            (draft,) = drafter.propose([sequence], 4)
+            rest = output[sequence.num_generated :]
+            num_accepted = sum(
+                1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(draft.tokens, rest, strict=False))
+            )
+            sequence.commit(draft, VerifyResult(num_accepted, rest[num_accepted]))
+        assert sequence.output_tokens == output
+        steps[gave] = sequence.stats
+    assert steps[FILE].num_steps <= 0.5 * steps["ok"].num_steps
+    assert (steps[FILE].draft_acceptance_rate or 0) > 0.6
 
 
 def test_a_template_without_tools_has_them_written_as_text(make_served: MakeServed) -> None:

@@ -23,6 +23,8 @@ def replay(output: list[int], drafter: PredictionLookup, max_draft_len: int = 10
             num_accepted += 1
         sequence.commit(draft, VerifyResult(num_accepted, rest[num_accepted]))
     assert sequence.output_tokens == output
+    assert sequence.stats.num_predicted_tokens == sequence.stats.num_draft_tokens
+    assert sequence.stats.num_accepted_predicted_tokens == sequence.stats.num_accepted_draft_tokens
     drafter.forget(7)
     return sequence
 

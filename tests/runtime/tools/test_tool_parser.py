@@ -39,6 +39,34 @@ def test_arguments_are_told_before_they_are_whole() -> None:
     assert parser.feed('d"}') == [Said("arguments", 'd"}')]
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [(name, text) for name, text, parts in OUTPUTS if len(parts) > 2 and parts[-1][0] == parts[-3][0] == "arguments"],
+)
+def test_of_a_call_that_was_cut_off_no_part_is_text(name: str, text: str) -> None:
+    """A call or nothing comes after the first call, wherever there was no more room."""
+    form = form_of(name)
+    marked, whole = form.special.marked(text), said_of(form, form.special.marked(text))
+    for end in range(len(marked)):
+        parser = OutputParser(form)
+        said = joined([*parser.feed(marked[:end]), *parser.end(is_cut=True)])
+        kinds = [one.kind for one in said]
+        if "call" in kinds:
+            num_before = kinds.index("call")
+            assert "content" not in kinds[num_before:] and said[:num_before] == whole[:num_before], marked[:end]
+            assert "".join(one.text for one in whole).startswith("".join(one.text for one in said))
+
+
+def test_a_first_call_that_was_cut_off_is_no_text_either() -> None:
+    """One that has a tag: JSON without one may be an answer, and so is all that a model ended by itself."""
+    text = 'a <tool_call>\n{"na'
+    for is_cut, parts in ((True, [Said("content", "a")]), (False, [Said("content", text)])):
+        parser = OutputParser(form_of("hermes"))
+        assert joined([*parser.feed(text), *parser.end(is_cut=is_cut)]) == parts
+    bare = OutputParser(form_of("llama3_json"))
+    assert joined([*bare.feed('{"name": "n'), *bare.end(is_cut=True)]) == [Said("content", '{"name": "n')]
+
+
 def test_special_tokens_are_not_their_names() -> None:
     """A user may have a model repeat a tag: as a text it opens no call."""
     form = form_of("mistral")
@@ -125,6 +153,13 @@ def test_a_tokenizers_own_template_is_read_by_transformers_and_nothing_is_lost(
         for i in range(0, len(text), size):
             said += parser.feed(text[i : i + size])
         assert [tuple(one) for one in joined([*said, *parser.end()])] == parts
+
+
+def test_of_a_tokenizers_own_call_that_was_cut_off_nothing_is_told() -> None:
+    for is_cut, told in ((True, []), (False, [Said("content", '<tool_call>{"na')])):
+        parser = TemplateParser(TEMPLATE, "<|im_start|>assistant\n", [], SpecialTokens({}, []))
+        said = joined([*parser.feed(ADD + '<tool_call>{"na'), *parser.end(is_cut=is_cut)])
+        assert said == [Said("call", "add"), Said("arguments", '{"a": 1}'), *told]
 
 
 def test_a_response_template_that_is_none_is_an_error() -> None:
