@@ -198,13 +198,18 @@ void penalize(const T* logits, const Rules& rules, Range<Entry> entries, Range<E
   to.compute(look, [&](int64_t piece) { return lost_extreme[piece]; });
 }
 
+// Of many scores a sample has one register in so many.
+constexpr int64_t kOneIn = 16, kManyScores = 2 * kPiece, kOfPiece = kPiece / kOneIn;
+
 // Memory for one position, kept by the thread that asks for it.
 struct Room {
-  std::vector<float> scores, candidates, weights;
+  std::vector<float> scores, candidates, weights, sample, sample_weights, buckets;
 
   void make(int64_t size) {
-    for (auto* some : {&scores, &candidates, &weights})
-      if (some->size() < static_cast<size_t>(size + kLanes)) some->resize(size + kLanes);
+    for (auto* some : {&scores, &candidates, &weights}) make(*some, size + kLanes);
+  }
+  static void make(std::vector<float>& some, int64_t size) {
+    if (some.size() < static_cast<size_t>(size)) some.resize(size);
   }
 };
 
@@ -349,13 +354,13 @@ class Candidates {
         const Ints is_kept = (v >= first) & (v <= last);
         if constexpr (has_weights) all.add(weight);
         above.add(v > last ? weight : Lanes{});
-        if (!is_any(is_kept)) return;
-        if constexpr (has_weights) compress(weight, is_kept, to_weights + kept);
-        kept += compress(v, is_kept, to + kept);
+        if (is_any(is_kept)) kept += compress(v, is_kept, to + kept);
       });
       std::fill(to + kept, to + registers(kept), kNever);
-      if constexpr (has_weights) std::fill(to_weights + kept, to_weights + registers(kept), 0.0f);
       sizes_[i] = registers(kept);
+      if constexpr (has_weights)
+        for (int64_t k = 0; k < kept; k += kLanes)
+          store(to_weights + k, weight_of<true>(load(to + k), largest));
       of_pieces[i] = {all.total(), above.total()};
     });
     scores_ = room_.candidates.data(), weights_ = has_weights ? room_.weights.data() : nullptr;
@@ -476,8 +481,6 @@ inline float reached_by(double rank, const Scores& scores, Room& room) {
   return Candidates(groups, room).find(rank, extent.smallest, extent.largest).score;
 }
 
-constexpr int64_t kOneIn = 16, kManyScores = 2 * kPiece;
-
 // Between which scores a cut likely is, if that is known; and what all weigh, likely.
 struct Between {
   bool is_known = false;
@@ -485,50 +488,91 @@ struct Between {
   float low = 0, high = 0;
 };
 
-// Weighs those of one register in some that are less than `below`.
-template <bool has_weights, typename Use>
-void for_sample(const Scores& scores, float below, const Use& use) {
-  for (int64_t k = 0; k < scores.size; k += kOneIn * kLanes) {
-    const Lanes v = load(scores.scores + k);
-    use(v, v < below ? weight_of<has_weights>(v, scores.extent.largest) : Lanes{});
-  }
-}
-
-// Three standard deviations of what a sample weighs to both sides. `wanted` is a number of scores, or with weights a share of
-// what all weigh; no score is more than `top`, or those from there on weigh `above`: a sample may miss few that weigh much.
+// Some of many scores, and what each weighs. Threads take those of the pieces that they have.
 template <bool has_weights>
-Between guess(const Scores& scores, double wanted, float top, double above) {
-  constexpr int kBuckets = 1024;
-  constexpr float kSpan = 30;  // whatever weighs less than e to the power of -30 is in the last one
-  if (scores.size < kManyScores || scores.extent.smallest >= top) return {};
-  const float below = above > 0 ? top : std::numeric_limits<float>::infinity();
-  above /= kOneIn;
-  double middle = wanted / kOneIn, deviation = std::sqrt(middle);
-  Between found{true, 0, scores.extent.smallest, top};
-  if constexpr (has_weights) {
-    Sum sum, squares;
-    for_sample<true>(scores, below, [&](Lanes, Lanes weight) { sum.add(weight), squares.add(weight * weight); });
-    const double all = above + sum.total();
-    middle = wanted * all - above, deviation = std::sqrt(squares.total());
-    found.all = all * kOneIn, found.is_known = deviation <= 0.03 * all && middle > 0;
-    if (!found.is_known) return found;
+class Sample {
+ public:
+  Sample(const Scores& scores, Room& room)
+      : room_(room), num_pieces_(scores.num_pieces()), smallest_(scores.extent.smallest),
+        end_((registers(scores.size) / kLanes + kOneIn - 1) / kOneIn * kLanes) {
+    room.make(room.sample, num_pieces_ * kOfPiece);
+    room.make(room.sample_weights, num_pieces_ * kOfPiece);
+    share_by_affinity(num_pieces_, [&](int64_t piece) {
+      for_piece(piece, [&](int64_t k) {
+        const Lanes v = load(scores.scores + k * kOneIn);
+        store(room_.sample.data() + k, v);
+        store(room_.sample_weights.data() + k, weight_of<has_weights>(v, scores.extent.largest));
+      });
+    });
   }
-  const float width = std::min(top - scores.extent.smallest, kSpan) / kBuckets;
-  std::array<std::array<float, kBuckets>, 4> buckets{};  // from the top down, in parts that do not wait for each other
-  for_sample<has_weights>(scores, below, [&](Lanes v, Lanes weight) {
-    const Lanes place = smaller(larger((top - v) / width, Lanes{}), Lanes{} + static_cast<float>(kBuckets - 1));
-    const Ints bucket = __builtin_convertvector(place, Ints);
-    for (int lane = 0; lane < kLanes; ++lane) buckets[lane % 4][bucket[lane]] += weight[lane];
-  });
-  double of_sample = 0;
-  for (int i = 0; i + 2 < kBuckets && of_sample <= middle + 3 * deviation; ++i) {
-    const double bucket = buckets[0][i] + buckets[1][i] + buckets[2][i] + buckets[3][i];
-    if (of_sample + bucket < middle - 3 * deviation) found.high = top - static_cast<float>(i) * width;
-    of_sample += bucket;
-    if (of_sample > middle + 3 * deviation) found.low = top - static_cast<float>(i + 2) * width;  // 1 more, for rounding
+
+  // Two standard deviations of what the sample weighs to both sides. `wanted` is a number of scores, or with weights a
+  // share of what all weigh; no score is more than `top`, or those from there on weigh `above`: a sample may miss few that
+  // weigh much.
+  Between guess(double wanted, float top, double above) const {
+    if (smallest_ >= top) return {};
+    const float below = above > 0 ? top : std::numeric_limits<float>::infinity();
+    above /= kOneIn;
+    double middle = wanted / kOneIn, deviation = std::sqrt(middle);
+    Between found{true, 0, smallest_, top};
+    if constexpr (has_weights) {
+      Sum sum, squares;
+      for (int64_t k = 0; k < end_; k += kLanes) {
+        const Lanes weight = weight_below(k, below);
+        sum.add(weight), squares.add(weight * weight);
+      }
+      const double all = above + sum.total();
+      middle = wanted * all - above, deviation = std::sqrt(squares.total());
+      found.all = all * kOneIn, found.is_known = deviation <= 0.03 * all && middle > 0;
+      if (!found.is_known) return found;
+    }
+    const float width = std::min(top - smallest_, kSpan) / kBuckets;
+    const float* buckets = weigh_buckets(top, below, width);
+    double of_sample = 0;
+    for (int i = 0; i + 2 < kBuckets && of_sample <= middle + 2 * deviation; ++i) {
+      if (of_sample + buckets[i] < middle - 2 * deviation) found.high = top - static_cast<float>(i) * width;
+      of_sample += buckets[i];
+      if (of_sample > middle + 2 * deviation) found.low = top - static_cast<float>(i + 2) * width;  // 1 more, for rounding
+    }
+    return found;
   }
-  return found;
-}
+
+ private:
+  static constexpr int kBuckets = 1024;
+  static constexpr float kSpan = 30;  // whatever weighs less than e to the power of -30 is in the last bucket
+
+  template <typename Use>
+  void for_piece(int64_t piece, const Use& use) const {
+    for (int64_t k = piece * kOfPiece; k < std::min((piece + 1) * kOfPiece, end_); k += kLanes) use(k);
+  }
+  Lanes weight_below(int64_t k, float below) const {
+    return load(room_.sample.data() + k) < below ? load(room_.sample_weights.data() + k) : Lanes{};
+  }
+
+  // What the sample's scores from `top` down weigh, by buckets as wide as this.
+  const float* weigh_buckets(float top, float below, float width) const {
+    room_.make(room_.buckets, num_pieces_ * kBuckets);
+    float* all = room_.buckets.data();
+    share_by_affinity(num_pieces_, [&](int64_t piece) {
+      float* buckets = all + piece * kBuckets;
+      std::fill(buckets, buckets + kBuckets, 0.0f);
+      for_piece(piece, [&](int64_t k) {
+        const Lanes weight = weight_below(k, below), place = (top - load(room_.sample.data() + k)) * (1 / width);
+        const Ints bucket = __builtin_convertvector(
+            smaller(larger(place, Lanes{}), Lanes{} + static_cast<float>(kBuckets - 1)), Ints);
+        for (int lane = 0; lane < kLanes; ++lane) buckets[bucket[lane]] += weight[lane];
+      });
+    });
+    for (int64_t piece = 1; piece < num_pieces_; ++piece)
+      for (int i = 0; i < kBuckets; ++i) all[i] += all[piece * kBuckets + i];
+    return all;
+  }
+
+  Room& room_;
+  int64_t num_pieces_;
+  float smallest_;
+  int64_t end_;
+};
 
 // Scores that remain: those above `least`, and among those equal to it the ones from `first_equal` on.
 struct Cut {
@@ -538,8 +582,18 @@ struct Cut {
 
 // Position of the `wanted`-th entry with this score, counted from the end; 0 if there are fewer.
 inline int64_t place_from_end(const Scores& scores, float score, double wanted) {
+  std::vector<int64_t> numbers(scores.num_pieces());
+  share_by_affinity(scores.num_pieces(), [&](int64_t piece) {
+    Ints number{};
+    for (int64_t i = piece * kPiece; i < std::min((piece + 1) * kPiece, scores.size); i += kLanes)
+      number -= load(scores.scores + i) == score;
+    for (int lane = 0; lane < kLanes; ++lane) numbers[piece] += number[lane];
+  });
   double found = 0;
-  for (int64_t i = registers(scores.size) - kLanes; i >= 0; i -= kLanes) {
+  int64_t piece = scores.num_pieces() - 1;
+  for (; piece > 0 && found + static_cast<double>(numbers[piece]) < wanted; --piece) found += numbers[piece];
+  const int64_t begin = piece * kPiece;
+  for (int64_t i = registers(std::min(begin + kPiece, scores.size)) - kLanes; i >= begin; i -= kLanes) {
     const Ints is_equal = load(scores.scores + i) == score;
     if (!is_any(is_equal)) continue;
     const int64_t number = num_of(is_equal);
@@ -576,12 +630,13 @@ inline std::optional<Cut> cut_between(const Scores& scores, const Between& likel
 // The cut of many scores, which is among the few largest or not far from where a sample says.
 inline std::optional<Cut> cut_of_many(const Scores& scores, double share, Room& room) {
   const float largest = scores.extent.largest;
-  if (const auto cut = cut_between(scores, guess<true>(scores, share, largest, 0), share, room)) return cut;
+  const Sample<true> sample(scores, room);
+  if (const auto cut = cut_between(scores, sample.guess(share, largest, 0), share, room)) return cut;
   const float some = reached_by(static_cast<double>(scores.size / kMinRank), scores, room);
   Candidates few(scores, room);
   few.keep(some, largest);
   const double of_few = few.weigh(largest);
-  const Between likely = guess<true>(scores, share, some, of_few);
+  const Between likely = sample.guess(share, some, of_few);
   if (of_few < share * likely.all) return cut_between(scores, likely, share, room);
   const double wanted = share * Candidates(scores, room).weight(largest);
   if (of_few < wanted) return {};
@@ -612,7 +667,8 @@ inline float score_of_rank(const Scores& scores, double rank, Room& room) {
     Candidates few(scores, room);
     few.keep(least, largest);
     if (static_cast<double>(few.num_scores()) >= rank) return few.find(rank, least, largest).score;
-  } else if (const Between cut = guess<false>(scores, rank, largest, 0); cut.is_known) {
+  } else if (smallest < largest && scores.size >= kManyScores) {
+    const Between cut = Sample<false>(scores, room).guess(rank, largest, 0);
     Candidates between(scores, room);
     const double above = between.weigh_and_keep<false>(cut.low, cut.high, largest).above;
     if (above < rank && rank <= above + between.num_scores()) return between.find(rank - above, cut.low, cut.high).score;
