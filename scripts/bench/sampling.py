@@ -78,6 +78,7 @@ def time_positions(vocab_sizes: list[int], runs: int) -> None:
                 params = config(**fields)
                 asked = [Positions(Sampler(params, (5,)), [5], [], logits[None])]
                 ours = lambda asked=asked: [next(one) for one in choose_all(asked)]  # noqa: E731
+                time.sleep(0.1)  # until OpenMP's threads, which transformers' calls wake, do not spin any more
                 ms = alternate({"ours": ours}, runs)
                 theirs = alternate({"theirs": by_transformers(logits, params)}, 3)
                 cells.append(f"{ms['ours']:.3f} ({theirs['theirs']:.1f})")
