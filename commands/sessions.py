@@ -66,6 +66,7 @@ def engines_made(choice: EngineChoice, output: Output) -> Iterator[EngineChoice]
                 max_draft_len,
                 self_draft,
                 hidden_states=hidden_states,
+                activations=built_for.activations,
                 compiler=built_for.compiler,
             )
             engine = engine_of_model(name, settings, use_cache=not built_for.no_cache, phases=output.phases)

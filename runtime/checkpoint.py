@@ -69,7 +69,7 @@ _AS_IT_IS = QuantConfig()
 
 
 @dataclass(frozen=True)
-class _Conversion:
+class Conversion:
     """A checkpoint before it is written."""
 
     model_dir: Path
@@ -130,7 +130,7 @@ def convert(
     Raises SpecDecError for a model that is unsupported, incomplete or damaged; then nothing is written.
     """
     check_output_is_not_input(output_dir, model_dir)
-    conversion = _plan(model_dir, dtype, precision, tp_size)
+    conversion = plan_conversion(model_dir, dtype, precision, tp_size)
     with new_directory(output_dir, replace=replace) as directory:
         conversion.write(directory, progress)
         checkpoint = replace_fields(conversion.config, files=record_files(directory))
@@ -140,16 +140,13 @@ def convert(
     return checkpoint
 
 
-def convert_for_build(
-    model_dir: Path, directory: Path, dtype: Dtype | None, tp_size: int, *, may_link: bool
-) -> OpenedCheckpoint:
+def convert_for_build(conversion: Conversion, directory: Path, *, may_link: bool) -> OpenedCheckpoint:
     """Write into an empty directory what a build by this process reads of a model's checkpoint.
 
     Nobody opens it later: its files are not recorded, which would read them again, nor given to the disk, and weights
     that would be copied are not, if it `may_link` to them: such a build finds out if they are written over.
     """
-    conversion = _plan(model_dir, dtype, _AS_IT_IS, tp_size)
-    weights = model_dir / WEIGHTS
+    weights = conversion.model_dir / WEIGHTS
     if may_link and weights.is_file() and conversion.has_weights_of(weights):
         conversion.link(directory, weights)
     else:
@@ -158,7 +155,7 @@ def convert_for_build(
     return OpenedCheckpoint(directory, conversion.config)
 
 
-def _plan(model_dir: Path, dtype: Dtype | None, precision: QuantConfig, tp_size: int) -> _Conversion:
+def plan_conversion(model_dir: Path, dtype: Dtype | None, precision: QuantConfig, tp_size: int = 1) -> Conversion:
     """SpecDecError for a model that is unsupported, incomplete or damaged, as far as its headers tell."""
     source = _open_source(model_dir)
     if not is_gguf(model_dir):
@@ -173,7 +170,7 @@ def _plan(model_dir: Path, dtype: Dtype | None, precision: QuantConfig, tp_size:
     mapping = Mapping(tp_size, tp_size)
     checkpoint = CheckpointConfig(source.config, dtype, quantization, mapping)
     pieces = fuse_experts(pretrained, pieces)  # or a build would have them twice in memory
-    return _Conversion(model_dir, checkpoint, pieces, _split_up(source, pretrained, pieces, tp_size), losses)
+    return Conversion(model_dir, checkpoint, pieces, _split_up(source, pretrained, pieces, tp_size), losses)
 
 
 def read_numbers(model_dir: Path, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Tensor]]:

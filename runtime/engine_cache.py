@@ -32,7 +32,7 @@ from runtime.checksums import CONFIG, NOT_RECORDED
 from runtime.compiler.choosing import as_can_be_made, compiler_for
 from runtime.compiler.kernel_library import check_kernels_can_be_made, has_compiler, no_compiler, processor
 from runtime.compiler.load import current_environment
-from runtime.config import BuildConfig, Compiler, Dtype, SelfDraft
+from runtime.config import Activations, BuildConfig, Compiler, Dtype, QuantConfig, SelfDraft
 from runtime.costs import MeasuredCosts, keep_costs
 from runtime.engine import resolve_device
 from runtime.errors import SpecDecError, SpecDecWarning, errors_about
@@ -63,6 +63,8 @@ class EngineSettings:
     tp_size: int = 1
     hidden_states: tuple[int, ...] = ()
     """Hidden states that the step gives, for a trained drafter (`BuildConfig`)."""
+    activations: Activations | None = None
+    """Activation format for quantized layers; None: as `QuantConfig` chooses."""
     compiler: Compiler | None = None
     """None: what the device's default is (`runtime.compiler.choosing`)."""
 
@@ -248,7 +250,7 @@ def _make_engine(
 ) -> Path:
     """Convert and build; the checkpoint between them is not kept."""
     with own_temporary_files():
-        from runtime.checkpoint import convert_for_build  # not to open an engine: it takes seconds
+        from runtime.checkpoint import convert_for_build, plan_conversion  # not to open an engine: it takes seconds
         from runtime.compiler.build import BuildEffort, build_engine, default_max_seq_len
 
     assert settings.compiler is not None
@@ -261,7 +263,9 @@ def _make_engine(
     ):
         phase("converting the model")
         by_parts = settings.compiler == "aot" and device.type == "cpu"  # each weight is read when it is wanted
-        checkpoint = convert_for_build(model_dir, Path(directory), settings.dtype, settings.tp_size, may_link=by_parts)
+        precision = QuantConfig(activations=settings.activations)
+        conversion = plan_conversion(model_dir, settings.dtype, precision, settings.tp_size)
+        checkpoint = convert_for_build(conversion, Path(directory), may_link=by_parts)
         build = settings.build_config(default_max_seq_len(checkpoint))
         # A GPU's memory is given away when an engine is opened, and ranks measure together.
         at_once = BuildEffort(measure_costs=settings.tp_size > 1 or device.type != "cpu")

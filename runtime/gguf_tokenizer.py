@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from runtime.errors import SpecDecError
-from runtime.gguf import CHAT_TEMPLATE, TOKENIZER, read_gguf
+from runtime.gguf import CHAT_TEMPLATE, TOKENIZER, has_tokenizer, read_gguf
 from runtime.gguf_config import ENDS, USER_DEFINED
 
 _CONTRACTIONS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
@@ -124,18 +124,30 @@ def make_gguf_tokenizer(path: Path) -> Any:
     """transformers' tokenizer of what the file says; SpecDecError for what is not known how llama.cpp reads it."""
     from transformers import PreTrainedTokenizerFast
 
+    said, template = _read(path), read_gguf(path).metadata.get(CHAT_TEMPLATE)
+    try:
+        backend, special = _make(said)
+        return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **special)  # type: ignore[no-untyped-call]
+    except SpecDecError:
+        raise
+    except Exception as error:  # the tokenizers package raises nothing narrower
+        raise SpecDecError(f"`{path}` describes no tokenizer: {error}", hint=_OTHER) from None
+
+
+def check_gguf_tokenizer(path: Path) -> None:
+    """SpecDecError for a file without a tokenizer, or with one whose tokens in llama.cpp are not known."""
+    if not has_tokenizer(path):
+        raise SpecDecError(f"the file has no tokenizer: {path}", hint=_OTHER)
+    _read(path)
+
+
+def _read(path: Path) -> "_Said":
     metadata = read_gguf(path).metadata
     said = {key.removeprefix(TOKENIZER): value for key, value in metadata.items() if key.startswith(TOKENIZER)}
     unknown = sorted(set(said) - _USED - _IRRELEVANT)
     if unknown:
         raise SpecDecError(f"unknown tokenizer key, `{TOKENIZER}{unknown[0]}`: {path}", hint=_OTHER)
-    try:
-        backend, special = _make(_Said(said, path))
-        return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=metadata.get(CHAT_TEMPLATE), **special)  # type: ignore[no-untyped-call]
-    except SpecDecError:
-        raise
-    except Exception as error:  # the tokenizers package raises nothing narrower
-        raise SpecDecError(f"`{path}` describes no tokenizer: {error}", hint=_OTHER) from None
+    return _Said(said, path)
 
 
 _OTHER = "name the tokenizer of the model that it was made of, or give token ids"
@@ -149,6 +161,9 @@ class _Said:
         self.model = said.get("model")
         if self.model not in _DEFAULT_IDS:
             raise SpecDecError(f"tokenizers of this kind are not read, `{self.model}`: {path}", hint=_OTHER)
+        self.pre = self.text("pre", "default")
+        if self.model == _BYTE_LEVEL and self.pre not in PRE_TOKENIZERS:
+            raise SpecDecError(f"this pre-tokenizer of llama.cpp's is not known, `{self.pre}`: {path}", hint=_OTHER)
         self.tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(self.values("tokens", str))]
         if len(set(self.tokens)) < len(self.tokens):
             raise SpecDecError(f"two tokens of the file have the same text: {path}", hint=_OTHER)
@@ -212,10 +227,7 @@ def _added_around(said: _Said, adds_bos: bool) -> processors.TemplateProcessing 
 
 def _byte_level(said: _Said) -> tuple[Tokenizer, bool]:
     """Byte-level BPE, and whether texts begin with a BOS token unless the file says otherwise."""
-    name = said.text("pre", "default")
-    if name not in PRE_TOKENIZERS:
-        raise SpecDecError(f"this pre-tokenizer of llama.cpp's is not known, `{name}`: {said.path}", hint=_OTHER)
-    known, merges = PRE_TOKENIZERS[name], said.values("merges", str)
+    known, merges = PRE_TOKENIZERS[said.pre], said.values("merges", str)
     if not merges:
         raise SpecDecError(f"the file has no `{TOKENIZER}merges`: {said.path}", hint=_OTHER)
     tokenizer = Tokenizer(

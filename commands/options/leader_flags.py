@@ -11,7 +11,7 @@ from commands.options.expand import given_flags
 from commands.options.shared import LEADER
 from commands.options.speculation_flags import LeaderFlags, SpeculationOptions, algorithms
 from commands.output import warn
-from runtime.config import MAX_BATCH_SIZE, MAX_DRAFT_LEN, Compiler
+from runtime.config import MAX_BATCH_SIZE, MAX_DRAFT_LEN, Activations, Compiler
 from runtime.errors import UsageError
 
 Mode = Literal["orchestrator", "leader"]
@@ -28,6 +28,15 @@ class ModelEngineOptions:
             help="Dtype of `--model-dir`'s engine: auto, float32, float16 or bfloat16.",
             rich_help_panel=LEADER,
             show_default="auto",
+        ),
+    ] = None
+    activations: Annotated[
+        Activations | None,
+        typer.Option(
+            metavar="NAME",
+            help="Activation format of `--model-dir`'s quantized layers: float, int8 or int16.",
+            rich_help_panel=LEADER,
+            show_default="as for `convert`",
         ),
     ] = None
     max_batch_size: Annotated[

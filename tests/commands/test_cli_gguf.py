@@ -2,11 +2,13 @@
 
 import io
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from command_line import Specdec, ids_of
@@ -133,6 +135,49 @@ def bare(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
     path = tmp_path_factory.mktemp("bare") / "bare.gguf"
     save_gguf(path, Q.F32, vocab_size=len(tokenizer))
     return path
+
+
+@pytest.mark.parametrize("kind", ["pre-tokenizer", "none"])
+def test_text_for_a_file_whose_tokens_are_not_known_is_refused_before_it_is_built(
+    kind: str, specdec: Specdec, bare: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path,
+    said: Said, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Token ids need none of it."""
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+
+    def write(writer: gguf.GGUFWriter) -> None:
+        write_tokenizer(writer, tokenizer)
+        writer.kv_data[0]["tokenizer.ggml.pre"].value = "smollm9"
+
+    path = bare
+    if kind == "pre-tokenizer":
+        path = tmp_path / "new.gguf"
+        save_gguf(path, Q.F32, vocab_size=len(tokenizer), edit=write)
+    refused = specdec("run", "--model-dir", path, "--input-text", PROMPT, *SIZES)
+    assert refused.exit_code == 1 and not (tmp_path / "cache" / "engines").exists()
+    said(refused, path.name)
+
+
+def test_layers_of_a_file_read_floats_where_asked(
+    specdec: Specdec, made: tuple[Path, list[int]], tmp_path: Path, said: Said
+) -> None:
+    path = tmp_path / "model.gguf"
+    model = gguf_model("llama")
+    model.load_state_dict(save_gguf(path, Q.Q8_0), strict=False)
+    prompt = [1 + i * 7 % 30 for i in range(40)]
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    algorithms = {}
+    for activations in (None, "float"):
+        with warnings.catch_warnings(), LLM(path, max_seq_len=96, dtype="float32", activations=activations) as llm:
+            quantization = llm.bundle.config.quantization
+            assert quantization is not None
+            algorithms[activations] = quantization.activations
+            (output,) = llm.generate(prompt, params)
+    assert algorithms == {None: "int16", "float": "float"}
+    assert output.token_ids == hf_greedy(model, prompt, NUM_TOKENS, model.config.vocab_size - 1)
+    refused = specdec("run", "--model-dir", made[0], "--activations", "int8", "--input-text", PROMPT, *SIZES)
+    assert refused.exit_code == 1
+    said(refused, "int8")
 
 
 def run(specdec: Specdec, directory: Path, *arguments: object) -> str:

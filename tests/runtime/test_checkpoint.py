@@ -28,11 +28,11 @@ from transformers import (
     T5Config,
 )
 
-from runtime.checkpoint import convert, convert_for_build, copy_side_files
+from runtime.checkpoint import convert, convert_for_build, copy_side_files, plan_conversion
 from runtime.checkpoint_dir import open_checkpoint
 from runtime.compiler.model import probe_config
 from runtime.compiler.pretrained import parse_pretrained_config
-from runtime.config import Dtype
+from runtime.config import Dtype, QuantConfig
 from runtime.errors import SpecDecError, SpecDecWarning
 
 ROOT = Path(__file__).parents[2]
@@ -453,7 +453,7 @@ def for_build(
 ) -> Path:
     """The weights that a build reads."""
     output_dir.mkdir()
-    convert_for_build(model_dir, output_dir, dtype, tp_size, may_link=may_link)
+    convert_for_build(plan_conversion(model_dir, dtype, QuantConfig(), tp_size), output_dir, may_link=may_link)
     return output_dir / "rank0.safetensors"
 
 
