@@ -22,7 +22,9 @@ TEMPLATE = (
 )
 TOOL_TEMPLATE = (
     "{% if tools %}{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}{% endif %}"
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% for message in messages %}<{{ message.role }}>"
+    "{% if think and message.role == 'assistant' %}<think>\n{{ message.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ message.content }}"
     "{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
     "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<assistant>{% if think %}<think>\n{% endif %}{% endif %}"
     "{# </think> #}"
