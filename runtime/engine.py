@@ -32,7 +32,7 @@ from runtime.parallel.ranks import RankedModel, RankedStep, open_ranks
 from runtime.request import Draft, Request, Sequence, VerifyResult
 from runtime.sampling import NoValidToken
 from runtime.states import States, bytes_per_slot, num_slots_of, state_inputs
-from runtime.verify import verify_all
+from runtime.verify import compute_masks_ahead, verify_all
 
 # A prompt is computed in pieces: those that wait for it wait less, and a piece does not look at blocks after it.
 DEFAULT_MAX_NUM_TOKENS = 512
@@ -278,6 +278,7 @@ class Engine:
         Leaves every sequence's tokens as they are and `num_computed` at what the verdict makes valid. A sequence with
         NoValidToken cannot go on; the others can.
         """
+        compute_masks_ahead(sequences, drafts)
         all_logits = self.forward(sequences, drafts)
         verdicts = verify_all(sequences, drafts, all_logits)
         for i, (sequence, verdict) in enumerate(zip(sequences, verdicts, strict=True)):

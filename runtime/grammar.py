@@ -8,10 +8,13 @@ Compiling and each position are bounded: the one in symbols, states and bytes, t
 """
 
 import json
+import os
 import re
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
+from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -60,9 +63,34 @@ class Mask:
         self.indices = np.flatnonzero(~allowed if self.forbids else allowed)
 
 
+_workers: list[ThreadPoolExecutor] = []
+
+
+def _start_worker() -> None:
+    _workers[:] = [ThreadPoolExecutor(1, "specdec-masks")]
+
+
+_start_worker()
+if hasattr(os, "register_at_fork"):  # a child has none of its parent's threads
+    os.register_at_fork(after_in_child=_start_worker)
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """Masks after a prefix and a draft that are being computed in a thread."""
+
+    prefix: Seq[int]
+    num_tokens: int
+    draft_tokens: list[int]
+    masks: "Future[list[Mask | None]]"
+
+    def is_of(self, prefix: Seq[int], draft_tokens: Seq[int]) -> bool:
+        return self.prefix is prefix and self.num_tokens == len(prefix) and self.draft_tokens == list(draft_tokens)
+
+
 class Matcher:
     """State of one request's output in its grammar. Calls may pass any tokens, but are fastest if they go on from the
-    previous ones; the prompt is no part of the text.
+    previous ones; the prompt is no part of the text. One thread may call it, whatever `compute_ahead` has begun.
     """
 
     def __init__(self, grammar: CompiledGrammar, num_prompt_tokens: int, end_ids: frozenset[int]) -> None:
@@ -75,12 +103,30 @@ class Matcher:
         self._last: tuple[list[int], bytes, bool, Mask] | None = None
         """The last position and its mask: an output's end is looked for before its next token is chosen, and within a
         text masks do not change."""
+        self._ahead: _Ahead | None = None
+
+    def compute_ahead(self, prefix: Seq[int], draft_tokens: Seq[int]) -> None:
+        """Begin to compute what `allowed` is about to be asked for, in a thread, beside a step of the target.
+
+        These tokens must not change meanwhile. Most of it needs no interpreter lock.
+        """
+        self._wait()
+        masks = _workers[0].submit(self._allowed, prefix, draft_tokens)
+        self._ahead = _Ahead(prefix, len(prefix), list(draft_tokens), masks)
 
     def allowed(self, prefix: Seq[int], draft_tokens: Seq[int]) -> list[Mask | None]:
         """(vocab,) masks after `prefix`, and after each token of a draft; None beyond the end or an illegal token.
 
         Nobody asks for tokens there: the end is the output's, and the target rejects what is illegal.
         """
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            masks = ahead.masks.result()
+            if ahead.is_of(prefix, draft_tokens):
+                return masks
+        return self._allowed(prefix, draft_tokens)
+
+    def _allowed(self, prefix: Seq[int], draft_tokens: Seq[int]) -> list[Mask | None]:
         self.error = None
         masks: list[Mask | None] = [None] * (len(draft_tokens) + 1)
         if not self._follow(prefix):
@@ -97,6 +143,7 @@ class Matcher:
 
     def is_over(self, tokens: Seq[int]) -> bool:
         """True if nothing can follow these tokens."""
+        self._wait()
         if not self._follow(tokens) or self._matcher.is_error():
             return False
         if self._matcher.is_stopped():
@@ -109,6 +156,7 @@ class Matcher:
 
     def num_legal(self, prefix: Seq[int], draft_tokens: Seq[int]) -> int:
         """Number of a draft's tokens before the first that cannot come, or that nothing can precede."""
+        self._wait()
         if not self._follow(prefix):
             return 0
         for i, token in enumerate(draft_tokens):
@@ -120,9 +168,16 @@ class Matcher:
 
     def forced(self, prefix: Seq[int], drafted: Seq[int]) -> list[int]:
         """Tokens that must come after `prefix` and a draft; none where there is a choice."""
+        self._wait()
         if not self._follow([*prefix, *drafted]) or self._matcher.is_stopped() or self._matcher.is_accepting():
             return []
         return [] if self._matcher.is_error() else self._matcher.compute_ff_tokens()
+
+    def _wait(self) -> None:
+        """Let what is computed ahead be done: nobody has asked for it."""
+        if self._ahead is not None:
+            self._ahead.masks.exception()
+            self._ahead = None
 
     def _follow(self, tokens: Seq[int]) -> bool:
         """Stand after these tokens; False if the grammar does not allow them all."""

@@ -31,6 +31,14 @@ def verify_all(
     ]
 
 
+def compute_masks_ahead(sequences: Seq[Sequence], drafts: Seq[Draft]) -> None:
+    """Begin to compute the masks that `verify_all` of these applies, while the target computes."""
+    for sequence, draft in zip(sequences, drafts, strict=True):
+        matcher = sequence.sampler.matcher
+        if matcher is not None and not _is_by_probs(sequence, draft):
+            matcher.compute_ahead(sequence.tokens, draft.tokens)
+
+
 def verify(sequence: Sequence, draft: Draft, logits: Tensor) -> VerifyResult:
     """`verify_all` of one; NoValidToken is raised."""
     (verdict,) = verify_all([sequence], [draft], [logits.clone()])

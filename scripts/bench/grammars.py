@@ -1,4 +1,4 @@
-"""Cost and gain of grammars: time of masks as a share of the steps they are for, and tokens per step of JSON answers.
+"""Cost and gain of grammars: what they add to the time of steps, and tokens per step of JSON answers.
 
 Twenty schemas of the kinds that tools have are answered, greedily and sampled, and each answer that is whole is checked
 by `jsonschema`. `--flexible` leaves white space to the model.
@@ -8,6 +8,7 @@ by `jsonschema`. `--flexible` leaves white space to the model.
 
 import argparse
 import json
+import statistics
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -121,7 +122,7 @@ class Stopwatch:
 
 
 def show_shares(llm: LLM, schemas: list[dict[str, Any]], sizes: list[int], max_tokens: int) -> None:
-    """Time of masks, their application and the look for an output's end, beside the time of the target's steps."""
+    """Time of waiting for masks, of applying them and of the look for an output's end, beside that of the steps."""
     session = llm.session()
     for size in sizes:
         stopwatch, step_s, num_tokens, num_steps = Stopwatch(), 0.0, 0, 0
@@ -139,6 +140,29 @@ def show_shares(llm: LLM, schemas: list[dict[str, Any]], sizes: list[int], max_t
             f"{size:2} at once: {1e6 * stopwatch.seconds / num_tokens:.0f} us a token, "
             f"{1e3 * stopwatch.seconds / num_steps:.2f} ms of a step's {1e3 * step_s / num_steps:.2f} ms: "
             f"{stopwatch.seconds / step_s:.1%} ({num_tokens} tokens, {num_steps} steps)"
+        )
+
+
+def show_delays(llm: LLM, sizes: list[int], max_tokens: int) -> None:
+    """Time by which steps take longer than without a grammar, for outputs none of which ends meanwhile."""
+    session = llm.session()
+    of_words = obj(text=text(4 * max_tokens) | {"minLength": 4 * max_tokens})
+    of_keys = array(obj(product_id=INTEGER, color=one_of("red", "green"), label=text(8)), 99) | {"minItems": 99}
+
+    def step_s(size: int, *, has_grammar: bool) -> float:
+        schemas = [(of_words, of_keys)[i % 2] if has_grammar else None for i in range(size)]
+        params = [SamplingParams(json_schema=s, seed=i, max_tokens=max_tokens) for i, s in enumerate(schemas)]
+        times = session.run(llm._requests(["A form: "] * size, params)[1]).times
+        return times.wall_s / times.num_iterations
+
+    for size in sizes:
+        step_s(size, has_grammar=True)
+        pairs = [(step_s(size, has_grammar=False), step_s(size, has_grammar=True)) for _ in range(7)]
+        longer = [with_it / without - 1 for without, with_it in pairs]
+        without_s = statistics.median(without for without, _ in pairs)
+        print(
+            f"{size:2} at once: a step takes {statistics.median(longer):.1%} longer "
+            f"({min(longer):.1%} to {max(longer):.1%}), {1e3 * without_s:.1f} ms without"
         )
 
 
@@ -175,6 +199,7 @@ def main() -> None:
     sizes = [int(size) for size in arguments.at_once.split(",")]
     with LLM(arguments.model, dtype="auto", max_batch_size=max(sizes), max_seq_len=arguments.max_seq_len) as llm:
         show_shares(llm, schemas, sizes, arguments.max_tokens)
+        show_delays(llm, sizes, min(arguments.max_tokens, 60))
         if not arguments.only_time:
             show_tokens_per_step(llm, schemas, arguments.max_tokens)
 

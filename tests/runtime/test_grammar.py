@@ -87,7 +87,7 @@ def test_masks_are_what_the_expression_allows(expression: str, make_tokenizer: A
 
 
 def test_masks_depend_on_nothing_but_the_tokens_before() -> None:
-    """Drafts and other texts that were asked for before change none."""
+    """Drafts and other texts that were asked for before change none, nor does what a thread was asked for."""
     tokenizer, rng = byte_tokenizers.byte_level(), random.Random(1)
     used = matcher(Grammar("regex", EXPRESSION), tokenizer)
     texts = [[1, *tokenizer(text)["input_ids"]] for text in ("the dog and the ball12", "the dogthe dog345", "the ba")]
@@ -97,7 +97,12 @@ def test_masks_depend_on_nothing_but_the_tokens_before() -> None:
         draft_end = rng.randint(end, len(tokens))
         draft = [*tokens[end:draft_end], *rng.choices(range(len(tokenizer)), k=2)]
         fresh = matcher(Grammar("regex", EXPRESSION), tokenizer)
-        masks = used.allowed(tokens[:end], draft)
+        prefix, other = tokens[:end], rng.choice(texts)
+        for ahead in rng.choice([[], [(prefix, draft)], [(other, [5])], [(prefix, draft[:1]), (prefix, draft)]]):
+            used.compute_ahead(*ahead)
+        if rng.random() < 0.3:
+            used.num_legal(other, [5])
+        masks = used.allowed(prefix, draft)
         assert len(masks) == len(draft) + 1
         for i in range(draft_end - end + 1):
             (alone,) = fresh.allowed(tokens[: end + i], [])
