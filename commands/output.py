@@ -82,10 +82,13 @@ class Output:
         """Called with the bytes done and the bytes there are."""
         return progress.bytes_done(stderr(), description) if self.human else nullcontext(lambda done, total: None)
 
-    def progress(self, description: str, total: int) -> AbstractContextManager[progress.Advance]:
-        """Progress callback per item, or per several items, of a known number; with a remark on all of them, if any."""
+    def progress(self, description: str, total: int, num_done: int = 0) -> AbstractContextManager[progress.Advance]:
+        """Progress callback per item, or per several items, of a known number; with a remark on all of them, if any.
+
+        `num_done` were done before.
+        """
         return (
-            progress.counting(stderr(), description, total)
+            progress.counting(stderr(), description, total, num_done)
             if self.human
             else nullcontext(lambda count=1, said="": None)
         )

@@ -30,9 +30,10 @@ class Advance(Protocol):
 
 
 @contextmanager
-def counting(console: Console, description: str, total: int) -> Iterator[Advance]:
-    """Things that are done one after the other. With a remark it is told how long the rest takes at this pace."""
-    done, remark, start = 0, "", time.perf_counter()
+def counting(console: Console, description: str, total: int, num_done: int = 0) -> Iterator[Advance]:
+    """Things that are done one after the other, `num_done` of them before. With a remark it is told how long the rest
+    takes at this pace."""
+    done, remark, start = num_done, "", time.perf_counter()
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -43,13 +44,14 @@ def counting(console: Console, description: str, total: int) -> Iterator[Advance
     def rest() -> str:
         if not remark:
             return ""
-        return f"{remark}, {timedelta(seconds=round((time.perf_counter() - start) / done * (total - done)))} left"
+        each_s = (time.perf_counter() - start) / max(done - num_done, 1)
+        return f"{remark}, {timedelta(seconds=round(each_s * (total - done)))} left"
 
     def line() -> str:
         return f"{_seconds_since(start)}  {description}: {', '.join(filter(None, (f'{done:,}/{total:,}', rest())))}"
 
     with _bar(console, line, columns) as bar:
-        task = bar.add_task(description, total=total, said="")
+        task = bar.add_task(description, total=total, completed=num_done, said="")
 
         def advance(count: int = 1, said: str = "") -> None:
             nonlocal done, remark

@@ -9,6 +9,7 @@ from typing import Literal
 
 from commands.documents.settings import Setup
 from commands.options.engine_choice import EngineChoice
+from commands.options.leader_flags import ModelEngineOptions
 from commands.output import Output
 from runtime.bundle import read_bundle
 from runtime.drafters.spec import DrafterSpec
@@ -21,7 +22,7 @@ from runtime.request import Request, Sequence
 from runtime.session import OnTokens, Session
 
 _DEFAULT_MAX_BATCH_SIZE = 4
-_MIN_DRAFT_LEN = 10  # so that other draft lengths can be tried without building again
+MIN_DRAFT_LEN = 10  # so that other draft lengths can be tried without building again
 
 
 @contextmanager
@@ -47,6 +48,25 @@ def open_setup_of_models(choice: EngineChoice, output: Output) -> Iterator[Setup
         yield setup
 
 
+def engine_settings(
+    built_for: ModelEngineOptions,
+    max_draft_len: int,
+    hidden_states: tuple[int, ...],
+    self_draft: Literal["int8", "int4"] | None = None,
+) -> EngineSettings:
+    """Settings of a model's engine, as flags have them."""
+    return EngineSettings(
+        None if built_for.dtype == "auto" else built_for.dtype,
+        built_for.max_batch_size or _DEFAULT_MAX_BATCH_SIZE,
+        built_for.max_seq_len,
+        max_draft_len,
+        self_draft,
+        hidden_states=hidden_states,
+        activations=built_for.activations,
+        compiler=built_for.compiler,
+    )
+
+
 @contextmanager
 def engines_made(choice: EngineChoice, output: Output) -> Iterator[EngineChoice]:
     """The choice with an engine in the place of each model that it names, built with a display of what is done."""
@@ -59,16 +79,7 @@ def engines_made(choice: EngineChoice, output: Output) -> Iterator[EngineChoice]
             self_draft: Literal["int8", "int4"] | None = None,
             hidden_states: tuple[int, ...] = (),
         ) -> Path:
-            settings = EngineSettings(
-                None if built_for.dtype == "auto" else built_for.dtype,
-                built_for.max_batch_size or _DEFAULT_MAX_BATCH_SIZE,
-                built_for.max_seq_len,
-                max_draft_len,
-                self_draft,
-                hidden_states=hidden_states,
-                activations=built_for.activations,
-                compiler=built_for.compiler,
-            )
+            settings = engine_settings(built_for, max_draft_len, hidden_states, self_draft)
             engine = engine_of_model(name, settings, use_cache=not built_for.no_cache, phases=output.phases)
             return stack.enter_context(engine)
 
@@ -78,7 +89,7 @@ def engines_made(choice: EngineChoice, output: Output) -> Iterator[EngineChoice]
         if choice.model_dir is not None:
             self_draft = built_for.self_draft or ("int4" if speculation.needs_copy else None)
             states = hidden_states_for(speculation.read_heads(), choice.model_dir)
-            draft_len = max(speculation.max_draft_len or 0, _MIN_DRAFT_LEN)
+            draft_len = max(speculation.max_draft_len or 0, MIN_DRAFT_LEN)
             engine_dir = engine_of(choice.model_dir, draft_len, self_draft, states)
             choice = replace(choice, engine_dir=engine_dir)
         yield replace(choice, speculation=speculation.with_drafters(map(with_engine, speculation)))

@@ -7,7 +7,7 @@ time, so memory does not grow with the model.
 import re
 import shutil
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from functools import partial
@@ -173,11 +173,16 @@ def plan_conversion(model_dir: Path, dtype: Dtype | None, precision: QuantConfig
     return Conversion(model_dir, checkpoint, pieces, _split_up(source, pretrained, pieces, tp_size), losses)
 
 
-def read_numbers(model_dir: Path, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A model's config, and its weights as the numbers that they mean, quantized ones too."""
+def read_numbers(
+    model_dir: Path, dtype: torch.dtype, wanted: Callable[[str], bool] = lambda name: True
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A model's config, and its weights of `wanted` names as the numbers that they mean, quantized ones too."""
     source = _open_source(model_dir)
-    numbers = {tensor.name: load_tensors([tensor])[0].to(dtype) for tensor in source.tensors}
+    tensors = [tensor for tensor in source.tensors if wanted(tensor.name)]
+    numbers = {tensor.name: load_tensors([tensor])[0].to(dtype) for tensor in tensors}
     for name, layer in source.layers.items():
+        if not wanted(f"{name}.weight"):
+            continue
         parts = dict(zip(layer.parts, load_tensors(list(layer.parts.values())), strict=True))
         weight = layer.read(parts)
         weight.check(name)

@@ -398,6 +398,12 @@ class Engine:
             if self._states is not None and sequence.num_computed == kept:
                 self._states.keep(sequence)
 
+    def forward_context(self, sequence: Sequence, num_tokens: int) -> Tensor:
+        """Compute the next `num_tokens` of an admitted sequence; (num_tokens, vocab) logits after each of them."""
+        logits = self._forward([dataclasses.replace(context_row(sequence, num_tokens), num_logits=num_tokens)])
+        sequence.num_computed += num_tokens
+        return logits
+
     def occupy_cache(self, blocks: range) -> None:
         """Have these blocks of the K/V cache in memory, as if they were in use: for measuring."""
         self.check_is_open()

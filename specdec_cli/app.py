@@ -38,6 +38,7 @@ from commands.output import fail, say_interrupted, warn
 from commands.run.command import run
 from commands.serve.command import serve
 from commands.summarize.command import summarize
+from commands.train.command import train
 from commands.tune.command import tune
 from commands.verify.command import verify
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
@@ -94,6 +95,11 @@ _EXAMPLES = {
     tune: (
         "specdec tune --engine-dir engine --input-file prompts.jsonl --output tuned.json",
         "specdec tune --traces traces.jsonl --ngram-pool public",
+    ),
+    train: (
+        "specdec train --model-dir ./Llama-3.2-1B-Instruct --draft-model-dir ./EAGLE3-head --traces traces.jsonl "
+        "--output-dir head",
+        "specdec train --model-dir demo --input-file prompts.jsonl --output-dir head --num-epochs 6",
     ),
     bench: (
         "specdec bench --base-url http://127.0.0.1:8000 --dataset question.jsonl --request-rate 4 --output-len 128",
@@ -206,7 +212,7 @@ app = typer.Typer(
     name="specdec",
     cls=_Group,
     help="Speculative decoding for Hugging Face models: convert, build, run, chat, serve, batch, summarize, compare, "
-    "tune, doctor; corpora; the cache; verify; bench.",
+    "tune, train, doctor; corpora; the cache; verify; bench.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -233,7 +239,7 @@ def _register(command: Callable[..., None], group: typer.Typer = app, name: str 
     group.command(name, cls=_Command, epilog=epilog, context_settings=names)(shown)
 
 
-for _command in (convert, build, run, chat, serve, batch, summarize, compare, tune, doctor, verify, bench):
+for _command in (convert, build, run, chat, serve, batch, summarize, compare, tune, train, doctor, verify, bench):
     _register(_command)
 for _corpus_command in (create, merge, stats):
     _register(_corpus_command, corpus_app)

@@ -6,6 +6,7 @@ SafeAILab's `cnets.py` and `speculators`' `eagle3` model, as `docs/trained-draft
 
 import json
 import shutil
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -184,6 +185,32 @@ def hidden_states(target: PreTrainedModel, tokens: list[int], numbers: Seq[int])
 
 def eagle_drafts(head: Eagle, target: PreTrainedModel, tokens: list[int], length: int, states: Tensor) -> list[int]:
     """The greedy draft after these tokens, all but the last of which have these `hidden_states`."""
+    found: list[int] = []
+    for logits in _logits(head, target, tokens, states, found):
+        if len(found) == length:
+            break
+        found.append(int(logits.argmax()))
+    return found
+
+
+def eagle_logits(
+    head: Eagle, target: PreTrainedModel, tokens: list[int], last: int, length: int, states: Tensor
+) -> list[Tensor]:
+    """(vocab,) logits of the steps of a draft after token `last` that drafts what comes there in the text."""
+    drafted: list[int] = []
+    found: list[Tensor] = []
+    for logits in _logits(head, target, tokens[: last + 1], states[:last], drafted):
+        found.append(logits)
+        if len(found) == length or last + len(found) == len(tokens):
+            break
+        drafted.append(tokens[last + len(found)])
+    return found
+
+
+def _logits(
+    head: Eagle, target: PreTrainedModel, tokens: list[int], states: Tensor, drafted: list[int]
+) -> Iterator[Tensor]:
+    """(vocab,) logits of each step of a draft, to which `drafted` has one token added between two steps."""
     w = {name: tensor.double() for name, tensor in head.tensors.items() if tensor.is_floating_point()}
     embedding = w.get("embed_tokens.weight", target.get_input_embeddings().weight.double())
     if "norm_before_fc" in head.flags:
@@ -191,17 +218,14 @@ def eagle_drafts(head: Eagle, target: PreTrainedModel, tokens: list[int], length
     if "fc_norm" in head.flags:
         parts = states.chunk(len(head.states), -1)
         states = torch.cat([_rms(part, w[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)], -1)
-    known, ids, found = states @ w["fc.weight"].T, list(tokens[1:]), list[int]()
-    for _ in range(length):
-        z = _layers(head, w, embedding[ids], known)
+    known = states @ w["fc.weight"].T
+    while True:
+        z = _layers(head, w, embedding[[*tokens[1:], *drafted]], known)
         normed = _rms(z, w["norm.weight"])
-        fed = normed if "norm_output" in head.flags else z
         logits = torch.full((head.vocab,), -torch.inf, dtype=torch.float64)
         logits[head.ids] = normed[-1] @ w["lm_head.weight"].T * head.scale
-        found.append(int(logits.argmax()))
-        ids.append(found[-1])
-        known = torch.cat([known, fed[-1:]])
-    return found
+        yield logits
+        known = torch.cat([known, (normed if "norm_output" in head.flags else z)[-1:]])
 
 
 def _layers(head: Eagle, w: dict[str, Tensor], e: Tensor, g: Tensor) -> Tensor:

@@ -38,14 +38,16 @@ def read_traces(path: Path, tokenizer: Tokenizer | None, vocab_size: int | None 
 
 def write_traces(path: Path, answers: Iterable[tuple[Sequence, str | None]]) -> None:
     """Finished sequences, each with its category, or None. The file is whole or as it was."""
-    lines = []
-    for sequence, category in answers:
-        row: dict[str, object] = {"prompt_ids": list(sequence.request.prompt_tokens)}
-        row["output_ids"] = sequence.output_tokens
-        if category is not None:
-            row["category"] = category
-        lines.append(json.dumps(row | {"digest": line_digest(row)}) + "\n")
-    write_file(path, "".join(lines).encode())
+    write_file(path, "".join(trace_line(sequence, category) for sequence, category in answers).encode())
+
+
+def trace_line(sequence: Sequence, category: str | None) -> str:
+    """A finished sequence's line."""
+    row: dict[str, object] = {"prompt_ids": list(sequence.request.prompt_tokens)}
+    row["output_ids"] = sequence.output_tokens
+    if category is not None:
+        row["category"] = category
+    return json.dumps(row | {"digest": line_digest(row)}) + "\n"
 
 
 def _read_tokens(

@@ -173,7 +173,7 @@ def open_head(engine: Engine, config: HeadConfig) -> tuple[Head, HeadCache]:
             code="no_hidden_states",
             head=config.directory,
         )
-    head: Any = load_head(config, _embedding_of(engine), getattr(torch, target.dtype)).to(engine.device)
+    head: Any = load_head(config, embedding_of(engine), getattr(torch, target.dtype)).to(engine.device)
     if uses_kernels(target.build_config.compiler, engine.device.type):
         step, arithmetic = engine.target_step, target.arithmetic
         known = step.weights if isinstance(step, PackagedStep) else {}
@@ -181,7 +181,7 @@ def open_head(engine: Engine, config: HeadConfig) -> tuple[Head, HeadCache]:
     return head, engine.add_head(head)
 
 
-def _embedding_of(engine: Engine) -> Tensor | None:
+def embedding_of(engine: Engine) -> Tensor | None:
     """The target's (vocab, hidden) embeddings, in the memory that it has them in; None if they are not as they were."""
     step, config = engine.target_step, engine.config
     if not isinstance(step, PackagedStep):

@@ -176,27 +176,36 @@ class EagleHead(nn.Module):
 
     def forward(self, batch: Batch, states: Tensor, pool: KVPool) -> Tensor:
         attention = _attention_inputs(batch, pool, states, self.rotary_emb)
-        first, states = self.layers[0], states[None]
+        return self.outputs(batch.input_ids.reshape(1, -1), states[None], attention)[0]
+
+    def outputs(self, ids: Tensor, states: Tensor, attention: dict[str, Any]) -> Tensor:
+        """(B, T, hidden) outputs for (B, T) tokens and the (B, T, hidden) states before them; `attention` is what its
+        layers take besides."""
+        first = self.layers[0]
         normed = first.hidden_norm(states)
         residual = states if "norm_before_residual" not in self.config.flags else normed
-        embedded = F.embedding(batch.input_ids.reshape(1, -1), self.embedding)
+        embedded = F.embedding(ids, self.embedding)
         pairs = torch.cat([first.input_layernorm(embedded), normed], -1)
         attended, _ = first.self_attn(hidden_states=pairs, **attention)
-        hidden = residual + attended
+        hidden: Tensor = residual + attended
         hidden = hidden + first.mlp(first.post_attention_layernorm(hidden))
         for layer in list(self.layers)[1:]:
             hidden = layer(hidden, **attention)
         if "norm_output" in self.config.flags:
             hidden = self.norm(hidden)
-        outputs: Tensor = hidden[0]
-        return outputs
+        return hidden
 
     def logits(self, outputs: Tensor) -> Tensor:
-        normed = outputs if "norm_output" in self.config.flags else self.norm(outputs)
-        drafted: Tensor = self.lm_head(normed) * self.config.logit_scale
+        drafted = self.own_logits(outputs)
         if self.draft_ids is None:
             return drafted
         return F.pad(drafted, (0, 1), value=-torch.inf).index_select(1, self.draft_ids)
+
+    def own_logits(self, outputs: Tensor) -> Tensor:
+        """(..., draft vocabulary) of (..., hidden) outputs."""
+        normed = outputs if "norm_output" in self.config.flags else self.norm(outputs)
+        drafted: Tensor = self.lm_head(normed) * self.config.logit_scale
+        return drafted
 
 
 class MtpHead(nn.Module):

@@ -18,6 +18,7 @@ from commands.doctor.work import DoctorDocument
 from commands.documents.records import Record
 from commands.run.document import RunDocument
 from commands.summarize.document import SummarizeDocument
+from commands.train.document import TrainDocument
 from commands.tune.document import TuneDocument
 from commands.verify.report import VerifyDocument
 
@@ -34,6 +35,7 @@ DOCUMENTS: dict[str, type[Record]] = {
     "doctor": DoctorDocument,
     "run": RunDocument,
     "summarize": SummarizeDocument,
+    "train": TrainDocument,
     "tune": TuneDocument,
     "verify": VerifyDocument,
 }

@@ -105,6 +105,7 @@ def test_completion_in_bash_knows_commands_and_all_flags(specdec_process: Specde
             "summarize",
             "compare",
             "tune",
+            "train",
             "doctor",
             "verify",
             "bench",

@@ -1,0 +1,184 @@
+"""`specdec train`, its flags: an EAGLE-3 head is made for a model, or trained further, on the model's own answers."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from commands.inputs.prompts import read_prompts
+from commands.options.expand import expand_groups
+from commands.options.leader_flags import ModelEngineOptions
+from commands.options.shared import INPUT, OUTPUT, RUNTIME
+from commands.output import Output, check_readable
+from runtime.errors import SpecDecError, UsageError
+from runtime.heads.head_config import read_head
+from runtime.models import read_model_config, resolve_model
+
+NEW_LEARNING_RATE, FURTHER_LEARNING_RATE = 1e-3, 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainInputs:
+    """The target, its answers or prompts, and the head to begin with."""
+
+    model_dir: Annotated[
+        str,
+        typer.Option(
+            help="The target: directory, GGUF file, hub id or `demo`. It is not changed.", rich_help_panel=INPUT
+        ),
+    ]
+    draft_model_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="EAGLE-3 head to train further.", rich_help_panel=INPUT, show_default="a new one, which is weak"
+        ),
+    ] = None
+    traces: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Answers of the target, as written by `--output-traces`. Repeatable.",
+            rich_help_panel=INPUT,
+            show_default=False,
+        ),
+    ] = None
+    input_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Prompts, as `run` takes them, which the target answers first.",
+            rich_help_panel=INPUT,
+            show_default=False,
+        ),
+    ] = None
+    held_out_traces: Annotated[
+        Path | None,
+        typer.Option(
+            help="Answers to measure on, and not to learn from.",
+            rich_help_panel=INPUT,
+            show_default="one in ten of the others",
+        ),
+    ] = None
+    max_output_len: Annotated[
+        int, typer.Option(min=3, help="Tokens of an answer to `--input-file`.", rich_help_panel=RUNTIME)
+    ] = 256
+    apply_chat_template: Annotated[
+        bool,
+        typer.Option("--apply-chat-template", help="Ask the prompts as a user in a chat.", rich_help_panel=INPUT),
+    ] = False
+
+    @property
+    def paths(self) -> list[Path]:
+        """Files to read."""
+        files = [*(self.traces or []), self.input_file, self.held_out_traces]
+        return [path for path in files if path is not None]
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Length and settings of the training; None where they depend."""
+
+    num_epochs: Annotated[int, typer.Option(min=1, help="Times that each text is seen.", rich_help_panel=RUNTIME)] = 3
+    learning_rate: Annotated[
+        float | None,
+        typer.Option(
+            help="The highest learning rate.",
+            rich_help_panel=RUNTIME,
+            show_default=f"{NEW_LEARNING_RATE:g}; {FURTHER_LEARNING_RATE:g} of a given head",
+        ),
+    ] = None
+    num_unrolled_steps: Annotated[
+        int,
+        typer.Option(
+            min=1, max=8, help="Tokens that the head drafts in a row while it learns.", rich_help_panel=RUNTIME
+        ),
+    ] = 3
+    draft_vocab_size: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Ids that it drafts: those that the answers have most often.",
+            rich_help_panel=RUNTIME,
+            show_default="8,192; a given head's",
+        ),
+    ] = None
+    batch_tokens: Annotated[int, typer.Option(min=64, help="Tokens of an optimizer step.", rich_help_panel=RUNTIME)] = (
+        2048
+    )
+    max_text_len: Annotated[
+        int, typer.Option(min=16, help="Tokens of a prompt and its answer that are read.", rich_help_panel=RUNTIME)
+    ] = 1024
+    random_seed: Annotated[
+        int, typer.Option(help="Seed of the weights and of the texts' order.", rich_help_panel=RUNTIME)
+    ] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResults:
+    """Directories that are written."""
+
+    output_dir: Annotated[
+        Path, typer.Option(help="Directory of the head, in the form of speculators.", rich_help_panel=OUTPUT)
+    ]
+    work_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Hidden states and checkpoints, from which the same command goes on. One that is named is kept.",
+            rich_help_panel=OUTPUT,
+            show_default="the output's name and .training, removed in the end",
+        ),
+    ] = None
+    engines: ModelEngineOptions = field(default_factory=ModelEngineOptions)
+
+    @property
+    def working_dir(self) -> Path:
+        return self.work_dir or self.output_dir.with_name(f"{self.output_dir.name}.training")
+
+    def check(self) -> None:
+        """SpecDecError unless the head's directory is new or empty."""
+        path = self.output_dir
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise SpecDecError(f"output directory is not empty: {path}", hint="choose another, or remove it")
+        if self.working_dir.exists() and not self.working_dir.is_dir():
+            raise SpecDecError(f"the working directory is a file: {self.working_dir}", hint="choose another name")
+        if self.working_dir.resolve() == path.resolve():
+            raise UsageError(f"`--work-dir` and `--output-dir` are the same: {path}", hint="name two")
+
+
+@expand_groups
+def train(inputs: TrainInputs, options: TrainOptions, results: TrainResults, output: Output) -> None:
+    """Make an EAGLE-3 head for a model, or train one further, on the model's own answers.
+
+    The model is frozen; its hidden states are computed once, and kept in the working directory. This is for a head that
+    was published for the model, and is to be trained further on your answers. A new one is weak: published heads have
+    seen hundreds of thousands of answers. Stopped and started again, it goes on where it was.
+    """
+    if not inputs.traces and inputs.input_file is None:
+        raise UsageError(
+            "nothing to train with", hint="`--traces` has recorded answers, `--input-file` prompts to answer"
+        )
+    if options.learning_rate is not None and not 0 < options.learning_rate <= 1:
+        raise UsageError(f"`--learning-rate` is not between 0 and 1: {options.learning_rate}", hint="try 0.0005")
+    if results.engines.self_draft is not None:
+        raise UsageError("`--self-draft` has no meaning for a training", hint="leave it out")
+    results.check()
+    check_readable(inputs.paths)
+    prompts = read_prompts([], inputs.input_file) if inputs.input_file is not None else []
+    read_model_config(resolve_model(inputs.model_dir))
+    given = None
+    if inputs.draft_model_dir is not None:
+        given = read_head(inputs.draft_model_dir)
+        if given.kind != "eagle3":
+            raise UsageError(
+                f"an MTP head is part of its model, and is not trained here: {inputs.draft_model_dir}",
+                hint="leave it out, and an EAGLE-3 head is made",
+            )
+        if options.draft_vocab_size is not None and options.draft_vocab_size > given.draft_vocab_size:
+            raise SpecDecError(
+                f"the head drafts {given.draft_vocab_size} ids, fewer than `--draft-vocab-size`: "
+                f"{options.draft_vocab_size}",
+                hint="a head's vocabulary can be made smaller only",
+            )
+
+    from commands.train.work import start_training
+
+    start_training(inputs, options, results, given, prompts, output)

@@ -1,0 +1,260 @@
+"""Work of `train` once its flags are checked: answers, hidden states, the training, and what came of it."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.table import Table
+
+from commands.inputs.prompts import Prompt, without_padding
+from commands.inputs.traces import read_traces, trace_line
+from commands.output import Output, number
+from commands.sessions import MIN_DRAFT_LEN, engine_settings
+from commands.train.command import (
+    FURTHER_LEARNING_RATE,
+    NEW_LEARNING_RATE,
+    TrainInputs,
+    TrainOptions,
+    TrainResults,
+)
+from commands.train.document import AcceptedLength, TrainSettings, train_document
+from runtime.cache import digest, file_digest
+from runtime.engine import KVCacheConfig
+from runtime.engine_cache import engine_of_model
+from runtime.errors import SpecDecError
+from runtime.files import new_directory
+from runtime.heads.head_config import HeadConfig, num_layers_of, states_of_heads
+from runtime.llm import LLM
+from runtime.models import read_model_config, resolve_model
+from runtime.params import SamplingParams
+from runtime.request import Request
+from runtime.training.new_head import read_states_of
+from runtime.training.training_run import Accepted, Target, Texts, TrainingRun, TrainingSettings, split_traces
+from runtime.tuning.profile import engine_digest
+from runtime.tuning.replay import Trace
+
+ANSWERS = "answers.jsonl"
+_ROUND = 8  # batches of answers that are kept at once
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished training, and what was measured on its held-out texts."""
+
+    run: TrainingRun
+    before: Accepted
+    after: Accepted
+    num_left_out: int
+
+
+def start_training(
+    inputs: TrainInputs,
+    options: TrainOptions,
+    results: TrainResults,
+    given: HeadConfig | None,
+    prompts: list[Prompt],
+    output: Output,
+) -> None:
+    directory, made_directory = results.working_dir, not results.working_dir.exists()
+    try:
+        with ExitStack() as stack:
+            llm = _open_target(stack, inputs, results, given, output)
+            directory.mkdir(parents=True, exist_ok=True)
+            traces = _traces(llm, inputs, prompts, directory, output)
+            held_out = None
+            if inputs.held_out_traces is not None:
+                held_out = read_traces(inputs.held_out_traces, llm.tokenizer, llm.bundle.config.vocab_size)
+            max_len = min(options.max_text_len, llm.bundle.config.build_config.max_request_len)
+            texts, num_left_out = split_traces(traces, max_len, held_out)
+            if num_left_out:
+                output.warning(f"left out, because their prompts leave no room for an output: {num_left_out}")
+            run = _open_run(llm, inputs, options, directory, texts, given)
+            trained = Trained(run, *_train(run, output), num_left_out)
+            with new_directory(results.output_dir, replace=False) as written:
+                run.write(written, Path(inputs.model_dir).expanduser().name, best_length(trained.after))
+        if results.work_dir is None:
+            shutil.rmtree(directory)
+    except SpecDecError:
+        if made_directory and not (directory / ANSWERS).exists():
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
+    _show(trained, inputs, options, results, output)
+
+
+def _open_target(
+    stack: ExitStack, inputs: TrainInputs, results: TrainResults, given: HeadConfig | None, output: Output
+) -> LLM:
+    """The target's engine, which gives the hidden states that the head reads, as for drafting with it."""
+    config = read_model_config(resolve_model(inputs.model_dir))
+    states = read_states_of(num_layers_of(config)) if given is None else states_of_heads([given], config)
+    settings = engine_settings(results.engines, MIN_DRAFT_LEN, states)
+    use_cache = not results.engines.no_cache
+    engine = engine_of_model(inputs.model_dir, settings, use_cache=use_cache, phases=output.phases)
+    llm = LLM(stack.enter_context(engine), kv_cache=KVCacheConfig(block_reuse=False))
+    stack.enter_context(llm)
+    if given is not None:
+        given.check_target(llm.bundle.config.pretrained_config, llm.bundle.config.vocab_size)
+    return llm
+
+
+def _traces(llm: LLM, inputs: TrainInputs, prompts: list[Prompt], directory: Path, output: Output) -> list[Trace]:
+    vocab_size = llm.bundle.config.vocab_size
+    traces = [one for path in inputs.traces or [] for one in read_traces(path, llm.tokenizer, vocab_size)]
+    return [*traces, *_answers(llm, inputs, prompts, directory, output)]
+
+
+def _answers(llm: LLM, inputs: TrainInputs, prompts: list[Prompt], directory: Path, output: Output) -> list[Trace]:
+    """Greedy answers to the prompts; those that an earlier start has given stand in the working directory."""
+    if not prompts:
+        return []
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=inputs.max_output_len)
+    template = llm.request_of(params)
+    prompts = without_padding(prompts, inputs.input_file, template.end_ids)
+    longest = llm.bundle.config.build_config.max_request_len
+    requests = list[Request]()
+    for prompt in prompts:
+        messages = prompt.conversation(apply_chat_template=inputs.apply_chat_template)
+        tokens = llm.encode(prompt.content if messages is None else llm.chat_template.encode(messages))[0]
+        room = longest - len(tokens)
+        if room >= 1:
+            request = template.with_prompt(len(requests), tokens)
+            requests.append(replace(request, max_new_tokens=min(request.max_new_tokens, room)))
+    if len(requests) < len(prompts):
+        output.warning(f"left out, because they do not fit the engine: {len(prompts) - len(requests)} prompts")
+    kept = directory / ANSWERS
+    answered = _kept_answers(kept)
+    is_same = len(answered) <= len(requests) and all(
+        one.prompt_tokens == request.prompt_tokens for one, request in zip(answered, requests, strict=False)
+    )
+    if not is_same:
+        raise SpecDecError(
+            f"the training in {directory} was begun with other prompts than: {inputs.input_file}",
+            hint="go on with the same, or remove the directory to begin anew",
+        )
+    session, at_once = llm.session(), _ROUND * llm.engine.max_batch_size
+    with output.progress("answering", len(requests), len(answered)) as advance:
+        while len(answered) < len(requests):
+            asked = requests[len(answered) : len(answered) + at_once]
+            sequences = session.run(asked).sequences
+            with kept.open("a", encoding="utf-8") as file:
+                file.write("".join(trace_line(sequence, None) for sequence in sequences))
+            answered += [Trace(s.request.prompt_tokens, tuple(s.output_tokens)) for s in sequences]
+            advance(len(asked), said=f"{sum(len(one.output_tokens) for one in answered):,} tokens")
+    return answered
+
+
+def _kept_answers(path: Path) -> list[Trace]:
+    """The answers of an earlier start; what it wrote in part is cut off."""
+    if not path.is_file():
+        return []
+    text = path.read_bytes()
+    whole = text[: text.rfind(b"\n") + 1]
+    if len(whole) < len(text):
+        path.write_bytes(whole)
+    rows = map(json.loads, whole.splitlines())
+    return [Trace(tuple(row["prompt_ids"]), tuple(row["output_ids"])) for row in rows]
+
+
+def _open_run(
+    llm: LLM, inputs: TrainInputs, options: TrainOptions, directory: Path, texts: Texts, given: HeadConfig | None
+) -> TrainingRun:
+    identity = {
+        "target": digest([llm.bundle.directory.name, engine_digest(llm.bundle.config)])[:12],
+        "head": None if given is None else file_digest(given.directory / "model.safetensors")[:12],
+        "texts": digest([repr((t.prompt_tokens, t.output_tokens)) for t in texts.all])[:12],
+        "held-out texts": len(texts.held_out),
+    }
+    settings = TrainingSettings(
+        options.draft_vocab_size,
+        options.num_epochs,
+        options.learning_rate or (NEW_LEARNING_RATE if given is None else FURTHER_LEARNING_RATE),
+        options.num_unrolled_steps,
+        options.batch_tokens,
+        options.random_seed,
+    )
+    target = Target(llm.engine, resolve_model(inputs.model_dir), llm.end_ids)
+    return TrainingRun(directory, settings, identity, texts, target, given)
+
+
+def _train(run: TrainingRun, output: Output) -> tuple[Accepted, Accepted]:
+    """Train, and measure held-out texts before and after."""
+    states = run.states
+    with output.progress("hidden states", sum(states.lengths), sum(states.lengths[: states.num_texts])) as advance:
+        run.compute_states(lambda count, said: advance(count, "tokens"))
+    num_held_out = len(run.texts.held_out)
+    with output.progress("measuring", num_held_out) as advance:
+        before = run.measure_before(advance)
+    schedule = run.trainer.schedule
+    with output.progress("training", schedule.num_steps, run.trainer.step) as advance:
+        run.train(advance)
+    with output.progress("measuring", num_held_out) as advance:
+        return before, run.measure(advance)
+
+
+def best_length(accepted: Accepted) -> int:
+    """The longest draft whose last token is worth at least a tenth of a step."""
+    found = accepted.tokens_per_step
+    gains = [after - before for before, after in zip([1.0, *found], found, strict=False)]
+    return max([i + 1 for i, gain in enumerate(gains) if gain >= 0.1], default=1)
+
+
+def _show(trained: Trained, inputs: TrainInputs, options: TrainOptions, results: TrainResults, output: Output) -> None:
+    run, before, after = trained.run, trained.before, trained.after
+    texts, head = run.texts, run.head.config
+    num_tokens = sum(run.states.lengths[: len(texts.learned)])
+    table = Table(title=f"Held-out texts: {len(texts.held_out)}, {after.num_tokens:,} tokens", title_justify="left")
+    for column in ("draft", "tokens/step before", "after"):
+        table.add_column(column, justify="right")
+    lengths = _lengths(before, after)
+    for one in lengths:
+        cells = (number(one.tokens_per_step_before, 2), number(one.tokens_per_step_after, 2))
+        table.add_row(str(one.draft_len), *cells)
+    output.result(table)
+    output.result(
+        f"{len(texts.learned):,} texts of {num_tokens:,} tokens, {run.trainer.step:,} steps; the head drafts "
+        f"{head.draft_vocab_size:,} ids: {results.output_dir}"
+    )
+    output.result(f"to use it: specdec run --model-dir {inputs.model_dir} --draft-model-dir {results.output_dir} …")
+    if output.quiet:
+        output.text(str(results.output_dir))
+    settings = TrainSettings(
+        model_dir=inputs.model_dir,
+        draft_model_dir=None if inputs.draft_model_dir is None else str(inputs.draft_model_dir),
+        num_epochs=options.num_epochs,
+        learning_rate=run.settings.learning_rate,
+        num_unrolled_steps=options.num_unrolled_steps,
+        draft_vocab_size=head.draft_vocab_size,
+        batch_tokens=options.batch_tokens,
+        max_text_len=options.max_text_len,
+        random_seed=options.random_seed,
+    )
+    output.document(
+        train_document(
+            settings=settings,
+            output_dir=str(results.output_dir),
+            num_texts=len(texts.learned),
+            num_held_out_texts=len(texts.held_out),
+            num_left_out_texts=trained.num_left_out,
+            num_tokens=num_tokens,
+            num_optimizer_steps=run.trainer.step,
+            num_held_out_tokens=after.num_tokens,
+            held_out_tokens_per_step=lengths,
+        )
+    )
+
+
+def _lengths(before: Accepted, after: Accepted) -> Sequence[AcceptedLength]:
+    pairs = zip(before.num_steps, after.num_steps, strict=True)
+    return [
+        AcceptedLength(
+            draft_len=i + 1,
+            num_steps_before=was,
+            num_steps_after=now,
+            tokens_per_step_before=before.num_tokens / was,
+            tokens_per_step_after=after.num_tokens / now,
+        )
+        for i, (was, now) in enumerate(pairs)
+    ]

@@ -1,0 +1,161 @@
+"""EAGLE-3 heads as directories: one made from nothing for a target, and one that was trained, in the form of
+`speculators`, which vLLM reads too."""
+
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from runtime.errors import SpecDecError
+from runtime.files import write_file, write_json
+from runtime.heads.head_config import HeadConfig, num_layers_of
+from runtime.heads.head_model import EagleHead
+from runtime.tuning.replay import Trace
+
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+_OTHERS = ("max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "hidden_act")
+_QWENS = ("qwen3", "qwen3_moe")
+_INITIAL_STD = 0.02
+_NOT_OF_LAYERS = (
+    "draft_vocab_size",
+    "eagle_config",
+    "architectures",
+    "transformers_version",
+    "auto_map",
+    "torch_dtype",
+)
+
+
+def choose_vocabulary(traces: Iterable[Trace], among: Seq[int], size: int, end_ids: Iterable[int]) -> list[int]:
+    """The `size` ids, of those in `among`, that outputs have most often; end ids in any case, and each once at least.
+
+    Ids that no output has follow: those of prompts, then the lowest, which tokenizers learned first. In order of ids.
+    """
+    outputs, prompts = Counter[int](), Counter[int]()
+    for trace in traces:
+        outputs.update(trace.output_tokens)
+        prompts.update(trace.prompt_tokens)
+    ends = set(end_ids)
+    ranked = sorted(set(among), key=lambda one: (one not in ends, -outputs[one], -prompts[one], one))
+    return sorted(ranked[:size])
+
+
+def read_states_of(num_layers: int) -> tuple[int, ...]:
+    """The hidden states that a new head reads: EAGLE-3's, and of few layers three that differ."""
+    if num_layers < 9:
+        return tuple(sorted({min(1, max(num_layers - 2, 0)), num_layers // 2, num_layers - 1}))
+    return 2, num_layers // 2, num_layers - 3
+
+
+def new_head_config(target: dict[str, Any], directory: Path, draft_vocab_size: int) -> HeadConfig:
+    """Config of a head with one layer of the target's sizes; `target` is its `pretrained_config`."""
+    inner = target.get("text_config")
+    target = inner if isinstance(inner, dict) else target
+    layers = {key: target[key] for key in (*_SIZES, *_OTHERS) if target.get(key) is not None}
+    missing = sorted({"hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"} - layers.keys())
+    if missing:
+        raise SpecDecError(
+            f"a head cannot be made for this target, whose config has no `{missing[0]}`: {target.get('model_type')}",
+            hint="a head that was published for it can be trained further",
+        )
+    layers["model_type"] = "qwen3" if target.get("model_type") in _QWENS else "llama"
+    layers["num_hidden_layers"] = 1
+    size = layers["hidden_size"]
+    states = read_states_of(num_layers_of(target))
+    return HeadConfig(directory, "eagle3", layers, size, size, 1, layers["vocab_size"], draft_vocab_size, states)
+
+
+def new_tensors(
+    config: HeadConfig, ids: Seq[int], output_layer: Tensor, norm: Tensor | None, seed: int
+) -> dict[str, Tensor]:
+    """Weights to begin with: the target's output layer and last norm, its last state as it is, and small numbers.
+
+    `output_layer` is the target's (vocab, hidden).
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        shapes = {name: one.shape for name, one in EagleHead(config).named_parameters()}
+        tensors = {
+            name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * _INITIAL_STD
+            for name, shape in shapes.items()
+        }
+    size = config.hidden_size
+    tensors["fc.weight"][:, -size:] += torch.eye(size)
+    tensors["lm_head.weight"] = output_layer[torch.tensor(ids)].float()
+    if norm is not None:
+        tensors["norm.weight"] = norm.float()
+    return tensors | _id_tables(ids, config.vocab_size)
+
+
+def _id_tables(ids: Seq[int], vocab_size: int) -> dict[str, Tensor]:
+    """`d2t`, the distance from each of the head's ids to the target's, and `t2d`, which of the target's it has."""
+    own = torch.tensor(ids)
+    return {
+        "d2t": own - torch.arange(len(ids)),
+        "t2d": torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, own, value=True),
+    }
+
+
+def with_vocabulary(head: EagleHead, ids: Seq[int]) -> EagleHead:
+    """The head with fewer ids, of those that it has: fewer rows of its output layer."""
+    own, size = torch.tensor(ids), len(ids)
+    rows = own if head.draft_ids is None else head.draft_ids[own]
+    head.lm_head.weight = torch.nn.Parameter(head.lm_head.weight[rows].detach().clone())
+    head.draft_ids = torch.full((head.config.vocab_size,), size).index_copy(0, own, torch.arange(size))
+    head.config = replace(head.config, draft_vocab_size=size)
+    return head
+
+
+def drafted_ids(head: EagleHead) -> list[int]:
+    """The target's ids that the head drafts, in the order of its own."""
+    if head.draft_ids is None:
+        return list(range(head.config.vocab_size))
+    owns = (head.draft_ids < head.config.draft_vocab_size).nonzero()[:, 0]
+    return [int(one) for one in owns[head.draft_ids[owns].argsort()]]
+
+
+def tensors_of(head: EagleHead, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The head's weights by `speculators`' names; embeddings are the target's."""
+    tensors = {name: one.detach().to(dtype) for name, one in head.named_parameters()}
+    if head.draft_ids is not None:
+        tensors |= _id_tables(drafted_ids(head), head.config.vocab_size)
+    return tensors
+
+
+def write_head(
+    directory: Path,
+    config: HeadConfig,
+    tensors: dict[str, Tensor],
+    target: dict[str, Any],
+    *,
+    target_name: str,
+    draft_len: int,
+) -> None:
+    """Write `config.json` and `model.safetensors` into a directory. `target` is the target's `pretrained_config`."""
+    layers = {key: value for key, value in config.layers.items() if key not in (*_NOT_OF_LAYERS, *config.flags)}
+    content = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "eagle_aux_hidden_state_layer_ids": list(config.hidden_states_of(num_layers_of(target))),
+        "norm_before_residual": "norm_before_residual" in config.flags,
+        **dict.fromkeys(sorted(config.flags), True),
+        **({} if config.logit_scale == 1.0 else {"logit_scale": config.logit_scale}),
+        "transformer_layer_config": layers,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": draft_len}],
+            "verifier": {"name_or_path": target_name, "architectures": target.get("architectures") or []},
+        },
+    }
+    write_json(directory / "config.json", content)
+    whole = {name: one.contiguous() for name, one in tensors.items()}
+    write_file(directory / "model.safetensors", save(whole, {"format": "pt"}))

@@ -1,0 +1,160 @@
+"""The file of what a target computes of texts: the hidden states that a head reads, and its likeliest tokens.
+
+A record for each token, text after text. The file grows by whole texts; one that was written in part, when a process
+was killed, is cut off when it is opened again. It is read through memory mapping, so a large one needs no memory.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.config import LayerShape
+from runtime.engine import Engine
+from runtime.errors import SpecDecError
+from runtime.heads.head_cache import HeadCache
+from runtime.request import Request, Sequence
+from runtime.training.unrolled import Rows
+from runtime.tuning.replay import Trace
+
+NUM_TOP = 32
+"""Tokens that are kept of a distribution."""
+_MAX_LOGITS = 1 << 23
+_NUM_JUDGED, _LIKELY, _LEAST_LIKELY = 256, 8, 0.6
+_FREE_BYTES = 1 << 26
+
+
+@dataclass(frozen=True)
+class _AllStates:
+    """Memory of tokens' hidden states as they are, and of no keys."""
+
+    state_size: int
+    kv_layers: Seq[LayerShape] = ()
+
+    def reduce(self, states: Tensor) -> Tensor:
+        return states
+
+
+def read_states(engine: Engine, traces: Seq[Trace]) -> Iterator[np.ndarray[Any, Any]]:
+    """Records of each text's tokens, by one pass of the target. The engine must reuse no blocks."""
+    width = width_of(engine)
+    cache = engine.add_head(_AllStates(width))
+    try:
+        for trace in traces:
+            yield _records(engine, cache, width, trace)
+    finally:
+        engine.remove_head(cache)
+
+
+def width_of(engine: Engine) -> int:
+    """Numbers of a token's hidden states."""
+    return len(engine.config.build_config.hidden_states) * int(engine.config.pretrained_config["hidden_size"])
+
+
+def check_answers(all_records: Iterator[np.ndarray[Any, Any]], traces: Seq[Trace]) -> Iterator[np.ndarray[Any, Any]]:
+    """The same records. SpecDecError where the first texts' outputs are not what this target would have said."""
+    num_likely = num_tokens = 0
+    for records, trace in zip(all_records, traces, strict=True):
+        if num_tokens < _NUM_JUDGED:
+            first = len(trace.prompt_tokens)
+            outputs = np.array(trace.output_tokens)
+            num_likely += int((records["ids"][first:, :_LIKELY] == outputs[:, None]).any(1).sum())
+            num_tokens += len(outputs)
+            if num_tokens >= _NUM_JUDGED and num_likely < _LEAST_LIKELY * num_tokens:
+                raise SpecDecError(
+                    f"the traces are no answers of this target: of their first {num_tokens:,} output tokens this share "
+                    f"is among the {_LIKELY} that it finds likeliest: {num_likely / num_tokens:.0%}",
+                    hint="record them with this model and its own tokenizer",
+                )
+        yield records
+
+
+def record_type(width: int) -> np.dtype[Any]:
+    """Record of a token: bfloat16 hidden states, and the likeliest tokens in its place with their probabilities."""
+    return np.dtype([("states", "<i2", (width,)), ("ids", "<i4", (NUM_TOP,)), ("probs", "<f2", (NUM_TOP,))])
+
+
+def _records(engine: Engine, cache: HeadCache, width: int, trace: Trace) -> np.ndarray[Any, Any]:
+    tokens, first = [*trace.prompt_tokens, *trace.output_tokens], len(trace.prompt_tokens)
+    records = np.zeros(len(tokens), record_type(width))
+    sequence = Sequence.start(Request(0, tuple(tokens), 1))
+    if not engine.admit(sequence):
+        engine.raise_cache_is_taken(sequence.request)
+    try:
+        if first > 1:
+            engine.compute_context(sequence, first - 1)
+        most = max(1, min(_MAX_LOGITS // engine.config.vocab_size, engine.max_num_tokens))
+        while (start := sequence.num_computed) < len(tokens) - 1:
+            logits = engine.forward_context(sequence, min(most, len(tokens) - 1 - start)).float()
+            top = logits.softmax(-1).topk(min(NUM_TOP, logits.shape[-1]))
+            place = slice(start + 1, sequence.num_computed + 1)
+            records["ids"][place, : top.indices.shape[1]] = top.indices.cpu().numpy()
+            records["probs"][place, : top.indices.shape[1]] = top.values.cpu().numpy()
+        states = cache.states_before(sequence.block_table, 1, len(tokens)).to("cpu", torch.bfloat16)
+        records["states"][:-1] = states.view(torch.int16).numpy()
+    finally:
+        engine.release(sequence)
+    return records
+
+
+class StatesFile:
+    """The file of texts' records. `lengths` are the texts' tokens; those at the beginning of the file are there."""
+
+    def __init__(self, path: Path, lengths: Seq[int], width: int) -> None:
+        self.path, self.lengths, self._type = path, list(lengths), record_type(width)
+        self._ends = np.cumsum(self.lengths) * self._type.itemsize
+        size = path.stat().st_size if path.exists() else 0
+        self.num_texts = int(np.searchsorted(self._ends, size, side="right"))
+        """Texts whose records are there."""
+        if path.exists():
+            os.truncate(path, self._end_of(self.num_texts))
+
+    def _end_of(self, num_texts: int) -> int:
+        return int(self._ends[num_texts - 1]) if num_texts else 0
+
+    def check_room(self) -> None:
+        """SpecDecError if the disk is too small for the rest."""
+        status = os.statvfs(self.path.parent)
+        needed = self._end_of(len(self.lengths)) - self._end_of(self.num_texts) + _FREE_BYTES
+        free = status.f_bavail * status.f_frsize
+        if needed > free:
+            raise SpecDecError(
+                f"the target's hidden states of {sum(self.lengths):,} tokens need {needed / 1e6:,.1f} MB, and the disk "
+                f"has free: {free / 1e6:,.1f} MB, at {self.path.parent}",
+                hint="give fewer traces, or write elsewhere",
+            )
+
+    def append(self, all_records: Iterator[np.ndarray[Any, Any]], done: Callable[[int], None]) -> None:
+        """Write the records of the texts that are missing; `done` is called with the tokens of each."""
+        with self.path.open("ab") as file:
+            for records in all_records:
+                assert len(records) == self.lengths[self.num_texts]
+                file.write(records.tobytes())
+                self.num_texts += 1
+                done(len(records))
+
+    def rows(self, texts: Seq[int], traces: Seq[Trace]) -> Rows:
+        """These texts side by side."""
+        longest = max(self.lengths[i] for i in texts)
+        records = np.zeros((len(texts), longest), self._type)
+        tokens = torch.zeros(len(texts), longest, dtype=torch.int64)
+        is_output = torch.zeros(len(texts), longest, dtype=torch.bool)
+        everything = np.memmap(self.path, self._type, "r")
+        for row, i in enumerate(texts):
+            length, end = self.lengths[i], self._end_of(i + 1) // self._type.itemsize
+            records[row, :length] = everything[end - length : end]
+            tokens[row, :length] = torch.tensor([*traces[i].prompt_tokens, *traces[i].output_tokens])
+            is_output[row, len(traces[i].prompt_tokens) : length] = True
+        return Rows(
+            tokens,
+            torch.from_numpy(np.ascontiguousarray(records["states"])).view(torch.bfloat16),
+            torch.from_numpy(np.ascontiguousarray(records["ids"])).long(),
+            torch.from_numpy(np.ascontiguousarray(records["probs"])).float(),
+            is_output,
+        )

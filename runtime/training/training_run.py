@@ -1,0 +1,314 @@
+"""A training of a head from its beginning to its end, however often it is interrupted.
+
+What it needs stands in a directory of its own: its settings, the target's hidden states of the texts, and a checkpoint.
+From these the same command goes on, and ends with the same weights. Other settings are an error.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.checkpoint import read_numbers
+from runtime.drafters.head_draft import embedding_of
+from runtime.engine import Engine
+from runtime.errors import SpecDecError
+from runtime.files import read_json, write_json
+from runtime.heads.head_config import HeadConfig, read_head
+from runtime.heads.head_model import EagleHead, load_head
+from runtime.training.new_head import (
+    choose_vocabulary,
+    drafted_ids,
+    new_head_config,
+    new_tensors,
+    tensors_of,
+    with_vocabulary,
+    write_head,
+)
+from runtime.training.traced_states import StatesFile, check_answers, read_states, width_of
+from runtime.training.unrolled import (
+    Losses,
+    Schedule,
+    Trainer,
+    accepted_lengths,
+    batches,
+    have_unrolled_attention,
+    steps_of,
+)
+from runtime.tuning.replay import Trace
+
+MIN_TRACES = 8
+MAX_EVALUATED_LEN = 5
+_SAVE_EVERY_S = 60.0
+_EVALUATED_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """Settings of a training. `draft_vocab_size` None: what the given head has, or of a new one `NEW_VOCAB_SIZE`."""
+
+    draft_vocab_size: int | None = None
+    num_epochs: int = 3
+    learning_rate: float = 1e-3
+    num_unrolled: int = 3
+    batch_tokens: int = 2048
+    random_seed: int = 0
+
+
+NEW_VOCAB_SIZE = 8192
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Traces to learn from, and others to measure on."""
+
+    learned: list[Trace]
+    held_out: list[Trace]
+
+    @property
+    def all(self) -> list[Trace]:
+        return [*self.learned, *self.held_out]
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Tokens of held-out texts, and the target's steps for them with drafts of 1, 2, ... tokens, whole."""
+
+    num_tokens: int
+    num_steps: list[int]
+
+    @property
+    def tokens_per_step(self) -> list[float]:
+        return [self.num_tokens / one for one in self.num_steps]
+
+
+@dataclass(frozen=True)
+class Target:
+    """The target, as an engine that reuses no blocks, and as the model that it was made of."""
+
+    engine: Engine
+    model_dir: Path
+    end_ids: frozenset[int]
+
+
+Progress = Callable[[int, str], None]
+"""Called with the number of further items done, and a remark."""
+
+
+def split_traces(traces: Seq[Trace], max_len: int, held_out: Seq[Trace] | None) -> tuple[Texts, int]:
+    """Texts cut to `max_len` tokens, one in ten held out if none are given, and how many had to be left out.
+
+    Left out are those of which no output remains to learn from. SpecDecError for too few.
+    """
+    kept = [_cut(trace, max_len) for trace in traces]
+    usable = [trace for trace in kept if _is_usable(trace)]
+    if len(usable) < MIN_TRACES:
+        raise SpecDecError(
+            f"there are too few traces to train with, at least {MIN_TRACES} of at most {max_len} tokens: {len(usable)}",
+            hint="give more, or write longer ones; a thousand answers are a beginning",
+        )
+    left_out = len(traces) - len(usable)
+    if held_out is None:
+        every = 10 if len(usable) >= 20 else 4
+        return Texts([t for i, t in enumerate(usable) if i % every], usable[::every]), left_out
+    measured = [trace for trace in (_cut(one, max_len) for one in held_out) if _is_usable(trace)]
+    if not measured:
+        raise SpecDecError(
+            f"none of the held-out traces has an output within {max_len} tokens: {len(held_out)}",
+            hint="give others, or allow longer ones",
+        )
+    return Texts(usable, measured), left_out + len(held_out) - len(measured)
+
+
+def _cut(trace: Trace, max_len: int) -> Trace:
+    room = max(0, max_len - len(trace.prompt_tokens))
+    return Trace(trace.prompt_tokens, trace.output_tokens[:room], trace.category)
+
+
+def _is_usable(trace: Trace) -> bool:
+    return len(trace.output_tokens) >= 3 and len(trace.prompt_tokens) >= 1
+
+
+class TrainingRun:
+    """A training in its directory. Opened, it knows its head and how far it has come."""
+
+    def __init__(
+        self,
+        directory: Path,
+        settings: TrainingSettings,
+        identity: dict[str, Any],
+        texts: Texts,
+        target: Target,
+        given: HeadConfig | None,
+    ) -> None:
+        """SpecDecError if the directory has a training with other settings or texts, which `identity` names too."""
+        self.directory, self.settings, self.texts = directory, settings, texts
+        self.engine, self._model_dir = target.engine, target.model_dir
+        self._agree_on({"settings": asdict(settings), **identity})
+        self._target = self.engine.config.pretrained_config
+        self.config, self.head = self._open_head(given, target.end_ids)
+        lengths = [len(one.prompt_tokens) + len(one.output_tokens) for one in texts.all]
+        self.states = StatesFile(directory / "states.bin", lengths, width_of(self.engine))
+        self._epochs: dict[int, list[list[int]]] = {}
+        per_epoch = len(self._epoch(0))
+        rate, unrolled, seed = settings.learning_rate, settings.num_unrolled, settings.random_seed
+        schedule = Schedule(per_epoch * settings.num_epochs, rate, unrolled, seed)
+        self._per_epoch = per_epoch
+        self.trainer = Trainer(self.head, schedule, self._rows_of, autocast=_multiplies_bfloat16(self.engine))
+        if self._checkpoint.is_file():
+            self.trainer.load_state(torch.load(self._checkpoint, map_location="cpu", weights_only=True))
+
+    @property
+    def _checkpoint(self) -> Path:
+        return self.directory / "checkpoint.pt"
+
+    def _agree_on(self, wanted: dict[str, Any]) -> None:
+        """Settings of a training that is gone on with are as they were."""
+        where = self.directory / "settings.json"
+        if not where.is_file():
+            write_json(where, wanted)
+            return
+        begun = read_json(where)
+        flat, was = _flat(wanted), _flat(begun)
+        other = next((key for key in sorted(flat.keys() | was.keys()) if flat.get(key) != was.get(key)), None)
+        if other is not None:
+            raise SpecDecError(
+                f"the training in {self.directory} was begun with {other} {was.get(other)}, and not: {flat.get(other)}",
+                hint="go on with the same, or remove the directory to begin anew",
+            )
+
+    def _open_head(self, given: HeadConfig | None, end_ids: frozenset[int]) -> tuple[HeadConfig, EagleHead]:
+        embedding = embedding_of(self.engine)
+        embedding = None if embedding is None else embedding.float()
+        size = self.settings.draft_vocab_size
+        if given is None:
+            given = self._make_head(min(size or NEW_VOCAB_SIZE, self.engine.config.vocab_size), end_ids)
+            size = None
+        loaded: Any = load_head(given, embedding, torch.float32)
+        head: EagleHead = loaded
+        if size is not None and size < head.config.draft_vocab_size:
+            ids = choose_vocabulary(self.texts.learned, drafted_ids(head), size, end_ids)
+            head = with_vocabulary(head, ids)
+        return head.config, have_unrolled_attention(head)
+
+    def _make_head(self, size: int, end_ids: frozenset[int]) -> HeadConfig:
+        """A new head's directory, in that of the training."""
+        directory = self.directory / "initial"
+        vocab_size = self.engine.config.vocab_size
+        ids = choose_vocabulary(self.texts.learned, range(vocab_size), size, end_ids)
+        config = new_head_config(self._target, directory, len(ids))
+        output_layer, norm = self._ends_of_target()
+        directory.mkdir(exist_ok=True)
+        tensors = new_tensors(config, ids, output_layer, norm, self.settings.random_seed)
+        write_head(directory, config, tensors, self._target, target_name="", draft_len=1)
+        return read_head(directory)
+
+    def _ends_of_target(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The target's output layer, which may be its embeddings, and its last norm where a weight is called so."""
+        names = ("lm_head.weight", "embed_tokens.weight", "model.norm.weight")
+        _, found = read_numbers(self._model_dir, torch.float32, lambda name: name.endswith(names))
+        ends = {end: one for end in names for name, one in found.items() if name.endswith(end)}
+        layer = ends.get("lm_head.weight", ends.get("embed_tokens.weight"))
+        if layer is None:
+            raise SpecDecError(
+                f"a head cannot be made for a target without an output layer of that name: {self._model_dir}",
+                hint="a head that was published for it can be trained further",
+            )
+        norm = ends.get("model.norm.weight")
+        is_shifted = "gemma" in str(self._target.get("model_type"))
+        return layer, norm + 1 if norm is not None and is_shifted else norm
+
+    def compute_states(self, progress: Progress) -> None:
+        """The target's hidden states of all texts, those that are there already left out. They must be its answers."""
+        self.states.check_room()
+        missing = self.texts.all[self.states.num_texts :]
+        records = check_answers(read_states(self.engine, missing), missing)
+        self.states.append(records, lambda num_tokens: progress(num_tokens, ""))
+
+    def train(self, progress: Progress) -> None:
+        """Go on to the end; what is learned is saved every minute."""
+        saved = time.monotonic()
+        while not self.trainer.is_done:
+            sums = self.trainer.train_step()
+            progress(1, _remark(sums))
+            if time.monotonic() - saved > _SAVE_EVERY_S:
+                self.save()
+                saved = time.monotonic()
+        self.save()
+
+    def save(self) -> None:
+        new = self._checkpoint.with_suffix(".new")
+        try:
+            with new.open("wb") as file:
+                torch.save(self.trainer.state(), file)
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(self._checkpoint)
+        finally:
+            new.unlink(missing_ok=True)
+
+    def measure_before(self, progress: Progress) -> Accepted:
+        """`measure` with the head that the training began with, as it was measured then."""
+        where = self.directory / "before.json"
+        if not where.is_file():
+            write_json(where, asdict(self.measure(progress)))
+        found = read_json(where)
+        return Accepted(found["num_tokens"], found["num_steps"])
+
+    def measure(self, progress: Progress) -> Accepted:
+        """Steps that held-out texts would have taken with the head as it is now."""
+        first = len(self.texts.learned)
+        num_steps, num_tokens = [0] * MAX_EVALUATED_LEN, 0
+        lengths = self.states.lengths[first:]
+        for batch in batches(lengths, _EVALUATED_TOKENS, 0, 0):
+            found = accepted_lengths(self.head, self._rows([first + i for i in batch]), MAX_EVALUATED_LEN)
+            for accepted, i in zip(found.tolist(), batch, strict=True):
+                start = len(self.texts.held_out[i].prompt_tokens)
+                num_tokens += lengths[i] - start
+                for draft_len in range(1, MAX_EVALUATED_LEN + 1):
+                    num_steps[draft_len - 1] += steps_of(accepted, start, lengths[i], draft_len)
+            progress(len(batch), "")
+        return Accepted(num_tokens, num_steps)
+
+    def write(self, directory: Path, target_name: str, draft_len: int) -> None:
+        """The head as it is now, in the target's dtype."""
+        tensors = tensors_of(self.head, getattr(torch, self.engine.config.dtype))
+        write_head(directory, self.head.config, tensors, self._target, target_name=target_name, draft_len=draft_len)
+
+    def _epoch(self, number: int) -> list[list[int]]:
+        if number not in self._epochs:
+            lengths = self.states.lengths[: len(self.texts.learned)]
+            # One number of batches for all epochs, though the texts fall differently.
+            self._epochs = {number: batches(lengths, self.settings.batch_tokens, self.settings.random_seed, number)}
+        return self._epochs[number]
+
+    def _rows_of(self, step: int) -> Any:
+        epoch, place = divmod(step, self._per_epoch)
+        found = self._epoch(epoch)
+        return self._rows(found[place % len(found)])
+
+    def _rows(self, texts: Seq[int]) -> Any:
+        return self.states.rows(texts, self.texts.all)
+
+
+def _remark(sums: Losses) -> str:
+    if not sums.num[0]:
+        return ""
+    return f"loss {sums.loss[0] / sums.num[0]:.2f}, first token right {sums.num_right[0] / sums.num[0]:.0%}"
+
+
+def _flat(record: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in record.items():
+        found |= value if isinstance(value, dict) else {key: value}
+    return found
+
+
+def _multiplies_bfloat16(engine: Engine) -> bool:
+    """True where the build found products in bfloat16 to be faster than in float32."""
+    return engine.config.arithmetic in ("avx512_bf16", "amx_bf16")

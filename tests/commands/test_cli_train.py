@@ -1,0 +1,140 @@
+"""`specdec train`: a head that `run` drafts with, the same again after an interruption, and one sentence for errors."""
+
+import json
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import PROMPTS, Result, Specdec, assert_valid, ids_of, tree
+from test_cli_errors import assert_one_clear_error
+
+from runtime.heads.head_config import read_head
+from runtime.training.training_run import TrainingRun
+
+TEXTS = [f"{prompt}{end}" for end in ("", " and", " or") for prompt in PROMPTS]
+TRAIN = ["--max-output-len", 12, "--num-epochs", 2, "--draft-vocab-size", 64, "--batch-tokens", 128]
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with `prompts.jsonl`."""
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def train(specdec: Specdec, llama_dir: Path, directory: Path) -> Callable[..., Result]:
+    """`train(…)`: `specdec train` of `llama_dir`'s uncompiled engine, on `prompts.jsonl` unless there are traces."""
+
+    def call(*arguments: object) -> Result:
+        texts = [] if "--traces" in arguments else ["--input-file", "prompts.jsonl"]
+        target = ["--model-dir", llama_dir, "--compiler", "none", "--output-dir", "head"]
+        return specdec("train", *target, *texts, *TRAIN, *arguments)
+
+    return call
+
+
+def test_head_is_trained_and_drafts(
+    train: Callable[..., Result], specdec: Specdec, llama_dir: Path, directory: Path
+) -> None:
+    document = train("--json").document
+    assert_valid("train", document)
+    assert (document["num_texts"], document["num_held_out_texts"]) == (11, 4)
+    assert tree(directory) == ["head", "head/config.json", "head/model.safetensors", "prompts.jsonl"]
+    assert read_head(Path("head")).draft_vocab_size == 64
+    target = ["--model-dir", llama_dir, "--compiler", "none", "--input-text", TEXTS[0], "--json"]
+    plain = specdec("run", *target).document
+    drafted = specdec("run", *target, "--draft-model-dir", "head", "--draft-len-mode", "fixed").document
+    assert ids_of(drafted) == ids_of(plain)
+    assert drafted["total"]["num_draft_tokens"] > 0
+
+    further = train("--draft-model-dir", "head", "--output-dir", "further", "--draft-vocab-size", 40, "--json").document
+    assert further["settings"]["draft_vocab_size"] == 40 == read_head(Path("further")).draft_vocab_size
+    assert further["settings"]["learning_rate"] == 1e-4
+
+
+def test_interrupted_it_goes_on_to_the_same_head(
+    train: Callable[..., Result], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train("--output-dir", "whole")
+    assert whole.exit_code == 0, whole.stderr
+    wanted = (directory / "whole/model.safetensors").read_bytes()
+    go_on = TrainingRun.train
+
+    def interrupted(run: TrainingRun, progress: Any) -> None:
+        run.trainer.train_step()
+        run.save()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TrainingRun, "train", interrupted)
+    assert train().exit_code == 130
+    monkeypatch.setattr(TrainingRun, "train", go_on)
+    assert {"checkpoint.pt", "answers.jsonl", "states.bin"} <= set(tree(directory / "head.training"))
+    assert not (directory / "head").exists()
+    assert_one_clear_error(train("--num-epochs", 3), 1, ("num_epochs 2", "3"))
+    done = train("--quiet")
+    assert (done.exit_code, done.stdout) == (0, "head\n"), done.stderr
+    assert (directory / "head/model.safetensors").read_bytes() == wanted
+    assert not (directory / "head.training").exists()
+
+
+TRACE = {"prompt_ids": [5, 6, 7], "output_ids": [8, 9, 10, 11]}
+ERRORS: dict[str, tuple[list[object], int, list[str]]] = {
+    "few traces": (["--traces", "few.jsonl"], 1, ["at least 8", "2"]),
+    "other answers": (["--traces", "others.jsonl"], 1, ["8 that it finds likeliest"]),
+    "outside the vocabulary": (["--traces", "outside.jsonl"], 1, ["outside the vocabulary of 300: 300"]),
+    "no directory of its own": (["--work-dir", "head"], 2, ["`--work-dir`", "head"]),
+    "a file in the way": (["--work-dir", "few.jsonl"], 1, ["few.jsonl"]),
+    "something there": (["--output-dir", "full"], 1, ["not empty: full"]),
+    "no head": (["--draft-model-dir", "full"], 1, ["full"]),
+    "learning rate": (["--learning-rate", -1], 2, ["-1"]),
+    "self-draft": (["--self-draft", "int4"], 2, ["`--self-draft`"]),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_leave_nothing(case: str, train: Callable[..., Result], directory: Path) -> None:
+    arguments, exit_code, said = ERRORS[case]
+    traces = {"few": [TRACE] * 2, "outside": [TRACE | {"output_ids": [300, 1, 2]}] * 9}
+    traces["others"] = [TRACE | {"output_ids": [(7 * i + n) % 300 for i in range(30)]} for n in range(12)]
+    for name, lines in traces.items():
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (directory / "full").mkdir()
+    (directory / "full/config.json").write_text("{}")
+    before = tree(directory)
+    assert_one_clear_error(train(*arguments), exit_code, tuple(said))
+    assert tree(directory) == before
+
+
+def test_head_of_another_target(train: Callable[..., Result], directory: Path, head_dirs: tuple[Path, Path]) -> None:
+    _, head_dir = head_dirs
+    config = json.loads((head_dir / "config.json").read_text())
+    config["transformer_layer_config"]["vocab_size"] = 301
+    (directory / "other").mkdir()
+    (directory / "other/config.json").write_text(json.dumps(config))
+    assert_one_clear_error(train("--draft-model-dir", "other"), 1, ("vocabulary of 301", "300"))
+    assert_one_clear_error(
+        train("--draft-model-dir", head_dir, "--draft-vocab-size", 250), 1, ("200 ids", "`--draft-vocab-size`: 250")
+    )
+    assert tree(directory) == ["other", "other/config.json", "prompts.jsonl"]
+
+
+@pytest.mark.parametrize("num_bytes", [30_000, 150_000])
+def test_full_disk_is_one_sentence_and_what_is_done_is_kept(
+    num_bytes: int, train: Callable[..., Result], directory: Path
+) -> None:
+    """No file may be longer: of the hidden states, then of the checkpoint."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        result = train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert_one_clear_error(result, 1, ("File too large",))
+    assert not (directory / "head").exists()
+    done = train()
+    assert done.exit_code == 0, done.stderr
+    assert (directory / "head/model.safetensors").is_file()

@@ -1,0 +1,306 @@
+"""Training of heads: the loss is its formula, resumed is as if never stopped, and what it reports is drafted."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from heads import Eagle, eagle_drafts, eagle_logits, hidden_states, make_eagle, save_eagle
+from tiny import hf_greedy, make_model, repetitive_prompt
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from runtime import scheduler
+from runtime.drafters.head_draft import HeadDraft, open_head
+from runtime.engine import Engine, KVCacheConfig
+from runtime.errors import SpecDecError
+from runtime.heads.head_config import read_head
+from runtime.heads.head_model import EagleHead, load_head
+from runtime.request import Request
+from runtime.training.new_head import choose_vocabulary, drafted_ids, tensors_of, with_vocabulary, write_head
+from runtime.training.traced_states import StatesFile
+from runtime.training.training_run import Target, Texts, TrainingRun, TrainingSettings, split_traces
+from runtime.training.unrolled import (
+    STEP_DECAY,
+    Losses,
+    Rows,
+    accepted_lengths,
+    batches,
+    have_unrolled_attention,
+    losses_of,
+    steps_of,
+)
+from runtime.tuning.replay import Trace
+
+STATES, NUM_STEPS, LENGTH = (1, 3, 5), 3, 14
+FORMS: dict[str, dict[str, Any]] = {
+    "its own vocabulary": {"draft_vocab": 20},
+    "EAGLE 3.1, Qwen3": {"flags": ["fc_norm", "norm_output", "norm_before_residual"], "model_type": "qwen3"},
+    "window": {"model_type": "qwen3", "window": 5},
+    "two layers": {"num_layers": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return make_model("llama", num_hidden_layers=6)
+
+
+@pytest.fixture(scope="module")
+def traces(model: PreTrainedModel) -> list[Trace]:
+    prompts = [repetitive_prompt(i, 5 + 2 * i) for i in range(12)]
+    return [Trace(tuple(prompt), tuple(hf_greedy(model, prompt, LENGTH))) for prompt in prompts]
+
+
+def loaded(head: Eagle, model: PreTrainedModel, directory: Path) -> EagleHead:
+    config = read_head(save_eagle(head, directory, "speculators"))
+    opened: Any = load_head(config, model.get_input_embeddings().weight.detach(), torch.float32)
+    return have_unrolled_attention(opened)
+
+
+def rows_of(model: PreTrainedModel, texts: list[list[int]], first: int) -> Rows:
+    """Two of the 32 tokens are the target's in each place; outputs begin at `first`."""
+    longest = max(map(len, texts))
+    tokens = torch.zeros(len(texts), longest, dtype=torch.int64)
+    states = torch.zeros(len(texts), longest, 3 * 32)
+    is_output = torch.zeros(len(texts), longest, dtype=torch.bool)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = torch.tensor(text)
+        states[row, : len(text)] = hidden_states(model, text, STATES).float()
+        is_output[row, first : len(text)] = True
+    top_ids = torch.stack([tokens, (tokens + 7) % 32], -1)
+    top_probs = torch.tensor([0.75, 0.25]).expand(*tokens.shape, 2)
+    return Rows(tokens, states, top_ids, top_probs, is_output)
+
+
+def drafted_texts(head: Eagle, model: PreTrainedModel) -> list[list[int]]:
+    """Texts that go on for a while as the head drafts, and then otherwise."""
+    texts = []
+    for seed in range(3):
+        text = repetitive_prompt(seed, 4)
+        for i in range(4):
+            states = hidden_states(model, text, head.states)[: len(text) - 1]
+            text += eagle_drafts(head, model, text, 1 + (seed + i) % 3, states)
+            text.append((text[-1] + 1 + i) % 32)
+        texts.append(text)
+    return texts
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_accepted_lengths_are_those_of_the_formulas_drafts(form: str, model: PreTrainedModel, tmp_path: Path) -> None:
+    head = make_eagle(model, states=STATES, **FORMS[form])
+    texts = drafted_texts(head, model)
+    found = accepted_lengths(loaded(head, model, tmp_path), rows_of(model, texts, 0), NUM_STEPS)
+    counts = Counter[int]()
+    for row, text in enumerate(texts):
+        for last in range(1, len(text) - NUM_STEPS):
+            states = hidden_states(model, text, head.states)[:last]
+            draft = eagle_drafts(head, model, text[: last + 1], NUM_STEPS, states)
+            agree = [a == b for a, b in zip(draft, text[last + 1 :], strict=False)]
+            expected = ([*agree, False]).index(False)
+            assert int(found[row, last - 1]) == expected, (row, last)
+            counts[expected] += 1
+    assert all(counts[length] for length in range(NUM_STEPS + 1)), counts
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_loss_is_its_formula(form: str, model: PreTrainedModel, tmp_path: Path) -> None:
+    head, first = make_eagle(model, states=STATES, **FORMS[form]), 5
+    texts = [repetitive_prompt(i, 9 + 3 * i) for i in range(2)]
+    sums = Losses.none(NUM_STEPS)
+    rows = rows_of(model, texts, first)
+    loss = losses_of(loaded(head, model, tmp_path), rows, NUM_STEPS, sums)
+    by_step: list[list[Tensor]] = [[] for _ in range(NUM_STEPS)]
+    own = set(head.ids.tolist())
+    for text in texts:
+        states = hidden_states(model, text, STATES)
+        for last in range(1, len(text) - 1):
+            logits = eagle_logits(head, model, text, last, NUM_STEPS, states)
+            for step, row in enumerate(logits):
+                at = last + 1 + step
+                if not first <= at < len(text) or text[at] not in own:
+                    continue
+                wanted = {t: p for t, p in ((text[at], 0.75), ((text[at] + 7) % 32, 0.25)) if t in own}
+                logprobs = row.log_softmax(-1)
+                by_step[step].append(-sum(p * logprobs[t] for t, p in wanted.items()) / sum(wanted.values()))
+    expected = sum(STEP_DECAY**step * torch.stack(each).mean() for step, each in enumerate(by_step))
+    torch.testing.assert_close(loss.detach().double(), expected, rtol=1e-4, atol=1e-5)
+    assert sums.num == [len(each) for each in by_step]
+
+
+def test_steps_of_a_text() -> None:
+    assert steps_of([9, 9, 9, 1, 9, 1, 9, 1, 9], first=4, num_tokens=10, draft_len=4) == 4
+    assert steps_of([0] * 9, first=4, num_tokens=10, draft_len=4) == 6
+    assert steps_of([9] * 9, first=4, num_tokens=10, draft_len=2) == 3
+
+
+def test_vocabulary_is_the_most_frequent_with_the_end() -> None:
+    traces = [Trace((7, 7, 8), (1, 2, 2, 3, 3, 3)), Trace((9,), (3, 4, 4))]
+    assert choose_vocabulary(traces, range(12), 4, [11]) == [2, 3, 4, 11]
+    assert choose_vocabulary(traces, range(12), 8, []) == [0, 1, 2, 3, 4, 7, 8, 9]
+    assert choose_vocabulary(traces, [2, 5, 6], 2, [11]) == [2, 5]
+
+
+def test_batches_have_each_text_once_and_not_too_many_tokens() -> None:
+    lengths = [5 + 13 * i % 97 for i in range(60)]
+    made = batches(lengths, 256, 3, 1)
+    assert sorted(i for batch in made for i in batch) == list(range(60))
+    assert all(len(batch) == 1 or max(lengths[i] for i in batch) * len(batch) <= 256 for batch in made)
+    assert made == batches(lengths, 256, 3, 1) != batches(lengths, 256, 3, 2)
+
+
+@pytest.fixture(scope="module")
+def engine_dir(model: PreTrainedModel, make_engine_dir: Any) -> Path:
+    directory: Path = make_engine_dir(model, hidden_states=STATES, compiler="none")
+    return directory
+
+
+@pytest.fixture
+def open_run(engine_dir: Path, model: PreTrainedModel, tmp_path: Path, make_engine: Any, traces: list[Trace]) -> Any:
+    """`open_run(name, **settings)`: a training of a new head in the directory of that name."""
+    model_dir = tmp_path / "model"
+    model.save_pretrained(model_dir)
+    engine = Engine.open(engine_dir, kv_cache=KVCacheConfig(block_reuse=False))
+    texts, _ = split_traces(traces, 64, None)
+
+    def make(name: str, texts: Texts = texts, identity: Any = None, **settings: Any) -> TrainingRun:
+        (tmp_path / name).mkdir(exist_ok=True)
+        wanted = TrainingSettings(**({"draft_vocab_size": 24, "num_epochs": 6, "batch_tokens": 64} | settings))
+        target = Target(engine, model_dir, frozenset({1}))
+        run = TrainingRun(tmp_path / name, wanted, identity or {}, texts, target, None)
+        run.compute_states(lambda count, said: None)
+        return run
+
+    yield make
+    engine.close()
+
+
+def nothing(count: int, said: str) -> None:
+    pass
+
+
+def test_it_learns_and_drafts_what_it_reports(open_run: Any, traces: list[Trace], tmp_path: Path) -> None:
+    """Steps of the engine with the written head are those that were measured, here on texts that it has learned."""
+    run: TrainingRun = open_run("run", Texts(traces, traces[::2]), num_epochs=60, learning_rate=1e-2, batch_tokens=512)
+    before = run.measure_before(nothing)
+    run.train(nothing)
+    after = run.measure(nothing)
+    assert after.tokens_per_step[2] > before.tokens_per_step[2] + 0.2, (before, after)
+    head_dir = tmp_path / "head"
+    head_dir.mkdir()
+    run.write(head_dir, "target", 3)
+    config = read_head(head_dir)
+    assert config.max_draft_len == 3 and config.draft_vocab_size == 24
+    head, cache = open_head(run.engine, config)
+    texts = run.texts.held_out
+    requests = [Request(i, t.prompt_tokens, len(t.output_tokens)) for i, t in enumerate(texts)]
+    num_steps = 0
+    for sequence, _ in scheduler.generate(
+        run.engine, requests, HeadDraft(run.engine, head, cache, use_logits=False), 3
+    ):
+        if sequence.finish_reason is not None:
+            assert tuple(sequence.output_tokens) == texts[sequence.request.id].output_tokens
+            num_steps += sequence.stats.num_steps
+    run.engine.remove_head(cache)
+    assert num_steps == after.num_steps[2]
+
+
+class Stopped(Exception):
+    pass
+
+
+def test_resumed_training_ends_with_the_same_weights(open_run: Any) -> None:
+    whole: TrainingRun = open_run("whole")
+    whole.train(nothing)
+    first: TrainingRun = open_run("parts")
+    num_steps = 0
+
+    def stop(count: int, said: str) -> None:
+        nonlocal num_steps
+        num_steps += count
+        if num_steps == 5:
+            first.save()
+        if num_steps == 7:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        first.train(stop)
+    second: TrainingRun = open_run("parts")
+    assert second.trainer.step == 5
+    second.train(nothing)
+    assert second.trainer.step == whole.trainer.step > 10
+    for one, other in zip(whole.head.parameters(), second.head.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_states_file_goes_on_after_whole_texts(open_run: Any) -> None:
+    run: TrainingRun = open_run("run")
+    written = run.states.path.read_bytes()
+    run.states.path.write_bytes(written[: len(written) * 2 // 3])
+    again: TrainingRun = open_run("run")
+    assert again.states.path.read_bytes() == written
+    opened = StatesFile(again.states.path, again.states.lengths, 3 * 32)
+    assert opened.num_texts == len(again.texts.all)
+
+
+def test_states_are_hugging_faces(open_run: Any, model: PreTrainedModel) -> None:
+    run: TrainingRun = open_run("run")
+    rows, trace = run.states.rows([2], run.texts.all), run.texts.all[2]
+    text = [*trace.prompt_tokens, *trace.output_tokens]
+    expected = hidden_states(model, text, STATES)[:-1].float()
+    torch.testing.assert_close(rows.states[0, :-1].float(), expected, rtol=2e-2, atol=2e-2)  # kept in bfloat16
+    with torch.no_grad():
+        probs = model(torch.tensor([text])).logits[0].float().softmax(-1)
+    first = len(trace.prompt_tokens)
+    top = probs[first - 1 : -1].topk(rows.top_ids.shape[-1])
+    assert torch.equal(rows.top_ids[0, first:, 0], top.indices[:, 0])
+    torch.testing.assert_close(rows.top_probs[0, first:], top.values, rtol=5e-3, atol=1e-3)
+
+
+def test_other_settings_do_not_go_on(open_run: Any) -> None:
+    open_run("run", identity={"texts": "a"})
+    with pytest.raises(SpecDecError, match="begun with num_epochs 6, and not: 7"):
+        open_run("run", num_epochs=7, identity={"texts": "a"})
+    with pytest.raises(SpecDecError, match="begun with texts a, and not: b"):
+        open_run("run", identity={"texts": "b"})
+
+
+def test_answers_of_another_target_are_found_out(open_run: Any, traces: list[Trace]) -> None:
+    others = [Trace(t.prompt_tokens, tuple((3 * i + n) % 32 for i in range(40))) for n, t in enumerate(traces)]
+    with pytest.raises(SpecDecError, match="no answers of this target"):
+        open_run("run", Texts(others[2:], others[:2]))
+
+
+def test_too_few_texts_and_long_prompts(traces: list[Trace]) -> None:
+    texts, left_out = split_traces(traces, 24, None)
+    assert left_out == sum(len(t.prompt_tokens) > 21 for t in traces) > 0
+    assert all(len(t.prompt_tokens) + len(t.output_tokens) <= 24 for t in texts.all)
+    with pytest.raises(SpecDecError, match="too few traces"):
+        split_traces(traces[:7], 64, None)
+    with pytest.raises(SpecDecError, match="none of the held-out traces"):
+        split_traces(traces, 64, [Trace((1,) * 64, (2, 3, 4))])
+
+
+@pytest.mark.parametrize("form", ["sailab", "specforge", "speculators"])
+def test_a_head_that_is_written_again_drafts_the_same(form: str, model: PreTrainedModel, tmp_path: Path) -> None:
+    """Its names do not matter; here it has fewer ids besides."""
+    made = make_eagle(model, draft_vocab=20, flags=["norm_before_fc"] if form == "specforge" else [])
+    config = read_head(save_eagle(made, tmp_path / "old", form))
+    embedding = model.get_input_embeddings().weight.detach()
+    opened: Any = load_head(config, embedding, torch.float32)
+    kept = drafted_ids(opened)[3:]
+    hidden = torch.randn(4, 32)
+    before = opened.logits(hidden)[:, kept]
+    head = with_vocabulary(opened, kept)
+    (tmp_path / "new").mkdir()
+    target: dict[str, Any] = model.config.to_dict()
+    write_head(
+        tmp_path / "new", head.config, tensors_of(head, torch.float32), target, target_name="target", draft_len=2
+    )
+    again = read_head(tmp_path / "new")
+    assert again.hidden_states_of(6) == config.hidden_states_of(6) and again.flags == config.flags
+    read: Any = load_head(again, embedding, torch.float32)
+    logits = read.logits(hidden)
+    assert drafted_ids(read) == kept and torch.equal(logits[:, kept], before)
+    assert torch.isinf(logits[:, [i for i in range(32) if i not in kept]]).all()
