@@ -34,6 +34,7 @@ OTHERS = {
     "rankN": "stands for rank0, rank1 and so on",
     "tokenizer_backend": "lm-evaluation-harness's", "add_bos_token": "lm-evaluation-harness's",
     "python3": "a command",
+    "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "a variable of the environment, which Claude Code reads",
     "modules_to_not_convert": "transformers' quantization_config",
     "vdpbf16ps": "an instruction",
 }  # fmt: skip

@@ -121,7 +121,7 @@ class MessageAnswer(Answer):
     role: Literal["assistant"]
     model: str
     content: list[MessageBlock]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_reason: Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
     stop_sequence: str | None
     usage: MessageUsage
 

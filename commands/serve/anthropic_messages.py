@@ -2,7 +2,7 @@
 
 import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from commands.serve.chat_completions import call_id, chat_streams
@@ -20,13 +20,14 @@ from commands.serve.served import ServedModel
 from runtime.serving.loop import RequestHandle
 from runtime.text import decode
 
+_ACCOUNTING = "x-anthropic-billing-header:"
 _CHOICES = {"auto": None, "any": "required", "none": "none"}
 
 
 def chat_of_messages(served: ServedModel, body: CountRequest) -> ChatRequest:
     """The chat request that a request for a message is."""
     said: list[dict[str, Any]] = []
-    if system := text_of(body.system):
+    if system := _system(body):
         said.append({"role": "system", "content": system, "place": "system"})
     for i, message in enumerate(body.messages):
         said += [one | {"place": f"messages.{i}"} for one in _messages(message)]
@@ -46,7 +47,16 @@ def chat_of_messages(served: ServedModel, body: CountRequest) -> ChatRequest:
         chat["speculative"] = (
             speculative.model_dump(exclude_unset=True) if hasattr(speculative, "model_dump") else speculative
         )
-    return validate_chat(chat)
+    asked = validate_chat(chat)
+    asked._takes_what_fits = True
+    return asked
+
+
+def _system(body: CountRequest) -> str:
+    """Instructions. A line of Claude Code's for its maker's accounts would make each conversation begin differently."""
+    if isinstance(body.system, str):
+        return body.system
+    return _joined(part.text for part in body.system or () if not part.text.startswith(_ACCOUNTING))
 
 
 def _tools(body: CountRequest) -> list[dict[str, Any]] | None:
@@ -64,16 +74,23 @@ def _messages(message: AnthropicMessage) -> list[dict[str, Any]]:
     """A message of blocks as one with calls, or as what tools gave and a text."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
-    texts = "".join(block.text or "" for block in message.content if block.type == "text")
+    blocks = [block.text or "" for block in message.content if block.type == "text"]
     if message.role != "assistant":
+        texts = _joined(blocks)
         gave = [_gave(block) for block in message.content if block.type == "tool_result"]
         return [*gave, *([{"role": message.role, "content": texts}] if texts or not gave else [])]
+    texts = "".join(blocks)
     said: dict[str, Any] = {"role": "assistant", "content": texts}
     if thought := "".join(block.thinking or "" for block in message.content if block.type == "thinking"):
         said["reasoning_content"] = thought
     if calls := [_call(block) for block in message.content if block.type == "tool_use"]:
         said["tool_calls"] = calls
     return [said]
+
+
+def _joined(texts: Iterable[str]) -> str:
+    """Blocks that a client wrote, such as what it adds to what its user says, as one text."""
+    return "\n\n".join(text for text in texts if text)
 
 
 def _gave(block: AnthropicBlock) -> dict[str, Any]:
@@ -169,7 +186,8 @@ class MessagesReply:
         word = None
         match answer.progress.finish_reason:
             case "length":
-                reason = "max_tokens"
+                is_full = answer.request.max_new_tokens < self._body.max_tokens
+                reason = "model_context_window_exceeded" if is_full else "max_tokens"
             case "stop" if word := self._stop_word(answer):
                 reason = "stop_sequence"
             case _:

@@ -50,8 +50,9 @@ def ask_chat(served: ServedModel, body: ChatRequest) -> list[ServeRequest]:
     tools_of(body)  # what is wrong with them is told first
     prompt = chat_tokens(served, body)
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    if max_tokens is None:
-        max_tokens = max(served.max_model_len - len(prompt), 1)
+    num_free = max(served.max_model_len - len(prompt), 1)
+    if max_tokens is None or (body._takes_what_fits and max_tokens > num_free):
+        max_tokens = num_free
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     grammar = form_grammar(served, body, prompt)
     asked = _ask(served, body, [prompt], max_tokens, logprobs)

@@ -52,7 +52,9 @@ def chat_tokens(served: ServedModel, body: Conversation) -> list[int]:
             raise as_http_error(error, "tools") from None
         inputs = TemplateInputs((), inputs.documents, inputs.variables)
     if "alternate" in template.text:
-        messages = _alternating(messages)
+        messages = _alternating(_with_system_first(messages))
+    elif "System message must be at the beginning" in template.text:
+        messages = _with_system_first(messages)
     try:
         template.check_variables(inputs.variables)
         with ended_after(_TEMPLATE_S):
@@ -170,6 +172,14 @@ def _as_template_has_it(template: str, messages: list[Message]) -> list[Message]
             one["thinking"] = one.pop("reasoning_content")
         changed.append(one)  # type: ignore[arg-type]
     return changed
+
+
+def _with_system_first(messages: list[Message]) -> list[Message]:
+    """System messages after the first message as the user's, for templates that refuse them: agents send reminders."""
+    return [
+        {"role": "user", "content": message["content"]} if i and message["role"] == "system" else message
+        for i, message in enumerate(messages)
+    ]
 
 
 def _alternating(messages: list[Message]) -> list[Message]:

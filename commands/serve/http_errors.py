@@ -55,7 +55,9 @@ class HTTPError(Exception):
     @property
     def anthropic_body(self) -> dict[str, Any]:
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        is_too_long = self.code == "context_length_exceeded"
+        message = f"prompt is too long: {self.message}" if is_too_long else self.message  # what clients look for
+        return {"type": "error", "error": {"type": kind, "message": message}}
 
     def body_at(self, path: str) -> dict[str, Any]:
         """The body in the form of the protocol that a path belongs to."""

@@ -333,6 +333,9 @@ class Conversation(Lenient):
 
 
 class ChatRequest(Conversation, Generation):
+    _takes_what_fits: bool = PrivateAttr(False)
+    """True if there may be less room than `max_tokens`."""
+
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

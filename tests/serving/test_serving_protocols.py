@@ -196,6 +196,34 @@ def test_a_message_says_why_it_ends(tooled: Served) -> None:
 USER = {"role": "user", "content": "a"}
 CALLS = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
 GAVE = {"type": "function_call_output", "call_id": "1", "output": "a"}
+
+
+def test_a_message_has_as_many_tokens_as_there_is_room_for(tooled: Served) -> None:
+    """Claude Code asks for 32,000 whatever the model is, and knows an error by its beginning."""
+    long = {"type": "object", "properties": {"to": {"type": "string", "minLength": 200}}, "required": ["to"]}
+    only = {"name": "go", "input_schema": long}
+    body = {"messages": [{"role": "user", "content": "Go"}], "tools": [only], "tool_choice": {"type": "any"}}
+    found = ok(tooled.post(MESSAGES, **body, max_tokens=32000))
+    assert found["stop_reason"] == "model_context_window_exceeded"
+    num_prompt = found["usage"]["input_tokens"] + found["usage"]["cache_read_input_tokens"]
+    assert num_prompt + found["usage"]["output_tokens"] == tooled.model.max_model_len
+    too_long = tooled.post(MESSAGES, messages=[{"role": "user", "content": "Go on. " * 30}], max_tokens=1)
+    assert too_long.status_code == 400
+    assert too_long.json()["error"]["message"].startswith("prompt is too long: ")
+
+
+def test_a_clients_accounts_are_no_instructions(tooled: Served) -> None:
+    """Claude Code's begin otherwise in each conversation, which would have no prefix in common."""
+    texts = ["x-anthropic-billing-header: cc_version=1; cch=2;", "Be brief.", "Be kind."]
+    blocks = [{"type": "text", "text": text} for text in texts]
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Go"}]}
+    counts = [
+        ok(tooled.post(f"{MESSAGES}/count_tokens", **asked, system=system))
+        for system in (blocks, "Be brief.\n\nBe kind.")
+    ]
+    assert counts[0] == counts[1]
+
+
 NUM_CONVERSATIONS = 4
 AS_TEMPLATE = {"guided_choice": [f"Hm.\n</think>\n\nI go.{CALL}"]}
 """An answer that has the form which the template gives it in the next turn."""
@@ -230,6 +258,7 @@ def responses_turn(served: Served, said: list[dict[str, Any]], topic: str) -> tu
 def messages_turn(served: Served, said: list[dict[str, Any]], topic: str) -> tuple[int, int, int]:
     only = {"name": "go", "input_schema": SCHEMA | {"properties": {"by": {"enum": [2]}}}}
     body = {"tools": [only], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "max_tokens": 80}
+    body |= {"temperature": 0}  # or it may think, which the template does not write
     found = ok(served.post(MESSAGES, system=SYSTEM, messages=[{"role": "user", "content": topic}, *said], **body))
     gave = {"type": "tool_result", "tool_use_id": found["content"][-1]["id"], "content": "ok"}
     said += [{"role": "assistant", "content": found["content"]}, {"role": "user", "content": [gave]}]

@@ -207,15 +207,20 @@ def test_a_template_without_tools_has_them_written_as_text(make_served: MakeServ
 def test_messages_of_the_user_are_one_where_roles_must_alternate(
     make_served: MakeServed, chat_tokenizer_dir: Path, tmp_path: Path
 ) -> None:
-    """Codex sends its surroundings as a message before what the user says."""
+    """Codex sends its surroundings before what the user says, Claude Code reminders of the system after it."""
     shutil.copytree(chat_tokenizer_dir, tmp_path / "tokenizer")
     template = tmp_path / "tokenizer" / "chat_template.jinja"
     template.write_text(template.read_text() + "{# roles must alternate #}")
     served = make_served(None, tokenizer_dir=tmp_path / "tokenizer")
-    two = [{"role": "user", "content": "A"}, {"role": "user", "content": "B"}]
-    one = [{"role": "user", "content": "A\n\nB"}]
-    tokens = [served.post("/tokenize", messages=messages).json()["tokens"] for messages in (two, one)]
-    assert tokens[0] == tokens[1]
+    system, of_user = {"role": "system", "content": "S"}, [{"role": "user", "content": one} for one in "AB"]
+    reminder = {"role": "system", "content": "B"}
+    conversations = [
+        [system, *of_user],
+        [system, of_user[0], reminder],
+        [system, {"role": "user", "content": "A\n\nB"}],
+    ]
+    tokens = [served.post("/tokenize", messages=messages).json()["tokens"] for messages in conversations]
+    assert tokens[0] == tokens[1] == tokens[2]
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
