@@ -22,6 +22,7 @@ from runtime.bundle import weights_files
 from runtime.checkpoint_dir import OpenedCheckpoint
 from runtime.checksums import CONFIG, config_digest, record_files
 from runtime.compiler.model import (
+    expert_layers,
     fuse_experts,
     has_experts,
     linear_layers,
@@ -44,7 +45,7 @@ from runtime.models import read_model_config, warn_of_adapter
 from runtime.parallel.tp_layers import Splitting
 from runtime.quantization.formats import check_shapes, find_layers, format_of, without_quantization
 from runtime.quantization.gguf_blocks import read_gguf_tensors
-from runtime.quantization.planning import Losses, PrequantizedLayer, Source, plan_pieces
+from runtime.quantization.planning import Losses, PrequantizedLayer, Source, plan_pieces, quantize_experts
 from runtime.source import (
     WEIGHTS,
     SourceTensor,
@@ -170,6 +171,11 @@ def plan_conversion(model_dir: Path, dtype: Dtype | None, precision: QuantConfig
     mapping = Mapping(tp_size, tp_size)
     checkpoint = CheckpointConfig(source.config, dtype, quantization, mapping)
     pieces = fuse_experts(pretrained, pieces)  # or a build would have them twice in memory
+    if precision.qformat is not None and (experts := expert_layers(pretrained)):
+        if tp_size == 1:
+            pieces = quantize_experts(pieces, experts, precision)
+        else:
+            warnings.warn("experts that are split stay as they are: not quantized", SpecDecWarning, stacklevel=3)
     return Conversion(model_dir, checkpoint, pieces, _split_up(source, pretrained, pieces, tp_size), losses)
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from runtime.batch import Row, pack
 from runtime.compiler.compilation import StepFunction, logits_of
-from runtime.compiler.quantized import QuantizedLinear, quantized_layers, without_kernels
+from runtime.compiler.quantized import QuantizedExperts, QuantizedLinear, quantized_layers, without_kernels
 from runtime.compiler.reference import QUANTIZED_KV, QuantizeKV, Stored
 from runtime.compiler.weights import layer_by_layer, present, tensors_of
 from runtime.config import LogitsCheck, StepShape
@@ -217,11 +217,20 @@ def _products_checked(model: PreTrainedModel, tolerance: float) -> Iterator[None
     """Compute quantized layers by torch in the block, and compare each one's product with the kernels'.
 
     Once each, of a few tokens that are appended to those it is called with, because dequantizing its weight takes
-    longer than both. Raises SpecDecError if the norm of a difference exceeds `tolerance` of the product's.
+    longer than both; of experts by themselves, because transformers looks their weights up. Raises SpecDecError if the
+    norm of a difference exceeds `tolerance` of the product's.
     """
     generator = torch.Generator().manual_seed(2)
     dtype = next(model.parameters()).dtype
-    layers = [layer for layer in quantized_layers(model) if layer.with_kernels]
+    layers = []
+    for layer in quantized_layers(model):
+        if isinstance(layer, QuantizedExperts) and layer.with_kernels:
+            more = torch.randn(_NUM_SINGLE, layer.in_features, generator=generator).to(dtype)
+            chosen = torch.randint(0, layer.num_experts, (_NUM_SINGLE,), generator=generator)
+            with present(layer):
+                _check_product(layer(more, chosen), layer.by_torch(more, chosen), tolerance)
+        elif layer.with_kernels:
+            layers.append(layer)
 
     def checked(layer: QuantizedLinear, x: Tensor) -> Tensor:
         del layer.forward
@@ -247,10 +256,14 @@ def _products_checked(model: PreTrainedModel, tolerance: float) -> Iterator[None
 def _compare_products(layer: QuantizedLinear, x: Tensor, by_torch: Tensor, tolerance: float) -> None:
     layer.with_kernels = True
     try:
-        ours = layer(x).float()
+        ours = layer(x)
     finally:
         layer.with_kernels = False
-    theirs = by_torch.float()
+    _check_product(ours, by_torch, tolerance)
+
+
+def _check_product(ours: Tensor, theirs: Tensor, tolerance: float) -> None:
+    ours, theirs = ours.float(), theirs.float()
     difference = ((ours - theirs).norm() / theirs.norm().clamp(min=torch.finfo(torch.float32).tiny)).item()
     if not difference <= tolerance:
         raise SpecDecError(

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
 
-_KERNEL = "specdec_kernel"
+from runtime.compiler.quantized import EXPERTS_KERNEL, QuantizedExperts
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -21,8 +22,10 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def experts_by_kernel(model: PreTrainedModel) -> Iterator[None]:
     """Compute a model's experts by the kernel, which must be loaded, in the block."""
     before, of_config = model.get_experts_implementation(), model.config._experts_implementation_internal
-    model.set_experts_implementation(_KERNEL)
-    model.config._experts_implementation_internal = _KERNEL  # transformers leaves it where experts are ours (Llama 4)
+    model.set_experts_implementation(EXPERTS_KERNEL)
+    model.config._experts_implementation_internal = (
+        EXPERTS_KERNEL  # transformers leaves it where experts are ours (Llama 4)
+    )
     try:
         yield
     finally:
@@ -31,7 +34,7 @@ def experts_by_kernel(model: PreTrainedModel) -> Iterator[None]:
 
 
 def computes_by_kernel(config: PreTrainedConfig) -> bool:
-    return bool(config._experts_implementation == _KERNEL)
+    return bool(config._experts_implementation == EXPERTS_KERNEL)
 
 
 def kernel_experts(
@@ -56,6 +59,8 @@ def kernel_experts(
 
 
 def _can_serve(experts: nn.Module, name: str) -> bool:
+    if isinstance(getattr(experts, name), QuantizedExperts):
+        return True
     weight = _rows(experts, name)
     return weight.dtype in _DTYPES and weight.shape[2] % 2 == 0
 
@@ -70,14 +75,19 @@ def _rows(experts: nn.Module, name: str) -> Tensor:
 
 def expert_product(experts: nn.Module, name: str, x: Tensor, chosen: Tensor) -> Tensor:
     """(S x k, outputs), of a token by each expert that it has chosen; `x` is (S, inputs), or (S x k, inputs)."""
+    own = getattr(experts, name)
+    products = own(x, chosen) if isinstance(own, QuantizedExperts) else _product(_rows(experts, name), x, chosen)
+    return products + getattr(experts, f"{name}_bias")[chosen] if getattr(experts, "has_bias", False) else products
+
+
+def _product(weight: Tensor, x: Tensor, chosen: Tensor) -> Tensor:
     kernels = torch.ops.specdec
-    weight = _rows(experts, name)
     num_outputs = weight.shape[1]
     whole_panels = F.pad(weight, (0, 0, 0, -num_outputs % kernels.panel()))
     packed = kernels.pack_linear(whole_panels.flatten(0, 1))
     # The arithmetic is what `runtime.compiler.linears` sets.
-    products: Tensor = kernels.experts_linear(x.to(weight.dtype), packed, chosen, num_outputs, 0)
-    return products + getattr(experts, f"{name}_bias")[chosen] if getattr(experts, "has_bias", False) else products
+    products: Tensor = kernels.experts_linear(x.to(weight.dtype), packed, chosen, num_outputs, 0, 0)
+    return products
 
 
-ALL_EXPERTS_FUNCTIONS.register(_KERNEL, kernel_experts)
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS_KERNEL, kernel_experts)

@@ -100,7 +100,7 @@ def describe_kernels() -> None:
     def linear(x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int, arithmetic: int) -> Tensor:
         return x.new_empty(*x.shape[:-1], num_outputs)
 
-    def experts_linear(x: Tensor, packed: Tensor, chosen: Tensor, num_outputs: int, arithmetic: int) -> Tensor:
+    def experts_linear(x: Tensor, packed: Tensor, chosen: Tensor, num_outputs: int, *settings: int) -> Tensor:
         return x.new_empty(chosen.shape[0], num_outputs)
 
     def short_conv(inputs: Tensor, *others: object) -> Tensor:

@@ -33,8 +33,10 @@ def use_kernels(program: ExportedProgram, arithmetic: int) -> bool:
         if node.target is torch.ops.aten.linear.default and node.args[1] in constants and _can_serve(node.args[1]):
             has_bias = len(node.args) > 2 and node.args[2] is not None
             groups.setdefault((node.args[0], has_bias, node.args[1].meta["val"].dtype), []).append(node)
-        elif node.target in (torch.ops.specdec.paged_attention.default, torch.ops.specdec.experts_linear.default):
+        elif node.target is torch.ops.specdec.paged_attention.default:
             node.args = (*node.args[:-1], arithmetic)
+        elif node.target is torch.ops.specdec.experts_linear.default:
+            node.args = (*node.args[:4], arithmetic, node.args[5])
     for (_, has_bias, _), layers in groups.items():
         _replace(graph, layers, arithmetic, has_bias=has_bias)
     for layers in _rounded_layers(graph):

@@ -109,6 +109,20 @@ def fuse_experts(config: PreTrainedConfig, pieces: Seq[Piece]) -> list[Piece]:
     return fuse(_model_without_memory(config), pieces, experts) if experts else list(pieces)
 
 
+def expert_layers(config: PreTrainedConfig) -> dict[str, bool]:
+    """Weights of experts that can be quantized, by name; True where the model has them as (experts, inputs, outputs).
+
+    Those whose products are not transformers' own to choose are left out (Llama 4).
+    """
+    return {
+        f"{name}.{part}": bool(module.is_transposed)
+        for name, module in _model_without_memory(config).named_modules()
+        if hasattr(module, "has_post_expert_norm")
+        for part, weight in module.named_parameters(recurse=False)
+        if weight.dim() == 3
+    }
+
+
 def _experts(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the weights of experts, by name: (experts, outputs, inputs) or (experts, inputs, outputs)."""
     return {name: shape for name, shape in parameter_shapes(config).items() if len(shape) == 3}
@@ -301,7 +315,7 @@ def model_of_weights(kind: ModelKind, state_dict: dict[str, Tensor], where: str)
     own_class = model_class(config)
     quantized = take_quantized(state_dict, present)
     transposed = transposed_layers(config) if quantized else frozenset()
-    state_dict |= placeholders(quantized, kind.dtype, transposed)
+    state_dict |= placeholders(quantized, kind.dtype, transposed, _experts(config) if quantized else {})
     pieces = (
         placeholders_of_pieces(state_dict, splitting, parameter_shapes(config), kind.dtype)
         if splitting is not None

@@ -721,11 +721,11 @@ class _Lowering:
         return self._kernel("quantized_linear", node, [self._view(x)], [], settings)
 
     def _experts_linear(self, node: Node) -> View:
-        x, packed, chosen, num_outputs, arithmetic = node.args
+        x, packed, chosen, num_outputs, arithmetic, bits = node.args
         places = self._view(chosen)
         if places.dtype == torch.int64 and places.source is not None and places.source.dtype != torch.int64:
             places = self._compute("copy", [places], torch.int64, places.shape)
-        settings = [self._weight_number(packed), int(num_outputs), int(arithmetic)]  # type: ignore[arg-type]
+        settings = [self._weight_number(packed), int(num_outputs), int(arithmetic), int(bits)]  # type: ignore[arg-type]
         return self._kernel("experts_linear", node, [self._view(x), places], [], settings)
 
     def _paged_attention(self, node: Node) -> View:

@@ -3,6 +3,7 @@ count of the weights that its dtype is too small for.
 """
 
 from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +127,38 @@ def plan_pieces(
     return pieces, None
 
 
+def quantize_experts(pieces: Seq[Piece], experts: Mapping[str, bool], precision: QuantConfig) -> list[Piece]:
+    """The pieces, with `experts`' weights quantized as linear layers' are; True: as (experts, inputs, outputs)."""
+    return [
+        _quantized_experts(piece, name, precision, is_transposed=experts[name])
+        if (name := next(iter(piece.forms))) in experts
+        else piece
+        for piece in pieces
+    ]
+
+
+def _quantized_experts(piece: Piece, name: str, precision: QuantConfig, *, is_transposed: bool) -> Piece:
+    dtype, shape = piece.forms[name]
+    num_inputs = shape[1 if is_transposed else 2]
+    group_size = group_size_for(name, num_inputs, precision.group_size)
+    if precision.qformat == "int4" and num_inputs % 2:
+        raise _odd(name, num_inputs)
+
+    def quantized(weight: Tensor) -> dict[str, Tensor]:
+        rows = (weight.transpose(1, 2) if is_transposed else weight).flatten(0, 1)
+        return _named(name, quantize_weight(rows, precision, group_size))
+
+    forms = forms_of(quantized(torch.empty(shape, dtype=dtype, device="meta")))
+    return Piece(piece.sources, forms, lambda values: quantized(piece.make(values)[name]))
+
+
+def _odd(name: str, num_inputs: int) -> SpecDecError:
+    return SpecDecError(
+        f"numbers of 4 bits are stored in pairs, and `{name}` has an odd number of inputs: {num_inputs}",
+        hint="quantize to int8",
+    )
+
+
 def _sizes(source: Source, precision: QuantConfig) -> dict[str, int]:
     """The group sizes of the layers to quantize; SpecDecError where there are none, or a group fits one of them not."""
     matrices = {tensor.name.removesuffix(".weight"): tensor for tensor in source.tensors if len(tensor.shape) == 2}
@@ -142,10 +175,7 @@ def _sizes(source: Source, precision: QuantConfig) -> dict[str, int]:
     sizes = {name: group_size_for(name, inputs[name], precision.group_size) for name in names}
     odd = next((name for name in names if precision.qformat == "int4" and inputs[name] % 2), None)
     if odd is not None:
-        raise SpecDecError(
-            f"numbers of 4 bits are stored in pairs, and `{odd}` has an odd number of inputs: {inputs[odd]}",
-            hint="quantize to int8",
-        )
+        raise _odd(odd, inputs[odd])
     return sizes
 
 

@@ -100,10 +100,14 @@ class QuantizedWeight:
         named = {f"{_PREFIX}{field.name}": getattr(self, field.name) for field in fields(self)}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
+    def by_output(self) -> dict[str, Tensor]:
+        """Parts that have a row for each output."""
+        parts = {"values": self.values, "scales": self.scales, "zeros": self.zeros, "offsets": self.offsets}
+        return {name: part for name, part in parts.items() if part is not None}
+
     def rows(self, order: Tensor) -> "QuantizedWeight":
         """The same with its outputs in another order."""
-        parts = {"values": self.values, "scales": self.scales, "zeros": self.zeros, "offsets": self.offsets}
-        return replace(self, **{name: part[order] for name, part in parts.items() if part is not None})
+        return replace(self, **{name: part[order] for name, part in self.by_output().items()})
 
     def check(self, name: str) -> None:
         """SpecDecError, naming the layer, where shapes and dtypes do not fit each other or numbers are none."""

@@ -24,10 +24,11 @@ inline at::Tensor call_linear(const at::Tensor& x, const at::Tensor& packed, con
 }
 
 inline at::Tensor call_experts_linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& chosen,
-                                      int64_t num_outputs, int64_t arithmetic) {
+                                      int64_t num_outputs, int64_t arithmetic, int64_t token_bits) {
   static const auto experts =
-      operation<const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, int64_t>("specdec::experts_linear");
-  return experts.call(x, packed, chosen, num_outputs, arithmetic);
+      operation<const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, int64_t, int64_t>(
+          "specdec::experts_linear");
+  return experts.call(x, packed, chosen, num_outputs, arithmetic, token_bits);
 }
 
 inline at::Tensor call_quantized_linear(const at::Tensor& x, const at::Tensor& packed, const MaybeTensor& bias,

@@ -6,7 +6,8 @@ struct SpecdecKernels {
   AOTITorchError (*linear)(AtenTensorHandle x, AtenTensorHandle packed, AtenTensorHandle* bias, int64_t num_outputs,
                            int64_t arithmetic, AtenTensorHandle* output);
   AOTITorchError (*experts_linear)(AtenTensorHandle x, AtenTensorHandle packed, AtenTensorHandle chosen,
-                                   int64_t num_outputs, int64_t arithmetic, AtenTensorHandle* output);
+                                   int64_t num_outputs, int64_t arithmetic, int64_t token_bits,
+                                   AtenTensorHandle* output);
   AOTITorchError (*quantized_linear)(AtenTensorHandle x, AtenTensorHandle packed, AtenTensorHandle* bias,
                                      int64_t num_outputs, int64_t arithmetic, int64_t token_bits,
                                      AtenTensorHandle* output);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "products.h"
+#include "rows.h"
 
 namespace {
 
@@ -49,67 +50,29 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::opti
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = num_outputs;
   at::Tensor out = at::empty(shape, x.options()), rows = x.contiguous();
-  with_type(x.scalar_type(), [&](auto zero) {
-    using T = decltype(zero);
-    multiply_in(arithmetic, rows.const_data_ptr<T>(), Panels<T>{packed.const_data_ptr<T>(), K},
-                bias ? bias->const_data_ptr<T>() : nullptr, out.mutable_data_ptr<T>(), M, K, num_outputs);
-  });
-  return out;
-}
-
-// Products of experts, whose weights are packed one below the other, each in whole panels. Row s of the output is
-// chosen[s]'s of its token: of every token there are as many rows. An expert takes all of its tokens at once, and a token's
-// bits are those of a linear layer: they do not depend on which others it has.
-at::Tensor experts_linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& chosen, int64_t num_outputs,
-                          int64_t arithmetic) {
-  const int64_t K = packed.size(1), N = num_outputs, panels = (N + kPanel - 1) / kPanel;
-  const int64_t num_experts = packed.size(0) / panels, num_rows = chosen.numel(), num_tokens = x.numel() / K;
-  at::Tensor out = at::empty({num_rows, N}, x.options()), ids = chosen.contiguous(), tokens = x.contiguous();
-  if (!num_rows) return out;
-  const int64_t* expert_of = ids.const_data_ptr<int64_t>();
-  const int64_t rows_of_token = num_rows / num_tokens;
-  std::vector<int64_t> ends(num_experts + 1), row_at(num_rows);
-  for (int64_t s = 0; s < num_rows; ++s) {
-    TORCH_CHECK(0 <= expert_of[s] && expert_of[s] < num_experts, "there is no such expert: ", expert_of[s]);
-    ++ends[expert_of[s] + 1];
-  }
-  for (int64_t e = 0; e < num_experts; ++e) ends[e + 1] += ends[e];
-  std::vector<int64_t> next(ends.begin(), ends.end() - 1);
-  for (int64_t s = 0; s < num_rows; ++s) row_at[next[expert_of[s]]++] = s;
-  at::Tensor inputs = at::empty({num_rows, K}, x.options()), products = at::empty({num_rows, N}, x.options());
-  with_type(x.scalar_type(), [&](auto zero) {
-    using T = decltype(zero);
-    const T* of_tokens = tokens.const_data_ptr<T>();
-    const T* weight = packed.const_data_ptr<T>();
-    T* in = inputs.mutable_data_ptr<T>();
-    T* made = products.mutable_data_ptr<T>();
-    T* rows = out.mutable_data_ptr<T>();
-    constexpr int64_t part = 16;
-    share_range(num_rows, part, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) std::copy_n(of_tokens + row_at[i] / rows_of_token * K, K, in + i * K);
-    });
-    for (int64_t e = 0; e < num_experts; ++e)
-      if (const int64_t begin = ends[e], count = ends[e + 1] - begin; count)
-        multiply_in(arithmetic, in + begin * K, Panels<T>{weight + e * panels * K * kPanel, K},
-                    static_cast<const T*>(nullptr), made + begin * N, count, K, N);
-    share_range(num_rows, part, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) std::copy_n(made + i * N, N, rows + row_at[i] * N);
-    });
-  });
+  const void* start = bias ? bias->const_data_ptr() : nullptr;
+  multiply_rows(packed.const_data_ptr(), {x.scalar_type(), rows.const_data_ptr(), start, out.mutable_data_ptr(), M, K,
+                                          num_outputs}, arithmetic);
   return out;
 }
 
 }  // namespace
 
+void multiply_rows(const void* panels, const Rows& rows, int64_t arithmetic) {
+  with_type(rows.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    multiply_in(arithmetic, rows.tokens_as<T>(), Panels<T>{static_cast<const T*>(panels), rows.inputs}, rows.bias_as<T>(),
+                rows.out_as<T>(), rows.count, rows.inputs, rows.outputs);
+  });
+}
+
 TORCH_LIBRARY_FRAGMENT(specdec, library) {
   library.def("pack_linear(Tensor weight) -> Tensor");
   library.def("linear(Tensor x, Tensor packed, Tensor? bias, int num_outputs, int arithmetic) -> Tensor");
-  library.def("experts_linear(Tensor x, Tensor packed, Tensor chosen, int num_outputs, int arithmetic) -> Tensor");
   library.def("panel() -> int", [] { return kPanel; });
   library.def("arithmetics() -> int[]", arithmetics);
 }
 TORCH_LIBRARY_IMPL(specdec, CPU, library) {
   library.impl("pack_linear", pack_linear);
   library.impl("linear", linear);
-  library.impl("experts_linear", experts_linear);
 }

@@ -37,9 +37,9 @@ AOTITorchError shim_linear(AtenTensorHandle x, AtenTensorHandle packed, AtenTens
 }
 
 AOTITorchError shim_experts_linear(AtenTensorHandle x, AtenTensorHandle packed, AtenTensorHandle chosen, int64_t num_outputs,
-                              int64_t arithmetic, AtenTensorHandle* output) {
+                              int64_t arithmetic, int64_t token_bits, AtenTensorHandle* output) {
   AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
-    *output = give(call_experts_linear(of(x), of(packed), of(chosen), num_outputs, arithmetic));
+    *output = give(call_experts_linear(of(x), of(packed), of(chosen), num_outputs, arithmetic, token_bits));
   })
 }
 

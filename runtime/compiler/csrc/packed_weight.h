@@ -28,8 +28,8 @@ struct PackedWeight {
   }
 
   // (panels, groups, bytes) of the values' dtype; all else follows from the shape.
-  PackedWeight(const at::Tensor& packed, int64_t K)
-      : data(static_cast<const uint8_t*>(packed.const_data_ptr())), kind(kind_of(packed.scalar_type())),
+  PackedWeight(const at::Tensor& packed, int64_t K, int64_t first_byte = 0)
+      : data(static_cast<const uint8_t*>(packed.const_data_ptr()) + first_byte), kind(kind_of(packed.scalar_type())),
         groups(packed.size(1)), size(K / groups), padded((size + 3) / 4 * 4), bytes(packed.size(2)) {
     const int64_t beside = bytes / kPanel - value_bytes() / kPanel;
     half_scales = beside % 4 != 0, has_offsets = beside > 4;

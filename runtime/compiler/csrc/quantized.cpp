@@ -10,6 +10,7 @@
 
 #include "integer_products.h"
 #include "packed_weight.h"
+#include "rows.h"
 
 namespace {
 
@@ -70,28 +71,36 @@ at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& packed, const
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = num_outputs;
   at::Tensor out = at::empty(shape, x.options()), rows = x.contiguous();
-  with_type(x.scalar_type(), [&](auto zero) {
-    using T = decltype(zero);
-    const T *tokens = rows.const_data_ptr<T>(), *start = bias ? bias->const_data_ptr<T>() : nullptr;
-    T* to = out.mutable_data_ptr<T>();
-    const auto multiply = [&](auto digits) {
-      if (weight.kind == PackedWeight::kInt8)
-        multiply_integers<digits(), PackedWeight::kInt8>(tokens, weight, start, to, M, num_outputs);
-      else
-        multiply_integers<digits(), PackedWeight::kInt4>(tokens, weight, start, to, M, num_outputs);
-    };
-    if (token_bits == 0 || weight.kind == PackedWeight::kE4m3) {
-      const GroupedTokens<T> grouped(tokens, M, arithmetic == kTiles ? 32 : 4, weight);  // columns of a tile, of a word
-      const WidenedWeight widened{weight, grouped.columns, grouped.totals.data()};
-      multiply_in(arithmetic, grouped.numbers.data(), widened, start, to, M, weight.groups * grouped.columns, num_outputs);
-    } else {
-      dispatch_rows<2>(token_bits / 8, multiply);
-    }
-  });
+  const void* start = bias ? bias->const_data_ptr() : nullptr;
+  multiply_rows(weight, {x.scalar_type(), rows.const_data_ptr(), start, out.mutable_data_ptr(), M, K, num_outputs},
+                arithmetic, token_bits);
   return out;
 }
 
 }  // namespace
+
+void multiply_rows(const PackedWeight& weight, const Rows& rows, int64_t arithmetic, int64_t token_bits) {
+  with_type(rows.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const T *tokens = rows.tokens_as<T>(), *start = rows.bias_as<T>();
+    T* to = rows.out_as<T>();
+    const auto multiply = [&](auto digits) {
+      if (weight.kind == PackedWeight::kInt8)
+        multiply_integers<digits(), PackedWeight::kInt8>(tokens, weight, start, to, rows.count, rows.outputs);
+      else
+        multiply_integers<digits(), PackedWeight::kInt4>(tokens, weight, start, to, rows.count, rows.outputs);
+    };
+    if (token_bits == 0 || weight.kind == PackedWeight::kE4m3) {
+      const int64_t multiple = arithmetic == kTiles ? 32 : 4;  // columns of a tile, of a word
+      const GroupedTokens<T> grouped(tokens, rows.count, multiple, weight);
+      const WidenedWeight widened{weight, grouped.columns, grouped.totals.data()};
+      multiply_in(arithmetic, grouped.numbers.data(), widened, start, to, rows.count, weight.groups * grouped.columns,
+                  rows.outputs);
+    } else {
+      dispatch_rows<2>(token_bits / 8, multiply);
+    }
+  });
+}
 
 TORCH_LIBRARY_FRAGMENT(specdec, library) {
   library.def("pack_quantized(Tensor values, Tensor scales, Tensor? zeros, Tensor? offsets) -> Tensor");

@@ -494,7 +494,8 @@ class TokenProgram {
       case kLinear: return call_linear(in(0), weights_.at(s.at(0)), weight(s.at(1)), s.at(2), s.at(3));
       case kQuantizedLinear:
         return call_quantized_linear(in(0), weights_.at(s.at(0)), weight(s.at(1)), s.at(2), s.at(3), s.at(4));
-      case kExpertsLinear: return call_experts_linear(in(0), weights_.at(s.at(0)), in(1), s.at(1), s.at(2));
+      case kExpertsLinear:
+        return call_experts_linear(in(0), weights_.at(s.at(0)), in(1), s.at(1), s.at(2), s.at(3));
       case kPagedAttention: {
         // A token's heads lie side by side in a row of the array, maybe among others.
         const auto heads = [&](size_t i) {

@@ -1,0 +1,74 @@
+// Products of experts, whose weights are packed one below the other, each in whole panels: floats (`pack_linear`), or numbers
+// in few bits (`pack_quantized`). An expert takes all of its tokens at once, and a token's bits are those of a linear layer:
+// they do not depend on which others it has.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <cstring>
+#include <vector>
+
+#include "packed_weight.h"
+#include "rows.h"
+#include "tasks.h"
+
+namespace {
+
+// Rows in the order of their experts.
+struct Order {
+  std::vector<int64_t> ends;    // an expert's rows end here, and the next one's begin; the first is 0
+  std::vector<int64_t> row_at;  // the place where each is in the output
+
+  Order(const int64_t* expert_of, int64_t num_rows, int64_t num_experts) : ends(num_experts + 1), row_at(num_rows) {
+    for (int64_t s = 0; s < num_rows; ++s) {
+      TORCH_CHECK(0 <= expert_of[s] && expert_of[s] < num_experts, "there is no such expert: ", expert_of[s]);
+      ++ends[expert_of[s] + 1];
+    }
+    for (int64_t e = 0; e < num_experts; ++e) ends[e + 1] += ends[e];
+    std::vector<int64_t> next(ends.begin(), ends.end() - 1);
+    for (int64_t s = 0; s < num_rows; ++s) row_at[next[expert_of[s]]++] = s;
+  }
+};
+
+// Row s of the output is chosen[s]'s of its token: of every token there are as many rows.
+at::Tensor experts_linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& chosen, int64_t num_outputs,
+                          int64_t arithmetic, int64_t token_bits) {
+  const int64_t K = x.size(-1), N = num_outputs, panels = (N + kPanel - 1) / kPanel;
+  const int64_t num_experts = packed.size(0) / panels, num_rows = chosen.numel(), num_tokens = x.numel() / K;
+  at::Tensor out = at::empty({num_rows, N}, x.options()), ids = chosen.contiguous(), tokens = x.contiguous();
+  if (!num_rows) return out;
+  const Order order(ids.const_data_ptr<int64_t>(), num_rows, num_experts);
+  at::Tensor inputs = at::empty({num_rows, K}, x.options()), products = at::empty({num_rows, N}, x.options());
+  const int64_t size = x.element_size(), rows_of_token = num_rows / num_tokens;
+  const auto* of_tokens = static_cast<const char*>(tokens.const_data_ptr());
+  const auto* weights = static_cast<const char*>(packed.const_data_ptr());
+  auto *in = static_cast<char*>(inputs.mutable_data_ptr()), *made = static_cast<char*>(products.mutable_data_ptr());
+  auto* to = static_cast<char*>(out.mutable_data_ptr());
+  constexpr int64_t part = 16;
+  share_range(num_rows, part, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      std::memcpy(in + i * K * size, of_tokens + order.row_at[i] / rows_of_token * K * size, K * size);
+  });
+  const bool is_float = packed.scalar_type() == x.scalar_type();
+  const int64_t bytes = packed.numel() * packed.element_size() / num_experts;
+  for (int64_t e = 0; e < num_experts; ++e) {
+    const int64_t begin = order.ends[e], count = order.ends[e + 1] - begin;
+    if (!count) continue;
+    const Rows rows{x.scalar_type(), in + begin * K * size, nullptr, made + begin * N * size, count, K, N};
+    if (is_float) multiply_rows(weights + e * bytes, rows, arithmetic);
+    else multiply_rows(PackedWeight(packed, K, e * bytes), rows, arithmetic, token_bits);
+  }
+  share_range(num_rows, part, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) std::memcpy(to + order.row_at[i] * N * size, made + i * N * size, N * size);
+  });
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(specdec, library) {
+  library.def("experts_linear(Tensor x, Tensor packed, Tensor chosen, int num_outputs, int arithmetic, int token_bits)"
+              " -> Tensor");
+}
+TORCH_LIBRARY_IMPL(specdec, CPU, library) { library.impl("experts_linear", experts_linear); }
