@@ -263,6 +263,29 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_a_model_that_knows_no_tools_says_so(served: Served, said: Said) -> None:
+    answered = [*ASKED, {"role": "assistant", "tool_calls": [CALL]}, GAVE]
+    for body, param in (({"tools": TOOLS}, "tools"), ({"messages": answered}, "messages")):
+        response = served.post(CHAT, **({"messages": ASKED} | body))
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (400, "no_tools", param)
+        said(error["message"], "`--tool-call-parser`")
+
+
+def test_a_predicted_message_is_drafted_and_changes_nothing(tooled: Served) -> None:
+    """By chat completions, whole and in a stream, and by Responses."""
+    body = {"temperature": 1, "tools": [], "max_tokens": 40, "ignore_eos": True}
+    without = chat(tooled, **body)
+    text = without["message"]["content"]
+    predicted = body | {"prediction": {"type": "content", "content": text}}
+    assert chat(tooled, **predicted) == joined(tooled, **predicted) == without
+    response = tooled.post(CHAT, messages=ASKED, seed=3, **predicted)
+    assert response.json()["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
+    asked = {key: value for key, value in predicted.items() if key != "max_tokens"} | {"max_output_tokens": 40}
+    (item,) = tooled.post("/v1/responses", input="Go", seed=3, **asked).json()["output"]
+    assert item["content"][0]["text"] == text
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_with_tools_is_said(tooled: Served, name: str, said: Said) -> None:
     body, param = WRONG[name]
