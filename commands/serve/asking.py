@@ -1,6 +1,7 @@
 """Requests to the loop from clients' bodies: prompts to tokens, fields to parameters, and drafting."""
 
 import dataclasses
+import json
 import secrets
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -23,9 +24,14 @@ from runtime.params import GrammarKind, SamplingParams
 from runtime.request import Request
 from runtime.serving.loop import ServeRequest
 from runtime.text import encode_text
+from runtime.tools.call_formats import HarmonyCall, JsonCall, NamedCall
 
 _DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for completions. A chat has as many as fit."""
+
+
+_MOST_COPIED = 1 << 16
+"""Characters of what tools gave, the last ones, that are looked up as they would be written in a call."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,8 @@ def ask_chat(served: ServedModel, body: ChatRequest) -> list[ServeRequest]:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     grammar = form_grammar(served, body, prompt)
     asked = _ask(served, body, [prompt], max_tokens, logprobs)
+    if copied := _copied_tokens(served, body):
+        asked = [dataclasses.replace(one, copied_tokens=copied) for one in asked]
     return asked if grammar is None else [_held_to(one, grammar) for one in asked]
 
 
@@ -173,6 +181,20 @@ def _drafting(served: ServedModel, body: Generation) -> Drafting:
         predicted = UnderGrammar(PredictionLookup(tokens))
         drafter = predicted if drafter is None else FirstOf([predicted, drafter])
     return Drafting() if drafter is default else Drafting(False, drafter)
+
+
+def _copied_tokens(served: ServedModel, body: ChatRequest) -> list[int]:
+    """Tokens of what tools gave, as it would be written in the arguments of a call: a file's text has others there.
+
+    None where they would be the same, where the model's calls are not in JSON, or where nothing is drafted.
+    """
+    form = served.tool_format
+    is_json = form is not None and isinstance(form.call, JsonCall | NamedCall | HarmonyCall)
+    if not is_json or not body.callable_tools or body.speculative is False or served.loop.default_drafter is None:
+        return []
+    texts = [message.text for message in body.messages if message.role == "tool"]
+    written = "\n".join(json.dumps(text, ensure_ascii=False) for text in texts if set(text) & set('\n"\\'))
+    return encode_text(served.tokenizer, written[-_MOST_COPIED:])
 
 
 def _own_drafter(served: ServedModel, asked: Speculative) -> Drafter | None:

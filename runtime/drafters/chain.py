@@ -60,6 +60,37 @@ class FirstOf:
             drafter.forget(request_id)
 
 
+class LongestMatch:
+    """Asks every drafter, and takes for each sequence the draft of the longest match; of equals the first's.
+
+    A draft that was drawn from a distribution is taken whatever others found.
+    """
+
+    def __init__(self, drafters: Iterable[Drafter]) -> None:
+        self.drafters = list(drafters)
+
+    def check_request(self, request: Request) -> None:
+        for drafter in self.drafters:
+            check_request(drafter, request)
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        proposed = [drafter.propose(sequences, max_draft_len) for drafter in self.drafters]
+        for drafts in proposed:
+            check_num_drafts(drafts, len(sequences))
+        return [max(drafts, key=_match_of) for drafts in zip(*proposed, strict=True)]
+
+    def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
+        return max((look_ahead(drafter, sequence, drafted, max_draft_len) for drafter in self.drafters), key=_match_of)
+
+    def forget(self, request_id: int) -> None:
+        for drafter in self.drafters:
+            drafter.forget(request_id)
+
+
+def _match_of(draft: Draft) -> tuple[bool, bool, int]:
+    return draft.probs is not None, bool(draft.tokens), draft.match_len
+
+
 class AcceptsHints(Protocol):
     """A copy of the target's (`runtime.drafters.self_draft`), which engines know and this does not."""
 

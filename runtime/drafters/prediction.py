@@ -12,6 +12,8 @@ from runtime.request import Draft, Sequence
 
 _SHORTEST, _LONGEST = 2, 8
 """Tokens of the output that must be found again after it left the prediction, and of which more count no more."""
+_SHORTEST_COPY = 4
+"""The same of a text of which parts may be copied."""
 _WINDOW = 32
 """Tokens ahead in which a single token counts as found, right after the output left the prediction."""
 _MAX_GUESSES = 2
@@ -31,14 +33,19 @@ class _Place:
 
 
 class PredictionLookup:
-    """Looks up one predicted output, for all requests that expect it."""
+    """Looks up one predicted output, for all requests that expect it.
 
-    def __init__(self, prediction: list[int]) -> None:
-        self.prediction = prediction
+    Or a text of which the output may copy parts (`is_whole` false): drafts begin where a part has begun, and none of
+    their tokens counts as predicted.
+    """
+
+    def __init__(self, prediction: list[int], *, is_whole: bool = True) -> None:
+        self.prediction, self._is_whole = prediction, is_whole
+        self._shortest = _SHORTEST if is_whole else _SHORTEST_COPY
         self._places: dict[int, _Place] = {}
         self._ends: dict[tuple[int, ...], list[int]] = {}
-        for end in range(_SHORTEST, len(prediction) + 1):
-            self._ends.setdefault(tuple(prediction[end - _SHORTEST : end]), []).append(end)
+        for end in range(self._shortest, len(prediction) + 1):
+            self._ends.setdefault(tuple(prediction[end - self._shortest : end]), []).append(end)
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         return [self._follow(sequence, max_draft_len) for sequence in sequences]
@@ -47,14 +54,16 @@ class PredictionLookup:
         self._places.pop(request_id, None)
 
     def _follow(self, sequence: Sequence, max_draft_len: int) -> Draft:
-        place = self._places.setdefault(sequence.request.id, _Place())
+        place = self._places.setdefault(
+            sequence.request.id, _Place(num_guesses=0 if self._is_whole else _MAX_GUESSES + 1)
+        )
         self._move(place, sequence.output_tokens)
         if place.num_guesses > _MAX_GUESSES:
             return Draft([])
         draft_len = min(max_draft_len, sequence.max_draft_len)
         draft = self.prediction[place.next : place.next + draft_len]
         draft = cut_at_end_id(draft, sequence.request.end_ids)
-        return Draft(draft, match_len=place.num_matched, num_predicted=len(draft))
+        return Draft(draft, match_len=place.num_matched, num_predicted=len(draft) if self._is_whole else 0)
 
     def _move(self, place: _Place, output: list[int]) -> None:
         """Go along with the tokens that are new; where they left the prediction, look where it goes on."""
@@ -65,13 +74,13 @@ class PredictionLookup:
             has_left |= not is_expected
             place.next = min(place.next + 1, len(self.prediction))
         place.num_seen = len(output)
-        if place.num_matched >= _SHORTEST:
+        if place.num_matched >= self._shortest:
             place.num_guesses = 0
         elif has_left or place.num_guesses:
             self._look_up(place, output)
 
     def _look_up(self, place: _Place, output: list[int]) -> None:
-        found = [(self._match_len(end, output), end) for end in self._ends.get(tuple(output[-_SHORTEST:]), ())]
+        found = [(self._match_len(end, output), end) for end in self._ends.get(tuple(output[-self._shortest :]), ())]
         if found:
             place.num_matched, place.next = max(found, key=lambda one: (one[0], -abs(one[1] - place.next)))
             place.num_guesses = 0
@@ -83,7 +92,28 @@ class PredictionLookup:
 
     def _match_len(self, end: int, output: list[int]) -> int:
         """Number of the output's last tokens that precede `end` in the prediction."""
-        n = _SHORTEST
+        n = self._shortest
         while n < min(_LONGEST, end, len(output)) and self.prediction[end - n - 1] == output[-n - 1]:
             n += 1
         return n
+
+
+class CopiedTexts:
+    """Looks up in each request's own text of which its output may copy parts, where it has one."""
+
+    def __init__(self) -> None:
+        self._lookups: dict[int, PredictionLookup] = {}
+
+    def add(self, request_id: int, tokens: list[int]) -> None:
+        """Look up in these tokens until the request is forgotten."""
+        self._lookups[request_id] = PredictionLookup(tokens, is_whole=False)
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        found = [self._lookups.get(sequence.request.id) for sequence in sequences]
+        return [
+            Draft([]) if lookup is None else lookup.propose([sequence], max_draft_len)[0]
+            for lookup, sequence in zip(found, sequences, strict=True)
+        ]
+
+    def forget(self, request_id: int) -> None:
+        self._lookups.pop(request_id, None)

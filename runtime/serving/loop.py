@@ -15,8 +15,11 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from threading import Condition, Thread
 
+from runtime.drafters.chain import LongestMatch
 from runtime.drafters.factory import BoundedDrafter
+from runtime.drafters.prediction import CopiedTexts
 from runtime.drafters.protocol import Drafter, check_num_drafts, check_request
+from runtime.drafters.under_grammar import UnderGrammar
 from runtime.errors import SpecDecError
 from runtime.request import Draft, Request, Sequence
 from runtime.scheduler import Scheduler
@@ -112,6 +115,8 @@ class ServeRequest:
     request: Request
     drafts_by_default: bool = True
     drafter: Drafter | None = None
+    copied_tokens: Seq[int] = ()
+    """Text of which the output may copy parts, for the server's drafter, beside the prompt."""
     counts_output: bool = True
     """False: only the prompt is scored, and the token generated with it is discarded."""
 
@@ -170,7 +175,8 @@ class ServingLoop:
         self.max_queue_len = max_queue_len
         self.totals = EngineStats()
         self._on_progress = on_progress
-        self._router = DrafterRouter(_default_drafter(session))
+        self._copied = CopiedTexts()
+        self._router = DrafterRouter(_default_drafter(session, self._copied))
         self._scheduler = Scheduler(session.engine, self._router, session.engine.max_draft_len)
         self._condition = Condition()
         self._arrived: deque[RequestHandle] = deque()
@@ -280,6 +286,8 @@ class ServingLoop:
         for answer in arrived:
             if not answer.asked.drafts_by_default:
                 self._router.assign(answer.request.id, answer.asked.drafter)
+            if answer.asked.copied_tokens:
+                self._copied.add(answer.request.id, list(answer.asked.copied_tokens))
             self._scheduler.add(answer.sequence)
         for answer in cancelled:
             self._scheduler.drop(answer.sequence)
@@ -340,11 +348,11 @@ class ServingLoop:
             del self._answers[answer.request.id]
 
 
-def _default_drafter(session: Session) -> Drafter | None:
+def _default_drafter(session: Session, copied: CopiedTexts) -> Drafter | None:
     if session.opened is None:
         return None
-    drafter = session.opened.drafter
-    return BoundedDrafter(drafter, session.max_draft_len)
+    longest = LongestMatch([session.opened.drafter, UnderGrammar(copied)])
+    return BoundedDrafter(longest, session.max_draft_len)
 
 
 def _progress_of(sequence: Sequence, before: Progress) -> Progress:

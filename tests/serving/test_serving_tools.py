@@ -14,7 +14,9 @@ from serving_models import MakeServed, Served
 
 from commands.serve.asking import ask_chat
 from commands.serve.schema import ChatRequest
+from runtime.drafters.chain import LongestMatch
 from runtime.drafters.ngram import NgramLookup
+from runtime.drafters.prediction import CopiedTexts
 from runtime.request import Sequence, VerifyResult
 
 CHAT = "/v1/chat/completions"
@@ -171,16 +173,23 @@ def main():
 """
 
 
-def test_an_edit_is_drafted_from_what_a_tool_gave(tooled: Served) -> None:
-    """The server's own lookup, told the edited file token by token: with the file in the conversation it knows it."""
+@pytest.mark.parametrize("is_in_call", [False, True])
+def test_an_edit_is_drafted_from_what_a_tool_gave(tooled: Served, is_in_call: bool) -> None:
+    """The server's drafter, told the edited file token by token: with the file in the conversation it knows it.
+
+    In the arguments of a call its line breaks and quotes are other tokens.
+    """
     edited = FILE.replace("area(3, 4), ", "").replace("height) * depth", "height) / depth")
-    output = tooled.model.llm.tokenizer(edited, add_special_tokens=False)["input_ids"]
+    text = json.dumps(edited) if is_in_call else edited
+    output = tooled.model.llm.tokenizer(text, add_special_tokens=False)["input_ids"]
     steps = {}
     for gave in (FILE, "ok"):
         messages = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}, GAVE | {"content": gave}]
         body = ChatRequest.model_validate({"messages": messages, "tools": TOOLS, "max_tokens": len(output)})
         (asked,) = ask_chat(tooled.model, body)
-        sequence, drafter = Sequence.start(replace(asked.request, grammar=None)), NgramLookup(2)
+        copied = CopiedTexts()
+        copied.add(asked.request.id, list(asked.copied_tokens))
+        sequence, drafter = Sequence.start(replace(asked.request, grammar=None)), LongestMatch([NgramLookup(2), copied])
         while not sequence.is_over:
             (draft,) = drafter.propose([sequence], 4)
             rest = output[sequence.num_generated :]
@@ -192,6 +201,17 @@ def test_an_edit_is_drafted_from_what_a_tool_gave(tooled: Served) -> None:
         steps[gave] = sequence.stats
     assert steps[FILE].num_steps <= 0.5 * steps["ok"].num_steps
     assert (steps[FILE].draft_acceptance_rate or 0) > 0.6
+
+
+def test_what_a_tool_gave_changes_no_text_when_it_is_looked_up(tooled: Served) -> None:
+    gave, call = '"b"\n', CALL | {"function": {"name": "f", "arguments": "{}"}}
+    messages = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}, GAVE | {"content": gave}]
+    texts = [written("f", json.dumps({"to": one})) for one in (gave, gave[:2])]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for body in ({"guided_choice": texts}, {"temperature": 0}, {"temperature": 2}):
+        asked = body | {"messages": messages, "tools": tools, "seed": 4, "max_tokens": 60}
+        found = [tooled.post(CHAT, **asked, speculative=speculative).json() for speculative in (True, False)]
+        assert "choices" in found[0] and found[0]["choices"] == found[1]["choices"]
 
 
 def test_a_template_without_tools_has_them_written_as_text(make_served: MakeServed) -> None:
@@ -273,7 +293,7 @@ def test_a_model_that_knows_no_tools_says_so(served: Served, said: Said) -> None
 
 
 def test_a_predicted_message_is_drafted_and_changes_nothing(tooled: Served) -> None:
-    """By chat completions, whole and in a stream, and by Responses."""
+    """The same by chat completions, whole and in a stream, and by Responses."""
     body = {"temperature": 1, "tools": [], "max_tokens": 40, "ignore_eos": True}
     without = chat(tooled, **body)
     text = without["message"]["content"]

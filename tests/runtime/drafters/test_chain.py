@@ -10,7 +10,7 @@ from tiny import hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
 from runtime import orchestrator, scheduler
-from runtime.drafters.chain import FirstOf
+from runtime.drafters.chain import FirstOf, LongestMatch
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine
@@ -52,6 +52,22 @@ def test_next_drafter_is_asked_for_whom_nothing_was_found() -> None:
     drafts = chain.propose([start(i) for i in range(5)], 4)
     assert [draft.tokens for draft in drafts] == [[20], [11], [32], [23, 24], []]
     assert (first.asked, second.asked, third.asked) == ([[0, 1, 2, 3, 4]], [[0, 2, 3, 4]], [[2, 4]])
+
+
+def test_the_draft_of_the_longest_match_is_taken() -> None:
+    drawn = Draft([40], torch.full((1, 50), 0.02, dtype=torch.float64))
+    first = Recorder({0: Draft([10], match_len=3), 1: Draft([11], match_len=3), 3: Draft([13]), 4: drawn})
+    second = Recorder(
+        {0: Draft([20], match_len=3), 1: Draft([21], match_len=4), 2: Draft([22]), 4: Draft([24], match_len=9)}
+    )
+    chain = LongestMatch([first, second])
+    drafts = chain.propose([start(i) for i in range(6)], 4)
+    assert [draft.tokens for draft in drafts] == [[10], [21], [22], [13], [40], []]
+    assert drafts[4].probs is not None
+    chain.forget(3)
+    assert first.forgotten == second.forgotten == [3]
+    with pytest.raises(SpecDecError, match="too long for me: 4"):
+        LongestMatch([first, Picky({})]).check_request(Request(0, (1, 2, 3, 4), 5))
 
 
 def test_nobody_is_asked_for_nothing() -> None:

@@ -3,7 +3,7 @@
 import random
 from itertools import pairwise
 
-from runtime.drafters.prediction import PredictionLookup
+from runtime.drafters.prediction import CopiedTexts, PredictionLookup
 from runtime.request import Draft, Request, Sequence, VerifyResult
 
 PROMPT = (1, 2, 3)
@@ -99,6 +99,26 @@ def test_requests_follow_one_prediction_each_at_its_own_place() -> None:
     assert [draft.tokens for draft in drafts] == [predicted[1:5], predicted[:4]]
     drafter.forget(0)
     assert drafter._places.keys() == {1}
+
+
+def test_parts_of_a_text_are_drafted_once_they_have_begun() -> None:
+    """Four tokens of it say that it is copied; they are no prediction of the request's."""
+    text = flat(file_of(30, 8))
+    output = [*range(7000, 7012), *text[100:180], *range(7020, 7030), *text[30:60]]
+    copied = CopiedTexts()
+    copied.add(1, text)
+    sequence, other = Sequence.start(Request(1, PROMPT, len(output))), Sequence.start(Request(2, PROMPT, 9))
+    while not sequence.is_over:
+        draft, none = copied.propose([sequence, other], 10)
+        assert none.tokens == [] and (not draft.tokens or sequence.num_generated >= 16)
+        rest = output[sequence.num_generated :]
+        num_accepted = next((i for i, token in enumerate(draft.tokens) if token != rest[i]), len(draft.tokens))
+        sequence.commit(draft, VerifyResult(num_accepted, rest[num_accepted]))
+    stats = sequence.stats
+    assert sequence.output_tokens == output and stats.num_predicted_tokens == 0
+    assert stats.num_accepted_draft_tokens >= 0.8 * (80 + 30) - 8
+    copied.forget(1)
+    assert copied.propose([sequence], 10)[0].tokens == []
 
 
 def test_an_end_id_is_not_drafted() -> None:
