@@ -15,6 +15,7 @@ from runtime.gguf_config import config_of
 from runtime.tokenizer import TOKENIZER_FILES
 
 _SHIPPED = {"demo": "target", "demo-draft": "draft"}
+_SHIPPED_HEADS = {"demo-head": "head"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _ADAPTER = "adapter_config.json"
 MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
@@ -27,10 +28,7 @@ def resolve_model(name: str) -> Path:
     Raises SpecDecError if there is no such directory, or the hub does not have or give it.
     """
     if name in _SHIPPED:
-        directory = Path(str(files("runtime") / "demo" / _SHIPPED[name]))
-        if not directory.is_dir():
-            raise SpecDecError(f"the shipped model is missing from this installation: {name}", hint="install it again")
-        return directory
+        return _shipped(name, _SHIPPED[name])
     path = Path(name).expanduser()
     if path.is_dir():
         return _gguf_within(path) or path
@@ -41,9 +39,28 @@ def resolve_model(name: str) -> Path:
         raise SpecDecError(f"model is a file, not a directory: {name}", hint="give the directory that holds it")
     if not _HUB_ID.fullmatch(name):
         raise SpecDecError(
-            f"model directory does not exist: {name}", hint="check the path; shipped names are `demo` and `demo-draft`"
+            f"model directory does not exist: {name}",
+            hint="check the path; shipped names are `demo` and `demo-draft`, of a head `demo-head`",
         )
     return _download(name)
+
+
+def resolve_head(name: str) -> Path:
+    """The directory of a trained drafter, or of a model that has one: as `resolve_model`, and shipped heads."""
+    directory = shipped_head(name) or Path(name).expanduser()
+    return directory if directory.is_dir() else resolve_model(name)
+
+
+def shipped_head(name: str) -> Path | None:
+    """The directory of a shipped trained drafter; None for another name."""
+    return _shipped(name, _SHIPPED_HEADS[name]) if name in _SHIPPED_HEADS else None
+
+
+def _shipped(name: str, directory_name: str) -> Path:
+    directory = Path(str(files("runtime") / "demo" / directory_name))
+    if not directory.is_dir():
+        raise SpecDecError(f"the shipped model is missing from this installation: {name}", hint="install it again")
+    return directory
 
 
 def _gguf_within(directory: Path) -> Path | None:

@@ -107,6 +107,14 @@ class TrainOptions:
     max_text_len: Annotated[
         int, typer.Option(min=16, help="Tokens of a prompt and its answer that are read.", rich_help_panel=RUNTIME)
     ] = 1024
+    learn_prompts: Annotated[
+        bool,
+        typer.Option(
+            "--learn-prompts",
+            help="Learn the target's distribution in prompts too: more to learn from where there are few answers.",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = False
     random_seed: Annotated[
         int, typer.Option(help="Seed of the weights and of the texts' order.", rich_help_panel=RUNTIME)
     ] = 0

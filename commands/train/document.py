@@ -29,6 +29,7 @@ class TrainSettings(Record):
     draft_vocab_size: Size
     batch_tokens: Size
     max_text_len: Size
+    learn_prompts: bool
     random_seed: int
 
 

@@ -174,6 +174,7 @@ def _open_run(
         options.num_unrolled_steps,
         options.batch_tokens,
         options.random_seed,
+        options.learn_prompts,
     )
     target = Target(llm.engine, resolve_model(inputs.model_dir), llm.end_ids)
     return TrainingRun(directory, settings, identity, texts, target, given)
@@ -229,6 +230,7 @@ def _show(trained: Trained, inputs: TrainInputs, options: TrainOptions, results:
         draft_vocab_size=head.draft_vocab_size,
         batch_tokens=options.batch_tokens,
         max_text_len=options.max_text_len,
+        learn_prompts=options.learn_prompts,
         random_seed=options.random_seed,
     )
     output.document(

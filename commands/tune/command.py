@@ -16,8 +16,8 @@ from commands.options.shared import INPUT, OUTPUT, RUNTIME, SPECULATION, EndId, 
 from commands.options.speculation_flags import Drafters, speculation_from_flags
 from commands.output import Output, check_output_files, check_readable
 from runtime.bundle import read_bundle
-from runtime.drafters.spec import Devices
-from runtime.drafters.speculation import Speculation
+from runtime.drafters.spec import Devices, DrafterSpec
+from runtime.drafters.speculation import Speculation, head_drafter
 from runtime.errors import UsageError
 from runtime.models import read_model_config, resolve_model, resolve_tokenizer
 from runtime.parallel.devices import check_device_ids
@@ -162,8 +162,14 @@ def _refuse(reason: str, given: Mapping[str, object], hint: str) -> None:
             raise UsageError(f"`{flag}` {reason}: {value}", hint=hint)
 
 
+def given_head(flags: Any, drafters: str | None) -> DrafterSpec | None:
+    """The trained head that is to be tried among others: one that is given without its drafter."""
+    model = flags.draft_engine_dir
+    return head_drafter(model) if model is not None and drafters is None and not chooses_drafter(flags) else None
+
+
 def named_drafter(flags: Any, drafters: str | None) -> tuple[Speculation, Devices]:
-    """Drafters named by the flags for tuning; none for the grid, which knows only `--ngram-pool` of the options."""
+    """Drafters named by the flags for tuning; none for the grid, which knows only `--ngram-pool` and a head."""
     if drafters is not None and "custom" in drafters:
         raise UsageError(
             f"`tune` tries no drafter of your own: {drafters}", hint="`specdec run --stats` shows a drafter's benefit"
@@ -171,6 +177,8 @@ def named_drafter(flags: Any, drafters: str | None) -> tuple[Speculation, Device
     given = given_flags(flags)
     if drafters is None and not chooses_drafter(flags):
         given.pop("--ngram-pool", None)
+        if given_head(flags, drafters) is not None:
+            given.pop("--draft-engine-dir")
     return speculation_from_flags(given, drafters, None, None)
 
 
@@ -180,11 +188,13 @@ def tune(inputs: TuneInputs, options: TuneOptions, flags: TunedFlags, output: Ou
 
     Replays what was generated through many drafters, which needs no model. With an engine it predicts from what its
     steps cost how long each would take, times the best three and no drafter, and recommends the fastest. Greedy.
-    What a draft model or the model's own copy drafts no record tells: those are run with drafts of each length. Flags
-    that name a drafter, or several, tune that only.
+    What a draft model, a trained head or the model's own copy drafts no record tells: those are run with drafts of each
+    length. Flags that name a drafter, or several, tune that only; a head alone, as `--draft-engine-dir`, is tried too.
     """
     named, device_ids = named_drafter(flags, options.drafters)
-    options.check(inputs, named)
+    head = given_head(flags, options.drafters)
+    with_head = named if head is None else Speculation((head,))
+    options.check(inputs, with_head)
     prompts = read_prompts(inputs.input_text or [], inputs.input_file) if inputs.traces is None else []
     if options.output is not None:
         read = [value for value in given_flags(flags).values() if isinstance(value, Path)]
@@ -194,18 +204,19 @@ def tune(inputs: TuneInputs, options: TuneOptions, flags: TunedFlags, output: Ou
     if inputs.engine_dir is not None:
         config = read_bundle(inputs.engine_dir).config
         named.check_has_copy(has_copy=config.build_config.self_draft is not None)
+        with_head.check_states(config.build_config)
         check_device_ids(device_ids, config.mapping.tp_size)
     if inputs.model.model_dir is not None:
         read_model_config(resolve_model(inputs.model.model_dir))
     if inputs.tokenizer_dir is not None:
         resolve_tokenizer(inputs.tokenizer_dir)
-    named.check_fits(None)
-    named.check_files()
+    with_head.check_fits(None)
+    with_head.check_files()
 
     from commands.tune.work import tune_engine, tune_traces
     from runtime.tuning.tune import Scope
 
-    scope = Scope(named, flags.ngram_pool == "public", options.max_draft_len)
+    scope = Scope(named, head, flags.ngram_pool == "public", options.max_draft_len)
     if not inputs.has_engine:
         tune_traces(inputs, options, scope, output)
         return
@@ -214,10 +225,11 @@ def tune(inputs: TuneInputs, options: TuneOptions, flags: TunedFlags, output: Ou
 
     choice = EngineChoice(
         inputs.engine_dir or Path(),
-        speculation=named,
+        speculation=with_head,
         model_dir=inputs.model.model_dir,
         built_for=inputs.model.engines,
     )
     with engines_made(choice, output) as made:
-        inputs, scope = replace(inputs, engine_dir=made.engine_dir), replace(scope, named=made.speculation)
+        inputs = replace(inputs, engine_dir=made.engine_dir)
+        scope = scope if head is not None else replace(scope, named=made.speculation)
         tune_engine(inputs, options, scope, device_ids, prompts, output)

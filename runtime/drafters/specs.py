@@ -336,7 +336,6 @@ class EagleDrafter(HeadDrafter):
         flag="eagle_config",
         form=_form_of_head(4),
         algorithm="EAGLE3",
-        is_tuned=False,
     )
     kind = "eagle3"
 
@@ -369,7 +368,6 @@ class MtpDrafter(HeadDrafter):
         flag="mtp_config",
         form=_form_of_head(3),
         algorithm="MTP",
-        is_tuned=False,
     )
     kind = "mtp"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runtime.drafters.spec import DrafterSpec
-from runtime.drafters.specs import ChainDrafter, DraftLenMode, LookupDrafter, as_spec
+from runtime.drafters.specs import DRAFTERS, ChainDrafter, DraftLenMode, LookupDrafter, as_spec
 from runtime.errors import SpecDecError, UsageError, draft_engine_errors
 
 if TYPE_CHECKING:
@@ -141,6 +141,16 @@ class Speculation:
                 code="no_self_draft",
             )
 
+    def check_states(self, build: "BuildConfig") -> None:
+        """SpecDecError for a trained drafter, where the engine gives no hidden states."""
+        if not build.hidden_states and (heads := self.read_heads()):
+            raise SpecDecError(
+                f"the engine's step gives no hidden states, which a trained drafter reads: {heads[0].directory}",
+                hint="build the engine for this head",
+                code="no_hidden_states",
+                head=heads[0].directory,
+            )
+
     def check_files(self) -> None:
         """SpecDecError for a model or a corpus that is not there, as far as that is found without torch."""
         from runtime.corpus import Corpus
@@ -165,13 +175,7 @@ class Speculation:
                 raise UsageError(f"engines take drafts of at most {MAX_DRAFT_LEN} tokens: {wanted}", hint="lower it")
             return
         engine_max_draft_len = build.max_draft_len
-        if not build.hidden_states and (heads := self.read_heads()):
-            raise SpecDecError(
-                f"the engine's step gives no hidden states, which a trained drafter reads: {heads[0].directory}",
-                hint="build the engine for this head",
-                code="no_hidden_states",
-                head=heads[0].directory,
-            )
+        self.check_states(build)
         self.check_has_copy(has_copy=build.self_draft is not None)
         if self and (engine_max_draft_len == 0 or (wanted or 0) > engine_max_draft_len):
             takes = f"takes drafts of at most {engine_max_draft_len} tokens"
@@ -182,6 +186,14 @@ class Speculation:
                 code="draft_len",
                 max_draft_len=wanted or 10,
             )
+
+
+def head_drafter(model: str | Path) -> DrafterSpec | None:
+    """The drafter of a trained head, or of a model that has one; None of another model."""
+    for spec in DRAFTERS.values():
+        if spec.reads_states and (spec.reads(model) or spec.is_in_model(model)):
+            return spec(head=model)  # type: ignore[call-arg]
+    return None
 
 
 def _check_draft_model(model: str | Path) -> None:

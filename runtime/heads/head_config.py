@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from runtime.errors import SpecDecError
 from runtime.files import read_json
-from runtime.models import read_model_config, resolve_model
+from runtime.models import read_model_config, resolve_head, resolve_model, shipped_head
 from runtime.reading import shown
 
 HeadKind = Literal["eagle3", "mtp"]
@@ -91,7 +91,8 @@ def num_layers_of(config: dict[str, Any]) -> int:
 
 def is_head(directory: Path | str) -> bool:
     """True for a directory with the config of a trained drafter, one that is not supported included."""
-    config_file = Path(directory).expanduser() / "config.json"
+    shipped = shipped_head(str(directory))
+    config_file = (shipped or Path(directory).expanduser()) / "config.json"
     if not config_file.is_file():
         return False
     try:
@@ -139,9 +140,7 @@ def _names_eagle3(config: dict[str, Any]) -> bool:
 
 def read_head(head: Path | str) -> HeadConfig:
     """The config of a head's directory, or of a model's that has one; SpecDecError for what cannot draft here."""
-    directory = Path(head).expanduser()
-    if not directory.is_dir():
-        directory = resolve_model(str(head))
+    directory = resolve_head(str(head))
     where = directory / "config.json"
     config = read_json(where)
     if not _is_config_of_head(config) and (num_mtp_layers := _num_mtp_layers(config)):

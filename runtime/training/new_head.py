@@ -4,7 +4,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_va
 _OTHERS = ("max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "hidden_act")
 _QWENS = ("qwen3", "qwen3_moe")
 _INITIAL_STD = 0.02
+_NORMS = {"input_layernorm.weight": "hidden_norm.weight"}
+"""Norms of the target's layer that have another name in a head's, whose own `input_layernorm` is the embedding's."""
 _NOT_OF_LAYERS = (
     "draft_vocab_size",
     "eagle_config",
@@ -71,12 +73,21 @@ def new_head_config(target: dict[str, Any], directory: Path, draft_vocab_size: i
     return HeadConfig(directory, "eagle3", layers, size, size, 1, layers["vocab_size"], draft_vocab_size, states)
 
 
-def new_tensors(
-    config: HeadConfig, ids: Seq[int], output_layer: Tensor, norm: Tensor | None, seed: int
-) -> dict[str, Tensor]:
-    """Weights to begin with: the target's output layer and last norm, its last state as it is, and small numbers.
+@dataclass(frozen=True)
+class TargetWeights:
+    """Weights that a new head begins with."""
 
-    `output_layer` is the target's (vocab, hidden).
+    output_layer: Tensor  # (vocab, hidden)
+    norm: Tensor | None
+    """Weight of its last norm, if that multiplies by it."""
+    layer: dict[str, Tensor]
+    """Weights of the layer that the last hidden state enters, by their names in it."""
+
+
+def new_tensors(config: HeadConfig, ids: Seq[int], target: TargetWeights, seed: int) -> dict[str, Tensor]:
+    """Weights to begin with: the last hidden state as it is, the target's own layer for it, and small numbers.
+
+    Of the first layer's input the target's weights read the half that is the hidden state.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -87,9 +98,15 @@ def new_tensors(
         }
     size = config.hidden_size
     tensors["fc.weight"][:, -size:] += torch.eye(size)
-    tensors["lm_head.weight"] = output_layer[torch.tensor(ids)].float()
-    if norm is not None:
-        tensors["norm.weight"] = norm.float()
+    tensors["lm_head.weight"] = target.output_layer[torch.tensor(ids)].float()
+    if target.norm is not None:
+        tensors["norm.weight"] = target.norm.float()
+    for name, weight in target.layer.items():
+        own = tensors.get(f"layers.0.{_NORMS.get(name, name)}")
+        if own is not None and own.shape == weight.shape:
+            own.copy_(weight)
+        elif own is not None and own.shape == (len(weight), 2 * size):
+            own[:, size:] = weight
     return tensors | _id_tables(ids, config.vocab_size)
 
 

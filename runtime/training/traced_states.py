@@ -41,13 +41,16 @@ class _AllStates:
         return states
 
 
-def read_states(engine: Engine, traces: Seq[Trace]) -> Iterator[np.ndarray[Any, Any]]:
-    """Records of each text's tokens, by one pass of the target. The engine must reuse no blocks."""
+def read_states(engine: Engine, traces: Seq[Trace], *, of_prompts: bool) -> Iterator[np.ndarray[Any, Any]]:
+    """Records of each text's tokens, by one pass of the target. The engine must reuse no blocks.
+
+    Likeliest tokens are those of outputs, and with `of_prompts` of prompts.
+    """
     width = width_of(engine)
     cache = engine.add_head(_AllStates(width))
     try:
         for trace in traces:
-            yield _records(engine, cache, width, trace)
+            yield _records(engine, cache, trace, 1 if of_prompts else len(trace.prompt_tokens))
     finally:
         engine.remove_head(cache)
 
@@ -80,9 +83,10 @@ def record_type(width: int) -> np.dtype[Any]:
     return np.dtype([("states", "<i2", (width,)), ("ids", "<i4", (NUM_TOP,)), ("probs", "<f2", (NUM_TOP,))])
 
 
-def _records(engine: Engine, cache: HeadCache, width: int, trace: Trace) -> np.ndarray[Any, Any]:
-    tokens, first = [*trace.prompt_tokens, *trace.output_tokens], len(trace.prompt_tokens)
-    records = np.zeros(len(tokens), record_type(width))
+def _records(engine: Engine, cache: HeadCache, trace: Trace, first: int) -> np.ndarray[Any, Any]:
+    """Records with the likeliest tokens from place `first` on."""
+    tokens = [*trace.prompt_tokens, *trace.output_tokens]
+    records = np.zeros(len(tokens), record_type(width_of(engine)))
     sequence = Sequence.start(Request(0, tuple(tokens), 1))
     if not engine.admit(sequence):
         engine.raise_cache_is_taken(sequence.request)

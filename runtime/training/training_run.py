@@ -19,9 +19,10 @@ from runtime.drafters.head_draft import embedding_of
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.files import read_json, write_json
-from runtime.heads.head_config import HeadConfig, read_head
+from runtime.heads.head_config import HeadConfig, num_layers_of, read_head
 from runtime.heads.head_model import EagleHead, load_head
 from runtime.training.new_head import (
+    TargetWeights,
     choose_vocabulary,
     drafted_ids,
     new_head_config,
@@ -58,6 +59,8 @@ class TrainingSettings:
     num_unrolled: int = 3
     batch_tokens: int = 2048
     random_seed: int = 0
+    learn_prompts: bool = False
+    """True: the first token of drafts is learned in prompts too."""
 
 
 NEW_VOCAB_SIZE = 8192
@@ -202,32 +205,33 @@ class TrainingRun:
         vocab_size = self.engine.config.vocab_size
         ids = choose_vocabulary(self.texts.learned, range(vocab_size), size, end_ids)
         config = new_head_config(self._target, directory, len(ids))
-        output_layer, norm = self._ends_of_target()
         directory.mkdir(exist_ok=True)
-        tensors = new_tensors(config, ids, output_layer, norm, self.settings.random_seed)
+        last = config.hidden_states_of(num_layers_of(self._target))[-1]
+        tensors = new_tensors(config, ids, self._weights_of_target(last), self.settings.random_seed)
         write_head(directory, config, tensors, self._target, target_name="", draft_len=1)
         return read_head(directory)
 
-    def _ends_of_target(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The target's output layer, which may be its embeddings, and its last norm where a weight is called so."""
-        names = ("lm_head.weight", "embed_tokens.weight", "model.norm.weight")
-        _, found = read_numbers(self._model_dir, torch.float32, lambda name: name.endswith(names))
-        ends = {end: one for end in names for name, one in found.items() if name.endswith(end)}
-        layer = ends.get("lm_head.weight", ends.get("embed_tokens.weight"))
-        if layer is None:
+    def _weights_of_target(self, layer: int) -> TargetWeights:
+        """The target's output layer, which may be its embeddings, its last norm and this layer, by usual names."""
+        ends, prefix = ("lm_head.weight", "embed_tokens.weight", "model.norm.weight"), f".layers.{layer}."
+        _, read = read_numbers(self._model_dir, torch.float32, lambda name: name.endswith(ends) or prefix in name)
+        found = {end: one for end in ends for name, one in read.items() if name.endswith(end)}
+        output_layer = found.get("lm_head.weight", found.get("embed_tokens.weight"))
+        if output_layer is None:
             raise SpecDecError(
                 f"a head cannot be made for a target without an output layer of that name: {self._model_dir}",
                 hint="a head that was published for it can be trained further",
             )
-        norm = ends.get("model.norm.weight")
-        is_shifted = "gemma" in str(self._target.get("model_type"))
-        return layer, norm + 1 if norm is not None and is_shifted else norm
+        if "gemma" in str(self._target.get("model_type")):  # whose norms multiply by one more
+            return TargetWeights(output_layer, None, {})
+        own = {name.partition(prefix)[2]: one for name, one in read.items() if prefix in name}
+        return TargetWeights(output_layer, found.get("model.norm.weight"), own)
 
     def compute_states(self, progress: Progress) -> None:
         """The target's hidden states of all texts, those that are there already left out. They must be its answers."""
         self.states.check_room()
         missing = self.texts.all[self.states.num_texts :]
-        records = check_answers(read_states(self.engine, missing), missing)
+        records = check_answers(read_states(self.engine, missing, of_prompts=self.settings.learn_prompts), missing)
         self.states.append(records, lambda num_tokens: progress(num_tokens, ""))
 
     def train(self, progress: Progress) -> None:

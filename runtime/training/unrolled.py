@@ -157,13 +157,16 @@ class Losses:
 def losses_of(head: EagleHead, rows: Rows, num_steps: int, sums: Losses) -> Tensor:
     """Mean cross-entropy of the target's distribution over the draft vocabulary, steps weighted by `STEP_DECAY`.
 
-    Counted are tokens of outputs that the head may draft. Of the target's distribution its likeliest tokens are kept.
+    Counted are tokens that the head may draft: of outputs, and in step 0 of prompts too where the target's distribution
+    is known. Of that its likeliest tokens are kept.
     """
     total = rows.states.new_zeros((), dtype=torch.float32)
     size, own = head.config.draft_vocab_size, own_ids(head, rows.tokens)
+    has_targets = rows.top_probs[..., 0] > 0
     for step, (places, outputs) in enumerate(unroll(head, rows, num_steps)):
         wanted = _shifted(own, places, step, size)
-        is_learned = _shifted(rows.is_output, places, step, 0).bool() & (wanted < size)
+        learned = has_targets if step == 0 else rows.is_output
+        is_learned = _shifted(learned, places, step, 0).bool() & (wanted < size)
         found = is_learned.nonzero(as_tuple=True)
         if not len(found[0]):
             continue

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from runtime.costs import CostModel
 from runtime.drafters.compatibility import check_corpora
+from runtime.drafters.spec import DrafterSpec
 from runtime.drafters.specs import SelfDrafter
 from runtime.drafters.speculation import NO_SPECULATION, Speculation
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
@@ -43,10 +44,12 @@ Progress = Callable[[str, int], AbstractContextManager[Advance]]
 class Scope:
     """Candidates to try. `named` is what to tune, without drafters the grid; `max_draft_len` None: up to 10.
 
-    With the grid goes the model's own copy, where the engine has one, by itself and with the best lookup.
+    With the grid go the model's own copy, where the engine has one, and a trained `head`, each by itself and with the
+    best lookup.
     """
 
     named: Speculation = NO_SPECULATION
+    head: DrafterSpec | None = None
     tries_public: bool = False
     max_draft_len: int | None = None
 
@@ -173,30 +176,32 @@ def _search(replayer: Replayer, scope: Scope, max_draft_len: int, progress: Prog
 def _try_models(
     live: LiveRun, scope: Scope, max_draft_len: int, lookups: Sequence[Speculation], progress: Progress
 ) -> list[Measured]:
-    """Run candidates that cannot be replayed, with drafts of each length: the named drafter, or the model's own copy.
+    """Run candidates that cannot be replayed, with drafts of each length: the named drafter, or copy and head.
 
-    The copy also with the best lookup, once the best length of its own drafts is known.
+    These also with the best lookup, once the best length of their own drafts is known.
     """
-    named = scope.named
-    if not named and live.llm.engine.config.build_config.self_draft is not None:
-        named = fixed(SelfDrafter(max_draft_len))
-    if is_replayable(named):
-        return []
-    candidates = all_lengths(named, max_draft_len)
-    with progress("trying", len(candidates)) as advance:
-        tried = live.try_once(candidates, advance)
-    if not scope.named:
-        fastest = min(tried, key=lambda one: one.seconds).candidate
-        chains = _chains(lookups, fastest)
+    if scope.named:
+        owns = [] if is_replayable(scope.named) else [scope.named]
+    else:
+        has_copy = live.llm.engine.config.build_config.self_draft is not None
+        owns = [fixed(SelfDrafter(max_draft_len))] if has_copy else []
+        owns += [fixed(scope.head).with_length(max_draft_len)] if scope.head else []
+    tried: list[Measured] = []
+    for own in owns:
+        candidates = all_lengths(own, max_draft_len)
+        with progress("trying", len(candidates)) as advance:
+            runs = live.try_once(candidates, advance)
+        tried += runs
+        chains = [] if scope.named else _chains(lookups, min(runs, key=lambda one: one.seconds).candidate)
         with progress("trying", len(chains)) as advance:
             tried += live.try_once(chains, advance)
     return tried
 
 
 def _chains(lookups: Sequence[Speculation], own: Speculation) -> list[Speculation]:
-    """The best lookup beside the model's own copy."""
+    """The best lookup beside the model's own copy, or its head."""
     best = next((one.lookup for one in lookups if one.lookup is not None), None)
-    if best is None or not own.needs_copy:
+    if best is None:
         return []
     chain = fixed(best, *own)
     return [chain, chain.in_mode("auto")]
