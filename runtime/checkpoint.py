@@ -7,7 +7,7 @@ time, so memory does not grow with the model.
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from functools import partial
@@ -45,6 +45,7 @@ from runtime.models import read_model_config, warn_of_adapter
 from runtime.parallel.tp_layers import Splitting
 from runtime.quantization.formats import check_shapes, find_layers, format_of, without_quantization
 from runtime.quantization.gguf_blocks import read_gguf_tensors
+from runtime.quantization.mxfp4 import codes_of, is_in_codes
 from runtime.quantization.planning import Losses, PrequantizedLayer, Source, plan_pieces, quantize_experts
 from runtime.source import (
     WEIGHTS,
@@ -166,6 +167,8 @@ def plan_conversion(model_dir: Path, dtype: Dtype | None, precision: QuantConfig
         source = _with_own_names(source, pretrained)
     _refuse_quantizing_again(source, precision)
     dtype = dtype or _saved_dtype(source)
+    if precision.qformat is None:
+        source = _with_codes(source, expert_layers(pretrained))
     losses = Losses(getattr(torch, dtype))
     pieces, quantization = plan_pieces(source, getattr(torch, dtype), precision, losses)
     mapping = Mapping(tp_size, tp_size)
@@ -194,6 +197,17 @@ def read_numbers(
         weight.check(name)
         numbers[f"{name}.weight"] = weight.dequantize(dtype)
     return source.config, numbers
+
+
+def _with_codes(source: Source, experts: Collection[str]) -> Source:
+    """The source, with experts in MXFP4 as they are."""
+    codes = {tensor.name: tensor.made_of for tensor in source.tensors if is_in_codes(tensor) and tensor.name in experts}
+    layers = {
+        name: PrequantizedLayer({"blocks": blocks, "scales": scales}, lambda parts: codes_of(**parts), "W4A16_MXFP4")
+        for name, (blocks, scales) in codes.items()
+    }
+    tensors = [tensor for tensor in source.tensors if tensor.name not in codes]
+    return replace_fields(source, tensors=tensors, layers=source.layers | layers, experts=frozenset(layers))
 
 
 def _with_own_names(source: Source, pretrained: PreTrainedConfig) -> Source:

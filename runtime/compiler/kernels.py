@@ -124,6 +124,15 @@ def describe_kernels() -> None:
         num_bytes = panel * (-(-columns // 4) * 4 * bits // 8 + beside)
         return values.new_empty(-(-values.shape[0] // panel), num_inputs // columns, num_bytes)
 
+    def pack_codes(values: Tensor, scales: Tensor, book: Tensor) -> Tensor:
+        num_inputs = values.shape[1] * 2
+        columns = kernel_group_size(num_inputs // scales.shape[1])
+        num_bytes = book.shape[0] + panel * (-(-columns // 4) * 2 + (2 if scales.dtype == torch.float16 else 4))
+        shape = (-(-values.shape[0] // panel), num_inputs // columns, num_bytes // 2)
+        return values.new_empty(shape, dtype=torch.int16)
+
+    torch.library.register_fake("specdec::pack_codes", pack_codes, allow_override=True)
+
     def quantized_linear(
         x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int, arithmetic: int, token_bits: int
     ) -> Tensor:

@@ -39,7 +39,7 @@ def use_kernels(program: ExportedProgram, arithmetic: int) -> bool:
             node.args = (*node.args[:4], arithmetic, node.args[5])
     for (_, has_bias, _), layers in groups.items():
         _replace(graph, layers, arithmetic, has_bias=has_bias)
-    for layers in _rounded_layers(graph):
+    for layers in _rounded_layers(graph, arithmetic):
         _replace_rounded(graph, layers, arithmetic)
     program.graph_module.recompile()
     return not any(
@@ -89,12 +89,15 @@ def _replace(graph: Graph, layers: list[Node], arithmetic: int, *, has_bias: boo
         _hand_out(graph, layers, outputs, sizes)
 
 
-def _rounded_layers(graph: Graph) -> list[list[Node]]:
-    """Quantized layers that read one input, and whose weights can be packed as one."""
+def _rounded_layers(graph: Graph, arithmetic: int) -> list[list[Node]]:
+    """Quantized layers that read one input, and whose weights can be packed as one; others compute by themselves."""
     groups: dict[tuple[Any, ...], list[Node]] = {}
     for node in graph.nodes:
         if node.target is torch.ops.specdec.quantized_linear.default:
             x, packed, bias, _, _, token_bits = node.args
+            if packed.target is not torch.ops.specdec.pack_quantized.default:
+                node.args = (*node.args[:4], arithmetic, token_bits)
+                continue
             parts = tuple(
                 part and (part.meta["val"].dtype, part.meta["val"].shape[1:]) for part in (*packed.args, None, None)[:4]
             )

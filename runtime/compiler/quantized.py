@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,7 @@ class QuantizedLinear(nn.Module):
     zeros: Tensor | None
     offsets: Tensor | None
     order: Tensor | None
+    book: Tensor | None
 
     packed: Tensor | None
     """The weight in the kernels' layout, if it is not packed for a compiled step."""
@@ -50,7 +52,7 @@ class QuantizedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        for name in ("values", "scales", "zeros", "offsets", "order"):
+        for name in ("values", "scales", "zeros", "offsets", "order", "book"):
             self.register_buffer(name, getattr(weight, name))
         self.register_buffer("packed", None, persistent=False)
         self.bias = bias
@@ -60,7 +62,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def quantized(self) -> QuantizedWeight:
-        return QuantizedWeight(self.values, self.scales, self.zeros, self.offsets, self.order)
+        return QuantizedWeight(self.values, self.scales, self.zeros, self.offsets, self.order, self.book)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.order is not None:
@@ -79,7 +81,15 @@ class QuantizedLinear(nn.Module):
         return nn.functional.linear(quantized, weight, bias).to(x.dtype)
 
     def pack(self) -> Tensor:
-        packed: Tensor = torch.ops.specdec.pack_quantized(self.values, self.scales, self.zeros, self.offsets)
+        return self._pack(self.values, self.scales, self.zeros, self.offsets)
+
+    def _pack(self, values: Tensor | None, scales: Tensor | None, *others: Tensor | None) -> Tensor:
+        kernels = torch.ops.specdec
+        packed: Tensor = (
+            kernels.pack_quantized(values, scales, *others)
+            if self.book is None
+            else kernels.pack_codes(values, scales, self.book)
+        )
         return packed
 
 
@@ -109,8 +119,9 @@ class QuantizedExperts(QuantizedLinear):
 
     def _of(self, ids: Tensor) -> QuantizedWeight:
         """The weights of these experts, one below the other."""
-        parts = {name: self._by_expert(one)[ids] for name, one in self.quantized.by_output().items()}
-        return QuantizedWeight(**{name: one.flatten(0, -2) for name, one in parts.items()}, order=self.order)
+        whole = self.quantized
+        rows = {name: self._by_expert(one)[ids].flatten(0, -2) for name, one in whole.by_output().items()}
+        return replace(whole, **rows)
 
     def by_torch(self, x: Tensor, chosen: Tensor) -> Tensor:
         """(S, outputs): `forward` of a few tokens, (S, inputs), each by one expert, as the reference for the kernel."""
@@ -136,8 +147,7 @@ class QuantizedExperts(QuantizedLinear):
         """Each expert in whole panels."""
         beyond = -self.out_features % torch.ops.specdec.panel()
         parts = (self.values, self.scales, self.zeros, self.offsets)
-        packed: Tensor = torch.ops.specdec.pack_quantized(*(self._with_rows(part, beyond) for part in parts))
-        return packed
+        return self._pack(*(self._with_rows(part, beyond) for part in parts))
 
     def _by_expert(self, part: Tensor) -> Tensor:
         return part.view(self.num_experts, -1, part.shape[1])

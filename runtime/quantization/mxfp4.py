@@ -1,5 +1,5 @@
 """Experts in MXFP4 (OCP Microscaling Formats, version 1.0), as gpt-oss has them: numbers of 4 bits, and a power of 2
-for each 32 of a row. They are read as the numbers that they mean, which bfloat16 holds to the last bit.
+for each 32 of a row. They stay in 4 bits, or become the numbers that they mean, which bfloat16 holds to the last bit.
 """
 
 from dataclasses import replace
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from runtime.errors import SpecDecError
+from runtime.quantization.weight import QuantizedWeight
 from runtime.source import SourceTensor
 
 MXFP4 = "MXFP4"
@@ -62,6 +63,20 @@ def _experts(blocks: SourceTensor, scales: SourceTensor) -> SourceTensor:
         made_of=(blocks, scales),
         make=dequantize,
     )
+
+
+def is_in_codes(tensor: SourceTensor) -> bool:
+    """True for experts that `experts_of_blocks` has made of blocks and scales."""
+    return tensor.make is dequantize
+
+
+def codes_of(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
+    """The weights of all experts, one below the other, as they are: numbers of 4 bits, which stand for twice what they
+    mean, and powers of 2, which bfloat16 has."""
+    ones = torch.ones(scales.shape, device=scales.device)
+    powers = torch.ldexp(ones, scales.int() - 128).masked_fill(scales == 255, torch.nan)
+    book = torch.tensor([int(2 * number) for number in _E2M1], dtype=torch.int8)
+    return QuantizedWeight(blocks.flatten(2).flatten(0, 1), powers.to(torch.bfloat16).flatten(0, 1), book=book)
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:

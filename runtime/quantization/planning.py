@@ -99,6 +99,8 @@ class Source:
     """The model's, as it was given."""
     format: str | None = None
     """Format of its quantized layers."""
+    experts: Collection[str] = ()
+    """Those of the quantized layers that are the weights of all experts of a layer, and stay as they are."""
 
 
 def plan_pieces(
@@ -253,7 +255,7 @@ def _read(
     keys = tuple(layer.parts)
     without_values = layer.read({key: tensor.without_values() for key, tensor in layer.parts.items()})
     without_values.check(name)
-    is_kept = name in source.linears
+    is_kept = name in source.linears or name in source.experts
 
     def make(values: list[Tensor]) -> dict[str, Tensor]:
         weight = layer.read(dict(zip(keys, values, strict=True)))

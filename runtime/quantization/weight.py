@@ -1,7 +1,8 @@
 """A linear layer's low-bit weight: its form in a checkpoint, from any quantizer, and the numbers it stands for.
 
     weight[n, k] = scales[n, g] x (values[n, j] - zeros[n, g])                    zeros are 0 where there are none, or
-    weight[n, k] = scales[n, g] x (values[n, j] + 2^(bits - 1)) + offsets[n, g]   where there are offsets
+    weight[n, k] = scales[n, g] x (values[n, j] + 2^(bits - 1)) + offsets[n, g]   where there are offsets, or
+    weight[n, k] = scales[n, g] x book[values[n, j]]                              where there is a code book
 
 of the group g = j // group_size; k is j, or `order[j]` where inputs were reordered. All in float32; then rounded to the
 dtype that is asked for.
@@ -45,6 +46,8 @@ class QuantizedWeight:
     """(outputs, groups) float32; then there are no zeros."""
     order: Tensor | None = None
     """(inputs,) int32: which of the layer's inputs each column is of."""
+    book: Tensor | None = None
+    """(16,) int8: the numbers that values of 4 bits stand for; then there are no zeros and no offsets."""
 
     @property
     def kind(self) -> Kind:
@@ -68,8 +71,8 @@ class QuantizedWeight:
         """(outputs, inputs): the values one by one, int8, or e4m3 as it is."""
         if self.kind != "int4":
             return self.values
-        halves = torch.stack((self.values & 15, self.values >> 4), dim=-1)
-        return halves.flatten(1).view(torch.int8).sub_(8)
+        halves = torch.stack((self.values & 15, self.values >> 4), dim=-1).flatten(1)
+        return halves.view(torch.int8).sub_(8) if self.book is None else self.book[halves.int()]
 
     def in_stored_order(self) -> Tensor:
         """(outputs, inputs) float32: the weight, its columns as they are stored."""
@@ -126,6 +129,8 @@ class QuantizedWeight:
                 f"a zero point of `{name}` is out of the range of {self.kind}: {int(self.zeros.abs().max())}",
                 hint=_LOST,
             )
+        if self.book is not None and (self.book.shape != (16,) or self.zeros is not None or self.offsets is not None):
+            raise SpecDecError(f"the code book of `{name}` is none: {list(self.book.shape)}", hint=_LOST)
         inputs = self.shape[1]
         if self.order is not None and not torch.equal(
             self.order.sort().values, torch.arange(inputs, dtype=torch.int32)

@@ -131,15 +131,15 @@ inline Ints add_products(Ints sums, Words bytes, int32_t four) {
 // A group's numbers with their sign, which the tiles of many tokens read.
 template <PackedWeight::Kind kind>
 void with_signs(const uint8_t* group, int64_t padded, int8_t* to) {
-  constexpr uint32_t half = kind == PackedWeight::kInt8 ? 0x80808080u : 0x08080808u;
+  constexpr uint32_t half = kind == PackedWeight::kInt4 ? 0x08080808u : 0x80808080u;
   for (int64_t k = 0; k < padded; k += 4, to += 4 * kPanel) {
     Words numbers[2];
     load_numbers<kind>(group, k, numbers);
     prefetch_l2(group + k * kPanel / kPerByte<kind>, 4 * kPanel / kPerByte<kind>);
     for (int i = 0; i < 2; ++i) {
       // 8-bit values: flip the top bit; 4-bit values: subtract 8 without borrows between bytes.
-      const Words with_sign = kind == PackedWeight::kInt8 ? numbers[i] ^ half
-                                                          : (((numbers[i] | 0x80808080u) - half) ^ 0x80808080u);
+      const Words with_sign = kind == PackedWeight::kInt4 ? (((numbers[i] | 0x80808080u) - half) ^ 0x80808080u)
+                                                          : numbers[i] ^ half;
       std::memcpy(to + 4 * kLanes * i, &with_sign, sizeof with_sign);
     }
   }

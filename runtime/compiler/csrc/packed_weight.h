@@ -1,6 +1,7 @@
 // A weight in few bits as its kernels read it: panels as in products.h, each of them group by group in one stream. A group
 // has, for each 4 columns and output, 4 numbers side by side, without sign; then the outputs' scales, and their offsets
-// where there are some. Of 4 bits those of the left register's outputs are the lower halves of bytes.
+// where there are some. Of 4 bits those of the left register's outputs are the lower halves of bytes. They may be codes: then
+// the 16 numbers that they stand for, plus 128, come first.
 //
 //   weight[n, k] = scales[n, g] x (number[n, k] - half) + offsets[n, g]       of e4m3 there is no half
 //
@@ -17,32 +18,36 @@
 constexpr int64_t kMostColumns = 128;
 
 struct PackedWeight {
-  enum Kind { kInt8, kInt4, kE4m3 };
+  enum Kind { kInt8, kInt4, kE4m3, kCodes };
+  static constexpr int64_t kBookSize = 16;
   const uint8_t* data;
   Kind kind;
+  int64_t book_bytes;
   int64_t groups, size, padded, bytes;  // of a group: columns, those with padding, bytes
   bool half_scales, has_offsets;
 
   static Kind kind_of(at::ScalarType type) {
-    return type == at::kChar ? kInt8 : type == at::kByte ? kInt4 : kE4m3;
+    return type == at::kChar ? kInt8 : type == at::kByte ? kInt4 : type == at::kShort ? kCodes : kE4m3;
   }
 
   // (panels, groups, bytes) of the values' dtype; all else follows from the shape.
   PackedWeight(const at::Tensor& packed, int64_t K, int64_t first_byte = 0)
       : data(static_cast<const uint8_t*>(packed.const_data_ptr()) + first_byte), kind(kind_of(packed.scalar_type())),
-        groups(packed.size(1)), size(K / groups), padded((size + 3) / 4 * 4), bytes(packed.size(2)) {
-    const int64_t beside = bytes / kPanel - value_bytes() / kPanel;
+        book_bytes(kind == kCodes ? kBookSize : 0), groups(packed.size(1)), size(K / groups),
+        padded((size + 3) / 4 * 4), bytes(packed.size(2) * packed.element_size()) {
+    const int64_t beside = (bytes - book_bytes - value_bytes()) / kPanel;
     half_scales = beside % 4 != 0, has_offsets = beside > 4;
   }
 
-  int64_t value_bytes() const { return padded * kPanel / (kind == kInt4 ? 2 : 1); }
-  int32_t half() const { return kind == kInt8 ? 128 : kind == kInt4 ? 8 : 0; }
-  const uint8_t* group(int64_t panel, int64_t g) const { return data + (panel * groups + g) * bytes; }
+  int64_t value_bytes() const { return padded * kPanel / (kind == kInt4 || kind == kCodes ? 2 : 1); }
+  int32_t half() const { return kind == kE4m3 ? 0 : kind == kInt4 ? 8 : 128; }
+  const uint8_t* group(int64_t panel, int64_t g) const { return data + (panel * groups + g) * bytes + book_bytes; }
 
   // True if two groups' sums may be added before they are multiplied by scales.
   bool have_same_scales(int64_t panel, int64_t g, int64_t other) const {
     const int64_t values = value_bytes();
-    return !has_offsets && !std::memcmp(group(panel, g) + values, group(panel, other) + values, bytes - values);
+    return !has_offsets &&
+           !std::memcmp(group(panel, g) + values, group(panel, other) + values, bytes - book_bytes - values);
   }
 
   void scales(const uint8_t* group, Lanes (&to)[2]) const {
@@ -52,29 +57,48 @@ struct PackedWeight {
                           : load(reinterpret_cast<const float*>(from) + i * kLanes);
   }
   void offsets(const uint8_t* group, Lanes (&to)[2]) const {
-    const uint8_t* from = group + bytes - kPanel * sizeof(float);
+    const uint8_t* from = group + bytes - book_bytes - kPanel * sizeof(float);
     for (int i = 0; i < 2; ++i) to[i] = has_offsets ? load(reinterpret_cast<const float*>(from) + i * kLanes) : Lanes{};
   }
 };
 
+// A code book's numbers, for bytes from 0 to 15.
+inline Words look_up(const uint8_t* book, Words codes) {
+#if defined(__AVX512BW__)
+  return (Words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(book)), (__m512i)codes);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  return (Words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load<__m128i>(book)), (__m256i)codes);
+#elif defined(__aarch64__)
+  return (Words)vqtbl1q_u8(vld1q_u8(book), (uint8x16_t)codes);
+#else
+  uint8_t bytes[sizeof(Words)];
+  std::memcpy(bytes, &codes, sizeof bytes);
+  for (uint8_t& byte : bytes) byte = book[byte];
+  return load<Words>(bytes);
+#endif
+}
+
 // The numbers of 4 columns, of the left register's outputs and of the right one's.
 template <PackedWeight::Kind kind>
 inline void load_numbers(const uint8_t* values, int64_t k, Words (&to)[2]) {
-  if constexpr (kind == PackedWeight::kInt4) {
+  if constexpr (kind == PackedWeight::kInt4 || kind == PackedWeight::kCodes) {
     const Words both = load<Words>(values + k * (kPanel / 2));
     to[0] = both & 0x0f0f0f0fu, to[1] = both >> 4 & 0x0f0f0f0fu;
+    if constexpr (kind == PackedWeight::kCodes)
+      for (int i = 0; i < 2; ++i) to[i] = look_up(values - PackedWeight::kBookSize, to[i]);
   } else {
     to[0] = load<Words>(values + k * kPanel), to[1] = load<Words>(values + k * kPanel + 4 * kLanes);
   }
 }
 
 template <PackedWeight::Kind kind>
-constexpr int64_t kPerByte = kind == PackedWeight::kInt4 ? 2 : 1;  // numbers
+constexpr int64_t kPerByte = kind == PackedWeight::kInt4 || kind == PackedWeight::kCodes ? 2 : 1;  // numbers
 
 template <typename Call>
 void with_kind(PackedWeight::Kind kind, const Call& call) {
   if (kind == PackedWeight::kInt8) call(std::integral_constant<PackedWeight::Kind, PackedWeight::kInt8>());
   else if (kind == PackedWeight::kInt4) call(std::integral_constant<PackedWeight::Kind, PackedWeight::kInt4>());
+  else if (kind == PackedWeight::kCodes) call(std::integral_constant<PackedWeight::Kind, PackedWeight::kCodes>());
   else call(std::integral_constant<PackedWeight::Kind, PackedWeight::kE4m3>());
 }
 
@@ -86,7 +110,7 @@ inline Lanes number(Words byte) {
     const Lanes size = (Lanes)(((byte & 0x7fu) << 20) + (120u << 23)), less = size * 2.0f - 0x1p-6f;
     return (Lanes)((Words)(less < size ? less : size) | (byte & 0x80u) << 24);
   } else {
-    constexpr int32_t half = kind == PackedWeight::kInt8 ? 128 : 8;
+    constexpr int32_t half = kind == PackedWeight::kInt4 ? 8 : 128;
     return __builtin_convertvector((Ints)byte - half, Lanes);
   }
 }

@@ -21,14 +21,14 @@ int64_t kernel_group_size(int64_t group_size) {
   return columns;
 }
 
-// See runtime/quantization/weight.py for what is packed.
-at::Tensor pack_quantized(const at::Tensor& values, const at::Tensor& scales, const std::optional<at::Tensor>& zeros,
-                          const std::optional<at::Tensor>& offsets) {
+at::Tensor pack(const at::Tensor& values, const at::Tensor& scales, const std::optional<at::Tensor>& zeros,
+                const std::optional<at::Tensor>& offsets, const std::optional<at::Tensor>& book) {
   const bool is_int4 = values.scalar_type() == at::kByte, has_halves = scales.scalar_type() == at::kHalf;
   const int64_t N = values.size(0), K = values.size(1) * (is_int4 ? 2 : 1), group_size = K / scales.size(1);
   const int64_t columns = kernel_group_size(group_size), padded = (columns + 3) / 4 * 4, groups = K / columns;
   const int64_t value_bytes = padded * kPanel / (is_int4 ? 2 : 1), scale_bytes = has_halves ? 2 : 4;
-  const int64_t bytes = value_bytes + kPanel * (scale_bytes + (zeros || offsets ? 4 : 0));
+  const int64_t book_bytes = book ? PackedWeight::kBookSize : 0;
+  const int64_t bytes = book_bytes + value_bytes + kPanel * (scale_bytes + (zeros || offsets ? 4 : 0));
   at::Tensor packed = at::zeros({(N + kPanel - 1) / kPanel, groups, bytes}, values.options().dtype(at::kByte));
   const at::Tensor rows = values.contiguous(), floats = scales.to(at::kFloat).contiguous();
   const at::Tensor halves = scales.to(at::kHalf).contiguous();
@@ -40,7 +40,7 @@ at::Tensor pack_quantized(const at::Tensor& values, const at::Tensor& scales, co
     for (int64_t n = begin; n < end; ++n)
       for (int64_t g = 0; g < groups; ++g) {
         const int64_t lane = n % kPanel, place = n * scales.size(1) + g * columns / group_size;
-        uint8_t* to = packed.mutable_data_ptr<uint8_t>() + (n / kPanel * groups + g) * bytes;
+        uint8_t* to = packed.mutable_data_ptr<uint8_t>() + (n / kPanel * groups + g) * bytes + book_bytes;
         for (int64_t i = 0; i < columns; ++i) {
           const int64_t k = g * columns + i;
           if (is_int4) {
@@ -57,11 +57,27 @@ at::Tensor pack_quantized(const at::Tensor& values, const at::Tensor& scales, co
         if (zeros || offsets) {
           const float offset = offsets ? others.const_data_ptr<float>()[place] + scale * half
                                        : -scale * zero_points.const_data_ptr<float>()[place];
-          std::memcpy(to + bytes - 4 * (kPanel - lane), &offset, 4);
+          std::memcpy(to + bytes - book_bytes - 4 * (kPanel - lane), &offset, 4);
         }
       }
   });
-  return packed.view(values.scalar_type());
+  if (!book) return packed.view(values.scalar_type());
+  const auto* numbers = book->const_data_ptr<int8_t>();
+  for (int64_t group = 0; group < packed.size(0) * groups; ++group)
+    for (int64_t i = 0; i < book_bytes; ++i)
+      packed.mutable_data_ptr<uint8_t>()[group * bytes + i] = static_cast<uint8_t>(numbers[i]) ^ 128;
+  return packed.view(at::kShort);
+}
+
+// See runtime/quantization/weight.py for what is packed.
+at::Tensor pack_quantized(const at::Tensor& values, const at::Tensor& scales, const std::optional<at::Tensor>& zeros,
+                          const std::optional<at::Tensor>& offsets) {
+  return pack(values, scales, zeros, offsets, {});
+}
+
+at::Tensor pack_codes(const at::Tensor& values, const at::Tensor& scales, const at::Tensor& book) {
+  TORCH_CHECK(book.numel() == PackedWeight::kBookSize && book.is_contiguous(), "a code book has 16 numbers");
+  return pack(values, scales, {}, {}, book);
 }
 
 at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
@@ -87,6 +103,8 @@ void multiply_rows(const PackedWeight& weight, const Rows& rows, int64_t arithme
     const auto multiply = [&](auto digits) {
       if (weight.kind == PackedWeight::kInt8)
         multiply_integers<digits(), PackedWeight::kInt8>(tokens, weight, start, to, rows.count, rows.outputs);
+      else if (weight.kind == PackedWeight::kCodes)
+        multiply_integers<digits(), PackedWeight::kCodes>(tokens, weight, start, to, rows.count, rows.outputs);
       else
         multiply_integers<digits(), PackedWeight::kInt4>(tokens, weight, start, to, rows.count, rows.outputs);
     };
@@ -104,10 +122,12 @@ void multiply_rows(const PackedWeight& weight, const Rows& rows, int64_t arithme
 
 TORCH_LIBRARY_FRAGMENT(specdec, library) {
   library.def("pack_quantized(Tensor values, Tensor scales, Tensor? zeros, Tensor? offsets) -> Tensor");
+  library.def("pack_codes(Tensor values, Tensor scales, Tensor book) -> Tensor");
   library.def(
       "quantized_linear(Tensor x, Tensor packed, Tensor? bias, int num_outputs, int arithmetic, int token_bits) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(specdec, CPU, library) {
   library.impl("pack_quantized", pack_quantized);
+  library.impl("pack_codes", pack_codes);
   library.impl("quantized_linear", quantized_linear);
 }

@@ -10,13 +10,19 @@ import torch
 from published import quantize_experts_to_mxfp4
 from safetensors.torch import load_file, save_file
 from sentences import Said
-from tiny import make_model
+from tiny import hf_greedy, make_model
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from runtime.checkpoint import convert
+from runtime.compiler.kernels import load_kernels
+from runtime.compiler.quantized import QuantizedLinear
+from runtime.config import Activations, QuantConfig
 from runtime.errors import SpecDecError
-from runtime.quantization.mxfp4 import dequantize
+from runtime.quantization.mxfp4 import codes_of, dequantize
+from runtime.quantization.weight import from_integers, take_quantized
+from specdec_cli import LLM, SamplingParams
 
 EXPERTS = "model.layers.1.mlp.experts.gate_up_proj"
 
@@ -38,13 +44,61 @@ def save_quantized(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config))
 
 
-def test_a_checkpoint_has_the_numbers(tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_numbers_in_the_bits_of_the_file(tmp_path: Path) -> None:
     save_quantized(tmp_path / "model")
-    convert(tmp_path / "model", tmp_path / "out", None, replace=False, progress=lambda done, total: None)
+    checkpoint = convert(tmp_path / "model", tmp_path / "out", None, replace=False, progress=lambda *_: None)
+    assert checkpoint.quantization is not None and checkpoint.quantization.quant_algo == "W4A16_MXFP4"
     written = load_file(tmp_path / "out" / "rank0.safetensors")
+    kept = take_quantized(written)
+    assert len(kept) == 4 and all(weight.values.dtype == torch.uint8 for weight in kept.values())
+    numbers = {name: weight.dequantize(torch.bfloat16) for name, weight in kept.items()} | written
     meant = load_file(tmp_path / "model-meant" / "model.safetensors")
-    assert written.keys() == meant.keys()
-    assert all(torch.equal(written[name], tensor) for name, tensor in meant.items())
+    assert numbers.keys() == meant.keys()
+    for name, tensor in meant.items():
+        assert torch.equal(numbers[name].view(tensor.mT.shape).mT if name in kept else numbers[name], tensor)
+
+
+def test_the_numbers_can_be_quantized(tmp_path: Path) -> None:
+    save_quantized(tmp_path / "model")
+    to, precision = tmp_path / "out", QuantConfig("int8", 32)
+    convert(tmp_path / "model", to, None, replace=False, progress=lambda *_: None, precision=precision)
+    experts = take_quantized(load_file(to / "rank0.safetensors"))[EXPERTS]
+    meant = load_file(tmp_path / "model-meant" / "model.safetensors")[EXPERTS].mT.flatten(0, 1)
+    assert experts.kind == "int8" and (experts.dequantize() - meant).norm() < 0.01 * meant.float().norm()
+
+
+@pytest.mark.parametrize("activations", ["float", "int8", "int16"])
+def test_codes_are_multiplied_as_the_numbers_that_they_stand_for(activations: Activations, kernels: Path) -> None:
+    """All codes and a scale of 0, of odd numbers of rows, beside 8-bit integers that mean the same: bit by bit."""
+    load_kernels(kernels)
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (1, 72, 5, 16), generator=generator).byte()
+    scales = torch.randint(110, 130, (1, 72, 5), generator=generator).byte()
+    scales[0, 3] = 0
+    codes = codes_of(blocks, scales)
+    integers = from_integers(codes.integers(), codes.scales, bits=8)
+    sizes = (1, 2, 3, 4, 6, 8, 12)
+    assert {*codes.integers().flatten().tolist()} == {0, *sizes, *(-size for size in sizes)}
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(37, 160, generator=generator).to(dtype)
+        ours, theirs = (
+            QuantizedLinear(weight, None, activations, with_kernels=True)(x) for weight in (codes, integers)
+        )
+        assert torch.equal(ours, theirs) and ours.isfinite().all()
+    exact = x.double() @ codes.dequantize().double().T
+    assert (ours - exact).norm() < 0.02 * exact.norm()
+
+
+def test_gpt_oss_in_codes_is_hugging_faces(tmp_path: Path) -> None:
+    """Transformers' model has the numbers that the codes stand for. Compiled, with tokens that are not quantized."""
+    save_quantized(tmp_path / "model")
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    prompt = [3 + i * i % 29 for i in range(30)]
+    with LLM(tmp_path / "model", dtype="float32", activations="float", max_seq_len=64) as llm:
+        assert llm.bundle.config.build_config.compiler == "aot" and llm.bundle.config.batch_invariant
+        ours = llm.generate([prompt], params)[0].token_ids
+    meant = AutoModelForCausalLM.from_pretrained(tmp_path / "model-meant", dtype=torch.float32)
+    assert ours == hf_greedy(meant, prompt, 24)
 
 
 def without_blocks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
