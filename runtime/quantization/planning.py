@@ -100,7 +100,7 @@ class Source:
     format: str | None = None
     """Format of its quantized layers."""
     experts: Collection[str] = ()
-    """Those of the quantized layers that are the weights of all experts of a layer, and stay as they are."""
+    """Names of the quantized layers that are all experts of a layer, which stay as they are."""
 
 
 def plan_pieces(
