@@ -1,6 +1,7 @@
 // The kernels beside their formulas in double precision, without torch: for compilers and processors that torch is not
 // installed for, perhaps emulated, so the cases are few and small. Says how many there were, and which went wrong.
 
+#include "experts.cpp"
 #include "linear.cpp"
 #include "paged_attention.cpp"
 #include "quantized.cpp"

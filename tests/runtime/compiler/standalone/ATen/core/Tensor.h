@@ -48,17 +48,19 @@ struct Tensor {
   Sizes sizes() const { return {shape}; }
   ScalarType scalar_type() const { return type; }
   int64_t element_size() const {
-    constexpr int64_t bytes[] = {4, 2, 2, 8, 1, 1, 1, 4, 8};  // as ScalarType lists them
+    constexpr int64_t bytes[] = {4, 2, 2, 8, 1, 1, 1, 4, 8, 2};  // as ScalarType lists them
     return bytes[type];
   }
   TensorOptions options() const { return {type}; }
   Tensor contiguous() const { return *this; }
+  bool is_contiguous() const { return true; }
   int64_t numel() const {
     int64_t product = 1;
     for (int64_t size : shape) product *= size;
     return product;
   }
   const void* const_data_ptr() const { return memory->data(); }
+  void* mutable_data_ptr() const { return memory->data(); }
   template <typename T>
   const T* const_data_ptr() const { return reinterpret_cast<const T*>(memory->data()); }
   template <typename T>
@@ -68,6 +70,7 @@ struct Tensor {
   Tensor view(ScalarType other) const {
     Tensor tensor = *this;
     tensor.type = other;
+    tensor.shape.back() = shape.back() * element_size() / tensor.element_size();
     return tensor;
   }
   // Of floats and halves.

@@ -4,6 +4,6 @@
 
 namespace c10 {
 
-enum ScalarType { kFloat, kBFloat16, kHalf, kLong, kChar, kByte, kFloat8_e4m3fn, kInt, kDouble };
+enum ScalarType { kFloat, kBFloat16, kHalf, kLong, kChar, kByte, kFloat8_e4m3fn, kInt, kDouble, kShort };
 
 }  // namespace c10
