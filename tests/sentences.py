@@ -14,6 +14,7 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
+import torch
 from filelock import FileLock
 
 from runtime.errors import SpecDecWarning
@@ -84,7 +85,7 @@ class Said:
 
     def _fixed(self, text: str, varying: tuple[object, ...]) -> str:
         text = re.sub(rf"{re.escape(str(self._base))}(/popen-gw\d+)?/[^/\s`'\",;:]+", "TMP", text)
-        for value in (*varying, version("torch"), version("transformers")):
+        for value in (*varying, torch.__version__, version("torch"), version("transformers")):  # +cpu, or not
             text = text.replace(str(value), "VARYING")
         for pattern, name in _VARYING:
             text = re.sub(pattern, name, text)
