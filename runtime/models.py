@@ -99,6 +99,16 @@ def resolve_tokenizer(path: Path) -> Path:
     return found or path
 
 
+def refuse_unreadable_tokenizer(path: Path) -> None:
+    """SpecDecError for a directory's or a GGUF file's tokenizer that cannot be read here, as far as files tell."""
+    if is_gguf(path):
+        from runtime.gguf_tokenizer import check_gguf_tokenizer
+
+        check_gguf_tokenizer(path)
+    else:
+        refuse_sentencepiece(path)
+
+
 def refuse_sentencepiece(directory: Path) -> None:
     """SpecDecError for a tokenizer that is a SentencePiece file alone, where the package that reads one is missing."""
     alone = (directory / "tokenizer.model").is_file() and not (directory / "tokenizer.json").is_file()

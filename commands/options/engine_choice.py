@@ -20,8 +20,7 @@ from runtime.chat import check_chat_template
 from runtime.drafters.spec import Devices
 from runtime.drafters.speculation import Speculation
 from runtime.errors import UsageError
-from runtime.gguf import is_gguf
-from runtime.models import read_model_config, refuse_sentencepiece, resolve_model, resolve_tokenizer
+from runtime.models import read_model_config, refuse_unreadable_tokenizer, resolve_model, resolve_tokenizer
 from runtime.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -160,13 +159,8 @@ class EngineChoice:
 
     def check_tokenizer(self) -> None:
         """SpecDecError for a tokenizer that cannot be read here, as far as files tell: before an engine is built."""
-        files = self._tokenizer_files
-        if files is not None and is_gguf(files):
-            from runtime.gguf_tokenizer import check_gguf_tokenizer
-
-            check_gguf_tokenizer(files)
-        elif files is not None:
-            refuse_sentencepiece(files)
+        if self._tokenizer_files is not None:
+            refuse_unreadable_tokenizer(self._tokenizer_files)
 
     def check_chat_template(self) -> None:
         """The same, and SpecDecError for a tokenizer without a chat template that conversations can have."""
