@@ -39,6 +39,7 @@ _VARYING = (
     (r"line \d+ column \d+ \(char \d+\)", "line N column N (char N)"),
 )
 """Parts that depend on the machine or the run."""
+_VERSIONS = (torch.__version__, version("torch"), version("transformers"))  # before a test sets another
 
 Sentences = dict[str, dict[str, str]]
 """Sentences by file, and in it by test."""
@@ -85,7 +86,7 @@ class Said:
 
     def _fixed(self, text: str, varying: tuple[object, ...]) -> str:
         text = re.sub(rf"{re.escape(str(self._base))}(/popen-gw\d+)?/[^/\s`'\",;:]+", "TMP", text)
-        for value in (*varying, torch.__version__, version("torch"), version("transformers")):  # +cpu, or not
+        for value in (*varying, *_VERSIONS):
             text = text.replace(str(value), "VARYING")
         for pattern, name in _VARYING:
             text = re.sub(pattern, name, text)
