@@ -170,18 +170,21 @@ def show_tokens_per_step(llm: LLM, schemas: list[dict[str, Any]], max_tokens: in
     for temperature in (0.0, 1.0):
         for name, drafter in DRAFTERS.items():
             num_tokens = num_steps = num_whole = 0
+            ratios = []
             for i, schema in enumerate(schemas):
                 prompt = f"Answer as JSON by this schema: {json.dumps(schema)[:200]}\nAnswer: "
                 params = SamplingParams(json_schema=schema, temperature=temperature, seed=i, max_tokens=max_tokens)
                 (output,) = llm.generate(prompt, params, drafter=drafter, draft_len_mode="fixed")
                 num_tokens += len(output.token_ids)
                 num_steps += output.stats.num_steps
+                ratios.append(len(output.token_ids) / output.stats.num_steps)
                 if output.finish_reason != "length":
                     jsonschema.validate(json.loads(str(output.text)), schema)
                     num_whole += 1
             print(
-                f"temperature {temperature:g}, {name}: {num_tokens / num_steps:.2f} tokens per step "
-                f"({num_tokens} in {num_steps}), {num_whole} of {len(schemas)} whole and valid"
+                f"temperature {temperature:g}, {name}: {statistics.mean(ratios):.2f} tokens per step of an answer, "
+                f"{num_tokens / num_steps:.2f} of all ({num_tokens} in {num_steps}), {num_whole} of "
+                f"{len(schemas)} whole and valid"
             )
 
 
