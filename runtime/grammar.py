@@ -314,6 +314,7 @@ def _written(grammar: Grammar) -> str:
 
     match grammar.kind:
         case "json_schema":
+            _check_references(json.loads(grammar.text))
             return LLMatcher.grammar_from_json_schema(grammar.text, defaults=_JSON_STYLE)
         case "regex":
             return LLMatcher.grammar_from_regex(grammar.text)
@@ -324,6 +325,25 @@ def _written(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
         case "lark":
             return LLMatcher.grammar_from_lark(grammar.text)
+
+
+def _check_references(schema: Any) -> None:
+    """Refuse an `$id` beside a `$ref` below the root: from 2019-09 on, as llguidance reads every schema, it is what the
+    `$ref` is relative to, and before it means nothing.
+    """
+    if not isinstance(schema, dict) or "json-schema.org/draft/20" in str(schema.get("$schema")):
+        return
+    left = list(schema.values())
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            if isinstance(value.get("$ref"), str) and isinstance(value.get("$id"), str):
+                raise ValueError(
+                    f"an $id beside a $ref ({value['$ref']}), of which drafts differ; $schema names none since 2019-09"
+                )
+            left += [part for key, part in value.items() if key not in ("const", "enum", "default", "examples")]
+        elif isinstance(value, list):
+            left += value
 
 
 def _refused(grammar: Grammar, why: str) -> UsageError:

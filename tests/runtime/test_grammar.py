@@ -214,6 +214,7 @@ WRONG: list[dict[str, Any]] = [
     {"choice": ["a", ""]},
     {"choice": "yes"},
     {"regex": "a", "json_schema": {}},
+    {"json_schema": {"items": {"$id": "http://localhost/a", "$ref": "#/$defs/b"}, "$defs": {"b": {"type": "null"}}}},
 ]
 
 
