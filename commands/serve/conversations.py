@@ -5,7 +5,7 @@ import json
 import threading
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from commands.serve.http_errors import HTTPError, as_http_error
@@ -140,14 +140,12 @@ def _message(message: ChatMessage, place: str, field: str) -> Message:
 
 
 def _call_document(call: MessageCall, place: str, field: str) -> dict[str, Any]:
-    """A call with its arguments as an object, which templates write in their own way."""
+    """A call with its arguments as an object, which templates write in their own way, or a text that was cut off."""
     arguments: Any = call.function.arguments
     if isinstance(arguments, str) and arguments.strip():
-        try:
+        with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            arguments = [None]  # of no kind that they may be
-    if arguments and not isinstance(arguments, dict):
+    if arguments and not isinstance(arguments, dict | str):
         what = f"{place}: the arguments of a call of `{call.function.name[:80]}` are no JSON object"
         raise HTTPError(400, what, param=field)
     document: dict[str, Any] = {

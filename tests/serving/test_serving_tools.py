@@ -153,12 +153,19 @@ def test_a_schema_of_the_answer_holds_beside_tools(tooled: Served) -> None:
             jsonschema.validate(json.loads(message["content"]), schema)
 
 
-def test_calls_and_what_they_gave_are_what_the_template_writes(tooled: Served) -> None:
-    messages = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}, GAVE]
+@pytest.mark.parametrize(
+    ("arguments", "written_as"),
+    [('{"by": 1, "to": "left"}', '{"by": 1, "to": "left"}'), ('{"by": 1, "t', r'"{\"by\": 1, \"t"'), ("", "{}")],
+    ids=["whole", "cut off", "none"],
+)
+def test_calls_and_what_they_gave_are_what_the_template_writes(tooled: Served, arguments: str, written_as: str) -> None:
+    """A text that is no JSON, as of a call that was cut off, is written as transformers writes it: as a text."""
+    made = CALL | {"function": {"name": "step", "arguments": arguments}}
+    messages = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [made]}, GAVE]
     answer = tooled.post("/tokenize", messages=messages, tools=TOOLS)
     assert answer.status_code == 200, answer.text
     text = tooled.model.llm.tokenizer.decode(answer.json()["tokens"])
-    call = '<tool_call>\n{"name": "step", "arguments": {"by": 1, "to": "left"}}\n</tool_call>'
+    call = f'<tool_call>\n{{"name": "step", "arguments": {written_as}}}\n</tool_call>'
     assert text == f"[step][stop]<user>Go\n<assistant>{call}\n<tool>ok\n<assistant>"
 
 
@@ -265,11 +272,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [*ASKED, {"role": "assistant", "tool_calls": [CALL]}, GAVE | {"tool_call_id": "c2"}]},
         "messages",
     ),
-    "arguments that are no JSON": (
+    "arguments that are no object": (
         {
             "messages": [
                 *ASKED,
-                {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "{"}}]},
+                {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "[1]"}}]},
                 GAVE,
             ]
         },
