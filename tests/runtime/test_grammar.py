@@ -20,7 +20,7 @@ from runtime.grammar import Grammars, Matcher
 from runtime.params import Grammar, SamplingConfig
 from runtime.sampling import Positions, Sampler, choose_all
 from runtime.token_text import token_bytes
-from specdec_cli import LLM, SamplingParams, SpecDecError
+from specdec_cli import LLM, NgramDrafter, SamplingParams, SpecDecError
 
 PROMPT = "The little dog had a red ball. The"
 SCHEMA: dict[str, Any] = {
@@ -214,6 +214,7 @@ WRONG: list[dict[str, Any]] = [
     {"choice": ["a", ""]},
     {"choice": "yes"},
     {"regex": "a", "json_schema": {}},
+    {"json_schema": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}},
     {"json_schema": {"items": {"$id": "http://localhost/a", "$ref": "#/$defs/b"}, "$defs": {"b": {"type": "null"}}}},
 ]
 
@@ -225,11 +226,34 @@ def test_what_is_no_grammar_is_refused_in_a_sentence(llm: LLM, given: dict[str, 
     said(refused.value)
 
 
-def test_an_expression_that_grows_too_large_ends_its_request_alone(llm: LLM) -> None:
+def optional_properties(num: int) -> dict[str, Any]:
+    properties = {f"p{i}": {"type": "integer"} for i in range(num)}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def test_large_forms_are_held_to(llm: LLM) -> None:
+    """Each of 2,000 choices was a rule of its own, and where llguidance gave up the output went on without its form."""
+    choices = [f"{i} is {i * 7 % 31}" for i in range(2000)]
+    many = [SamplingParams(seed=i, max_tokens=30, choice=choices) for i in range(5)]
+    of_one = SamplingParams(seed=0, max_tokens=30, json_schema=optional_properties(1000))
+    *chosen, written = [str(output.text) for output in llm.generate([PROMPT] * 6, [*many, of_one])]
+    assert set(chosen) <= set(choices) and len(set(chosen)) > 1
+    assert written.startswith("{") and (not written.endswith("}") or json.loads(written) is not None)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"regex": "[xy](a{1000}){1000}"}, {"json_schema": optional_properties(3000)}],
+    ids=["expression", "object"],
+)
+@pytest.mark.parametrize("drafter", [None, NgramDrafter(4, 2)])
+def test_a_form_that_grows_too_large_ends_its_request_alone(
+    llm: LLM, given: dict[str, Any], drafter: NgramDrafter | None
+) -> None:
     """Its steps are bounded; the others are answered."""
-    hostile = SamplingParams(temperature=0, max_tokens=140, regex="[xy](a{1000}){1000}")
+    hostile = SamplingParams(temperature=0, max_tokens=140, **given)
     with pytest.raises(SpecDecError, match="grammar allows no token"):
-        llm.generate([PROMPT, PROMPT], [hostile, SamplingParams(temperature=0, max_tokens=4)])
+        llm.generate([PROMPT, PROMPT], [hostile, SamplingParams(temperature=0, max_tokens=4)], drafter=drafter)
 
 
 def test_without_a_tokenizer_it_is_said() -> None:
