@@ -74,7 +74,7 @@ class ChatTemplate:
     def check_variables(self, variables: Mapping[str, Any]) -> None:
         """SpecDecError for a variable that is transformers' own."""
         own = signature(self._tokenizer.apply_chat_template).parameters
-        if taken := [name for name in variables if name in own and name != "kwargs"]:
+        if taken := [name for name in variables if name != "kwargs" and (name in own or name == "messages")]:
             raise SpecDecError(f"not a variable of a chat template: {taken[0]}", hint="leave it out")
 
     def encode(self, messages: Seq[Message], inputs: "TemplateInputs | None" = None) -> list[int]:
@@ -97,6 +97,11 @@ class ChatTemplate:
                 list(messages), add_generation_prompt=True, tokenize=False, **given
             )
             text.encode()  # no tokenizer takes half a pair of surrogates
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise SpecDecError(
+                f"a text of the conversation has half a pair of surrogates: {half!a}", hint="send whole characters"
+            ) from None
         except TemplateSyntaxError as error:  # a filter that there is none of, too
             _raise_broken(error)
         except UndefinedError as error:

@@ -340,9 +340,21 @@ def _written(grammar: Grammar) -> str:
                 f"start: CHOICE\nCHOICE: {choices}"
             )  # a rule would have an item for each
         case "grammar":
-            return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
+            return LLMatcher.grammar_from_lark(any_to_lark(_with_characters(grammar.text)))
         case "lark":
             return LLMatcher.grammar_from_lark(grammar.text)
+
+
+def _with_characters(text: str) -> str:
+    """A grammar in GBNF with the characters that it writes by number, which llguidance's converter reads wrongly."""
+    if "::=" not in text:
+        return text
+
+    def character(found: re.Match[str]) -> str:
+        code = int(found[1] or found[2] or found[3] or "0", 16)
+        return chr(code) if 0x7F < code < 0x110000 and not 0xD800 <= code < 0xE000 else found[0]
+
+    return re.sub(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|x([0-9A-Fa-f]{2})|.)", character, text)
 
 
 def _check_references(schema: Any) -> None:

@@ -78,6 +78,7 @@ def chat(engine: EngineOptions, chat: ChatOptions, generation: RunGeneration) ->
             output.result(f"sampled as the model's generation_config.json says: {values_line(own)}")
         conversation = Conversation(setup, output, chat.system, chat.show_tokens, toolbox, chat.tool_call_parser)
         setup.llm.chat_template  # noqa: B018  # that there is one is found before the first line
+        conversation.check_tools()
         output.result(HELP)
         for line in lines_of_user():
             if not conversation.hear(line.rstrip("\n")):

@@ -53,7 +53,7 @@ def open_toolbox(path: Path) -> Toolbox:
         spec.loader.exec_module(module)
     except SpecDecError:
         raise
-    except Exception as error:  # it is a program
+    except (Exception, SystemExit) as error:  # it is a program
         raise SpecDecError(
             f"the file with tools fails, {type(error).__name__}: {error}: {path}", hint="correct it"
         ) from error

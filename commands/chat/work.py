@@ -64,7 +64,7 @@ class Conversation:
         if self.toolbox is not None and (calls is None or (not template.knows_tools and self.tool_call_parser is None)):
             raise SpecDecError(
                 "the model's chat template knows no tools, or calls them in a format that is not known",
-                hint="take a model that was trained for tools, or name the format of its calls",
+                hint="take a model that was trained for tools, or name the format of its calls by `--tool-call-parser`",
                 code="no_tools",
             )
         tools = () if self.toolbox is None else self.toolbox.tools
@@ -86,6 +86,11 @@ class Conversation:
         calls = Calls(self.toolbox.tools, "auto")
         text = call_grammar(calls, self._form.calls, self._form.reasoning, special, in_reasoning=in_reasoning)
         return None if text is None else grammars.compiled(Grammar("lark", text))
+
+    def check_tools(self) -> None:
+        """SpecDecError for tools that the model cannot be told of."""
+        if self.toolbox is not None:
+            assert self._form.calls is not None
 
     def reset(self) -> None:
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]

@@ -5,14 +5,19 @@ import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from pydantic_core import from_json
+
 from commands.serve.chat_completions import call_id, chat_streams
+from commands.serve.conversations import has_effort
 from commands.serve.replies import Chunks, Piece, PieceStream, usage
 from commands.serve.schema import (
     AnthropicBlock,
     AnthropicMessage,
     ChatRequest,
     CountRequest,
+    Forms,
     MessagesRequest,
+    OutputConfig,
     text_of,
     validate_chat,
 )
@@ -42,6 +47,12 @@ def chat_of_messages(served: ServedModel, body: CountRequest) -> ChatRequest:
         chat["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
     if isinstance(body, MessagesRequest):
         names = ("max_tokens", "stream", "temperature", "top_p", "top_k", "seed")
+        chat |= body.model_dump(by_alias=True, exclude_unset=True, include=set(Forms.model_fields))
+        config = body.output_config or OutputConfig()
+        if (form := config.format or body.output_format) is not None:
+            chat["response_format"] = form.document
+        if config.effort is not None and has_effort(served.template_text):
+            chat["reasoning_effort"] = config.effort
         chat |= {name: getattr(body, name) for name in names} | {"stop": body.stop_sequences or None}
         speculative: Any = body.speculative
         chat["speculative"] = (
@@ -215,9 +226,9 @@ class MessagesReply:
 
 
 def _input(arguments: str) -> Any:
-    """Arguments as an object; what was cut off, or is none, is an empty one: the stream has its text."""
+    """Arguments as an object, as far as they came before they were cut off: what clients make of the stream."""
     try:
-        found = json.loads(arguments)
-    except (ValueError, RecursionError):
+        found = from_json(arguments or "{}", allow_partial=True)
+    except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

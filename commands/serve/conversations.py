@@ -57,8 +57,13 @@ def chat_tokens(served: ServedModel, body: Conversation) -> list[int]:
         messages = _with_system_first(messages)
     try:
         template.check_variables(inputs.variables)
+    except SpecDecError as error:
+        raise as_http_error(error, "chat_template_kwargs") from None
+    try:
         with ended_after(_TEMPLATE_S):
             return template.encode(messages, inputs)
+    except SpecDecError as error:
+        raise as_http_error(error, body.said_in) from None
     except TimeoutError:
         reason = f"the model's chat template takes longer than {_TEMPLATE_S:g} s for these messages"
         raise HTTPError(400, reason, param=body.said_in, code="template_timeout") from None
@@ -146,7 +151,7 @@ def _call_document(call: MessageCall, place: str, field: str) -> dict[str, Any]:
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     if arguments and not isinstance(arguments, dict | str):
-        what = f"{place}: the arguments of a call of `{call.function.name[:80]}` are no JSON object"
+        what = f"{place}: the arguments of a call of `{call.function.name[:80]}` are no JSON object: {arguments!r:.80}"
         raise HTTPError(400, what, param=field)
     document: dict[str, Any] = {
         "type": "function",

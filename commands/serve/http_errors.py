@@ -1,5 +1,8 @@
 """Errors as OpenAI's clients read them: a status, and `{"error": {message, type, param, code}}`."""
 
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from pydantic import ValidationError
@@ -70,6 +73,19 @@ class HTTPError(Exception):
         return {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
 
 
+@contextmanager
+def fields_named(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors name fields as another protocol does: patterns of a chat's fields, and what stands for each there."""
+    try:
+        yield
+    except HTTPError as error:
+        message, param = error.message, error.param
+        for pattern, name in names.items():
+            message = re.sub(rf"(?<![\w.]){pattern}(?!\w)", name, message)
+            param = re.sub(rf"^{pattern}$", name, param) if param is not None else None
+        raise HTTPError(error.status, message, param=param, code=error.code) from None
+
+
 def as_http_error(error: SpecDecError, param: str | None = None) -> HTTPError:
     """HTTP error for an error of the server's own."""
     message = f"{error.message} ({error.hint})" if error.hint else error.message
@@ -94,10 +110,14 @@ def of_validation(error: ValidationError, body: dict[str, Any]) -> HTTPError:
     meant = max(of_field, key=lambda one: (not _is_of_another_kind(one), len(_path(one, body))))
     path = _path(meant, body)
     same = [one for one in of_field if _path(one, body) == path and _is_of_another_kind(one)]
-    reasons = dict.fromkeys(one["msg"] for one in (same if meant in same else [meant]))
-    given = meant["input"]
+    reasons = dict.fromkeys(_REASONS.get(one["type"], one["msg"]) for one in (same if meant in same else [meant]))
+    given = meant["input"]["type"] if meant["type"] == "item_type" else meant["input"]
     value = f": {given!r}" if isinstance(given, str | int | float) and len(repr(given)) <= _MAX_SHOWN else ""
     return HTTPError(400, f"{'.'.join(path)}: {' or '.join(reasons)}{value}", param=param, code="invalid_value")
+
+
+_REASONS = {"none_required": "it is not supported", "model_type": "Input should be an object"}
+"""Reasons in words of the protocol, by pydantic's types of errors."""
 
 
 def _is_of_another_kind(error: ErrorDetails) -> bool:

@@ -51,7 +51,8 @@ class ResponseStore:
         return self._find(response_id)[0]
 
     def messages(self, response_id: str) -> list[dict[str, Any]]:
-        return self._find(response_id)[1]
+        """Messages that a request goes on from by its `previous_response_id`."""
+        return self._find(response_id, "previous_response_id")[1]
 
     def delete(self, response_id: str) -> None:
         size = self._find(response_id)[2]
@@ -59,15 +60,15 @@ class ResponseStore:
             if self._held.pop(response_id, None) is not None:
                 self._size -= size
 
-    def _find(self, response_id: str) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
+    def _find(self, response_id: str, param: str = "response_id") -> tuple[dict[str, Any], list[dict[str, Any]], int]:
         with self._lock:
             found = self._held.get(response_id)
         if found is None:
             raise HTTPError(
                 404,
                 f"no such response is kept (the last {_MOST_STORED} are): {response_id[:80]}",
-                param="previous_response_id",
-                code="previous_response_not_found",
+                param=param,
+                code="previous_response_not_found" if param == "previous_response_id" else "response_not_found",
             )
         return found
 
@@ -85,7 +86,7 @@ def chat_of_responses(served: ServedModel, body: ResponsesRequest, said: list[di
     chat |= {"parallel_tool_calls": body.parallel_tool_calls, "chat_template_kwargs": body.chat_template_kwargs}
     chat |= _tools(body)
     if body.text is not None and body.text.format is not None:
-        chat["response_format"] = body.text.format.model_dump(by_alias=True, exclude={"name"})
+        chat["response_format"] = body.text.format.document
     effort = body.reasoning.effort if body.reasoning is not None else None
     if effort is not None and (effort == "none" or (served.has_chat_template and has_effort(served.template_text))):
         chat["reasoning_effort"] = effort  # clients send it to any model
@@ -153,10 +154,17 @@ def _text(content: str | list[Any]) -> str:
 
 def _tools(body: ResponsesRequest) -> dict[str, Any]:
     """Tools and the choice among them, as a chat request has them."""
-    functions = [tool for tool in body.tools or () if tool.get("type") == "function"]
+    for i, tool in enumerate(body.tools or ()):
+        if not isinstance(tool.get("type"), str):
+            raise HTTPError(400, f"tools.{i}.type: Field required", param="tools", code="invalid_value")
+    functions = [tool for tool in body.tools or () if tool["type"] == "function"]
     choice = body.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        names = [one.get("name") for one in choice.get("tools") or () if isinstance(one, dict)]
+        allowed = [one for one in choice.get("tools") or () if isinstance(one, dict)]
+        names = [one.get("name") for one in allowed if one.get("type", "function") == "function"]
+        if unknown := [name for name in names if name not in [tool.get("name") for tool in functions]]:
+            what = f"`tool_choice` allows a function that is none of the `tools`: {str(unknown[0])[:80]}"
+            raise HTTPError(400, what, param="tool_choice", code="invalid_value")
         functions = [tool for tool in functions if tool.get("name") in names]
         choice = choice.get("mode", "auto")
     elif isinstance(choice, dict):

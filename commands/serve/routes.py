@@ -30,7 +30,7 @@ from commands.serve.chat_completions import ChatReply
 from commands.serve.completions import CompletionReply
 from commands.serve.conversations import chat_tokens
 from commands.serve.group import ClientGone, Clock, Group, submit
-from commands.serve.http_errors import HTTPError, as_http_error
+from commands.serve.http_errors import HTTPError, as_http_error, fields_named
 from commands.serve.metrics import ServerMetrics
 from commands.serve.openai_responses import ResponsesReply, ResponseStore, chat_of_responses, messages_of
 from commands.serve.openapi import answers, errors, openapi_schema, page_response
@@ -42,7 +42,6 @@ from commands.serve.schema import (
     CountRequest,
     DetokenizeRequest,
     Generation,
-    Lenient,
     MessagesRequest,
     ResponsesRequest,
     TokenizeRequest,
@@ -59,7 +58,7 @@ _READ_TIMEOUT_S = 30
 
 T = TypeVar("T")
 G = TypeVar("G", bound=Generation)
-L = TypeVar("L", bound=Lenient)
+L = TypeVar("L", ResponsesRequest, MessagesRequest)
 
 
 @dataclass(frozen=True)
@@ -104,8 +103,9 @@ class Server:
         def prepare() -> tuple[L, ChatRequest, list[ServeRequest]]:
             body = parse_body(raw, model)
             self.served.check_name(getattr(body, "model", None))
-            chat = translate(body)
-            return body, chat, ask_chat(self.served, chat)
+            with fields_named(body.CHAT_FIELDS):
+                chat = translate(body)
+                return body, chat, ask_chat(self.served, chat)
 
         body, chat, asked = await self.aside(prepare)
         return body, chat, submit(self.served.loop, asked)
@@ -227,7 +227,8 @@ def _messages_routes(server: Server) -> APIRouter:
         def work() -> dict[str, int]:
             body = parse_body(raw, CountRequest)
             server.served.check_name(body.model)
-            return {"input_tokens": len(chat_tokens(server.served, chat_of_messages(server.served, body)))}
+            with fields_named(body.CHAT_FIELDS):
+                return {"input_tokens": len(chat_tokens(server.served, chat_of_messages(server.served, body)))}
 
         return await server.aside(work)
 

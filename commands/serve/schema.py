@@ -6,16 +6,19 @@ that asks for nothing (`REFUSED`).
 
 import re
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic_core
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     PrivateAttr,
+    Tag,
     ValidationError,
     create_model,
     model_validator,
@@ -142,7 +145,9 @@ Choices = Annotated[list[str], Field(max_length=MAX_CHOICES, fail_fast=True)]
 
 
 class StructuredOutputs(Lenient):
-    """vLLM's."""
+    """vLLM's. Its ways to leave something out of JSON are what is done here in any case."""
+
+    model_config = ConfigDict(extra="forbid")
 
     the_json: Schema | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -151,9 +156,52 @@ class StructuredOutputs(Lenient):
     grammar: str | None = None
     structural_tag: None = None
     whitespace_pattern: None = None
+    disable_fallback: bool | None = None
+    disable_any_whitespace: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_form(self) -> "StructuredOutputs":
+        if not any((self.the_json is not None, self.json_object, self.regex, self.choice, self.grammar)):
+            reason = "it has none of `json`, `json_object`, `regex`, `choice` and `grammar`"
+            raise pydantic_core.PydanticCustomError("no_form", reason)
+        return self
 
 
-class Generation(Lenient):
+class Forms(Lenient):
+    """Fields that ask for a form of the output."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    json_schema: Schema | None = Field(None, description="llama.cpp's.")
+    grammar: str | None = Field(None, description="llama.cpp's: in GBNF's notation, or in Lark's.")
+    regex: str | None = Field(None, description="SGLang's.")
+    ebnf: str | None = Field(None, description="SGLang's.")
+
+    @property
+    def forms(self) -> list[tuple[str, GrammarKind, Any]]:
+        """Forms of the output that are asked for: the field, and the parameter of `SamplingParams` with its value."""
+        format_of, structured = self.response_format, self.structured_outputs or StructuredOutputs.model_construct()
+        any_object = {"type": "object"} if structured.json_object else None
+        all_forms: list[tuple[str, GrammarKind, Any]] = [
+            ("response_format", "json_schema", None if format_of is None else format_of.form),
+            *(("structured_outputs", "json_schema", schema) for schema in (structured.the_json, any_object)),
+            ("structured_outputs", "regex", structured.regex),
+            ("structured_outputs", "choice", structured.choice),
+            ("structured_outputs", "grammar", structured.grammar),
+            *(("guided_json", "json_schema", self.guided_json), ("json_schema", "json_schema", self.json_schema)),
+            *(("guided_regex", "regex", self.guided_regex), ("regex", "regex", self.regex)),
+            ("guided_choice", "choice", self.guided_choice),
+            *(("guided_grammar", "grammar", self.guided_grammar), ("ebnf", "grammar", self.ebnf)),
+            ("grammar", "grammar", self.grammar or None),  # llama.cpp's clients send an empty one
+        ]
+        return [form for form in all_forms if form[2] is not None]
+
+
+class Generation(Forms):
     """Fields common to completions and chat."""
 
     model: str | None = Field(None, description="The model's name; 404 for another one.")
@@ -177,16 +225,6 @@ class Generation(Lenient):
         Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None
     ) = None
     user: str | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: Schema | None = None
-    guided_regex: str | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: str | None = None
-    json_schema: Schema | None = Field(None, description="llama.cpp's.")
-    grammar: str | None = Field(None, description="llama.cpp's: in GBNF's notation, or in Lark's.")
-    regex: str | None = Field(None, description="SGLang's.")
-    ebnf: str | None = Field(None, description="SGLang's.")
     speculative: bool | Speculative | None = Field(
         None, description="false: nothing is drafted for this request; an object: how."
     )
@@ -194,25 +232,6 @@ class Generation(Lenient):
     return_token_kinds: bool | None = Field(
         None, description="Add `tokens` to each choice of a stream: each token's text and kind."
     )
-
-    @property
-    def forms(self) -> list[tuple[str, GrammarKind, Any]]:
-        """Forms of the output that are asked for: the field, and the parameter of `SamplingParams` with its value."""
-        format_of, structured = self.response_format, self.structured_outputs or StructuredOutputs.model_validate({})
-        any_object = {"type": "object"} if structured.json_object else None
-        all_forms: list[tuple[str, GrammarKind, Any]] = [
-            ("response_format", "json_schema", None if format_of is None else format_of.form),
-            *(("structured_outputs", "json_schema", schema) for schema in (structured.the_json, any_object)),
-            ("structured_outputs", "regex", structured.regex),
-            ("structured_outputs", "choice", structured.choice),
-            ("structured_outputs", "grammar", structured.grammar),
-            *(("guided_json", "json_schema", self.guided_json), ("json_schema", "json_schema", self.json_schema)),
-            *(("guided_regex", "regex", self.guided_regex), ("regex", "regex", self.regex)),
-            ("guided_choice", "choice", self.guided_choice),
-            *(("guided_grammar", "grammar", self.guided_grammar), ("ebnf", "grammar", self.ebnf)),
-            ("grammar", "grammar", self.grammar or None),  # llama.cpp's clients send an empty one
-        ]
-        return [form for form in all_forms if form[2] is not None]
 
     @property
     @abstractmethod
@@ -278,10 +297,21 @@ class ChatMessage(Lenient):
         return text_of(self.content)
 
 
+def _of_object(schema: dict[str, Any]) -> dict[str, Any]:
+    kind = schema.get("type", "object")
+    if kind != "object":
+        raise pydantic_core.PydanticCustomError(
+            "no_object", "arguments are an object, and not of type {kind}", {"kind": kind}
+        )
+    return schema
+
+
 class Function(Lenient):
     name: FunctionName
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments.")
+    parameters: Annotated[dict[str, Any], AfterValidator(_of_object)] | None = Field(
+        None, description="JSON schema of the arguments, which are an object."
+    )
     strict: bool | None = Field(None, description="Calls have valid arguments with `tool_choice` auto too.")
 
 
@@ -393,13 +423,34 @@ class InputReasoning(Lenient):
     content: list[InputPart] | None = None
 
 
-InputItem = InputCall | InputCallOutput | InputReasoning | InputMessage
+def _item_type(item: Any) -> Any:
+    """Type of an item, which is a message where it is left out."""
+    return (item.get("type") or "message") if isinstance(item, dict) else getattr(item, "type", "message")
+
+
+InputItem = Annotated[
+    Annotated[InputCall, Tag("function_call")]
+    | Annotated[InputCallOutput, Tag("function_call_output")]
+    | Annotated[InputReasoning, Tag("reasoning")]
+    | Annotated[InputMessage, Tag("message")],
+    Discriminator(
+        _item_type,
+        custom_error_type="item_type",
+        custom_error_message="items of its type are not supported, but message, function_call, function_call_output "
+        "and reasoning",
+    ),
+]
 
 
 class OutputFormat(Lenient):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     the_schema: dict[str, Any] | None = Field(None, alias="schema")
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The same as a chat's `response_format`."""
+        return self.model_dump(by_alias=True, exclude={"name"})
 
 
 class OutputText(Lenient):
@@ -414,9 +465,16 @@ class Effort(Lenient):
 class ResponsesRequest(Generation):
     """OpenAI's Responses. Tools of other types than `function` are not offered to the model."""
 
+    CHAT_FIELDS: ClassVar[Mapping[str, str]] = {
+        r"max_(completion_)?tokens": "max_output_tokens",
+        "response_format": "text.format",
+        r"tools\.(\d+)\.function": r"tools.\1",
+    }
+
     input: str | Annotated[list[InputItem], Field(max_length=4096)]
     instructions: str | None = None
-    max_output_tokens: Count | None = None
+    max_tokens: None = None
+    max_output_tokens: Annotated[Count, Field(ge=1)] | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -464,12 +522,30 @@ class AnthropicChoice(Lenient):
     disable_parallel_tool_use: bool | None = None
 
 
+def _without_beginning(messages: list[AnthropicMessage]) -> list[AnthropicMessage]:
+    if messages[-1].role == "assistant":
+        reason = "the last one is the assistant's, and an answer does not go on from it: end with the user's"
+        raise pydantic_core.PydanticCustomError("prefilled", reason)
+    return messages
+
+
 class Thinking(Lenient):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
+class OutputConfig(Lenient):
+    format: OutputFormat | None = None
+    effort: Annotated[str, Field(max_length=32)] | None = None
+
+
 class CountRequest(Lenient):
     """Anthropic's: what a message would be answered to."""
+
+    CHAT_FIELDS: ClassVar[Mapping[str, str]] = {
+        "response_format": "output_config.format",
+        r"tools\.(\d+)\.function\.parameters": r"tools.\1.input_schema",
+        r"tools\.(\d+)\.function": r"tools.\1",
+    }
 
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=4096)]
@@ -479,9 +555,12 @@ class CountRequest(Lenient):
     thinking: Thinking | None = None
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(CountRequest, Forms):
     """Anthropic's Messages. Tools of Anthropic's own servers are not offered to the model."""
 
+    messages: Annotated[
+        list[AnthropicMessage], Field(min_length=1, max_length=4096), AfterValidator(_without_beginning)
+    ]
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)]
     stop_sequences: Annotated[list[StopWord], Field(max_length=MAX_STOP_WORDS)] | None = None
     stream: bool | None = None
@@ -490,6 +569,8 @@ class MessagesRequest(CountRequest):
     top_k: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     speculative: bool | Speculative | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(None, description="`output_config.format` by its name before.")
 
     @property
     def tells_of_tokens(self) -> bool:
@@ -543,6 +624,7 @@ REFUSED: dict[str, Callable[[Any], bool]] = {
     "return_tokens_as_token_ids": _asks_nothing(False),
     "return_token_ids": _asks_nothing(False),
     "structural_tag": _asks_nothing(),
+    "guided_whitespace_pattern": _asks_nothing(),
     "logits_processors": _asks_nothing([]),
     "vllm_xargs": _asks_nothing({}),
     "thinking_token_budget": _asks_nothing(),
@@ -621,6 +703,8 @@ _REFUSED_IN_CHAT: dict[str, Callable[[Any], bool]] = {
 
 
 _REFUSED_IN_RESPONSES: dict[str, Callable[[Any], bool]] = {
+    "messages": _asks_nothing(),
+    "max_completion_tokens": _asks_nothing(),
     "background": _asks_nothing(False),
     "conversation": _asks_nothing(),
     "prompt": _asks_nothing(),

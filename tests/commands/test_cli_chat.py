@@ -312,8 +312,14 @@ def test_functions_of_a_file_are_called_if_the_user_says_so(
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("def f(a):\n    pass", "f"), ("1 / 0", "ZeroDivisionError"), ("a = 1", "mine.py"), (None, "mine.py")],
-    ids=["undescribed", "failing", "empty", "missing"],
+    [
+        ("def f(a):\n    pass", "f"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("import sys; sys.exit(3)", "SystemExit: 3"),
+        ("a = 1", "mine.py"),
+        (None, "mine.py"),
+    ],
+    ids=["undescribed", "failing", "ending", "empty", "missing"],
 )
 def test_a_file_of_tools_that_cannot_be_used_is_one_error(
     specdec: Specdec, engine_dir: Path, tmp_path: Path, said: Said, text: str | None, value: str
@@ -328,7 +334,8 @@ def test_a_file_of_tools_that_cannot_be_used_is_one_error(
 def test_a_template_without_tools_is_said(
     specdec: Specdec, engine_dir: Path, with_tools: Path, type_lines: TypeLines, said: Said
 ) -> None:
-    type_lines("Go")
+    """Before the first line."""
+    type_lines("/quit")
     result = specdec("chat", "--engine-dir", engine_dir, "--tools", with_tools / "mine.py")
     assert result.exit_code == 1
     said(result)

@@ -117,6 +117,10 @@ VALID: list[tuple[dict[str, Any], Any]] = [
     ({"regex": EXPRESSION}, lambda text: regex.fullmatch(EXPRESSION, text) or pytest.fail(text)),
     ({"choice": ["yes", "no", 'per"haps\n']}, lambda text: text in ("yes", "no", 'per"haps\n') or pytest.fail(text)),
     ({"grammar": 'start: "<" WORD ">"\nWORD: /[a-z]{2,5}/'}, lambda text: regex.fullmatch("<[a-z]{2,5}>", text).end()),
+    (
+        {"grammar": r'root ::= "\u00e9" [\u00e0-\u00e2] "\\" "\x41\xe9\U0001F600"'},
+        lambda text: regex.fullmatch(r"é[à-â]\\Aé😀", text).end(),
+    ),
     ({"grammar": 'root ::= "<" [a-z] [a-z]? ">"'}, lambda text: regex.fullmatch("<[a-z]{1,2}>", text).end()),
 ]
 

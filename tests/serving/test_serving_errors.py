@@ -72,6 +72,12 @@ WRONG = {
     ),
     "a schema of bytes": ({"prompt": PROMPT, "guided_json": "{"}, "guided_json"),
     "no choice": ({"prompt": PROMPT, "guided_choice": []}, "guided_choice"),
+    "no form": ({"prompt": PROMPT, "structured_outputs": {}}, "structured_outputs"),
+    "a form that there is none of": (
+        {"prompt": PROMPT, "structured_outputs": {"choices": ["a"]}},
+        "structured_outputs",
+    ),
+    "a pattern of white space": ({"prompt": PROMPT, "guided_whitespace_pattern": " *"}, "guided_whitespace_pattern"),
     "a tag": ({"prompt": PROMPT, "structured_outputs": {"structural_tag": "{}"}}, "structured_outputs"),
     "a format without its schema": ({"prompt": PROMPT, "response_format": {"type": "json_schema"}}, "response_format"),
     "a format of no type": ({"prompt": PROMPT, "response_format": {"type": "xml"}}, "response_format"),

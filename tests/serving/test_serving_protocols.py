@@ -7,6 +7,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from pydantic_core import from_json
 from sentences import Said
 from serving_models import Served, opened
 from shared import shared_engine
@@ -179,6 +180,41 @@ def test_calls_of_a_message_stream_as_they_are_whole(tooled: Served) -> None:
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
 
 
+@pytest.mark.parametrize("max_tokens", [8, 20, 30])
+def test_a_call_that_is_cut_off_has_what_a_client_makes_of_the_stream(tooled: Served, max_tokens: int) -> None:
+    """anthropic's client parses what came of the arguments; it was nothing where the answer came whole."""
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Go"}], "max_tokens": max_tokens, "seed": 1}
+    body |= {"tools": [OWN_TOOL], "tool_choice": {"type": "any"}}
+    found = ok(tooled.post(MESSAGES, **body))
+    assert found["stop_reason"] == "max_tokens"
+    events = events_of(tooled.post(MESSAGES, **body, stream=True))
+    arguments = "".join(e["delta"].get("partial_json", "") for e in events if e["type"] == "content_block_delta")
+    inputs = [block["input"] for block in found["content"] if block["type"] == "tool_use"]
+    assert inputs == ([from_json(arguments, allow_partial=True)] if arguments else [{}] * len(inputs))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"}},
+        {"output_format": {"type": "json_schema", "schema": SCHEMA}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+        {"guided_json": SCHEMA},
+    ],
+    ids=lambda form: next(iter(form)),
+)
+def test_a_message_is_of_the_form_that_is_asked_for(tooled: Served, form: dict[str, Any]) -> None:
+    """anthropic's `messages.parse` has `output_config`; the others were ignored as well."""
+    for seed in range(3):
+        asked = {"messages": [{"role": "user", "content": "Go"}], "max_tokens": 60, "seed": seed, **form}
+        found = ok(tooled.post(MESSAGES, **asked))
+        (block,) = found["content"]
+        value = from_json(block["text"], allow_partial=found["stop_reason"] == "max_tokens")
+        assert isinstance(value, dict)
+        if found["stop_reason"] != "max_tokens":
+            jsonschema.validate(value, SCHEMA)
+
+
 def test_a_message_says_why_it_ends(tooled: Served) -> None:
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "Go"}], "seed": 2}
     chat = ok(tooled.post(CHAT, **body, max_tokens=12, ignore_eos=True))["choices"][0]["message"]["content"]
@@ -308,6 +344,41 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "arguments that are none": (RESPONSES, {"input": [USER, CALLS | {"arguments": "[1]"}, GAVE]}),
     "an answer to another call": (RESPONSES, {"input": [USER, CALLS, GAVE | {"call_id": "2"}]}),
     "a function without a name": (RESPONSES, {"input": "a", "tools": [{"type": "function"}]}),
+    "a choice among unknown functions": (
+        RESPONSES,
+        {
+            "input": "a",
+            "tools": [FUNCTION],
+            "tool_choice": {"type": "allowed_tools", "tools": [{"type": "function", "name": "fly"}]},
+        },
+    ),
+    "a tool without a type": (RESPONSES, {"input": "a", "tools": [{"name": "go"}]}),
+    "no room for a token": (RESPONSES, {"input": "a", "max_output_tokens": 0}),
+    "a chat's length": (RESPONSES, {"input": "a", "max_tokens": 3}),
+    "a number": (RESPONSES, {"input": 1}),
+    "a schema that is none": (
+        RESPONSES,
+        {"input": "a", "text": {"format": {"type": "json_schema", "name": "a", "schema": {"$ref": "#/no"}}}},
+    ),
+    "a schema that is none, of a message": (
+        MESSAGES,
+        {
+            "messages": [{"role": "user", "content": "a"}],
+            "max_tokens": 1,
+            "output_config": {"format": {"type": "json_schema", "schema": {"$ref": "#/no"}}},
+        },
+    ),
+    "a tool of a message without a name": (
+        MESSAGES,
+        {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "tools": [{"input_schema": SCHEMA}]},
+    ),
+    "a beginning of the answer": (
+        MESSAGES,
+        {
+            "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "The answer is"}],
+            "max_tokens": 1,
+        },
+    ),
     "no length": (MESSAGES, {"messages": [{"role": "user", "content": "a"}]}),
     "an image in a message": (
         MESSAGES,
@@ -347,6 +418,7 @@ def test_what_is_wrong_is_said_in_the_protocols_own_form(tooled: Served, name: s
     else:
         assert set(answer["error"]) == {"message", "type", "param", "code"}
         assert answer["error"]["param"] != "messages"
+    assert "function.name" not in answer["error"]["message"]
     assert path == MESSAGES or "messages" not in answer["error"]["message"]
     said(answer["error"]["message"])
 

@@ -285,7 +285,25 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a message that says nothing": ({"messages": [{"role": "user", "content": None}]}, "messages"),
     "an assistant that says nothing": ({"messages": [*ASKED, {"role": "assistant"}]}, "messages"),
     "a user that calls": ({"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]}, "messages"),
-    "a variable of transformers' own": ({"chat_template_kwargs": {"tokenize": True}}, "messages"),
+    "a variable of transformers' own": ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    "the messages as a variable": ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    "half a character in a call": (
+        {
+            "messages": [
+                *ASKED,
+                {
+                    "role": "assistant",
+                    "tool_calls": [CALL | {"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}],
+                },
+                GAVE,
+            ]
+        },
+        "messages",
+    ),
+    "arguments that are a text": (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
+        "tools",
+    ),
     "an effort that no template knows": ({"reasoning_effort": "high"}, "reasoning_effort"),
 }
 
