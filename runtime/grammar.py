@@ -11,11 +11,14 @@ import json
 import os
 import re
 from collections import OrderedDict
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from threading import Lock
+from time import thread_time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,6 +43,11 @@ _MOST_ITEMS_IN_ROW, _MOST_ITEMS = 10_000, 250_000
 """Items of Earley's parser after one byte, and in a step, which takes 12 ms then. An object of 1,000 optional values
 has 4,000 after its brace.
 """
+_MOST_STEP_S = 0.05
+"""Seconds of a core for a position's mask, 20 times what forms of real tools take: each token of an ambiguous grammar
+is slower than the one before, in however few items.
+"""
+_SLOW = "its steps take too long, as an ambiguous grammar's do"
 _ENDLESS = "it never ends, or only after a very long text"
 _MOST_REASON = 200
 
@@ -104,6 +112,7 @@ class Matcher:
         self._end_ids, self._ends = end_ids, sorted(end_ids)
         self._matcher = grammar.start()
         self._tokens: list[int] = []
+        self._is_slow = False
         self._last: tuple[list[int], bytes, bool, Mask] | None = None
         """The last position and its mask: an output's end is looked for before its next token is chosen, and within a
         text masks do not change."""
@@ -202,15 +211,26 @@ class Matcher:
         return self._consume(output[num_kept:])
 
     def _consume(self, tokens: list[int]) -> bool:
-        num_taken = self._matcher.try_consume_tokens(tokens) if tokens else 0
+        with self._watched(len(tokens)):
+            num_taken = self._matcher.try_consume_tokens(tokens) if tokens else 0
         self._tokens += tokens[:num_taken]
         return num_taken == len(tokens)
+
+    @contextmanager
+    def _watched(self, num_tokens: int) -> Iterator[None]:
+        """Time of this thread alone: a busy machine ends no request."""
+        start = thread_time()
+        yield
+        self._is_slow |= thread_time() - start > _MOST_STEP_S * max(num_tokens, 1)
 
     def _mask(self) -> Mask:
         """Tokens that may come next."""
         if self._last is not None and self._last[0] == self._tokens:
             return self._last[-1]
-        bits, is_whole = self._matcher.compute_bitmask(), self._matcher.is_accepting()
+        with self._watched(1):
+            bits, is_whole = self._matcher.compute_bitmask(), self._matcher.is_accepting()
+        if self._is_slow:
+            return self._nothing(_SLOW)
         if self._matcher.is_error():
             return self._nothing(_reason(self._matcher.get_error()))
         if self._last is not None and self._last[1:3] == (bits, is_whole):

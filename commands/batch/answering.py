@@ -148,7 +148,8 @@ class BatchModel:
         if request.url == "/v1/chat/completions":
             chat = self._completed(validate_body(request.body, ChatRequest), request)
             return chat, ask_chat(self._served, chat)
-        raise HTTPError(404, f"{request.method} {request.url[:200]}: Not Found")
+        what = f"{request.method} {request.url[:200]}: Not Found; a batch has /v1/completions and /v1/chat/completions"
+        raise HTTPError(404, what)
 
     def _completed(self, body: Any, request: BatchRequest) -> Any:
         """The body with what it leaves to us: the number of tokens, and a seed of its own."""

@@ -1,5 +1,6 @@
 """Functions of the user's own that a model may call in a conversation: one Python file, asked for before each call."""
 
+import asyncio
 import importlib.util
 import inspect
 import json
@@ -35,10 +36,12 @@ class Toolbox:
         try:
             values = json.loads(arguments)
             given = function(**values)
+            if inspect.iscoroutine(given):
+                given = asyncio.run(given)
             text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, default=str)
-        except Exception as error:  # the function is the user's, and its arguments are the model's
-            return f"error: {type(error).__name__}: {error}"
-        return text[:_MOST_RESULT]
+        except (Exception, SystemExit) as error:  # the function is the user's, and its arguments are the model's
+            text = f"error: {type(error).__name__}: {error}"
+        return text[:_MOST_RESULT].encode(errors="replace").decode()  # half a character is no text for a template
 
 
 def open_toolbox(path: Path) -> Toolbox:

@@ -310,6 +310,39 @@ def test_functions_of_a_file_are_called_if_the_user_says_so(
     assert "did not allow" in result.stdout
 
 
+HOSTILE_FILE = """
+import sys
+
+async def later() -> str:
+    \"\"\"Wait.\"\"\"
+    return "waited"
+
+def ending() -> str:
+    \"\"\"End.\"\"\"
+    sys.exit(3)
+
+def halves() -> str:
+    \"\"\"Halve.\"\"\"
+    return "a\\ud800b"
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("later", "waited"), ("ending", "error: SystemExit: 3"), ("halves", "a?b")],
+)
+def test_whatever_a_function_does_the_conversation_goes_on(
+    specdec: Specdec, with_tools: Path, type_lines: TypeLines, name: str, shown: str
+) -> None:
+    call = f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
+    (with_tools / "mine.py").write_text(HOSTILE_FILE)
+    type_lines("Go", "y", "n", "/quit")
+    flags = ["--tools", with_tools / "mine.py", "--choice", call]
+    result = specdec("chat", "--engine-dir", with_tools / "engine", *flags)
+    assert result.exit_code == 0, result.stderr
+    assert shown in result.stdout and "did not allow" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [

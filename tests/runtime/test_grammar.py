@@ -260,6 +260,14 @@ def test_a_form_that_grows_too_large_ends_its_request_alone(
         llm.generate([PROMPT, PROMPT], [hostile, SamplingParams(temperature=0, max_tokens=4)], drafter=drafter)
 
 
+def test_a_form_whose_steps_take_too_long_ends_its_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token of `e: e e | "x"` takes longer than the one before; 400 held a server for two minutes."""
+    monkeypatch.setattr("runtime.grammar._MOST_STEP_S", -1.0)
+    hostile = SamplingParams(temperature=0, max_tokens=4, grammar='start: e\ne: e e | "x"')
+    with pytest.raises(SpecDecError, match="steps take too long"):
+        llm.generate([PROMPT, PROMPT], [hostile, SamplingParams(temperature=0, max_tokens=4)])
+
+
 def test_without_a_tokenizer_it_is_said() -> None:
     with pytest.raises(SpecDecError, match="grammars need a tokenizer"):
         Grammars(None, 32, frozenset({2})).compiled(Grammar("regex", "a"))
