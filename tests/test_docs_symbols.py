@@ -37,6 +37,10 @@ OTHERS = {
     "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "a variable of the environment, which Claude Code reads",
     "modules_to_not_convert": "transformers' quantization_config",
     "vdpbf16ps": "an instruction",
+    "dependentRequired": "JSON Schema's", "dependentSchemas": "JSON Schema's", "propertyNames": "JSON Schema's",
+    "unevaluatedItems": "JSON Schema's", "unevaluatedProperties": "JSON Schema's", "uniqueItems": "JSON Schema's",
+    "duration": "JSON Schema's", "email": "JSON Schema's", "hostname": "JSON Schema's", "ipv4": "JSON Schema's",
+    "ipv6": "JSON Schema's", "uri": "JSON Schema's", "uuid": "JSON Schema's",
 }  # fmt: skip
 """Names in the documentation that are not the project's, and whose they are."""
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,30 @@ def test_what_is_no_grammar_is_refused_in_a_sentence(llm: LLM, given: dict[str, 
     with pytest.raises(SpecDecError) as refused:
         llm.generate(PROMPT, SamplingParams(**given))
     said(refused.value)
+
+
+KEYWORDS: dict[str, Any] = {
+    "not": {},
+    "if": {"type": "null"},
+    "then": {},
+    "else": {},
+    "uniqueItems": True,
+    "contains": {"type": "null"},
+    "dependentRequired": {"a": ["b"]},
+    "dependentSchemas": {"a": {}},
+    "propertyNames": {"pattern": "a"},
+    "unevaluatedProperties": False,
+    "unevaluatedItems": False,
+    "$dynamicRef": "#x",
+}
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS)
+def test_keywords_that_are_not_held_to_are_refused_and_documented(keyword: str) -> None:
+    grammar = Grammar("json_schema", json.dumps({keyword: KEYWORDS[keyword]}))
+    with pytest.raises(SpecDecError, match=re.escape(f'"{keyword}"')):
+        Grammars(byte_tokenizers.byte_level(), 300, frozenset({2})).compiled(grammar)
+    assert f"`{keyword}`" in (Path(__file__).parents[2] / "docs/structured-output.md").read_text(encoding="utf-8")
 
 
 def optional_properties(num: int) -> dict[str, Any]:
