@@ -9,7 +9,15 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from commands.serve.http_errors import HTTPError, as_http_error
-from commands.serve.schema import ChatMessage, ChatRequest, Conversation, FunctionTool, MessageCall, NamedTool
+from commands.serve.schema import (
+    AllowedTools,
+    ChatMessage,
+    ChatRequest,
+    Conversation,
+    FunctionTool,
+    MessageCall,
+    NamedTool,
+)
 from commands.serve.served import ServedModel
 from runtime.chat import Message, TemplateInputs
 from runtime.errors import SpecDecError
@@ -204,7 +212,12 @@ def tools_of(body: Conversation) -> tuple[Tool, ...]:
     names = [tool.name for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise HTTPError(400, f"tools: two of one name: {twice}", param="tools", code="invalid_value")
-    choice = body.tool_choice
+    choice = body.call_choice
+    if isinstance(body.tool_choice, AllowedTools):
+        allowed = [one.function.name for one in body.tool_choice.allowed_tools.tools]
+        if unknown := [name for name in allowed if name not in names]:
+            what = f"`tool_choice` allows a function that is none of the `tools`: {unknown[0]}"
+            raise HTTPError(400, what, param="tool_choice", code="invalid_value")
     if choice == "required" and not tools:
         raise HTTPError(400, "`tool_choice` needs `tools`: required", param="tool_choice", code="invalid_value")
     if isinstance(choice, NamedTool):
@@ -256,7 +269,7 @@ def form_grammar(served: ServedModel, body: ChatRequest, prompt: Seq[int]) -> Co
     if not tools:
         return _after_thought(served, body, form) if in_reasoning and body.forms else None
     format_of = served.tool_format
-    is_auto = body.tool_choice in (None, "auto")
+    is_auto = body.call_choice == "auto"
     if format_of is None:
         if is_auto and served.response_template is not None:
             return None

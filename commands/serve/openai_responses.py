@@ -161,12 +161,8 @@ def _tools(body: ResponsesRequest) -> dict[str, Any]:
     choice = body.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = [one for one in choice.get("tools") or () if isinstance(one, dict)]
-        names = [one.get("name") for one in allowed if one.get("type", "function") == "function"]
-        if unknown := [name for name in names if name not in [tool.get("name") for tool in functions]]:
-            what = f"`tool_choice` allows a function that is none of the `tools`: {str(unknown[0])[:80]}"
-            raise HTTPError(400, what, param="tool_choice", code="invalid_value")
-        functions = [tool for tool in functions if tool.get("name") in names]
-        choice = choice.get("mode", "auto")
+        named = [{"function": one} for one in allowed if one.get("type", "function") == "function"]
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode", "auto"), "tools": named}}
     elif isinstance(choice, dict):
         if choice.get("type") != "function":
             kind = str(choice.get("type"))[:80]

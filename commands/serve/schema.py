@@ -179,6 +179,7 @@ class Forms(Lenient):
     json_schema: Schema | None = Field(None, description="llama.cpp's.")
     grammar: str | None = Field(None, description="llama.cpp's: in GBNF's notation, or in Lark's.")
     regex: str | None = Field(None, description="SGLang's.")
+    choice: Choices | None = None
     ebnf: str | None = Field(None, description="SGLang's.")
 
     @property
@@ -194,7 +195,7 @@ class Forms(Lenient):
             ("structured_outputs", "grammar", structured.grammar),
             *(("guided_json", "json_schema", self.guided_json), ("json_schema", "json_schema", self.json_schema)),
             *(("guided_regex", "regex", self.guided_regex), ("regex", "regex", self.regex)),
-            ("guided_choice", "choice", self.guided_choice),
+            *(("guided_choice", "choice", self.guided_choice), ("choice", "choice", self.choice)),
             *(("guided_grammar", "grammar", self.guided_grammar), ("ebnf", "grammar", self.ebnf)),
             ("grammar", "grammar", self.grammar or None),  # llama.cpp's clients send an empty one
         ]
@@ -329,6 +330,18 @@ class NamedTool(Lenient):
     function: NamedFunction
 
 
+class Allowance(Lenient):
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[NamedTool], Field(max_length=MAX_TOOLS)]
+
+
+class AllowedTools(Lenient):
+    """Some of the tools, as if there were no others."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowance
+
+
 class Conversation(Lenient):
     """Fields of what is said and what may be called."""
 
@@ -337,7 +350,7 @@ class Conversation(Lenient):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template.")
     documents: list[dict[str, Any]] | None = None
@@ -357,8 +370,17 @@ class Conversation(Lenient):
         return "messages" if self._places is None else self._places[-1].partition(".")[0]
 
     @property
+    def call_choice(self) -> Literal["none", "auto", "required"] | NamedTool:
+        """Choice among the tools that may be called."""
+        choice = self.tool_choice or "auto"
+        return choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
+
+    @property
     def callable_tools(self) -> list[FunctionTool]:
         """Tools that may be called."""
+        if isinstance(self.tool_choice, AllowedTools):
+            names = {tool.function.name for tool in self.tool_choice.allowed_tools.tools}
+            return [tool for tool in self.tools or () if tool.function.name in names]
         return [] if self.tool_choice == "none" else self.tools or []
 
 
@@ -469,6 +491,7 @@ class ResponsesRequest(Generation):
         r"max_(completion_)?tokens": "max_output_tokens",
         "response_format": "text.format",
         r"tools\.(\d+)\.function": r"tools.\1",
+        r"tool_choice\.allowed_tools": "tool_choice",
     }
 
     input: str | Annotated[list[InputItem], Field(max_length=4096)]

@@ -34,6 +34,7 @@ OF_TEXTS: list[dict[str, Any]] = [
     {"guided_choice": ["aab", "bba"]},
     {"guided_grammar": "start: /[ab]{3}/"},
     {"regex": "[ab]{3}"},
+    {"choice": ["aab", "bba"]},
     {"ebnf": "root ::= [ab] [ab] [ab]"},
     {"grammar": "root ::= [ab] [ab] [ab]"},
 ]

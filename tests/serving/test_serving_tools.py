@@ -144,6 +144,15 @@ def test_a_call_comes_after_reasoning(tooled: Served) -> None:
     assert "tool_calls" in found["message"] or found["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_only_tools_that_are_allowed_are_called(tooled: Served, name: str) -> None:
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": name}}]}
+    for seed in range(3):
+        found = chat(tooled, tool_choice={"type": "allowed_tools", "allowed_tools": allowed}, seed=seed)
+        assert {call["function"]["name"] for call in found["message"].get("tool_calls", ())} <= {name}
+        assert "tool_calls" in found["message"] or found["finish_reason"] == "length"
+
+
 def test_a_schema_of_the_answer_holds_beside_tools(tooled: Served) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     for seed in range(3):
@@ -256,6 +265,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "two of one name": ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
     "a choice of none of them": (
         {"tool_choice": {"type": "function", "function": {"name": "fly"}}},
+        "tool_choice",
+    ),
+    "an allowance of none of them": (
+        {
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "fly"}}]},
+            }
+        },
         "tool_choice",
     ),
     "a choice without tools": ({"tools": [], "tool_choice": "required"}, "tool_choice"),
