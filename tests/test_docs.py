@@ -41,8 +41,9 @@ OTHERS_FLAGS = {
     "every-failure",
     "nproc-per-node",
     "nnodes",
+    "config",
 }
-"""Flags of scripts, and of torchrun."""
+"""Flags of scripts, of torchrun, and of Continue's."""
 
 
 @pytest.fixture(scope="module")

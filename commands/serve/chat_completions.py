@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from commands.serve.conversations import reader_of
-from commands.serve.replies import Chunks, Piece, PieceStream, TokenTexts, finish_reason, metrics, usage
+from commands.serve.replies import Chunks, Piece, PieceStream, TokenTexts, finish_reason, is_cut_call, metrics, usage
 from commands.serve.schema import ChatRequest
 from commands.serve.served import ServedModel
 from runtime.cache import digest
@@ -40,6 +40,8 @@ class ChatReply:
         self._served, self._body, self._texts = served, body, texts
         self._id, self._created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
         self._num_calls = [0] * len(answers)
+        self._arguments = [""] * len(answers)
+        """Arguments of the last call of each answer."""
         self._reasoning = [""] * len(answers)
 
     def streams(self) -> list[PieceStream]:
@@ -64,6 +66,7 @@ class ChatReply:
                 calls.append(self._call(index, text) | {"function": {"name": text, "arguments": ""}})
             elif kind == "arguments":
                 calls[-1]["function"]["arguments"] += text
+                self._arguments[index] += text
             elif kind == "reasoning":
                 self._reasoning[index] += text
             else:
@@ -78,6 +81,7 @@ class ChatReply:
         """The next call of an answer."""
         number = self._num_calls[index]
         self._num_calls[index] += 1
+        self._arguments[index] = ""
         return {"id": call_id(self.answers[index], number), "type": "function"}
 
     def _first(self, index: int) -> Iterator[dict[str, Any]]:
@@ -109,6 +113,7 @@ class ChatReply:
                 call = {"index": number, **self._call(index, said.text)}
                 return {"tool_calls": [call | {"function": {"name": said.text, "arguments": ""}}]}
             case "arguments":
+                self._arguments[index] += said.text
                 return {"tool_calls": [{"index": self._num_calls[index] - 1, "function": {"arguments": said.text}}]}
 
     def _last(self) -> Iterator[dict[str, Any]]:
@@ -126,7 +131,7 @@ class ChatReply:
     def _choice(self, index: int, piece: Piece, name: str, said: dict[str, Any]) -> dict[str, Any]:
         logprobs = self._texts.chat_logprobs(piece.logprobs) if self._body.logprobs else None
         finish = finish_reason(self.answers[index]) if piece.is_last else None
-        if finish == "stop" and self._num_calls[index]:
+        if finish == "stop" and self._num_calls[index] and not is_cut_call(self.answers[index], self._arguments[index]):
             finish = "tool_calls"
         choice = {"index": index, name: said, "logprobs": logprobs, "finish_reason": finish}
         if self._body.return_token_kinds:

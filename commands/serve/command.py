@@ -152,7 +152,8 @@ class ServerOptions:
             reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
             raise UsageError(
                 f"no certificate and key for TLS ({reason}): {self.ssl_certfile}, {key}",
-                hint="both are PEM files, the key without a password",
+                hint="both are PEM files, the key without a password"
+                + ("; name that of the key by `--ssl-keyfile`" if self.ssl_keyfile is None else ""),
             ) from None
 
 

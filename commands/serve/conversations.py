@@ -29,7 +29,7 @@ from runtime.tools.parser import OutputForm, OutputParser, Parser, SpecialTokens
 from runtime.tools.prompt import with_tools_as_text
 from runtime.tools.response_template import TemplateParser
 
-_TEMPLATE_S = 5.0
+_TEMPLATE_S = 2.0
 _PROMPT_END = 64
 """Tokens of a prompt in which what is thought may have been opened."""
 
@@ -79,6 +79,9 @@ def chat_tokens(served: ServedModel, body: Conversation) -> list[int]:
 
 def _inputs(template: str, body: Conversation) -> TemplateInputs:
     variables = dict(body.chat_template_kwargs or {})
+    if body.documents and "documents" not in template:
+        what = "this server does not support `documents`: the model's chat template has no use for them"
+        raise HTTPError(400, what, param="documents", code="unsupported")
     if body.reasoning_effort is not None:
         if body.reasoning_effort != "none" and not has_effort(template):
             raise HTTPError(

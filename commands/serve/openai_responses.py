@@ -11,7 +11,7 @@ from typing import Any
 from commands.serve.chat_completions import call_id, chat_streams
 from commands.serve.conversations import has_effort
 from commands.serve.http_errors import HTTPError
-from commands.serve.replies import Chunks, Piece, PieceStream, usage
+from commands.serve.replies import Chunks, Piece, PieceStream, is_cut_call, usage
 from commands.serve.schema import (
     ChatRequest,
     Generation,
@@ -288,6 +288,8 @@ class ResponsesReply:
         self._is_open = False
         item, place = self._items[-1], self._place()
         is_cut = self.answers[0].progress.finish_reason == "length"
+        if item["type"] == "function_call":
+            is_cut = is_cut_call(self.answers[0], item["arguments"])
         item["status"] = "incomplete" if is_cut else "completed"
         if item["type"] == "function_call":
             done = {"name": item["name"], "arguments": item["arguments"]}

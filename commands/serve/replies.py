@@ -1,5 +1,6 @@
 """An answer as it grows: its text in pieces, with log-probabilities and kinds of tokens where they are asked for."""
 
+import json
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -8,7 +9,8 @@ from typing import Any
 
 from commands.serve.http_errors import HTTPError
 from commands.serve.served import ServedModel
-from runtime.evaluation.steps import TokenKind, token_kinds
+from runtime.evaluation.steps import TokenKind, forced_places, token_kinds
+from runtime.grammar import Matcher
 from runtime.serving.loop import RequestHandle
 from runtime.stats import FinishReason, TokenLogprobs, sum_stats
 from runtime.text import TextStream, decode, encode_text, stop_words_of
@@ -27,7 +29,7 @@ class Piece:
     text: str
     logprobs: list[TokenLogprobs]
     starts: list[int]
-    tokens: list[dict[str, str]]
+    tokens: list[dict[str, Any]]
     is_last: bool
     said: list[Said]
     """The text as the parts of a message; all of it is content where the answer is read as text alone."""
@@ -72,6 +74,8 @@ class PieceStream:
     special: SpecialTokens | None = None
     """Special tokens that the parser reads."""
     _text: TextStream = field(init=False)
+    _matcher: Matcher | None = None
+    """The loop's own is another thread's."""
     _num_read: int = 0
     _num_told: int = 0
     _is_over: bool = False
@@ -79,6 +83,8 @@ class PieceStream:
     def __post_init__(self) -> None:
         request = self.answer.request
         shown = {} if self.special is None else self.special.shown
+        if self.marks_tokens and request.grammar is not None:
+            self._matcher = Matcher(request.grammar, len(request.prompt_tokens), request.end_ids)
         self._text = TextStream(self.tokenizer, stop_words_of(request), request.prompt_tokens, shown)
 
     def next(self) -> Piece | None:
@@ -102,11 +108,15 @@ class PieceStream:
     def _said(self, text: str) -> list[Said]:
         if self.parser is None:
             return [Said("content", text)] if text else []
-        is_cut = self.answer.progress.finish_reason == "length"
+        is_cut = self.answer.progress.finish_reason in ("length", "stop")  # a stop word may be in the middle of a call
         return joined([*self.parser.feed(text), *(self.parser.end(is_cut=is_cut) if self._is_over else ())])
 
-    def _marked(self, tokens: list[int], start: int, num_steps: int) -> list[dict[str, str]]:
-        """A text and a kind for each new token; text that was held back comes with the token that let it go."""
+    def _marked(self, tokens: list[int], start: int, num_steps: int) -> list[dict[str, Any]]:
+        """A text and a kind for each new token, and whether the form of the output forced it; text that was held back
+        comes with the token that let it go.
+        """
+        prompt = self.answer.request.prompt_tokens
+        forced = set() if self._matcher is None else forced_places(self._matcher, prompt, tokens, start)
         stats = self.answer.sequence.stats
         drafted, accepted = stats.per_step_drafted[:num_steps], stats.per_step_accepted[:num_steps]
         kinds: list[TokenKind] = [kind for step in token_kinds(drafted, accepted, len(tokens)) for kind in step]
@@ -114,12 +124,23 @@ class PieceStream:
         for end in range(start + 1, len(tokens) + 1):
             is_last = self._is_over and end == len(tokens)
             text = self._text.next_piece(tokens[:end], finished=is_last)
-            marked.append({"text": text, "kind": kinds[end - 1]})
+            marked.append({"text": text, "kind": kinds[end - 1], "forced": end - 1 in forced})
         return marked
 
 
 _LEAST_LOGPROB = -9999.0  # of a token that is never chosen; JSON has no infinity
 _FINISH_REASONS: dict[FinishReason, str] = {"end_id": "stop", "stop": "stop", "length": "length"}
+
+
+def is_cut_call(answer: RequestHandle, arguments: str) -> bool:
+    """True if a call's arguments are not whole: there was no room, or a stop word was among them."""
+    if answer.progress.finish_reason == "end_id":
+        return False
+    try:
+        json.loads(arguments)
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 def finish_reason(answer: RequestHandle) -> str | None:

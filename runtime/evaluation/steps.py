@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal
 
+from runtime.grammar import Matcher
 from runtime.request import Sequence
 from runtime.text import sequence_text
 from runtime.token_text import texts_after
@@ -91,22 +92,21 @@ def output_pieces(sequence: Sequence, tokenizer: Tokenizer | None) -> list[Piece
     else:
         texts = token_texts(tokenizer, tokens, sequence_text(tokenizer, sequence) or "", sequence.request.prompt_tokens)
     kinds = [(kind, number) for number, step in enumerate(_kinds_of(sequence)) for kind in step]
-    forced = _forced_places(sequence)
+    matcher = sequence.sampler.matcher
+    forced = set() if matcher is None else forced_places(matcher, sequence.request.prompt_tokens, tokens)
     return [
         Piece(text, kind, number, i in forced)
         for i, (text, (kind, number)) in enumerate(zip(texts, kinds, strict=True))
     ]
 
 
-def _forced_places(sequence: Sequence) -> set[int]:
-    """Places in the output of tokens that its form forced."""
+def forced_places(matcher: Matcher, prompt: Seq[int], output: Seq[int], first: int = 0) -> set[int]:
+    """Places in an output, from `first` on, of tokens that its form forced."""
     places: set[int] = set()
-    if (matcher := sequence.sampler.matcher) is not None:
-        start = len(sequence.request.prompt_tokens)
-        for i in range(sequence.num_generated):
-            if i not in places:
-                num_forced = len(matcher.forced(sequence.tokens[: start + i], []))
-                places.update(range(i, min(i + num_forced, sequence.num_generated)))
+    for i in range(first, len(output)):
+        if i not in places:
+            num_forced = len(matcher.forced([*prompt, *output[:i]], []))
+            places.update(range(i, min(i + num_forced, len(output))))
     return places
 
 

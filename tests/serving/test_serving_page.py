@@ -443,7 +443,15 @@ def test_the_page_works_with_the_server_itself(open_page: Open, real_server: Sim
     )
     counts = {kind: int(page.text_content(f"#count-{kind}")) for kind in ("accepted", "recovered", "bonus", "plain")}
     num_steps = counts["recovered"] + counts["bonus"] + counts["plain"]
-    assert sum(counts.values()) == 40
+    assert sum(counts.values()) == 40 and page.text_content("#count-forced") == "0"
     # The last step may have been cut before its own token.
     possible = [pytest.approx(40 / steps, abs=0.01) for steps in (num_steps, num_steps + 1)]
     assert float(page.text_content("#per-step")) in possible
+    page.uncheck("#both")
+    page.fill("#schema", '{"type": "object", "properties": {"colour": {"enum": ["red"]}}, "required": ["colour"]}')
+    ask(page, "The ball is ")
+    page.wait_for_selector(".turn:nth-child(3) .answer .forced, [role=alert]")
+    wait_for_answer(page)
+    text = page.text_content(".turn:last-child .answer .text")
+    assert text.startswith('{"colour": "red"')
+    assert int(page.text_content("#count-forced")) >= 5

@@ -144,6 +144,28 @@ def test_a_call_comes_after_reasoning(tooled: Served) -> None:
     assert "tool_calls" in found["message"] or found["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("word", ["left", '"by"', "step", "tool_call"])
+def test_a_stop_word_in_a_call_ends_it_as_a_limit_does(tooled: Served, word: str) -> None:
+    """It was said to be a whole call, or its tags were content."""
+    num_stopped = 0
+    for seed in range(6):
+        body = {"tool_choice": NAMED, "stop": [word], "seed": seed}
+        found, streamed = chat(tooled, **body), joined(tooled, **body)
+        message = found["message"]
+        assert streamed["message"] | {"content": streamed["message"]["content"] or ""} == message | {
+            "content": message["content"] or ""
+        }
+        assert streamed["finish_reason"] == found["finish_reason"]
+        calls = message.get("tool_calls", [])
+        if found["finish_reason"] == "tool_calls":
+            assert all(json.loads(call["function"]["arguments"]) for call in calls)
+        if found["finish_reason"] == "stop":
+            num_stopped += 1
+            assert bool(calls) == (word in ("left", '"by"'))
+        assert "<tool" not in (message["content"] or "")
+    assert num_stopped > 0
+
+
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_only_tools_that_are_allowed_are_called(tooled: Served, name: str) -> None:
     allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": name}}]}
