@@ -156,6 +156,14 @@ def anthropic_messages() -> None:
     assert own.messages.count_tokens(model=MODEL, messages=messages).input_tokens > 100
 
 
+def anthropic_parse() -> None:
+    """`messages.parse`, whose schema goes by `output_config`."""
+    answers = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0).messages
+    asked: Any = [{"role": "user", "content": "A pet"}]
+    found = answers.parse(model=MODEL, max_tokens=60, messages=asked, output_format=Pet)
+    assert isinstance(found.parsed_output, Pet), found
+
+
 def langchain_tools() -> None:
     model = ChatOpenAI(base_url=f"{URL}/v1", api_key="none", model=MODEL, max_completion_tokens=100)  # type: ignore[arg-type]
     bound = model.bind_tools([TOOL], tool_choice="required", parallel_tool_calls=False)
@@ -199,6 +207,7 @@ TASKS: dict[str, tuple[str, Callable[[], None]]] = {
     "a call of the model's own": ("openai", openai_auto),
     f"Responses, {NUM_TURNS} turns": ("openai", openai_responses),
     f"Messages, {NUM_TURNS} turns": ("anthropic", anthropic_messages),
+    "an output type of a message": ("anthropic", anthropic_parse),
     "tools and structured output": ("langchain-openai", langchain_tools),
     "an output type": ("pydantic-ai-slim", pydantic_ai_output),
     "tools": ("litellm", litellm_tools),
