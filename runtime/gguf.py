@@ -38,12 +38,14 @@ TYPES = {
     0: BlockType("F32", 1, 4), 1: BlockType("F16", 1, 2), 30: BlockType("BF16", 1, 2), 8: BlockType("Q8_0", 32, 34),
     2: BlockType("Q4_0", 32, 18), 3: BlockType("Q4_1", 32, 20), 6: BlockType("Q5_0", 32, 22),
     7: BlockType("Q5_1", 32, 24),
-    12: BlockType("Q4_K", 256, 144), 13: BlockType("Q5_K", 256, 176), 14: BlockType("Q6_K", 256, 210),
+    10: BlockType("Q2_K", 256, 84), 11: BlockType("Q3_K", 256, 110), 12: BlockType("Q4_K", 256, 144),
+    13: BlockType("Q5_K", 256, 176), 14: BlockType("Q6_K", 256, 210),
+    20: BlockType("IQ4_NL", 32, 18), 23: BlockType("IQ4_XS", 256, 136), 39: BlockType("MXFP4", 32, 17),
 }  # fmt: skip
 """Block types by their numbers in files."""
 _NOT_READ = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
-    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
 }  # fmt: skip
 
 

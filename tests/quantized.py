@@ -188,7 +188,10 @@ def save_fp8(directory: Path, block: tuple[int, int] | None) -> Meant:
 # GGUF
 
 Q = gguf.GGMLQuantizationType
-_RANDOM_ONLY = {Q.Q4_K: (0, 2), Q.Q5_K: (0, 2), Q.Q6_K: (208,)}
+_RANDOM_ONLY = {
+    **{Q.Q4_K: (0, 2), Q.Q5_K: (0, 2), Q.Q6_K: (208,), Q.Q2_K: (80, 82), Q.Q3_K: (108,)},
+    **{Q.IQ4_NL: (0,), Q.IQ4_XS: (0,)},
+}
 """Types that the package does not make: where in a block its float16 numbers are, which random bits may make NaN."""
 
 
@@ -246,7 +249,7 @@ def save_gguf(
         if is_shifted := architecture == "gemma3" and "norm" in name:
             weight = weight + 1
         stored = kind if weight.ndim == 2 and "embed" not in name else Q.Q8_0 if weight.ndim == 2 else Q.F32
-        data = _stored(weight, stored, rng)
+        data = stored_blocks(weight, stored, rng)
         writer.add_tensor(names.get_name(name, (".weight", ".bias")), data, raw_dtype=stored)
         values = gguf.dequantize(data, stored).reshape(weight.shape)
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
@@ -276,7 +279,7 @@ def write_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerFast,
         writer.add_chat_template(template)
 
 
-def _stored(weight: np.ndarray, kind: Q, rng: np.random.Generator) -> np.ndarray:
+def stored_blocks(weight: np.ndarray, kind: Q, rng: np.random.Generator) -> np.ndarray:
     if kind not in _RANDOM_ONLY:
         return gguf.quantize(weight, kind)
     numbers, num_bytes = gguf.GGML_QUANT_SIZES[kind]

@@ -22,6 +22,10 @@ from runtime.source import SourceTensor
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BLOCKS = "blocks"
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""Numbers that codes of IQ4_NL and IQ4_XS stand for: `kvalues_iq4nl`."""
+_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the numbers that codes of MXFP4 stand for: `kvalues_mxfp4`."""
 
 
 def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, PrequantizedLayer], list[SourceTensor]]:
@@ -44,7 +48,7 @@ def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, Pre
                 hint=ORIGINAL,
             )
         else:
-            read = partial(_read, tensor.type)
+            read = partial(read_blocks, tensor.type)
             layers[source.name.removesuffix(".weight")] = PrequantizedLayer({_BLOCKS: source}, read, "MIXED_PRECISION")
     return layers, floats
 
@@ -57,7 +61,8 @@ def _source(tensor: GGUFTensor, path: Path, stamp: Stamp) -> SourceTensor:
     return SourceTensor(tensor.name, tensor.name, path, shape, dtype or torch.uint8, tensor.offset, stamp)
 
 
-def _read(kind: BlockType, parts: dict[str, Tensor]) -> QuantizedWeight:
+def read_blocks(kind: BlockType, parts: dict[str, Tensor]) -> QuantizedWeight:
+    """Weight of the bytes of blocks, (outputs, bytes) uint8."""
     data = parts[_BLOCKS]
     blocks = data.view(data.shape[0], -1, kind.num_bytes)
     return _READERS[kind.name](blocks)
@@ -134,6 +139,54 @@ def _q5_k(blocks: Tensor) -> QuantizedWeight:
     return QuantizedWeight(signed(counts.flatten(1), 8), scales, offsets=-minima)
 
 
+def _by_shifts(data: Tensor) -> Tensor:
+    """(rows, groups of 16): of each 32 bytes the lowest 2 bits are two groups, the next ones the next two."""
+    counts = torch.unflatten(data, -1, (-1, 1, 32)) >> _shifts(data, 0, 2, 4, 6) & 3
+    return torch.unflatten(counts.flatten(-3), -1, (-1, 16)).flatten(1, 2)
+
+
+def _q2_k(blocks: Tensor) -> QuantizedWeight:
+    both, of_all = blocks[..., :16], (_half(blocks, 80).float()[..., None], _half(blocks, 82).float()[..., None])
+    scales, minima = of_all[0] * (both & 15).float(), of_all[1] * (both >> 4).float()
+    return _few(_by_shifts(blocks[..., 16:80]), scales.flatten(1), -minima.flatten(1))
+
+
+def _q3_k(blocks: Tensor) -> QuantizedWeight:
+    """Counts of 3 bits, the highest in the first 32 bytes; scales of 6 bits, their highest two in the last 4 of 12."""
+    low, high = blocks[..., 96:104], blocks[..., 104:108]
+    high = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
+    scales = (_nibbles(low) | high << 4).to(torch.int8) - 32
+    scales = (_half(blocks, 108).float()[..., None] * scales.float()).flatten(1)
+    bits = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
+    top = torch.unflatten((blocks[..., None, :32] >> bits & 1).flatten(-2), -1, (-1, 16)).flatten(1, 2)
+    counts = _by_shifts(blocks[..., 32:96]) | top << 2
+    return QuantizedWeight(pack_int4(counts.flatten(1).to(torch.int8) - 4), scales)
+
+
+def _by_book(codes: Tensor, scales: Tensor, book: tuple[int, ...]) -> QuantizedWeight:
+    """Build a weight from (rows, groups, group_size) codes."""
+    numbers = torch.tensor(book, dtype=torch.int8, device=codes.device)
+    return QuantizedWeight(pack_int4(signed(codes.flatten(1), 4)), scales.contiguous(), book=numbers)
+
+
+def _iq4_nl(blocks: Tensor) -> QuantizedWeight:
+    return _by_book(_nibbles(blocks[..., 2:]), _half(blocks, 0), _IQ4)
+
+
+def _iq4_xs(blocks: Tensor) -> QuantizedWeight:
+    """Scales of 6 bits for 32 numbers each: the highest 2 bits lie in two bytes, the others in the four after."""
+    high = (blocks[..., 2:4, None] >> _shifts(blocks, 0, 2, 4, 6)[:, 0] & 3).flatten(-2)
+    low = torch.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), dim=-1).flatten(-2)
+    scales = _half(blocks, 0).float()[..., None] * ((low | high << 4).to(torch.int8) - 32).float()
+    codes = _nibbles(torch.unflatten(blocks[..., 8:], -1, (8, 16)))
+    return _by_book(codes.flatten(1, 2), scales.flatten(1), _IQ4)
+
+
+def _mxfp4(blocks: Tensor) -> QuantizedWeight:
+    powers = torch.ldexp(torch.ones(blocks.shape[:-1]), blocks[..., 0].int() - 128).to(torch.bfloat16)
+    return _by_book(_nibbles(blocks[..., 1:]), powers, _E2M1)
+
+
 def _q6_k(blocks: Tensor) -> QuantizedWeight:
     low = torch.unflatten(blocks[..., :128], -1, (2, 1, 64)) >> _shifts(blocks, 0, 4) & 15
     high = torch.unflatten(blocks[..., 128:192], -1, (2, 1, 32)) >> _shifts(blocks, 0, 2, 4, 6) & 3
@@ -149,5 +202,5 @@ def _shifts(like: Tensor, *shifts: int) -> Tensor:
 
 _READERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
     "Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q4_K": _q4_k, "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
+    "Q6_K": _q6_k, "Q2_K": _q2_k, "Q3_K": _q3_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4,
 }  # fmt: skip

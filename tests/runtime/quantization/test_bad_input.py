@@ -325,12 +325,12 @@ def test_gguf_that_lacks_a_weight_is_named(tmp_path: Path, said: Said) -> None:
 
 def test_gguf_type_that_is_not_read_is_named(tmp_path: Path, said: Said) -> None:
     path = tmp_path / "model.gguf"
-    save_gguf(path, Q.F32, edit=lambda writer: writer.add_tensor("blk.0.odd.weight", _q2_k(), raw_dtype=Q.Q2_K))
-    refuse(path, tmp_path, said, "`blk.0.odd.weight`", "Q2_K")
+    save_gguf(path, Q.F32, edit=lambda writer: writer.add_tensor("blk.0.odd.weight", _iq2_xxs(), raw_dtype=Q.IQ2_XXS))
+    refuse(path, tmp_path, said, "`blk.0.odd.weight`", "IQ2_XXS")
 
 
-def _q2_k() -> Any:
-    return np.zeros((4, 84), dtype=np.uint8)
+def _iq2_xxs() -> Any:
+    return np.zeros((4, 66), dtype=np.uint8)
 
 
 # A byte that is flipped

@@ -5,10 +5,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
-from quantized import Q, gguf_model, save_awq, save_compressed, save_gguf, save_gptq, small_model, write_tokenizer
+from quantized import (
+    Q,
+    gguf_model,
+    save_awq,
+    save_compressed,
+    save_gguf,
+    save_gptq,
+    small_model,
+    stored_blocks,
+    write_tokenizer,
+)
 from safetensors.torch import load_file
 from sentences import Said
 from tiny import VOCAB_SIZE, eager_logits, hf_greedy, make_build, make_model, repetitive_prompt
@@ -21,11 +32,14 @@ from runtime.compiler.kernels import load_kernels
 from runtime.compiler.model import ModelKind, load_model
 from runtime.compiler.pretrained import parse_pretrained_config
 from runtime.compiler.quality import measure_quality, quality_text
+from runtime.compiler.quantized import QuantizedLinear
 from runtime.config import Activations, CheckpointConfig, EngineConfig, QuantConfig
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine
 from runtime.errors import SpecDecError, SpecDecWarning
+from runtime.gguf import TYPES
 from runtime.orchestrator import generate
+from runtime.quantization.gguf_blocks import read_blocks
 from runtime.quantization.weight import QuantizedWeight, from_integers, take_quantized
 from runtime.request import Draft, Request, Sequence
 
@@ -43,9 +57,9 @@ def make_checkpoint(
         save_awq(model, 32)
     elif source == "GPTQ":
         save_gptq(model, 4, 32, desc_act=True)
-    elif source == "GGUF":
+    elif source in Q.__members__:
         model = model.with_suffix(".gguf")
-        save_gguf(model, Q.Q4_1)
+        save_gguf(model, Q[source])
     else:
         weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False}
         save_compressed(model, "int-quantized", weights, torch.float32)
@@ -95,7 +109,10 @@ def outputs(engine: Engine, prompts: list[list[int]], *, ngram: bool) -> list[li
 @pytest.mark.parametrize(
     ("source", "activations"),
     [
-        *((source, "float") for source in ("int8", "int4", "fp8", "AWQ", "GPTQ", "GGUF", "compressed-tensors")),
+        *(
+            (source, "float")
+            for source in ("int8", "int4", "fp8", "AWQ", "GPTQ", "Q4_1", "Q2_K", "IQ4_XS", "compressed-tensors")
+        ),
         ("int8", "int16"),
         ("GPTQ", "int16"),
     ],
@@ -106,6 +123,23 @@ def test_engine_computes_what_the_quantized_weights_mean(source: str, activation
     assert config.quantization == checkpoint.quantization is not None
     model = plain_model(checkpoint, tmp_path / "checkpoint")
     check_engine(tmp_path / "engine", model)
+
+
+@pytest.mark.parametrize("activations", ["float", "int8", "int16"])
+@pytest.mark.parametrize("kind", [Q.Q2_K, Q.Q3_K, Q.Q6_K, Q.IQ4_NL, Q.IQ4_XS, Q.MXFP4], ids=lambda kind: kind.name)
+def test_layers_of_a_gguf_are_multiplied_in_few_bits(kind: Q, activations: Activations, kernels: Path) -> None:
+    """Beside the numbers that the package makes of the blocks; codes bit by bit as 8-bit integers of one meaning."""
+    load_kernels(kernels)
+    rng = np.random.default_rng(0)
+    blocks = stored_blocks(rng.standard_normal((72, 512), np.float32), kind, rng)
+    weight = read_blocks(TYPES[kind.value], {"blocks": torch.from_numpy(blocks)})
+    x = torch.from_numpy(rng.standard_normal((11, 512), np.float32))
+    found = QuantizedLinear(weight, None, activations, with_kernels=True)(x)
+    exact = x.double() @ torch.from_numpy(gguf.dequantize(blocks, kind)).double().T
+    assert (found - exact).norm() < (0.02 if activations == "int8" else 1e-4) * exact.norm()
+    if weight.book is not None:
+        integers = from_integers(weight.integers(), weight.scales, bits=8)
+        assert torch.equal(found, QuantizedLinear(integers, None, activations, with_kernels=True)(x))
 
 
 def check_engine(engine_dir: Path, model: PreTrainedModel) -> None:

@@ -106,7 +106,24 @@ def test_other_formats_mean_what_their_libraries_say(
     assert config.quantization is not None and config.quantization.quant_algo == algorithm
 
 
-KINDS = [Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.F16, Q.BF16, Q.F32]
+KINDS = [
+    Q.Q8_0,
+    Q.Q4_0,
+    Q.Q4_1,
+    Q.Q5_0,
+    Q.Q5_1,
+    Q.Q4_K,
+    Q.Q5_K,
+    Q.Q6_K,
+    Q.Q2_K,
+    Q.Q3_K,
+    Q.IQ4_NL,
+    Q.IQ4_XS,
+    Q.MXFP4,
+    Q.F16,
+    Q.BF16,
+    Q.F32,
+]
 # Blocks are read alike, whatever the family.
 GGUF_CASES = [("llama", kind) for kind in KINDS] + [
     (family, kind) for family in ("qwen2", "qwen3", "gemma3") for kind in (Q.Q4_K, Q.F16)
