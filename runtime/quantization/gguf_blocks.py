@@ -183,7 +183,8 @@ def _iq4_xs(blocks: Tensor) -> QuantizedWeight:
 
 
 def _mxfp4(blocks: Tensor) -> QuantizedWeight:
-    powers = torch.ldexp(torch.ones(blocks.shape[:-1]), blocks[..., 0].int() - 128).to(torch.bfloat16)
+    exponents = blocks[..., 0]
+    powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - 128).to(torch.bfloat16)
     return _by_book(_nibbles(blocks[..., 1:]), powers, _E2M1)
 
 
