@@ -136,6 +136,7 @@ def batch(
     check_readable([files.input_file])
     check_output_files([files.output_file], [files.input_file, *engine.leader.paths])
     choice = engine.choose(SamplingParams(), model.max_num_tokens, "leader")
+    choice.check_tokenizer()
 
     from commands.batch.work import start_batch
 

@@ -171,6 +171,7 @@ def serve(engine: EngineOptions, inputs: ServeInputs, server: ServerOptions) -> 
     engine.check_is_leader("a server")
     with _kept_for_good():
         choice = engine.choose(SamplingParams(), inputs.max_num_tokens, "leader")
+        choice.check_tokenizer()
 
         from commands.serve.server import Address, listen
         from commands.serve.work import Serving, serve_setup

@@ -153,9 +153,16 @@ def test_text_for_a_file_whose_tokens_are_not_known_is_refused_before_it_is_buil
     if kind == "pre-tokenizer":
         path = tmp_path / "new.gguf"
         save_gguf(path, Q.F32, vocab_size=len(tokenizer), edit=write)
-    refused = specdec("run", "--model-dir", path, "--input-text", PROMPT, *SIZES)
-    assert refused.exit_code == 1 and not (tmp_path / "cache" / "engines").exists()
-    said(refused, path.name)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    for command, *flags in (
+        ("run", "--input-text", PROMPT, *SIZES),
+        ("serve", "--port", 0, *SIZES),
+        ("batch", "-i", tmp_path / "rows.jsonl", "-o", tmp_path / "results.jsonl", *SIZES),
+        ("summarize", "--test-engine", *SIZES),
+    ):
+        refused = specdec(command, "--model-dir", path, *flags)
+        assert refused.exit_code == 1 and not (tmp_path / "cache" / "engines").exists(), refused.stderr
+        said(refused, path.name)
 
 
 def test_layers_of_a_file_read_floats_where_asked(
