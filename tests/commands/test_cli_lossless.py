@@ -58,6 +58,7 @@ def drafters(wide_draft_engine_dir: Path) -> dict[str, list[object]]:
         "tokens": draft_model(wide_draft_engine_dir),
         "logits": draft_model(wide_draft_engine_dir, LOGITS),
         "custom": ["--drafter", "custom_drafters:LastOccurrence"],
+        "custom that draws": ["--drafter", "custom_drafters:Draws"],
     }
 
 
@@ -116,9 +117,8 @@ def test_summarize_compares_tokens_where_they_must_be_equal(
 def test_rejection_sampling_is_compared_by_distribution(
     run_wide: Run, summarize: Run, drafters: dict[str, list[object]], command: str, drafter: str
 ) -> None:
-    flags = (drafters | {"custom that draws": ["--drafter", "custom_drafters:Draws"]})[drafter]
     call = {"run": run_wide, "summarize": summarize}[command]
-    document = call(*flags, *SAMPLING, "--check-lossless", "--json").document
+    document = call(*drafters[drafter], *SAMPLING, "--check-lossless", "--json").document
     assert_valid(command, document)
     check = lossless_of(document)
     assert check["rule"] == "distribution"
@@ -143,7 +143,7 @@ def test_accepted_tokens_are_checked_too(run_wide: Run, drafters: dict[str, list
 def test_terminal_says_why_it_compares_distributions_and_with_what_p_value(
     run_wide: Run, drafters: dict[str, list[object]], said: Said
 ) -> None:
-    arguments = [*drafters["logits"], *SAMPLING, "--check-lossless"]
+    arguments = [*drafters["custom that draws"], *SAMPLING, "--check-lossless"]
     check = lossless_of(run_wide(*arguments, "--json").document)
     shown = run_wide(*arguments).stdout
     values = [check["degrees_of_freedom"], f"{check['chi_squared']:.1f}", f"{check['num_tokens']:,}"]
@@ -154,8 +154,15 @@ def test_terminal_says_why_it_compares_distributions_and_with_what_p_value(
     said(line_of(shown, "it would have found"), size, "99%", varying=(size,))
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("flags", [["--top-k", 2], ["--top-p", 0.5], ["--min-p", 0.2], ["--temperature", 0.3]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(["--top-k", 2], marks=pytest.mark.slow),  # the test above has 3
+        pytest.param(["--top-p", 0.5], marks=pytest.mark.slow),
+        ["--min-p", 0.2],
+        pytest.param(["--temperature", 0.3], marks=pytest.mark.slow),
+    ],
+)
 def test_cuts_leave_the_distribution_right(
     run_wide: Run, drafters: dict[str, list[object]], flags: list[object]
 ) -> None:
@@ -164,8 +171,15 @@ def test_cuts_leave_the_distribution_right(
     assert check["passed"] and check["degrees_of_freedom"] > 0
 
 
-@pytest.mark.parametrize("factory", ["DrawsOneWord", "DrawsFromAnotherDistribution"])
-@pytest.mark.parametrize("command", ["run", "summarize"])
+@pytest.mark.parametrize(
+    ("command", "factory"),
+    [
+        ("run", "DrawsFromAnotherDistribution"),
+        ("summarize", "DrawsOneWord"),
+        pytest.param("run", "DrawsOneWord", marks=pytest.mark.slow),
+        pytest.param("summarize", "DrawsFromAnotherDistribution", marks=pytest.mark.slow),
+    ],
+)
 def test_drafter_that_is_wrong_about_its_distribution_is_caught(
     run_wide: Run, summarize: Run, command: str, factory: str, said: Said
 ) -> None:
@@ -310,7 +324,7 @@ def test_too_little_to_tell_is_neither_passed_nor_failed(
 ) -> None:
     monkeypatch.setattr("runtime.evaluation.lossless.NUM_DRAWS_PER_PREFIX", (50,))  # no number would do
     call = {"run": run_wide, "summarize": summarize}[command]
-    arguments = [*drafters["logits"], *flags, "--check-lossless"]
+    arguments = [*drafters["custom that draws"], *flags, "--check-lossless"]
     result = call(*arguments, "--json")
     assert result.exit_code == 3
     said(result)
@@ -329,7 +343,7 @@ def test_draws_begin_where_there_is_something_to_choose(
 ) -> None:
     """Places where the target is not sure are taken."""
     monkeypatch.setattr("runtime.evaluation.lossless.NUM_DRAWS_PER_PREFIX", (100,))
-    arguments = [*drafters["logits"], "--temperature", 0.1, "--check-lossless", "--json"]
+    arguments = [*drafters["custom that draws"], "--temperature", 0.1, "--check-lossless", "--json"]
     chosen = lossless_of(json.loads(run_wide(*arguments).stdout))
     monkeypatch.setattr("runtime.evaluation.lossless.NUM_CANDIDATES", 8)
     by_chance = lossless_of(json.loads(run_wide(*arguments).stdout))
@@ -345,7 +359,7 @@ def test_small_kv_cache_is_enough_for_the_check(
     run: Run, draft_engine_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Just what the longest request needs: one sequence at a time."""
-    monkeypatch.setattr("runtime.evaluation.lossless.NUM_DRAWS_PER_PREFIX", (60,))
+    monkeypatch.setattr("runtime.evaluation.lossless.NUM_DRAWS_PER_PREFIX", (20,))
     size = ["--max-tokens-in-paged-kv-cache", 32]
     for sampling in ([], SAMPLING):
         flags = [*draft_model(draft_engine_dir, LOGITS), *sampling, *size, "--max-output-len", 12]
