@@ -306,8 +306,8 @@ def test_every_diagnosis_has_a_remedy_and_is_documented() -> None:
 
 @pytest.fixture(scope="module")
 def deep_pair(make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast) -> tuple[Path, Path]:
-    """A target of ten layers of which the last nine add nothing, and its first layer as draft model."""
-    target = make_model("llama", vocab_size=len(tokenizer), num_hidden_layers=10)
+    """A target of eight layers of which the last seven add nothing, and its first layer as draft model."""
+    target = make_model("llama", vocab_size=len(tokenizer), num_hidden_layers=8)
     draft = make_model("llama", vocab_size=len(tokenizer), num_hidden_layers=1)
     with torch.no_grad():
         for layer in target.model.layers[1:]:

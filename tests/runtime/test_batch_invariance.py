@@ -41,7 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _MARKS = dict.fromkeys(
     (
-        *("bfloat16", "float16", "float32", "float32 FP8", "bfloat16 chunks"),
+        *("bfloat16", "float16", "float32", "float32 FP8", "bfloat16 chunks", "bfloat16 delta rule"),
         *("float32 delta rule", "float32 Mamba-2", "float32 Kimi's delta attention"),
     ),
     pytest.mark.slow,

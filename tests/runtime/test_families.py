@@ -30,17 +30,15 @@ def run(engine: Engine, prompts: list[list[int]], num_new_tokens: int, *, ngram:
 
 
 def check_greedy(engine: Engine, model: PreTrainedModel) -> None:
-    """Batch 1 and 3, without drafts and with n-gram drafts [10,2], of which some are accepted and some rejected."""
+    """A batch of 3, without drafts and with n-gram drafts [10,2], of which some are accepted and some rejected."""
     vocab_size = model.config.vocab_size
     prompts = [repetitive_prompt(seed, length, vocab_size) for seed, length in ((0, 21), (1, 34), (2, 5))]
     assert all(len(prompt) + NUM_NEW_TOKENS > 5 * SLIDING_WINDOW for prompt in prompts)
     expected = [hf_greedy(model, prompt, NUM_NEW_TOKENS) for prompt in prompts]
     assert len({tuple(ids) for ids in expected}) == 3
-    for batch in (prompts[:1], prompts):
-        plain = run(engine, batch, NUM_NEW_TOKENS, ngram=False)
-        assert [s.output_tokens for s in plain] == expected[: len(batch)]
-        speculative = run(engine, batch, NUM_NEW_TOKENS, ngram=True)
-        assert [s.output_tokens for s in speculative] == expected[: len(batch)]
+    plain, speculative = (run(engine, prompts, NUM_NEW_TOKENS, ngram=ngram) for ngram in (False, True))
+    for sequences in (plain, speculative):
+        assert [s.output_tokens for s in sequences] == expected
     total = sum_stats(s.stats for s in speculative)
     assert 0 < total.num_accepted_draft_tokens < total.num_draft_tokens
     assert total.num_steps < sum_stats(s.stats for s in plain).num_steps

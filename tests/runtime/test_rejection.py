@@ -118,9 +118,8 @@ def drafts(kind: str, probs: Tensor, num_drafts: int) -> tuple[list[list[int]], 
 
 
 @functools.cache
-def outputs(kind: str, sampling: str) -> list[list[int]]:
-    """The accepted tokens and the one after them, of sequences that differ in their seed: 10,000 at least."""
-    num_draws = 32_000 if sampling == "plain" and kind in ("lookup", "drawn") else 10_000
+def outputs(kind: str, sampling: str, num_draws: int) -> list[list[int]]:
+    """The accepted tokens and the one after them, of sequences that differ in their seed."""
     draft_tokens, probs = drafts(kind, distributions(DRAFT_LOGITS, SAMPLING[sampling]), num_draws)
     result = []
     for seed, tokens in enumerate(draft_tokens, 20_000):
@@ -143,7 +142,7 @@ def counts_at(position: int, all_tokens: list[list[int]]) -> Tensor:
 @pytest.mark.parametrize(("kind", "sampling"), COMBINATIONS)
 def test_every_position_follows_the_targets_distribution(kind: str, sampling: str) -> None:
     """The second given the first that was accepted, the bonus token given a draft accepted whole."""
-    all_tokens = outputs(kind, sampling)[:10_000]
+    all_tokens = outputs(kind, sampling, 10_000)
     num_kept = Counter(map(len, all_tokens))
     assert min(num_kept[n] for n in (1, 2, 3)) > 300  # else nothing would be tested
     for position, probs in enumerate(distributions(TARGET_LOGITS, SAMPLING[sampling])):
@@ -152,7 +151,7 @@ def test_every_position_follows_the_targets_distribution(kind: str, sampling: st
 
 def test_wrong_probabilities_are_noticed() -> None:
     """The same statistic, where the draft claims another distribution than it was drawn from: it can fail."""
-    all_tokens = outputs("wrong", "plain")[:10_000]
+    all_tokens = outputs("wrong", "plain", 3000)
     first, second, bonus = (
         fit(counts_at(i, all_tokens), probs).p_value for i, probs in enumerate(distributions(TARGET_LOGITS, {}))
     )
@@ -167,15 +166,16 @@ def test_no_more_is_rejected_than_must_be(kind: str, sampling: str) -> None:
     target_probs = distributions(TARGET_LOGITS, SAMPLING[sampling])[0]
     draft_probs = distributions(DRAFT_LOGITS, SAMPLING[sampling])[0]
     in_common = 1 - total_variation(draft_probs, target_probs) if kind == "drawn" else float(target_probs[LOOKUP[0]])
-    num_accepted = sum(len(tokens) > 1 for tokens in outputs(kind, sampling)[:num_draws])
+    num_accepted = sum(len(tokens) > 1 for tokens in outputs(kind, sampling, num_draws))
     assert abs(num_accepted / num_draws - in_common) < 4 * math.sqrt(in_common * (1 - in_common) / num_draws)
 
 
+@pytest.mark.parametrize("num_draws", [10_000, pytest.param(32_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["lookup", "drawn"])
-def test_distance_to_the_targets_distribution_falls_as_one_over_the_root_of_n(kind: str) -> None:
+def test_distance_to_the_targets_distribution_falls_as_one_over_the_root_of_n(kind: str, num_draws: int) -> None:
     """Frequencies of n draws are sqrt(2 p (1 - p) / (pi n)) off on average, each; a bias would stay."""
-    sizes = (500, 2000, 8000, 32_000)
-    all_tokens = outputs(kind, "plain")[: sizes[-1]]
+    sizes = (500, 2000, 8000, num_draws)
+    all_tokens = outputs(kind, "plain", num_draws)
     target_probs = distributions(TARGET_LOGITS, {})
     draft_probs = (
         distributions(DRAFT_LOGITS, {}) if kind == "drawn" else torch.eye(VOCAB_SIZE, dtype=torch.float64)[LOOKUP]
@@ -298,7 +298,8 @@ def make_drafter(name: str, dirs: dict[str, Path], engine: Engine, head_dir: Pat
 @pytest.mark.parametrize(
     "drafter",
     [
-        *("none", "ngram", "similar by tokens", "similar by probabilities", "small by probabilities"),
+        pytest.param("none", marks=pytest.mark.slow),
+        *("ngram", "similar by tokens", "similar by probabilities", "small by probabilities"),
         "head by probabilities",
     ],
 )

@@ -20,7 +20,7 @@ from runtime.errors import SpecDecError, UsageError
 from runtime.request import Request, Sequence
 
 PROMPTS = [repetitive_prompt(seed, length) for seed, length in ((0, 90), (1, 34), (2, 5), (3, 60), (0, 80), (0, 70))]
-NUM_NEW_TOKENS = 40
+NUM_NEW_TOKENS = 24
 DRAFTERS: dict[str, Callable[[Engine], Any]] = {
     "plain": lambda engine: None,
     "ngram": lambda engine: NgramLookup(2),
@@ -69,10 +69,12 @@ def test_bits_are_the_same_whatever_drafts_are_beside_and_fits(of_each_kind: Pre
                     assert torch.equal(made, logits.setdefault(number, made))
                     num_reused += sequence.stats.num_reused_tokens
                     num_accepted += sequence.stats.num_accepted_draft_tokens
-    assert num_reused > 1000 and num_accepted > 500
+    assert num_reused > 1000 and num_accepted > 300
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    "drafter", ["ngram", *(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "self-draft"))]
+)
 def test_uncompiled_tokens_are_transformers(drafter: str, of_each_kind: PreTrainedModel, make_engine: Any) -> None:
     engine = make_engine(of_each_kind, self_draft=SelfDraftConfig("int8"))
     for loop in ("orchestrator", "leader"):
@@ -101,11 +103,12 @@ def test_prompts_are_scored_as_by_transformers(of_each_kind: PreTrainedModel, ma
 def test_a_draft_model_with_states_goes_back_by_its_targets_drafts(model: PreTrainedModel, make_engine: Any) -> None:
     """Its own engine was built for no drafts, and its slots would hold fewer positions than are taken back."""
     target, own = make_engine(make_model("llama")), make_engine(model, max_draft_len=0)
-    expected = [hf_greedy(make_model("llama"), prompt, NUM_NEW_TOKENS) for prompt in PROMPTS]
-    requests = [Request(i, tuple(prompt), NUM_NEW_TOKENS) for i, prompt in enumerate(PROMPTS)]
+    prompts = PROMPTS[:3]
+    expected = [hf_greedy(make_model("llama"), prompt, NUM_NEW_TOKENS) for prompt in prompts]
+    requests = [Request(i, tuple(prompt), NUM_NEW_TOKENS) for i, prompt in enumerate(prompts)]
     drafter = DraftModel(own, target.config.vocab_size, use_logits=False)
     done = {s.request.id: s for s, _ in scheduler.generate(target, requests, drafter, 10) if s.is_over}
-    assert [done[i].output_tokens for i in range(len(PROMPTS))] == expected
+    assert [done[i].output_tokens for i in range(len(prompts))] == expected
 
 
 def test_a_step_that_fails_leaves_no_state_of_other_tokens(model: PreTrainedModel, make_engine_dir: Any) -> None:
@@ -154,9 +157,9 @@ def test_a_common_beginning_is_computed_twice_and_then_found(
     for own in ([4, 5, 6], [7, 8], [9, 10, 11], [12]):
         prompt = [*shared, *own]
         (answer,) = [
-            s for s, _ in scheduler.generate(engine, [Request(own[0], tuple(prompt), NUM_NEW_TOKENS)]) if s.is_over
+            s for s, _ in scheduler.generate(engine, [Request(own[0], tuple(prompt), 40)]) if s.is_over
         ]
-        assert answer.output_tokens == hf_greedy(model, prompt, NUM_NEW_TOKENS)
+        assert answer.output_tokens == hf_greedy(model, prompt, 40)
         reused.append(answer.stats.num_reused_tokens)
     assert reused == [0, 0, len(shared), len(shared)]
 
@@ -172,7 +175,22 @@ def test_the_next_turn_computes_what_is_new(model: PreTrainedModel, make_engine:
         assert second.output_tokens == hf_greedy(model, turn, 5)
 
 
-@pytest.mark.parametrize("compiler", ["none", "aot"])
+@pytest.mark.parametrize(
+    ("compiler", "of_each_kind"),
+    [
+        ("none", "lfm2"),
+        ("none", "qwen3.5"),
+        ("aot", "lfm2"),
+        *(
+            pytest.param(compiler, name, marks=pytest.mark.slow)
+            for compiler, name in [
+                *(("aot", "qwen3.5"), ("none", "nemotron-h"), ("aot", "nemotron-h")),
+                *(("none", "kimi-linear"), ("aot", "kimi-linear")),
+            ]
+        ),
+    ],
+    indirect=["of_each_kind"],
+)
 def test_quantized_keys_and_values_beside_states(
     compiler: str, of_each_kind: PreTrainedModel, make_engine_dir: Any
 ) -> None:

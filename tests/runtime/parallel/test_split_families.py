@@ -33,8 +33,9 @@ def outputs(engine: Engine, *, ngram: bool) -> list[list[int]]:
     return [found[i] for i in range(len(requests))]
 
 
-# One of each kind: layers that are one in the checkpoint, norms and windows, low rank, experts, K/V heads that repeat.
-ALWAYS = {("phi3", 2), ("gemma3_text", 2), ("deepseek_v3", 2), ("granitemoeshared", 2), ("qwen2_moe", 4)}
+# One of each kind: layers that are one in the checkpoint, low rank, experts. Norms, windows and K/V heads that repeat
+# are those of other tests' ranks.
+ALWAYS = {("phi3", 2), ("deepseek_v3", 2), ("granitemoeshared", 2)}
 
 
 @pytest.mark.filterwarnings("ignore::runtime.errors.SpecDecWarning")
