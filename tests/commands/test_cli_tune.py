@@ -220,7 +220,7 @@ def test_what_models_draft_is_run_with_each_length(
             "--draft-target-model-config '[1,[0],[1,0],True]'",
             marks=pytest.mark.slow,
         ),
-        (["--ngram-config", "[1,2,[1,0]]"], "--ngram-config '[1,2,[1,0]]'"),
+        pytest.param(["--ngram-config", "[1,2,[1,0]]"], "--ngram-config '[1,2,[1,0]]'", marks=pytest.mark.slow),
         pytest.param(["--ngram-config", "1,2"], "--ngram-config '[1,2]'", marks=pytest.mark.slow),
     ],
 )

@@ -156,9 +156,7 @@ def test_a_common_beginning_is_computed_twice_and_then_found(
     reused = []
     for own in ([4, 5, 6], [7, 8], [9, 10, 11], [12]):
         prompt = [*shared, *own]
-        (answer,) = [
-            s for s, _ in scheduler.generate(engine, [Request(own[0], tuple(prompt), 40)]) if s.is_over
-        ]
+        (answer,) = [s for s, _ in scheduler.generate(engine, [Request(own[0], tuple(prompt), 40)]) if s.is_over]
         assert answer.output_tokens == hf_greedy(model, prompt, 40)
         reused.append(answer.stats.num_reused_tokens)
     assert reused == [0, 0, len(shared), len(shared)]

@@ -69,8 +69,11 @@ def compiled(model: PreTrainedModel, directory: Path) -> tuple[dict[str, bytes],
     return package, (directory / "rank0.safetensors").read_bytes()
 
 
-@pytest.mark.one_in(20)
-@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
+# One of those that have states.
+@pytest.mark.parametrize(
+    "family",
+    ["lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in (*FAMILIES, *MIXTURES) if name != "lfm2")],
+)
 def test_a_second_model_of_a_form_is_made_as_if_it_were_the_first(
     family: str, tmp_path: Path, exported: list[torch.nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +154,7 @@ def test_what_is_damaged_is_exported_again(cache: Path, tmp_path: Path, exported
     first = compiled(model_of("llama"), tmp_path / "first")
     (entry,) = cache.iterdir()
     whole = entry.read_bytes()
-    for i, damaged in enumerate((b"A" + whole[1:], whole[:-1], b"")):
+    for i, damaged in enumerate((b"A" + whole[1:], b"")):
         entry.write_bytes(damaged)
         exported.clear()
         assert compiled(model_of("llama"), tmp_path / str(i)) == first and exported

@@ -124,7 +124,9 @@ IN_16_BITS = ("llama", "gemma3", "gpt-neox", "gpt2", "mixtral", "deepseek-v3", "
 
 @pytest.mark.parametrize("family", families(*FAMILIES, *MIXTURES, *ATTENTIONS, slow=LIKE_OTHERS))
 def test_a_familys_step_is_transformers(family: str) -> None:
-    assert len(check_step(make_model(family, **FEW_LAYERS.get(family, {})), in_layers).programs) == NUM_PROGRAMS.get(family, 3)
+    assert len(check_step(make_model(family, **FEW_LAYERS.get(family, {})), in_layers).programs) == NUM_PROGRAMS.get(
+        family, 3
+    )
 
 
 @pytest.mark.parametrize(("family", "num_layers"), [("qwen3", 2), ("falcon-h1", 1)])

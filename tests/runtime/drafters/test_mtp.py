@@ -85,6 +85,8 @@ def by_layers(directory: Path, target: PreTrainedModel, whole: PreTrainedModel) 
     return forward
 
 
+_LIKE_QWEN35 = "qwen3-next"
+"""Whose head is the same."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek-v3": {"num_hidden_layers": 3},
     "qwen3.5": {
@@ -98,7 +100,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.slow if name == _LIKE_QWEN35 else ()) for name in FAMILIES],
+)
 def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     directory: Path = tmp_path_factory.mktemp(request.param)
     return directory, save_with_head(directory, request.param, **FAMILIES[request.param])
