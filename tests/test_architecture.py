@@ -1,6 +1,7 @@
 """Imports go one way: specdec_cli -> commands -> runtime, and within runtime from engines down to nouns."""
 
 import ast
+import functools
 import itertools
 import re
 import subprocess
@@ -278,9 +279,15 @@ def test_what_scripts_and_tests_import_is_there() -> None:
     assert wrong == []
 
 
+@functools.cache
+def imported_at_once() -> dict[str, set[str]]:
+    """Module -> the modules that it imports when it is imported."""
+    return {module: imports(path, at_import_only=True) for module, path in everywhere().items()}
+
+
 def test_no_import_cycle() -> None:
     """Imports inside functions are left out: they run later."""
-    graph = {module: imports(path, at_import_only=True) for module, path in everywhere().items()}
+    graph = imported_at_once()
     done: set[str] = set()
 
     def visit(module: str, above: tuple[str, ...]) -> None:
@@ -298,7 +305,7 @@ def test_no_import_cycle() -> None:
 @pytest.mark.parametrize("command", [name for name in modules("commands") if name.endswith(".command")])
 def test_a_command_is_there_before_torch(command: str) -> None:
     """Modules that `--help` may not import are other files of the command's folder, such as `work.py`."""
-    graph = {module: imports(path, at_import_only=True) for module, path in everywhere().items()}
+    graph = imported_at_once()
     found, left = set[str](), [command]
     while left:
         module = left.pop()

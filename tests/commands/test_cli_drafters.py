@@ -140,8 +140,14 @@ def test_every_drafter_has_flags_here() -> None:
     assert {name for *_, drafters in FLAGS.values() for name in drafters} == {*DRAFTERS}
 
 
-@pytest.mark.parametrize("mode", ["orchestrator", "leader"])
-@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [  # by default each in one of them, with flags of either kind in both
+        pytest.param(name, mode, marks=() if (i // 2 + j) % 2 else pytest.mark.slow)
+        for i, name in enumerate(FLAGS)
+        for j, mode in enumerate(("orchestrator", "leader"))
+    ],
+)
 def test_greedy_output_is_hugging_faces(
     name: str, mode: str, run: Callable[..., Result], with_paths: Callable[[list[str]], list[str]],
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast,

@@ -198,8 +198,8 @@ ON_ONE_DEVICE = DRAFT_TARGET_MODEL.replace("[0],[1]", "[0],[0]")
     "document",
     [
         ON_ONE_DEVICE,
-        ON_ONE_DEVICE.replace("True", "False"),
-        ON_ONE_DEVICE.replace("=", " "),
+        pytest.param(ON_ONE_DEVICE.replace("True", "False"), marks=pytest.mark.slow),
+        pytest.param(ON_ONE_DEVICE.replace("=", " "), marks=pytest.mark.slow),
         ON_ONE_DEVICE.replace("--draft_engine_dir", "--draft-engine-dir").replace("_model_config", "-model-config"),
     ],
     ids=["use_logits", "tokens", "spaces", "hyphens"],

@@ -32,7 +32,7 @@ ROWS = re.findall(r"^\| ([\w.-]+) \| (equal|refused|not tried)", families.PAGE.r
 DOCUMENTED = dict(ROWS)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("model_type", sorted(CONFIG_MAPPING_NAMES))
 def test_every_config_is_taken_or_refused_in_a_sentence(model_type: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()

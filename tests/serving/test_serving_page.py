@@ -358,7 +358,7 @@ CONTRASTS = """() => {
 
 
 @browser_only
-@pytest.mark.parametrize("width", [1280, 900, 480, 320])
+@pytest.mark.parametrize("width", [900, 320, *(pytest.param(width, marks=pytest.mark.slow) for width in (1280, 480))])
 def test_narrow_windows_lose_nothing(open_page: Open, width: int) -> None:
     """480 pixels are 60 columns. Nothing reaches over the edge, and everything is there."""
     with running(serve_page()) as server:

@@ -192,7 +192,7 @@ def logits_of(engine: Engine, prompts: list[tuple[int, ...]], drafter: Guessing 
 
 @pytest.mark.parametrize(
     "family",
-    ["deepseek-v3", "qwen3-moe", "gemma4-moe"],
+    ["deepseek-v3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-moe", "gemma4-moe"))],
 )
 def test_a_mixture_is_compiled_and_its_bits_do_not_depend_on_company(
     family: str, make_engine_dir: MakeEngineDir

@@ -162,7 +162,7 @@ def run(case: Case, dtype: torch.dtype, arithmetic: int, stored: torch.dtype | N
     return output, expected
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("dtype", "arithmetic", "stored"), ATTENTION_KINDS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernel_is_attention(
@@ -201,7 +201,7 @@ LINEAR_SHAPES = [  # tokens, inputs, outputs
 ]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize(("dtype", "arithmetic"), LINEAR_KINDS, ids=str)
 @pytest.mark.parametrize(("num_tokens", "num_inputs", "num_outputs"), LINEAR_SHAPES)
@@ -358,7 +358,7 @@ ATTENTIONS: dict[str, tuple[int, dict[str, Any] | None]] = {
 }
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("block_size", [32, 24, 256])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -389,7 +389,7 @@ def test_attention_of_a_token_has_the_same_bits_in_any_company(
     bits_are_equal()
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("block_size", [32, 24])

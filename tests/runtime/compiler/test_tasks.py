@@ -142,7 +142,10 @@ def test_a_childs_tasks_are_shared_again(layers: list[Layer]) -> None:
     assert exit_code_of_child(lambda: exit_code_of_child(work) == 0) == 0
 
 
-@pytest.mark.parametrize("ending", ["work()", "work(); sys.exit(0)", "threading.Thread(target=work).start()"])
+@pytest.mark.parametrize(
+    "ending",
+    ["work()", pytest.param("work(); sys.exit(0)", marks=pytest.mark.slow), "threading.Thread(target=work).start()"],
+)
 def test_a_process_ends_while_helpers_wait(ending: str, kernels: Path) -> None:
     assert run_program(kernels, ending) == ""
 

@@ -85,8 +85,7 @@ def by_layers(directory: Path, target: PreTrainedModel, whole: PreTrainedModel) 
     return forward
 
 
-_LIKE_QWEN35 = "qwen3-next"
-"""Whose head is the same."""
+_LIKE_QWEN35 = "qwen3-next"  # its head is the same
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek-v3": {"num_hidden_layers": 3},
     "qwen3.5": {

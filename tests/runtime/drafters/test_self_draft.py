@@ -82,7 +82,15 @@ def test_greedy_output_is_hugging_faces(loop: str, engine: Engine, model: PreTra
     assert accepted > {"int4": 0.25, "int8": 0.8}[self_draft.qformat] * num_drafted(sequences)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3", "mistral-sliding", "mixtral", "olmo2", "gpt2"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gemma3",
+        "mixtral",
+        "gpt2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "mistral-sliding", "olmo2")),
+    ],
+)
 def test_families(family: str, make_engine: Any) -> None:
     """Sliding windows, norms of their own, experts in one piece, which stay as they are, transposed weights."""
     model = make_model(family)

@@ -67,7 +67,7 @@ def llm(self_draft_engine_dir: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def wide_llm(llama_dir: Path, shared: Path) -> Iterator[LLM]:
-    """With room for many sequences at once: thousands of draws take two seconds."""
+    """An engine with room for many sequences at once: thousands of draws take two seconds."""
     build: dict[str, Any] = {"self_draft": SelfDraft("int4"), "max_batch_size": 64}
     with LLM(shared_engine(shared / "engines", llama_dir, **build)) as opened:
         yield opened

@@ -64,6 +64,7 @@ def put_together(name: str, whole: Tensor, pieces: list[Tensor]) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore::runtime.errors.SpecDecWarning")
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tp_size", [2, 4])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in REFUSED])
 def test_the_ranks_pieces_are_the_model(family: str, tp_size: int, tmp_path: Path) -> None:
@@ -216,7 +217,7 @@ def test_what_stays_whole_is_said(tmp_path: Path, said: Said) -> None:
 
 
 @pytest.mark.parametrize("precision", [QuantConfig("int4", 8), QuantConfig("int8", None), QuantConfig("fp8", None)])
-@pytest.mark.parametrize("family", ["llama", "qwen2-moe"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen2-moe"])
 def test_quantized_weights_are_split_with_their_scales(family: str, precision: QuantConfig, tmp_path: Path) -> None:
     make_model(family).save_pretrained(tmp_path / "model")
     (whole,) = converted(tmp_path / "model", tmp_path / "one", 1, precision)
