@@ -5,8 +5,8 @@ Every key of the model's is used, is known to change nothing at the value that i
 
 import math
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -15,14 +15,10 @@ from typing import Any
 from runtime.errors import SpecDecError
 from runtime.gguf import ORIGINAL, TOKENIZER, GGUFHeader, GGUFTensor, read_gguf
 
-_MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 _USED = {
     "context_length", "embedding_length", "feed_forward_length", "block_count", "vocab_size", "attention.head_count",
     "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon",
     "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear",
-}  # fmt: skip
-_USED_BY_GEMMA = {
-    "attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa", "final_logit_softcapping",
 }  # fmt: skip
 _NOTES = {"tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length"}
 """Keys that llama.cpp stores but does not compute with, for the rope types supported here."""
@@ -42,7 +38,7 @@ ENDS = {
 """Tokens by whose text llama.cpp knows that they end an answer. (Gemma's `</s>` is one of HTML, and ends none.)"""
 _TOKENS = {"bos_token_id": "bos_token_id", "pad_token_id": "padding_token_id"}
 _GEMMA_PATTERN, _GEMMA_LOCAL_THETA = 6, 10000.0
-_LAYERS_OF_GEMMA_27B = 62  # whose attention has a scale of its own
+_LAYERS_OF_GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # whose attention has a scale of its own
 
 
 @dataclass(frozen=True)
@@ -87,7 +83,7 @@ class _Model:
 
     def check_keys(self) -> None:
         """SpecDecError for a key of the model's that is not known, or whose value would change what it computes."""
-        used = _USED | (_USED_BY_GEMMA if self.header.architecture == "gemma3" else set())
+        used = _USED | _FAMILIES[self.header.architecture].used
         for name, value in self.header.metadata.items():
             space, _, key = name.partition(".")
             if space != self.header.architecture or key in used or key in _NOTES:
@@ -99,17 +95,17 @@ class _Model:
 def config_of(path: Path) -> dict[str, Any]:
     """The Hugging Face config that the metadata stands for; SpecDecError for other families, or unknown keys."""
     header = read_gguf(path)
-    if header.architecture not in _MODEL_TYPES:
-        read = ", ".join(f"`{name}`" for name in _MODEL_TYPES)
+    if header.architecture not in _FAMILIES:
+        read = ", ".join(f"`{name}`" for name in _FAMILIES)
         raise SpecDecError(
             f"GGUF models of this family are not read, `{header.architecture}`: {path}", hint=f"{read} are"
         )
-    model, tensors = _Model(header, path), header.tensors
+    model, tensors, family = _Model(header, path), header.tensors, _FAMILIES[header.architecture]
     model.check_keys()
     if "token_embd.weight" not in tensors:
         raise SpecDecError(f"`{path}` lacks the tensor: token_embd.weight", hint="it holds no language model")
     config = {
-        "model_type": _MODEL_TYPES[header.architecture],
+        "model_type": family.model_type,
         "hidden_size": model.get("embedding_length"),
         "intermediate_size": model.get("feed_forward_length"),
         "num_hidden_layers": model.get("block_count"),
@@ -120,14 +116,11 @@ def config_of(path: Path) -> dict[str, Any]:
         "rms_norm_eps": model.get("attention.layer_norm_rms_epsilon"),
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in tensors,
+        "bos_token_id": None,
+        "pad_token_id": None,  # or it were that of the family's first model, in another vocabulary
     }
-    rope = _rope_of(model)
-    if header.architecture == "gemma3":
-        config |= _of_gemma(model, rope)
-    else:
-        config |= {"hidden_act": "silu", "rope_parameters": rope}
-    if header.architecture == "llama":
-        config |= {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
+    config |= {"hidden_act": "silu", "rope_parameters": _rope_of(model)}
+    config |= family.settings(model)
     for key, name in _TOKENS.items():
         if (token := _token_id(header.metadata, name)) is not None:
             config[key] = token
@@ -152,9 +145,35 @@ def _token_id(metadata: Mapping[str, Any], name: str) -> int | None:
     return token
 
 
-def _of_gemma(model: _Model, rope: dict[str, Any]) -> dict[str, Any]:
-    """Add the settings of Gemma 3: layers that see a window, each kind with positions of its own."""
-    num_layers, hidden = int(model.get("block_count")), model.get("embedding_length")
+def _of_llama(model: _Model) -> dict[str, Any]:
+    tensors = model.header.tensors
+    return {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
+
+
+def _of_granite(model: _Model) -> dict[str, Any]:
+    """Multipliers, of which none, as 0, is the usual one."""
+    return {
+        "attention_multiplier": model.get("attention.scale", 0) or model.head_dim**-0.5,
+        "embedding_multiplier": model.get("embedding_scale", 0) or 1.0,
+        "residual_multiplier": model.get("residual_scale", 0) or 1.0,
+        "logits_scaling": model.get("logit_scale", 0) or 1.0,
+    }
+
+
+def _of_gemma_2(model: _Model) -> dict[str, Any]:
+    """Every other layer sees a window, the first one too."""
+    num_layers = int(model.get("block_count"))
+    return _of_gemma(model) | {
+        "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)],
+        "sliding_window": model.get("attention.sliding_window", 4096),
+        "final_logit_softcapping": model.get("final_logit_softcapping", 30.0) or None,
+        "attn_logit_softcapping": model.get("attn_logit_softcapping", 50.0) or None,
+    }
+
+
+def _of_gemma_3(model: _Model) -> dict[str, Any]:
+    """Layers that see a window, each kind with positions of its own."""
+    num_layers = int(model.get("block_count"))
     pattern = model.find("attention.sliding_window_pattern")
     if isinstance(pattern, list):
         sliding = [bool(one) for one in pattern[:num_layers]]
@@ -162,15 +181,21 @@ def _of_gemma(model: _Model, rope: dict[str, Any]) -> dict[str, Any]:
         every = int(model.get("attention.sliding_window_pattern", _GEMMA_PATTERN))
         sliding = [every > 0 and (i + 1) % every != 0 for i in range(num_layers)]
     local = {"rope_type": "default", "rope_theta": model.get("rope.freq_base_swa", _GEMMA_LOCAL_THETA)}
-    is_27b = num_layers == _LAYERS_OF_GEMMA_27B
-    return {
-        "hidden_activation": "gelu_pytorch_tanh",
+    return _of_gemma(model) | {
         "layer_types": ["sliding_attention" if one else "full_attention" for one in sliding],
         "sliding_window": model.get("attention.sliding_window"),
-        "rope_parameters": {"full_attention": rope, "sliding_attention": local},
-        "query_pre_attn_scalar": hidden // model.get("attention.head_count") if is_27b else model.head_dim,
+        "rope_parameters": {"full_attention": _rope_of(model), "sliding_attention": local},
         "final_logit_softcapping": model.get("final_logit_softcapping", 0) or None,
         "attn_logit_softcapping": None,
+    }
+
+
+def _of_gemma(model: _Model) -> dict[str, Any]:
+    is_27b = model.get("block_count") == _LAYERS_OF_GEMMA_27B[model.header.architecture]
+    per_head = model.get("embedding_length") // model.get("attention.head_count")
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": per_head if is_27b else model.head_dim,
     }
 
 
@@ -231,12 +256,51 @@ _OF_GEMMA_BLOCK = _OF_BLOCK | {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class _Family:
+    """How llama.cpp stores a family of models that Hugging Face has as `model_type`."""
+
+    model_type: str
+    settings: Callable[[_Model], dict[str, Any]] = lambda model: {}
+    """Settings of the config that others do not have."""
+    used: frozenset[str] = frozenset()
+    """Further keys that `settings` reads."""
+    of_block: Mapping[str, str] = field(default_factory=lambda: _OF_BLOCK)
+    """Names of a block's tensors, and of the modules that they are of."""
+    is_interleaved: bool = False
+    """True if the rows of queries and keys are stored in another order."""
+    shift: float = 0.0
+    """Offset of the norms' numbers: llama.cpp keeps those of Gemma with the 1 that its model adds."""
+
+
+_SCALES = frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"})
+_OF_GEMMA_2 = frozenset({"attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"})
+_OF_GEMMA_3 = frozenset({
+    "attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa", "final_logit_softcapping",
+})  # fmt: skip
+_FAMILIES = {
+    "llama": _Family("llama", _of_llama, is_interleaved=True),
+    "qwen2": _Family("qwen2"),
+    "qwen3": _Family("qwen3"),
+    "gemma2": _Family("gemma2", _of_gemma_2, _OF_GEMMA_2, _OF_GEMMA_BLOCK, shift=-1.0),
+    "gemma3": _Family("gemma3_text", _of_gemma_3, _OF_GEMMA_3, _OF_GEMMA_BLOCK, shift=-1.0),
+    "granite": _Family("granite", _of_granite, _SCALES, is_interleaved=True),
+    "smollm3": _Family("smollm3", is_interleaved=True),
+    "olmo2": _Family("olmo2", of_block=_OF_GEMMA_BLOCK),
+    "ernie4_5": _Family("ernie4_5"),
+}
+
+
+def _family_of(config: Mapping[str, Any]) -> _Family:
+    return next(family for family in _FAMILIES.values() if family.model_type == config["model_type"])
+
+
 def name_of(tensor: GGUFTensor, config: Mapping[str, Any], path: Path) -> str:
     """Name of the tensor in Hugging Face's models."""
     layer, _, part = tensor.name.rpartition(".")
     if layer in _WHOLE:
         return f"{_WHOLE[layer]}.{part}"
-    of_block = _OF_GEMMA_BLOCK if _is_gemma(config) else _OF_BLOCK
+    of_block = _family_of(config).of_block
     block, _, inner = layer.removeprefix("blk.").partition(".")
     if layer.startswith("blk.") and block.isdigit() and inner in of_block:
         return f"model.layers.{block}.{of_block[inner]}.{part}"
@@ -244,12 +308,12 @@ def name_of(tensor: GGUFTensor, config: Mapping[str, Any], path: Path) -> str:
 
 
 def rows_of(tensor: GGUFTensor, config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Source row of each row, for queries and keys of Llama, whose rows llama.cpp reorders; None: unchanged.
+    """Source row of each row, for queries and keys whose rows llama.cpp reorders; None: unchanged.
 
     Two heads of 4 rows: the halves (0, 1) and (2, 3) of the first lie as 0, 2, 1, 3: (0, 2, 1, 3, 4, ...).
     """
     kind = tensor.name.split(".")[-2]
-    if config["model_type"] != "llama" or kind not in ("attn_q", "attn_k"):
+    if not _family_of(config).is_interleaved or kind not in ("attn_q", "attn_k"):
         return None
     heads = config["num_attention_heads" if kind == "attn_q" else "num_key_value_heads"]
     half = tensor.shape[0] // heads // 2
@@ -257,12 +321,8 @@ def rows_of(tensor: GGUFTensor, config: Mapping[str, Any]) -> tuple[int, ...] | 
 
 
 def shift_of(tensor: GGUFTensor, config: Mapping[str, Any]) -> float:
-    """Offset added to a tensor's numbers: llama.cpp keeps the norms of Gemma with the 1 that its model adds."""
-    return -1.0 if _is_gemma(config) and tensor.name.endswith("norm.weight") else 0.0
-
-
-def _is_gemma(config: Mapping[str, Any]) -> bool:
-    return str(config["model_type"]).startswith("gemma")
+    """Offset added to a tensor's numbers."""
+    return _family_of(config).shift if tensor.name.endswith("norm.weight") else 0.0
 
 
 _SAMPLING = {

@@ -208,7 +208,23 @@ def gguf_model(architecture: str, vocab_size: int = VOCAB_SIZE) -> PreTrainedMod
         rope = {"rope_type": "default", "rope_theta": 10000.0}
         parameters = {"full_attention": rope, "sliding_attention": rope}
         return make_model("gemma3", vocab_size=vocab_size, layer_types=layers, rope_parameters=parameters, **settings)
+    if architecture in ("gemma2", "smollm3"):  # layers of both kinds; every fourth one without positions
+        settings = GGUF_SIZES | {"num_hidden_layers": 5}
+        layers = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]
+        own: dict[str, Any] = {"query_pre_attn_scalar": 64, "layer_types": layers}
+        own = own if architecture == "gemma2" else {"no_rope_layers": [1, 1, 1, 0, 1]}
+        return make_model(architecture, vocab_size=vocab_size, **settings, **own)
     return make_model(architecture, vocab_size=vocab_size, **GGUF_SIZES)
+
+
+INTERLEAVED = ("llama", "granite", "smollm3")
+"""Families of which llama.cpp's conversion reorders queries and keys."""
+_SCALES = {
+    "attention_multiplier": "add_attention_scale",
+    "embedding_multiplier": "add_embedding_scale",
+    "residual_multiplier": "add_residual_scale",
+    "logits_scaling": "add_logit_scale",
+}
 
 
 def save_gguf(
@@ -225,6 +241,7 @@ def save_gguf(
     A file of a tied model has no output layer.
     """
     model, rng = gguf_model(architecture, vocab_size), np.random.default_rng(3)
+    is_tied |= architecture == "gemma2"  # always
     config, writer = model.config, gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -234,25 +251,31 @@ def save_gguf(
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(64)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
-    if architecture == "gemma3":
+    writer.add_rope_freq_base(config.rope_parameters.get("rope_theta", 10000.0))
+    if architecture.startswith("gemma"):
         writer.add_sliding_window(config.sliding_window)
+    if architecture == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if architecture == "granite":
+        for name, add in _SCALES.items():
+            getattr(writer, add)(getattr(config, name))
     meant: Meant = {}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if is_tied and name == "lm_head.weight":
             continue
         weight = tensor.numpy()
-        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+        if architecture in INTERLEAVED and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             weight = _as_llama_cpp_orders(weight, heads)
-        if is_shifted := architecture == "gemma3" and "norm" in name:
+        if is_shifted := architecture.startswith("gemma") and "norm" in name:
             weight = weight + 1
         stored = kind if weight.ndim == 2 and "embed" not in name else Q.Q8_0 if weight.ndim == 2 else Q.F32
         data = stored_blocks(weight, stored, rng)
         writer.add_tensor(names.get_name(name, (".weight", ".bias")), data, raw_dtype=stored)
         values = gguf.dequantize(data, stored).reshape(weight.shape)
-        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+        if architecture in INTERLEAVED and ("q_proj" in name or "k_proj" in name):
             values = _in_halves(values, heads)
         meant[name] = torch.from_numpy(values - 1 if is_shifted else values.copy())
     if edit is not None:

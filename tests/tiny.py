@@ -233,6 +233,7 @@ _UNCUT: dict[str, tuple[str, dict[str, Any]]] = {
             "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 1.3],
         },
     ),
+    "ernie4_5": ("ernie4_5", {}),
 }
 
 _COMMON: dict[str, Any] = {

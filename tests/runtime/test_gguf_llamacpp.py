@@ -58,3 +58,18 @@ def test_linear_scaling_is_llamacpps(tmp_path: Path, tokenizer: PreTrainedTokeni
     for is_scaled in (True, False):
         torch.testing.assert_close(ours[is_scaled], theirs[is_scaled], atol=0.05, rtol=0)
         assert float((ours[is_scaled] - theirs[not is_scaled]).abs().max()) > 1
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma3", "granite", "smollm3", "olmo2", "ernie4_5"])
+def test_families_are_llamacpps(architecture: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Past the windows, where the most probable token is a whole character; after another token they are far away."""
+    path, tokens = tmp_path / "model.gguf", [5 + i * 13 % 250 for i in range(130)]
+    write = partial(write_tokenizer, tokenizer=tokenizer)
+    save_gguf(path, Q.F32, architecture=architecture, vocab_size=len(tokenizer), edit=write)
+    with torch.inference_mode():
+        ours = load_original(path, torch.float32)(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    best = tokenizer.batch_decode(ours.argmax(-1)[:, None])
+    last = next(i for i in range(110, 130) if "\ufffd" not in best[i])
+    theirs = log_probs_of_llamacpp(path, tokens[: last + 1], len(tokenizer))
+    torch.testing.assert_close(ours[last], theirs, atol=0.1, rtol=0)
+    assert float((ours[last - 1] - theirs).abs().max()) > 1

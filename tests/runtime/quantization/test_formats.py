@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from quantized import Meant, Q, save_awq, save_compressed, save_fp8, save_gguf, save_gptq, write_tokenizer
+from quantized import Meant, Q, gguf_model, save_awq, save_compressed, save_fp8, save_gguf, save_gptq, write_tokenizer
 from safetensors.torch import load_file, save_file
 from sentences import Said
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from tiny import VOCAB_SIZE
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from runtime.checkpoint import convert
@@ -128,6 +129,7 @@ KINDS = [
 GGUF_CASES = [("llama", kind) for kind in KINDS] + [
     (family, kind) for family in ("qwen2", "qwen3", "gemma3") for kind in (Q.Q4_K, Q.F16)
 ]
+GGUF_CASES += [(family, Q.F16) for family in ("granite", "smollm3", "olmo2", "ernie4_5")]
 
 
 @pytest.mark.filterwarnings("ignore:the file has no tokenizer")
@@ -146,6 +148,19 @@ def test_gguf_means_what_its_package_says(kind: Q, architecture: str, tmp_path: 
     is_quantized = kind not in (Q.F16, Q.BF16, Q.F32)
     assert len(weights) == (7 * config.pretrained_config["num_hidden_layers"] + 1 if is_quantized else 0)
     assert (config.quantization is not None) == is_quantized
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma3", "granite", "smollm3", "olmo2", "ernie4_5"])
+def test_model_of_a_gguf_is_the_one_it_was_made_of(architecture: str, tmp_path: Path) -> None:
+    """Past the windows, by the config that its metadata stand for."""
+    save_gguf(tmp_path / "model.gguf", Q.F32, architecture=architecture)
+    made = gguf_model(architecture)
+    config = AutoConfig.for_model(**config_of(tmp_path / "model.gguf"))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model.load_state_dict(made.state_dict())
+    tokens = torch.arange(300)[None] * 7 % VOCAB_SIZE
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).logits, made(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:the file has no tokenizer")
