@@ -258,7 +258,7 @@ _OF_GEMMA_BLOCK = _OF_BLOCK | {
 
 @dataclass(frozen=True)
 class _Family:
-    """How llama.cpp stores a family of models that Hugging Face has as `model_type`."""
+    """A family of models as llama.cpp stores it, `model_type` for Hugging Face."""
 
     model_type: str
     settings: Callable[[_Model], dict[str, Any]] = lambda model: {}
