@@ -44,7 +44,7 @@ from runtime.gguf_tokenizer import make_gguf_tokenizer
 from runtime.models import read_model_config, warn_of_adapter
 from runtime.parallel.tp_layers import Splitting
 from runtime.quantization.formats import check_shapes, find_layers, format_of, without_quantization
-from runtime.quantization.gguf_blocks import read_gguf_tensors
+from runtime.quantization.gguf_blocks import ExpertBlocks, read_gguf_tensors
 from runtime.quantization.mxfp4 import codes_of, is_in_codes
 from runtime.quantization.planning import Losses, PrequantizedLayer, Source, plan_pieces, quantize_experts
 from runtime.source import (
@@ -168,7 +168,10 @@ def plan_conversion(model_dir: Path, dtype: Dtype | None, precision: QuantConfig
     _refuse_quantizing_again(source, precision)
     dtype = dtype or _saved_dtype(source)
     if precision.qformat is None:
-        source = _with_codes(source, expert_layers(pretrained))
+        kept = _with_codes(source, expert_layers(pretrained))
+        if tp_size > 1 and kept.experts:
+            warnings.warn("experts that are split are dequantized", SpecDecWarning, stacklevel=3)
+        source = kept if tp_size == 1 else source
     losses = Losses(getattr(torch, dtype))
     pieces, quantization = plan_pieces(source, getattr(torch, dtype), precision, losses)
     mapping = Mapping(tp_size, tp_size)
@@ -200,14 +203,26 @@ def read_numbers(
 
 
 def _with_codes(source: Source, experts: Collection[str]) -> Source:
-    """The source, with experts in MXFP4 as they are."""
-    codes = {tensor.name: tensor.made_of for tensor in source.tensors if is_in_codes(tensor) and tensor.name in experts}
+    """The source, with experts in MXFP4, or in a GGUF's blocks, as they are."""
     layers = {
-        name: PrequantizedLayer({"blocks": blocks, "scales": scales}, lambda parts: codes_of(**parts), "W4A16_MXFP4")
-        for name, (blocks, scales) in codes.items()
+        tensor.name: layer
+        for tensor in source.tensors
+        if tensor.name in experts and (layer := _layer_of_experts(tensor)) is not None
     }
-    tensors = [tensor for tensor in source.tensors if tensor.name not in codes]
+    tensors = [tensor for tensor in source.tensors if tensor.name not in layers]
     return replace_fields(source, tensors=tensors, layers=source.layers | layers, experts=frozenset(layers))
+
+
+def _layer_of_experts(tensor: SourceTensor) -> PrequantizedLayer | None:
+    """Experts that can be multiplied by as they are stored."""
+    if is_in_codes(tensor):
+        blocks, scales = tensor.made_of
+        parts = {"blocks": blocks, "scales": scales}
+        return PrequantizedLayer(parts, lambda parts: codes_of(**parts), "W4A16_MXFP4")
+    if isinstance(tensor.make, ExpertBlocks) and tensor.make.can_be_kept:
+        parts = {str(i): part for i, part in enumerate(tensor.made_of)}
+        return PrequantizedLayer(parts, tensor.make.read, "MIXED_PRECISION")
+    return None
 
 
 def _with_own_names(source: Source, pretrained: PreTrainedConfig) -> Source:

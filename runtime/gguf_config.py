@@ -107,7 +107,7 @@ def config_of(path: Path) -> dict[str, Any]:
     config = {
         "model_type": family.model_type,
         "hidden_size": model.get("embedding_length"),
-        "intermediate_size": model.get("feed_forward_length"),
+        "intermediate_size": model.get("feed_forward_length", 0),
         "num_hidden_layers": model.get("block_count"),
         "num_attention_heads": model.get("attention.head_count"),
         "num_key_value_heads": model.get("attention.head_count_kv", model.get("attention.head_count")),
@@ -148,6 +148,19 @@ def _token_id(metadata: Mapping[str, Any], name: str) -> int | None:
 def _of_llama(model: _Model) -> dict[str, Any]:
     tensors = model.header.tensors
     return {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
+
+
+def _of_qwen3_moe(model: _Model) -> dict[str, Any]:
+    """Every layer has experts, whose shares are of those that were chosen."""
+    return {
+        "num_experts": model.get("expert_count"),
+        "num_experts_per_tok": model.get("expert_used_count"),
+        "moe_intermediate_size": model.get("expert_feed_forward_length"),
+        "intermediate_size": model.get("feed_forward_length", model.get("expert_feed_forward_length")),
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
 
 
 def _of_granite(model: _Model) -> dict[str, Any]:
@@ -273,6 +286,9 @@ class _Family:
     """Offset of the norms' numbers: llama.cpp keeps those of Gemma with the 1 that its model adds."""
 
 
+EXPERTS = {"ffn_gate_exps": "gate_up_proj", "ffn_up_exps": "gate_up_proj", "ffn_down_exps": "down_proj"}
+"""Tensors of all experts of a layer, and the parameters that they are of, in this order."""
+_OF_MIXTURE = frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"})
 _SCALES = frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"})
 _OF_GEMMA_2 = frozenset({"attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"})
 _OF_GEMMA_3 = frozenset({
@@ -282,6 +298,7 @@ _FAMILIES = {
     "llama": _Family("llama", _of_llama, is_interleaved=True),
     "qwen2": _Family("qwen2"),
     "qwen3": _Family("qwen3"),
+    "qwen3moe": _Family("qwen3_moe", _of_qwen3_moe, _OF_MIXTURE, _OF_BLOCK | {"ffn_gate_inp": "mlp.gate"}),
     "gemma2": _Family("gemma2", _of_gemma_2, _OF_GEMMA_2, _OF_GEMMA_BLOCK, shift=-1.0),
     "gemma3": _Family("gemma3_text", _of_gemma_3, _OF_GEMMA_3, _OF_GEMMA_BLOCK, shift=-1.0),
     "granite": _Family("granite", _of_granite, _SCALES, is_interleaved=True),
@@ -302,6 +319,8 @@ def name_of(tensor: GGUFTensor, config: Mapping[str, Any], path: Path) -> str:
         return f"{_WHOLE[layer]}.{part}"
     of_block = _family_of(config).of_block
     block, _, inner = layer.removeprefix("blk.").partition(".")
+    if layer.startswith("blk.") and block.isdigit() and inner in EXPERTS and "num_experts" in config:
+        return f"model.layers.{block}.mlp.experts.{EXPERTS[inner]}"
     if layer.startswith("blk.") and block.isdigit() and inner in of_block:
         return f"model.layers.{block}.{of_block[inner]}.{part}"
     raise SpecDecError(f"`{path}` has a tensor that its model has not: {tensor.name}", hint=ORIGINAL)

@@ -208,6 +208,9 @@ def gguf_model(architecture: str, vocab_size: int = VOCAB_SIZE) -> PreTrainedMod
         rope = {"rope_type": "default", "rope_theta": 10000.0}
         parameters = {"full_attention": rope, "sliding_attention": rope}
         return make_model("gemma3", vocab_size=vocab_size, layer_types=layers, rope_parameters=parameters, **settings)
+    if architecture == "qwen3moe":
+        sizes = GGUF_SIZES | {"moe_intermediate_size": 256}
+        return make_model("qwen3-moe", vocab_size=vocab_size, norm_topk_prob=True, **sizes)
     if architecture in ("gemma2", "smollm3"):  # layers of both kinds; every fourth one without positions
         settings = GGUF_SIZES | {"num_hidden_layers": 5}
         layers = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]
@@ -235,10 +238,11 @@ def save_gguf(
     edit: Callable[[gguf.GGUFWriter], None] | None = None,
     vocab_size: int = VOCAB_SIZE,
     is_tied: bool = False,
+    up_kind: Q | None = None,
 ) -> Meant:
     """A model whose layers are of one type, and its embeddings of Q8_0; what the package makes of them.
 
-    A file of a tied model has no output layer.
+    A file of a tied model has no output layer. Experts may have parts of two types.
     """
     model, rng = gguf_model(architecture, vocab_size), np.random.default_rng(3)
     is_tied |= architecture == "gemma2"  # always
@@ -257,6 +261,10 @@ def save_gguf(
     if architecture == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if architecture == "qwen3moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if architecture == "granite":
         for name, add in _SCALES.items():
             getattr(writer, add)(getattr(config, name))
@@ -266,6 +274,9 @@ def save_gguf(
         if is_tied and name == "lm_head.weight":
             continue
         weight = tensor.numpy()
+        if weight.ndim == 3:
+            meant[name] = _save_experts(writer, name, weight, (kind, up_kind or kind), rng)
+            continue
         if architecture in INTERLEAVED and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             weight = _as_llama_cpp_orders(weight, heads)
@@ -285,6 +296,22 @@ def save_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return meant
+
+
+def _save_experts(
+    writer: gguf.GGUFWriter, name: str, weight: np.ndarray, kinds: tuple[Q, Q], rng: np.random.Generator
+) -> torch.Tensor:
+    """Gates and the others in a tensor each; returns both together."""
+    block = f"blk.{name.split('.')[2]}.ffn_"
+    names, parts = ["down"], [weight]
+    if "gate_up" in name:
+        names, parts = ["gate", "up"], [*np.split(weight, 2, axis=1)]
+    values = []
+    for part_name, part, kind in zip(names, parts, kinds, strict=False):
+        data = stored_blocks(np.ascontiguousarray(part).reshape(-1, part.shape[2]), kind, rng)
+        values.append(gguf.dequantize(data, kind).reshape(part.shape))
+        writer.add_tensor(f"{block}{part_name}_exps.weight", data.reshape(*part.shape[:2], -1), raw_dtype=kind)
+    return torch.from_numpy(np.concatenate(values, axis=1))
 
 
 def write_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerFast, template: str | None = None) -> None:

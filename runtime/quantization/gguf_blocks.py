@@ -4,7 +4,7 @@ What a block is, is in `ggml-common.h` of llama.cpp; the `gguf` package reads th
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from runtime.errors import SpecDecError
 from runtime.files import Stamp, stamp_of
 from runtime.gguf import ORIGINAL, BlockType, GGUFTensor, read_gguf
-from runtime.gguf_config import ROPE_FACTORS, name_of, rows_of, shift_of
+from runtime.gguf_config import EXPERTS, ROPE_FACTORS, name_of, rows_of, shift_of
 from runtime.quantization.planning import PrequantizedLayer
 from runtime.quantization.weight import QuantizedWeight, pack_int4, signed
 from runtime.source import SourceTensor
@@ -33,14 +33,16 @@ def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, Pre
 
     Embeddings in few bits are among the first: what no linear layer takes is written as the numbers that it means.
     """
-    layers, floats = {}, []
+    layers, floats, experts = {}, [], dict[str, list[tuple[BlockType, SourceTensor]]]()
     stamp = stamp_of(path.stat())
     for tensor in read_gguf(path).tensors.values():
         if tensor.name == ROPE_FACTORS:
             continue  # the config has them
         name, rows, shift = name_of(tensor, config, path), rows_of(tensor, config), shift_of(tensor, config)
         source = replace(_source(tensor, path, stamp), name=name, rows=rows, shift=shift)
-        if tensor.type.name in _FLOATS:
+        if tensor.name.split(".")[-2] in EXPERTS:
+            experts.setdefault(name, []).append((tensor.type, source))
+        elif tensor.type.name in _FLOATS:
             floats.append(source)
         elif len(tensor.shape) != 2:
             raise SpecDecError(
@@ -50,7 +52,59 @@ def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, Pre
         else:
             read = partial(read_blocks, tensor.type)
             layers[source.name.removesuffix(".weight")] = PrequantizedLayer({_BLOCKS: source}, read, "MIXED_PRECISION")
-    return layers, floats
+    return layers, floats + [_experts(name, parts, path) for name, parts in experts.items()]
+
+
+@dataclass(frozen=True)
+class ExpertBlocks:
+    """Numbers of all experts of a layer, of tensors that lie one below the other in each: gates and the others."""
+
+    kinds: tuple[BlockType, ...]
+
+    @property
+    def can_be_kept(self) -> bool:
+        """True if they can stay in few bits: all of one type."""
+        return len(set(self.kinds)) == 1 and self.kinds[0].name not in _FLOATS
+
+    def read(self, parts: dict[str, Tensor]) -> QuantizedWeight:
+        """The weights of all experts, one below the other."""
+        weights = [read_blocks(self.kinds[0], {_BLOCKS: part.flatten(0, 1)}) for part in parts.values()]
+        by_expert = 0, (next(iter(parts.values())).shape[0], -1)
+        rows = {
+            name: torch.cat([torch.unflatten(one.by_output()[name], *by_expert) for one in weights], 1).flatten(0, 1)
+            for name in weights[0].by_output()
+        }
+        return replace(weights[0], **rows)
+
+    def __call__(self, *parts: Tensor) -> Tensor:
+        """(experts, outputs, inputs): the numbers, in bfloat16 where they are in few bits."""
+        return torch.cat([_numbers(kind, part) for kind, part in zip(self.kinds, parts, strict=True)], 1)
+
+
+def _numbers(kind: BlockType, part: Tensor) -> Tensor:
+    if kind.name in _FLOATS:
+        return part
+    weight = read_blocks(kind, {_BLOCKS: part.flatten(0, 1)})
+    return torch.unflatten(weight.dequantize(torch.bfloat16), 0, (part.shape[0], -1))
+
+
+def _num_numbers(kind: BlockType, stored: int) -> int:
+    """Numbers of a row that is stored as numbers or as bytes."""
+    return stored if kind.name in _FLOATS else stored // kind.num_bytes * kind.num_numbers
+
+
+def _experts(name: str, parts: list[tuple[BlockType, SourceTensor]], path: Path) -> SourceTensor:
+    """The experts as a parameter of the model; SpecDecError where their tensors do not fit each other."""
+    kinds, sources = tuple(kind for kind, _ in parts), tuple(source for _, source in parts)
+    shapes = [(*one.shape[:2], _num_numbers(kind, one.shape[2])) for kind, one in parts if len(one.shape) == 3]
+    if len(shapes) != len(parts) or len({(experts, inputs) for experts, _, inputs in shapes}) != 1:
+        raise SpecDecError(
+            f"the tensors of `{name}` do not fit each other: {[list(one.shape) for one in sources]}: {path}",
+            hint="download it again",
+        )
+    shape = (shapes[0][0], sum(outputs for _, outputs, _ in shapes), shapes[0][2])
+    dtype = _FLOATS.get(kinds[0].name, torch.bfloat16)
+    return replace(sources[0], name=name, shape=shape, dtype=dtype, made_of=sources, make=ExpertBlocks(kinds))
 
 
 def _source(tensor: GGUFTensor, path: Path, stamp: Stamp) -> SourceTensor:

@@ -11,7 +11,7 @@ import torch
 from quantized import Meant, Q, gguf_model, save_awq, save_compressed, save_fp8, save_gguf, save_gptq, write_tokenizer
 from safetensors.torch import load_file, save_file
 from sentences import Said
-from tiny import VOCAB_SIZE
+from tiny import VOCAB_SIZE, hf_greedy
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -21,6 +21,7 @@ from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.gguf_config import config_of
 from runtime.quantization.weight import take_quantized
 from runtime.text import load_tokenizer
+from specdec_cli import LLM, NgramDrafter, SamplingParams
 
 
 def run_convert(model: Path, output_dir: Path, **settings: Any) -> CheckpointConfig:
@@ -150,7 +151,7 @@ def test_gguf_means_what_its_package_says(kind: Q, architecture: str, tmp_path: 
     assert (config.quantization is not None) == is_quantized
 
 
-@pytest.mark.parametrize("architecture", ["gemma2", "gemma3", "granite", "smollm3", "olmo2", "ernie4_5"])
+@pytest.mark.parametrize("architecture", ["qwen3moe", "gemma2", "gemma3", "granite", "smollm3", "olmo2", "ernie4_5"])
 def test_model_of_a_gguf_is_the_one_it_was_made_of(architecture: str, tmp_path: Path) -> None:
     """Past the windows, by the config that its metadata stand for."""
     save_gguf(tmp_path / "model.gguf", Q.F32, architecture=architecture)
@@ -262,3 +263,53 @@ def test_quantization_is_not_repeated(tmp_path: Path, said: Said) -> None:
         run_convert(tmp_path / "model", tmp_path / "out", precision=QuantConfig("int4", 32))
     said(raised)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.filterwarnings("ignore:the file has no tokenizer")
+@pytest.mark.parametrize("kind", [Q.Q4_K, Q.Q6_K, Q.MXFP4, Q.F16], ids=lambda kind: kind.name)
+def test_experts_of_a_gguf_stay_in_few_bits(kind: Q, tmp_path: Path) -> None:
+    """Gates and the others lie in tensors of their own; the model has them as one, expert by expert."""
+    meant = save_gguf(tmp_path / "model.gguf", kind, architecture="qwen3moe")
+    config = run_convert(tmp_path / "model.gguf", tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "rank0.safetensors")
+    weights = take_quantized(tensors)
+    experts = {name: values for name, values in meant.items() if ".experts." in name}
+    assert len(experts) == 2
+    for name, values in experts.items():
+        if kind == Q.F16:  # beside embeddings in 8 bits
+            assert torch.equal(tensors[name], values.bfloat16())
+        else:
+            assert torch.equal(weights[name].dequantize().view(values.shape), values), name
+    assert {name for name in experts if name in weights} == (set() if kind == Q.F16 else set(experts))
+    assert (config.quantization is not None) == (kind != Q.F16)
+    if kind in (Q.F16, Q.MXFP4):
+        return
+    model = gguf_model("qwen3moe")
+    model.load_state_dict(meant, strict=False)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    with LLM(tmp_path / "model.gguf", max_seq_len=96, dtype="float32", activations="float") as llm:
+        prompts = [[1 + i * step % 30 for i in range(40)] for step in (3, 7, 11)]
+        outputs = [output.token_ids for output in llm.generate(prompts, params, drafter=NgramDrafter(4, 2))]
+    assert outputs == [hf_greedy(model, prompt, 24) for prompt in prompts]
+    assert len({tuple(output) for output in outputs}) > 1
+
+
+@pytest.mark.filterwarnings("ignore:the file has no tokenizer")
+def test_experts_of_two_types_are_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    meant = save_gguf(path, Q.Q8_0, architecture="qwen3moe", up_kind=Q.Q4_1)
+    run_convert(path, tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "rank0.safetensors")
+    name = next(name for name in meant if name.endswith("gate_up_proj"))
+    assert torch.equal(tensors[name].float(), meant[name].bfloat16().float())
+
+
+@pytest.mark.filterwarnings("ignore:the file has no tokenizer")
+def test_experts_that_are_split_are_numbers(tmp_path: Path) -> None:
+    """Each rank has its part of each expert."""
+    meant = save_gguf(tmp_path / "model.gguf", Q.Q8_0, architecture="qwen3moe")
+    with pytest.warns(SpecDecWarning, match="experts that are split"):
+        run_convert(tmp_path / "model.gguf", tmp_path / "out", tp_size=2)
+    name = next(name for name in meant if name.endswith("down_proj") and "experts" in name)
+    parts = [load_file(tmp_path / "out" / f"rank{rank}.safetensors")[name] for rank in range(2)]
+    assert torch.equal(torch.cat(parts, 2), meant[name].bfloat16())
