@@ -229,7 +229,7 @@ def _products_checked(model: PreTrainedModel, tolerance: float) -> Iterator[None
             chosen = torch.randint(0, layer.num_experts, (_NUM_SINGLE,), generator=generator)
             with present(layer):
                 _check_product(layer(more, chosen), layer.by_torch(more, chosen), tolerance)
-        elif layer.with_kernels:
+        elif isinstance(layer, QuantizedLinear) and layer.with_kernels:
             layers.append(layer)
 
     def checked(layer: QuantizedLinear, x: Tensor) -> Tensor:

@@ -31,11 +31,8 @@ def fake_quantize_tokens(x: Tensor, columns: int, bits: int) -> Tensor:
     return torch.where(steps.isfinite(), rounded, torch.nan).flatten(-2)
 
 
-class QuantizedLinear(nn.Module):
-    """A linear layer that holds its weight as it is in the checkpoint.
-
-    Its product is the kernels' where they are loaded, and torch's with a dequantized weight elsewhere.
-    """
+class QuantizedModule(nn.Module):
+    """A module that holds a weight as it is in the checkpoint."""
 
     values: Tensor
     scales: Tensor
@@ -47,15 +44,12 @@ class QuantizedLinear(nn.Module):
     packed: Tensor | None
     """The weight in the kernels' layout, if it is not packed for a compiled step."""
 
-    def __init__(
-        self, weight: QuantizedWeight, bias: nn.Parameter | None, activations: LayersActivations, *, with_kernels: bool
-    ) -> None:
+    def __init__(self, weight: QuantizedWeight, activations: LayersActivations, *, with_kernels: bool) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         for name in ("values", "scales", "zeros", "offsets", "order", "book"):
             self.register_buffer(name, getattr(weight, name))
         self.register_buffer("packed", None, persistent=False)
-        self.bias = bias
         self.with_kernels = with_kernels
         own = ACTIVATIONS[weight.kind] if activations == "mixed" else activations
         self.token_bits = 0 if weight.kind == "fp8" else _TOKEN_BITS[own]
@@ -64,23 +58,8 @@ class QuantizedLinear(nn.Module):
     def quantized(self) -> QuantizedWeight:
         return QuantizedWeight(self.values, self.scales, self.zeros, self.offsets, self.order, self.book)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.order is not None:
-            x = x[..., self.order]
-        if self.with_kernels:
-            packed = self.pack() if self.packed is None else self.packed
-            outputs: Tensor = torch.ops.specdec.quantized_linear(
-                x, packed, self.bias, self.out_features, 0, self.token_bits
-            )
-            return outputs
-        weight = self.quantized.in_stored_order()
-        if not self.token_bits:
-            return nn.functional.linear(x, weight.to(x.dtype), self.bias)
-        bias = None if self.bias is None else self.bias.float()
-        quantized = fake_quantize_tokens(x, kernel_group_size(self.quantized.group_size), self.token_bits)
-        return nn.functional.linear(quantized, weight, bias).to(x.dtype)
-
     def pack(self) -> Tensor:
+        """The weight in the kernels' layout."""
         return self._pack(self.values, self.scales, self.zeros, self.offsets)
 
     def _pack(self, values: Tensor | None, scales: Tensor | None, *others: Tensor | None) -> Tensor:
@@ -92,8 +71,44 @@ class QuantizedLinear(nn.Module):
         )
         return packed
 
+    def _ordered(self, x: Tensor) -> Tensor:
+        """(..., inputs) with its columns as they are stored."""
+        return x if self.order is None else x[..., self.order]
 
-class QuantizedExperts(QuantizedLinear):
+    def _rounded(self, x: Tensor) -> Tensor:
+        """The same, quantized as the kernels read it."""
+        if not self.token_bits:
+            return x
+        return fake_quantize_tokens(x, kernel_group_size(self.quantized.group_size), self.token_bits)
+
+
+class QuantizedLinear(QuantizedModule):
+    """A linear layer whose product is the kernels' where they are loaded, and torch's with a dequantized weight
+    elsewhere.
+    """
+
+    def __init__(
+        self, weight: QuantizedWeight, bias: nn.Parameter | None, activations: LayersActivations, *, with_kernels: bool
+    ) -> None:
+        super().__init__(weight, activations, with_kernels=with_kernels)
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self._ordered(x)
+        if self.with_kernels:
+            packed = self.pack() if self.packed is None else self.packed
+            outputs: Tensor = torch.ops.specdec.quantized_linear(
+                x, packed, self.bias, self.out_features, 0, self.token_bits
+            )
+            return outputs
+        weight = self.quantized.in_stored_order()
+        if not self.token_bits:
+            return nn.functional.linear(x, weight.to(x.dtype), self.bias)
+        bias = None if self.bias is None else self.bias.float()
+        return nn.functional.linear(self._rounded(x), weight, bias).to(x.dtype)
+
+
+class QuantizedExperts(QuantizedModule):
     """Weights of all experts of a layer, one below the other, in the place of a parameter.
 
     transformers' own experts find the numbers of those that they look up, in the dtype and the layout of the model's;
@@ -107,7 +122,7 @@ class QuantizedExperts(QuantizedLinear):
         self, weight: QuantizedWeight, own: nn.Parameter, activations: LayersActivations, *, is_transposed: bool,
         with_kernels: bool,
     ) -> None:  # fmt: skip
-        super().__init__(weight, None, activations, with_kernels=with_kernels)
+        super().__init__(weight, activations, with_kernels=with_kernels)
         self.num_experts, self.is_transposed = own.shape[0], is_transposed
         self.out_features //= self.num_experts
         self.register_buffer("numbers", torch.empty(0, dtype=own.dtype), persistent=False)
@@ -125,20 +140,13 @@ class QuantizedExperts(QuantizedLinear):
 
     def by_torch(self, x: Tensor, chosen: Tensor) -> Tensor:
         """(S, outputs): `forward` of a few tokens, (S, inputs), each by one expert, as the reference for the kernel."""
-        if self.order is not None:
-            x = x[..., self.order]
         weight = self._of(chosen).in_stored_order().view(len(chosen), self.out_features, self.in_features)
-        read = (
-            fake_quantize_tokens(x, kernel_group_size(self.quantized.group_size), self.token_bits)
-            if self.token_bits
-            else x
-        )
+        read = self._rounded(self._ordered(x))
         return torch.einsum("soi,si->so", weight.to(read.dtype), read).to(x.dtype)
 
-    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
         """(S x k, outputs) of `x`, (S, inputs) or (S x k, inputs), by the experts `chosen`, (S x k,)."""
-        if self.order is not None:
-            x = x[..., self.order]
+        x = self._ordered(x)
         packed = self.pack() if self.packed is None else self.packed
         products: Tensor = torch.ops.specdec.experts_linear(x, packed, chosen, self.out_features, 0, self.token_bits)
         return products
@@ -255,5 +263,5 @@ def without_kernels(model: PreTrainedModel) -> Iterator[None]:
             model.set_experts_implementation(experts)
 
 
-def quantized_layers(model: nn.Module) -> Iterator[QuantizedLinear]:
-    return (module for module in model.modules() if isinstance(module, QuantizedLinear))
+def quantized_layers(model: nn.Module) -> Iterator[QuantizedModule]:
+    return (module for module in model.modules() if isinstance(module, QuantizedModule))

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from runtime.compiler.attention import KERNEL
 from runtime.compiler.compilation import WEIGHTS
 from runtime.compiler.model import Step, linear_layers
-from runtime.compiler.quantized import QuantizedLinear, place_quantized
+from runtime.compiler.quantized import QuantizedLinear, QuantizedModule, place_quantized
 from runtime.compiler.weights import present, read_weights, save_weights
 from runtime.config import Activations, QuantConfig, SelfDraft
 from runtime.errors import SpecDecError
@@ -82,7 +82,7 @@ def copy_of(model: PreTrainedModel, layers: dict[str, QuantizedWeight]) -> PreTr
 
 def write_layers(copied: PreTrainedModel, directory: Path) -> None:
     """The quantized layers of the copy, and of the model that it is of, where that has any."""
-    layers = {name: one.quantized for name, one in copied.named_modules() if isinstance(one, QuantizedLinear)}
+    layers = {name: one.quantized for name, one in copied.named_modules() if isinstance(one, QuantizedModule)}
     tensors = {f"{name}.{part}": tensor for name, one in layers.items() for part, tensor in one.tensors().items()}
     save_weights(directory / WEIGHTS, tensors)
 
