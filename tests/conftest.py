@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from commands.options.expand import CURRENT_COMMAND
 from runtime.cache import cache_dir, make_cache_dir
 from runtime.checkpoint import convert
+from runtime.compiler import profile_steps
 from runtime.compiler.kernel_library import compile_kernels
 from runtime.config import SelfDraft
 from runtime.engine import Engine, KVCacheConfig
@@ -119,6 +120,15 @@ def cache_of_its_own(shared: Path) -> None:
     for kernels in before.glob("kernels-*.so"):  # compiled by the installation
         if not (to := cache_dir() / kernels.name).exists():
             write_file(to, kernels.read_bytes())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def steps_measured_in_one_pass() -> Iterator[int]:
+    """The number of passes otherwise: repeating them makes up for busy moments, and no test depends on the time."""
+    before = profile_steps._MAX_PASSES
+    profile_steps._MAX_PASSES = 1
+    yield before
+    profile_steps._MAX_PASSES = before
 
 
 @pytest.fixture
