@@ -20,7 +20,9 @@ def home(tmp_path_factory: pytest.TempPathFactory, llama_uncompiled_dir: Path, l
     return directory
 
 
-@pytest.mark.parametrize("first", range(0, NUM_CASES, 20))
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(20, NUM_CASES, 20))]
+)
 def test_damaged_files_are_clear_errors(first: int, home: Path) -> None:
     counts, wrong = hostile.count_cases(home, first, 20)
     assert not wrong

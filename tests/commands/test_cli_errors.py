@@ -1185,7 +1185,12 @@ def test_the_table_starts_from_commands_that_work(
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("torch", "1.13.0"), ("capability", "x86_64 AVX9000"), ("transformers", "4.0.0"), ("device", "cuda")],
+    [
+        ("torch", "1.13.0"),
+        ("capability", "x86_64 AVX9000"),
+        pytest.param("transformers", "4.0.0", marks=pytest.mark.slow),
+        ("device", "cuda"),
+    ],
 )
 @pytest.mark.parametrize("engine", ["engine", pytest.param("engine-plain", marks=pytest.mark.slow)])
 def test_engine_for_another_machine_names_both_and_the_command_that_rebuilds_it(

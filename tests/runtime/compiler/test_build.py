@@ -247,7 +247,7 @@ def test_right_step_is_not_refused_for_what_transformers_rounds(
     assert read_engine_config(tmp_path / "engine").logits_check == check
 
 
-@pytest.mark.parametrize("qformat", ["int4", "int8"])
+@pytest.mark.parametrize("qformat", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_right_step_is_not_refused_for_the_tokens_that_8_bits_move_most(
     qformat: Literal["int4", "int8"], tmp_path: Path
 ) -> None:

@@ -109,8 +109,15 @@ def expected(model: PreTrainedModel) -> list[list[int]]:
     return [hf_greedy(model, list(prompt), NUM_NEW_TOKENS) for prompt in PROMPTS]
 
 
-@ON_LOOPS
-@pytest.mark.parametrize("compiler", ["none", "aot", pytest.param("torch-compile", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("compiler", "loop"),
+    [
+        ("none", "leader"),
+        ("aot", "orchestrator"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("none", "orchestrator"), ("aot", "leader"))),
+        *(pytest.param("torch-compile", loop, marks=pytest.mark.slow) for loop in LOOPS),
+    ],
+)
 def test_drafts_are_the_formulas_and_output_hugging_faces(
     loop: str, compiler: str, model: PreTrainedModel, head: Eagle, head_dir: Path, make_engine: Any
 ) -> None:

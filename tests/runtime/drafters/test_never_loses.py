@@ -65,6 +65,7 @@ def seconds(traces: list[Trace], drafter: Drafter | None, costs: CostModel, batc
     return sum(step_s(step, costs, 512) for step in steps if not step.is_first)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("drafter", MAKE)
 @pytest.mark.parametrize("batch_size", [1, 4, 16])
 @pytest.mark.parametrize("prices", PRICES)
