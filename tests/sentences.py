@@ -10,11 +10,12 @@ import re
 from collections.abc import Generator, Iterator
 from functools import cache
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from runpy import run_path
 from zlib import crc32
 
 import pytest
-import torch
 from filelock import FileLock
 
 from runtime.errors import SpecDecWarning
@@ -39,7 +40,11 @@ _VARYING = (
     (r"line \d+ column \d+ \(char \d+\)", "line N column N (char N)"),
 )
 """Parts that depend on the machine or the run."""
-_VERSIONS = (torch.__version__, version("torch"), version("transformers"))  # before a test sets another
+_TORCH = find_spec("torch")
+assert _TORCH is not None and _TORCH.origin is not None
+# As it is installed, whatever a test sets. torch itself, which says +cpu where its package does not, takes two seconds.
+_TORCHS_VERSION = run_path(str(Path(_TORCH.origin).with_name("version.py")))["__version__"]
+_VERSIONS = (_TORCHS_VERSION, version("torch"), version("transformers"))
 
 Sentences = dict[str, dict[str, str]]
 """Sentences by file, and in it by test."""

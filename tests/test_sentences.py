@@ -1,6 +1,7 @@
 """The snapshots of sentences (`sentences.py`) fail where they should, in a test run of its own."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -33,7 +34,8 @@ def pytest_of(directory: Path, *arguments: str, sentence: str = "too many tokens
         directory,
         *arguments,
     ]
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True)
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
     return (done.stdout + done.stderr).splitlines()[-1]
 
 
@@ -67,7 +69,7 @@ def test_a_sentence_that_its_test_no_longer_has_fails_until_the_flag_removes_it(
     more = {"test_some.py::test_one (2)": "error: another", "test_some.py::test_gone": "error: of a test that is gone"}
     held.write_text(json.dumps(before | more))
     assert "1 error" in pytest_of(tests)
-    assert "2 passed" in pytest_of(tests, "--update-sentences", "-n", "2")
+    assert "2 passed" in pytest_of(tests, "--update-sentences", "-p", "xdist.plugin", "-n", "2")
     assert json.loads(held.read_text()) == before
     assert "2 passed" in pytest_of(tests)
 
