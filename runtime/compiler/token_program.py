@@ -41,7 +41,7 @@ from runtime.compiler.vectors import (
 
 KERNELS = (
     *("vectors", "linear", "quantized_linear", "experts_linear", "paged_attention", "all_reduce", "short_conv"),
-    "linear_attention",
+    *("linear_attention", "gather_columns", "own_columns", "own_embeddings"),
 )
 """Names of a program's stages, by their numbers in the code."""
 _MOST_ADDED = 16
@@ -705,7 +705,7 @@ class _Lowering:
         count = math.prod(view.shape)
         if name == "paged_attention":
             return (-1, count)
-        if name == "experts_linear" and number == 1:
+        if name == "own_embeddings" or (name == "experts_linear" and number == 1):
             return (-count,)
         return (-(count // view.shape[-1]), view.shape[-1])
 
@@ -766,6 +766,15 @@ class _Lowering:
 
     def _all_reduce(self, node: Node) -> View:
         return self._kernel("all_reduce", node, [self._view(node.args[0])], [], [])
+
+    def _columns(self, node: Node) -> View:
+        """All ranks' columns side by side, or this rank's of all of them."""
+        name, size = str(node.target).split(".")[1], node.args[1]
+        return self._kernel(name, node, [self._view(node.args[0])], [], [int(size)])  # type: ignore[arg-type]
+
+    def _own_embeddings(self, node: Node) -> View:
+        ids, table = node.args
+        return self._kernel("own_embeddings", node, [self._view(ids)], [], [self._weight_number(table)])
 
     # --- code ---
 
@@ -924,6 +933,9 @@ _NAMED: dict[str, Callable[[_Lowering, Node], Any]] = {
     "specdec.experts_linear.default": _Lowering._experts_linear,
     "specdec.paged_attention.default": _Lowering._paged_attention,
     "specdec.all_reduce.default": _Lowering._all_reduce,
+    "specdec.gather_columns.default": _Lowering._columns,
+    "specdec.own_columns.default": _Lowering._columns,
+    "specdec.own_embeddings.default": _Lowering._own_embeddings,
     "specdec.short_conv.default": _Lowering._short_conv,
     "specdec.linear_attention.default": _Lowering._linear_attention,
 }

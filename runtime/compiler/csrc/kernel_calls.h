@@ -80,4 +80,19 @@ inline at::Tensor call_all_reduce(const at::Tensor& x) {
   return all_reduce.call(x);
 }
 
+inline at::Tensor call_gather_columns(const at::Tensor& x, int64_t size) {
+  static const auto gather_columns = operation<const at::Tensor&, int64_t>("specdec::gather_columns");
+  return gather_columns.call(x, size);
+}
+
+inline at::Tensor call_own_columns(const at::Tensor& x, int64_t size) {
+  static const auto own_columns = operation<const at::Tensor&, int64_t>("specdec::own_columns");
+  return own_columns.call(x, size);
+}
+
+inline at::Tensor call_own_embeddings(const at::Tensor& ids, const at::Tensor& weight) {
+  static const auto own_embeddings = operation<const at::Tensor&, const at::Tensor&>("specdec::own_embeddings");
+  return own_embeddings.call(ids, weight);
+}
+
 }  // namespace

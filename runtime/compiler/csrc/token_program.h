@@ -248,7 +248,7 @@ class TokenProgram {
 
  private:
   enum Kernel : int64_t { kVectors, kLinear, kQuantizedLinear, kExpertsLinear, kPagedAttention, kAllReduce, kShortConv,
-                        kLinearAttention };
+                        kLinearAttention, kGatherColumns, kOwnColumns, kOwnEmbeddings };
 
   // An array that a block of operations writes: for each dimension its size, or -c for c of each token.
   struct Made {
@@ -510,6 +510,9 @@ class TokenProgram {
         return output;
       }
       case kAllReduce: return call_all_reduce(in(0));
+      case kGatherColumns: return call_gather_columns(in(0), s.at(0));
+      case kOwnColumns: return call_own_columns(in(0), s.at(0));
+      case kOwnEmbeddings: return call_own_embeddings(in(0), weights_.at(s.at(0)));
       case kShortConv:
         return call_short_conv(in(0), weights_.at(s.at(0)), weight(s.at(1)), in(1), in(2), in(3), in(4));
       case kLinearAttention: {

@@ -181,14 +181,14 @@ def test_more_ranks_than_kv_heads(make_engine_dir: MakeEngineDir) -> None:
 def test_one_compiled_step_serves_all_ranks(
     make_engine_dir: MakeEngineDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its beginning, a layer and its end are compiled once each, however many processes build."""
+    """Its beginning, a layer and its end are token programs: g++ is asked for nothing, however many processes build."""
     model, log = make_model("llama"), tmp_path / "calls"
     (tmp_path / "c++").write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec g++ "$@"\n')
     (tmp_path / "c++").chmod(0o755)
     monkeypatch.setenv("CXX", str(tmp_path / "c++"))  # which only the processes that are begun now look up
     engine_dir = make_engine_dir(model, tp_size=2, compiler="aot", num_workers=2)
     assert [path.name for path in engine_dir.glob("*.pt2")] == ["rank0.pt2"]
-    assert sum(".wrapper.cpp" in call and " -c " in f" {call} " for call in log.read_text().splitlines()) == 3
+    assert not log.exists() or ".wrapper.cpp" not in log.read_text()
     with LLM(engine_dir) as llm:
         assert llm.engine.config.batch_invariant
         outputs = llm.generate(PROMPTS, GREEDY, drafter=NgramDrafter(6, 2))
