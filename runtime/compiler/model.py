@@ -53,6 +53,8 @@ _OF_CODE = re.compile(
     r"\w(Error|Exception)\b|has no attribute|unexpected keyword|meta tensor|NoneType|unsupported operand"
 )
 
+_models: dict[tuple[type[PreTrainedConfig], str], PreTrainedModel] = {}
+
 lock_transformers()
 
 
@@ -80,11 +82,14 @@ def transposed_layers(config: PreTrainedConfig) -> frozenset[str]:
 
 
 def _model_without_memory(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model to look at, not to change: the last one is kept, because a conversion asks for it eight times."""
+    key = type(config), config.to_json_string()
     with MODEL_INIT_LOCK, torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            copy.deepcopy(config), trust_remote_code=False
-        )
-    return model
+        if key not in _models:
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)  # type: ignore[no-untyped-call]
+            _models.clear()
+            _models[key] = model
+        return _models[key]
 
 
 def renames_weights(config: PreTrainedConfig) -> bool:
