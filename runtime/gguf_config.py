@@ -107,7 +107,7 @@ def config_of(path: Path) -> dict[str, Any]:
     config = {
         "model_type": family.model_type,
         "hidden_size": model.get("embedding_length"),
-        "intermediate_size": model.get("feed_forward_length", 0),
+        "intermediate_size": model.get("feed_forward_length", model.find("expert_feed_forward_length")),
         "num_hidden_layers": model.get("block_count"),
         "num_attention_heads": model.get("attention.head_count"),
         "num_key_value_heads": model.get("attention.head_count_kv", model.get("attention.head_count")),
@@ -156,7 +156,6 @@ def _of_qwen3_moe(model: _Model) -> dict[str, Any]:
         "num_experts": model.get("expert_count"),
         "num_experts_per_tok": model.get("expert_used_count"),
         "moe_intermediate_size": model.get("expert_feed_forward_length"),
-        "intermediate_size": model.get("feed_forward_length", model.get("expert_feed_forward_length")),
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],

@@ -75,7 +75,7 @@ class PieceStream:
     """Special tokens that the parser reads."""
     _text: TextStream = field(init=False)
     _matcher: Matcher | None = None
-    """The loop's own is another thread's."""
+    """State of the output alone; the loop's own is another thread's."""
     _num_read: int = 0
     _num_told: int = 0
     _is_over: bool = False
@@ -84,7 +84,7 @@ class PieceStream:
         request = self.answer.request
         shown = {} if self.special is None else self.special.shown
         if self.marks_tokens and request.grammar is not None:
-            self._matcher = Matcher(request.grammar, len(request.prompt_tokens), request.end_ids)
+            self._matcher = Matcher(request.grammar, 0, request.end_ids)
         self._text = TextStream(self.tokenizer, stop_words_of(request), request.prompt_tokens, shown)
 
     def next(self) -> Piece | None:
@@ -115,8 +115,7 @@ class PieceStream:
         """A text and a kind for each new token, and whether the form of the output forced it; text that was held back
         comes with the token that let it go.
         """
-        prompt = self.answer.request.prompt_tokens
-        forced = set() if self._matcher is None else forced_places(self._matcher, prompt, tokens, start)
+        forced = set() if self._matcher is None else forced_places(self._matcher, (), tokens, start)
         stats = self.answer.sequence.stats
         drafted, accepted = stats.per_step_drafted[:num_steps], stats.per_step_accepted[:num_steps]
         kinds: list[TokenKind] = [kind for step in token_kinds(drafted, accepted, len(tokens)) for kind in step]

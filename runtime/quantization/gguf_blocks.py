@@ -16,6 +16,7 @@ from runtime.errors import SpecDecError
 from runtime.files import Stamp, stamp_of
 from runtime.gguf import ORIGINAL, BlockType, GGUFTensor, read_gguf
 from runtime.gguf_config import EXPERTS, ROPE_FACTORS, name_of, rows_of, shift_of
+from runtime.quantization.mxfp4 import E2M1_TWICE, half_powers
 from runtime.quantization.planning import PrequantizedLayer
 from runtime.quantization.weight import QuantizedWeight, pack_int4, signed
 from runtime.source import SourceTensor
@@ -24,8 +25,6 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BLOCKS = "blocks"
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """Numbers that codes of IQ4_NL and IQ4_XS stand for: `kvalues_iq4nl`."""
-_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the numbers that codes of MXFP4 stand for: `kvalues_mxfp4`."""
 
 
 def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, PrequantizedLayer], list[SourceTensor]]:
@@ -237,9 +236,7 @@ def _iq4_xs(blocks: Tensor) -> QuantizedWeight:
 
 
 def _mxfp4(blocks: Tensor) -> QuantizedWeight:
-    exponents = blocks[..., 0]
-    powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - 128).to(torch.bfloat16)
-    return _by_book(_nibbles(blocks[..., 1:]), powers, _E2M1)
+    return _by_book(_nibbles(blocks[..., 1:]), half_powers(blocks[..., 0]), E2M1_TWICE)
 
 
 def _q6_k(blocks: Tensor) -> QuantizedWeight:

@@ -16,6 +16,8 @@ MXFP4 = "MXFP4"
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BLOCK_SIZE = 32
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+E2M1_TWICE = tuple(int(2 * number) for number in _E2M1)
+"""Twice the numbers that codes stand for, which are integers."""
 _DAMAGED = "the model is damaged, or its config.json is another model's; download it again"
 
 
@@ -73,10 +75,14 @@ def is_in_codes(tensor: SourceTensor) -> bool:
 def codes_of(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
     """The weights of all experts, one below the other, as they are: numbers of 4 bits, which stand for twice what they
     mean, and powers of 2, which bfloat16 has."""
-    ones = torch.ones(scales.shape, device=scales.device)
-    powers = torch.ldexp(ones, scales.int() - 128).masked_fill(scales == 255, torch.nan)
-    book = torch.tensor([int(2 * number) for number in _E2M1], dtype=torch.int8)
-    return QuantizedWeight(blocks.flatten(2).flatten(0, 1), powers.to(torch.bfloat16).flatten(0, 1), book=book)
+    powers = half_powers(scales).masked_fill(scales == 255, torch.nan)
+    book = torch.tensor(E2M1_TWICE, dtype=torch.int8)
+    return QuantizedWeight(blocks.flatten(2).flatten(0, 1), powers.flatten(0, 1), book=book)
+
+
+def half_powers(exponents: Tensor) -> Tensor:
+    """bfloat16, half of the powers of 2 that exponents of 8 bits stand for."""
+    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - 128).to(torch.bfloat16)
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:

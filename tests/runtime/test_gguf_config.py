@@ -77,6 +77,15 @@ def test_value_that_nothing_can_be_computed_of_is_refused(words: str, edit: Edit
     said(error, *words.split("; "))
 
 
+@pytest.mark.parametrize("key", ["feed_forward_length", "embedding_length"])
+def test_value_that_is_missing_is_named(key: str, tmp_path: Path) -> None:
+    def write(writer: gguf.GGUFWriter) -> None:
+        del writer.kv_data[0][f"llama.{key}"]
+
+    with pytest.raises(SpecDecError, match=rf"lacks a value of its model: llama\.{key}"):
+        config_of(write_file(tmp_path / "model.gguf", 4, write))
+
+
 @pytest.mark.parametrize("name", ["eos_token_id", "bos_token_id"])
 def test_token_that_is_no_number_is_refused(name: str, tmp_path: Path, said: Said) -> None:
     with pytest.raises(SpecDecError) as error:
