@@ -7,7 +7,7 @@ time, so memory does not grow with the model.
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from functools import partial
@@ -23,6 +23,7 @@ from runtime.checkpoint_dir import OpenedCheckpoint
 from runtime.checksums import CONFIG, config_digest, record_files
 from runtime.compiler.model import (
     expert_layers,
+    fuse_expert_layers,
     fuse_experts,
     has_experts,
     linear_layers,
@@ -168,7 +169,7 @@ def plan_conversion(model_dir: Path, dtype: Dtype | None, precision: QuantConfig
     _refuse_quantizing_again(source, precision)
     dtype = dtype or _saved_dtype(source)
     if precision.qformat is None:
-        kept = _with_codes(source, expert_layers(pretrained))
+        kept = _with_experts_in_few_bits(source, pretrained)
         if tp_size > 1 and kept.experts:
             warnings.warn("experts that are split are dequantized", SpecDecWarning, stacklevel=3)
         source = kept if tp_size == 1 else source
@@ -202,15 +203,18 @@ def read_numbers(
     return source.config, numbers
 
 
-def _with_codes(source: Source, experts: Collection[str]) -> Source:
-    """The source, with experts in MXFP4, or in a GGUF's blocks, as they are."""
-    layers = {
+def _with_experts_in_few_bits(source: Source, pretrained: PreTrainedConfig) -> Source:
+    """The source, with experts that the model's kernels multiply by as they are stored, as one layer each."""
+    wanted = expert_layers(pretrained)
+    stored = {
         tensor.name: layer
         for tensor in source.tensors
-        if tensor.name in experts and (layer := _layer_of_experts(tensor)) is not None
+        if tensor.name in wanted and (layer := _layer_of_experts(tensor)) is not None
     }
-    tensors = [tensor for tensor in source.tensors if tensor.name not in layers]
-    return replace_fields(source, tensors=tensors, layers=source.layers | layers, experts=frozenset(layers))
+    tensors = [tensor for tensor in source.tensors if tensor.name not in stored]
+    fused, others = fuse_expert_layers(pretrained, source.layers)
+    experts = stored | fused
+    return replace_fields(source, tensors=tensors, layers=others | experts, experts=frozenset(experts))
 
 
 def _layer_of_experts(tensor: SourceTensor) -> PrequantizedLayer | None:
@@ -229,7 +233,9 @@ def _with_own_names(source: Source, pretrained: PreTrainedConfig) -> Source:
     """The weights called as in the model, whose layers the plan names: files call some otherwise (GPT-NeoX)."""
     names = own_names(pretrained, [tensor.name for tensor in source.tensors])
     tensors = [replace_fields(one, name=name) for one, name in zip(source.tensors, names, strict=True)]
-    return replace_fields(source, tensors=tensors)
+    of_layers = own_names(pretrained, [f"{name}.weight" for name in source.layers])
+    layers = {name.removesuffix(".weight"): one for name, one in zip(of_layers, source.layers.values(), strict=True)}
+    return replace_fields(source, tensors=tensors, layers=layers)
 
 
 def _split_up(source: Source, pretrained: PreTrainedConfig, pieces: list[Piece], tp_size: int) -> Splitting | None:

@@ -12,10 +12,11 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.entrypoints.convert import AutoAWQConverter
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny import VOCAB_SIZE, make_model
-from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 Meant = dict[str, Tensor]
@@ -30,10 +31,16 @@ def small_model(**overrides: Any) -> PreTrainedModel:
     return make_model("llama", **(settings | overrides))
 
 
-def layers_of(model: nn.Module) -> dict[str, Tensor]:
-    """The weights of the linear layers within blocks."""
-    modules = model.named_modules()
-    return {name: module.weight.data for name, module in modules if isinstance(module, nn.Linear) and "layers" in name}
+MIXTURE_SIZES = {"hidden_size": HIDDEN, "head_dim": 16, "moe_intermediate_size": HIDDEN}
+
+
+def layers_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights of the linear layers within blocks, and of each expert, by their names in a file."""
+    return {
+        name.removesuffix(".weight"): weight
+        for name, weight in revert_weight_conversion(model, model.state_dict()).items()
+        if weight.dim() == 2 and "layers" in name and not name.endswith("gate.weight")
+    }
 
 
 def save_quantized(
@@ -41,14 +48,31 @@ def save_quantized(
 ) -> None:
     """The model's directory with `tensors` in the place of its layers' weights."""
     model.save_pretrained(directory)
+    layers = layers_of(model)
     others = {
         name: tensor
-        for name, tensor in model.state_dict().items()
-        if name.removesuffix(".weight") not in layers_of(model)
+        for name, tensor in load_file(directory / "model.safetensors").items()
+        if name.removesuffix(".weight") not in layers
     }
     save_file(others | {name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+
+
+def plain_model_of(directory: Path, meant: Meant) -> PreTrainedModel:
+    """transformers' model with the numbers that the quantized one in the directory means, in their dtype."""
+    tensors = load_file(directory / "model.safetensors")
+    others = {
+        name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in meant or "bias" in name
+    }
+    plain = directory.with_name(f"{directory.name}-meant")
+    plain.mkdir()
+    save_file(others | {f"{name}.weight": tensor for name, tensor in meant.items()}, plain / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    del config["quantization_config"]
+    (plain / "config.json").write_text(json.dumps(config))
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(plain, dtype=next(iter(meant.values())).dtype)
+    return model.eval()
 
 
 def random_words(generator: torch.Generator, *shape: int) -> Tensor:
@@ -62,9 +86,11 @@ def random_scales(generator: torch.Generator, *shape: int, dtype: torch.dtype = 
 # compressed-tensors
 
 
-def save_compressed(directory: Path, layout: str, weights: dict[str, Any], dtype: torch.dtype) -> Meant:
+def save_compressed(
+    directory: Path, layout: str, weights: dict[str, Any], dtype: torch.dtype, model: PreTrainedModel | None = None
+) -> Meant:
     """Tensors by the library's own compressor, and what its decompressor makes of them."""
-    model = small_model().to(dtype)
+    model = (model or small_model()).to(dtype)
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
     compressor = BaseCompressor.get_value_from_registry(layout)
     tensors, meant = {}, {}
@@ -107,9 +133,9 @@ def _scales_and_zeros(weight: Tensor, args: Any) -> dict[str, Tensor]:
 # AWQ and GPTQ
 
 
-def save_awq(directory: Path, group_size: int) -> Meant:
+def save_awq(directory: Path, group_size: int, model: PreTrainedModel | None = None) -> Meant:
     """Tensors of random bits; their meaning is what compressed-tensors' converter makes of AutoAWQ's files."""
-    model, generator = small_model().half(), torch.Generator().manual_seed(1)
+    model, generator = (model or small_model()).half(), torch.Generator().manual_seed(1)
     said = {"quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": True, "version": "gemm"}
     tensors: dict[str, Tensor] = {}
     for name, weight in layers_of(model).items():
@@ -132,9 +158,17 @@ def _parts(tensors: dict[str, Tensor], layer: str) -> dict[str, Tensor]:
     return {name.removeprefix(f"{layer}."): tensor for name, tensor in tensors.items() if name.startswith(f"{layer}.")}
 
 
-def save_gptq(directory: Path, bits: int, group_size: int, *, desc_act: bool, layout: str = "gptq") -> Meant:
+def save_gptq(
+    directory: Path,
+    bits: int,
+    group_size: int,
+    *,
+    desc_act: bool,
+    layout: str = "gptq",
+    model: PreTrainedModel | None = None,
+) -> Meant:
     """Tensors of random bits; their meaning is computed number by number, as GPTQ's paper and AutoGPTQ define it."""
-    model, generator = small_model().half(), torch.Generator().manual_seed(2)
+    model, generator = (model or small_model()).half(), torch.Generator().manual_seed(2)
     said = {"quant_method": "gptq", "bits": bits, "group_size": group_size, "desc_act": desc_act, "sym": False}
     tensors, meant = {}, {}
     for name, weight in layers_of(model).items():
@@ -156,22 +190,21 @@ def save_gptq(directory: Path, bits: int, group_size: int, *, desc_act: bool, la
 def _by_definition(words: Tensor, zero_words: Tensor, scales: Tensor, g_idx: Tensor, bits: int, added: int) -> Tensor:
     per_word, outputs, inputs = 32 // bits, words.shape[1], len(g_idx)
     packed, packed_zeros = words.numpy().astype(np.uint32), zero_words.numpy().astype(np.uint32)
-    weight = torch.empty(outputs, inputs, dtype=torch.float16)
+    weight, n = torch.empty(outputs, inputs, dtype=torch.float16), np.arange(outputs)
     for k in range(inputs):
         group = int(g_idx[k])
-        for n in range(outputs):
-            value = int(packed[k // per_word, n]) >> (k % per_word * bits) & (2**bits - 1)
-            zero = (int(packed_zeros[group, n // per_word]) >> (n % per_word * bits) & (2**bits - 1)) + added
-            weight[n, k] = (value - zero) * scales[group, n]
+        values = packed[k // per_word] >> (k % per_word * bits) & (2**bits - 1)
+        zeros = (packed_zeros[group, n // per_word] >> (n % per_word * bits) & (2**bits - 1)) + added
+        weight[:, k] = torch.from_numpy(values.astype(np.int64) - zeros.astype(np.int64)) * scales[group]
     return weight
 
 
 # FP8
 
 
-def save_fp8(directory: Path, block: tuple[int, int] | None) -> Meant:
+def save_fp8(directory: Path, block: tuple[int, int] | None, model: PreTrainedModel | None = None) -> Meant:
     """Tensors by blocks or with a scale for each weight, read by transformers' own code."""
-    model = small_model().bfloat16()
+    model = (model or small_model()).bfloat16()
     tensors, meant = {}, {}
     for name, weight in layers_of(model).items():
         rows, columns = block or tuple(weight.shape)

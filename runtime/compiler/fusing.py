@@ -4,10 +4,10 @@ transformers does when it loads them.
 A checkpoint has them as the model has: what is loaded need not be put together, and of that the plan of a split speaks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,16 +16,50 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
 from runtime.errors import SpecDecError
-from runtime.tensor_writer import Piece, forms_of
+from runtime.quantization.planning import PrequantizedLayer
+from runtime.quantization.weight import QuantizedWeight
+from runtime.tensor_writer import Forms, Piece, forms_of
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A piece of a weight, and which of its converter's patterns the tensor's name has."""
+class _Fused:
+    """A weight of the model, and the tensors that it is made of: their names, and the converter's patterns."""
 
-    piece: Piece
-    name: str
-    pattern: str
+    model: PreTrainedModel
+    target: str
+    converter: WeightConverter
+    parts: list[tuple[str, str]]
+
+    def convert(self, tensors: Seq[Tensor]) -> dict[str, Tensor]:
+        one = deepcopy(self.converter)
+        for (name, pattern), tensor in zip(self.parts, tensors, strict=True):
+            one.add_tensor(self.target, name, pattern, tensor)  # type: ignore[arg-type]  # or what makes it
+        made = one.convert(self.target, model=self.model, config=self.model.config)
+        tensor = made[self.target][0] if isinstance(made[self.target], list) else made[self.target]
+        return {self.target: tensor.contiguous()}
+
+    def convert_forms(self, forms: Iterable[tuple[torch.dtype, tuple[int, ...]]]) -> Forms:
+        """Nothing where tensors of these forms do not fit together."""
+        try:
+            return forms_of(self.convert([torch.empty(size, dtype=dtype, device="meta") for dtype, size in forms]))
+        except (KeyError, RuntimeError, ValueError):
+            return {}
+
+
+def _group(model: PreTrainedModel, names: Iterable[str], wanted: Container[str]) -> dict[str, _Fused]:
+    """The `wanted` weights of the model that are made of tensors of these names."""
+    mapping = get_model_conversion_mapping(model)
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    parts: dict[str, list[tuple[str, str]]] = {}
+    for name in names:
+        target, pattern = rename_source_key(name, [], converters)
+        if pattern is not None and target in wanted:
+            parts.setdefault(target, []).append((name, pattern))
+    return {
+        target: _Fused(model, target, by_pattern[found[0][1]], sorted(found, key=lambda part: dot_natural_key(part[0])))
+        for target, found in parts.items()
+    }
 
 
 def fuse(model: PreTrainedModel, pieces: Seq[Piece], wanted: Mapping[str, tuple[int, ...]]) -> list[Piece]:
@@ -33,52 +67,73 @@ def fuse(model: PreTrainedModel, pieces: Seq[Piece], wanted: Mapping[str, tuple[
 
     The model may be without memory. SpecDecError for a weight that cannot be put together.
     """
-    mapping = get_model_conversion_mapping(model)
-    converters = [one for one in mapping if isinstance(one, WeightConverter)]
-    others: list[Piece] = []
-    parts: dict[str, list[_Part]] = {}
-    for piece in pieces:
-        name = next(iter(piece.forms))
-        target, pattern = rename_source_key(name, [], converters)
-        if pattern is None or target not in wanted:
-            others.append(piece)
-        else:
-            parts.setdefault(target, []).append(_Part(piece, name, pattern))
-    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-    return others + [
-        _fused(model, target, found, by_pattern[found[0].pattern], wanted[target]) for target, found in parts.items()
-    ]
+    by_name = {next(iter(piece.forms)): piece for piece in pieces}
+    groups = _group(model, by_name, wanted)
+    taken = {name for group in groups.values() for name, _ in group.parts}
+    others = [piece for name, piece in by_name.items() if name not in taken]
+    return others + [_fused(group, by_name, wanted[target]) for target, group in groups.items()]
 
 
-def _fused(
-    model: PreTrainedModel, target: str, parts: list[_Part], converter: WeightConverter, shape: tuple[int, ...]
-) -> Piece:
-    parts = sorted(parts, key=lambda part: dot_natural_key(part.name))
-
-    def convert(tensors: Seq[Tensor]) -> dict[str, Tensor]:
-        one = deepcopy(converter)
-        for part, tensor in zip(parts, tensors, strict=True):
-            one.add_tensor(target, part.name, part.pattern, tensor)  # type: ignore[arg-type]  # or what makes it
-        made = one.convert(target, model=model, config=model.config)
-        tensor = made[target][0] if isinstance(made[target], list) else made[target]
-        return {target: tensor.contiguous()}
+def _fused(group: _Fused, by_name: Mapping[str, Piece], shape: tuple[int, ...]) -> Piece:
+    parts = [(by_name[name], name) for name, _ in group.parts]
 
     def make(values: list[Tensor]) -> dict[str, Tensor]:
         tensors: list[Tensor] = []
         rest = values
-        for part in parts:
-            own, rest = rest[: len(part.piece.sources)], rest[len(part.piece.sources) :]
-            tensors.append(part.piece.make(own)[part.name])
-        return convert(tensors)
+        for piece, name in parts:
+            own, rest = rest[: len(piece.sources)], rest[len(piece.sources) :]
+            tensors.append(piece.make(own)[name])
+        return group.convert(tensors)
 
-    known = (part.piece.forms[part.name] for part in parts)
-    try:
-        forms = forms_of(convert([torch.empty(size, dtype=dtype, device="meta") for dtype, size in known]))
-    except (KeyError, RuntimeError, ValueError):  # whatever does not fit together
-        forms = {}
-    if target not in forms or forms[target][1] != shape:
+    forms = group.convert_forms(piece.forms[name] for piece, name in parts)
+    if group.target not in forms or forms[group.target][1] != shape:
         raise SpecDecError(
-            f"the model's files do not have all of the weights of a layer's experts: {target}",
+            f"the model's files do not have all of the weights of a layer's experts: {group.target}",
             hint="download or save the model again",
         )
-    return Piece(tuple(source for part in parts for source in part.piece.sources), forms, make)
+    return Piece(tuple(source for piece, _ in parts for source in piece.sources), forms, make)
+
+
+def fuse_layers(
+    model: PreTrainedModel, layers: Mapping[str, PrequantizedLayer], wanted: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, PrequantizedLayer], dict[str, PrequantizedLayer]]:
+    """The `wanted` weights, (experts, outputs, inputs), that quantized layers are put together to in their bits; and
+    the layers that are left: those whose weights have other groups or inputs in another order stay apart."""
+    made, left = {}, dict(layers)
+    for target, group in _group(model, (f"{name}.weight" for name in layers), wanted).items():
+        names = [name.removesuffix(".weight") for name, _ in group.parts]
+        if _can_be_fused(group, [layers[name] for name in names], wanted[target]):
+            made[target] = _fused_layer(group, [left.pop(name) for name in names])
+    return made, left
+
+
+def _without_values(layer: PrequantizedLayer) -> QuantizedWeight:
+    return layer.read({part: tensor.without_values() for part, tensor in layer.parts.items()})
+
+
+def _can_be_fused(group: _Fused, layers: Seq[PrequantizedLayer], shape: tuple[int, ...]) -> bool:
+    weights = [_without_values(layer) for layer in layers]
+    first = weights[0]
+    for weight in weights:
+        kept = {part: (tensor.dtype, tensor.shape[1]) for part, tensor in weight.by_output().items()}
+        of_first = {part: (tensor.dtype, tensor.shape[1]) for part, tensor in first.by_output().items()}
+        has_same_book = (weight.book is None) == (first.book is None)
+        if kept != of_first or not has_same_book or weight.order is not None:
+            return False
+    forms = group.convert_forms((weight.values.dtype, tuple(weight.values.shape)) for weight in weights)
+    return forms.get(group.target) == (first.values.dtype, (*shape[:2], first.values.shape[1]))
+
+
+def _fused_layer(group: _Fused, layers: Seq[PrequantizedLayer]) -> PrequantizedLayer:
+    parts = {f"{i}.{part}": tensor for i, layer in enumerate(layers) for part, tensor in layer.parts.items()}
+
+    def read(tensors: dict[str, Tensor]) -> QuantizedWeight:
+        weights = [layer.read({part: tensors[f"{i}.{part}"] for part in layer.parts}) for i, layer in enumerate(layers)]
+        rows = {
+            part: group.convert([weight.by_output()[part] for weight in weights])[group.target].flatten(0, 1)
+            for part in weights[0].by_output()
+        }
+        return replace(weights[0], **rows)
+
+    algorithms = {layer.quant_algo for layer in layers}
+    return PrequantizedLayer(parts, read, algorithms.pop() if len(algorithms) == 1 else "MIXED_PRECISION")

@@ -7,7 +7,7 @@ gives the compiled function its signature.
 import copy
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ from transformers.pytorch_utils import Conv1D
 
 from runtime.compiler.attention import KERNEL, PROBE, SEE_MODELS, PagedInputs, Recorded, chunks_without_padding
 from runtime.compiler.causal_heads import model_class
-from runtime.compiler.fusing import fuse
+from runtime.compiler.fusing import fuse, fuse_layers
 from runtime.compiler.kernels import choose_vector_math
 from runtime.compiler.mixers import place_states
 from runtime.compiler.pretrained import last_words, layers_that_keep
@@ -43,6 +43,7 @@ from runtime.config import LayerShape, Quantization, Shapes
 from runtime.errors import SpecDecError
 from runtime.locks import MODEL_INIT_LOCK, lock_transformers, quiet_transformers
 from runtime.parallel.tp_layers import Splitting, split_model
+from runtime.quantization.planning import PrequantizedLayer
 from runtime.quantization.weight import take_quantized
 from runtime.tensor_writer import Piece
 
@@ -112,6 +113,15 @@ def fuse_experts(config: PreTrainedConfig, pieces: Seq[Piece]) -> list[Piece]:
     """The pieces, with the weights of experts as the model has them, which are those of all experts of a layer."""
     experts = _experts(config)
     return fuse(_model_without_memory(config), pieces, experts) if experts else list(pieces)
+
+
+def fuse_expert_layers(
+    config: PreTrainedConfig, layers: Mapping[str, PrequantizedLayer]
+) -> tuple[dict[str, PrequantizedLayer], dict[str, PrequantizedLayer]]:
+    """Quantized experts that are one weight of a layer, as the model has them, in their bits; and the other layers."""
+    shapes = _experts(config)
+    wanted = {name: shapes[name] for name, is_transposed in expert_layers(config).items() if not is_transposed}
+    return fuse_layers(_model_without_memory(config), layers, wanted) if wanted else ({}, dict(layers))
 
 
 def expert_layers(config: PreTrainedConfig) -> dict[str, bool]:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from quantized import Q, save_awq, save_compressed, save_fp8, save_gguf, save_gptq, small_model
+from quantized import MIXTURE_SIZES, Q, save_awq, save_compressed, save_fp8, save_gguf, save_gptq, small_model
 from safetensors.torch import load_file, save_file
 from sentences import Said
+from tiny import make_model
 from torch import Tensor
 
 from runtime.artefacts import check_directory
@@ -169,6 +170,15 @@ def refuse(model: Path, tmp_path: Path, said: Said, *values: str, **settings: An
     said(error, *values)
     assert error.value.hint and "\n" not in error.value.message
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_quantized_expert_that_is_missing_is_one_error(tmp_path: Path, said: Said) -> None:
+    save_fp8(tmp_path / "model", (32, 32), make_model("qwen3-moe", **MIXTURE_SIZES))
+    expert = "model.layers.1.mlp.experts.7.up_proj"
+    drop(f"{expert}.weight")(tmp_path / "model")
+    refuse(tmp_path / "model", tmp_path, said, f"{expert}.weight")
+    drop(f"{expert}.weight_scale_inv")(tmp_path / "model")
+    refuse(tmp_path / "model", tmp_path, said, "model.layers.1.mlp.experts.gate_up_proj")
 
 
 UNREAD = [

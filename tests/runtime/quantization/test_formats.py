@@ -8,10 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from quantized import Meant, Q, gguf_model, save_awq, save_compressed, save_fp8, save_gguf, save_gptq, write_tokenizer
+from quantized import (
+    MIXTURE_SIZES,
+    Meant,
+    Q,
+    gguf_model,
+    plain_model_of,
+    save_awq,
+    save_compressed,
+    save_fp8,
+    save_gguf,
+    save_gptq,
+    write_tokenizer,
+)
 from safetensors.torch import load_file, save_file
 from sentences import Said
-from tiny import VOCAB_SIZE, hf_greedy
+from tiny import VOCAB_SIZE, hf_greedy, make_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -24,8 +36,8 @@ from runtime.text import load_tokenizer
 from specdec_cli import LLM, NgramDrafter, SamplingParams
 
 
-def run_convert(model: Path, output_dir: Path, **settings: Any) -> CheckpointConfig:
-    return convert(model, output_dir, None, replace=False, progress=lambda done, total: None, **settings)
+def run_convert(model: Path, output_dir: Path, dtype: Any = None, **settings: Any) -> CheckpointConfig:
+    return convert(model, output_dir, dtype, replace=False, progress=lambda done, total: None, **settings)
 
 
 def assert_same_numbers(checkpoint_dir: Path, meant: Meant) -> None:
@@ -106,6 +118,46 @@ def test_other_formats_mean_what_their_libraries_say(
     config = run_convert(tmp_path / "model", tmp_path / "out")
     assert_same_numbers(tmp_path / "out", meant)
     assert config.quantization is not None and config.quantization.quant_algo == algorithm
+
+
+EXPERTS: dict[str, tuple[str, dict[str, Any], Callable[..., Meant]]] = {
+    "FP8 in blocks": ("qwen3-moe", {}, partial(save_fp8, block=(32, 32))),
+    "FP8": ("mixtral", {"intermediate_size": 64}, partial(save_fp8, block=None)),
+    "AWQ": ("mixtral", {"intermediate_size": 64}, partial(save_awq, group_size=32)),
+    "GPTQ": ("qwen3-moe", {}, partial(save_gptq, bits=4, group_size=32, desc_act=False)),
+    "int4": (
+        "deepseek-v3",
+        {"kv_lora_rank": 32, "q_lora_rank": 32, "intermediate_size": 64, "head_dim": 32},
+        partial(save_compressed, layout="pack-quantized", weights=INT4 | {"symmetric": False}, dtype=torch.float32),
+    ),
+    "GPTQ, inputs reordered": ("qwen3-moe", {}, partial(save_gptq, bits=4, group_size=32, desc_act=True)),
+}
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_stay_in_the_bits_of_the_file(kind: str, tmp_path: Path) -> None:
+    """A file has each expert's layers, and the model one weight of all experts, put together as by transformers."""
+    family, sizes, save = EXPERTS[kind]
+    meant = save(tmp_path / "model", model=make_model(family, **(MIXTURE_SIZES | sizes)))
+    config = run_convert(tmp_path / "model", tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "rank0.safetensors")
+    weights = take_quantized(tensors)
+    model = plain_model_of(tmp_path / "model", meant)
+    experts = {name: parameter for name, parameter in model.named_parameters() if parameter.dim() == 3}
+    are_kept = kind != "GPTQ, inputs reordered"  # each in an order of its own
+    assert experts and {name for name in experts if name in weights} == (set(experts) if are_kept else set())
+    for name, parameter in experts.items():
+        found = weights[name].dequantize(parameter.dtype).view(parameter.shape) if are_kept else tensors[name]
+        assert torch.equal(found, parameter), name
+    assert config.quantization is not None and config.quantization.quant_algo != "MIXED_PRECISION"
+    if kind != "FP8 in blocks":
+        return
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    with LLM(tmp_path / "model", max_seq_len=96, dtype="float32", activations="float") as llm:
+        assert llm.bundle.config.build_config.compiler == "aot"
+        prompts = [[1 + i * step % 30 for i in range(40)] for step in (3, 7, 11)]
+        outputs = [output.token_ids for output in llm.generate(prompts, params, drafter=NgramDrafter(4, 2))]
+    assert outputs == [hf_greedy(model.float(), prompt, 24) for prompt in prompts]
 
 
 KINDS = [
