@@ -25,7 +25,7 @@ _AGAIN = "download or save the model again"
 DTYPES = {  # safetensors' names
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 # Numbers that transformers computes, and once saved: masks of GPT-2 and GPT-NeoX, rotary frequencies.
 _COMPUTED = (".masked_bias", ".rotary_emb.inv_freq")

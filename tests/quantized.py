@@ -202,18 +202,31 @@ def _by_definition(words: Tensor, zero_words: Tensor, scales: Tensor, g_idx: Ten
 # FP8
 
 
-def save_fp8(directory: Path, block: tuple[int, int] | None, model: PreTrainedModel | None = None) -> Meant:
-    """Tensors by blocks or with a scale for each weight, read by transformers' own code."""
+def save_fp8(
+    directory: Path,
+    block: tuple[int, int] | None,
+    model: PreTrainedModel | None = None,
+    *,
+    scale_dtype: torch.dtype = torch.float32,
+) -> Meant:
+    """Tensors by blocks or with a scale for each weight, read by transformers' own code. Scales in 8 bits are powers of
+    2, saved as such or as bytes."""
     model = (model or small_model()).bfloat16()
     tensors, meant = {}, {}
     for name, weight in layers_of(model).items():
         rows, columns = block or tuple(weight.shape)
         blocks = weight.float().view(weight.shape[0] // rows, rows, weight.shape[1] // columns, columns)
         scales = blocks.abs().amax((1, 3)) / 448
+        if scale_dtype != torch.float32:
+            scales = scales.log2().ceil().exp2()
         values = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn).view(weight.shape)
+        if scale_dtype != torch.float32:
+            scales = scales.to(torch.float8_e8m0fnu).view(scale_dtype)
         tensors |= {f"{name}.weight": values, f"{name}.weight_scale_inv": scales if block else scales.view(1)}
         meant[name] = Fp8Dequantize(None)._dequantize_one(values, scales, torch.float32)
     said = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(block) if block else None}
+    if scale_dtype != torch.float32:
+        said["scale_fmt"] = "ue8m0"
     save_quantized(model, directory, tensors, said)
     return meant
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from runtime.config import QuantAlgo
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import read_json
-from runtime.quantization.mxfp4 import MXFP4, experts_of_blocks
+from runtime.quantization.mxfp4 import MXFP4, experts_of_blocks, powers_of
 from runtime.quantization.planning import PrequantizedLayer
 from runtime.quantization.weight import QuantizedWeight, from_integers, scales_of, signed, unpack, unpack_awq
 from runtime.source import SourceTensor, load_tensors
@@ -83,11 +83,11 @@ def format_of(config: dict[str, Any], model_dir: Path) -> Format | None:
             case "gptq":
                 return _gptq(said, where)
             case "fp8" | "fbgemm_fp8":
-                return _fp8(said, where)
+                return _fp8(said)
             case "mxfp4":
                 return Format(MXFP4, (), lambda layer: _refuse(f"layers by {MXFP4} but experts", where))
             case "modelopt" if said.get("quant_algo") == "FP8":
-                return _fp8(said, where)
+                return _fp8(said)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise SpecDecError(f"`{where}` does not say how the weights are quantized: {error!r}", hint=_DAMAGED) from error
     _refuse(f"weights quantized by {_name_of(method, said)}", where)
@@ -307,16 +307,16 @@ def _order_of(name: str, groups: Tensor, group_size: int) -> Tensor:
 # FP8: of the whole weight, of each output, or in blocks
 
 
-def _fp8(said: dict[str, Any], where: str) -> Format:
+def _fp8(said: dict[str, Any]) -> Format:
     block = said.get("weight_block_size")
     rows, columns = (int(block[0]), int(block[1])) if block else (1, None)
-    if said.get("scale_fmt") == "ue8m0":
-        _refuse("FP8 weights with scales that are powers of two (ue8m0)", where)
 
     def read(name: str, parts: Parts) -> QuantizedWeight:
         scales = next((parts[part] for part in ("weight_scale_inv", "weight_scale") if part in parts), None)
         if scales is None:
             raise SpecDecError(f"a tensor of a quantized layer is missing: {name}.weight_scale", hint=_DAMAGED)
+        if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):  # ue8m0, which may lie as float32 too
+            scales = powers_of(scales.view(torch.uint8))
         return _read_values(name, parts["weight"], scales, None, (rows, columns))
 
     algorithm: QuantAlgo = "FP8_BLOCK_SCALES" if block else "FP8"

@@ -75,7 +75,7 @@ def is_in_codes(tensor: SourceTensor) -> bool:
 def codes_of(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
     """The weights of all experts, one below the other, as they are: numbers of 4 bits, which stand for twice what they
     mean, and powers of 2, which bfloat16 has."""
-    powers = half_powers(scales).masked_fill(scales == 255, torch.nan)
+    powers = powers_of(scales) / 2
     book = torch.tensor(E2M1_TWICE, dtype=torch.int8)
     return QuantizedWeight(blocks.flatten(2).flatten(0, 1), powers.flatten(0, 1), book=book)
 
@@ -83,6 +83,11 @@ def codes_of(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
 def half_powers(exponents: Tensor) -> Tensor:
     """bfloat16, half of the powers of 2 that exponents of 8 bits stand for."""
     return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - 128).to(torch.bfloat16)
+
+
+def powers_of(exponents: Tensor) -> Tensor:
+    """bfloat16, the powers of 2 of exponents of 8 bits (ue8m0), of which the largest stands for NaN."""
+    return (half_powers(exponents) * 2).masked_fill(exponents == 255, torch.nan)
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:

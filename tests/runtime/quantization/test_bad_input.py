@@ -108,6 +108,12 @@ DAMAGES = [
     ),
     ("zeros of another shape", save_awq, replace(f"{Q_PROJ}.qzeros", lambda t: t[:, :-1]), f"`{Q_PROJ}`"),
     ("weights of floats", save_awq, replace(f"{Q_PROJ}.qweight", lambda t: t.float()), "32"),
+    (
+        "NaN among powers of 2",
+        partial(save_fp8, block=(32, 32), scale_dtype=torch.uint8),
+        replace(f"{Q_PROJ}.weight_scale_inv", with_value(255)),
+        f"`{Q_PROJ}`",
+    ),
     ("scales of integers", save_awq, replace(f"{Q_PROJ}.scales", lambda t: t.int()), f"`{Q_PROJ}`"),
     (
         "another layer's weights",
@@ -196,7 +202,6 @@ UNREAD = [
     ({"quant_method": "awq", "bits": 8}, "AWQ; 8"),
     ({"quant_method": "gptq", "bits": 3}, "GPTQ; 3"),
     ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "GPTQ; `marlin`"),
-    ({"quant_method": "fp8", "scale_fmt": "ue8m0"}, "FP8"),
     (
         {
             "quant_method": "compressed-tensors",

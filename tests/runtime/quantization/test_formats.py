@@ -107,6 +107,8 @@ OTHERS: list[tuple[str, Callable[[Path], Meant], str]] = [
     ("GPTQ v2", partial(save_gptq, bits=4, group_size=32, desc_act=False, layout="gptq_v2"), "W4A16_GPTQ"),
     ("FP8 in blocks", partial(save_fp8, block=(32, 32)), "FP8_BLOCK_SCALES"),
     ("FP8", partial(save_fp8, block=None), "FP8"),
+    ("FP8 by powers of 2", partial(save_fp8, block=(32, 32), scale_dtype=torch.float8_e8m0fnu), "FP8_BLOCK_SCALES"),
+    ("FP8 by exponents", partial(save_fp8, block=(1, 32), scale_dtype=torch.uint8), "FP8_BLOCK_SCALES"),
 ]
 
 
