@@ -64,7 +64,7 @@ SpeculativeDecodingMode = Literal["none", "draft_tokens_external"]
 QuantFormat = Literal["int8", "int4", "fp8"]
 QuantAlgo = Literal[
     "W8A16", "W4A16", "W4A16_AWQ", "W4A16_GPTQ", "W8A16_GPTQ", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_BLOCK_SCALES",
-    "W4A16_MXFP4", "MIXED_PRECISION",
+    "W4A16_MXFP4", "NVFP4", "MIXED_PRECISION",
 ]  # fmt: skip
 """TensorRT-LLM's names of how weights are quantized."""
 KVCacheQuantAlgo = Literal["INT8", "FP8"]

@@ -120,6 +120,12 @@ def _scales_and_zeros(weight: Tensor, args: Any) -> dict[str, Tensor]:
     groups = weight.view(outputs, -1, args.group_size or inputs)
     if args.strategy == "tensor":
         groups = weight.view(1, 1, -1)
+    if args.strategy == "tensor_group":  # NVFP4
+        whole = 448 * 6 / weight.float().abs().amax()
+        scales = (groups.abs().amax(-1) / 6 * whole).to(torch.float8_e4m3fn).float()
+        return {"weight_scale": scales, "weight_global_scale": whole.view(1)}
+    if (args.type, args.num_bits) == ("float", 4):  # MXFP4
+        return {"weight_scale": (groups.abs().amax(-1) / 6).log2().ceil().exp2()}
     if args.type == "float":
         return {"weight_scale": groups.abs().amax(-1) / 448}
     if args.symmetric:
@@ -229,6 +235,70 @@ def save_fp8(
         said["scale_fmt"] = "ue8m0"
     save_quantized(model, directory, tensors, said)
     return meant
+
+
+# NVFP4 by ModelOpt, and bitsandbytes: by the definition of each
+
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+
+
+def save_nvfp4(directory: Path, model: PreTrainedModel | None = None) -> Meant:
+    """Tensors of random bits; computed in float64, then rounded."""
+    model, generator = (model or small_model()).bfloat16(), torch.Generator().manual_seed(3)
+    tensors, meant = {}, {}
+    for name, weight in layers_of(model).items():
+        outputs, inputs = weight.shape
+        codes = torch.randint(0, 16, (outputs, inputs), generator=generator)
+        scales = random_scales(generator, outputs, inputs // 16, dtype=torch.float32).mul(4000).to(torch.float8_e4m3fn)
+        of_all = torch.tensor(2.0**-10 * 1.1)
+        packed = (codes[:, ::2] | codes[:, 1::2] << 4).byte()
+        parts = {"weight": packed, "weight_scale": scales, "weight_scale_2": of_all, "input_scale": torch.ones(())}
+        tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
+        scales = (scales.double() * of_all.double()).float().double()
+        meant[name] = (_E2M1[codes] * scales.repeat_interleave(16, 1)).float()
+    said = {"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": {}, "ignore": ["lm_head"]}
+    save_quantized(model, directory, tensors, said)
+    return meant
+
+
+def save_bitsandbytes(directory: Path, kind: str, *, is_nested: bool = False) -> Meant:
+    """`kind` is nf4, fp4 or int8. Tensors of random bits; computed in float64, then rounded."""
+    model, rng = small_model().bfloat16(), np.random.default_rng(4)
+    tensors, meant = {}, {}
+    for name, weight in layers_of(model).items():
+        if kind == "int8":
+            values, scales = rng.integers(-127, 128, weight.shape, dtype=np.int8), rng.random(weight.shape[0]) + 0.1
+            parts = {"weight": values, "SCB": scales.astype(np.float32), "weight_format": np.zeros((), np.uint8)}
+            found = values.astype(np.float64) * parts["SCB"][:, None].astype(np.float64) / 127
+        else:
+            parts, found = _bitsandbytes_blocks(rng, tuple(weight.shape), kind, is_nested=is_nested)
+        meant[name] = torch.from_numpy(found.astype(np.float32)).to(torch.float32 if kind == "int8" else torch.bfloat16)
+        tensors |= {f"{name}.{part}": torch.from_numpy(values) for part, values in parts.items()}
+    said = {"quant_method": "bitsandbytes", "load_in_8bit": kind == "int8", "load_in_4bit": kind != "int8"}
+    save_quantized(model, directory, tensors, said)
+    return meant
+
+
+def _bitsandbytes_blocks(
+    rng: np.random.Generator, shape: tuple[int, ...], kind: str, *, is_nested: bool
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Blocks of 64 numbers, of which the last may be shorter; of scales blocks of 256."""
+    count = shape[0] * shape[1]
+    num_blocks = -(-count // 64)
+    codes, numbers = rng.integers(0, 16, count, dtype=np.uint8), rng.standard_normal(16).astype(np.float32)
+    scales = rng.random(num_blocks).astype(np.float32) + np.float32(0.1)
+    state = {"quant_type": kind, "blocksize": 64, "dtype": "bfloat16", "shape": list(shape)}
+    parts = {"weight": (codes[::2] << 4 | codes[1::2])[:, None], "weight.absmax": scales, "weight.quant_map": numbers}
+    if is_nested:
+        own, of_own = rng.integers(0, 256, num_blocks, dtype=np.uint8), rng.random(-(-num_blocks // 256))
+        table, of_own = rng.standard_normal(256).astype(np.float32), of_own.astype(np.float32)
+        scales = table[own] * of_own.repeat(256)[:num_blocks] + np.float32(1.25)
+        parts |= {"weight.absmax": own, "weight.nested_absmax": of_own, "weight.nested_quant_map": table}
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 1.25}
+    said = np.frombuffer(json.dumps(state).encode(), np.uint8).copy()
+    parts[f"weight.quant_state.bitsandbytes__{kind}"] = said
+    found = numbers[codes].astype(np.float64) * scales.repeat(64)[:count].astype(np.float64)
+    return parts, found.reshape(shape)
 
 
 # GGUF

@@ -16,14 +16,18 @@ from torch import Tensor
 from runtime.config import QuantAlgo
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import read_json
-from runtime.quantization.mxfp4 import MXFP4, experts_of_blocks, powers_of
+from runtime.quantization.bitsandbytes import numbers_of_4_bits
+from runtime.quantization.mxfp4 import E2M1_TWICE, MXFP4, experts_of_blocks, powers_of
 from runtime.quantization.planning import PrequantizedLayer
 from runtime.quantization.weight import QuantizedWeight, from_integers, scales_of, signed, unpack, unpack_awq
 from runtime.source import SourceTensor, load_tensors
 
 _CONFIG_KEYS = ("quantization_config", "compression_config")
 _MODELOPT = "hf_quant_config.json"
-_READ = "AWQ, GPTQ, compressed-tensors, FP8, MXFP4 and GGUF are read; or convert the unquantized model"
+_READ = (
+    "AWQ, GPTQ, compressed-tensors, FP8, MXFP4, NVFP4, bitsandbytes and GGUF are read; or convert the unquantized model"
+)
+_FOUR_BITS = "bitsandbytes in 4 bits"
 _DAMAGED = "the model is damaged, or its config.json is another model's; download it again"
 
 Parts = dict[str, Tensor]
@@ -86,8 +90,14 @@ def format_of(config: dict[str, Any], model_dir: Path) -> Format | None:
                 return _fp8(said)
             case "mxfp4":
                 return Format(MXFP4, (), lambda layer: _refuse(f"layers by {MXFP4} but experts", where))
+            case "bitsandbytes" if said.get("load_in_8bit"):
+                return _bitsandbytes(where)
+            case "bitsandbytes":
+                return Format(_FOUR_BITS, (), lambda layer: _refuse("layers of bitsandbytes in 8 bits", where))
             case "modelopt" if said.get("quant_algo") == "FP8":
                 return _fp8(said)
+            case "modelopt" if said.get("quant_algo") == "NVFP4":
+                return _nvfp4(where)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise SpecDecError(f"`{where}` does not say how the weights are quantized: {error!r}", hint=_DAMAGED) from error
     _refuse(f"weights quantized by {_name_of(method, said)}", where)
@@ -116,8 +126,6 @@ def _said_beside(model_dir: Path) -> dict[str, Any] | None:
 
 def _name_of(method: object, said: object) -> str:
     """Common name of the method."""
-    if method == "bitsandbytes" and isinstance(said, dict):
-        return f"bitsandbytes in {4 if said.get('load_in_4bit') else 8} bits"
     algo = said.get("quant_algo") if isinstance(said, dict) else None
     names = {"modelopt": f"ModelOpt ({algo})", None: "a method that it does not name"}
     return names.get(method if isinstance(method, str) else None, str(method))
@@ -138,6 +146,8 @@ def find_layers(
         return {}, tensors
     if found.name == MXFP4:
         return {}, experts_of_blocks(tensors, model_dir)
+    if found.name == _FOUR_BITS:
+        return {}, numbers_of_4_bits(tensors)
     parts: dict[str, dict[str, SourceTensor]] = {}
     others = []
     for tensor in tensors:
@@ -346,6 +356,51 @@ def _read_values(
     return QuantizedWeight(values.contiguous(), scales.contiguous(), zeros=zeros)
 
 
+# bitsandbytes in 8 bits (LLM.int8): a scale for each output, which 127 stands for
+
+
+def _bitsandbytes(where: str) -> Format:
+    def read(name: str, parts: Parts) -> QuantizedWeight:
+        layout = parts.get("weight_format", parts["SCB"])
+        if layout.dtype == torch.uint8 and not layout.is_meta and bool(layout.any()):
+            _refuse(f"bitsandbytes weights in the layout {int(layout.max())} (`{name}.weight_format`)", where)
+        return _read_values(name, parts["weight"], parts["SCB"].float() / 127, None, (1, None))
+
+    scheme = Scheme("W8A16", ("weight", "SCB"), read)
+    return Format("bitsandbytes", ("weight", "SCB", "weight_format"), lambda name: scheme)
+
+
+# Numbers of 4 bits (e2m1): NVFP4 with a scale in e4m3 for each 16 of a row, and one for all; MXFP4 with powers of 2
+
+
+def _nvfp4(where: str) -> Format:
+    """Format of ModelOpt."""
+
+    def read(name: str, parts: Parts) -> QuantizedWeight:
+        if "pre_quant_scale" in parts:
+            _refuse(f"NVFP4 weights whose activations are scaled (`{name}.pre_quant_scale`)", where)
+        scales = parts["weight_scale"].float() * _scale_of_all(name, parts["weight_scale_2"])
+        return _read_codes(name, parts["weight"], scales, 16)
+
+    scheme = Scheme("NVFP4", ("weight", "weight_scale", "weight_scale_2"), read)
+    unused = ("input_scale", "k_scale", "v_scale")
+    return Format("NVFP4", (*scheme.needed, "pre_quant_scale"), lambda name: scheme, unused)
+
+
+def _scale_of_all(name: str, scale: Tensor) -> Tensor:
+    if scale.numel() != 1:
+        raise SpecDecError(f"`{name}` has {scale.numel()} scales of all its numbers, and not one", hint=_DAMAGED)
+    return scale.float()
+
+
+def _read_codes(name: str, codes: Tensor, scales: Tensor, group_size: int) -> QuantizedWeight:
+    """Codes as they are, two a byte, the first in the lower half."""
+    if codes.dtype != torch.uint8 or codes.dim() != 2:
+        raise SpecDecError(f"`{name}` should be a table of bytes: {codes.dtype} {list(codes.shape)}", hint=_DAMAGED)
+    _check_groups(name, scales, codes.shape[1] * 2, group_size)
+    return QuantizedWeight(codes, scales.contiguous() / 2, book=torch.tensor(E2M1_TWICE, dtype=torch.int8))
+
+
 # compressed-tensors
 
 
@@ -364,8 +419,20 @@ def _compressed_tensors(said: dict[str, Any], where: str) -> Format:
                 return scheme
         raise SpecDecError(f"config.json does not say how a layer is quantized: {name}", hint=_DAMAGED)
 
-    parts = ("weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
-    unused = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "k_scale", "v_scale", "q_scale")
+    parts = (
+        *("weight_packed", "weight", "weight_scale", "weight_global_scale"),
+        *("weight_zero_point", "weight_shape", "weight_g_idx"),
+    )
+    unused = (
+        "input_scale",
+        "input_zero_point",
+        "input_global_scale",
+        "output_scale",
+        "output_zero_point",
+        "k_scale",
+        "v_scale",
+        "q_scale",
+    )
     return Format("compressed-tensors", parts, scheme_of, unused)
 
 
@@ -378,6 +445,8 @@ def _matches(name: str, target: str) -> bool:
 def _compressed_scheme(group: dict[str, Any], layout: str, where: str) -> Scheme:
     weights = group["weights"]
     bits, kind, strategy = weights["num_bits"], weights.get("type", "int"), weights.get("strategy") or "tensor"
+    if layout in _CODES:
+        return _CODES[layout]
     if layout not in ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"):
         _refuse(f"compressed-tensors weights in the layout `{layout}`", where)
     if bits not in (4, 8) or (kind, bits) == ("float", 4):
@@ -396,6 +465,22 @@ def _compressed_scheme(group: dict[str, Any], layout: str, where: str) -> Scheme
         return Scheme(algorithm, ("weight_packed", "weight_shape", *needed), read)
     block = tuple(weights["block_structure"]) if strategy == "block" else (1, group_size)
     return Scheme(algorithm, ("weight", *needed), _plain_reader(bits, block, has_zeros=len(needed) > 1))
+
+
+def _read_nvfp4(name: str, parts: Parts) -> QuantizedWeight:
+    scales = parts["weight_scale"].float() / _scale_of_all(name, parts["weight_global_scale"])
+    return _read_codes(name, parts["weight_packed"], scales, 16)
+
+
+def _read_mxfp4(name: str, parts: Parts) -> QuantizedWeight:
+    return _read_codes(name, parts["weight_packed"], powers_of(parts["weight_scale"]), 32)
+
+
+_CODES = {
+    "nvfp4-pack-quantized": Scheme("NVFP4", ("weight_packed", "weight_scale", "weight_global_scale"), _read_nvfp4),
+    "mxfp4-pack-quantized": Scheme("W4A16_MXFP4", ("weight_packed", "weight_scale"), _read_mxfp4),
+}
+"""Layouts of numbers in e2m1."""
 
 
 def _packed_reader(bits: int, group_size: int | None, *, has_zeros: bool) -> Callable[[str, Parts], QuantizedWeight]:

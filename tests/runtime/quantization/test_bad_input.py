@@ -10,7 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from quantized import MIXTURE_SIZES, Q, save_awq, save_compressed, save_fp8, save_gguf, save_gptq, small_model
+from quantized import (
+    MIXTURE_SIZES,
+    Q,
+    save_awq,
+    save_bitsandbytes,
+    save_compressed,
+    save_fp8,
+    save_gguf,
+    save_gptq,
+    save_nvfp4,
+    small_model,
+)
 from safetensors.torch import load_file, save_file
 from sentences import Said
 from tiny import make_model
@@ -26,6 +37,7 @@ Q_PROJ, DOWN_PROJ = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}
 FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
 save_int4 = partial(save_compressed, layout="pack-quantized", weights=INT4, dtype=torch.float16)
+save_nf4, STATE = partial(save_bitsandbytes, kind="nf4"), "weight.quant_state.bitsandbytes__nf4"
 save_float = partial(save_compressed, layout="float-quantized", weights=FP8, dtype=torch.float32)
 
 
@@ -55,6 +67,11 @@ def replace(name: str, make: Callable[[Tensor], Tensor]) -> Callable[[Path], Non
 
 def drop(name: str) -> Callable[[Path], None]:
     return lambda model_dir: edit_tensors(model_dir, lambda tensors: tensors.pop(name))
+
+
+def replace_name(name: str, part: str) -> Callable[[Path], None]:
+    renamed = f"{name.rpartition('.')[0]}.{part}"
+    return lambda model_dir: edit_tensors(model_dir, lambda tensors: tensors.update({renamed: tensors.pop(name)}))
 
 
 def with_value(value: float) -> Callable[[Tensor], Tensor]:
@@ -114,6 +131,19 @@ DAMAGES = [
         replace(f"{Q_PROJ}.weight_scale_inv", with_value(255)),
         f"`{Q_PROJ}`",
     ),
+    ("no map", save_nf4, drop(f"{Q_PROJ}.weight.quant_map"), f"{Q_PROJ}.weight.quant_map"),
+    ("no state", save_nf4, drop(f"{Q_PROJ}.{STATE}"), f"{Q_PROJ}.weight.quant_state"),
+    ("codes of another shape", save_nf4, replace(f"{Q_PROJ}.weight", lambda t: t[:-1]), f"`{Q_PROJ}.weight`"),
+    ("a state of text", save_nf4, replace(f"{Q_PROJ}.{STATE}", lambda t: t[1:]), f"`{Q_PROJ}.weight.quant_state`"),
+    ("no SCB", partial(save_bitsandbytes, kind="int8"), drop(f"{Q_PROJ}.SCB"), f"{Q_PROJ}.SCB"),
+    (
+        "tiled",
+        partial(save_bitsandbytes, kind="int8"),
+        replace(f"{Q_PROJ}.weight_format", lambda t: t + 1),
+        f"`{Q_PROJ}.weight_format`",
+    ),
+    ("two scales of all", save_nvfp4, replace(f"{Q_PROJ}.weight_scale_2", lambda t: t.repeat(2)), f"`{Q_PROJ}`; 2"),
+    ("NVFP4 by AWQ", save_nvfp4, replace_name(f"{Q_PROJ}.input_scale", "pre_quant_scale"), "pre_quant_scale"),
     ("scales of integers", save_awq, replace(f"{Q_PROJ}.scales", lambda t: t.int()), f"`{Q_PROJ}`"),
     (
         "another layer's weights",
@@ -188,15 +218,7 @@ def test_quantized_expert_that_is_missing_is_one_error(tmp_path: Path, said: Sai
 
 
 UNREAD = [
-    (
-        {"quant_method": "bitsandbytes", "load_in_4bit": True},
-        "bitsandbytes; 4",
-    ),
-    (
-        {"quant_method": "bitsandbytes", "load_in_8bit": True},
-        "bitsandbytes; 8",
-    ),
-    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4; ModelOpt"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "NVFP4_AWQ; ModelOpt"),
     ({"quant_method": "hqq"}, "hqq"),
     ({"quant_method": "awq", "version": "gemv"}, "AWQ; `gemv`"),
     ({"quant_method": "awq", "bits": 8}, "AWQ; 8"),
@@ -205,9 +227,9 @@ UNREAD = [
     (
         {
             "quant_method": "compressed-tensors",
-            "config_groups": {"g": {"weights": {"num_bits": 4, "type": "float"}, "format": "nvfp4-pack-quantized"}},
+            "config_groups": {"g": {"weights": {"num_bits": 4, "type": "float"}, "format": "mxfp6-pack-quantized"}},
         },
-        "compressed-tensors; `nvfp4-pack-quantized`",
+        "compressed-tensors; `mxfp6-pack-quantized`",
     ),
     (
         {

@@ -15,10 +15,13 @@ from quantized import (
     gguf_model,
     plain_model_of,
     save_awq,
+    save_bitsandbytes,
     save_compressed,
     save_fp8,
     save_gguf,
     save_gptq,
+    save_nvfp4,
+    small_model,
     write_tokenizer,
 )
 from safetensors.torch import load_file, save_file
@@ -72,6 +75,13 @@ COMPRESSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("FP8 by channel", "float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}, "FP8"),
     ("FP8 of the whole weight", "float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}, "FP8"),
     (
+        "NVFP4",
+        "nvfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+        "NVFP4",
+    ),
+    ("MXFP4", "mxfp4-pack-quantized", INT4 | {"type": "float"}, "W4A16_MXFP4"),
+    (
         "FP8 in blocks",
         "float-quantized",
         {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [32, 32]},
@@ -109,6 +119,7 @@ OTHERS: list[tuple[str, Callable[[Path], Meant], str]] = [
     ("FP8", partial(save_fp8, block=None), "FP8"),
     ("FP8 by powers of 2", partial(save_fp8, block=(32, 32), scale_dtype=torch.float8_e8m0fnu), "FP8_BLOCK_SCALES"),
     ("FP8 by exponents", partial(save_fp8, block=(1, 32), scale_dtype=torch.uint8), "FP8_BLOCK_SCALES"),
+    ("NVFP4", save_nvfp4, "NVFP4"),
 ]
 
 
@@ -132,6 +143,7 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], Callable[..., Meant]]] = {
         {"kv_lora_rank": 32, "q_lora_rank": 32, "intermediate_size": 64, "head_dim": 32},
         partial(save_compressed, layout="pack-quantized", weights=INT4 | {"symmetric": False}, dtype=torch.float32),
     ),
+    "NVFP4": ("qwen3-moe", {}, save_nvfp4),
     "GPTQ, inputs reordered": ("qwen3-moe", {}, partial(save_gptq, bits=4, group_size=32, desc_act=True)),
 }
 
@@ -160,6 +172,33 @@ def test_experts_stay_in_the_bits_of_the_file(kind: str, tmp_path: Path) -> None
         prompts = [[1 + i * step % 30 for i in range(40)] for step in (3, 7, 11)]
         outputs = [output.token_ids for output in llm.generate(prompts, params, drafter=NgramDrafter(4, 2))]
     assert outputs == [hf_greedy(model.float(), prompt, 24) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    "save",
+    [partial(save_bitsandbytes, kind="nf4", is_nested=True), partial(save_bitsandbytes, kind="fp4")],
+    ids=["nf4, its scales in 8 bits", "fp4"],
+)
+def test_bitsandbytes_in_4_bits_is_read_as_numbers(save: Callable[[Path], Meant], tmp_path: Path) -> None:
+    meant = save(tmp_path / "model")
+    config = run_convert(tmp_path / "model", tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "rank0.safetensors")
+    assert set(tensors) == {*small_model().state_dict()} and config.quantization is None
+    for name, values in meant.items():
+        assert torch.equal(tensors[f"{name}.weight"], values), name
+    precision = QuantConfig("int4", 64)
+    again = run_convert(tmp_path / "model", tmp_path / "again", precision=precision)
+    assert again.quantization is not None and again.quantization.quant_algo == "W4A16"
+
+
+def test_bitsandbytes_in_8_bits_means_what_its_definition_says(tmp_path: Path) -> None:
+    """But for the last bit: the library multiplies by the scale and by the rounded 1 / 127, one after the other."""
+    meant = save_bitsandbytes(tmp_path / "model", "int8")
+    run_convert(tmp_path / "model", tmp_path / "out")
+    weights = take_quantized(load_file(tmp_path / "out" / "rank0.safetensors"))
+    assert set(weights) == set(meant) and {weight.kind for weight in weights.values()} == {"int8"}
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight.dequantize(), meant[name], rtol=2e-7, atol=0)
 
 
 KINDS = [

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,10 @@ def test_the_numbers_can_be_quantized(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("activations", ["float", "int8", "int16"])
-def test_codes_are_multiplied_as_the_numbers_that_they_stand_for(activations: Activations, kernels: Path) -> None:
+@pytest.mark.parametrize("group_size", [32, 16], ids=["MXFP4", "NVFP4"])
+def test_codes_are_multiplied_as_the_numbers_that_they_stand_for(
+    group_size: int, activations: Activations, kernels: Path
+) -> None:
     """All codes and a scale of 0, of odd numbers of rows, beside 8-bit integers that mean the same: bit by bit."""
     load_kernels(kernels)
     generator = torch.Generator().manual_seed(0)
@@ -76,6 +80,8 @@ def test_codes_are_multiplied_as_the_numbers_that_they_stand_for(activations: Ac
     scales = torch.randint(110, 130, (1, 72, 5), generator=generator).byte()
     scales[0, 3] = 0
     codes = codes_of(blocks, scales)
+    if group_size == 16:  # scales of 32 bits
+        codes = replace(codes, scales=torch.rand(72, 10, generator=generator) * codes.scales.repeat_interleave(2, 1))
     integers = from_integers(codes.integers(), codes.scales, bits=8)
     sizes = (1, 2, 3, 4, 6, 8, 12)
     assert {*codes.integers().flatten().tolist()} == {0, *sizes, *(-size for size in sizes)}
