@@ -44,7 +44,11 @@ def layers_of(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def save_quantized(
-    model: PreTrainedModel, directory: Path, tensors: dict[str, Tensor], quantization: dict[str, Any]
+    model: PreTrainedModel,
+    directory: Path,
+    tensors: dict[str, Tensor],
+    quantization: dict[str, Any],
+    metadata: dict[str, str] | None = None,
 ) -> None:
     """The model's directory with `tensors` in the place of its layers' weights."""
     model.save_pretrained(directory)
@@ -54,7 +58,8 @@ def save_quantized(
         for name, tensor in load_file(directory / "model.safetensors").items()
         if name.removesuffix(".weight") not in layers
     }
-    save_file(others | {name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    written = others | {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(written, directory / "model.safetensors", metadata)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
 
@@ -299,6 +304,44 @@ def _bitsandbytes_blocks(
     parts[f"weight.quant_state.bitsandbytes__{kind}"] = said
     found = numbers[codes].astype(np.float64) * scales.repeat(64)[:count].astype(np.float64)
     return parts, found.reshape(shape)
+
+
+# torchao: by the definition of each class, in the form in which its library flattens it
+
+
+def save_torchao(directory: Path, kind: str, bits: int = 8, group_size: int = -1) -> Meant:
+    """`kind` is the class of its weights. Tensors of random bits; computed in float64, then rounded to bfloat16."""
+    model, generator = small_model().bfloat16(), torch.Generator().manual_seed(5)
+    tensors, meant, metadata = {}, {}, {}
+    for name, weight in layers_of(model).items():
+        outputs, inputs = weight.shape
+        size = group_size if group_size > 0 else inputs
+        half = 2 ** (bits - 1)
+        values = torch.randint(-half, half, (outputs, inputs), generator=generator, dtype=torch.int8)
+        scale_dtype = torch.float32 if bits == 8 else torch.bfloat16
+        scales = random_scales(generator, outputs, inputs // size, dtype=scale_dtype)
+        zeros = torch.randint(-half, half, scales.shape, generator=generator, dtype=torch.int8)
+        said: dict[str, Any] = {"block_size": [1, size], "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}
+        if kind == "Float8Tensor":
+            values, zeros = torch.randn(outputs, inputs, generator=generator).to(torch.float8_e4m3fn), zeros * 0
+        elif kind == "IntxUnpackedToInt8Tensor":
+            said["target_dtype"] = {"_type": "torch.dtype", "_data": f"int{bits}"}
+        wide, numbers_of_0 = scales.double().repeat_interleave(size, 1), zeros.double().repeat_interleave(size, 1)
+        found = (values.double() - numbers_of_0) * wide
+        parts = {"qdata": values, "scale": scales, "zero_point": zeros}
+        if kind == "Int4Tensor":  # two in a byte; a number is a value times the scale and the number of 0
+            offsets = (torch.rand(scales.shape, generator=generator) / 8).bfloat16()
+            found = values.double() * wide + offsets.double().repeat_interleave(size, 1)
+            packed = (values[:, ::2] & 15 | values[:, 1::2] << 4).to(torch.int8)
+            parts = {"qdata": packed, "scale": scales.t(), "zero_point": offsets.t()}
+        if kind == "Float8Tensor":
+            del parts["zero_point"]
+        tensors |= {f"{name}._weight_{part}": tensor for part, tensor in parts.items()}
+        metadata[f"{name}.weight"] = json.dumps({"_type": kind, "_data": said, "_tensor_data_names": [*parts]})
+        meant[name] = found.float().bfloat16()
+    metadata["tensor_names"] = json.dumps([*metadata])
+    save_quantized(model, directory, tensors, {"quant_method": "torchao", "quant_type": {"default": {}}}, metadata)
+    return meant
 
 
 # GGUF

@@ -3,14 +3,17 @@
 Each reader turns the tensors of one layer into a `QuantizedWeight` that means the same numbers to the last bit.
 """
 
+import json
 import re
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from runtime.config import QuantAlgo
@@ -21,11 +24,13 @@ from runtime.quantization.mxfp4 import E2M1_TWICE, MXFP4, experts_of_blocks, pow
 from runtime.quantization.planning import PrequantizedLayer
 from runtime.quantization.weight import QuantizedWeight, from_integers, scales_of, signed, unpack, unpack_awq
 from runtime.source import SourceTensor, load_tensors
+from runtime.tensor_file import read_metadata
 
 _CONFIG_KEYS = ("quantization_config", "compression_config")
 _MODELOPT = "hf_quant_config.json"
 _READ = (
-    "AWQ, GPTQ, compressed-tensors, FP8, MXFP4, NVFP4, bitsandbytes and GGUF are read; or convert the unquantized model"
+    "AWQ, GPTQ, compressed-tensors, FP8, MXFP4, NVFP4, bitsandbytes, torchao and GGUF are read; or convert the "
+    "unquantized model"
 )
 _FOUR_BITS = "bitsandbytes in 4 bits"
 _DAMAGED = "the model is damaged, or its config.json is another model's; download it again"
@@ -40,9 +45,10 @@ class Format:
     name: str
     parts: tuple[str, ...]
     scheme_of: Callable[[str], "Scheme"]
-    """Scheme for a layer's name."""
+    """Scheme for a layer's name, in the model or `by_source_name`."""
     unused: tuple[str, ...] = ()
     """Tensors beside them that say how activations or K/V are quantized, which is not done here."""
+    by_source_name: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,8 @@ def format_of(config: dict[str, Any], model_dir: Path) -> Format | None:
                 return _fp8(said)
             case "modelopt" if said.get("quant_algo") == "NVFP4":
                 return _nvfp4(where)
+            case "torchao":
+                return _torchao(model_dir)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise SpecDecError(f"`{where}` does not say how the weights are quantized: {error!r}", hint=_DAMAGED) from error
     _refuse(f"weights quantized by {_name_of(method, said)}", where)
@@ -199,7 +207,8 @@ def _is_foreign_bias(tensor: SourceTensor, layers: Mapping[str, object], shapes:
 
 
 def _layer(name: str, parts: dict[str, SourceTensor], found: Format) -> PrequantizedLayer:
-    scheme = found.scheme_of(name)
+    in_file = next(iter(parts.values())).source_name.rpartition(".")[0]
+    scheme = found.scheme_of(in_file if found.by_source_name else name)
     missing = next((part for part in scheme.needed if part not in parts), None)
     if missing is not None:
         raise SpecDecError(f"a tensor of a quantized layer is missing: {name}.{missing}", hint=_DAMAGED)
@@ -401,6 +410,103 @@ def _read_codes(name: str, codes: Tensor, scales: Tensor, group_size: int) -> Qu
     return QuantizedWeight(codes, scales.contiguous() / 2, book=torch.tensor(E2M1_TWICE, dtype=torch.int8))
 
 
+# torchao, as transformers saves it: tensors `NAME._weight_qdata` and others, and their class in the file's header
+
+
+def _torchao(model_dir: Path) -> Format:
+    classes = _torchao_classes(model_dir)
+
+    def scheme_of(name: str) -> Scheme:
+        try:
+            kind, settings = classes[f"{name}.weight"]["_type"], classes[f"{name}.weight"]["_data"]
+            if kind in _TORCHAO:
+                return _TORCHAO[kind](settings, str(model_dir))
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            raise SpecDecError(
+                f"no header of a file says how torchao quantized `{name}.weight`: {model_dir}", hint=_DAMAGED
+            ) from error
+        _refuse(f"torchao weights of the class {kind} (`{name}`)", str(model_dir))
+
+    parts = ("qdata", "scale", "zero_point", "act_pre_scale", "scale_and_zero", "per_tensor_scale")
+    return Format("torchao", tuple(f"_weight_{part}" for part in parts), scheme_of, by_source_name=True)
+
+
+def _torchao_classes(model_dir: Path) -> dict[str, dict[str, Any]]:
+    """Read the headers' records of weights, by their names in the files: `_type`, and `_data` with its settings."""
+    said = dict[str, Any]()
+    for path in sorted(model_dir.glob("*.safetensors")):
+        with path.open("rb") as file, suppress(SafetensorError):  # a damaged one is told when its tensors are read
+            said |= read_metadata(file)
+    return {name: json.loads(value) for name, value in said.items() if name.endswith(".weight")}
+
+
+def _torchao_scheme(
+    settings: dict[str, Any], where: str, algorithm: QuantAlgo, read: Callable[[str, Parts, int], QuantizedWeight]
+) -> Scheme:
+    group_size = int(settings["block_size"][-1])
+
+    def read_parts(name: str, parts: Parts) -> QuantizedWeight:
+        if "_weight_act_pre_scale" in parts:
+            _refuse(f"torchao weights whose activations are scaled (`{name}._weight_act_pre_scale`)", where)
+        return read(name, {part.removeprefix("_weight_"): one for part, one in parts.items()}, group_size)
+
+    is_float = algorithm == "FP8"
+    needed = ("qdata", "scale") if is_float else ("qdata", "scale", "zero_point")
+    return Scheme(algorithm, tuple(f"_weight_{part}" for part in needed), read_parts)
+
+
+def _torchao_integers(settings: dict[str, Any], where: str) -> Scheme:
+    """Integers in a byte each, of 8 bits or fewer."""
+    target = settings.get("target_dtype")
+    bits = int(str(target["_data"]).removeprefix("int")) if isinstance(target, dict) else 8
+    bits = 4 if bits <= 4 else 8
+
+    def read(name: str, parts: Parts, group_size: int) -> QuantizedWeight:
+        values, zeros = parts["qdata"], parts["zero_point"]
+        if zeros.dtype != torch.int8:
+            _refuse(f"torchao weights with zero points that are no integers (`{name}`)", where)
+        weight = _read_values(name, values, parts["scale"], zeros, (1, group_size))
+        return weight if bits == 8 else _in_4_bits(name, weight)
+
+    return _torchao_scheme(settings, where, "W4A16" if bits == 4 else "W8A16", read)
+
+
+def _torchao_packed(settings: dict[str, Any], where: str) -> Scheme:
+    """4 bits in pairs, the first in the lower half; scales and the numbers of 0 by groups and outputs."""
+
+    def read(name: str, parts: Parts, group_size: int) -> QuantizedWeight:
+        integers = (unpack(parts["qdata"], 4).to(torch.int8) ^ 8) - 8
+        scales, zeros = parts["scale"].t().contiguous(), parts["zero_point"].t().float()
+        _check_groups(name, scales, integers.shape[1], group_size)
+        return replace(from_integers(integers, scales, bits=4), offsets=(zeros - 8 * scales.float()).contiguous())
+
+    return _torchao_scheme(settings, where, "W4A16", read)
+
+
+def _torchao_float8(settings: dict[str, Any], where: str) -> Scheme:
+    def read(name: str, parts: Parts, group_size: int) -> QuantizedWeight:
+        rows = int(settings["block_size"][0])
+        return _read_values(name, parts["qdata"], parts["scale"], None, (rows, group_size))
+
+    return _torchao_scheme(settings, where, "FP8", read)
+
+
+_TORCHAO: dict[str, Callable[[dict[str, Any], str], Scheme]] = {
+    "Int8Tensor": _torchao_integers,
+    "IntxUnpackedToInt8Tensor": _torchao_integers,
+    "Int4Tensor": _torchao_packed,
+    "Float8Tensor": _torchao_float8,
+}
+
+
+def _in_4_bits(name: str, weight: QuantizedWeight) -> QuantizedWeight:
+    """The weight, whose values lie in a byte each."""
+    values = weight.values
+    if not values.is_meta and bool(((values > 7) | (values < -8)).any()):
+        raise SpecDecError(f"numbers of `{name}` do not fit 4 bits", hint=_DAMAGED)
+    return replace(from_integers(values, weight.scales, bits=4), zeros=weight.zeros)
+
+
 # compressed-tensors
 
 
@@ -524,10 +630,6 @@ def _plain_reader(
         if zeros is not None and not zeros.is_meta and int(zeros.short().abs().max()) > 2 ** (bits - 1):
             raise SpecDecError(f"a zero point of `{name}` does not fit {bits} bits: {int(zeros.max())}", hint=_DAMAGED)
         weight = _read_values(name, values, parts["weight_scale"], zeros, block)
-        if bits == 8 or weight.values.dtype != torch.int8:
-            return weight
-        if not values.is_meta and bool(((values > 7) | (values < -8)).any()):
-            raise SpecDecError(f"numbers of `{name}` do not fit 4 bits", hint=_DAMAGED)
-        return replace(from_integers(values, weight.scales, bits=4), zeros=weight.zeros)
+        return weight if bits == 8 or values.dtype != torch.int8 else _in_4_bits(name, weight)
 
     return read

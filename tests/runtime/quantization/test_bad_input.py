@@ -20,6 +20,7 @@ from quantized import (
     save_gguf,
     save_gptq,
     save_nvfp4,
+    save_torchao,
     small_model,
 )
 from safetensors.torch import load_file, save_file
@@ -32,6 +33,7 @@ from runtime.checkpoint import convert
 from runtime.config import QuantConfig
 from runtime.errors import SpecDecError
 from runtime.models import resolve_model
+from runtime.tensor_file import read_metadata
 
 Q_PROJ, DOWN_PROJ = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}
@@ -42,9 +44,12 @@ save_float = partial(save_compressed, layout="float-quantized", weights=FP8, dty
 
 
 def edit_tensors(model_dir: Path, edit: Callable[[dict[str, Tensor]], Any]) -> None:
-    tensors = load_file(model_dir / "model.safetensors")
+    path = model_dir / "model.safetensors"
+    tensors = load_file(path)
     edit(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, model_dir / "model.safetensors")
+    with path.open("rb") as file:
+        metadata = read_metadata(file)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata or None)
 
 
 def edit_quantization(model_dir: Path, **settings: Any) -> None:
@@ -72,6 +77,10 @@ def drop(name: str) -> Callable[[Path], None]:
 def replace_name(name: str, part: str) -> Callable[[Path], None]:
     renamed = f"{name.rpartition('.')[0]}.{part}"
     return lambda model_dir: edit_tensors(model_dir, lambda tensors: tensors.update({renamed: tensors.pop(name)}))
+
+
+def without_metadata(model_dir: Path) -> None:
+    save_file(load_file(model_dir / "model.safetensors"), model_dir / "model.safetensors")
 
 
 def with_value(value: float) -> Callable[[Tensor], Tensor]:
@@ -144,6 +153,24 @@ DAMAGES = [
     ),
     ("two scales of all", save_nvfp4, replace(f"{Q_PROJ}.weight_scale_2", lambda t: t.repeat(2)), f"`{Q_PROJ}`; 2"),
     ("NVFP4 by AWQ", save_nvfp4, replace_name(f"{Q_PROJ}.input_scale", "pre_quant_scale"), "pre_quant_scale"),
+    (
+        "a layout of GPUs",
+        partial(save_torchao, kind="Int4TilePackedTo4dTensor"),
+        lambda d: None,
+        "Int4TilePackedTo4dTensor",
+    ),
+    (
+        "no zeros",
+        partial(save_torchao, kind="Int8Tensor"),
+        drop(f"{Q_PROJ}._weight_zero_point"),
+        f"{Q_PROJ}._weight_zero_point",
+    ),
+    (
+        "no class",
+        partial(save_torchao, kind="Int8Tensor"),
+        without_metadata,
+        "model.layers.0.mlp.down_proj.weight",
+    ),
     ("scales of integers", save_awq, replace(f"{Q_PROJ}.scales", lambda t: t.int()), f"`{Q_PROJ}`"),
     (
         "another layer's weights",

@@ -21,6 +21,7 @@ from quantized import (
     save_gguf,
     save_gptq,
     save_nvfp4,
+    save_torchao,
     small_model,
     write_tokenizer,
 )
@@ -120,6 +121,10 @@ OTHERS: list[tuple[str, Callable[[Path], Meant], str]] = [
     ("FP8 by powers of 2", partial(save_fp8, block=(32, 32), scale_dtype=torch.float8_e8m0fnu), "FP8_BLOCK_SCALES"),
     ("FP8 by exponents", partial(save_fp8, block=(1, 32), scale_dtype=torch.uint8), "FP8_BLOCK_SCALES"),
     ("NVFP4", save_nvfp4, "NVFP4"),
+    ("torchao int8", partial(save_torchao, kind="Int8Tensor"), "W8A16"),
+    ("torchao float8", partial(save_torchao, kind="Float8Tensor"), "FP8"),
+    ("torchao int4", partial(save_torchao, kind="Int4Tensor", bits=4, group_size=32), "W4A16"),
+    ("torchao intx", partial(save_torchao, kind="IntxUnpackedToInt8Tensor", bits=4, group_size=32), "W4A16"),
 ]
 
 
