@@ -38,7 +38,7 @@ from runtime.engine import resolve_device
 from runtime.errors import SpecDecError, SpecDecWarning, errors_about
 from runtime.files import read_json
 from runtime.generation_config import GENERATION_CONFIG
-from runtime.gguf import is_gguf
+from runtime.gguf import gguf_files, is_gguf
 from runtime.heads.head_config import HeadConfig, states_of_heads
 from runtime.locks import MODEL_INIT_LOCK
 from runtime.models import MODEL_FILES, read_model_config, resolve_model
@@ -191,7 +191,7 @@ def _identity(model_dir: Path, settings: EngineSettings, device: torch.device) -
     """A digest of the model's files, the settings, the machine, and the code that builds engines."""
     files = sorted(path for pattern in MODEL_FILES for path in model_dir.glob(pattern) if path.is_file())
     if is_gguf(model_dir):
-        files = [model_dir]
+        files = gguf_files(model_dir)
     return digest(
         [
             *(f"{path.name} {file_digest(path)}" for path in files),

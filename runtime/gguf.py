@@ -4,6 +4,7 @@ A file is a header (counts, metadata, a table of tensors) and then the tensors, 
 Sizes are checked against the file's before anything is allocated or read.
 """
 
+import re
 import struct
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
 TOKENIZER, CHAT_TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
+"""Name of one of a model's files."""
 _MAX_ENTRIES = 2**20  # of metadata and of tensors each
 _MAX_ITEMS = 2**24  # of an array: a vocabulary has fewer
 
@@ -51,11 +54,12 @@ _NOT_READ = {
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """One tensor of a file; `shape` is rows first."""
+    """One tensor, in the file `path`; `shape` is rows first."""
 
     name: str
     shape: tuple[int, ...]
     type: BlockType
+    path: Path
     offset: int
 
     @property
@@ -65,7 +69,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """Header of a file, before its tensors."""
+    """Header of a file, before its tensors; of a model in several files the first one's, with all tensors."""
 
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
@@ -91,8 +95,58 @@ def has_tokenizer(path: Path) -> bool:
 
 
 def read_gguf(path: Path) -> GGUFHeader:
-    """The header; SpecDecError for a file that is none, or cut, or of types that are not read."""
-    return _read(path, stamp_of(path.stat()))
+    """The header; SpecDecError for a file that is none, or cut, or of types that are not read, or one of several of
+    which others are missing."""
+    files = gguf_files(path)
+    headers = [_read(file, stamp_of(file.stat())) for file in files]
+    first = headers[0]
+    for i, header in enumerate(headers[1:], 1):
+        said = [header.metadata.get(key) for key in ("split.no", "split.count")]
+        if said != [i, len(files)]:
+            raise SpecDecError(
+                f"the files are not of one GGUF model: `{files[i]}` is part {said[0]} of {said[1]}, counted from 0",
+                hint="download them again",
+            )
+    tensors = {name: tensor for header in headers for name, tensor in header.tensors.items()}
+    num_tensors = sum(len(header.tensors) for header in headers)
+    if {len(tensors), first.metadata.get("split.tensors.count", num_tensors)} != {num_tensors}:
+        raise SpecDecError(
+            f"the files of a GGUF model have {num_tensors} tensors, {len(tensors)} of them different, where the first "
+            f"speaks of {first.metadata.get('split.tensors.count', num_tensors)}: {path}",
+            hint="download them again",
+        )
+    return GGUFHeader(first.metadata, tensors)
+
+
+def gguf_files(path: Path) -> list[Path]:
+    """All files of the model, of which this is the first or the only one; SpecDecError where it is not, or some are
+    missing."""
+    metadata = _read(path, stamp_of(path.stat())).metadata
+    count, number, named = metadata.get("split.count", 0), metadata.get("split.no", 0), _PART.fullmatch(path.name)
+    if count in (0, 1):
+        return [path]
+    if named is None or [int(named[2]) - 1, int(named[3])] != [number, count]:
+        raise SpecDecError(
+            f"the file is part {number} of {count} of a GGUF model, counted from 0, and its name does not say so: "
+            f"{path}",
+            hint="name its parts NAME-00001-of-00002.gguf and so on, as they were",
+        )
+    paths = [path.with_name(f"{named[1]}-{i:05}-of-{named[3]}.gguf") for i in range(1, count + 1)]
+    missing = [one.name for one in paths if one != path and not one.is_file()]
+    if missing:
+        raise SpecDecError(
+            f"of {count} files of a GGUF model {len(missing)} are missing: {', '.join(missing[:3])}",
+            hint=f"download them into {path.parent}",
+        )
+    if number != 0:
+        raise SpecDecError(f"the file is not the first of its GGUF model: {path}", hint=f"give {paths[0]}")
+    return paths
+
+
+def without_later_parts(paths: list[Path]) -> list[Path]:
+    """The paths, in their order, with one of each model's files."""
+    models = {(named[1], named[3]) if (named := _PART.fullmatch(path.name)) else path: path for path in reversed(paths)}
+    return list(models.values())[::-1]
 
 
 @cache  # one command asks several times
@@ -114,10 +168,8 @@ def _read(path: Path, stamp: Stamp) -> GGUFHeader:
         if not isinstance(alignment, int) or alignment < 1:
             reader.fail(f"its alignment is {alignment}")
         start = -(-file.tell() // alignment) * alignment
-    if metadata.get("split.count", 0) not in (0, 1):
-        raise SpecDecError(
-            f"GGUF models in several files are not read: {path}", hint="llama.cpp merges them (`llama-gguf-split`)"
-        )
+    if not all(isinstance(metadata.get(key, 0), int) for key in ("split.count", "split.no")):
+        reader.fail("the number of its model's files is none")
     tensors = {name: _placed(name, shape, number, start + offset, path) for name, shape, number, offset in table}
     for tensor in tensors.values():
         if tensor.offset + tensor.num_bytes > num_bytes:
@@ -134,7 +186,7 @@ def _placed(name: str, shape: tuple[int, ...], number: int, offset: int, path: P
         raise SpecDecError(
             f"`{path}` is damaged: `{name}` of {list(shape)} is not made of whole blocks", hint="download it again"
         )
-    return GGUFTensor(name, shape, TYPES[number], offset)
+    return GGUFTensor(name, shape, TYPES[number], path, offset)
 
 
 class _Reader:

@@ -236,7 +236,7 @@ def _llama3_rope(factors: GGUFTensor, theta: float, path: Path) -> dict[str, Any
     """The file has the factors of Llama 3.1 and later number by number, and not what they are of."""
     if factors.type.name != "F32" or not factors.num_bytes:
         raise SpecDecError(f"GGUF models with rotary factors of their own are not read: {path}", hint=ORIGINAL)
-    with path.open("rb") as file:
+    with factors.path.open("rb") as file:
         file.seek(factors.offset)
         found = struct.unpack(f"<{prod(factors.shape)}f", file.read(factors.num_bytes))
     wanted = [_llama3_factor(theta ** (i / len(found)) * 2 * math.pi, max(found)) for i in range(len(found))]

@@ -10,7 +10,7 @@ from typing import Any
 
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import read_json
-from runtime.gguf import has_tokenizer, is_gguf
+from runtime.gguf import has_tokenizer, is_gguf, without_later_parts
 from runtime.gguf_config import config_of
 from runtime.tokenizer import TOKENIZER_FILES
 
@@ -64,8 +64,9 @@ def _shipped(name: str, directory_name: str) -> Path:
 
 
 def _gguf_within(directory: Path) -> Path | None:
-    """The GGUF file of a directory without weights of another kind; SpecDecError if there are several."""
-    found = sorted(path for path in directory.iterdir() if is_gguf(path))
+    """The GGUF file of a directory without weights of another kind, of a model in parts the first; SpecDecError if
+    there are several models."""
+    found = without_later_parts(sorted(path for path in directory.iterdir() if is_gguf(path)))
     if not found or any(path.suffix == ".safetensors" for path in directory.iterdir()):
         return None
     if len(found) > 1:

@@ -398,14 +398,16 @@ def save_gguf(
     vocab_size: int = VOCAB_SIZE,
     is_tied: bool = False,
     up_kind: Q | None = None,
+    max_tensors: int = 0,
 ) -> Meant:
     """A model whose layers are of one type, and its embeddings of Q8_0; what the package makes of them.
 
-    A file of a tied model has no output layer. Experts may have parts of two types.
+    A file of a tied model has no output layer. Experts may have parts of two types. With `max_tensors` in a file there
+    are several.
     """
     model, rng = gguf_model(architecture, vocab_size), np.random.default_rng(3)
     is_tied |= architecture == "gemma2"  # always
-    config, writer = model.config, gguf.GGUFWriter(path, architecture)
+    config, writer = model.config, gguf.GGUFWriter(path, architecture, split_max_tensors=max_tensors)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)

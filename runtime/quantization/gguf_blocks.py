@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from runtime.errors import SpecDecError
-from runtime.files import Stamp, stamp_of
+from runtime.files import stamp_of
 from runtime.gguf import ORIGINAL, BlockType, GGUFTensor, read_gguf
 from runtime.gguf_config import EXPERTS, ROPE_FACTORS, name_of, rows_of, shift_of
 from runtime.quantization.mxfp4 import E2M1_TWICE, half_powers
@@ -33,12 +33,11 @@ def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, Pre
     Embeddings in few bits are among the first: what no linear layer takes is written as the numbers that it means.
     """
     layers, floats, experts = {}, [], dict[str, list[tuple[BlockType, SourceTensor]]]()
-    stamp = stamp_of(path.stat())
     for tensor in read_gguf(path).tensors.values():
         if tensor.name == ROPE_FACTORS:
             continue  # the config has them
         name, rows, shift = name_of(tensor, config, path), rows_of(tensor, config), shift_of(tensor, config)
-        source = replace(_source(tensor, path, stamp), name=name, rows=rows, shift=shift)
+        source = replace(_source(tensor), name=name, rows=rows, shift=shift)
         if tensor.name.split(".")[-2] in EXPERTS:
             experts.setdefault(name, []).append((tensor.type, source))
         elif tensor.type.name in _FLOATS:
@@ -106,12 +105,13 @@ def _experts(name: str, parts: list[tuple[BlockType, SourceTensor]], path: Path)
     return replace(sources[0], name=name, shape=shape, dtype=dtype, made_of=sources, make=ExpertBlocks(kinds))
 
 
-def _source(tensor: GGUFTensor, path: Path, stamp: Stamp) -> SourceTensor:
+def _source(tensor: GGUFTensor) -> SourceTensor:
     """Describe a tensor as stored in the file: numbers, or the bytes of blocks."""
     shape, dtype = tensor.shape, _FLOATS.get(tensor.type.name)
     if dtype is None:
         shape = (*shape[:-1], shape[-1] // tensor.type.num_numbers * tensor.type.num_bytes)
-    return SourceTensor(tensor.name, tensor.name, path, shape, dtype or torch.uint8, tensor.offset, stamp)
+    stamp = stamp_of(tensor.path.stat())
+    return SourceTensor(tensor.name, tensor.name, tensor.path, shape, dtype or torch.uint8, tensor.offset, stamp)
 
 
 def read_blocks(kind: BlockType, parts: dict[str, Tensor]) -> QuantizedWeight:

@@ -387,6 +387,35 @@ def test_gguf_that_lacks_a_weight_is_named(tmp_path: Path, said: Said) -> None:
     refuse(path, tmp_path, said, "model.layers.1.input_layernorm.weight")
 
 
+PARTS: dict[str, tuple[Callable[[list[Path]], Any], int]] = {
+    "tiny-00002-of-00003.gguf": (lambda paths: paths[1].unlink(), 0),
+    "3; 2 are missing; tiny-00001-of-00003.gguf, tiny-00003-of-00003.gguf": (
+        lambda paths: (paths[0].unlink(), paths[2].unlink()),
+        1,
+    ),
+    "tiny-00002-of-00003.gguf; tiny-00001-of-00003.gguf": (lambda paths: None, 1),
+    "tiny-00003-of-00003.gguf; 1 of 3": (lambda paths: paths[2].write_bytes(paths[1].read_bytes()), 0),
+    "part 0; one.gguf": (lambda paths: paths[0].rename(paths[0].with_name("one.gguf")), -1),
+    "tensors; 12; 13": (lambda paths: with_bytes(paths[0], after(paths[0], b"split.tensors.count"), b"\x0d"), 0),
+}
+
+
+def after(path: Path, key: bytes) -> int:
+    """Where in the file a number's value begins."""
+    return path.read_bytes().index(key) + len(key) + 4
+
+
+@pytest.mark.parametrize("message", PARTS)
+def test_gguf_in_files_that_are_not_all_there_is_one_error(message: str, tmp_path: Path, said: Said) -> None:
+    save_gguf(tmp_path / "tiny.gguf", Q.Q8_0, max_tensors=5)
+    paths = sorted(tmp_path.iterdir())
+    assert len(paths) == 3
+    damage, given = PARTS[message]
+    damage(paths)
+    path = paths[given] if given >= 0 else tmp_path / "one.gguf"
+    refuse(path, tmp_path, said, *message.split("; "))
+
+
 def test_gguf_type_that_is_not_read_is_named(tmp_path: Path, said: Said) -> None:
     path = tmp_path / "model.gguf"
     save_gguf(path, Q.F32, edit=lambda writer: writer.add_tensor("blk.0.odd.weight", _iq2_xxs(), raw_dtype=Q.IQ2_XXS))

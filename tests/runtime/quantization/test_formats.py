@@ -35,6 +35,7 @@ from runtime.checkpoint import convert
 from runtime.config import CheckpointConfig, QuantConfig
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.gguf_config import config_of
+from runtime.models import resolve_model
 from runtime.quantization.weight import take_quantized
 from runtime.text import load_tokenizer
 from specdec_cli import LLM, NgramDrafter, SamplingParams
@@ -247,6 +248,22 @@ def test_gguf_means_what_its_package_says(kind: Q, architecture: str, tmp_path: 
     is_quantized = kind not in (Q.F16, Q.BF16, Q.F32)
     assert len(weights) == (7 * config.pretrained_config["num_hidden_layers"] + 1 if is_quantized else 0)
     assert (config.quantization is not None) == is_quantized
+
+
+@pytest.mark.filterwarnings("ignore:the file has no tokenizer")
+def test_gguf_in_several_files_is_one_model(tmp_path: Path) -> None:
+    """As the package splits it, given by its first file or by its directory."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    save_gguf(tmp_path / "whole.gguf", Q.Q8_0)
+    save_gguf(directory / "tiny.gguf", Q.Q8_0, max_tensors=5)
+    paths = sorted(directory.iterdir())
+    assert len(paths) == 3 and resolve_model(str(directory)) == resolve_model(str(paths[0])) == paths[0]
+    for path in (paths[0], tmp_path / "whole.gguf"):
+        run_convert(path, tmp_path / path.stem)
+    weights, meant = (load_file(tmp_path / name / "rank0.safetensors") for name in (paths[0].stem, "whole"))
+    assert weights.keys() == meant.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in meant.items())
 
 
 @pytest.mark.parametrize("architecture", ["qwen3moe", "gemma2", "gemma3", "granite", "smollm3", "olmo2", "ernie4_5"])
