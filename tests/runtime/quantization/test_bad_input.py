@@ -401,7 +401,7 @@ PARTS: dict[str, tuple[Callable[[list[Path]], Any], int]] = {
 
 
 def after(path: Path, key: bytes) -> int:
-    """Where in the file a number's value begins."""
+    """Offset of a number's value in the file."""
     return path.read_bytes().index(key) + len(key) + 4
 
 
