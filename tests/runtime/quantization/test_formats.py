@@ -252,7 +252,7 @@ def test_gguf_means_what_its_package_says(kind: Q, architecture: str, tmp_path: 
 
 @pytest.mark.filterwarnings("ignore:the file has no tokenizer")
 def test_gguf_in_several_files_is_one_model(tmp_path: Path) -> None:
-    """As the package splits it, given by its first file or by its directory."""
+    """Files as the package splits them, given by the first or by the directory."""
     directory = tmp_path / "model"
     directory.mkdir()
     save_gguf(tmp_path / "whole.gguf", Q.Q8_0)
