@@ -24,6 +24,8 @@ from runtime.files import Stamp, read_json, read_json_and_text, recover_director
 LIBRARY = "kernels.so"
 COPY_DIR = "self-draft"
 """Subdirectory of the self-draft copy: its compiled step, and the weights that it does not share with the target."""
+DRAFT_VOCAB, HEAD_OUTPUT = "draft_vocab.txt", "head_output.safetensors"
+"""Ids that are drafted, and a trained head's quantized output layer, where an engine has them."""
 _BUILD_AGAIN = "build it again"
 ENGINE = Artefact("the engine was built", _BUILD_AGAIN, code="engine")
 
@@ -33,7 +35,10 @@ def step_files(config: EngineConfig) -> list[str]:
     library = [LIBRARY] if uses_kernels(build.compiler, config.environment.device) else []
     made = {"aot": ["rank0.pt2"], "torch-compile": ["rank0.cache"], "none": []}[build.compiler]
     of_copy = [] if build.self_draft is None else [f"{COPY_DIR}/{name}" for name in ("rank0.safetensors", *made)]
-    return [*weights_files(config.mapping), *made, *of_copy, *library]
+    of_drafts = [DRAFT_VOCAB] if build.draft_output.vocab_size is not None else []
+    if build.draft_output.qformat is not None and build.hidden_states:
+        of_drafts.append(HEAD_OUTPUT)
+    return [*weights_files(config.mapping), *made, *of_copy, *of_drafts, *library]
 
 
 def weights_files(mapping: Mapping) -> list[str]:

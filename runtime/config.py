@@ -205,6 +205,17 @@ class SelfDraft:
 
 
 @dataclass(frozen=True)
+class DraftOutput:
+    """Output layer of a trained head and of a self-draft copy: of fewer ids, or in fewer bits. Nothing is verified by
+    it."""
+
+    qformat: Literal["int8", "int4"] | None = None
+    """None: as the model has it."""
+    vocab_size: Size | None = None
+    """Ids that are drafted; None: all."""
+
+
+@dataclass(frozen=True)
 class BuildConfig:
     """Limits fixed by `build`; `run` may not exceed them.
 
@@ -224,6 +235,7 @@ class BuildConfig:
     hidden_states: tuple[Count, ...] = ()
     """Hidden states that the step gives for a trained drafter, by transformers' numbers: what enters layer i, or after
     the final norm where i is the number of layers."""
+    draft_output: DraftOutput = DraftOutput()
 
     @property
     def max_request_len(self) -> int:

@@ -23,6 +23,7 @@ from runtime.compiler.load import check_environment, check_shape, open_copy
 from runtime.config import EngineConfig, Share, Size, check_arguments
 from runtime.control_groups import free_memory
 from runtime.errors import SpecDecError, UsageError
+from runtime.heads.draft_vocab import among_all, read_draft_ids, rows_by_id
 from runtime.heads.head_cache import HeadCache, ReadsStates, bytes_of_head
 from runtime.kv_cache import BlockManager, KVPool, bytes_per_block, kv_dtype
 from runtime.limits import check_cache_size, check_draft_len, check_lengths, check_vocabulary
@@ -69,6 +70,7 @@ class Engine:
         kv_cache: KVCacheConfig,
         max_num_tokens: int = DEFAULT_MAX_NUM_TOKENS,
         copy_step: StepFunction | None = None,
+        draft_ids: Tensor | None = None,
     ) -> None:
         if max_num_tokens < 1:
             raise UsageError(f"at least one token is computed at a time: {max_num_tokens}", hint="raise it")
@@ -85,6 +87,10 @@ class Engine:
         self.step_time_s = self.copy_time_s = 0.0
         self._is_open = True
         self._step, self._copy_step = step, copy_step
+        self.draft_ids = draft_ids
+        """(n,) int64 ids that drafts have, of a copy and of heads without ids of their own; None: all."""
+        self.directory: Path | None = None
+        self._rows_of_copy = None if draft_ids is None else rows_by_id(draft_ids, config.vocab_size).to(device)
         self.ranks = step if isinstance(step, RankedStep) else None
         # Elsewhere each row has its K/V gathered first, and a GPU computes padding while it waits for its memory.
         self._reads_in_place = uses_kernels(config.build_config.compiler, device.type)
@@ -134,9 +140,12 @@ class Engine:
             check_step_files(bundle)
             check_shape(config, engine_dir)
             step = open_ranks(RankedModel.of(config, engine_dir), device, device_ids)
-            copy_step = open_copy(step, engine_dir, device) if config.build_config.self_draft else None
+            draft_ids = read_draft_ids(bundle)
+            copy_step = open_copy(step, engine_dir, device, draft_ids) if config.build_config.self_draft else None
         try:
-            return cls(config, step, device, kv_cache or KVCacheConfig(), max_num_tokens, copy_step)
+            engine = cls(config, step, device, kv_cache or KVCacheConfig(), max_num_tokens, copy_step, draft_ids)
+            engine.directory = engine_dir
+            return engine
         except BaseException:
             if isinstance(step, RankedStep):
                 step.close()
@@ -319,7 +328,7 @@ class Engine:
         computed, whose step computes these tokens again, and overwrites their K/V before it reads.
         """
         rows = [generation_row(s, d.tokens) for s, d in zip(sequences, drafts, strict=True)]
-        return self._forward_apart(rows, by_copy=True)
+        return [among_all(logits, self._rows_of_copy) for logits in self._forward_apart(rows, by_copy=True)]
 
     def add_head(self, head: ReadsStates) -> HeadCache:
         """Keep from now on what this head reads of the target's tokens, until it is removed.

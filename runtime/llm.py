@@ -275,6 +275,7 @@ class LLM:
             self.kv_cache,
             partial(self._find_engine, to_draft=True),
             partial(check_draft_engine, target=target),
+            self.end_ids,
         )
         opened = stack.enter_context(open_drafter(speculation, opening))
         return Session(self.engine, self.mode, speculation, opened)

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from runtime.checkpoint import convert
-from runtime.compiler.build import BuildEffort, build_engine
+from runtime.compiler.build import BuildEffort, DraftSource, build_engine
 from runtime.config import BuildConfig, Dtype, KVCacheQuantAlgo, QuantConfig
+from runtime.heads.head_config import read_head
 
 VOCAB_SIZE = 32
 SLIDING_WINDOW = 8
@@ -295,10 +296,13 @@ def build_tiny(
     tp_size: int = 1,
     measure_costs: bool = False,
     num_workers: int = 1,
+    draft_ids: tuple[int, ...] = (),
+    head_dir: Path | None = None,
+    precision: QuantConfig | None = None,
     **build: Any,
 ) -> Path:
     """Convert and build; `build` as for `make_build`. What steps cost is measured only for who reads it."""
-    precision = QuantConfig(kv_cache=kv_cache)
+    precision = precision or QuantConfig(kv_cache=kv_cache)
     convert(
         model_dir,
         work_dir / "checkpoint",
@@ -315,7 +319,9 @@ def build_tiny(
         torch.device("cpu"),
         replace=False,
         phase=lambda name: None,
-        effort=BuildEffort(measure_costs, num_workers),
+        effort=BuildEffort(
+            measure_costs, num_workers, DraftSource(draft_ids, None if head_dir is None else read_head(head_dir))
+        ),
     )
     return work_dir / "engine"
 

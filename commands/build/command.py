@@ -19,6 +19,7 @@ from runtime.config import (
     BuildConfig,
     CheckpointConfig,
     Compiler,
+    DraftOutput,
     EngineConfig,
     SelfDraft,
     SpeculativeDecodingMode,
@@ -88,6 +89,33 @@ class BuildOptions:
             show_default=False,
         ),
     ] = None
+    draft_vocab: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|auto",
+            help="Ids that the copy, and a head without a vocabulary of its own, draft: those in a file, the most "
+            "frequent of traces or a corpus, or `auto`, those that the tokenizer learned first.",
+            rich_help_panel=SPECULATION,
+            show_default="all",
+        ),
+    ] = None
+    draft_vocab_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of these ids.",
+            rich_help_panel=SPECULATION,
+            show_default="all listed; else a quarter of the vocabulary, up to 32,768",
+        ),
+    ] = None
+    draft_output_layer: Annotated[
+        Literal["none", "int8", "int4"],
+        typer.Option(
+            metavar="NAME",
+            help="Quantize the output layer that drafts: int8, int4 or none.",
+            rich_help_panel=SPECULATION,
+        ),
+    ] = "none"
     speculative_decoding_mode: Annotated[
         SpeculativeDecodingMode,
         typer.Option(
@@ -138,7 +166,9 @@ class BuildOptions:
     ] = None
     force: Force = False
 
-    def config(self, max_seq_len: int, compiler: Compiler, hidden_states: tuple[int, ...] = ()) -> BuildConfig:
+    def config(
+        self, max_seq_len: int, compiler: Compiler, hidden_states: tuple[int, ...] = (), num_ids: int | None = None
+    ) -> BuildConfig:
         """Build config for prompts and outputs of `max_seq_len` together, to which drafts are added."""
         max_input_len = self.max_input_len
         if max_input_len is None:
@@ -153,6 +183,7 @@ class BuildOptions:
             speculative_decoding_mode=self.speculative_decoding_mode,
             self_draft=self.copy,
             hidden_states=hidden_states,
+            draft_output=DraftOutput(None if self.draft_output_layer == "none" else self.draft_output_layer, num_ids),
         )
 
     @property
@@ -169,6 +200,12 @@ class BuildOptions:
         if self.draft_model_dir is None:
             return ()
         head, config = read_head(self.draft_model_dir), checkpoint.pretrained_config
+        if self.draft_vocab is not None and not head.drafts_all_ids and self.self_draft == "none":
+            raise UsageError(
+                f"the head has a vocabulary of its own, of {head.draft_vocab_size:,} ids: --draft-vocab "
+                f"{self.draft_vocab}",
+                hint="leave it out",
+            )
         head.check_target(config, config.get("vocab_size"))
         hidden_states = states_of_heads([head], config)
         check_hidden_states(checkpoint, hidden_states)
@@ -203,6 +240,19 @@ class BuildOptions:
                 hint="`--speculative-decoding-mode draft_tokens_external --max-draft-len 4` allows drafts of up to 4 "
                 "tokens",
             )
+        for flag, value in (("vocab", self.draft_vocab), ("output-layer", self.draft_output_layer)):
+            if value not in (None, "none") and self.self_draft == "none" and self.draft_model_dir is None:
+                raise UsageError(
+                    f"`--draft-{flag}` is of a trained head, or of the copy that drafts: {value}",
+                    hint="`--draft-model-dir` names a head, and `--self-draft int4` makes a copy",
+                )
+        if self.draft_vocab not in (None, "auto"):
+            check_readable([Path(str(self.draft_vocab))])
+        if self.draft_vocab_size is not None and self.draft_vocab is None:
+            raise UsageError(
+                f"`--draft-vocab-size` is of a vocabulary of drafts: {self.draft_vocab_size}",
+                hint="`--draft-vocab auto` chooses one",
+            )
         if self.self_draft_group_size is not None and self.self_draft == "none":
             raise UsageError(
                 f"`--self-draft-group-size` is of the copy that drafts: {self.self_draft_group_size}",
@@ -233,6 +283,7 @@ def build(options: BuildOptions, output: Output) -> None:
         check_readable([options.quality_text])
     check_output_is_not_input(options.output_dir, options.checkpoint_dir)
 
+    from commands.build.draft_ids import choose_drafts
     from commands.build.report import BuildDocument, built_table
     from runtime.compiler.build import BuildEffort, build_engine, default_max_seq_len
     from runtime.compiler.choosing import as_can_be_made, compiler_for
@@ -240,10 +291,12 @@ def build(options: BuildOptions, output: Output) -> None:
     from runtime.engine import resolve_device
 
     checkpoint_dir, output_dir = options.checkpoint_dir, options.output_dir
+    drafts = choose_drafts(options, OpenedCheckpoint(checkpoint_dir, checkpoint))
     text = quality_text(checkpoint, options.quality_text)
     target = resolve_device(options.device, 0)
     max_seq_len = options.max_seq_len or default_max_seq_len(OpenedCheckpoint(checkpoint_dir, checkpoint))
-    settings = options.config(max_seq_len, compiler_for(target, options.compiler), hidden_states)
+    compiler, num_ids = compiler_for(target, options.compiler), len(drafts.ids) or None
+    settings = options.config(max_seq_len, compiler, hidden_states, num_ids)
     if options.max_input_len is None and settings.max_input_len < DEFAULT_MAX_INPUT_LEN:
         output.warning(
             f"`--max-input-len` is {settings.max_input_len}, because a request has room for {max_seq_len} tokens"
@@ -255,7 +308,7 @@ def build(options: BuildOptions, output: Output) -> None:
             phase_times.begin(name)
             show(name)
 
-        effort = BuildEffort(num_workers=options.workers)
+        effort = BuildEffort(num_workers=options.workers, drafts=drafts)
 
         def make(compiler: Compiler) -> EngineConfig:
             build, force = replace(settings, compiler=compiler), options.force
@@ -270,12 +323,9 @@ def build(options: BuildOptions, output: Output) -> None:
     if config.compiler_note:
         output.warning(f"built with `--compiler torch-compile`: the model {config.compiler_note}")
     output.result(built_table(config, output_dir, size, elapsed, phase_times.seconds))
+    where, phases = str(output_dir), phase_times.seconds
     document = BuildDocument(
-        engine_dir=str(output_dir),
-        engine=config,
-        size_bytes=size,
-        build_time_s=elapsed,
-        phase_times_s=phase_times.seconds,
+        engine_dir=where, engine=config, size_bytes=size, build_time_s=elapsed, phase_times_s=phases
     )
     output.document(document.as_json())
 

@@ -9,6 +9,7 @@ from commands.documents.records import Record
 from commands.output import megabytes
 from runtime.config import (
     CheckpointConfig,
+    DraftOutput,
     EngineConfig,
     LogitsCheck,
     Measure,
@@ -107,6 +108,8 @@ def built_table(config: EngineConfig, output_dir: Path, size: int, elapsed: floa
         table.add_row("copy that drafts", _described_copy(build.self_draft))
     if build.hidden_states:
         table.add_row("hidden states", f"{', '.join(map(str, build.hidden_states))}, for a trained head")
+    if build.draft_output != DraftOutput():
+        table.add_row("output layer of drafts", _described_output(config))
     table.add_row("K/V cache", _kv_cache(config))
     if config.states:
         table.add_row("states", _states(config))
@@ -125,6 +128,16 @@ def _described_check(check: LogitsCheck) -> str:
         if ours is not None and theirs is not None:
             said += f"; {ours:.1e} from {bits}, transformers' {theirs:.1e}"
     return said
+
+
+def _described_output(config: EngineConfig) -> str:
+    """Such as `32,768 of 151,936 ids in int4, 18.9 MB`: a head's own vocabulary may be another."""
+    output, own = config.build_config.draft_output, config.vocab_size
+    size = output.vocab_size or own
+    inner = config.pretrained_config.get("text_config", config.pretrained_config)
+    bits = {"int4": 4.25, "int8": 8.25, None: 32 if config.dtype == "float32" else 16}[output.qformat]
+    num_bytes = size * int(inner.get("hidden_size", 0)) * bits / 8
+    return f"{size:,} of {own:,} ids in {output.qformat or config.dtype}, {num_bytes / 1e6:,.1f} MB"
 
 
 def _described_copy(self_draft: SelfDraft) -> str:

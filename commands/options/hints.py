@@ -8,12 +8,14 @@ flags the command has, by its names for them; the flags of other commands stand 
 
 import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 from typer import TyperException
 
 from commands.options.expand import current_command
 from commands.options.spellings import normalize_name
+from runtime.bundle import DRAFT_VOCAB
 from runtime.errors import SpecDecError
 
 _BUILD_AGAIN = "run `specdec build` again"
@@ -166,6 +168,12 @@ def _rebuild(engine_dir: object, build: Any) -> str:
     mode = f" --speculative-decoding-mode {build.speculative_decoding_mode} --use-paged-context-fmha enable"
     if build.self_draft is not None:
         mode += f" --self-draft {build.self_draft.qformat} --self-draft-group-size {build.self_draft.group_size or -1}"
+    if build.hidden_states:
+        mode += " --draft-model-dir HEAD"
+    if build.draft_output.qformat is not None:
+        mode += f" --draft-output-layer {build.draft_output.qformat}"
+    if build.draft_output.vocab_size is not None:
+        mode += f" --draft-vocab {shlex.quote(str(Path(str(engine_dir)) / DRAFT_VOCAB))}"
     return (
         f"rebuild it here: specdec build --checkpoint-dir CKPT --output-dir {shlex.quote(str(engine_dir))} --force "
         f"--max-batch-size {build.max_batch_size} --max-input-len {build.max_input_len} "

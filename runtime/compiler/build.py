@@ -14,9 +14,10 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from runtime.bundle import COPY_DIR, LIBRARY, uses_kernels, weights_files
+from runtime.bundle import COPY_DIR, DRAFT_VOCAB, LIBRARY, uses_kernels, weights_files
 from runtime.checkpoint import check_side_files, copy_side_files
 from runtime.checkpoint_dir import OpenedCheckpoint, check_hidden_states, check_self_draft, open_checkpoint
 from runtime.checksums import config_digest, record_files
@@ -32,7 +33,7 @@ from runtime.compiler.model import ModelKind, Step, load_absent, load_whole_mode
 from runtime.compiler.pretrained import num_positions, parse_pretrained_config, why_positions_end
 from runtime.compiler.profile_steps import cache_for_measuring, costs_at_build
 from runtime.compiler.quantized import pack_layers
-from runtime.compiler.quantized_copy import COPY_ACTIVATIONS, copy_of, quantize_layers, write_layers
+from runtime.compiler.quantized_copy import DRAFT_ACTIVATIONS, copy_of, quantize_layers, write_layers
 from runtime.compiler.torch_internals import check_torch
 from runtime.compiler.weights import present
 from runtime.config import (
@@ -47,7 +48,9 @@ from runtime.config import (
 )
 from runtime.engine import Engine
 from runtime.errors import SpecDecError, SpecDecWarning
-from runtime.files import check_output_directory, check_output_is_not_input, new_directory, write_json
+from runtime.files import check_output_directory, check_output_is_not_input, new_directory, write_file, write_json
+from runtime.heads.head_config import HeadConfig
+from runtime.heads.head_output import write_output
 from runtime.kv_cache import bytes_per_block, kv_dtype
 from runtime.locks import MODEL_INIT_LOCK
 from runtime.parallel.process_pool import do_at_once
@@ -81,13 +84,29 @@ Phase = Callable[[str], None]
 
 
 @dataclass(frozen=True)
+class DraftSource:
+    """Source of an output layer that drafts, as `BuildConfig.draft_output` has it."""
+
+    ids: tuple[int, ...] = ()
+    """Ids that are drafted; none: all."""
+    head: HeadConfig | None = None
+    """Trained head whose output layer is quantized."""
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """(n,) int64 ids."""
+        return torch.tensor(self.ids) if self.ids else None
+
+
+@dataclass(frozen=True)
 class BuildEffort:
-    """Build options that leave no trace in the step."""
+    """Build options beside the step's settings."""
 
     measure_costs: bool = True
     """False if step costs will not be needed, or measured later."""
     num_workers: int = 1
     """Processes that make ranks' steps at once, each with the memory that a rank's weights take."""
+    drafts: DraftSource = DraftSource()
 
 
 _USUAL = BuildEffort()
@@ -116,14 +135,13 @@ def build_engine(
     check_output_is_not_input(output_dir, checkpoint_dir)
     check_output_directory(output_dir, replace=replace)
     checkpoint = source.config if isinstance(source, OpenedCheckpoint) else open_checkpoint(source)
-    check_hidden_states(checkpoint, build.hidden_states)
     pretrained = _parse_fitting(checkpoint, checkpoint_dir, build)
     _tell_slow_weights(checkpoint, build, device)
     weights = _Weights(checkpoint_dir, checkpoint, pretrained, device, uses_kernels(build.compiler, device.type))
-    shape = weights.shape(build)
     phase("loading the checkpoint")
     model = weights.whole_model(build)
-    quantized = None if build.self_draft is None else quantize_layers(model, pretrained, build.self_draft)
+    ids = effort.drafts.tensor
+    quantized = quantize_layers(model, pretrained, build, ids)
     Step(model).to(device)
     with (
         MODEL_INIT_LOCK,
@@ -133,8 +151,8 @@ def build_engine(
         ExitStack() as stack,
     ):
         phase("compiling the step")
-        compiled = _compile_all(weights, model, shape, directory, effort.num_workers)
-        shape = dataclasses.replace(shape, build_config=compiled.build)
+        compiled = _compile_all(weights, model, weights.shape(build), directory, effort.num_workers)
+        shape = weights.shape(compiled.build)
         if compiled.build.compiler != "aot":  # the step is the model
             stack.enter_context(present(model))
         weights.trim()
@@ -143,14 +161,15 @@ def build_engine(
         if isinstance(step, RankedStep):
             stack.callback(step.close)
         config = _checked(step, model, checkpoint, shape, compiled)
+        _write_draft_output(build, effort.drafts, directory, phase)
         copied = None
-        if quantized is not None:
+        if quantized:
             phase("compiling the copy that drafts")
-            config, copied = _with_copy(config, copy_of(model, quantized), step, directory)
+            config, copied = _with_copy(config, copy_of(model, quantized, ids), step, directory, ids)
         if effort.measure_costs:
             weights.trim()
             phase("measuring steps")
-            config = _with_costs(config, step, copied, device)
+            config = _with_costs(config, step, copied, device, ids)
         phase("writing the engine")
         if isinstance(step, RankedStep) and isinstance(step.own, CompiledStep):
             shutil.copytree(step.own.cache_dir, directory / CACHE, dirs_exist_ok=True)
@@ -206,11 +225,21 @@ class _Weights:
 
 def _parse_fitting(checkpoint: CheckpointConfig, checkpoint_dir: Path, build: BuildConfig) -> PreTrainedConfig:
     """The config of the checkpoint's model; SpecDecError where no such engine can be built of it."""
+    check_hidden_states(checkpoint, build.hidden_states)
     check_self_draft(checkpoint, build.self_draft)
     check_side_files(checkpoint_dir)
     pretrained = parse_pretrained_config(checkpoint.pretrained_config, str(checkpoint_dir / "config.json"))
     _check_settings(build, pretrained)
     return pretrained
+
+
+def _write_draft_output(build: BuildConfig, drafts: DraftSource, directory: Path, phase: Phase) -> None:
+    """The ids that are drafted, and a head's output layer in fewer bits, as far as there are any."""
+    if drafts.ids:
+        write_file(directory / DRAFT_VOCAB, "".join(f"{i}\n" for i in drafts.ids).encode())
+    if drafts.head is not None and (qformat := build.draft_output.qformat) is not None:
+        phase("quantizing the head's output layer")
+        write_output(drafts.head, qformat, drafts.tensor, directory)
 
 
 def _finish(config: EngineConfig, directory: Path, output_dir: Path) -> EngineConfig:
@@ -304,7 +333,7 @@ def _checked(
 
 
 def _with_copy(
-    config: EngineConfig, copied: PreTrainedModel, step: StepFunction, directory: Path
+    config: EngineConfig, copied: PreTrainedModel, step: StepFunction, directory: Path, ids: Tensor | None
 ) -> tuple[EngineConfig, StepFunction]:
     """Compile and check the copy that drafts, whose step stands beside the target's; write what opens it."""
     compiler, own_dir = config.build_config.compiler, directory / COPY_DIR
@@ -324,20 +353,24 @@ def _with_copy(
     if compiler == "torch-compile":
         copy_step: StepFunction = _compiled_step(Step(copied), own_dir / CACHE)
     else:
-        copy_step = open_copy(step, directory, next(copied.parameters()).device)
-    check = _check(copy_step, copied, config.step_shape, COPY_ACTIVATIONS)
+        copy_step = open_copy(step, directory, next(copied.parameters()).device, ids)
+    check = _check(copy_step, copied, config.step_shape, DRAFT_ACTIVATIONS)
     return dataclasses.replace(config, self_draft_check=check), copy_step
 
 
 def _with_costs(
-    config: EngineConfig, step: StepFunction, copy_step: StepFunction | None, device: torch.device
+    config: EngineConfig,
+    step: StepFunction,
+    copy_step: StepFunction | None,
+    device: torch.device,
+    ids: Tensor | None,
 ) -> EngineConfig:
     """The config with what steps cost, or without where there is no memory to measure them: it may still run."""
     shape, block_size = config.step_shape, config.build_config.tokens_per_block
     block_bytes = bytes_per_block(shape.layers, block_size, kv_dtype(shape.dtype, shape.kv_cache))
     cache = cache_for_measuring(config.build_config, block_bytes)
     try:
-        with Engine(config, step, device, cache, copy_step=copy_step) as engine:
+        with Engine(config, step, device, cache, copy_step=copy_step, draft_ids=ids) as engine:
             return costs_at_build(engine, has_copy=copy_step is not None)
     except SpecDecError:
         return config
@@ -377,7 +410,8 @@ def _check_settings(build: BuildConfig, config: PreTrainedConfig) -> None:
 def _tell_slow_weights(checkpoint: CheckpointConfig, build: BuildConfig, device: torch.device) -> None:
     """SpecDecWarning for weights of few bits where only kernels multiply by them."""
     quantized = checkpoint.quantization is not None and checkpoint.quantization.quant_algo is not None
-    if (quantized or build.self_draft is not None) and not uses_kernels(build.compiler, device.type):
+    drafts_quantized = build.self_draft is not None or build.draft_output.qformat is not None
+    if (quantized or drafts_quantized) and not uses_kernels(build.compiler, device.type):
         warnings.warn(
             "a model that is not compiled dequantizes its weights in each step, which may take tens of times as long",
             SpecDecWarning,

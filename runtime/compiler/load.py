@@ -137,8 +137,8 @@ def open_step(kind: StepKind, engine_dir: Path, device: torch.device, mapping: M
     return CompiledStep(step, _own_cache(engine_dir))
 
 
-def open_copy(step: StepFunction, engine_dir: Path, device: torch.device) -> StepFunction:
-    """The step of the copy that drafts, beside the target's, whose memory it shares."""
+def open_copy(step: StepFunction, engine_dir: Path, device: torch.device, ids: Tensor | None = None) -> StepFunction:
+    """The step of the copy that drafts, beside the target's, whose memory it shares. `ids` as for `copy_of`."""
     directory = engine_dir / COPY_DIR
     if isinstance(step, PackagedStep):
         return _open_package(directory / PACKAGE, directory / WEIGHTS, device, step.weights)
@@ -147,7 +147,7 @@ def open_copy(step: StepFunction, engine_dir: Path, device: torch.device) -> Ste
     from runtime.compiler.quantized_copy import copy_of, read_layers
 
     assert isinstance(step, CompiledStep | Step)
-    copied = Step(copy_of(step.model, read_layers(directory)))
+    copied = Step(copy_of(step.model, read_layers(directory), ids))
     if not isinstance(step, CompiledStep):
         return copied
     pack_layers(copied)

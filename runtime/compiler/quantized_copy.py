@@ -1,12 +1,15 @@
 """The copy by which a model drafts for itself: the same model with the weights of its linear layers in fewer bits.
 
 It is compiled as a step of its own, in a directory of its own within the engine's. What it does not quantize is the
-target's own memory: embeddings, norms, the layer that computes logits, and the K/V pools.
+target's own memory: embeddings, norms, the K/V pools, and unless it drafts fewer ids, or by fewer bits, the layer that
+computes logits.
 """
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -17,31 +20,38 @@ from runtime.compiler.compilation import WEIGHTS
 from runtime.compiler.model import Step, linear_layers
 from runtime.compiler.quantized import QuantizedLinear, QuantizedModule, place_quantized
 from runtime.compiler.weights import present, read_weights, save_weights
-from runtime.config import Activations, QuantConfig, SelfDraft
+from runtime.config import Activations, BuildConfig, QuantConfig, SelfDraft
 from runtime.errors import SpecDecError
 from runtime.quantization.quantize import group_size_for, quantize_weight
 from runtime.quantization.weight import QuantizedWeight, take_quantized
 
-COPY_ACTIVATIONS: Activations = "int8"
-"""Activations of the copy's layers: drafts are verified, so the fastest format is best."""
+DRAFT_ACTIVATIONS: Activations = "int8"
+"""Activations of layers that draft: drafts are verified, so the fastest format is best."""
 
 
 def quantize_layers(
-    model: PreTrainedModel, pretrained: PreTrainedConfig, self_draft: SelfDraft
+    model: PreTrainedModel, pretrained: PreTrainedConfig, build: BuildConfig, ids: Tensor | None = None
 ) -> dict[str, QuantizedWeight]:
-    """The weights of the copy's linear layers, quantized as a conversion does; what computes logits stays as it is.
+    """The weights of the copy's linear layers, quantized as a conversion does; what computes logits as `draft_output`
+    says, its rows of (n,) `ids` alone where these are given. None without a copy.
 
-    Layers that are in as few bits already stay too. SpecDecError if that leaves none.
+    Layers that are in as few bits already stay as they are. SpecDecError if that leaves none.
     """
+    if (self_draft := build.self_draft) is None:
+        return {}
     names, head = linear_layers(pretrained)
-    bits = 4 if self_draft.qformat == "int4" else 8
     layers: dict[str, QuantizedWeight] = {}
     for name in names:
-        layer = model.get_submodule(name)
-        if name == head or (isinstance(layer, QuantizedLinear) and layer.quantized.bits <= bits):
+        layer, qformat = model.get_submodule(name), self_draft.qformat
+        if name == head:
+            if build.draft_output.qformat is None:
+                continue
+            qformat = build.draft_output.qformat
+        if isinstance(layer, QuantizedLinear) and layer.quantized.bits <= int(qformat.removeprefix("int")):
             continue
         with present(layer):
-            layers[name] = _quantized(name, _weight(layer), self_draft)
+            weight = _weight(layer) if name != head or ids is None else _weight(layer)[ids]
+            layers[name] = quantized(name, weight, replace(self_draft, qformat=qformat))
     if not layers:
         raise SpecDecError(
             f"the model has no linear layers of more bits than its copy's would have: {self_draft.qformat}",
@@ -51,16 +61,17 @@ def quantize_layers(
     return layers
 
 
-def _quantized(name: str, weight: Tensor, self_draft: SelfDraft) -> QuantizedWeight:
+def quantized(name: str, weight: Tensor, self_draft: SelfDraft) -> QuantizedWeight:
+    """The (outputs, inputs) weight of a layer that drafts; SpecDecError, naming it, where it does not fit."""
     group_size = group_size_for(name, weight.shape[1], self_draft.group_size)
     if self_draft.qformat == "int4" and weight.shape[1] % 2:
         raise SpecDecError(
             f"numbers of 4 bits are stored in pairs, and `{name}` has an odd number of inputs: {weight.shape[1]}",
             hint="quantize to int8",
         )
-    quantized = quantize_weight(weight, QuantConfig(self_draft.qformat), group_size)
-    quantized.check(name)
-    return quantized
+    made = quantize_weight(weight, QuantConfig(self_draft.qformat), group_size)
+    made.check(name)
+    return made
 
 
 def _weight(layer: nn.Module) -> Tensor:
@@ -71,13 +82,41 @@ def _weight(layer: nn.Module) -> Tensor:
     return weight.t() if isinstance(layer, Conv1D) else weight
 
 
-def copy_of(model: PreTrainedModel, layers: dict[str, QuantizedWeight]) -> PreTrainedModel:
-    """The model with these layers in the place of its own, and all else in the model's own memory."""
+def copy_of(model: PreTrainedModel, layers: dict[str, QuantizedWeight], ids: Tensor | None = None) -> PreTrainedModel:
+    """The model with these layers in the place of its own, and all else in the model's own memory.
+
+    With (n,) `ids` it computes logits of these alone. SpecDecError where it has no linear layer for logits.
+    """
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     copied = copy.deepcopy(model, shared)
-    place_quantized(copied, layers, COPY_ACTIVATIONS, with_kernels=model.config._attn_implementation == KERNEL)
+    if ids is not None:
+        output = copied.get_output_embeddings()  # type: ignore[no-untyped-call]
+        name = next((name for name, one in copied.named_modules() if one is output), None)
+        if name is None or not isinstance(output, nn.Linear | QuantizedLinear):
+            raise SpecDecError(
+                "the model computes logits by no linear layer, of which drafts could have a part",
+                hint="build it without a vocabulary of drafts",
+            )
+        copied.set_submodule(name, rows_of(output, ids))
+    place_quantized(copied, layers, DRAFT_ACTIVATIONS, with_kernels=model.config._attn_implementation == KERNEL)
     Step(copied).to(next(model.parameters()).device)
     return copied
+
+
+def rows_of(layer: nn.Linear | QuantizedLinear, rows: Tensor) -> nn.Module:
+    """A linear layer of (n,) rows of this one."""
+    with present(layer), torch.no_grad():
+        bias = None if layer.bias is None else nn.Parameter(layer.bias[rows], requires_grad=False)
+        if isinstance(layer, QuantizedLinear):
+            made = copy.copy(layer)
+            made._buffers, made._parameters = dict(layer._buffers), dict(layer._parameters)
+            for name, part in layer.quantized.by_output().items():
+                setattr(made, name, part[rows])
+            made.bias, made.out_features = bias, len(rows)
+            return made
+        own = nn.Linear(layer.in_features, len(rows), bias=bias is not None, device="meta")
+        own.weight, own.bias = nn.Parameter(layer.weight[rows], requires_grad=False), bias  # type: ignore[assignment]
+        return own
 
 
 def write_layers(copied: PreTrainedModel, directory: Path) -> None:

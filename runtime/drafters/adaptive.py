@@ -34,8 +34,9 @@ IterationSeconds = Callable[[int, int, float], float]
 DraftSeconds = Callable[[int, int], float]
 """(batch size, context length) -> seconds for one more token of every draft."""
 
-_PROBE_INTERVAL = 16
-"""Steps without a draft of a draft model, before it is asked for a token to see whether it pays again."""
+_PROBE_INTERVAL, _PROBE_SHARE = 16, 0.03
+"""Steps without a draft of a draft model, before it is asked for a token to see whether it pays again: so many, or so
+many more that this takes no larger share of the time."""
 _LOOK_INTERVAL = 4
 """While steps gain less than looking takes, on average, a lookup looks at every fourth only, or so rarely that it takes
 this share of the time:"""
@@ -164,7 +165,9 @@ class AdaptiveDrafter:
         lengths = self._choose([row[:draft_len] for row in expected], prices, draft_len).lengths
         self._num_off = 0 if any(lengths) else self._num_off + 1
         if not any(lengths):
-            if self._num_off % _PROBE_INTERVAL:
+            seconds = prices.of_drafts(prices.batch_size)
+            probe_s = seconds[prices.batch_size] - seconds[0] + prices.draft_token_s
+            if self._num_off % max(_PROBE_INTERVAL, ceil(probe_s / seconds[0] / _PROBE_SHARE)):
                 return [Draft([])] * len(sequences)
             lengths = [1] * len(sequences)
         drafts = self.drafter.propose(sequences, max(lengths))

@@ -29,22 +29,25 @@ class TargetIdentity:
 def check_corpora(speculation: Speculation, tokenizer: Tokenizer | None, target_vocab_size: int) -> None:
     """SpecDecError unless the corpora can be read, and mean the same by every token id as the target."""
     for path in speculation.corpora:
-        info = Corpus.open(path).info
-        if tokenizer is not None and tokenizer_digest(tokenizer) != info.tokenizer_digest:
-            raise SpecDecError(
-                f"the corpus is of another tokenizer: {path}",
-                hint="recreate it, with the target's tokenizer",
-                code="corpus_tokenizer",
-            )
-        if info.vocab_size > target_vocab_size:
-            raise SpecDecError(
-                f"the corpus has a vocabulary of {info.vocab_size}, and the target one of {target_vocab_size}: {path}",
-                hint="recreate it, with the target's tokenizer",
-            )
-        if tokenizer is None:
-            warnings.warn(
-                "corpus and target cannot be compared: the engine has no tokenizer", SpecDecWarning, stacklevel=2
-            )
+        check_corpus(Corpus.open(path), tokenizer, target_vocab_size)
+
+
+def check_corpus(corpus: Corpus, tokenizer: Tokenizer | None, target_vocab_size: int) -> None:
+    """The same of one corpus."""
+    path, info = corpus.path, corpus.info
+    if tokenizer is not None and tokenizer_digest(tokenizer) != info.tokenizer_digest:
+        raise SpecDecError(
+            f"the corpus is of another tokenizer: {path}",
+            hint="recreate it, with the target's tokenizer",
+            code="corpus_tokenizer",
+        )
+    if info.vocab_size > target_vocab_size:
+        raise SpecDecError(
+            f"the corpus has a vocabulary of {info.vocab_size}, and the target one of {target_vocab_size}: {path}",
+            hint="recreate it, with the target's tokenizer",
+        )
+    if tokenizer is None:
+        warnings.warn("corpus and target cannot be compared: the engine has no tokenizer", SpecDecWarning, stacklevel=2)
 
 
 def check_draft_engine(draft: Bundle, target: TargetIdentity) -> None:

@@ -1,5 +1,6 @@
 """Drafters at work, for as long as a session lasts. Whether they fit the target is checked elsewhere."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,8 @@ from runtime.drafters.specs import DraftTargetDrafter, HeadDrafter, SelfDrafter
 from runtime.drafters.speculation import Speculation
 from runtime.drafters.under_grammar import UnderGrammar
 from runtime.engine import Engine, KVCacheConfig
-from runtime.errors import draft_engine_errors
+from runtime.errors import SpecDecWarning, draft_engine_errors
+from runtime.heads.draft_vocab import missing_ends
 from runtime.request import Draft, Request, Sequence
 
 if TYPE_CHECKING:
@@ -79,6 +81,8 @@ class Opening:
     kv_cache: KVCacheConfig
     find_engine: FindEngine
     check_draft_engine: Callable[[Bundle], None]
+    end_ids: frozenset[int] = frozenset()
+    """The target's."""
     stack: ExitStack = field(default_factory=ExitStack)
 
     def clock(self) -> float:
@@ -135,7 +139,12 @@ def open_head_drafter(spec: HeadDrafter, opening: Opening) -> OpenDrafter:
     )
 
     engine = opening.engine
-    head, cache = open_head(engine, *spec.read_heads())
+    (config,) = spec.read_heads()
+    head, cache = open_head(engine, config)
+    if head.draft_ids is not None and not config.drafts_all_ids:  # of others `build` has said it
+        drafted = (head.draft_ids < config.draft_vocab_size).nonzero()[:, 0].tolist()
+        if (warning := missing_ends(drafted, opening.end_ids)) is not None:
+            warnings.warn(warning, SpecDecWarning, stacklevel=2)
     opening.stack.callback(engine.remove_head, cache)
     draft = HeadDraft(engine, head, cache, measure_head(engine, head, cache), use_logits=spec.use_logits)
     head_costs = CostModel(draft.step_costs, 0.0)

@@ -24,7 +24,8 @@ from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.heads.head_cache import HeadCache
 from runtime.heads.head_config import HeadConfig, num_layers_of
-from runtime.heads.head_model import Head, hide_first, load_head, use_kernels
+from runtime.heads.head_model import Head, hide_first, load_head, set_output, use_kernels
+from runtime.heads.head_output import read_output
 from runtime.request import Draft, Sequence
 
 _SHORT_ROW = 32
@@ -173,12 +174,21 @@ def open_head(engine: Engine, config: HeadConfig) -> tuple[Head, HeadCache]:
             code="no_hidden_states",
             head=config.directory,
         )
-    head: Any = load_head(config, embedding_of(engine), getattr(torch, target.dtype)).to(engine.device)
+    head: Any = load_head(config, embedding_of(engine), getattr(torch, target.dtype))
+    _set_output(engine, head)
+    head = head.to(engine.device)
     if uses_kernels(target.build_config.compiler, engine.device.type):
         step, arithmetic = engine.target_step, target.arithmetic
         known = step.weights if isinstance(step, PackagedStep) else {}
         use_kernels(head, 0 if arithmetic is None else ARITHMETICS.index(arithmetic), known)
     return head, engine.add_head(head)
+
+
+def _set_output(engine: Engine, head: Head) -> None:
+    """Give the head the output layer that the engine has for drafts."""
+    qformat = engine.config.build_config.draft_output.qformat
+    kept = None if qformat is None or engine.directory is None else read_output(head.config, engine.directory)
+    set_output(head, engine.draft_ids if head.draft_ids is None else None, kept)
 
 
 def embedding_of(engine: Engine) -> Tensor | None:

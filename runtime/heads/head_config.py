@@ -52,6 +52,11 @@ class HeadConfig:
     max_draft_len: int | None = None
     """Tokens that its config proposes to draft."""
 
+    @property
+    def drafts_all_ids(self) -> bool:
+        """True if it has no vocabulary of its own."""
+        return self.draft_vocab_size == self.vocab_size
+
     def hidden_states_of(self, num_layers: int) -> tuple[int, ...]:
         """The hidden states that it reads of a target of this many layers. SpecDecError if one is not there."""
         if self.kind == "mtp":

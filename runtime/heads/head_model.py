@@ -18,11 +18,15 @@ from runtime.batch import Batch
 from runtime.compiler.attention import PAGED, PagedInputs, kernel_attention
 from runtime.compiler.model import ModelKind, Step, model_of_weights, probe_config
 from runtime.compiler.pretrained import parse_pretrained_config
+from runtime.compiler.quantized import QuantizedLinear
+from runtime.compiler.quantized_copy import DRAFT_ACTIVATIONS, rows_of
 from runtime.config import LayerShape
 from runtime.errors import SpecDecError
+from runtime.heads.draft_vocab import among_all, rows_by_id
 from runtime.heads.head_config import HeadConfig, num_layers_of
 from runtime.kv_cache import KVPool
 from runtime.locks import MODEL_INIT_LOCK, quiet_transformers
+from runtime.quantization.weight import QuantizedWeight
 from runtime.source import SourceTensor, load_tensors, read_tensors
 
 _OTHER_MODEL = "config.json and weights are of two heads; download the head again"
@@ -69,6 +73,21 @@ def hide_first(pool: KVPool, block: int) -> None:
         keys[block, :, -_EXTRA, 0] = _NOT_SEEN
 
 
+class PackedQuantized(nn.Module):
+    """A quantized linear layer by the CPU's kernel, in the kernel's layout alone."""
+
+    def __init__(self, layer: QuantizedLinear, arithmetic: int) -> None:
+        super().__init__()
+        self.packed, self.bias, self.num_outputs = layer.pack(), layer.bias, layer.out_features
+        self.arithmetic, self.token_bits = arithmetic, layer.token_bits
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = torch.ops.specdec.quantized_linear(
+            x, self.packed, self.bias, self.num_outputs, self.arithmetic, self.token_bits
+        )
+        return outputs
+
+
 class PackedLinear(nn.Module):
     """A linear layer by the CPU's kernel. `known` are weights of the target's step, of which one may be the same."""
 
@@ -90,6 +109,8 @@ def use_kernels(head: nn.Module, arithmetic: int, known: dict[str, Tensor]) -> N
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and child.in_features % 2 == 0:
                 setattr(module, name, PackedLinear(child, arithmetic, known))
+            elif type(child) is QuantizedLinear:
+                setattr(module, name, PackedQuantized(child, arithmetic))
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):
             config._attn_implementation = HEAD
@@ -103,6 +124,9 @@ class Head(Protocol):
     """True if the CPU's kernels compute it: `hide_first` is for those."""
 
     config: HeadConfig
+    draft_ids: Tensor | None
+    """(vocabulary,) row of the output layer of each of the target's ids, or the number of rows; None: they are the
+    same."""
 
     @property
     def state_size(self) -> int: ...
@@ -129,7 +153,6 @@ class EagleHead(nn.Module):
     uses_kernels = False
     embedding: Tensor
     draft_ids: Tensor | None
-    """(vocabulary,) the head's ids by the target's, or one more than it has; None: they are the same."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -196,10 +219,7 @@ class EagleHead(nn.Module):
         return hidden
 
     def logits(self, outputs: Tensor) -> Tensor:
-        drafted = self.own_logits(outputs)
-        if self.draft_ids is None:
-            return drafted
-        return F.pad(drafted, (0, 1), value=-torch.inf).index_select(1, self.draft_ids)
+        return among_all(self.own_logits(outputs), self.draft_ids)
 
     def own_logits(self, outputs: Tensor) -> Tensor:
         """(..., draft vocabulary) of (..., hidden) outputs."""
@@ -217,10 +237,12 @@ class MtpHead(nn.Module):
     """
 
     uses_kernels = False
+    draft_ids: Tensor | None
 
     def __init__(self, config: HeadConfig, model: PreTrainedModel, parts: dict[str, Tensor]) -> None:
         super().__init__()
         self.config, self.step = config, Step(model)
+        self.register_buffer("draft_ids", None, persistent=False)
         self._shapes = probe_config(model.config).layers
         decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
         self.decoder = decoder
@@ -251,8 +273,7 @@ class MtpHead(nn.Module):
         return hidden
 
     def logits(self, outputs: Tensor) -> Tensor:
-        logits: Tensor = self.step.model.get_output_embeddings()(outputs)  # type: ignore[no-untyped-call]
-        return logits
+        return among_all(self.step.model.get_output_embeddings()(outputs), self.draft_ids)  # type: ignore[no-untyped-call]
 
     @property
     def kv_layers(self) -> tuple[LayerShape, ...]:
@@ -325,6 +346,37 @@ def _config_of_one_layer(config: HeadConfig) -> PreTrainedConfig:
         if getattr(one, name, None) is not None:
             setattr(one, name, value)
     return one
+
+
+def output_tensor(config: HeadConfig) -> SourceTensor:
+    """The (rows, hidden) weight of the head's output layer, in its files; of an MTP head it is the model's own."""
+    entries = read_tensors(config.directory)
+    named = _shared_with_target(entries) if config.kind == "mtp" else {_own_name(one.name): one for one in entries}
+    found = named.get("lm_head.weight") or named.get("model.embed_tokens.weight")
+    if found is None or not found.is_float:
+        raise SpecDecError(
+            f"the head has no output layer that could be quantized: {config.directory}", hint="draft with it as it is"
+        )
+    return found
+
+
+def set_output(head: Head, ids: Tensor | None, quantized: QuantizedWeight | None) -> None:
+    """Have a head with all ids draft (n,) `ids` alone, and any head by a quantized output layer, of these rows."""
+    owner: Any = head if isinstance(head, EagleHead) else head.step.model  # type: ignore[attr-defined]
+    output: nn.Linear = owner.lm_head if isinstance(head, EagleHead) else owner.get_output_embeddings()
+    if ids is not None:
+        head.draft_ids = rows_by_id(ids, output.out_features)
+    if quantized is not None:
+        made: nn.Module = QuantizedLinear(quantized, output.bias, DRAFT_ACTIVATIONS, with_kernels=False)
+    elif ids is not None:
+        made = rows_of(output, ids)
+    else:
+        return
+    made.requires_grad_(requires_grad=False)
+    if isinstance(head, EagleHead):
+        head.lm_head = made  # type: ignore[assignment]
+    else:
+        owner.set_output_embeddings(made)
 
 
 def load_head(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype) -> Head:
@@ -420,7 +472,7 @@ def _draft_ids(config: HeadConfig, offsets: Tensor | None) -> Tensor | None:
         )
     if len(set(ids.tolist())) < size:
         raise SpecDecError(f"the head's `d2t` names an id of the target twice: {config.directory}", hint=_OTHER_MODEL)
-    return torch.full((config.vocab_size,), size).index_copy(0, ids, torch.arange(size))
+    return rows_by_id(ids, config.vocab_size)
 
 
 def _layers_of(config: HeadConfig) -> Any:

@@ -1,8 +1,6 @@
 """EAGLE-3 heads as directories: one made from nothing for a target, and one that was trained, in the form of
 `speculators`, which vLLM reads too."""
 
-from collections import Counter
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +14,6 @@ from runtime.errors import SpecDecError
 from runtime.files import write_file, write_json
 from runtime.heads.head_config import HeadConfig, num_layers_of
 from runtime.heads.head_model import EagleHead
-from runtime.tuning.replay import Trace
 
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 _OTHERS = ("max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "hidden_act")
@@ -32,20 +29,6 @@ _NOT_OF_LAYERS = (
     "auto_map",
     "torch_dtype",
 )
-
-
-def choose_vocabulary(traces: Iterable[Trace], among: Seq[int], size: int, end_ids: Iterable[int]) -> list[int]:
-    """The `size` ids, of those in `among`, that outputs have most often; end ids in any case, and each once at least.
-
-    Ids that no output has follow: those of prompts, then the lowest, which tokenizers learned first. In order of ids.
-    """
-    outputs, prompts = Counter[int](), Counter[int]()
-    for trace in traces:
-        outputs.update(trace.output_tokens)
-        prompts.update(trace.prompt_tokens)
-    ends = set(end_ids)
-    ranked = sorted(set(among), key=lambda one: (one not in ends, -outputs[one], -prompts[one], one))
-    return sorted(ranked[:size])
 
 
 def read_states_of(num_layers: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ From these the same command goes on, and ends with the same weights. Other setti
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,11 +19,11 @@ from runtime.drafters.head_draft import embedding_of
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.files import read_json, write_json
+from runtime.heads.draft_vocab import choose_vocabulary
 from runtime.heads.head_config import HeadConfig, num_layers_of, read_head
 from runtime.heads.head_model import EagleHead, load_head
 from runtime.training.new_head import (
     TargetWeights,
-    choose_vocabulary,
     drafted_ids,
     new_head_config,
     new_tensors,
@@ -195,7 +195,7 @@ class TrainingRun:
         loaded: Any = load_head(given, embedding, torch.float32)
         head: EagleHead = loaded
         if size is not None and size < head.config.draft_vocab_size:
-            ids = choose_vocabulary(self.texts.learned, drafted_ids(head), size, end_ids)
+            ids = choose_vocabulary(_pairs(self.texts.learned), drafted_ids(head), size, end_ids)
             head = with_vocabulary(head, ids)
         return head.config, have_unrolled_attention(head)
 
@@ -203,7 +203,7 @@ class TrainingRun:
         """A new head's directory, in that of the training."""
         directory = self.directory / "initial"
         vocab_size = self.engine.config.vocab_size
-        ids = choose_vocabulary(self.texts.learned, range(vocab_size), size, end_ids)
+        ids = choose_vocabulary(_pairs(self.texts.learned), range(vocab_size), size, end_ids)
         config = new_head_config(self._target, directory, len(ids))
         directory.mkdir(exist_ok=True)
         last = config.hidden_states_of(num_layers_of(self._target))[-1]
@@ -316,3 +316,7 @@ def _flat(record: dict[str, Any]) -> dict[str, Any]:
 def _multiplies_bfloat16(engine: Engine) -> bool:
     """True where the build found products in bfloat16 to be faster than in float32."""
     return engine.config.arithmetic in ("avx512_bf16", "amx_bf16")
+
+
+def _pairs(traces: Iterable[Trace]) -> Iterable[tuple[Seq[int], Seq[int]]]:
+    return ((trace.prompt_tokens, trace.output_tokens) for trace in traces)

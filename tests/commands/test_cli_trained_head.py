@@ -2,18 +2,33 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from command_line import Specdec, assert_valid, ids_of
+from safetensors.torch import load_file
+from sentences import Said
 
+from runtime import scheduler
 from runtime.bundle import read_bundle
+from runtime.drafters.adaptive import AdaptiveDrafter
+from runtime.drafters.confidence_stop import ConfidenceStop
+from runtime.drafters.head_draft import HeadDraft, open_head
+from runtime.drafters.protocol import Drafter
+from runtime.drafters.under_grammar import NothingDrafted
+from runtime.engine import Engine
 from runtime.engine_cache import EngineSettings, engine_of_model
 from runtime.heads.head_config import is_head, read_head
+from runtime.request import Draft, Request, Sequence
+from runtime.text import open_tokenizer
 
 ARTICLES = Path(__file__).parents[2] / "runtime/demo/articles.jsonl"
 NUM_TOKENS = 24
 DEMO = ["--model-dir", "demo", "--compiler", "none"]
+SIZES = ["--max-input-len", 64, "--max-seq-len", 128]
 HEAD = ["--draft-model-dir", "demo-head", "--draft-len-mode", "fixed"]
 
 
@@ -75,6 +90,124 @@ def test_summarize(specdec: Specdec, engine_dir: Path) -> None:
     document = specdec("summarize", *flags, *head, "--json").document
     assert_valid("summarize", document)
     assert document["total"]["num_accepted_draft_tokens"] > 0
+
+
+class Priced:
+    """A drafter, and the seconds that steps of target and head would have taken, at 10 ms and `head_s` for one."""
+
+    def __init__(self, drafter: Drafter, head: HeadDraft, head_s: float) -> None:
+        self.drafter, self.seconds, compute = drafter, 0.0, head._logits
+
+        def counted(outputs: Any) -> Any:
+            self.seconds += head_s
+            return compute(outputs)
+
+        head._logits = counted  # type: ignore[method-assign]
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        drafts = self.drafter.propose(sequences, max_draft_len)
+        mean_len = sum(len(draft.tokens) for draft in drafts) / len(drafts)
+        self.seconds += target_s(len(drafts), 0, mean_len)
+        return drafts
+
+    def forget(self, request_id: int) -> None:
+        self.drafter.forget(request_id)
+
+
+def target_s(batch_size: int, context_len: int, draft_len: float) -> float:
+    """Prices of a large model: a draft token adds a twentieth."""
+    return 0.01 * (1 + 0.05 * batch_size * draft_len)
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize(
+    ("batch_size", "head_s", "most"), [(1, 0.001, 0.9), (4, 0.001, 1.05), (1, 0.02, 1.05), (4, 0.02, 1.05)]
+)
+def test_automatic_lengths(batch_size: int, head_s: float, most: float, engine_dir: Path, prompts: Path) -> None:
+    """Drafts of a cheap head pay, and what does not pay takes no more than a twentieth of the time."""
+    tokenizer = open_tokenizer(engine_dir)
+    tokens = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in prompts.read_text().splitlines()]
+    requests = [Request(i, tuple(one[-80:]), 24) for i, one in enumerate(tokens)]
+    taken: dict[str, float] = {}
+    with Engine.open(engine_dir) as engine:
+        head, cache = open_head(engine, read_head("demo-head"))
+        for mode in ("none", "auto"):
+            drafter = HeadDraft(engine, head, cache, use_logits=False)
+            drafter.confidence_stop = ConfidenceStop(target_s, lambda batch_size, context_len: head_s)
+            automatic = AdaptiveDrafter(drafter, target_s, lambda batch_size, context_len: head_s)
+            priced = Priced(NothingDrafted() if mode == "none" else automatic, drafter, head_s)
+            for start in range(0, len(requests), batch_size):
+                for _ in scheduler.generate(engine, requests[start : start + batch_size], priced, 4):
+                    pass
+            taken[mode] = priced.seconds
+    assert taken["auto"] <= most * taken["none"], taken
+
+
+BUILD = ["--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4, "--compiler", "none"]
+
+
+def test_an_engine_with_an_output_layer_for_drafts(
+    specdec: Specdec, llama_checkpoint_dir: Path, mtp_dirs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Both the head and the copy draft the ids that were chosen, and no others."""
+    engine, _, traces = tmp_path / "engine", tmp_path, tmp_path / "traces.jsonl"
+    traces.write_text(json.dumps({"prompt_ids": [5], "output_ids": [*range(100, 260), 7, 7]}) + "\n")
+    build = ["build", "--checkpoint-dir", llama_checkpoint_dir, "--output-dir", engine, "--force", *BUILD, *SIZES]
+    build += ["--draft-model-dir", mtp_dirs[1], "--self-draft", "int8", "--draft-output-layer", "int8"]
+    result = specdec(*build, "--draft-vocab", traces, "--draft-vocab-size", 150)
+    assert "150 of 300 ids in int8, 0.0 MB" in result.stdout and "drafts never" not in result.stderr
+    ids = [int(one) for one in (engine / "draft_vocab.txt").read_text().split()]
+    assert len(ids) == 150 and {2, 7} <= set(ids) <= {2, 7, *range(100, 260)}  # 2 ends outputs
+    run = ["run", "--engine-dir", engine, "--input-text", "the little dog", "--max-output-len", 12, "--json"]
+    plain = specdec(*run).document
+    for flags in (["--draft-engine-dir", mtp_dirs[1], "--mtp-config", "3"], ["--self-draft-config", "3"]):
+        drafted = specdec(*run, *flags, "--draft-len-mode", "fixed").document
+        assert ids_of(drafted) == ids_of(plain) and drafted["total"]["num_draft_tokens"] > 0
+    assert specdec("verify", engine).exit_code == 0
+
+
+def test_ids_that_cannot_be_drafted(
+    specdec: Specdec, llama_checkpoint_dir: Path, head_dirs: tuple[Path, Path], tmp_path: Path, said: Said
+) -> None:
+    build = ["build", "--checkpoint-dir", llama_checkpoint_dir, "--output-dir", tmp_path / "engine", *BUILD, *SIZES]
+    copy, file = [*build, "--self-draft", "int8"], tmp_path / "ids.json"
+    for ids, value in (("[1, 300]", 300), ("[4, 4]", 4), ("[]", file), ("[1.5]", 1.5)):
+        file.write_text(ids)
+        result = specdec(*copy, "--draft-vocab", file)
+        assert result.exit_code == 1
+        said(result, value)
+    for flags, value in (
+        ([*build, "--draft-vocab", "auto"], "auto"),
+        ([*build, "--draft-output-layer", "int4"], "int4"),
+        ([*copy, "--draft-vocab-size", 3], 3),
+        ([*copy, "--draft-vocab", "auto", "--draft-vocab-size", 300], 300),
+        ([*build, "--draft-model-dir", head_dirs[1], "--draft-vocab", "auto"], 200),
+    ):
+        result = specdec(*flags)
+        assert result.exit_code == 2
+        said(result, value)
+    assert not (tmp_path / "engine").exists()
+
+
+def test_drafts_that_never_end(
+    specdec: Specdec, llama_checkpoint_dir: Path, head_dirs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Said when ids are listed, and of a head's own when it is opened; an end id among them is nothing to say."""
+    (tmp_path / "ids.txt").write_text("5 6 7")
+    build = ["build", "--checkpoint-dir", llama_checkpoint_dir, *BUILD, *SIZES, "--self-draft", "int8"]
+    result = specdec(*build, "--output-dir", tmp_path / "engine", "--draft-vocab", tmp_path / "ids.txt")
+    assert "none of the model's end ids is among the 3 that are drafted: 2" in result.stderr
+    own = read_head(head_dirs[1])
+    drafted = (torch.arange(200) + load_file(own.directory / "model.safetensors")["d2t"]).tolist()
+    missing = next(i for i in range(300) if i not in drafted)
+    run = ["run", "--engine-dir", head_dirs[0], "--input-text", "dog", "--max-output-len", 4]
+    for end_id, is_said in ((missing, True), (drafted[0], False)):
+        engine = tmp_path / str(end_id)
+        shutil.copytree(head_dirs[0], engine)
+        (engine / "generation_config.json").write_text(json.dumps({"eos_token_id": end_id}))
+        run[2] = engine
+        result = specdec(*run, "--draft-engine-dir", head_dirs[1], "--eagle-config", "3")
+        assert ("drafts never end" in result.stderr) is is_said, result.stderr
 
 
 @pytest.mark.slow

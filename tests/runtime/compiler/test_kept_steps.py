@@ -92,7 +92,7 @@ def test_a_copy_that_drafts_is_exported_once(tmp_path: Path, exported: list[torc
     made = []
     for factor in (1.0, 0.9):
         model = model_of("llama", factor)
-        quantized = quantize_layers(model, model.config, SelfDraft("int4", 16))
+        quantized = quantize_layers(model, model.config, make_build(self_draft=SelfDraft("int4", 16)))
         compiled(model, tmp_path / f"model {factor}")
         made.append(compiled(copy_of(model, quantized), tmp_path / f"copy {factor}"))
     assert made[0][0] == made[1][0] and made[0][1] != made[1][1]

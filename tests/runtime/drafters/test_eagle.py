@@ -1,19 +1,23 @@
 """A trained drafter drafts what its formula says, changes no token, and is found again with the target's own K/V."""
 
+import copy
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from heads import Eagle, eagle_drafts, hidden_states, make_eagle, save_eagle
+from heads import Eagle, eagle_drafts, eagle_logits, hidden_states, make_eagle, save_eagle
+from safetensors.torch import load_file
 from tiny import hf_greedy, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from runtime import orchestrator, scheduler
 from runtime.batch import Row
+from runtime.config import DraftOutput, QuantConfig
 from runtime.drafters.chain import BestOf, DraftingModel
 from runtime.drafters.head_draft import HeadDraft, open_head
 from runtime.drafters.ngram import NgramLookup
@@ -185,6 +189,118 @@ def test_what_it_never_drafts_has_no_probability(engine: Engine, head: Eagle, he
         if draft.tokens:
             assert draft.probs is not None and draft.probs[:, others].count_nonzero() == 0
             assert draft.probs.gather(1, torch.tensor(draft.tokens)[:, None]).min() > 0
+
+
+IDS = tuple(i for i in range(32) if i % 3)
+
+
+def with_output(head: Eagle, ids: Seq[int], weight: Tensor) -> Eagle:
+    """The head as if it was published with these ids alone, and these (ids, hidden) weights for them."""
+    own = torch.tensor(ids)
+    return replace(head, tensors=head.tensors | {"lm_head.weight": weight, "d2t": own - torch.arange(len(own))})
+
+
+@pytest.mark.parametrize("compiler", ["none", pytest.param("aot", marks=pytest.mark.slow)])
+def test_ids_that_are_chosen_for_drafts(
+    compiler: str, model: PreTrainedModel, tmp_path: Path, make_engine: Any
+) -> None:
+    head = make_eagle(model)
+    build = {"hidden_states": STATES, "draft_output": DraftOutput(None, len(IDS)), "draft_ids": IDS}
+    engine = make_engine(model, compiler=compiler, **build)
+    eagle = drafter(engine, save_eagle(head, tmp_path, "sailab"))
+    assert answer(engine, "leader", make_requests(), eagle) == expected(model)
+    check_drafts(eagle.seen, with_output(head, IDS, head.tensors["lm_head.weight"][list(IDS)]), model, 200)
+    eagle.use_logits = True
+    num_seen = len(eagle.drafts)
+    answer(engine, "leader", make_requests(SAMPLED)[:1], eagle)
+    drafts = [draft for draft in eagle.drafts[num_seen:] if draft.probs is not None]
+    assert drafts and not any(draft.probs[:, ::3].count_nonzero() for draft in drafts)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("compiler", "qformat", "ids", "own_ids"),
+    [
+        ("aot", "int4", (), None),
+        pytest.param("none", "int8", IDS, None, marks=pytest.mark.slow),
+        pytest.param("aot", "int8", IDS, None, marks=pytest.mark.slow),
+        pytest.param("aot", "int4", IDS, 20, marks=pytest.mark.slow),
+    ],
+)
+def test_quantized_output_layer(
+    compiler: str, qformat: Any, ids: tuple[int, ...], own_ids: int | None,
+    model: PreTrainedModel, tmp_path: Path, make_engine: Any,
+) -> None:  # fmt: skip
+    """Tokens are quantized to 8 bits too, so that of two candidates that are nearly equal either may come."""
+    head = make_eagle(model, draft_vocab=own_ids)
+    directory = save_eagle(head, tmp_path / "head", "sailab")
+    build = {"hidden_states": STATES, "draft_output": DraftOutput(qformat, len(ids) or None), "draft_ids": ids}
+    engine = make_engine(model, compiler=compiler, head_dir=directory, **build)
+    eagle = drafter(engine, directory)
+    assert answer(engine, "leader", make_requests(), eagle) == expected(model)
+    kept = {
+        name.rpartition(".")[2]: one for name, one in load_file(engine.directory / "head_output.safetensors").items()
+    }
+    values = kept["weight_values"]
+    if qformat == "int4":
+        values = torch.stack((values & 15, values >> 4), -1).flatten(1).to(torch.int8) - 8
+    weight = values.double() * kept["weight_scales"].double().repeat_interleave(32 // kept["weight_scales"].shape[1], 1)
+    own = list(ids) if own_ids is None and ids else head.ids.tolist()
+    torch.testing.assert_close(
+        weight, head.tensors["lm_head.weight"][list(ids) if own_ids is None and ids else slice(None)].double(),
+        atol={"int4": 0.12, "int8": 0.01}[qformat], rtol=0,
+    )  # fmt: skip
+    reference = with_output(head, own, weight)
+    num_drafted = num_equal = 0
+    for tokens, draft in eagle.seen:
+        states = hidden_states(model, tokens, head.states)[: len(tokens) - 1]
+        logits = eagle_logits(reference, model, [*tokens, *draft], len(tokens) - 1, len(draft), states)
+        for token, row in zip(draft, logits, strict=True):
+            assert row.max() - row[token] < 0.02 * row[own].abs().max()
+            num_drafted, num_equal = num_drafted + 1, num_equal + int(row.argmax() == token)
+    assert num_drafted >= 200 and num_equal >= 0.98 * num_drafted
+    packed = eagle.head.lm_head  # type: ignore[attr-defined]
+    assert packed.num_outputs == len(own) if compiler == "aot" else packed.out_features == len(own)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "activations"),
+    [
+        ("aot", "float"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("aot", "int8"), ("none", "float"), ("none", "int8"))),
+    ],
+)
+def test_a_target_in_int4(
+    compiler: str, activations: Any, model: PreTrainedModel, head: Eagle, head_dir: Path, make_engine_dir: Any
+) -> None:
+    """The hidden states of tokens in float are those of a model with the numbers that its integers stand for."""
+    precision = QuantConfig("int4", activations=activations)
+    directory: Path = make_engine_dir(model, compiler=compiler, hidden_states=STATES, precision=precision)
+    meant = copy.deepcopy(model)
+    weights = load_file(directory.parent / "checkpoint/rank0.safetensors")
+    for name in [name.removesuffix(".weight_values") for name in weights if name.endswith(".weight_values")]:
+        values, scales = weights[f"{name}.weight_values"], weights[f"{name}.weight_scales"].float()
+        integers = torch.stack((values & 15, values >> 4), -1).flatten(1).to(torch.int8) - 8
+        weight = integers * scales.repeat_interleave(integers.shape[1] // scales.shape[1], 1)
+        meant.get_submodule(name).weight.data = weight
+    with Engine.open(directory) as engine:
+        eagle = drafter(engine, head_dir)
+        for sampling in (SAMPLED, GREEDY):
+            eagle.seen.clear()
+            drafted = answer(engine, "leader", make_requests(sampling), eagle)
+            engine.clear_cache()
+            assert drafted == answer(engine, "leader", make_requests(sampling), None)
+            engine.clear_cache()
+    assert eagle.seen
+    if activations == "float":
+        assert drafted == expected(meant)
+        check_drafts(eagle.seen, head, meant, 200)
+
+
+def test_quantized_output_layer_of_another_head(model: PreTrainedModel, tmp_path: Path, make_engine: Any) -> None:
+    own, other = (save_eagle(make_eagle(model, seed=i), tmp_path / str(i), "sailab") for i in range(2))
+    engine = make_engine(model, hidden_states=STATES, draft_output=DraftOutput("int8"), head_dir=own)
+    with pytest.raises(SpecDecError, match="quantized output layer of another head"):
+        drafter(engine, other)
 
 
 def test_prompts_in_pieces_and_preempted_sequences(

@@ -14,11 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from runtime import orchestrator, scheduler
+from runtime.config import DraftOutput
 from runtime.config import SelfDraft as SelfDraftConfig
 from runtime.drafters.self_draft import SelfDraft
 from runtime.engine import Engine, KVCacheConfig
 from runtime.params import SamplingConfig
-from runtime.request import Request, Sequence
+from runtime.request import Draft, Request, Sequence
 
 LOOPS: dict[str, Callable[..., Any]] = {"orchestrator": orchestrator.generate, "leader": scheduler.generate}
 NUM_NEW_TOKENS = 24
@@ -98,6 +99,41 @@ def test_families(family: str, make_engine: Any) -> None:
     sequences = answer(engine, "leader", make_requests(), SelfDraft(engine, use_logits=False))
     assert outputs(sequences) == [hf_greedy(model, list(prompt), NUM_NEW_TOKENS) for prompt in PROMPTS]
     assert sum(sequence.stats.num_accepted_draft_tokens for sequence in sequences) > 0
+
+
+IDS = tuple(i for i in range(32) if i % 4)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "output"),
+    [
+        ("none", DraftOutput("int8", len(IDS))),
+        *(
+            pytest.param("aot", DraftOutput(*one), marks=pytest.mark.slow)
+            for one in ((None, len(IDS)), ("int8", len(IDS)), ("int8", None))
+        ),
+    ],
+)
+def test_output_layer_of_its_own(compiler: str, output: DraftOutput, model: PreTrainedModel, make_engine: Any) -> None:
+    """Logits are those of the copy with the target's output layer, of the ids that it drafts; of others it has none."""
+    ids = IDS if output.vocab_size else tuple(range(32))
+    copies = {"compiler": compiler, "self_draft": SelfDraftConfig("int8")}
+    engine: Engine = make_engine(model, **copies, draft_output=output, draft_ids=ids if output.vocab_size else ())
+    sequences = answer(engine, "leader", make_requests(), SelfDraft(engine, use_logits=False))
+    assert outputs(sequences) == [hf_greedy(model, list(prompt), NUM_NEW_TOKENS) for prompt in PROMPTS]
+    assert sum(sequence.stats.num_accepted_draft_tokens for sequence in sequences) > 0
+    found = []
+    for one in (engine, make_engine(model, **copies)):
+        one.clear_cache()
+        sequence = Sequence.start(make_requests()[2])
+        assert one.admit(sequence)
+        one.compute_context(sequence, len(sequence.tokens) - 1)
+        found += one.forward_draft([sequence], [Draft([3, 4])])
+        one.release(sequence)
+    others = [i for i in range(32) if i not in ids]
+    assert bool((found[0][:, others] == -torch.inf).all())
+    atol = 0.03 * float(found[1].abs().max()) if output.qformat else 1e-5
+    torch.testing.assert_close(found[0][:, list(ids)], found[1][:, list(ids)], atol=atol, rtol=0)
 
 
 @ON_LOOPS

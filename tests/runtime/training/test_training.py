@@ -16,10 +16,11 @@ from runtime import scheduler
 from runtime.drafters.head_draft import HeadDraft, open_head
 from runtime.engine import Engine, KVCacheConfig
 from runtime.errors import SpecDecError
+from runtime.heads.draft_vocab import choose_vocabulary
 from runtime.heads.head_config import read_head
 from runtime.heads.head_model import EagleHead, load_head
 from runtime.request import Request
-from runtime.training.new_head import choose_vocabulary, drafted_ids, tensors_of, with_vocabulary, write_head
+from runtime.training.new_head import drafted_ids, tensors_of, with_vocabulary, write_head
 from runtime.training.traced_states import StatesFile
 from runtime.training.training_run import Target, Texts, TrainingRun, TrainingSettings, split_traces
 from runtime.training.unrolled import (
@@ -141,10 +142,10 @@ def test_steps_of_a_text() -> None:
 
 
 def test_vocabulary_is_the_most_frequent_with_the_end() -> None:
-    traces = [Trace((7, 7, 8), (1, 2, 2, 3, 3, 3)), Trace((9,), (3, 4, 4))]
-    assert choose_vocabulary(traces, range(12), 4, [11]) == [2, 3, 4, 11]
-    assert choose_vocabulary(traces, range(12), 8, []) == [0, 1, 2, 3, 4, 7, 8, 9]
-    assert choose_vocabulary(traces, [2, 5, 6], 2, [11]) == [2, 5]
+    texts = [((7, 7, 8), (1, 2, 2, 3, 3, 3)), ((9,), (3, 4, 4))]
+    assert choose_vocabulary(texts, range(12), 4, [11]) == [2, 3, 4, 11]
+    assert choose_vocabulary(texts, range(12), 8, []) == [0, 1, 2, 3, 4, 7, 8, 9]
+    assert choose_vocabulary(texts, [2, 5, 6], 2, [11]) == [2, 5]
 
 
 def test_batches_have_each_text_once_and_not_too_many_tokens() -> None:

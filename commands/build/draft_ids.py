@@ -1,0 +1,70 @@
+"""Ids that drafts have: listed in a file, the most frequent of traces or a corpus, or those that a tokenizer learned
+first."""
+
+import warnings
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from commands.inputs.trace_lines import is_like_traces
+from commands.inputs.traces import read_traces
+from runtime.checkpoint_dir import OpenedCheckpoint
+from runtime.compiler.build import DraftSource
+from runtime.compiler.pretrained import parse_pretrained_config
+from runtime.corpus import Corpus, is_corpus
+from runtime.drafters.compatibility import check_corpus
+from runtime.errors import SpecDecError, SpecDecWarning, UsageError
+from runtime.heads.draft_vocab import choose_vocabulary, default_size, missing_ends, read_ids, training_order
+from runtime.heads.head_config import read_head
+from runtime.text import find_end_ids, find_tokenizer
+from runtime.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from commands.build.command import BuildOptions
+
+
+def choose_drafts(options: "BuildOptions", checkpoint: OpenedCheckpoint) -> DraftSource:
+    """Source of the output layer of drafts, by the flags of `build`."""
+    ids = _choose_ids(options.draft_vocab, options.draft_vocab_size, checkpoint)
+    return DraftSource(tuple(ids), None if options.draft_model_dir is None else read_head(options.draft_model_dir))
+
+
+def _choose_ids(source: str | None, size: int | None, checkpoint: OpenedCheckpoint) -> list[int]:
+    """The ids that `--draft-vocab` means for a checkpoint's model; none without the flag.
+
+    Warns where no end id is among them. Of listed ones the first `size`.
+    """
+    if source is None:
+        return []
+    directory, config = checkpoint.directory, checkpoint.config.pretrained_config
+    vocab_size: int = parse_pretrained_config(config, str(directory / "config.json")).vocab_size
+    if size is not None and size >= vocab_size:
+        raise UsageError(
+            f"drafts of fewer ids than the vocabulary's {vocab_size} are cheaper: --draft-vocab-size {size}",
+            hint="lower it, or leave `--draft-vocab` out",
+        )
+    tokenizer = find_tokenizer(directory, config)
+    end_ids = find_end_ids(directory, config, tokenizer)
+    if source == "auto" or is_corpus(Path(source)) or is_like_traces(Path(source)):
+        texts = [] if source == "auto" else _read_texts(Path(source), tokenizer, vocab_size)
+        if tokenizer is None and not texts:
+            raise SpecDecError(
+                f"the checkpoint has no tokenizer, by which ids could be chosen: {directory}",
+                hint="`--draft-vocab FILE` lists them",
+            )
+        order = range(vocab_size) if tokenizer is None else training_order(tokenizer, vocab_size)
+        ends = [i for i in end_ids if i < vocab_size]
+        return choose_vocabulary(texts, order, size or default_size(vocab_size), ends)
+    ids = sorted(read_ids(Path(source), vocab_size)[:size])
+    if (warning := missing_ends(ids, end_ids)) is not None:
+        warnings.warn(warning, SpecDecWarning, stacklevel=2)
+    return ids
+
+
+def _read_texts(path: Path, tokenizer: Tokenizer | None, vocab_size: int) -> list[tuple[Seq[int], Seq[int]]]:
+    """Prompts and outputs; of a corpus each document is an output."""
+    if not is_corpus(path):
+        return [(trace.prompt_tokens, trace.output_tokens) for trace in read_traces(path, tokenizer, vocab_size)]
+    corpus = Corpus.open(path)
+    check_corpus(corpus, tokenizer, vocab_size)
+    return [((), document.tolist()) for document in corpus.documents()]
