@@ -65,8 +65,9 @@ class _Model:
     def head_dim(self) -> int:
         """SpecDecError where keys, values and rotary positions are not all of that size."""
         size: int = self.get("attention.key_length", self.get("embedding_length") // max(self._num_heads, 1))
+        is_partial = family_in(self.header).is_partial and 0 < self.get("rope.dimension_count", size) < size
         for key in ("attention.value_length", "rope.dimension_count"):
-            if self.get(key, size) != size:
+            if self.get(key, size) != size and not (is_partial and key == "rope.dimension_count"):
                 self.refuse(key)
         return size
 
@@ -83,7 +84,7 @@ class _Model:
 
     def check_keys(self) -> None:
         """SpecDecError for a key of the model's that is not known, or whose value would change what it computes."""
-        used = _USED | _FAMILIES[self.header.architecture].used
+        used = _USED | family_in(self.header).used
         for name, value in self.header.metadata.items():
             space, _, key = name.partition(".")
             if space != self.header.architecture or key in used or key in _NOTES:
@@ -100,7 +101,7 @@ def config_of(path: Path) -> dict[str, Any]:
         raise SpecDecError(
             f"GGUF models of this family are not read, `{header.architecture}`: {path}", hint=f"{read} are"
         )
-    model, tensors, family = _Model(header, path), header.tensors, _FAMILIES[header.architecture]
+    model, tensors, family = _Model(header, path), header.tensors, family_in(header)
     model.check_keys()
     if "token_embd.weight" not in tensors:
         raise SpecDecError(f"`{path}` lacks the tensor: token_embd.weight", hint="it holds no language model")
@@ -120,6 +121,10 @@ def config_of(path: Path) -> dict[str, Any]:
         "pad_token_id": None,  # or it were that of the family's first model, in another vocabulary
     }
     config |= {"hidden_act": "silu", "rope_parameters": _rope_of(model)}
+    if family.is_partial:
+        config["rope_parameters"]["partial_rotary_factor"] = (
+            model.get("rope.dimension_count", model.head_dim) / model.head_dim
+        )
     config |= family.settings(model)
     for key, name in _TOKENS.items():
         if (token := _token_id(header.metadata, name)) is not None:
@@ -160,6 +165,29 @@ def _of_qwen3_moe(model: _Model) -> dict[str, Any]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
+
+
+def _of_qwen2_moe(model: _Model) -> dict[str, Any]:
+    """An expert for all tokens besides, and shares that are not of those that were chosen alone."""
+    shared = model.get("expert_shared_feed_forward_length")
+    return _of_qwen3_moe(model) | {"shared_expert_intermediate_size": shared, "norm_topk_prob": False}
+
+
+def _of_mixtral(model: _Model) -> dict[str, Any]:
+    return {
+        "num_local_experts": model.get("expert_count"),
+        "num_experts_per_tok": model.get("expert_used_count"),
+        "sliding_window": None,
+    }
+
+
+def _of_phi_3(model: _Model) -> dict[str, Any]:
+    """A window in all layers, or in none."""
+    return {"sliding_window": model.get("attention.sliding_window", 0) or None}
+
+
+def _of_glm_4(model: _Model) -> dict[str, Any]:
+    return {"attention_bias": "blk.0.attn_q.bias" in model.header.tensors}
 
 
 def _of_granite(model: _Model) -> dict[str, Any]:
@@ -283,10 +311,27 @@ class _Family:
     """True if the rows of queries and keys are stored in another order."""
     shift: float = 0.0
     """Offset of the norms' numbers: llama.cpp keeps those of Gemma with the 1 that its model adds."""
+    is_partial: bool = False
+    """True if positions may turn a part of each head."""
 
 
+SHARED_EXPERT_GATE = "mlp.shared_expert_gate"
+"""A matrix of one row, which llama.cpp may keep as a vector."""
 EXPERTS = {"ffn_gate_exps": "gate_up_proj", "ffn_up_exps": "gate_up_proj", "ffn_down_exps": "down_proj"}
 """Tensors of all experts of a layer, and the parameters that they are of, in this order."""
+_WITH_ROUTER = {"ffn_gate_inp": "mlp.gate"}
+_OF_PHI_3_BLOCK = _OF_BLOCK | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_OF_GLM_4_BLOCK = _OF_BLOCK | {
+    "ffn_up": "mlp.gate_up_proj", "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+}  # fmt: skip
+_OF_HUNYUAN_BLOCK = _OF_BLOCK | {
+    "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm",
+}  # fmt: skip
+_OF_QWEN_2_MOE_BLOCK = _OF_BLOCK | _WITH_ROUTER | {
+    "ffn_gate_inp_shexp": SHARED_EXPERT_GATE, "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}  # fmt: skip
 _OF_MIXTURE = frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"})
 _SCALES = frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"})
 _OF_GEMMA_2 = frozenset({"attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"})
@@ -297,18 +342,34 @@ _FAMILIES = {
     "llama": _Family("llama", _of_llama, is_interleaved=True),
     "qwen2": _Family("qwen2"),
     "qwen3": _Family("qwen3"),
-    "qwen3moe": _Family("qwen3_moe", _of_qwen3_moe, _OF_MIXTURE, _OF_BLOCK | {"ffn_gate_inp": "mlp.gate"}),
+    "qwen2moe": _Family(
+        "qwen2_moe", _of_qwen2_moe, _OF_MIXTURE | {"expert_shared_feed_forward_length"}, _OF_QWEN_2_MOE_BLOCK
+    ),
+    "qwen3moe": _Family("qwen3_moe", _of_qwen3_moe, _OF_MIXTURE, _OF_BLOCK | _WITH_ROUTER),
     "gemma2": _Family("gemma2", _of_gemma_2, _OF_GEMMA_2, _OF_GEMMA_BLOCK, shift=-1.0),
     "gemma3": _Family("gemma3_text", _of_gemma_3, _OF_GEMMA_3, _OF_GEMMA_BLOCK, shift=-1.0),
     "granite": _Family("granite", _of_granite, _SCALES, is_interleaved=True),
     "smollm3": _Family("smollm3", is_interleaved=True),
     "olmo2": _Family("olmo2", of_block=_OF_GEMMA_BLOCK),
     "ernie4_5": _Family("ernie4_5"),
+    "phi3": _Family("phi3", _of_phi_3, frozenset({"attention.sliding_window"}), _OF_PHI_3_BLOCK, is_partial=True),
+    "glm4": _Family("glm4", _of_glm_4, of_block=_OF_GLM_4_BLOCK, is_partial=True),
+    "hunyuan-dense": _Family("hunyuan_v1_dense", of_block=_OF_HUNYUAN_BLOCK),
 }
+_MIXTRAL = _Family("mixtral", _of_mixtral, _OF_MIXTURE, _OF_BLOCK | _WITH_ROUTER, is_interleaved=True)
+"""Stored as a `llama` with experts."""
+
+
+def family_in(header: GGUFHeader) -> _Family:
+    """Family of a file, whose architecture is known."""
+    if header.architecture == "llama" and header.metadata.get("llama.expert_count"):
+        return _MIXTRAL
+    return _FAMILIES[header.architecture]
 
 
 def _family_of(config: Mapping[str, Any]) -> _Family:
-    return next(family for family in _FAMILIES.values() if family.model_type == config["model_type"])
+    families = (*_FAMILIES.values(), _MIXTRAL)
+    return next(family for family in families if family.model_type == config["model_type"])
 
 
 def name_of(tensor: GGUFTensor, config: Mapping[str, Any], path: Path) -> str:
@@ -318,7 +379,7 @@ def name_of(tensor: GGUFTensor, config: Mapping[str, Any], path: Path) -> str:
         return f"{_WHOLE[layer]}.{part}"
     of_block = _family_of(config).of_block
     block, _, inner = layer.removeprefix("blk.").partition(".")
-    if layer.startswith("blk.") and block.isdigit() and inner in EXPERTS and "num_experts" in config:
+    if layer.startswith("blk.") and block.isdigit() and inner in EXPERTS and "num_experts_per_tok" in config:
         return f"model.layers.{block}.mlp.experts.{EXPERTS[inner]}"
     if layer.startswith("blk.") and block.isdigit() and inner in of_block:
         return f"model.layers.{block}.{of_block[inner]}.{part}"

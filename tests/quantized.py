@@ -367,9 +367,14 @@ def gguf_model(architecture: str, vocab_size: int = VOCAB_SIZE) -> PreTrainedMod
         rope = {"rope_type": "default", "rope_theta": 10000.0}
         parameters = {"full_attention": rope, "sliding_attention": rope}
         return make_model("gemma3", vocab_size=vocab_size, layer_types=layers, rope_parameters=parameters, **settings)
-    if architecture == "qwen3moe":
-        sizes = GGUF_SIZES | {"moe_intermediate_size": 256}
-        return make_model("qwen3-moe", vocab_size=vocab_size, norm_topk_prob=True, **sizes)
+    if architecture in ("qwen2moe", "qwen3moe"):
+        sizes = GGUF_SIZES | {"moe_intermediate_size": 256, "norm_topk_prob": architecture == "qwen3moe"}
+        own = {"shared_expert_intermediate_size": 512} if architecture == "qwen2moe" else {}
+        return make_model(f"{architecture[:5]}-moe", vocab_size=vocab_size, **sizes, **own)
+    if architecture in ("phi3", "glm4"):  # positions turn a part of each head
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+        own = {"attention_bias": True} if architecture == "glm4" else {}
+        return make_model(architecture, vocab_size=vocab_size, rope_parameters=rope, **GGUF_SIZES, **own)
     if architecture in ("gemma2", "smollm3"):  # layers of both kinds; every fourth one without positions
         settings = GGUF_SIZES | {"num_hidden_layers": 5}
         layers = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]
@@ -379,8 +384,14 @@ def gguf_model(architecture: str, vocab_size: int = VOCAB_SIZE) -> PreTrainedMod
     return make_model(architecture, vocab_size=vocab_size, **GGUF_SIZES)
 
 
-INTERLEAVED = ("llama", "granite", "smollm3")
+GGUF_FAMILIES = (
+    *("gemma2", "gemma3", "granite", "smollm3", "olmo2", "ernie4_5", "phi3", "glm4", "hunyuan-dense"),
+    *("mixtral", "qwen2moe", "qwen3moe"),
+)
+"""Families whose files differ from those of Llama, Qwen2 and Qwen3."""
+INTERLEAVED = ("llama", "mixtral", "granite", "smollm3")
 """Families of which llama.cpp's conversion reorders queries and keys."""
+_STORED_AS = {"mixtral": "llama"}
 _SCALES = {
     "attention_multiplier": "add_attention_scale",
     "embedding_multiplier": "add_embedding_scale",
@@ -407,7 +418,10 @@ def save_gguf(
     """
     model, rng = gguf_model(architecture, vocab_size), np.random.default_rng(3)
     is_tied |= architecture == "gemma2"  # always
-    config, writer = model.config, gguf.GGUFWriter(path, architecture, split_max_tensors=max_tensors)
+    config, writer = (
+        model.config,
+        gguf.GGUFWriter(path, _STORED_AS.get(architecture, architecture), split_max_tensors=max_tensors),
+    )
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -422,15 +436,21 @@ def save_gguf(
     if architecture == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    if architecture == "qwen3moe":
-        writer.add_expert_count(config.num_experts)
+    if hasattr(config, "num_experts_per_tok"):
+        writer.add_expert_count(config.num_local_experts if architecture == "mixtral" else config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
+    if architecture in ("qwen2moe", "qwen3moe"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if architecture == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if architecture in ("phi3", "glm4"):
+        writer.add_rope_dimension_count(int(64 * config.rope_parameters["partial_rotary_factor"]))
     if architecture == "granite":
         for name, add in _SCALES.items():
             getattr(writer, add)(getattr(config, name))
     meant: Meant = {}
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
+    stored_as = _STORED_AS.get(architecture, architecture).upper().replace("-", "_")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[stored_as], config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if is_tied and name == "lm_head.weight":
             continue

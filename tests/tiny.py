@@ -235,6 +235,8 @@ _UNCUT: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "ernie4_5": ("ernie4_5", {}),
+    "glm4": ("glm4", {}),
+    "hunyuan-dense": ("hunyuan_v1_dense", {}),
 }
 
 _COMMON: dict[str, Any] = {

@@ -15,7 +15,7 @@ from torch import Tensor
 from runtime.errors import SpecDecError
 from runtime.files import stamp_of
 from runtime.gguf import ORIGINAL, BlockType, GGUFTensor, read_gguf
-from runtime.gguf_config import EXPERTS, ROPE_FACTORS, name_of, rows_of, shift_of
+from runtime.gguf_config import EXPERTS, ROPE_FACTORS, SHARED_EXPERT_GATE, name_of, rows_of, shift_of
 from runtime.quantization.mxfp4 import E2M1_TWICE, half_powers
 from runtime.quantization.planning import PrequantizedLayer
 from runtime.quantization.weight import QuantizedWeight, pack_int4, signed
@@ -38,6 +38,8 @@ def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, Pre
             continue  # the config has them
         name, rows, shift = name_of(tensor, config, path), rows_of(tensor, config), shift_of(tensor, config)
         source = replace(_source(tensor), name=name, rows=rows, shift=shift)
+        if name.endswith(f"{SHARED_EXPERT_GATE}.weight"):
+            source = replace(source, shape=(1, source.shape[-1]))
         if tensor.name.split(".")[-2] in EXPERTS:
             experts.setdefault(name, []).append((tensor.type, source))
         elif tensor.type.name in _FLOATS:

@@ -41,7 +41,7 @@ REFUSED: list[tuple[str, Edit]] = [
     ("llama.attention.sliding_window` 4096", with_values(attention__sliding_window=4096)),
     ("llama.attention.value_length` 16", with_values(attention__value_length=16)),
     ("llama.rope.dimension_count` 32", with_values(attention__key_length=64)),
-    ("llama.expert_count` 8", with_values(expert_count=8)),
+    ("llama.expert_shared_count` 1", with_values(expert_shared_count=1)),
     ("llama.expert_used_count` 2", with_values(expert_used_count=2)),
     ("llama.pooling_type` 3", with_values(pooling_type=3)),
     ("llama.rope.scaling.type` yarn", with_values(rope__scaling__type="yarn", rope__scaling__factor=4.0)),

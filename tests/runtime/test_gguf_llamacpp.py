@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from quantized import Q, save_gguf, write_tokenizer
+from quantized import GGUF_FAMILIES, Q, save_gguf, write_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from runtime.compiler.reference import load_original
@@ -60,7 +60,7 @@ def test_linear_scaling_is_llamacpps(tmp_path: Path, tokenizer: PreTrainedTokeni
         assert float((ours[is_scaled] - theirs[not is_scaled]).abs().max()) > 1
 
 
-@pytest.mark.parametrize("architecture", ["qwen3moe", "gemma2", "gemma3", "granite", "smollm3", "olmo2", "ernie4_5"])
+@pytest.mark.parametrize("architecture", GGUF_FAMILIES)
 def test_families_are_llamacpps(architecture: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """Past the windows, where the most probable token is a whole character; after another token they are far away."""
     path, tokens = tmp_path / "model.gguf", [5 + i * 13 % 250 for i in range(130)]
