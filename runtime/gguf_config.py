@@ -181,6 +181,20 @@ def _of_mixtral(model: _Model) -> dict[str, Any]:
     }
 
 
+def _of_gpt_oss(model: _Model) -> dict[str, Any]:
+    """Every other layer sees a window, the first one too. The ranges of its rotary positions are no whole numbers."""
+    num_layers = int(model.get("block_count"))
+    rope = _rope_of(model)
+    return {
+        "num_local_experts": model.get("expert_count"),
+        "num_experts_per_tok": model.get("expert_used_count"),
+        "intermediate_size": model.get("expert_feed_forward_length"),
+        "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)],
+        "sliding_window": model.get("attention.sliding_window"),
+        "rope_parameters": rope | ({"truncate": False} if rope["rope_type"] == "yarn" else {}),
+    }
+
+
 def _of_phi_3(model: _Model) -> dict[str, Any]:
     """A window in all layers, or in none."""
     return {"sliding_window": model.get("attention.sliding_window", 0) or None}
@@ -249,6 +263,8 @@ def _rope_of(model: _Model) -> dict[str, Any]:
     theta, kind = model.get("rope.freq_base", 10000.0), model.find("rope.scaling.type") or "linear"
     factor = model.get("rope.scaling.factor", 0) or model.get("rope.scale_linear", 0) or 1
     factors = model.header.tensors.get(ROPE_FACTORS)
+    if kind == "yarn" and family_in(model.header).has_yarn:
+        return _yarn_rope(model, theta, float(model.get("rope.scaling.factor")))
     if kind not in ("none", "linear"):
         model.refuse("rope.scaling.type")
     if factors is not None:
@@ -258,6 +274,17 @@ def _rope_of(model: _Model) -> dict[str, Any]:
     if kind == "none" or factor == 1:
         return {"rope_type": "default", "rope_theta": theta}
     return {"rope_type": "linear", "rope_theta": theta, "factor": float(factor)}
+
+
+def _yarn_rope(model: _Model, theta: float, factor: float) -> dict[str, Any]:
+    return {
+        "rope_type": "yarn",
+        "rope_theta": theta,
+        "factor": factor,
+        "original_max_position_embeddings": model.get("rope.scaling.original_context_length"),
+        "beta_fast": model.get("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": model.get("rope.scaling.yarn_beta_slow", 1.0),
+    }
 
 
 def _llama3_rope(factors: GGUFTensor, theta: float, path: Path) -> dict[str, Any]:
@@ -313,8 +340,12 @@ class _Family:
     """Offset of the norms' numbers: llama.cpp keeps those of Gemma with the 1 that its model adds."""
     is_partial: bool = False
     """True if positions may turn a part of each head."""
+    has_yarn: bool = False
+    alternates: bool = False
+    """True if of an expert's outputs in the model gates and others alternate, and its weights have inputs first."""
 
 
+SINKS = "self_attn.sinks"
 SHARED_EXPERT_GATE = "mlp.shared_expert_gate"
 """A matrix of one row, which llama.cpp may keep as a vector."""
 EXPERTS = {"ffn_gate_exps": "gate_up_proj", "ffn_up_exps": "gate_up_proj", "ffn_down_exps": "down_proj"}
@@ -328,10 +359,14 @@ _OF_GLM_4_BLOCK = _OF_BLOCK | {
 _OF_HUNYUAN_BLOCK = _OF_BLOCK | {
     "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm",
 }  # fmt: skip
+_OF_GPT_OSS_BLOCK = _OF_BLOCK | {
+    "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router", "attn_sinks": SINKS,
+}  # fmt: skip
 _OF_QWEN_2_MOE_BLOCK = _OF_BLOCK | _WITH_ROUTER | {
     "ffn_gate_inp_shexp": SHARED_EXPERT_GATE, "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }  # fmt: skip
+_OF_YARN = frozenset({"rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"})
 _OF_MIXTURE = frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"})
 _SCALES = frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"})
 _OF_GEMMA_2 = frozenset({"attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"})
@@ -354,6 +389,11 @@ _FAMILIES = {
     "ernie4_5": _Family("ernie4_5"),
     "phi3": _Family("phi3", _of_phi_3, frozenset({"attention.sliding_window"}), _OF_PHI_3_BLOCK, is_partial=True),
     "glm4": _Family("glm4", _of_glm_4, of_block=_OF_GLM_4_BLOCK, is_partial=True),
+    "gpt-oss": _Family(
+        *("gpt_oss", _of_gpt_oss, _OF_MIXTURE | _OF_YARN | {"attention.sliding_window"}, _OF_GPT_OSS_BLOCK),
+        has_yarn=True,
+        alternates=True,
+    ),
     "hunyuan-dense": _Family("hunyuan_v1_dense", of_block=_OF_HUNYUAN_BLOCK),
 }
 _MIXTRAL = _Family("mixtral", _of_mixtral, _OF_MIXTURE, _OF_BLOCK | _WITH_ROUTER, is_interleaved=True)
@@ -380,10 +420,15 @@ def name_of(tensor: GGUFTensor, config: Mapping[str, Any], path: Path) -> str:
     of_block = _family_of(config).of_block
     block, _, inner = layer.removeprefix("blk.").partition(".")
     if layer.startswith("blk.") and block.isdigit() and inner in EXPERTS and "num_experts_per_tok" in config:
-        return f"model.layers.{block}.mlp.experts.{EXPERTS[inner]}"
+        return f"model.layers.{block}.mlp.experts.{EXPERTS[inner]}{'_bias' if part == 'bias' else ''}"
     if layer.startswith("blk.") and block.isdigit() and inner in of_block:
-        return f"model.layers.{block}.{of_block[inner]}.{part}"
+        return f"model.layers.{block}.{of_block[inner]}{'' if of_block[inner] == SINKS else f'.{part}'}"
     raise SpecDecError(f"`{path}` has a tensor that its model has not: {tensor.name}", hint=ORIGINAL)
+
+
+def experts_alternate(config: Mapping[str, Any]) -> bool:
+    """True if of an expert's outputs gates and others alternate (gpt-oss), with its inputs first."""
+    return _family_of(config).alternates
 
 
 def rows_of(tensor: GGUFTensor, config: Mapping[str, Any]) -> tuple[int, ...] | None:

@@ -375,6 +375,13 @@ def gguf_model(architecture: str, vocab_size: int = VOCAB_SIZE) -> PreTrainedMod
         rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
         own = {"attention_bias": True} if architecture == "glm4" else {}
         return make_model(architecture, vocab_size=vocab_size, rope_parameters=rope, **GGUF_SIZES, **own)
+    if architecture == "gpt-oss":
+        rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+        # The range of positions ends at 9, near enough below it: llama.cpp rounds it up, and transformers does not.
+        rope |= {"beta_fast": 32.0, "beta_slow": 1.0001 * 64 / (2 * np.pi * 10000 ** (9 / 32)), "truncate": False}
+        # Small numbers, or the 16 bits of llama.cpp's keys and values make large differences.
+        sizes = GGUF_SIZES | {"intermediate_size": 256, "num_hidden_layers": 2, "initializer_range": 0.05}
+        return make_model(architecture, vocab_size=vocab_size, rope_parameters=rope, **sizes)
     if architecture in ("gemma2", "smollm3"):  # layers of both kinds; every fourth one without positions
         settings = GGUF_SIZES | {"num_hidden_layers": 5}
         layers = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]
@@ -386,7 +393,7 @@ def gguf_model(architecture: str, vocab_size: int = VOCAB_SIZE) -> PreTrainedMod
 
 GGUF_FAMILIES = (
     *("gemma2", "gemma3", "granite", "smollm3", "olmo2", "ernie4_5", "phi3", "glm4", "hunyuan-dense"),
-    *("mixtral", "qwen2moe", "qwen3moe"),
+    *("mixtral", "qwen2moe", "qwen3moe", "gpt-oss"),
 )
 """Families whose files differ from those of Llama, Qwen2 and Qwen3."""
 INTERLEAVED = ("llama", "mixtral", "granite", "smollm3")
@@ -437,12 +444,20 @@ def save_gguf(
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if hasattr(config, "num_experts_per_tok"):
-        writer.add_expert_count(config.num_local_experts if architecture == "mixtral" else config.num_experts)
+        is_local = architecture in ("mixtral", "gpt-oss")
+        writer.add_expert_count(config.num_local_experts if is_local else config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
     if architecture in ("qwen2moe", "qwen3moe"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if architecture == "qwen2moe":
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if architecture == "gpt-oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+        writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_slow(config.rope_parameters["beta_slow"])
     if architecture in ("phi3", "glm4"):
         writer.add_rope_dimension_count(int(64 * config.rope_parameters["partial_rotary_factor"]))
     if architecture == "granite":
@@ -455,7 +470,7 @@ def save_gguf(
         if is_tied and name == "lm_head.weight":
             continue
         weight = tensor.numpy()
-        if weight.ndim == 3:
+        if weight.ndim == 3 or name.endswith("proj_bias"):
             meant[name] = _save_experts(writer, name, weight, (kind, up_kind or kind), rng)
             continue
         if architecture in INTERLEAVED and ("q_proj" in name or "k_proj" in name):
@@ -465,7 +480,8 @@ def save_gguf(
             weight = weight + 1
         stored = kind if weight.ndim == 2 and "embed" not in name else Q.Q8_0 if weight.ndim == 2 else Q.F32
         data = stored_blocks(weight, stored, rng)
-        writer.add_tensor(names.get_name(name, (".weight", ".bias")), data, raw_dtype=stored)
+        stored_name = names.get_name(f"{name}.weight" if name.endswith("sinks") else name, (".weight", ".bias"))
+        writer.add_tensor(stored_name, data, raw_dtype=stored)
         values = gguf.dequantize(data, stored).reshape(weight.shape)
         if architecture in INTERLEAVED and ("q_proj" in name or "k_proj" in name):
             values = _in_halves(values, heads)
@@ -482,17 +498,29 @@ def save_gguf(
 def _save_experts(
     writer: gguf.GGUFWriter, name: str, weight: np.ndarray, kinds: tuple[Q, Q], rng: np.random.Generator
 ) -> torch.Tensor:
-    """Gates and the others in a tensor each; returns both together."""
-    block = f"blk.{name.split('.')[2]}.ffn_"
-    names, parts = ["down"], [weight]
+    """Gates and the others in a tensor each, of which these may come first; returns both together. gpt-oss's alternate,
+    with inputs first, and have biases."""
+    block, is_bias = f"blk.{name.split('.')[2]}.ffn_", name.endswith("_bias")
+    alternate = writer.arch == "gpt-oss"
+    rows = weight.swapaxes(1, 2) if alternate and not is_bias else weight
+    parts = {"down": (rows, kinds[0])}
     if "gate_up" in name:
-        names, parts = ["gate", "up"], [*np.split(weight, 2, axis=1)]
-    values = []
-    for part_name, part, kind in zip(names, parts, kinds, strict=False):
-        data = stored_blocks(np.ascontiguousarray(part).reshape(-1, part.shape[2]), kind, rng)
-        values.append(gguf.dequantize(data, kind).reshape(part.shape))
-        writer.add_tensor(f"{block}{part_name}_exps.weight", data.reshape(*part.shape[:2], -1), raw_dtype=kind)
-    return torch.from_numpy(np.concatenate(values, axis=1))
+        gate, up = (rows[:, ::2], rows[:, 1::2]) if alternate else np.split(rows, 2, axis=1)
+        parts = {"up": (up, kinds[1]), "gate": (gate, kinds[0])}
+    values = {}
+    for part_name, (part, kind) in parts.items():
+        kind = Q.F32 if is_bias else kind
+        data = stored_blocks(np.ascontiguousarray(part).reshape(-1, part.shape[-1]), kind, rng)
+        values[part_name] = gguf.dequantize(data, kind).reshape(part.shape)
+        stored_name = f"{block}{part_name}_exps.{'bias' if is_bias else 'weight'}"
+        writer.add_tensor(stored_name, data.reshape(*part.shape[:-1], -1), raw_dtype=kind)
+    if "down" in values:
+        whole = values["down"]
+    elif alternate:
+        whole = np.stack([values["gate"], values["up"]], axis=2).reshape(rows.shape)
+    else:
+        whole = np.concatenate([values["gate"], values["up"]], axis=1)
+    return torch.from_numpy(np.ascontiguousarray(whole.swapaxes(1, 2) if alternate and not is_bias else whole))
 
 
 def write_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerFast, template: str | None = None) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from runtime.errors import SpecDecError
 from runtime.files import stamp_of
 from runtime.gguf import ORIGINAL, BlockType, GGUFTensor, read_gguf
-from runtime.gguf_config import EXPERTS, ROPE_FACTORS, SHARED_EXPERT_GATE, name_of, rows_of, shift_of
+from runtime.gguf_config import EXPERTS, ROPE_FACTORS, SHARED_EXPERT_GATE, experts_alternate, name_of, rows_of, shift_of
 from runtime.quantization.mxfp4 import E2M1_TWICE, half_powers
 from runtime.quantization.planning import PrequantizedLayer
 from runtime.quantization.weight import QuantizedWeight, pack_int4, signed
@@ -32,7 +32,7 @@ def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, Pre
 
     Embeddings in few bits are among the first: what no linear layer takes is written as the numbers that it means.
     """
-    layers, floats, experts = {}, [], dict[str, list[tuple[BlockType, SourceTensor]]]()
+    layers, floats, experts = {}, [], dict[str, dict[str, tuple[BlockType, SourceTensor]]]()
     for tensor in read_gguf(path).tensors.values():
         if tensor.name == ROPE_FACTORS:
             continue  # the config has them
@@ -40,8 +40,8 @@ def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, Pre
         source = replace(_source(tensor), name=name, rows=rows, shift=shift)
         if name.endswith(f"{SHARED_EXPERT_GATE}.weight"):
             source = replace(source, shape=(1, source.shape[-1]))
-        if tensor.name.split(".")[-2] in EXPERTS:
-            experts.setdefault(name, []).append((tensor.type, source))
+        if (kind := tensor.name.split(".")[-2]) in EXPERTS:
+            experts.setdefault(name, {})[kind] = tensor.type, source
         elif tensor.type.name in _FLOATS:
             floats.append(source)
         elif len(tensor.shape) != 2:
@@ -52,14 +52,21 @@ def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, Pre
         else:
             read = partial(read_blocks, tensor.type)
             layers[source.name.removesuffix(".weight")] = PrequantizedLayer({_BLOCKS: source}, read, "MIXED_PRECISION")
-    return layers, floats + [_experts(name, parts, path) for name, parts in experts.items()]
+    alternate = experts_alternate(config)
+    made = [
+        _experts(name, [parts[kind] for kind in EXPERTS if kind in parts], path, alternate=alternate)
+        for name, parts in experts.items()
+    ]
+    return layers, floats + made
 
 
 @dataclass(frozen=True)
 class ExpertBlocks:
-    """Numbers of all experts of a layer, of tensors that lie one below the other in each: gates and the others."""
+    """Numbers of all experts of a layer, of tensors whose outputs lie one below the other in each: gates and the
+    others. Where these `alternate`, the numbers have inputs first."""
 
     kinds: tuple[BlockType, ...]
+    alternate: bool = False
 
     @property
     def can_be_kept(self) -> bool:
@@ -71,14 +78,19 @@ class ExpertBlocks:
         weights = [read_blocks(self.kinds[0], {_BLOCKS: part.flatten(0, 1)}) for part in parts.values()]
         by_expert = 0, (next(iter(parts.values())).shape[0], -1)
         rows = {
-            name: torch.cat([torch.unflatten(one.by_output()[name], *by_expert) for one in weights], 1).flatten(0, 1)
+            name: self._joined([torch.unflatten(one.by_output()[name], *by_expert) for one in weights]).flatten(0, 1)
             for name in weights[0].by_output()
         }
         return replace(weights[0], **rows)
 
     def __call__(self, *parts: Tensor) -> Tensor:
-        """(experts, outputs, inputs): the numbers, in bfloat16 where they are in few bits."""
-        return torch.cat([_numbers(kind, part) for kind, part in zip(self.kinds, parts, strict=True)], 1)
+        """(experts, outputs, inputs), or of biases (experts, outputs): the numbers, in bfloat16 where they are in few
+        bits."""
+        numbers = self._joined([_numbers(kind, part) for kind, part in zip(self.kinds, parts, strict=True)])
+        return numbers.mT.contiguous() if self.alternate and numbers.dim() == 3 else numbers
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        return torch.stack(parts, 2).flatten(1, 2) if self.alternate else torch.cat(parts, 1)
 
 
 def _numbers(kind: BlockType, part: Tensor) -> Tensor:
@@ -93,18 +105,29 @@ def _num_numbers(kind: BlockType, stored: int) -> int:
     return stored if kind.name in _FLOATS else stored // kind.num_bytes * kind.num_numbers
 
 
-def _experts(name: str, parts: list[tuple[BlockType, SourceTensor]], path: Path) -> SourceTensor:
+def _experts(name: str, parts: list[tuple[BlockType, SourceTensor]], path: Path, *, alternate: bool) -> SourceTensor:
     """The experts as a parameter of the model; SpecDecError where their tensors do not fit each other."""
     kinds, sources = tuple(kind for kind, _ in parts), tuple(source for _, source in parts)
-    shapes = [(*one.shape[:2], _num_numbers(kind, one.shape[2])) for kind, one in parts if len(one.shape) == 3]
-    if len(shapes) != len(parts) or len({(experts, inputs) for experts, _, inputs in shapes}) != 1:
+    num_dims = 2 if name.endswith("_bias") else 3
+    shapes = [
+        (*one.shape[:2], *(_num_numbers(kind, size) for size in one.shape[2:]))
+        for kind, one in parts
+        if len(one.shape) == num_dims and (num_dims == 3 or kind.name in _FLOATS)
+    ]
+    forms = {(shape[0], *shape[2:]) for shape in shapes} | ({shape[1] for shape in shapes} if alternate else set())
+    if len(shapes) != len(parts) or len(forms) != (2 if alternate else 1):
         raise SpecDecError(
             f"the tensors of `{name}` do not fit each other: {[list(one.shape) for one in sources]}: {path}",
             hint="download it again",
         )
-    shape = (shapes[0][0], sum(outputs for _, outputs, _ in shapes), shapes[0][2])
+    outputs = sum(shape[1] for shape in shapes)
+    shape = (shapes[0][0], outputs, *shapes[0][2:])
+    if alternate and num_dims == 3:
+        shape = (shape[0], shape[2], shape[1])
     dtype = _FLOATS.get(kinds[0].name, torch.bfloat16)
-    return replace(sources[0], name=name, shape=shape, dtype=dtype, made_of=sources, make=ExpertBlocks(kinds))
+    return replace(
+        sources[0], name=name, shape=shape, dtype=dtype, made_of=sources, make=ExpertBlocks(kinds, alternate)
+    )
 
 
 def _source(tensor: GGUFTensor) -> SourceTensor:
