@@ -195,6 +195,19 @@ def _of_gpt_oss(model: _Model) -> dict[str, Any]:
     }
 
 
+def _of_mistral_3(model: _Model) -> dict[str, Any]:
+    """Queries whose temperature changes with every original context, and yarn, of which the config speaks too."""
+    rope = _rope_of(model)
+    if rope["rope_type"] != "yarn":
+        raise SpecDecError(f"GGUF models of `mistral3` without yarn are not read: {model.path}", hint=ORIGINAL)
+    own = {
+        "mscale": 1.0,
+        "mscale_all_dim": model.get("rope.scaling.yarn_log_multiplier", 0.0),
+        "llama_4_scaling_beta": model.get("attention.temperature_scale", 0.0),
+    }
+    return {"rope_parameters": rope | own, "sliding_window": None}
+
+
 def _of_phi_3(model: _Model) -> dict[str, Any]:
     """A window in all layers, or in none."""
     return {"sliding_window": model.get("attention.sliding_window", 0) or None}
@@ -375,12 +388,12 @@ _OF_GEMMA_3 = frozenset({
 })  # fmt: skip
 _FAMILIES = {
     "llama": _Family("llama", _of_llama, is_interleaved=True),
-    "qwen2": _Family("qwen2"),
-    "qwen3": _Family("qwen3"),
+    "qwen2": _Family("qwen2", used=_OF_YARN, has_yarn=True),
+    "qwen3": _Family("qwen3", used=_OF_YARN, has_yarn=True),
     "qwen2moe": _Family(
         "qwen2_moe", _of_qwen2_moe, _OF_MIXTURE | {"expert_shared_feed_forward_length"}, _OF_QWEN_2_MOE_BLOCK
     ),
-    "qwen3moe": _Family("qwen3_moe", _of_qwen3_moe, _OF_MIXTURE, _OF_BLOCK | _WITH_ROUTER),
+    "qwen3moe": _Family(*("qwen3_moe", _of_qwen3_moe, _OF_MIXTURE | _OF_YARN, _OF_BLOCK | _WITH_ROUTER), has_yarn=True),
     "gemma2": _Family("gemma2", _of_gemma_2, _OF_GEMMA_2, _OF_GEMMA_BLOCK, shift=-1.0),
     "gemma3": _Family("gemma3_text", _of_gemma_3, _OF_GEMMA_3, _OF_GEMMA_BLOCK, shift=-1.0),
     "granite": _Family("granite", _of_granite, _SCALES, is_interleaved=True),
@@ -389,6 +402,11 @@ _FAMILIES = {
     "ernie4_5": _Family("ernie4_5"),
     "phi3": _Family("phi3", _of_phi_3, frozenset({"attention.sliding_window"}), _OF_PHI_3_BLOCK, is_partial=True),
     "glm4": _Family("glm4", _of_glm_4, of_block=_OF_GLM_4_BLOCK, is_partial=True),
+    "mistral3": _Family(
+        *("ministral3", _of_mistral_3, _OF_YARN | {"rope.scaling.yarn_log_multiplier", "attention.temperature_scale"}),
+        is_interleaved=True,
+        has_yarn=True,
+    ),
     "gpt-oss": _Family(
         *("gpt_oss", _of_gpt_oss, _OF_MIXTURE | _OF_YARN | {"attention.sliding_window"}, _OF_GPT_OSS_BLOCK),
         has_yarn=True,

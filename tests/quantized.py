@@ -375,8 +375,11 @@ def gguf_model(architecture: str, vocab_size: int = VOCAB_SIZE) -> PreTrainedMod
         rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
         own = {"attention_bias": True} if architecture == "glm4" else {}
         return make_model(architecture, vocab_size=vocab_size, rope_parameters=rope, **GGUF_SIZES, **own)
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    if architecture == "mistral3":
+        rope |= {"beta_slow": 1.5, "mscale": 1.0, "mscale_all_dim": 0.8, "llama_4_scaling_beta": 0.3}
+        return make_model(architecture, vocab_size=vocab_size, rope_parameters=rope, **GGUF_SIZES)
     if architecture == "gpt-oss":
-        rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
         # The range of positions ends at 9, near enough below it: llama.cpp rounds it up, and transformers does not.
         rope |= {"beta_fast": 32.0, "beta_slow": 1.0001 * 64 / (2 * np.pi * 10000 ** (9 / 32)), "truncate": False}
         # Small numbers, or the 16 bits of llama.cpp's keys and values make large differences.
@@ -393,10 +396,10 @@ def gguf_model(architecture: str, vocab_size: int = VOCAB_SIZE) -> PreTrainedMod
 
 GGUF_FAMILIES = (
     *("gemma2", "gemma3", "granite", "smollm3", "olmo2", "ernie4_5", "phi3", "glm4", "hunyuan-dense"),
-    *("mixtral", "qwen2moe", "qwen3moe", "gpt-oss"),
+    *("mistral3", "mixtral", "qwen2moe", "qwen3moe", "gpt-oss"),
 )
 """Families whose files differ from those of Llama, Qwen2 and Qwen3."""
-INTERLEAVED = ("llama", "mixtral", "granite", "smollm3")
+INTERLEAVED = ("llama", "mixtral", "mistral3", "granite", "smollm3")
 """Families of which llama.cpp's conversion reorders queries and keys."""
 _STORED_AS = {"mixtral": "llama"}
 _SCALES = {
@@ -454,6 +457,10 @@ def save_gguf(
     if architecture == "gpt-oss":
         writer.add_expert_feed_forward_length(config.intermediate_size)
         writer.add_sliding_window(config.sliding_window)
+    if architecture == "mistral3":
+        writer.add_rope_scaling_yarn_log_mul(config.rope_parameters["mscale_all_dim"])
+        writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
+    if config.rope_parameters.get("rope_type") == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(config.rope_parameters["factor"])
         writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])

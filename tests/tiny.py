@@ -236,6 +236,7 @@ _UNCUT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ernie4_5": ("ernie4_5", {}),
     "glm4": ("glm4", {}),
+    "mistral3": ("ministral3", {}),
     "hunyuan-dense": ("hunyuan_v1_dense", {}),
 }
 

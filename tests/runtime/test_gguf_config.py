@@ -8,6 +8,7 @@ from typing import Any
 import gguf
 import pytest
 from llamacpp_tokens import write_file
+from quantized import Q, save_gguf
 from sentences import Said
 
 from runtime.compiler.pretrained import parse_language_model
@@ -84,6 +85,16 @@ def test_value_that_is_missing_is_named(key: str, tmp_path: Path) -> None:
 
     with pytest.raises(SpecDecError, match=rf"lacks a value of its model: llama\.{key}"):
         config_of(write_file(tmp_path / "model.gguf", 4, write))
+
+
+def test_ministral_without_yarn_is_refused(tmp_path: Path, said: Said) -> None:
+    path = tmp_path / "model.gguf"
+    save_gguf(
+        path, Q.F32, architecture="mistral3", edit=lambda writer: writer.kv_data[0].pop("mistral3.rope.scaling.type")
+    )
+    with pytest.raises(SpecDecError) as error:
+        config_of(path)
+    said(error, "`mistral3`")
 
 
 @pytest.mark.parametrize("name", ["eos_token_id", "bos_token_id"])

@@ -60,11 +60,20 @@ def test_linear_scaling_is_llamacpps(tmp_path: Path, tokenizer: PreTrainedTokeni
         assert float((ours[is_scaled] - theirs[not is_scaled]).abs().max()) > 1
 
 
-@pytest.mark.parametrize("architecture", GGUF_FAMILIES)
-def test_families_are_llamacpps(architecture: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def write_yarn(writer: gguf.GGUFWriter, *, tokenizer: PreTrainedTokenizerFast) -> None:
+    write_tokenizer(writer, tokenizer)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(FACTOR)
+    writer.add_rope_scaling_orig_ctx_len(64)
+
+
+@pytest.mark.parametrize(("architecture", "has_yarn"), [*((name, False) for name in GGUF_FAMILIES), ("qwen3", True)])
+def test_families_are_llamacpps(
+    architecture: str, has_yarn: bool, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     """Past the windows, where the most probable token is a whole character; after another token they are far away."""
     path, tokens = tmp_path / "model.gguf", [5 + i * 13 % 250 for i in range(130)]
-    write = partial(write_tokenizer, tokenizer=tokenizer)
+    write = partial(write_yarn if has_yarn else write_tokenizer, tokenizer=tokenizer)
     save_gguf(path, Q.F32, architecture=architecture, vocab_size=len(tokenizer), edit=write)
     with torch.inference_mode():
         ours = load_original(path, torch.float32)(torch.tensor([tokens])).logits[0].log_softmax(-1)
