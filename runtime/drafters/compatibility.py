@@ -12,6 +12,9 @@ from runtime.errors import SpecDecError, SpecDecWarning, draft_engine_errors
 from runtime.text import tokenizer_digest, tokenizer_of_engine
 from runtime.tokenizer import Tokenizer
 
+Tokenizers = tuple[Tokenizer, Tokenizer]
+"""The draft model's and the target's."""
+
 
 @dataclass(frozen=True)
 class TargetIdentity:
@@ -50,11 +53,11 @@ def check_corpus(corpus: Corpus, tokenizer: Tokenizer | None, target_vocab_size:
         warnings.warn("corpus and target cannot be compared: the engine has no tokenizer", SpecDecWarning, stacklevel=2)
 
 
-def check_draft_engine(draft: Bundle, target: TargetIdentity) -> None:
-    """SpecDecError unless draft and target model mean the same by every token id.
+def check_draft_engine(draft: Bundle, target: TargetIdentity, *, use_logits: bool) -> Tokenizers | None:
+    """None if draft and target model mean the same by every token id, or the tokenizers to translate drafts by.
 
-    Their tokenizers must have the same content; the models' own vocabularies may be padded to different sizes. Without
-    tokenizers to compare, the sizes must be equal.
+    The models' own vocabularies may be padded to different sizes. Without tokenizers to compare, the sizes must be
+    equal. SpecDecError where they are not, or drafts by probabilities would have to be translated.
     """
     if draft.directory.resolve() == target.bundle.directory.resolve():
         warnings.warn(
@@ -75,18 +78,25 @@ def check_draft_engine(draft: Bundle, target: TargetIdentity) -> None:
         warnings.warn(
             "draft and target model cannot be compared: an engine has no tokenizer", SpecDecWarning, stacklevel=2
         )
-        return
+        return None
     if _same_file(draft.directory / "tokenizer.json", target.tokenizer_dir / "tokenizer.json"):
-        return
+        return None
     vocabulary, target_vocabulary = tokenizer.get_vocab(), target.tokenizer.get_vocab()
-    if vocabulary != target_vocabulary:
-        differing = [token for token, i in vocabulary.items() if target_vocabulary.get(token) != i]
-        example = f", for one {min(differing, key=vocabulary.__getitem__)!r}" if differing else ""
+    if vocabulary == target_vocabulary:
+        return None
+    differing = [token for token, i in vocabulary.items() if target_vocabulary.get(token) != i]
+    example = f", for one {min(differing, key=vocabulary.__getitem__)!r}" if differing else ""
+    said = (
+        f"draft and target model have different tokenizers: {len(vocabulary)} tokens in {draft.directory}, "
+        f"{len(target_vocabulary)} in {target.tokenizer_dir}; {len(differing)} of the draft's differ{example}"
+    )
+    if use_logits:
         raise SpecDecError(
-            f"draft and target model have different tokenizers: {len(vocabulary)} tokens in {draft.directory}, "
-            f"{len(target_vocabulary)} in {target.tokenizer_dir}; {len(differing)} of the draft's differ{example}",
-            hint="use a draft model with the target's own tokenizer",
+            f"{said}; drafts by probabilities need the target's own",
+            hint="without `use_logits` drafts are translated by their text",
         )
+    warnings.warn(f"drafts are translated by their text: {said}", SpecDecWarning, stacklevel=2)
+    return tokenizer, target.tokenizer
 
 
 def _same_file(a: Path, b: Path) -> bool:

@@ -9,12 +9,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from runtime.bundle import Bundle, read_bundle
+from runtime.bundle import read_bundle
 from runtime.compiler.profile_steps import costs_when_asked_for
 from runtime.config import EngineConfig
 from runtime.costs import CostModel
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import BestOf, DraftingModel
+from runtime.drafters.compatibility import Tokenizers
 from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.custom import GuardedDrafter
 from runtime.drafters.draft_target import DraftModel
@@ -24,6 +25,7 @@ from runtime.drafters.protocol import Drafter, check_request, look_ahead
 from runtime.drafters.self_draft import SelfDraft
 from runtime.drafters.specs import DraftTargetDrafter, HeadDrafter, SelfDrafter
 from runtime.drafters.speculation import Speculation
+from runtime.drafters.translated import TranslatedDraftModel
 from runtime.drafters.under_grammar import UnderGrammar
 from runtime.engine import Engine, KVCacheConfig
 from runtime.errors import SpecDecWarning, draft_engine_errors
@@ -80,7 +82,8 @@ class Opening:
     costs: CostModel | None
     kv_cache: KVCacheConfig
     find_engine: FindEngine
-    check_draft_engine: Callable[[Bundle], None]
+    check_draft_engine: Callable[..., Tokenizers | None]
+    """`runtime.drafters.compatibility`, of this target."""
     end_ids: frozenset[int] = frozenset()
     """The target's."""
     stack: ExitStack = field(default_factory=ExitStack)
@@ -111,15 +114,17 @@ def open_drafter(speculation: Speculation, opening: Opening) -> Iterator[OpenDra
 def open_draft_model(spec: DraftTargetDrafter, opening: Opening) -> OpenDrafter:
     with draft_engine_errors():
         bundle = read_bundle(opening.find_engine(spec.model))
-    opening.check_draft_engine(bundle)
+    tokenizers = opening.check_draft_engine(bundle, use_logits=spec.use_logits)
     with draft_engine_errors():
         engine = opening.stack.enter_context(Engine.of_bundle(bundle, spec.device_ids, opening.kv_cache))
         draft_costs = None
         if opening.costs is not None:
             engine.config = costs_when_asked_for(bundle, engine)
             draft_costs = CostModel(engine.config.step_costs, engine.config.host_s)
-    model = DraftModel(engine, opening.engine.config.vocab_size, use_logits=spec.use_logits)
-    return OpenDrafter(opening.adapted(model, draft_costs), spec.max_draft_len, draft_model=model)
+    vocab_size = opening.engine.config.vocab_size if tokenizers is None else engine.config.vocab_size
+    model = DraftModel(engine, vocab_size, use_logits=spec.use_logits)
+    drafter = model if tokenizers is None else TranslatedDraftModel(model, *tokenizers)
+    return OpenDrafter(opening.adapted(drafter, draft_costs), spec.max_draft_len, draft_model=model)
 
 
 def open_self_draft(spec: SelfDrafter, opening: Opening) -> OpenDrafter:

@@ -217,7 +217,7 @@ class SuffixDrafter(LookupDrafter):
 
 @dataclass(frozen=True)
 class DraftTargetDrafter(DrafterSpec):
-    """A draft model with the target's tokenizer (`runtime.drafters.draft_target`).
+    """A draft model (`runtime.drafters.draft_target`), one with another tokenizer than the target's included.
 
     `model` is a model's directory, hub id or shipped name, or an engine's directory. `use_logits` chooses rejection
     sampling over comparing tokens, where requests sample. `device_ids`: one for each rank of its engine; None: the

@@ -92,7 +92,7 @@ def answer(
 def answer_by(engine: PricedEngine, questions: Iterable[tuple[str, Request]], name: str) -> dict[str, Answers]:
     settings, chooses_lengths = DRAFTERS[name]
     costs = engine.costs if chooses_lengths else None
-    opening = Opening(engine, costs, KVCacheConfig(), lambda model: Path(model), lambda bundle: None)
+    opening = Opening(engine, costs, KVCacheConfig(), lambda model: Path(model), lambda bundle, use_logits: None)
     with open_drafter(settings, opening) as opened:
         return answer(engine, questions, opened)
 

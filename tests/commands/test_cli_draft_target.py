@@ -199,7 +199,10 @@ def test_tokenizer_dir_is_what_the_draft_models_tokenizer_is_compared_with(
     other_tokenizer.save_pretrained(tmp_path / "other")
     arguments = [*draft_model(draft_engine_dir), "--max-output-len", 3, "--tokenizer-dir"]
     assert run(*arguments, tmp_path / "same").exit_code == 0
-    refused = run(*arguments, tmp_path / "other")
+    translated = run(*arguments, tmp_path / "other")
+    assert translated.exit_code == 0 and "drafts are translated by their text" in translated.stderr
+    by_probs = [*draft_model(draft_engine_dir, "[4,[0],[0],True]"), "--tokenizer-dir", tmp_path / "other"]
+    refused = run(*by_probs, "--temperature", 0.8)
     assert refused.exit_code == 1
     said(refused, "300", draft_engine_dir, "280", tmp_path / "other")
 

@@ -486,11 +486,11 @@ DRAFTERS = [
         RUN + drafting("draft"), 1, "draft/tokenizer.json", damage=truncated("draft/tokenizer.json")
     ),
     case(
-        RUN + drafting("draft-other"), 1, "280", "300",
+        RUN + drafting("draft-other", "[4,[0],[0],True]"), 1, "280", "300",
     ),
-    case(SUMMARIZE + drafting("draft-other"), 1, "280", "300"),
+    case(SUMMARIZE + drafting("draft-other", "[4,[0],[0],True]"), 1, "280", "300"),
     case(
-        RUN + drafting("draft"), 1, "300",
+        RUN + drafting("draft", "[4,[0],[0],True]"), 1, "300",
         "2",
         damage=swapped_and_recorded,
     ),

@@ -1,0 +1,153 @@
+"""Drafts of a model with another tokenizer, by their text (universal assisted generation, arXiv 2502.05202, as far as
+tokens are compared).
+
+The sequence's text is written in the draft model's tokens, and what this drafts in the target's. Both tokenizers cut a
+text at single spaces between words, so no more is written again than from the beginning of the last word: a token that
+ends there may be another one with what follows. The target verifies the result like any draft, by its own tokens.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+
+from runtime.drafters.draft_target import DraftModel
+from runtime.request import Draft, Request, Sequence
+from runtime.token_text import Texts, texts_after, token_bytes
+from runtime.tokenizer import Tokenizer
+
+
+@dataclass
+class _Written:
+    """A text in a tokenizer's tokens: what of the text ends with each of them."""
+
+    tokens: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+
+    def num_before(self, place: int) -> int | None:
+        """Number of tokens that are the text before this place; None where one goes beyond it."""
+        num = sum(end <= place for end in self.ends)
+        return num if (self.ends[num - 1] if num else 0) == place else None
+
+
+@dataclass
+class _Translated:
+    """A request in both languages. `texts` goes on where `text` ends."""
+
+    texts: Texts
+    draft_request: Request
+    text: str = ""
+    own: _Written = field(default_factory=_Written)
+    draft: _Written = field(default_factory=_Written)
+
+
+class TranslatedDraftModel:
+    """Drafts of `model`, whose tokenizer is `draft_tokenizer`, in the tokens of `tokenizer`; greedy ones."""
+
+    def __init__(self, model: DraftModel, draft_tokenizer: Tokenizer, tokenizer: Tokenizer) -> None:
+        self.model, self.tokenizer, self.draft_tokenizer = model, tokenizer, draft_tokenizer
+        end_id = draft_tokenizer.eos_token_id
+        self._end_ids = frozenset() if end_id is None else frozenset({end_id})
+        self._translated: dict[int, _Translated] = {}
+
+    def check_request(self, request: Request) -> None:
+        """SpecDecError if the draft engine has no room for the prompt. Where it has none for the output, drafts end."""
+        prompt = self._begin(request).draft.tokens
+        self.model.check_request(replace(request.with_prompt(request.id, prompt), max_new_tokens=1))
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        translated = [self._followed(sequence) for sequence in sequences]
+        there = [Sequence(one.draft_request, list(one.draft.tokens)) for one in translated]
+        drafted = [draft.tokens for draft in self.model.propose(there, max_draft_len)]
+        tokens = map(self._in_own_tokens, translated, drafted)
+        return [Draft(t[: min(max_draft_len, s.max_draft_len)]) for t, s in zip(tokens, sequences, strict=True)]
+
+    def forget(self, request_id: int) -> None:
+        self._translated.pop(request_id, None)
+        self.model.forget(request_id)
+
+    def _begin(self, request: Request) -> _Translated:
+        made = _Translated(texts_after(self.tokenizer, []), request)
+        self._read(made, request.prompt_tokens)
+        self._write_anew(made)
+        # It drafts as long as its engine has room, whatever the budget is in its tokens.
+        engine, prompt = self.model.engine, tuple(made.draft.tokens)
+        room = min(engine.config.build_config.max_request_len, engine.num_cache_tokens) - len(prompt)
+        made.draft_request = Request(request.id, prompt, max(room, 1), self._end_ids)
+        return made
+
+    def _followed(self, sequence: Sequence) -> _Translated:
+        """The sequence in both languages, as far as it is now."""
+        request = sequence.request
+        one = self._translated.get(request.id)
+        if one is None:
+            one = self._translated[request.id] = self._begin(request)
+        start = len(one.text)
+        self._read(one, sequence.tokens[len(one.own.tokens) :])
+        self._write(one, start)
+        return one
+
+    def _read(self, one: _Translated, tokens: Seq[int]) -> None:
+        for token in tokens:
+            one.text += one.texts.add(token)
+            one.own.tokens.append(token)
+            one.own.ends.append(len(one.text))
+
+    def _write(self, one: _Translated, known: int) -> None:
+        """Write what is new of the text, of which `known` characters were written before."""
+        place = _last_word(one.text, known)
+        num_kept = None if place is None else one.draft.num_before(place)
+        if place is None or num_kept is None:
+            return self._write_anew(one)
+        kept = _Written(one.draft.tokens[:num_kept], one.draft.ends[:num_kept])
+        one.draft = self._read_back(kept, _encode_within(self.draft_tokenizer, one.text[place:]) or [], place)
+        return None
+
+    def _write_anew(self, one: _Translated) -> None:
+        tokens = self.draft_tokenizer(one.text, verbose=False)["input_ids"]
+        while tokens and tokens[-1] in self._end_ids:  # as some tokenizers close a text
+            tokens = tokens[:-1]
+        one.draft = self._read_back(_Written(), tokens, 0)
+
+    def _read_back(self, kept: _Written, tokens: Seq[int], place: int) -> _Written:
+        texts, ends = texts_after(self.draft_tokenizer, kept.tokens), []
+        for token in tokens:
+            place += len(texts.add(token))
+            ends.append(place)
+        return _Written([*kept.tokens, *tokens], [*kept.ends, *ends])
+
+    def _in_own_tokens(self, one: _Translated, drafted: list[int]) -> list[int]:
+        """The drafted text in the target's tokens, after those that are there; none where it has no such tokens."""
+        texts = texts_after(self.draft_tokenizer, one.draft.tokens)
+        added = "".join(map(texts.add, drafted))
+        if not added:
+            return []
+        place = _last_word(one.text, len(one.text))
+        num_before = None if place is None else one.own.num_before(place)
+        if place is not None and num_before is not None:
+            there = one.own.tokens[num_before:]
+            again = _encode_within(self.tokenizer, one.text[place:] + added) or []
+            if again[: len(there)] == there:
+                return again[len(there) :]
+        return _encode_within(self.tokenizer, added) or []
+
+
+def _last_word(text: str, end: int) -> int | None:
+    """Place of the last single space before `end` that stands between two words; None without one."""
+    place = text.rfind(" ", 0, end)
+    while place > 0:
+        if not text[place - 1].isspace() and not text[place + 1 : place + 2].isspace() and place + 1 < len(text):
+            return place
+        place = text.rfind(" ", 0, place)
+    return None
+
+
+def _encode_within(tokenizer: Tokenizer, text: str) -> list[int] | None:
+    """The tokens of a text that goes on from another.
+
+    None for one that begins within a word, where a tokenizer takes every text to begin with a space.
+    """
+    of_token = token_bytes(tokenizer)
+    if of_token is None or not of_token.drops_space:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    if not text.startswith(" "):
+        return None
+    return list(tokenizer(text[1:], add_special_tokens=False, verbose=False)["input_ids"])
