@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
+from runtime.config import DraftOutput
 from runtime.errors import SpecDecError
 from runtime.heads.head_config import is_head, read_head
 
@@ -151,6 +152,32 @@ def test_drafts_are_transformers(
         with torch.no_grad():
             states = target.get_decoder()(torch.tensor([tokens[:-1]]), use_cache=False).last_hidden_state[0]
         assert draft == reference_drafts(forward, tokens, states, len(draft)), tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("qformat", [None, "int8"])
+def test_ids_that_are_chosen_for_drafts(
+    qformat: Any, published: tuple[Path, PreTrainedModel], target: PreTrainedModel, forward: Forward, make_engine: Any
+) -> None:
+    """Drafts of a quantized output layer differ now and then, and have no other ids."""
+    ids = tuple(i for i in range(32) if i % 3)
+    build = {"draft_output": DraftOutput(qformat, len(ids)), "draft_ids": ids, "head_dir": published[0]}
+    states = (target.config.num_hidden_layers,)
+    mtp = drafter(make_engine(target, hidden_states=states, compiler="aot", **build), published[0])
+    assert answer(mtp.engine, "leader", make_requests(), mtp) == expected(target)
+    outside = torch.ones(32).index_fill(0, torch.tensor(ids), 0).bool()
+
+    def among_ids(ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        outputs, logits = forward(ids, states)
+        return outputs, logits.masked_fill(outside, -torch.inf)
+
+    num_equal = 0
+    for tokens, draft in mtp.seen:
+        with torch.no_grad():
+            states_of = target.get_decoder()(torch.tensor([tokens[:-1]]), use_cache=False).last_hidden_state[0]
+        num_equal += draft == reference_drafts(among_ids, tokens, states_of, len(draft))
+        assert set(draft) <= set(ids)
+    assert len(mtp.seen) > 50 and num_equal >= (0.8 if qformat else 1) * len(mtp.seen)
 
 
 def test_config_says_that_there_is_a_head(published: tuple[Path, PreTrainedModel], target: PreTrainedModel) -> None:
