@@ -67,6 +67,8 @@ class Split:
         """Cut of the layer's tensor of this name; None: each rank holds all of it."""
         if self.cuts:
             return dict(self.cuts).get(part)
+        if part == "weight_book":
+            return None
         if self.kind not in ("inputs", "own_inputs"):
             return None if part == "weight_order" else _OUTPUTS
         return None if part == "bias" else _INPUTS

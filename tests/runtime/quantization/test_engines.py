@@ -16,6 +16,7 @@ from quantized import (
     save_compressed,
     save_gguf,
     save_gptq,
+    save_nvfp4,
     small_model,
     stored_blocks,
     write_tokenizer,
@@ -55,6 +56,8 @@ def make_checkpoint(
         precision = QuantConfig(source, 32, quantize_lm_head=source == "int8", activations=activations)  # type: ignore[arg-type]
     elif source == "AWQ":
         save_awq(model, 32)
+    elif source == "NVFP4":
+        save_nvfp4(model)
     elif source == "GPTQ":
         save_gptq(model, 4, 32, desc_act=True)
     elif source in Q.__members__:
@@ -184,7 +187,7 @@ def test_quantized_weights_without_kernels_are_told_to_be_slow(tmp_path: Path, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["int8", "int4", "compressed-tensors"])
+@pytest.mark.parametrize("source", ["int8", "int4", "NVFP4", "compressed-tensors"])
 def test_split_engine_computes_what_the_quantized_weights_mean(source: str, tmp_path: Path, kernels: Path) -> None:
     model = plain_model(make_checkpoint(source, tmp_path), tmp_path / "checkpoint")
     (tmp_path / "checkpoint").rename(tmp_path / "whole")

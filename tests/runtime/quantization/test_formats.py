@@ -93,6 +93,7 @@ COMPRESSED: list[tuple[str, str, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("layout", "weights", "algorithm"), [case[1:] for case in COMPRESSED], ids=[case[0] for case in COMPRESSED]
@@ -155,6 +156,7 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], Callable[..., Meant]]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_experts_stay_in_the_bits_of_the_file(kind: str, tmp_path: Path) -> None:
     """A file has each expert's layers, and the model one weight of all experts, put together as by transformers."""
@@ -233,6 +235,7 @@ GGUF_CASES = [("llama", kind) for kind in KINDS] + [
 GGUF_CASES += [(family, Q.F16) for family in GGUF_FAMILIES if "gemma" not in family]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:the file has no tokenizer")
 @pytest.mark.parametrize(("architecture", "kind"), GGUF_CASES, ids=[f"{name} {kind.name}" for name, kind in GGUF_CASES])
 def test_gguf_means_what_its_package_says(kind: Q, architecture: str, tmp_path: Path) -> None:
@@ -267,6 +270,7 @@ def test_gguf_in_several_files_is_one_model(tmp_path: Path) -> None:
     assert all(torch.equal(weights[name], tensor) for name, tensor in meant.items())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("architecture", GGUF_FAMILIES)
 def test_model_of_a_gguf_is_the_one_it_was_made_of(architecture: str, tmp_path: Path) -> None:
     """Past the windows, by the config that its metadata stand for."""
