@@ -183,6 +183,15 @@ def test_experts_stay_in_the_bits_of_the_file(kind: str, tmp_path: Path) -> None
     assert outputs == [hf_greedy(model.float(), prompt, 24) for prompt in prompts]
 
 
+def test_every_rank_has_the_whole_code_book(tmp_path: Path) -> None:
+    meant = save_nvfp4(tmp_path / "model")
+    run_convert(tmp_path / "model", tmp_path / "out", tp_size=2)
+    ranks = [take_quantized(load_file(tmp_path / "out" / f"rank{rank}.safetensors")) for rank in range(2)]
+    for part, dimension in (("self_attn.q_proj", 0), ("mlp.down_proj", 1)):
+        name = f"model.layers.0.{part}"
+        assert torch.equal(torch.cat([rank[name].dequantize() for rank in ranks], dimension), meant[name])
+
+
 @pytest.mark.parametrize(
     "save",
     [partial(save_bitsandbytes, kind="nf4", is_nested=True), partial(save_bitsandbytes, kind="fp4")],

@@ -50,6 +50,7 @@ def test_a_checkpoint_has_the_numbers_in_the_bits_of_the_file(tmp_path: Path) ->
     checkpoint = convert(tmp_path / "model", tmp_path / "out", None, replace=False, progress=lambda *_: None)
     assert checkpoint.quantization is not None and checkpoint.quantization.quant_algo == "W4A16_MXFP4"
     written = load_file(tmp_path / "out" / "rank0.safetensors")
+    assert written[f"{EXPERTS}.weight_book"].tolist()[:8] == [0, 1, 2, 3, 4, 6, 8, 12]
     kept = take_quantized(written)
     assert len(kept) == 4 and all(weight.values.dtype == torch.uint8 for weight in kept.values())
     numbers = {name: weight.dequantize(torch.bfloat16) for name, weight in kept.items()} | written
