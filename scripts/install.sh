@@ -34,8 +34,13 @@ if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
 fi
 .venv/bin/python -m runtime.compiler.kernel_library 2> .venv/kernels.log & # needs torch alone
 kernels=$!
+# uv takes a quarter of pip's time; where it does not reach the packages, pip may know another index.
+install_rest() {
+    if command -v uv > /dev/null && uv pip install --quiet --python .venv/bin/python "$@"; then return; fi
+    .venv/bin/pip install --quiet "$@"
+}
 step "specdec and what it needs${1:+, with $1}, about 100 MB to download" \
-    .venv/bin/pip install --quiet --constraint constraints.txt --editable ".${1:-}"
+    install_rest --constraint constraints.txt --editable ".${1:-}"
 until_compiled() { while kill -0 "$kernels" 2>/dev/null; do sleep 0.2; done; }
 step "kernels for this processor" until_compiled
 wait "$kernels" || echo "not compiled, the first engine will say why: $(tail -n 1 .venv/kernels.log)" >&2
