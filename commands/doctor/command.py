@@ -78,6 +78,8 @@ def doctor(
     has_prompts = bool(inputs.input_text) or inputs.input_file is not None
     prompts = read_prompts(inputs.input_text or [], inputs.input_file) if has_prompts else None
     choice = choice.checked()
+    if prompts is None or any(prompt.text is not None for prompt in prompts):
+        choice.check_tokenizer()
 
     from commands.doctor.work import diagnose
     from commands.sessions import engines_made

@@ -225,10 +225,13 @@ def tune(inputs: TuneInputs, options: TuneOptions, flags: TunedFlags, output: Ou
 
     choice = EngineChoice(
         inputs.engine_dir or Path(),
-        speculation=with_head,
+        inputs.tokenizer_dir,
+        with_head,
         model_dir=inputs.model.model_dir,
         built_for=inputs.model.engines,
     )
+    if any(prompt.text is not None for prompt in prompts):
+        choice.check_tokenizer()
     with engines_made(choice, output) as made:
         inputs = replace(inputs, engine_dir=made.engine_dir)
         scope = scope if head is not None else replace(scope, named=made.speculation)

@@ -159,6 +159,9 @@ def test_text_for_a_file_whose_tokens_are_not_known_is_refused_before_it_is_buil
         ("serve", "--port", 0, *SIZES),
         ("batch", "-i", tmp_path / "rows.jsonl", "-o", tmp_path / "results.jsonl", *SIZES),
         ("summarize", "--test-engine", *SIZES),
+        ("tune", "--input-text", PROMPT, *SIZES),
+        ("doctor", *SIZES),
+        ("doctor", "--input-text", PROMPT, *SIZES),
     ):
         refused = specdec(command, "--model-dir", path, *flags)
         assert refused.exit_code == 1 and not (tmp_path / "cache" / "engines").exists(), refused.stderr
