@@ -27,7 +27,7 @@ import torch
 from runtime.compiler.kernel_library import SOURCES_DIR, instructions
 
 STANDALONE = Path(__file__).parents[2] / "tests" / "runtime" / "compiler" / "standalone"
-FLAGS = ("-std=c++20", "-O2", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-static", "-pthread", "-UNDEBUG")
+FLAGS = ("-std=c++20", "-O1", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-static", "-pthread", "-UNDEBUG")
 """Options of all compilers. With NDEBUG, which Zig defines, torch's headers declare a function unlike its C library."""
 INCLUDES = (STANDALONE, SOURCES_DIR, Path(torch.__file__).parent / "include")
 ZIG = [sys.executable, "-m", "ziglang", "c++", "-target"]
