@@ -197,7 +197,7 @@ def mlx(directory: Path) -> None:
 def modelopt(directory: Path) -> None:
     saved(directory)
     (directory / "hf_quant_config.json").write_text(
-        '{"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}'
+        '{"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "W4A8_AWQ", "group_size": 128}}'
     )
 
 
