@@ -36,7 +36,7 @@ fi
 kernels=$!
 # uv takes a quarter of pip's time; where it does not reach the packages, pip may know another index.
 install_rest() {
-    if command -v uv > /dev/null && uv pip install --quiet --python .venv/bin/python "$@"; then return; fi
+    if command -v uv > /dev/null && uv pip install --quiet --python .venv/bin/python "$@" 2> /dev/null; then return; fi
     .venv/bin/pip install --quiet "$@"
 }
 step "specdec and what it needs${1:+, with $1}, about 100 MB to download" \
