@@ -267,6 +267,13 @@ class BuildOptions:
             )
 
 
+def _warn_of_short_inputs(options: BuildOptions, settings: BuildConfig, max_seq_len: int, output: Output) -> None:
+    if options.max_input_len is None and settings.max_input_len < DEFAULT_MAX_INPUT_LEN:
+        output.warning(
+            f"`--max-input-len` is {settings.max_input_len}, because a request has room for {max_seq_len} tokens"
+        )
+
+
 @expand_groups
 def build(options: BuildOptions, output: Output) -> None:
     """Build a compiled engine from a checkpoint, and check its logits against transformers before writing it.
@@ -297,10 +304,7 @@ def build(options: BuildOptions, output: Output) -> None:
     max_seq_len = options.max_seq_len or default_max_seq_len(OpenedCheckpoint(checkpoint_dir, checkpoint))
     compiler, num_ids = compiler_for(target, options.compiler), len(drafts.ids) or None
     settings = options.config(max_seq_len, compiler, hidden_states, num_ids)
-    if options.max_input_len is None and settings.max_input_len < DEFAULT_MAX_INPUT_LEN:
-        output.warning(
-            f"`--max-input-len` is {settings.max_input_len}, because a request has room for {max_seq_len} tokens"
-        )
+    _warn_of_short_inputs(options, settings, max_seq_len, output)
     start, phase_times = time.perf_counter(), _PhaseTimes()
     with output.phases() as show:
 
@@ -323,9 +327,12 @@ def build(options: BuildOptions, output: Output) -> None:
     if config.compiler_note:
         output.warning(f"built with `--compiler torch-compile`: the model {config.compiler_note}")
     output.result(built_table(config, output_dir, size, elapsed, phase_times.seconds))
-    where, phases = str(output_dir), phase_times.seconds
     document = BuildDocument(
-        engine_dir=where, engine=config, size_bytes=size, build_time_s=elapsed, phase_times_s=phases
+        engine_dir=str(output_dir),
+        engine=config,
+        size_bytes=size,
+        build_time_s=elapsed,
+        phase_times_s=phase_times.seconds,
     )
     output.document(document.as_json())
 

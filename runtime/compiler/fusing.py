@@ -129,6 +129,8 @@ def _fused_layer(group: _Fused, layers: Seq[PrequantizedLayer]) -> PrequantizedL
 
     def read(tensors: dict[str, Tensor]) -> QuantizedWeight:
         weights = [layer.read({part: tensors[f"{i}.{part}"] for part in layer.parts}) for i, layer in enumerate(layers)]
+        book = weights[0].book
+        assert book is None or all(torch.equal(book, one.book) for one in weights if one.book is not None)
         rows = {
             part: group.convert([weight.by_output()[part] for weight in weights])[group.target].flatten(0, 1)
             for part in weights[0].by_output()

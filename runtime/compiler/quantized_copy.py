@@ -33,7 +33,7 @@ def quantize_layers(
     model: PreTrainedModel, pretrained: PreTrainedConfig, build: BuildConfig, ids: Tensor | None = None
 ) -> dict[str, QuantizedWeight]:
     """The weights of the copy's linear layers, quantized as a conversion does; what computes logits as `draft_output`
-    says, its rows of (n,) `ids` alone where these are given. None without a copy.
+    says, its rows of (n,) `ids` alone where these are given. Empty without a copy.
 
     Layers that are in as few bits already stay as they are. SpecDecError if that leaves none.
     """
