@@ -34,7 +34,7 @@ from runtime.compiler.model import (
     split_config,
     transposed_layers,
 )
-from runtime.compiler.pretrained import parse_language_model, parse_pretrained_config
+from runtime.compiler.pretrained import layers_that_keep, parse_language_model, parse_pretrained_config
 from runtime.config import CheckpointConfig, Dtype, Mapping, QuantConfig, as_json
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import check_output_is_not_input, new_directory, read_json, write_json
@@ -167,6 +167,11 @@ def plan_conversion(model_dir: Path, dtype: Dtype | None, precision: QuantConfig
     if tp_size > 1 or has_experts(pretrained):
         source = _with_own_names(source, pretrained)
     _refuse_quantizing_again(source, precision)
+    if precision.kv_cache is not None and not layers_that_keep(pretrained)[0]:
+        raise SpecDecError(
+            f"no layer of {pretrained.model_type} has keys and values to be quantized to {precision.kv_cache}",
+            hint="leave the dtype of keys and values as it is",
+        )
     dtype = dtype or _saved_dtype(source)
     if precision.qformat is None:
         kept = _with_experts_in_few_bits(source, pretrained)

@@ -174,11 +174,11 @@ class RecurrentShape:
 
 @dataclass(frozen=True)
 class StateShape:
-    """State of one layer: the last tokens' inputs of its convolution, `width` numbers of each."""
+    """State of one layer: the last tokens' inputs of its convolution, `width` numbers of each; 0 if it has none."""
 
     layer: Count
-    width: Size
-    num_before: Size
+    width: Count
+    num_before: Count
     """Tokens before one that its convolution depends on."""
     recurrent: RecurrentShape | None = None
     """None: its output depends on these tokens alone."""

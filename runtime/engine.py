@@ -500,7 +500,7 @@ def _num_blocks(config: EngineConfig, kv_cache: KVCacheConfig, device: torch.dev
         num_blocks = -(-kv_cache.max_tokens // build.tokens_per_block)
     free_bytes = _free_memory(device) - _bytes_of_states(config, device)
     usable_bytes, hint, code = free_bytes, "lower max_tokens of the K/V cache, or free memory", "cache_too_large"
-    if device.type == "cuda":
+    if device.type == "cuda" and block_bytes:
         usable_bytes = int(free_bytes * kv_cache.free_gpu_memory_fraction)
         fitting = usable_bytes // block_bytes - 1  # one is the null block
         num_blocks = min(num_blocks, fitting) if kv_cache.max_tokens is not None else fitting

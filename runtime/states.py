@@ -182,9 +182,9 @@ class StateManager:
 def state_pools(
     states: Seq[StateShape], num_slots: int, num_back: int, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
-    """The memory of states: per layer (num_slots, num_before + num_back, width), and then, of layers with a recurrent
-    one, (num_slots, num_heads, numbers of a head) in float32."""
-    sizes = [(num_slots, state.num_before + num_back, state.width) for state in states]
+    """The memory of states: of layers with a convolution (num_slots, num_before + num_back, width), and then, of layers
+    with a recurrent one, (num_slots, num_heads, numbers of a head) in float32."""
+    sizes = [(num_slots, state.num_before + num_back, state.width) for state in states if state.width]
     matrices = [(num_slots, one.num_heads, _numbers_of_head(one, num_back)) for one in _recurrent(states)]
     return [zeros(size, dtype, device) for size in sizes] + [zeros(size, torch.float32, device) for size in matrices]
 

@@ -125,6 +125,19 @@ _MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "v_head_dim": 16,
         },
     ),
+    "minimax": (
+        "minimax",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "head_dim": 12,
+            "block_size": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "linear_attn_alpha_factor": 0.8,
+            "linear_attn_beta_factor": 1.2,
+        },
+    ),
     "nemotron-h": (
         "nemotron_h",
         {
@@ -179,6 +192,14 @@ _MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 MIXTURES = tuple(_MIXTURES)
+# Without any attention: no keys and values at all.
+_WITHOUT_ATTENTION: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba2": (
+        "mamba2",
+        {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8, "use_bias": True},
+    ),
+}
+WITHOUT_ATTENTION = tuple(_WITHOUT_ATTENTION)
 # Made for kinds of attention.
 _ATTENTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     # Soft caps, so low that scores reach them.
@@ -256,7 +277,7 @@ _COMMON: dict[str, Any] = {
 
 
 def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
-    model_type, own = (_FAMILIES | _MIXTURES | _ATTENTIONS | _UNCUT)[family]
+    model_type, own = (_FAMILIES | _MIXTURES | _WITHOUT_ATTENTION | _ATTENTIONS | _UNCUT)[family]
     settings = _COMMON | own | overrides
     if model_type in ("gpt2", "gpt_neox", "opt"):
         del settings["num_key_value_heads"]  # every head has its own

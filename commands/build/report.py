@@ -69,6 +69,8 @@ def described_checkpoint(config: CheckpointConfig) -> str:
 def _kv_cache(config: EngineConfig) -> str:
     from runtime.kv_cache import bytes_per_block, kv_dtype
 
+    if not config.layers:
+        return "none: no layer has keys and values"
     shape, block_size = config.step_shape, config.build_config.tokens_per_block
     num_bytes = bytes_per_block(config.layers, block_size, kv_dtype(config.dtype, shape.kv_cache)) // block_size
     return f"blocks of {block_size} tokens, {shape.kv_cache or config.dtype}, {num_bytes:,} bytes a token"

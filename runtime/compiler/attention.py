@@ -53,7 +53,8 @@ class PagedInputs:
         return self.layers.index(layer)
 
     def pools_of_state(self, layer: int) -> list[Tensor]:
-        """The layer's last inputs, and its recurrent state if it has one, as all such layers of a model have."""
+        """The last inputs of the layer's convolution, and its recurrent state: what it has of both, as all such layers
+        of a model have."""
         return self.state_pools[self.state_layers.index(layer) :: len(self.state_layers)]
 
     def mask(self, sliding_window: int | None, attention_chunk: int | None, num_groups: int) -> Tensor:

@@ -328,8 +328,10 @@ def _check_context_len(shape: StepShape) -> int:
 @contextmanager
 def _reference_attention(model: PreTrainedModel, shape: StepShape) -> Iterator[None]:
     ours = model.config._attn_implementation
-    model.set_attn_implementation("eager" if shape.kv_cache is None else QUANTIZED_KV)
+    with quiet_transformers():  # which says so of a model that has none
+        model.set_attn_implementation("eager" if shape.kv_cache is None else QUANTIZED_KV)
     try:
         yield
     finally:
-        model.set_attn_implementation(ours)
+        with quiet_transformers():
+            model.set_attn_implementation(ours)

@@ -235,7 +235,7 @@ def export_step(step: "Step", shapes: Shapes, block_size: int, kv_dtype: torch.d
     parameter = next(step.parameters())
     pool = example_pool(shapes, num_tokens, block_size, kv_dtype, parameter.device)
     rows = example_rows([5, 3], 2 * block_size + 1, num_tokens, block_size, 2)
-    batch = pack(rows, block_size, pool.keys[0].device)
+    batch = pack(rows, block_size, parameter.device)
     free, num_blocks = torch.export.Dim.DYNAMIC, torch.export.Dim("num_blocks")  # of which all layers have as many
     # Memory of their own: to trace views of other memory takes long.
     pools = [[torch.empty_like(one) for one in part] for part in pool.tensors()]
@@ -244,7 +244,7 @@ def export_step(step: "Step", shapes: Shapes, block_size: int, kv_dtype: torch.d
         num_slots = torch.export.Dim("num_slots")  # and slots of one kind of layer are of one length
         lengths = {one.num_before: torch.export.Dim(f"length_{one.num_before}") for one in states}
         sizes = {one.recurrent: torch.export.Dim(f"numbers_{i}") for i, one in enumerate(states) if one.recurrent}
-        inputs_of = [{0: num_slots, 1: lengths[one.num_before]} for one in states]
+        inputs_of = [{0: num_slots, 1: lengths[one.num_before]} for one in states if one.width]
         dynamic += [{0: free}, inputs_of + [{0: num_slots, 2: sizes[one.recurrent]} for one in states if one.recurrent]]
     inputs = (*batch.tensors(), *pools, *example_states(shapes, rows, parameter.dtype))
     return torch.export.export(step, inputs, strict=False, dynamic_shapes=tuple(dynamic))

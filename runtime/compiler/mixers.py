@@ -1,8 +1,8 @@
 """Layers that keep a state of the tokens before, instead of keys and values: transformers' modules, over slots.
 
 Their forward stays transformers' own. What it calls for a convolution along the tokens, and for the recurrence, is ours
-where the step hands over `paged`, as attention is by its interface (`runtime.compiler.attention`). LFM2's module has no
-such functions, and gets a forward.
+where the step hands over `paged`, as attention is by its interface (`runtime.compiler.attention`). LFM2's and MiniMax'
+modules have no such functions, and get a forward.
 """
 
 import inspect
@@ -62,9 +62,10 @@ class LayerStates:
         if isinstance(self.paged, Recorded):
             num_decays = 1 if decay.dim() == 3 else decay.shape[3]
             shape = RecurrentShape(value.shape[2], key.shape[3], value.shape[3], num_decays)
-            self.paged.states[self.layer] = replace(self.paged.states[self.layer], recurrent=shape)
+            convolution = self.paged.states.get(self.layer, StateShape(self.layer, 0, 0))
+            self.paged.states[self.layer] = replace(convolution, recurrent=shape)
             return torch.empty_like(value)
-        pool, places = self.paged.pools_of_state(self.layer)[1], self._places()
+        pool, places = self.paged.pools_of_state(self.layer)[-1], self._places()
         inputs = (query, key, value, decay.float(), beta[0].float() if beta else None)
         if not self.by_kernel:
             return linear_attention(inputs, pool, places, CHUNK_SIZE, scale, normalizes=normalizes)
@@ -102,6 +103,33 @@ class ShortConv(_Mixer):
         convolved = self.states(paged).convolve(before * x, self.conv.weight.squeeze(1), self.conv.bias)
         mixed: Tensor = self.out_proj(after * convolved)
         return mixed
+
+
+class LightningAttention(_Mixer):
+    """The forward of `MiniMaxLightningAttention`: linear attention whose decay is a constant of each head.
+
+    https://arxiv.org/abs/2405.17381
+    """
+
+    qkv_proj: nn.Linear
+    out_proj: nn.Linear
+    output_gate: nn.Linear
+    norm: nn.Module
+    act_fn: Callable[[Tensor], Tensor]
+    slope_rate: Tensor  # (H, 1, 1)
+    head_dim: int
+
+    def forward(self, hidden_states: Tensor, *, paged: PagedInputs | Recorded | None = None, **kwargs: Any) -> Any:
+        if paged is None:
+            return super().forward(hidden_states, **kwargs)
+        mixed = self.act_fn(self.qkv_proj(hidden_states))
+        mixed = mixed.view(*mixed.shape[:2], -1, 3 * self.head_dim)
+        # A constant, of each token: a step has its tokens' numbers in arrays of their own.
+        own = mixed[..., 0].float()
+        decay = torch.where(own > torch.inf, own, -self.slope_rate.flatten().float())
+        parts = (*mixed.chunk(3, dim=-1), decay)
+        attended = self.norm(self.states(paged).attend(parts, 1.0, normalizes=False).flatten(2))
+        return self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * attended), None
 
 
 class RecurrentMixer(_Mixer):
@@ -198,9 +226,10 @@ _MIXERS: dict[str, tuple[type[_Mixer], _Functions]] = {
         ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"),
         (RecurrentMixer, _DELTA_NET),
     ),
+    "MiniMaxLightningAttention": (LightningAttention, {}),
     "KimiLinearDeltaAttention": (RecurrentMixer, _KIMI_DELTA),
     **dict.fromkeys(
-        ("NemotronHMamba2Mixer", "BambaMixer", "GraniteMoeHybridMambaLayer", "FalconH1Mixer"),
+        ("Mamba2Mixer", "NemotronHMamba2Mixer", "BambaMixer", "GraniteMoeHybridMambaLayer", "FalconH1Mixer"),
         (RecurrentMixer, _MAMBA_2),
     ),
 }

@@ -180,8 +180,6 @@ def probe_config(config: PreTrainedConfig, splitting: Splitting | None = None) -
     with_kv, with_state = layers_that_keep(config)
     if not with_kv and not with_state:
         raise SpecDecError(f"the model has no layers: {config.model_type}", hint="its config.json is damaged")
-    if not with_kv:
-        raise SpecDecError(f"a model without any attention is not supported: {config.model_type}", hint=SEE_MODELS)
     if (*sorted(recorded.layers), *sorted(recorded.states)) != (*with_kv, *with_state):
         raise SpecDecError(
             f"only {len(recorded.layers) + len(recorded.states)} of {len(with_kv) + len(with_state)} layers hand their "
@@ -424,14 +422,16 @@ class Step(nn.Module):
         value_pools, scale_pools = value_pools[: len(key_pools)], value_pools[len(key_pools) :]
         pools, rows = (key_pools, value_pools, scale_pools), (positions, slot_mapping, block_tables)
         paged = PagedInputs(*pools, *rows, *self.layers, state_slots, list(state_pools))
-        (B, Q), num_blocks, block_size = input_ids.shape, key_pools[0].shape[0], key_pools[0].shape[3]
+        B, Q = input_ids.shape
         _declare_equal(B, positions.shape[0], slot_mapping.shape[0], block_tables.shape[0])
         if state_slots is not None:
             _declare_equal(B, state_slots.shape[0])
             _declare_equal(state_pools[0].shape[0], *(pool.shape[0] for pool in state_pools))
         _declare_equal(Q, positions.shape[1], slot_mapping.shape[1])
-        _declare_equal(num_blocks, *(pool.shape[0] for pool in (*key_pools, *value_pools, *scale_pools)))
-        _declare_equal(block_size, *(pool.shape[3] for pool in key_pools), *(pool.shape[2] for pool in value_pools))
+        if key_pools:
+            num_blocks, block_size = key_pools[0].shape[0], key_pools[0].shape[3]
+            _declare_equal(num_blocks, *(pool.shape[0] for pool in (*key_pools, *value_pools, *scale_pools)))
+            _declare_equal(block_size, *(pool.shape[3] for pool in key_pools), *(pool.shape[2] for pool in value_pools))
         # One row of B x Q tokens, so that the model's own `logits_to_keep` picks positions across rows.
         output = self.model(
             input_ids=input_ids.reshape(1, B * Q),

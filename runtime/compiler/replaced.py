@@ -1,13 +1,15 @@
 """Modules of transformers' that compute in a way that a step cannot, replaced by class.
 
 Those of Llama 4 take a token's place in its row for its position, rotate by complex numbers, and have every expert
-compute every token. Layers of StableLM and Nemotron do not hand keywords on to their attention.
+compute every token. Layers of StableLM and Nemotron do not hand keywords on to their attention, nor do Mamba's models
+and blocks to their mixers.
 
 Without a step's paged inputs, or with another attention than ours, they stay transformers'.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial, wraps
 from typing import Any
 
@@ -75,13 +77,46 @@ class _Layer(nn.Module):
     self_attn: nn.Module
 
     def forward(self, *arguments: Any, paged: PagedInputs | Recorded | None = None, **kwargs: Any) -> Any:
-        if paged is None:
+        with _handed([self.self_attn], paged):
             return super().forward(*arguments, **kwargs)
-        self.self_attn.forward = partial(self.self_attn.forward, paged=paged)
-        try:
+
+
+class _Block(nn.Module):
+    """The same of a block and its mixer."""
+
+    mixer: nn.Module
+
+    def forward(self, *arguments: Any, paged: PagedInputs | Recorded | None = None, **kwargs: Any) -> Any:
+        with _handed([self.mixer], paged):
             return super().forward(*arguments, **kwargs)
-        finally:
-            del self.self_attn.forward
+
+
+class _Model(nn.Module):
+    """A model hands the step's paged inputs on to its layers, and no mask: a step has no padding."""
+
+    backbone: nn.Module
+
+    def forward(self, *arguments: Any, paged: PagedInputs | Recorded | None = None, **kwargs: Any) -> Any:
+        if paged is not None:
+            kwargs["attention_mask"] = None
+        with _handed(self.backbone.layers, paged):  # type: ignore[arg-type]
+            return super().forward(*arguments, **kwargs)
+
+
+@contextmanager
+def _handed(modules: Iterable[nn.Module], paged: PagedInputs | Recorded | None) -> Iterator[None]:
+    """Have the forward of modules get paged inputs, if there are any, in the block.
+
+    What stood there is put back, not taken away, which `torch.compile` has no understanding of.
+    """
+    before = [(module, module.forward) for module in modules] if paged is not None else []
+    for module, forward in before:
+        module.forward = partial(forward, paged=paged)
+    try:
+        yield
+    finally:
+        for module, forward in before:
+            module.forward = forward
 
 
 class _Rotary(nn.Module):
@@ -152,5 +187,7 @@ _OURS: dict[str, type[nn.Module]] = {
     "Llama4TextRotaryEmbedding": _Rotary,
     "Llama4TextMoe": _Mixture,
     "NemotronDecoderLayer": _Layer,
+    **dict.fromkeys(("MambaBlock", "Mamba2Block", "FalconMambaBlock"), _Block),
+    **dict.fromkeys(("MambaForCausalLM", "Mamba2ForCausalLM", "FalconMambaForCausalLM"), _Model),
     "StableLmDecoderLayer": _Layer,
 }

@@ -38,11 +38,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "float32 delta rule": ("qwen3.5", {}),
     "float32 Mamba-2": ("nemotron-h", {}),
     "float32 Kimi's delta attention": ("kimi-linear", {}),
+    "float32 lightning attention": ("minimax", {}),
+    "bfloat16 Mamba-2 alone": ("mamba2", {}),
 }
 _MARKS = dict.fromkeys(
     (
         *("bfloat16", "float16", "float32", "float32 FP8", "bfloat16 chunks", "bfloat16 delta rule"),
         *("float32 delta rule", "float32 Mamba-2", "float32 Kimi's delta attention"),
+        *("float32 lightning attention", "bfloat16 Mamba-2 alone"),
     ),
     pytest.mark.slow,
 )  # compiling an engine takes half a minute

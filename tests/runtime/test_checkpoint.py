@@ -20,7 +20,6 @@ from transformers import (
     AutoTokenizer,
     BloomConfig,
     FalconConfig,
-    MambaConfig,
     MistralConfig,
     PhimoeConfig,
     PreTrainedConfig,
@@ -281,7 +280,7 @@ def test_hints_say_how_to_go_on(sharded_dir: Path, tmp_path: Path, said: Said) -
 SMALL: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 UNSUPPORTED = [
     pytest.param(T5Config(vocab_size=32), "t5", id="encoder-decoder"),
-    pytest.param(MambaConfig(**SMALL), "mamba", id="state space"),
+    pytest.param(AutoConfig.for_model("rwkv"), "rwkv", id="state space"),
     pytest.param(FalconConfig(**SMALL), "falcon", id="Falcon"),
     pytest.param(BloomConfig(**SMALL, n_head=4, n_layer=2), "bloom", id="BLOOM"),
     pytest.param(
@@ -294,10 +293,17 @@ UNSUPPORTED = [
         "8",
         id="Phi-MoE with windows",
     ),
-    pytest.param(AutoConfig.for_model("bamba", num_hidden_layers=2), "bamba", id="no attention"),
     pytest.param(AutoConfig.for_model("bert"), "BertSelfAttention", id="BERT"),
     pytest.param(AutoConfig.for_model("vit"), "vit", id="no text"),
 ]
+
+
+def test_keys_and_values_of_a_model_that_has_none_are_not_quantized(tmp_path: Path, said: Said) -> None:
+    make_model("mamba2").save_pretrained(tmp_path / "model")
+    ours = {"precision": QuantConfig(kv_cache="INT8"), "progress": lambda done, total: None}
+    with pytest.raises(SpecDecError) as raised:
+        convert(tmp_path / "model", tmp_path / "out", None, replace=False, **ours)  # type: ignore[arg-type]
+    said(raised, "INT8", "mamba2")
 
 
 @pytest.mark.parametrize(("config", "quoted"), UNSUPPORTED)

@@ -30,7 +30,10 @@ DRAFTERS: dict[str, Callable[[Engine], Any]] = {
 
 @pytest.fixture(
     scope="module",
-    params=["lfm2", "qwen3.5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nemotron-h", "kimi-linear"))],
+    params=[
+        *("lfm2", "qwen3.5"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("nemotron-h", "kimi-linear", "minimax", "mamba2")),
+    ],
 )
 def of_each_kind(request: pytest.FixtureRequest) -> PreTrainedModel:
     return make_model(request.param)

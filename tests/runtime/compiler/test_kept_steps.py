@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, MIXTURES, make_build, make_model
+from tiny import FAMILIES, MIXTURES, WITHOUT_ATTENTION, make_build, make_model
 from transformers import PreTrainedModel
 
 from runtime.cache import cache_dir
@@ -72,7 +72,14 @@ def compiled(model: PreTrainedModel, directory: Path) -> tuple[dict[str, bytes],
 # One of those that have states.
 @pytest.mark.parametrize(
     "family",
-    ["lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in (*FAMILIES, *MIXTURES) if name != "lfm2")],
+    [
+        "lfm2",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (*FAMILIES, *MIXTURES, *WITHOUT_ATTENTION)
+            if name != "lfm2"
+        ),
+    ],
 )
 def test_a_second_model_of_a_form_is_made_as_if_it_were_the_first(
     family: str, tmp_path: Path, exported: list[torch.nn.Module], monkeypatch: pytest.MonkeyPatch

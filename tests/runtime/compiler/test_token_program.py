@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from by_torch import computed
-from tiny import ATTENTIONS, FAMILIES, MIXTURES, make_model
+from tiny import ATTENTIONS, FAMILIES, MIXTURES, WITHOUT_ATTENTION, make_model
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import GraphModule
@@ -37,6 +37,7 @@ FEW_LAYERS: dict[str, dict[str, Any]] = {
     "lfm2": _TWO_LAYERS | {"layer_types": ["conv", "full_attention"]},
     "qwen3.5": _TWO_LAYERS,
     "qwen3-next": _TWO_LAYERS,
+    "minimax": _TWO_LAYERS,
     "nemotron-h": {"layers_block_type": ["linear_attention", "moe"] * 2 + ["full_attention", "mlp"]},
     "kimi-linear": {
         "num_hidden_layers": 4,
@@ -117,12 +118,12 @@ def families(*names: str, slow: set[str]) -> list[Any]:
 
 LIKE_OTHERS = {
     *("mistral", "mistral-sliding", "mixtral", "qwen2-moe", "qwen2", "qwen3", "qwen3-moe", "qwen3-next", "smollm3"),
-    *("olmo2", "granite", "gemma2", "gemma3", "gpt-neox"),
+    *("olmo2", "granite", "gemma2", "gemma3", "gpt-neox", "minimax", *WITHOUT_ATTENTION),
 }
 IN_16_BITS = ("llama", "gemma3", "gpt-neox", "gpt2", "mixtral", "deepseek-v3", "lfm2", "qwen3.5")
 
 
-@pytest.mark.parametrize("family", families(*FAMILIES, *MIXTURES, *ATTENTIONS, slow=LIKE_OTHERS))
+@pytest.mark.parametrize("family", families(*FAMILIES, *MIXTURES, *WITHOUT_ATTENTION, *ATTENTIONS, slow=LIKE_OTHERS))
 def test_a_familys_step_is_transformers(family: str) -> None:
     assert len(check_step(make_model(family, **FEW_LAYERS.get(family, {})), in_layers).programs) == NUM_PROGRAMS.get(
         family, 3
