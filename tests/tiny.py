@@ -125,6 +125,20 @@ _MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "v_head_dim": 16,
         },
     ),
+    "jamba": (
+        "jamba",
+        {
+            "num_hidden_layers": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+        },
+    ),
     "minimax": (
         "minimax",
         {
@@ -199,6 +213,16 @@ _WITHOUT_ATTENTION: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8, "use_bias": True},
     ),
 }
+_MAMBA = {
+    "state_size": 8,
+    "time_step_rank": 4,
+    "intermediate_size": 80,
+    "use_bias": True,
+    "initializer_range": 1.0,  # of embeddings alone
+    "time_step_min": 0.1,
+    "time_step_max": 1.0,
+}
+_WITHOUT_ATTENTION |= {"mamba": ("mamba", _MAMBA), "falcon-mamba": ("falcon_mamba", _MAMBA)}
 WITHOUT_ATTENTION = tuple(_WITHOUT_ATTENTION)
 # Made for kinds of attention.
 _ATTENTIONS: dict[str, tuple[str, dict[str, Any]]] = {

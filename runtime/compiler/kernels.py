@@ -103,7 +103,7 @@ def describe_kernels() -> None:
     def experts_linear(x: Tensor, packed: Tensor, chosen: Tensor, num_outputs: int, *settings: int) -> Tensor:
         return x.new_empty(chosen.shape[0], num_outputs)
 
-    def short_conv(inputs: Tensor, *others: object) -> Tensor:
+    def short_conv(inputs: Tensor, *others: object) -> Tensor:  # and a scan of what is added
         return torch.empty_like(inputs)
 
     def linear_attention(query: Tensor, key: Tensor, value: Tensor, *others: object) -> Tensor:
@@ -111,6 +111,7 @@ def describe_kernels() -> None:
 
     torch.library.register_fake("specdec::linear_attention", linear_attention, allow_override=True)
     torch.library.register_fake("specdec::short_conv", short_conv, allow_override=True)
+    torch.library.register_fake("specdec::selective_scan", short_conv, allow_override=True)
     torch.library.register_fake("specdec::experts_linear", experts_linear, allow_override=True)
     torch.library.register_fake("specdec::paged_attention", attention, allow_override=True)
     torch.library.register_fake("specdec::pack_linear", pack_linear, allow_override=True)

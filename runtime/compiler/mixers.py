@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
 from runtime.compiler.attention import KERNEL, PagedInputs, Recorded
-from runtime.compiler.recurrences import linear_attention, short_conv
+from runtime.compiler.recurrences import linear_attention, selective_scan, short_conv
 from runtime.config import RecurrentShape, StateShape
 from runtime.states import CHUNK_SIZE
 
@@ -70,6 +70,20 @@ class LayerStates:
         if not self.by_kernel:
             return linear_attention(inputs, pool, places, CHUNK_SIZE, scale, normalizes=normalizes)
         output: Tensor = torch.ops.specdec.linear_attention(*inputs, pool, *places, CHUNK_SIZE, scale, normalizes)
+        return output
+
+    def scan(self, parts: tuple[Tensor, Tensor, Tensor, Tensor], decays: Tensor) -> Tensor:
+        """Selective scan of `parts`, in float32: additions and steps of channels, keys, queries. Decays: (N, C)."""
+        state_size, num_channels = decays.shape
+        if isinstance(self.paged, Recorded):
+            width = math.gcd(num_channels, _MOST_CHANNELS)
+            shape = RecurrentShape(num_channels // width, state_size, width, width)
+            self.paged.states[self.layer] = replace(self.paged.states[self.layer], recurrent=shape)
+            return torch.empty_like(parts[0])
+        pool, places = self.paged.pools_of_state(self.layer)[-1], self._places()
+        if not self.by_kernel:
+            return selective_scan(parts, decays, pool, places, CHUNK_SIZE)
+        output: Tensor = torch.ops.specdec.selective_scan(*parts, decays, pool, *places, CHUNK_SIZE)
         return output
 
     def _places(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,6 +144,41 @@ class LightningAttention(_Mixer):
         parts = (*mixed.chunk(3, dim=-1), decay)
         attended = self.norm(self.states(paged).attend(parts, 1.0, normalizes=False).flatten(2))
         return self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * attended), None
+
+
+class MambaMixer(_Mixer):
+    """The forward of `MambaMixer` and its like, whose step sizes are a product that none of their functions makes.
+
+    Those of Falcon-Mamba and Jamba norm what the scan reads.
+    """
+
+    in_proj: nn.Linear
+    conv1d: nn.Conv1d
+    act: Callable[[Tensor], Tensor]
+    x_proj: nn.Linear
+    dt_proj: nn.Linear
+    out_proj: nn.Linear
+    A_log: Tensor  # (C, N)
+    D: Tensor
+    time_step_rank: int
+    ssm_state_size: int
+
+    def forward(self, hidden_states: Tensor, *, paged: PagedInputs | Recorded | None = None, **kwargs: Any) -> Tensor:
+        if paged is None:
+            output: Tensor = super().forward(hidden_states, **kwargs)
+            return output
+        states = self.states(paged)
+        x, gate = self.in_proj(hidden_states).chunk(2, dim=-1)
+        x = self.act(states.convolve(x, self.conv1d.weight.squeeze(1), self.conv1d.bias))
+        sizes = [self.time_step_rank, self.ssm_state_size, self.ssm_state_size]
+        read = torch.split(self.x_proj(x), sizes, dim=-1)
+        norms = [getattr(self, f"{name}_layernorm", None) for name in ("dt", "b", "c")]
+        step, keys, queries = (one if norm is None else norm(one) for one, norm in zip(read, norms, strict=True))
+        steps, wide = F.softplus(self.dt_proj(step).float()), x.float()
+        parts = steps * wide, steps, keys.float(), queries.float()
+        scanned = states.scan(parts, -torch.exp(self.A_log.float()).t()) + wide * self.D.float()
+        mixed: Tensor = self.out_proj((scanned * F.silu(gate).float()).to(x.dtype))
+        return mixed
 
 
 class RecurrentMixer(_Mixer):
@@ -216,6 +265,7 @@ def _with_paged(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callabl
     return function
 
 
+_MOST_CHANNELS = 64  # that a thread scans together
 _Functions = dict[str, Callable[..., Any]]
 _DELTA_NET: _Functions = {"causal_conv1d_fn": _convolved, "torch_chunk_gated_delta_rule": _delta_rule}
 _KIMI_DELTA: _Functions = {"causal_conv1d_fn": _convolved, "chunk_kimi_delta_attention": _delta_rule}
@@ -226,6 +276,7 @@ _MIXERS: dict[str, tuple[type[_Mixer], _Functions]] = {
         ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"),
         (RecurrentMixer, _DELTA_NET),
     ),
+    **dict.fromkeys(("MambaMixer", "FalconMambaMixer", "JambaMambaMixer"), (MambaMixer, {})),
     "MiniMaxLightningAttention": (LightningAttention, {}),
     "KimiLinearDeltaAttention": (RecurrentMixer, _KIMI_DELTA),
     **dict.fromkeys(

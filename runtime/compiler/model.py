@@ -48,7 +48,7 @@ from runtime.quantization.weight import take_quantized
 from runtime.tensor_writer import Piece
 
 _CONVERT_AGAIN = "convert the model again"
-_ROUTERS = {"gate", "router", "shared_expert_gate"}
+_LEFT_OUT = {"gate", "router", "shared_expert_gate", "dt_proj"}
 # What Python and torch say of code, which says nothing of a config.
 _OF_CODE = re.compile(
     r"\w(Error|Exception)\b|has no attribute|unexpected keyword|meta tensor|NoneType|unsupported operand"
@@ -68,13 +68,13 @@ def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
 def linear_layers(config: PreTrainedConfig) -> tuple[list[str], str | None]:
     """The linear layers of the model that can be quantized, and the one that computes logits if it is among them.
 
-    What chooses experts is left out: a few numbers that decide much.
+    What chooses experts, and what makes Mamba's step sizes, is left out: a few numbers that decide much.
     """
     model = _model_without_memory(config)
     names = [name for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)]
     output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     head = next((name for name in names if model.get_submodule(name) is output), None)
-    return [name for name in names if name.rpartition(".")[2] not in _ROUTERS], head
+    return [name for name in names if name.rpartition(".")[2] not in _LEFT_OUT], head
 
 
 def transposed_layers(config: PreTrainedConfig) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Short convolutions and linear attention with decay over states of sequences, in torch.
+"""Short convolutions, linear attention with decay and selective scans over states of sequences, in torch.
 
 A token's output of a convolution depends on the inputs of the `kernel_size - 1` tokens before it. Those of its own row
 are there; others are in the sequence's slot (`runtime.states`).
@@ -10,6 +10,10 @@ keys to values. It is kept as of the beginnings of chunks of positions, and of e
 key, the sum of decays from its chunk's beginning on, and what it adds to the state: `csrc/linear_attention.cpp` has the
 equations. So what a token gives depends on its position and on the tokens before it, not on what was computed in one
 step with it, and going back to an earlier position undoes nothing.
+
+A selective scan is Mamba's (Gu and Dao, 2023, https://arxiv.org/abs/2312.00752) and the RG-LRU's (De et al., 2024,
+https://arxiv.org/abs/2402.19427): each number of a state decays by itself. What is kept of it is of the same kind;
+`csrc/selective_scan.cpp` has the equations.
 """
 
 from dataclasses import dataclass
@@ -76,6 +80,47 @@ def linear_attention(
             made = chunks.attend(position, of_heads, corrects=beta is not None)
             output[0, tokens] = made.transpose(0, 1).to(value.dtype)
             begin, num_tokens = begin + count, num_tokens - count
+    return output
+
+
+def selective_scan(
+    parts: tuple[Tensor, Tensor, Tensor, Tensor],
+    decays: Tensor,  # (N, H x W) float32
+    pool: Tensor,  # (num_slots, H, num_chunks x numbers) float32, which is written
+    places: tuple[Tensor, Tensor, Tensor],
+    chunk_size: int,
+) -> Tensor:  # (1, B x Q, H x W)
+    """The tokens' outputs, of rows one after the other.
+
+    Parts, in float32: (1, B x Q, H x W) what is added and steps, which decays are multiplied by, (1, B x Q, N) keys and
+    queries. Places: as for `linear_attention`.
+    """
+    (added, steps, keys, queries), (positions, slot_mapping, state_slots) = parts, places
+    Q, H, N = positions.shape[1], pool.shape[1], decays.shape[0]
+    own = decays.view(N, H, -1).transpose(0, 1)  # (H, N, W)
+    of_heads = [one[0].view(len(one[0]), H, 1, -1) for one in (added, steps)]
+    output = torch.zeros_like(added)
+
+    def advanced(state: Tensor, key: Tensor, u: Tensor, step: Tensor) -> Tensor:
+        return (step * own).exp() * state + u * key
+
+    for b, slot in enumerate(state_slots.tolist()):
+        chunks = _Chunks(pool[slot], chunk_size, N, own.shape[2], own.shape[2])
+        state = pool.new_zeros(())
+        for token in range(b * Q, b * Q + int((slot_mapping[b] != 0).sum())):
+            number, first = divmod(int(positions.flatten()[token]), chunk_size)
+            if token == b * Q and number + first:  # from the beginning of a chunk on again
+                state, *before = chunks.parts(number if first else number - 1)
+                for i in range(first or chunk_size):
+                    key, u, step = (one[:, i] for one in before)
+                    state = advanced(state, key.unsqueeze(2), u.unsqueeze(1), step.unsqueeze(1))
+            start, kept_keys, kept_added, kept_steps = chunks.parts(number)
+            if first == 0:
+                start.copy_(state)
+            u, step = (one[token] for one in of_heads)
+            kept_keys[:, first], kept_added[:, first], kept_steps[:, first] = keys[0, token], u[:, 0], step[:, 0]
+            state = advanced(state, keys[0, token].view(1, N, 1), u, step)
+            output[0, token] = (queries[0, token].view(1, N, 1) * state).sum(1).flatten()
     return output
 
 

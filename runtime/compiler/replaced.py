@@ -91,6 +91,16 @@ class _Block(nn.Module):
             return super().forward(*arguments, **kwargs)
 
 
+class _JambaLayer(nn.Module):
+    """The same of a layer of Jamba."""
+
+    mamba: nn.Module
+
+    def forward(self, *arguments: Any, paged: PagedInputs | Recorded | None = None, **kwargs: Any) -> Any:
+        with _handed([self.mamba], paged):
+            return super().forward(*arguments, **kwargs)
+
+
 class _Model(nn.Module):
     """A model hands the step's paged inputs on to its layers, and no mask: a step has no padding."""
 
@@ -187,6 +197,7 @@ _OURS: dict[str, type[nn.Module]] = {
     "Llama4TextRotaryEmbedding": _Rotary,
     "Llama4TextMoe": _Mixture,
     "NemotronDecoderLayer": _Layer,
+    "JambaMambaDecoderLayer": _JambaLayer,
     **dict.fromkeys(("MambaBlock", "Mamba2Block", "FalconMambaBlock"), _Block),
     **dict.fromkeys(("MambaForCausalLM", "Mamba2ForCausalLM", "FalconMambaForCausalLM"), _Model),
     "StableLmDecoderLayer": _Layer,

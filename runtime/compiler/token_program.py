@@ -41,7 +41,7 @@ from runtime.compiler.vectors import (
 
 KERNELS = (
     *("vectors", "linear", "quantized_linear", "experts_linear", "paged_attention", "all_reduce", "short_conv"),
-    *("linear_attention", "gather_columns", "own_columns", "own_embeddings"),
+    *("linear_attention", "gather_columns", "own_columns", "own_embeddings", "selective_scan"),
 )
 """Names of a program's stages, by their numbers in the code."""
 _MOST_ADDED = 16
@@ -764,6 +764,11 @@ class _Lowering:
         others = [self._input_number(one) for one in own[5:]]
         return self._kernel("linear_attention", node, read, others, [number, int(chunk_size), int(bool(normalizes))])  # type: ignore[arg-type]
 
+    def _selective_scan(self, node: Node) -> View:
+        *own, chunk_size = node.args
+        read, others = [self._view(one) for one in own[:4]], [self._input_number(one) for one in own[5:]]
+        return self._kernel("selective_scan", node, read, others, [self._weight_number(own[4]), int(chunk_size)])  # type: ignore[arg-type]
+
     def _all_reduce(self, node: Node) -> View:
         return self._kernel("all_reduce", node, [self._view(node.args[0])], [], [])
 
@@ -938,6 +943,7 @@ _NAMED: dict[str, Callable[[_Lowering, Node], Any]] = {
     "specdec.own_embeddings.default": _Lowering._own_embeddings,
     "specdec.short_conv.default": _Lowering._short_conv,
     "specdec.linear_attention.default": _Lowering._linear_attention,
+    "specdec.selective_scan.default": _Lowering._selective_scan,
 }
 
 

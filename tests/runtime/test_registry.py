@@ -54,7 +54,7 @@ SAMPLE = {
     "fuyu": "",  # a language model inside, under a name of its own
     "qwen2_5_vl": "",  # a language model inside that has no class of its own
     "qwen3_vl_moe": "",  # one whose twin has a switch that it has not
-    "jamba": "layers of this type are not supported in jamba: linear_attention",
+    "jamba": "",  # a scan of each number of a state by itself, and layers that hand nothing on to it
     "jetmoe": "the model looks at values while it computes",
     "moshi": "transformers keeps 8 keys of layer 0, and its attention asks for all: moshi",
     "roberta": "the model counts positions from its padding token's id, not from 0: roberta",

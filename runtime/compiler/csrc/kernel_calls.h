@@ -75,6 +75,16 @@ inline at::Tensor call_linear_attention(const at::Tensor& query, const at::Tenso
                         normalizes);
 }
 
+inline at::Tensor call_selective_scan(const at::Tensor& added, const at::Tensor& steps, const at::Tensor& keys,
+                                      const at::Tensor& queries, const at::Tensor& decays, const at::Tensor& pool,
+                                      const at::Tensor& positions, const at::Tensor& slots,
+                                      const at::Tensor& state_slots, int64_t chunk_size) {
+  static const auto scan =
+      operation<const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, at::Tensor,
+                const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t>("specdec::selective_scan");
+  return scan.call(added, steps, keys, queries, decays, pool, positions, slots, state_slots, chunk_size);
+}
+
 inline at::Tensor call_all_reduce(const at::Tensor& x) {
   static const auto all_reduce = operation<const at::Tensor&>("specdec::all_reduce");
   return all_reduce.call(x);

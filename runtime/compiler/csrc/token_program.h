@@ -248,7 +248,7 @@ class TokenProgram {
 
  private:
   enum Kernel : int64_t { kVectors, kLinear, kQuantizedLinear, kExpertsLinear, kPagedAttention, kAllReduce, kShortConv,
-                        kLinearAttention, kGatherColumns, kOwnColumns, kOwnEmbeddings };
+                        kLinearAttention, kGatherColumns, kOwnColumns, kOwnEmbeddings, kSelectiveScan };
 
   // An array that a block of operations writes: for each dimension its size, or -c for c of each token.
   struct Made {
@@ -523,6 +523,8 @@ class TokenProgram {
         output.unsafeGetTensorImpl()->set_sizes_contiguous({in(n - 3).numel(), output.numel() / in(n - 3).numel()});
         return output;
       }
+      case kSelectiveScan:
+        return call_selective_scan(in(0), in(1), in(2), in(3), weights_.at(s.at(0)), in(4), in(5), in(6), in(7), s.at(1));
       default: TORCH_CHECK(false, "a token program names a kernel that is not there: ", stage.kernel);
     }
   }

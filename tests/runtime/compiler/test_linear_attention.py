@@ -1,4 +1,5 @@
-"""Linear attention over slots, by the kernel and by torch, against float64's recurrence, one token after the other."""
+"""Linear attention and selective scans over slots, by the kernel and by torch, against float64's recurrence, one token
+after the other."""
 
 import math
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.compiler.kernels import load_kernels
-from runtime.compiler.recurrences import linear_attention
+from runtime.compiler.recurrences import linear_attention, selective_scan
 from runtime.config import RecurrentShape, StateShape
 from runtime.states import CHUNK_SIZE, state_pools
 
@@ -183,4 +184,127 @@ def test_what_is_not_finite_stays_in_its_sequence(attend: Any) -> None:
     assert first[:40].isfinite().all() and not first[41:].isfinite().any() and second.isfinite().all()
     pool[2] = pool[1]  # a slot that another had
     (again,) = step(attend, [texts[1]] * 2, [(1, 0, 70)], pool, corrects=True)
+    assert torch.equal(again, second)
+
+
+# --- selective scans ---
+
+
+class Scanned(NamedTuple):
+    """Inputs of a layer's tokens: (T, C) what is added and steps, (T, N) keys and queries."""
+
+    added: Tensor
+    steps: Tensor
+    keys: Tensor
+    queries: Tensor
+
+
+SCANS = [(80, 8), (20, 3), (128, 16), (96, 1)]  # channels and numbers of each: registers filled and not; of the RG-LRU
+
+
+def scanned_text(num_tokens: int, channels: int, numbers: int, seed: int) -> Scanned:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (channels, channels, numbers, numbers)
+    added, steps, keys, queries = (torch.randn(num_tokens, size, generator=generator) for size in sizes)
+    return Scanned(added, F.softplus(steps), keys, queries)
+
+
+def decays_of(channels: int, numbers: int) -> Tensor:
+    return -F.softplus(torch.randn(numbers, channels, generator=torch.Generator().manual_seed(7)))
+
+
+def expected_scan(text: Scanned, decays: Tensor) -> Tensor:
+    """The definition, one token after the other."""
+    state, outputs = torch.zeros_like(decays, dtype=torch.float64), []
+    for added, step, key, query in zip(*(one.double() for one in text), strict=True):
+        state = (step * decays.double()).exp() * state + key[:, None] * added
+        outputs.append(query @ state)
+    return torch.stack(outputs)
+
+
+def scan_by_kernel(parts: Any, decays: Tensor, pool: Tensor, places: Any, chunk_size: int) -> Tensor:
+    output: Tensor = torch.ops.specdec.selective_scan(*parts, decays, pool, *places, chunk_size)
+    return output
+
+
+@pytest.fixture(params=["kernel", "torch"])
+def scan(request: pytest.FixtureRequest, kernels: Path) -> Any:
+    load_kernels(kernels)
+    return scan_by_kernel if request.param == "kernel" else selective_scan
+
+
+def scan_pool(channels: int, numbers: int, fill: float = math.nan) -> Tensor:
+    width = math.gcd(channels, 64)
+    states = [StateShape(0, 1, 1, RecurrentShape(channels // width, numbers, width, width))]
+    return state_pools(states, NUM_SLOTS, NUM_BACK, torch.float32, torch.device("cpu"))[1].fill_(fill)
+
+
+def scan_step(
+    scan: Any, texts: list[Scanned], rows: list[tuple[int, int, int]], decays: Tensor, pool: Tensor
+) -> list[Tensor]:
+    """The outputs of (text, start, number) tokens; text i has slot i + 1."""
+    longest = max(number for _, _, number in rows)
+    positions, slots = (torch.zeros(len(rows), longest, dtype=torch.long) for _ in range(2))
+    padded = [torch.zeros(len(rows), longest, part.shape[1]) for part in texts[0]]
+    for b, (text, start, number) in enumerate(rows):
+        positions[b, :number], slots[b, :number] = torch.arange(start, start + number), 1
+        for part, whole in zip(texts[text], padded, strict=True):
+            whole[b, :number] = part[start : start + number]
+    places = (positions, slots, torch.tensor([text + 1 for text, _, _ in rows]))
+    output = scan([part.flatten(0, 1)[None] for part in padded], decays, pool, places, CHUNK_SIZE)
+    return [output[0].unflatten(0, (len(rows), longest))[b, :number] for b, (_, _, number) in enumerate(rows)]
+
+
+@pytest.mark.parametrize(("channels", "numbers"), SCANS)
+def test_scans_of_pieces_and_rejected_drafts_are_the_recurrence_of_the_text(
+    channels: int, numbers: int, scan: Any
+) -> None:
+    texts = [scanned_text(length, channels, numbers, seed) for seed, length in enumerate((170, 70))]
+    pool, decays = scan_pool(channels, numbers), decays_of(channels, numbers)
+    outputs = [torch.zeros_like(text.added) for text in texts]
+    for rows in STEPS:
+        for (text, start, number), made in zip(rows, scan_step(scan, texts, rows, decays, pool), strict=True):
+            outputs[text][start : start + number] = made
+    for text, output, end in zip(texts, outputs, (140, 69), strict=True):
+        expected = expected_scan(text, decays)[:end]
+        assert (output[:end].double() - expected).abs().max() / expected.abs().max() < 1e-5
+
+
+def test_a_scanned_tokens_bits_are_its_own(kernels: Path) -> None:
+    """Outputs by the kernel: in one piece, token by token, in pieces with rejected drafts, in rows by other threads."""
+    load_kernels(kernels)
+    for channels, numbers in SCANS[:2]:
+        text, other = (scanned_text(100, channels, numbers, seed) for seed in range(2))
+        decays = decays_of(channels, numbers)
+        whole = scan_pool(channels, numbers)
+        (expected,) = scan_step(scan_by_kernel, [text], [(0, 0, 100)], decays, whole)
+        for sizes in ([1] * 100, [64, 36], [7, 25, 33, 31, 4]):
+            pool, start = scan_pool(channels, numbers), 0
+            for size in sizes:
+                end = start + size
+                drafted = Scanned(
+                    *(torch.cat([own[:end], drafts[end:]]) for own, drafts in zip(text, other, strict=True))
+                )
+                rows = [(0, start, min(size + NUM_BACK, 100 - start))]
+                (made,) = scan_step(scan_by_kernel, [drafted], rows, decays, pool)
+                assert torch.equal(made[:size], expected[start:end])
+                start = end
+        rows = [(0, start, 1) for start in range(100)]
+        threads = torch.get_num_threads()
+        torch.set_num_threads(3 - min(threads, 2))
+        try:
+            made_in_rows = scan_step(scan_by_kernel, [text], rows, decays, pool := scan_pool(channels, numbers))
+        finally:
+            torch.set_num_threads(threads)
+        assert torch.equal(torch.cat(made_in_rows), expected)
+        assert torch.equal(pool[1].nan_to_num(), whole[1].nan_to_num())
+
+
+def test_what_is_not_finite_stays_in_its_scan(scan: Any) -> None:
+    texts, pool, decays = [scanned_text(70, 80, 8, seed) for seed in range(2)], scan_pool(80, 8), decays_of(80, 8)
+    texts[0].added[40] = torch.inf
+    first, second = scan_step(scan, texts, [(0, 0, 70), (1, 0, 70)], decays, pool)
+    assert first[:40].isfinite().all() and not first[40:].isfinite().any() and second.isfinite().all()
+    pool[2] = pool[1]  # a slot that another had
+    (again,) = scan_step(scan, [texts[1]] * 2, [(1, 0, 70)], decays, pool)
     assert torch.equal(again, second)

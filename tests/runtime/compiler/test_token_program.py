@@ -38,6 +38,7 @@ FEW_LAYERS: dict[str, dict[str, Any]] = {
     "qwen3.5": _TWO_LAYERS,
     "qwen3-next": _TWO_LAYERS,
     "minimax": _TWO_LAYERS,
+    "jamba": {"num_hidden_layers": 2},
     "nemotron-h": {"layers_block_type": ["linear_attention", "moe"] * 2 + ["full_attention", "mlp"]},
     "kimi-linear": {
         "num_hidden_layers": 4,
