@@ -152,6 +152,16 @@ _MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_attn_beta_factor": 1.2,
         },
     ),
+    "recurrent-gemma": (
+        "recurrent_gemma",
+        {
+            "num_hidden_layers": 6,
+            "intermediate_size": 96,
+            "attention_window_size": SLIDING_WINDOW,
+            "w_init_variance_scale": 4.0,
+            "tie_word_embeddings": False,
+        },
+    ),
     "nemotron-h": (
         "nemotron_h",
         {

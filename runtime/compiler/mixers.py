@@ -1,8 +1,8 @@
 """Layers that keep a state of the tokens before, instead of keys and values: transformers' modules, over slots.
 
 Their forward stays transformers' own. What it calls for a convolution along the tokens, and for the recurrence, is ours
-where the step hands over `paged`, as attention is by its interface (`runtime.compiler.attention`). LFM2's and MiniMax'
-modules have no such functions, and get a forward.
+where the step hands over `paged`, as attention is by its interface (`runtime.compiler.attention`). Others get a
+forward: those of LFM2, MiniMax and RecurrentGemma have no such functions, and Mamba's has a product beside them.
 """
 
 import inspect
@@ -30,12 +30,14 @@ def place_states(model: PreTrainedModel) -> None:
 
     Without paged inputs they stay transformers'.
     """
-    for module in model.modules():
+    for name, module in model.named_modules():
         mixer, functions = _MIXERS.get(type(module).__name__, (None, {}))
         if mixer is None or isinstance(module, _Mixer):
             continue
         _place_functions(type(module).__module__, functions)
-        module.model_config = model.config  # type: ignore[assignment]
+        module.model_config = model.config
+        if not hasattr(module, "layer_idx"):
+            module.layer_idx = next(int(part) for part in name.split(".") if part.isdecimal())
         module.__class__ = _placed(type(module), mixer)  # type: ignore[arg-type]
 
 
@@ -181,6 +183,38 @@ class MambaMixer(_Mixer):
         return mixed
 
 
+class GriffinBlock(_Mixer):
+    """The forward of `RecurrentGemmaRecurrentBlock`: a convolution, and the RG-LRU with gates by blocks."""
+
+    linear_x: nn.Linear
+    linear_y: nn.Linear
+    linear_out: nn.Linear
+    conv_1d: nn.Conv1d
+    act_fn: Callable[[Tensor], Tensor]
+    rg_lru: Any
+
+    def forward(self, input_states: Tensor, *, paged: PagedInputs | Recorded | None = None, **kwargs: Any) -> Any:
+        if paged is None:
+            return super().forward(input_states, **kwargs)
+        states, unit = self.states(paged), self.rg_lru
+        x = states.convolve(self.linear_x(input_states), self.conv_1d.weight.squeeze(1), self.conv_1d.bias)
+        input_gate = _by_blocks(x, unit.input_gate_weight, unit.input_gate_bias).sigmoid()
+        steps = _by_blocks(x, unit.recurrent_gate_weight, unit.recurrent_gate_bias).sigmoid().float()
+        decay = -8.0 * F.softplus(unit.recurrent_param.float())
+        position = kwargs["position_ids"].float().unsqueeze(-1)
+        kept = torch.exp(2.0 * (steps * decay)) * position.clamp(max=1.0)  # none of what is before the first token
+        added = (x * input_gate).float() * torch.sqrt(1.0 + -kept)
+        one = position * 0.0 + 1.0  # a channel has one number
+        scanned = states.scan((added, steps, one, one), decay.unsqueeze(0)).to(x.dtype)
+        return self.linear_out(scanned * self.act_fn(self.linear_y(input_states))), None
+
+
+def _by_blocks(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Products of (1, B x Q, C) tokens with a matrix of blocks, (H, C / H, C / H) from inputs to outputs."""
+    parts = x.chunk(len(weight), dim=-1)
+    return torch.cat([F.linear(part, weight[i].t(), bias[i]) for i, part in enumerate(parts)], dim=-1)
+
+
 class RecurrentMixer(_Mixer):
     """A module whose forward hands its keywords on to the functions of `_MIXERS`."""
 
@@ -277,6 +311,7 @@ _MIXERS: dict[str, tuple[type[_Mixer], _Functions]] = {
         (RecurrentMixer, _DELTA_NET),
     ),
     **dict.fromkeys(("MambaMixer", "FalconMambaMixer", "JambaMambaMixer"), (MambaMixer, {})),
+    "RecurrentGemmaRecurrentBlock": (GriffinBlock, {}),
     "MiniMaxLightningAttention": (LightningAttention, {}),
     "KimiLinearDeltaAttention": (RecurrentMixer, _KIMI_DELTA),
     **dict.fromkeys(

@@ -41,7 +41,7 @@ _WITH_KV, _WITH_STATE = {"full_attention", "sliding_attention", "hybrid"}, {"con
 _OF_STATES = {
     "lfm2 lfm2_moe lfm3": {"conv"},
     "qwen3_next qwen3_5_text qwen3_5_moe_text olmo_hybrid bamba granitemoehybrid kimi_linear": {"linear_attention"},
-    "minimax mamba mamba2 falcon_mamba jamba": {"linear_attention"},
+    "minimax mamba mamba2 falcon_mamba jamba recurrent_gemma": {"linear_attention"},
     "nemotron_h": {"linear_attention", "mlp", "moe"},
     "falcon_h1": {"linear_attention", "hybrid"},
 }

@@ -41,12 +41,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "float32 lightning attention": ("minimax", {}),
     "bfloat16 Mamba-2 alone": ("mamba2", {}),
     "bfloat16 Mamba-1": ("jamba", {}),
+    "float32 RG-LRU": ("recurrent-gemma", {}),
 }
 _MARKS = dict.fromkeys(
     (
         *("bfloat16", "float16", "float32", "float32 FP8", "bfloat16 chunks", "bfloat16 delta rule"),
         *("float32 delta rule", "float32 Mamba-2", "float32 Kimi's delta attention"),
-        *("float32 lightning attention", "bfloat16 Mamba-2 alone", "bfloat16 Mamba-1"),
+        *("float32 lightning attention", "bfloat16 Mamba-2 alone", "bfloat16 Mamba-1", "float32 RG-LRU"),
     ),
     pytest.mark.slow,
 )  # compiling an engine takes half a minute
