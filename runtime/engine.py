@@ -33,6 +33,7 @@ from runtime.parallel.ranks import RankedModel, RankedStep, open_ranks
 from runtime.request import Draft, Request, Sequence, VerifyResult
 from runtime.sampling import NoValidToken
 from runtime.states import States, bytes_per_slot, num_slots_of, state_inputs
+from runtime.stats import StateStats
 from runtime.verify import compute_masks_ahead, verify_all
 
 # A prompt is computed in pieces: those that wait for it wait less, and a piece does not look at blocks after it.
@@ -214,6 +215,16 @@ class Engine:
         return self._blocks.num_cache_tokens
 
     @property
+    def num_state_slots(self) -> int:
+        """Slots for states of sequences; 0 of a model without states."""
+        return 0 if self._states is None else self._states.manager.num_slots - 1
+
+    @property
+    def state_stats(self) -> StateStats:
+        """How slots were used so far."""
+        return StateStats() if self._states is None else self._states.manager.stats
+
+    @property
     def num_cache_bytes(self) -> int:
         """Bytes of a full K/V cache."""
         block_bytes = bytes_per_block(self.config.layers, self._blocks.block_size, _kv_dtype(self.config))
@@ -379,7 +390,13 @@ class Engine:
         return min(self.max_draft_len, sequence.max_draft_len)
 
     def raise_cache_is_taken(self, request: Request) -> NoReturn:
-        """Report that other requests hold the blocks that this one needs, and do not release them while it waits."""
+        """Report that other requests hold what this one needs, and do not release it while it waits."""
+        if self._states is not None and self._states.manager.is_full:
+            raise SpecDecError(
+                f"no room for {request.name}: sequences of another generation hold all slots of states: "
+                f"{self.num_state_slots}",
+                hint="finish or close other generations on this engine; a draft model needs an engine of its own",
+            )
         raise SpecDecError(
             f"no room for {request.name} in the K/V cache: {self._blocks.num_free_blocks} of "
             f"{self._blocks.num_blocks - 1} blocks are free, and sequences of another generation hold the rest",

@@ -25,6 +25,7 @@ from runtime.batch import Row
 from runtime.compiler.memory import zeros
 from runtime.config import BuildConfig, RecurrentShape, StateShape
 from runtime.request import Sequence
+from runtime.stats import StateStats
 
 NULL_SLOT = 0
 CHUNK_SIZE = 32
@@ -87,15 +88,22 @@ class StateManager:
 
     def __init__(self, num_slots: int, num_back: int, *, reuse: bool) -> None:
         self.num_slots = num_slots
+        self.stats = StateStats()
         self._num_back = num_back
         self._reuse = reuse
         self._free = list(range(num_slots - 1, NULL_SLOT, -1))
         self._held: dict[int, _Span] = {}
         self._kept: OrderedDict[int, _Kept] = OrderedDict()  # oldest first
 
+    @property
+    def is_full(self) -> bool:
+        """True if running sequences hold all slots."""
+        return not self._free and not self._kept
+
     def find(self, tokens: Seq[int], most: int) -> Found | None:
         """The kept state with which fewest tokens must be computed, of the first `most`; None if no slot is left."""
-        if not self._free and not self._kept:
+        if self.is_full:
+            self.count(num_waits=1)
             return None
         best = Found(NULL_SLOT, 0)
         for slot, kept in reversed(self._kept.items()):
@@ -131,7 +139,7 @@ class StateManager:
 
     def keep(self, sequence: Sequence) -> StateCopy | None:
         """Keep the state of a running sequence's computed tokens. Returns the copy to make; None if no slot is left."""
-        if not self._reuse or not (self._free or self._kept):
+        if not self._reuse or self.is_full:
             return None
         slot = self._allocate(NULL_SLOT)
         self._kept.pop(slot, None)
@@ -162,6 +170,10 @@ class StateManager:
         span = self._held[sequence.state_slot]
         return span.first <= sequence.num_computed <= span.end
 
+    def count(self, **counts: int) -> None:
+        """Add to the statistics."""
+        self.stats = self.stats.plus(**counts)
+
     def clear(self) -> None:
         """Forget all that is kept."""
         self._free += self._kept
@@ -176,7 +188,10 @@ class StateManager:
 
     def _allocate(self, source: int) -> int:
         """A free slot, or the oldest that is kept, the source of a copy last."""
-        return self._free.pop() if self._free else next((slot for slot in self._kept if slot != source), source)
+        if self._free:
+            return self._free.pop()
+        self.count(num_evictions=1)
+        return next((slot for slot in self._kept if slot != source), source)
 
 
 def state_pools(
@@ -225,7 +240,12 @@ class States:
         self.pools = state_pools(states, num_slots, num_back, dtype, device)
 
     def admit(self, sequence: Sequence, found: Found) -> None:
+        """Give the sequence a slot, with the state that was found."""
         self._copy(self.manager.admit(sequence, found))
+        is_prompt, is_miss = not sequence.num_generated, sequence.shared_len > 0
+        self.manager.count(
+            num_hits=is_prompt and not is_miss and found.num_tokens > 0, num_misses=is_prompt and is_miss
+        )
 
     def next_kept(self, sequence: Sequence) -> int:
         """Position in the uncomputed part of a prompt at which its state is kept next, or 0."""

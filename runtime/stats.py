@@ -174,6 +174,26 @@ def sum_stats(all_stats: Iterable[RequestStats]) -> RequestStats:
     )
 
 
+@dataclass(frozen=True)
+class StateStats:
+    """Counts of an engine's slots of states, since it was opened. Of models without states all are 0."""
+
+    num_waits: int = 0
+    """Admissions refused for lack of a slot."""
+    num_evictions: int = 0
+    """Kept states that gave their slot to another sequence."""
+    num_hits: int = 0
+    """Prompts that went on from a kept state behind all tokens whose K/V were found, or almost all."""
+    num_misses: int = 0
+    """Prompts of which a block and more was computed again for lack of a state, though its K/V were found."""
+
+    def plus(self, **counts: int) -> "StateStats":
+        return StateStats(**{name: value + counts.get(name, 0) for name, value in vars(self).items()})
+
+    def since(self, before: "StateStats") -> "StateStats":
+        return self.plus(**{name: -value for name, value in vars(before).items()})
+
+
 @dataclass
 class LoopTimes:
     """Breakdown of a loop's wall time: proposing, in the compiled step, and in everything else."""

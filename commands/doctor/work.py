@@ -138,6 +138,10 @@ REMEDIES = {
     "cache_preempts": "raise `--max-tokens-in-paged-kv-cache`, or answer fewer requests at a time",
     "reuse_never_hits": "leave block reuse on (`--kv-cache-enable-block-reuse`), and give the cache room for a prompt "
     "that comes again: `--max-tokens-in-paged-kv-cache`",
+    "state_slots_full": "build with a larger `--max-batch-size`, which the number of slots follows, or answer fewer "
+    "requests at a time",
+    "state_hits_missed": "lower `--state-checkpoint-interval`: states are kept so often along prompts; or build with a "
+    "larger `--max-batch-size`, if states are evicted",
     "steps_slower_than_built": "see the other findings; if there are none, the processor is slower than then: too "
     "warm, saving power, shared, or another one. On another machine `specdec build` again",
     "memory_slower_than_built": "stop other processes that use memory, or `specdec build` again on this machine",

@@ -17,6 +17,8 @@ MIN_DRAFT_TOKENS = 40
 MIN_DRAFTS_PER_HALF = 24
 MIN_EARLY_ACCEPTANCE = 0.3
 MIN_Z = 4.0
+MIN_MISSES, MAX_MISSES = 3, 0.4
+"""The second prompt with a certain beginning misses its state, and keeps it for those that follow."""
 LARGE_MEMORY = 256 << 20
 """Smaller weights and K/V need few pages of any size."""
 
@@ -244,6 +246,30 @@ def reuse_never_hits(symptoms: Symptoms) -> Judgement | None:
     return Judgement(number, 1, number < 1, message)
 
 
+def state_slots_full(symptoms: Symptoms) -> Judgement | None:
+    """Evicted states count if prompts missed some: nobody looked for the others."""
+    if symptoms.states is None:
+        return None
+    stats = symptoms.states.stats
+    number = stats.num_waits + (stats.num_evictions if stats.num_misses else 0)
+    message = (
+        f"requests that waited for one of {symptoms.states.num_slots} slots of states, and kept states evicted from "
+        f"them: {stats.num_waits} and {stats.num_evictions}"
+    )
+    return Judgement(number, 0, number > 0, message)
+
+
+def state_hits_missed(symptoms: Symptoms) -> Judgement | None:
+    if symptoms.states is None or not (num_prompts := symptoms.states.stats.num_hits + symptoms.states.stats.num_misses):
+        return None
+    num_misses = symptoms.states.stats.num_misses
+    share = num_misses / num_prompts
+    message = (
+        f"prompts whose K/V were found, and which were computed again for lack of a state: {num_misses} of {num_prompts}"
+    )
+    return Judgement(share, MAX_MISSES, num_misses >= MIN_MISSES and share > MAX_MISSES, message)
+
+
 def speculation_changes_output(symptoms: Symptoms) -> Judgement | None:
     """Compare outputs with and without the drafter, if the engine repeats itself."""
     outputs = symptoms.outputs
@@ -285,6 +311,8 @@ DIAGNOSES: tuple[Diagnosis, ...] = (
     output_not_repeatable,
     cache_preempts,
     reuse_never_hits,
+    state_slots_full,
+    state_hits_missed,
     steps_slower_than_built,
     memory_slower_than_built,
     fewer_threads_than_built,

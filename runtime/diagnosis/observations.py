@@ -5,7 +5,7 @@ from pathlib import Path
 
 from runtime.config import MachineSpeed, StepCost
 from runtime.drafters.specs import DraftLenMode
-from runtime.stats import LoopTimes
+from runtime.stats import LoopTimes, StateStats
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,14 @@ class CacheUse:
 
 
 @dataclass(frozen=True)
+class StateUse:
+    """Use of the slots of states by the prompts and, asked again at once, the same."""
+
+    stats: StateStats
+    num_slots: int
+
+
+@dataclass(frozen=True)
 class StepTime:
     """The fastest of many equal steps, and what it took when the engine was built."""
 
@@ -130,6 +138,8 @@ class Symptoms:
     drafting: Drafting | None
     draft_model: DraftModelPair | None
     cache: CacheUse
+    states: StateUse | None
+    """None of a model without states."""
     steps: tuple[StepTime, ...]
     machine: Machine
     weights: Weights

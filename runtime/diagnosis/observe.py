@@ -25,6 +25,7 @@ from runtime.diagnosis.observations import (
     DraftModelPair,
     ExpectedAcceptance,
     Outputs,
+    StateUse,
     StepTime,
     Symptoms,
     Weights,
@@ -77,8 +78,10 @@ def measure(
         session.warm_up(requests)
         watched = _watch(session)
         session.clear_cache()
+        stats_before = llm.engine.state_stats
         before = session.run(requests, speculate=False)
         findable, found = _find_again(llm.engine, requests)
+        stats, num_slots = llm.engine.state_stats.since(stats_before), llm.engine.num_state_slots
         session.clear_cache()
         drafted = session.run(requests) if can_draft else before
         after = session.run_without_drafter(requests)
@@ -93,6 +96,7 @@ def measure(
             findable,
             found,
         )
+        states = StateUse(stats, num_slots) if num_slots else None
     costs = _spread([cost for cost in llm.engine.config.step_costs if cost.batch_size == 1 and cost.seconds > 0])
     fastest = _fastest_steps(llm.engine, [(cost.batch_size, cost.context_len, cost.num_tokens) for cost in costs])
     steps = tuple(StepTime(cost, one.seconds) for cost in costs for one in fastest if _is_same_kind(cost, one))
@@ -100,7 +104,7 @@ def measure(
     weights = llm.bundle.directory / "rank0.safetensors"
     memory_bytes = weights.stat().st_size + llm.engine.num_cache_bytes
     machine = examine_machine(llm.engine.config.machine, memory_bytes)
-    return Symptoms(outputs, drafting, draft_model, cache, steps, machine, _look_at_weights(weights))
+    return Symptoms(outputs, drafting, draft_model, cache, states, steps, machine, _look_at_weights(weights))
 
 
 def examine_draft_model(llm: LLM, speculation: Speculation) -> DraftModelPair | None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers.generation.logits_process  # noqa: F401  # takes seconds, which are no case's
@@ -34,7 +34,8 @@ from runtime.drafters.suffix import SuffixLookup
 from runtime.engine import KVCacheConfig
 from runtime.params import GREEDY, SamplingConfig
 from runtime.request import Draft, Request, Sequence
-from scripts.campaigns.oracle import CheckedEngine, ExactModel, Failure, Injected, has_ended, one_by_one
+from runtime.states import num_rolled_back
+from scripts.campaigns.oracle import CheckedEngine, ExactModel, Failure, Injected, Interrupted, Slots, has_ended, one_by_one
 
 VOCAB_SIZE = 12
 TIME_LIMIT_S = 30
@@ -46,6 +47,7 @@ DRAFTERS = (
 )
 PHRASES = [random.Random(i).choices(range(VOCAB_SIZE), k=1 + 3 * i) for i in range(6)]
 ENDINGS = ("finished", "closed early", "failure")
+TIMES_OF_FAILURE: tuple[Literal["before", "halfway", "after"], ...] = ("before", "halfway", "after")
 
 
 class StopAt:
@@ -112,6 +114,9 @@ class Outcome:
     num_outputs: int = 0
     num_preempted: int = 0
     num_accepted: int = 0
+    has_states: bool = False
+    failed_in: str | None = None
+    """The call that failed, where it came to that, and when."""
     calls: dict[str, int] = field(default_factory=dict)
 
 
@@ -120,6 +125,7 @@ class Case:
 
     def __init__(self, number: int, corpus: Corpus) -> None:
         self.random = random.Random(number)
+        self.random_of_states = random.Random(f"states of {number}")
         self.corpus = corpus
         self.loop = self.random.choice(["orchestrator", "leader"])
         self.drafter_name = self.random.choice(DRAFTERS)
@@ -152,6 +158,7 @@ class Case:
             sampling=GREEDY if self.random.random() < 0.4 else self._sampling(),
             return_index=choose([0, 0, 1]),
             keep_logits=choose([False, True]),
+            num_prompt_logprobs=self.random_of_states.choice([None, None, None, 0]),
         )
 
     def _sampling(self) -> SamplingConfig:
@@ -187,13 +194,19 @@ class Case:
         kv_cache = KVCacheConfig(
             block_reuse=self.loop == "orchestrator" or self.random.random() < 0.7,
             max_tokens=choose([enough, enough, enough + 5, int(enough * 1.5), 4 * enough, None]),
+            state_checkpoint_interval=self.random_of_states.choice([1, 2, 5, 13, 32, 8192]),
         )
-        # Half of them have states, and one that is drawn for something else says which.
-        num_before = build.tokens_per_block % 4 if build.tokens_per_block % 2 else 0
-        model = replace(model, num_before=num_before, is_recurrent=num_before > 1)
+        model = replace(model, num_before=self.random_of_states.choice([0, 1, 2, 4]))
+        model = replace(model, is_recurrent=model.num_before > 0 and self.random_of_states.random() < 0.6)
         # A copy likes what the model likes, three times in four.
         copy = replace(model, seed=model.seed + choose([0, 7, 7]))
-        return CheckedEngine(model, build, kv_cache, choose([2, 7, 30, 512]), copy)
+        return CheckedEngine(model, build, kv_cache, choose([2, 7, 30, 512]), copy, self._slots(build))
+
+    def _slots(self, build: BuildConfig) -> Slots:
+        """From one that all have to share to plenty, and going back from just enough to more than an engine's do."""
+        batch, choose = build.max_batch_size, self.random_of_states.choice
+        num_slots = 1 + choose([1, 2, batch, batch + 1, batch + 2, 2 * batch + 8])
+        return num_slots, choose([2 * (build.max_draft_len + 1), num_rolled_back(build.max_draft_len), 40])
 
     def _drafter(self, name: str) -> Drafter | None:
         choose = self.random.choice
@@ -275,13 +288,15 @@ class Case:
 def run(number: int, corpus: Corpus, ending: str | None = None, failure: Failure | None = None) -> Outcome:
     """Run the case; AssertionError if anything is not as it must be, TimeoutError if there is no end."""
     case = Case(number, corpus)
-    ending = ending or case.random.choices(ENDINGS, [6, 2, 2])[0]
+    ending = ending or case.random.choices(ENDINGS, [5, 2, 3])[0]
     if ending == "failure" and failure is None:
         failure = _random_failure(case)
     outcome = Outcome(case.drafter_name + (", adaptive" if case.is_adaptive else ""), case.loop, ending)
+    outcome.has_states = any(engine.config.states for engine in case.engines)
     with _time_limit(), case.engine.calls.watch_commits():
         if ending != "finished":
-            _disturb(case, failure)
+            if _disturb(case, failure) and failure is not None:
+                outcome.failed_in = f"{failure.operation}, {failure.when}"
             if case.recorder:
                 case.recorder.drafts.clear()
         before = dict(case.engine.calls.numbers)
@@ -295,14 +310,21 @@ def run(number: int, corpus: Corpus, ending: str | None = None, failure: Failure
 
 def _random_failure(case: Case) -> Failure:
     """Draw a call to fail, from those that a run without failures makes: the same case, made anew, is asked."""
-    names = ["admit", "step", "commit", "release"]
-    names += ["copy's step"] if "self" in case.drafter_name else []
-    names += [f"draft engine: {name}" for name in ("admit", "step", "release")] if case.draft_engine else []
-    return Failure(case.random.choice(names), int(case.random.expovariate(0.15)), case.random.random() < 0.5)
+    of_engine = ["admit", "step", "release", "model", "block copy", *(["state copy"] if case.engine.config.states else [])]
+    names = [*of_engine, "model", "model", "commit"]  # which writes, and then its engine does not count on it
+    names += ["copy's step", "copy's model"] if "self" in case.drafter_name else []
+    names += [f"draft engine: {name}" for name in of_engine] if case.draft_engine else []
+    operation, when = case.random.choice(names), case.random.choice(TIMES_OF_FAILURE)
+    number = int(case.random.expovariate(0.8 if "block" in operation or "state" in operation else 0.15))  # some are rare
+    return Failure(operation, number, when, is_interrupt=case.random_of_states.random() < 0.5)
 
 
-def _disturb(case: Case, failure: Failure | None) -> None:
-    """Leave early, or have a call fail: blocks and the drafter's state are given back, and tokens so far are right."""
+def _disturb(case: Case, failure: Failure | None) -> bool:
+    """Leave early, or have a call fail: blocks and the drafter's state are given back, and tokens so far are right.
+
+    Returns whether it came to the call that fails.
+    """
+    has_failed = False
     num_steps = case.random.randint(0, 40)
     streamed: dict[int, tuple[Request, list[int]]] = {}
     case.engine.calls.failure = failure
@@ -312,8 +334,8 @@ def _disturb(case: Case, failure: Failure | None) -> None:
             streamed.setdefault(sequence.request.id, (sequence.request, []))[1].extend(tokens)
             if failure is None and number == num_steps:
                 break
-    except Injected:
-        pass
+    except (Injected, Interrupted):
+        has_failed = True
     finally:
         steps.close()
         case.engine.calls.failure = None
@@ -321,6 +343,7 @@ def _disturb(case: Case, failure: Failure | None) -> None:
         _check_given_back(case)
     for request, tokens in streamed.values():
         assert case.expected(request)[: len(tokens)] == tokens, f"streamed tokens of request {request.id}"
+    return has_failed
 
 
 def _finish(case: Case, outcome: Outcome) -> None:
@@ -338,10 +361,20 @@ def _finish(case: Case, outcome: Outcome) -> None:
         assert sequence.finish_reason == _finish_reason(request, sequence.tokens)
         if request.keep_logits:
             assert torch.equal(torch.stack(sequence.logits), TARGET.logits(sequence.tokens[:-1], len(expected)))
+        if request.num_prompt_logprobs is not None:
+            _check_scores(request, [one.logprob for one in sequence.prompt_logprobs])
         assert sequence.stats.num_generated_tokens == len(expected)
         outcome.num_accepted += sequence.stats.num_accepted_draft_tokens
     outcome.num_outputs = len(finished)
     _check_given_back(case)
+
+
+def _check_scores(request: Request, logprobs: list[float]) -> None:
+    """Of each token of the prompt after the first, by the text alone."""
+    prompt = list(request.prompt_tokens)
+    all_logprobs = TARGET.logits(prompt, len(prompt))[:-1].log_softmax(-1)
+    expected = all_logprobs.gather(-1, torch.tensor(prompt[1:])[:, None]).flatten()
+    torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0, atol=1e-4)
 
 
 def _check_given_back(case: Case) -> None:

@@ -1,7 +1,7 @@
 """Random requests through both loops with every drafter, against a model that is an exact function of its K/V cache.
 
 python -m scripts.campaigns.exact_oracle                     10,000 random cases
-python -m scripts.campaigns.exact_oracle --every-failure 40  of 40 cases every call fails, before and after its work
+python -m scripts.campaigns.exact_oracle --every-failure 40  of 40 cases every call fails, before, in and after its work
 python -m scripts.campaigns.exact_oracle --planted           plants each fault of faults.py: the cases must find it
 
 What a case is: cases.py; the model: oracle.py. Exit 1 if an output is wrong, or if a fault is not found.
@@ -19,7 +19,7 @@ from pathlib import Path
 from runtime.corpus import Corpus
 from scripts.campaigns import cases
 from scripts.campaigns.faults import FAULTS, planted
-from scripts.campaigns.oracle import Failure
+from scripts.campaigns.oracle import Failure, Interrupted
 
 PLANTED_CASES = 1_000
 
@@ -31,7 +31,7 @@ def count_cases(first: int, number: int, corpus: Corpus) -> tuple[Counter[str], 
     for case in range(first, first + number):
         try:
             outcome = cases.run(case, corpus)
-        except Exception:  # whatever it is: a case that does not end as it should
+        except (Exception, Interrupted):  # whatever it is: a case that does not end as it should
             failed.append(case)
             print(f"case {case}:\n{traceback.format_exc(limit=-3)}", file=sys.stderr, flush=True)
             continue
@@ -49,23 +49,27 @@ def _add(counts: Counter[str], outcome: cases.Outcome) -> None:
             f"loop: {outcome.loop}": 1,
             f"drafter: {outcome.drafter}": 1,
             f"ending: {outcome.ending}": 1,
+            "with states": outcome.has_states,
         }
     )
+    if outcome.failed_in is not None:
+        counts[f"failed: {outcome.failed_in}"] += 1
 
 
 def fail_everywhere(first: int, number: int, corpus: Corpus) -> tuple[Counter[str], list[int]]:
-    """Fail every call of each case once, before its work and after it."""
+    """Fail every call of each case, before its work, halfway through it and after it, by an error and by Ctrl-C."""
     counts: Counter[str] = Counter()
     failed = []
     for case in range(first, first + number):
         calls = cases.run(case, corpus, ending="finished").calls
         for operation, times in calls.items():
-            for i in range(2 * times):
-                failure = Failure(operation, i // 2, after=bool(i % 2))
+            moments = [(number, when) for number in range(times) for when in cases.TIMES_OF_FAILURE]
+            for i, (number, when) in enumerate(moments):
+                failure = Failure(operation, number, when, is_interrupt=bool(i % 2))
                 counts[f"failures of {operation}"] += 1
                 try:
                     cases.run(case, corpus, ending="failure", failure=failure)
-                except Exception:
+                except (Exception, Interrupted):
                     failed.append(case)
                     print(f"case {case}, {failure}:\n{traceback.format_exc(limit=-3)}", file=sys.stderr, flush=True)
     return counts, failed

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from runtime.compiler.compilation import StepFunction
 from runtime.compiler.recurrences import linear_attention
 from runtime.config import (
     BuildConfig,
@@ -36,7 +37,7 @@ from runtime.config import (
 from runtime.engine import Engine, KVCacheConfig
 from runtime.request import Draft, Request, Sequence
 from runtime.sampling import Sampler, draw
-from runtime.states import CHUNK_SIZE
+from runtime.states import CHUNK_SIZE, StateCopy, StateManager, state_pools
 
 Array = NDArray[Any]
 _LAYER = LayerShape(layer=0, num_kv_heads=1, key_head_dim=2, value_head_dim=1, sliding_window=None)
@@ -172,6 +173,18 @@ def _linear_attention(input_ids: Tensor, places: tuple[Tensor, Tensor, Tensor], 
     return np.asarray(output.view(places[0].shape).numpy())
 
 
+def _read_sum(state: Tensor, position: int) -> float:
+    """Sum over the tokens before a position, of a slot's recurrent state, which stays as it is."""
+    one, nothing = torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1, 1)
+    places = (torch.tensor([[position]]), torch.ones(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    parts = (one, nothing, nothing, nothing[..., 0], None)
+    return linear_attention(parts, state.clone()[None], places, CHUNK_SIZE, 1.0, normalizes=False).item()
+
+
+def _sums(tokens: Seq[int]) -> Array:
+    return np.cumsum(_products(np.asarray(tokens), np.arange(len(tokens))))
+
+
 def _as_stored(tokens: Seq[int]) -> tuple[Array, Array]:
     """Ids and positions from 1: what was never written is 0."""
     return np.asarray(tokens, dtype=np.uint64) + np.uint64(1), np.arange(1, len(tokens) + 1, dtype=np.uint64)
@@ -193,13 +206,21 @@ class Injected(Exception):
     """A failure put in on purpose."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C on purpose."""
+
+
 @dataclass
 class Failure:
-    """The `number`th call of `operation`, from 0, fails: before it does its work, or after."""
+    """The `number`th call of `operation`, from 0, fails: before it does its work, halfway through it, or after."""
 
     operation: str
     number: int
-    after: bool
+    when: Literal["before", "halfway", "after"]
+    is_interrupt: bool = False
+
+    def error(self) -> BaseException:
+        return (Interrupted if self.is_interrupt else Injected)(self.operation)
 
 
 class Calls:
@@ -209,17 +230,16 @@ class Calls:
         self.numbers: Counter[str] = Counter()
         self.failure: Failure | None = None
 
-    def make(self, operation: str, call: Callable[[], Any]) -> Any:
+    def make(self, operation: str, call: Callable[[], Any], half: Callable[[], Any] = lambda: None) -> Any:
+        """Make the call. `half` does a part of its work, after which it may fail too."""
         number = self.numbers[operation]
         self.numbers[operation] += 1
         failure = self.failure
-        fails = failure is not None and (failure.operation, failure.number) == (operation, number)
-        if fails and failure is not None and not failure.after:
-            raise Injected(operation)
-        result = call()
-        if fails:
-            raise Injected(operation)
-        return result
+        if failure is None or (failure.operation, failure.number) != (operation, number):
+            return call()
+        if failure.when != "before":
+            (half if failure.when == "halfway" else call)()
+        raise failure.error()
 
     @contextmanager
     def watch_commits(self) -> Iterator[None]:
@@ -237,6 +257,20 @@ class Calls:
             Sequence.commit = commit  # type: ignore[method-assign]
 
 
+Slots = tuple[int, int]
+"""Slots of states, the null slot included, and the positions by which a step may go back in each."""
+
+
+def _half(inputs: Seq[Any]) -> list[Any]:
+    """The first half of a step's tokens, without logits; of one token a row, its K/V and not its state."""
+    per_token, (block_tables, logit_indices, keys, values, *states) = inputs[:3], inputs[3:]
+    num_tokens = per_token[0].shape[1]
+    if num_tokens == 1 and states:
+        states = [torch.zeros_like(states[0]), *states[1:]]
+    first = [one[:, : max(num_tokens // 2, 1)] for one in per_token]
+    return [*first, block_tables, logit_indices[:0], keys, values, *states]
+
+
 class CheckedEngine(Engine):
     """An engine of an exact model: the logits of every step, and the K/V behind them, are what the tokens say."""
 
@@ -247,13 +281,49 @@ class CheckedEngine(Engine):
         kv_cache: KVCacheConfig,
         max_num_tokens: int,
         copy: ExactModel | None = None,
+        slots: Slots | None = None,
     ) -> None:
-        super().__init__(engine_config(model, build), model, torch.device("cpu"), kv_cache, max_num_tokens, copy)
         self.model = model
         self.calls = Calls()
         self.name = ""
         """Put before what its calls are counted as."""
         self.held: dict[int, Sequence] = {}
+        step, copy_step = self._counted(model, "model"), copy and self._counted(copy, "copy's model")
+        config, device = engine_config(model, build), torch.device("cpu")
+        super().__init__(config, step, device, kv_cache, max_num_tokens, copy_step)
+        if self._states is not None and slots is not None:
+            number, num_back = slots
+            self._states.manager = StateManager(number, num_back, reuse=kv_cache.block_reuse)
+            self._states.pools = state_pools(config.states, number, num_back, torch.float32, device)
+        self._count_copies()
+
+    def _counted(self, model: ExactModel, name: str) -> StepFunction:
+        """The step, each of which may fail: some of its tokens are written then, or their K/V only."""
+
+        def step(*inputs: Any) -> Any:
+            return self.calls.make(self.name + name, lambda: model(*inputs), lambda: model(*_half(inputs)))
+
+        return step
+
+    def _count_copies(self) -> None:
+        """Each copy of a block or of a state may fail, the latter when some of its layers are copied."""
+        states, copy_block = self._states, self._pool.copy_block
+        self._pool.copy_block = lambda copy: self.calls.make(  # type: ignore[method-assign]
+            f"{self.name}block copy", lambda: copy_block(copy)
+        )
+        if states is None:
+            return
+        copy_state = states._copy
+
+        def copy_first_layer(copy: StateCopy) -> None:
+            states.pools[0][copy.destination] = states.pools[0][copy.source]
+
+        def counted(copy: StateCopy | None) -> None:
+            if copy is not None:
+                made = copy
+                self.calls.make(f"{self.name}state copy", lambda: copy_state(made), lambda: copy_first_layer(made))
+
+        states._copy = counted  # type: ignore[method-assign]
 
     def admit(self, sequence: Sequence) -> bool:
         def call() -> bool:
@@ -328,6 +398,9 @@ class CheckedEngine(Engine):
         needed = np.arange(max(0, first - self.model.num_before), len(tokens))
         _, hashes = self.model.cached(tokens)
         assert (ring[needed % len(ring)] == hashes[needed]).all(), f"{self.name}a state is of other tokens"
+        if self.model.is_recurrent:
+            found = _read_sum(self._states.pools[1][slot], len(tokens))
+            assert found == _sums(tokens)[-1], f"{self.name}a recurrent state is of other tokens"
 
     def _check_blocks(self, blocks: list[int], tokens: list[int]) -> None:
         if not tokens:

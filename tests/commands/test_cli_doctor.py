@@ -226,6 +226,14 @@ def reuse_turned_off(ward: Ward) -> list[object]:
     return ["--engine-dir", ward.engine_dir, "--mode", "leader", "--no-kv-cache-enable-block-reuse"]
 
 
+def fewer_slots_of_states_than_prompts(ward: Ward) -> list[object]:
+    """Two are kept, as of a model whose states are large."""
+    ward.monkeypatch.setattr("runtime.states._KEPT_BYTES", 0)
+    model = make_model("lfm2", vocab_size=ward.vocab_size)
+    engine = ward.make_engine_dir(model, **WITH_COSTS | {"max_batch_size": 1})
+    return ["--engine-dir", engine, *each("--input-text", [4 * prompt for prompt in PROMPTS[:4]]), "--max-output-len", 2]
+
+
 def blocks_mixed_up_by_the_drafter(ward: Ward) -> list[object]:
     return ["--engine-dir", ward.engine_dir, "--drafter", "custom_drafters:MixesUpBlocks"]
 
@@ -262,6 +270,7 @@ PLANTED: dict[Callable[[Ward], list[object]], tuple[str, set[str]]] = {
     a_cache_for_half_the_requests: ("cache_preempts", set()),
     a_cache_for_half_the_requests_in_leader_mode: ("cache_preempts", set()),
     reuse_turned_off: ("reuse_never_hits", set()),
+    fewer_slots_of_states_than_prompts: ("state_slots_full", {"state_hits_missed"}),
     blocks_mixed_up_by_the_drafter: ("speculation_changes_output", {"drafter_never_used"}),
     weights_that_vanish: ("denormal_weights", set()),
 }

@@ -17,11 +17,12 @@ from runtime.diagnosis.observations import (
     ExpectedAcceptance,
     Machine,
     Outputs,
+    StateUse,
     StepTime,
     Symptoms,
     Weights,
 )
-from runtime.stats import LoopTimes
+from runtime.stats import LoopTimes, StateStats
 
 MS = 1e-3
 # 10 ms for one token, 1 ms more for each further one, whatever the context.
@@ -52,6 +53,7 @@ HEALTHY = Symptoms(
     drafting=GOOD,
     draft_model=PAIR,
     cache=CACHE,
+    states=StateUse(StateStats(num_evictions=5, num_hits=3), 10),
     steps=(StepTime(COSTS[0], 10 * MS), StepTime(COSTS[1], 20 * MS)),
     machine=MACHINE,
     weights=Weights(1000, 0),
@@ -78,6 +80,9 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
         ("output_not_repeatable", {"outputs": Outputs(4, 1, 1)}),
         ("cache_preempts", {"cache": replace(CACHE, num_preemptions=1)}),
         ("reuse_never_hits", {"cache": replace(CACHE, num_found=0)}),
+        ("state_slots_full", {"states": StateUse(StateStats(num_waits=1, num_hits=8), 10)}),
+        ("state_slots_full", {"states": StateUse(StateStats(num_evictions=1, num_hits=8, num_misses=1), 10)}),
+        ("state_hits_missed", {"states": StateUse(StateStats(num_hits=4, num_misses=3), 10)}),
         ("memory_slower_than_built", {"machine": replace(MACHINE, now=MachineSpeed(4, 7.9e9))}),
         ("fewer_threads_than_built", {"machine": replace(MACHINE, now=MachineSpeed(3, 20e9))}),
         ("more_threads_than_cores", {"machine": replace(MACHINE, num_cores=2.5)}),
@@ -102,6 +107,10 @@ def test_what_is_wrong_is_found_and_nothing_else(name: str, wrong: dict[str, obj
         {"machine": replace(MACHINE, huge_pages="never", memory_bytes=1 << 20)},
         {"machine": replace(MACHINE, huge_pages=None, when_built=None)},
         {"cache": replace(CACHE, num_findable=0, num_found=0)},
+        {"states": None},
+        {"states": StateUse(StateStats(), 10)},
+        {"states": StateUse(StateStats(num_hits=3, num_misses=2), 10)},
+        {"states": StateUse(StateStats(num_hits=5, num_misses=3), 10)},
         {"weights": Weights(0, 0)},
         {"weights": Weights(1000, 9)},
         {"steps": ()},
