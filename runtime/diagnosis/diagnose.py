@@ -260,12 +260,16 @@ def state_slots_full(symptoms: Symptoms) -> Judgement | None:
 
 
 def state_hits_missed(symptoms: Symptoms) -> Judgement | None:
-    if symptoms.states is None or not (num_prompts := symptoms.states.stats.num_hits + symptoms.states.stats.num_misses):
+    if symptoms.states is None:
         return None
     num_misses = symptoms.states.stats.num_misses
+    num_prompts = symptoms.states.stats.num_hits + num_misses
+    if not num_prompts:
+        return None
     share = num_misses / num_prompts
     message = (
-        f"prompts whose K/V were found, and which were computed again for lack of a state: {num_misses} of {num_prompts}"
+        f"prompts whose K/V were found, and which were computed again for lack of a state: {num_misses} of "
+        f"{num_prompts}"
     )
     return Judgement(share, MAX_MISSES, num_misses >= MIN_MISSES and share > MAX_MISSES, message)
 

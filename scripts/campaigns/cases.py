@@ -35,7 +35,16 @@ from runtime.engine import KVCacheConfig
 from runtime.params import GREEDY, SamplingConfig
 from runtime.request import Draft, Request, Sequence
 from runtime.states import num_rolled_back
-from scripts.campaigns.oracle import CheckedEngine, ExactModel, Failure, Injected, Interrupted, Slots, has_ended, one_by_one
+from scripts.campaigns.oracle import (
+    CheckedEngine,
+    ExactModel,
+    Failure,
+    Injected,
+    Interrupted,
+    Slots,
+    has_ended,
+    one_by_one,
+)
 
 VOCAB_SIZE = 12
 TIME_LIMIT_S = 30
@@ -310,12 +319,14 @@ def run(number: int, corpus: Corpus, ending: str | None = None, failure: Failure
 
 def _random_failure(case: Case) -> Failure:
     """Draw a call to fail, from those that a run without failures makes: the same case, made anew, is asked."""
-    of_engine = ["admit", "step", "release", "model", "block copy", *(["state copy"] if case.engine.config.states else [])]
-    names = [*of_engine, "model", "model", "commit"]  # which writes, and then its engine does not count on it
+    of_engine = ["admit", "step", "release", "model", "block copy"]
+    of_engine += ["state copy"] if case.engine.config.states else []
+    names = [*of_engine, "model", "model", "commit"]  # what a model has written when it fails must not be read
     names += ["copy's step", "copy's model"] if "self" in case.drafter_name else []
     names += [f"draft engine: {name}" for name in of_engine] if case.draft_engine else []
     operation, when = case.random.choice(names), case.random.choice(TIMES_OF_FAILURE)
-    number = int(case.random.expovariate(0.8 if "block" in operation or "state" in operation else 0.15))  # some are rare
+    is_rare = operation.endswith(("block copy", "state copy"))
+    number = int(case.random.expovariate(0.8 if is_rare else 0.15))
     return Failure(operation, number, when, is_interrupt=case.random_of_states.random() < 0.5)
 
 

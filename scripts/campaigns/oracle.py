@@ -319,9 +319,11 @@ class CheckedEngine(Engine):
             states.pools[0][copy.destination] = states.pools[0][copy.source]
 
         def counted(copy: StateCopy | None) -> None:
-            if copy is not None:
-                made = copy
-                self.calls.make(f"{self.name}state copy", lambda: copy_state(made), lambda: copy_first_layer(made))
+            if copy is None:
+                return copy_state(None)
+            made = copy
+            self.calls.make(f"{self.name}state copy", lambda: copy_state(made), lambda: copy_first_layer(made))
+            return None
 
         states._copy = counted  # type: ignore[method-assign]
 

@@ -92,6 +92,7 @@ TESTS = {
     "runtime/orchestrator.py": f"{T}test_orchestrator.py {T}test_leader.py -k 'orchestrator or times'",
     "runtime/request.py": f"{T}test_request.py",
     "runtime/sampling.py": f"{T}test_sampling.py {T}test_rejection.py -k 'not texts'",
+    "runtime/states.py": f"{T}test_states.py tests/campaigns/test_exact_oracle.py -k 'test_states or random_cases'",
     "runtime/stats.py": f"{T}test_stats.py",
     "runtime/verify.py": f"{T}test_verify.py {T}test_rejection.py -k 'not texts'",
 }

@@ -82,7 +82,7 @@ def _exchange(node: ast.AST) -> Iterator[ast.AST]:
     """Both sides of a difference, or of an assignment from one element to another, change places."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub | ast.Div):
         yield _with(node, left=node.right, right=node.left)
-    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript):
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript) and len(node.targets) == 1:
         (target,) = node.targets
         if isinstance(target, ast.Subscript):
             yield ast.Assign([_with(node.value, ctx=ast.Store())], _with(target, ctx=ast.Load()))

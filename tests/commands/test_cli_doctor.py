@@ -231,7 +231,8 @@ def fewer_slots_of_states_than_prompts(ward: Ward) -> list[object]:
     ward.monkeypatch.setattr("runtime.states._KEPT_BYTES", 0)
     model = make_model("lfm2", vocab_size=ward.vocab_size)
     engine = ward.make_engine_dir(model, **WITH_COSTS | {"max_batch_size": 1})
-    return ["--engine-dir", engine, *each("--input-text", [4 * prompt for prompt in PROMPTS[:4]]), "--max-output-len", 2]
+    prompts = each("--input-text", [4 * prompt for prompt in PROMPTS[:4]])
+    return ["--engine-dir", engine, *prompts, "--max-output-len", 2]
 
 
 def blocks_mixed_up_by_the_drafter(ward: Ward) -> list[object]:
