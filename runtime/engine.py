@@ -221,7 +221,7 @@ class Engine:
 
     @property
     def state_stats(self) -> StateStats:
-        """How slots were used so far."""
+        """Counts of the slots' use so far."""
         return StateStats() if self._states is None else self._states.manager.stats
 
     @property

@@ -212,7 +212,7 @@ class Case:
         return CheckedEngine(model, build, kv_cache, choose([2, 7, 30, 512]), copy, self._slots(build))
 
     def _slots(self, build: BuildConfig) -> Slots:
-        """From one that all have to share to plenty, and going back from just enough to more than an engine's do."""
+        """Draw slots from one that all share to plenty, and positions to go back from just enough to plenty."""
         batch, choose = build.max_batch_size, self.random_of_states.choice
         num_slots = 1 + choose([1, 2, batch, batch + 1, batch + 2, 2 * batch + 8])
         return num_slots, choose([2 * (build.max_draft_len + 1), num_rolled_back(build.max_draft_len), 40])
@@ -381,7 +381,7 @@ def _finish(case: Case, outcome: Outcome) -> None:
 
 
 def _check_scores(request: Request, logprobs: list[float]) -> None:
-    """Of each token of the prompt after the first, by the text alone."""
+    """Compare log-probabilities of the prompt's tokens after the first with those by the text alone."""
     prompt = list(request.prompt_tokens)
     all_logprobs = TARGET.logits(prompt, len(prompt))[:-1].log_softmax(-1)
     expected = all_logprobs.gather(-1, torch.tensor(prompt[1:])[:, None]).flatten()
