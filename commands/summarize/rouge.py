@@ -7,7 +7,9 @@ always give the same numbers, and nothing is left on disk, so any number of proc
 """
 
 import re
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -48,12 +50,27 @@ def _scores(predictions: tuple[str, ...], references: tuple[str, ...]) -> dict[s
     return {rouge_type: 100 * float(fmeasures[rouge_type]) for rouge_type in ROUGE_TYPES}
 
 
+@contextmanager
+def _hidden(name: str) -> Iterator[None]:
+    """Have imports of a package fail, as where it is not installed."""
+    before = sys.modules.get(name)
+    sys.modules[name] = None  # type: ignore[assignment]  # what the import system documents for it
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+        if before is not None:
+            sys.modules[name] = before
+
+
 def _metric_class() -> Any:
     """The metric's class. Made on demand: its base takes seconds to import, and `--help` must not wait."""
     import datasets
-    import evaluate
     import numpy as np
     from rouge_score import rouge_scorer, scoring
+
+    with _hidden("transformers"):  # evaluate's evaluators import its pipelines, which takes seconds, and do without
+        import evaluate
 
     class Aggregator(scoring.BootstrapAggregator):  # type: ignore[misc]  # rouge_score ships no types
         """`rouge_score`'s, which draws and averages its 1,000 samples at once: the same bits, 30 times as fast."""

@@ -22,10 +22,8 @@ from runtime.evaluation.systems import (
     Batches,
     EvaluateEngine,
     EvaluationInterrupted,
-    HuggingFace,
     Question,
     SystemRun,
-    evaluate_hf,
     joined,
     places_of,
 )
@@ -145,6 +143,8 @@ def _run_systems(
             return _Answers(joined(interrupted.answers), [], True, answered)
     differences: list[str] = []
     if hf_dir is not None:
+        from runtime.evaluation.hugging_face import HuggingFace, evaluate_hf  # seconds, which the engine alone saves
+
         try:
             hugging_face = HuggingFace.load(hf_dir, question)
             differences = hugging_face.differences

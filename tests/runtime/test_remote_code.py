@@ -14,7 +14,8 @@ from runtime.checkpoint import convert
 from runtime.compiler.model import ModelKind, load_model
 from runtime.compiler.pretrained import parse_pretrained_config
 from runtime.errors import SpecDecError
-from runtime.evaluation.systems import HuggingFace, Question
+from runtime.evaluation.hugging_face import HuggingFace
+from runtime.evaluation.systems import Question
 from runtime.llm import LLM
 from runtime.params import SamplingParams
 from runtime.text import load_tokenizer, open_tokenizer
