@@ -15,7 +15,7 @@ from runtime.bundle import read_engine_config
 from runtime.checkpoint import convert
 from runtime.compiler.choosing import compiler_for
 from runtime.compiler.compilation import PACKAGE, TOKENWISE
-from runtime.config import Compiler
+from runtime.config import Compiler, QuantConfig
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
@@ -42,10 +42,11 @@ def test_each_is_taken_or_refused_in_a_sentence(name: str, tmp_path: Path) -> No
 def check_equal(
     config: dict[str, Any], prompt: list[int], name: str, work_dir: Path, compiler: Compiler = "none"
 ) -> None:
-    """Greedy tokens of the built engine, with drafts, are Hugging Face's."""
+    """Greedy tokens of the built engine, with drafts, are Hugging Face's, which quantizes no activations."""
     expected = write_model(config, work_dir / "model", seed_of(name), prompt=prompt, num_new_tokens=NUM_NEW_TOKENS)
     lengths = {"max_input_len": len(prompt), "max_seq_len": len(prompt) + NUM_NEW_TOKENS + 10}
-    engine_dir = build_tiny(work_dir / "model", work_dir / "built", dtype="float32", compiler=compiler, **lengths)
+    build: dict[str, Any] = {"compiler": compiler, "precision": QuantConfig(activations="float"), **lengths}
+    engine_dir = build_tiny(work_dir / "model", work_dir / "built", dtype="float32", **build)
     assert read_engine_config(engine_dir).build_config.compiler == compiler
     request = Request(0, tuple(prompt), NUM_NEW_TOKENS)
     with Engine.open(engine_dir) as engine:
