@@ -253,15 +253,16 @@ def llama_uncompiled_dir(llama_dir: Path, shared: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def self_draft_engine_dir(llama_dir: Path, shared: Path) -> Path:
-    """The same with a copy in 4 bits that drafts."""
-    return shared_engine(shared / "engines", llama_dir, measure_costs=True, self_draft=SelfDraft("int4"))
-
-
-@pytest.fixture(scope="session")
 def llama_engine_dir(llama_dir: Path, shared: Path, kernels: Path) -> Path:
     """Engine directory of `llama_dir`, compiled ahead of time (half a minute, once), and what its steps cost."""
     return shared_engine(shared / "engines", llama_dir, compiler="aot", measure_costs=True)
+
+
+@pytest.fixture(scope="session")
+def self_draft_engine_dir(llama_dir: Path, shared: Path, kernels: Path) -> Path:
+    """The same with a copy in 4 bits that drafts."""
+    build: dict[str, Any] = {"compiler": "aot", "measure_costs": True, "self_draft": SelfDraft("int4")}
+    return shared_engine(shared / "engines", llama_dir, **build)
 
 
 @pytest.fixture(scope="session")

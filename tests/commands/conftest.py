@@ -101,9 +101,9 @@ def run(specdec: Specdec, llama_engine_dir: Path) -> Callable[..., Result]:
 
 @pytest.fixture(scope="session")
 def make_draft_engine_dir(
-    tmp_path_factory: pytest.TempPathFactory, shared: Path, tokenizer: PreTrainedTokenizerFast
+    tmp_path_factory: pytest.TempPathFactory, shared: Path, kernels: Path, tokenizer: PreTrainedTokenizerFast
 ) -> MakeDraftEngineDir:
-    """`make_draft_engine_dir(model, tokenizer, **build)`: an uncompiled engine that takes no drafts, made once.
+    """`make_draft_engine_dir(model, tokenizer, **build)`: an engine that takes no drafts, made once. Uncompiled.
 
     The tokenizer is the target's unless another is given, or None for an engine without one.
     """
@@ -123,7 +123,7 @@ def make_draft_engine_dir(
 @pytest.fixture(scope="session")
 def draft_engine_dir(make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast) -> Path:
     """A draft model that the target agrees with in about every third token."""
-    return make_draft_engine_dir(with_noise(make_model("llama", vocab_size=len(tokenizer)), 0.01))
+    return make_draft_engine_dir(with_noise(make_model("llama", vocab_size=len(tokenizer)), 0.01), compiler="aot")
 
 
 @pytest.fixture(scope="session")

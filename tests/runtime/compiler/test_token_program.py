@@ -138,7 +138,7 @@ def test_a_step_that_is_not_cut_is_transformers(family: str, num_layers: int) ->
     check_step(make_model(family, num_hidden_layers=num_layers), as_one)
 
 
-@pytest.mark.parametrize("family", families(*IN_16_BITS, slow={"llama", "gpt2"}))
+@pytest.mark.parametrize("family", families(*IN_16_BITS, slow={"llama", "gpt2", "mixtral", "lfm2"}))
 def test_numbers_of_16_bits_are_rounded_where_torch_rounds_them(family: str) -> None:
     model = make_model(family, **FEW_LAYERS.get(family, {})).to(torch.bfloat16)
     shapes = probe_config(deepcopy(model.config))

@@ -38,7 +38,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def engine_dir(model: PreTrainedModel, make_engine_dir: Any) -> Path:
-    directory: Path = make_engine_dir(model, self_draft=SelfDraftConfig("int8"))
+    directory: Path = make_engine_dir(model, self_draft=SelfDraftConfig("int8"), compiler="aot")
     return directory
 
 

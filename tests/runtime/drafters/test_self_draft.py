@@ -38,7 +38,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module", params=["int4", "int8"])
 def engine_dir(request: pytest.FixtureRequest, model: PreTrainedModel, make_engine_dir: Any) -> Path:
-    directory: Path = make_engine_dir(model, self_draft=SelfDraftConfig(request.param))
+    directory: Path = make_engine_dir(model, self_draft=SelfDraftConfig(request.param), compiler="aot")
     return directory
 
 
@@ -46,6 +46,13 @@ def engine_dir(request: pytest.FixtureRequest, model: PreTrainedModel, make_engi
 def engine(engine_dir: Path) -> Iterator[Engine]:
     with Engine.open(engine_dir) as opened:
         yield opened
+
+
+@pytest.fixture(params=["int4", "int8"])
+def uncompiled(request: pytest.FixtureRequest, model: PreTrainedModel, make_engine: Any) -> Engine:
+    """An engine whose copy's weights can be seen and changed."""
+    made: Engine = make_engine(model, self_draft=SelfDraftConfig(request.param))
+    return made
 
 
 def make_requests(sampling: SamplingConfig = GREEDY, **settings: Any) -> list[Request]:
@@ -238,7 +245,8 @@ def test_nothing_of_the_copys_is_found_again(engine: Engine, model: PreTrainedMo
 
 @ON_LOOPS
 @pytest.mark.parametrize("poisoned", ["weights", "keys and values"])
-def test_a_copy_of_nan_changes_nothing(poisoned: str, loop: str, engine: Engine, model: PreTrainedModel) -> None:
+def test_a_copy_of_nan_changes_nothing(poisoned: str, loop: str, uncompiled: Engine, model: PreTrainedModel) -> None:
+    engine = uncompiled
     copy_step: Any = engine._copy_step
     if poisoned == "weights":
         for name, buffer in copy_step.named_buffers():
@@ -259,13 +267,13 @@ def test_a_copy_of_nan_changes_nothing(poisoned: str, loop: str, engine: Engine,
     assert (num_drafted(sequences) > 0) == (poisoned != "weights")
 
 
-def test_copys_weights_are_quantized_as_a_conversion_quantizes_them(engine: Engine, model: PreTrainedModel) -> None:
+def test_copys_weights_are_quantized_as_a_conversion_quantizes_them(uncompiled: Engine, model: PreTrainedModel) -> None:
     from runtime.compiler.quantized import QuantizedLinear
     from runtime.config import QuantConfig
     from runtime.quantization.quantize import quantize_weight
 
-    copied: Any = engine._copy_step
-    self_draft = engine.config.build_config.self_draft
+    copied: Any = uncompiled._copy_step
+    self_draft = uncompiled.config.build_config.self_draft
     assert self_draft is not None
     layers = {n: m for n, m in copied.model.named_modules() if isinstance(m, QuantizedLinear)}
     assert len(layers) == 14  # seven of each of two layers, and not the one that computes logits
@@ -274,7 +282,7 @@ def test_copys_weights_are_quantized_as_a_conversion_quantizes_them(engine: Engi
         size = min(16 if weight.shape[1] == 48 else 32, 64)
         expected = quantize_weight(weight.detach(), QuantConfig(self_draft.qformat), size)
         assert torch.equal(layer.values, expected.values) and torch.equal(layer.scales, expected.scales)
-    target: Any = engine._step
+    target: Any = uncompiled._step
     assert copied.model.get_output_embeddings().weight is target.model.get_output_embeddings().weight
 
 
