@@ -25,7 +25,7 @@ MAY_IMPORT = {
 }
 HEAVY = {"torch", "transformers", "datasets", "evaluate", "safetensors"}
 ATTENTION = "runtime.compiler.attention"
-MOST_MODULES, MOST_OF_ONE_IMPORTER, MOST_NAMES_TWICE = 249, 70, 5
+MOST_MODULES, MOST_OF_ONE_IMPORTER, MOST_NAMES_TWICE = 250, 70, 5
 NEVER_IN_RUNTIME = {"typer", "click", "rich", "datasets", "evaluate"}
 # The nouns: of runtime's modules they import these and no others.
 NOUNS = {
@@ -173,7 +173,7 @@ def test_replay_loads_no_engine() -> None:
 
 # From the top: what a layer holds is imported by nothing in the layers below it.
 LAYERS = (
-    ("runtime.training",),
+    ("runtime.training", "runtime.evaluation.hugging_face"),
     ("runtime.tuning", "runtime.evaluation.systems", "runtime.artefacts", "runtime.serving", "runtime.diagnosis"),
     ("runtime.llm",),
     ("runtime.evaluation.lossless",),
