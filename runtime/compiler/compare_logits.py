@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from runtime.batch import Row, pack
 from runtime.compiler.compilation import StepFunction, logits_of
+from runtime.compiler.pretrained import layers_that_keep
 from runtime.compiler.quantized import QuantizedExperts, QuantizedLinear, quantized_layers, without_kernels
 from runtime.compiler.reference import QUANTIZED_KV, QuantizeKV, Stored
 from runtime.compiler.weights import layer_by_layer, present, tensors_of
@@ -146,6 +147,8 @@ def _logits_in(dtype: torch.dtype, model: PreTrainedModel, sequences: Seq[_Seque
     with (
         _WidenFloat32() if dtype == torch.float64 else nullcontext(),
         layer_by_layer(copied, partial(_in_dtype, dtype)),
+        # Mamba's models convert to the output layer's dtype before they call it.
+        nullcontext() if layers_that_keep(model.config)[0] else _in_dtype(dtype, copied.get_output_embeddings()),  # type: ignore[no-untyped-call]
     ):
         return _reference_logits(copied, sequences)
 

@@ -276,6 +276,8 @@ class _Layer(nn.Module):
         output = self.layer(hidden, *args, **kwargs)
         if not isinstance(output, Tensor):
             raise CannotBeCut("its layers return more than hidden states")
+        if output.dtype != hidden.dtype:  # `specdec_cut::layer` says that they are of one
+            raise CannotBeCut(f"its layers make {output.dtype} of {hidden.dtype}")
         return output
 
 

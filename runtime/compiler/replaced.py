@@ -102,12 +102,18 @@ class _JambaLayer(nn.Module):
 
 
 class _Model(nn.Module):
-    """A model hands the step's paged inputs on to its layers, and no mask: a step has no padding."""
+    """A model hands the step's paged inputs on to its layers, and no mask: a step has no padding.
 
+    All of its layers get numbers of the dtype that they return, which the first one makes of embeddings.
+    """
+
+    model_config: Any
     backbone: nn.Module
 
     def forward(self, *arguments: Any, paged: PagedInputs | Recorded | None = None, **kwargs: Any) -> Any:
         if paged is not None:
+            embedded = self.backbone.embeddings(kwargs.pop("input_ids"))  # type: ignore[operator]
+            kwargs["inputs_embeds"] = embedded.float() if self.model_config.residual_in_fp32 else embedded
             kwargs["attention_mask"] = None
         with _handed(self.backbone.layers, paged):  # type: ignore[arg-type]
             return super().forward(*arguments, **kwargs)

@@ -123,7 +123,7 @@ LIKE_OTHERS = {
     *("mistral", "mistral-sliding", "mixtral", "qwen2-moe", "qwen2", "qwen3", "qwen3-moe", "qwen3-next", "smollm3"),
     *("olmo2", "granite", "gemma2", "gemma3", "gpt-neox", "minimax", *WITHOUT_ATTENTION),
 }
-IN_16_BITS = ("llama", "gemma3", "gpt-neox", "gpt2", "mixtral", "deepseek-v3", "lfm2", "qwen3.5")
+IN_16_BITS = ("llama", "mamba", "mamba2", "gemma3", "gpt-neox", "gpt2", "mixtral", "deepseek-v3", "lfm2", "qwen3.5")
 
 
 @pytest.mark.parametrize("family", families(*FAMILIES, *MIXTURES, *WITHOUT_ATTENTION, *ATTENTIONS, slow=LIKE_OTHERS))
