@@ -127,8 +127,9 @@ class QuantizedExperts(QuantizedModule):
         self.out_features //= self.num_experts
         self.register_buffer("numbers", torch.empty(0, dtype=own.dtype), persistent=False)
 
-    def __getitem__(self, ids: Tensor) -> Tensor:
+    def __getitem__(self, ids: Tensor | int) -> Tensor:
         """(..., outputs, inputs) of these experts, or (..., inputs, outputs)."""
+        ids = torch.as_tensor(ids)  # Nemotron-H's take them one at a time
         weight = self._of(ids).dequantize(self.numbers.dtype).reshape(*ids.shape, self.out_features, self.in_features)
         return weight.mT if self.is_transposed else weight
 

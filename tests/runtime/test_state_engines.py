@@ -16,7 +16,7 @@ from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.self_draft import SelfDraft
 from runtime.engine import Engine, KVCacheConfig
-from runtime.errors import SpecDecError, UsageError
+from runtime.errors import RequestError, SpecDecError, UsageError
 from runtime.request import Request, Sequence
 
 PROMPTS = [repetitive_prompt(seed, length) for seed, length in ((0, 90), (1, 34), (2, 5), (3, 60), (0, 80), (0, 70))]
@@ -249,6 +249,28 @@ def test_a_state_that_is_copied_in_part_is_not_found(model: PreTrainedModel, mak
     for number in (2, 3):
         (second,) = [s for s, _ in scheduler.generate(engine, [Request(number, tuple(turn), 5)]) if s.is_over]
         assert second.output_tokens == hf_greedy(model, turn, 5)
+
+
+@pytest.mark.parametrize("compiler", ["none", pytest.param("aot", marks=pytest.mark.slow)])
+def test_nan_in_a_state_stays_with_its_request_and_is_told(
+    compiler: str, of_each_kind: PreTrainedModel, make_engine_dir: Any
+) -> None:
+    """Others are beside it, and get its slot and blocks after it."""
+    engine_dir = make_engine_dir(of_each_kind, compiler=compiler, max_batch_size=2)
+    with Engine.open(engine_dir, kv_cache=KVCacheConfig(max_tokens=260)) as engine:
+        assert engine._states is not None
+        done: dict[int, list[int]] = {}
+        requests = [Request(i, tuple(prompt), NUM_NEW_TOKENS) for i, prompt in enumerate(PROMPTS)]
+        with pytest.raises(RequestError, match="request 1"):
+            for sequence, _ in scheduler.generate(engine, requests, NgramLookup(2), 10):
+                done[sequence.request.id] = sequence.output_tokens
+                if sequence.request.id == 1:
+                    assert not sequence.is_over
+                    for pool in engine._states.pools:
+                        pool[sequence.state_slot] = torch.nan
+        del done[1]
+        others = [i for i in range(len(PROMPTS)) if i != 1]
+        assert done == {i: hf_greedy(of_each_kind, PROMPTS[i], NUM_NEW_TOKENS) for i in others}
 
 
 def test_states_that_do_not_fit_are_refused(

@@ -1,0 +1,160 @@
+"""Commands and servers of models whose layers have states: their answers are Hugging Face's, with drafts and without.
+
+What is theirs alone is in `tests/runtime/test_state_engines.py`. Nothing here is compiled.
+"""
+
+import io
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from command_line import PROMPTS, Specdec, each
+from draft_models import WITH_DRAFTS, MakeDraftEngineDir
+from fastapi.testclient import TestClient
+from sentences import Said
+from tiny import hf_greedy, make_model
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from commands.serve.command import ServerOptions
+from commands.serve.group import Clock
+from commands.serve.work import guarded_app, open_served
+from runtime.drafters.specs import NgramDrafter
+from specdec_cli import LLM, SamplingParams
+
+NGRAM = ["--ngram-config", "[4,1,[0]]"]
+UNCOMPILED = ["--compiler", "none"]
+TEMPLATE = "{% for message in messages %}<s>{{ message.role }}: {{ message.content }}\n{% endfor %}"
+NUM_TOKENS = 10
+
+
+@pytest.fixture(scope="module", params=["lfm2", "qwen3.5", "nemotron-h"])
+def hybrid(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    return make_model(request.param, vocab_size=len(tokenizer))
+
+
+@pytest.fixture(scope="module")
+def hybrid_dir(
+    hybrid: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    directory = tmp_path_factory.mktemp("hybrid")
+    hybrid.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [NGRAM, [*NGRAM, "--mode", "leader"], ["--self-draft-config", "[3,[0],False]"]],
+    ids=["orchestrator", "leader", "self-draft"],
+)
+def test_greedy_output_is_hugging_faces(
+    arguments: list[str], hybrid: PreTrainedModel, hybrid_dir: Path, specdec: Specdec
+) -> None:
+    where = ["--model-dir", hybrid_dir, *UNCOMPILED, *each("--input-text", PROMPTS[:3])]
+    result = specdec("run", *where, *arguments, "--max-output-len", NUM_TOKENS, "--check-lossless", "--json")
+    for one in result.document["requests"]:
+        assert one["output_ids"] == hf_greedy(hybrid, one["prompt_ids"], len(one["output_ids"]))
+
+
+@pytest.mark.slow
+def test_drafts_by_probabilities_leave_the_distribution(hybrid_dir: Path, specdec: Specdec) -> None:
+    """Compare 2,000 and more steps by chi-squared."""
+    sampled = ["--self-draft-config", "[3,[0],True]", "--temperature", 1, "--max-output-len", 16, "--check-lossless"]
+    where = ["--model-dir", hybrid_dir, *UNCOMPILED, *each("--input-text", PROMPTS)]
+    assert specdec("run", *where, *sampled, "--json").document["checks"]["lossless"]["passed"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int8_wo", "int4_wo"])
+def test_quantized_weights_are_lossless(quantization: str, hybrid_dir: Path, specdec: Specdec, tmp_path: Path) -> None:
+    converted = ["--qformat", quantization, "--group-size", -1, "--dtype", "float32", "--output-dir", tmp_path / "c"]
+    assert specdec("convert", "--model-dir", hybrid_dir, *converted).exit_code == 0
+    built = [*UNCOMPILED, "--max-draft-len", 4, "--speculative-decoding-mode", "draft_tokens_external"]
+    assert specdec("build", "--checkpoint-dir", tmp_path / "c", "--output-dir", tmp_path / "e", *built).exit_code == 0
+    asked = [*each("--input-text", PROMPTS[:2]), "--max-output-len", NUM_TOKENS, "--check-lossless"]
+    assert specdec("run", "--engine-dir", tmp_path / "e", *NGRAM, *asked).exit_code == 0
+
+
+@pytest.mark.slow
+def test_a_split_is_refused(hybrid_dir: Path, specdec: Specdec, tmp_path: Path, said: Said) -> None:
+    result = specdec("convert", "--model-dir", hybrid_dir, "--tp-size", 2, "--output-dir", tmp_path / "c")
+    assert result.exit_code == 1
+    said(result, "states")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["tune", "summarize", "doctor", "chat"])
+def test_commands_that_take_a_model(
+    command: str, hybrid_dir: Path, specdec: Specdec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPTS[0]}\n{PROMPTS[1]}\n"))  # of a chat
+    asked: dict[str, list[object]] = {
+        "tune": [*each("--input-text", PROMPTS[:2]), "--output", tmp_path / "profile.json"],
+        "summarize": [*NGRAM, "--test-engine", "--max-ite", 2],
+        "doctor": [*NGRAM],
+        "chat": [*NGRAM],
+    }
+    length = ["--output-len" if command == "summarize" else "--max-output-len", 8]
+    document = [] if command == "chat" else ["--json"]
+    result = specdec(command, "--model-dir", hybrid_dir, *UNCOMPILED, *length, *asked[command], *document)
+    if command != "doctor":
+        assert result.exit_code == 0, result.stderr
+        return
+    status = {one["name"]: one["status"] for one in json.loads(result.stdout)["diagnoses"]}
+    assert (status["state_slots_full"], status["state_hits_missed"]) == ("ok", "ok")
+
+
+@pytest.mark.slow
+def test_batch(hybrid: PreTrainedModel, hybrid_dir: Path, specdec: Specdec, tmp_path: Path) -> None:
+    body = {"max_tokens": NUM_TOKENS, "temperature": 0, "n": 2, "ignore_eos": True}
+    lines = [
+        {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": {"prompt": prompt} | body}
+        for i, prompt in enumerate([[5 + i, 9, 11, 5 + i, 9] for i in range(6)])
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = ["--input-file", tmp_path / "in.jsonl", "--output-file", tmp_path / "out.jsonl"]
+    assert specdec("batch", "--model-dir", hybrid_dir, *UNCOMPILED, *NGRAM, *files).exit_code == 0
+    results = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    with LLM(hybrid_dir, compiler="none", dtype="float32") as llm:
+        for line, one in zip(lines, sorted(results, key=lambda one: int(one["custom_id"])), strict=True):
+            expected = llm.tokenizer.decode(hf_greedy(hybrid, line["body"]["prompt"], NUM_TOKENS))
+            assert [choice["text"] for choice in one["response"]["body"]["choices"]] == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    "hybrid", ["qwen3.5", *(pytest.param(one, marks=pytest.mark.slow) for one in ("lfm2", "nemotron-h"))], indirect=True
+)
+def test_a_server_answers_several_at_once(
+    hybrid: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, make_draft_engine_dir: MakeDraftEngineDir
+) -> None:
+    engine_dir = make_draft_engine_dir(hybrid, **WITH_DRAFTS)
+    prompts = [3 * prompt for prompt in PROMPTS[:4]]
+    with LLM(engine_dir) as llm:
+        settings, clock = ServerOptions(), Clock()
+        model = open_served(llm, llm.session(NgramDrafter(4, 1), "fixed"), clock, ("tiny",), settings)
+        expected = {p: tokenizer.decode(hf_greedy(hybrid, list(llm.encode(p)[0]), NUM_TOKENS)) for p in prompts}
+        with TestClient(guarded_app(model, clock, settings, is_of_this_machine=False)) as client:
+
+            def complete(prompt: str, **body: object) -> list[dict[str, object]]:
+                asked = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "n": 2, "ignore_eos": True}
+                choices: list[dict[str, object]] = client.post("/v1/completions", json=asked | body).json()["choices"]
+                return choices
+
+            with ThreadPoolExecutor(8) as executor:
+                for prompt, choices in zip(2 * prompts, executor.map(complete, 2 * prompts), strict=True):
+                    assert [choice["text"] for choice in choices] == [expected[prompt]] * 2
+            scored = [complete(prompts[0], n=1, echo=True, logprobs=1) for _ in range(2)]
+            assert scored[0] == scored[1]
+            assert str(scored[0][0]["text"]).endswith(expected[prompts[0]])
+
+
+@pytest.mark.slow
+def test_python(hybrid: PreTrainedModel, hybrid_dir: Path) -> None:
+    with LLM(hybrid_dir, compiler="none", dtype="float32", max_batch_size=2) as llm:
+        params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params, drafter=NgramDrafter(4, 1)), strict=True):
+            expected = hf_greedy(hybrid, list(llm.encode(prompt)[0]), NUM_TOKENS)
+            assert list(output.token_ids) == expected
