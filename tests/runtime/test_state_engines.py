@@ -1,5 +1,6 @@
 """Engines of models whose layers have states: one text and the same bits, however it is computed."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,26 @@ def test_uncompiled_tokens_are_transformers(drafter: str, of_each_kind: PreTrain
     for loop in ("orchestrator", "leader"):
         outputs = [sequence.output_tokens for sequence in answers(engine, loop, DRAFTERS[drafter](engine))]
         assert outputs == [hf_greedy(of_each_kind, prompt, NUM_NEW_TOKENS) for prompt in PROMPTS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["none", "aot"])
+def test_prompts_of_700_tokens_beside_short_ones(
+    compiler: str, of_each_kind: PreTrainedModel, make_engine_dir: Any
+) -> None:
+    """More than 20 chunks, in pieces, with drafts and without."""
+    prompts = [repetitive_prompt(seed, length) for seed, length in ((0, 700), (1, 34), (2, 650), (3, 5))]
+    expected = [hf_greedy(of_each_kind, prompt, NUM_NEW_TOKENS) for prompt in prompts]
+    longer = copy.deepcopy(of_each_kind)
+    longer.config.max_position_embeddings = 1024
+    engine_dir = make_engine_dir(longer, compiler=compiler, max_input_len=700, max_seq_len=740)
+    for loop, max_num_tokens in ((orchestrator, 512), (scheduler, 100)):
+        with Engine.open(engine_dir, max_num_tokens=max_num_tokens) as engine:
+            requests = [Request(i, tuple(prompt), NUM_NEW_TOKENS) for i, prompt in enumerate(prompts)]
+            for drafter in (None, NgramLookup(2)):
+                engine.clear_cache()
+                done = {s.request.id: s for s, _ in loop.generate(engine, requests, drafter, 10) if s.is_over}
+                assert [done[i].output_tokens for i in range(len(prompts))] == expected
 
 
 def test_prompts_are_scored_as_by_transformers(of_each_kind: PreTrainedModel, make_engine: Any) -> None:
