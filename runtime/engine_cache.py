@@ -51,7 +51,7 @@ Phases = Callable[[], AbstractContextManager[Callable[[str], None]]]
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Build settings of a model's engine; None: the model's own dtype, and its positions up to 4,096."""
+    """Build settings of a model's engine; None: the model's own dtype, and its positions up to 4,096 (of a model that states none 4,096)."""
 
     dtype: Dtype | None = None
     max_batch_size: int = 4
@@ -68,10 +68,10 @@ class EngineSettings:
     compiler: Compiler | None = None
     """None: what the device's default is (`runtime.compiler.choosing`)."""
 
-    def build_config(self, num_positions: int) -> BuildConfig:
+    def build_config(self, num_positions: int | None) -> BuildConfig:
         """Build config from settings that name a compiler."""
         assert self.compiler is not None
-        max_seq_len = self.max_seq_len or min(num_positions, _MAX_SEQ_LEN)
+        max_seq_len = self.max_seq_len or min(num_positions or _MAX_SEQ_LEN, _MAX_SEQ_LEN)
         return BuildConfig(
             compiler=self.compiler,
             max_batch_size=self.max_batch_size,
@@ -251,7 +251,7 @@ def _make_engine(
     """Convert and build; the checkpoint between them is not kept."""
     with own_temporary_files():
         from runtime.checkpoint import convert_for_build, plan_conversion  # not to open an engine: it takes seconds
-        from runtime.compiler.build import BuildEffort, build_engine, default_max_seq_len
+        from runtime.compiler.build import BuildEffort, build_engine, positions_of
 
     assert settings.compiler is not None
     if uses_kernels(settings.compiler, device.type):
@@ -266,7 +266,7 @@ def _make_engine(
         precision = QuantConfig(activations=settings.activations)
         conversion = plan_conversion(model_dir, settings.dtype, precision, settings.tp_size)
         checkpoint = convert_for_build(conversion, Path(directory), may_link=by_parts)
-        build = settings.build_config(default_max_seq_len(checkpoint))
+        build = settings.build_config(positions_of(checkpoint))
         # A GPU's memory is given away when an engine is opened, and ranks measure together.
         at_once = BuildEffort(measure_costs=settings.tp_size > 1 or device.type != "cpu")
         config = build_engine(checkpoint, engine_dir, build, device, replace=False, phase=phase, effort=at_once)

@@ -376,11 +376,15 @@ def _with_costs(
         return config
 
 
-def default_max_seq_len(checkpoint: OpenedCheckpoint) -> int:
-    """The number of positions the checkpoint's model has."""
+def positions_of(checkpoint: OpenedCheckpoint) -> int | None:
+    """The number of positions the checkpoint's model has; None where its config does not say, as Mamba's."""
     where = str(checkpoint.directory / "config.json")
-    pretrained = parse_pretrained_config(checkpoint.config.pretrained_config, where)
-    positions = num_positions(pretrained)
+    return num_positions(parse_pretrained_config(checkpoint.config.pretrained_config, where))
+
+
+def default_max_seq_len(checkpoint: OpenedCheckpoint) -> int:
+    """The number of positions the checkpoint's model has. SpecDecError where its config does not say."""
+    positions = positions_of(checkpoint)
     if positions is None:
         raise SpecDecError(
             "the model's config does not say how many positions it has", hint="give max_seq_len", code="no_positions"

@@ -500,3 +500,15 @@ def test_heads_draft(tmp_path: Path) -> None:
                 llm.generate([[3, 4, 5, 6]], greedy, drafter=other)
     with pytest.raises(SpecDecError, match="no EAGLE-3 head"):
         EagleDrafter(with_mtp).read_heads()
+
+
+@pytest.mark.parametrize(("given", "most"), [(100, 100), (None, 4096)])
+def test_a_model_that_states_no_positions(given: int | None, most: int, tmp_path: Path) -> None:
+    """Mamba's has no such number in its config."""
+    model = make_model("mamba", hidden_size=32, num_hidden_layers=1)
+    del model.config.max_position_embeddings
+    model.save_pretrained(tmp_path / "model")
+    with LLM(tmp_path / "model", max_seq_len=given, compiler="none") as llm:
+        assert llm.bundle.config.build_config.max_seq_len == most + 10
+        output = llm.generate([[5, 6, 7, 5, 6]], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))[0]
+    assert output.token_ids == hf_greedy(model, [5, 6, 7, 5, 6], 9)
