@@ -51,7 +51,8 @@ Phases = Callable[[], AbstractContextManager[Callable[[str], None]]]
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Build settings of a model's engine; None: the model's own dtype, and its positions up to 4,096 (of a model that states none 4,096)."""
+    """Build settings of a model's engine; None: the model's own dtype, and its positions up to 4,096, or 4,096 where it
+    states none."""
 
     dtype: Dtype | None = None
     max_batch_size: int = 4

@@ -90,7 +90,7 @@ class CacheUse:
 
 @dataclass(frozen=True)
 class StateUse:
-    """Use of the slots of states by the prompts and, asked again at once, the same."""
+    """Use of the slots of states by the prompts, asked three times: hits and misses are those of the third."""
 
     stats: StateStats
     num_slots: int

@@ -366,13 +366,14 @@ HEALTHY: dict[str, list[object]] = {
     "prompts in a file": ["PROMPTS", *NGRAM],
     "a draft model": ["DRAFT MODEL"],
     "a draft model, automatic lengths": ["DRAFT MODEL", "--draft-len-mode", "auto"],
+    "layers with states": ["STATES", *NGRAM],
 }
 
 
 LONG = {"n-gram, long drafts", "suffix matching", "a drafter of one's own"}
 """Up to 10 tokens whatever they cost: a model whose step takes a third of a millisecond may be faster without them,
 and then that is said rightly."""
-ALWAYS = ("no drafter", "n-gram", "leader mode, n-gram", "two drafters", "a profile", "a draft model")
+ALWAYS = ("no drafter", "n-gram", "two drafters", "a profile", "a draft model", "layers with states")
 
 
 @pytest.mark.usefixtures("work_clock")
@@ -395,6 +396,9 @@ def healthy(name: str, ward: Ward, deep_pair: tuple[Path, Path], specdec: Specde
             arguments = ["--engine-dir", ward.engine_dir, "--input-file", prompt_file(ward), *rest]
         case "DRAFT MODEL":
             arguments = ["--engine-dir", deep_pair[0], *draft_model(deep_pair[1]), *rest]
+        case "STATES":  # answers longer than a slot's positions, so that none holds the state of a prompt's end
+            engine = ward.make_engine_dir(make_model("lfm2", vocab_size=ward.vocab_size), **WITH_COSTS)
+            arguments = ["--engine-dir", engine, *each("--input-text", [4 * prompt for prompt in PROMPTS]), *rest]
         case _:
             arguments = ["--engine-dir", ward.engine_dir, *HEALTHY[name]]
     return specdec("doctor", *arguments, "--json")
