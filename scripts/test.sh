@@ -9,6 +9,7 @@ cd "$(dirname "$0")/.."
 .venv/bin/mypy & # while the tests are collected
 types=$!
 unset PYTHONDONTWRITEBYTECODE # or every process that the tests start would compile the sources again
-# Two workers: each takes from the other's tests when it has done its own.
-.venv/bin/pytest -n 2 --dist worksteal "$@"
+# Three workers, one more than the cores of a small machine: tests wait for processes. Each takes of the others' when it has
+# done its own.
+.venv/bin/pytest -n 3 --dist worksteal "$@"
 wait "$types"
