@@ -14,7 +14,7 @@ from runtime.gguf import has_tokenizer, is_gguf, without_later_parts
 from runtime.gguf_config import config_of
 from runtime.tokenizer import TOKENIZER_FILES
 
-_SHIPPED = {"demo": "target", "demo-draft": "draft"}
+_SHIPPED = {"demo": "target", "demo-draft": "draft", "demo-hybrid": "hybrid"}
 _SHIPPED_HEADS = {"demo-head": "head"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _ADAPTER = "adapter_config.json"
@@ -40,7 +40,7 @@ def resolve_model(name: str) -> Path:
     if not _HUB_ID.fullmatch(name):
         raise SpecDecError(
             f"model directory does not exist: {name}",
-            hint="check the path; shipped names are `demo` and `demo-draft`, of a head `demo-head`",
+            hint="check the path; shipped names are `demo`, `demo-draft` and `demo-hybrid`, of a head `demo-head`",
         )
     return _download(name)
 

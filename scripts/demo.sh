@@ -31,6 +31,9 @@ show summarize --engine-dir "$work/engine" --hf-model-dir demo --test-hf --test-
 make ckpt-draft convert --model-dir demo-draft --output-dir "$work/ckpt-draft" --dtype float32
 make draft-engine build --checkpoint-dir "$work/ckpt-draft" --output-dir "$work/draft-engine" \
     --max-batch-size 4 --max-input-len 1024 --max-seq-len 1536
+# Layers with recurrent states.
+show run --model-dir demo-hybrid --ngram-config "[10,2,[0]]" --max-output-len 128 --check-lossless --input-text "$article"
+
 # Rejection sampling. A question has many answers: where the target is sure of every token, a check of its distribution
 # tells nothing.
 show run --engine-dir "$work/engine" --draft-engine-dir "$work/draft-engine" \

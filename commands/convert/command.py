@@ -23,7 +23,8 @@ class ConvertOptions:
     model_dir: Annotated[
         str,
         typer.Option(
-            help="Model directory, GGUF file, hub id, or shipped name (`demo`, `demo-draft`).", rich_help_panel=INPUT
+            help="Model directory, GGUF file, hub id, or shipped name (`demo`, `demo-draft`, `demo-hybrid`).",
+            rich_help_panel=INPUT,
         ),
     ]
     output_dir: Annotated[Path, typer.Option(help="Checkpoint directory to write.", rich_help_panel=OUTPUT)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from rouge_score.rouge_scorer import RougeScorer
-from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from scripts.tools.demo_corpus import first_sentence, prompt_text
 
@@ -27,10 +27,10 @@ def read_articles(path: Path) -> list[Article]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def evaluate(target_dir: Path, draft_dir: Path, articles: list[Article]) -> dict[str, Any]:
-    """Figures of both models per category: ROUGE and tokens per step of the target, NLL of each."""
+def evaluate(target_dir: Path, draft_dir: Path | None, articles: list[Article]) -> dict[str, Any]:
+    """Figures per category: ROUGE and tokens per step of the target; NLL of it, and of the draft model, if any."""
     tokenizer = AutoTokenizer.from_pretrained(target_dir)
-    target, draft = load_model(target_dir), load_model(draft_dir)
+    target, draft = load_model(target_dir), None if draft_dir is None else load_model(draft_dir)
     outputs = generate_all(target, tokenizer, articles)
     texts = {key: str(tokenizer.decode(row, skip_special_tokens=True)) for key, row in outputs.items()}
     figures: dict[str, Any] = {
@@ -46,16 +46,18 @@ def evaluate(target_dir: Path, draft_dir: Path, articles: list[Article]) -> dict
             "num_articles": len(chosen),
             **rouge([texts[article["id"]] for article in chosen], chosen),
             **lookup_figures([(prompt_ids(a, tokenizer), outputs[a["id"]]) for a in chosen]),
-            "draft_model_agreement": agreement(draft, tokenizer, chosen, outputs),
             "target_nll": reference_nll(target, tokenizer, chosen),
-            "draft_nll": reference_nll(draft, tokenizer, chosen),
             "baseline": rouge([first_sentence_baseline(article["article"]) for article in chosen], chosen),
         }
+        if draft is not None:
+            figures[category]["draft_model_agreement"] = agreement(draft, tokenizer, chosen, outputs)
+            figures[category]["draft_nll"] = reference_nll(draft, tokenizer, chosen)
     return figures
 
 
-def load_model(path: Path) -> LlamaForCausalLM:
-    return LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
+def load_model(path: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return model
 
 
 def prompt_ids(article: Article, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -64,7 +66,7 @@ def prompt_ids(article: Article, tokenizer: PreTrainedTokenizerBase) -> list[int
 
 @torch.inference_mode()
 def generate_all(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, articles: list[Article]
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, articles: list[Article]
 ) -> dict[str, list[int]]:
     """Greedy output tokens of each article by its id, the end token included where it was reached."""
     tokenizer.padding_side = "left"
@@ -74,7 +76,7 @@ def generate_all(
         batch = by_length[start : start + BATCH_SIZE]
         inputs = tokenizer([prompt_text(a["article"]) for a in batch], return_tensors="pt", padding=True)
         inputs.pop("token_type_ids", None)
-        generated = model.generate(**inputs, max_new_tokens=OUTPUT_LEN, do_sample=False)  # type: ignore[misc]
+        generated = model.generate(**inputs, max_new_tokens=OUTPUT_LEN, do_sample=False)  # type: ignore[operator]  # a mixin's method, untyped
         for article, row in zip(batch, generated[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
             outputs[article["id"]] = up_to_end(row, tokenizer.eos_token_id)
     return outputs
@@ -130,7 +132,7 @@ def lookup(tokens: list[int]) -> list[int]:
 
 
 @torch.inference_mode()
-def reference_nll(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, articles: list[Article]) -> float:
+def reference_nll(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, articles: list[Article]) -> float:
     """Mean negative log-likelihood in nats of a reference token given the prompt, end token included."""
     losses: list[torch.Tensor] = []
     for article in articles:
@@ -144,7 +146,7 @@ def reference_nll(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, a
 
 @torch.inference_mode()
 def agreement(
-    draft: LlamaForCausalLM,
+    draft: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     articles: list[Article],
     outputs: dict[str, list[int]],
@@ -162,7 +164,7 @@ CARD = """\
 # specdec demo: {name} model
 
 {role}
-A Llama of {num_parameters:,} parameters ({num_layers} layers, {width} wide, vocabulary {vocab_size}), trained
+A {family} of {num_parameters:,} parameters ({num_layers} layers, {width} wide, vocabulary {vocab_size}), trained
 from scratch by `scripts/tools/train_demo.py` to write two kinds of summaries of Python documentation:
 
 - `digest`: the article is 2 to 5 documented functions or classes; the summary names each with its first
@@ -196,13 +198,14 @@ Docstrings and code of the Python standard library and of the packages listed in
 ROLES = {
     "target": "The demo's target: the model whose output speculative decoding reproduces.",
     "draft": "The demo's draft model: it drafts for the demo's target, whose tokenizer it shares.",
+    "hybrid": "A target whose layers have recurrent states, of the demo's size, with its tokenizer.",
 }
 
 
 def model_card(name: str, training: dict[str, Any], figures: dict[str, Any] | None) -> str:
     """The model's README; without figures it says that the model was not evaluated."""
     rows = [f"| {key.replace('_', ' ')} | {value} |" for key, value in training["table"].items()]
-    table = "\n".join(target_rows(figures) if name == "target" else draft_rows(figures)) if figures else ""
+    table = "\n".join(draft_rows(figures) if name == "draft" else target_rows(figures)) if figures else ""
     return CARD.format(
         name=name,
         role=ROLES[name],

@@ -92,11 +92,12 @@ HYBRID = {
     "linear_value_head_dim": 64,
 }
 """Qwen3.5's layers: two of three with a recurrent state (gated delta net), the third with attention."""
+FAMILIES = {"llama": "Llama", "qwen3_5_text": "Qwen3.5 (two of three layers are gated delta nets)"}
 MIX = Mix(describe_share=0.5, prompt_weight=0.3)
 RECIPES = {
     "target": Recipe("target", 256, 6, 4, 2, 2e-3, num_steps=4000, decay_mix=Mix(0.65, 0.1)),
     "draft": Recipe("draft", 128, 4, 4, 2, 3e-3, num_steps=4000, decay_mix=MIX),
-    "hybrid": Recipe("hybrid", 256, 6, 4, 2, 2e-3, 4000, Mix(0.65, 0.1), "qwen3_5_text", HYBRID),
+    "hybrid": Recipe("hybrid", 256, 6, 4, 2, 2e-3, 1700, Mix(0.65, 0.1), "qwen3_5_text", HYBRID),
 }
 
 
@@ -400,14 +401,20 @@ def export_model(recipe: Recipe, work_dir: Path, output_dir: Path, seed: int) ->
 
 
 def evaluate_stage(recipes: list[Recipe], work_dir: Path, seed: int) -> None:
-    """Export both models, evaluate them on the held-out articles and write `evaluation.json`."""
+    """Export the models, evaluate them on the held-out articles and write `evaluation.json`: figures by model."""
     export_dir = work_dir / "export"
     steps = {recipe.name: export_model(recipe, work_dir, export_dir / recipe.name, seed).step for recipe in recipes}
     articles = read_articles(work_dir / "articles.jsonl")
-    figures = evaluate(export_dir / "target", export_dir / "draft", articles)
-    write_json(work_dir / "evaluation.json", {"steps": steps, "versions": versions(), **figures})
-    shown = {key: value for key, value in figures.items() if key != "outputs"}
-    print(json.dumps(shown, indent=1), flush=True)
+    figures: dict[str, Any] = {}
+    if {"target", "draft"} <= steps.keys():
+        figures["target"] = figures["draft"] = evaluate(export_dir / "target", export_dir / "draft", articles)
+    if "hybrid" in steps:
+        figures["hybrid"] = evaluate(export_dir / "hybrid", None, articles)
+    write_json(work_dir / "evaluation.json", {"steps": steps, "versions": versions(), "figures": figures})
+    for name, of_model in figures.items():
+        print(
+            name, json.dumps({key: value for key, value in of_model.items() if key != "outputs"}, indent=1), flush=True
+        )
 
 
 def package_stage(recipes: list[Recipe], work_dir: Path, output_dir: Path, seed: int) -> None:
@@ -417,12 +424,12 @@ def package_stage(recipes: list[Recipe], work_dir: Path, output_dir: Path, seed:
         shutil.copyfile(work_dir / name, output_dir / name)
     done = {recipe.name: export_model(recipe, work_dir, output_dir / recipe.name, seed) for recipe in recipes}
     evaluation = work_dir / "evaluation.json"
-    figures = read_json(evaluation) if evaluation.exists() else None
-    if figures and figures["steps"] != {name: progress.step for name, progress in done.items()}:
-        figures = None
+    evaluated = read_json(evaluation) if evaluation.exists() else {"steps": {}}
     num_articles = len(read_articles(work_dir / "articles.jsonl"))
     for recipe in recipes:
         facts = training_facts(recipe, done[recipe.name], work_dir, seed)
+        is_of_this = evaluated["steps"].get(recipe.name) == done[recipe.name].step
+        figures = evaluated["figures"].get(recipe.name) if is_of_this else None
         card = model_card(recipe.name, {**facts, "num_articles": num_articles}, figures)
         (output_dir / recipe.name / "README.md").write_text(card, encoding="utf-8")
 
@@ -446,7 +453,7 @@ def training_facts(recipe: Recipe, progress: Progress, work_dir: Path, seed: int
     }
     shape = {"num_parameters": num_params, "num_layers": recipe.num_layers, "width": recipe.width}
     shape = {**shape, "vocab_size": VOCAB_SIZE, "max_row_tokens": MAX_ROW_TOKENS}
-    return {"table": table, "shape": shape}
+    return {"table": table, "shape": {**shape, "family": FAMILIES[recipe.family]}}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -468,6 +475,7 @@ def run_stage(stage: str, arguments: argparse.Namespace) -> None:
     work_dir, seed = arguments.work_dir, arguments.seed
     num_steps = {name: getattr(arguments, f"{name}_steps") for name in RECIPES}
     recipes = {name: replace(recipe, num_steps=num_steps[name]) for name, recipe in RECIPES.items()}
+    trained = [recipe for name, recipe in recipes.items() if (work_dir / f"{name}.pt").exists()]
     if stage == "data":
         data_stage(arguments.corpus_dir, work_dir, seed)
     elif stage == "tokenizer":
@@ -475,9 +483,9 @@ def run_stage(stage: str, arguments: argparse.Namespace) -> None:
     elif stage in recipes:
         train_stage(recipes[stage], work_dir, seed, arguments.checkpoint_steps)
     elif stage == "evaluate":
-        evaluate_stage(list(recipes.values()), work_dir, seed)
+        evaluate_stage(trained, work_dir, seed)
     else:
-        package_stage(list(recipes.values()), work_dir, arguments.output_dir, seed)
+        package_stage(trained, work_dir, arguments.output_dir, seed)
 
 
 def main() -> None:

@@ -69,10 +69,12 @@ def test_checkpoint_holds_the_weights_and_the_tokenizer(convert: Command, tmp_pa
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["demo", "demo-draft"])
-def test_shipped_models_have_names(specdec: Specdec, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "family"), [("demo", "llama"), ("demo-draft", "llama"), ("demo-hybrid", "qwen3_5_text")]
+)
+def test_shipped_models_have_names(specdec: Specdec, tmp_path: Path, name: str, family: str) -> None:
     result = specdec("convert", "--model-dir", name, "--output-dir", tmp_path / "ckpt", "--json")
-    assert result.document["checkpoint"]["pretrained_config"]["model_type"] == "llama"
+    assert result.document["checkpoint"]["pretrained_config"]["model_type"] == family
     assert result.document["model_dir"] == name
 
 

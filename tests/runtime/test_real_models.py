@@ -1,5 +1,6 @@
 """Real models' greedy outputs are the same with every kind of lookup: the shipped demo target, and stories260k."""
 
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from lookups import MAKE_DRAFTER
 from shared import shared_engine
 from tiny import hf_greedy
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from runtime import orchestrator, scheduler
 from runtime.engine import Engine
@@ -17,6 +18,7 @@ from runtime.files import read_json
 from runtime.models import resolve_model
 from runtime.request import Request, Sequence
 
+ARTICLES = Path(__file__).parents[2] / "runtime/demo/articles.jsonl"
 STORIES_DIR = Path(__file__).parents[2] / "../shared/data/stories260k"
 NUM_NEW_TOKENS = 60
 LOOPS: dict[str, Any] = {"orchestrator": orchestrator, "leader": scheduler}
@@ -51,6 +53,34 @@ def test_demo_answers_as_hugging_face_does(
 ) -> None:
     engine, requests, expected = demo
     assert outputs(LOOPS[loop].generate(engine, requests, MAKE_DRAFTER[drafter](), 10)) == expected
+
+
+@pytest.mark.parametrize(
+    ("loop", "drafter"), [("orchestrator", "oldest"), pytest.param("leader", "suffix", marks=pytest.mark.slow)]
+)
+def test_trained_layers_with_states_copy_what_they_are_given(loop: str, drafter: str, shared: Path) -> None:
+    """Articles whose summaries are nearly all copied: most drafts are accepted, and rolled back where they are not."""
+    model_dir = resolve_model("demo-hybrid")
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    articles = [json.loads(line) for line in ARTICLES.read_text(encoding="utf-8").splitlines()]
+    chosen = sorted((one["article"] for one in articles if one["category"] == "digest"), key=len)[:3]
+    requests = [
+        Request(i, tuple(tokenizer(f"{article} TL;DR:")["input_ids"]), NUM_NEW_TOKENS)
+        for i, article in enumerate(chosen)
+    ]
+    longest = max(len(request.prompt_tokens) for request in requests)
+    build = {"dtype": "float32", "max_input_len": longest, "max_seq_len": longest + NUM_NEW_TOKENS + 10}
+    with Engine.open(shared_engine(shared / "engines", model_dir, **build)) as engine:
+        steps = LOOPS[loop].generate(engine, requests, MAKE_DRAFTER[drafter](), 10)
+        sequences = [sequence for sequence, _ in steps if sequence.finish_reason]
+    for sequence in sequences:
+        assert sequence.output_tokens == hf_greedy(model, list(sequence.request.prompt_tokens), NUM_NEW_TOKENS)
+    num_drafted, num_accepted = (
+        sum(getattr(sequence.stats, name) for sequence in sequences)
+        for name in ("num_draft_tokens", "num_accepted_draft_tokens")
+    )
+    assert num_accepted >= len(requests) * NUM_NEW_TOKENS // 3 and num_accepted < num_drafted
 
 
 @pytest.fixture(scope="module")
