@@ -72,33 +72,21 @@ class _Attention(nn.Module):
 
 
 class _Layer(nn.Module):
-    """A layer hands the step's paged inputs on to its attention."""
+    """A layer hands the step's paged inputs on to the module of it that mixes tokens."""
 
-    self_attn: nn.Module
+    mixing = "self_attn"
 
     def forward(self, *arguments: Any, paged: PagedInputs | Recorded | None = None, **kwargs: Any) -> Any:
-        with _handed([self.self_attn], paged):
+        with _handed([self.get_submodule(self.mixing)], paged):
             return super().forward(*arguments, **kwargs)
 
 
-class _Block(nn.Module):
-    """The same of a block and its mixer."""
-
-    mixer: nn.Module
-
-    def forward(self, *arguments: Any, paged: PagedInputs | Recorded | None = None, **kwargs: Any) -> Any:
-        with _handed([self.mixer], paged):
-            return super().forward(*arguments, **kwargs)
+class _Block(_Layer):
+    mixing = "mixer"
 
 
-class _JambaLayer(nn.Module):
-    """The same of a layer of Jamba."""
-
-    mamba: nn.Module
-
-    def forward(self, *arguments: Any, paged: PagedInputs | Recorded | None = None, **kwargs: Any) -> Any:
-        with _handed([self.mamba], paged):
-            return super().forward(*arguments, **kwargs)
+class _JambaLayer(_Layer):
+    mixing = "mamba"
 
 
 class _Model(nn.Module):
