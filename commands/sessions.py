@@ -80,6 +80,8 @@ def engines_made(choice: EngineChoice, output: Output) -> Iterator[EngineChoice]
             hidden_states: tuple[int, ...] = (),
         ) -> Path:
             settings = engine_settings(built_for, max_draft_len, hidden_states, self_draft)
+            if hidden_states or self_draft is not None:
+                settings = replace(settings, draft_output=choice.draft_output, heads=tuple(speculation.read_heads()))
             engine = engine_of_model(name, settings, use_cache=not built_for.no_cache, phases=output.phases)
             return stack.enter_context(engine)
 

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -32,14 +32,14 @@ from runtime.checksums import CONFIG, NOT_RECORDED
 from runtime.compiler.choosing import as_can_be_made, compiler_for
 from runtime.compiler.kernel_library import check_kernels_can_be_made, has_compiler, no_compiler, processor
 from runtime.compiler.load import current_environment
-from runtime.config import Activations, BuildConfig, Compiler, Dtype, QuantConfig, SelfDraft
+from runtime.config import Activations, BuildConfig, Compiler, DraftOutput, Dtype, QuantConfig, SelfDraft
 from runtime.costs import MeasuredCosts, keep_costs
 from runtime.engine import resolve_device
 from runtime.errors import SpecDecError, SpecDecWarning, errors_about
 from runtime.files import read_json
 from runtime.generation_config import GENERATION_CONFIG
 from runtime.gguf import gguf_files, is_gguf
-from runtime.heads.head_config import HeadConfig, states_of_heads
+from runtime.heads.head_config import DraftOutputSettings, HeadConfig, states_of_heads
 from runtime.locks import MODEL_INIT_LOCK
 from runtime.models import MODEL_FILES, read_model_config, resolve_model
 from runtime.temporary import own_temporary_files, temporary_dir
@@ -68,6 +68,10 @@ class EngineSettings:
     """Activation format for quantized layers; None: as `QuantConfig` chooses."""
     compiler: Compiler | None = None
     """None: what the device's default is (`runtime.compiler.choosing`)."""
+    draft_output: DraftOutputSettings = field(default_factory=DraftOutputSettings)
+    """Output layer of what drafts: the copy, and the first of the heads."""
+    heads: tuple[HeadConfig, ...] = ()
+    """Trained drafters that the engine is for."""
 
     def build_config(self, num_positions: int | None) -> BuildConfig:
         """Build config from settings that name a compiler."""
@@ -196,9 +200,19 @@ def _identity(model_dir: Path, settings: EngineSettings, device: torch.device) -
     return digest(
         [
             *(f"{path.name} {file_digest(path)}" for path in files),
-            *_identity_here(settings, device),
+            *_identity_of_drafts(settings),
+            *_identity_here(replace(settings, draft_output=DraftOutputSettings(), heads=()), device),
         ]
     )
+
+
+def _identity_of_drafts(settings: EngineSettings) -> list[str]:
+    """The output layer that drafts, by the contents of the files that it is made of."""
+    wanted, weights = settings.draft_output, list[Path]()
+    vocab = wanted.vocab if wanted.vocab in (None, "auto") else file_digest(Path(wanted.vocab))
+    if wanted.qformat is not None:
+        weights = sorted(file for head in settings.heads[:1] for file in head.directory.glob("*.safetensors"))
+    return [repr((vocab, wanted.vocab_size, wanted.qformat)), *(file_digest(file) for file in weights)]
 
 
 def _identity_here(settings: EngineSettings | BuildConfig, device: torch.device) -> list[str]:
@@ -253,6 +267,7 @@ def _make_engine(
     with own_temporary_files():
         from runtime.checkpoint import convert_for_build, plan_conversion  # not to open an engine: it takes seconds
         from runtime.compiler.build import BuildEffort, build_engine, positions_of
+        from runtime.draft_ids import choose_drafts
 
     assert settings.compiler is not None
     if uses_kernels(settings.compiler, device.type):
@@ -268,8 +283,11 @@ def _make_engine(
         conversion = plan_conversion(model_dir, settings.dtype, precision, settings.tp_size)
         checkpoint = convert_for_build(conversion, Path(directory), may_link=by_parts)
         build = settings.build_config(positions_of(checkpoint))
+        drafts = choose_drafts(settings.draft_output, settings.heads, checkpoint)
+        output = DraftOutput(settings.draft_output.qformat, len(drafts.ids) or None)
+        build = replace(build, draft_output=output)
         # A GPU's memory is given away when an engine is opened, and ranks measure together.
-        at_once = BuildEffort(measure_costs=settings.tp_size > 1 or device.type != "cpu")
+        at_once = BuildEffort(measure_costs=settings.tp_size > 1 or device.type != "cpu", drafts=drafts)
         config = build_engine(checkpoint, engine_dir, build, device, replace=False, phase=phase, effort=at_once)
     if not at_once.measure_costs:
         keep_costs(engine_dir, MeasuredCosts())

@@ -33,7 +33,7 @@ from runtime.generation import Output, Piece
 from runtime.generation_config import ModelDefaults, read_model_defaults
 from runtime.gguf import is_gguf
 from runtime.grammar import CompiledGrammar, Grammars
-from runtime.heads.head_config import read_head
+from runtime.heads.head_config import DraftOutputSettings, read_head
 from runtime.locks import MODEL_INIT_LOCK
 from runtime.models import resolve_tokenizer
 from runtime.parallel.devices import check_device_ids
@@ -71,6 +71,9 @@ class EngineOptions(TypedDict, total=False):
     max_draft_len: Count
     self_draft: Literal["int8", "int4"] | None
     head: str | Path | None
+    draft_vocab: str | Path | None
+    draft_vocab_size: Size | None
+    draft_output_layer: Literal["int8", "int4"] | None
     activations: Activations | None
     compiler: Compiler | None
     tensor_parallel_size: Size
@@ -451,13 +454,22 @@ class LLM:
         use_cache = options.pop("use_cache", True)
         if options.get("dtype") == "auto":
             options["dtype"] = None
-        head = options.pop("head", None)
-        if head is not None and not to_draft:
-            options["hidden_states"] = hidden_states_for([read_head(head)], str(model))
+        head, drafts = options.pop("head", None), _draft_output(options)
+        if not to_draft:
+            heads = [] if head is None else [read_head(head)]
+            drafts.check(heads, has_copy=options.get("self_draft") is not None)
+            options |= {"draft_output": drafts, "heads": tuple(heads)}
+            options["hidden_states"] = hidden_states_for(heads, str(model))
         options["tp_size"] = options.pop("tensor_parallel_size", 1)
         if to_draft:  # a draft model is not split
             options |= {"max_draft_len": 0, "self_draft": None, "tp_size": 1}
         return self._stack.enter_context(engine_of_model(str(model), EngineSettings(**options), use_cache=use_cache))
+
+
+def _draft_output(options: dict[str, Any]) -> DraftOutputSettings:
+    """Take the options of an output layer that drafts."""
+    vocab, size, qformat = (options.pop(f"draft_{name}", None) for name in ("vocab", "vocab_size", "output_layer"))
+    return DraftOutputSettings(None if vocab is None else str(vocab), size, qformat)
 
 
 def _within_vocabulary(end_ids: frozenset[int], vocab_size: int) -> frozenset[int]:

@@ -1,14 +1,14 @@
 """`specdec build`, its flags: a checkpoint becomes an engine bundle."""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from commands.options.expand import expand_groups
-from commands.options.shared import INPUT, KV_CACHE, OUTPUT, RUNTIME, SPECULATION, Force
+from commands.options.shared import INPUT, KV_CACHE, OUTPUT, RUNTIME, SPECULATION, DraftOutputOptions, Force
 from commands.output import Output, check_new_directory, check_readable
 from runtime.checkpoint_dir import OpenedCheckpoint, check_hidden_states, check_self_draft, open_checkpoint
 from runtime.config import (
@@ -26,7 +26,7 @@ from runtime.config import (
 )
 from runtime.errors import UsageError
 from runtime.files import check_output_directory, check_output_is_not_input, directory_bytes
-from runtime.heads.head_config import read_head, states_of_heads
+from runtime.heads.head_config import HeadConfig, read_head, states_of_heads
 
 DEFAULT_MAX_INPUT_LEN = 1024
 MAX_WORKERS = 64
@@ -89,33 +89,7 @@ class BuildOptions:
             show_default=False,
         ),
     ] = None
-    draft_vocab: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|auto",
-            help="Ids that the copy, and a head without a vocabulary of its own, draft: those in a file, the most "
-            "frequent of traces or a corpus, or `auto`, those that the tokenizer learned first.",
-            rich_help_panel=SPECULATION,
-            show_default="all",
-        ),
-    ] = None
-    draft_vocab_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Number of these ids.",
-            rich_help_panel=SPECULATION,
-            show_default="all listed; else a quarter of the vocabulary, up to 32,768",
-        ),
-    ] = None
-    draft_output_layer: Annotated[
-        Literal["none", "int8", "int4"],
-        typer.Option(
-            metavar="NAME",
-            help="Quantize the output layer that drafts: int8, int4 or none.",
-            rich_help_panel=SPECULATION,
-        ),
-    ] = "none"
+    draft_output: DraftOutputOptions = field(default_factory=DraftOutputOptions)
     speculative_decoding_mode: Annotated[
         SpeculativeDecodingMode,
         typer.Option(
@@ -183,7 +157,7 @@ class BuildOptions:
             speculative_decoding_mode=self.speculative_decoding_mode,
             self_draft=self.copy,
             hidden_states=hidden_states,
-            draft_output=DraftOutput(None if self.draft_output_layer == "none" else self.draft_output_layer, num_ids),
+            draft_output=DraftOutput(self.draft_output.settings.qformat, num_ids),
         )
 
     @property
@@ -194,20 +168,18 @@ class BuildOptions:
         group_size = self.self_draft_group_size or 64
         return SelfDraft(self.self_draft, None if group_size == -1 else group_size)
 
+    @property
+    def heads(self) -> list[HeadConfig]:
+        """The trained head that will draft, if there is one; SpecDecError for what is none."""
+        return [] if self.draft_model_dir is None else [read_head(self.draft_model_dir)]
+
     def hidden_states_of(self, checkpoint: CheckpointConfig) -> tuple[int, ...]:
         """Hidden states that the head reads; SpecDecError if it, or the copy that drafts, does not fit the model."""
         check_self_draft(checkpoint, self.copy)
-        if self.draft_model_dir is None:
-            return ()
-        head, config = read_head(self.draft_model_dir), checkpoint.pretrained_config
-        if self.draft_vocab is not None and not head.drafts_all_ids and self.self_draft == "none":
-            raise UsageError(
-                f"the head has a vocabulary of its own, of {head.draft_vocab_size:,} ids: --draft-vocab "
-                f"{self.draft_vocab}",
-                hint="leave it out",
-            )
-        head.check_target(config, config.get("vocab_size"))
-        hidden_states = states_of_heads([head], config)
+        heads, config = self.heads, checkpoint.pretrained_config
+        for head in heads:
+            head.check_target(config, config.get("vocab_size"))
+        hidden_states = states_of_heads(heads, config)
         check_hidden_states(checkpoint, hidden_states)
         return hidden_states
 
@@ -240,19 +212,7 @@ class BuildOptions:
                 hint="`--speculative-decoding-mode draft_tokens_external --max-draft-len 4` allows drafts of up to 4 "
                 "tokens",
             )
-        for flag, value in (("vocab", self.draft_vocab), ("output-layer", self.draft_output_layer)):
-            if value not in (None, "none") and self.self_draft == "none" and self.draft_model_dir is None:
-                raise UsageError(
-                    f"`--draft-{flag}` is of a trained head, or of the copy that drafts: {value}",
-                    hint="`--draft-model-dir` names a head, and `--self-draft int4` makes a copy",
-                )
-        if self.draft_vocab not in (None, "auto"):
-            check_readable([Path(str(self.draft_vocab))])
-        if self.draft_vocab_size is not None and self.draft_vocab is None:
-            raise UsageError(
-                f"`--draft-vocab-size` is of a vocabulary of drafts: {self.draft_vocab_size}",
-                hint="`--draft-vocab auto` chooses one",
-            )
+        self.draft_output.settings.check(self.heads, has_copy=self.self_draft != "none")
         if self.self_draft_group_size is not None and self.self_draft == "none":
             raise UsageError(
                 f"`--self-draft-group-size` is of the copy that drafts: {self.self_draft_group_size}",
@@ -290,15 +250,15 @@ def build(options: BuildOptions, output: Output) -> None:
         check_readable([options.quality_text])
     check_output_is_not_input(options.output_dir, options.checkpoint_dir)
 
-    from commands.build.draft_ids import choose_drafts
     from commands.build.report import BuildDocument, built_table
     from runtime.compiler.build import BuildEffort, build_engine, default_max_seq_len
     from runtime.compiler.choosing import as_can_be_made, compiler_for
     from runtime.compiler.quality import measure_quality, quality_text, record_quality
+    from runtime.draft_ids import choose_drafts
     from runtime.engine import resolve_device
 
     checkpoint_dir, output_dir = options.checkpoint_dir, options.output_dir
-    drafts = choose_drafts(options, OpenedCheckpoint(checkpoint_dir, checkpoint))
+    drafts = choose_drafts(options.draft_output.settings, options.heads, OpenedCheckpoint(checkpoint_dir, checkpoint))
     text = quality_text(checkpoint, options.quality_text)
     target = resolve_device(options.device, 0)
     max_seq_len = options.max_seq_len or default_max_seq_len(OpenedCheckpoint(checkpoint_dir, checkpoint))

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from commands.inputs.prompts import check_text
 from commands.options.expand import expand_groups
 from commands.options.shared import INPUT, OUTPUT
 from commands.output import Output, check_output_files, check_readable
 from runtime.errors import SpecDecError, UsageError
 from runtime.models import resolve_tokenizer
 from runtime.reading import read_json_lines, read_utf8, shown
+from runtime.trace_lines import check_text
 
 if TYPE_CHECKING:
     from runtime.tokenizer import Tokenizer
@@ -99,9 +99,9 @@ def create(inputs: CorpusInputs, corpus_file: CorpusFile, output: Output) -> Non
     check_readable(paths)
 
     from commands.corpus.report import show_written
-    from commands.inputs.traces import read_traces
     from runtime.corpus import Corpus, write_corpus
     from runtime.text import open_tokenizer, tokenizer_digest, tokenizer_vocab_size
+    from runtime.traces import read_traces
 
     tokenizer = open_tokenizer(inputs.tokenizer_dir)
     vocab_size, digest = tokenizer_vocab_size(tokenizer), tokenizer_digest(tokenizer)

@@ -73,6 +73,7 @@ def doctor(
         kv_cache.fitting(is_leader=options.mode == "leader"),
         model_dir=inputs.model.model_dir,
         built_for=inputs.model.engines,
+        draft_output=inputs.model.draft_output.settings,
         profile=speculation.profile,
     )
     has_prompts = bool(inputs.input_text) or inputs.input_file is not None

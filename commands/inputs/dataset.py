@@ -20,10 +20,10 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Literal
 
-from commands.inputs.prompts import check_text
 from runtime.errors import SpecDecError, UsageError
 from runtime.models import quiet_hub
 from runtime.reading import parse_json, raise_unreadable, read_json_lines, read_utf8, shown
+from runtime.trace_lines import check_text
 
 EvalTask = Literal["summarize", "code_completion", "question"]
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from runtime.chat import Message, check_messages
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.reading import raise_unreadable, read_json_lines, read_utf8, shown
-
-MAX_TOKEN_ID = 2**63 - 1  # ids travel as int64
+from runtime.trace_lines import check_category, check_ids, check_text
 
 
 @dataclass(frozen=True)
@@ -95,28 +94,6 @@ def _standard_input() -> str:
         return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise SpecDecError(f"standard input is not UTF-8: {error}", hint="convert it to UTF-8") from None
-
-
-def check_text(value: object, where: str) -> str:
-    """`value` if it is text that can be tokenised. Raises SpecDecError, naming `where`, otherwise."""
-    if not isinstance(value, str):
-        raise SpecDecError(f"{where} is not text: {shown(value)}", hint="give a string")
-    if not value.strip():
-        raise SpecDecError(f"{where} is empty: {shown(value)}", hint="give it text, or take it out")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:  # half a surrogate pair: from "\ud800" in JSON, or a raw byte in argv
-        raise SpecDecError(
-            f"{where} cannot be written as UTF-8 at character {error.start}: {shown(value)}",
-            hint="remove that character",
-        ) from error
-    return value
-
-
-def check_category(row: dict[str, object], where: str) -> str | None:
-    """Check the category of a JSON line, None if absent. Raises SpecDecError, naming `where`, unless it is text."""
-    category = row.get("category")
-    return None if category in (None, "") else check_text(category, where)
 
 
 def _txt_prompts(text: str, path: Path) -> Iterator[Prompt]:
@@ -205,24 +182,6 @@ def _npy_rows(path: Path) -> list[list[int]]:
         raise SpecDecError(f"the array is empty, its shape is {array.shape}: {path}", hint="save at least one prompt")
     rows: list[list[int]] = np.atleast_2d(array).tolist()
     return rows
-
-
-def check_ids(values: object, where: str) -> tuple[int, ...]:
-    """`values` if they are token ids, at least one. Raises SpecDecError, naming `where`, otherwise."""
-    if not isinstance(values, list):
-        raise SpecDecError(f"{where} is not a list: {shown(values)}", hint="give a list of token ids")
-    if not values:
-        raise SpecDecError(f"{where} holds no token id", hint="give it token ids, or take it out")
-    ids: list[int] = []
-    for position, value in enumerate(values, 1):
-        # type() and not isinstance: JSON's true is an int to Python.
-        if type(value) is not int or not 0 <= value <= MAX_TOKEN_ID:
-            raise SpecDecError(
-                f"column {position} is not a token id, {shown(value)}: {where}",
-                hint="token ids are integers from 0 up",
-            )
-        ids.append(value)
-    return tuple(ids)
 
 
 _TEXT_KINDS: dict[str, Callable[[str, Path], Iterator[Prompt]]] = {

@@ -20,6 +20,7 @@ from runtime.chat import check_chat_template
 from runtime.drafters.spec import Devices
 from runtime.drafters.speculation import Speculation
 from runtime.errors import UsageError
+from runtime.heads.head_config import DraftOutputSettings
 from runtime.models import read_model_config, refuse_unreadable_tokenizer, resolve_model, resolve_tokenizer
 from runtime.params import SamplingParams
 
@@ -126,6 +127,7 @@ class EngineChoice:
     params: SamplingParams = field(default_factory=SamplingParams)
     model_dir: str | None = None
     built_for: ModelEngineOptions = field(default_factory=ModelEngineOptions)
+    draft_output: DraftOutputSettings = field(default_factory=DraftOutputSettings)
     profile: Path | None = None
     bundle: Bundle | None = None
 
@@ -151,11 +153,17 @@ class EngineChoice:
             resolve_tokenizer(self.tokenizer_dir)
         if self.model_dir is not None:
             read_model_config(resolve_model(self.model_dir))
+            replace(self, speculation=speculation).check_draft_output()
         else:
             bundle = bundle or read_bundle(self.engine_dir)
         speculation.check_fits(None if bundle is None else bundle.config.build_config)
         speculation.check_files()
         return replace(self, speculation=speculation, device_ids=device_ids, bundle=bundle)
+
+    def check_draft_output(self) -> None:
+        """SpecDecError for an output layer by which none of the drafters drafts."""
+        has_copy = self.built_for.self_draft is not None or self.speculation.needs_copy
+        self.draft_output.check(self.speculation.read_heads(), has_copy=has_copy)
 
     def check_tokenizer(self) -> None:
         """SpecDecError for a tokenizer that cannot be read here, as far as files tell: before an engine is built."""
@@ -230,6 +238,7 @@ class EngineOptions:
             params,
             leader.model_dir,
             leader.engines,
+            leader.draft_output.settings,
             self.speculation.profile,
         )
         return choice.checked(check_lossless=check_lossless)

@@ -46,6 +46,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "damaged_corpus": "make it again with `specdec corpus create`",
     "draft_len": f"lower it, or build with `{_DRAFTS} {{max_draft_len}}`",
     "drafter_failed": "`specdec --debug` shows where",
+    "draft_vocab_size": "lower it, or leave `--draft-vocab` out",
     "empty_word": "leave it out",
     "end_id": "give an id of the engine's tokenizer",
     "engine": _BUILD_AGAIN,
@@ -61,6 +62,10 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "no_drafts_to_tune": f"build it with `{_DRAFTS} 10`",
     "no_engine": ("make it with `specdec build`", "`--model-dir` takes a model, such as `demo`"),
     "no_gpu": "build with `specdec build --device cpu`",
+    "no_layer_that_drafts": (
+        "`--draft-model-dir` names a head",
+        "`--self-draft int4` makes a copy",
+    ),
     "no_hidden_states": (
         "build it for this head: `specdec build --draft-model-dir {head}`",
         "give the model itself, as `--model-dir`",
@@ -73,6 +78,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
         "draft otherwise: `--ngram-config [10,2,[0]]`",
     ),
     "no_step_costs": f"{_BUILD_AGAIN}, with memory free for a K/V cache to measure them with",
+    "no_tokenizer_for_ids": "`--draft-vocab FILE` lists them",
     "no_unquantized_model": (
         "leave `--quality-text` out",
         "convert the model again: `specdec convert --qformat FORMAT`",
@@ -109,6 +115,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
         "convert the model to more bits: `specdec convert --qformat FORMAT`",
     ),
     "self_draft_split": ("leave `--self-draft` out", "convert the model without `specdec convert --tp-size`"),
+    "size_of_no_vocab": "`--draft-vocab auto` chooses one",
     "tokenizer_is_code": "`--tokenizer-dir` names one that transformers has a class for",
     "top_k": "0 leaves the whole vocabulary",
     "tune_draft_len": "lower it, or build with a larger `specdec build --max-draft-len`",
@@ -117,10 +124,13 @@ HINTS: dict[str, str | tuple[str, ...]] = {
 
 MESSAGES: dict[str, str] = {
     "batch_size": "`--batch-size` exceeds the engine's max_batch_size {max_batch_size}: {batch_size}",
+    "draft_vocab_size": "`--draft-vocab-size` is not below the vocabulary of {vocab_size}: {size}",
     "empty_word": "`{flag}` has a word of no letters: ''",
     "end_id": "`--end-id` is outside the vocabulary of {size}: {end_id}",
     "foreign_word": "`{flag}` has a word that the tokenizer makes nothing of: {word!r}",
+    "no_layer_that_drafts": "`{flag}` is of a trained head, or of a copy that drafts: {value}",
     "ngram_sizes": "`--min-matching-ngram-size` exceeds the longest, {longest}: {shortest}",
+    "size_of_no_vocab": "`--draft-vocab-size` is of a vocabulary of drafts: {size}",
     "top_k": "`--top-k` exceeds the vocabulary of {size}: {top_k}",
 }
 """Messages about a flag's value, with the flag's name."""
@@ -161,6 +171,7 @@ def _values(error: SpecDecError) -> dict[str, object]:
 
 
 _FLAGS = {"stop": "--stop-words", "bad_words": "--bad-words"}
+_FLAGS |= {"draft_vocab": "--draft-vocab", "draft_output_layer": "--draft-output-layer"}
 
 
 def _rebuild(engine_dir: object, build: Any) -> str:

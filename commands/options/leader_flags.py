@@ -8,7 +8,7 @@ import typer
 
 from commands.options.drafter_flags import chooses_drafter
 from commands.options.expand import given_flags
-from commands.options.shared import LEADER
+from commands.options.shared import LEADER, DraftOutputOptions
 from commands.options.speculation_flags import LeaderFlags, SpeculationOptions, algorithms
 from commands.output import warn
 from runtime.config import MAX_BATCH_SIZE, MAX_DRAFT_LEN, Activations, Compiler
@@ -98,12 +98,13 @@ class ModelOptions:
 
     model_dir: ModelDir = None
     engines: ModelEngineOptions = field(default_factory=ModelEngineOptions)
+    draft_output: DraftOutputOptions = field(default_factory=DraftOutputOptions)
 
     def check(self, engine_dir: Path | None) -> None:
         """UsageError for a model and an engine, or for settings of an engine that is not to be built."""
         _refuse_both("--model-dir", self.model_dir, "--engine-dir", engine_dir)
         if self.model_dir is None:
-            _refuse_settings(self.engines)
+            _refuse_settings(self.engines, self.draft_output)
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,7 @@ class LeaderOptions:
         ),
     ] = False
     engines: ModelEngineOptions = field(default_factory=ModelEngineOptions)
+    draft_output: DraftOutputOptions = field(default_factory=DraftOutputOptions)
     mode: Annotated[
         Mode | None,
         typer.Option(
@@ -196,6 +198,8 @@ class LeaderOptions:
         _refuse_both("--draft-model-dir", self.draft_model_dir, "--draft-engine-dir", options.flags.draft_engine_dir)
         if self.model_dir is None and self.draft_model_dir is None:
             _refuse_settings(self.engines)
+        if self.model_dir is None:
+            _refuse_settings(self.draft_output)
         values = {
             "spec_decode_max_draft_len": self.spec_decode_max_draft_len,
             "max_matching_ngram_size": self.max_matching_ngram_size,
@@ -221,9 +225,9 @@ def _refuse_both(flag: str, model: str | None, engine_flag: str, engine: Path | 
         raise UsageError(f"`{flag}` and `{engine_flag}` cannot be given together: {model}", hint="choose one")
 
 
-def _refuse_settings(engines: ModelEngineOptions) -> None:
+def _refuse_settings(*groups: ModelEngineOptions | DraftOutputOptions) -> None:
     """UsageError for settings of an engine where none is made of a model."""
-    for flag, value in given_flags(engines).items():
+    for flag, value in [one for group in groups for one in given_flags(group).items()]:
         raise UsageError(
             f"`{flag}` is for engines made of `--model-dir`" + (f": {value}" if value is not True else ""),
             hint="leave it out, or give `--model-dir`; an engine directory is as `specdec build` made it",

@@ -1,9 +1,12 @@
 """The panels of `--help`, in the order of all commands; flags that several groups have as a field of their own."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+
+from runtime.heads.head_config import DraftOutputSettings
 
 INPUT, OUTPUT, SPECULATION, SAMPLING = "Input", "Output", "Speculation", "Sampling"
 KV_CACHE, RUNTIME, LEADER, SERVER = "KV cache", "Runtime", "Leader mode (V2)", "Server"
@@ -97,6 +100,45 @@ Report = Annotated[
 Force = Annotated[
     bool, typer.Option("--force", help="Replace the output directory if specdec wrote it.", rich_help_panel=OUTPUT)
 ]
+
+
+@dataclass(frozen=True)
+class DraftOutputOptions:
+    """Output layer that drafts; None where nothing was given."""
+
+    draft_vocab: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|auto",
+            help="Ids that the copy, and a head without a vocabulary of its own, draft: those in a file, the most "
+            "frequent of traces or a corpus, or `auto`, those that the tokenizer learned first.",
+            rich_help_panel=SPECULATION,
+            show_default="all",
+        ),
+    ] = None
+    draft_vocab_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of these ids.",
+            rich_help_panel=SPECULATION,
+            show_default="all listed; else a quarter of the vocabulary, up to 32,768",
+        ),
+    ] = None
+    draft_output_layer: Annotated[
+        Literal["none", "int8", "int4"] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Quantize the output layer that drafts: int8, int4 or none.",
+            rich_help_panel=SPECULATION,
+            show_default="none",
+        ),
+    ] = None
+
+    @property
+    def settings(self) -> DraftOutputSettings:
+        qformat = None if self.draft_output_layer == "none" else self.draft_output_layer
+        return DraftOutputSettings(self.draft_vocab, self.draft_vocab_size, qformat)
 
 
 def end_id_params(end_id: int | None) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from commands.documents.records import Total
 from commands.documents.settings import Setup
 from commands.html.report import write_report
 from commands.inputs.prompts import Prompt, without_padding
-from commands.inputs.traces import write_traces
 from commands.output import Output, columns_with_values, fixed_lost_line, milliseconds, number, percent, speedup_line
 from commands.run.command import RunInputs, RunResults
 from commands.run.document import Compared, run_document
@@ -29,6 +28,7 @@ from runtime.generation import Generation, Interrupted, Unanswered
 from runtime.llm import LLM
 from runtime.request import Request, Sequence
 from runtime.text import StopWords, TextStream, stop_words_of
+from runtime.traces import write_traces
 from runtime.tuning.search import fixed_lost
 
 

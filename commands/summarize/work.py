@@ -8,7 +8,6 @@ import typer
 from commands.documents.settings import Setup
 from commands.html.report import write_report
 from commands.inputs.dataset import EvalTask, Sample, summarization_prompt
-from commands.inputs.traces import write_traces
 from commands.output import Output, fixed_lost_line, warn
 from commands.sessions import lossless_check
 from commands.summarize.command import EvaluationOptions, SummarizeInputs, SummarizeResults
@@ -30,6 +29,7 @@ from runtime.evaluation.systems import (
 from runtime.session import Session
 from runtime.text import encode
 from runtime.tokenizer import Tokenizer
+from runtime.traces import write_traces
 from runtime.tuning.search import fixed_lost
 
 _NUM_SHOWN = 3  # of the differences between two models

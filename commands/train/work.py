@@ -10,7 +10,6 @@ from pathlib import Path
 from rich.table import Table
 
 from commands.inputs.prompts import Prompt, without_padding
-from commands.inputs.traces import read_traces, trace_line
 from commands.output import Output, number
 from commands.sessions import MIN_DRAFT_LEN, engine_settings
 from commands.train.command import (
@@ -31,10 +30,11 @@ from runtime.llm import LLM
 from runtime.models import read_model_config, resolve_model
 from runtime.params import SamplingParams
 from runtime.request import Request
+from runtime.trace_lines import Trace
+from runtime.traces import read_traces, trace_line
 from runtime.training.new_head import read_states_of
 from runtime.training.training_run import Accepted, Target, Texts, TrainingRun, TrainingSettings, split_traces
 from runtime.tuning.profile import engine_digest
-from runtime.tuning.replay import Trace
 
 ANSWERS = "answers.jsonl"
 _ROUND = 8  # batches of answers that are kept at once

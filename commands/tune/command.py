@@ -229,7 +229,9 @@ def tune(inputs: TuneInputs, options: TuneOptions, flags: TunedFlags, output: Ou
         with_head,
         model_dir=inputs.model.model_dir,
         built_for=inputs.model.engines,
+        draft_output=inputs.model.draft_output.settings,
     )
+    choice.check_draft_output()
     if any(prompt.text is not None for prompt in prompts):
         choice.check_tokenizer()
     with engines_made(choice, output) as made:

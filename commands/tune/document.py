@@ -14,9 +14,9 @@ from runtime.config import Measure, Size
 from runtime.drafters.specs import DraftLenMode
 from runtime.drafters.speculation import Speculation
 from runtime.stats import RequestStats, sum_stats
+from runtime.trace_lines import Trace
 from runtime.tuning.live import Confirmation, Confirmed, Measured
 from runtime.tuning.profile import drafter_record
-from runtime.tuning.replay import Trace
 from runtime.tuning.search import Replayed, Search
 
 

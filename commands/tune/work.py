@@ -7,7 +7,6 @@ from pathlib import Path
 from rich.table import Table
 
 from commands.inputs.prompts import Prompt, without_padding
-from commands.inputs.traces import read_traces
 from commands.options.drafter_flags import written_flags
 from commands.options.shared import end_id_params
 from commands.output import Output, number, percent
@@ -25,9 +24,10 @@ from runtime.params import SamplingParams
 from runtime.request import Request
 from runtime.stats import RequestStats, sum_stats
 from runtime.text import open_tokenizer, tokenizer_vocab_size
+from runtime.trace_lines import Trace
+from runtime.traces import read_traces
 from runtime.tuning.live import Confirmation, Measured
 from runtime.tuning.profile import Figures, Profile, ProfileEngine, engine_digest, write_profile
-from runtime.tuning.replay import Trace
 from runtime.tuning.search import Replayed, labels_of
 from runtime.tuning.tune import Answered, Scope, Timing, answer, check_tuning, fitting_requests, replay_alone, tune
 

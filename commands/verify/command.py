@@ -65,8 +65,8 @@ def _check(path: Path) -> "ArtefactCheck":
 
 def _check_traces(path: Path) -> "ArtefactCheck":
     """SpecDecError for a file that does not look like traces."""
-    from commands.inputs.trace_lines import check_trace_lines, is_like_traces
     from runtime.artefacts import ArtefactCheck, check_file
+    from runtime.trace_lines import check_trace_lines, is_like_traces
 
     if not is_like_traces(path):
         raise SpecDecError(

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from runtime.errors import SpecDecError
+from runtime.errors import SpecDecError, UsageError
 from runtime.files import read_json
 from runtime.models import read_model_config, resolve_head, resolve_model, shipped_head
-from runtime.reading import shown
+from runtime.reading import raise_unreadable, shown
 
 HeadKind = Literal["eagle3", "mtp"]
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -85,6 +85,51 @@ class HeadConfig:
     @property
     def _target(self) -> tuple[int, int]:
         return self.target_hidden_size, self.vocab_size
+
+
+@dataclass(frozen=True)
+class DraftOutputSettings:
+    """Output layer of a trained head and of a self-draft copy, as it is asked for; None: as the model has it."""
+
+    vocab: str | None = None
+    """Ids that are drafted: `auto`, or a file of ids, traces or a corpus."""
+    vocab_size: int | None = None
+    """Number of them."""
+    qformat: Literal["int8", "int4"] | None = None
+
+    def check(self, heads: "Seq[HeadConfig]", *, has_copy: bool) -> None:
+        """UsageError where nothing drafts by such a layer; SpecDecError for a file that cannot be read."""
+        for name, value in (("draft_vocab", self.vocab), ("draft_output_layer", self.qformat)):
+            if value is not None and not heads and not has_copy:
+                raise UsageError(
+                    f"{name} is of a trained head, or of a copy that drafts: {value}",
+                    hint="name a head, or have a copy made",
+                    code="no_layer_that_drafts",
+                    name=name,
+                    value=value,
+                )
+        if self.vocab_size is not None and self.vocab is None:
+            raise UsageError(
+                f"draft_vocab_size is of a vocabulary of drafts: {self.vocab_size}",
+                hint="have one chosen",
+                code="size_of_no_vocab",
+                size=self.vocab_size,
+            )
+        if self.vocab is None:
+            return
+        own = next((head for head in heads if not head.drafts_all_ids), None)
+        if own is not None and not has_copy:
+            raise UsageError(
+                f"the head has a vocabulary of its own, of {own.draft_vocab_size:,} ids, and is given none: "
+                f"{self.vocab}",
+                hint="leave it out",
+            )
+        if self.vocab != "auto":
+            try:
+                with Path(self.vocab).open("rb"):
+                    pass
+            except OSError as error:
+                raise_unreadable(Path(self.vocab), error)
 
 
 def num_layers_of(config: dict[str, Any]) -> int:

@@ -20,8 +20,8 @@ from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.heads.head_cache import HeadCache
 from runtime.request import Request, Sequence
+from runtime.trace_lines import Trace
 from runtime.training.unrolled import Rows
-from runtime.tuning.replay import Trace
 
 NUM_TOP = 32
 """Tokens that are kept of a distribution."""

@@ -22,6 +22,7 @@ from runtime.files import read_json, write_json
 from runtime.heads.draft_vocab import choose_vocabulary
 from runtime.heads.head_config import HeadConfig, num_layers_of, read_head
 from runtime.heads.head_model import EagleHead, load_head
+from runtime.trace_lines import Trace
 from runtime.training.new_head import (
     TargetWeights,
     drafted_ids,
@@ -41,7 +42,6 @@ from runtime.training.unrolled import (
     have_unrolled_attention,
     steps_of,
 )
-from runtime.tuning.replay import Trace
 
 MIN_TRACES = 8
 MAX_EVALUATED_LEN = 5

@@ -15,15 +15,7 @@ from dataclasses import dataclass, field
 from runtime.drafters.protocol import Drafter, check_drafts, check_num_drafts
 from runtime.request import Draft, Request, Sequence, VerifyResult
 from runtime.stats import RequestStats
-
-
-@dataclass(frozen=True)
-class Trace:
-    """A recorded request: token ids of its prompt and of its greedy output, an end id included where there was one."""
-
-    prompt_tokens: tuple[int, ...]
-    output_tokens: tuple[int, ...]
-    category: str | None = None
+from runtime.trace_lines import Trace
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from runtime.drafters.speculation import NO_SPECULATION, Speculation
 from runtime.request import Sequence
 from runtime.session import Session
 from runtime.stats import RequestStats, sum_stats
-from runtime.tuning.replay import ReplayedBatches, ReplayedStep, Trace, replay_batches
+from runtime.trace_lines import Trace
+from runtime.tuning.replay import ReplayedBatches, ReplayedStep, replay_batches
 
 DRAFT_LENS = (1, 2, 3, 4, 6, 8, 10)
 NUM_SCREENED, NUM_LENGTHS, NUM_LIVE = 2, 2, 3

@@ -16,8 +16,8 @@ from runtime.drafters.speculation import NO_SPECULATION, Speculation
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.llm import LLM
 from runtime.request import Request
+from runtime.trace_lines import Trace
 from runtime.tuning.live import Confirmation, LiveRun, Measured, confirm, fitting, spread
-from runtime.tuning.replay import Trace
 from runtime.tuning.search import (
     DRAFT_LENS,
     NUM_LIVE,

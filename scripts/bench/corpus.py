@@ -14,14 +14,15 @@ import tempfile
 import time
 from pathlib import Path
 
-from commands.inputs.traces import read_traces
 from runtime.corpus import Corpus, write_corpus
 from runtime.drafters.chain import FirstOf
 from runtime.drafters.corpus_lookup import CorpusLookup
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
 from runtime.stats import sum_stats
-from runtime.tuning.replay import Trace, replay
+from runtime.trace_lines import Trace
+from runtime.traces import read_traces
+from runtime.tuning.replay import replay
 
 BLOCK = 40  # lines
 MAX_SIZE, DRAFT_LEN = 3, 10

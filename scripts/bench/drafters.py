@@ -28,7 +28,8 @@ from runtime.drafters.suffix import SuffixLookup
 from runtime.errors import SpecDecError
 from runtime.request import Request, Sequence
 from runtime.stats import RequestStats
-from runtime.tuning.replay import Trace, replay
+from runtime.trace_lines import Trace
+from runtime.tuning.replay import replay
 
 
 def iteration_s(batch_size: int, context_len: int, draft_len: int) -> float:

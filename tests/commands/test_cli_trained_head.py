@@ -14,6 +14,8 @@ from sentences import Said
 
 from runtime import scheduler
 from runtime.bundle import read_bundle
+from runtime.cache import cache_dir
+from runtime.config import DraftOutput
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.head_draft import HeadDraft, open_head
@@ -21,7 +23,9 @@ from runtime.drafters.protocol import Drafter
 from runtime.drafters.under_grammar import NothingDrafted
 from runtime.engine import Engine
 from runtime.engine_cache import EngineSettings, engine_of_model
+from runtime.errors import UsageError
 from runtime.heads.head_config import is_head, read_head
+from runtime.llm import LLM
 from runtime.request import Draft, Request, Sequence
 from runtime.text import open_tokenizer
 
@@ -187,6 +191,45 @@ def test_ids_that_cannot_be_drafted(
         assert result.exit_code == 2
         said(result, value)
     assert not (tmp_path / "engine").exists()
+
+
+def test_a_models_engine_has_the_output_layer_that_is_asked_for(
+    specdec: Specdec, mtp_dirs: tuple[Path, Path], tmp_path: Path, said: Said
+) -> None:
+    """Flags and `LLM` make one engine of it, by what the file of ids says and not by where it lies."""
+    model, files = mtp_dirs[1], [tmp_path / "ids.txt", tmp_path / "copy.txt"]
+    for file in files:
+        file.write_text(" ".join(str(i) for i in range(0, 300, 2)))
+    flags = ["run", "--model-dir", model, "--compiler", "none", "--input-text", "the little dog", "--json"]
+    flags += ["--max-output-len", 12, "--draft-len-mode", "fixed"]
+    head = ["--spec-decode-algo", "MTP", "--draft-output-layer", "int8", "--draft-vocab", files[0]]
+    plain, drafted = specdec(*flags).document, specdec(*flags, *head).document
+    assert ids_of(drafted) == ids_of(plain) and drafted["total"]["num_draft_tokens"] > 0
+    wanted: Any = {"head": model, "compiler": "none", "draft_output_layer": "int8", "draft_vocab": files[1]}
+    made = {path.name for path in (cache_dir() / "engines").iterdir()}
+    with LLM(str(model), **wanted) as llm:
+        directory, output = llm.bundle.directory, llm.bundle.config.build_config.draft_output
+    assert directory.name in made
+    assert output == DraftOutput("int8", 150)
+    assert (directory / "draft_vocab.txt").read_text().split() == files[0].read_text().split()
+    files[1].write_text("5 2 7")
+    for settings in (wanted, wanted | {"draft_vocab": None}):
+        with LLM(str(model), **settings) as llm:
+            assert llm.bundle.directory != directory
+    for extra, value in (
+        (["--draft-vocab", "auto"], "auto"),
+        ([*head[:2], "--draft-vocab-size", 9], 9),
+        (["--model-dir", "demo", "--draft-model-dir", "demo-head", "--draft-vocab", "auto"], "auto"),
+        (["--self-draft", "int8", "--draft-vocab", tmp_path / "none"], tmp_path / "none"),
+    ):
+        result = specdec(*flags, *extra)
+        assert result.exit_code == (1 if "none" in str(value) else 2)
+        said(result, value)
+    with pytest.raises(UsageError, match="draft_vocab is of a trained head, or of a copy that drafts: auto"):
+        LLM(str(model), draft_vocab="auto")
+    result = specdec("run", "--engine-dir", mtp_dirs[0], "--draft-vocab", "auto", "--input-text", "x")
+    assert result.exit_code == 2
+    said(result, "--model-dir", "auto")
 
 
 def test_drafts_that_never_end(

@@ -14,12 +14,12 @@ from sentences import Said
 from shared import record_anew
 from test_cli_errors import assert_one_clear_error
 
-from commands.inputs.trace_lines import check_trace_lines, line_digest
 from runtime.cache import file_digest
 from runtime.corpus import write_corpus
 from runtime.drafters.specs import NgramDrafter
 from runtime.drafters.speculation import Speculation
 from runtime.errors import SpecDecError
+from runtime.trace_lines import check_trace_lines, line_digest
 from runtime.tuning.profile import Figures, Profile, ProfileEngine, write_profile
 
 Change = Callable[[Path], Any]

@@ -9,7 +9,8 @@ import pytest
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.meter import Meter
 from runtime.request import Draft, Request, Sequence
-from runtime.tuning.replay import Trace, replay
+from runtime.trace_lines import Trace
+from runtime.tuning.replay import replay
 
 
 class Watch:

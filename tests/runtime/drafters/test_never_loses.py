@@ -18,7 +18,8 @@ from runtime.drafters.chain import BestOf
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.suffix import SuffixLookup
-from runtime.tuning.replay import Trace, replay_batches
+from runtime.trace_lines import Trace
+from runtime.tuning.replay import replay_batches
 from runtime.tuning.search import step_s
 
 DATA = Path(__file__).parents[2] / "data"

@@ -20,6 +20,7 @@ from runtime.heads.draft_vocab import choose_vocabulary
 from runtime.heads.head_config import read_head
 from runtime.heads.head_model import EagleHead, load_head
 from runtime.request import Request
+from runtime.trace_lines import Trace
 from runtime.training.new_head import drafted_ids, tensors_of, with_vocabulary, write_head
 from runtime.training.traced_states import StatesFile
 from runtime.training.training_run import Target, Texts, TrainingRun, TrainingSettings, split_traces
@@ -33,7 +34,6 @@ from runtime.training.unrolled import (
     losses_of,
     steps_of,
 )
-from runtime.tuning.replay import Trace
 
 STATES, NUM_STEPS, LENGTH = (1, 3, 5), 3, 14
 FORMS: dict[str, dict[str, Any]] = {

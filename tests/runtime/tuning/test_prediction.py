@@ -9,7 +9,8 @@ from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.request import Draft, Sequence
 from runtime.stats import sum_stats
-from runtime.tuning.replay import ReplayedBatches, ReplayedStep, Trace, replay, replay_batches
+from runtime.trace_lines import Trace
+from runtime.tuning.replay import ReplayedBatches, ReplayedStep, replay, replay_batches
 from runtime.tuning.search import LoopSeconds, predict, step_s
 
 MS = 1e-3

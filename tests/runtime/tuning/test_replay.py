@@ -20,7 +20,8 @@ from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.request import Draft, Request, Sequence
 from runtime.stats import RequestStats, sum_stats
-from runtime.tuning.replay import Trace, replay
+from runtime.trace_lines import Trace
+from runtime.tuning.replay import replay
 from scripts.bench import drafters as bench_drafters
 from scripts.bench.drafters import read_traces
 

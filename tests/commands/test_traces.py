@@ -10,9 +10,9 @@ from command_line import NGRAM, PROMPT, PROMPTS, Result, Specdec, each, ids_of
 from sentences import Said
 from transformers import PreTrainedTokenizerFast
 
-from commands.inputs.traces import read_traces
 from runtime.errors import SpecDecError
-from runtime.tuning.replay import Trace
+from runtime.trace_lines import Trace
+from runtime.traces import read_traces
 
 IDS = '{"prompt_ids": [5, 6], "output_ids": [7]}\n'
 
@@ -82,7 +82,7 @@ def test_line_that_is_no_trace_is_named(
 def test_text_needs_a_tokenizer(row: dict[str, Any], tmp_path: Path, said: Said) -> None:
     with pytest.raises(SpecDecError) as raised:
         read_traces(write(tmp_path / "t.jsonl", row), None)
-    said(raised, "1", "`--tokenizer-dir`")
+    said(raised, "1", "no_tokenizer")
     assert raised.value.hint
 
 

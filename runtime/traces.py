@@ -1,24 +1,22 @@
 """Traces: what a model was asked and what it answered, one JSON object a line.
 
 `{"prompt_ids": [...], "output_ids": [...], "category": "..."}`; `prompt` and `output` are the same as text, and the
-category may be left out. `--output-traces` writes ids, so that what is read back is what was generated, and a digest
-of each line in it: lines may be taken out, mixed and put together, and one that is damaged is noticed. A line without
-`digest` is a user's own.
+category may be left out. Those that commands write have ids, so that what is read back is what was generated, and a
+digest of each line in it: lines may be taken out, mixed and put together, and one that is damaged is noticed. A line
+without `digest` is a user's own.
 """
 
 import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from commands.inputs.prompts import check_category, check_ids, check_text
-from commands.inputs.trace_lines import check_digest, check_one_form, line_digest
 from runtime.errors import SpecDecError
 from runtime.files import write_file
 from runtime.reading import read_json_lines, read_utf8, shown
 from runtime.request import Sequence
 from runtime.text import encode, encode_text
 from runtime.tokenizer import Tokenizer
-from runtime.tuning.replay import Trace
+from runtime.trace_lines import Trace, check_category, check_digest, check_ids, check_one_form, check_text, line_digest
 
 
 def read_traces(path: Path, tokenizer: Tokenizer | None, vocab_size: int | None = None) -> list[Trace]:
@@ -70,7 +68,8 @@ def _encode(text: str, name: str, where: str, tokenizer: Tokenizer | None) -> tu
     if tokenizer is None:
         raise SpecDecError(
             f"there is no tokenizer for a text, `{name}` on {where}: {shown(text)}",
-            hint="`--tokenizer-dir` names one",
+            hint="name one",
+            code="no_tokenizer",
         )
     # A prompt as `run` reads it; an output goes on from there and has no start of its own.
     tokens = encode(text, tokenizer)[0] if name == "prompt" else encode_text(tokenizer, text)

@@ -1,15 +1,65 @@
 """The lines of traces as they stand in a file: their digests, and whether they can be traces. Needs no torch."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
-from commands.inputs.prompts import check_category, check_ids, check_text
 from runtime.checksums import document_digest
 from runtime.errors import SpecDecError
 from runtime.reading import read_json_lines, read_utf8, shown
 
+MAX_TOKEN_ID = 2**63 - 1  # ids travel as int64
 _DIGEST_LEN = 16  # enough for damage, and lines of short answers stay short
 _NUM_READ = 4096  # bytes that tell what a file is
 _FORM = 'write {"prompt_ids": [...], "output_ids": [...]}, or `prompt` and `output` as text'
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A recorded request: token ids of its prompt and of its greedy output, an end id included where there was one."""
+
+    prompt_tokens: tuple[int, ...]
+    output_tokens: tuple[int, ...]
+    category: str | None = None
+
+
+def check_text(value: object, where: str) -> str:
+    """`value` if it is text that can be tokenised. Raises SpecDecError, naming `where`, otherwise."""
+    if not isinstance(value, str):
+        raise SpecDecError(f"{where} is not text: {shown(value)}", hint="give a string")
+    if not value.strip():
+        raise SpecDecError(f"{where} is empty: {shown(value)}", hint="give it text, or take it out")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:  # half a surrogate pair: from "\ud800" in JSON, or a raw byte in argv
+        raise SpecDecError(
+            f"{where} cannot be written as UTF-8 at character {error.start}: {shown(value)}",
+            hint="remove that character",
+        ) from error
+    return value
+
+
+def check_category(row: dict[str, object], where: str) -> str | None:
+    """Check the category of a JSON line, None if absent. Raises SpecDecError, naming `where`, unless it is text."""
+    category = row.get("category")
+    return None if category in (None, "") else check_text(category, where)
+
+
+def check_ids(values: object, where: str) -> tuple[int, ...]:
+    """`values` if they are token ids, at least one. Raises SpecDecError, naming `where`, otherwise."""
+    if not isinstance(values, list):
+        raise SpecDecError(f"{where} is not a list: {shown(values)}", hint="give a list of token ids")
+    if not values:
+        raise SpecDecError(f"{where} holds no token id", hint="give it token ids, or take it out")
+    ids: list[int] = []
+    for position, value in enumerate(values, 1):
+        # type() and not isinstance: JSON's true is an int to Python.
+        if type(value) is not int or not 0 <= value <= MAX_TOKEN_ID:
+            raise SpecDecError(
+                f"column {position} is not a token id, {shown(value)}: {where}",
+                hint="token ids are integers from 0 up",
+            )
+        ids.append(value)
+    return tuple(ids)
 
 
 def line_digest(row: dict[str, object]) -> str:

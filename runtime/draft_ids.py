@@ -4,10 +4,7 @@ first."""
 import warnings
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from commands.inputs.trace_lines import is_like_traces
-from commands.inputs.traces import read_traces
 from runtime.checkpoint_dir import OpenedCheckpoint
 from runtime.compiler.build import DraftSource
 from runtime.compiler.pretrained import parse_pretrained_config
@@ -15,22 +12,20 @@ from runtime.corpus import Corpus, is_corpus
 from runtime.drafters.compatibility import check_corpus
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.heads.draft_vocab import choose_vocabulary, default_size, missing_ends, read_ids, training_order
-from runtime.heads.head_config import read_head
+from runtime.heads.head_config import DraftOutputSettings, HeadConfig
 from runtime.text import find_end_ids, find_tokenizer
 from runtime.tokenizer import Tokenizer
+from runtime.trace_lines import is_like_traces
+from runtime.traces import read_traces
 
-if TYPE_CHECKING:
-    from commands.build.command import BuildOptions
 
-
-def choose_drafts(options: "BuildOptions", checkpoint: OpenedCheckpoint) -> DraftSource:
-    """Source of the output layer of drafts, by the flags of `build`."""
-    ids = _choose_ids(options.draft_vocab, options.draft_vocab_size, checkpoint)
-    return DraftSource(tuple(ids), None if options.draft_model_dir is None else read_head(options.draft_model_dir))
+def choose_drafts(wanted: DraftOutputSettings, heads: Seq[HeadConfig], checkpoint: OpenedCheckpoint) -> DraftSource:
+    """Source of the output layer by which the first of these heads drafts, and a copy, for a checkpoint's model."""
+    return DraftSource(tuple(_choose_ids(wanted.vocab, wanted.vocab_size, checkpoint)), heads[0] if heads else None)
 
 
 def _choose_ids(source: str | None, size: int | None, checkpoint: OpenedCheckpoint) -> list[int]:
-    """The ids that `--draft-vocab` means for a checkpoint's model; none without the flag.
+    """The ids that a `DraftOutputSettings.vocab` means for a checkpoint's model; none of None.
 
     Warns where no end id is among them. Of listed ones the first `size`.
     """
@@ -40,8 +35,11 @@ def _choose_ids(source: str | None, size: int | None, checkpoint: OpenedCheckpoi
     vocab_size: int = parse_pretrained_config(config, str(directory / "config.json")).vocab_size
     if size is not None and size >= vocab_size:
         raise UsageError(
-            f"drafts of fewer ids than the vocabulary's {vocab_size} are cheaper: --draft-vocab-size {size}",
-            hint="lower it, or leave `--draft-vocab` out",
+            f"drafts of fewer ids than the vocabulary's {vocab_size} are cheaper: {size}",
+            hint="lower it, or draft all ids",
+            code="draft_vocab_size",
+            vocab_size=vocab_size,
+            size=size,
         )
     tokenizer = find_tokenizer(directory, config)
     end_ids = find_end_ids(directory, config, tokenizer)
@@ -50,7 +48,8 @@ def _choose_ids(source: str | None, size: int | None, checkpoint: OpenedCheckpoi
         if tokenizer is None and not texts:
             raise SpecDecError(
                 f"the checkpoint has no tokenizer, by which ids could be chosen: {directory}",
-                hint="`--draft-vocab FILE` lists them",
+                hint="list them in a file",
+                code="no_tokenizer_for_ids",
             )
         order = range(vocab_size) if tokenizer is None else training_order(tokenizer, vocab_size)
         ends = [i for i in end_ids if i < vocab_size]
