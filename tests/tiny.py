@@ -234,6 +234,34 @@ _MAMBA = {
 }
 _WITHOUT_ATTENTION |= {"mamba": ("mamba", _MAMBA), "falcon-mamba": ("falcon_mamba", _MAMBA)}
 WITHOUT_ATTENTION = tuple(_WITHOUT_ATTENTION)
+# One attention's weights in several layers, which each have keys and values, and a state beside them.
+_SHARED = {
+    "zamba2": (
+        "zamba2",
+        {
+            "num_hidden_layers": 4,
+            "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"],
+            "num_mem_blocks": 2,
+            "adapter_rank": 16,
+            "num_key_value_heads": 4,  # its adapters have as many outputs as queries
+            "use_shared_attention_adapter": True,
+            "use_mem_rope": True,
+            "n_mamba_heads": 4,
+            "mamba_d_state": 8,
+            "mamba_ngroups": 2,
+            "time_step_min": 1e-9,  # transformers has a least time step for prompts, and none for one token
+        },
+    ),
+    "zamba": (
+        "zamba",
+        {
+            "num_hidden_layers": 4,
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+        },
+    ),
+}
 # Made for kinds of attention.
 _ATTENTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     # Soft caps, so low that scores reach them.
@@ -311,7 +339,7 @@ _COMMON: dict[str, Any] = {
 
 
 def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
-    model_type, own = (_FAMILIES | _MIXTURES | _WITHOUT_ATTENTION | _ATTENTIONS | _UNCUT)[family]
+    model_type, own = (_FAMILIES | _MIXTURES | _WITHOUT_ATTENTION | _SHARED | _ATTENTIONS | _UNCUT)[family]
     settings = _COMMON | own | overrides
     if model_type in ("gpt2", "gpt_neox", "opt"):
         del settings["num_key_value_heads"]  # every head has its own

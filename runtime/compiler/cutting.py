@@ -178,8 +178,13 @@ class _LayerCall:
 
     @property
     def kind(self) -> str:
-        arguments = [PagedInputs if isinstance(value, PagedInputs) else value for value in self.arguments]
-        return f"{self.structure} {arguments} {self.is_tensor}"
+        return f"{self.structure} {[self._described(value) for value in self.arguments]} {self.is_tensor}"
+
+    def _described(self, value: Any) -> Any:
+        """What calls of like layers have in common: some are told which one they are."""
+        if isinstance(value, PagedInputs):
+            return PagedInputs
+        return "layer" if type(value) is int and value == self.layer else value
 
 
 def layers_of(model: nn.Module, shapes: Shapes) -> nn.ModuleList:

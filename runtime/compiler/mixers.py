@@ -32,12 +32,12 @@ def place_states(model: PreTrainedModel) -> None:
     """
     for name, module in model.named_modules():
         mixer, functions = _MIXERS.get(type(module).__name__, (None, {}))
+        if (mixer is not None or type(module).__name__ in _SHARED) and getattr(module, "layer_idx", -1) in (-1, None):
+            module.layer_idx = next(int(part) for part in name.split(".") if part.isdecimal())
         if mixer is None or isinstance(module, _Mixer):
             continue
         _place_functions(type(module).__module__, functions)
         module.model_config = model.config
-        if not hasattr(module, "layer_idx"):
-            module.layer_idx = next(int(part) for part in name.split(".") if part.isdecimal())
         module.__class__ = _placed(type(module), mixer)  # type: ignore[arg-type]
 
 
@@ -75,10 +75,14 @@ class LayerStates:
         return output
 
     def scan(self, parts: tuple[Tensor, Tensor, Tensor, Tensor], decays: Tensor) -> Tensor:
-        """Selective scan of `parts`, in float32: additions and steps of channels, keys, queries. Decays: (N, C)."""
+        """Selective scan of `parts`, in float32: additions and steps of channels, keys, queries. Decays: (N, C).
+
+        As many channels side by side share keys and queries as there are channels for each N numbers of a token's.
+        """
         state_size, num_channels = decays.shape
         if isinstance(self.paged, Recorded):
-            width = math.gcd(num_channels, _MOST_CHANNELS)
+            num_groups = parts[2].shape[-1] // state_size
+            width = math.gcd(num_channels // num_groups, _MOST_CHANNELS)
             shape = RecurrentShape(num_channels // width, state_size, width, width)
             self.paged.states[self.layer] = replace(self.paged.states[self.layer], recurrent=shape)
             return torch.empty_like(parts[0])
@@ -160,7 +164,7 @@ class MambaMixer(_Mixer):
     x_proj: nn.Linear
     dt_proj: nn.Linear
     out_proj: nn.Linear
-    A_log: Tensor  # (C, N)
+    A_log: Tensor  # (C, N), of Zamba (heads, C / heads, N)
     D: Tensor
     time_step_rank: int
     ssm_state_size: int
@@ -170,17 +174,47 @@ class MambaMixer(_Mixer):
             output: Tensor = super().forward(hidden_states, **kwargs)
             return output
         states = self.states(paged)
-        x, gate = self.in_proj(hidden_states).chunk(2, dim=-1)
+        x, gate = self._divided(self.in_proj(hidden_states))
         x = self.act(states.convolve(x, self.conv1d.weight.squeeze(1), self.conv1d.bias))
-        sizes = [self.time_step_rank, self.ssm_state_size, self.ssm_state_size]
-        read = torch.split(self.x_proj(x), sizes, dim=-1)
-        norms = [getattr(self, f"{name}_layernorm", None) for name in ("dt", "b", "c")]
-        step, keys, queries = (one if norm is None else norm(one) for one, norm in zip(read, norms, strict=True))
-        steps, wide = F.softplus(self.dt_proj(step).float()), x.float()
+        steps, keys, queries = self._read(x)
+        steps, wide, decays = F.softplus(steps.float()), x.float(), -torch.exp(self.A_log.float().flatten(0, -2))
         parts = steps * wide, steps, keys.float(), queries.float()
-        scanned = states.scan(parts, -torch.exp(self.A_log.float()).t()) + wide * self.D.float()
+        scanned = states.scan(parts, decays.t()) + wide * self.D.float().flatten()
         mixed: Tensor = self.out_proj((scanned * F.silu(gate).float()).to(x.dtype))
         return mixed
+
+    def _divided(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs and gate, (1, B x Q, C)."""
+        x, gate = projected.chunk(2, dim=-1)
+        return x, gate
+
+    def _read(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Step sizes, (1, B x Q, C), before their softplus, and (1, B x Q, N) keys and queries."""
+        read = torch.split(self.x_proj(x), self._sizes(), dim=-1)
+        norms = [getattr(self, f"{name}_layernorm", None) for name in ("dt", "b", "c")]
+        step, keys, queries = (one if norm is None else norm(one) for one, norm in zip(read, norms, strict=True))
+        return self.dt_proj(step), keys, queries
+
+    def _sizes(self) -> list[int]:
+        return [self.time_step_rank, self.ssm_state_size, self.ssm_state_size]
+
+
+class ZambaMixer(MambaMixer):
+    """The forward of `ZambaMambaMixer`, whose heads each have a scan with keys and queries of their own."""
+
+    x_proj_weight: Tensor  # (heads, rank + 2 N, C / heads)
+    dt_proj_weight: Tensor  # (heads, C / heads, rank)
+    dt_proj_bias: Tensor
+
+    def _divided(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+        x, gate = projected.unflatten(-1, (-1, 2)).unbind(-1)
+        return x, gate
+
+    def _read(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        heads = x.chunk(len(self.x_proj_weight), dim=-1)
+        read = [F.linear(part, self.x_proj_weight[i]).split(self._sizes(), -1) for i, part in enumerate(heads)]
+        steps = [F.linear(one[0], self.dt_proj_weight[i], self.dt_proj_bias[i]) for i, one in enumerate(read)]
+        return tuple(torch.cat(one, -1) for one in (steps, *list(zip(*read, strict=True))[1:]))  # type: ignore[return-value]
 
 
 class GriffinBlock(_Mixer):
@@ -311,12 +345,18 @@ _MIXERS: dict[str, tuple[type[_Mixer], _Functions]] = {
         (RecurrentMixer, _DELTA_NET),
     ),
     **dict.fromkeys(("MambaMixer", "FalconMambaMixer", "JambaMambaMixer"), (MambaMixer, {})),
+    "ZambaMambaMixer": (ZambaMixer, {}),
     "RecurrentGemmaRecurrentBlock": (GriffinBlock, {}),
     "MiniMaxLightningAttention": (LightningAttention, {}),
     "KimiLinearDeltaAttention": (RecurrentMixer, _KIMI_DELTA),
     **dict.fromkeys(
-        ("Mamba2Mixer", "NemotronHMamba2Mixer", "BambaMixer", "GraniteMoeHybridMambaLayer", "FalconH1Mixer"),
+        (
+            *("Mamba2Mixer", "NemotronHMamba2Mixer", "BambaMixer", "GraniteMoeHybridMambaLayer", "FalconH1Mixer"),
+            "Zamba2MambaMixer",
+        ),
         (RecurrentMixer, _MAMBA_2),
     ),
 }
 """transformers' classes of mixers, and the functions of their modules that ours stand for."""
+_SHARED = {"ZambaAttention", "Zamba2Attention"}
+"""Attention with one layer's weights in several, each with keys and values of its own, that is not told which it is."""

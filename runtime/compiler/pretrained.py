@@ -43,7 +43,7 @@ _OF_STATES = {
     "qwen3_next qwen3_5_text qwen3_5_moe_text olmo_hybrid bamba granitemoehybrid kimi_linear": {"linear_attention"},
     "minimax mamba mamba2 falcon_mamba jamba recurrent_gemma": {"linear_attention"},
     "nemotron_h": {"linear_attention", "mlp", "moe"},
-    "falcon_h1": {"linear_attention", "hybrid"},
+    "falcon_h1 zamba zamba2": {"linear_attention", "hybrid"},
 }
 _TYPES_OF = {kind: types for kinds, types in _OF_STATES.items() for kind in kinds.split()}
 _HAND_OVER = {"biogpt", "nemotron", "stablelm"}

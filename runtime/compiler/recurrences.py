@@ -92,13 +92,16 @@ def selective_scan(
 ) -> Tensor:  # (1, B x Q, H x W)
     """The tokens' outputs, of rows one after the other.
 
-    Parts, in float32: (1, B x Q, H x W) what is added and steps, which decays are multiplied by, (1, B x Q, N) keys and
-    queries. Places: as for `linear_attention`.
+    Parts, in float32: (1, B x Q, H x W) what is added and steps, which decays are multiplied by, (1, B x Q, groups x N)
+    keys and queries. Places: as for `linear_attention`.
     """
     (added, steps, keys, queries), (positions, slot_mapping, state_slots) = parts, places
     Q, H, N = positions.shape[1], pool.shape[1], decays.shape[0]
     own = decays.view(N, H, -1).transpose(0, 1)  # (H, N, W)
     of_heads = [one[0].view(len(one[0]), H, 1, -1) for one in (added, steps)]
+    keys, queries = (
+        one[0].view(len(one[0]), -1, N).repeat_interleave(H * N // one.shape[-1], 1) for one in (keys, queries)
+    )
     output = torch.zeros_like(added)
 
     def advanced(state: Tensor, key: Tensor, u: Tensor, step: Tensor) -> Tensor:
@@ -118,9 +121,9 @@ def selective_scan(
             if first == 0:
                 start.copy_(state)
             u, step = (one[token] for one in of_heads)
-            kept_keys[:, first], kept_added[:, first], kept_steps[:, first] = keys[0, token], u[:, 0], step[:, 0]
-            state = advanced(state, keys[0, token].view(1, N, 1), u, step)
-            output[0, token] = (queries[0, token].view(1, N, 1) * state).sum(1).flatten()
+            kept_keys[:, first], kept_added[:, first], kept_steps[:, first] = keys[token], u[:, 0], step[:, 0]
+            state = advanced(state, keys[token].unsqueeze(2), u, step)
+            output[0, token] = (queries[token].unsqueeze(2) * state).sum(1).flatten()
     return output
 
 

@@ -119,6 +119,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_text": _MROPE,
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 40},
     "xmod": {"default_language": "en_XX"},
+    "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16, "mamba_dt_rank": 4},
+    "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16, "time_step_min": 1e-9},
     "zaya": {"num_experts_per_tok": 1},
 }
 

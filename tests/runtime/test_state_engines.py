@@ -22,7 +22,10 @@ from runtime.request import Request, Sequence
 
 PROMPTS = [repetitive_prompt(seed, length) for seed, length in ((0, 90), (1, 34), (2, 5), (3, 60), (0, 80), (0, 70))]
 NUM_NEW_TOKENS = 24
-SLOW = ("nemotron-h", "kimi-linear", "minimax", "mamba2", "mamba", "falcon-mamba", "jamba", "recurrent-gemma")
+SLOW = (
+    *("nemotron-h", "kimi-linear", "minimax", "mamba2", "mamba", "falcon-mamba", "jamba", "recurrent-gemma"),
+    *("zamba2", "zamba"),
+)
 DRAFTERS: dict[str, Callable[[Engine], Any]] = {
     "plain": lambda engine: None,
     "ngram": lambda engine: NgramLookup(2),

@@ -4,7 +4,8 @@
 //
 // A channel c has numbers h(n). A token with steps t, additions u, a key k and a query q makes of them
 //   h(n) = exp(t(c) a(n, c)) h(n) + u(c) k(n),
-// and its output is the sum of q(n) h(n) in the order of n. They are kept as of the beginnings of chunks of positions, and of
+// and its output is the sum of q(n) h(n) in the order of n. Groups of channels may have keys and queries of their own
+// (Zamba). They are kept as of the beginnings of chunks of positions, and of
 // each token of the last few chunks k, u and t: a step computes them again from its chunk's beginning on, token by token. So
 // a number is the same whatever was computed in one step with it, and going back to an earlier position undoes nothing.
 
@@ -35,11 +36,11 @@ struct ScannedChunk {
 };
 
 struct SelectiveScan {
-  const float *added, *steps, *keys, *queries;  // (B x Q, H x width) twice, (B x Q, state_size) twice
+  const float *added, *steps, *keys, *queries;  // (B x Q, H x width) twice, (B x Q, groups x state_size) twice
   const float* decays;                          // (state_size, H x width)
   float *pool, *output;                         // (num_slots, H, num_chunks x ScannedChunk::size), (B x Q, H x width)
   const int64_t *positions, *slots, *state_slots;
-  int64_t B, Q, num_heads, state_size, width, chunk_size, num_chunks;
+  int64_t B, Q, num_heads, num_groups, state_size, width, chunk_size, num_chunks;
 
   void compute_head(int64_t head) const {
     thread_local std::vector<float> numbers;
@@ -56,15 +57,16 @@ struct SelectiveScan {
       for (int64_t i = 0; i < num_tokens; ++i) {
         const int64_t position = positions[b * Q + i], number = position / chunk_size, first = position % chunk_size;
         const int64_t token = b * Q + i, own = token * channels + head * width;
+        const int64_t of_group = (token * num_groups + head * num_groups / num_heads) * state_size;
         const ScannedChunk chunk = chunk_at(number);
         if (position == 0) std::fill_n(state, state_size * width, 0.0f);
         else if (i == 0) replay(first ? chunk : chunk_at(number - 1), first ? first : chunk_size, head, state);
         if (first == 0) std::copy_n(state, state_size * width, chunk.state);
-        std::copy_n(keys + token * state_size, state_size, chunk.keys + first * state_size);
+        std::copy_n(keys + of_group, state_size, chunk.keys + first * state_size);
         std::copy_n(added + own, width, chunk.added + first * width);
         std::copy_n(steps + own, width, chunk.steps + first * width);
         advance(chunk, first, head, state);
-        read(state, queries + token * state_size, output + own);
+        read(state, queries + of_group, output + own);
       }
       for (int64_t i = num_tokens; i < Q; ++i) std::fill_n(output + (b * Q + i) * channels + head * width, width, 0.0f);
     }
@@ -113,8 +115,9 @@ at::Tensor selective_scan(const at::Tensor& added, const at::Tensor& steps, cons
   const int64_t B = positions.size(0), Q = positions.size(1), num_heads = pool.size(1);
   const int64_t state_size = a.size(0), width = a.size(1) / num_heads;
   const int64_t num_chunks = pool.size(2) / ScannedChunk::size(chunk_size, state_size, width);
+  const int64_t num_groups = k.size(-1) / state_size;
   TORCH_CHECK(a.size(1) == num_heads * width && u.numel() == B * Q * num_heads * width && t.numel() == u.numel() &&
-                  k.numel() == B * Q * state_size && q.numel() == k.numel() && state_slots.size(0) == B &&
+                  num_groups > 0 && num_heads % num_groups == 0 && k.numel() == B * Q * num_groups * state_size && q.numel() == k.numel() && state_slots.size(0) == B &&
                   num_chunks >= 2 && pool.size(2) % num_chunks == 0 && pool.is_contiguous() &&
                   positions.is_contiguous() && slots.is_contiguous(),
               "selective_scan is called with sizes that do not fit");
@@ -122,7 +125,7 @@ at::Tensor selective_scan(const at::Tensor& added, const at::Tensor& steps, cons
       u.const_data_ptr<float>(), t.const_data_ptr<float>(), k.const_data_ptr<float>(), q.const_data_ptr<float>(),
       a.const_data_ptr<float>(), pool.mutable_data_ptr<float>(), output.mutable_data_ptr<float>(),
       positions.const_data_ptr<int64_t>(), slots.const_data_ptr<int64_t>(), state_slots.const_data_ptr<int64_t>(),
-      B, Q, num_heads, state_size, width, chunk_size, num_chunks};
+      B, Q, num_heads, num_groups, state_size, width, chunk_size, num_chunks};
   share_tasks(num_heads, [&](int64_t head) { scan.compute_head(head); });
   return output;
 }

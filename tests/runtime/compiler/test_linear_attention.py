@@ -191,7 +191,7 @@ def test_what_is_not_finite_stays_in_its_sequence(attend: Any) -> None:
 
 
 class Scanned(NamedTuple):
-    """Inputs of a layer's tokens: (T, C) what is added and steps, (T, N) keys and queries."""
+    """Inputs of a layer's tokens: (T, C) what is added and steps, (T, groups x N) keys and queries."""
 
     added: Tensor
     steps: Tensor
@@ -199,12 +199,13 @@ class Scanned(NamedTuple):
     queries: Tensor
 
 
-SCANS = [(80, 8), (20, 3), (128, 16), (96, 1)]  # channels and numbers of each: registers filled and not; of the RG-LRU
+# Channels, numbers of each, and groups with keys of their own: registers filled and not; of the RG-LRU; of Zamba.
+SCANS = [(80, 8, 1), (20, 3, 2), (128, 16, 1), (96, 1, 1), (192, 16, 2)]
 
 
-def scanned_text(num_tokens: int, channels: int, numbers: int, seed: int) -> Scanned:
+def scanned_text(num_tokens: int, channels: int, num_keys: int, seed: int) -> Scanned:
     generator = torch.Generator().manual_seed(seed)
-    sizes = (channels, channels, numbers, numbers)
+    sizes = (channels, channels, num_keys, num_keys)
     added, steps, keys, queries = (torch.randn(num_tokens, size, generator=generator) for size in sizes)
     return Scanned(added, F.softplus(steps), keys, queries)
 
@@ -216,9 +217,12 @@ def decays_of(channels: int, numbers: int) -> Tensor:
 def expected_scan(text: Scanned, decays: Tensor) -> Tensor:
     """The definition, one token after the other."""
     state, outputs = torch.zeros_like(decays, dtype=torch.float64), []
-    for added, step, key, query in zip(*(one.double() for one in text), strict=True):
-        state = (step * decays.double()).exp() * state + key[:, None] * added
-        outputs.append(query @ state)
+    numbers, channels = decays.shape
+    for added, step, *of_groups in zip(*(one.double() for one in text), strict=True):
+        groups = [one.view(-1, numbers).t() for one in of_groups]
+        key, query = (one.repeat_interleave(channels // one.shape[1], 1) for one in groups)
+        state = (step * decays.double()).exp() * state + key * added
+        outputs.append((query * state).sum(0))
     return torch.stack(outputs)
 
 
@@ -233,8 +237,8 @@ def scan(request: pytest.FixtureRequest, kernels: Path) -> Any:
     return scan_by_kernel if request.param == "kernel" else selective_scan
 
 
-def scan_pool(channels: int, numbers: int, fill: float = math.nan) -> Tensor:
-    width = math.gcd(channels, 64)
+def scan_pool(channels: int, numbers: int, groups: int, fill: float = math.nan) -> Tensor:
+    width = math.gcd(channels // groups, 64)
     states = [StateShape(0, 1, 1, RecurrentShape(channels // width, numbers, width, width))]
     return state_pools(states, NUM_SLOTS, NUM_BACK, torch.float32, torch.device("cpu"))[1].fill_(fill)
 
@@ -255,12 +259,12 @@ def scan_step(
     return [output[0].unflatten(0, (len(rows), longest))[b, :number] for b, (_, _, number) in enumerate(rows)]
 
 
-@pytest.mark.parametrize(("channels", "numbers"), SCANS)
+@pytest.mark.parametrize(("channels", "numbers", "groups"), SCANS)
 def test_scans_of_pieces_and_rejected_drafts_are_the_recurrence_of_the_text(
-    channels: int, numbers: int, scan: Any
+    channels: int, numbers: int, groups: int, scan: Any
 ) -> None:
-    texts = [scanned_text(length, channels, numbers, seed) for seed, length in enumerate((170, 70))]
-    pool, decays = scan_pool(channels, numbers), decays_of(channels, numbers)
+    texts = [scanned_text(length, channels, groups * numbers, seed) for seed, length in enumerate((170, 70))]
+    pool, decays = scan_pool(channels, numbers, groups), decays_of(channels, numbers)
     outputs = [torch.zeros_like(text.added) for text in texts]
     for rows in STEPS:
         for (text, start, number), made in zip(rows, scan_step(scan, texts, rows, decays, pool), strict=True):
@@ -273,13 +277,13 @@ def test_scans_of_pieces_and_rejected_drafts_are_the_recurrence_of_the_text(
 def test_a_scanned_tokens_bits_are_its_own(kernels: Path) -> None:
     """Outputs by the kernel: in one piece, token by token, in pieces with rejected drafts, in rows by other threads."""
     load_kernels(kernels)
-    for channels, numbers in SCANS[:2]:
-        text, other = (scanned_text(100, channels, numbers, seed) for seed in range(2))
+    for channels, numbers, groups in SCANS[:2]:
+        text, other = (scanned_text(100, channels, groups * numbers, seed) for seed in range(2))
         decays = decays_of(channels, numbers)
-        whole = scan_pool(channels, numbers)
+        whole = scan_pool(channels, numbers, groups)
         (expected,) = scan_step(scan_by_kernel, [text], [(0, 0, 100)], decays, whole)
         for sizes in ([1] * 100, [64, 36], [7, 25, 33, 31, 4]):
-            pool, start = scan_pool(channels, numbers), 0
+            pool, start = scan_pool(channels, numbers, groups), 0
             for size in sizes:
                 end = start + size
                 drafted = Scanned(
@@ -293,7 +297,7 @@ def test_a_scanned_tokens_bits_are_its_own(kernels: Path) -> None:
         threads = torch.get_num_threads()
         torch.set_num_threads(3 - min(threads, 2))
         try:
-            made_in_rows = scan_step(scan_by_kernel, [text], rows, decays, pool := scan_pool(channels, numbers))
+            made_in_rows = scan_step(scan_by_kernel, [text], rows, decays, pool := scan_pool(channels, numbers, groups))
         finally:
             torch.set_num_threads(threads)
         assert torch.equal(torch.cat(made_in_rows), expected)
@@ -301,7 +305,7 @@ def test_a_scanned_tokens_bits_are_its_own(kernels: Path) -> None:
 
 
 def test_what_is_not_finite_stays_in_its_scan(scan: Any) -> None:
-    texts, pool, decays = [scanned_text(70, 80, 8, seed) for seed in range(2)], scan_pool(80, 8), decays_of(80, 8)
+    texts, pool, decays = [scanned_text(70, 80, 8, seed) for seed in range(2)], scan_pool(80, 8, 1), decays_of(80, 8)
     texts[0].added[40] = torch.inf
     first, second = scan_step(scan, texts, [(0, 0, 70), (1, 0, 70)], decays, pool)
     assert first[:40].isfinite().all() and not first[40:].isfinite().any() and second.isfinite().all()
