@@ -96,8 +96,9 @@ class Engine:
         # Elsewhere each row has its K/V gathered first, and a GPU computes padding while it waits for its memory.
         self._reads_in_place = uses_kernels(config.build_config.compiler, device.type)
         num_blocks = _num_blocks(config, kv_cache, device)
+        copied = None if self.ranks is None else self.ranks.copy_slot
         self._states = (
-            States(config.states, config.build_config, getattr(torch, config.dtype), device, interval)
+            States(config.states, config.build_config, getattr(torch, config.dtype), device, interval, copied)
             if config.states
             else None
         )

@@ -15,6 +15,7 @@ the state of. So is a copy of the state after tokens that two sequences begin wi
 
 import math
 from collections import OrderedDict
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -220,10 +221,16 @@ def state_inputs(rows: Seq[Row], pools: list[Tensor]) -> tuple[()] | tuple[Tenso
     return (torch.tensor([row.state_slot for row in rows], device=pools[0].device), pools) if pools else ()
 
 
+def copy_slot(pools: Seq[Tensor], copy: StateCopy) -> None:
+    for pool in pools:
+        pool[copy.destination] = pool[copy.source]
+
+
 class States:
     """The slots of an engine: one for each sequence that runs at once, and others to keep, as far as memory goes.
 
-    Of prompts states are kept after each `interval` tokens. None: nothing is kept.
+    Of prompts states are kept after each `interval` tokens. None: nothing is kept. Every copy is told to `copied`, if
+    it is given.
     """
 
     def __init__(
@@ -233,8 +240,9 @@ class States:
         dtype: torch.dtype,
         device: torch.device,
         interval: int | None,
+        copied: Callable[[StateCopy], None] | None = None,
     ) -> None:
-        self._interval = interval
+        self._interval, self._copied = interval, copied
         num_slots, num_back = num_slots_of(states, build, dtype), num_rolled_back(build.max_draft_len)
         self.manager = StateManager(num_slots, num_back, reuse=interval is not None)
         self.pools = state_pools(states, num_slots, num_back, dtype, device)
@@ -265,8 +273,10 @@ class States:
             raise
 
     def _copy(self, copy: StateCopy | None) -> None:
-        for pool in self.pools if copy is not None else ():
-            pool[copy.destination] = pool[copy.source]  # type: ignore[union-attr]
+        if copy is not None:
+            copy_slot(self.pools, copy)
+            if self._copied is not None:
+                self._copied(copy)
 
     def rewind(self, sequence: Sequence) -> None:
         """Have a sequence that went back by more than its slot holds be computed anew."""

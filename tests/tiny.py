@@ -239,13 +239,14 @@ _SHARED = {
     "zamba2": (
         "zamba2",
         {
-            "num_hidden_layers": 4,
-            "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"],
+            "num_hidden_layers": 6,
+            "layers_block_type": ["linear_attention", "hybrid"] * 3,
             "num_mem_blocks": 2,
             "adapter_rank": 16,
             "num_key_value_heads": 4,  # its adapters have as many outputs as queries
             "use_shared_attention_adapter": True,
             "use_mem_rope": True,
+            "initializer_range": 0.2,
             "n_mamba_heads": 4,
             "mamba_d_state": 8,
             "mamba_ngroups": 2,

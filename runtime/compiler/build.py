@@ -281,6 +281,8 @@ def _built_step(weights: _Weights, model: PreTrainedModel, shape: StepShape, dir
             shape.layers,
             checkpoint.mapping.tp_size,
             shape.build_config.hidden_states,
+            shape.states,
+            shape.build_config.max_draft_len,
         )
         return open_ranks(ranks, weights.device, range(ranks.tp_size))
     step = Step(model, shape.build_config.hidden_states)

@@ -181,7 +181,7 @@ class _LayerCall:
         return f"{self.structure} {[self._described(value) for value in self.arguments]} {self.is_tensor}"
 
     def _described(self, value: Any) -> Any:
-        """What calls of like layers have in common: some are told which one they are."""
+        """Description of an argument; layers that are told which one they are may be alike."""
         if isinstance(value, PagedInputs):
             return PagedInputs
         return "layer" if type(value) is int and value == self.layer else value

@@ -207,14 +207,17 @@ class ZambaMixer(MambaMixer):
     dt_proj_bias: Tensor
 
     def _divided(self, projected: Tensor) -> tuple[Tensor, Tensor]:
-        x, gate = projected.unflatten(-1, (-1, 2)).unbind(-1)
-        return x, gate
+        pairs = projected.view(*projected.shape[:-1], -1, 2)
+        return pairs[..., 0], pairs[..., 1]
 
     def _read(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        heads = x.chunk(len(self.x_proj_weight), dim=-1)
-        read = [F.linear(part, self.x_proj_weight[i]).split(self._sizes(), -1) for i, part in enumerate(heads)]
-        steps = [F.linear(one[0], self.dt_proj_weight[i], self.dt_proj_bias[i]) for i, one in enumerate(read)]
-        return tuple(torch.cat(one, -1) for one in (steps, *list(zip(*read, strict=True))[1:]))  # type: ignore[return-value]
+        steps, keys, queries = [], [], []
+        for i, part in enumerate(x.chunk(len(self.x_proj_weight), dim=-1)):
+            step, key, query = torch.split(F.linear(part, self.x_proj_weight[i]), self._sizes(), dim=-1)
+            steps.append(F.linear(step, self.dt_proj_weight[i], self.dt_proj_bias[i]))
+            keys.append(key)
+            queries.append(query)
+        return torch.cat(steps, -1), torch.cat(keys, -1), torch.cat(queries, -1)
 
 
 class GriffinBlock(_Mixer):

@@ -149,10 +149,7 @@ def split_config(config: PreTrainedConfig, tp_size: int) -> Splitting | None:
         return None
     with MODEL_INIT_LOCK, torch.device("meta"):
         model = _model_without_weights(config)
-    shapes = probe_config(config)
-    if shapes.states:
-        raise SpecDecError(f"a model whose layers have states is not split: {config.model_type}", hint=SEE_MODELS)
-    splitting = split_model(model, shapes.layers, tp_size)
+    splitting = split_model(model, probe_config(config).layers, tp_size)
     probe_config(config, splitting)
     return splitting
 

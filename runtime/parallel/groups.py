@@ -26,7 +26,7 @@ from runtime.config import Compiler
 from runtime.parallel.processes import shared_memory
 
 Way = Literal["shared", "gloo", "nccl"]
-STEP, POOL, COPY = 0, 1, 2
+STEP, POOL, COPY_BLOCK, COPY_SLOT = range(4)
 """A batch to compute; a new K/V pool, with numbers of blocks and of tokens per block; a block to copy to another."""
 _HERE = "127.0.0.1"
 _WAITS = timedelta(days=1)  # an ended rank is noticed at once, and a computing one is waited for
@@ -193,12 +193,13 @@ def receive(pipe: BinaryIO) -> Tensor | None:
 
 
 def of_batch(tensors: Seq[Tensor]) -> list[Seq[int] | Tensor]:
-    """A batch's tensors as a message: B, Q, N and T before them."""
+    """A batch's tensors as a message, slots of states last if it has any: B, Q, N and T before them."""
     (B, Q), N, T = tensors[0].shape, tensors[3].shape[1], tensors[4].shape[0]
     return [(STEP, B, Q, N, T), *(tensor.cpu() for tensor in tensors)]
 
 
 def to_batch(message: Tensor, device: torch.device) -> list[Tensor]:
     B, Q, N, T = message[1:5].tolist()
-    flat = message[5:].to(device).split_with_sizes([B * Q, B * Q, B * Q, B * N, T])
-    return [*(part.view(B, Q) for part in flat[:3]), flat[3].view(B, N), flat[4]]
+    sizes = [B * Q, B * Q, B * Q, B * N, T]
+    flat = message[5:].to(device).split_with_sizes([*sizes, B] if len(message) > 5 + sum(sizes) else sizes)
+    return [*(part.view(B, Q) for part in flat[:3]), flat[3].view(B, N), *flat[4:]]

@@ -22,12 +22,13 @@ from runtime.bundle import LIBRARY
 from runtime.compiler.compilation import StepFunction, logits_of
 from runtime.compiler.kernels import load_kernels
 from runtime.compiler.load import StepKind, open_step
-from runtime.config import Compiler, Dtype, EngineConfig, LayerShape, Mapping, Quantization
+from runtime.config import Compiler, Dtype, EngineConfig, LayerShape, Mapping, Quantization, StateShape
 from runtime.errors import SpecDecError
 from runtime.kv_cache import BlockCopy
 from runtime.parallel.devices import cores_of, pin, usable_cores
-from runtime.parallel.groups import COPY, POOL, RankGroup, Rendezvous, join, of_batch, send, way_of
+from runtime.parallel.groups import COPY_BLOCK, COPY_SLOT, POOL, RankGroup, Rendezvous, join, of_batch, send, way_of
 from runtime.parallel.processes import Processes
+from runtime.states import StateCopy
 
 _lock = threading.Lock()
 _here = threading.local()
@@ -79,12 +80,15 @@ class RankedModel:
     tp_size: int
     hidden_states: tuple[int, ...] = ()
     """Given by the step, of one rank only (`BuildConfig`)."""
+    states: tuple[StateShape, ...] = ()
+    max_draft_len: int = 0
 
     @classmethod
     def of(cls, config: EngineConfig, directory: Path) -> "RankedModel":
-        compiler, tp_size = config.build_config.compiler, config.mapping.tp_size
+        build, tp_size = config.build_config, config.mapping.tp_size
         kind = config.pretrained_config, config.dtype, config.quantization
-        return cls(directory, compiler, *kind, config.layers, tp_size, config.build_config.hidden_states)
+        states = config.states, build.max_draft_len
+        return cls(directory, build.compiler, *kind, config.layers, tp_size, build.hidden_states, *states)
 
 
 def open_ranks(model: RankedModel, device: torch.device, device_ids: Seq[int]) -> StepFunction:
@@ -131,12 +135,12 @@ class RankedStep:
 
     def __call__(self, *inputs: Any) -> Tensor:
         """Run a step like `Step.forward`. SpecDecError if a rank has ended; then all have."""
-        *batch, keys, _ = inputs
+        batch, (keys, _, *states) = inputs[:5], inputs[5:]
         self._take_place()
         try:
             with _uninterrupted():
-                self._follow(keys)
-                self._send(*of_batch(batch))
+                self._follow(keys, len(states[1][0]) if states else 0)
+                self._send(*of_batch([*batch, *states[:1]]))
                 self._group.use()
                 return self._settled(logits_of(self.own(*inputs)))
         except KeyboardInterrupt:  # the step is over
@@ -149,9 +153,16 @@ class RankedStep:
 
     def copy_block(self, copy: BlockCopy) -> None:
         """Copy a block in the other ranks' pools like `KVPool.copy_block`."""
+        self._copy(COPY_BLOCK, copy)
+
+    def copy_slot(self, copy: StateCopy) -> None:
+        """Copy a slot in the other ranks' pools like `runtime.states.copy_slot`."""
+        self._copy(COPY_SLOT, copy)
+
+    def _copy(self, kind: int, copy: BlockCopy | StateCopy) -> None:
         if self._pool is not None:  # or there is nothing yet to copy
             try:
-                self._send((COPY, copy.source, copy.destination))
+                self._send((kind, copy.source, copy.destination))
             except OSError:
                 self._processes.raise_failure()
                 raise
@@ -190,10 +201,10 @@ class RankedStep:
         for pipe in self._processes.pipes():
             send(pipe, *parts)
 
-    def _follow(self, keys: list[Tensor]) -> None:
-        """Have the others make a K/V pool like this one, once for each."""
+    def _follow(self, keys: list[Tensor], num_slots: int) -> None:
+        """Have the others make a K/V pool like this one, and slots for states, once for each."""
         if self._pool is None or self._pool() is not keys[0]:
-            self._send((POOL, keys[0].shape[0], keys[0].shape[3]))
+            self._send((POOL, keys[0].shape[0], keys[0].shape[3], num_slots))
             self._pool = weakref.ref(keys[0])
 
 

@@ -44,9 +44,10 @@ def _compute(job: dict[str, Any], status: Any) -> None:
 
     from runtime.compiler.kernels import flush_denormals
     from runtime.compiler.load import StepKind, open_step
-    from runtime.config import LayerShape, Mapping, Quantization, parse
+    from runtime.config import LayerShape, Mapping, Quantization, StateShape, parse
     from runtime.kv_cache import BlockCopy, KVPool, kv_dtype
-    from runtime.parallel.groups import COPY, POOL, join_by_number, receive, to_batch
+    from runtime.parallel.groups import COPY_BLOCK, COPY_SLOT, POOL, join_by_number, receive, to_batch
+    from runtime.states import StateCopy, copy_slot, num_rolled_back, state_pools
 
     device = torch.device(job["device"])
     if job["cores"]:
@@ -58,20 +59,27 @@ def _compute(job: dict[str, Any], status: Any) -> None:
     step = open_step(own, directory, device, mapping)
     join_by_number(job["way"], job["meeting"], mapping.rank, mapping.tp_size).use()
     layers = tuple(parse(LayerShape, layer, "layers") for layer in job["layers"])
+    states = tuple(parse(StateShape, state, "states") for state in job["states"])
+    num_back, dtype = num_rolled_back(job["max_draft_len"]), getattr(torch, job["dtype"])
     kv_cache = None if quantization is None else quantization.kv_cache_quant_algo
     kept_as = kv_dtype(job["dtype"], kv_cache)
     flush_denormals()
     print("{}", file=status, flush=True)
     pool: KVPool | None = None
+    slots: list[torch.Tensor] = []
     with torch.inference_mode():
         while (message := receive(sys.stdin.buffer)) is not None:
             kind = int(message[0])
             if kind == POOL:
-                pool = None  # before there is another
+                pool, slots = None, []  # before there are others
                 pool = KVPool(layers, int(message[1]), int(message[2]), kept_as, device)
-            elif kind == COPY:
+                slots = state_pools(states, int(message[3]), num_back, dtype, device)
+            elif kind == COPY_BLOCK:
                 assert pool is not None
                 pool.copy_block(BlockCopy(int(message[1]), int(message[2])))
+            elif kind == COPY_SLOT:
+                copy_slot(slots, StateCopy(int(message[1]), int(message[2])))
             else:
                 assert pool is not None
-                step(*to_batch(message, device), *pool.tensors())
+                *batch, last = to_batch(message, device)
+                step(*batch, *((*pool.tensors(), last, slots) if slots else (last, *pool.tensors())))

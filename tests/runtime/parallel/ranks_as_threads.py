@@ -67,16 +67,19 @@ def split_engine(model_dir: Path, work_dir: Path, tp_size: int, way: Way = "gloo
     kind = ModelKind(pretrained, torch.float32, KERNEL if way == "shared" else PAGED, splitting=splitting)
     steps = [Step(load_model(kind, checkpoint / f"rank{rank}.safetensors")) for rank in range(tp_size)]
     threads = Threads(way, tp_size)
-    pools: dict[int, KVPool] = {}
+    pools: dict[int, tuple[KVPool, list[Tensor]]] = {}
 
     def step(*inputs: Any) -> Tensor:
-        num_blocks, _, _, block_size = inputs[5][0].shape
+        batch, (keys, _, *states) = inputs[:5], inputs[5:]
+        num_blocks, _, _, block_size = keys[0].shape
 
         @torch.inference_mode()
         def compute(rank: int) -> Tensor:
             if rank not in pools:
-                pools[rank] = KVPool(shapes.layers, num_blocks, block_size, torch.float32, CPU)
-            return steps[rank](*inputs[:5], *pools[rank].tensors())
+                pool = KVPool(shapes.layers, num_blocks, block_size, torch.float32, CPU)
+                pools[rank] = pool, [torch.zeros_like(one) for one in states[1]] if states else []
+            pool, slots = pools[rank]
+            return steps[rank](*batch, *pool.tensors(), *([states[0], slots] if states else []))
 
         logits = threads.do(compute)
         assert all(torch.equal(one, logits[0]) for one in logits)
@@ -87,6 +90,7 @@ def split_engine(model_dir: Path, work_dir: Path, tp_size: int, way: Way = "gloo
         dtype="float32",
         build_config=make_build(max_draft_len=6),
         layers=shapes.layers,
+        states=shapes.states,
         vocab_size=pretrained.vocab_size,
         environment=current_environment(CPU),
         logits_check=LogitsCheck(0, 0, 0),

@@ -146,6 +146,26 @@ def test_logits_are_hugging_faces(family: str, tp_size: int, way: Way, tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["none", "aot"])
+def test_states_are_every_ranks(compiler: str, make_engine_dir: MakeEngineDir) -> None:
+    """Compute them in a batch, with drafts; find them again in the next turn, and copied where prompts begin alike."""
+    model, common, short = make_model("qwen3.5"), repetitive_prompt(6, 41), SamplingParams(temperature=0, max_tokens=7)
+
+    def expected(prompt: list[int]) -> list[int]:
+        return hf_greedy(model, prompt, 7, eos_token_id=2)
+
+    with LLM(make_engine_dir(model, tp_size=2, compiler=compiler)) as llm:
+        outputs = llm.generate(PROMPTS, short, drafter=NgramDrafter(6, 2))
+        assert [one.token_ids for one in outputs] == [expected(prompt) for prompt in PROMPTS]
+        reused = []
+        for turn in ([*PROMPTS[1], *outputs[1].token_ids, 7, 8], [*common, 4], [*common, 5], [*common, 6]):
+            (output,) = llm.generate([turn], short)
+            assert output.token_ids == expected(turn)
+            reused.append(output.stats.num_reused_tokens)
+    assert reused[0] > len(PROMPTS[1]) and reused[1] == 0 and min(reused[2:]) >= len(common)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", "qwen2-moe"])
 def test_experts_of_a_compiled_step(family: str, make_engine_dir: MakeEngineDir) -> None:
     model = make_model(family)
