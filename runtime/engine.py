@@ -367,6 +367,11 @@ class Engine:
         """The compiled step, for whoever shares its weights."""
         return self._step
 
+    @property
+    def kv_pool(self) -> KVPool:
+        """The target's keys and values, for a head that reads them."""
+        return self._pool
+
     def remove_head(self, cache: HeadCache) -> None:
         self._heads = [one for one in self._heads if one is not cache]
 

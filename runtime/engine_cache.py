@@ -39,7 +39,7 @@ from runtime.errors import SpecDecError, SpecDecWarning, errors_about
 from runtime.files import read_json
 from runtime.generation_config import GENERATION_CONFIG
 from runtime.gguf import gguf_files, is_gguf
-from runtime.heads.head_config import DraftOutputSettings, HeadConfig, states_of_heads
+from runtime.heads.head_config import DraftOutputSettings, HeadConfig, language_model, states_of_heads
 from runtime.locks import MODEL_INIT_LOCK
 from runtime.models import MODEL_FILES, read_model_config, resolve_model
 from runtime.temporary import own_temporary_files, temporary_dir
@@ -91,10 +91,16 @@ class EngineSettings:
 
 
 def hidden_states_for(heads: Seq[HeadConfig], model: str) -> tuple[int, ...]:
-    """The hidden states that these trained drafters read of a model."""
+    """The hidden states that these trained drafters read of a model; SpecDecError, as far as its config tells, for
+    another model than theirs."""
     if not heads:
         return ()
-    return states_of_heads(heads, read_model_config(resolve_model(model)))
+    config = read_model_config(resolve_model(model))
+    text = language_model(config)
+    if "hidden_size" in text and "vocab_size" in text:  # of others an engine's config says it
+        for head in heads:
+            head.check_target(config, text["vocab_size"])
+    return states_of_heads(heads, config)
 
 
 def no_phases() -> AbstractContextManager[Callable[[str], None]]:

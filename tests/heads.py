@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig, PreTrainedModel
+from transformers.cache_utils import KVSharingDict
 
 THETA = 5000.0
 
@@ -174,6 +176,105 @@ def copy_with_mtp(model_dir: Path, directory: Path) -> Path:
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 1}))
     return directory
+
+
+def make_assistant(target: PreTrainedModel, directory: Path, *, num_centroids: int = 0, **text: Any) -> Path:
+    """Save a Gemma 4's assistant with random weights, by transformers' class; without centroids where there are 0."""
+    own: Any = target.config
+    settings: dict[str, Any] = {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": own.num_key_value_heads,
+        "head_dim": own.per_layer_config[own.layer_types.index("sliding_attention")].head_dim,
+        "global_head_dim": own.per_layer_config[own.num_hidden_layers - 1].head_dim,
+        "sliding_window": own.sliding_window,
+        "vocab_size": own.vocab_size,
+        "max_position_embeddings": 256,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+    }
+    config = Gemma4AssistantConfig(
+        text_config=Gemma4TextConfig(**(settings | text)),
+        backbone_hidden_size=own.hidden_size,
+        use_ordered_embeddings=bool(num_centroids),
+        num_centroids=num_centroids or 2048,
+        centroid_intermediate_top_k=3,
+    )
+    torch.manual_seed(1)
+    with _all_layers_share():
+        model = Gemma4AssistantForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        parameter.data = torch.randn_like(parameter) * 0.3 + ("norm" in name)
+    if num_centroids:
+        model.masked_embedding.token_ordering.copy_(torch.randperm(own.vocab_size))
+    model.save_pretrained(directory)
+    return directory
+
+
+@contextmanager
+def _all_layers_share() -> Iterator[None]:
+    """transformers 5.23 cannot make its own assistants: a config that stores no keys and values is an error there."""
+    own: Any = Gemma4TextConfig.kv_sharing_modes
+
+    def modes(config: Any) -> list[str | None]:
+        n = config.num_hidden_layers
+        found: list[str | None] = ["reuse"] * n if config.num_kv_shared_layers == n else own.fget(config)
+        return found
+
+    Gemma4TextConfig.kv_sharing_modes = property(modes)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        Gemma4TextConfig.kv_sharing_modes = own
+
+
+class AssistantReference:
+    """Drafts of an assistant by transformers' own class, fed as its `SinglePositionMultiTokenCandidateGenerator`
+    does after a prompt."""
+
+    def __init__(self, directory: Path, target: PreTrainedModel) -> None:
+        with _all_layers_share():
+            self.assistant = Gemma4AssistantForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self.target = target
+        config: Any = target.config
+        end = config.num_hidden_layers - config.num_kv_shared_layers
+        self.stores = {kind: i for i, kind in enumerate(config.layer_types[:end])}
+
+        self.known: list[tuple[list[int], Tensor, dict[str, tuple[Tensor, Tensor]]]] = []
+
+    @torch.no_grad()
+    def drafts(self, tokens: list[int], length: int) -> list[int]:
+        """The greedy draft after these tokens; of several texts the longest first, of which others are beginnings."""
+        n = len(tokens) - 1
+        found = next((one for one in self.known if one[0][:n] == tokens[:n]), None) or self._compute(tokens[:n])
+        state = found[1][:, n - 1 : n]
+        shared = {kind: (keys[:, :, :n], values[:, :, :n]) for kind, (keys, values) in found[2].items()}
+        token, draft = tokens[-1], list[int]()
+        for _ in range(length):
+            embedded = self.target.get_input_embeddings()(torch.tensor([[token]]))
+            made = self.assistant(
+                inputs_embeds=torch.cat([embedded, state], -1),
+                position_ids=torch.tensor([[n]]),
+                shared_kv_states=shared,
+            )
+            state, token = made.last_hidden_state, int(made.logits.argmax())
+            draft.append(token)
+        return draft
+
+    def _compute(self, tokens: list[int]) -> tuple[list[int], Tensor, dict[str, tuple[Tensor, Tensor]]]:
+        decoder: Any = self.target.get_decoder()  # type: ignore[no-untyped-call]
+        shared = KVSharingDict()
+        modes = [layer.self_attn.store_full_length_kv for layer in decoder.layers]
+        for layer in self.stores.values():  # of a model without sharing transformers stores none
+            decoder.layers[layer].self_attn.store_full_length_kv = True
+        output = decoder(torch.tensor([tokens]), use_cache=False, shared_kv_states=shared)
+        for layer, mode in zip(decoder.layers, modes, strict=True):
+            layer.self_attn.store_full_length_kv = mode
+        self.known.append((tokens, output.last_hidden_state, dict(shared)))
+        return self.known[-1]
 
 
 def hidden_states(target: PreTrainedModel, tokens: list[int], numbers: Seq[int]) -> Tensor:

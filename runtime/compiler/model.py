@@ -445,13 +445,17 @@ class Step(nn.Module):
         return logits, states
 
 
+class _Kept(dict[int, Tensor]):
+    """Hidden states by number. The exporter copies plain dictionaries of modules, and hooks would know the original."""
+
+
 def kept_hidden_states(model: PreTrainedModel, numbers: Iterable[int]) -> dict[int, Tensor]:
     """A dictionary into which every forward of the model puts these hidden states, (1, tokens, hidden size).
 
     By hooks, which stay: transformers' own `output_hidden_states` cannot be compiled. SpecDecError for numbers that the
     model has no layers for.
     """
-    kept: dict[int, Tensor] = model.__dict__.setdefault("_kept_hidden_states", {})
+    kept: dict[int, Tensor] = model.__dict__.setdefault("_kept_hidden_states", _Kept())
     hooked: set[int] = model.__dict__.setdefault("_hooked_hidden_states", set())
     decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
     layers: Any = getattr(decoder, "layers", None)

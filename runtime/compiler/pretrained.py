@@ -59,12 +59,13 @@ _SAME_ON_TEXT: dict[str, dict[str, Any]] = {
 
 def parse_pretrained_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
     """A Hugging Face config from its JSON; SpecDecError where transformers has no decoder-only model for it."""
-    config = _read_config(data, where)
+    config = read_any_config(data, where)
     _refuse_unsupported(config)
     return config
 
 
-def _read_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
+def read_any_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
+    """`parse_pretrained_config`, of what transformers has any class for."""
     model_type = data.get("model_type")
     if model_type is None:
         raise SpecDecError(f"`{where}` names no `model_type`", hint="it should be a Hugging Face model's config.json")
@@ -221,7 +222,7 @@ def parse_language_model(data: dict[str, Any], where: str) -> tuple[PreTrainedCo
     """
     if isinstance(data.get("thinker_config"), dict):  # of Qwen-Omni, beside what speaks
         data = data["thinker_config"]
-    config = _read_config(data, where)
+    config = read_any_config(data, where)
     inner = _language_model_inside(config, data)
     if inner is not None:
         return parse_pretrained_config(inner, where), inner

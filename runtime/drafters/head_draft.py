@@ -23,7 +23,7 @@ from runtime.drafters.draft_state import DraftState
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.heads.head_cache import HeadCache
-from runtime.heads.head_config import HeadConfig, num_layers_of
+from runtime.heads.head_config import HeadConfig, language_model, num_layers_of
 from runtime.heads.head_model import Head, hide_first, load_head, set_output, use_kernels
 from runtime.heads.head_output import read_output
 from runtime.request import Draft, Sequence
@@ -50,6 +50,7 @@ class HeadDraft:
         self.engine, self.head, self.cache = engine, head, cache
         self.step_costs, self.use_logits = step_costs, use_logits
         self.confidence_stop: ConfidenceStop | None = None
+        self.pool = engine.kv_pool if head.reads_target else cache.pool
         self.time_s = 0.0
         """Seconds that the head has computed."""
 
@@ -131,7 +132,8 @@ class HeadDraft:
         rows = []
         for draft_state in draft_states:
             sequence = draft_state.draft_sequence
-            rows.append(Row(sequence.tokens[-1:], len(sequence.tokens) - 1, sequence.block_table, 1))
+            position = sequence.num_computed if self.head.reads_target else len(sequence.tokens) - 1
+            rows.append(Row(sequence.tokens[-1:], position, sequence.block_table, 1))
         made = self._compute(rows, torch.stack([outputs[id(one)] for one in draft_states]))
         return {id(draft_state): output for draft_state, output in zip(draft_states, made, strict=True)}
 
@@ -139,7 +141,7 @@ class HeadDraft:
         start = time.perf_counter()
         batch = pack(rows, self.cache.block_size, self.engine.device)
         with torch.inference_mode(), self._threads():
-            outputs = self.head(batch, states, self.cache.pool)[batch.logit_indices]
+            outputs = self.head(batch, states, self.pool)[batch.logit_indices]
         self.time_s += time.perf_counter() - start
         return outputs
 
@@ -181,6 +183,8 @@ def open_head(engine: Engine, config: HeadConfig) -> tuple[Head, HeadCache]:
         step, arithmetic = engine.target_step, target.arithmetic
         known = step.weights if isinstance(step, PackagedStep) else {}
         use_kernels(head, 0 if arithmetic is None else ARITHMETICS.index(arithmetic), known)
+    if head.reads_target:
+        head.read_layers_of(target)
     return head, engine.add_head(head)
 
 
@@ -197,7 +201,7 @@ def embedding_of(engine: Engine) -> Tensor | None:
     if not isinstance(step, PackagedStep):
         weight: Tensor = step.model.get_input_embeddings().weight
         return weight.detach()
-    shape = (config.vocab_size, config.pretrained_config.get("hidden_size"))
+    shape = (config.vocab_size, language_model(config.pretrained_config).get("hidden_size"))
     found = [one for one in step.weights.values() if tuple(one.shape) == shape and one.is_floating_point()]
     return found[0] if len(found) == 1 else None
 
@@ -205,6 +209,7 @@ def embedding_of(engine: Engine) -> Tensor | None:
 def measure_head(engine: Engine, head: Head, cache: HeadCache) -> tuple[StepCost, ...]:
     """Costs of the head's steps, measured on the engine's null block: nothing that counts is written."""
     build, costs = engine.config.build_config, []
+    pool = engine.kv_pool if head.reads_target else cache.pool
     for batch_size in sorted({min(size, build.max_batch_size) for size in _TIMED_BATCHES}):
         for context_len in sorted({min(length, build.max_request_len - 1) for length in _TIMED_CONTEXTS}):
             table = [0] * (context_len // build.tokens_per_block + 1)
@@ -214,7 +219,7 @@ def measure_head(engine: Engine, head: Head, cache: HeadCache) -> tuple[StepCost
             with torch.inference_mode(), engine.alone() if head.uses_kernels else nullcontext():
                 for _ in range(_NUM_TIMED):
                     start = time.perf_counter()
-                    head.logits(head(batch, states, cache.pool))
+                    head.logits(head(batch, states, pool))
                     seconds.append(time.perf_counter() - start)
             costs.append(StepCost(batch_size, context_len, 1, min(seconds)))
     return tuple(costs)

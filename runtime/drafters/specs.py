@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from runtime.heads.head_config import HeadConfig
 
 __all__ = [
+    "AssistantDrafter",
     "ChainDrafter",
     "DraftTargetDrafter",
     "EagleDrafter",
@@ -349,9 +350,41 @@ class EagleDrafter(HeadDrafter):
 
     @classmethod
     def reads(cls, model: str | Path) -> bool:
-        from runtime.heads.head_config import is_head
+        from runtime.heads.head_config import is_assistant, is_head
 
-        return is_head(model)
+        return is_head(model) and not is_assistant(model)
+
+
+@dataclass(frozen=True)
+class AssistantDrafter(HeadDrafter):
+    """An assistant of a Gemma 4, which reads keys and values of the target.
+
+    `head` is its directory; the engine must be built for it. `use_logits` as for a draft model.
+    """
+
+    description = Description(
+        "assistant",
+        "Gemma 4 assistant",
+        help="Draft by a Gemma 4's assistant",
+        flag="assistant_config",
+        form=_form_of_head(4),
+        algorithm="ASSISTANT",
+    )
+    kind = "assistant"
+
+    head: Annotated[str | Path, _head_setting("Directory of the assistant.")]
+    max_draft_len: ModelLen = 4
+    use_logits: bool = False
+
+    @property
+    def label(self) -> str:
+        return "assistant"
+
+    @classmethod
+    def reads(cls, model: str | Path) -> bool:
+        from runtime.heads.head_config import is_assistant
+
+        return is_assistant(model)
 
 
 @dataclass(frozen=True)

@@ -71,12 +71,13 @@ class HeadCache:
     def num_known(self, block_table: Seq[int], num_tokens: int) -> int | None:
         """Leading tokens of a sequence whose keys and values the head has, at least 1: of the first it needs none.
 
-        Of the `num_tokens` that the target has computed. None where a hidden state of the others is not there.
+        Of the `num_tokens` that the target has computed; all of them for a head that has none of its own. None where a
+        hidden state of the others is not there.
         """
         own = list(block_table[: -(-num_tokens // self.block_size)])
         has_kv, has_state = (has[own].reshape(-1)[:num_tokens] for has in (self._has_kv, self._has_state))
         lacks = np.flatnonzero(~has_kv[1:])
-        start = int(lacks[0]) + 1 if len(lacks) else num_tokens
+        start = int(lacks[0]) + 1 if len(lacks) and self.pool.keys else num_tokens
         return start if has_state[start - 1 :].all() else None
 
     def mark_known(self, block_table: Seq[int], start: int, end: int) -> None:

@@ -16,7 +16,9 @@ from runtime.files import read_json
 from runtime.models import read_model_config, resolve_head, resolve_model, shipped_head
 from runtime.reading import raise_unreadable, shown
 
-HeadKind = Literal["eagle3", "mtp"]
+HeadKind = Literal["eagle3", "mtp", "assistant"]
+_ASSISTANTS = {"gemma4_assistant": 1536, "gemma4_unified_assistant": 3840}
+"""Model types of assistants, and the widths of their targets where a config does not say it."""
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _SAY_NOTHING = {"qwen3_next"}
 """Models whose configs do not say that there is a head."""
@@ -47,7 +49,7 @@ class HeadConfig:
     hidden_states: tuple[int, ...] | None
     """None: by the number of the target's layers."""
     flags: frozenset[str] = frozenset()
-    """Flags that are on, of `_FLAGS`."""
+    """Flags that are on, of `_FLAGS`; of an assistant `centroids`, by which it chooses ids."""
     logit_scale: float = 1.0
     max_draft_len: int | None = None
     """Tokens that its config proposes to draft."""
@@ -59,7 +61,7 @@ class HeadConfig:
 
     def hidden_states_of(self, num_layers: int) -> tuple[int, ...]:
         """The hidden states that it reads of a target of this many layers. SpecDecError if one is not there."""
-        if self.kind == "mtp":
+        if self.kind != "eagle3":
             return (num_layers,)
         wanted = (2, num_layers // 2, num_layers - 3) if self.hidden_states is None else self.hidden_states
         if any(not 0 <= one < num_layers for one in wanted):
@@ -72,7 +74,13 @@ class HeadConfig:
 
     def check_target(self, config: dict[str, Any], vocab_size: int | None) -> None:
         """SpecDecError for a target, by its `pretrained_config`, that the head was not trained for."""
-        found = config.get("hidden_size"), vocab_size
+        if self.kind == "assistant" and not str(config.get("model_type")).startswith("gemma4"):
+            raise SpecDecError(
+                f"an assistant reads keys and values of a Gemma 4, and the target is of the type "
+                f"{shown(config.get('model_type'))}: {self.directory}",
+                hint="it was trained for another target",
+            )
+        found = language_model(config).get("hidden_size"), vocab_size
         for what, own, its in zip(("hidden size", "vocabulary"), self._target, found, strict=True):
             if own != its:
                 raise SpecDecError(
@@ -115,6 +123,12 @@ class DraftOutputSettings:
                 code="size_of_no_vocab",
                 size=self.vocab_size,
             )
+        if (self.vocab or self.qformat) is not None and any("centroids" in one.flags for one in heads) and not has_copy:
+            raise UsageError(
+                f"the assistant computes few of its ids by itself, and is given no other output layer: "
+                f"{self.vocab or self.qformat}",
+                hint="leave it out",
+            )
         if self.vocab is None:
             return
         own = next((head for head in heads if not head.drafts_all_ids), None)
@@ -132,10 +146,15 @@ class DraftOutputSettings:
                 raise_unreadable(Path(self.vocab), error)
 
 
+def language_model(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a target's language model, which one that reads images has within its own."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
+
+
 def num_layers_of(config: dict[str, Any]) -> int:
     """Number of a target's layers; of one that reads images too, its language model's."""
-    inner = config.get("text_config")
-    found = (inner if isinstance(inner, dict) else config).get("num_hidden_layers")
+    found = language_model(config).get("num_hidden_layers")
     return found if type(found) is int else 0
 
 
@@ -180,7 +199,8 @@ def _names_in(directory: Path) -> Iterable[str]:
 
 
 def _is_config_of_head(config: dict[str, Any]) -> bool:
-    return "speculators_model_type" in config or "draft_vocab_size" in config or _names_eagle3(config)
+    is_assistant = str(config.get("model_type")).endswith("_assistant")
+    return is_assistant or "speculators_model_type" in config or "draft_vocab_size" in config or _names_eagle3(config)
 
 
 def _names_eagle3(config: dict[str, Any]) -> bool:
@@ -201,11 +221,15 @@ def read_head(head: Path | str) -> HeadConfig:
             hint="an EAGLE-3 head's has `draft_vocab_size`, or names its class, and a model with an MTP head has "
             "`num_nextn_predict_layers` or `mtp_num_hidden_layers`; a draft model is another drafter",
         )
+    if config.get("model_type") in _ASSISTANTS:
+        return _read_assistant(config, directory, str(where))
     kind = config.get("speculators_model_type", "eagle3")
+    if str(config.get("model_type")).endswith("_assistant"):
+        kind = config["model_type"]
     if kind != "eagle3":
         raise SpecDecError(
             f"a head of this kind is not supported, {_OTHERS.get(str(kind), shown(kind))}: {directory}",
-            hint="EAGLE-3 heads are",
+            hint="EAGLE-3 heads and Gemma 4's assistants are",
         )
     return _read_eagle3(config, directory, str(where))
 
@@ -238,6 +262,41 @@ def _read_eagle3(config: dict[str, Any], directory: Path, where: str) -> HeadCon
         flags=frozenset(name for name in _FLAGS if (config.get(name) or own.get(name)) is True),
         logit_scale=_scale(config, where),
         max_draft_len=_proposed_len(config),
+    )
+
+
+def _read_assistant(config: dict[str, Any], directory: Path, where: str) -> HeadConfig:
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise SpecDecError(f"`{where}: text_config` is not a JSON object: {shown(text)}", hint="it is damaged")
+    vocab_size = _size(text, "vocab_size", where, 262144)
+    flags = frozenset({"centroids"} if config.get("use_ordered_embeddings") is True else ())
+    if flags:
+        num_centroids = _size(config, "num_centroids", where, 2048)
+        num_chosen = _size(config, "centroid_intermediate_top_k", where, 32)
+        if vocab_size % num_centroids or num_chosen > num_centroids:
+            raise SpecDecError(
+                f"`{where}` has {num_centroids} centroids for {vocab_size} ids, of which {num_chosen} are taken",
+                hint="it is damaged",
+            )
+    return HeadConfig(
+        directory.expanduser(),
+        "assistant",
+        config,
+        _size(text, "hidden_size", where),
+        _size(config, "backbone_hidden_size", where, _ASSISTANTS[config["model_type"]]),
+        _size(text, "num_hidden_layers", where),
+        vocab_size,
+        vocab_size,
+        hidden_states=None,
+        flags=flags,
+    )
+
+
+def is_assistant(directory: Path | str) -> bool:
+    """True for the directory of a Gemma 4's assistant."""
+    return (
+        is_head(directory) and read_json(resolve_head(str(directory)) / "config.json").get("model_type") in _ASSISTANTS
     )
 
 

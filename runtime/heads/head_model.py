@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from runtime.batch import Batch
-from runtime.compiler.attention import PAGED, PagedInputs, kernel_attention
+from runtime.compiler.attention import KERNEL, PAGED, PagedInputs, kernel_attention
 from runtime.compiler.model import ModelKind, Step, model_of_weights, probe_config
 from runtime.compiler.pretrained import parse_pretrained_config
 from runtime.compiler.quantized import QuantizedLinear
 from runtime.compiler.quantized_copy import DRAFT_ACTIVATIONS, rows_of
 from runtime.config import LayerShape
 from runtime.errors import SpecDecError
+from runtime.heads.assistant import AssistantHead, load_assistant
 from runtime.heads.draft_vocab import among_all, rows_by_id
 from runtime.heads.head_config import HeadConfig, num_layers_of
 from runtime.kv_cache import KVPool
@@ -113,7 +114,7 @@ def use_kernels(head: nn.Module, arithmetic: int, known: dict[str, Tensor]) -> N
                 setattr(module, name, PackedQuantized(child, arithmetic))
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):
-            config._attn_implementation = HEAD
+            config._attn_implementation = KERNEL if isinstance(head, AssistantHead) else HEAD
     head.uses_kernels = True  # type: ignore[assignment]
 
 
@@ -122,6 +123,9 @@ class Head(Protocol):
 
     uses_kernels: bool
     """True if the CPU's kernels compute it: `hide_first` is for those."""
+
+    reads_target: bool
+    """True if it has no keys and values, and reads the target's, at the position of a sequence's last token."""
 
     config: HeadConfig
     draft_ids: Tensor | None
@@ -150,7 +154,7 @@ class Head(Protocol):
 class EagleHead(nn.Module):
     """An EAGLE-3 head (arXiv 2503.01840): its first layer attends over embedding and hidden state side by side."""
 
-    uses_kernels = False
+    uses_kernels = reads_target = False
     embedding: Tensor
     draft_ids: Tensor | None
 
@@ -236,7 +240,7 @@ class MtpHead(nn.Module):
     and behind its own where a draft goes on.
     """
 
-    uses_kernels = False
+    uses_kernels = reads_target = False
     draft_ids: Tensor | None
 
     def __init__(self, config: HeadConfig, model: PreTrainedModel, parts: dict[str, Tensor]) -> None:
@@ -352,7 +356,7 @@ def output_tensor(config: HeadConfig) -> SourceTensor:
     """The (rows, hidden) weight of the head's output layer, in its files; of an MTP head it is the model's own."""
     entries = read_tensors(config.directory)
     named = _shared_with_target(entries) if config.kind == "mtp" else {_own_name(one.name): one for one in entries}
-    found = named.get("lm_head.weight") or named.get("model.embed_tokens.weight")
+    found = named.get("lm_head.weight") or named.get("model.embed_tokens.weight") or named.get("embed_tokens.weight")
     if found is None or not found.is_float:
         raise SpecDecError(
             f"the head has no output layer that could be quantized: {config.directory}", hint="draft with it as it is"
@@ -362,21 +366,22 @@ def output_tensor(config: HeadConfig) -> SourceTensor:
 
 def set_output(head: Head, ids: Tensor | None, quantized: QuantizedWeight | None) -> None:
     """Have a head with all ids draft (n,) `ids` alone, and any head by a quantized output layer, of these rows."""
-    owner: Any = head if isinstance(head, EagleHead) else head.step.model  # type: ignore[attr-defined]
-    output: nn.Linear = owner.lm_head if isinstance(head, EagleHead) else owner.get_output_embeddings()
+    if (ids is None and quantized is None) or "centroids" in head.config.flags:
+        return
+    owner: Any = head.step.model if isinstance(head, MtpHead) else head
+    output: nn.Linear = owner.get_output_embeddings() if isinstance(head, MtpHead) else owner.lm_head
     if ids is not None:
         head.draft_ids = rows_by_id(ids, output.out_features)
     if quantized is not None:
         made: nn.Module = QuantizedLinear(quantized, output.bias, DRAFT_ACTIVATIONS, with_kernels=False)
-    elif ids is not None:
+    else:
+        assert ids is not None
         made = rows_of(output, ids)
-    else:
-        return
     made.requires_grad_(requires_grad=False)
-    if isinstance(head, EagleHead):
-        head.lm_head = made  # type: ignore[assignment]
-    else:
+    if isinstance(head, MtpHead):
         owner.set_output_embeddings(made)
+    else:
+        owner.lm_head = made
 
 
 def load_head(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype) -> Head:
@@ -385,7 +390,7 @@ def load_head(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.
     SpecDecError where weights are missing, or do not have the shapes that its config says.
     """
     with torch.no_grad():
-        load = _load_mtp if config.kind == "mtp" else _load_eagle
+        load: Any = {"mtp": _load_mtp, "eagle3": _load_eagle, "assistant": load_assistant}[config.kind]
         head: Any = load(config, target_embedding, dtype)
     made: Head = head.requires_grad_(requires_grad=False).eval()
     return made

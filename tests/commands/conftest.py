@@ -15,7 +15,7 @@ import torch
 import typer.main
 from command_line import PROMPT, Result, Specdec
 from draft_models import WITH_DRAFTS, WITHOUT_DRAFTS, MakeDraftEngineDir, with_noise
-from heads import copy_with_mtp, make_eagle, save_eagle
+from heads import copy_with_mtp, make_assistant, make_eagle, save_eagle
 from shared import shared_engine
 from tiny import make_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -144,6 +144,20 @@ def mtp_dirs(
     with_head = copy_with_mtp(llama_dir, tmp_path_factory.mktemp("mtp") / "model")
     states = (llama.config.num_hidden_layers,)
     return shared_engine(shared / "engines", with_head, measure_costs=True, hidden_states=states), with_head
+
+
+@pytest.fixture(scope="session")
+def assistant_dirs(
+    tokenizer: PreTrainedTokenizerFast, shared: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path, PreTrainedModel]:
+    """An engine of a tiny Gemma 4 for an assistant, the assistant, and the target."""
+    directory = tmp_path_factory.mktemp("assistant")
+    target = make_model("gemma4-moe", vocab_size=len(tokenizer))
+    target.save_pretrained(directory / "model")
+    tokenizer.save_pretrained(directory / "model")
+    made = make_assistant(target, directory / "assistant", num_centroids=20)
+    states = (target.config.num_hidden_layers,)
+    return shared_engine(shared / "engines", directory / "model", hidden_states=states), made, target
 
 
 @pytest.fixture(scope="session")

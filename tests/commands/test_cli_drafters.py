@@ -21,6 +21,7 @@ DRAFT = ["--draft-engine-dir", "DRAFT"]
 SELF = ["--engine-dir", "WITH_COPY"]
 WITH_HEAD = ["--engine-dir", "WITH_HEAD"]
 WITH_MTP = ["--engine-dir", "WITH_MTP"]
+WITH_ASSISTANT = ["--engine-dir", "WITH_ASSISTANT"]
 V1_DRAFT = [*DRAFT, "--draft-target-model-config", "[2,[0],[0],False]"]
 
 # Name -> (flags of orchestrator mode, those of leader mode, drafters).
@@ -81,6 +82,11 @@ FLAGS: dict[str, tuple[list[str], list[str], list[str]]] = {
         [*WITH_MTP, "--spec-decode-algo", "MTP", "--draft-model-dir", "MTP_DIR"],
         ["mtp"],
     ),
+    "assistant": (
+        [*WITH_ASSISTANT, "--assistant-config", "[3,[0]]", "--draft-engine-dir", "ASSISTANT"],
+        [*WITH_ASSISTANT, "--draft-model-dir", "ASSISTANT"],
+        ["assistant"],
+    ),
     "chain with head": (
         [*WITH_HEAD, *NGRAM, "--eagle-config", "3", "--draft-engine-dir", "HEAD", "--drafters", "auto"],
         [*WITH_HEAD, "--draft-model-dir", "HEAD", "--spec-decode-max-draft-len", "4", "--drafters", "ngram,eagle"],
@@ -129,10 +135,12 @@ def with_paths(
     self_draft_engine_dir: Path,
     head_dirs: tuple[Path, Path],
     mtp_dirs: tuple[Path, Path],
+    assistant_dirs: tuple[Path, Path, PreTrainedModel],
 ) -> Callable[[list[str]], list[str]]:
     paths = {"CORPUS": str(corpus), "DRAFT": str(draft_engine_dir), "WITH_COPY": str(self_draft_engine_dir)}
     paths |= {"WITH_HEAD": str(head_dirs[0]), "HEAD": str(head_dirs[1])}
     paths |= {"WITH_MTP": str(mtp_dirs[0]), "MTP_DIR": str(mtp_dirs[1])}
+    paths |= {"WITH_ASSISTANT": str(assistant_dirs[0]), "ASSISTANT": str(assistant_dirs[1])}
     return lambda flags: [paths.get(flag, flag) for flag in flags]
 
 
@@ -150,7 +158,7 @@ def test_every_drafter_has_flags_here() -> None:
 )
 def test_greedy_output_is_hugging_faces(
     name: str, mode: str, run: Callable[..., Result], with_paths: Callable[[list[str]], list[str]],
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast,
+    llama: PreTrainedModel, assistant_dirs: tuple[Path, Path, PreTrainedModel], tokenizer: PreTrainedTokenizerFast,
 ) -> None:  # fmt: skip
     """Flags of the mode, or for every other drafter those of the other mode and `--mode`."""
     orchestrator, leader, drafters = FLAGS[name]
@@ -161,7 +169,8 @@ def test_greedy_output_is_hugging_faces(
     more = ["--max-output-len", NUM_TOKENS, "--end-id", 299, "--draft-len-mode", "fixed", "--check-lossless", "--json"]
     document = run(*each("--input-text", SEVEN), *flags, *more).document
     assert_valid("run", document)
-    expected = [hf_greedy(llama, tokenizer(prompt)["input_ids"], NUM_TOKENS, 299) for prompt in SEVEN]
+    model = assistant_dirs[2] if name == "assistant" else llama
+    expected = [hf_greedy(model, tokenizer(prompt)["input_ids"], NUM_TOKENS, 299) for prompt in SEVEN]
     assert ids_of(document) == expected
     assert document["checks"]["lossless"]["passed"]
     assert document["settings"]["drafters"] == drafters

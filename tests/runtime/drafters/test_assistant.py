@@ -1,0 +1,207 @@
+"""Gemma 4's assistants: drafts as transformers' own class gives them, on the target's keys and values."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from heads import AssistantReference, make_assistant
+from safetensors.torch import load_file, save_file
+from test_eagle import DRAFT_LEN, GREEDY, SAMPLED, Recording, answer, drafter, expected, make_requests
+from tiny import make_model
+from transformers import PreTrainedModel
+
+from runtime.config import DraftOutput, QuantConfig
+from runtime.drafters.chain import BestOf, DraftingModel
+from runtime.drafters.ngram import NgramLookup
+from runtime.engine import Engine, KVCacheConfig
+from runtime.errors import SpecDecError, UsageError
+from runtime.heads.head_config import DraftOutputSettings, is_assistant, is_head, read_head
+
+DENSE = {"enable_moe_block": False, "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None}
+KINDS = ["sliding_attention", "full_attention"]
+# Name -> (the target's settings, the assistant's).
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "centroids": ({"layer_types": KINDS * 2} | DENSE, {"num_centroids": 8}),
+    "K/V shared": (
+        {"layer_types": KINDS * 3, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8} | DENSE,
+        {"num_centroids": 8},
+    ),
+    "K/V shared, no sharing of the last kinds": (
+        {"layer_types": ["full_attention", *KINDS * 2], "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 8}
+        | DENSE,
+        {"layer_types": KINDS, "num_hidden_layers": 2},
+    ),
+    "experts, keys are values": ({"layer_types": KINDS * 2, "attention_k_eq_v": True}, {}),
+}
+
+
+def make_target(form: str) -> PreTrainedModel:
+    settings = FORMS[form][0]
+    return make_model("gemma4-moe", num_hidden_layers=len(settings["layer_types"]), **settings)
+
+
+def check_drafts(seen: list[tuple[list[int], list[int]]], directory: Path, target: PreTrainedModel, least: int) -> None:
+    assert sum(len(draft) for _, draft in seen) >= least
+    reference = AssistantReference(directory, target)
+    for tokens, draft in sorted(seen, key=lambda one: -len(one[0])):
+        assert draft == reference.drafts(tokens, len(draft)), tokens
+
+
+@pytest.mark.parametrize(
+    ("form", "loop", "compiler"),
+    [
+        ("centroids", "leader", "aot"),
+        ("K/V shared", "orchestrator", "none"),
+        pytest.param("K/V shared", "leader", "aot", marks=pytest.mark.slow),
+        pytest.param("K/V shared, no sharing of the last kinds", "leader", "none", marks=pytest.mark.slow),
+        pytest.param("experts, keys are values", "leader", "aot", marks=pytest.mark.slow),
+        pytest.param("experts, keys are values", "orchestrator", "none", marks=pytest.mark.slow),
+    ],
+)
+def test_drafts_are_transformers(form: str, loop: str, compiler: str, tmp_path: Path, make_engine: Any) -> None:
+    target = make_target(form)
+    directory = make_assistant(target, tmp_path, **FORMS[form][1])
+    engine = make_engine(target, hidden_states=(target.config.num_hidden_layers,), compiler=compiler)
+    assistant = drafter(engine, directory)
+    assert answer(engine, loop, make_requests(), assistant) == expected(target)
+    check_drafts(assistant.seen, directory, target, 200)
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return make_target("centroids")
+
+
+@pytest.fixture(scope="module")
+def engine_dir(target: PreTrainedModel, make_engine_dir: Any) -> Path:
+    directory: Path = make_engine_dir(target, hidden_states=(4,))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def assistant_dir(target: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_assistant(target, tmp_path_factory.mktemp("assistant"), num_centroids=8)
+
+
+CACHES: dict[str, dict[str, Any]] = {
+    "pieces and preemption": {"kv_cache": KVCacheConfig(max_tokens=100), "max_num_tokens": 8},
+    "without reuse": {"kv_cache": KVCacheConfig(block_reuse=False)},
+    "found again": {},
+}
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("case", CACHES)
+def test_drafts_in_a_cache(case: str, engine_dir: Path, target: PreTrainedModel, assistant_dir: Path) -> None:
+    with Engine.open(engine_dir, **CACHES[case]) as engine:
+        assistant = drafter(engine, assistant_dir)
+        for _ in range(2 if case == "found again" else 1):
+            assert answer(engine, "leader", make_requests(), assistant) == expected(target)
+    check_drafts(assistant.seen, assistant_dir, target, 200)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("loop", ["leader", "orchestrator"])
+def test_sampled_text_is_that_without_drafts(loop: str, engine_dir: Path, assistant_dir: Path) -> None:
+    with Engine.open(engine_dir) as engine:
+        assistant = drafter(engine, assistant_dir)
+        drafted = answer(engine, loop, make_requests(SAMPLED), assistant)
+        engine.clear_cache()
+        assert drafted == answer(engine, loop, make_requests(SAMPLED), None) and assistant.seen
+
+
+def test_chain(engine_dir: Path, target: PreTrainedModel, assistant_dir: Path) -> None:
+    with Engine.open(engine_dir) as engine:
+        assistant = drafter(engine, assistant_dir)
+        models = [DraftingModel(assistant, DRAFT_LEN, lambda batch_size, context_len: 0.01)]
+        chain = BestOf([NgramLookup(2)], models, lambda batch_size, context_len, draft_len: 1.0, 32)
+        assert answer(engine, "leader", make_requests(), chain) == expected(target)
+    check_drafts(assistant.seen, assistant_dir, target, 20)
+
+
+def test_ids_that_are_not_chosen_have_no_probability(engine_dir: Path, assistant_dir: Path) -> None:
+    """Three of 8 groups of 32 ids are looked at."""
+    with Engine.open(engine_dir) as engine:
+        assistant = drafter(engine, assistant_dir, use_logits=True)
+        answer(engine, "leader", make_requests(SAMPLED)[:2], assistant)
+    drafts = [draft for draft in assistant.drafts if draft.probs is not None]
+    assert drafts and all(row.count_nonzero() <= 12 for draft in drafts for row in draft.probs)  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["none", "aot"])
+@pytest.mark.parametrize("kind", ["bfloat16", "int8 K/V", "another output layer"])
+def test_losslessness_with(kind: str, compiler: str, target: PreTrainedModel, tmp_path: Path, make_engine: Any) -> None:
+    directory = make_assistant(target, tmp_path, hidden_size=64)
+    build: dict[str, Any] = {"hidden_states": (4,), "compiler": compiler}
+    ids = tuple(range(0, 32, 2))
+    if kind == "bfloat16":
+        build["dtype"] = "bfloat16"
+    elif kind == "int8 K/V":
+        build["precision"] = QuantConfig(None, kv_cache="INT8")
+    else:
+        build |= {"draft_output": DraftOutput("int8", len(ids)), "draft_ids": ids, "head_dir": directory}
+    engine = make_engine(target, **build)
+    assistant = drafter(engine, directory)
+    for sampling in (GREEDY, SAMPLED):
+        drafted = answer(engine, "leader", make_requests(sampling), assistant)
+        engine.clear_cache()
+        assert drafted == answer(engine, "leader", make_requests(sampling), None) and assistant.seen
+        engine.clear_cache()
+    if kind == "another output layer":
+        assert {token for _, draft in assistant.seen for token in draft} <= set(ids)
+
+
+def test_config_says_what_it_is(assistant_dir: Path, target: PreTrainedModel, tmp_path: Path) -> None:
+    head = read_head(assistant_dir)
+    assert head.kind == "assistant" and is_head(assistant_dir) and is_assistant(assistant_dir)
+    assert head.hidden_states_of(4) == (4,)
+    config = target.config.to_dict()
+    for changes, wrong in (
+        ({"hidden_size": 48}, "hidden size of 32, and this one's is 48"),
+        ({"model_type": "llama"}, "a Gemma 4, and the target is of the type 'llama'"),
+    ):
+        with pytest.raises(SpecDecError, match=wrong):
+            head.check_target(config | changes, 32)
+    with pytest.raises(SpecDecError, match="vocabulary of 32, and this one's is 64"):
+        head.check_target(config, 64)
+    with pytest.raises(UsageError, match="few of its ids by itself, and is given no other output layer: int4"):
+        DraftOutputSettings(qformat="int4").check([head], has_copy=False)
+    config = json.loads((assistant_dir / "config.json").read_text())
+    for changes, wrong in (
+        ({"text_config": None}, "text_config` is not a JSON object: None"),
+        ({"num_centroids": 7}, "7 centroids for 32 ids"),
+        ({"model_type": "muse_glimmer_assistant"}, "not supported, 'muse_glimmer_assistant'"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        assert is_head(tmp_path)
+        with pytest.raises(SpecDecError, match=wrong):
+            read_head(tmp_path)
+
+
+def test_weights_of_another(engine_dir: Path, target: PreTrainedModel, assistant_dir: Path, tmp_path: Path) -> None:
+    """Each error names what is wrong, and the engine goes on without it."""
+    shutil.copytree(assistant_dir, tmp_path / "one")
+    tensors, wide = load_file(tmp_path / "one/model.safetensors"), tmp_path / "wide"
+    make_assistant(target, wide, global_head_dim=24)
+    ordering = "masked_embedding.token_ordering"
+
+    def opened(directory: Path, changed: dict[str, torch.Tensor], wrong: str) -> None:
+        if changed:
+            save_file(changed, directory / "model.safetensors", {"format": "pt"})
+        with pytest.raises(SpecDecError, match=wrong):
+            drafter(engine, directory)
+
+    with Engine.open(engine_dir) as engine:
+        opened(wide, {}, "full_attention with heads of 24, and the target has heads of 16")
+        lacking = {name: one for name, one in tensors.items() if name != "pre_projection.weight"}
+        opened(tmp_path / "one", lacking, "lacks weights of its layers: pre_projection.weight")
+        narrow = tensors | {"pre_projection.weight": torch.zeros(24, 60)}
+        opened(tmp_path / "one", narrow, r"has, of \[24, 60\] and not \[24, 64\], weights")
+        twice = tensors | {ordering: torch.zeros(32, dtype=torch.long)}
+        opened(tmp_path / "one", twice, "does not have each id once")
+        assert not engine._heads
+        assert isinstance(drafter(engine, assistant_dir), Recording)
