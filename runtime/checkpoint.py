@@ -27,6 +27,7 @@ from runtime.compiler.model import (
     fuse_experts,
     has_experts,
     linear_layers,
+    names_in_whole,
     own_names,
     parameter_shapes,
     probe_config,
@@ -276,7 +277,8 @@ def _open_source(model_dir: Path) -> Source:
     if is_gguf(model_dir):
         layers, tensors = _gguf_tensors(model_dir, config, shapes)
     else:
-        tensors = _read_weights(model_dir, inside or config, is_inside=inside is not None)
+        whole_type = None if inside is None else str(config["model_type"])
+        tensors = _read_weights(model_dir, inside or config, whole_type, shapes)
         if not renames_weights(pretrained):
             tensors = _named_as_whole(tensors, shapes)
         of_layers = shapes | {f"{name}.weight": shapes[f"{name}.weight"][::-1] for name in transposed}
@@ -293,13 +295,15 @@ def _open_source(model_dir: Path) -> Source:
     return Source(inside or config, tensors, layers, linears, transposed, head, name, format_name)
 
 
-def _read_weights(model_dir: Path, config: dict[str, Any], *, is_inside: bool) -> list[SourceTensor]:
-    """The tensors that a language model of this config is made of."""
+def _read_weights(
+    model_dir: Path, config: dict[str, Any], whole_type: str | None, shapes: dict[str, tuple[int, ...]]
+) -> list[SourceTensor]:
+    """The tensors that a language model of this config is made of, which may lie in a whole model of another type."""
     warn_of_adapter(model_dir)
     tensors = read_tensors(model_dir)
     check_not_wrapped((tensor.name for tensor in tensors), model_dir)
-    if is_inside:
-        tensors = _language_model_tensors(tensors, model_dir)
+    if whole_type is not None:
+        tensors = _language_model_tensors(tensors, whole_type, shapes, model_dir)
     tensors = [tensor for tensor in tensors if not is_computed(tensor.name, tensor.shape)]
     further = [tensor.source_name for tensor in tensors if predicts_further(tensor.name, config)]
     if further:
@@ -364,8 +368,20 @@ def check_side_files(directory: Path) -> None:
     check_generation_config(directory)
 
 
-def _language_model_tensors(entries: list[SourceTensor], model_dir: Path) -> list[SourceTensor]:
+def _language_model_tensors(
+    entries: list[SourceTensor], whole_type: str, shapes: dict[str, tuple[int, ...]], model_dir: Path
+) -> list[SourceTensor]:
     """The weights of the language model inside, by the names that it has by itself."""
+    # Cosmos 3 and Molmo 2 are saved under other names than transformers has for the whole model.
+    names = names_in_whole(whole_type, (entry.name for entry in entries))
+    renamed = [replace_fields(entry, name=name) for entry, name in zip(entries, names, strict=True)]
+    modules = {name.rpartition(".")[0] for name in shapes}
+    either = [_without_prefix(these, model_dir) for these in (entries, renamed)]
+    return max(either, key=lambda found: len(modules & {entry.name.rpartition(".")[0] for entry in found}))
+
+
+def _without_prefix(entries: list[SourceTensor], model_dir: Path) -> list[SourceTensor]:
+    """The weights whose names begin as those of a language model inside, by the names that it has by itself."""
     prefixes = (
         "model.language_model.",
         "language_model.model.",

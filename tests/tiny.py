@@ -304,6 +304,12 @@ _ATTENTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 ATTENTIONS = tuple(_ATTENTIONS)
+# Whose attention is a method of their own, GPT-Neo's without a scale and with windows in every other layer.
+_OWN_ATTENTION: dict[str, tuple[str, dict[str, Any]]] = {
+    "gptj": ("gptj", {"rotary_dim": 4}),
+    "gpt-neo": ("gpt_neo", {"attention_types": [[["global", "local"], 1]], "window_size": SLIDING_WINDOW}),
+}
+OWN_ATTENTION = tuple(_OWN_ATTENTION)
 # Whose layers are not compiled one by one, because they return tuples.
 _UNCUT: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-h1": (
@@ -340,9 +346,10 @@ _COMMON: dict[str, Any] = {
 
 
 def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
-    model_type, own = (_FAMILIES | _MIXTURES | _WITHOUT_ATTENTION | _SHARED | _ATTENTIONS | _UNCUT)[family]
+    kinds = _FAMILIES | _MIXTURES | _WITHOUT_ATTENTION | _SHARED | _ATTENTIONS | _OWN_ATTENTION | _UNCUT
+    model_type, own = kinds[family]
     settings = _COMMON | own | overrides
-    if model_type in ("gpt2", "gpt_neox", "opt"):
+    if model_type in ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt"):
         del settings["num_key_value_heads"]  # every head has its own
     config: PreTrainedConfig = CONFIG_MAPPING[model_type](**settings)
     return config

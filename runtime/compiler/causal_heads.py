@@ -4,17 +4,26 @@ They are registered with transformers by the text model's config, so that they a
 """
 
 import importlib
+import sys
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationMixin, PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter
+from transformers.integrations.moe import use_experts_implementation
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from runtime.compiler.attention import KERNEL, PAGED, PROBE
+
 # By type of model: a text model, or a causal language model that transformers does not list as one.
 _CLASSES = {
+    "cosmos3_edge_text": "Cosmos3EdgeTextModel",
+    "granite4_vision_text": "Granite4VisionTextModel",
+    "molmo2_text": "Molmo2TextModel",
+    "step3p5": "Step3p7TextModel",
     "emu3_text_model": "Emu3ForCausalLM",
     "glm4v_text": "Glm4vTextModel",
     "glm4v_moe_text": "Glm4vMoeTextModel",
@@ -30,8 +39,15 @@ _CLASSES = {
     "qwen3_omni_moe_text": "Qwen3OmniMoeThinkerTextModel",
 }
 
-# Types whose experts lie in files as transformers says of another type alone.
-_WEIGHTS_AS_IN = {"glm4v_moe_text": "glm4v_moe", "minimax_m3_vl_text": "minimax_m3_vl"}
+# Experts that compute as transformers' interface for them could, and that it does not offer them.
+_EXPERTS = {"step3p5": "Step3p7Experts"}
+# Types of which weights lie in files, in pieces, as transformers says of another type alone.
+_WEIGHTS_AS_IN = {
+    "glm4v_moe_text": "glm4v_moe",
+    "minimax_m3_vl_text": "minimax_m3_vl",
+    "molmo2_text": "molmo2",
+    "step3p5": "step3p7",
+}
 
 
 def has_causal_class(model_type: str) -> bool:
@@ -42,18 +58,30 @@ def has_causal_class(model_type: str) -> bool:
     if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING and model_type in _CLASSES:
         module = importlib.import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
         found = getattr(module, _CLASSES[model_type])
+        if model_type in _EXPERTS:
+            use_experts_implementation(getattr(module, _EXPERTS[model_type]))
+            for one in (found, found.__bases__[0]):
+                one._can_set_experts_implementation_cached_value = True  # which transformers reads in their code
         is_causal = _CLASSES[model_type].endswith("ForCausalLM")
         made = found if is_causal else _with_head(found, config_class)
         # Without `exist_ok` transformers registers nothing for configs of its own.
         MODEL_FOR_CAUSAL_LM_MAPPING.register(config_class, made, exist_ok=True)  # type: ignore[arg-type]
     if model_type in _WEIGHTS_AS_IN and get_checkpoint_conversion_mapping(model_type) is None:  # type: ignore[no-untyped-call]
         mapping = get_checkpoint_conversion_mapping(_WEIGHTS_AS_IN[model_type])  # type: ignore[no-untyped-call]
-        register_checkpoint_conversion_mapping(model_type, mapping)
+        # Their names are those of the language model by itself (`runtime.compiler.model.names_in_whole`).
+        pieces = [one for one in mapping if isinstance(one, WeightConverter)]
+        register_checkpoint_conversion_mapping(model_type, pieces)
     return config_class in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def model_class(config: PreTrainedConfig) -> Any:
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    """The class of the config's model, which can be made with attention of ours."""
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    for name, by_implementation in vars(sys.modules[found.__module__]).items():
+        if name.endswith("_ATTENTION_CLASSES"):  # of GPT-J and GPT-Neo: one for each implementation that they know
+            for ours in (KERNEL, PAGED, PROBE):
+                by_implementation.setdefault(ours, by_implementation["eager"])
+    return found
 
 
 def _with_head(text_model: type[Any], config_class: type[PreTrainedConfig]) -> type[Any]:

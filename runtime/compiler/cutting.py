@@ -227,7 +227,9 @@ def _stand_in(i: int, calls: dict[int, _LayerCall]) -> Callable[..., Tensor]:
         arguments, structure = pytree.tree_flatten((args, kwargs))
         is_tensor = [isinstance(value, Tensor) for value in arguments]
         tensors = [value for value in arguments if isinstance(value, Tensor)]
-        (paged,) = (value for value in arguments if isinstance(value, PagedInputs))
+        paged = next((value for value in arguments if isinstance(value, PagedInputs)), None)
+        if paged is None:
+            raise CannotBeCut("its layers are not handed where their keys and values lie")
         of_state, of_kv = _tensors_of(paged, i)
         others = [None if isinstance(value, Tensor) else value for value in arguments]
         calls[i] = _LayerCall(i, structure, others, is_tensor, len(of_state))

@@ -105,6 +105,13 @@ def own_names(config: PreTrainedConfig, names: Iterable[str]) -> list[str]:
     return [reduce(lambda found, one: one.rename_source_key(found)[0], renamings, name) for name in names]
 
 
+def names_in_whole(model_type: str, names: Iterable[str]) -> list[str]:
+    """Names that a whole model of several kinds of input has for weights stored under these names."""
+    mapping = get_checkpoint_conversion_mapping(model_type) or []  # type: ignore[no-untyped-call]
+    renamings = [one for one in mapping if type(one) is WeightRenaming]
+    return [reduce(lambda found, one: one.rename_source_key(found)[0], renamings, name) for name in names]
+
+
 def has_experts(config: PreTrainedConfig) -> bool:
     return bool(_experts(config))
 
@@ -204,6 +211,7 @@ def _refuse_forgetful_cache(config: PreTrainedConfig, layers: dict[int, LayerSha
 
 
 def _model_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
+    model_class(config)
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             copy.deepcopy(config), attn_implementation=PROBE, trust_remote_code=False

@@ -46,7 +46,7 @@ _OF_STATES = {
     "falcon_h1 zamba zamba2": {"linear_attention", "hybrid"},
 }
 _TYPES_OF = {kind: types for kinds, types in _OF_STATES.items() for kind in kinds.split()}
-_HAND_OVER = {"biogpt", "nemotron", "stablelm"}
+_HAND_OVER = {"biogpt", "codegen", "gpt_neo", "gpt_neox_japanese", "gptj", "nemotron", "stablelm"}
 # Language models inside others that have no class of their own. Of text alone, where positions in time, height and
 # width are one, they compute what a model of such a config does.
 _SAME_ON_TEXT: dict[str, dict[str, Any]] = {

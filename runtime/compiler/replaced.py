@@ -2,7 +2,8 @@
 
 Those of Llama 4 take a token's place in its row for its position, rotate by complex numbers, and have every expert
 compute every token. Layers of StableLM and Nemotron do not hand keywords on to their attention, nor do Mamba's models
-and blocks to their mixers.
+and blocks to their mixers. GPT-J, GPT-Neo and their like compute attention in a method of their own, without
+transformers' interface.
 
 Without a step's paged inputs, or with another attention than ours, they stay transformers'.
 """
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from runtime.compiler.attention import KERNEL, PAGED, PagedInputs, Recorded
 from runtime.compiler.experts import computes_by_kernel, expert_product
@@ -24,12 +26,15 @@ from runtime.compiler.experts import computes_by_kernel, expert_product
 
 def place_modules(model: PreTrainedModel) -> None:
     """Replace those of the model's modules that are among these."""
-    for module in model.modules():
+    for name, module in model.named_modules():
         ours = _OURS.get(type(module).__name__)
         if ours is not None and not isinstance(module, ours):
             if ours is _Rotary:
                 _rotate_real_numbers(type(module).__module__)
             module.model_config = model.config  # type: ignore[assignment]
+            if ours is _OwnAttention:
+                module.config = model.config  # type: ignore[assignment]
+                module.layer_idx = next(int(part) for part in name.split(".") if part.isdecimal())  # type: ignore[assignment]
             module.__class__ = _placed(type(module), ours)  # type: ignore[arg-type]
 
 
@@ -76,8 +81,8 @@ class _Layer(nn.Module):
 
     mixing = "self_attn"
 
-    def forward(self, *arguments: Any, paged: PagedInputs | Recorded | None = None, **kwargs: Any) -> Any:
-        with _handed([self.get_submodule(self.mixing)], paged):
+    def forward(self, *arguments: Any, **kwargs: Any) -> Any:
+        with _handed([self.get_submodule(self.mixing)], _taken(kwargs)):
             return super().forward(*arguments, **kwargs)
 
 
@@ -98,29 +103,86 @@ class _Model(nn.Module):
     model_config: Any
     backbone: nn.Module
 
-    def forward(self, *arguments: Any, paged: PagedInputs | Recorded | None = None, **kwargs: Any) -> Any:
-        if paged is not None:
+    def forward(self, *arguments: Any, **kwargs: Any) -> Any:
+        taken = _taken(kwargs)
+        if taken:
             embedded = self.backbone.embeddings(kwargs.pop("input_ids"))  # type: ignore[operator]
             kwargs["inputs_embeds"] = embedded.float() if self.model_config.residual_in_fp32 else embedded
             kwargs["attention_mask"] = None
-        with _handed(self.backbone.layers, paged):  # type: ignore[arg-type]
+        with _handed(self.backbone.layers, taken):  # type: ignore[arg-type]
             return super().forward(*arguments, **kwargs)
 
 
+class _OwnAttention(nn.Module):
+    """Attention is by transformers' interface, in place of a method that computes it of queries, keys and values."""
+
+    config: Any
+
+    def forward(self, *arguments: Any, **kwargs: Any) -> Any:
+        with _handed([self], _taken(kwargs), "_attn"):
+            return super().forward(*arguments, **kwargs)
+
+    def _attn(
+        self,
+        query: Tensor,  # (1, H, B x Q, D), as key and value
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        **taken: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if not taken:
+            attended: tuple[Tensor, Tensor] = super()._attn(query, key, value, attention_mask)  # type: ignore[misc]
+            return attended
+        window = self.config.window_size if getattr(self, "attention_type", None) == "local" else None
+        if window is not None:  # of which only GPT-Neo's own mask knows, which lies beside this one
+            own = self.bias[:, :, : key.shape[2], : key.shape[2]]  # type: ignore[index]
+            attention_mask = None if "paged" in taken else attention_mask.masked_fill(~own, -torch.inf)  # type: ignore[union-attr]
+        divisor = getattr(self, "scale_attn", None) or getattr(self, "norm_factor", 1.0)  # GPT-Neo has none
+        output, _ = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation](
+            self,
+            query.to(value.dtype),
+            key.to(value.dtype),
+            value,
+            attention_mask,
+            scaling=1.0 / float(divisor),
+            sliding_window=window,
+            **taken,
+        )
+        return output.transpose(1, 2), None
+
+
+class _OwnAttentionModel(nn.Module):
+    """A model hands the step's paged inputs on to all of its attention at once: its layers take no others."""
+
+    _can_set_attn_implementation_cached_value = True  # which transformers would read from the module's code
+
+    def forward(self, *arguments: Any, **kwargs: Any) -> Any:
+        attention = [module for module in self.modules() if isinstance(module, _OwnAttention)]
+        with _handed(attention, _taken(kwargs)):
+            return super().forward(*arguments, **kwargs)
+
+
+def _taken(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What attention by the interface takes besides the model's own, if the model was given any, out of its keywords:
+    a step's paged inputs, or the quantizer of the reference (`runtime.compiler.reference`)."""
+    taken = {name: kwargs.pop(name, None) for name in ("paged", "quantize_kv")}
+    return {name: value for name, value in taken.items() if value is not None}
+
+
 @contextmanager
-def _handed(modules: Iterable[nn.Module], paged: PagedInputs | Recorded | None) -> Iterator[None]:
-    """Have the forward of modules get paged inputs, if there are any, in the block.
+def _handed(modules: Iterable[nn.Module], taken: dict[str, Any], method: str = "forward") -> Iterator[None]:
+    """Have a method of modules get these keywords, if there are any, in the block.
 
     What stood there is put back, not taken away, which `torch.compile` has no understanding of.
     """
-    before = [(module, module.forward) for module in modules] if paged is not None else []
-    for module, forward in before:
-        module.forward = partial(forward, paged=paged)
+    before = [(module, getattr(module, method)) for module in modules] if taken else []
+    for module, function in before:
+        setattr(module, method, partial(function, **taken))
     try:
         yield
     finally:
-        for module, forward in before:
-            module.forward = forward
+        for module, function in before:
+            setattr(module, method, function)
 
 
 class _Rotary(nn.Module):
@@ -195,4 +257,11 @@ _OURS: dict[str, type[nn.Module]] = {
     **dict.fromkeys(("MambaBlock", "Mamba2Block", "FalconMambaBlock"), _Block),
     **dict.fromkeys(("MambaForCausalLM", "Mamba2ForCausalLM", "FalconMambaForCausalLM"), _Model),
     "StableLmDecoderLayer": _Layer,
+    **dict.fromkeys(
+        ("GPTJAttention", "CodeGenAttention", "GPTNeoSelfAttention", "GPTNeoXJapaneseAttention"), _OwnAttention
+    ),
+    **dict.fromkeys(
+        ("GPTJForCausalLM", "CodeGenForCausalLM", "GPTNeoForCausalLM", "GPTNeoXJapaneseForCausalLM"),
+        _OwnAttentionModel,
+    ),
 }

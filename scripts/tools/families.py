@@ -87,6 +87,17 @@ SMALL = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names.
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _MROPE = {"rope_parameters": _ROPE | {"mrope_section": [2, 1, 1]}}
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "codegen": {"rotary_dim": 4},
+    "cosmos3_edge_text": {"rope_parameters": _ROPE | {"mrope_section": [2, 1, 1]}},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granite4_vision": {
+        "deepstack_layer_map": [[0, 0]],
+        "spatial_target_layers": [0, 1, 2, 3],
+        "downsample_rate": "1/2",
+        "vision_config": {"model_type": "clip_vision_model", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2},
+    },
+    "molmo2_adapter": {"vision_feature_layer": [3, 1]},
+    "step3p5": {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 8, "share_expert_dim": 16, "num_sliding_attention_heads": 8},
     "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "dbrx": {

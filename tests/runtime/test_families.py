@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 from shared import shared_engine
-from tiny import ATTENTIONS, FAMILIES, SLIDING_WINDOW, WITHOUT_ATTENTION, hf_greedy, make_model, repetitive_prompt
+from tiny import (
+    ATTENTIONS,
+    FAMILIES,
+    OWN_ATTENTION,
+    SLIDING_WINDOW,
+    WITHOUT_ATTENTION,
+    hf_greedy,
+    make_model,
+    repetitive_prompt,
+)
 from transformers import PreTrainedModel
 
 from runtime.drafters.ngram import NgramLookup
@@ -44,7 +53,7 @@ def check_greedy(engine: Engine, model: PreTrainedModel) -> None:
     assert total.num_steps < sum_stats(s.stats for s in plain).num_steps
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *ATTENTIONS, *WITHOUT_ATTENTION])
+@pytest.mark.parametrize("family", [*FAMILIES, *ATTENTIONS, *OWN_ATTENTION, *WITHOUT_ATTENTION])
 def test_greedy_output_equals_hf(family: str, make_engine: Any) -> None:
     model = make_model(family)
     check_greedy(make_engine(model), model)

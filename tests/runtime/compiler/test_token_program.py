@@ -97,9 +97,9 @@ def check_step(model: PreTrainedModel, cut: Cut) -> CutStep:
         batch.input_ids[i, : len(row)] = row
     with torch.no_grad():
         expected = torch.cat([model(row[None]).logits[0, -2:] for row in rows])
+        whole = Step(model)
         model.set_attn_implementation(KERNEL)
         with experts_by_kernel(model):
-            whole = Step(model)
             step = cut(model, shapes, lambda: export_step(whole, shapes, BLOCK_SIZE, torch.float32))
 
         def inputs() -> list[Tensor]:
@@ -133,7 +133,7 @@ def test_a_familys_step_is_transformers(family: str) -> None:
     )
 
 
-@pytest.mark.parametrize(("family", "num_layers"), [("qwen3", 2), ("falcon-h1", 1)])
+@pytest.mark.parametrize(("family", "num_layers"), [("qwen3", 2), ("falcon-h1", 1), ("gpt-neo", 2)])
 def test_a_step_that_is_not_cut_is_transformers(family: str, num_layers: int) -> None:
     check_step(make_model(family, num_hidden_layers=num_layers), as_one)
 
