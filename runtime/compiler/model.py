@@ -381,11 +381,13 @@ def _declare_no_padding(model: PreTrainedModel) -> None:
 
 _MIX_POSITIONS = {
     *("Qwen3_5TextRotaryEmbedding", "Qwen3_5MoeTextRotaryEmbedding", "Qwen3OmniMoeThinkerTextRotaryEmbedding"),
+    "Cosmos3EdgeTextRotaryEmbedding",
 }
 
 
 def _take_equal_positions(model: nn.Module) -> None:
-    """Have Qwen 3.5 and Qwen3-Omni mix no frequencies of positions in time, height and width: of text they are one."""
+    """Have Qwen 3.5, Qwen3-Omni and Cosmos 3 mix no frequencies of positions in time, height and width: of text they
+    are one."""
     for module in model.modules():
         if type(module).__name__ in _MIX_POSITIONS:
             module.recomposition_frequencies = _of_time  # type: ignore[assignment]

@@ -14,7 +14,7 @@ from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from runtime.config import LayerShape
 from runtime.errors import SpecDecError
@@ -174,9 +174,9 @@ def split_model(model: PreTrainedModel, layers: Seq[LayerShape], tp_size: int) -
         raise SpecDecError(
             f"transformers has no plan for splitting this model over devices: {kind}", hint="run it on one device"
         )
-    heads = getattr(model.config, "num_attention_heads", tp_size)
-    if heads % tp_size:
-        raise SpecDecError(f"{tp_size} devices do not divide {heads} attention heads: {kind}", hint=_ANOTHER_SIZE)
+    for heads in sorted(_numbers_of_heads(model.config)):
+        if heads % tp_size:
+            raise SpecDecError(f"{tp_size} devices do not divide {heads} attention heads: {kind}", hint=_ANOTHER_SIZE)
     kv_pieces = _kv_pieces(layers, tp_size, kind)
     splits = {}
     for name, module in model.named_modules():
@@ -193,6 +193,13 @@ def split_model(model: PreTrainedModel, layers: Seq[LayerShape], tp_size: int) -
     if any(getattr(module, "activation_sparsity", 0) for module in model.modules()):
         _refuse(kind, "by the mean of all of a layer's outputs, of which the plan says nothing")
     return _with_vocabulary(model, splits, tp_size)
+
+
+def _numbers_of_heads(config: PreTrainedConfig) -> set[int]:
+    """Numbers of attention heads that layers have; Step 3.7's have two."""
+    by_layer = getattr(config, "per_layer_config", None) or {}
+    configs = [by_layer[i] for i in range(config.num_hidden_layers)] if by_layer else [config]
+    return {one.num_attention_heads for one in configs if hasattr(one, "num_attention_heads")}
 
 
 def _plan_of(model: PreTrainedModel) -> dict[str, str]:

@@ -5,20 +5,28 @@ n-gram lookup, in float32. `equal`: token for token what Hugging Face's `generat
 `build` says. `not tried`: transformers itself makes no such model of a small config, or does not generate with it.
 `wrong` is a bug, and the exit code is 1.
 
+One that is equal is tried in other ways, some of which may be refused: compiled, with its own int4 copy drafting, and
+split over two ranks, each with Hugging Face's tokens; and with int4 weights, with the same tokens with and without
+drafts, and the logits of the same weights in transformers' model, which `build` compares.
+
     python -m scripts.tools.families [FAMILY ...]
-    python -m scripts.tools.families --write       into docs/models.md, between `<!-- families -->` and `<!-- end -->`
+    python -m scripts.tools.families --write [FAMILY ...]      into tests/data/families.json, and all that stands there
+        into docs/models.md, between `<!-- families -->` and `<!-- end -->`
 """
 
 import argparse
+import json
 import re
 import sys
 import tempfile
+import warnings
 import zlib
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from zipfile import ZipFile
 
 import torch
 import transformers
@@ -30,17 +38,21 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging as transformers_logging
 
+from runtime import orchestrator, scheduler
 from runtime.checkpoint import convert
 from runtime.compiler.build import BuildEffort, build_engine
-from runtime.config import BuildConfig
+from runtime.config import BuildConfig, Compiler, QuantConfig
+from runtime.config import SelfDraft as SelfDraftConfig
 from runtime.drafters.ngram import NgramLookup
+from runtime.drafters.protocol import Drafter
+from runtime.drafters.self_draft import SelfDraft
 from runtime.engine import Engine
-from runtime.errors import SpecDecError
+from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import write_json
-from runtime.orchestrator import generate
 from runtime.request import Request
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+ROOT = Path(__file__).parents[2]
+PAGE, RECORDS = ROOT / "docs" / "models.md", ROOT / "tests" / "data" / "families.json"
 _MARKED = re.compile(r"(<!-- families -->).*?(<!-- end -->)", re.DOTALL)
 FAMILIES = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}))
 CPU = torch.device("cpu")
@@ -94,10 +106,20 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "deepstack_layer_map": [[0, 0]],
         "spatial_target_layers": [0, 1, 2, 3],
         "downsample_rate": "1/2",
-        "vision_config": {"model_type": "clip_vision_model", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2},
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 2,
+        },
     },
     "molmo2_adapter": {"vision_feature_layer": [3, 1]},
-    "step3p5": {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 8, "share_expert_dim": 16, "num_sliding_attention_heads": 8},
+    "step3p5": {
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "sliding_window": 8,
+        "share_expert_dim": 16,
+        "num_sliding_attention_heads": 8,
+    },
     "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "dbrx": {
@@ -136,11 +158,28 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }
 
 
+# Tiers of how much people ran families in November 2026, by guides, galleries and threads of local engines.
+_POPULAR = {
+    1: "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text gemma4 gemma4_text gemma4_unified gemma4_unified_text "
+    "gpt_oss",
+    2: "qwen3 qwen3_moe qwen3_vl qwen3_vl_moe qwen3_next qwen2 qwen2_5_vl llama mistral mistral3 ministral ministral3 "
+    "glm4_moe_lite glm5_next nemotron_h phi3 gemma3 gemma3_text lfm2 lfm2_moe lfm3 muse_glimmer",
+    3: "qwen4_exp qwen4_exp_text llama4 llama4_text mistral4 glm4_moe glm_moe_dsa deepseek_v3 deepseek_v32 deepseek_v4 "
+    "hy_v4 granite granitemoehybrid granite_swa granitemoe_swa falcon_h1 bamba zamba2 jamba olmo_hybrid kimi_linear "
+    "olmo3 smollm3 exaone4 seed_oss hunyuan_v1_dense ernie4_5 ernie4_5_moe minicpm3 mellum laguna minimax_m2 "
+    "phi4_multimodal mimo_v2_flash gemma2 vaultgemma gemma3n gemma3n_text",
+}
+POPULARITY = {family: tier for tier, families in _POPULAR.items() for family in families.split()}
+WAYS = ("compiled", "self-draft", "int4", "split")
+
+
 @dataclass(frozen=True)
 class Outcome:
     family: str
     verdict: Literal["equal", "refused", "not tried", "wrong"]
     why: str = ""
+    ways: dict[str, str] = field(default_factory=dict)
+    """Of a family that is equal: `yes`, `by g++` where a compiled step needed it, or why it is refused."""
 
 
 def small_config(model_type: str, given: dict[str, Any] | None = None) -> PreTrainedConfig:
@@ -216,10 +255,24 @@ def hugging_face_outputs(model: PreTrainedModel) -> list[list[int]]:
     return outputs
 
 
-def make_engine(model_dir: Path, work_dir: Path, device: torch.device) -> Engine:
+def make_engine(
+    model_dir: Path,
+    work_dir: Path,
+    device: torch.device,
+    compiler: Compiler = "none",
+    self_draft: SelfDraftConfig | None = None,
+    precision: QuantConfig | None = None,
+) -> Engine:
     """Converted and built; SpecDecError where that is refused."""
-    convert(model_dir, work_dir / "checkpoint", "float32", replace=True, progress=lambda done, total: None)
-    build = BuildConfig("none", 4, 64, 128, MAX_DRAFT_LEN, 4, "draft_tokens_external")
+    convert(
+        model_dir,
+        work_dir / "checkpoint",
+        "float32",
+        replace=True,
+        progress=lambda done, total: None,
+        precision=precision or QuantConfig(),
+    )
+    build = BuildConfig(compiler, 4, 64, 128, MAX_DRAFT_LEN, 4, "draft_tokens_external", self_draft)
     build_engine(
         work_dir / "checkpoint",
         work_dir / "engine",
@@ -233,9 +286,13 @@ def make_engine(model_dir: Path, work_dir: Path, device: torch.device) -> Engine
 
 
 def engine_outputs(engine: Engine, *, ngram: bool) -> list[list[int]]:
+    return drafted_outputs(engine, NgramLookup(2) if ngram else None)
+
+
+def drafted_outputs(engine: Engine, drafter: Drafter | None) -> list[list[int]]:
     requests = [Request(i, tuple(prompt), NUM_NEW_TOKENS) for i, prompt in enumerate(prompts())]
-    drafter = NgramLookup(2) if ngram else None
-    outputs = {s.request.id: s.output_tokens for s, _ in generate(engine, requests, drafter, MAX_DRAFT_LEN)}
+    loop = orchestrator.generate if engine.block_reuse else scheduler.generate
+    outputs = {s.request.id: s.output_tokens for s, _ in loop(engine, requests, drafter, MAX_DRAFT_LEN)}
     return [outputs[i] for i in range(len(requests))]
 
 
@@ -250,7 +307,8 @@ def refusal(config: PreTrainedConfig, work_dir: Path) -> str | None:
     raise AssertionError("converted without weights")
 
 
-def try_family(family: str, work_dir: Path, device: torch.device = CPU) -> Outcome:
+def try_family(family: str, work_dir: Path, device: torch.device = CPU, *, with_ways: bool = False) -> Outcome:
+    """`with_ways`: in those of `in_other_ways` too, on the CPU."""
     config, reason = own_or_small_config(family)
     if config is not None and (why := refusal(config, work_dir)):
         return Outcome(family, "refused", why)
@@ -262,7 +320,7 @@ def try_family(family: str, work_dir: Path, device: torch.device = CPU) -> Outco
         return Outcome(family, "not tried", f"transformers does not generate with it: {last_line(error)}")
     if expected is None:
         return Outcome(family, "not tried", "small ones with random weights repeat one token")
-    return compare(family, expected, work_dir, device)
+    return compare(family, expected, work_dir, device, with_ways=with_ways)
 
 
 def save_telling_model(family: str, config: PreTrainedConfig, model_dir: Path) -> list[list[int]] | None:
@@ -293,19 +351,73 @@ def telling(outputs: list[list[int]]) -> bool:
     return len({tuple(output) for output in outputs}) == len(outputs) and sum(len(set(o)) for o in outputs) > 7
 
 
-def compare(family: str, expected: list[list[int]], work_dir: Path, device: torch.device) -> Outcome:
+def compare(
+    family: str, expected: list[list[int]], work_dir: Path, device: torch.device, *, with_ways: bool
+) -> Outcome:
     try:
         with make_engine(work_dir / "model", work_dir, device) as engine:
             for ngram in (False, True):
                 if engine_outputs(engine, ngram=ngram) != expected:
                     return Outcome(family, "wrong", "other tokens" + (" with drafts" if ngram else ""))
+        ways = in_other_ways(work_dir / "model", expected) if with_ways else {}
     except SpecDecError as error:
         return Outcome(
             family, "refused", error.message.replace(f": {work_dir / 'model'}", "").replace(f"{work_dir}/", "")
         )
     except Exception as error:
         return Outcome(family, "wrong", last_line(error))
-    return Outcome(family, "equal")
+    return Outcome(family, "equal", ways=ways)
+
+
+def in_other_ways(model_dir: Path, expected: list[list[int]]) -> dict[str, str]:
+    """What becomes of a model that is equal when it is run in each of `WAYS`. Raises AssertionError for other tokens.
+
+    The directories that are made beside `model_dir` are written over.
+    """
+    tried = {"compiled": _compiled, "self-draft": _drafting_for_itself, "int4": _in_int4, "split": _split}
+    return {way: _said(tried[way], model_dir, expected) for way in WAYS}
+
+
+def _said(way: Callable[[Path, list[list[int]]], str], model_dir: Path, expected: list[list[int]]) -> str:
+    try:
+        return way(model_dir, expected)
+    except SpecDecError as error:
+        return error.message.replace(str(model_dir), "the model")
+
+
+def _compiled(model_dir: Path, expected: list[list[int]]) -> str:
+    with make_engine(model_dir, model_dir.parent, CPU, "aot") as engine:
+        assert engine.config.compiler_note is None
+        for ngram in (False, True):
+            assert engine_outputs(engine, ngram=ngram) == expected, "other tokens, compiled"
+    with ZipFile(model_dir.parent / "engine" / "rank0.pt2") as package:
+        return "by g++" if any(name.endswith(".so") for name in package.namelist()) else "yes"
+
+
+def _drafting_for_itself(model_dir: Path, expected: list[list[int]]) -> str:
+    copy = SelfDraftConfig("int4", None)
+    with make_engine(model_dir, model_dir.parent, CPU, self_draft=copy) as engine:
+        assert drafted_outputs(engine, SelfDraft(engine, use_logits=False)) == expected, "other tokens with its copy"
+    return "yes"
+
+
+def _in_int4(model_dir: Path, expected: list[list[int]]) -> str:
+    with make_engine(model_dir, model_dir.parent, CPU, precision=QuantConfig("int4")) as engine:
+        plain, drafted = (engine_outputs(engine, ngram=ngram) for ngram in (False, True))
+        assert plain == drafted, "other tokens in int4 with drafts"
+    return "yes"
+
+
+def _split(model_dir: Path, expected: list[list[int]]) -> str:
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "runtime" / "parallel")]
+    try:
+        from ranks_as_threads import split_engine
+    finally:
+        del sys.path[:2]
+    with split_engine(model_dir, model_dir.parent, 2) as engine:
+        for ngram in (False, True):
+            assert engine_outputs(engine, ngram=ngram) == expected, "other tokens, split"
+    return "yes"
 
 
 def last_line(error: Exception) -> str:
@@ -318,18 +430,51 @@ def last_line(error: Exception) -> str:
 def try_families(families: list[str], device: torch.device) -> Iterator[Outcome]:
     for family in families:
         with tempfile.TemporaryDirectory() as directory:
-            outcome = try_family(family, Path(directory), device)
-        print(f"{family}: {outcome.verdict} {outcome.why}", file=sys.stderr, flush=True)
+            outcome = try_family(family, Path(directory), device, with_ways=device == CPU)
+        print(f"{family}: {outcome.verdict} {outcome.why} {outcome.ways or ''}", file=sys.stderr, flush=True)
         yield outcome
 
 
+def recorded() -> dict[str, Outcome]:
+    """What was found, by family, when it was written."""
+    records = json.loads(RECORDS.read_text(encoding="utf-8"))["families"] if RECORDS.exists() else {}
+    return {family: Outcome(family, **record) for family, record in records.items()}
+
+
+def record(outcomes: Iterable[Outcome]) -> None:
+    """Write what was found, beside what was before of other families, and the page of all."""
+    found = recorded() | {outcome.family: outcome for outcome in outcomes}
+    ordered = [found[family] for family in FAMILIES if family in found]
+    families = {one.family: {key: value for key, value in asdict(one).items() if key != "family"} for one in ordered}
+    write_json(RECORDS, {"transformers": transformers.__version__, "families": families})
+    page = PAGE.read_text(encoding="utf-8")
+    made = table(ordered)
+    PAGE.write_text(_MARKED.sub(lambda match: f"{match[1]}\n\n{made}\n\n{match[2]}", page), encoding="utf-8")
+
+
 def table(outcomes: list[Outcome]) -> str:
-    rows = [f"| {outcome.family} | {described(outcome)} |" for outcome in outcomes]
+    rows = [
+        f"| {' | '.join([outcome.family, described(outcome), *_cells(outcome)])} |".replace("|  |", "| |")
+        for outcome in outcomes
+    ]
     counts = Counter(outcome.verdict for outcome in outcomes)
     counted = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
+    version = json.loads(RECORDS.read_text(encoding="utf-8"))["transformers"] if RECORDS.exists() else ""
     return "\n".join(
-        [f"With transformers {transformers.__version__}: {counted}.", "", "| family | result |", "|---|---|", *rows]
+        [
+            f"With transformers {version or transformers.__version__}: {counted}.",
+            "",
+            f"| family | result | {' | '.join(WAYS)} | used |",
+            f"|---|---|{'---|' * (len(WAYS) + 1)}",
+            *rows,
+        ]
     )
+
+
+def _cells(outcome: Outcome) -> list[str]:
+    ways = [outcome.ways.get(way, "") for way in WAYS]
+    said = [one if one in ("", "yes", "by g++") else "no" for one in ways]
+    return [*said, {1: "most", 2: "much", 3: "some"}.get(POPULARITY.get(outcome.family, 0), "")]
 
 
 def described(outcome: Outcome) -> str:
@@ -340,18 +485,21 @@ def described(outcome: Outcome) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="all, if none is named")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/models.md")
+    parser.add_argument(
+        "--write", action="store_true", help="put what is found into the file, and the table into docs/models.md"
+    )
     parser.add_argument("--device", type=torch.device, default=CPU, help="of the engines: cpu, cuda")
     arguments = parser.parse_args()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(1)
-    outcomes = list(try_families(arguments.families or list(FAMILIES), arguments.device))
-    made = table(outcomes)
-    print(made)
-    if arguments.write:
-        page = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(_MARKED.sub(lambda match: f"{match[1]}\n\n{made}\n\n{match[2]}", page), encoding="utf-8")
+    warnings.simplefilter("ignore", SpecDecWarning)
+    outcomes = []
+    for outcome in try_families(arguments.families or list(FAMILIES), arguments.device):
+        outcomes.append(outcome)
+        if arguments.write:
+            record([outcome])
+    print(table(outcomes))
     sys.exit(any(outcome.verdict == "wrong" for outcome in outcomes))
 
 
