@@ -58,6 +58,15 @@ class _Model:
             raise SpecDecError(f"`{self.path}` has a value that is no number: {name}", hint="download it again")
         return value
 
+    def by_layer(self, key: str, default: Any = None) -> list[int]:
+        """A number of each layer, of which a file may have one for all; SpecDecError as by `get`."""
+        num_layers = int(self.get("block_count"))
+        if isinstance(found := self.find(key), list) and len(found) == num_layers:
+            if not all(isinstance(one, int) for one in found):
+                self.refuse(key)
+            return [int(one) for one in found]
+        return [int(self.get(key, default))] * num_layers
+
     def find(self, key: str) -> Any:
         return self.header.metadata.get(f"{self.header.architecture}.{key}")
 
@@ -108,10 +117,10 @@ def config_of(path: Path) -> dict[str, Any]:
     config = {
         "model_type": family.model_type,
         "hidden_size": model.get("embedding_length"),
-        "intermediate_size": model.get("feed_forward_length", model.find("expert_feed_forward_length")),
+        "intermediate_size": model.by_layer("feed_forward_length", model.find("expert_feed_forward_length"))[0],
         "num_hidden_layers": model.get("block_count"),
         "num_attention_heads": model.get("attention.head_count"),
-        "num_key_value_heads": model.get("attention.head_count_kv", model.get("attention.head_count")),
+        "num_key_value_heads": model.by_layer("attention.head_count_kv", model.get("attention.head_count"))[0],
         "head_dim": model.head_dim,
         "max_position_embeddings": model.get("context_length"),
         "rms_norm_eps": model.get("attention.layer_norm_rms_epsilon"),
@@ -120,12 +129,16 @@ def config_of(path: Path) -> dict[str, Any]:
         "bos_token_id": None,
         "pad_token_id": None,  # or it were that of the family's first model, in another vocabulary
     }
-    config |= {"hidden_act": "silu", "rope_parameters": _rope_of(model)}
+    config |= {"hidden_act": "silu", "rope_parameters": family.rope(model)}
     if family.is_partial:
         config["rope_parameters"]["partial_rotary_factor"] = (
             model.get("rope.dimension_count", model.head_dim) / model.head_dim
         )
     config |= family.settings(model)
+    if not family.layers_differ:
+        for key in ("feed_forward_length", "attention.head_count_kv"):
+            if len(set(model.by_layer(key, 0))) > 1:
+                model.refuse(key)
     for key, name in _TOKENS.items():
         if (token := _token_id(header.metadata, name)) is not None:
             config[key] = token
@@ -266,6 +279,81 @@ def _of_gemma(model: _Model) -> dict[str, Any]:
     }
 
 
+def _of_gemma_4(model: _Model) -> dict[str, Any]:
+    """Layers that see a window, with heads of another size than the others'; the last ones may have no keys and values
+    of their own, and a wider network."""
+    tensors, num_layers = model.header.tensors, int(model.get("block_count"))
+    sliding = [bool(one) for one in model.by_layer("attention.sliding_window_pattern")]
+    if sliding[-1] or not any(sliding):
+        model.refuse("attention.sliding_window_pattern")
+    num_shared = int(model.get("attention.shared_kv_layers", 0))
+    with_kv = num_layers - num_shared
+    of_kind = [
+        {heads for heads, one in zip(model.by_layer("attention.head_count_kv"), sliding, strict=True) if one == kind}
+        for kind in (True, False)
+    ]
+    widths = model.by_layer("feed_forward_length")
+    is_wide = num_shared > 0 and widths[-1] == 2 * widths[0]
+    wanted = [widths[0] * (2 if is_wide and i >= with_kv else 1) for i in range(num_layers)]
+    for is_other, key in ((max(map(len, of_kind)) > 1, "attention.head_count_kv"), (widths != wanted, _WIDTHS)):
+        if is_other:
+            model.refuse(key)
+    per_layer = int(model.get("embedding_length_per_layer_input", 0))
+    settings = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": _head_dim_of_windows(model),
+        "global_head_dim": model.head_dim,
+        "num_key_value_heads": of_kind[0].pop(),
+        "num_global_key_value_heads": of_kind[1].pop(),
+        "attention_k_eq_v": any(f"blk.{i}.attn_v.weight" not in tensors for i in range(with_kv) if not sliding[i]),
+        "num_kv_shared_layers": num_shared,
+        "use_double_wide_mlp": is_wide,
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in sliding],
+        "sliding_window": model.get("attention.sliding_window"),
+        "final_logit_softcapping": model.get("final_logit_softcapping", 0) or None,
+        "hidden_size_per_layer_input": per_layer,
+    }
+    if per_layer and (embeddings := tensors.get("per_layer_token_embd.weight")) is not None:
+        settings["vocab_size_per_layer_input"] = embeddings.shape[0]
+    if model.find("expert_count"):
+        settings |= {
+            "enable_moe_block": True,
+            "num_experts": model.get("expert_count"),
+            "top_k_experts": model.get("expert_used_count"),
+            "moe_intermediate_size": model.get("expert_feed_forward_length"),
+        }
+    return settings
+
+
+_WIDTHS = "feed_forward_length"
+
+
+def _head_dim_of_windows(model: _Model) -> int:
+    size = int(model.get("attention.key_length_swa"))
+    for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        if model.get(key, size) != size:
+            model.refuse(key)
+    return size
+
+
+def _rope_of_gemma_4(model: _Model) -> dict[str, Any]:
+    """Full layers turn the first numbers of each half of a head, which the file says by factors of 1, and of `_STILL`
+    for the rest."""
+    if model.find("rope.scaling.type") not in (None, "none"):
+        model.refuse("rope.scaling.type")
+    factors = model.header.tensors.get(ROPE_FACTORS)
+    found = [1.0] * (model.head_dim // 2) if factors is None else _numbers_of(factors, model.path)
+    num_turned = sum(one == 1 for one in found)
+    still = [math.isclose(one, _STILL, rel_tol=1e-6) for one in found[num_turned:]]
+    if len(found) != model.head_dim // 2 or set(found[:num_turned]) != {1.0} or not all(still):
+        raise SpecDecError(f"GGUF models with rotary factors of their own are not read: {model.path}", hint=ORIGINAL)
+    share, theta = num_turned / len(found), model.get("rope.freq_base", 10000.0)
+    local = {"rope_type": "default", "rope_theta": model.get("rope.freq_base_swa", _GEMMA_LOCAL_THETA)}
+    full = {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": share}
+    return {"full_attention": full, "sliding_attention": local}
+
+
+_STILL = 1e30
 ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The same in all models that have factors (Llama 3.1 and later)."""
@@ -300,13 +388,17 @@ def _yarn_rope(model: _Model, theta: float, factor: float) -> dict[str, Any]:
     }
 
 
-def _llama3_rope(factors: GGUFTensor, theta: float, path: Path) -> dict[str, Any]:
-    """The file has the factors of Llama 3.1 and later number by number, and not what they are of."""
+def _numbers_of(factors: GGUFTensor, path: Path) -> list[float]:
     if factors.type.name != "F32" or not factors.num_bytes:
         raise SpecDecError(f"GGUF models with rotary factors of their own are not read: {path}", hint=ORIGINAL)
     with factors.path.open("rb") as file:
         file.seek(factors.offset)
-        found = struct.unpack(f"<{prod(factors.shape)}f", file.read(factors.num_bytes))
+        return list(struct.unpack(f"<{prod(factors.shape)}f", file.read(factors.num_bytes)))
+
+
+def _llama3_rope(factors: GGUFTensor, theta: float, path: Path) -> dict[str, Any]:
+    """The file has the factors of Llama 3.1 and later number by number, and not what they are of."""
+    found = _numbers_of(factors, path)
     wanted = [_llama3_factor(theta ** (i / len(found)) * 2 * math.pi, max(found)) for i in range(len(found))]
     if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found, wanted, strict=True)):
         raise SpecDecError(f"GGUF models with rotary factors of their own are not read: {path}", hint=ORIGINAL)
@@ -323,7 +415,11 @@ def _llama3_factor(wavelength: float, factor: float) -> float:
     return 1 / ((1 - share) / factor + share)
 
 
-_WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_WHOLE = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer", "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}  # fmt: skip
 _OF_BLOCK = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
@@ -354,14 +450,25 @@ class _Family:
     is_partial: bool = False
     """True if positions may turn a part of each head."""
     has_yarn: bool = False
+    rope: Callable[[_Model], dict[str, Any]] = lambda model: _rope_of(model)
+    experts: str = "mlp.experts"
+    """Name of a block's module of experts."""
+    layers_differ: bool = False
+    """True if `settings` reads numbers of each layer."""
     alternates: bool = False
     """True if of an expert's outputs in the model gates and others alternate, and its weights have inputs first."""
 
 
 SINKS = "self_attn.sinks"
+_LAYER_SCALE = "layer_scalar"
+ROUTER_SCALES = {"ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale"}
+"""Of Gemma 4's mixtures, by names in a block."""
 SHARED_EXPERT_GATE = "mlp.shared_expert_gate"
 """A matrix of one row, which llama.cpp may keep as a vector."""
-EXPERTS = {"ffn_gate_exps": "gate_up_proj", "ffn_up_exps": "gate_up_proj", "ffn_down_exps": "down_proj"}
+EXPERTS = {
+    "ffn_gate_up_exps": "gate_up_proj", "ffn_gate_exps": "gate_up_proj", "ffn_up_exps": "gate_up_proj",
+    "ffn_down_exps": "down_proj",
+}  # fmt: skip
 """Tensors of all experts of a layer, and the parameters that they are of, in this order."""
 _WITH_ROUTER = {"ffn_gate_inp": "mlp.gate"}
 _OF_PHI_3_BLOCK = _OF_BLOCK | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
@@ -379,6 +486,12 @@ _OF_QWEN_2_MOE_BLOCK = _OF_BLOCK | _WITH_ROUTER | {
     "ffn_gate_inp_shexp": SHARED_EXPERT_GATE, "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }  # fmt: skip
+_OF_GEMMA_4_BLOCK = _OF_GEMMA_BLOCK | {
+    "layer_output_scale": _LAYER_SCALE, "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm", "ffn_gate_inp": "router.proj",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+}  # fmt: skip
 _OF_YARN = frozenset({"rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"})
 _OF_MIXTURE = frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"})
 _SCALES = frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"})
@@ -386,6 +499,10 @@ _OF_GEMMA_2 = frozenset({"attention.sliding_window", "attn_logit_softcapping", "
 _OF_GEMMA_3 = frozenset({
     "attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa", "final_logit_softcapping",
 })  # fmt: skip
+_OF_GEMMA_4 = _OF_GEMMA_3 | _OF_MIXTURE | {
+    "attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa", "attention.shared_kv_layers",
+    "embedding_length_per_layer_input",
+}  # fmt: skip
 _FAMILIES = {
     "llama": _Family("llama", _of_llama, is_interleaved=True),
     "qwen2": _Family("qwen2", used=_OF_YARN, has_yarn=True),
@@ -396,6 +513,12 @@ _FAMILIES = {
     "qwen3moe": _Family(*("qwen3_moe", _of_qwen3_moe, _OF_MIXTURE | _OF_YARN, _OF_BLOCK | _WITH_ROUTER), has_yarn=True),
     "gemma2": _Family("gemma2", _of_gemma_2, _OF_GEMMA_2, _OF_GEMMA_BLOCK, shift=-1.0),
     "gemma3": _Family("gemma3_text", _of_gemma_3, _OF_GEMMA_3, _OF_GEMMA_BLOCK, shift=-1.0),
+    "gemma4": _Family(
+        *("gemma4_text", _of_gemma_4, _OF_GEMMA_4, _OF_GEMMA_4_BLOCK),
+        rope=_rope_of_gemma_4,
+        experts="experts",
+        layers_differ=True,
+    ),
     "granite": _Family("granite", _of_granite, _SCALES, is_interleaved=True),
     "smollm3": _Family("smollm3", is_interleaved=True),
     "olmo2": _Family("olmo2", of_block=_OF_GEMMA_BLOCK),
@@ -437,10 +560,14 @@ def name_of(tensor: GGUFTensor, config: Mapping[str, Any], path: Path) -> str:
         return f"{_WHOLE[layer]}.{part}"
     of_block = _family_of(config).of_block
     block, _, inner = layer.removeprefix("blk.").partition(".")
-    if layer.startswith("blk.") and block.isdigit() and inner in EXPERTS and "num_experts_per_tok" in config:
-        return f"model.layers.{block}.mlp.experts.{EXPERTS[inner]}{'_bias' if part == 'bias' else ''}"
-    if layer.startswith("blk.") and block.isdigit() and inner in of_block:
-        return f"model.layers.{block}.{of_block[inner]}{'' if of_block[inner] == SINKS else f'.{part}'}"
+    in_block = f"model.layers.{block}." if layer.startswith("blk.") and block.isdigit() else None
+    has_experts = bool(config.get("num_experts_per_tok") or config.get("top_k_experts"))
+    if in_block and has_experts and f"{inner}.{part}" in ROUTER_SCALES:
+        return f"{in_block}{ROUTER_SCALES[f'{inner}.{part}']}"
+    if in_block and has_experts and inner in EXPERTS:
+        return f"{in_block}{_family_of(config).experts}.{EXPERTS[inner]}{'_bias' if part == 'bias' else ''}"
+    if in_block and inner in of_block:
+        return f"{in_block}{of_block[inner]}{'' if of_block[inner] in (SINKS, _LAYER_SCALE) else f'.{part}'}"
     raise SpecDecError(f"`{path}` has a tensor that its model has not: {tensor.name}", hint=ORIGINAL)
 
 

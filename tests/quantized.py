@@ -367,6 +367,8 @@ def gguf_model(architecture: str, vocab_size: int = VOCAB_SIZE) -> PreTrainedMod
         rope = {"rope_type": "default", "rope_theta": 10000.0}
         parameters = {"full_attention": rope, "sliding_attention": rope}
         return make_model("gemma3", vocab_size=vocab_size, layer_types=layers, rope_parameters=parameters, **settings)
+    if architecture.startswith("gemma4"):
+        return make_model("gemma4-moe", vocab_size=vocab_size, **_gemma_4(architecture == "gemma4-moe", vocab_size))
     if architecture in ("qwen2moe", "qwen3moe"):
         sizes = GGUF_SIZES | {"moe_intermediate_size": 256, "norm_topk_prob": architecture == "qwen3moe"}
         own = {"shared_expert_intermediate_size": 512} if architecture == "qwen2moe" else {}
@@ -394,14 +396,50 @@ def gguf_model(architecture: str, vocab_size: int = VOCAB_SIZE) -> PreTrainedMod
     return make_model(architecture, vocab_size=vocab_size, **GGUF_SIZES)
 
 
+def _gemma_4(is_mixture: bool, vocab_size: int) -> dict[str, Any]:
+    """A mixture with values that are keys; or layers of which the last two share keys and values of those before, and
+    inputs per layer."""
+    rope = {"rope_type": "proportional", "rope_theta": 5000.0, "partial_rotary_factor": 0.25}
+    settings = GGUF_SIZES | {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {"full_attention": rope, "sliding_attention": rope | {"rope_type": "default"}},
+        "global_head_dim": 128,
+        "final_logit_softcapping": 30.0,
+    }
+    settings["rope_parameters"]["sliding_attention"].pop("partial_rotary_factor")
+    if is_mixture:
+        own = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "moe_intermediate_size": 256}
+        return settings | own
+    return settings | {
+        "enable_moe_block": False,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": vocab_size,
+    }
+
+
 GGUF_FAMILIES = (
-    *("gemma2", "gemma3", "granite", "smollm3", "olmo2", "ernie4_5", "phi3", "glm4", "hunyuan-dense"),
+    *(
+        "gemma2",
+        "gemma3",
+        "gemma4",
+        "gemma4-moe",
+        "granite",
+        "smollm3",
+        "olmo2",
+        "ernie4_5",
+        "phi3",
+        "glm4",
+        "hunyuan-dense",
+    ),
     *("mistral3", "mixtral", "qwen2moe", "qwen3moe", "gpt-oss"),
 )
 """Families whose files differ from those of Llama, Qwen2 and Qwen3."""
 INTERLEAVED = ("llama", "mixtral", "mistral3", "granite", "smollm3")
 """Families of which llama.cpp's conversion reorders queries and keys."""
-_STORED_AS = {"mixtral": "llama"}
+_STORED_AS = {"mixtral": "llama", "gemma4-moe": "gemma4"}
 _SCALES = {
     "attention_multiplier": "add_attention_scale",
     "embedding_multiplier": "add_embedding_scale",
@@ -427,7 +465,7 @@ def save_gguf(
     are several.
     """
     model, rng = gguf_model(architecture, vocab_size), np.random.default_rng(3)
-    is_tied |= architecture == "gemma2"  # always
+    is_tied |= architecture == "gemma2" or architecture.startswith("gemma4")  # always
     config, writer = (
         model.config,
         gguf.GGUFWriter(path, _STORED_AS.get(architecture, architecture), split_max_tensors=max_tensors),
@@ -435,12 +473,15 @@ def save_gguf(
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(64)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters.get("rope_theta", 10000.0))
+    if architecture.startswith("gemma4"):
+        _write_gemma_4(writer, config)
+    else:
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_key_length(64)
+        writer.add_rope_freq_base(config.rope_parameters.get("rope_theta", 10000.0))
     if architecture.startswith("gemma"):
         writer.add_sliding_window(config.sliding_window)
     if architecture == "gemma2":
@@ -477,17 +518,27 @@ def save_gguf(
         if is_tied and name == "lm_head.weight":
             continue
         weight = tensor.numpy()
+        if architecture == "gemma4-moe" and (stored_name := _as_in_gemma_4(name)) is not None:
+            data = stored_blocks(weight.reshape(-1, weight.shape[-1]), kind, rng) if weight.ndim == 3 else weight
+            writer.add_tensor(
+                stored_name, data.reshape(*weight.shape[:-1], -1), raw_dtype=kind if weight.ndim == 3 else Q.F32
+            )
+            values = gguf.dequantize(data, kind).reshape(weight.shape) if weight.ndim == 3 else weight
+            meant[name] = torch.from_numpy(values.copy())
+            continue
         if weight.ndim == 3 or name.endswith("proj_bias"):
             meant[name] = _save_experts(writer, name, weight, (kind, up_kind or kind), rng)
             continue
         if architecture in INTERLEAVED and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             weight = _as_llama_cpp_orders(weight, heads)
-        if is_shifted := architecture.startswith("gemma") and "norm" in name:
+        if is_shifted := architecture in ("gemma2", "gemma3") and "norm" in name:
             weight = weight + 1
         stored = kind if weight.ndim == 2 and "embed" not in name else Q.Q8_0 if weight.ndim == 2 else Q.F32
         data = stored_blocks(weight, stored, rng)
-        stored_name = names.get_name(f"{name}.weight" if name.endswith("sinks") else name, (".weight", ".bias"))
+        stored_name = names.get_name(
+            f"{name}.weight" if name.endswith(("sinks", "layer_scalar")) else name, (".weight", ".bias")
+        )
         writer.add_tensor(stored_name, data, raw_dtype=stored)
         values = gguf.dequantize(data, stored).reshape(weight.shape)
         if architecture in INTERLEAVED and ("q_proj" in name or "k_proj" in name):
@@ -500,6 +551,48 @@ def save_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return meant
+
+
+def _write_gemma_4(writer: gguf.GGUFWriter, config: Any) -> None:
+    """As llama.cpp's conversion does."""
+    of_layers = [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
+    sliding = [kind == "sliding_attention" for kind in config.layer_types]
+    wide = [config.use_double_wide_mlp and mode == "reuse" for mode in config.kv_sharing_modes]
+    writer.add_feed_forward_length([config.intermediate_size * (2 if one else 1) for one in wide])
+    writer.add_head_count_kv([one.num_key_value_heads for one in of_layers])
+    full, local = of_layers[1].head_dim, of_layers[0].head_dim
+    writer.add_key_length(full)
+    writer.add_value_length(full)
+    writer.add_key_length_swa(local)
+    writer.add_value_length_swa(local)
+    writer.add_rope_dimension_count(full)
+    writer.add_rope_dimension_count_swa(local)
+    writer.add_rope_freq_base(config.rope_parameters["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    writer.add_sliding_window_pattern(sliding)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    num_turned = int(full // 2 * config.rope_parameters["full_attention"]["partial_rotary_factor"])
+    factors = [1.0] * num_turned + [1e30] * (full // 2 - num_turned)
+    writer.add_tensor("rope_freqs.weight", np.array(factors, dtype=np.float32))
+
+
+def _as_in_gemma_4(name: str) -> str | None:
+    """Stored names of a mixture's experts, gates above the others, and of its scales; None for other tensors."""
+    _, _, block, *rest = name.split(".")
+    of_block = {
+        "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+        "experts.down_proj": "ffn_down_exps.weight",
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+    }
+    stored = of_block.get(".".join(rest))
+    return None if stored is None else f"blk.{block}.{stored}"
 
 
 def _save_experts(

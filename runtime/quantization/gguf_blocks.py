@@ -40,7 +40,7 @@ def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, Pre
         source = replace(_source(tensor), name=name, rows=rows, shift=shift)
         if name.endswith(f"{SHARED_EXPERT_GATE}.weight"):
             source = replace(source, shape=(1, source.shape[-1]))
-        if (kind := tensor.name.split(".")[-2]) in EXPERTS:
+        if (kind := tensor.name.split(".")[-2]) in EXPERTS and not tensor.name.endswith(".scale"):
             experts.setdefault(name, {})[kind] = tensor.type, source
         elif tensor.type.name in _FLOATS:
             floats.append(source)
