@@ -103,10 +103,11 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
 """Pre-tokenizers by their names in files (`tokenizer.ggml.pre`), each as llama.cpp splits texts."""
 
 _UNKNOWN, _CONTROL = 2, 3  # `tokenizer.ggml.token_type`
-_BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"
+_BYTE_LEVEL, _SENTENCEPIECE, _GEMMA_4 = "gpt2", "llama", "gemma4"
 _DEFAULT_IDS = {  # where the file does not say
     _BYTE_LEVEL: {"bos": 11, "eos": 11},
     _SENTENCEPIECE: {"bos": 1, "eos": 2, "unknown": 0},
+    _GEMMA_4: {},
 }
 _USED = {
     "model", "pre", "tokens", "scores", "token_type", "merges", "bos_token_id", "eos_token_id", "eot_token_id",
@@ -202,7 +203,7 @@ class _Said:
 
 def _make(said: _Said) -> tuple[Tokenizer, dict[str, str]]:
     """The tokenizer, and the tokens that have a part of their own in it."""
-    tokenizer, adds_bos = _byte_level(said) if said.model == _BYTE_LEVEL else _sentencepiece(said)
+    tokenizer, adds_bos = _MAKE[str(said.model)](said)
     added = list(said.added_tokens())
     tokenizer.add_tokens(added)
     if around := _added_around(said, adds_bos):
@@ -227,13 +228,11 @@ def _added_around(said: _Said, adds_bos: bool) -> processors.TemplateProcessing 
 
 def _byte_level(said: _Said) -> tuple[Tokenizer, bool]:
     """Byte-level BPE, and whether texts begin with a BOS token unless the file says otherwise."""
-    known, merges = PRE_TOKENIZERS[said.pre], said.values("merges", str)
-    if not merges:
-        raise SpecDecError(f"the file has no `{TOKENIZER}merges`: {said.path}", hint=_OTHER)
+    known = PRE_TOKENIZERS[said.pre]
     tokenizer = Tokenizer(
         models.BPE(
             vocab={token: i for i, token in enumerate(said.tokens)},
-            merges=[_pair(merge) for merge in merges],
+            merges=_merges(said),
             ignore_merges=known.ignores_merges,
         )
     )
@@ -242,6 +241,13 @@ def _byte_level(said: _Said) -> tuple[Tokenizer, bool]:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_of_pieces])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, known.adds_bos
+
+
+def _merges(said: _Said) -> list[tuple[str, str]]:
+    merges = said.values("merges", str)
+    if not merges:
+        raise SpecDecError(f"the file has no `{TOKENIZER}merges`: {said.path}", hint=_OTHER)
+    return [_pair(merge) for merge in merges]
 
 
 def _pair(merge: str) -> tuple[str, str]:
@@ -259,7 +265,7 @@ def _sentencepiece(said: _Said) -> tuple[Tokenizer, bool]:
     tokenizer = Tokenizer(
         models.BPE(
             vocab={token: i for i, token in enumerate(said.tokens)},
-            merges=_merges_by_score(said.tokens, scores),
+            merges=merges_by_score(said.tokens, scores),
             unk_token=None if unknown is None else said.tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,
@@ -275,7 +281,23 @@ def _sentencepiece(said: _Said) -> tuple[Tokenizer, bool]:
     return tokenizer, True
 
 
-def _merges_by_score(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
+def _gemma_4(said: _Said) -> tuple[Tokenizer, bool]:
+    """SentencePiece's tokens with merges in an order of their own, within lines and the newlines between them."""
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: i for i, token in enumerate(said.tokens)}, merges=_merges(said), byte_fallback=True
+        )
+    )
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer, True
+
+
+_MAKE = {_BYTE_LEVEL: _byte_level, _SENTENCEPIECE: _sentencepiece, _GEMMA_4: _gemma_4}
+
+
+def merges_by_score(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
     """All pairs of tokens that make a token, the best first; of one token's those whose first is longest."""
     vocabulary = set(tokens)
     merges = []

@@ -14,6 +14,8 @@ from typing import Any
 import gguf
 import numpy as np
 
+from runtime.gguf_tokenizer import merges_by_score
+
 DATA = Path(__file__).parent / "data" / "llamacpp_tokens.json"
 REAL = Path(os.environ.get("SPECDEC_REAL_DIR", "~/.cache/specdec-real")).expanduser()
 REAL_FILES = {
@@ -85,6 +87,25 @@ def write_sentencepiece(path: Path, *, add_space_prefix: bool | None) -> Path:
         writer.add_token_scores([-float(i) for i in range(len(vocabulary["tokens"]))])
         if add_space_prefix is not None:
             writer.add_add_space_prefix(add_space_prefix)
+
+    return write_file(path, len(vocabulary["tokens"]), write)
+
+
+def write_gemma_4(path: Path) -> Path:
+    """The same vocabulary, with its merges, as Gemma 4's files have theirs."""
+    vocabulary = data()["sentencepiece"]
+    scores = [-float(i) for i in range(len(vocabulary["tokens"]))]
+
+    def write(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gemma4")
+        writer.add_token_list(vocabulary["tokens"])
+        writer.add_token_types(vocabulary["types"])
+        writer.add_token_scores(scores)
+        writer.add_token_merges([" ".join(pair) for pair in merges_by_score(vocabulary["tokens"], scores)])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_add_space_prefix(False)
+        writer.add_add_bos_token(True)
 
     return write_file(path, len(vocabulary["tokens"]), write)
 

@@ -159,6 +159,7 @@ def main() -> None:
             print(name, flush=True)
         for name, prefix in (("spaced", None), ("unspaced", False)):
             answers[name] = llamacpp(files.write_sentencepiece(path, add_space_prefix=prefix))
+        answers["gemma4"] = llamacpp(files.write_gemma_4(path))
         real = dict(before.get("real", {}))
         for name, file in files.REAL_FILES.items():
             if (files.REAL / file).is_file():

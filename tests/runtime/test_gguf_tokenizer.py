@@ -12,6 +12,7 @@ from llamacpp_tokens import (
     data,
     write_byte_level,
     write_file,
+    write_gemma_4,
     write_real,
     write_sentencepiece,
 )
@@ -53,6 +54,10 @@ def test_sentencepiece_merges_by_score_as_llamacpp_does(name: str, tmp_path: Pat
     assert_same_tokens(
         make_gguf_tokenizer(write_sentencepiece(tmp_path / "model.gguf", add_space_prefix=SMALL[name])), name
     )
+
+
+def test_gemma_4_merges_within_lines_as_llamacpp_does(tmp_path: Path) -> None:
+    assert_same_tokens(make_gguf_tokenizer(write_gemma_4(tmp_path / "model.gguf")), "gemma4")
 
 
 @pytest.mark.parametrize(
