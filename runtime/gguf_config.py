@@ -19,6 +19,7 @@ _USED = {
     "context_length", "embedding_length", "feed_forward_length", "block_count", "vocab_size", "attention.head_count",
     "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon",
     "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear",
+    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
 }  # fmt: skip
 _NOTES = {"tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length"}
 """Keys that llama.cpp stores but does not compute with, for the rope types supported here."""
@@ -27,15 +28,18 @@ _NEUTRAL: Mapping[str, Any] = {
     "attention.sliding_window": 0, "attn_logit_softcapping": 0, "embedding_scale": 1, "expert_count": 0,
     "expert_shared_count": 0, "expert_used_count": 0, "final_logit_softcapping": 0, "logit_scale": 1,
     "pooling_type": 0, "residual_scale": 1, "rope.scaling.attn_factor": 1, "use_parallel_residual": False,
+    "rope.scaling.yarn_attn_factor": 1, "rope.scaling.yarn_ext_factor": 1,
 }  # fmt: skip
 """The values at which other keys change nothing."""
 USER_DEFINED = 4  # of `tokenizer.ggml.token_type`
 ENDS = {
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "</s>",
     "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>",
-    "<｜end▁of▁sentence｜>",
+    "<｜end▁of▁sentence｜>", "<turn|>", "<|tool_response>",
 }  # fmt: skip
 """Tokens by whose text llama.cpp knows that they end an answer. (Gemma's `</s>` is one of HTML, and ends none.)"""
+_ENDS_AS_TEXT = {"<|tool_response>"}
+"""Those that do although files have them as text: Gemma 4 waits there for what a tool says."""
 _TOKENS = {"bos_token_id": "bos_token_id", "pad_token_id": "padding_token_id"}
 _GEMMA_PATTERN, _GEMMA_LOCAL_THETA = 6, 10000.0
 _LAYERS_OF_GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # whose attention has a scale of its own
@@ -151,7 +155,11 @@ def end_ids_of(metadata: Mapping[str, Any]) -> list[int]:
     """The ids that end an answer: those that the file names, and those that llama.cpp knows by their text."""
     named = [_token_id(metadata, f"{name}_token_id") for name in ("eos", "eot", "eom")]
     tokens, types = metadata.get(f"{TOKENIZER}tokens", []), metadata.get(f"{TOKENIZER}token_type", [])
-    known = [i for i, token in enumerate(tokens) if token in ENDS and types[i : i + 1] != [USER_DEFINED]]
+    known = [
+        i
+        for i, token in enumerate(tokens)
+        if token in ENDS and (types[i : i + 1] != [USER_DEFINED] or token in _ENDS_AS_TEXT)
+    ]
     return sorted({*known, *(i for i in named if i is not None)})
 
 
@@ -211,19 +219,24 @@ def _of_gpt_oss(model: _Model) -> dict[str, Any]:
 def _of_mistral_3(model: _Model) -> dict[str, Any]:
     """Queries whose temperature changes with every original context, and yarn, of which the config speaks too."""
     rope = _rope_of(model)
-    if rope["rope_type"] != "yarn":
-        raise SpecDecError(f"GGUF models of `mistral3` without yarn are not read: {model.path}", hint=ORIGINAL)
     own = {
-        "mscale": 1.0,
-        "mscale_all_dim": model.get("rope.scaling.yarn_log_multiplier", 0.0),
         "llama_4_scaling_beta": model.get("attention.temperature_scale", 0.0),
+        "original_max_position_embeddings": model.get(_ORIGINAL_CONTEXT, model.get("context_length")),
     }
+    if rope["rope_type"] == "yarn":
+        own |= {"mscale": 1.0, "mscale_all_dim": model.get("rope.scaling.yarn_log_multiplier", 0.0)}
     return {"rope_parameters": rope | own, "sliding_window": None}
 
 
+_ORIGINAL_CONTEXT = "rope.scaling.original_context_length"
+
+
 def _of_phi_3(model: _Model) -> dict[str, Any]:
-    """A window in all layers, or in none."""
-    return {"sliding_window": model.get("attention.sliding_window", 0) or None}
+    """A window in all layers, or in none; and an original context, of which the config says the same twice."""
+    return {
+        "sliding_window": model.get("attention.sliding_window", 0) or None,
+        "original_max_position_embeddings": model.get(_ORIGINAL_CONTEXT, model.get("context_length")),
+    }
 
 
 def _of_glm_4(model: _Model) -> dict[str, Any]:
@@ -355,6 +368,8 @@ def _rope_of_gemma_4(model: _Model) -> dict[str, Any]:
 
 _STILL = 1e30
 ROPE_FACTORS = "rope_freqs.weight"
+_LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+LONGROPE = {_LONG, _SHORT}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The same in all models that have factors (Llama 3.1 and later)."""
 
@@ -364,7 +379,7 @@ def _rope_of(model: _Model) -> dict[str, Any]:
     theta, kind = model.get("rope.freq_base", 10000.0), model.find("rope.scaling.type") or "linear"
     factor = model.get("rope.scaling.factor", 0) or model.get("rope.scale_linear", 0) or 1
     factors = model.header.tensors.get(ROPE_FACTORS)
-    if kind == "yarn" and family_in(model.header).has_yarn:
+    if kind == "yarn" and factors is None and family_in(model.header).has_yarn:
         return _yarn_rope(model, theta, float(model.get("rope.scaling.factor")))
     if kind not in ("none", "linear"):
         model.refuse("rope.scaling.type")
@@ -377,12 +392,37 @@ def _rope_of(model: _Model) -> dict[str, Any]:
     return {"rope_type": "linear", "rope_theta": theta, "factor": float(factor)}
 
 
+def _rope_of_phi_3(model: _Model) -> dict[str, Any]:
+    """Two sets of factors, for sequences within the original context and beyond it."""
+    tensors = model.header.tensors
+    if not tensors.keys() >= LONGROPE:
+        return _rope_of(model)
+    factors = {name: _numbers_of(tensors[name], model.path) for name in LONGROPE}
+    wanted = int(model.get("rope.dimension_count", model.head_dim)) // 2
+    for name, found in factors.items():
+        if len(found) != wanted:
+            raise SpecDecError(
+                f"`{name}` has {len(found)} rotary factors, and the model {wanted}: {model.path}",
+                hint="download it again",
+            )
+    if model.find("rope.scaling.type") not in (None, "none", "longrope"):
+        model.refuse("rope.scaling.type")
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": model.get("rope.freq_base", 10000.0),
+        "original_max_position_embeddings": model.get(_ORIGINAL_CONTEXT),
+    }
+    if model.find("rope.scaling.attn_factor"):
+        rope["attention_factor"] = float(model.get("rope.scaling.attn_factor"))
+    return rope | {"long_factor": factors[_LONG], "short_factor": factors[_SHORT]}
+
+
 def _yarn_rope(model: _Model, theta: float, factor: float) -> dict[str, Any]:
     return {
         "rope_type": "yarn",
         "rope_theta": theta,
         "factor": factor,
-        "original_max_position_embeddings": model.get("rope.scaling.original_context_length"),
+        "original_max_position_embeddings": model.get(_ORIGINAL_CONTEXT, model.get("context_length")),
         "beta_fast": model.get("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": model.get("rope.scaling.yarn_beta_slow", 1.0),
     }
@@ -449,7 +489,7 @@ class _Family:
     """Offset of the norms' numbers: llama.cpp keeps those of Gemma with the 1 that its model adds."""
     is_partial: bool = False
     """True if positions may turn a part of each head."""
-    has_yarn: bool = False
+    has_yarn: bool = True
     rope: Callable[[_Model], dict[str, Any]] = lambda model: _rope_of(model)
     experts: str = "mlp.experts"
     """Name of a block's module of experts."""
@@ -492,7 +532,6 @@ _OF_GEMMA_4_BLOCK = _OF_GEMMA_BLOCK | {
     "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "post_ffw_norm_1": "post_feedforward_layernorm_1",
     "post_ffw_norm_2": "post_feedforward_layernorm_2",
 }  # fmt: skip
-_OF_YARN = frozenset({"rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"})
 _OF_MIXTURE = frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"})
 _SCALES = frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"})
 _OF_GEMMA_2 = frozenset({"attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"})
@@ -505,14 +544,14 @@ _OF_GEMMA_4 = _OF_GEMMA_3 | _OF_MIXTURE | {
 }  # fmt: skip
 _FAMILIES = {
     "llama": _Family("llama", _of_llama, is_interleaved=True),
-    "qwen2": _Family("qwen2", used=_OF_YARN, has_yarn=True),
-    "qwen3": _Family("qwen3", used=_OF_YARN, has_yarn=True),
+    "qwen2": _Family("qwen2"),
+    "qwen3": _Family("qwen3"),
     "qwen2moe": _Family(
         "qwen2_moe", _of_qwen2_moe, _OF_MIXTURE | {"expert_shared_feed_forward_length"}, _OF_QWEN_2_MOE_BLOCK
     ),
-    "qwen3moe": _Family(*("qwen3_moe", _of_qwen3_moe, _OF_MIXTURE | _OF_YARN, _OF_BLOCK | _WITH_ROUTER), has_yarn=True),
-    "gemma2": _Family("gemma2", _of_gemma_2, _OF_GEMMA_2, _OF_GEMMA_BLOCK, shift=-1.0),
-    "gemma3": _Family("gemma3_text", _of_gemma_3, _OF_GEMMA_3, _OF_GEMMA_BLOCK, shift=-1.0),
+    "qwen3moe": _Family("qwen3_moe", _of_qwen3_moe, _OF_MIXTURE, _OF_BLOCK | _WITH_ROUTER),
+    "gemma2": _Family("gemma2", _of_gemma_2, _OF_GEMMA_2, _OF_GEMMA_BLOCK, shift=-1.0, has_yarn=False),
+    "gemma3": _Family("gemma3_text", _of_gemma_3, _OF_GEMMA_3, _OF_GEMMA_BLOCK, shift=-1.0, has_yarn=False),
     "gemma4": _Family(
         *("gemma4_text", _of_gemma_4, _OF_GEMMA_4, _OF_GEMMA_4_BLOCK),
         rope=_rope_of_gemma_4,
@@ -523,16 +562,18 @@ _FAMILIES = {
     "smollm3": _Family("smollm3", is_interleaved=True),
     "olmo2": _Family("olmo2", of_block=_OF_GEMMA_BLOCK),
     "ernie4_5": _Family("ernie4_5"),
-    "phi3": _Family("phi3", _of_phi_3, frozenset({"attention.sliding_window"}), _OF_PHI_3_BLOCK, is_partial=True),
+    "phi3": _Family(
+        *("phi3", _of_phi_3, frozenset({"attention.sliding_window", "rope.scaling.attn_factor"}), _OF_PHI_3_BLOCK),
+        is_partial=True,
+        rope=_rope_of_phi_3,
+    ),
     "glm4": _Family("glm4", _of_glm_4, of_block=_OF_GLM_4_BLOCK, is_partial=True),
     "mistral3": _Family(
-        *("ministral3", _of_mistral_3, _OF_YARN | {"rope.scaling.yarn_log_multiplier", "attention.temperature_scale"}),
+        *("ministral3", _of_mistral_3, frozenset({"rope.scaling.yarn_log_multiplier", "attention.temperature_scale"})),
         is_interleaved=True,
-        has_yarn=True,
     ),
     "gpt-oss": _Family(
-        *("gpt_oss", _of_gpt_oss, _OF_MIXTURE | _OF_YARN | {"attention.sliding_window"}, _OF_GPT_OSS_BLOCK),
-        has_yarn=True,
+        *("gpt_oss", _of_gpt_oss, _OF_MIXTURE | {"attention.sliding_window"}, _OF_GPT_OSS_BLOCK),
         alternates=True,
     ),
     "hunyuan-dense": _Family("hunyuan_v1_dense", of_block=_OF_HUNYUAN_BLOCK),

@@ -284,9 +284,7 @@ def _sentencepiece(said: _Said) -> tuple[Tokenizer, bool]:
 def _gemma_4(said: _Said) -> tuple[Tokenizer, bool]:
     """SentencePiece's tokens with merges in an order of their own, within lines and the newlines between them."""
     tokenizer = Tokenizer(
-        models.BPE(
-            vocab={token: i for i, token in enumerate(said.tokens)}, merges=_merges(said), byte_fallback=True
-        )
+        models.BPE(vocab={token: i for i, token in enumerate(said.tokens)}, merges=_merges(said), byte_fallback=True)
     )
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")

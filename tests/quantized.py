@@ -373,11 +373,21 @@ def gguf_model(architecture: str, vocab_size: int = VOCAB_SIZE) -> PreTrainedMod
         sizes = GGUF_SIZES | {"moe_intermediate_size": 256, "norm_topk_prob": architecture == "qwen3moe"}
         own = {"shared_expert_intermediate_size": 512} if architecture == "qwen2moe" else {}
         return make_model(f"{architecture[:5]}-moe", vocab_size=vocab_size, **sizes, **own)
+    if architecture == "phi3-long":  # factors of the short kind up to 64 positions, then of the long one
+        short, long = ([1.0 + share * i / 23 for i in range(24)] for share in (0.2, 3.0))
+        rope = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+        rope |= {"short_factor": short, "long_factor": long, "original_max_position_embeddings": 64}
+        own = {"original_max_position_embeddings": 64}
+        return make_model("phi3", vocab_size=vocab_size, rope_parameters=rope, **own, **GGUF_SIZES)
     if architecture in ("phi3", "glm4"):  # positions turn a part of each head
         rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
         own = {"attention_bias": True} if architecture == "glm4" else {}
         return make_model(architecture, vocab_size=vocab_size, rope_parameters=rope, **GGUF_SIZES, **own)
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    if architecture == "mistral3-plain":  # without yarn
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.3}
+        rope |= {"original_max_position_embeddings": 64}
+        return make_model("mistral3", vocab_size=vocab_size, rope_parameters=rope, **GGUF_SIZES)
     if architecture == "mistral3":
         rope |= {"beta_slow": 1.5, "mscale": 1.0, "mscale_all_dim": 0.8, "llama_4_scaling_beta": 0.3}
         return make_model(architecture, vocab_size=vocab_size, rope_parameters=rope, **GGUF_SIZES)
@@ -421,25 +431,13 @@ def _gemma_4(is_mixture: bool, vocab_size: int) -> dict[str, Any]:
 
 
 GGUF_FAMILIES = (
-    *(
-        "gemma2",
-        "gemma3",
-        "gemma4",
-        "gemma4-moe",
-        "granite",
-        "smollm3",
-        "olmo2",
-        "ernie4_5",
-        "phi3",
-        "glm4",
-        "hunyuan-dense",
-    ),
-    *("mistral3", "mixtral", "qwen2moe", "qwen3moe", "gpt-oss"),
+    *("gemma2", "gemma3", "gemma4", "gemma4-moe", "granite", "smollm3", "olmo2", "ernie4_5", "phi3", "phi3-long"),
+    *("glm4", "hunyuan-dense", "mistral3", "mistral3-plain", "mixtral", "qwen2moe", "qwen3moe", "gpt-oss"),
 )
 """Families whose files differ from those of Llama, Qwen2 and Qwen3."""
-INTERLEAVED = ("llama", "mixtral", "mistral3", "granite", "smollm3")
+INTERLEAVED = ("llama", "mixtral", "mistral3", "mistral3-plain", "granite", "smollm3")
 """Families of which llama.cpp's conversion reorders queries and keys."""
-_STORED_AS = {"mixtral": "llama", "gemma4-moe": "gemma4"}
+_STORED_AS = {"mixtral": "llama", "gemma4-moe": "gemma4", "phi3-long": "phi3", "mistral3-plain": "mistral3"}
 _SCALES = {
     "attention_multiplier": "add_attention_scale",
     "embedding_multiplier": "add_embedding_scale",
@@ -500,13 +498,24 @@ def save_gguf(
         writer.add_sliding_window(config.sliding_window)
     if architecture == "mistral3":
         writer.add_rope_scaling_yarn_log_mul(config.rope_parameters["mscale_all_dim"])
+    if architecture.startswith("mistral3"):
         writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
+    if (
+        config.rope_parameters.get("rope_type") in ("longrope", "default")
+        and "original_max_position_embeddings" in config.rope_parameters
+    ):
+        writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
+    if architecture == "phi3-long":
+        for length in ("long", "short"):
+            factors = np.array(config.rope_parameters[f"{length}_factor"], dtype=np.float32)
+            writer.add_tensor(f"rope_factors_{length}.weight", factors)
+        writer.add_rope_scaling_attn_factors(np.sqrt(1 + np.log(256 / 64) / np.log(64)))
     if config.rope_parameters.get("rope_type") == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(config.rope_parameters["factor"])
         writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_beta_slow(config.rope_parameters["beta_slow"])
-    if architecture in ("phi3", "glm4"):
+    if architecture in ("phi3", "phi3-long", "glm4"):
         writer.add_rope_dimension_count(int(64 * config.rope_parameters["partial_rotary_factor"]))
     if architecture == "granite":
         for name, add in _SCALES.items():

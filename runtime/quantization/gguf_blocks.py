@@ -15,7 +15,16 @@ from torch import Tensor
 from runtime.errors import SpecDecError
 from runtime.files import stamp_of
 from runtime.gguf import ORIGINAL, BlockType, GGUFTensor, read_gguf
-from runtime.gguf_config import EXPERTS, ROPE_FACTORS, SHARED_EXPERT_GATE, experts_alternate, name_of, rows_of, shift_of
+from runtime.gguf_config import (
+    EXPERTS,
+    LONGROPE,
+    ROPE_FACTORS,
+    SHARED_EXPERT_GATE,
+    experts_alternate,
+    name_of,
+    rows_of,
+    shift_of,
+)
 from runtime.quantization.mxfp4 import E2M1_TWICE, half_powers
 from runtime.quantization.planning import PrequantizedLayer
 from runtime.quantization.weight import QuantizedWeight, pack_int4, signed
@@ -34,7 +43,7 @@ def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, Pre
     """
     layers, floats, experts = {}, [], dict[str, dict[str, tuple[BlockType, SourceTensor]]]()
     for tensor in read_gguf(path).tensors.values():
-        if tensor.name == ROPE_FACTORS:
+        if tensor.name in (ROPE_FACTORS, *LONGROPE):
             continue  # the config has them
         name, rows, shift = name_of(tensor, config, path), rows_of(tensor, config), shift_of(tensor, config)
         source = replace(_source(tensor), name=name, rows=rows, shift=shift)

@@ -45,10 +45,10 @@ REFUSED: list[tuple[str, Edit]] = [
     ("llama.expert_shared_count` 1", with_values(expert_shared_count=1)),
     ("llama.expert_used_count` 2", with_values(expert_used_count=2)),
     ("llama.pooling_type` 3", with_values(pooling_type=3)),
-    ("llama.rope.scaling.type` yarn", with_values(rope__scaling__type="yarn", rope__scaling__factor=4.0)),
+    ("llama.rope.scaling.type` ntk", with_values(rope__scaling__type="ntk", rope__scaling__factor=4.0)),
     ("llama.rope.scaling.type` longrope", with_values(rope__scaling__type="longrope")),
     ("llama.rope.scaling.attn_factor` 1.1875", with_values(rope__scaling__attn_factor=1.1875)),
-    ("llama.rope.scaling.yarn_beta_fast` 32.0", with_values(rope__scaling__yarn_beta_fast=32.0)),
+    ("llama.rope.scaling.yarn_ext_factor` 0.5", with_values(rope__scaling__yarn_ext_factor=0.5)),
     ("llama.what_is_to_come` 1", with_values(what_is_to_come=1)),
 ]
 
@@ -87,14 +87,26 @@ def test_value_that_is_missing_is_named(key: str, tmp_path: Path) -> None:
         config_of(write_file(tmp_path / "model.gguf", 4, write))
 
 
-def test_ministral_without_yarn_is_refused(tmp_path: Path, said: Said) -> None:
+def test_longrope_of_another_size_than_the_heads_is_refused(tmp_path: Path, said: Said) -> None:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0]["phi3.rope.dimension_count"].value = 32
+
     path = tmp_path / "model.gguf"
-    save_gguf(
-        path, Q.F32, architecture="mistral3", edit=lambda writer: writer.kv_data[0].pop("mistral3.rope.scaling.type")
-    )
+    save_gguf(path, Q.F32, architecture="phi3-long", edit=edit)
     with pytest.raises(SpecDecError) as error:
         config_of(path)
-    said(error, "`mistral3`")
+    said(error, "24", "16")
+
+
+def test_gemma_4_with_heads_that_no_kind_of_layer_has_is_refused(tmp_path: Path, said: Said) -> None:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0]["gemma4.attention.head_count_kv"].value = [2, 2, 1, 2]
+
+    path = tmp_path / "model.gguf"
+    save_gguf(path, Q.F32, architecture="gemma4", edit=edit)
+    with pytest.raises(SpecDecError) as error:
+        config_of(path)
+    said(error, "`gemma4.attention.head_count_kv`", "[2, 2, 1, 2]")
 
 
 @pytest.mark.parametrize("name", ["eos_token_id", "bos_token_id"])

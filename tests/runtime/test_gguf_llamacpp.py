@@ -67,7 +67,14 @@ def write_yarn(writer: gguf.GGUFWriter, *, tokenizer: PreTrainedTokenizerFast) -
     writer.add_rope_scaling_orig_ctx_len(64)
 
 
-@pytest.mark.parametrize(("architecture", "has_yarn"), [*((name, False) for name in GGUF_FAMILIES), ("qwen3", True)])
+YARN = [
+    pytest.param(name, True, marks=pytest.mark.slow) for name in ("smollm3", "olmo2", "ernie4_5", "glm4", "mixtral")
+]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "has_yarn"), [*((name, False) for name in GGUF_FAMILIES), ("qwen3", True), ("llama", True), *YARN]
+)
 def test_families_are_llamacpps(
     architecture: str, has_yarn: bool, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -80,5 +87,5 @@ def test_families_are_llamacpps(
     best = tokenizer.batch_decode(ours.argmax(-1)[:, None])
     last = next(i for i in range(110, 130) if "\ufffd" not in best[i])
     theirs = log_probs_of_llamacpp(path, tokens[: last + 1], len(tokenizer))
-    torch.testing.assert_close(ours[last], theirs, atol=0.1, rtol=0)
+    torch.testing.assert_close(ours[last], theirs, atol=0.2 if has_yarn else 0.1, rtol=0)  # yarn enlarges the scores
     assert float((ours[last - 1] - theirs).abs().max()) > 1
