@@ -65,8 +65,8 @@ class _Model:
     def by_layer(self, key: str, default: Any = None) -> list[int]:
         """A number of each layer, of which a file may have one for all; SpecDecError as by `get`."""
         num_layers = int(self.get("block_count"))
-        if isinstance(found := self.find(key), list) and len(found) == num_layers:
-            if not all(isinstance(one, int) for one in found):
+        if isinstance(found := self.find(key), list):
+            if len(found) != num_layers or not all(isinstance(one, int) for one in found):
                 self.refuse(key)
             return [int(one) for one in found]
         return [int(self.get(key, default))] * num_layers
@@ -138,6 +138,8 @@ def config_of(path: Path) -> dict[str, Any]:
         config["rope_parameters"]["partial_rotary_factor"] = (
             model.get("rope.dimension_count", model.head_dim) / model.head_dim
         )
+    if model.get("expert_used_count", 0) > model.get("expert_count", 0):
+        model.refuse("expert_used_count")
     config |= family.settings(model)
     if not family.layers_differ:
         for key in ("feed_forward_length", "attention.head_count_kv"):
@@ -228,7 +230,7 @@ def _of_mistral_3(model: _Model) -> dict[str, Any]:
     return {"rope_parameters": rope | own, "sliding_window": None}
 
 
-_ORIGINAL_CONTEXT = "rope.scaling.original_context_length"
+_ORIGINAL_CONTEXT, _ATTENTION_FACTOR = "rope.scaling.original_context_length", "rope.scaling.attn_factor"
 
 
 def _of_phi_3(model: _Model) -> dict[str, Any]:
@@ -354,8 +356,9 @@ def _rope_of_gemma_4(model: _Model) -> dict[str, Any]:
     for the rest."""
     if model.find("rope.scaling.type") not in (None, "none"):
         model.refuse("rope.scaling.type")
-    factors = model.header.tensors.get(ROPE_FACTORS)
-    found = [1.0] * (model.head_dim // 2) if factors is None else _numbers_of(factors, model.path)
+    if ROPE_FACTORS not in model.header.tensors:
+        raise SpecDecError(f"`{model.path}` lacks the tensor: {ROPE_FACTORS}", hint="download it again")
+    found = _numbers_of(model.header.tensors[ROPE_FACTORS], model.path)
     num_turned = sum(one == 1 for one in found)
     still = [math.isclose(one, _STILL, rel_tol=1e-6) for one in found[num_turned:]]
     if len(found) != model.head_dim // 2 or set(found[:num_turned]) != {1.0} or not all(still):
@@ -395,8 +398,13 @@ def _rope_of(model: _Model) -> dict[str, Any]:
 def _rope_of_phi_3(model: _Model) -> dict[str, Any]:
     """Two sets of factors, for sequences within the original context and beyond it."""
     tensors = model.header.tensors
-    if not tensors.keys() >= LONGROPE:
+    missing = sorted(LONGROPE - tensors.keys())
+    if len(missing) == len(LONGROPE):
+        if model.get(_ATTENTION_FACTOR, 1.0) != 1:
+            model.refuse(_ATTENTION_FACTOR)
         return _rope_of(model)
+    if missing:
+        raise SpecDecError(f"`{model.path}` lacks the tensor: {missing[0]}", hint="download it again")
     factors = {name: _numbers_of(tensors[name], model.path) for name in LONGROPE}
     wanted = int(model.get("rope.dimension_count", model.head_dim)) // 2
     for name, found in factors.items():
@@ -412,8 +420,8 @@ def _rope_of_phi_3(model: _Model) -> dict[str, Any]:
         "rope_theta": model.get("rope.freq_base", 10000.0),
         "original_max_position_embeddings": model.get(_ORIGINAL_CONTEXT),
     }
-    if model.find("rope.scaling.attn_factor"):
-        rope["attention_factor"] = float(model.get("rope.scaling.attn_factor"))
+    if model.find(_ATTENTION_FACTOR):
+        rope["attention_factor"] = float(model.get(_ATTENTION_FACTOR))
     return rope | {"long_factor": factors[_LONG], "short_factor": factors[_SHORT]}
 
 
@@ -563,7 +571,7 @@ _FAMILIES = {
     "olmo2": _Family("olmo2", of_block=_OF_GEMMA_BLOCK),
     "ernie4_5": _Family("ernie4_5"),
     "phi3": _Family(
-        *("phi3", _of_phi_3, frozenset({"attention.sliding_window", "rope.scaling.attn_factor"}), _OF_PHI_3_BLOCK),
+        *("phi3", _of_phi_3, frozenset({"attention.sliding_window", _ATTENTION_FACTOR}), _OF_PHI_3_BLOCK),
         is_partial=True,
         rope=_rope_of_phi_3,
     ),

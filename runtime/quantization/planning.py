@@ -167,8 +167,11 @@ def _sizes(source: Source, precision: QuantConfig) -> dict[str, int]:
     inputs = {name: tensor.shape[0 if name in source.transposed else 1] for name, tensor in matrices.items()}
     names = [name for name in source.linears if name in inputs and name != source.head]
     if not names:
+        kind, has_others = source.config["model_type"], any(name != source.head for name in source.linears)
         raise SpecDecError(
-            f"the model has no linear layers that can be quantized: {source.config['model_type']}",
+            f"the model's linear layers have other names in its files, and are not quantized: {kind}"
+            if has_others
+            else f"the model has no linear layers that can be quantized: {kind}",
             hint="its weights can be converted as they are",
         )
     if precision.quantize_lm_head and source.head is not None:

@@ -454,7 +454,7 @@ def record(outcomes: Iterable[Outcome]) -> None:
 
 def table(outcomes: list[Outcome]) -> str:
     rows = [
-        f"| {' | '.join([outcome.family, described(outcome), *_cells(outcome)])} |".replace("|  |", "| |")
+        f"| {' | '.join([outcome.family, described(outcome), *_cells(outcome)])} |".replace("  ", " ")
         for outcome in outcomes
     ]
     counts = Counter(outcome.verdict for outcome in outcomes)

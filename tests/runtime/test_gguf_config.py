@@ -87,26 +87,41 @@ def test_value_that_is_missing_is_named(key: str, tmp_path: Path) -> None:
         config_of(write_file(tmp_path / "model.gguf", 4, write))
 
 
-def test_longrope_of_another_size_than_the_heads_is_refused(tmp_path: Path, said: Said) -> None:
+def with_value(key: str, value: Any) -> Edit:
     def edit(writer: gguf.GGUFWriter) -> None:
-        writer.kv_data[0]["phi3.rope.dimension_count"].value = 32
+        writer.kv_data[0][key].value = value
 
+    return edit
+
+
+def without(name: str) -> Edit:
+    return lambda writer: writer.tensors[0].pop(name)
+
+
+CONTRADICTIONS = {
+    "longrope of another size": ("phi3-long", with_value("phi3.rope.dimension_count", 32), "24; 16"),
+    "half a longrope": ("phi3-long", without("rope_factors_long.weight"), "rope_factors_long.weight"),
+    "K/V heads of two numbers in layers of a kind": (
+        *("gemma4", with_value("gemma4.attention.head_count_kv", [2, 2, 1, 2])),
+        "`gemma4.attention.head_count_kv`; [2, 2, 1, 2]",
+    ),
+    "numbers of too few layers": ("gemma4", with_value("gemma4.attention.head_count_kv", [2, 2]), "[2, 2]"),
+    "no factors": ("gemma4", without("rope_freqs.weight"), "rope_freqs.weight"),
+    "more experts used than there are": (
+        *("gemma4-moe", with_value("gemma4.expert_used_count", 9)),
+        "`gemma4.expert_used_count`; 9",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_what_contradicts_itself_is_refused(name: str, tmp_path: Path, said: Said) -> None:
+    architecture, edit, words = CONTRADICTIONS[name]
     path = tmp_path / "model.gguf"
-    save_gguf(path, Q.F32, architecture="phi3-long", edit=edit)
+    save_gguf(path, Q.F32, architecture=architecture, edit=edit)
     with pytest.raises(SpecDecError) as error:
         config_of(path)
-    said(error, "24", "16")
-
-
-def test_gemma_4_with_heads_that_no_kind_of_layer_has_is_refused(tmp_path: Path, said: Said) -> None:
-    def edit(writer: gguf.GGUFWriter) -> None:
-        writer.kv_data[0]["gemma4.attention.head_count_kv"].value = [2, 2, 1, 2]
-
-    path = tmp_path / "model.gguf"
-    save_gguf(path, Q.F32, architecture="gemma4", edit=edit)
-    with pytest.raises(SpecDecError) as error:
-        config_of(path)
-    said(error, "`gemma4.attention.head_count_kv`", "[2, 2, 1, 2]")
+    said(error, *words.split("; "))
 
 
 @pytest.mark.parametrize("name", ["eos_token_id", "bos_token_id"])
