@@ -39,7 +39,7 @@ ENDS = {
 }  # fmt: skip
 """Tokens by whose text llama.cpp knows that they end an answer. (Gemma's `</s>` is one of HTML, and ends none.)"""
 _ENDS_AS_TEXT = {"<|tool_response>"}
-"""Those that do although files have them as text: Gemma 4 waits there for what a tool says."""
+"""Ends that files have as text: Gemma 4 waits there for what a tool says."""
 _TOKENS = {"bos_token_id": "bos_token_id", "pad_token_id": "padding_token_id"}
 _GEMMA_PATTERN, _GEMMA_LOCAL_THETA = 6, 10000.0
 _LAYERS_OF_GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # whose attention has a scale of its own
@@ -510,7 +510,7 @@ class _Family:
 SINKS = "self_attn.sinks"
 _LAYER_SCALE = "layer_scalar"
 ROUTER_SCALES = {"ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale"}
-"""Of Gemma 4's mixtures, by names in a block."""
+"""Scales of Gemma 4's mixtures, by names in a block."""
 SHARED_EXPERT_GATE = "mlp.shared_expert_gate"
 """A matrix of one row, which llama.cpp may keep as a vector."""
 EXPERTS = {

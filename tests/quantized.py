@@ -563,7 +563,7 @@ def save_gguf(
 
 
 def _write_gemma_4(writer: gguf.GGUFWriter, config: Any) -> None:
-    """As llama.cpp's conversion does."""
+    """Write what llama.cpp's conversion does."""
     of_layers = [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
     sliding = [kind == "sliding_attention" for kind in config.layer_types]
     wide = [config.use_double_wide_mlp and mode == "reuse" for mode in config.kv_sharing_modes]

@@ -69,7 +69,7 @@ def has_causal_class(model_type: str) -> bool:
     if model_type in _WEIGHTS_AS_IN and get_checkpoint_conversion_mapping(model_type) is None:  # type: ignore[no-untyped-call]
         mapping = get_checkpoint_conversion_mapping(_WEIGHTS_AS_IN[model_type])  # type: ignore[no-untyped-call]
         # Their names are those of the language model by itself (`runtime.compiler.model.names_in_whole`).
-        pieces = [one for one in mapping if isinstance(one, WeightConverter)]
+        pieces: list[Any] = [one for one in mapping if isinstance(one, WeightConverter)]
         register_checkpoint_conversion_mapping(model_type, pieces)
     return config_class in MODEL_FOR_CAUSAL_LM_MAPPING
 

@@ -31,10 +31,10 @@ def place_modules(model: PreTrainedModel) -> None:
         if ours is not None and not isinstance(module, ours):
             if ours is _Rotary:
                 _rotate_real_numbers(type(module).__module__)
-            module.model_config = model.config  # type: ignore[assignment]
+            module.model_config = model.config
             if ours is _OwnAttention:
-                module.config = model.config  # type: ignore[assignment]
-                module.layer_idx = next(int(part) for part in name.split(".") if part.isdecimal())  # type: ignore[assignment]
+                module.config = model.config
+                module.layer_idx = next(int(part) for part in name.split(".") if part.isdecimal())
             module.__class__ = _placed(type(module), ours)  # type: ignore[arg-type]
 
 
@@ -137,7 +137,7 @@ class _OwnAttention(nn.Module):
         if window is not None:  # of which only GPT-Neo's own mask knows, which lies beside this one
             own = self.bias[:, :, : key.shape[2], : key.shape[2]]  # type: ignore[index]
             attention_mask = None if "paged" in taken else attention_mask.masked_fill(~own, -torch.inf)  # type: ignore[union-attr]
-        divisor = getattr(self, "scale_attn", None) or getattr(self, "norm_factor", 1.0)  # GPT-Neo has none
+        divisor: Any = getattr(self, "scale_attn", None) or getattr(self, "norm_factor", 1.0)  # GPT-Neo has none
         output, _ = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation](
             self,
             query.to(value.dtype),
@@ -163,7 +163,7 @@ class _OwnAttentionModel(nn.Module):
 
 
 def _taken(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What attention by the interface takes besides the model's own, if the model was given any, out of its keywords:
+    """Take out of a model's keywords what attention by the interface takes besides the model's own, if there is any:
     a step's paged inputs, or the quantizer of the reference (`runtime.compiler.reference`)."""
     taken = {name: kwargs.pop(name, None) for name in ("paged", "quantize_kv")}
     return {name: value for name, value in taken.items() if value is not None}

@@ -179,7 +179,7 @@ class Outcome:
     verdict: Literal["equal", "refused", "not tried", "wrong"]
     why: str = ""
     ways: dict[str, str] = field(default_factory=dict)
-    """Of a family that is equal: `yes`, `by g++` where a compiled step needed it, or why it is refused."""
+    """Results of a family that is equal: `yes`, `by g++` where a compiled step needed it, or why it is refused."""
 
 
 def small_config(model_type: str, given: dict[str, Any] | None = None) -> PreTrainedConfig:
@@ -370,7 +370,7 @@ def compare(
 
 
 def in_other_ways(model_dir: Path, expected: list[list[int]]) -> dict[str, str]:
-    """What becomes of a model that is equal when it is run in each of `WAYS`. Raises AssertionError for other tokens.
+    """Run a model that is equal in each of `WAYS`: what becomes of it. Raises AssertionError for other tokens.
 
     The directories that are made beside `model_dir` are written over.
     """
@@ -436,7 +436,7 @@ def try_families(families: list[str], device: torch.device) -> Iterator[Outcome]
 
 
 def recorded() -> dict[str, Outcome]:
-    """What was found, by family, when it was written."""
+    """Read what was found, by family, when it was written."""
     records = json.loads(RECORDS.read_text(encoding="utf-8"))["families"] if RECORDS.exists() else {}
     return {family: Outcome(family, **record) for family, record in records.items()}
 
