@@ -202,10 +202,7 @@ def read_numbers(
     for name, layer in source.layers.items():
         if not wanted(f"{name}.weight"):
             continue
-        parts = dict(zip(layer.parts, load_tensors(list(layer.parts.values())), strict=True))
-        weight = layer.read(parts)
-        weight.check(name)
-        numbers[f"{name}.weight"] = weight.dequantize(dtype)
+        numbers[f"{name}.weight"] = layer.load().dequantize(dtype)
     return source.config, numbers
 
 

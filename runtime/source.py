@@ -207,7 +207,7 @@ def predicts_further(name: str, config: Mapping[str, Any]) -> bool:
     DeepSeek V3 and GLM count them on after the model's own layers, others call them `mtp`.
     """
     parts = name.split(".")
-    if "mtp" in parts[:3]:
+    if any(part == "mtp" or part.startswith("mtp_") for part in parts[:3]):
         return True
     num_layers, num_further = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
     if not isinstance(num_layers, int) or not isinstance(num_further, int) or parts[:2] != ["model", "layers"]:

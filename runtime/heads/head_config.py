@@ -154,8 +154,10 @@ def language_model(config: dict[str, Any]) -> dict[str, Any]:
 
 def num_layers_of(config: dict[str, Any]) -> int:
     """Number of a target's layers; of one that reads images too, its language model's."""
-    found = language_model(config).get("num_hidden_layers")
-    return found if type(found) is int else 0
+    text = language_model(config)
+    found = text.get("num_hidden_layers")
+    kinds = next((text[key] for key in ("layers_block_type", "layer_types") if isinstance(text.get(key), list)), ())
+    return found if type(found) is int else len(kinds)
 
 
 def is_head(directory: Path | str) -> bool:
@@ -176,7 +178,9 @@ def has_mtp_head(model: Path | str) -> bool:
         directory = resolve_model(str(model))
         config = read_model_config(directory)
         layer = f".layers.{num_layers_of(config)}."
-        return _num_mtp_layers(config) == 1 and any(n.startswith("mtp.") or layer in n for n in _names_in(directory))
+        return _num_mtp_layers(config) == 1 and any(
+            n.startswith(("mtp.", "model.mtp_")) or layer in n for n in _names_in(directory)
+        )
     except SpecDecError:
         return False
 

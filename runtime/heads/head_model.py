@@ -6,6 +6,7 @@ of the hidden states when the draft goes on.
 """
 
 import copy
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -16,17 +17,20 @@ from transformers import AttentionInterface, AutoConfig, AutoModel, PreTrainedCo
 
 from runtime.batch import Batch
 from runtime.compiler.attention import KERNEL, PAGED, PagedInputs, kernel_attention
-from runtime.compiler.model import ModelKind, Step, model_of_weights, probe_config
+from runtime.compiler.model import ModelKind, Step, model_of_weights, parameter_shapes, probe_config
 from runtime.compiler.pretrained import parse_pretrained_config
 from runtime.compiler.quantized import QuantizedLinear
 from runtime.compiler.quantized_copy import DRAFT_ACTIVATIONS, rows_of
 from runtime.config import LayerShape
 from runtime.errors import SpecDecError
+from runtime.files import read_json
 from runtime.heads.assistant import AssistantHead, load_assistant
 from runtime.heads.draft_vocab import among_all, rows_by_id
 from runtime.heads.head_config import HeadConfig, num_layers_of
 from runtime.kv_cache import KVPool
 from runtime.locks import MODEL_INIT_LOCK, quiet_transformers
+from runtime.quantization.formats import find_layers, format_of, without_quantization
+from runtime.quantization.planning import PrequantizedLayer
 from runtime.quantization.weight import QuantizedWeight
 from runtime.source import SourceTensor, load_tensors, read_tensors
 
@@ -243,15 +247,20 @@ class MtpHead(nn.Module):
     uses_kernels = reads_target = False
     draft_ids: Tensor | None
 
-    def __init__(self, config: HeadConfig, model: PreTrainedModel, parts: dict[str, Tensor]) -> None:
+    def __init__(
+        self, config: HeadConfig, model: PreTrainedModel, parts: dict[str, Tensor], *, has_norm: bool = True
+    ) -> None:
         super().__init__()
         self.config, self.step = config, Step(model)
         self.register_buffer("draft_ids", None, persistent=False)
         self._shapes = probe_config(model.config).layers
         decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
         self.decoder = decoder
-        norms = (copy.deepcopy(decoder.norm) for _ in range(2))
+        last = next(name for name in ("norm", "norm_f") if hasattr(decoder, name))
+        norms = (copy.deepcopy(getattr(decoder, last)) for _ in range(2))
         self.enorm, self.hnorm = norms
+        if not has_norm:
+            setattr(decoder, last, nn.Identity())
         self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         wanted = {name: one for name, one in self.named_parameters() if name.split(".")[0] in _BEFORE_LAYER}
         _check_weights(config, wanted, parts)
@@ -271,7 +280,7 @@ class MtpHead(nn.Module):
             inputs_embeds=pairs[None],
             position_ids=batch.positions.reshape(1, -1),
             use_cache=False,
-            paged=_paged_pairs(batch, pool),
+            paged=_paged_pairs(batch, pool, tuple(one.layer for one in self._shapes)),
         )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
@@ -286,7 +295,9 @@ class MtpHead(nn.Module):
 
 _BEFORE_LAYER = ("enorm", "hnorm", "eh_proj")
 _QWENS = {"mtp.fc.": "eh_proj.", "mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm."}
-_QWENS |= {"mtp.layers.0.": "model.layers.0.", "mtp.norm.": "model.norm."}
+_QWENS |= {"mtp.layers.": "model.layers.", "mtp.norm.": "model.norm."}
+_ERNIES = {"model.mtp_emb_norm.0.": "enorm.", "model.mtp_hidden_norm.0.": "hnorm."}
+_ERNIES |= {"model.mtp_linear_proj.0.": "eh_proj.", "model.mtp_block.0.": "model.layers.0."}
 
 
 def _load_mtp(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype) -> MtpHead:
@@ -298,23 +309,54 @@ def _load_mtp(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.
             f"the model's weights have no MTP head, of which its config.json speaks: {config.directory}",
             hint="some who pack models anew leave it out; take the original",
         )
-    if (eight := next((one.name for one in own.values() if not one.is_float), None)) is not None:
-        raise SpecDecError(f"an MTP head with quantized weights is not supported, {eight}: {config.directory}")
-    own |= _shared_with_target(entries)
+    one_layer = _config_of_one_layer(config, own)
+    embeddings = _embeddings_of(config)
+    shared = _shared_with_target(entries, embeddings)
     if target_embedding is not None:
-        own.pop("model.embed_tokens.weight", None)
-    tensors = {name: t.to(dtype) for name, t in zip(own, load_tensors(list(own.values())), strict=True)}
+        shared.pop(embeddings, None)
+    shapes = parameter_shapes(one_layer)
+    tensors = _numbers(own, config, dtype, shapes) | _numbers(shared, config, dtype, shapes)
     if target_embedding is not None:
-        tensors["model.embed_tokens.weight"] = target_embedding
-    tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])
+        tensors[embeddings] = target_embedding
+    tensors.setdefault("lm_head.weight", tensors[embeddings])
     parts = {name: tensors.pop(name) for name in list(tensors) if name.split(".")[0] in _BEFORE_LAYER}
-    kind = ModelKind(_config_of_one_layer(config), dtype, PAGED)
-    return MtpHead(config, model_of_weights(kind, tensors, str(config.directory)), parts)
+    has_norm = not any(one.name.startswith("model.mtp_block.") for one in own.values())
+    if not has_norm:  # in Ernie's none is behind the layer
+        tensors["model.norm.weight"] = torch.ones(config.hidden_size, dtype=dtype)
+    model = model_of_weights(ModelKind(one_layer, dtype, PAGED), tensors, str(config.directory))
+    return MtpHead(config, model, parts, has_norm=has_norm)
 
 
-def _shared_with_target(entries: list[SourceTensor]) -> dict[str, SourceTensor]:
+def _is_nemotron(config: HeadConfig) -> bool:
+    return config.layers.get("model_type") == "nemotron_h"
+
+
+def _embeddings_of(config: HeadConfig) -> str:
+    return "model.embeddings.weight" if _is_nemotron(config) else "model.embed_tokens.weight"
+
+
+def _numbers(
+    entries: dict[str, SourceTensor], config: HeadConfig, dtype: torch.dtype, shapes: dict[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """The numbers that the entries mean, by the names they are given in a model of these `shapes`; SpecDecError for a
+    format that is not read."""
+    tensors = [replace(one, name=name) for name, one in entries.items()]
+    layers: dict[str, PrequantizedLayer] = {}
+    if (few := next((one.source_name for one in tensors if not one.is_float), None)) is not None:
+        found = format_of(read_json(config.directory / "config.json"), config.directory)
+        if found is None:
+            raise SpecDecError(
+                f"the head's weights are quantized, and config.json does not say how: {few}, in {config.directory}",
+                hint="take the model as it was published",
+            )
+        layers, tensors = find_layers(tensors, found, shapes, config.directory)
+    numbers = {one.name: t.to(dtype) for one, t in zip(tensors, load_tensors(tensors), strict=True)}
+    return numbers | {f"{name}.weight": layer.load().dequantize(dtype) for name, layer in layers.items()}
+
+
+def _shared_with_target(entries: list[SourceTensor], embeddings: str) -> dict[str, SourceTensor]:
     """The target's embeddings and output layer; copies beside the head's layer are the same."""
-    ends = {"model.embed_tokens.weight": ".embed_tokens.weight", "lm_head.weight": "lm_head.weight"}
+    ends = {embeddings: f".{embeddings.removeprefix('model.')}", "lm_head.weight": "lm_head.weight"}
     return {
         name: one
         for name, end in ends.items()
@@ -325,9 +367,13 @@ def _shared_with_target(entries: list[SourceTensor]) -> dict[str, SourceTensor]:
 
 def _name_in_mtp(name: str, last: str) -> str | None:
     """Name in a model of that layer alone, or of what is before it; None for what is of the target."""
-    for theirs, ours in _QWENS.items():
+    for theirs, ours in (_QWENS | _ERNIES).items():
         if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
+            own = ours + name.removeprefix(theirs)
+            number, _, part = own.removeprefix("model.layers.").partition(".")  # Nemotron-H's stand in its layers
+            if number.isdigit() and part.startswith("final_layernorm."):
+                return f"model.norm_f.{part.removeprefix('final_layernorm.')}"
+            return part if number.isdigit() and part.split(".")[0] in _BEFORE_LAYER else own
     _, is_there, own = name.partition(last)
     if not is_there or own.startswith(("embed_tokens.", "shared_head.head.")):
         return None
@@ -336,10 +382,17 @@ def _name_in_mtp(name: str, last: str) -> str | None:
     return own if own.split(".")[0] in _BEFORE_LAYER else f"model.layers.0.{own}"
 
 
-def _config_of_one_layer(config: HeadConfig) -> PreTrainedConfig:
-    """The target's config with one layer, of the kind that the head has: full attention, and experts if there are."""
-    one = copy.deepcopy(parse_pretrained_config(config.layers, str(config.directory / "config.json")))
+def _config_of_one_layer(config: HeadConfig, own: Iterable[str]) -> PreTrainedConfig:
+    """The target's config with one layer, of the kind that the head has by its `own` names: full attention, and experts
+    if there are. Nemotron-H says itself of which blocks its own is made."""
+    layers = without_quantization(config.layers)
+    one: Any = copy.deepcopy(parse_pretrained_config(layers, str(config.directory / "config.json")))
+    if _is_nemotron(config):
+        one.layer_types = list(one.mtp_layers_block_type)
+        return one  # type: ignore[no-any-return]
+    has_experts = any(".mlp.experts." in name for name in own)
     settings = {
+        "moe_layer_start_index": 0 if has_experts else 1,  # Ernie's
         "layer_types": ["full_attention"],
         "mlp_layer_types": [(getattr(one, "mlp_layer_types", None) or ["dense"])[-1]],
         "first_k_dense_replace": 0,
@@ -349,14 +402,17 @@ def _config_of_one_layer(config: HeadConfig) -> PreTrainedConfig:
     for name, value in settings.items():
         if getattr(one, name, None) is not None:
             setattr(one, name, value)
-    return one
+    return one  # type: ignore[no-any-return]
 
 
 def output_tensor(config: HeadConfig) -> SourceTensor:
     """The (rows, hidden) weight of the head's output layer, in its files; of an MTP head it is the model's own."""
     entries = read_tensors(config.directory)
-    named = _shared_with_target(entries) if config.kind == "mtp" else {_own_name(one.name): one for one in entries}
-    found = named.get("lm_head.weight") or named.get("model.embed_tokens.weight") or named.get("embed_tokens.weight")
+    named = {_own_name(one.name): one for one in entries}
+    if config.kind == "mtp":
+        named = _shared_with_target(entries, _embeddings_of(config))
+    tied = ("model.embed_tokens.weight", "model.embeddings.weight", "embed_tokens.weight")
+    found = next((named[name] for name in ("lm_head.weight", *tied) if name in named), None)
     if found is None or not found.is_float:
         raise SpecDecError(
             f"the head has no output layer that could be quantized: {config.directory}", hint="draft with it as it is"
@@ -520,10 +576,9 @@ def _attention_inputs(batch: Batch, pool: KVPool, states: Tensor, rotary: nn.Mod
     return {
         "position_embeddings": rotary(states[None], positions),
         "attention_mask": None,
-        "paged": _paged_pairs(batch, pool),
+        "paged": _paged_pairs(batch, pool, tuple(range(len(pool.keys)))),
     }
 
 
-def _paged_pairs(batch: Batch, pool: KVPool) -> PagedPairs:
-    numbers = tuple(range(len(pool.keys)))
-    return PagedPairs(pool.keys, pool.values, [], batch.positions, batch.slot_mapping, batch.block_tables, numbers)
+def _paged_pairs(batch: Batch, pool: KVPool, layers: tuple[int, ...]) -> PagedPairs:
+    return PagedPairs(pool.keys, pool.values, [], batch.positions, batch.slot_mapping, batch.block_tables, layers)

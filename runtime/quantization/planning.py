@@ -14,7 +14,7 @@ from runtime.config import LayersActivations, QuantAlgo, QuantConfig, Quantizati
 from runtime.errors import SpecDecError
 from runtime.quantization.quantize import group_size_for, quantize_weight
 from runtime.quantization.weight import ACTIVATIONS, Kind, QuantizedWeight
-from runtime.source import SourceTensor
+from runtime.source import SourceTensor, load_tensors
 from runtime.tensor_writer import Piece, forms_of
 
 _ALGORITHMS: dict[str, QuantAlgo] = {"int8": "W8A16", "int4": "W4A16", "fp8": "FP8_PER_CHANNEL_PER_TOKEN"}
@@ -78,6 +78,12 @@ class PrequantizedLayer:
     parts: Mapping[str, SourceTensor]
     read: Callable[[dict[str, Tensor]], QuantizedWeight]
     quant_algo: QuantAlgo
+
+    def load(self) -> QuantizedWeight:
+        """Read its tensors; SpecDecError if they are not the parts of such a weight."""
+        weight = self.read(dict(zip(self.parts, load_tensors(list(self.parts.values())), strict=True)))
+        weight.check(next(iter(self.parts.values())).source_name.rpartition(".")[0])
+        return weight
 
 
 @dataclass(frozen=True)

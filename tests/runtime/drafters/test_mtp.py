@@ -1,6 +1,8 @@
 """The heads that checkpoints have for tokens after the next: drafts as transformers' own layers give them."""
 
+import copy
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from heads import copy_with_mtp
+from quantized import plain_model_of, save_awq, save_fp8, save_gptq, small_model
 from safetensors.torch import load_file, save_file
 from test_eagle import DRAFT_LEN, ON_LOOPS, answer, drafter, expected, make_requests
 from tiny import make_model
@@ -40,6 +44,19 @@ def save_with_head(directory: Path, family: str, **settings: Any) -> PreTrainedM
         names = [f"model.layers.{last}.{name}" for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm")]
         tensors[f"model.layers.{last}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         config["num_nextn_predict_layers"] = 1
+    elif family == "ernie4_5":
+        names = [f"model.mtp_{name}.0" for name in ("linear_proj", "emb_norm", "hidden_norm")]
+        tensors = {name.replace(f"model.layers.{last}.", "model.mtp_block.0."): one for name, one in tensors.items()}
+        config["num_nextn_predict_layers"] = 1
+        del norms[-1]
+    elif family == "nemotron-h":
+        names = [f"mtp.layers.{part}" for part in ("0.eh_proj", "0.enorm", "0.hnorm", "1.final_layernorm")]
+        for i in (last - 1, last):
+            own = re.compile(rf"^(backbone|model)\.layers\.{i}\.")
+            tensors = {own.sub(f"mtp.layers.{i - last + 1}.", name): one for name, one in tensors.items()}
+        key = next(key for key in ("layers_block_type", "layer_types") if key in config)
+        config |= {"num_nextn_predict_layers": 1, "mtp_layers_block_type": config[key][-2:]}
+        config |= {key: config[key][:-2], "num_hidden_layers": last - 1}
     else:
         names = ["mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"]
         tensors = {name.replace(f"model.layers.{last}.", "mtp.layers.0."): one for name, one in tensors.items()}
@@ -66,18 +83,29 @@ def by_transformers(directory: Path, target: PreTrainedModel) -> Forward:
 def by_layers(directory: Path, target: PreTrainedModel, whole: PreTrainedModel) -> Forward:
     """Its layer in the model that has it as its last one, and the formula of vLLM's `qwen3_5_mtp`."""
     tensors, model = load_file(directory / "model.safetensors"), whole.model
+    names = ["mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"]
+    is_nemotron = whole.config.model_type == "nemotron_h"
+    if whole.config.model_type == "ernie4_5":
+        names = [f"model.mtp_{name}.0" for name in ("linear_proj", "emb_norm", "hidden_norm")]
+    elif is_nemotron:
+        names = [f"mtp.layers.{part}" for part in ("0.eh_proj", "0.enorm", "0.hnorm", "1.final_layernorm")]
     norms: list[nn.Module] = []
-    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
-        norm = type(model.norm)(whole.config.hidden_size, eps=whole.config.rms_norm_eps)
-        norm.weight.data = tensors[f"mtp.{name}.weight"]
+    for name in names[1:]:
+        norm = copy.deepcopy(model.norm_f if is_nemotron else model.norm)
+        norm.weight.data = tensors[f"{name}.weight"]
         norms.append(norm)
+    if len(norms) < 3:  # Ernie's has none behind the layer
+        norms.append(nn.Identity())
 
     def forward(ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         n = len(ids)
         embedded = target.get_input_embeddings()(ids)
-        hidden = torch.cat([norms[0](embedded), norms[1](states)], -1) @ tensors["mtp.fc.weight"].T
+        hidden = torch.cat([norms[0](embedded), norms[1](states)], -1) @ tensors[f"{names[0]}.weight"].T
         positions = torch.arange(1, n + 1)[None]
         mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
+        if is_nemotron:
+            outputs = norms[2](model.layers[-1](model.layers[-2](hidden[None], attention_mask=mask)))[0]
+            return outputs, target.lm_head(outputs)
         rotary = model.rotary_emb(hidden[None], positions)
         outputs = model.layers[-1](hidden[None], position_embeddings=rotary, attention_mask=mask)
         outputs = norms[2](outputs[0] if isinstance(outputs, tuple) else outputs)[0]
@@ -86,13 +114,15 @@ def by_layers(directory: Path, target: PreTrainedModel, whole: PreTrainedModel) 
     return forward
 
 
-_LIKE_QWEN35 = "qwen3-next"  # its head is the same
+_SLOW = {"qwen3-next", "ernie4_5", "nemotron-h"}  # the first one's head is as Qwen3.5's
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek-v3": {"num_hidden_layers": 3},
     "qwen3.5": {
         "num_hidden_layers": 5,
         "layer_types": ["linear_attention", "full_attention"] * 2 + ["full_attention"],
     },
+    "ernie4_5": {"num_hidden_layers": 4},
+    "nemotron-h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "full_attention", "moe"]},
     "qwen3-next": {
         "num_hidden_layers": 5,
         "layer_types": ["linear_attention", "full_attention"] * 2 + ["full_attention"],
@@ -102,7 +132,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=pytest.mark.slow if name == _LIKE_QWEN35 else ()) for name in FAMILIES],
+    params=[pytest.param(name, marks=pytest.mark.slow if name in _SLOW else ()) for name in FAMILIES],
 )
 def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     directory: Path = tmp_path_factory.mktemp(request.param)
@@ -178,6 +208,37 @@ def test_ids_that_are_chosen_for_drafts(
         num_equal += draft == reference_drafts(among_ids, tokens, states_of, len(draft))
         assert set(draft) <= set(ids)
     assert len(mtp.seen) > 50 and num_equal >= (0.8 if qformat else 1) * len(mtp.seen)
+
+
+@pytest.mark.parametrize("form", ["FP8", *(pytest.param(one, marks=pytest.mark.slow) for one in ("AWQ", "GPTQ"))])
+def test_quantized_weights(form: str, tmp_path: Path, make_engine: Any) -> None:
+    """The head's layer is quantized as the model's are; its drafts are those of the numbers that are meant."""
+    quantized, wide = tmp_path / "quantized", {"vocab_size": 32, "num_hidden_layers": 2}
+    model = small_model(**wide)
+    if form == "FP8":
+        meant = save_fp8(quantized, (32, 32), model)
+    elif form == "AWQ":
+        meant = save_awq(quantized, 32, model)
+    else:
+        meant = save_gptq(quantized, 4, 32, desc_act=False, model=model)
+    plain = plain_model_of(quantized, meant).float()
+    with_head = copy_with_mtp(quantized, tmp_path / "with")
+    plain.save_pretrained(tmp_path / "meant")
+    whole = copy_with_mtp(tmp_path / "meant", tmp_path / "plain")
+    engine = make_engine(plain, hidden_states=(2,))
+    seen = []
+    for directory in (with_head, whole):
+        mtp = drafter(engine, directory)
+        assert answer(engine, "leader", make_requests(), mtp) == expected(plain)
+        seen.append(mtp.seen)
+        engine.remove_head(mtp.cache)
+    num_equal = sum(one == other for one, other in zip(*seen, strict=True))
+    assert len(seen[0]) > 50 and num_equal >= (0.95 if form == "GPTQ" else 1) * len(seen[0])  # it is meant in 16 bits
+    config = json.loads((with_head / "config.json").read_text())
+    del config["quantization_config"]
+    (with_head / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SpecDecError, match=r"config.json does not say how: mtp\.layers\.0\."):
+        drafter(engine, with_head)
 
 
 def test_config_says_that_there_is_a_head(published: tuple[Path, PreTrainedModel], target: PreTrainedModel) -> None:
