@@ -291,6 +291,7 @@ def _built_step(weights: _Weights, model: PreTrainedModel, shape: StepShape, dir
 
 def _compiled_step(step: Step, cache_dir: Path) -> CompiledStep:
     pack_layers(step.model)
+    torch.compiler.reset()  # or what this process has compiled for another engine would not be in this one's directory
     return CompiledStep(step, cache_dir)
 
 

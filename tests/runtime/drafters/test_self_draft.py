@@ -116,7 +116,8 @@ IDS = tuple(i for i in range(32) if i % 4)
     [
         ("none", DraftOutput("int8", len(IDS))),
         *(
-            pytest.param("aot", DraftOutput(*one), marks=pytest.mark.slow)
+            pytest.param(compiler, DraftOutput(*one), marks=pytest.mark.slow)
+            for compiler in ("aot", "torch-compile")  # the latter is a GPU's, where packages do not run
             for one in ((None, len(IDS)), ("int8", len(IDS)), ("int8", None))
         ),
     ],
