@@ -27,6 +27,7 @@ _CLASSES = {
     "emu3_text_model": "Emu3ForCausalLM",
     "glm4v_text": "Glm4vTextModel",
     "glm4v_moe_text": "Glm4vMoeTextModel",
+    "glm5_next_text": "Glm5NextTextModel",
     "glm_ocr_text": "GlmOcrTextModel",
     "granite_docling_text": "GraniteDoclingTextModel",
     "hunyuan_vl_text": "HunYuanVLTextModel",

@@ -351,7 +351,7 @@ _MIXERS: dict[str, tuple[type[_Mixer], _Functions]] = {
     "ZambaMambaMixer": (ZambaMixer, {}),
     "RecurrentGemmaRecurrentBlock": (GriffinBlock, {}),
     "MiniMaxLightningAttention": (LightningAttention, {}),
-    "KimiLinearDeltaAttention": (RecurrentMixer, _KIMI_DELTA),
+    **dict.fromkeys(("KimiLinearDeltaAttention", "Glm5NextTextLinearAttention"), (RecurrentMixer, _KIMI_DELTA)),
     **dict.fromkeys(
         (
             *("Mamba2Mixer", "NemotronHMamba2Mixer", "BambaMixer", "GraniteMoeHybridMambaLayer", "FalconH1Mixer"),

@@ -35,12 +35,16 @@ _OF_ROPES = (
 )
 # What transformers once called a type of rope, and kept beside the name that it has now.
 _ALSO_CALLED = {"longrope": ("su",), "default": ("mrope",)}
-_WITH_KV, _WITH_STATE = {"full_attention", "sliding_attention", "hybrid"}, {"conv", "linear_attention", "hybrid"}
+_INDEXED = "indexed_attention"  # which sees the keys that an index chooses
+_WITH_KV = {"full_attention", "sliding_attention", "hybrid", _INDEXED}
+_WITH_STATE = {"conv", "linear_attention", "hybrid"}
 # Models some of whose layers have a state, by `runtime.compiler.mixers`: their types of such layers, and of layers that
 # keep nothing.
 _OF_STATES = {
     "lfm2 lfm2_moe lfm3": {"conv"},
-    "qwen3_next qwen3_5_text qwen3_5_moe_text olmo_hybrid bamba granitemoehybrid kimi_linear": {"linear_attention"},
+    "qwen3_next qwen3_5_text qwen3_5_moe_text olmo_hybrid bamba granitemoehybrid kimi_linear glm5_next_text": {
+        "linear_attention"
+    },
     "minimax mamba mamba2 falcon_mamba jamba recurrent_gemma": {"linear_attention"},
     "nemotron_h": {"linear_attention", "mlp", "moe"},
     "falcon_h1 zamba zamba2": {"linear_attention", "hybrid"},
@@ -190,6 +194,8 @@ def _refuse_unsupported(config: PreTrainedConfig) -> None:
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # of images alone
         raise SpecDecError(f"bidirectional attention is not supported: {kind}", hint=SEE_MODELS)
     known = {"full_attention", "sliding_attention", "chunked_attention"} | _TYPES_OF.get(kind, set())
+    if chooses_all_of_few(config):
+        known.add(_INDEXED)
     foreign = sorted(set(getattr(config, "layer_types", None) or []) - known)
     if foreign:
         raise SpecDecError(f"layers of this type are not supported in {kind}: {foreign[0]}", hint=SEE_MODELS)
@@ -248,16 +254,24 @@ def _language_model_inside(config: PreTrainedConfig, data: dict[str, Any]) -> di
     return values | outside | tied | same
 
 
+def chooses_all_of_few(config: PreTrainedConfig) -> bool:
+    """True if an index chooses all of as many keys as it chooses at most: GLM-5.3's may leave out the last few."""
+    return bool(getattr(config, "index_topk", None) and getattr(config, "index_kpool_always_select_tail", True))
+
+
 def num_positions(config: PreTrainedConfig) -> int | None:
     """Positions that can be served; None where the config does not say.
 
     They end where rotary factors stop being a function of a token's own position. `longrope` has two sets of factors,
     and transformers changes the set of a whole sequence, K/V computed before included, when it grows past
     `original_max_position_embeddings`; `dynamic` changes them with every token past `max_position_embeddings`. PhiMoE
-    keeps its first set, and changes their scale: to the same, as published.
+    keeps its first set, and changes their scale: to the same, as published. And they end where an index would choose
+    among keys.
     """
     limits = [getattr(config, "max_position_embeddings", None)]
     limits += [rope.get("original_max_position_embeddings") for rope in _ropes(config) if _changes(rope, config)]
+    if _INDEXED in (getattr(config, "layer_types", None) or ()):
+        limits.append(config.index_topk)
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -270,8 +284,10 @@ def _changes(rope: dict[str, Any], config: PreTrainedConfig) -> bool:
 
 def why_positions_end(config: PreTrainedConfig) -> str:
     """Reason for the limit `num_positions`, for an error."""
-    ends_with_model = num_positions(config) == getattr(config, "max_position_embeddings", None)
-    return "the model has" if ends_with_model else "before its longrope factors change"
+    if num_positions(config) == getattr(config, "max_position_embeddings", None):
+        return "the model has"
+    chooses = num_positions(config) == getattr(config, "index_topk", None)
+    return "its attention sees before an index chooses among them" if chooses else "before its longrope factors change"
 
 
 def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:

@@ -1,9 +1,9 @@
 """Modules of transformers' that compute in a way that a step cannot, replaced by class.
 
 Those of Llama 4 take a token's place in its row for its position, rotate by complex numbers, and have every expert
-compute every token. Layers of StableLM and Nemotron do not hand keywords on to their attention, nor do Mamba's models
-and blocks to their mixers. GPT-J, GPT-Neo and their like compute attention in a method of their own, without
-transformers' interface.
+compute every token. Indices of keys choose all of them as far as `pretrained.num_positions` goes. Layers of StableLM
+and Nemotron do not hand keywords on to their attention, nor do Mamba's models and blocks to their mixers. GPT-J,
+GPT-Neo and their like compute attention in a method of their own, without transformers' interface.
 
 Without a step's paged inputs, or with another attention than ours, they stay transformers'.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from runtime.compiler.attention import KERNEL, PAGED, PagedInputs, Recorded
+from runtime.compiler.attention import KERNEL, PAGED, PROBE, PagedInputs, Recorded
 from runtime.compiler.experts import computes_by_kernel, expert_product
 
 
@@ -185,6 +185,35 @@ def _handed(modules: Iterable[nn.Module], taken: dict[str, Any], method: str = "
             setattr(module, method, function)
 
 
+class _Indexer(nn.Module):
+    """An index of keys that chooses all of them: a sequence has no more than it would choose."""
+
+    model_config: Any
+
+    def forward(self, hidden_states: Tensor, *arguments: Any, **kwargs: Any) -> Tensor:
+        if self.model_config._attn_implementation in (KERNEL, PAGED, PROBE):
+            return hidden_states.new_zeros(*hidden_states.shape[:2], 1, dtype=torch.int32)
+        chosen: Tensor = super().forward(hidden_states, *arguments, **kwargs)
+        return chosen
+
+
+class _Indexed(nn.Module):
+    """Attention whose mask an index would narrow."""
+
+    model_config: Any
+
+    def forward(self, *arguments: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get("paged"), PagedInputs) and kwargs.get("attention_mask") is None:
+            kwargs["attention_mask"] = kwargs["hidden_states"].new_zeros(1, 1, 1, 1)  # for the index to look at
+        return super().forward(*arguments, **kwargs)
+
+    def build_attention_mask_from_topk(self, **kwargs: Any) -> Tensor | None:
+        if self.model_config._attn_implementation in (KERNEL, PAGED, PROBE):
+            return None
+        mask: Tensor = super().build_attention_mask_from_topk(**kwargs)  # type: ignore[misc]
+        return mask
+
+
 class _Rotary(nn.Module):
     """Cosines and sines (1, B x Q, D / 2, 2) instead of complex numbers."""
 
@@ -248,7 +277,10 @@ def _rotated(heads: Tensor, factors: Tensor) -> Tensor:
     return torch.stack([first * cos - second * sin, first * sin + second * cos], -1).flatten(3).type_as(heads)
 
 
+_INDEXED = ("AXK2", "DeepseekV32", "Dots3NoteText", "GlmMoeDsa", "Glm5NextText", "HYV4")
 _OURS: dict[str, type[nn.Module]] = {
+    **{f"{name}Indexer": _Indexer for name in _INDEXED},
+    **{f"{name}Attention": _Indexed for name in _INDEXED},
     "Llama4TextAttention": _Attention,
     "Llama4TextRotaryEmbedding": _Rotary,
     "Llama4TextMoe": _Mixture,

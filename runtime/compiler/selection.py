@@ -62,6 +62,8 @@ def _is_token_wise(node: Node, num_tokens: int | torch.SymInt) -> bool:
     target: Any = node.target
     if node.op != "call_function" or not _has_tokens(node, num_tokens):
         return False
+    if target in _READS_FIRST and not _has_tokens(node.all_input_nodes[0], num_tokens):
+        return False  # of (1, S, N, C), such as several residual streams
     if target is _ATEN.mean.dim:
         return node.args[1] in ([-1], [2])
     if target is _ATEN.chunk.default:

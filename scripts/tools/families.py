@@ -76,7 +76,7 @@ _NAMES_BY_SIZE = {
     "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads encoder_attention_heads "
     "num_decoder_attention_heads swa_num_attention_heads num_experts num_local_experts n_routed_experts "
     "moe_num_experts linear_num_value_heads linear_num_heads index_n_heads qk_rope_head_dim mamba_num_heads "
-    "rotary_dim hidden_size_per_layer_input laurel_rank index_topk",
+    "rotary_dim hidden_size_per_layer_input laurel_rank",
     8: "head_dim kv_channels v_head_dim qk_nope_head_dim swa_head_dim index_head_dim sliding_window "
     "sliding_window_size attention_window_size attention_chunk_size window_size local_attention "
     "local_attention_window_len dim_head d_head linear_head_dim linear_key_head_dim linear_value_head_dim "
@@ -88,10 +88,11 @@ _NAMES_BY_SIZE = {
     "query_pre_attn_scalar",
     32: "hidden_size d_model n_embd embedding_size dim emb_dim word_embed_proj_dim embedding_dim "
     "attention_hidden_size input_embedding_size output_embedding_size lru_width mamba_d_ssm "
-    "adapter_in_dim adapter_input_size text_hidden_size audio_hidden_size embed_dim out_hidden_size projection_dim",
+    "adapter_in_dim adapter_out_dim adapter_input_size text_hidden_size audio_hidden_size embed_dim out_hidden_size "
+    "projection_dim",
     VOCAB_SIZE: "vocab_size vocab_size_per_layer_input intermediate_size ffn_hidden_size ffn_dim decoder_ffn_dim "
     "dim_ff dff d_inner intermediate_size_mlp encoder_ffn_dim shared_intermediate_size dense_intermediate_size",
-    256: "max_position_embeddings n_positions n_ctx max_seq_len context_length model_max_length "
+    256: "index_topk max_position_embeddings n_positions n_ctx max_seq_len context_length model_max_length "
     "original_max_position_embeddings max_target_positions",
 }
 SMALL = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names.split()}
@@ -141,6 +142,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 8},
     "nemotron_h": {"time_step_min": 1e-9},  # transformers has a least time step for prompts, and none for one token
+    "glm5_next_text": {"qk_rope_head_dim": 0, "index_kpool": 4},
     "glm4v_text": _MROPE,
     "glm4v_moe_text": {"rope_parameters": _ROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}},
     "glm_ocr_text": _MROPE,
