@@ -48,7 +48,7 @@ from runtime.quantization.weight import take_quantized
 from runtime.tensor_writer import Piece
 
 _CONVERT_AGAIN = "convert the model again"
-_LEFT_OUT = {"gate", "router", "shared_expert_gate", "wg", "dt_proj"}
+_LEFT_OUT = {"gate", "router", "shared_expert_gate", "wg", "dt_proj", "weights_proj"}
 # What Python and torch say of code, which says nothing of a config.
 _OF_CODE = re.compile(
     r"\w(Error|Exception)\b|has no attribute|unexpected keyword|meta tensor|NoneType|unsupported operand"
