@@ -405,7 +405,7 @@ def _rope_of_phi_3(model: _Model) -> dict[str, Any]:
         return _rope_of(model)
     if missing:
         raise SpecDecError(f"`{model.path}` lacks the tensor: {missing[0]}", hint="download it again")
-    factors = {name: _numbers_of(tensors[name], model.path) for name in LONGROPE}
+    factors = {name: _numbers_of(tensors[name], model.path) for name in sorted(LONGROPE)}
     wanted = int(model.get("rope.dimension_count", model.head_dim)) // 2
     for name, found in factors.items():
         if len(found) != wanted:

@@ -63,7 +63,6 @@ SAMPLE = {
     "glm4v_moe": "",  # a language model inside that transformers has no head for, whose experts are in pieces
     "muse_glimmer": "",  # one with logits that are multiplied and capped
     "step3p7": "",  # one of more attention heads in some layers, whose experts transformers' interface is not offered
-    "molmo2": "",  # one of other names, and embeddings in two pieces
     "ernie4_5_vl_moe": "transformers has no class for the language model inside ernie4_5_vl_moe alone",
 }
 
