@@ -383,6 +383,8 @@ def _rope_of(model: _Model) -> dict[str, Any]:
     factor = model.get("rope.scaling.factor", 0) or model.get("rope.scale_linear", 0) or 1
     factors = model.header.tensors.get(ROPE_FACTORS)
     if kind == "yarn" and factors is None and family_in(model.header).has_yarn:
+        if model.find(_ORIGINAL_CONTEXT) == 0:
+            model.refuse(_ORIGINAL_CONTEXT)
         return _yarn_rope(model, theta, float(model.get("rope.scaling.factor")))
     if kind not in ("none", "linear"):
         model.refuse("rope.scaling.type")

@@ -101,7 +101,8 @@ found["serve"] = "echo_config" in Speculative.model_fields
 found["profile"] = drafter_record(Speculation.of(EchoDrafter(2)))
 with LLM(engine) as llm:
     prompt = "The dog the dog"
-    (output,) = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=12), drafter=EchoDrafter())
+    greedy = SamplingParams(temperature=0.0, max_tokens=12)
+    (output,) = llm.generate(prompt, greedy, drafter=EchoDrafter(), draft_len_mode="fixed")  # or steps' prices decide
     assert output.token_ids == plain
     found["python"] = output.stats.num_draft_tokens
 print(json.dumps(found))

@@ -49,6 +49,10 @@ REFUSED: list[tuple[str, Edit]] = [
     ("llama.rope.scaling.type` longrope", with_values(rope__scaling__type="longrope")),
     ("llama.rope.scaling.attn_factor` 1.1875", with_values(rope__scaling__attn_factor=1.1875)),
     ("llama.rope.scaling.yarn_ext_factor` 0.5", with_values(rope__scaling__yarn_ext_factor=0.5)),
+    (
+        "llama.rope.scaling.original_context_length` 0",
+        with_values(rope__scaling__type="yarn", rope__scaling__factor=4.0, rope__scaling__original_context_length=0),
+    ),
     ("llama.what_is_to_come` 1", with_values(what_is_to_come=1)),
 ]
 
