@@ -35,7 +35,7 @@ _SIZES = {
     "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "block_dim": 32,
     "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2,
     "moe_shared_expert_intermediate_size": 16, "conv_dim": 32, "conv_dim_out": 32, "block_ff_dim": 48,
-    "dim_model_base": 8,
+    "dim_model_base": 8, "num_heads": 4, "state_size": 8, "time_step_rank": 4, "mamba_d_state": 8, "mamba_dt_rank": 4,
 }  # fmt: skip
 _TOWER = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "depth": 1, "num_heads": 2, "head_dim": 16,
@@ -116,6 +116,8 @@ def _shrink_text(text: dict[str, Any]) -> None:
     text["num_hidden_layers"] = 7 if text["model_type"].startswith("gemma") else 4 if of_kinds else 2
     if text["model_type"] == "gpt_oss":
         text["intermediate_size"] = 64  # blocks of 32
+    if "attn_layer_period" in text:
+        text["num_hidden_layers"] = text["attn_layer_offset"] + 2
     if "hybrid_override_pattern" in text:  # Mamba-2, experts and, sixth, attention
         text["hybrid_override_pattern"] = text["hybrid_override_pattern"][:7]
         text["num_hidden_layers"] = 7
