@@ -16,7 +16,7 @@ QUICKLY_FOUND = (
     "kv_cache:BlockManager._publish without 0",
     "states:StateManager.admit without 4",
     "states:StateManager.keep without 2",
-    "states:States._copy exchange 0",
+    "states:copy_slot exchange 0",
     "states:_Kept.match_len without 14",
     "verify:_verify_probs exchange 0",
     "verify:verify_tokens without 1",
