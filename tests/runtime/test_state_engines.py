@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from runtime import orchestrator, scheduler
 from runtime.bundle import read_engine_config
+from runtime.compiler.causal_heads import has_causal_class
 from runtime.config import SelfDraft as SelfDraftConfig
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.ngram import NgramLookup
@@ -19,6 +20,7 @@ from runtime.drafters.self_draft import SelfDraft
 from runtime.engine import Engine, KVCacheConfig
 from runtime.errors import RequestError, SpecDecError, UsageError
 from runtime.request import Request, Sequence
+from scripts.tools import families
 
 PROMPTS = [repetitive_prompt(seed, length) for seed, length in ((0, 90), (1, 34), (2, 5), (3, 60), (0, 80), (0, 70))]
 NUM_NEW_TOKENS = 24
@@ -90,16 +92,38 @@ def test_uncompiled_tokens_are_transformers(drafter: str, of_each_kind: PreTrain
         assert outputs == [hf_greedy(of_each_kind, prompt, NUM_NEW_TOKENS) for prompt in PROMPTS]
 
 
+OTHERS = (
+    *("lfm2_moe", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "bamba", "granitemoehybrid", "falcon_h1"),
+    "glm5_next_text",
+)
+"""Families like those of `of_each_kind`, each as small as scripts/tools/families.py makes it."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["none", "aot"])
+@pytest.mark.parametrize("family", OTHERS)
+def test_prompts_of_700_tokens_of_other_families(family: str, compiler: str, make_engine_dir: Any) -> None:
+    assert has_causal_class(family)
+    config = families.small_config(family)
+    config.update({"max_position_embeddings": 1024, **({"index_topk": 1024} if family == "glm5_next_text" else {})})
+    check_long_prompts(families.random_model(family, config, 0.3, 0.3), compiler, make_engine_dir)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["none", "aot"])
 def test_prompts_of_700_tokens_beside_short_ones(
     compiler: str, of_each_kind: PreTrainedModel, make_engine_dir: Any
 ) -> None:
-    """More than 20 chunks, in pieces, with drafts and without."""
-    prompts = [repetitive_prompt(seed, length) for seed, length in ((0, 700), (1, 34), (2, 650), (3, 5))]
-    expected = [hf_greedy(of_each_kind, prompt, NUM_NEW_TOKENS) for prompt in prompts]
     longer = copy.deepcopy(of_each_kind)
     longer.config.max_position_embeddings = 1024
+    check_long_prompts(longer, compiler, make_engine_dir)
+
+
+def check_long_prompts(longer: PreTrainedModel, compiler: str, make_engine_dir: Any) -> None:
+    """More than 20 chunks, in pieces, with drafts and without."""
+    size, lengths = longer.config.vocab_size, (700, 34, 650, 5)
+    prompts = [repetitive_prompt(seed, length, size) for seed, length in enumerate(lengths)]
+    expected = [hf_greedy(longer, prompt, NUM_NEW_TOKENS) for prompt in prompts]
     engine_dir = make_engine_dir(longer, compiler=compiler, max_input_len=700, max_seq_len=740)
     for loop, max_num_tokens in ((orchestrator, 512), (scheduler, 100)):
         with Engine.open(engine_dir, max_num_tokens=max_num_tokens) as engine:
