@@ -40,7 +40,8 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "cache_of_others": ("name another in SPECDEC_CACHE_DIR", "do without: `--no-cache`"),
     "cache_unwritable": ("name another in SPECDEC_CACHE_DIR", "do without: `--no-cache`"),
     "checkpoint": _CONVERT_AGAIN,
-    "checkpoint_of_two_models": f"config.json and weights are of two models; {_CONVERT_AGAIN}",
+    "checkpoint_of_two_models": "config.json and weights are of two models: download or correct the model; if it was "
+    f"converted, {_CONVERT_AGAIN}",
     "corpora_of_two_tokenizers": "make them with the same `specdec corpus create --tokenizer-dir`",
     "corpus_tokenizer": "recreate it, with the target's engine directory as `specdec corpus create --tokenizer-dir`",
     "damaged_corpus": "make it again with `specdec corpus create`",

@@ -54,6 +54,8 @@ _OF_CODE = re.compile(
     r"\w(Error|Exception)\b|has no attribute|unexpected keyword|meta tensor|NoneType|unsupported operand"
 )
 
+_OF_SIZES = re.compile(r"\bshape|\bsizes?\b|dimension|divi|modulo")
+
 _models: dict[tuple[type[PreTrainedConfig], str], PreTrainedModel] = {}
 
 lock_transformers()
@@ -180,7 +182,7 @@ def probe_config(config: PreTrainedConfig, splitting: Splitting | None = None) -
         except SpecDecError:
             raise
         except Exception as error:  # any failure means the same to the user: not a model that can be served
-            raise SpecDecError(_why_not(error, config.model_type), hint=SEE_MODELS) from error
+            raise _not_served(error, config.model_type) from error
     with_kv, with_state = layers_that_keep(config)
     if not with_kv and not with_state:
         raise SpecDecError(f"the model has no layers: {config.model_type}", hint="its config.json is damaged")
@@ -238,11 +240,17 @@ def _model_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def _why_not(error: Exception, kind: str) -> str:
+def _not_served(error: Exception, kind: str) -> SpecDecError:
     # `meta` has no values: torch says so by the one for shapes that depend on them (nonzero), by the other for items.
     if isinstance(error, NotImplementedError) or "meta tensor" in str(error):
-        return f"the model looks at values while it computes, which a compiled step cannot: {kind}"
-    return f"the model does not run with attention from outside: {kind}"
+        why = "the model looks at values while it computes, which a compiled step cannot"
+        return SpecDecError(f"{why}: {kind}", hint=SEE_MODELS)
+    if _OF_SIZES.search(words := last_words(error)):
+        return SpecDecError(
+            f"transformers cannot compute with the sizes of this config: {kind} ({words})",
+            hint="correct config.json, or download or save the model again",
+        )
+    return SpecDecError(f"the model does not run with attention from outside: {kind}", hint=SEE_MODELS)
 
 
 @contextmanager

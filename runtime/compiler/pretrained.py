@@ -27,6 +27,14 @@ _SIZES = {
     "num_attention_heads": "attention heads",
     "num_key_value_heads": "heads of keys and values",
     "vocab_size": "words",
+    "chunk_size": "tokens in a chunk",
+    "mamba_chunk_size": "tokens in a chunk",
+    "state_size": "state dimensions",
+    "mamba_d_state": "state dimensions",
+    "ssm_state_size": "state dimensions",
+    "n_groups": "groups",
+    "mamba_n_groups": "groups",
+    "mamba_ngroups": "groups",
 }
 # What of a rope is a number, or a list of them, above 0.
 _OF_ROPES = (

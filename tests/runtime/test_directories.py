@@ -303,6 +303,8 @@ IMPOSSIBLE: dict[str, dict[str, Any]] = {
     "`dtype`; float7": {"dtype": "float7"},
     "attention heads; 0": {"num_attention_heads": 0},
     "layers; -1": {"num_hidden_layers": -1},
+    "chunk; -64": {"chunk_size": -64},  # of Mamba-2
+    "state; 0": {"mamba_d_state": 0},  # of Jamba
     "`rms_norm_eps`; nan": {"rms_norm_eps": math.nan},
 }
 
@@ -319,6 +321,15 @@ def test_a_config_that_nothing_can_be_computed_of_is_refused(
     said(error, *words.split("; ")[:2], "`config.json`")
     assert len(error.value.message) < 200
     assert capfd.readouterr() == ("", "")  # no line of transformers'
+
+
+def test_sizes_that_contradict_each_other_are_said_so(tmp_path: Path, said: Said) -> None:
+    data = shrunk(PUBLISHED["Mamba-Codestral-7B-v0.1"].config) | {"n_groups": 3}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(data))
+    with pytest.raises(SpecDecError) as error:
+        convert(tmp_path / "model", tmp_path / "out", None, replace=False, progress=lambda done, total: None)
+    said(error, "sizes", "mamba2")
 
 
 def test_a_rope_that_is_said_twice_and_the_same_is_one(tmp_path: Path) -> None:
