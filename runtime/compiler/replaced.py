@@ -185,13 +185,17 @@ def _handed(modules: Iterable[nn.Module], taken: dict[str, Any], method: str = "
             setattr(module, method, function)
 
 
+def _attends_by_ours(config: Any) -> bool:
+    return config._attn_implementation in (KERNEL, PAGED, PROBE)
+
+
 class _Indexer(nn.Module):
     """An index of keys that chooses all of them: a sequence has no more than it would choose."""
 
     model_config: Any
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **kwargs: Any) -> Tensor:
-        if self.model_config._attn_implementation in (KERNEL, PAGED, PROBE):
+        if _attends_by_ours(self.model_config):
             return hidden_states.new_zeros(*hidden_states.shape[:2], 1, dtype=torch.int32)
         chosen: Tensor = super().forward(hidden_states, *arguments, **kwargs)
         return chosen
@@ -208,7 +212,7 @@ class _Indexed(nn.Module):
         return super().forward(*arguments, **kwargs)
 
     def build_attention_mask_from_topk(self, **kwargs: Any) -> Tensor | None:
-        if self.model_config._attn_implementation in (KERNEL, PAGED, PROBE):
+        if _attends_by_ours(self.model_config):
             return None
         mask: Tensor = super().build_attention_mask_from_topk(**kwargs)  # type: ignore[misc]
         return mask
