@@ -329,6 +329,20 @@ _UNCUT: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3": ("ministral3", {}),
     "hunyuan-dense": ("hunyuan_v1_dense", {}),
 }
+# Of which only the heads need a test of their own.
+_WITH_HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mimo-v2-flash": (
+        "mimo_v2_flash",
+        {
+            "head_dim": 12,
+            "v_head_dim": 8,
+            "sliding_window": SLIDING_WINDOW,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+}
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -346,7 +360,7 @@ _COMMON: dict[str, Any] = {
 
 
 def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
-    kinds = _FAMILIES | _MIXTURES | _WITHOUT_ATTENTION | _SHARED | _ATTENTIONS | _OWN_ATTENTION | _UNCUT
+    kinds = _FAMILIES | _MIXTURES | _WITHOUT_ATTENTION | _SHARED | _ATTENTIONS | _OWN_ATTENTION | _UNCUT | _WITH_HEADS
     model_type, own = kinds[family]
     settings = _COMMON | own | overrides
     if model_type in ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt"):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.batch import Row, pack
+from runtime.batch import Batch, Row, pack
 from runtime.bundle import uses_kernels
 from runtime.compiler.compilation import PackagedStep
 from runtime.config import ARITHMETICS, StepCost
@@ -64,8 +64,8 @@ class HeadDraft:
         outputs = self._catch_up([one for one in draft_states if not one.is_done])
         while drafting := [one for one in draft_states if not one.is_done]:
             if num_steps > 0:
-                outputs = self._go_on(drafting, outputs)
-            logits = self._logits([outputs[id(one)] for one in drafting])
+                outputs = self._go_on(drafting, outputs, num_steps)
+            logits = self._logits([outputs[id(one)] for one in drafting], num_steps)
             num_steps += 1
             with self.engine.alone():
                 for draft_state, row in zip(drafting, logits, strict=True):
@@ -83,7 +83,8 @@ class HeadDraft:
         draft_sequence = Sequence(sequence.request, list(sequence.tokens), sequence.num_computed, sequence.block_table)
         draft_sequence.sampler = sequence.sampler
         is_ready = sequence.num_computed == len(sequence.tokens) - 1 and sequence.num_computed > 0
-        max_len = min(max_draft_len, sequence.max_draft_len) if is_ready else 0
+        longest = self.head.longest_draft or max_draft_len
+        max_len = min(max_draft_len, sequence.max_draft_len, longest) if is_ready else 0
         return DraftState(draft_sequence, max_len, self.use_logits)
 
     def _catch_up(self, draft_states: Seq[DraftState]) -> dict[int, Tensor]:
@@ -122,33 +123,38 @@ class HeadDraft:
             for row in rows:
                 if row.start == 1:
                     hide_first(cache.pool, row.block_table[0])
-        outputs = self._compute(rows, states.flatten(0, 1))
-        for row in rows:
+        batch, outputs = self._compute(rows, states.flatten(0, 1))
+        for row, own in zip(rows, outputs.view(len(rows), longest, -1), strict=True):
             cache.mark_known(row.block_table, row.start, row.start + len(row.tokens))
-        return outputs
+            if self.head.longest_draft is not None:
+                width = self.head.config.hidden_size
+                cache.keep_own(row.block_table, row.start, own[: len(row.tokens)], width)
+        return outputs[batch.logit_indices]
 
-    def _go_on(self, draft_states: Seq[DraftState], outputs: dict[int, Tensor]) -> dict[int, Tensor]:
+    def _go_on(self, draft_states: Seq[DraftState], outputs: dict[int, Tensor], num_drafted: int) -> dict[int, Tensor]:
         """The head's outputs for the last tokens of the drafts, by those for the tokens before."""
         rows = []
         for draft_state in draft_states:
             sequence = draft_state.draft_sequence
             position = sequence.num_computed if self.head.reads_target else len(sequence.tokens) - 1
             rows.append(Row(sequence.tokens[-1:], position, sequence.block_table, 1))
-        made = self._compute(rows, torch.stack([outputs[id(one)] for one in draft_states]))
+        batch, made = self._compute(rows, torch.stack([outputs[id(one)] for one in draft_states]), num_drafted)
+        made = made[batch.logit_indices]
         return {id(draft_state): output for draft_state, output in zip(draft_states, made, strict=True)}
 
-    def _compute(self, rows: list[Row], states: Tensor) -> Tensor:
+    def _compute(self, rows: list[Row], states: Tensor, num_drafted: int = 0) -> tuple[Batch, Tensor]:
+        """The rows' batch, and the head's outputs for all its tokens."""
         start = time.perf_counter()
         batch = pack(rows, self.cache.block_size, self.engine.device)
         with torch.inference_mode(), self._threads():
-            outputs = self.head(batch, states, self.pool)[batch.logit_indices]
+            outputs = self.head(batch, states, self.pool, num_drafted)
         self.time_s += time.perf_counter() - start
-        return outputs
+        return batch, outputs
 
-    def _logits(self, outputs: Iterable[Tensor]) -> Tensor:
+    def _logits(self, outputs: Iterable[Tensor], num_drafted: int) -> Tensor:
         start = time.perf_counter()
         with torch.inference_mode(), self._threads():
-            logits = self.head.logits(torch.stack(list(outputs)))
+            logits = self.head.logits(torch.stack(list(outputs)), num_drafted)
         self.time_s += time.perf_counter() - start
         return logits
 

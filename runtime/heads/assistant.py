@@ -43,6 +43,7 @@ class AssistantHead(nn.Module):
     """`outputs` are the state that takes the place of the target's, and beside it what the next token is read from."""
 
     uses_kernels, reads_target, attention = False, True, KERNEL
+    longest_draft: int | None = None
     embedding: Tensor
     draft_ids: Tensor | None
     token_ordering: Tensor
@@ -105,7 +106,7 @@ class AssistantHead(nn.Module):
             self.shapes[kind] = found[-1][1]
         self.places = tuple(places)
 
-    def forward(self, batch: Batch, states: Tensor, pool: KVPool) -> Tensor:
+    def forward(self, batch: Batch, states: Tensor, pool: KVPool, num_drafted: int = 0) -> Tensor:
         """Outputs of rows of one token, at the position of the sequence's last one."""
         width = self.config.target_hidden_size
         embedded = F.embedding(batch.input_ids.flatten(), self.embedding)
@@ -133,7 +134,7 @@ class AssistantHead(nn.Module):
         key, value = (like.new_zeros(1, shape.num_kv_heads, len(like), size) for size in sizes)
         return key, value
 
-    def logits(self, outputs: Tensor) -> Tensor:
+    def logits(self, outputs: Tensor, num_drafted: int = 0) -> Tensor:
         hidden = outputs[:, self.config.target_hidden_size :]
         if "centroids" not in self.config.flags:
             return among_all(self.lm_head(hidden), self.draft_ids)

@@ -53,7 +53,8 @@ class HeadCache:
 
     def keep(self, slots: Tensor, states: Tensor) -> None:
         """Keep the (tokens, width) hidden states of the tokens of (tokens,) slots."""
-        self.states.flatten(0, 1)[slots] = self._reduce(states).to(self.states.dtype)
+        reduced = self._reduce(states).to(self.states.dtype)
+        self.states.flatten(0, 1)[slots, : reduced.shape[-1]] = reduced
         self._has_state.reshape(-1)[slots.cpu().numpy()] = True
 
     def copy_block(self, copy: BlockCopy) -> None:
@@ -83,6 +84,12 @@ class HeadCache:
     def mark_known(self, block_table: Seq[int], start: int, end: int) -> None:
         """The head has made keys and values of the sequence's tokens `start` to `end` - 1."""
         self._has_kv.reshape(-1)[self.slots(block_table, start, end)] = True
+
+    def keep_own(self, block_table: Seq[int], start: int, outputs: Tensor, width: int) -> None:
+        """Keep what the head has made of the sequence's tokens from `start` on, beside their hidden states: the numbers
+        of its (tokens, state_size) outputs behind the first `width`."""
+        slots = torch.tensor(self.slots(block_table, start, start + len(outputs)), device=self.states.device)
+        self.states.flatten(0, 1)[slots, width:] = outputs[:, width:]
 
     def states_before(self, block_table: Seq[int], start: int, end: int) -> Tensor:
         """(end - start, state_size) hidden states of the tokens before each of tokens `start` to `end` - 1."""

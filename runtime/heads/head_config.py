@@ -21,7 +21,12 @@ _ASSISTANTS = {"gemma4_assistant": 1536, "gemma4_unified_assistant": 3840}
 """Model types of assistants, and the widths of their targets where a config does not say it."""
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _SAY_NOTHING = {"qwen3_next"}
-"""Models whose configs do not say that there is a head."""
+"""Models whose configs do not say that there is a head of one layer."""
+BY_WEIGHTS = {"mimo_v2_flash"}
+"""Models whose weights alone say it. They may have several layers, of which the first drafts: of the others it is
+disputed what they read."""
+_SHARE_PARTS = ("mtp_num_hidden_layers", "mtp_layers_block_type")
+"""Keys of configs whose heads have one projection and one norm, however many layers."""
 _OTHERS = {
     "dflash": "DFlash",
     "dspark": "DSpark",
@@ -173,14 +178,15 @@ def is_head(directory: Path | str) -> bool:
 
 
 def has_mtp_head(model: Path | str) -> bool:
-    """True for a model whose config speaks of a head of one layer, and whose files have its weights."""
+    """True for a model whose config speaks of a head that can draft, and whose files have its weights."""
     try:
         directory = resolve_model(str(model))
         config = read_model_config(directory)
+        if not _num_mtp_layers(config):
+            return False
         layer = f".layers.{num_layers_of(config)}."
-        return _num_mtp_layers(config) == 1 and any(
-            n.startswith(("mtp.", "model.mtp_")) or layer in n for n in _names_in(directory)
-        )
+        _read_mtp(config, _num_mtp_layers(config), directory, str(directory))
+        return any(n.startswith(("mtp.", "model.mtp_", "model.mtp.")) or layer in n for n in _names_in(directory))
     except SpecDecError:
         return False
 
@@ -310,16 +316,17 @@ def _num_mtp_layers(config: dict[str, Any]) -> int:
         for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
             if isinstance(record, dict) and type(record.get(key)) is int:
                 return int(record[key])
-    return int(config.get("model_type") in _SAY_NOTHING)
+    return int(config.get("model_type") in _SAY_NOTHING | BY_WEIGHTS)
 
 
 def _read_mtp(config: dict[str, Any], num_layers: int, directory: Path, where: str) -> HeadConfig:
-    if num_layers > 1:
-        raise SpecDecError(
-            f"an MTP head of several layers is not supported, {num_layers}: {directory}", hint="one of one layer is"
-        )
     inner = config.get("text_config")
     layers = inner if isinstance(inner, dict) else config
+    if num_layers > 1 and any(key in record for record in (config, layers) for key in _SHARE_PARTS):
+        raise SpecDecError(
+            f"an MTP head of several layers with one projection is not supported, {num_layers}: {directory}",
+            hint="one of one layer is",
+        )
     hidden_size, vocab_size = (_size(layers, key, where) for key in ("hidden_size", "vocab_size"))
     sizes = hidden_size, hidden_size, num_layers, vocab_size, vocab_size
     return HeadConfig(directory, "mtp", layers, *sizes, hidden_states=None)

@@ -7,7 +7,8 @@ of the hidden states when the draft goes on.
 
 import copy
 from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +27,7 @@ from runtime.errors import SpecDecError
 from runtime.files import read_json
 from runtime.heads.assistant import AssistantHead, load_assistant
 from runtime.heads.draft_vocab import among_all, rows_by_id
-from runtime.heads.head_config import HeadConfig, num_layers_of
+from runtime.heads.head_config import BY_WEIGHTS, HeadConfig, num_layers_of
 from runtime.kv_cache import KVPool
 from runtime.locks import MODEL_INIT_LOCK, quiet_transformers
 from runtime.quantization.formats import find_layers, format_of, without_quantization
@@ -41,16 +42,20 @@ _NOT_SEEN = -3e4
 """Score, before it is scaled, of what no query sees."""
 
 
+@dataclass
 class PagedPairs(PagedInputs):
     """Inputs of a head's attention: a sequence's first token has no pair, and no key that a query may see.
 
     The kernel knows no such key. So it is handed queries and keys with two more numbers, `_EXTRA`, by which the first
-    token's key, of which nothing else is there, has a score of `_NOT_SEEN`.
+    token's key, of which nothing else is there, has a score of `_NOT_SEEN`. And so have those of `num_hidden` - 1
+    tokens behind it, of layers that begin later.
     """
+
+    num_hidden: int = 1
 
     def mask(self, sliding_window: int | None, attention_chunk: int | None, num_groups: int) -> Tensor:
         visible = super().mask(sliding_window, attention_chunk, num_groups)
-        return visible & (torch.arange(visible.shape[-1], device=visible.device) > 0)
+        return visible & (torch.arange(visible.shape[-1], device=visible.device) >= self.num_hidden)
 
 
 _EXTRA = 2
@@ -65,7 +70,11 @@ def head_attention(
         kwargs["scaling"] = query.shape[-1] ** -0.5
     query = F.pad(query, (0, _EXTRA))
     query[..., -_EXTRA] = 1
-    return kernel_attention(module, query, F.pad(key, (0, _EXTRA)), value, attention_mask, **kwargs)
+    key = F.pad(key, (0, _EXTRA))
+    paged: PagedPairs = kwargs["paged"]
+    if paged.num_hidden > 1:
+        key[..., -_EXTRA].masked_fill_(paged.positions.flatten() < paged.num_hidden, _NOT_SEEN)
+    return kernel_attention(module, query, key, value, attention_mask, **kwargs)
 
 
 AttentionInterface.register(HEAD, head_attention)
@@ -132,6 +141,9 @@ class Head(Protocol):
     """True if it has no keys and values, and reads the target's, at the position of a sequence's last token."""
 
     config: HeadConfig
+    longest_draft: int | None
+    """Tokens that it can draft in a row; None: as many as are asked for."""
+
     draft_ids: Tensor | None
     """(vocabulary,) row of the output layer of each of the target's ids, or the number of rows; None: they are the
     same."""
@@ -142,15 +154,21 @@ class Head(Protocol):
     @property
     def kv_layers(self) -> tuple[LayerShape, ...]: ...
 
-    def reduce(self, states: Tensor) -> Tensor: ...
+    def reduce(self, states: Tensor) -> Tensor:
+        """What is kept of a token's hidden states: the first numbers of a state. Those behind them are of its own
+        output, as far as the head computes that of the sequence's own tokens."""
+        ...
 
     def to(self, device: torch.device) -> "Head": ...
 
-    def __call__(self, batch: Batch, states: Tensor, pool: KVPool) -> Tensor:
-        """(B x Q, state_size) outputs of the batch's tokens, whose states before them are (B x Q, state_size)."""
+    def __call__(self, batch: Batch, states: Tensor, pool: KVPool, num_drafted: int = 0) -> Tensor:
+        """(B x Q, state_size) outputs of the batch's tokens, whose states before them are (B x Q, state_size).
+
+        The tokens are the last ones of drafts of `num_drafted`, or the sequences' own.
+        """
         ...
 
-    def logits(self, outputs: Tensor) -> Tensor:
+    def logits(self, outputs: Tensor, num_drafted: int = 0) -> Tensor:
         """(T, vocab) of (T, state_size) outputs; -inf for tokens that it never drafts."""
         ...
 
@@ -159,6 +177,7 @@ class EagleHead(nn.Module):
     """An EAGLE-3 head (arXiv 2503.01840): its first layer attends over embedding and hidden state side by side."""
 
     uses_kernels = reads_target = False
+    longest_draft: int | None = None
     embedding: Tensor
     draft_ids: Tensor | None
 
@@ -205,7 +224,7 @@ class EagleHead(nn.Module):
         reduced: Tensor = self.fc(states)
         return reduced
 
-    def forward(self, batch: Batch, states: Tensor, pool: KVPool) -> Tensor:
+    def forward(self, batch: Batch, states: Tensor, pool: KVPool, num_drafted: int = 0) -> Tensor:
         attention = _attention_inputs(batch, pool, states, self.rotary_emb)
         return self.outputs(batch.input_ids.reshape(1, -1), states[None], attention)[0]
 
@@ -226,7 +245,7 @@ class EagleHead(nn.Module):
             hidden = self.norm(hidden)
         return hidden
 
-    def logits(self, outputs: Tensor) -> Tensor:
+    def logits(self, outputs: Tensor, num_drafted: int = 0) -> Tensor:
         return among_all(self.own_logits(outputs), self.draft_ids)
 
     def own_logits(self, outputs: Tensor) -> Tensor:
@@ -245,7 +264,10 @@ class MtpHead(nn.Module):
     """
 
     uses_kernels = reads_target = False
+    longest_draft: int | None = None
     draft_ids: Tensor | None
+    depth = 0
+    """Its number among several."""
 
     def __init__(
         self, config: HeadConfig, model: PreTrainedModel, parts: dict[str, Tensor], *, has_norm: bool = True
@@ -273,19 +295,19 @@ class MtpHead(nn.Module):
     def reduce(self, states: Tensor) -> Tensor:
         return states
 
-    def forward(self, batch: Batch, states: Tensor, pool: KVPool) -> Tensor:
+    def forward(self, batch: Batch, states: Tensor, pool: KVPool, num_drafted: int = 0) -> Tensor:
         embedded = self.decoder.get_input_embeddings()(batch.input_ids.flatten())
         pairs = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(states)], -1))
         output = self.decoder(
             inputs_embeds=pairs[None],
             position_ids=batch.positions.reshape(1, -1),
             use_cache=False,
-            paged=_paged_pairs(batch, pool, tuple(one.layer for one in self._shapes)),
+            paged=_paged_pairs(batch, pool, tuple(one.layer for one in self._shapes), self.depth),
         )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
-    def logits(self, outputs: Tensor) -> Tensor:
+    def logits(self, outputs: Tensor, num_drafted: int = 0) -> Tensor:
         return among_all(self.step.model.get_output_embeddings()(outputs), self.draft_ids)  # type: ignore[no-untyped-call]
 
     @property
@@ -293,34 +315,108 @@ class MtpHead(nn.Module):
         return _for_kernels(self._shapes) if self.uses_kernels else self._shapes
 
 
+class ChainedMtp(nn.Module):
+    """Several MTP layers in a row, the first of which drafts the first token of a draft, the second the second one.
+
+    Each reads the output of the one below it where that read the target's hidden state: layer k the pair of token j
+    and of what layer k - 1 made of token j - 1. So its first pair is that of token k + 1. As transformers' `MtpModel`.
+
+    A state has the hidden state of a token, and behind it the outputs of all layers but the last for it. A draft has no
+    hidden states; there the last layer's output lies in their place.
+    """
+
+    uses_kernels = reads_target = False
+    draft_ids: Tensor | None
+    longest_draft: int | None
+
+    def __init__(self, heads: Seq[MtpHead]) -> None:
+        super().__init__()
+        self.config, self.longest_draft = heads[0].config, len(heads)
+        self.heads: Any = nn.ModuleList(heads)
+        self.register_buffer("draft_ids", None, persistent=False)
+        for depth, head in enumerate(heads):
+            head.depth = depth
+            if depth > 0:
+                head.step.model.set_output_embeddings(nn.Identity())  # type: ignore[no-untyped-call]
+
+    @property
+    def step(self) -> Step:
+        """The model that has the output layer."""
+        found: Step = self.heads[0].step
+        return found
+
+    @property
+    def state_size(self) -> int:
+        return len(self.heads) * self.config.hidden_size
+
+    @property
+    def kv_layers(self) -> tuple[LayerShape, ...]:
+        shapes = tuple(shape for head in self.heads for shape in head._shapes)
+        return _for_kernels(shapes) if self.uses_kernels else shapes
+
+    def reduce(self, states: Tensor) -> Tensor:
+        return states
+
+    def forward(self, batch: Batch, states: Tensor, pool: KVPool, num_drafted: int = 0) -> Tensor:
+        (B, Q), before = batch.input_ids.shape, list(states.chunk(len(self.heads), -1))
+        outputs = [*before[1:], before[0]]
+        for depth, head in enumerate(self.heads):
+            if depth < num_drafted:
+                continue  # it has drafted, and what it would make of these tokens is not read again
+            if depth > num_drafted and Q > 1:
+                below = outputs[depth - 1].view(B, Q, -1)[:, :-1]
+                before[depth] = torch.cat([before[depth].view(B, Q, -1)[:, :1], below], 1).flatten(0, 1)
+            is_there = (batch.positions > depth).view(-1, 1)
+            outputs[depth] = head(batch, before[depth].where(is_there, 0), pool)
+        return torch.cat([outputs[-1], *outputs[:-1]], -1)
+
+    def logits(self, outputs: Tensor, num_drafted: int = 0) -> Tensor:
+        parts = outputs.chunk(len(self.heads), -1)
+        drafted: Tensor = self.heads[0].logits(parts[(num_drafted + 1) % len(parts)])
+        return among_all(drafted, self.draft_ids)
+
+
 _BEFORE_LAYER = ("enorm", "hnorm", "eh_proj")
 _QWENS = {"mtp.fc.": "eh_proj.", "mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm."}
 _QWENS |= {"mtp.layers.": "model.layers.", "mtp.norm.": "model.norm."}
-_ERNIES = {"model.mtp_emb_norm.0.": "enorm.", "model.mtp_hidden_norm.0.": "hnorm."}
-_ERNIES |= {"model.mtp_linear_proj.0.": "eh_proj.", "model.mtp_block.0.": "model.layers.0."}
+_ERNIES = {"model.mtp_emb_norm.{}.": "enorm.", "model.mtp_hidden_norm.{}.": "hnorm."}
+_ERNIES |= {"model.mtp_linear_proj.{}.": "eh_proj.", "model.mtp_block.{}.": "model.layers.0."}
+_MIMOS = {f"model.mtp.layers.{{}}.{name}.": f"{name}." for name in _BEFORE_LAYER}
+_MIMOS |= {"model.mtp.layers.{}.pre_mlp_layernorm.": "model.layers.0.post_attention_layernorm."}
+_MIMOS |= {"model.mtp.layers.{}.final_layernorm.": "model.norm.", "model.mtp.layers.{}.": "model.layers.0."}
 
 
-def _load_mtp(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype) -> MtpHead:
-    entries = read_tensors(config.directory)
-    last = f".layers.{num_layers_of(config.layers)}."
-    own = {name: one for one in entries if (name := _name_in_mtp(one.name, last)) is not None}
-    if not own:
-        raise SpecDecError(
-            f"the model's weights have no MTP head, of which its config.json speaks: {config.directory}",
-            hint="some who pack models anew leave it out; take the original",
-        )
-    one_layer = _config_of_one_layer(config, own)
-    embeddings = _embeddings_of(config)
+def _load_mtp(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype) -> MtpHead | ChainedMtp:
+    entries, embeddings = read_tensors(config.directory), _embeddings_of(config)
     shared = _shared_with_target(entries, embeddings)
     if target_embedding is not None:
         shared.pop(embeddings, None)
-    shapes = parameter_shapes(one_layer)
-    tensors = _numbers(own, config, dtype, shapes) | _numbers(shared, config, dtype, shapes)
-    if target_embedding is not None:
-        tensors[embeddings] = target_embedding
-    tensors.setdefault("lm_head.weight", tensors[embeddings])
+    known = {} if target_embedding is None else {embeddings: target_embedding}
+    heads = []
+    for depth in range(config.num_layers):
+        number = num_layers_of(config.layers) + depth
+        own = {name: one for one in entries if (name := _name_in_mtp(one.name, number, depth)) is not None}
+        if not own:
+            which = "no MTP head" if depth == 0 else f"{depth} MTP layers and not {config.num_layers}"
+            raise SpecDecError(
+                f"the model's weights have {which}, of which its config.json speaks: {config.directory}",
+                hint="some who pack models anew leave it out; take the original",
+            )
+        one_layer = _config_of_one_layer(config, own)
+        shapes = parameter_shapes(one_layer)
+        if depth == 0:
+            known = _numbers(shared, config, dtype, shapes) | known
+            known.setdefault("lm_head.weight", known[embeddings])
+        heads.append(_mtp_layer(config, own, one_layer, _numbers(own, config, dtype, shapes) | known))
+    return heads[0] if len(heads) == 1 else ChainedMtp(heads)
+
+
+def _mtp_layer(
+    config: HeadConfig, own: dict[str, SourceTensor], one_layer: PreTrainedConfig, tensors: dict[str, Tensor]
+) -> MtpHead:
     parts = {name: tensors.pop(name) for name in list(tensors) if name.split(".")[0] in _BEFORE_LAYER}
     has_norm = not any(one.name.startswith("model.mtp_block.") for one in own.values())
+    dtype = tensors["lm_head.weight"].dtype
     if not has_norm:  # in Ernie's none is behind the layer
         tensors["model.norm.weight"] = torch.ones(config.hidden_size, dtype=dtype)
     model = model_of_weights(ModelKind(one_layer, dtype, PAGED), tensors, str(config.directory))
@@ -365,17 +461,18 @@ def _shared_with_target(entries: list[SourceTensor], embeddings: str) -> dict[st
     }
 
 
-def _name_in_mtp(name: str, last: str) -> str | None:
-    """Name in a model of that layer alone, or of what is before it; None for what is of the target."""
-    for theirs, ours in (_QWENS | _ERNIES).items():
-        if name.startswith(theirs):
-            own = ours + name.removeprefix(theirs)
-            number, _, part = own.removeprefix("model.layers.").partition(".")  # Nemotron-H's stand in its layers
-            if number.isdigit() and part.startswith("final_layernorm."):
+def _name_in_mtp(name: str, number: int, depth: int) -> str | None:
+    """Name in a model of that layer alone, the model's layer `number` and its head's `depth`, or of what is before it;
+    None for what is of the target, or of another of the head's layers."""
+    for theirs, ours in (_QWENS | _ERNIES | _MIMOS).items():
+        if name.startswith(theirs.format(depth)):
+            own = ours + name.removeprefix(theirs.format(depth))
+            place, _, part = own.removeprefix("model.layers.").partition(".")  # Nemotron-H's stand in its layers
+            if place.isdigit() and part.startswith("final_layernorm."):
                 return f"model.norm_f.{part.removeprefix('final_layernorm.')}"
-            return part if number.isdigit() and part.split(".")[0] in _BEFORE_LAYER else own
-    _, is_there, own = name.partition(last)
-    if not is_there or own.startswith(("embed_tokens.", "shared_head.head.")):
+            return part if place.isdigit() and part.split(".")[0] in _BEFORE_LAYER else own
+    _, is_there, own = name.partition(f".layers.{number}.")
+    if not is_there or own.startswith(("embed_tokens.", "shared_head.head.")) or ".mtp.layers." in name:
         return None
     if own.startswith("shared_head.norm."):
         return f"model.norm.{own.removeprefix('shared_head.norm.')}"
@@ -391,10 +488,11 @@ def _config_of_one_layer(config: HeadConfig, own: Iterable[str]) -> PreTrainedCo
         one.layer_types = list(one.mtp_layers_block_type)
         return one  # type: ignore[no-any-return]
     has_experts = any(".mlp.experts." in name for name in own)
+    is_mimo = config.layers.get("model_type") in BY_WEIGHTS
     settings = {
         "moe_layer_start_index": 0 if has_experts else 1,  # Ernie's
-        "layer_types": ["full_attention"],
-        "mlp_layer_types": [(getattr(one, "mlp_layer_types", None) or ["dense"])[-1]],
+        "layer_types": ["sliding_attention" if is_mimo else "full_attention"],
+        "mlp_layer_types": ["dense" if is_mimo else (getattr(one, "mlp_layer_types", None) or ["dense"])[-1]],
         "first_k_dense_replace": 0,
         "mlp_only_layers": [],
         "num_hidden_layers": 1,
@@ -424,8 +522,9 @@ def set_output(head: Head, ids: Tensor | None, quantized: QuantizedWeight | None
     """Have a head with all ids draft (n,) `ids` alone, and any head by a quantized output layer, of these rows."""
     if (ids is None and quantized is None) or "centroids" in head.config.flags:
         return
-    owner: Any = head.step.model if isinstance(head, MtpHead) else head
-    output: nn.Linear = owner.get_output_embeddings() if isinstance(head, MtpHead) else owner.lm_head
+    is_mtp = isinstance(head, MtpHead | ChainedMtp)
+    owner: Any = head.step.model if isinstance(head, MtpHead | ChainedMtp) else head
+    output: nn.Linear = owner.get_output_embeddings() if is_mtp else owner.lm_head
     if ids is not None:
         head.draft_ids = rows_by_id(ids, output.out_features)
     if quantized is not None:
@@ -434,7 +533,7 @@ def set_output(head: Head, ids: Tensor | None, quantized: QuantizedWeight | None
         assert ids is not None
         made = rows_of(output, ids)
     made.requires_grad_(requires_grad=False)
-    if isinstance(head, MtpHead):
+    if is_mtp:
         owner.set_output_embeddings(made)
     else:
         owner.lm_head = made
@@ -580,5 +679,16 @@ def _attention_inputs(batch: Batch, pool: KVPool, states: Tensor, rotary: nn.Mod
     }
 
 
-def _paged_pairs(batch: Batch, pool: KVPool, layers: tuple[int, ...]) -> PagedPairs:
-    return PagedPairs(pool.keys, pool.values, [], batch.positions, batch.slot_mapping, batch.block_tables, layers)
+def _paged_pairs(batch: Batch, pool: KVPool, layers: tuple[int, ...], depth: int = 0) -> PagedPairs:
+    """Of a head's `layers`, the `depth`th of several heads that have as many."""
+    own = slice(depth * len(layers), (depth + 1) * len(layers))
+    return PagedPairs(
+        pool.keys[own],
+        pool.values[own],
+        [],
+        batch.positions,
+        batch.slot_mapping,
+        batch.block_tables,
+        layers,
+        num_hidden=depth + 1,
+    )

@@ -13,7 +13,7 @@ import torch
 from heads import copy_with_mtp
 from quantized import plain_model_of, save_awq, save_fp8, save_gptq, small_model
 from safetensors.torch import load_file, save_file
-from test_eagle import DRAFT_LEN, ON_LOOPS, answer, drafter, expected, make_requests
+from test_eagle import DRAFT_LEN, ON_LOOPS, SAMPLED, answer, drafter, expected, make_requests
 from tiny import make_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -21,7 +21,7 @@ from transformers.modeling_layers import MtpModel
 
 from runtime.config import DraftOutput
 from runtime.errors import SpecDecError
-from runtime.heads.head_config import is_head, read_head
+from runtime.heads.head_config import has_mtp_head, is_head, read_head
 
 Forward = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(n,) ids and (n, hidden) states before them -> (n, hidden) outputs and (n, vocab) logits."""
@@ -49,6 +49,13 @@ def save_with_head(directory: Path, family: str, **settings: Any) -> PreTrainedM
         tensors = {name.replace(f"model.layers.{last}.", "model.mtp_block.0."): one for name, one in tensors.items()}
         config["num_nextn_predict_layers"] = 1
         del norms[-1]
+    elif family == "mimo-v2-flash":  # whose config says nothing, and of whose layers the first drafts
+        names = [f"model.mtp.layers.0.{name}" for name in ("eh_proj", "enorm", "hnorm", "final_layernorm")]
+        own = {name: one for name, one in tensors.items() if name.startswith(f"model.layers.{last}.")}
+        tensors = {name: one for name, one in tensors.items() if name not in own}
+        for name, one in own.items():
+            part = name.removeprefix(f"model.layers.{last}.").replace("post_attention_", "pre_mlp_")
+            tensors |= {f"model.mtp.layers.0.{part}": one, f"model.mtp.layers.1.{part}": torch.zeros_like(one)}
     elif family == "nemotron-h":
         names = [f"mtp.layers.{part}" for part in ("0.eh_proj", "0.enorm", "0.hnorm", "1.final_layernorm")]
         for i in (last - 1, last):
@@ -65,6 +72,63 @@ def save_with_head(directory: Path, family: str, **settings: Any) -> PreTrainedM
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config))
     return model
+
+
+def save_with_layers(directory: Path, num_layers: int) -> PreTrainedModel:
+    """Save a DeepSeek V3 of two layers with a head of several, and give transformers' own modules of the head."""
+    model = make_model("deepseek-v3", num_hidden_layers=2 + num_layers)
+    model.save_pretrained(directory)
+    tensors, config = load_file(directory / "model.safetensors"), json.loads((directory / "config.json").read_text())
+    config |= {"num_hidden_layers": 2, "num_nextn_predict_layers": num_layers}
+    for key in ("layer_types", "mlp_layer_types"):
+        if config.get(key):
+            config[key] = config[key][:2]
+    size, generator = model.config.hidden_size, torch.Generator().manual_seed(0)
+    for i in range(2, 2 + num_layers):
+        tensors[f"model.layers.{i}.eh_proj.weight"] = 0.3 * torch.randn(size, 2 * size, generator=generator)
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            tensors[f"model.layers.{i}.{name}.weight"] = 1 + 0.2 * torch.randn(size, generator=generator)
+        tensors[f"model.layers.{i}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config))
+    target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
+    target._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{i}.*" for i in range(2, 2 + num_layers)]
+    return target.eval()
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "loop", "compiler", "tokens_per_block"),
+    [
+        (2, "leader", "aot", 4),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in ((3, "orchestrator", "none", 4), (3, "leader", "aot", 2), (2, "orchestrator", "none", 4))
+        ),
+    ],
+)
+def test_several_layers(
+    num_layers: int, loop: str, compiler: str, tokens_per_block: int, tmp_path: Path, make_engine: Any
+) -> None:
+    """Drafts are those of transformers' `MtpModel` over the whole text, as long as there are layers."""
+    target = save_with_layers(tmp_path, num_layers)
+    head = MtpModel.from_pretrained(target)
+    assert read_head(tmp_path).num_layers == num_layers and has_mtp_head(tmp_path)
+    engine = make_engine(target, hidden_states=(2,), compiler=compiler, tokens_per_block=tokens_per_block)
+    mtp = drafter(engine, tmp_path)
+    assert answer(engine, loop, make_requests(), mtp) == expected(target)
+    assert sum(len(draft) for _, draft in mtp.seen) >= 200
+    for tokens, draft in mtp.seen:
+        ids, positions = torch.tensor([tokens[1:]]), torch.arange(1, len(tokens))[None]
+        with torch.no_grad():
+            states = target.get_decoder()(torch.tensor([tokens[:-1]]), use_cache=False).last_hidden_state
+            theirs = head(ids, states, None, positions, None)[0][0].tolist()
+        assert len(draft) <= num_layers and draft == theirs[: len(draft)], tokens
+    engine.clear_cache()
+    drafted = answer(engine, loop, make_requests(SAMPLED), mtp)
+    engine.clear_cache()
+    assert drafted == answer(engine, loop, make_requests(SAMPLED), None)
 
 
 def by_transformers(directory: Path, target: PreTrainedModel) -> Forward:
@@ -89,6 +153,9 @@ def by_layers(directory: Path, target: PreTrainedModel, whole: PreTrainedModel) 
         names = [f"model.mtp_{name}.0" for name in ("linear_proj", "emb_norm", "hidden_norm")]
     elif is_nemotron:
         names = [f"mtp.layers.{part}" for part in ("0.eh_proj", "0.enorm", "0.hnorm", "1.final_layernorm")]
+    elif whole.config.model_type == "mimo_v2_flash":
+        names = [f"model.mtp.layers.0.{name}" for name in ("eh_proj", "enorm", "hnorm", "final_layernorm")]
+    window = whole.config.sliding_window if whole.config.model_type == "mimo_v2_flash" else 10**6
     norms: list[nn.Module] = []
     for name in names[1:]:
         norm = copy.deepcopy(model.norm_f if is_nemotron else model.norm)
@@ -102,11 +169,13 @@ def by_layers(directory: Path, target: PreTrainedModel, whole: PreTrainedModel) 
         embedded = target.get_input_embeddings()(ids)
         hidden = torch.cat([norms[0](embedded), norms[1](states)], -1) @ tensors[f"{names[0]}.weight"].T
         positions = torch.arange(1, n + 1)[None]
-        mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
+        distance = torch.arange(n)[:, None] - torch.arange(n)
+        mask = torch.zeros(n, n).masked_fill((distance < 0) | (distance >= window), -torch.inf)[None, None]
         if is_nemotron:
             outputs = norms[2](model.layers[-1](model.layers[-2](hidden[None], attention_mask=mask)))[0]
             return outputs, target.lm_head(outputs)
-        rotary = model.rotary_emb(hidden[None], positions)
+        kind = ("sliding_attention",) if window < 10**6 else ()
+        rotary = model.rotary_emb(hidden[None], positions, *kind)
         outputs = model.layers[-1](hidden[None], position_embeddings=rotary, attention_mask=mask)
         outputs = norms[2](outputs[0] if isinstance(outputs, tuple) else outputs)[0]
         return outputs, target.lm_head(outputs)
@@ -114,7 +183,7 @@ def by_layers(directory: Path, target: PreTrainedModel, whole: PreTrainedModel) 
     return forward
 
 
-_SLOW = {"qwen3-next", "ernie4_5", "nemotron-h"}  # the first one's head is as Qwen3.5's
+_SLOW = {"qwen3-next", "ernie4_5", "nemotron-h", "mimo-v2-flash"}  # the first one's head is as Qwen3.5's
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek-v3": {"num_hidden_layers": 3},
     "qwen3.5": {
@@ -122,6 +191,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"] * 2 + ["full_attention"],
     },
     "ernie4_5": {"num_hidden_layers": 4},
+    "mimo-v2-flash": {
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+    },
     "nemotron-h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "full_attention", "moe"]},
     "qwen3-next": {
         "num_hidden_layers": 5,
@@ -259,7 +333,9 @@ def test_a_model_packed_without_its_head(
     engine = make_engine(target, hidden_states=(target.config.num_hidden_layers,))
     with pytest.raises(SpecDecError, match="have no MTP head"):
         drafter(engine, tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 2}))
-    with pytest.raises(SpecDecError, match="several layers is not supported, 2"):
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"num_nextn_predict_layers": 2, "mtp_num_hidden_layers": 2})
+    )
+    with pytest.raises(SpecDecError, match="several layers with one projection is not supported, 2"):
         read_head(tmp_path)
     assert DRAFT_LEN > 1 and not engine._heads
