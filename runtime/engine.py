@@ -42,22 +42,49 @@ _SHORT_ROW = 32
 _MAX_LOGITS = 1 << 23  # computed at once of a prompt that is scored
 
 
+_STATE_CHECKPOINT_INTERVAL = 8192
+
+
 @dataclass(frozen=True)
 class KVCacheConfig:
     """Size of the K/V cache, and whether released blocks are reused.
 
     `max_tokens` bounds it on any device. Without it a CPU gets what max_batch_size sequences of max_seq_len tokens
     need, and a GPU `free_gpu_memory_fraction` of the memory that is free once the engine is open. A model's states,
-    if it has any, are kept after each `state_checkpoint_interval` tokens of a prompt, for others that begin alike.
+    if it has any, are kept after each `state_checkpoint_interval` tokens of a prompt, for others that begin alike;
+    None: 8,192. For a model without states, and where nothing is reused, it is an error.
     """
 
     block_reuse: bool = True
     max_tokens: Size | None = None
     free_gpu_memory_fraction: Share = 0.9
-    state_checkpoint_interval: int = 8192
+    state_checkpoint_interval: int | None = None
 
     def __post_init__(self) -> None:
         check_arguments(KVCacheConfig, vars(self))
+
+    def interval(self, *, has_states: bool) -> int | None:
+        """Tokens of prompts after which states are kept; None where they are not. UsageError for one that nothing
+        reads."""
+        interval = self.state_checkpoint_interval
+        if interval is None:
+            return _STATE_CHECKPOINT_INTERVAL if self.block_reuse else None
+        if interval < 1:
+            raise UsageError(
+                f"states are kept at intervals of at least one token: {interval}",
+                hint="raise `state_checkpoint_interval`",
+            )
+        if not has_states or not self.block_reuse:
+            why = "nothing is reused" if has_states else "the model has no states"
+            raise UsageError(
+                f"states are kept along prompts for requests that reuse them, and {why}: state_checkpoint_interval "
+                f"{interval}",
+                hint="leave it out",
+                code="state_interval",
+                why=why,
+                interval=interval,
+            )
+        return interval
 
 
 class Engine:
@@ -75,12 +102,7 @@ class Engine:
     ) -> None:
         if max_num_tokens < 1:
             raise UsageError(f"at least one token is computed at a time: {max_num_tokens}", hint="raise it")
-        interval = kv_cache.state_checkpoint_interval if kv_cache.block_reuse else None
-        if interval is not None and interval < 1:
-            raise UsageError(
-                f"states are kept at intervals of at least one token: {interval}",
-                hint="raise `state_checkpoint_interval`",
-            )
+        interval = kv_cache.interval(has_states=bool(config.states))
         self.config = config
         self.max_num_tokens = max_num_tokens
         self.device = device

@@ -17,7 +17,15 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig, PreTrainedModel
+from transformers import (
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
+    Gemma4TextConfig,
+    Gemma4UnifiedAssistantConfig,
+    Gemma4UnifiedAssistantForCausalLM,
+    Gemma4UnifiedTextConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import KVSharingDict
 
 THETA = 5000.0
@@ -178,9 +186,21 @@ def copy_with_mtp(model_dir: Path, directory: Path) -> Path:
     return directory
 
 
+_ASSISTANTS: dict[str, tuple[Any, Any, Any]] = {
+    "gemma4_text": (Gemma4AssistantConfig, Gemma4TextConfig, Gemma4AssistantForCausalLM),
+    "gemma4_unified_text": (
+        Gemma4UnifiedAssistantConfig,
+        Gemma4UnifiedTextConfig,
+        Gemma4UnifiedAssistantForCausalLM,
+    ),
+}
+
+
 def make_assistant(target: PreTrainedModel, directory: Path, *, num_centroids: int = 0, **text: Any) -> Path:
-    """Save a Gemma 4's assistant with random weights, by transformers' class; without centroids where there are 0."""
+    """Save a Gemma 4's assistant with random weights, by transformers' class for such targets; without centroids where
+    there are 0."""
     own: Any = target.config
+    config_class, text_class, model_class = _ASSISTANTS[own.model_type]
     settings: dict[str, Any] = {
         "hidden_size": 24,
         "intermediate_size": 40,
@@ -196,8 +216,8 @@ def make_assistant(target: PreTrainedModel, directory: Path, *, num_centroids: i
         "hidden_size_per_layer_input": 0,
         "vocab_size_per_layer_input": 0,
     }
-    config = Gemma4AssistantConfig(
-        text_config=Gemma4TextConfig(**(settings | text)),
+    config = config_class(
+        text_config=text_class(**(settings | text)),
         backbone_hidden_size=own.hidden_size,
         use_ordered_embeddings=bool(num_centroids),
         num_centroids=num_centroids or 2048,
@@ -205,7 +225,7 @@ def make_assistant(target: PreTrainedModel, directory: Path, *, num_centroids: i
     )
     torch.manual_seed(1)
     with _all_layers_share():
-        model = Gemma4AssistantForCausalLM(config)
+        model = model_class(config)
     for name, parameter in model.named_parameters():
         parameter.data = torch.randn_like(parameter) * 0.3 + ("norm" in name)
     if num_centroids:
@@ -217,18 +237,21 @@ def make_assistant(target: PreTrainedModel, directory: Path, *, num_centroids: i
 @contextmanager
 def _all_layers_share() -> Iterator[None]:
     """transformers 5.23 cannot make its own assistants: a config that stores no keys and values is an error there."""
-    own: Any = Gemma4TextConfig.kv_sharing_modes
+    classes: tuple[Any, ...] = (Gemma4TextConfig, Gemma4UnifiedTextConfig)
+    theirs = [one.kv_sharing_modes for one in classes]
+    for one, own in zip(classes, theirs, strict=True):
 
-    def modes(config: Any) -> list[str | None]:
-        n = config.num_hidden_layers
-        found: list[str | None] = ["reuse"] * n if config.num_kv_shared_layers == n else own.fget(config)
-        return found
+        def modes(config: Any, own: Any = own) -> list[str | None]:
+            n = config.num_hidden_layers
+            found: list[str | None] = ["reuse"] * n if config.num_kv_shared_layers == n else own.fget(config)
+            return found
 
-    Gemma4TextConfig.kv_sharing_modes = property(modes)  # type: ignore[assignment]
+        one.kv_sharing_modes = property(modes)
     try:
         yield
     finally:
-        Gemma4TextConfig.kv_sharing_modes = own
+        for one, own in zip(classes, theirs, strict=True):
+            one.kv_sharing_modes = own
 
 
 class AssistantReference:
@@ -236,10 +259,11 @@ class AssistantReference:
     does after a prompt."""
 
     def __init__(self, directory: Path, target: PreTrainedModel) -> None:
-        with _all_layers_share():
-            self.assistant = Gemma4AssistantForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-        self.target = target
         config: Any = target.config
+        model_class = _ASSISTANTS[config.model_type][2]
+        with _all_layers_share():
+            self.assistant = model_class.from_pretrained(directory, dtype=torch.float32).eval()
+        self.target = target
         end = config.num_hidden_layers - config.num_kv_shared_layers
         self.stores = {kind: i for i, kind in enumerate(config.layer_types[:end])}
 

@@ -331,6 +331,10 @@ _UNCUT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Of which only the heads need a test of their own.
 _WITH_HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4-unified": (
+        "gemma4_unified_text",
+        {"head_dim": 12, "global_head_dim": 16, "sliding_window": SLIDING_WINDOW},
+    ),
     "mimo-v2-flash": (
         "mimo_v2_flash",
         {

@@ -62,13 +62,14 @@ class KVCacheOptions:
         ),
     ] = None
     state_checkpoint_interval: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=1,
-            help="Tokens of a prompt after which a model's states, if it has any, are kept for others.",
+            help="Tokens of a prompt after which the states of a model that has them are kept for others.",
             rich_help_panel=KV_CACHE,
+            show_default="8192",
         ),
-    ] = 8192
+    ] = None
 
     def config(self) -> "KVCacheConfig":
         from runtime.engine import KVCacheConfig

@@ -117,6 +117,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     ),
     "self_draft_split": ("leave `--self-draft` out", "convert the model without `specdec convert --tp-size`"),
     "size_of_no_vocab": "`--draft-vocab auto` chooses one",
+    "state_interval": "leave `--state-checkpoint-interval` out",
     "tokenizer_is_code": "`--tokenizer-dir` names one that transformers has a class for",
     "top_k": "0 leaves the whole vocabulary",
     "tune_draft_len": "lower it, or build with a larger `specdec build --max-draft-len`",
@@ -132,6 +133,7 @@ MESSAGES: dict[str, str] = {
     "no_layer_that_drafts": "`{flag}` is of a trained head, or of a copy that drafts: {value}",
     "ngram_sizes": "`--min-matching-ngram-size` exceeds the longest, {longest}: {shortest}",
     "size_of_no_vocab": "`--draft-vocab-size` is of a vocabulary of drafts: {size}",
+    "state_interval": "`--state-checkpoint-interval` is for requests that reuse states, and {why}: {interval}",
     "top_k": "`--top-k` exceeds the vocabulary of {size}: {top_k}",
 }
 """Messages about a flag's value, with the flag's name."""

@@ -116,7 +116,10 @@ def open_draft_model(spec: DraftTargetDrafter, opening: Opening) -> OpenDrafter:
         bundle = read_bundle(opening.find_engine(spec.model))
     tokenizers = opening.check_draft_engine(bundle, use_logits=spec.use_logits)
     with draft_engine_errors():
-        engine = opening.stack.enter_context(Engine.of_bundle(bundle, spec.device_ids, opening.kv_cache))
+        kv_cache = (
+            opening.kv_cache if bundle.config.states else replace(opening.kv_cache, state_checkpoint_interval=None)
+        )
+        engine = opening.stack.enter_context(Engine.of_bundle(bundle, spec.device_ids, kv_cache))
         draft_costs = None
         if opening.costs is not None:
             engine.config = costs_when_asked_for(bundle, engine)

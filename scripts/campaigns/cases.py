@@ -207,6 +207,8 @@ class Case:
         )
         model = replace(model, num_before=self.random_of_states.choice([0, 1, 2, 4]))
         model = replace(model, is_recurrent=model.num_before > 0 and self.random_of_states.random() < 0.6)
+        if not (model.num_before and kv_cache.block_reuse):
+            kv_cache = replace(kv_cache, state_checkpoint_interval=None)
         # A copy likes what the model likes, three times in four.
         copy = replace(model, seed=model.seed + choose([0, 7, 7]))
         return CheckedEngine(model, build, kv_cache, choose([2, 7, 30, 512]), copy, self._slots(build))

@@ -269,6 +269,17 @@ def test_an_interval_of_0_is_refused(model: PreTrainedModel, make_engine_dir: An
     said(raised, "0")
 
 
+@pytest.mark.parametrize("case", ["without reuse", "without states"])
+def test_an_interval_that_nothing_reads_is_refused(
+    case: str, model: PreTrainedModel, make_engine_dir: Any, said: Said
+) -> None:
+    of = model if case == "without reuse" else make_model("llama")
+    with pytest.raises(UsageError) as raised:
+        cache = KVCacheConfig(block_reuse=case != "without reuse", state_checkpoint_interval=64)
+        Engine.open(make_engine_dir(of), kv_cache=cache)
+    said(raised, "64")
+
+
 class InterruptedPool:
     """A layer's pool that is not written any more once Ctrl-C has come."""
 

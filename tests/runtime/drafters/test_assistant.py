@@ -35,12 +35,15 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"layer_types": KINDS, "num_hidden_layers": 2},
     ),
     "experts, keys are values": ({"layer_types": KINDS * 2, "attention_k_eq_v": True}, {}),
+    "unified": ({"layer_types": KINDS * 2}, {}),
+    "unified, keys are values, centroids": ({"layer_types": KINDS * 2, "attention_k_eq_v": True}, {"num_centroids": 8}),
 }
 
 
 def make_target(form: str) -> PreTrainedModel:
     settings = FORMS[form][0]
-    return make_model("gemma4-moe", num_hidden_layers=len(settings["layer_types"]), **settings)
+    family = "gemma4-unified" if form.startswith("unified") else "gemma4-moe"
+    return make_model(family, num_hidden_layers=len(settings["layer_types"]), **settings)
 
 
 def check_drafts(seen: list[tuple[list[int], list[int]]], directory: Path, target: PreTrainedModel, least: int) -> None:
@@ -55,6 +58,8 @@ def check_drafts(seen: list[tuple[list[int], list[int]]], directory: Path, targe
     [
         ("centroids", "leader", "aot"),
         ("K/V shared", "orchestrator", "none"),
+        ("unified", "leader", "none"),
+        pytest.param("unified, keys are values, centroids", "leader", "aot", marks=pytest.mark.slow),
         pytest.param("K/V shared", "leader", "aot", marks=pytest.mark.slow),
         pytest.param("K/V shared, no sharing of the last kinds", "leader", "none", marks=pytest.mark.slow),
         pytest.param("experts, keys are values", "leader", "aot", marks=pytest.mark.slow),
