@@ -155,8 +155,8 @@ class Head(Protocol):
     def kv_layers(self) -> tuple[LayerShape, ...]: ...
 
     def reduce(self, states: Tensor) -> Tensor:
-        """What is kept of a token's hidden states: the first numbers of a state. Those behind them are of its own
-        output, as far as the head computes that of the sequence's own tokens."""
+        """Compute what is kept of a token's hidden states: the first numbers of a state. Those behind them are of the
+        head's own output."""
         ...
 
     def to(self, device: torch.device) -> "Head": ...
@@ -680,7 +680,7 @@ def _attention_inputs(batch: Batch, pool: KVPool, states: Tensor, rotary: nn.Mod
 
 
 def _paged_pairs(batch: Batch, pool: KVPool, layers: tuple[int, ...], depth: int = 0) -> PagedPairs:
-    """Of a head's `layers`, the `depth`th of several heads that have as many."""
+    """Inputs of a head's `layers`, the `depth`th of several heads that have as many."""
     own = slice(depth * len(layers), (depth + 1) * len(layers))
     return PagedPairs(
         pool.keys[own],
