@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -175,8 +176,27 @@ def cpu_options() -> dict[str, Any]:
 
 def named_compiler() -> AbstractContextManager[None]:
     """Inductor calls the compiler that compiles the kernels. By itself it takes an empty CXX for a compiler's name."""
-    patched: AbstractContextManager[None] = torch._inductor.config.patch({"cpp.cxx": (None, cxx_compiler())})
+    compiler = cxx_compiler()
+    patched: AbstractContextManager[None] = torch._inductor.config.patch(
+        {"cpp.cxx": (None, compiler), "aot_inductor.custom_op_libs": _shared_libraries(compiler)}
+    )
     return patched
+
+
+@cache
+def _shared_libraries(compiler: str) -> list[str] | None:
+    """The libstdc++ that a process has, to be linked first, where the compiler finds it.
+
+    Some g++ link one of their own into each library. A regular expression that reads a device's name, in Inductor's
+    runtime, then takes facets of the other one, and the process crashes (seen on Ubuntu 24.04).
+    """
+    name = "libstdc++.so.6"
+    with suppress(OSError, ValueError):
+        command = [*shlex.split(compiler), f"-print-file-name={name}"]
+        found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True).stdout.strip()
+        if os.path.isabs(found):
+            return [f":{name}"]
+    return None
 
 
 @contextmanager

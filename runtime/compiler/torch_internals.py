@@ -35,6 +35,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "torch._inductor.config.aot_inductor.package_constants_in_so": (),
     "torch._inductor.config.aot_inductor.package_constants_on_disk_format": (),
     "torch._inductor.config.aot_inductor.custom_ops_to_c_shims": (),
+    "torch._inductor.config.aot_inductor.custom_op_libs": (),
     "torch._inductor.codegen.cpp.WorkSharing.close": (),
     "torch._inductor.codegen.cpp.WorkSharing.parallel": (),
     "torch._inductor.cpp_builder.CppBuilder.get_command_line": (),

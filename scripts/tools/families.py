@@ -46,7 +46,7 @@ from runtime.config import SelfDraft as SelfDraftConfig
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.self_draft import SelfDraft
-from runtime.engine import Engine
+from runtime.engine import Engine, KVCacheConfig
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import write_json
 from runtime.request import Request
@@ -284,7 +284,8 @@ def make_engine(
         phase=lambda name: None,
         effort=BuildEffort(measure_costs=False),
     )
-    return Engine.open(work_dir / "engine")
+    # On a GPU small models of several processes fit beside each other.
+    return Engine.open(work_dir / "engine", kv_cache=KVCacheConfig(free_gpu_memory_fraction=0.02))
 
 
 def engine_outputs(engine: Engine, *, ngram: bool) -> list[list[int]]:

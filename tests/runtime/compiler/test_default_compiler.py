@@ -60,7 +60,15 @@ def test_a_program_that_is_not_there_does_not_end_well() -> None:
 
 
 @pytest.mark.slow
-def test_a_package_is_compiled_opened_and_run_in_a_child_process() -> None:
+@pytest.mark.parametrize("options", ["", "-static-libstdc++"])
+def test_a_package_is_compiled_opened_and_run_in_a_child_process(
+    options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a g++, too, that links a libstdc++ of its own into each library."""
+    compiler = tmp_path / "g++"
+    compiler.write_text(f'#!/bin/sh\nexec g++ "$@" {options}\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
     assert ends_well([sys.executable, *choosing._TRIAL, "cpu"])
 
 
