@@ -379,11 +379,11 @@ class ChainedMtp(nn.Module):
 _BEFORE_LAYER = ("enorm", "hnorm", "eh_proj")
 _QWENS = {"mtp.fc.": "eh_proj.", "mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm."}
 _QWENS |= {"mtp.layers.": "model.layers.", "mtp.norm.": "model.norm."}
-_ERNIES = {"model.mtp_emb_norm.{}.": "enorm.", "model.mtp_hidden_norm.{}.": "hnorm."}
-_ERNIES |= {"model.mtp_linear_proj.{}.": "eh_proj.", "model.mtp_block.{}.": "model.layers.0."}
-_MIMOS = {f"model.mtp.layers.{{}}.{name}.": f"{name}." for name in _BEFORE_LAYER}
-_MIMOS |= {"model.mtp.layers.{}.pre_mlp_layernorm.": "model.layers.0.post_attention_layernorm."}
-_MIMOS |= {"model.mtp.layers.{}.final_layernorm.": "model.norm.", "model.mtp.layers.{}.": "model.layers.0."}
+_ERNIES = {"model.mtp_emb_norm.N.": "enorm.", "model.mtp_hidden_norm.N.": "hnorm."}
+_ERNIES |= {"model.mtp_linear_proj.N.": "eh_proj.", "model.mtp_block.N.": "model.layers.0."}
+_MIMOS = {f"model.mtp.layers.N.{name}.": f"{name}." for name in _BEFORE_LAYER}
+_MIMOS |= {"model.mtp.layers.N.pre_mlp_layernorm.": "model.layers.0.post_attention_layernorm."}
+_MIMOS |= {"model.mtp.layers.N.final_layernorm.": "model.norm.", "model.mtp.layers.N.": "model.layers.0."}
 
 
 def _load_mtp(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype) -> MtpHead | ChainedMtp:
@@ -465,8 +465,9 @@ def _name_in_mtp(name: str, number: int, depth: int) -> str | None:
     """Name in a model of that layer alone, the model's layer `number` and its head's `depth`, or of what is before it;
     None for what is of the target, or of another of the head's layers."""
     for theirs, ours in (_QWENS | _ERNIES | _MIMOS).items():
-        if name.startswith(theirs.format(depth)):
-            own = ours + name.removeprefix(theirs.format(depth))
+        prefix = theirs.replace(".N.", f".{depth}.")
+        if name.startswith(prefix):
+            own = ours + name.removeprefix(prefix)
             place, _, part = own.removeprefix("model.layers.").partition(".")  # Nemotron-H's stand in its layers
             if place.isdigit() and part.startswith("final_layernorm."):
                 return f"model.norm_f.{part.removeprefix('final_layernorm.')}"
