@@ -116,7 +116,7 @@ class LeaderOptions:
         str | None,
         typer.Option(
             metavar="NAME",
-            help=f"Drafter: {', '.join(algorithms())}; AUTO: the most profitable lookup.",
+            help=f"Drafter: {', '.join(algorithms())}; AUTO: suffix matching, and the models that are given.",
             rich_help_panel=LEADER,
             show_default="no drafter",
         ),

@@ -18,7 +18,7 @@ from runtime.errors import UsageError
 
 _TRTLLM_DRAFT_LEN = 4
 _AUTO = "AUTO"
-"""All lookups together, and the models that are given."""
+"""Suffix matching, n-gram lookup where a flag of its own is given, and the models that are given."""
 
 Drafters = Annotated[
     str | None,
@@ -165,11 +165,12 @@ class _Flags:
         return algorithm
 
     def _all(self) -> list[str]:
-        """The drafters that are given, in leader mode or else the lookups; the models that are given."""
+        """The drafters that are given, in leader mode or else a lookup; the models that are given."""
         if self.leader is None:
             names = {*self.configs}
         else:
-            names = {*(self.configs or (name for name, spec in DRAFTERS.items() if spec.is_lookup))}
+            lookups = (name for name, spec in DRAFTERS.items() if spec.is_in_auto or self._has_own_flag(spec))
+            names = {*(self.configs or lookups)}
             names |= {*self._with_model()}
             names |= {name for name, spec in DRAFTERS.items() if spec.needs_copy and self.leader.drafts_by_copy}
             names |= {name for name, spec in DRAFTERS.items() if spec.is_in_model(self.leader.model_dir)}
@@ -179,6 +180,12 @@ class _Flags:
                 hint="`--ngram-config [10,2,[0]] --suffix-config [10,[0]]` are two",
             )
         return [name for name in DRAFTERS if name in names]
+
+    def _has_own_flag(self, spec: type[DrafterSpec]) -> bool:
+        """True if a flag is given that no other drafter takes, of a lookup."""
+        values = {**(self.leader.values if self.leader else {}), **self.given}
+        takers = ([one for one in DRAFTERS.values() if _takes(one, flag) or one in users_of(flag)] for flag in values)
+        return spec.is_lookup and [spec] in takers
 
     def _with_model(self) -> list[str]:
         """The drafters whose models are named by a flag."""

@@ -222,6 +222,8 @@ class DrafterSpec:
     """True if its drafts cost steps of a model."""
     is_lookup: ClassVar[bool] = False
     """True if recorded outputs suffice to know what it would draft."""
+    is_in_auto: ClassVar[bool] = False
+    """True for the lookup that drafts where automatic choice has none named: it finds what the others find."""
     reads_states: ClassVar[bool] = False
     """True if the target's engine must be built to give hidden states."""
     needs_copy: ClassVar[bool] = False

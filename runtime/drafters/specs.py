@@ -199,6 +199,8 @@ class SuffixDrafter(LookupDrafter):
         algorithm="SUFFIX",
     )
 
+    is_in_auto = True
+
     max_draft_len: LookupLen = 10
     pool: SharedPool = "private"
 

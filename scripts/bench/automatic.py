@@ -7,7 +7,7 @@ drafter and with each drafter in turn, after a turn that does not count and leav
 generating is what is timed. A drafter's state is that of its kind and run. Ratios are of times added up: time without
 drafter ÷ with.
 
-    python -m scripts.bench.automatic MODEL DATA [--drafters suffix,auto] [--only one|many] [--num-prompts 4] [--runs 2]
+    python -m scripts.bench.automatic MODEL DATA [--drafters suffix,both] [--only one|many] [--num-prompts 4] [--runs 2]
 """
 
 import argparse
@@ -43,7 +43,7 @@ KINDS = {"translation": "translation", "summarization": "summarization", "qa": "
 DRAFTERS: dict[str, AnySpec] = {
     "ngram": NgramDrafter(),
     "suffix": SuffixDrafter(),
-    "auto": ChainDrafter([NgramDrafter(), SuffixDrafter()]),
+    "both": ChainDrafter([NgramDrafter(), SuffixDrafter()]),
 }
 TimeSeconds = Callable[[Session, list[Request]], float]
 SAMPLING = {
@@ -87,7 +87,7 @@ class Bench:
         self, groups: list[list[list[int]]], sampling: str, time_s: TimeSeconds
     ) -> tuple[dict[str, float], float]:
         """Time without drafter ÷ with each, and the milliseconds of a token without. `time_s` times a group."""
-        params = replace(SAMPLING[sampling], max_tokens=self.num_tokens, ignore_eos=True)
+        params = replace(SAMPLING[sampling], max_tokens=self.num_tokens)
         template = self.llm.request_of(params)
         seconds: dict[str, float] = defaultdict(float)
         for run in range(self.runs):
@@ -154,11 +154,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="directory, GGUF file, shipped name, or an engine's directory")
     parser.add_argument("data", type=Path, help="directory with spec_bench")
-    parser.add_argument("--drafters", default="suffix,auto", help=f"of {', '.join(DRAFTERS)}")
+    parser.add_argument("--drafters", default="suffix,both", help=f"of {', '.join(DRAFTERS)}")
     parser.add_argument("--only", choices=["one", "many"], help="one by one, or many at once")
     parser.add_argument("--at-once", default="1,2,4,8,16", help="how many")
     parser.add_argument("--num-prompts", type=int, default=4, help="of each kind")
-    parser.add_argument("--num-tokens", type=int, default=64, help="of each output")
+    parser.add_argument("--num-tokens", type=int, default=256, help="of each output, at most")
     parser.add_argument("--runs", type=int, default=2)
     arguments = parser.parse_args()
     if unknown := set(arguments.drafters.split(",")) - set(DRAFTERS):

@@ -182,7 +182,7 @@ def test_greedy_output_is_hugging_faces(
     ("flags", "drafters"),
     [
         (["--spec-decode-algo", "MTP"], ["mtp"]),
-        (["--spec-decode-algo", "AUTO"], ["ngram", "suffix", "mtp"]),
+        (["--spec-decode-algo", "AUTO"], ["suffix", "mtp"]),
         (["--drafters", "ngram,mtp"], ["ngram", "mtp"]),
     ],
 )

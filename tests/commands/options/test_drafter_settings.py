@@ -277,10 +277,15 @@ def test_lookups_are_long_where_they_send_only_what_pays() -> None:
     assert choose(leader("SELF")) == (SelfDrafter(4),)
 
 
-def test_auto_is_all_lookups_and_the_models_that_are_given() -> None:
-    assert choose(leader("AUTO")) == (NgramDrafter(10, 2), SuffixDrafter(10))
+def test_auto_is_suffix_matching_and_what_is_given(tmp_path: Path) -> None:
+    """N-gram lookup finds nothing that suffix matching does not find; a flag that only it takes asks for it."""
+    assert choose(leader("AUTO")) == (SuffixDrafter(10),)
+    assert choose(leader("AUTO"), ngram_pool="public") == (SuffixDrafter(10, "public"),)
+    assert choose(leader("AUTO"), ngram_ranking="recent") == (NgramDrafter(10, 2, ranking="recent"), SuffixDrafter(10))
+    by_size = replace(leader("AUTO"), max_matching_ngram_size=3)
+    assert choose(by_size) == (NgramDrafter(10, 3), SuffixDrafter(10))
     with_model = choose(replace(leader("auto", 6), draft_model_dir="small"))
-    assert with_model == (NgramDrafter(6, 2), SuffixDrafter(6), DraftTargetDrafter("small", 6))
+    assert with_model == (SuffixDrafter(6), DraftTargetDrafter("small", 6))
 
 
 def test_suffix_matching_has_a_pool_too() -> None:
@@ -352,13 +357,13 @@ def test_auto_takes_all_that_are_given(names: list[str]) -> None:
 @pytest.mark.parametrize(
     ("engines", "flags", "expected"),
     [
-        (ModelEngineOptions(), {}, (NgramDrafter(6, 2), SuffixDrafter(6))),
+        (ModelEngineOptions(), {}, (SuffixDrafter(6),)),
         (
             ModelEngineOptions(),
             {"draft_engine_dir": DRAFT},
-            (NgramDrafter(6, 2), SuffixDrafter(6), DraftTargetDrafter(DRAFT, 6)),
+            (SuffixDrafter(6), DraftTargetDrafter(DRAFT, 6)),
         ),
-        (ModelEngineOptions(self_draft="int4"), {}, (NgramDrafter(6, 2), SuffixDrafter(6), SelfDrafter(6))),
+        (ModelEngineOptions(self_draft="int4"), {}, (SuffixDrafter(6), SelfDrafter(6))),
         (
             ModelEngineOptions(),
             {"draft_engine_dir": DRAFT, "drafter": "a:b"},
@@ -367,10 +372,10 @@ def test_auto_takes_all_that_are_given(names: list[str]) -> None:
     ],
     ids=["nothing", "a draft model", "a copy", "one of its own"],
 )
-def test_auto_in_leader_mode_takes_lookups_too(
+def test_auto_in_leader_mode_takes_a_lookup_too(
     engines: ModelEngineOptions, flags: dict[str, Any], expected: tuple[DrafterSpec, ...]
 ) -> None:
-    """And the models that there are; lookups only where no drafter has a flag of its own."""
+    """And the models that there are; a lookup only where no drafter has a flag of its own."""
     options = LeaderOptions("demo", spec_decode_max_draft_len=6, engines=engines)
     assert choose(options, "auto", **flags) == expected
 
