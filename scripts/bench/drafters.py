@@ -42,7 +42,7 @@ def automatic(drafter: Drafter, price: float) -> AdaptiveDrafter:
 
 
 def both(price: float) -> BestOf:
-    """What `--drafters ngram,suffix` sends."""
+    """The drafts that `--drafters ngram,suffix` sends."""
     vocab_size = 2**31  # ids are not checked
     lookups: list[Drafter] = [NgramLookup(2), SuffixLookup()]
     return BestOf(lookups, [], lambda batch_size, context_len, draft_len: 1 + price * draft_len, vocab_size)

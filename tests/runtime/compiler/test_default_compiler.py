@@ -64,7 +64,7 @@ def test_a_program_that_is_not_there_does_not_end_well() -> None:
 def test_a_package_is_compiled_opened_and_run_in_a_child_process(
     options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a g++, too, that links a libstdc++ of its own into each library."""
+    """A g++ may link a libstdc++ of its own into each library."""
     compiler = tmp_path / "g++"
     compiler.write_text(f'#!/bin/sh\nexec g++ "$@" {options}\n')
     compiler.chmod(0o755)
