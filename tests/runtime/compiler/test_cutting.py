@@ -34,43 +34,57 @@ def cut(model: PreTrainedModel) -> CutStep:
         return cut_step(model, shapes, lambda: export_step(Step(model), shapes, BLOCK_SIZE, torch.float32), 0)
 
 
-def test_layers_of_one_kind_are_one_program_with_weights_of_their_own() -> None:
-    step = cut(make_model("llama", num_hidden_layers=4))
-    assert len(step.programs) == 3 and len(step.calls) == 5
-    layers = [call for call in step.calls if call.program == step.calls[1].program]
-    assert len(layers) == 3
+@pytest.fixture(scope="module")
+def two_layers(loaded: None) -> CutStep:
+    return cut(make_model("llama", num_hidden_layers=2))
+
+
+@pytest.fixture(scope="module")
+def three_layers(loaded: None) -> CutStep:
+    return cut(make_model("llama", num_hidden_layers=3))
+
+
+def test_layers_of_one_kind_are_one_program_with_weights_of_their_own(three_layers: CutStep) -> None:
+    """The last is of the end's program."""
+    assert len(three_layers.programs) == 3 and len(three_layers.calls) == 4
+    layers = [call for call in three_layers.calls if call.program == three_layers.calls[1].program]
+    assert len(layers) == 2
     first, second = (call.weights for call in layers[:2])
     assert first.keys() == second.keys() and not any(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_layers_of_one_kind_may_each_have_their_own_of_one_function() -> None:
     """transformers' tanh approximation of GELU is a module with a partial function."""
-    layer_types = ["sliding_attention", "sliding_attention", "full_attention", "full_attention"]
-    step = cut(make_model("gemma3", num_hidden_layers=4, layer_types=layer_types))
-    assert len(step.programs) == 4 and len(step.calls) == 5
+    step = cut(make_model("gemma3", num_hidden_layers=3, layer_types=["sliding_attention"] * 3))
+    assert len(step.programs) == 3 and len(step.calls) == 4
 
 
-def test_a_step_is_cut_in_the_same_way_each_time() -> None:
-    cuts = [cut(make_model("gemma3")) for _ in range(2)]
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_a_step_is_cut_in_the_same_way_each_time(family: str, three_layers: CutStep) -> None:
+    first = three_layers if family == "llama" else cut(make_model(family))
+    cuts = [first, cut(make_model(family, num_hidden_layers=3))]
     calls = [[(call.program, call.inputs, call.outputs, call.layout) for call in step.calls] for step in cuts]
     assert len(calls[0]) == 4 and calls[1] == calls[0]
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gpt-neox", "opt"])
+@pytest.mark.parametrize(
+    "family", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt-neox", "opt"))]
+)
 def test_layers_with_layer_norms_are_of_one_kind(family: str) -> None:
     """The shape that is normalized is a tuple, and each layer has its own."""
     step = cut(make_model(family, num_hidden_layers=3))
     assert len(step.programs) == 3 and len(step.calls) == 4
 
 
-def test_a_program_is_the_same_in_a_deeper_model_of_that_width() -> None:
-    few, many = (cut(make_model("llama", num_hidden_layers=number)) for number in (2, 4))
-    assert [describe(program) for program in few.programs] == [describe(program) for program in many.programs]
+def test_a_program_is_the_same_in_a_deeper_model_of_that_width(two_layers: CutStep, three_layers: CutStep) -> None:
+    assert [describe(program) for program in two_layers.programs] == [
+        describe(program) for program in three_layers.programs
+    ]
 
 
-def test_a_wider_layer_is_another_program() -> None:
-    one, other = (cut(make_model("llama", intermediate_size=size)) for size in (48, 64))
-    changed = [describe(a) != describe(b) for a, b in zip(one.programs, other.programs, strict=True)]
+def test_a_wider_layer_is_another_program(two_layers: CutStep) -> None:
+    other = cut(make_model("llama", num_hidden_layers=2, intermediate_size=64))
+    changed = [describe(a) != describe(b) for a, b in zip(two_layers.programs, other.programs, strict=True)]
     assert changed.count(False) == 1  # the beginning
 
 
@@ -83,7 +97,7 @@ def test_layers_that_compute_by_their_number_are_not_one_program(monkeypatch: py
 
     monkeypatch.setattr(LlamaAttention, "forward", scaled)
     with pytest.raises(CannotBeCut, match="its layers compute by their number"):
-        cut(make_model("llama", num_hidden_layers=4))
+        cut(make_model("llama", num_hidden_layers=3))
 
 
 def test_a_model_of_which_torch_computes_products_is_not_cut() -> None:
