@@ -19,6 +19,7 @@ from zlib import crc32
 import pytest
 import torch
 from clocks import WorkClock, install
+from forked import Forks, opened_forks
 from gate import Gate
 from hypothesis import settings
 from shared import MakeEngineDir, once, shared_dir, shared_engine
@@ -144,6 +145,13 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
 def work_clock(monkeypatch: pytest.MonkeyPatch) -> WorkClock:
     """Clock by which time is taken in this process until the end of the test."""
     return install(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def forks(cache_of_its_own: None) -> Iterator[Forks]:
+    """Processes of Python that need not import torch anew: `forks.run("run", …)`, `forks.run(program=…)`."""
+    with opened_forks() as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)

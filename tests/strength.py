@@ -1,4 +1,5 @@
-"""Strength of property tests: 100 examples at most by default, and as many as they ask for with `--slow`."""
+"""Strength of property tests and statistics: 100 examples at most by default, and as many as they ask for, or as many
+draws, with `--slow`."""
 
 from hypothesis import HealthCheck, settings
 
@@ -19,4 +20,13 @@ def register_profiles() -> None:
 
 def examples(num_examples: int) -> int:
     """The number to try of a test whose full strength is `num_examples`."""
-    return num_examples if settings.get_current_profile_name() == "slow" else min(num_examples, NUM_EXAMPLES)
+    return num_examples if is_full() else min(num_examples, NUM_EXAMPLES)
+
+
+def draws(full: int, by_default: int) -> int:
+    """The number of draws, or of texts, of a statistic."""
+    return full if is_full() else by_default
+
+
+def is_full() -> bool:
+    return settings.get_current_profile_name() == "slow"

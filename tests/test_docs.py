@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import typer.main
+from forked import Forks
 from shared import once
+from strength import draws
 
 from commands.options.spellings import _WITHOUT_EFFECT, normalize_name
 from scripts.tools import update_docs
@@ -46,13 +48,26 @@ OTHERS_FLAGS = {
 """Flags of scripts, of torchrun, and of Continue's."""
 
 
+NUM_SAMPLES = draws(20, 4)
+"""Samples that `summarize` takes in the walk: the first of those of the documentation."""
+
+
 @pytest.fixture(scope="module")
-def walk(tmp_path_factory: pytest.TempPathFactory, shared: Path, kernels: Path) -> tuple[Path, dict[str, str]]:
+def walk(
+    tmp_path_factory: pytest.TempPathFactory, shared: Path, kernels: Path, forks: Forks
+) -> tuple[Path, dict[str, str]]:
     """A copy of the directory the walk was run in, and what its commands printed, by the names of their outputs."""
 
     def make(directory: Path) -> None:
         (directory / "walk").mkdir(parents=True)
-        outputs = update_docs.run_walk(update_docs.walk_blocks(PAGES), directory / "walk")
+        few = f"specdec summarize --max-ite {NUM_SAMPLES} "
+        blocks = [
+            block._replace(command=block.command.replace("specdec summarize ", few))
+            for block in update_docs.walk_blocks(PAGES)
+        ]
+        (directory / "bin").mkdir()
+        forks.command(directory / "bin")
+        outputs = update_docs.run_walk(blocks, directory / "walk", directory / "bin")
         (directory / "outputs.json").write_text(json.dumps(outputs))
         if kept := os.environ.get("SPECDEC_WALK_DIR"):  # where others wait for it
             shutil.copytree(directory / "walk", kept, symlinks=True, dirs_exist_ok=True)
@@ -103,14 +118,14 @@ def test_the_walk_runs_and_passes_its_own_checks(walk: tuple[Path, dict[str, str
     assert 'Output [Text 0]: "' in outputs["run"]
     summarize = outputs["summarize"]
     assert "accuracy check passed" in summarize
-    assert "token for token the same as Hugging Face: 20 of 20" in summarize
-    assert "token for token the same as the engine without drafter: 20 of 20" in summarize
+    assert f"token for token the same as Hugging Face: {NUM_SAMPLES} of {NUM_SAMPLES}" in summarize
+    assert f"token for token the same as the engine without drafter: {NUM_SAMPLES} of {NUM_SAMPLES}" in summarize
 
 
 def test_the_draft_model_of_the_walk_passes_its_own_checks(walk: tuple[Path, dict[str, str]]) -> None:
     directory, outputs = walk
-    assert "token for token the same as Hugging Face: 20 of 20" in outputs["draft-model"]
-    assert "lossless check passed: 20 of 20 outputs" in outputs["draft-model"]
+    assert f"token for token the same as Hugging Face: {NUM_SAMPLES} of {NUM_SAMPLES}" in outputs["draft-model"]
+    assert f"lossless check passed: {NUM_SAMPLES} of {NUM_SAMPLES} outputs" in outputs["draft-model"]
     assert "lossless check passed: chi-squared" in outputs["rejection-sampling"]
     assert (directory / "logits_generation.npy").is_file()
 
@@ -128,7 +143,7 @@ def test_the_reports_of_the_walk_mark_tokens_and_compare(walk: tuple[Path, dict[
         and "40 tokens: 27 accepted, 8 recovered, 2 bonus, 3 plain" in outputs["show-tokens"]
     )
     assert (directory / "report.html").is_file()
-    assert "20 of 20 outputs token for token the same" in outputs["compare"]
+    assert f"{NUM_SAMPLES} of {NUM_SAMPLES} outputs token for token the same" in outputs["compare"]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -85,9 +85,12 @@ def walk_blocks(pages: dict[str, str]) -> list[WalkBlock]:
     return [WalkBlock(match["command"], match["name"]) for region in regions for match in _BLOCK.finditer(region)]
 
 
-def run_walk(blocks: list[WalkBlock], directory: Path) -> dict[str, str]:
-    """Run the blocks in `directory`; returns what those with a name printed on stdout."""
-    environment_bin = Path(sys.executable).parent
+def run_walk(blocks: list[WalkBlock], directory: Path, environment_bin: Path | None = None) -> dict[str, str]:
+    """Run the blocks in `directory`; returns what those with a name printed on stdout.
+
+    `specdec` is the one in `environment_bin`, beside this Python unless another is given.
+    """
+    environment_bin = environment_bin or Path(sys.executable).parent
     outputs = {}
     for block in blocks:
         script = f'set -e\nexport PATH="{environment_bin}:$PATH"\n{block.command}'

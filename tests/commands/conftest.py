@@ -15,6 +15,7 @@ import torch
 import typer.main
 from command_line import PROMPT, Result, Specdec
 from draft_models import WITH_DRAFTS, WITHOUT_DRAFTS, MakeDraftEngineDir, with_noise
+from forked import Forks
 from heads import copy_with_mtp, make_assistant, make_eagle, save_eagle
 from shared import shared_engine
 from tiny import make_model
@@ -82,6 +83,17 @@ def specdec_process(process_environment: dict[str, str]) -> Specdec:
             encoding="utf-8",
             timeout=HANG_S,
         )
+        return Result(done.returncode, done.stdout, done.stderr, command_of(arguments))
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def specdec_fork(forks: Forks, process_environment: dict[str, str]) -> Specdec:
+    """The same in a fork that need not import torch: for what is not about how a process begins."""
+
+    def call(*arguments: object, environment: dict[str, str] | None = None) -> Result:
+        done = forks.run(*arguments, environment=process_environment | (environment or {}))
         return Result(done.returncode, done.stdout, done.stderr, command_of(arguments))
 
     return call

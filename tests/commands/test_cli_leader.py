@@ -1,22 +1,20 @@
 """Leader mode (V2) from the command line: the same tokens as orchestrator mode and Hugging Face, whatever the flags."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import PROMPTS, Result, Specdec, assert_valid, draft_model, each, ids_of, texts_of
+from forked import Forks
 from gate import Gate
 from sentences import Said
 from tiny import hf_greedy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
-from waiting import HANG_S, wait_until
+from waiting import wait_until
 
 NUM_TOKENS = 16
 NINE = [*PROMPTS, *(f"{prompt} and" for prompt in PROMPTS[:4])]
@@ -202,24 +200,18 @@ def test_check_that_is_interrupted_leaves_the_outputs(
 
 
 def test_ctrl_c_ends_a_process_with_what_had_finished(
-    llama_engine_dir: Path, process_environment: dict[str, str], tmp_path: Path, said: Said
+    forks: Forks, llama_engine_dir: Path, process_environment: dict[str, str], tmp_path: Path, said: Said
 ) -> None:
     """While four of nine requests have finished, and four others are on their way."""
     gate = Gate(tmp_path, num_steps=70)
     texts = each("--input-text", NINE)
     flags = ["--disable-kv-cache-reuse", "--end-id", 299, "--max-output-len", 60, "--streaming", "--quiet"]
     flags += ["--drafter", "gate:Waits", "--mode", "leader", "--draft-len-mode", "fixed"]
-    command = [sys.executable, "-m", "specdec_cli", "run", "--engine-dir", llama_engine_dir, *texts, *flags]
-    process = subprocess.Popen(
-        [*map(str, command)],
-        env=process_environment | gate.environment | {"PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-    )  # fmt: skip
+    environment = process_environment | gate.environment | {"PYTHONUNBUFFERED": "1"}
+    process = forks.start("run", "--engine-dir", llama_engine_dir, *texts, *flags, environment=environment)
     wait_until(lambda: gate.is_reached)
-    os.kill(process.pid, signal.SIGINT)
-    shown, errors = process.communicate(timeout=HANG_S)
+    process.send_signal(signal.SIGINT)
+    shown, errors = process.communicate()
     assert process.returncode == 130, errors
     said(next(line for line in errors.splitlines() if "interrupted" in line), "4", "9")
     assert "[Text 4]" in shown and "[Text 8]" not in shown

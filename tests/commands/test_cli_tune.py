@@ -36,13 +36,13 @@ def engine_dir(llama_engine_dir: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tuned(specdec_process: Specdec, engine_dir: Path, prompts: Path, shared: Path) -> tuple[dict[str, Any], Path]:
+def tuned(specdec_fork: Specdec, engine_dir: Path, prompts: Path, shared: Path) -> tuple[dict[str, Any], Path]:
     """The document of a tuned engine and its profile."""
 
     def make(directory: Path) -> None:
         directory.mkdir()
         arguments = ["--input-file", prompts, "--max-output-len", OUTPUT_LEN, "--output", directory / "tuned.json"]
-        document = specdec_process("tune", "--engine-dir", engine_dir, *arguments, "--json").document
+        document = specdec_fork("tune", "--engine-dir", engine_dir, *arguments, "--json").document
         (directory / "document.json").write_text(json.dumps(document))
 
     directory = once(shared / "tuned", make)
@@ -184,7 +184,7 @@ MODELS: dict[str, tuple[list[object], set[tuple[int, ...]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param("self", marks=pytest.mark.slow), "draft-target", "ngram,self"])
 def test_what_models_draft_is_run_with_each_length(
     name: str, specdec: Specdec, self_draft_engine_dir: Path, draft_engine_with_costs: Path, tmp_path: Path
 ) -> None:

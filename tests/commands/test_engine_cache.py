@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import Result, Specdec, ids_of, tree
+from forked import Forks
 from safetensors.torch import load_file, save_file
 from sentences import Said
 from tiny import hf_greedy, make_model
@@ -281,12 +282,11 @@ def test_a_disk_that_is_full_is_told_as_the_caches(run: Run, cache: Path, said: 
 
 
 def test_an_interpreter_ends_quietly_with_a_model_that_nobody_closed(
-    llama_dir: Path, process_environment: dict[str, str], tmp_path: Path
+    forks: Forks, llama_dir: Path, process_environment: dict[str, str], tmp_path: Path
 ) -> None:
     answer = "llm = LLM(sys.argv[1], compiler='none'); print(len(llm.generate('a')))"
     code = f"import sys; from specdec_cli import LLM; {answer}"
     environment = process_environment | {"SPECDEC_CACHE_DIR": str(tmp_path / "cache")}
-    command = [sys.executable, "-c", code, str(llama_dir)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "1\n"
+    done = forks.run(llama_dir, program=code, environment=environment)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
     assert "Exception ignored" not in done.stderr

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from command_line import Result
 from sentences import Said
+from shared import once
 from waiting import HANG_S
 
 HEAVY = ("torch", "transformers", "datasets")
@@ -115,13 +116,13 @@ Outcome = tuple[int, str, list[str]]
 
 @pytest.fixture(scope="module")
 def outcomes(
-    tmp_path_factory: pytest.TempPathFactory, process_environment: dict[str, str], shared: Path, llama_dir: Path,
-    llama_checkpoint_dir: Path, llama_uncompiled_dir: Path, articles: Path,
+    process_environment: dict[str, str], shared: Path, llama_dir: Path, llama_checkpoint_dir: Path,
+    llama_uncompiled_dir: Path, articles: Path,
 ) -> dict[str, Outcome]:  # fmt: skip
     """Exit code of each command line, what was on stderr, and which heavy modules were there."""
 
-    def run_all() -> list[Outcome]:
-        directory = tmp_path_factory.mktemp("wrong")
+    def run_all(directory: Path) -> None:
+        directory.mkdir()
         for name, source in (("model", llama_dir), ("ckpt", llama_checkpoint_dir), ("engine", llama_uncompiled_dir)):
             shutil.copytree(source, directory / name)
         shutil.copytree(llama_uncompiled_dir, directory / "bad-engine")
@@ -143,10 +144,10 @@ def outcomes(
             timeout=HANG_S,
         )
         assert done.returncode == 0, done.stderr
-        found: list[Outcome] = json.loads(done.stdout)
-        return found
+        (directory / "outcomes.json").write_text(done.stdout)
 
-    return dict(zip((*CASES, LATE), run_all(), strict=True))
+    found: list[Outcome] = json.loads((once(shared / "wrong", run_all) / "outcomes.json").read_text())
+    return dict(zip((*CASES, LATE), found, strict=True))
 
 
 @pytest.mark.parametrize("line", CASES)

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from forked import Forks
 from sentences import Said
 
 from runtime.errors import SpecDecError
@@ -90,11 +91,11 @@ def test_inductor_keeps_everything_in_it(parent: Path) -> None:
 
 
 def test_package_is_unpacked_in_it_and_a_kill_leaves_nothing_to_the_next(
-    llama_engine_dir: Path, tmp_path: Path
+    forks: Forks, llama_engine_dir: Path, tmp_path: Path
 ) -> None:
     """TMPDIR does not matter: an unusable one is no damaged package."""
     open_it = f"""
-import zipfile
+import os, signal, zipfile
 from pathlib import Path
 from runtime.engine import Engine
 extract = zipfile.ZipFile.extractall
@@ -105,17 +106,23 @@ zipfile.ZipFile.extractall = extract_and_say
 engine = Engine.open(Path({str(llama_engine_dir)!r}))
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = in_process(open_it, tmp_path)
+
+    def opened(parent: Path) -> subprocess.CompletedProcess[str]:
+        return forks.run(program=open_it, environment={**os.environ, "TMPDIR": str(parent)})
+
+    done = opened(tmp_path)
     assert done.stdout.startswith("specdec.work."), done.stderr
     assert [path.name.startswith("specdec.work.") for path in tmp_path.iterdir()] == [True]
     in_process("temporary_dir()", tmp_path)
     assert list(tmp_path.iterdir()) == []
-    assert "specdec.work." in in_process(open_it, tmp_path / "none").stdout
+    assert "specdec.work." in opened(tmp_path / "none").stdout
 
 
-def test_disk_without_room_for_a_package_is_not_told_as_damage(llama_engine_dir: Path, parent: Path) -> None:
+def test_disk_without_room_for_a_package_is_not_told_as_damage(
+    forks: Forks, llama_engine_dir: Path, parent: Path
+) -> None:
     code = f"""
-import json, resource, torch
+import resource, signal, torch
 from pathlib import Path
 from runtime.bundle import read_bundle
 from runtime.compiler.load import StepKind, open_step
@@ -127,5 +134,5 @@ try:
 except OSError as error:
     print(error.strerror)
 """
-    done = in_process(code, parent)
+    done = forks.run(program=code, environment={**os.environ, "TMPDIR": str(parent)})
     assert done.stdout == "File too large\n", done.stderr

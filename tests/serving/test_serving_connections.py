@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Forks, Process
 from gate import Gate
 from sentences import Said
 from serving_models import PROMPT, WAITS, Listening
@@ -225,14 +226,12 @@ def test_nothing_is_left_of_a_connection_that_ended(make_listening: Callable[...
 
 
 @contextmanager
-def process(engine_dir: Path, *arguments: str, gate: Gate | None = None) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def process(forks: Forks, engine_dir: Path, *arguments: str, gate: Gate | None = None) -> Iterator[tuple[Process, int]]:
     """`specdec serve` of an engine, perhaps with a gate, and the port that it listens at."""
-    command = [sys.executable, "-m", "specdec_cli", "serve", "--engine-dir", str(engine_dir), "--port", "0", *arguments]
+    command = ["serve", "--engine-dir", str(engine_dir), "--port", "0", *arguments]
     command += ["--drafter", "gate:Waits", "--draft-len-mode", "fixed"] if gate else []
-    environment = os.environ | (gate.environment if gate else {})
-    started = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    started = forks.start(*command, environment=os.environ | (gate.environment if gate else {}))
     try:
-        assert started.stderr is not None
         for line in started.stderr:
             if found := re.search(r"https?://127\.0\.0\.1:(\d+) \(only this machine", line):
                 yield started, int(found[1])
@@ -242,10 +241,11 @@ def process(engine_dir: Path, *arguments: str, gate: Gate | None = None) -> Iter
     finally:
         started.kill()
         started.wait()
+        started.close()
 
 
-def test_sigterm_refuses_what_is_new_and_finishes_what_runs(llama_engine_dir: Path, gate: Gate) -> None:
-    with process(llama_engine_dir, gate=gate) as (server, port):
+def test_sigterm_refuses_what_is_new_and_finishes_what_runs(forks: Forks, llama_engine_dir: Path, gate: Gate) -> None:
+    with process(forks, llama_engine_dir, gate=gate) as (server, port):
         running = send(port, LONG | {"n": 24})
         wait_until(lambda: gate.is_reached)
         server.send_signal(signal.SIGTERM)
@@ -256,11 +256,11 @@ def test_sigterm_refuses_what_is_new_and_finishes_what_runs(llama_engine_dir: Pa
         status, raw = read_all(running)
         assert status == 200 and raw.count('"finish_reason":"length"') == 24
         assert server.wait(HANG_S) == 0
-        assert server.stderr is not None and "Traceback" not in server.stderr.read()
+        assert "Traceback" not in server.stderr.read()
 
 
-def test_what_is_unfinished_at_the_end_is_told_so(llama_engine_dir: Path, gate: Gate, said: Said) -> None:
-    with process(llama_engine_dir, "--shutdown-timeout", "0.2", gate=gate) as (server, port):
+def test_what_is_unfinished_at_the_end_is_told_so(forks: Forks, llama_engine_dir: Path, gate: Gate, said: Said) -> None:
+    with process(forks, llama_engine_dir, "--shutdown-timeout", "0.2", gate=gate) as (server, port):
         connections = [send(port, LONG | {"n": 30, "stream": stream}) for stream in (True, True, False, False)]
         wait_until(lambda: len(json.loads(read_all(get(port, "/requests"))[1].split("\r\n\r\n")[1])["data"]) == 120)
         wait_until(lambda: gate.is_reached)
@@ -273,18 +273,17 @@ def test_what_is_unfinished_at_the_end_is_told_so(llama_engine_dir: Path, gate: 
         assert all(raw.endswith("data: [DONE]\n\n\r\n0\r\n\r\n") for _, raw in answers[:2])
         assert all("retry-after: 1" in raw.lower() for _, raw in answers[2:])
         assert server.wait(HANG_S) == 0
-        assert server.stderr is not None
         said(server.stderr.read(), "4")
 
 
-def test_a_client_that_reads_nothing_leaves_no_traceback_at_the_end(llama_engine_dir: Path) -> None:
-    with process(llama_engine_dir, "--shutdown-timeout", "0.2") as (server, port):
+def test_a_client_that_reads_nothing_leaves_no_traceback_at_the_end(forks: Forks, llama_engine_dir: Path) -> None:
+    with process(forks, llama_engine_dir, "--shutdown-timeout", "0.2") as (server, port):
         connection = send(port, LONG | {"n": 128, "stream": True, "logprobs": 20})
         wait_until(lambda: generated(read_all(get(port, "/metrics"))[1]) > 2000)
         server.send_signal(signal.SIGTERM)
         assert server.wait(HANG_S) == 0
         connection.close()
-        assert server.stderr is not None and "Traceback" not in server.stderr.read()
+        assert "Traceback" not in server.stderr.read()
 
 
 def generated(metrics: str) -> float:
@@ -300,13 +299,15 @@ def get(port: int, path: str) -> socket.socket:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
-def test_over_tls_an_answer_comes_and_nothing_in_the_clear(llama_engine_dir: Path, tmp_path: Path) -> None:
+def test_over_tls_an_answer_comes_and_nothing_in_the_clear(
+    forks: Forks, llama_engine_dir: Path, tmp_path: Path
+) -> None:
     certificate, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
     names = "subjectAltName=IP:127.0.0.1"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-subj", "/CN=localhost", "-addext", names, "-out", certificate, "-keyout", key]
     subprocess.run(command, check=True, capture_output=True)
-    with process(llama_engine_dir, "--ssl-certfile", certificate, "--ssl-keyfile", key) as (_, port):
+    with process(forks, llama_engine_dir, "--ssl-certfile", certificate, "--ssl-keyfile", key) as (_, port):
         trusted = ssl.create_default_context(cafile=certificate)
         client = http.client.HTTPSConnection("127.0.0.1", port, timeout=HANG_S, context=trusted)
         client.request("POST", "/v1/completions", json.dumps({"prompt": PROMPT, "max_tokens": 3, "ignore_eos": True}))

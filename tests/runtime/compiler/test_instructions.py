@@ -26,18 +26,18 @@ def named():
     with named_compiler():
         return get_cpp_compiler()
 
-for environment, call in json.loads(sys.argv[1]):
+for environment, *calls in json.loads(sys.argv[1]):
     if os.fork() == 0:
         os.environ |= environment
-        print(json.dumps(eval(call)), flush=True)
+        print(json.dumps([eval(call) for call in calls]), flush=True)
         os._exit(0)
-    assert os.wait()[1] == 0, call
+    assert os.wait()[1] == 0, calls
 """
 WITHOUT_AVX512 = '#!/bin/sh\ncase "$*" in *-mavx512f*) exit 1;; esac\nexec g++ "$@"\n'
-NAMES = ["  ", "/usr/bin/env"]
 
 
-def answers(*questions: tuple[dict[str, str], str]) -> list[Any]:
+def answers(*questions: tuple[object, ...]) -> list[Any]:
+    """Answers to the calls of each question, which is made of variables and calls."""
     command = [sys.executable, "-c", PROGRAM, json.dumps(questions)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return [json.loads(line) for line in said.splitlines()]
@@ -49,28 +49,28 @@ def variables(directory: Path, compiler: str = "g++") -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A cache, and what was answered by a compiler, by one that does not know AVX-512, and to each of `NAMES`."""
+    """A directory with a cache and a compiler that does not know AVX-512, and what was answered: instructions and the
+    compiler's name, by GNU's, which an empty name means, and by the other.
+    """
     directory = tmp_path_factory.mktemp("instructions")
     compiler = directory / "compiler"
     compiler.write_text(WITHOUT_AVX512)
     compiler.chmod(0o755)
-    questions = {
-        "instructions": (variables(directory / "cache"), "instructions('ours')"),
-        "without AVX-512": (variables(directory / "other cache", str(compiler)), "instructions('ours')"),
-        **{name: ({"CXX": name}, "named()") for name in NAMES},
-    }
-    return directory, dict(zip(questions, answers(*questions.values()), strict=True))
+    named = {"  ": directory / "cache", str(compiler): directory / "other cache"}
+    asked = [(variables(cache, name), "instructions('ours')", "named()") for name, cache in named.items()]
+    return directory, dict(zip(named, answers(*asked), strict=True))
 
 
 def test_nothing_is_compiled_to_know_them(found: tuple[Path, dict[str, Any]]) -> None:
     directory, answered = found
-    assert isinstance(answered["instructions"], list)
+    assert all(isinstance(instructions, list) for instructions, _ in answered.values())
     assert not list(directory.rglob("*.so"))
 
 
 def test_what_the_compiler_does_not_know_is_not_used(found: tuple[Path, dict[str, Any]]) -> None:
     """Compilers before version 13 do not know -mamx-fp16."""
-    assert "-mavx512f" not in str(found[1]["without AVX-512"])
+    directory, answered = found
+    assert "-mavx512f" not in str(answered[str(directory / "compiler")][0])
 
 
 @pytest.mark.slow  # torch compiles and loads a library for each set
@@ -79,7 +79,9 @@ def test_they_are_those_that_torch_finds_by_trying(tmp_path: Path) -> None:
     assert len({str(answer) for answer in answers((variables(tmp_path / "ours"), "instructions('ours')"), theirs)}) == 1
 
 
-@pytest.mark.parametrize("named", NAMES)
-def test_an_empty_name_of_a_compiler_means_gnus(named: str, found: tuple[Path, dict[str, Any]]) -> None:
+def test_an_empty_name_of_a_compiler_means_gnus(found: tuple[Path, dict[str, Any]]) -> None:
     """Inductor takes no name for one."""
-    assert found[1][named] == (named.strip() or "g++")
+    assert {name: compiler for name, (_, compiler) in found[1].items()} == {
+        "  ": "g++",
+        str(found[0] / "compiler"): str(found[0] / "compiler"),
+    }

@@ -1,8 +1,6 @@
 """Kernels share their work with threads of their own: in any thread, after a fork, for several callers, at exit."""
 
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import Forks
 from torch import Tensor
 from waiting import HANG_S
 
@@ -76,7 +75,7 @@ def test_callers_do_not_know_of_each_other(layers: list[Layer]) -> None:
     assert wrong == []
 
 
-def run_program(kernels: Path, program: str) -> str:
+def run_program(forks: Forks, kernels: Path, program: str) -> str:
     """Output of a process of its own that has the kernels and a linear layer, `work()`. It must end well."""
     beginning = f"""
 import os, sys, threading, time, torch
@@ -90,12 +89,12 @@ def work():
 def num_threads():
     return len(os.listdir("/proc/self/task"))
 """
-    result = subprocess.run([sys.executable, "-c", beginning + program], timeout=HANG_S, capture_output=True, text=True)
+    result = forks.run(program=beginning + program)
     assert (result.returncode, result.stderr) == (0, "")
     return result.stdout
 
 
-def test_helpers_are_made_once_and_end_with_their_caller(kernels: Path) -> None:
+def test_helpers_are_made_once_and_end_with_their_caller(forks: Forks, kernels: Path) -> None:
     program = f"""
 counts = [num_threads()]
 def call():
@@ -110,7 +109,7 @@ while num_threads() > counts[0] and time.monotonic() < deadline:
     pass
 print(*[count - counts[0] for count in counts], num_threads() - counts[0])
 """
-    assert run_program(kernels, program).split() == ["0", *[str(THREADS)] * 3, "0"]
+    assert run_program(forks, kernels, program).split() == ["0", *[str(THREADS)] * 3, "0"]
 
 
 def exit_code_of_child(work: Callable[[], bool]) -> int:
@@ -146,8 +145,8 @@ def test_a_childs_tasks_are_shared_again(layers: list[Layer]) -> None:
     "ending",
     ["work()", pytest.param("work(); sys.exit(0)", marks=pytest.mark.slow), "threading.Thread(target=work).start()"],
 )
-def test_a_process_ends_while_helpers_wait(ending: str, kernels: Path) -> None:
-    assert run_program(kernels, ending) == ""
+def test_a_process_ends_while_helpers_wait(ending: str, forks: Forks, kernels: Path) -> None:
+    assert run_program(forks, kernels, ending) == ""
 
 
 def test_torchs_loops_are_computed_alone_and_kernels_are_not(layers: list[Layer]) -> None:
@@ -161,7 +160,7 @@ def test_torchs_loops_are_computed_alone_and_kernels_are_not(layers: list[Layer]
         assert torch.get_num_threads() == THREADS
 
 
-def test_helpers_follow_the_number_of_threads(kernels: Path) -> None:
+def test_helpers_follow_the_number_of_threads(forks: Forks, kernels: Path) -> None:
     program = f"""
 work()
 others = num_threads() - {THREADS}
@@ -170,7 +169,7 @@ for threads in (5, 2, 4):
     torch.ops.specdec.linear(x, packed, None, 999, 0)
     print(num_threads() - others)
 """
-    assert run_program(kernels, program).split() == ["5", "2", "4"]
+    assert run_program(forks, kernels, program).split() == ["5", "2", "4"]
 
 
 def test_every_thread_takes_tiny_numbers_for_zero_where_the_caller_does() -> None:
