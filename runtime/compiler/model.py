@@ -57,6 +57,8 @@ _OF_CODE = re.compile(
 _OF_SIZES = re.compile(r"\bshape|\bsizes?\b|dimension|divi|modulo")
 
 _models: dict[tuple[type[PreTrainedConfig], str], PreTrainedModel] = {}
+_probed: dict[tuple[type[PreTrainedConfig], str], Shapes] = {}
+_MOST_PROBED = 16
 
 lock_transformers()
 
@@ -166,8 +168,21 @@ def split_config(config: PreTrainedConfig, tp_size: int) -> Splitting | None:
 def probe_config(config: PreTrainedConfig, splitting: Splitting | None = None) -> Shapes:
     """The K/V shape or the state's of every layer, found by a forward without weights or memory (`meta` device).
 
-    Of a model that is split it is a rank's.
+    Of a model that is split it is a rank's. Those of a few models are kept: a conversion, a build and an engine ask.
     """
+    if splitting is not None:
+        return _probe(config, splitting)
+    key = type(config), config.to_json_string()
+    found = _probed.get(key)
+    if found is None:
+        found = _probe(config, None)
+        if len(_probed) >= _MOST_PROBED:
+            _probed.clear()
+        _probed[key] = found
+    return found
+
+
+def _probe(config: PreTrainedConfig, splitting: Splitting | None) -> Shapes:
     recorded = Recorded()
     with MODEL_INIT_LOCK, torch.device("meta"), torch.no_grad(), _distributions_unchecked(), chunks_without_padding():
         model = _model_without_weights(config)
