@@ -62,7 +62,8 @@ NOUNS = {
 }
 
 
-def imports(path: Path, *, at_import_only: bool = False) -> set[str]:
+@functools.cache
+def imports(path: Path, *, at_import_only: bool = False) -> frozenset[str]:
     """Modules a file imports, anywhere in it; `from a.b import c` is a.b, since c may be a name."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     nodes = tree.body if at_import_only else list(ast.walk(tree))
@@ -73,9 +74,10 @@ def imports(path: Path, *, at_import_only: bool = False) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively"
             found.add(node.module or "")
-    return found
+    return frozenset(found)
 
 
+@functools.cache
 def modules(package: str) -> dict[str, Path]:
     """Module name -> file, of a package and the packages in it."""
     paths = sorted((ROOT / package).rglob("*.py"))
@@ -288,7 +290,7 @@ def test_what_scripts_and_tests_import_is_there() -> None:
 
 
 @functools.cache
-def imported_at_once() -> dict[str, set[str]]:
+def imported_at_once() -> dict[str, frozenset[str]]:
     """Module -> the modules that it imports when it is imported."""
     return {module: imports(path, at_import_only=True) for module, path in everywhere().items()}
 

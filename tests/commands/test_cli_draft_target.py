@@ -250,6 +250,7 @@ def test_terminal_shows_where_the_time_goes(run: Run, draft_engine_dir: Path) ->
     assert sum(map(float, times.groups())) == pytest.approx(100, abs=0.2)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("interval", [1, 3])
 @pytest.mark.parametrize("sampling", [[], ["--temperature", 0.8, "--random-seed", 3]], ids=["greedy", "sampling"])
 @RULES

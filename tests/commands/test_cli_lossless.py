@@ -104,6 +104,7 @@ def test_run_compares_tokens_where_they_must_be_equal(
     assert ids_of(result.document) == ids_of(run_wide(*arguments, "--json").document)
 
 
+@pytest.mark.one_in(2)
 @BY_TOKENS
 def test_summarize_compares_tokens_where_they_must_be_equal(
     summarize: Run, drafters: dict[str, list[object]], drafter: str, sampling: list[object]
@@ -115,9 +116,15 @@ def test_summarize_compares_tokens_where_they_must_be_equal(
     assert document["checks"]["identical_to_no_drafter"] == {"num_identical": 5, "num_samples": 5}
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("command", ["run", "summarize"])
-@pytest.mark.parametrize("drafter", ["logits", "custom that draws"])
+@pytest.mark.parametrize(
+    ("command", "drafter"),
+    [
+        ("run", "logits"),
+        ("summarize", "custom that draws"),
+        pytest.param("run", "custom that draws", marks=pytest.mark.slow),
+        pytest.param("summarize", "logits", marks=pytest.mark.slow),
+    ],
+)
 def test_rejection_sampling_is_compared_by_distribution(
     run_wide: Run, summarize: Run, drafters: dict[str, list[object]], command: str, drafter: str
 ) -> None:
@@ -158,14 +165,10 @@ def test_terminal_says_why_it_compares_distributions_and_with_what_p_value(
     said(line_of(shown, "it would have found"), size, "99%", varying=(size,))
 
 
+@pytest.mark.slow  # `test_accepted_tokens_are_checked_too` has a cut
 @pytest.mark.parametrize(
     "flags",
-    [
-        pytest.param(["--top-k", 2], marks=pytest.mark.slow),  # the test above has 3
-        pytest.param(["--top-p", 0.5], marks=pytest.mark.slow),
-        ["--min-p", 0.2],
-        pytest.param(["--temperature", 0.3], marks=pytest.mark.slow),
-    ],
+    [["--top-k", 2], ["--top-p", 0.5], ["--min-p", 0.2], ["--temperature", 0.3]],
 )
 def test_cuts_leave_the_distribution_right(
     run_wide: Run, drafters: dict[str, list[object]], flags: list[object]
@@ -311,12 +314,18 @@ def test_check_works_where_nothing_can_be_drafted(run_wide: Run, drafters: dict[
     assert "passed" in line_of(result.stdout, "lossless check")
 
 
+NOTHING, ONE_TOKEN = ["--temperature", 0.9, "--max-output-len", 1], ["--temperature", 1e-4]
+
+
 @pytest.mark.parametrize(
-    "flags",
-    [["--temperature", 0.9, "--max-output-len", 1], ["--temperature", 1e-4]],
-    ids=["nothing drafted", "one token to choose"],
+    ("command", "flags"),
+    [
+        pytest.param("run", ONE_TOKEN, id="run-one token to choose"),
+        pytest.param("summarize", NOTHING, id="summarize-nothing drafted"),
+        pytest.param("run", NOTHING, id="run-nothing drafted", marks=pytest.mark.slow),
+        pytest.param("summarize", ONE_TOKEN, id="summarize-one token to choose", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("command", ["run", "summarize"])
 def test_too_little_to_tell_is_neither_passed_nor_failed(
     run_wide: Run,
     summarize: Run,

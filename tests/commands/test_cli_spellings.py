@@ -161,7 +161,11 @@ def in_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_dir: Pat
     return tmp_path
 
 
-@pytest.mark.parametrize("document", [WITH_EQUALS, WITH_SPACES], ids=["prompt-lookup", "ngram"])
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(WITH_EQUALS, marks=pytest.mark.slow), WITH_SPACES],  # the draft model's document has equals signs
+    ids=["prompt-lookup", "ngram"],
+)
 def test_commands_of_the_ngram_documents_run(specdec: Specdec, in_directory: Path, document: str) -> None:
     results: dict[str, Result] = {}
     for command, *arguments in pasted(document):
@@ -200,7 +204,10 @@ ON_ONE_DEVICE = DRAFT_TARGET_MODEL.replace("[0],[1]", "[0],[0]")
         ON_ONE_DEVICE,
         pytest.param(ON_ONE_DEVICE.replace("True", "False"), marks=pytest.mark.slow),
         pytest.param(ON_ONE_DEVICE.replace("=", " "), marks=pytest.mark.slow),
-        ON_ONE_DEVICE.replace("--draft_engine_dir", "--draft-engine-dir").replace("_model_config", "-model-config"),
+        pytest.param(
+            ON_ONE_DEVICE.replace("--draft_engine_dir", "--draft-engine-dir").replace("_model_config", "-model-config"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["use_logits", "tokens", "spaces", "hyphens"],
 )

@@ -53,7 +53,17 @@ def check_greedy(engine: Engine, model: PreTrainedModel) -> None:
     assert total.num_steps < sum_stats(s.stats for s in plain).num_steps
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *ATTENTIONS, *OWN_ATTENTION, *WITHOUT_ATTENTION])
+# Whose parts others have too.
+LIKE_OTHERS = {"mistral", "qwen2", "qwen2-moe", "olmo2", "smollm3", "gpt-neox"}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in LIKE_OTHERS else ())
+        for name in (*FAMILIES, *ATTENTIONS, *OWN_ATTENTION, *WITHOUT_ATTENTION)
+    ],
+)
 def test_greedy_output_equals_hf(family: str, make_engine: Any) -> None:
     model = make_model(family)
     check_greedy(make_engine(model), model)

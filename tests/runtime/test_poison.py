@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from sentences import Said
 from shared import MakeEngineDir
+from strength import is_full
 from test_batch_invariance import COMPILED, MAX_LEN, build_model
 from tiny import VOCAB_SIZE
 from torch import Tensor
@@ -123,7 +124,9 @@ def make_requests(seed: int, num_requests: int) -> list[Request]:
 
 @pytest.mark.parametrize("loop", ["leader", "orchestrator"])
 def test_poison_stays_with_who_reads_it(engine: Engine, loop: str) -> None:
-    @settings(max_examples=8 if settings.get_current_profile_name() == "default" else 1000, deadline=None)
+    @settings(
+        max_examples=1000 if is_full() else 4 if engine.config.build_config.compiler == "none" else 8, deadline=None
+    )
     @given(
         seed=st.integers(0, 10_000),
         num_requests=st.integers(1, 5),

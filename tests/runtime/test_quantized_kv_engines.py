@@ -112,7 +112,17 @@ def test_size_of_the_cache_is_that_of_its_tensors(engine_dir: Path) -> None:
         assert engine.num_cache_bytes == sum(tensor.nbytes for tensor in [*keys, *values_and_scales])
 
 
-@pytest.mark.parametrize("in_leader_mode", [True, False], ids=["leader", "orchestrator"])
+@pytest.mark.parametrize(
+    ("engine_dir", "in_leader_mode"),
+    [
+        ({"kv_cache": "INT8"}, True),
+        ({"kv_cache": "FP8"}, False),
+        pytest.param({"kv_cache": "INT8"}, False, marks=pytest.mark.slow),
+        pytest.param({"kv_cache": "FP8"}, True, marks=pytest.mark.slow),
+        *(pytest.param({"kv_cache": "INT8", "tp_size": 2}, one, marks=pytest.mark.slow) for one in (True, False)),
+    ],
+    indirect=["engine_dir"],
+)
 def test_drafts_reuse_and_preemption_change_no_token(
     engine_dir: Path, in_leader_mode: bool, model: PreTrainedModel, make_engine_dir: MakeEngineDir
 ) -> None:

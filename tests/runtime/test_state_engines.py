@@ -60,6 +60,11 @@ def answers(engine: Engine, loop: str, drafter: Any) -> list[Sequence]:
     return [done[i] for i in range(len(PROMPTS))]
 
 
+@pytest.mark.parametrize(
+    "of_each_kind",
+    ["qwen3.5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lfm2", *SLOW))],
+    indirect=True,
+)
 def test_bits_are_the_same_whatever_drafts_are_beside_and_fits(of_each_kind: PreTrainedModel, make_engine: Any) -> None:
     """Both loops are run, cold and found again, with room for all and with blocks for one and a half sequences."""
     expected = [hf_greedy(of_each_kind, prompt, NUM_NEW_TOKENS) for prompt in PROMPTS]

@@ -225,11 +225,11 @@ def make_steep_checkpoint(
     ("model", "precision"),
     [
         (("llama", 2, 0.2), UNQUANTIZED),
-        (("llama", 2, 0.3), UNQUANTIZED),
-        (("llama", 2, 0.3), QuantConfig("int8", 64, activations="int16")),
+        pytest.param(("llama", 2, 0.3), UNQUANTIZED, marks=pytest.mark.slow),
+        pytest.param(("llama", 2, 0.3), QuantConfig("int8", 64, activations="int16"), marks=pytest.mark.slow),
         (("llama", 2, 0.3), QuantConfig("int4", 64, activations="float")),
-        (("llama", 2, 0.3), QuantConfig("fp8")),
-        (("llama", 6, 0.3), QuantConfig(kv_cache="INT8")),
+        pytest.param(("llama", 2, 0.3), QuantConfig("fp8"), marks=pytest.mark.slow),
+        pytest.param(("llama", 6, 0.3), QuantConfig(kv_cache="INT8"), marks=pytest.mark.slow),
         (("llama", 6, 0.3), QuantConfig(kv_cache="FP8")),
         (("gemma3", 9, 0.1), QuantConfig(kv_cache="INT8")),
     ],
@@ -262,22 +262,30 @@ def test_right_step_is_not_refused_for_the_tokens_that_8_bits_move_most(
 _TOKENS_OF_8_BITS = QuantConfig("int8", 64, activations="int8")
 
 
+_BROKEN = [
+    ("llama", sees_one_key_too_many),
+    ("mistral-sliding", forgets_the_window),
+    ("mistral-sliding", has_a_window_one_too_short),
+]
+_TOLERANCES = [
+    (UNQUANTIZED, "0.05"),
+    (QuantConfig("int8", 64), "0.05"),
+    (_TOKENS_OF_8_BITS, "0.2"),
+    (QuantConfig(kv_cache="INT8"), "0.05"),
+]
+
+
 @pytest.mark.parametrize(
-    ("precision", "tolerance"),
+    ("family", "broken", "precision", "tolerance"),
     [
-        (UNQUANTIZED, "0.05"),
-        (QuantConfig("int8", 64), "0.05"),
-        (_TOKENS_OF_8_BITS, "0.2"),
-        (QuantConfig(kv_cache="INT8"), "0.05"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    ("family", "broken"),
-    [
-        ("llama", sees_one_key_too_many),
-        ("mistral-sliding", forgets_the_window),
-        ("mistral-sliding", has_a_window_one_too_short),
+        pytest.param(
+            *broken,
+            *tolerance,
+            id=f"{broken[0]}-{broken[1].__name__}-{tolerance[0]}-{tolerance[1]}",
+            marks=pytest.mark.slow if (i + j) % 2 else (),
+        )
+        for i, broken in enumerate(_BROKEN)
+        for j, tolerance in enumerate(_TOLERANCES)
     ],
 )
 def test_wrong_step_is_refused_by_float32_too(

@@ -358,7 +358,7 @@ ATTENTIONS: dict[str, tuple[int, dict[str, Any] | None]] = {
 }
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("block_size", [32, 24, 256])
 @pytest.mark.parametrize("shape", SHAPES)

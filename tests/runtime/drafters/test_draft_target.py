@@ -237,7 +237,7 @@ def check_computed_once(forwards: list[Forward]) -> None:
     assert len(computed) == len(set(computed))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("draft", ["other", "random"])
 def test_rejected_draft_leaves_no_trace_in_the_draft_engine(

@@ -36,7 +36,10 @@ def model() -> PreTrainedModel:
     return make_model("llama")
 
 
-@pytest.fixture(scope="module", params=["int4", "int8"])
+BITS = ["int4", pytest.param("int8", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=BITS)
 def engine_dir(request: pytest.FixtureRequest, model: PreTrainedModel, make_engine_dir: Any) -> Path:
     directory: Path = make_engine_dir(model, self_draft=SelfDraftConfig(request.param), compiler="aot")
     return directory
@@ -48,7 +51,7 @@ def engine(engine_dir: Path) -> Iterator[Engine]:
         yield opened
 
 
-@pytest.fixture(params=["int4", "int8"])
+@pytest.fixture(params=BITS)
 def uncompiled(request: pytest.FixtureRequest, model: PreTrainedModel, make_engine: Any) -> Engine:
     """An engine whose copy's weights can be seen and changed."""
     made: Engine = make_engine(model, self_draft=SelfDraftConfig(request.param))
@@ -81,6 +84,7 @@ def num_drafted(sequences: list[Sequence]) -> int:
 
 
 @ON_LOOPS
+@pytest.mark.parametrize("engine_dir", ["int4", "int8"], indirect=True)
 def test_greedy_output_is_hugging_faces(loop: str, engine: Engine, model: PreTrainedModel) -> None:
     sequences = answer(engine, loop, make_requests(), SelfDraft(engine, use_logits=False))
     assert outputs(sequences) == [hf_greedy(model, list(prompt), NUM_NEW_TOKENS) for prompt in PROMPTS]
@@ -144,8 +148,14 @@ def test_output_layer_of_its_own(compiler: str, output: DraftOutput, model: PreT
     torch.testing.assert_close(found[0][:, list(ids)], found[1][:, list(ids)], atol=atol, rtol=0)
 
 
-@ON_LOOPS
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "loop"),
+    [
+        ("bfloat16", "orchestrator"),
+        ("float16", "leader"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("bfloat16", "leader"), ("float16", "orchestrator"))),
+    ],
+)
 def test_output_of_16_bits_is_that_without_drafts(
     loop: str, dtype: str, model: PreTrainedModel, make_engine: Any
 ) -> None:

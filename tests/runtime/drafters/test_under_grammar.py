@@ -12,6 +12,7 @@ import pytest
 import regex
 import torch
 from shared import shared_engine
+from strength import draws
 from tiny import make_model
 from transformers import PreTrainedTokenizerFast
 
@@ -130,7 +131,7 @@ def check_texts(llm: LLM, v1: LLM, drafters: list[Any], num_rounds: int, num_cas
 
 
 def test_a_seed_gives_the_same_text_with_any_drafter_and_none(llm: LLM, v1: LLM, drafters: list[Any]) -> None:
-    check_texts(llm, v1, drafters, num_rounds=7, num_cases=7)
+    check_texts(llm, v1, drafters, num_rounds=7, num_cases=4)
 
 
 @pytest.mark.slow
@@ -168,7 +169,7 @@ def test_no_illegal_token_is_sent(llm: LLM) -> None:
     assert held < 6 < unheld
 
 
-EXPRESSION, NUM_DRAWS, SMALLEST_P_VALUE = "(a|b|d)(b|d|e|g)(e|g|h)+", 5000, 1e-3
+EXPRESSION, NUM_DRAWS, SMALLEST_P_VALUE = "(a|b|d)(b|d|e|g)(e|g|h)+", draws(5000, 2000), 1e-3
 
 
 class Fixed:
@@ -208,7 +209,7 @@ class Spelling:
 @pytest.mark.parametrize("drafts_are_legal", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_rejection_sampling_is_exact_under_a_grammar(drafts_are_legal: bool) -> None:
     """Pairs of tokens follow the brute force of softmaxes over legal tokens, whether drafts are drawn from such ones or
-    from all tokens. A total variation of 0.07 would be seen in 99 of 100 runs.
+    from all tokens. A total variation of 0.11 would be seen in 99 of 100 runs, of 0.07 with `--slow`.
     """
     spelling, generator = Spelling(), torch.Generator().manual_seed(0)
     letters = [i for i, text in spelling.texts.items() if text in [*"abdegh", "ab"]]
@@ -243,6 +244,6 @@ def test_rejection_sampling_is_exact_under_a_grammar(drafts_are_legal: bool) -> 
     statistic, degrees = chi_squared_of(counts, expected.flatten())
     assert p_value_of(statistic, degrees) > SMALLEST_P_VALUE
     seen = detectable_total_variation(NUM_DRAWS, degrees, SMALLEST_P_VALUE, 0.99)
-    assert seen is not None and seen < 0.07
+    assert seen is not None and seen < draws(7, 11) / 100
     assert num_accepted > NUM_DRAWS / 4
     assert (num_cut > NUM_DRAWS / 10) is not drafts_are_legal

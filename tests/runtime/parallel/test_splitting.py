@@ -215,7 +215,10 @@ def test_what_stays_whole_is_said(tmp_path: Path, said: Said) -> None:
     assert ranks[1]["lm_head.weight"].shape[0] == 33
 
 
-@pytest.mark.parametrize("precision", [QuantConfig("int4", 8), QuantConfig("int8", None), QuantConfig("fp8", None)])
+@pytest.mark.parametrize(
+    "precision",
+    [QuantConfig("int4", 8), pytest.param(QuantConfig("int8", None), marks=pytest.mark.slow), QuantConfig("fp8", None)],
+)
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen2-moe"])
 def test_quantized_weights_are_split_with_their_scales(family: str, precision: QuantConfig, tmp_path: Path) -> None:
     make_model(family).save_pretrained(tmp_path / "model")
