@@ -214,13 +214,17 @@ def test_what_models_draft_is_run_with_each_length(
 @pytest.mark.parametrize(
     ("flags", "recommended"),
     [
-        (["--draft-target-model-config", 1], "--draft-target-model-config '[1,[0],[0,1],False]'"),
+        (["--ngram-config", "[1,2,[1,0]]"], "--ngram-config '[1,2,[1,0]]'"),
+        pytest.param(
+            ["--draft-target-model-config", 1],
+            "--draft-target-model-config '[1,[0],[0,1],False]'",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ["--draft-target-model-config", "[1,[0],[1,0],True]"],
             "--draft-target-model-config '[1,[0],[1,0],True]'",
             marks=pytest.mark.slow,
         ),
-        pytest.param(["--ngram-config", "[1,2,[1,0]]"], "--ngram-config '[1,2,[1,0]]'", marks=pytest.mark.slow),
         pytest.param(["--ngram-config", "1,2"], "--ngram-config '[1,2]'", marks=pytest.mark.slow),
     ],
 )

@@ -3,9 +3,9 @@ pytorch/pytorch#188792.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from forked import Forks
 
 # Each in a fork of a process that has imported torch, and computed nothing.
 PROGRAM = """
@@ -53,13 +53,13 @@ FUNCTIONS = (
 
 
 def test_a_process_calls_each_function_with_one_number_first(
-    llama_engine_dir: Path, llama_checkpoint_dir: Path
+    forks: Forks, llama_engine_dir: Path, llama_checkpoint_dir: Path
 ) -> None:
     """Else a process's first rotary angles were wrong in the fourth digit in some builds: those that had to read
     libraries from disk.
     """
-    command = [sys.executable, "-c", PROGRAM, str(llama_engine_dir), str(llama_checkpoint_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = forks.run(llama_engine_dir, llama_checkpoint_dir, program=PROGRAM)
+    assert done.returncode == 0, done.stderr
     of_engine, of_model = map(json.loads, done.stdout.splitlines())
     sizes = {
         (what, name, dtype): first.get(f"aten::{name}", {}).get(f"torch.{dtype}")
