@@ -26,6 +26,8 @@ COPY_DIR = "self-draft"
 """Subdirectory of the self-draft copy: its compiled step, and the weights that it does not share with the target."""
 DRAFT_VOCAB, HEAD_OUTPUT = "draft_vocab.txt", "head_output.safetensors"
 """Ids that are drafted, and a trained head's quantized output layer, where an engine has them."""
+TARGET_OUTPUT = "target_output.safetensors"
+"""The target's output layer for a trained head that has none of its own."""
 _BUILD_AGAIN = "build it again"
 ENGINE = Artefact("the engine was built", _BUILD_AGAIN, code="engine")
 

@@ -218,7 +218,12 @@ def _identity_of_drafts(settings: EngineSettings) -> list[str]:
     vocab = wanted.vocab if wanted.vocab in (None, "auto") else file_digest(Path(wanted.vocab))
     if wanted.qformat is not None:
         weights = sorted(file for head in settings.heads[:1] for file in head.directory.glob("*.safetensors"))
-    return [repr((vocab, wanted.vocab_size, wanted.qformat)), *(file_digest(file) for file in weights)]
+    reads_output = any(head.reads_target_output for head in settings.heads[:1])
+    return [
+        repr((vocab, wanted.vocab_size, wanted.qformat)),
+        *["target's output"] * reads_output,
+        *(file_digest(file) for file in weights),
+    ]
 
 
 def _identity_here(settings: EngineSettings | BuildConfig, device: torch.device) -> list[str]:

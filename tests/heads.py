@@ -172,6 +172,194 @@ def save_eagle(head: Eagle, directory: Path, form: str, **changes: Any) -> Path:
     return directory
 
 
+@dataclass(frozen=True)
+class Block:
+    """A DFlash or DSpark head with layers of Qwen3's, its tensors as z-lab and DeepSpec name them."""
+
+    tensors: dict[str, Tensor]
+    states: tuple[int, ...]
+    size: int = 5
+    mask: int = 31
+    anchor: bool = False
+    markov: str | None = None
+    confidence: bool = False
+    windows: tuple[int | None, ...] = (None, None)
+    hidden: int = 32
+    vocab: int = 32
+    theta: float = THETA
+    heads, kv_heads, model_type = 4, 2, "qwen3"
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def ids(self) -> Tensor:
+        offsets = self.tensors.get("d2t")
+        return torch.arange(self.vocab) if offsets is None else torch.arange(len(offsets)) + offsets
+
+
+def make_block(
+    target: PreTrainedModel, *, states: tuple[int, ...] = (1, 3, 5), draft_vocab: int | None = None,
+    own_output: bool = False, seed: int = 0, **settings: Any,
+) -> Block:  # fmt: skip
+    """Weights so large that drafts differ."""
+    config: Any = target.config
+    generator = torch.Generator().manual_seed(seed)
+    size, vocab, rank = config.hidden_size, config.vocab_size, 6
+    made = Block({}, states, hidden=size, vocab=vocab, **settings)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator) * (0.4 if len(shape) > 1 else 0.2) + (len(shape) == 1)
+
+    tensors = {"fc.weight": random(size, len(states) * size), "hidden_norm.weight": random(size)}
+    tensors["norm.weight"] = random(size)
+    for i in range(len(made.windows)):
+        dim, wide = made.head_dim, 3 * size // 2
+        part = {
+            "self_attn.q_proj.weight": random(made.heads * dim, size),
+            "self_attn.k_proj.weight": random(made.kv_heads * dim, size),
+            "self_attn.v_proj.weight": random(made.kv_heads * dim, size),
+            "self_attn.o_proj.weight": random(size, made.heads * dim),
+            "self_attn.q_norm.weight": random(dim),
+            "self_attn.k_norm.weight": random(dim),
+            "mlp.gate_proj.weight": random(wide, size),
+            "mlp.up_proj.weight": random(wide, size),
+            "mlp.down_proj.weight": random(size, wide),
+            "input_layernorm.weight": random(size),
+            "post_attention_layernorm.weight": random(size),
+        }
+        tensors |= {f"layers.{i}.{name}": tensor for name, tensor in part.items()}
+    if draft_vocab is not None:
+        ids = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
+        tensors["d2t"] = ids - torch.arange(draft_vocab)
+    if draft_vocab is not None or own_output:
+        tensors["lm_head.weight"] = random(draft_vocab or vocab, size)
+        tensors["embed_tokens.weight"] = random(vocab, size)
+    if made.markov:
+        tensors["markov_head.markov_w1.weight"] = 3 * random(vocab, rank)
+        tensors["markov_head.markov_w2.weight"] = 3 * random(draft_vocab or vocab, rank)
+    if made.markov == "gated":
+        tensors |= {
+            "markov_head.gate_proj.weight": random(rank, size + rank),
+            "markov_head.gate_proj.bias": random(rank),
+        }
+    if made.confidence:
+        tensors["confidence_head.proj.weight"] = random(1, size + (rank if made.markov else 0))
+        tensors["confidence_head.proj.bias"] = random(1)
+    made.tensors.update(tensors)
+    return made
+
+
+def save_block(head: Block, directory: Path, form: str, num_target_layers: int = 6, **changes: Any) -> Path:
+    """Write it as z-lab does (DFlash), as DeepSpec does (DSpark), or as `speculators` does either."""
+    directory.mkdir(parents=True, exist_ok=True)
+    kinds = ["full_attention" if window is None else "sliding_attention" for window in head.windows]
+    layers = {
+        "model_type": "qwen3",
+        "hidden_size": head.hidden,
+        "intermediate_size": 3 * head.hidden // 2,
+        "num_attention_heads": head.heads,
+        "num_key_value_heads": head.kv_heads,
+        "head_dim": head.head_dim,
+        "num_hidden_layers": len(head.windows),
+        "vocab_size": head.vocab,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": head.theta,
+        "layer_types": kinds,
+        "sliding_window": next((window for window in head.windows if window is not None), None),
+        "use_sliding_window": any(head.windows),
+        "attention_bias": False,
+    }
+    rank = head.tensors["markov_head.markov_w1.weight"].shape[1] if head.markov else 0
+    spark = {
+        "markov_rank": rank,
+        "markov_head_type": head.markov or "vanilla",
+        "enable_confidence_head": head.confidence,
+        "confidence_head_with_markov": bool(head.markov),
+    }
+    after = [one - 1 for one in head.states]
+    if form == "z-lab":
+        own = {"mask_token_id": head.mask, "target_layer_ids": after}
+        config = layers | {"architectures": ["DFlashDraftModel"], "block_size": head.size, "dflash_config": own}
+        config["num_target_layers"] = num_target_layers
+    elif form == "DeepSpec":
+        own = {"mask_token_id": head.mask, "target_layer_ids": after, "block_size": head.size}
+        config = layers | {"architectures": ["Qwen3DSparkModel"]} | own | spark
+    else:
+        config = {
+            "speculators_model_type": form,
+            "transformer_layer_config": layers,
+            "aux_hidden_state_layer_ids": list(head.states),
+            "mask_token_id": head.mask,
+            "block_size": head.size,
+            "draft_vocab_size": len(head.ids),
+            "sample_from_anchor": head.anchor,
+            **(spark if form == "dspark" else {}),
+        }
+    prefix = "model." if form == "DeepSpec" else ""
+    tensors = {f"{prefix}{name}": tensor.contiguous() for name, tensor in head.tensors.items()}
+    save_file(tensors | changes.pop("tensors", {}), directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(config | changes))
+    return directory
+
+
+def block_outputs(head: Block, target: PreTrainedModel, tokens: list[int], num_slots: int, states: Tensor) -> Tensor:
+    """(num_slots, hidden) float64 outputs of a block behind these tokens, all but the last of which have `states`."""
+    w = {name: tensor.double() for name, tensor in head.tensors.items() if tensor.is_floating_point()}
+    embedding = w.get("embed_tokens.weight", target.get_input_embeddings().weight.double())
+    context = _rms(states @ w["fc.weight"].T, w["hidden_norm.weight"])
+    hidden = embedding[[tokens[-1], *[head.mask] * (num_slots - 1)]]
+    n = len(context)
+    for i, window in enumerate(head.windows):
+        own = {name.removeprefix(f"layers.{i}."): one for name, one in w.items() if name.startswith(f"layers.{i}.")}
+        x = _rms(hidden, own["input_layernorm.weight"])
+        q, k, v = (
+            (of @ own[f"self_attn.{name}_proj.weight"].T).view(len(of), -1, head.head_dim).transpose(0, 1)
+            for name, of in (("q", x), ("k", torch.cat([context, x])), ("v", torch.cat([context, x])))
+        )
+        q, k = _rms(q, own["self_attn.q_norm.weight"]), _rms(k, own["self_attn.k_norm.weight"])
+        padded = torch.cat([q.new_zeros(q.shape[0], n, head.head_dim), q], 1)
+        q, k = _rotated(padded, head.theta)[:, n:], _rotated(k, head.theta)
+        k, v = (one.repeat_interleave(head.heads // head.kv_heads, 0) for one in (k, v))
+        scores = q @ k.mT / head.head_dim**0.5
+        if window is not None:
+            distance = torch.arange(n, n + num_slots)[:, None] - torch.arange(n + num_slots)
+            scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
+        attended = (scores.softmax(-1) @ v).transpose(0, 1).reshape(num_slots, -1)
+        hidden = hidden + attended @ own["self_attn.o_proj.weight"].T
+        hidden = hidden + _mlp(own, hidden)
+    return _rms(hidden, w["norm.weight"])
+
+
+@torch.no_grad()
+def block_drafts(
+    head: Block, target: PreTrainedModel, tokens: list[int], num_slots: int, states: Tensor
+) -> tuple[list[int], list[float]]:
+    """The greedy draft of a block, and how sure the head is of each token, where it says so."""
+    w = {name: tensor.double() for name, tensor in head.tensors.items() if tensor.is_floating_point()}
+    output = w.get("lm_head.weight", target.get_output_embeddings().weight.double())
+    outputs, last = block_outputs(head, target, tokens, num_slots, states), tokens[-1]
+    draft, chances = list[int](), list[float]()
+    for row in outputs if head.anchor else outputs[1:]:
+        logits = row @ output.T
+        before = w["markov_head.markov_w1.weight"][last] if head.markov else row[:0]
+        if head.confidence:
+            features = torch.cat([row, before])
+            logit = w["confidence_head.proj.weight"][0] @ features + w["confidence_head.proj.bias"][0]
+            chances.append(float(logit.sigmoid()))
+        if head.markov == "gated":
+            joined = torch.cat([row, before])
+            gate = w["markov_head.gate_proj.weight"] @ joined + w["markov_head.gate_proj.bias"]
+            before = gate.sigmoid() * before
+        if head.markov:
+            logits = logits + w["markov_head.markov_w2.weight"] @ before
+        last = int(head.ids[logits.argmax()])
+        draft.append(last)
+    return draft, chances
+
+
 def copy_with_mtp(model_dir: Path, directory: Path) -> Path:
     """A copy of a model's directory, with an MTP head whose layer is the model's last one."""
     shutil.copytree(model_dir, directory)
@@ -316,6 +504,18 @@ def eagle_drafts(head: Eagle, target: PreTrainedModel, tokens: list[int], length
             break
         found.append(int(logits.argmax()))
     return found
+
+
+def peagle_drafts(
+    head: Eagle, mask: int, target: PreTrainedModel, tokens: list[int], length: int, states: Tensor
+) -> list[int]:
+    """The greedy draft of P-EAGLE: behind the last pair those of a mask token and of what stands for its states."""
+    w = {name: tensor.double() for name, tensor in head.tensors.items() if tensor.is_floating_point()}
+    embedding = w.get("embed_tokens.weight", target.get_input_embeddings().weight.double())
+    known = torch.cat([states, w["mask_hidden"].view(1, -1).expand(length - 1, -1)]) @ w["fc.weight"].T
+    z = _layers(head, w, embedding[[*tokens[1:], *[mask] * (length - 1)]], known)
+    logits = _rms(z, w["norm.weight"])[-length:] @ w["lm_head.weight"].T
+    return [int(head.ids[one]) for one in logits.argmax(-1)]
 
 
 def eagle_logits(

@@ -108,7 +108,7 @@ def paged_attention(
     B, Q = paged.slot_mapping.shape
     (H, D), (Hk, Dv) = (query.shape[1], query.shape[3]), (value.shape[1], value.shape[3])
     layer = paged.kv_place(_layer_index(module))
-    _write(paged, layer, key[0], value[0])
+    write_kv(paged, layer, key[0], value[0])
     keys, values = _read(paged, layer, query.dtype)
     broken = keys[..., 0].isnan()
     usable = (paged.written()[:, None] & ~broken).unsqueeze(-1)
@@ -151,7 +151,7 @@ def weights_beside_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.cat([scores, beside], -1).softmax(-1)[..., :-1]
 
 
-def _write(paged: PagedInputs, layer: int, key: Tensor, value: Tensor) -> None:
+def write_kv(paged: PagedInputs, layer: int, key: Tensor, value: Tensor) -> None:
     """Put keys and values, (Hk, B x Q, D) and (Hk, B x Q, Dv), into their slots.
 
     A mask adds -inf to a score, and multiplies a value by 0: numbers that are not finite would pass through. So a token

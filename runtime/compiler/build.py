@@ -33,7 +33,7 @@ from runtime.compiler.model import ModelKind, Step, load_absent, load_whole_mode
 from runtime.compiler.pretrained import num_positions, parse_pretrained_config, why_positions_end
 from runtime.compiler.profile_steps import cache_for_measuring, costs_at_build
 from runtime.compiler.quantized import pack_layers
-from runtime.compiler.quantized_copy import DRAFT_ACTIVATIONS, copy_of, quantize_layers, write_layers
+from runtime.compiler.quantized_copy import DRAFT_ACTIVATIONS, copy_of, output_weight, quantize_layers, write_layers
 from runtime.compiler.torch_internals import check_torch
 from runtime.compiler.weights import present
 from runtime.config import (
@@ -51,7 +51,7 @@ from runtime.engine import Engine
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import check_output_directory, check_output_is_not_input, new_directory, write_file, write_json
 from runtime.heads.head_config import HeadConfig
-from runtime.heads.head_output import write_output
+from runtime.heads.head_output import write_output, write_target_output
 from runtime.kv_cache import bytes_per_block, kv_dtype
 from runtime.locks import MODEL_INIT_LOCK
 from runtime.parallel.process_pool import do_at_once
@@ -163,6 +163,9 @@ def build_engine(
             stack.callback(step.close)
         config = _checked(step, model, checkpoint, shape, compiled)
         _write_draft_output(build, effort.drafts, directory, phase)
+        reads_output = effort.drafts.head is not None and effort.drafts.head.reads_target_output
+        if reads_output and not pretrained.tie_word_embeddings:
+            write_target_output(output_weight(model), directory)
         copied = None
         if quantized:
             phase("compiling the copy that drafts")

@@ -8,6 +8,7 @@ computes logits.
 import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -80,6 +81,18 @@ def _weight(layer: nn.Module) -> Tensor:
     assert isinstance(layer, nn.Linear | Conv1D)
     weight = layer.weight.detach()
     return weight.t() if isinstance(layer, Conv1D) else weight
+
+
+def output_weight(model: PreTrainedModel) -> Tensor:
+    """(vocab, hidden) weight by which the model computes logits, in its dtype. SpecDecError where it has no such."""
+    output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if not isinstance(output, nn.Linear | QuantizedLinear):
+        raise SpecDecError(
+            "the model computes logits by no linear layer, which a head without one of its own would draft by",
+            hint="take a head with `lm_head.weight`",
+        )
+    with present(output):
+        return _weight(output).to(next(model.parameters()).dtype, copy=True)
 
 
 def copy_of(model: PreTrainedModel, layers: dict[str, QuantizedWeight], ids: Tensor | None = None) -> PreTrainedModel:

@@ -32,7 +32,7 @@ from runtime.request import Draft, Request, Sequence
 IterationSeconds = Callable[[int, int, float], float]
 """(batch size, context length, mean draft length) -> seconds; `CostModel.iteration_s`."""
 DraftSeconds = Callable[[int, int], float]
-"""(batch size, context length) -> seconds for one more token of every draft."""
+"""(batch size, context length) -> seconds for one more token of every draft, or for all of them at once."""
 
 _PROBE_INTERVAL, _PROBE_SHARE = 16, 0.03
 """Steps without a draft of a draft model, before it is asked for a token to see whether it pays again: so many, or so
@@ -94,10 +94,12 @@ class AdaptiveDrafter:
         iteration_s: IterationSeconds,
         draft_s: DraftSeconds | None = None,
         clock: Clock | None = None,
+        *,
+        at_once: bool = False,
     ) -> None:
         self.drafter = drafter
         self._iteration_s = iteration_s
-        self._draft_s = draft_s
+        self._draft_s, self._at_once = draft_s, at_once
         self._is_asked_for_what_pays = draft_s is not None
         self._match_len = 0 if draft_s is None else MODEL_PRIOR
         self._outcomes = AcceptanceStats(are_cut=draft_s is not None)
@@ -166,7 +168,7 @@ class AdaptiveDrafter:
         self._num_off = 0 if any(lengths) else self._num_off + 1
         if not any(lengths):
             seconds = prices.of_drafts(prices.batch_size)
-            probe_s = seconds[prices.batch_size] - seconds[0] + prices.draft_token_s
+            probe_s = seconds[prices.batch_size] - seconds[0] + prices.drafting_s(1)
             if self._num_off % max(_PROBE_INTERVAL, ceil(probe_s / seconds[0] / _PROBE_SHARE)):
                 return [Draft([])] * len(sequences)
             lengths = [1] * len(sequences)
@@ -203,7 +205,7 @@ class AdaptiveDrafter:
         least = self._least_rate(prices)
         lengths = allocate(survivals, [least * s for s in seconds])
         num_accepted = sum(sum(row[:length]) for row, length in zip(survivals, lengths, strict=True))
-        cost_s = seconds[sum(lengths)] - seconds[0] + draft_len * prices.draft_token_s
+        cost_s = seconds[sum(lengths)] - seconds[0] + prices.drafting_s(draft_len)
         self._count(prices.batch_size + num_accepted, prices, cost_s)
         return _Choice(lengths, num_accepted / rate - cost_s)
 
@@ -219,7 +221,7 @@ class AdaptiveDrafter:
         for n in range(1, max(map(len, survivals)) + 1):
             num_drafted = sum(min(n, len(row)) for row in survivals)
             num_accepted = sum(sum(row[:n]) for row in survivals)
-            gains.append(num_accepted - rate * (seconds[num_drafted] - seconds[0] + n * prices.draft_token_s))
+            gains.append(num_accepted - rate * (seconds[num_drafted] - seconds[0] + prices.drafting_s(n)))
         return gains.index(max(gains))
 
     def _mean_gain(self, batch_size: int) -> float:
@@ -270,7 +272,7 @@ class AdaptiveDrafter:
         mean_len = sum(len(sequence.tokens) for sequence in sequences) // len(sequences)
         place = len(sequences), mean_len // _CONTEXT_STEP * _CONTEXT_STEP, max_draft_len
         if place not in self._known_prices:
-            self._known_prices[place] = _Prices(*place, self._iteration_s, self._draft_s)
+            self._known_prices[place] = _Prices(*place, self._iteration_s, self._draft_s, at_once=self._at_once)
         return self._known_prices[place]
 
 
@@ -292,7 +294,10 @@ class _Prices:
         max_draft_len: int,
         iteration_s: IterationSeconds,
         draft_s: DraftSeconds | None,
+        *,
+        at_once: bool = False,
     ) -> None:
+        self._at_once = at_once
         self.batch_size, self.max_draft_len = batch_size, max_draft_len
         self.draft_token_s = draft_s(batch_size, context_len) if draft_s else 0.0
         # Between whole numbers of tokens in a row prices are on straight lines, so that none is lower there.
@@ -303,6 +308,10 @@ class _Prices:
         added = ((seconds - self._by_len[0]) / n for n, seconds in enumerate(self._by_len[1:], 1))
         self.cheapest_s = min(added, default=inf) / batch_size
         """Seconds of a draft token, where it costs least."""
+
+    def drafting_s(self, num_tokens: int) -> float:
+        """Seconds that a model takes to draft so many tokens of every row."""
+        return self.draft_token_s * (min(num_tokens, 1) if self._at_once else num_tokens)
 
     def of_drafts(self, most: int) -> list[float]:
         """Seconds of a step with 0, 1, ... draft tokens in all its rows together, at least as far as `most`."""

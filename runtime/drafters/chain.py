@@ -110,9 +110,13 @@ class DraftingModel:
     """(batch size, context length) -> seconds for one more token of every draft."""
     copy: AcceptsHints | None = None
     """Self-draft among the members, if it verifies suggestions."""
+    at_once: bool = False
+    """True if one step drafts all tokens."""
 
     @property
     def steps_per_token(self) -> float:
+        if self.at_once:
+            return 0.0
         return 1.0 if self.copy is None else self.copy.steps_per_token
 
 

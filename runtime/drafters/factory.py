@@ -16,8 +16,8 @@ from runtime.costs import CostModel
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import BestOf, DraftingModel
 from runtime.drafters.compatibility import Tokenizers
-from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.custom import GuardedDrafter
+from runtime.drafters.draft_state import ConfidenceStop
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.meter import Clock
 from runtime.drafters.pool import NgramPool
@@ -92,9 +92,9 @@ class Opening:
         """Seconds, by which steps are timed: the whole turn of a loop, for drafts are work outside the step too."""
         return perf_counter()
 
-    def adapted(self, drafter: Drafter, draft_costs: CostModel | None = None) -> Drafter:
+    def adapted(self, drafter: Drafter, draft_costs: CostModel | None = None, *, at_once: bool = False) -> Drafter:
         """Its drafts cut to what pays, where that is asked for."""
-        return adapted(drafter, self.costs, draft_costs, self.clock)
+        return adapted(drafter, self.costs, draft_costs, self.clock, at_once=at_once)
 
     def guarded(self, drafter: GuardedDrafter, max_draft_len: int | None) -> OpenDrafter:
         """A drafter of the user's own."""
@@ -158,8 +158,9 @@ def open_head_drafter(spec: HeadDrafter, opening: Opening) -> OpenDrafter:
     head_costs = CostModel(draft.step_costs, 0.0)
     if opening.costs is not None:
         draft_s = partial(head_costs.iteration_s, draft_len=0)
-        draft.confidence_stop = ConfidenceStop(opening.costs.iteration_s, draft_s)
-    return OpenDrafter(opening.adapted(draft, head_costs), spec.max_draft_len, head_draft=draft)
+        draft.confidence_stop = ConfidenceStop(opening.costs.iteration_s, draft_s, at_once=head.drafts_at_once)
+    drafter = opening.adapted(draft, head_costs, at_once=head.drafts_at_once)
+    return OpenDrafter(drafter, spec.max_draft_len, head_draft=draft)
 
 
 def _open_chain(speculation: Speculation, opening: Opening) -> OpenDrafter:
@@ -205,7 +206,8 @@ def _drafting_model(one: OpenDrafter, target: EngineConfig, *, has_costs: bool) 
     def step_s(batch_size: int, context_len: int) -> float:
         return known.iteration_s(batch_size, context_len, 0) if known else 0.0
 
-    return DraftingModel(one.drafter, one.max_draft_len, step_s, one.self_draft)
+    at_once = one.head_draft is not None and one.head_draft.head.drafts_at_once
+    return DraftingModel(one.drafter, one.max_draft_len, step_s, one.self_draft, at_once)
 
 
 def _always_the_same(batch_size: int, context_len: int, draft_len: float) -> float:
@@ -214,13 +216,18 @@ def _always_the_same(batch_size: int, context_len: int, draft_len: float) -> flo
 
 
 def adapted(
-    drafter: Drafter, costs: CostModel | None, draft_costs: CostModel | None = None, clock: Clock | None = None
+    drafter: Drafter,
+    costs: CostModel | None,
+    draft_costs: CostModel | None = None,
+    clock: Clock | None = None,
+    *,
+    at_once: bool = False,
 ) -> Drafter:
     """The drafter itself, or where costs are known its drafts cut to what pays."""
     if costs is None:
         return drafter
     draft_s = None if draft_costs is None else partial(draft_costs.iteration_s, draft_len=0)
-    return AdaptiveDrafter(drafter, costs.iteration_s, draft_s, clock)
+    return AdaptiveDrafter(drafter, costs.iteration_s, draft_s, clock, at_once=at_once)
 
 
 class BoundedDrafter:

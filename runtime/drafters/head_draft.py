@@ -6,7 +6,6 @@ token; what it keeps of that is written over when the target has said which toke
 """
 
 import time
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -18,17 +17,18 @@ from runtime.batch import Batch, Row, pack
 from runtime.bundle import uses_kernels
 from runtime.compiler.compilation import PackagedStep
 from runtime.config import ARITHMETICS, StepCost
-from runtime.drafters.confidence_stop import ConfidenceStop
-from runtime.drafters.draft_state import DraftState
+from runtime.drafters.draft_state import ConfidenceStop, DraftState
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
+from runtime.heads.block_head import BlockHead, num_slots
 from runtime.heads.head_cache import HeadCache
 from runtime.heads.head_config import HeadConfig, language_model, num_layers_of
-from runtime.heads.head_model import Head, hide_first, load_head, set_output, use_kernels
-from runtime.heads.head_output import read_output
+from runtime.heads.head_model import EagleHead, Head, hide_first, load_head, set_output, use_kernels
+from runtime.heads.head_output import read_output, read_target_output
 from runtime.request import Draft, Sequence
 
 _SHORT_ROW = 32
+_LONG_BLOCK = 8
 _NUM_TIMED, _TIMED_CONTEXTS, _TIMED_BATCHES = 5, (64, 1024), (1, 4)
 
 
@@ -63,13 +63,17 @@ class HeadDraft:
         num_steps = 0
         outputs = self._catch_up([one for one in draft_states if not one.is_done])
         while drafting := [one for one in draft_states if not one.is_done]:
-            if num_steps > 0:
+            if num_steps > 0 and not self.head.drafts_at_once:
                 outputs = self._go_on(drafting, outputs, num_steps)
-            logits = self._logits([outputs[id(one)] for one in drafting], num_steps)
+            place = num_steps if self.head.drafts_at_once else 0
+            logits, chances = self._logits(drafting, [outputs[id(one)][place] for one in drafting], num_steps)
             num_steps += 1
             with self.engine.alone():
-                for draft_state, row in zip(drafting, logits, strict=True):
-                    self._draft_token(draft_state, row)
+                for draft_state, row, sure in zip(drafting, logits, chances, strict=True):
+                    if self.confidence_stop:
+                        self.confidence_stop.draft_token(draft_state, row, sure)
+                    else:
+                        draft_state.draft_token(row)
         if self.confidence_stop:
             self.confidence_stop.end(sequences, draft_states, num_steps)
         return [draft_state.draft() for draft_state in draft_states]
@@ -88,48 +92,83 @@ class HeadDraft:
         return DraftState(draft_sequence, max_len, self.use_logits)
 
     def _catch_up(self, draft_states: Seq[DraftState]) -> dict[int, Tensor]:
-        """Compute what the head lacks of these sequences, the last token included; its output for the last."""
+        """Compute what the head lacks of these sequences, the last token included; its outputs for the last, (1,
+        state_size), and of one that drafts at once for the mask tokens behind it."""
         outputs: dict[int, Tensor] = {}
         short: list[tuple[DraftState, Row]] = []
         for draft_state in draft_states:
-            sequence = draft_state.draft_sequence
-            num_tokens, table = len(sequence.tokens), sequence.block_table
-            start = self.cache.num_known(table, num_tokens - 1)
-            if start is None:  # such as of a sequence that began before there was a head
+            row = self._row_behind(draft_state)
+            if row is None:  # such as of a sequence that began before there was a head
                 draft_state.has_ended = True
-                continue
-            while num_tokens - start > self.engine.max_num_tokens:
-                end = start + self.engine.max_num_tokens
-                self._compute_known([Row(sequence.tokens[start:end], start, table, 1)])
-                start = end
-            row = Row(sequence.tokens[start:], start, table, 1)
-            if len(row.tokens) > _SHORT_ROW:  # others would be padded to it
-                outputs[id(draft_state)] = self._compute_known([row])[0]
+            elif len(row.tokens) > _SHORT_ROW:  # others would be padded to it
+                outputs[id(draft_state)] = self._compute_known([row])
             else:
                 short.append((draft_state, row))
         if short:
-            made = self._compute_known([row for _, row in short])
+            rows = [row for _, row in short]
+            made = torch.split(self._compute_known(rows), [row.num_logits for row in rows])
             outputs |= {id(draft_state): output for (draft_state, _), output in zip(short, made, strict=True)}
         return outputs
 
-    def _compute_known(self, rows: list[Row]) -> Tensor:
-        """(B, state_size) outputs of the rows' last tokens, of which all are the sequences' own."""
-        longest, cache = max(len(row.tokens) for row in rows), self.cache
+    def _row_behind(self, draft_state: DraftState) -> Row | None:
+        """The last of what the head lacks of the sequence, once it has computed all before it; None where hidden states
+        are missing."""
+        sequence, most = draft_state.draft_sequence, self.engine.max_num_tokens
+        tokens, table = sequence.tokens, sequence.block_table
+        start, end = self.cache.num_known(table, len(tokens) - 1), len(tokens)
+        if start is None:
+            return None
+        block = self.head.config.block
+        if isinstance(self.head, BlockHead):
+            end = len(tokens) - 1  # the block's
+        while end - start > (0 if isinstance(self.head, BlockHead) else most):
+            stop = min(start + most, end)
+            self._compute_known([Row(tokens[start:stop], start, table, 1)], is_context=True)
+            start = stop
+        if block is None:
+            return Row(tokens[start:], start, table, 1)
+        if not isinstance(self.head, BlockHead):  # P-EAGLE
+            masks = [block.mask_token_id] * (draft_state.max_len - 1)
+            return Row(tokens[start:] + masks, start, table, len(masks) + 1)
+        room = len(table) * self.cache.block_size - end
+        length = num_slots(block, draft_state.max_len, room)
+        draft_state.max_len = min(draft_state.max_len, block.num_drafts(length))
+        slots = [tokens[-1], *[block.mask_token_id] * (length - 1)]
+        return Row(slots, end, table, block.num_drafts(length))
+
+    def _compute_known(self, rows: list[Row], *, is_context: bool = False) -> Tensor:
+        """(T, state_size) outputs of the rows' last tokens, as many as the rows want. Those behind the first of these
+        are masks, and all others the sequences' own. Of `is_context` none is wanted."""
+        longest, cache, head = max(len(row.tokens) for row in rows), self.cache, self.head
+        is_block = isinstance(head, BlockHead)
         states = cache.states.new_zeros(len(rows), longest, cache.states.shape[-1])
-        for into, row in zip(states, rows, strict=True):
-            end = row.start + len(row.tokens)
-            into[: len(row.tokens)] = cache.states_before(row.block_table, row.start, end)
-        if self.head.uses_kernels:
+        num_own = [0 if is_block and not is_context else len(row.tokens) + 1 - row.num_logits for row in rows]
+        for into, row, own in zip(states, rows, num_own, strict=True):
+            if own:
+                into[:own] = cache.states_for(row.block_table, row.start, row.start + own)
+            if isinstance(head, EagleHead) and own < len(row.tokens):
+                into[own : len(row.tokens)] = head.mask_state.to(into.dtype)
+        if head.uses_kernels and head.first_token == 1:
             for row in rows:
                 if row.start == 1:
                     hide_first(cache.pool, row.block_table[0])
-        batch, outputs = self._compute(rows, states.flatten(0, 1))
-        for row, own in zip(rows, outputs.view(len(rows), longest, -1), strict=True):
-            cache.mark_known(row.block_table, row.start, row.start + len(row.tokens))
-            if self.head.longest_draft is not None:
-                width = self.head.config.hidden_size
-                cache.keep_own(row.block_table, row.start, own[: len(row.tokens)], width)
-        return outputs[batch.logit_indices]
+        if isinstance(head, BlockHead) and is_context:
+            self._see(head, rows, states.flatten(0, 1))
+            batch, outputs = None, states.flatten(0, 1)
+        else:
+            batch, outputs = self._compute(rows, states.flatten(0, 1))
+        for row, own, made in zip(rows, num_own, outputs.view(len(rows), longest, -1), strict=True):
+            cache.mark_known(row.block_table, row.start, row.start + own)
+            if head.keeps_outputs:
+                cache.keep_own(row.block_table, row.start, made[:own], head.config.hidden_size)
+        return outputs if batch is None else outputs[batch.logit_indices]
+
+    def _see(self, head: BlockHead, rows: list[Row], states: Tensor) -> None:
+        start = time.perf_counter()
+        batch = pack(rows, self.cache.block_size, self.engine.device)
+        with torch.inference_mode(), self._threads():
+            head.see(batch, states, self.pool)
+        self.time_s += time.perf_counter() - start
 
     def _go_on(self, draft_states: Seq[DraftState], outputs: dict[int, Tensor], num_drafted: int) -> dict[int, Tensor]:
         """The head's outputs for the last tokens of the drafts, by those for the tokens before."""
@@ -138,9 +177,9 @@ class HeadDraft:
             sequence = draft_state.draft_sequence
             position = sequence.num_computed if self.head.reads_target else len(sequence.tokens) - 1
             rows.append(Row(sequence.tokens[-1:], position, sequence.block_table, 1))
-        batch, made = self._compute(rows, torch.stack([outputs[id(one)] for one in draft_states]), num_drafted)
+        batch, made = self._compute(rows, torch.stack([outputs[id(one)][0] for one in draft_states]), num_drafted)
         made = made[batch.logit_indices]
-        return {id(draft_state): output for draft_state, output in zip(draft_states, made, strict=True)}
+        return {id(draft_state): output[None] for draft_state, output in zip(draft_states, made, strict=True)}
 
     def _compute(self, rows: list[Row], states: Tensor, num_drafted: int = 0) -> tuple[Batch, Tensor]:
         """The rows' batch, and the head's outputs for all its tokens."""
@@ -151,22 +190,23 @@ class HeadDraft:
         self.time_s += time.perf_counter() - start
         return batch, outputs
 
-    def _logits(self, outputs: Iterable[Tensor], num_drafted: int) -> Tensor:
-        start = time.perf_counter()
+    def _logits(
+        self, draft_states: Seq[DraftState], outputs: list[Tensor], num_drafted: int
+    ) -> tuple[Tensor, Seq[float | None]]:
+        """Logits of each draft's next token, and the chance that it is accepted, where the head predicts that."""
+        start, stacked = time.perf_counter(), torch.stack(outputs)
+        last_ids = torch.tensor([one.draft_sequence.tokens[-1] for one in draft_states], device=stacked.device)
+        chances: Seq[float | None] | None = None
         with torch.inference_mode(), self._threads():
-            logits = self.head.logits(torch.stack(list(outputs)), num_drafted)
+            logits = self.head.logits(stacked, num_drafted, last_ids)
+            if self.confidence_stop and isinstance(self.head, BlockHead):
+                chances = self.head.confidences(stacked, last_ids)
         self.time_s += time.perf_counter() - start
-        return logits
+        return logits, chances or [None] * len(outputs)
 
     def _threads(self) -> AbstractContextManager[None]:
         """Beside kernels, which have threads of their own, torch's loops are short."""
         return self.engine.alone() if self.head.uses_kernels else nullcontext()
-
-    def _draft_token(self, draft_state: DraftState, logits: Tensor) -> None:
-        if self.confidence_stop:
-            self.confidence_stop.draft_token(draft_state, logits)
-        else:
-            draft_state.draft_token(logits)
 
 
 def open_head(engine: Engine, config: HeadConfig) -> tuple[Head, HeadCache]:
@@ -182,7 +222,8 @@ def open_head(engine: Engine, config: HeadConfig) -> tuple[Head, HeadCache]:
             code="no_hidden_states",
             head=config.directory,
         )
-    head: Any = load_head(config, embedding_of(engine), getattr(torch, target.dtype))
+    embedding = embedding_of(engine)
+    head: Any = load_head(config, embedding, getattr(torch, target.dtype), _output_of(engine, config, embedding))
     _set_output(engine, head)
     head = head.to(engine.device)
     if uses_kernels(target.build_config.compiler, engine.device.type):
@@ -192,6 +233,22 @@ def open_head(engine: Engine, config: HeadConfig) -> tuple[Head, HeadCache]:
     if head.reads_target:
         head.read_layers_of(target)
     return head, engine.add_head(head)
+
+
+def _output_of(engine: Engine, config: HeadConfig, embedding: Tensor | None) -> Tensor | None:
+    """The target's output layer, (vocab, hidden), for a head that has none; None for others."""
+    if not config.reads_target_output:
+        return None
+    if (kept := None if engine.directory is None else read_target_output(engine.directory)) is not None:
+        return kept
+    if language_model(engine.config.pretrained_config).get("tie_word_embeddings"):
+        return embedding
+    raise SpecDecError(
+        f"the head drafts by its target's output layer, which the engine does not have for it: {config.directory}",
+        hint="build the engine for this head",
+        code="no_hidden_states",
+        head=config.directory,
+    )
 
 
 def _set_output(engine: Engine, head: Head) -> None:
@@ -213,14 +270,19 @@ def embedding_of(engine: Engine) -> Tensor | None:
 
 
 def measure_head(engine: Engine, head: Head, cache: HeadCache) -> tuple[StepCost, ...]:
-    """Costs of the head's steps, measured on the engine's null block: nothing that counts is written."""
+    """Costs of the head's steps, measured on the engine's null block: nothing that counts is written.
+
+    Of a head that drafts at once a step is a whole block, of its usual length.
+    """
     build, costs = engine.config.build_config, []
     pool = engine.kv_pool if head.reads_target else cache.pool
+    num_rows = 1 if not head.drafts_at_once else min(head.longest_draft or _LONG_BLOCK, _LONG_BLOCK)
     for batch_size in sorted({min(size, build.max_batch_size) for size in _TIMED_BATCHES}):
         for context_len in sorted({min(length, build.max_request_len - 1) for length in _TIMED_CONTEXTS}):
-            table = [0] * (context_len // build.tokens_per_block + 1)
-            batch = pack([Row([0], context_len, table, 1)] * batch_size, build.tokens_per_block, engine.device)
-            states = cache.states.new_zeros(batch_size, cache.states.shape[-1])
+            table = [0] * ((context_len + num_rows) // build.tokens_per_block + 1)
+            rows = [Row([0] * num_rows, context_len, table, num_rows)] * batch_size
+            batch = pack(rows, build.tokens_per_block, engine.device)
+            states = cache.states.new_zeros(batch_size * num_rows, cache.states.shape[-1])
             seconds = []
             with torch.inference_mode(), engine.alone() if head.uses_kernels else nullcontext():
                 for _ in range(_NUM_TIMED):

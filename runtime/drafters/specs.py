@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AssistantDrafter",
     "ChainDrafter",
+    "DFlashDrafter",
     "DraftTargetDrafter",
     "EagleDrafter",
     "GrammarDrafter",
@@ -42,6 +43,8 @@ DraftFunction = Callable[[list[int], int], list[int]]
 
 _LONGEST_LOOKUP, _LONGEST_OF_MODELS = 10, 4
 """Drafts of leader mode where no length is given; TensorRT-LLM's is 4."""
+_LONGEST_OF_BLOCKS = 7
+"""Those of DSpark's heads of today, and of DFlash's with a block of 8."""
 
 
 _LENGTH = Setting(at_least=1, leader_flag="spec_decode_max_draft_len")
@@ -352,9 +355,41 @@ class EagleDrafter(HeadDrafter):
 
     @classmethod
     def reads(cls, model: str | Path) -> bool:
-        from runtime.heads.head_config import is_assistant, is_head
+        from runtime.heads.head_config import is_assistant, is_block, is_head
 
-        return is_head(model) and not is_assistant(model)
+        return is_head(model) and not is_assistant(model) and not is_block(model)
+
+
+@dataclass(frozen=True)
+class DFlashDrafter(HeadDrafter):
+    """A DFlash or DSpark head, which drafts a block of tokens in one pass.
+
+    `head` is its directory; the engine must be built for it. `use_logits` as for a draft model.
+    """
+
+    description = Description(
+        "dflash",
+        "DFlash head",
+        help="Draft by a DFlash or DSpark head",
+        flag="dflash_config",
+        form=_form_of_head(7),
+        algorithm="DFLASH",
+    )
+    kind = "dflash"
+
+    head: Annotated[str | Path, _head_setting("Directory of the DFlash or DSpark head.")]
+    max_draft_len: Annotated[int, replace(_LENGTH, leader_default=_LONGEST_OF_BLOCKS)] = _LONGEST_OF_BLOCKS
+    use_logits: bool = False
+
+    @property
+    def label(self) -> str:
+        return "DFlash"
+
+    @classmethod
+    def reads(cls, model: str | Path) -> bool:
+        from runtime.heads.head_config import is_block
+
+        return is_block(model)
 
 
 @dataclass(frozen=True)

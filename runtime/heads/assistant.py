@@ -43,7 +43,7 @@ class AssistantHead(nn.Module):
     """`outputs` are the state that takes the place of the target's, and beside it what the next token is read from."""
 
     uses_kernels, reads_target, attention = False, True, KERNEL
-    longest_draft: int | None = None
+    first_token, keeps_outputs, drafts_at_once, longest_draft = 1, False, False, None
     embedding: Tensor
     draft_ids: Tensor | None
     token_ordering: Tensor
@@ -134,7 +134,7 @@ class AssistantHead(nn.Module):
         key, value = (like.new_zeros(1, shape.num_kv_heads, len(like), size) for size in sizes)
         return key, value
 
-    def logits(self, outputs: Tensor, num_drafted: int = 0) -> Tensor:
+    def logits(self, outputs: Tensor, num_drafted: int = 0, last_ids: Tensor | None = None) -> Tensor:
         hidden = outputs[:, self.config.target_hidden_size :]
         if "centroids" not in self.config.flags:
             return among_all(self.lm_head(hidden), self.draft_ids)

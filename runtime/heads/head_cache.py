@@ -5,7 +5,8 @@ and values that the head makes of the pair (token j, hidden state of token j - 1
 j, as the target's own keys and values do. So they are found again, copied, handed on and given back with these, and a
 head that is behind, after a lookup's drafts or in a prompt that another request has computed, computes what it lacks.
 
-Slot 0 of a sequence has no pair, and no query of the head sees it.
+Slot 0 of a sequence has no pair, and no query of the head sees it. A head that drafts blocks takes no pairs: its keys
+and values of token j are made of that token's own hidden state, slot 0's too.
 """
 
 from collections.abc import Sequence as Seq
@@ -29,6 +30,11 @@ class ReadsStates(Protocol):
     @property
     def kv_layers(self) -> Seq[LayerShape]: ...
 
+    @property
+    def first_token(self) -> int:
+        """The first token of a sequence that it has keys and values of: 1 where it takes pairs."""
+        ...
+
     def reduce(self, states: Tensor) -> Tensor:
         """(tokens, state_size) of the (tokens, width) hidden states that the target's step gives."""
         ...
@@ -45,7 +51,7 @@ class HeadCache:
     def __init__(
         self, head: ReadsStates, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._reduce, self.block_size = head.reduce, block_size
+        self._reduce, self.block_size, self._first = head.reduce, block_size, head.first_token
         self.states = zeros((num_blocks, block_size, head.state_size), dtype, device)
         self.pool = KVPool(head.kv_layers, num_blocks, block_size, dtype, device)
         self._has_state = np.zeros((num_blocks, block_size), dtype=bool)
@@ -70,16 +76,18 @@ class HeadCache:
             has[block_table[first + 1 :]] = False
 
     def num_known(self, block_table: Seq[int], num_tokens: int) -> int | None:
-        """Leading tokens of a sequence whose keys and values the head has, at least 1: of the first it needs none.
+        """Leading tokens of a sequence whose keys and values the head has, at least 1 where it takes pairs: of the
+        first it needs none.
 
         Of the `num_tokens` that the target has computed; all of them for a head that has none of its own. None where a
         hidden state of the others is not there.
         """
         own = list(block_table[: -(-num_tokens // self.block_size)])
         has_kv, has_state = (has[own].reshape(-1)[:num_tokens] for has in (self._has_kv, self._has_state))
-        lacks = np.flatnonzero(~has_kv[1:])
-        start = int(lacks[0]) + 1 if len(lacks) and self.pool.keys else num_tokens
-        return start if has_state[start - 1 :].all() else None
+        first = self._first
+        lacks = np.flatnonzero(~has_kv[first:])
+        start = int(lacks[0]) + first if len(lacks) and self.pool.keys else num_tokens
+        return start if has_state[start - first :].all() else None
 
     def mark_known(self, block_table: Seq[int], start: int, end: int) -> None:
         """The head has made keys and values of the sequence's tokens `start` to `end` - 1."""
@@ -91,9 +99,11 @@ class HeadCache:
         slots = torch.tensor(self.slots(block_table, start, start + len(outputs)), device=self.states.device)
         self.states.flatten(0, 1)[slots, width:] = outputs[:, width:]
 
-    def states_before(self, block_table: Seq[int], start: int, end: int) -> Tensor:
-        """(end - start, state_size) hidden states of the tokens before each of tokens `start` to `end` - 1."""
-        slots = torch.tensor(self.slots(block_table, start - 1, end - 1), device=self.states.device)
+    def states_for(self, block_table: Seq[int], start: int, end: int) -> Tensor:
+        """(end - start, state_size) hidden states of the tokens before each of tokens `start` to `end` - 1, or of these
+        themselves where the head takes no pairs."""
+        first = self._first
+        slots = torch.tensor(self.slots(block_table, start - first, end - first), device=self.states.device)
         return self.states.flatten(0, 1)[slots]
 
     def slots(self, block_table: Seq[int], start: int, end: int) -> list[int]:

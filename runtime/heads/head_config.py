@@ -16,7 +16,7 @@ from runtime.files import read_json
 from runtime.models import read_model_config, resolve_head, resolve_model, shipped_head
 from runtime.reading import raise_unreadable, shown
 
-HeadKind = Literal["eagle3", "mtp", "assistant"]
+HeadKind = Literal["eagle3", "mtp", "assistant", "dflash"]
 _ASSISTANTS = {"gemma4_assistant": 1536, "gemma4_unified_assistant": 3840}
 """Model types of assistants, and the widths of their targets where a config does not say it."""
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -27,14 +27,42 @@ BY_WEIGHTS = {"mimo_v2_flash"}
 disputed what they read."""
 _SHARE_PARTS = ("mtp_num_hidden_layers", "mtp_layers_block_type")
 """Keys of configs whose heads have one projection and one norm, however many layers."""
+_BLOCKS = {"DFlashDraftModel": "dflash", "Qwen3DSparkModel": "dspark", "DSparkDraftModel": "dspark"}
+"""Classes of heads that draft blocks, where a config names no `speculators_model_type`."""
+_MASKS = ("mask_token_id", "pard_token", "ptd_token_id", "dspark_noise_token_id")
 _OTHERS = {
-    "dflash": "DFlash",
-    "dspark": "DSpark",
-    "peagle": "P-EAGLE",
+    "dflash2": "DFlash 2",
+    "dflare": "DFlare",
     "eagle": "EAGLE-1",
     "mlp": "an MLP speculator",
     "mtp": "a multi-token prediction head in a file of its own",
 }
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """A head that drafts several tokens in one pass: the last token of a sequence and mask tokens behind it."""
+
+    size: int | None
+    """Slots that it was trained for, the last token's included; None of P-EAGLE, which has no number."""
+    mask_token_id: int
+    starts_at_anchor: bool
+    """True if the last token's slot drafts the next token, and False if the first mask does."""
+    markov: Literal["none", "vanilla", "gated"] = "none"
+    """What the token before adds to a slot's logits (DSpark)."""
+    markov_rank: int = 0
+    confidence: Literal["none", "hidden", "markov"] = "none"
+    """What the chance that a slot's token is accepted is predicted from, if it is (DSpark)."""
+
+    @property
+    def is_cut(self) -> bool:
+        """True if a draft of fewer tokens has a shorter block. DSpark's are computed as long as they were trained:
+        their output is garbled otherwise (vLLM's `SpeculativeConfig`)."""
+        return self.markov == "none"
+
+    def num_drafts(self, num_slots: int) -> int:
+        """Tokens that a block of so many slots drafts."""
+        return num_slots - (not self.starts_at_anchor)
 
 
 @dataclass(frozen=True)
@@ -58,6 +86,14 @@ class HeadConfig:
     logit_scale: float = 1.0
     max_draft_len: int | None = None
     """Tokens that its config proposes to draft."""
+    block: BlockConfig | None = None
+    num_target_layers: int | None = None
+    """Layers of its target, where its config says it."""
+
+    @property
+    def reads_target_output(self) -> bool:
+        """True if it has no output layer, and drafts by its target's."""
+        return "target_output" in self.flags
 
     @property
     def drafts_all_ids(self) -> bool:
@@ -66,12 +102,14 @@ class HeadConfig:
 
     def hidden_states_of(self, num_layers: int) -> tuple[int, ...]:
         """The hidden states that it reads of a target of this many layers. SpecDecError if one is not there."""
-        if self.kind != "eagle3":
+        if self.kind not in ("eagle3", "dflash"):
             return (num_layers,)
         wanted = (2, num_layers // 2, num_layers - 3) if self.hidden_states is None else self.hidden_states
-        if any(not 0 <= one < num_layers for one in wanted):
+        end = num_layers + (self.kind == "dflash")  # what leaves the last one, behind the target's norm
+        if any(not 0 <= one < end for one in wanted) or self.num_target_layers not in (None, num_layers):
             raise SpecDecError(
-                f"the head reads what enters layers {', '.join(map(str, wanted))}, and the target has "
+                f"the head reads what enters layers {', '.join(map(str, wanted))}"
+                f"{'' if self.num_target_layers is None else f' of {self.num_target_layers}'}, and the target has "
                 f"{num_layers} layers: {self.directory}",
                 hint="it was trained for another target",
             )
@@ -210,7 +248,17 @@ def _names_in(directory: Path) -> Iterable[str]:
 
 def _is_config_of_head(config: dict[str, Any]) -> bool:
     is_assistant = str(config.get("model_type")).endswith("_assistant")
-    return is_assistant or "speculators_model_type" in config or "draft_vocab_size" in config or _names_eagle3(config)
+    is_named = any(key in config for key in ("speculators_model_type", "draft_vocab_size", "dflash_config"))
+    return is_assistant or is_named or _names_eagle3(config) or _kind_of_block(config) is not None
+
+
+def _kind_of_block(config: dict[str, Any]) -> str | None:
+    """`dflash` or `dspark` of a head of such a kind."""
+    if (kind := config.get("speculators_model_type")) is not None:
+        return kind if kind in _BLOCKS.values() else None
+    names = config.get("architectures")
+    found = next((kind for name, kind in _BLOCKS.items() if isinstance(names, list) and name in names), None)
+    return found or ("dflash" if "dflash_config" in config else None)
 
 
 def _names_eagle3(config: dict[str, Any]) -> bool:
@@ -233,13 +281,15 @@ def read_head(head: Path | str) -> HeadConfig:
         )
     if config.get("model_type") in _ASSISTANTS:
         return _read_assistant(config, directory, str(where))
+    if (block := _kind_of_block(config)) is not None:
+        return _read_block(config, block, directory, str(where))
     kind = config.get("speculators_model_type", "eagle3")
     if str(config.get("model_type")).endswith("_assistant"):
         kind = config["model_type"]
-    if kind != "eagle3":
+    if kind not in ("eagle3", "peagle"):
         raise SpecDecError(
             f"a head of this kind is not supported, {_OTHERS.get(str(kind), shown(kind))}: {directory}",
-            hint="EAGLE-3 heads and Gemma 4's assistants are",
+            hint="EAGLE-3 and P-EAGLE, DFlash and DSpark, and Gemma 4's assistants are",
         )
     return _read_eagle3(config, directory, str(where))
 
@@ -272,7 +322,112 @@ def _read_eagle3(config: dict[str, Any], directory: Path, where: str) -> HeadCon
         flags=frozenset(name for name in _FLAGS if (config.get(name) or own.get(name)) is True),
         logit_scale=_scale(config, where),
         max_draft_len=_proposed_len(config),
+        block=_parallel_block(config, vocab_size, where),
     )
+
+
+def _parallel_block(config: dict[str, Any], vocab_size: int, where: str) -> BlockConfig | None:
+    """P-EAGLE's mask token, by which EAGLE-3 drafts all tokens in one pass; None of plain EAGLE-3."""
+    is_parallel = config.get("speculators_model_type") == "peagle" or config.get("parallel_drafting") is True
+    if not is_parallel and not any(key in config for key in ("pard_token", "ptd_token_id")):
+        return None
+    return BlockConfig(None, _mask_token(config, {}, vocab_size, where), starts_at_anchor=True)
+
+
+def _read_block(config: dict[str, Any], kind: str, directory: Path, where: str) -> HeadConfig:
+    own = config.get("dflash_config") or {}
+    layers = config.get("transformer_layer_config", config)
+    if not isinstance(own, dict) or not isinstance(layers, dict):
+        raise SpecDecError(f"`{where}` is not the config of a DFlash head", hint="it is damaged")
+    layers = {"model_type": "qwen3"} | layers
+    _refuse_other_blocks(config, own, layers, where)
+    hidden_size, vocab_size = (_size(layers, key, where) for key in ("hidden_size", "vocab_size"))
+    return HeadConfig(
+        directory=directory.expanduser(),
+        kind="dflash",
+        layers=layers,
+        hidden_size=hidden_size,
+        target_hidden_size=_size(config, "target_hidden_size", where, hidden_size),
+        num_layers=_size(layers, "num_hidden_layers", where),
+        vocab_size=vocab_size,
+        draft_vocab_size=_size(config, "draft_vocab_size", where, vocab_size),
+        hidden_states=_block_states(config, own, where),
+        flags=frozenset() if "lm_head.weight" in _own_names(directory) else frozenset({"target_output"}),
+        max_draft_len=_proposed_len(config),
+        block=_block_of(config, own, kind, vocab_size, where),
+        num_target_layers=config.get("num_target_layers"),
+    )
+
+
+def _own_names(directory: Path) -> set[str]:
+    return {name.removeprefix("model.") for name in _names_in(directory)}
+
+
+def _block_of(config: dict[str, Any], own: dict[str, Any], kind: str, vocab_size: int, where: str) -> BlockConfig:
+    sizes = own if "block_size" in own else config
+    size, is_dspark = (
+        _size(sizes, "block_size", where, 8 if "speculators_model_type" in config else None),
+        kind == "dspark",
+    )
+    if size < 2 - is_dspark:
+        raise SpecDecError(f"`{where}: block_size` leaves no slot to draft: {size}", hint="it is damaged")
+    anchor = config.get("sample_from_anchor", is_dspark and "speculators_model_type" not in config)
+    rank = config.get("markov_rank") or 0
+    if type(rank) is not int or rank < 0:
+        raise SpecDecError(f"`{where}: markov_rank` must be a whole number: {shown(rank)}", hint="it is damaged")
+    has_confidence = is_dspark and config.get("enable_confidence_head") is True
+    reads: Literal["hidden", "markov"] = "markov" if config.get("confidence_head_with_markov") is True else "hidden"
+    return BlockConfig(
+        size,
+        _mask_token(config, own, vocab_size, where),
+        anchor is True,
+        config.get("markov_head_type", "vanilla") if rank else "none",
+        rank,
+        reads if has_confidence else "none",
+    )
+
+
+def _refuse_other_blocks(config: dict[str, Any], own: dict[str, Any], layers: dict[str, Any], where: str) -> None:
+    """SpecDecError for heads that compute more, or otherwise, than DFlash and DSpark do."""
+    markov = config.get("markov_head_type", "vanilla")
+    refused = {
+        "with Domino's correction": config.get("projector_type", "dflash") != "dflash",
+        f"with a Markov head of the type {shown(markov)}": markov not in ("vanilla", "gated"),
+        "with labels shifted by one": config.get("shift_label") is True,
+        "that see both ways in windows": (config.get("sliding_window_non_causal") is True or own.get("causal") is False)
+        and "sliding_attention" in (layers.get("layer_types") or ()),
+        f"with layers of {shown(layers['model_type'])}": layers["model_type"] not in ("qwen3", "llama"),
+    }
+    for what, is_so in refused.items():
+        if is_so:
+            raise SpecDecError(
+                f"DFlash heads {what} are not supported: {where}", hint="take another head of this model"
+            )
+
+
+def _mask_token(config: dict[str, Any], own: dict[str, Any], vocab_size: int, where: str) -> int:
+    found = next((record[key] for record in (own, config) for key in _MASKS if record.get(key) is not None), None)
+    found = int(found) if isinstance(found, str) and found.isdigit() else found
+    if type(found) is not int or not 0 <= found < vocab_size:
+        raise SpecDecError(
+            f"`{where}: mask_token_id` is no id of the vocabulary of {vocab_size}: {shown(found)}", hint="it is damaged"
+        )
+    return found
+
+
+def _block_states(config: dict[str, Any], own: dict[str, Any], where: str) -> tuple[int, ...]:
+    """z-lab and DeepSpec count what leaves a layer, -1 being the embeddings; `speculators` what enters one."""
+    keys = (own, "target_layer_ids", 1), (config, "target_layer_ids", 1), (config, "aux_hidden_state_layer_ids", 0)
+    record, key, after = next((one for one in keys if one[0].get(one[1]) is not None), keys[0])
+    ids = record.get(key)
+    if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
+        raise SpecDecError(f"`{where}` has no list of layers in `{key}`: {shown(ids)}", hint="it is damaged")
+    return tuple(one + after for one in ids)
+
+
+def is_block(directory: Path | str) -> bool:
+    """True for the directory of a head that drafts blocks, DFlash or DSpark."""
+    return is_head(directory) and _kind_of_block(read_json(resolve_head(str(directory)) / "config.json")) is not None
 
 
 def _read_assistant(config: dict[str, Any], directory: Path, where: str) -> HeadConfig:

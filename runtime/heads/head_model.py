@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from runtime.batch import Batch
-from runtime.compiler.attention import KERNEL, PAGED, PagedInputs, kernel_attention
+from runtime.compiler.attention import PAGED, PagedInputs, kernel_attention
 from runtime.compiler.model import ModelKind, Step, model_of_weights, parameter_shapes, probe_config
 from runtime.compiler.pretrained import parse_pretrained_config
 from runtime.compiler.quantized import QuantizedLinear
@@ -25,7 +25,8 @@ from runtime.compiler.quantized_copy import DRAFT_ACTIVATIONS, rows_of
 from runtime.config import LayerShape
 from runtime.errors import SpecDecError
 from runtime.files import read_json
-from runtime.heads.assistant import AssistantHead, load_assistant
+from runtime.heads.assistant import load_assistant
+from runtime.heads.block_head import BlockHead, own_name
 from runtime.heads.draft_vocab import among_all, rows_by_id
 from runtime.heads.head_config import BY_WEIGHTS, HeadConfig, num_layers_of
 from runtime.kv_cache import KVPool
@@ -127,7 +128,7 @@ def use_kernels(head: nn.Module, arithmetic: int, known: dict[str, Tensor]) -> N
                 setattr(module, name, PackedQuantized(child, arithmetic))
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):
-            config._attn_implementation = KERNEL if isinstance(head, AssistantHead) else HEAD
+            config._attn_implementation = str(head.attention)
     head.uses_kernels = True  # type: ignore[assignment]
 
 
@@ -141,6 +142,18 @@ class Head(Protocol):
     """True if it has no keys and values, and reads the target's, at the position of a sequence's last token."""
 
     config: HeadConfig
+    attention: str
+    """Name of its attention where kernels compute it."""
+
+    first_token: int
+    """The first token of a sequence that it has keys and values of."""
+
+    keeps_outputs: bool
+    """True if its outputs for a sequence's own tokens are read again."""
+
+    drafts_at_once: bool
+    """True if one pass drafts all tokens."""
+
     longest_draft: int | None
     """Tokens that it can draft in a row; None: as many as are asked for."""
 
@@ -168,8 +181,9 @@ class Head(Protocol):
         """
         ...
 
-    def logits(self, outputs: Tensor, num_drafted: int = 0) -> Tensor:
-        """(T, vocab) of (T, state_size) outputs; -inf for tokens that it never drafts."""
+    def logits(self, outputs: Tensor, num_drafted: int = 0, last_ids: Tensor | None = None) -> Tensor:
+        """(T, vocab) of (T, state_size) outputs; -inf for tokens that it never drafts. (T,) `last_ids` are the tokens
+        that they come behind."""
         ...
 
 
@@ -177,13 +191,15 @@ class EagleHead(nn.Module):
     """An EAGLE-3 head (arXiv 2503.01840): its first layer attends over embedding and hidden state side by side."""
 
     uses_kernels = reads_target = False
-    longest_draft: int | None = None
+    attention, first_token, keeps_outputs = HEAD, 1, False
     embedding: Tensor
     draft_ids: Tensor | None
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config = config
+        self.drafts_at_once = config.block is not None
+        self.longest_draft = config.max_draft_len if self.drafts_at_once else None
         with torch.device("meta"):
             model = _layers_of(config)
             self.layers, self.norm = model.layers, model.norm
@@ -198,6 +214,8 @@ class EagleHead(nn.Module):
             num_states = 3 if config.hidden_states is None else len(config.hidden_states)
             self.fc = nn.Linear(num_states * size, own, bias=False)
             self.lm_head = nn.Linear(own, config.draft_vocab_size, bias=False)
+            if self.drafts_at_once:
+                self.mask_hidden = nn.Parameter(torch.empty(num_states * size))
             if "norm_before_fc" in config.flags:
                 self.input_norm = norm(num_states * size, eps=eps)
             if "fc_norm" in config.flags:
@@ -224,6 +242,11 @@ class EagleHead(nn.Module):
         reduced: Tensor = self.fc(states)
         return reduced
 
+    @property
+    def mask_state(self) -> Tensor:
+        """(state_size,) state of what nothing is known of (P-EAGLE)."""
+        return self.reduce(self.mask_hidden)
+
     def forward(self, batch: Batch, states: Tensor, pool: KVPool, num_drafted: int = 0) -> Tensor:
         attention = _attention_inputs(batch, pool, states, self.rotary_emb)
         return self.outputs(batch.input_ids.reshape(1, -1), states[None], attention)[0]
@@ -245,7 +268,7 @@ class EagleHead(nn.Module):
             hidden = self.norm(hidden)
         return hidden
 
-    def logits(self, outputs: Tensor, num_drafted: int = 0) -> Tensor:
+    def logits(self, outputs: Tensor, num_drafted: int = 0, last_ids: Tensor | None = None) -> Tensor:
         return among_all(self.own_logits(outputs), self.draft_ids)
 
     def own_logits(self, outputs: Tensor) -> Tensor:
@@ -264,7 +287,7 @@ class MtpHead(nn.Module):
     """
 
     uses_kernels = reads_target = False
-    longest_draft: int | None = None
+    attention, first_token, keeps_outputs, drafts_at_once, longest_draft = HEAD, 1, False, False, None
     draft_ids: Tensor | None
     depth = 0
     """Its number among several."""
@@ -307,7 +330,7 @@ class MtpHead(nn.Module):
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
-    def logits(self, outputs: Tensor, num_drafted: int = 0) -> Tensor:
+    def logits(self, outputs: Tensor, num_drafted: int = 0, last_ids: Tensor | None = None) -> Tensor:
         return among_all(self.step.model.get_output_embeddings()(outputs), self.draft_ids)  # type: ignore[no-untyped-call]
 
     @property
@@ -326,6 +349,7 @@ class ChainedMtp(nn.Module):
     """
 
     uses_kernels = reads_target = False
+    attention, first_token, keeps_outputs, drafts_at_once = HEAD, 1, True, False
     draft_ids: Tensor | None
     longest_draft: int | None
 
@@ -370,7 +394,7 @@ class ChainedMtp(nn.Module):
             outputs[depth] = head(batch, before[depth].where(is_there, 0), pool)
         return torch.cat([outputs[-1], *outputs[:-1]], -1)
 
-    def logits(self, outputs: Tensor, num_drafted: int = 0) -> Tensor:
+    def logits(self, outputs: Tensor, num_drafted: int = 0, last_ids: Tensor | None = None) -> Tensor:
         parts = outputs.chunk(len(self.heads), -1)
         drafted: Tensor = self.heads[0].logits(parts[(num_drafted + 1) % len(parts)])
         return among_all(drafted, self.draft_ids)
@@ -512,7 +536,7 @@ def output_tensor(config: HeadConfig) -> SourceTensor:
         named = _shared_with_target(entries, _embeddings_of(config))
     tied = ("model.embed_tokens.weight", "model.embeddings.weight", "embed_tokens.weight")
     found = next((named[name] for name in ("lm_head.weight", *tied) if name in named), None)
-    if found is None or not found.is_float:
+    if found is None or not found.is_float or config.reads_target_output:
         raise SpecDecError(
             f"the head has no output layer that could be quantized: {config.directory}", hint="draft with it as it is"
         )
@@ -540,22 +564,39 @@ def set_output(head: Head, ids: Tensor | None, quantized: QuantizedWeight | None
         owner.lm_head = made
 
 
-def load_head(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype) -> Head:
-    """The head with its weights on the CPU; `target_embedding` (vocab, hidden) for one that has none of its own.
+def load_head(
+    config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype, target_output: Tensor | None = None
+) -> Head:
+    """The head with its weights on the CPU; `target_embedding` (vocab, hidden) for one that has none of its own, and
+    `target_output` of the same shape for one that has no output layer.
 
     SpecDecError where weights are missing, or do not have the shapes that its config says.
     """
     with torch.no_grad():
-        load: Any = {"mtp": _load_mtp, "eagle3": _load_eagle, "assistant": load_assistant}[config.kind]
-        head: Any = load(config, target_embedding, dtype)
+        load: Any = {"mtp": _load_mtp, "assistant": load_assistant}.get(config.kind)
+        head: Any = (
+            load(config, target_embedding, dtype)
+            if load is not None
+            else _load_layers(config, target_embedding, dtype, target_output)
+        )
     made: Head = head.requires_grad_(requires_grad=False).eval()
     return made
 
 
-def _load_eagle(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype) -> EagleHead:
-    entries = {_own_name(one.name): one for one in read_tensors(config.directory)}
+def _load_layers(
+    config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype, target_output: Tensor | None
+) -> EagleHead | BlockHead:
+    """A head of layers in files of its own."""
+    is_block = config.kind == "dflash"
+    entries = {(own_name if is_block else _own_name)(one.name): one for one in read_tensors(config.directory)}
     tensors = dict(zip(entries, load_tensors(list(entries.values())), strict=True))
-    head = EagleHead(config)
+    head = BlockHead(config, _layers_of(config)) if is_block else EagleHead(config)
+    if config.reads_target_output and target_output is not None:
+        tensors["lm_head.weight"] = target_output
+    if "mask_hidden" in tensors:
+        tensors["mask_hidden"] = tensors["mask_hidden"].flatten()
+    if is_block and "confidence.weight" in tensors:  # DeepSeek V4's has none
+        tensors.setdefault("confidence.bias", torch.zeros(1))
     embedding, offsets = tensors.pop("embed_tokens.weight", None), tensors.pop("d2t", None)
     wanted = dict(head.named_parameters())
     _check_weights(config, wanted, tensors)

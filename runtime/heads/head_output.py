@@ -9,7 +9,7 @@ from typing import Literal
 from safetensors import SafetensorError
 from torch import Tensor
 
-from runtime.bundle import HEAD_OUTPUT
+from runtime.bundle import HEAD_OUTPUT, TARGET_OUTPUT
 from runtime.cache import digest, file_digest
 from runtime.compiler.quantized_copy import quantized
 from runtime.compiler.weights import read_weights, save_weights
@@ -28,6 +28,17 @@ def write_output(config: HeadConfig, qformat: Literal["int8", "int4"], ids: Tens
     rows = weight if ids is None or not config.drafts_all_ids else weight[ids]
     made = quantized(entry.name, rows, SelfDraft(qformat))
     save_weights(engine_dir / HEAD_OUTPUT, {f"{_name(entry)}.{part}": one for part, one in made.tensors().items()})
+
+
+def write_target_output(weight: Tensor, engine_dir: Path) -> None:
+    """Keep the target's (vocab, hidden) output layer for a head that has none: in a compiled step it is packed."""
+    save_weights(engine_dir / TARGET_OUTPUT, {"weight": weight.contiguous()})
+
+
+def read_target_output(engine_dir: Path) -> Tensor | None:
+    """Read the output of `write_target_output`; None where there is none."""
+    path = engine_dir / TARGET_OUTPUT
+    return read_weights(path)["weight"] if path.is_file() else None
 
 
 def read_output(config: HeadConfig, engine_dir: Path) -> QuantizedWeight:

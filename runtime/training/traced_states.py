@@ -36,6 +36,7 @@ class _AllStates:
 
     state_size: int
     kv_layers: Seq[LayerShape] = ()
+    first_token: int = 1
 
     def reduce(self, states: Tensor) -> Tensor:
         return states
@@ -100,7 +101,7 @@ def _records(engine: Engine, cache: HeadCache, trace: Trace, first: int) -> np.n
             place = slice(start + 1, sequence.num_computed + 1)
             records["ids"][place, : top.indices.shape[1]] = top.indices.cpu().numpy()
             records["probs"][place, : top.indices.shape[1]] = top.values.cpu().numpy()
-        states = cache.states_before(sequence.block_table, 1, len(tokens)).to("cpu", torch.bfloat16)
+        states = cache.states_for(sequence.block_table, 1, len(tokens)).to("cpu", torch.bfloat16)
         records["states"][:-1] = states.view(torch.int16).numpy()
     finally:
         engine.release(sequence)

@@ -80,10 +80,10 @@ TESTS = {
     "runtime/drafters/ngram.py": f"{T}drafters/test_ngram.py",
     "runtime/drafters/acceptance_stats.py": f"{T}drafters/test_adaptive.py",
     "runtime/drafters/pool.py": f"{T}drafters/test_pool.py -k 'not ten_thousand'",
-    "runtime/drafters/draft_state.py": f"{T}test_rejection.py -k 'whether or texts and similar'",
+    "runtime/drafters/draft_state.py": f"{T}test_rejection.py {T}drafters/test_choosing.py "
+    "-k 'whether or texts and similar or sure'",
     "runtime/drafters/self_draft.py": f"{T}drafters/test_self_draft.py {T}drafters/test_choosing.py -k 'not compiled'",
     "runtime/drafters/suffix.py": f"{T}drafters/test_suffix.py",
-    "runtime/drafters/confidence_stop.py": f"{T}drafters/test_choosing.py -k sure",
     "runtime/drafting.py": f"{T}drafters/test_drafter_protocol.py",
     "runtime/engine.py": f"{T}test_engine.py -k 'not aot'",
     "runtime/kv_cache.py": f"{T}test_kv_cache.py",

@@ -1,0 +1,269 @@
+"""Heads that draft a block in one pass: DFlash, DSpark and P-EAGLE."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from heads import (
+    Block,
+    block_drafts,
+    block_outputs,
+    hidden_states,
+    make_block,
+    make_eagle,
+    peagle_drafts,
+    save_block,
+    save_eagle,
+)
+from test_eagle import DRAFT_LEN, SAMPLED, answer, drafter, expected, make_requests
+from tiny import make_model
+from torch import Tensor
+from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, PreTrainedModel
+
+from runtime.drafters.chain import BestOf, DraftingModel
+from runtime.drafters.draft_state import ConfidenceStop
+from runtime.drafters.ngram import NgramLookup
+from runtime.engine import Engine, KVCacheConfig
+from runtime.errors import SpecDecError
+from runtime.heads.head_config import is_block, is_head, read_head
+
+STATES, SIZE = (1, 3, 5), 5
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return make_model("llama", num_hidden_layers=6)
+
+
+@pytest.fixture(scope="module")
+def head(model: PreTrainedModel) -> Block:
+    return make_block(model)
+
+
+@pytest.fixture(scope="module")
+def head_dir(head: Block, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_block(head, tmp_path_factory.mktemp("head"), "z-lab")
+
+
+@pytest.fixture(scope="module")
+def engine_dir(model: PreTrainedModel, head_dir: Path, make_engine_dir: Any) -> Path:
+    directory: Path = make_engine_dir(model, hidden_states=STATES, head_dir=head_dir)
+    return directory
+
+
+@pytest.fixture
+def engine(engine_dir: Path) -> Iterator[Engine]:
+    with Engine.open(engine_dir) as opened:
+        yield opened
+
+
+class States:
+    """Hidden states of beginnings of texts, the longest computed once."""
+
+    def __init__(self, model: PreTrainedModel, numbers: tuple[int, ...]) -> None:
+        self.model, self.numbers, self.known = model, numbers, list[tuple[list[int], Tensor]]()
+
+    def __call__(self, tokens: list[int]) -> Tensor:
+        found = next((states for text, states in self.known if text[: len(tokens)] == tokens), None)
+        if found is None:
+            found = hidden_states(self.model, tokens, self.numbers)
+            self.known.append((tokens, found))
+        return found[: len(tokens)]
+
+
+def check_drafts(seen: list[tuple[list[int], list[int]]], head: Block, model: PreTrainedModel, least: int) -> None:
+    """DSpark's block is as long as it was trained; at the end of an output as the sequence has room for."""
+    assert sum(len(draft) for _, draft in seen) >= least
+    states_of = States(model, head.states)
+    for tokens, draft in sorted(seen, key=lambda one: -len(one[0])):
+        states, shortest = states_of(tokens[:-1]), len(draft) + (not head.anchor)
+        sizes = range(shortest, head.size + 1) if len(draft) < DRAFT_LEN else (head.size,)
+        of_sizes = [block_drafts(head, model, tokens, n, states)[0] for n in (sizes if head.markov else (shortest,))]
+        assert draft in [found[: len(draft)] for found in of_sizes], tokens
+
+
+# Name -> (how the head is made, how it is saved, whether it is slow).
+FORMS: dict[str, tuple[dict[str, Any], str]] = {
+    "DFlash": ({}, "z-lab"),
+    "DFlash, windows": ({"windows": (6, None, 6), "states": (0, 6)}, "dflash"),
+    "DFlash, vocabulary of its own": ({"draft_vocab": 20}, "dflash"),
+    "DSpark": ({"markov": "vanilla", "anchor": True, "own_output": True, "confidence": True}, "DeepSpec"),
+    "DSpark, behind the anchor": ({"markov": "vanilla", "draft_vocab": 20, "confidence": True}, "dspark"),
+    "DSpark, gated": ({"markov": "gated", "anchor": True}, "dspark"),
+    "DSpark without a Markov head": ({"anchor": True, "confidence": True}, "dspark"),
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "loop", "compiler"),
+    [
+        ("DFlash", "leader", "aot"),
+        ("DSpark", "leader", "none"),
+        *(
+            pytest.param(form, loop, compiler, marks=pytest.mark.slow)
+            for form in FORMS
+            for loop, compiler in (("orchestrator", "none"), ("leader", "aot"))
+            if (form, compiler) != ("DFlash", "aot")
+        ),
+    ],
+)
+def test_drafts_are_the_formulas(
+    form: str, loop: str, compiler: str, model: PreTrainedModel, tmp_path: Path, make_engine: Any
+) -> None:
+    settings, saved_as = FORMS[form]
+    head = make_block(model, **settings)
+    directory = save_block(head, tmp_path, saved_as)
+    assert is_head(directory) and is_block(directory)
+    engine = make_engine(model, hidden_states=head.states, compiler=compiler, head_dir=directory)
+    dflash = drafter(engine, directory)
+    assert answer(engine, loop, make_requests(), dflash) == expected(model)
+    check_drafts(dflash.seen, head, model, 200)
+    if loop == "leader":
+        engine.clear_cache()
+        drafted = answer(engine, loop, make_requests(SAMPLED), dflash)
+        engine.clear_cache()
+        assert drafted == answer(engine, loop, make_requests(SAMPLED), None)
+
+
+def test_the_formula_is_transformers(model: PreTrainedModel) -> None:
+    """The only class of this kind there, with the names of its own checkpoint, and eager attention."""
+    head, tokens = make_block(model), [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+    config = MuseGlimmerAssistantConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, rms_norm_eps=1e-6, layer_types=["full_attention"] * 2, target_layer_ids=[0, 2, 4],
+        rope_parameters={"rope_type": "default", "rope_theta": head.theta}, max_position_embeddings=256,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    theirs = MuseGlimmerAssistantModel(config).double()
+    names = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+    theirs.load_state_dict({names.get(name, name): one for name, one in head.tensors.items()})
+    states = hidden_states(model, tokens[:-1], head.states)
+    block = model.get_input_embeddings().weight.double()[[tokens[-1], *[head.mask] * (SIZE - 1)]]
+    with torch.no_grad():
+        output = theirs(noise_embeds=block[None], context_hidden_states=states[None], use_cache=False)
+        ours = block_outputs(head, model, tokens, SIZE, states)
+    torch.testing.assert_close(output.last_hidden_state[0], ours, atol=1e-6, rtol=1e-6)
+
+
+CACHES: dict[str, dict[str, Any]] = {
+    "pieces and preemption": {"kv_cache": KVCacheConfig(max_tokens=100), "max_num_tokens": 8},
+    "without reuse": {"kv_cache": KVCacheConfig(block_reuse=False)},
+    "found again": {},
+}
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("case", CACHES)
+def test_drafts_in_a_cache(case: str, engine_dir: Path, model: PreTrainedModel, head: Block, head_dir: Path) -> None:
+    with Engine.open(engine_dir, **CACHES[case]) as engine:
+        dflash = drafter(engine, head_dir)
+        for _ in range(2 if case == "found again" else 1):
+            assert answer(engine, "leader", make_requests(), dflash) == expected(model)
+    check_drafts(dflash.seen, head, model, 200)
+
+
+def test_nothing_is_computed_twice(engine: Engine, model: PreTrainedModel, head_dir: Path) -> None:
+    dflash = drafter(engine, head_dir)
+    seen: list[int] = []
+    see = dflash._see
+
+    def counted(head: Any, rows: Any, states: Tensor) -> None:
+        seen.extend(len(row.tokens) for row in rows)
+        see(head, rows, states)
+
+    dflash._see = counted  # type: ignore[method-assign]
+    requests = make_requests()[:1]
+    answer(engine, "leader", requests, dflash)
+    assert sum(seen) <= len(requests[0].prompt_tokens) + requests[0].max_new_tokens
+    seen.clear()
+    answer(engine, "leader", requests, dflash)
+    assert sum(seen) <= requests[0].max_new_tokens
+
+
+def test_chain(engine: Engine, model: PreTrainedModel, head_dir: Path) -> None:
+    dflash = drafter(engine, head_dir)
+    models = [DraftingModel(dflash, DRAFT_LEN, lambda batch_size, context_len: 0.01, at_once=True)]
+    chain = BestOf([NgramLookup(2)], models, lambda batch_size, context_len, draft_len: 1.0, 32)
+    assert answer(engine, "leader", make_requests(), chain) == expected(model)
+    assert dflash.seen
+
+
+def test_lengths_are_those_of_its_confidence(model: PreTrainedModel, tmp_path: Path, make_engine: Any) -> None:
+    """Where a token costs what one in two promises, a draft ends before the first that is less likely."""
+    head = make_block(model, **FORMS["DSpark"][0])
+    directory = save_block(head, tmp_path, "DeepSpec")
+    engine = make_engine(model, hidden_states=head.states, head_dir=directory)
+    spark = drafter(engine, directory)
+    seen: list[float | None] = []
+
+    class Told(ConfidenceStop):
+        def draft_token(self, draft_state: Any, logits: Tensor, sure: float | None = None) -> None:
+            seen.append(sure)
+            super().draft_token(draft_state, logits, sure)
+
+    spark.confidence_stop = Told(lambda size, context, length: 1 + 0.2 * length, lambda *_: 0.1, at_once=True)
+    assert answer(engine, "leader", make_requests()[:1], spark) == expected(model)[:1]
+    lengths = {len(draft) for _, draft in spark.seen}
+    assert len(lengths) > 1 and None not in seen
+    tokens = spark.seen[0][0]
+    chances = block_drafts(head, model, tokens, head.size, hidden_states(model, tokens[:-1], head.states))[1]
+    first = seen[: len(spark.seen[0][1])]
+    torch.testing.assert_close(torch.tensor(first), torch.tensor(chances[: len(first)]), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("compiler", ["none", pytest.param("aot", marks=pytest.mark.slow)])
+def test_parallel_eagle(compiler: str, model: PreTrainedModel, tmp_path: Path, make_engine: Any) -> None:
+    eagle = make_eagle(model, num_layers=2, draft_vocab=20)
+    eagle.tensors["mask_hidden"] = torch.randn(1, 1, 3 * 32, generator=torch.Generator().manual_seed(5))
+    changes = {"speculators_model_type": "peagle", "mask_token_id": 30}
+    directory = save_eagle(eagle, tmp_path, "speculators", **changes)
+    assert is_head(directory) and not is_block(directory)
+    assert read_head(directory).kind == "eagle3"
+    engine = make_engine(model, hidden_states=eagle.states, compiler=compiler)
+    parallel = drafter(engine, directory)
+    assert answer(engine, "leader", make_requests(), parallel) == expected(model)
+    assert sum(len(draft) for _, draft in parallel.seen) >= 200
+    states_of = States(model, eagle.states)
+    for tokens, draft in sorted(parallel.seen, key=lambda one: -len(one[0])):
+        assert draft == peagle_drafts(eagle, 30, model, tokens, len(draft), states_of(tokens[:-1])), tokens
+
+
+# Name -> (changes of its config, changes of its tensors, what is said).
+BAD: dict[str, tuple[dict[str, Any], dict[str, Tensor], str]] = {
+    "width": ({"hidden_size": 64}, {}, "hidden size of 64"),
+    "vocabulary": ({"vocab_size": 64}, {}, "vocabulary of 64"),
+    "layers": ({"num_target_layers": 36}, {}, "of 36, and the target has 6 layers"),
+    "ids": ({"dflash_config": {"mask_token_id": 31, "target_layer_ids": [0, 9]}}, {}, "target has 6 layers"),
+    "no ids": ({"dflash_config": {"mask_token_id": 31}}, {}, "no list of layers"),
+    "no mask": ({"dflash_config": {"target_layer_ids": [0, 2, 4]}}, {}, "mask_token_id` is no id"),
+    "mask outside": (
+        {"dflash_config": {"mask_token_id": 32, "target_layer_ids": [0, 2, 4]}},
+        {},
+        "vocabulary of 32: 32",
+    ),
+    "block of none": ({"block_size": 0}, {}, "block_size` must be a whole number of at least 1: 0"),
+    "block of one": ({"block_size": 1}, {}, "leaves no slot to draft: 1"),
+    "fc": ({}, {"fc.weight": torch.zeros(32, 64)}, "fc.weight of [32, 64], and by its config it is of [32, 96]"),
+    "layers that are not there": ({"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, {}, "lacks 11 of its weights, such as layers.2"),
+    "Domino": ({"projector_type": "domino"}, {}, "with Domino's correction are not supported"),
+    "recurrent": ({"markov_head_type": "rnn"}, {}, "a Markov head of the type 'rnn' are not supported"),
+    "DFlash 2": ({"speculators_model_type": "dflash2"}, {}, "not supported, DFlash 2"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_heads_are_one_sentence(case: str, engine: Engine, head: Block, tmp_path: Path) -> None:
+    config, tensors, said = BAD[case]
+    save_block(head, tmp_path, "z-lab", tensors=tensors, **config)
+    with pytest.raises(SpecDecError) as error:
+        drafter(engine, tmp_path)
+    assert said in error.value.message and "\n" not in error.value.message
+    assert error.value.hint and not engine._heads
+
+
+def test_an_engine_that_was_built_for_another_head(model: PreTrainedModel, head_dir: Path, make_engine: Any) -> None:
+    engine = make_engine(model, hidden_states=STATES)
+    with pytest.raises(SpecDecError, match="its target's output layer, which the engine does not have"):
+        drafter(engine, head_dir)
