@@ -128,7 +128,7 @@ class LeaderOptions:
             max=MAX_DRAFT_LEN,
             help="Tokens in a draft, at most.",
             rich_help_panel=LEADER,
-            show_default="4; 10 of lookups, unless lengths are fixed",
+            show_default="4; 7 of blocks; 10 of lookups, unless lengths are fixed",
         ),
     ] = None
     max_matching_ngram_size: Annotated[

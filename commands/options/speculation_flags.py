@@ -235,7 +235,9 @@ class _Flags:
         """Drafts that are cut to what pays may be long; others are as long as TensorRT-LLM's."""
         assert self.leader is not None
         longest = setting.leader_default
-        return longest if longest is None or self.leader.sends_what_pays else min(longest, _TRTLLM_DRAFT_LEN)
+        if longest is None or self.leader.sends_what_pays:
+            return longest
+        return setting.leader_fixed or min(longest, _TRTLLM_DRAFT_LEN)
 
     def _missing(self, spec: type[DrafterSpec], setting: Setting, config: str | None) -> UsageError:
         described = spec.description

@@ -34,6 +34,7 @@ from runtime.request import Draft, Request, Sequence
 
 if TYPE_CHECKING:
     from runtime.drafters.head_draft import HeadDraft
+    from runtime.heads.head_config import HeadConfig
 
 FindEngine = Callable[[str | Path], Path]
 """The engine's directory of a draft model."""
@@ -154,6 +155,7 @@ def open_head_drafter(spec: HeadDrafter, opening: Opening) -> OpenDrafter:
         if (warning := missing_ends(drafted, opening.end_ids)) is not None:
             warnings.warn(warning, SpecDecWarning, stacklevel=2)
     opening.stack.callback(engine.remove_head, cache)
+    warn_of_short_blocks(config, engine.max_draft_len)
     draft = HeadDraft(engine, head, cache, measure_head(engine, head, cache), use_logits=spec.use_logits)
     head_costs = CostModel(draft.step_costs, 0.0)
     if opening.costs is not None:
@@ -161,6 +163,19 @@ def open_head_drafter(spec: HeadDrafter, opening: Opening) -> OpenDrafter:
         draft.confidence_stop = ConfidenceStop(opening.costs.iteration_s, draft_s, at_once=head.drafts_at_once)
     drafter = opening.adapted(draft, head_costs, at_once=head.drafts_at_once)
     return OpenDrafter(drafter, spec.max_draft_len, head_draft=draft)
+
+
+def warn_of_short_blocks(config: "HeadConfig", max_draft_len: int) -> None:
+    """SpecDecWarning where a block has no room for what it was trained to have."""
+    block = config.block
+    if block is None or block.size is None or block.is_cut or block.num_drafts(block.size) <= max_draft_len:
+        return
+    warnings.warn(
+        f"the head drafts worse in blocks of fewer than {block.num_drafts(block.size)} tokens, and the engine takes "
+        f"drafts of {max_draft_len}: {config.directory}",
+        SpecDecWarning,
+        stacklevel=3,
+    )
 
 
 def _open_chain(speculation: Speculation, opening: Opening) -> OpenDrafter:

@@ -35,6 +35,8 @@ class Setting:
     leader_flag: str | None = None
     """The flag of leader mode (V2) that gives it to every drafter that has it."""
     leader_default: int | None = None
+    leader_fixed: int | None = None
+    """The same where lengths are fixed; None: TensorRT-LLM's."""
     """Default in leader mode, if it is not the field's own."""
     at_least: int | None = None
     is_path: bool = False

@@ -378,7 +378,9 @@ class DFlashDrafter(HeadDrafter):
     kind = "dflash"
 
     head: Annotated[str | Path, _head_setting("Directory of the DFlash or DSpark head.")]
-    max_draft_len: Annotated[int, replace(_LENGTH, leader_default=_LONGEST_OF_BLOCKS)] = _LONGEST_OF_BLOCKS
+    max_draft_len: Annotated[
+        int, replace(_LENGTH, leader_default=_LONGEST_OF_BLOCKS, leader_fixed=_LONGEST_OF_BLOCKS)
+    ] = _LONGEST_OF_BLOCKS
     use_logits: bool = False
 
     @property

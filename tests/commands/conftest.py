@@ -16,7 +16,7 @@ import typer.main
 from command_line import PROMPT, Result, Specdec
 from draft_models import WITH_DRAFTS, WITHOUT_DRAFTS, MakeDraftEngineDir, with_noise
 from forked import Forks
-from heads import copy_with_mtp, make_assistant, make_eagle, save_eagle
+from heads import copy_with_mtp, make_assistant, make_block, make_eagle, save_block, save_eagle
 from shared import shared_engine
 from tiny import make_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -146,6 +146,13 @@ def head_dirs(
     head = make_eagle(llama, states=(0, 1, 1), draft_vocab=200)
     head_dir = save_eagle(head, tmp_path_factory.mktemp("head"), "speculators")
     return shared_engine(shared / "engines", llama_dir, measure_costs=True, hidden_states=head.states), head_dir
+
+
+@pytest.fixture(scope="session")
+def block_dir(llama: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DSpark head for the engine of `head_dirs`, with random weights."""
+    block = make_block(llama, states=(0, 1, 1), draft_vocab=200, mask=299, markov="vanilla", anchor=True)
+    return save_block(block, tmp_path_factory.mktemp("block"), "dspark")
 
 
 @pytest.fixture(scope="session")

@@ -77,6 +77,16 @@ FLAGS: dict[str, tuple[list[str], list[str], list[str]]] = {
         [*WITH_HEAD, "--spec-decode-algo", "EAGLE3", "--draft-model-dir", "HEAD"],
         ["eagle"],
     ),
+    "DSpark": (
+        [*WITH_HEAD, "--dflash-config", "[3,[0]]", "--draft-engine-dir", "BLOCK"],
+        [*WITH_HEAD, "--draft-model-dir", "BLOCK"],
+        ["dflash"],
+    ),
+    "chain with DSpark": (
+        [*WITH_HEAD, *NGRAM, "--dflash-config", "3", "--draft-engine-dir", "BLOCK", "--drafters", "auto"],
+        [*WITH_HEAD, "--draft-model-dir", "BLOCK", "--drafters", "ngram,dflash"],
+        ["ngram", "dflash"],
+    ),
     "MTP": (
         [*WITH_MTP, "--mtp-config", "[3,[0]]", "--draft-engine-dir", "MTP_DIR"],
         [*WITH_MTP, "--spec-decode-algo", "MTP", "--draft-model-dir", "MTP_DIR"],
@@ -134,11 +144,12 @@ def with_paths(
     draft_engine_dir: Path,
     self_draft_engine_dir: Path,
     head_dirs: tuple[Path, Path],
+    block_dir: Path,
     mtp_dirs: tuple[Path, Path],
     assistant_dirs: tuple[Path, Path, PreTrainedModel],
 ) -> Callable[[list[str]], list[str]]:
     paths = {"CORPUS": str(corpus), "DRAFT": str(draft_engine_dir), "WITH_COPY": str(self_draft_engine_dir)}
-    paths |= {"WITH_HEAD": str(head_dirs[0]), "HEAD": str(head_dirs[1])}
+    paths |= {"WITH_HEAD": str(head_dirs[0]), "HEAD": str(head_dirs[1]), "BLOCK": str(block_dir)}
     paths |= {"WITH_MTP": str(mtp_dirs[0]), "MTP_DIR": str(mtp_dirs[1])}
     paths |= {"WITH_ASSISTANT": str(assistant_dirs[0]), "ASSISTANT": str(assistant_dirs[1])}
     return lambda flags: [paths.get(flag, flag) for flag in flags]

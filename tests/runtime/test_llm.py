@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from heads import copy_with_mtp, make_eagle, save_eagle
+from heads import copy_with_mtp, make_block, make_eagle, save_block, save_eagle
 from sentences import Said
 from shared import record_anew
 from tiny import eager_logits, hf_greedy, make_model
@@ -23,6 +23,7 @@ from runtime.tuning.profile import Figures, Profile, ProfileEngine, engine_diges
 from specdec_cli import (
     LLM,
     ChainDrafter,
+    DFlashDrafter,
     Draft,
     DraftTargetDrafter,
     EagleDrafter,
@@ -487,8 +488,13 @@ def test_heads_draft(tmp_path: Path) -> None:
     make_model("llama").save_pretrained(tmp_path / "model")
     with_mtp = copy_with_mtp(tmp_path / "model", tmp_path / "mtp")
     eagle = save_eagle(make_eagle(make_model("llama"), states=(0, 1, 1)), tmp_path / "eagle", "specforge")
+    block = make_block(
+        make_model("llama"), states=(1, 2)
+    )  # by the target's output layer, which the engine keeps for it
+    dflash = save_block(block, tmp_path / "dflash", "z-lab", num_target_layers=2)
     greedy = SamplingParams(temperature=0, max_tokens=16)
-    for head, drafter in ((eagle, EagleDrafter(eagle)), (with_mtp, MtpDrafter(with_mtp, use_logits=True))):
+    drafters = {eagle: EagleDrafter(eagle), with_mtp: MtpDrafter(with_mtp, use_logits=True)}
+    for head, drafter in (drafters | {dflash: DFlashDrafter(dflash)}).items():
         with LLM(str(with_mtp), head=head, compiler="none", use_cache=False) as llm:
             (drafted,) = llm.generate([[3, 4, 5, 6]], greedy, drafter=drafter, draft_len_mode="fixed")
             assert drafted.stats.num_draft_tokens > 0

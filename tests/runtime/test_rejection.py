@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from heads import make_eagle, save_eagle
+from heads import make_block, make_eagle, save_block, save_eagle
 from strength import draws
 from tiny import eager_logits, make_model
 from torch import Tensor
@@ -261,10 +261,16 @@ def engine_dirs(models: dict[str, PreTrainedModel], make_engine_dir: Any) -> dic
 
 
 @pytest.fixture(scope="module")
-def head_dir(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An EAGLE-3 head that drafts 24 of 32 tokens."""
+def head_dirs(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """An EAGLE-3 head that drafts 24 of 32 tokens, and a DSpark that does, whose tokens hang on those before."""
     head = make_eagle(models["target"], states=HEAD_READS, draft_vocab=24, scale=0.2)
-    return save_eagle(head, tmp_path_factory.mktemp("head"), "speculators")
+    block = make_block(models["target"], states=HEAD_READS, draft_vocab=24, markov="vanilla", anchor=True)
+    for name in ("lm_head.weight", "markov_head.markov_w2.weight"):
+        block.tensors[name].mul_(0.2)
+    return {
+        "head": save_eagle(head, tmp_path_factory.mktemp("head"), "speculators"),
+        "block": save_block(block, tmp_path_factory.mktemp("block"), "dspark"),
+    }
 
 
 def distribution_of_texts(model: PreTrainedModel, sampling: dict[str, Any]) -> dict[tuple[int, ...], float]:
@@ -287,11 +293,11 @@ def text_distributions(models: dict[str, PreTrainedModel]) -> dict[str, dict[tup
     return {name: distribution_of_texts(models["target"], sampling) for name, sampling in TEXT_SAMPLING.items()}
 
 
-def make_drafter(name: str, dirs: dict[str, Path], engine: Engine, head_dir: Path) -> Drafter | None:
+def make_drafter(name: str, dirs: dict[str, Path], engine: Engine, head_dirs: dict[str, Path]) -> Drafter | None:
     if name == "none":
         return None
-    if name.startswith("head"):
-        return HeadDraft(engine, *open_head(engine, read_head(head_dir)), use_logits=True)
+    if (kind := name.split(" ")[0]) in head_dirs:
+        return HeadDraft(engine, *open_head(engine, read_head(head_dirs[kind])), use_logits=True)
     if name == "ngram":
         return NgramLookup(2)
     model, rule = name.split(" by ")
@@ -307,6 +313,7 @@ def make_drafter(name: str, dirs: dict[str, Path], engine: Engine, head_dir: Pat
         pytest.param("none", marks=pytest.mark.slow),
         *("ngram", "similar by tokens", "similar by probabilities", "small by probabilities"),
         "head by probabilities",
+        "block by probabilities",
     ],
 )
 def test_texts_follow_hugging_faces_distribution(
@@ -314,7 +321,7 @@ def test_texts_follow_hugging_faces_distribution(
     sampling: str,
     text_distributions: dict[str, dict[tuple[int, ...], float]],
     engine_dirs: dict[str, Path],
-    head_dir: Path,
+    head_dirs: dict[str, Path],
 ) -> None:
     """Draft tokens and their verification draw from one hash: what they draw must not depend on each other."""
     num_texts = draws(3000, 1500)
@@ -325,7 +332,7 @@ def test_texts_follow_hugging_faces_distribution(
     ]
     finished = [
         sequence
-        for sequence, _ in generate(engine, requests, make_drafter(drafter, engine_dirs, engine, head_dir), 5)
+        for sequence, _ in generate(engine, requests, make_drafter(drafter, engine_dirs, engine, head_dirs), 5)
         if sequence.finish_reason
     ]
     counts = Counter(tuple(sequence.output_tokens) for sequence in finished)

@@ -1,5 +1,6 @@
 """Heads that draft a block in one pass: DFlash, DSpark and P-EAGLE."""
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,10 @@ from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, 
 
 from runtime.drafters.chain import BestOf, DraftingModel
 from runtime.drafters.draft_state import ConfidenceStop
+from runtime.drafters.factory import warn_of_short_blocks
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine, KVCacheConfig
-from runtime.errors import SpecDecError
+from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.heads.head_config import is_block, is_head, read_head
 
 STATES, SIZE = (1, 3, 5), 5
@@ -246,7 +248,11 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Tensor], str]] = {
     "block of none": ({"block_size": 0}, {}, "block_size` must be a whole number of at least 1: 0"),
     "block of one": ({"block_size": 1}, {}, "leaves no slot to draft: 1"),
     "fc": ({}, {"fc.weight": torch.zeros(32, 64)}, "fc.weight of [32, 64], and by its config it is of [32, 96]"),
-    "layers that are not there": ({"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, {}, "lacks 11 of its weights, such as layers.2"),
+    "layers that are not there": (
+        {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3},
+        {},
+        "lacks 11 of its weights, such as layers.2",
+    ),
     "Domino": ({"projector_type": "domino"}, {}, "with Domino's correction are not supported"),
     "recurrent": ({"markov_head_type": "rnn"}, {}, "a Markov head of the type 'rnn' are not supported"),
     "DFlash 2": ({"speculators_model_type": "dflash2"}, {}, "not supported, DFlash 2"),
@@ -261,6 +267,14 @@ def test_bad_heads_are_one_sentence(case: str, engine: Engine, head: Block, tmp_
         drafter(engine, tmp_path)
     assert said in error.value.message and "\n" not in error.value.message
     assert error.value.hint and not engine._heads
+
+
+def test_an_engine_with_too_little_room_is_warned_about(model: PreTrainedModel, tmp_path: Path) -> None:
+    head = read_head(save_block(make_block(model, markov="vanilla"), tmp_path, "dspark"))
+    with pytest.warns(SpecDecWarning, match="blocks of fewer than 4 tokens, and the engine takes drafts of 3"):
+        warn_of_short_blocks(head, 3)
+    with warnings.catch_warnings(action="error"):
+        warn_of_short_blocks(head, 4)
 
 
 def test_an_engine_that_was_built_for_another_head(model: PreTrainedModel, head_dir: Path, make_engine: Any) -> None:
