@@ -162,10 +162,7 @@ def build_engine(
         if isinstance(step, RankedStep):
             stack.callback(step.close)
         config = _checked(step, model, checkpoint, shape, compiled)
-        _write_draft_output(build, effort.drafts, directory, phase)
-        reads_output = effort.drafts.head is not None and effort.drafts.head.reads_target_output
-        if reads_output and not pretrained.tie_word_embeddings:
-            write_target_output(output_weight(model), directory)
+        _write_draft_output(model, build, effort.drafts, directory, phase)
         copied = None
         if quantized:
             phase("compiling the copy that drafts")
@@ -240,13 +237,18 @@ def _parse_fitting(checkpoint: CheckpointConfig, checkpoint_dir: Path, build: Bu
     return pretrained
 
 
-def _write_draft_output(build: BuildConfig, drafts: DraftSource, directory: Path, phase: Phase) -> None:
-    """The ids that are drafted, and a head's output layer in fewer bits, as far as there are any."""
+def _write_draft_output(
+    model: PreTrainedModel, build: BuildConfig, drafts: DraftSource, directory: Path, phase: Phase
+) -> None:
+    """Write the ids that are drafted, a head's output layer in fewer bits, and the model's for a head that has none, as
+    far as there are any. Embeddings that are tied to it are at hand."""
     if drafts.ids:
         write_file(directory / DRAFT_VOCAB, "".join(f"{i}\n" for i in drafts.ids).encode())
     if drafts.head is not None and (qformat := build.draft_output.qformat) is not None:
         phase("quantizing the head's output layer")
         write_output(drafts.head, qformat, drafts.tensor, directory)
+    if drafts.head is not None and drafts.head.reads_target_output and not model.config.tie_word_embeddings:
+        write_target_output(output_weight(model), directory)
 
 
 def _finish(config: EngineConfig, directory: Path, output_dir: Path) -> EngineConfig:

@@ -44,7 +44,7 @@ DraftFunction = Callable[[list[int], int], list[int]]
 _LONGEST_LOOKUP, _LONGEST_OF_MODELS = 10, 4
 """Drafts of leader mode where no length is given; TensorRT-LLM's is 4."""
 _LONGEST_OF_BLOCKS = 7
-"""Those of DSpark's heads of today, and of DFlash's with a block of 8."""
+"""Drafts of DSpark's heads of today, and of DFlash's with a block of 8."""
 
 
 _LENGTH = Setting(at_least=1, leader_flag="spec_decode_max_draft_len")

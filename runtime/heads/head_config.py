@@ -49,10 +49,10 @@ class BlockConfig:
     starts_at_anchor: bool
     """True if the last token's slot drafts the next token, and False if the first mask does."""
     markov: Literal["none", "vanilla", "gated"] = "none"
-    """What the token before adds to a slot's logits (DSpark)."""
+    """Kind of what the token before adds to a slot's logits (DSpark)."""
     markov_rank: int = 0
     confidence: Literal["none", "hidden", "markov"] = "none"
-    """What the chance that a slot's token is accepted is predicted from, if it is (DSpark)."""
+    """Source of the chance that a slot's token is accepted, if the head predicts it (DSpark)."""
 
     @property
     def is_cut(self) -> bool:

@@ -193,7 +193,7 @@ def test_chain(engine: Engine, model: PreTrainedModel, head_dir: Path) -> None:
 
 
 def test_lengths_are_those_of_its_confidence(model: PreTrainedModel, tmp_path: Path, make_engine: Any) -> None:
-    """Where a token costs what one in two promises, a draft ends before the first that is less likely."""
+    """Chances that the head predicts stand in for those of its likeliest tokens."""
     head = make_block(model, **FORMS["DSpark"][0])
     directory = save_block(head, tmp_path, "DeepSpec")
     engine = make_engine(model, hidden_states=head.states, head_dir=directory)
