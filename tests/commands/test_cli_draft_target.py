@@ -250,9 +250,18 @@ def test_terminal_shows_where_the_time_goes(run: Run, draft_engine_dir: Path) ->
     assert sum(map(float, times.groups())) == pytest.approx(100, abs=0.2)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("interval", [1, 3])
-@pytest.mark.parametrize("sampling", [[], ["--temperature", 0.8, "--random-seed", 3]], ids=["greedy", "sampling"])
+SAMPLING: list[object] = ["--temperature", 0.8, "--random-seed", 3]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "interval"),
+    [
+        pytest.param([], 3, id="greedy-3"),
+        pytest.param(SAMPLING, 1, id="sampling-1"),
+        pytest.param([], 1, id="greedy-1", marks=pytest.mark.slow),
+        pytest.param(SAMPLING, 3, id="sampling-3", marks=pytest.mark.slow),
+    ],
+)
 @RULES
 def test_streamed_text_is_the_text(
     run: Run, draft_engine_dir: Path, config: str, sampling: list[object], interval: int

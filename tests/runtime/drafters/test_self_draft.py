@@ -278,6 +278,7 @@ def test_a_copy_of_nan_changes_nothing(poisoned: str, loop: str, uncompiled: Eng
     assert (num_drafted(sequences) > 0) == (poisoned != "weights")
 
 
+@pytest.mark.parametrize("uncompiled", ["int4", "int8"], indirect=True)
 def test_copys_weights_are_quantized_as_a_conversion_quantizes_them(uncompiled: Engine, model: PreTrainedModel) -> None:
     from runtime.compiler.quantized import QuantizedLinear
     from runtime.config import QuantConfig
