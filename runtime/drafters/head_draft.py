@@ -16,6 +16,7 @@ from torch import Tensor
 from runtime.batch import Batch, Row, pack
 from runtime.bundle import uses_kernels
 from runtime.compiler.compilation import PackagedStep
+from runtime.compiler.memory import trim
 from runtime.config import ARITHMETICS, StepCost
 from runtime.drafters.draft_state import ConfidenceStop, DraftState
 from runtime.engine import Engine
@@ -29,6 +30,8 @@ from runtime.request import Draft, Sequence
 
 _SHORT_ROW = 32
 _LONG_BLOCK = 8
+_LITTLE_BYTES = 16 << 20
+"""Weights beside which what is free is not worth to be looked for."""
 _NUM_TIMED, _TIMED_CONTEXTS, _TIMED_BATCHES = 5, (64, 1024), (1, 4)
 
 
@@ -232,6 +235,8 @@ def open_head(engine: Engine, config: HeadConfig) -> tuple[Head, HeadCache]:
         use_kernels(head, 0 if arithmetic is None else ARITHMETICS.index(arithmetic), known)
     if head.reads_target:
         head.read_layers_of(target)
+    if sum(file.stat().st_size for file in config.directory.glob("*.safetensors")) > _LITTLE_BYTES:
+        trim()  # as much as the weights again: those that were read, and packed
     return head, engine.add_head(head)
 
 

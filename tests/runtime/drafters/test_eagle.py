@@ -1,6 +1,8 @@
 """A trained drafter drafts what its formula says, changes no token, and is found again with the target's own K/V."""
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -445,3 +447,36 @@ def test_what_is_a_head(head: Eagle, model: PreTrainedModel, tmp_path: Path) -> 
     assert not is_head(tmp_path / "model") and not is_head(tmp_path / "nothing")
     with pytest.raises(SpecDecError, match="no trained drafter"):
         read_head(tmp_path / "model")
+
+
+MEMORY = """
+import gc, sys
+from pathlib import Path
+from runtime.drafters.head_draft import open_head
+from runtime.engine import Engine
+from runtime.heads.head_config import read_head
+
+def used() -> int:
+    gc.collect()
+    return int(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1]) << 10
+
+config = read_head(Path(sys.argv[2]))
+with Engine.open(Path(sys.argv[1])) as engine:
+    before = used()
+    head = open_head(engine, config)
+    print(used() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux says what a process uses")
+def test_it_takes_the_memory_of_its_weights(tmp_path: Path, make_engine_dir: Any) -> None:
+    """In a process of its own, compiled, with weights in 16 bits; a megabyte is Python's."""
+    model = make_model("llama", num_hidden_layers=6, hidden_size=512, intermediate_size=768, vocab_size=20000)
+    head = make_eagle(model, states=STATES)
+    tensors = {name: tensor.bfloat16() for name, tensor in head.tensors.items()}
+    directory = save_eagle(replace(head, tensors=tensors), tmp_path, "speculators")
+    engine_dir = make_engine_dir(model.bfloat16(), compiler="aot", hidden_states=STATES)
+    made = subprocess.run([sys.executable, "-c", MEMORY, engine_dir, directory], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    assert int(made.stdout) <= 1.1 * (directory / "model.safetensors").stat().st_size + 2**20
