@@ -106,6 +106,8 @@ class LLM:
         device_ids: Seq[int] | None = None,
         **engine: Unpack[EngineOptions],
     ) -> None:
+        if unknown := sorted(engine.keys() - EngineOptions.__annotations__.keys()):
+            raise TypeError(f"LLM.__init__() got an unexpected keyword argument '{unknown[0]}'")
         check_arguments(EngineOptions, engine)
         check_arguments(LLM.__init__, {"mode": mode, "max_num_tokens": max_num_tokens})
         if not isinstance(model, str | Path | Bundle) or not str(model):

@@ -483,6 +483,13 @@ def test_end_id_outside_the_vocabulary_is_told_and_ends_nothing(
     said(warned, "300", "50256")
 
 
+@pytest.mark.parametrize("name", ["tp_size", "hidden_states", "temperature"])
+def test_arguments_that_it_has_not(name: str) -> None:
+    """Names of an engine's settings are none of its own: `tp_size` was taken, and changed nothing."""
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+        LLM("demo", **{name: 2})  # type: ignore[arg-type]
+
+
 def test_heads_draft(tmp_path: Path) -> None:
     """Engines are built for a head of its own, and for one in the model's directory."""
     make_model("llama").save_pretrained(tmp_path / "model")

@@ -471,7 +471,7 @@ with Engine.open(Path(sys.argv[1])) as engine:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux says what a process uses")
 def test_it_takes_the_memory_of_its_weights(tmp_path: Path, make_engine_dir: Any) -> None:
-    """In a process of its own, compiled, with weights in 16 bits; a megabyte is Python's."""
+    """Measure in a process of its own, compiled, with weights in 16 bits; a megabyte is Python's."""
     model = make_model("llama", num_hidden_layers=6, hidden_size=512, intermediate_size=768, vocab_size=20000)
     head = make_eagle(model, states=STATES)
     tensors = {name: tensor.bfloat16() for name, tensor in head.tensors.items()}
