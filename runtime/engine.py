@@ -261,10 +261,15 @@ class Engine:
 
     def check_lengths(self, request: Request) -> None:
         """SpecDecError if the request is longer than what the engine was built for, or than its K/V cache."""
-        check_lengths(request, self.config.build_config)
+        check_lengths(request, self.config.build_config, self._num_positions)
         # The last token's K/V are never needed.
         num_tokens = len(request.prompt_tokens) + request.max_new_tokens - 1
         check_cache_size(request, num_tokens, self._blocks.num_cache_tokens)
+
+    def _num_positions(self) -> int | None:
+        from runtime.compiler.pretrained import num_positions, parse_pretrained_config
+
+        return num_positions(parse_pretrained_config(self.config.pretrained_config, "config.json"))
 
     def check_draft_len(self, max_draft_len: int) -> None:
         """SpecDecError if the engine was built for shorter drafts."""

@@ -1,19 +1,31 @@
 """Limits of an engine: each check raises SpecDecError for a request that it never could."""
 
+import math
+from collections.abc import Callable
+
 from runtime.config import BuildConfig
 from runtime.errors import SpecDecError
 from runtime.request import Request
 
 
-def check_lengths(request: Request, build: BuildConfig) -> None:
-    """The prompt, and the prompt with its output, are no longer than what the engine was built for."""
+def check_lengths(request: Request, build: BuildConfig, num_positions: Callable[[], int | None]) -> None:
+    """The prompt, and the prompt with its output, are no longer than what the engine was built for.
+
+    `num_positions`: those that the model has, for an error: no engine can be built for more.
+    """
     num_prompt = len(request.prompt_tokens)
     if num_prompt == 0:
         raise SpecDecError(f"prompt is empty: {request.name}", hint="give it at least one token")
     if num_prompt > build.max_input_len:
+        said = f"prompt of {request.name} is longer than "
+        if num_prompt >= (positions := num_positions() or math.inf):
+            raise SpecDecError(
+                f"{said}the model's {positions} positions have room for, output included: {num_prompt} tokens",
+                hint="give a shorter one",
+                code="prompt_past_positions",
+            )
         raise SpecDecError(
-            f"prompt of {request.name} is longer than the engine's max_input_len {build.max_input_len}: "
-            f"{num_prompt} tokens",
+            f"{said}the engine's max_input_len {build.max_input_len}: {num_prompt} tokens",
             hint="give a shorter one, or build with a larger max_input_len",
             code="prompt_too_long",
         )
@@ -22,6 +34,13 @@ def check_lengths(request: Request, build: BuildConfig) -> None:
             f"number of tokens to generate must be at least 1: {request.max_new_tokens}", hint="ask for one or more"
         )
     if num_prompt + request.max_new_tokens > build.max_request_len:
+        if num_prompt + request.max_new_tokens > (positions := num_positions() or math.inf):
+            raise SpecDecError(
+                f"prompt and output of {request.name} exceed the model's {positions} positions: "
+                f"{num_prompt} + {request.max_new_tokens}",
+                hint="ask for fewer tokens",
+                code="request_past_positions",
+            )
         raise SpecDecError(
             f"prompt and output of {request.name} exceed the engine's {build.max_request_len} tokens: "
             f"{num_prompt} + {request.max_new_tokens}",

@@ -97,12 +97,14 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "profile": "make it again: `specdec tune --engine-dir ENGINE --output PROFILE.json`",
     "profile_of_another_engine": "tune this one: `specdec tune --engine-dir {engine_dir} --output {profile}`; or leave "
     "`--profile` out",
+    "prompt_past_positions": "keep the last tokens with `--max-input-length`",
     "prompt_too_long": (
         "keep the last tokens with `--max-input-length`",
         "build with a larger `specdec build --max-input-len`",
         "with `--model-dir` give a larger `--max-seq-len`",
     ),
     "quantized_already": "leave `--qformat` and `--use-weight-only` out, or give the unquantized model",
+    "request_past_positions": "lower `--max-output-len`",
     "request_too_long": (
         "lower `--max-output-len`",
         "build with a larger `specdec build --max-seq-len`",

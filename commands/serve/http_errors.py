@@ -16,7 +16,10 @@ _MAX_SHOWN = 80
 """Characters of a value that was wrong."""
 _MAX_MESSAGE = 1000
 """Characters of a message: what a client sent is not sent back to it at any length."""
-_CODES = {"prompt_too_long": "context_length_exceeded", "request_too_long": "context_length_exceeded"}
+_CODES = dict.fromkeys(
+    ("prompt_too_long", "request_too_long", "prompt_past_positions", "request_past_positions"),
+    "context_length_exceeded",
+)
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",

@@ -7,6 +7,7 @@ gives the compiled function its signature.
 import copy
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -89,12 +90,20 @@ def transposed_layers(config: PreTrainedConfig) -> frozenset[str]:
 def _model_without_memory(config: PreTrainedConfig) -> PreTrainedModel:
     """The model to look at, not to change: the last one is kept, because a conversion asks for it eight times."""
     key = type(config), config.to_json_string()
-    with MODEL_INIT_LOCK, torch.device("meta"):
+    with _on_meta():
         if key not in _models:
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)  # type: ignore[no-untyped-call]
             _models.clear()
             _models[key] = model
         return _models[key]
+
+
+@contextmanager
+def _on_meta() -> Iterator[None]:
+    """Make models without memory. torch warns of weights of no elements, which an error tells of in words of ours."""
+    with MODEL_INIT_LOCK, torch.device("meta"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Initializing zero-element tensors", UserWarning)
+        yield
 
 
 def renames_weights(config: PreTrainedConfig) -> bool:
@@ -158,7 +167,7 @@ def split_config(config: PreTrainedConfig, tp_size: int) -> Splitting | None:
     """Split of the config's model over `tp_size` ranks; None for one. SpecDecError where it is not."""
     if tp_size == 1:
         return None
-    with MODEL_INIT_LOCK, torch.device("meta"):
+    with _on_meta():
         model = _model_without_weights(config)
     splitting = split_model(model, probe_config(config).layers, tp_size)
     probe_config(config, splitting)
@@ -184,7 +193,7 @@ def probe_config(config: PreTrainedConfig, splitting: Splitting | None = None) -
 
 def _probe(config: PreTrainedConfig, splitting: Splitting | None) -> Shapes:
     recorded = Recorded()
-    with MODEL_INIT_LOCK, torch.device("meta"), torch.no_grad(), _distributions_unchecked(), chunks_without_padding():
+    with _on_meta(), torch.no_grad(), _distributions_unchecked(), chunks_without_padding():
         model = _model_without_weights(config)
         if splitting is not None:
             place_pieces(model, splitting)

@@ -36,6 +36,13 @@ _SIZES = {
     "mamba_n_groups": "groups",
     "mamba_ngroups": "groups",
 }
+# What some models compute with, and others do not.
+_OF_COMPUTING = (
+    *("attn_logit_softcapping", "final_logit_softcapping", "logits_scaling", "logit_scale", "attention_multiplier"),
+    *("embedding_multiplier", "residual_multiplier", "clip_qkv", "alibi"),
+)
+_NUMBERS_OF_EXPERTS = "n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"
+_NUMBERS_OF_CHOSEN = "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k"
 # What of a rope is a number, or a list of them, above 0.
 _OF_ROPES = (
     *("rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings", "attention_factor"),
@@ -58,7 +65,9 @@ _OF_STATES = {
     "falcon_h1 zamba zamba2": {"linear_attention", "hybrid"},
 }
 _TYPES_OF = {kind: types for kinds, types in _OF_STATES.items() for kind in kinds.split()}
-_HAND_OVER = {"biogpt", "codegen", "gpt_neo", "gpt_neox_japanese", "gptj", "nemotron", "stablelm"}
+_HAND_OVER = {
+    *("biogpt", "bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "nemotron", "stablelm"),
+}
 # Language models inside others that have no class of their own. Of text alone, where positions in time, height and
 # width are one, they compute what a model of such a config does.
 _SAME_ON_TEXT: dict[str, dict[str, Any]] = {
@@ -105,7 +114,68 @@ def read_any_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
         ) from error
     for rope in _ropes(config):
         _check_rope(rope, where)
+    for one, said in ((config, data), (getattr(config, "text_config", None), data.get("text_config"))):
+        if isinstance(one, PreTrainedConfig) and isinstance(said, dict):
+            _refuse_unread(one, said, where)
+            _refuse_windows(one, said, where)
+            _refuse_experts(one, said, where)
     return config
+
+
+def _refuse_unread(config: PreTrainedConfig, said: dict[str, Any], where: str) -> None:
+    """SpecDecError for a value that other models compute with, and that transformers' class of this one does not read:
+    the model was made to compute otherwise."""
+    known = inspect.signature(type(config)).parameters.keys() | config.attribute_map.keys()
+    for name in _OF_COMPUTING:
+        if name not in known and not hasattr(type(config), name) and said.get(name) not in (None, False, 0, 1):
+            raise SpecDecError(
+                f"`{where}` has a value that transformers' {config.model_type} does not compute with: `{name}` "
+                f"{said[name]!r}",
+                hint="leave it out if the model was trained without it; else the model is of another type",
+            )
+
+
+def _refuse_windows(config: PreTrainedConfig, said: dict[str, Any], where: str) -> None:
+    """SpecDecError for layers that see a window of no tokens, or windows of which no layer has any."""
+    window, types = vars(config).get("sliding_window"), said.get("layer_types")
+    uses = "use_sliding_window"
+    sees = "`layer_types` has sliding_attention" if "sliding_attention" in (types or ()) else ""
+    sees = sees or (f"`{uses}` is true" if said.get(uses) else "")
+    if sees and (window is None or (isinstance(window, int) and window < 1)):
+        raise SpecDecError(
+            f"`{where}` has contradicting windows: {sees}, and `sliding_window` is {said.get('sliding_window')!r}",
+            hint="correct it, or download or save the model again",
+        )
+    if said.get(uses) and isinstance(types, list) and "sliding_attention" not in types:
+        raise SpecDecError(
+            f"`{where}` has contradicting windows: `{uses}` is true, and `layer_types` has no sliding_attention",
+            hint="correct it, or download or save the model again",
+        )
+
+
+def _refuse_experts(config: PreTrainedConfig, said: dict[str, Any], where: str) -> None:
+    """SpecDecError for more experts chosen than there are, or none, or groups that do not divide them."""
+
+    def number_of(names: tuple[str, ...]) -> tuple[str, int]:
+        found = ((name, getattr(config, name, None)) for name in names)
+        return next(((name, size) for name, size in found if isinstance(size, int) and size > 0), ("", 0))
+
+    (of_experts, count), (of_chosen, chosen) = number_of(_NUMBERS_OF_EXPERTS), number_of(_NUMBERS_OF_CHOSEN)
+    (of_groups, groups), (of_chosen_groups, chosen_groups) = number_of(("n_group",)), number_of(("topk_group",))
+    none = next((name for name in _NUMBERS_OF_CHOSEN if said.get(name) == 0), "")
+    for is_wrong, what, (first, one), (second, other) in (
+        (count and none, "chooses no experts", (none, 0), (of_experts, count)),
+        (chosen > count > 0, "chooses more experts than there are", (of_chosen, chosen), (of_experts, count)),
+        (count and groups and count % groups, "has groups of experts that do not divide them", (of_groups, groups),
+         (of_experts, count)),
+        (count and chosen_groups > groups > 0, "chooses more groups of experts than there are",
+         (of_chosen_groups, chosen_groups), (of_groups, groups)),
+    ):  # fmt: skip
+        if is_wrong:
+            raise SpecDecError(
+                f"`{where}` {what}: `{first}` {one}, `{second}` {other}",
+                hint="correct it, or download or save the model again",
+            )
 
 
 def _refuse_sizes(data: dict[str, Any], where: str) -> None:
@@ -201,6 +271,15 @@ def _refuse_unsupported(config: PreTrainedConfig) -> None:
         raise SpecDecError(f"quantized weights are not supported: {kind}", hint="convert the unquantized model")
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # of images alone
         raise SpecDecError(f"bidirectional attention is not supported: {kind}", hint=SEE_MODELS)
+    num_shared, per_layer = (
+        getattr(config, name, None) for name in ("num_kv_shared_layers", "hidden_size_per_layer_input")
+    )
+    if num_shared and per_layer == 0:
+        raise SpecDecError(
+            f"transformers cannot compute a {kind} whose last {num_shared} layers share keys and values, and whose "
+            f"layers have no inputs of their own: `hidden_size_per_layer_input` {per_layer}",
+            hint=SEE_MODELS,
+        )
     known = {"full_attention", "sliding_attention", "chunked_attention"} | _TYPES_OF.get(kind, set())
     if chooses_all_of_few(config):
         known.add(_INDEXED)
@@ -276,11 +355,16 @@ def num_positions(config: PreTrainedConfig) -> int | None:
     keeps its first set, and changes their scale: to the same, as published. And they end where an index would choose
     among keys.
     """
-    limits = [getattr(config, "max_position_embeddings", None)]
+    limits = [getattr(config, "max_position_embeddings", None), _positions_of_biases(config)]
     limits += [rope.get("original_max_position_embeddings") for rope in _ropes(config) if _changes(rope, config)]
     if _INDEXED in (getattr(config, "layer_types", None) or ()):
         limits.append(config.index_topk)
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _positions_of_biases(config: PreTrainedConfig) -> int | None:
+    """Positions that transformers' MPT has biases for."""
+    return config.max_seq_len if config.model_type == "mpt" else None
 
 
 def _changes(rope: dict[str, Any], config: PreTrainedConfig) -> bool:
@@ -292,7 +376,7 @@ def _changes(rope: dict[str, Any], config: PreTrainedConfig) -> bool:
 
 def why_positions_end(config: PreTrainedConfig) -> str:
     """Reason for the limit `num_positions`, for an error."""
-    if num_positions(config) == getattr(config, "max_position_embeddings", None):
+    if num_positions(config) in (getattr(config, "max_position_embeddings", None), _positions_of_biases(config)):
         return "the model has"
     chooses = num_positions(config) == getattr(config, "index_topk", None)
     return "its attention sees before an index chooses among them" if chooses else "before its longrope factors change"

@@ -364,6 +364,8 @@ PROMPTS = [
         NO_INPUT + f"--input-text {LONG}", 1, "max_input_len", "96", "97", "`--max-input-length`",
         "`specdec build --max-input-len`", "`--model-dir`", "`--max-seq-len`",
     ),
+    case(NO_INPUT + f"--input-text {LONG * 4}", 1, "256 positions", "388", "`--max-input-length`"),
+    case(RUN + "--max-output-len 300", 1, "256 positions", "300", "`--max-output-len`"),
     case(
         RUN + "--max-output-len 159", 1, "160", "159",
         "`--max-output-len`", "`specdec build --max-seq-len`", "`--model-dir`",

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from runtime.checkpoint import convert
+from runtime.compiler.model import parameter_shapes
 from runtime.compiler.pretrained import parse_language_model
 from runtime.engine import Engine
 from runtime.errors import SpecDecError, SpecDecWarning
@@ -26,6 +27,7 @@ from runtime.models import read_model_config
 from runtime.orchestrator import generate
 from runtime.request import Request
 from runtime.text import find_end_ids, load_tokenizer
+from scripts.tools.families import small_config
 from specdec_cli import LLM, SamplingParams
 
 PROMPT = repetitive_prompt(0, 20)
@@ -306,6 +308,26 @@ IMPOSSIBLE: dict[str, dict[str, Any]] = {
     "chunk; -64": {"chunk_size": -64},  # of Mamba-2
     "state; 0": {"mamba_d_state": 0},  # of Jamba
     "`rms_norm_eps`; nan": {"rms_norm_eps": math.nan},
+    "`use_sliding_window` is true; None": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": None},
+    "no sliding_attention": {
+        **{"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8},
+        "layer_types": ["full_attention"] * 2,
+    },
+    "`layer_types`; -3": {
+        **{"model_type": "gemma3_text", "sliding_window": -3},
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "`num_experts_per_tok` 9; `num_local_experts` 8": {
+        **{"model_type": "mixtral", "num_experts_per_tok": 9, "num_local_experts": 8}
+    },
+    "`num_experts_per_tok` 0; `num_local_experts` 8": {
+        **{"model_type": "mixtral", "num_experts_per_tok": 0, "num_local_experts": 8}
+    },
+    "`n_group` 3; `n_routed_experts` 8": {"model_type": "deepseek_v3", "n_group": 3, "n_routed_experts": 8},
+    "`topk_group` 5; `n_group` 4": {
+        **{"model_type": "deepseek_v3", "n_group": 4, "topk_group": 5, "n_routed_experts": 8}
+    },
+    "`attn_logit_softcapping`; 50.0": {"attn_logit_softcapping": 50.0},
 }
 
 
@@ -321,6 +343,21 @@ def test_a_config_that_nothing_can_be_computed_of_is_refused(
     said(error, *words.split("; ")[:2], "`config.json`")
     assert len(error.value.message) < 200
     assert capfd.readouterr() == ("", "")  # no line of transformers'
+
+
+def test_layers_that_share_keys_and_values_without_inputs_of_their_own_are_refused(said: Said) -> None:
+    """Gemma 4's, by config.json or by a GGUF file: transformers stumbles over them."""
+    data = small_config("gemma4_text").to_dict() | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 0}
+    with pytest.raises(SpecDecError) as error:
+        parse_language_model(data, "config.json")
+    said(error, "gemma4_text", "last 2 layers", "`hidden_size_per_layer_input` 0")
+
+
+def test_torch_warns_of_no_weight_without_elements(recwarn: pytest.WarningsRecorder) -> None:
+    """The error that follows says it: the files have other shapes."""
+    config, _ = parse_language_model(shrunk(PUBLISHED["ALLaM-7B-Instruct"].config) | {"intermediate_size": 0}, "")
+    assert parameter_shapes(config)["model.layers.0.mlp.down_proj.weight"] == (32, 0)
+    assert not recwarn.list
 
 
 def test_sizes_that_contradict_each_other_are_said_so(tmp_path: Path, said: Said) -> None:
