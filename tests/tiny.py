@@ -308,6 +308,8 @@ ATTENTIONS = tuple(_ATTENTIONS)
 _OWN_ATTENTION: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj": ("gptj", {"rotary_dim": 4}),
     "gpt-neo": ("gpt_neo", {"attention_types": [[["global", "local"], 1]], "window_size": SLIDING_WINDOW}),
+    "bloom": ("bloom", {}),  # whose scores lose with distance, as MPT's
+    "mpt": ("mpt", {"max_seq_len": 256}),
 }
 OWN_ATTENTION = tuple(_OWN_ATTENTION)
 # Whose layers are not compiled one by one, because they return tuples.
@@ -367,7 +369,7 @@ def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
     kinds = _FAMILIES | _MIXTURES | _WITHOUT_ATTENTION | _SHARED | _ATTENTIONS | _OWN_ATTENTION | _UNCUT | _WITH_HEADS
     model_type, own = kinds[family]
     settings = _COMMON | own | overrides
-    if model_type in ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt"):
+    if model_type in ("bloom", "gpt2", "gpt_neo", "gpt_neox", "gptj", "mpt", "opt"):
         del settings["num_key_value_heads"]  # every head has its own
     config: PreTrainedConfig = CONFIG_MAPPING[model_type](**settings)
     return config

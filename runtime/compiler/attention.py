@@ -101,6 +101,7 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,  # (H,) a logit of each head that has no value
+    slopes: Tensor | None = None,  # (H,) what a logit loses with each token between query and key
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Write this step's K/V into the pool, then attend over each row's blocks. Returns (1, B x Q, H, Dv)."""
@@ -117,10 +118,14 @@ def paged_attention(
     # times faster than with enable_gqa. Row g * Q + i of a KV head is query i of its head g.
     rows = query.reshape(H, B, Q, D).transpose(0, 1).reshape(B, Hk, H // Hk * Q, D)
     mask = paged.mask(sliding_window, attention_chunk_of(module), H // Hk)
-    if softcap is None and s_aux is None:
+    if softcap is None and s_aux is None and slopes is None:
         output = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
     else:
         scores = capped(rows.float() @ keys.float().mT * (D**-0.5 if scaling is None else scaling), softcap)
+        if slopes is not None:
+            key_positions = torch.arange(keys.shape[2], device=keys.device)
+            distances = (key_positions - paged.positions[:, None, :, None]).repeat(1, 1, H // Hk, 1)
+            scores = scores + slopes.view(1, Hk, H // Hk, 1).repeat_interleave(Q, 2) * distances
         sinks = None if s_aux is None else s_aux.view(1, Hk, H // Hk, 1).repeat_interleave(Q, 2)
         weights = weights_beside_sinks(scores.masked_fill(~mask, -torch.inf), sinks)
         output = (weights @ values.float()).to(query.dtype)
@@ -197,6 +202,7 @@ def kernel_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    slopes: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """`paged_attention` by the CPU kernel, which must be loaded."""
@@ -218,6 +224,7 @@ def kernel_attention(
         sinks=s_aux,
         softcap=softcap or 0.0,
         attention_chunk=attention_chunk_of(module) or 0,
+        slopes=slopes,
     )
     return output[None], None
 

@@ -45,6 +45,9 @@ def quantized_kv_attention(
     scaling = kwargs.get("scaling")
     scores = query.float() @ keys.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores, sinks = capped(scores, kwargs.get("softcap")), kwargs.get("s_aux")
+    if (slopes := kwargs.get("slopes")) is not None:
+        positions = torch.arange(keys.shape[2], device=keys.device)
+        scores = scores + slopes.view(1, -1, 1, 1) * (positions - positions[:, None])
     if attention_mask is not None:
         scores = scores + attention_mask
     weights = weights_beside_sinks(scores, None if sinks is None else sinks.view(1, -1, 1, 1))

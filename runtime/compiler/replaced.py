@@ -9,7 +9,7 @@ Without a step's paged inputs, or with another attention than ours, they stay tr
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial, wraps
 from typing import Any
@@ -32,10 +32,14 @@ def place_modules(model: PreTrainedModel) -> None:
             if ours is _Rotary:
                 _rotate_real_numbers(type(module).__module__)
             module.model_config = model.config
-            if ours is _OwnAttention:
+            if issubclass(ours, _Attends):
                 module.config = model.config
                 module.layer_idx = next(int(part) for part in name.split(".") if part.isdecimal())
             module.__class__ = _placed(type(module), ours)  # type: ignore[arg-type]
+            if issubclass(ours, _Biased):
+                module.register_buffer("slopes", module.slopes_of_heads(model.device), persistent=False)
+            if ours is _MptAttention:
+                _mask_anyway(_own_module(module))
 
 
 @cache
@@ -113,10 +117,14 @@ class _Model(nn.Module):
             return super().forward(*arguments, **kwargs)
 
 
-class _OwnAttention(nn.Module):
-    """Attention is by transformers' interface, in place of a method that computes it of queries, keys and values."""
+class _Attends(nn.Module):
+    """Attention that its model hands the step's paged inputs on to."""
 
     config: Any
+
+
+class _OwnAttention(_Attends):
+    """Attention is by transformers' interface, in place of a method that computes it of queries, keys and values."""
 
     def forward(self, *arguments: Any, **kwargs: Any) -> Any:
         with _handed([self], _taken(kwargs), "_attn"):
@@ -151,13 +159,97 @@ class _OwnAttention(nn.Module):
         return output.transpose(1, 2), None
 
 
+class _Biased(_Attends):
+    """Attention is by transformers' interface, and a logit loses with each token between query and key what its head
+    loses (ALiBi, arXiv 2108.12409)."""
+
+    slopes: Tensor  # (H,) float32
+
+    def slopes_of_heads(self, device: torch.device) -> Tensor:
+        raise NotImplementedError
+
+    def attended(
+        self, heads: Sequence[Tensor], attention_mask: Tensor | None, scaling: float, taken: dict[str, Any]
+    ) -> Tensor:
+        """(1, B x Q, H x D) of queries, keys and values, (1, H, B x Q, D) each."""
+        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        output: Tensor = attend(self, *heads, attention_mask, scaling=scaling, slopes=self.slopes, **taken)[0]
+        return output.flatten(2)
+
+
+class _BloomAttention(_Biased):
+    num_heads: int
+    inv_norm_factor: float
+    query_key_value: nn.Linear
+    dense: nn.Linear
+
+    def slopes_of_heads(self, device: torch.device) -> Tensor:
+        slopes: Tensor = _own_module(self)._get_alibi_slopes(self.num_heads, device)
+        return slopes
+
+    def forward(
+        self, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> Any:
+        if not (taken := _taken(kwargs)):
+            return super().forward(hidden_states, residual, alibi, attention_mask, **kwargs)
+        heads = self._reshape(self.query_key_value(hidden_states))  # type: ignore[operator]
+        return self.dense(self.attended(heads, attention_mask, self.inv_norm_factor, taken)) + residual, None
+
+
+class _MptAttention(_Biased):
+    n_heads: int
+    softmax_scale: float
+    clip_qkv: float | None
+    Wqkv: nn.Linear
+    out_proj: nn.Linear
+
+    def slopes_of_heads(self, device: torch.device) -> Tensor:
+        of_last_two: Tensor = _own_module(self).build_mpt_alibi_tensor(self.n_heads, 2, device=device)
+        return -of_last_two[:, 0, 0]
+
+    def forward(self, hidden_states: Tensor, *arguments: Any, **kwargs: Any) -> Any:
+        if not (taken := _taken(kwargs)):
+            return super().forward(hidden_states, *arguments, **kwargs)
+        mixed = self.Wqkv(hidden_states)
+        if self.clip_qkv:
+            mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
+        heads = [part.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for part in mixed.chunk(3, dim=2)]
+        mask = None if "paged" in taken else _added(kwargs.get("attention_mask"), mixed.dtype)
+        return self.out_proj(self.attended(heads, mask, self.softmax_scale, taken)), None
+
+
+def _mask_anyway(module: Any) -> None:
+    """Have MPT's model, which asks its mask for another dtype, get one where attention takes none."""
+    theirs: Callable[..., Tensor | None] = module.create_causal_mask
+    if hasattr(theirs, "or_none"):
+        return
+
+    @wraps(theirs)
+    def create_causal_mask(**kwargs: Any) -> Tensor:
+        mask, embedded = theirs(**kwargs), kwargs["inputs_embeds"]
+        return embedded.new_zeros(1, 1, 1, 1) if mask is None else mask
+
+    create_causal_mask.or_none = theirs  # type: ignore[attr-defined]
+    module.create_causal_mask = create_causal_mask
+
+
+def _own_module(module: nn.Module) -> Any:
+    """Transformers' module of Python that a replaced module's own class is of."""
+    return sys.modules[type(module).__bases__[1].__module__]
+
+
+def _added(hidden: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Mask that is added to scores, of MPT's, which is True for keys that are not seen."""
+    return None if hidden is None else torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, -torch.inf)
+
+
 class _OwnAttentionModel(nn.Module):
     """A model hands the step's paged inputs on to all of its attention at once: its layers take no others."""
 
     _can_set_attn_implementation_cached_value = True  # which transformers would read from the module's code
 
     def forward(self, *arguments: Any, **kwargs: Any) -> Any:
-        attention = [module for module in self.modules() if isinstance(module, _OwnAttention)]
+        attention = [module for module in self.modules() if isinstance(module, _Attends)]
         with _handed(attention, _taken(kwargs)):
             return super().forward(*arguments, **kwargs)
 
@@ -296,6 +388,9 @@ _OURS: dict[str, type[nn.Module]] = {
     **dict.fromkeys(
         ("GPTJAttention", "CodeGenAttention", "GPTNeoSelfAttention", "GPTNeoXJapaneseAttention"), _OwnAttention
     ),
+    "BloomAttention": _BloomAttention,
+    "MptAttention": _MptAttention,
+    **dict.fromkeys(("BloomForCausalLM", "MptForCausalLM"), _OwnAttentionModel),
     **dict.fromkeys(
         ("GPTJForCausalLM", "CodeGenForCausalLM", "GPTNeoForCausalLM", "GPTNeoXJapaneseForCausalLM"),
         _OwnAttentionModel,

@@ -731,7 +731,8 @@ class _Lowering:
     def _paged_attention(self, node: Node) -> View:
         query, key, value, *others = node.args
         tensors, (scale, window, arithmetic) = others[:5], others[5:]
-        scales, sinks = node.kwargs.get("scales"), node.kwargs.get("sinks")
+        scales, *of_heads = (node.kwargs.get(name) for name in ("scales", "sinks", "slopes"))
+        sinks, slopes = (self._weight_number(one) for one in of_heads)
         softcap, attention_chunk = node.kwargs.get("softcap", 0.0), node.kwargs.get("attention_chunk", 0)
         views = [self._view(one) for one in (query, key, value)]
         if any(math.prod(one.shape[:1]) != 1 or len(one.shape) != 4 or one.shape[2] != 1 for one in views):
@@ -739,7 +740,7 @@ class _Lowering:
         heads = [self._in_memory(transposed(one, 1, 2)) for one in views]
         (_, number), (_, cap) = (self._number(float(one), torch.float32).constant for one in (scale, softcap))  # type: ignore[arg-type]
         read = [self._input_number(one) for one in (*tensors, scales) if one is not None]
-        settings = [number, int(window), int(arithmetic), self._weight_number(sinks), cap, int(attention_chunk)]  # type: ignore[arg-type]
+        settings = [number, int(window), int(arithmetic), sinks, cap, int(attention_chunk), slopes]  # type: ignore[arg-type]
         for one in heads:
             assert one.source is not None
             settings += [one.shape[2], one.shape[3], one.offset, one.source.count]

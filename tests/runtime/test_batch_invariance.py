@@ -33,6 +33,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "float32 FP8": ("llama", {}),
     # Compiled without `--slow` too, with its copy.
     "bfloat16 INT8": ("gemma2", WINDOWED | {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}),
+    "bfloat16 slopes": ("bloom", {}),
     "bfloat16 chunks": ("llama4", {"attention_chunk_size": 100}),
     "bfloat16 delta rule": ("qwen3.5", {}),
     "float32 delta rule": ("qwen3.5", {}),
@@ -45,7 +46,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _MARKS = dict.fromkeys(
     (
-        *("bfloat16", "float16", "float32", "float32 FP8", "bfloat16 chunks", "bfloat16 delta rule"),
+        *("bfloat16", "float16", "float32", "float32 FP8", "bfloat16 slopes", "bfloat16 chunks", "bfloat16 delta rule"),
         *("float32 delta rule", "float32 Mamba-2", "float32 Kimi's delta attention"),
         *("float32 lightning attention", "bfloat16 Mamba-2 alone", "bfloat16 Mamba-1", "float32 RG-LRU"),
     ),

@@ -81,11 +81,11 @@ def test_logits_are_transformers_with_a_cache_that_rounds(engine_dir: Path, mode
     check_logits(engine_dir, model, algorithm)
 
 
-@pytest.mark.parametrize(("family", "algorithm"), [("gemma2", "INT8"), ("gpt-oss", "FP8")])
-def test_soft_caps_and_sinks_are_of_what_is_rounded(
+@pytest.mark.parametrize(("family", "algorithm"), [("gemma2", "INT8"), ("gpt-oss", "FP8"), ("bloom", "INT8")])
+def test_soft_caps_sinks_and_slopes_are_of_what_is_rounded(
     family: str, algorithm: KVCacheQuantAlgo, make_engine_dir: MakeEngineDir
 ) -> None:
-    model = make_model(family, sliding_window=100)
+    model = make_model(family, **({} if family == "bloom" else {"sliding_window": 100}))
     check_logits(make_engine_dir(model, kv_cache=algorithm), model, algorithm)
 
 

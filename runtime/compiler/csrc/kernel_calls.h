@@ -44,13 +44,13 @@ inline at::Tensor call_paged_attention(const at::Tensor& query, const at::Tensor
                                        const at::Tensor& positions, const at::Tensor& slots,
                                        const at::Tensor& block_tables, double scale, int64_t window, int64_t arithmetic,
                                        const MaybeTensor& scales, const MaybeTensor& sinks, double softcap,
-                                       int64_t attention_chunk) {
+                                       int64_t attention_chunk, const MaybeTensor& slopes) {
   static const auto attention =
       operation<const at::Tensor&, const at::Tensor&, const at::Tensor&, at::Tensor, at::Tensor, const at::Tensor&,
                 const at::Tensor&, const at::Tensor&, double, int64_t, int64_t, MaybeTensor, const MaybeTensor&, double,
-                int64_t>("specdec::paged_attention");
+                int64_t, const MaybeTensor&>("specdec::paged_attention");
   return attention.call(query, key, value, key_pool, value_pool, positions, slots, block_tables, scale, window,
-                        arithmetic, scales, sinks, softcap, attention_chunk);
+                        arithmetic, scales, sinks, softcap, attention_chunk, slopes);
 }
 
 inline at::Tensor call_short_conv(const at::Tensor& inputs, const at::Tensor& weight, const MaybeTensor& bias,

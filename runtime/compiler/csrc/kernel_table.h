@@ -15,5 +15,5 @@ struct SpecdecKernels {
                                     AtenTensorHandle key_pool, AtenTensorHandle value_pool, AtenTensorHandle positions,
                                     AtenTensorHandle slots, AtenTensorHandle block_tables, double scale, int64_t window,
                                     int64_t arithmetic, AtenTensorHandle* scales, AtenTensorHandle* sinks, double softcap,
-                                    int64_t attention_chunk, AtenTensorHandle* output);
+                                    int64_t attention_chunk, AtenTensorHandle* slopes, AtenTensorHandle* output);
 };

@@ -29,6 +29,7 @@ struct Inputs {
   T* output;
   const int64_t *positions, *slots, *block_tables;
   const float* sinks;  // null, or for each query head the logit of a key without a value, which everybody sees
+  const float* slopes;  // null, or for each query head what a logit loses with each token between query and key (ALiBi)
   int64_t B, Q, N, H, Hk, D, Dv, block_size;
   int64_t window, attention_chunk;  // 0 for none
   float scale, softcap;             // scores are softcap * tanh(scale * product / softcap); 0: scale * product
@@ -37,7 +38,8 @@ struct Inputs {
   bool is_capped() const { return softcap > 0; }
   // Weights are powers of 2, of what `exponentiate` has multiplied by `cap_scale` and capped.
   float cap_scale() const { return scale / softcap; }
-  float log2_scale() const { return (is_capped() ? softcap : scale) * 1.4426950408889634f; }
+  float log2_scale() const { return score_unit() * 1.4426950408889634f; }
+  float score_unit() const { return is_capped() ? softcap : scale; }
   // The first key that a query at this position sees, which may be negative.
   int64_t first_seen(int64_t position) const {
     if (attention_chunk > 0) return position / attention_chunk * attention_chunk;

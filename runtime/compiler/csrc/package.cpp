@@ -54,11 +54,11 @@ AOTITorchError shim_paged_attention(AtenTensorHandle query, AtenTensorHandle key
                                AtenTensorHandle key_pool, AtenTensorHandle value_pool, AtenTensorHandle positions,
                                AtenTensorHandle slots, AtenTensorHandle block_tables, double scale, int64_t window,
                                int64_t arithmetic, AtenTensorHandle* scales, AtenTensorHandle* sinks, double softcap,
-                               int64_t attention_chunk, AtenTensorHandle* output) {
+                               int64_t attention_chunk, AtenTensorHandle* slopes, AtenTensorHandle* output) {
   AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
     *output = give(call_paged_attention(of(query), of(key), of(value), of(key_pool), of(value_pool), of(positions),
                                         of(slots), of(block_tables), scale, window, arithmetic, of(scales), of(sinks), softcap,
-                                        attention_chunk));
+                                        attention_chunk, of(slopes)));
   })
 }
 

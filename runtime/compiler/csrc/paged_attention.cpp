@@ -101,7 +101,7 @@ void weigh(const Inputs<T, S>& in, const Task& task, const Seen& seen, int64_t h
            float* scores, E* weights, const Partial& out, int64_t width) {
   constexpr bool is_rounded = Inputs<T, S>::is_rounded;
   const int64_t padded = round_up(num_keys, kLanes);
-  float of_keys[is_rounded ? kChunk : 1] = {}, of_values[is_rounded ? kChunk : 1] = {};
+  float of_keys[is_rounded ? kChunk : 1] = {}, of_values[is_rounded ? kChunk : 1] = {}, biases[kChunk];
   if constexpr (is_rounded)
     for_blocks(in, task, start, num_keys, [&](int64_t k, int64_t block, int64_t offset, int64_t count) {
       std::copy_n(in.scales_of(block, task.first_head + head, false) + offset, count, of_keys + k);
@@ -111,9 +111,15 @@ void weigh(const Inputs<T, S>& in, const Task& task, const Seen& seen, int64_t h
   for (int64_t r = 0; r < task.num_rows; ++r, scores += kChunk, weights += kChunk) {
     const int64_t end = std::min(num_keys, seen.positions[r] + 1 - start);
     const int64_t begin = std::max(in.first_seen(seen.positions[r]) - start, int64_t{0});
+    if (in.slopes) {
+      const int64_t query_head = (task.first_head + head) * (in.H / in.Hk) + (task.first_row + r) / in.Q;
+      const float slope = in.slopes[query_head] / in.score_unit();
+      const auto distance = static_cast<int32_t>(start - seen.positions[r]);
+      for (int32_t j = 0; j < padded; ++j) biases[j] = static_cast<float>(distance + j) * slope;
+    }
     if (begin < end)
-      weigh_row(scores, weights, Scales{of_keys, of_values}, begin, end, padded, in.log2_scale(), in.cap_scale(), out,
-                head * task.num_rows + r, width);
+      weigh_row(scores, weights, Scales{of_keys, of_values}, in.slopes ? biases : nullptr, begin, end, padded,
+                in.log2_scale(), in.cap_scale(), out, head * task.num_rows + r, width);
     else std::fill_n(weights, padded, E(0.0f));
   }
 }
@@ -384,7 +390,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
                            at::Tensor value_pool, const at::Tensor& positions, const at::Tensor& slots,
                            const at::Tensor& block_tables, double scale, int64_t window,
                            int64_t arithmetic, std::optional<at::Tensor> scales, const std::optional<at::Tensor>& sinks,
-                           double softcap, int64_t attention_chunk) {
+                           double softcap, int64_t attention_chunk, const std::optional<at::Tensor>& slopes) {
   const int64_t B = slots.size(0), Q = slots.size(1), H = query.size(1), Dv = value_pool.size(3);
   at::Tensor output = at::empty({B * Q, H, Dv}, query.options());
   TORCH_CHECK(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1, "heads must be contiguous");
@@ -392,6 +398,8 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
   TORCH_CHECK(scales.has_value() == (stored == at::kChar || stored == at::kFloat8_e4m3fn), "8 bits have scales");
   const std::vector<float> sinks_of_heads = sinks ? as_floats(*sinks) : std::vector<float>();
   TORCH_CHECK(!sinks || static_cast<int64_t>(sinks_of_heads.size()) == H, "each head has a sink");
+  const std::vector<float> slopes_of_heads = slopes ? as_floats(*slopes) : std::vector<float>();
+  TORCH_CHECK(!slopes || static_cast<int64_t>(slopes_of_heads.size()) == H, "each head has a slope");
   const auto call = [&](auto chosen, auto zero, auto kept) {
     using T = decltype(zero);
     using S = decltype(kept);
@@ -400,8 +408,8 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
                   key_pool.mutable_data_ptr<S>(), value_pool.mutable_data_ptr<S>(),
                   scales ? scales->mutable_data_ptr<float>() : nullptr, output.mutable_data_ptr<T>(),
                   positions.const_data_ptr<int64_t>(), slots.const_data_ptr<int64_t>(),
-                  block_tables.const_data_ptr<int64_t>(), sinks ? sinks_of_heads.data() : nullptr, B, Q,
-                  block_tables.size(1), H, key_pool.size(1), key_pool.size(2), Dv, key_pool.size(3), window,
+                  block_tables.const_data_ptr<int64_t>(), sinks ? sinks_of_heads.data() : nullptr,
+                  slopes ? slopes_of_heads.data() : nullptr, B, Q, block_tables.size(1), H, key_pool.size(1), key_pool.size(2), Dv, key_pool.size(3), window,
                   attention_chunk, static_cast<float>(scale), static_cast<float>(softcap)});
   };
   const auto call_with = [&](auto chosen, auto zero) {
@@ -430,6 +438,6 @@ TORCH_LIBRARY_FRAGMENT(specdec, library) {
   library.def(
       "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_pool, Tensor(b!) value_pool, Tensor "
       "positions, Tensor slots, Tensor block_tables, float scale, int window, int arithmetic, *, Tensor(c!)? scales=None, "
-      "Tensor? sinks=None, float softcap=0., int attention_chunk=0) -> Tensor");
+      "Tensor? sinks=None, float softcap=0., int attention_chunk=0, Tensor? slopes=None) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(specdec, CPU, library) { library.impl("paged_attention", paged_attention); }

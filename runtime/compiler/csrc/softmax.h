@@ -60,14 +60,16 @@ struct Scales {
 
 // Scores of `count` keys become 2 to the power of (score - maximum) * scale, 0 outside begin..end; the partial sums are
 // brought to the same maximum. In 8 bits scores come without their keys' scales, and weights leave with their values'.
-// Those that are capped first become tanh(score * cap_scale).
+// Those that are capped first become tanh(score * cap_scale). Then each gains what its key's bias is, if there are any.
 template <bool is_rounded, bool is_capped, typename E>
-[[gnu::noinline]] void exponentiate(float* scores, E* weights, const Scales& scales, int64_t begin, int64_t end, int64_t count,
-                  float scale, float cap_scale, const Partial& out, int64_t r, int64_t width) {
+[[gnu::noinline]] void exponentiate(float* scores, E* weights, const Scales& scales, const float* biases, int64_t begin,
+                  int64_t end, int64_t count, float scale, float cap_scale, const Partial& out, int64_t r, int64_t width) {
   if constexpr (is_rounded)
     for (int64_t j = 0; j < count; j += kLanes) store(scores + j, load(scores + j) * load(scales.of_keys + j));
   if constexpr (is_capped)
     for (int64_t j = 0; j < count; j += kLanes) store(scores + j, tanh_lanes(load(scores + j) * cap_scale));
+  if (biases)
+    for (int64_t j = 0; j < count; j += kLanes) store(scores + j, load(scores + j) + load(biases + j));
   std::fill(scores, scores + begin, kNever);
   std::fill(scores + end, scores + count, kNever);
   Lanes largest = load(scores);

@@ -499,13 +499,13 @@ class TokenProgram {
       case kPagedAttention: {
         // A token's heads lie side by side in a row of the array, maybe among others.
         const auto heads = [&](size_t i) {
-          const int64_t *of = s.data() + 6 + 4 * i, num_heads = of[0], width = of[1], offset = of[2], row = of[3];
+          const int64_t *of = s.data() + 7 + 4 * i, num_heads = of[0], width = of[1], offset = of[2], row = of[3];
           return in(i).as_strided({1, num_heads, in(i).numel() / row, width}, {0, width, row, 1}, offset);
         };
         const MaybeTensor scales = stage.inputs.size() > 8 ? MaybeTensor(in(8)) : std::nullopt;
         at::Tensor output = call_paged_attention(heads(0), heads(1), heads(2), in(3), in(4), in(5), in(6), in(7),
                                                  scales_.at(s.at(0)), s.at(1), s.at(2), scales, weight(s.at(3)),
-                                                 scales_.at(s.at(4)), s.at(5));
+                                                 scales_.at(s.at(4)), s.at(5), weight(s.at(6)));
         output.unsafeGetTensorImpl()->set_sizes_contiguous({output.size(0), output.size(1) * output.size(2)});
         return output;
       }

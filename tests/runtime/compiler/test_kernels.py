@@ -54,6 +54,7 @@ class Case:
     attention_chunk: int = 0
     softcap: float = 0
     has_sinks: bool = False
+    has_slopes: bool = False
 
 
 CASES = [
@@ -73,10 +74,11 @@ CASES = [
     Case(1, 3, 4, 2, 16, 16, 4, 0),
     Case(1, 3, 4, 2, 16, 16, 4, 2, window=1),
     Case(1, 9, 12, 4, 64, 64, 32, 1000, attention_chunk=300),
-    Case(2, 40, 4, 2, 16, 16, 8, 100, attention_chunk=25, softcap=0.7, has_sinks=True),
+    Case(2, 40, 4, 2, 16, 16, 8, 100, attention_chunk=25, softcap=0.7, has_sinks=True, has_slopes=True),
     Case(3, 5, 8, 2, 64, 64, 32, 777, softcap=2),
-    Case(1, 100, 6, 3, 80, 80, 32, 60, window=37, has_sinks=True),
+    Case(1, 100, 6, 3, 80, 80, 32, 60, window=37, has_sinks=True, has_slopes=True),
     Case(1, 1, 12, 4, 64, 64, 32, 1003, has_sinks=True),
+    Case(3, 5, 8, 2, 64, 64, 32, 777, has_slopes=True),
 ]
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 KINDS = [*((dtype, 0) for dtype in TOLERANCE), (torch.bfloat16, 1)]  # dtypes, and the arithmetics that they have
@@ -132,12 +134,14 @@ def run(case: Case, dtype: torch.dtype, arithmetic: int, stored: torch.dtype | N
         expected_values[block, :, offset] = value[0, :, token]
     *pair, scales = pools(key_pool, value_pool, stored)
     sinks = random(H) if case.has_sinks else None
+    slopes = torch.rand(H, generator=generator) if case.has_slopes else None
     output = torch.ops.specdec.paged_attention(
         *(query, key, value, *pair, positions, slots, block_tables, D**-0.5, case.window, arithmetic),
         scales=scales,
         sinks=sinks,
         softcap=case.softcap,
         attention_chunk=case.attention_chunk,
+        slopes=slopes,
     )
     expected_pools = pools(expected_keys, expected_values, stored)
     for ours, theirs in zip((*pair, scales), expected_pools, strict=True):
@@ -155,6 +159,8 @@ def run(case: Case, dtype: torch.dtype, arithmetic: int, stored: torch.dtype | N
         visible &= key_positions // case.attention_chunk == query_positions // case.attention_chunk
     if case.softcap:
         scores = case.softcap * (scores / case.softcap).tanh()
+    if slopes is not None:
+        scores = scores + slopes.double().view(H, 1, 1) * (key_positions - query_positions).clamp(max=0)
     weights = scores.exp() * visible
     sink_weights = sinks.double().exp().view(1, H, 1, 1) if sinks is not None else 0
     probs = weights / (weights.sum(-1, keepdim=True) + sink_weights)
@@ -302,7 +308,11 @@ class Sequences:
         H, Hk, D, Dv = shape
         self.block_size, self.window, self.arithmetic, length = block_size, window, arithmetic, 1500
         generator = torch.Generator().manual_seed(0)
-        self.others = {"sinks": torch.randn(H, generator=generator).to(dtype)} | others if others else {}
+        of_heads = {
+            "sinks": torch.randn(H, generator=generator).to(dtype),
+            "slopes": torch.rand(H, generator=generator) / 20,
+        }
+        self.others = of_heads | others if others else {}
         self.query, self.key, self.value = (
             torch.randn(3, length, *heads, generator=generator).to(dtype) for heads in ((H, D), (Hk, D), (Hk, Dv))
         )
@@ -348,7 +358,7 @@ SHAPES = {
 ROWS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1400), st.integers(1, 90)), min_size=1, max_size=4)
 
 
-# Windows, and what attention is told besides; then each head has a sink too.
+# Windows, and what attention is told besides; then each head has a sink and a slope too.
 ATTENTIONS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "all": (0, None),
     "300": (300, None),

@@ -149,7 +149,7 @@ void check_numbers(at::ScalarType type) {
 }
 
 // Queries of two heads for each key head, after `context` tokens, in blocks that lie in reverse order. Those that see
-// chunks have capped scores and sinks too.
+// chunks have capped scores and sinks too, those that see windows slopes.
 template <typename T>
 void check_attention(at::ScalarType type, double tolerance, int64_t Q, int64_t context, int64_t D, int64_t block_size,
                      int64_t window, int64_t attention_chunk, int64_t arithmetic) {
@@ -169,8 +169,11 @@ void check_attention(at::ScalarType type, double tolerance, int64_t Q, int64_t c
   const double scale = 1 / std::sqrt(double(D));
   const double softcap = attention_chunk ? 1.5 : 0;
   const std::optional<at::Tensor> sinks = attention_chunk ? std::optional(random_tensor<T>({H}, type)) : std::nullopt;
+  std::optional<at::Tensor> slopes;
+  if (window) slopes = at::Tensor({H}, at::kFloat);
+  for (int64_t head = 0; window && head < H; ++head) slopes->mutable_data_ptr<float>()[head] = 0.3f / float(1 + head);
   const at::Tensor out = paged_attention(query, key, value, keys, values, positions, slots, tables, scale, window, arithmetic,
-                                         std::nullopt, sinks, softcap, attention_chunk);
+                                         std::nullopt, sinks, softcap, attention_chunk, slopes);
   bool right = true;
   for (int64_t b = 0; b < B; ++b)
     for (int64_t q = 0; q < Q; ++q)
@@ -187,7 +190,8 @@ void check_attention(at::ScalarType type, double tolerance, int64_t Q, int64_t c
             score += double(float(query.const_data_ptr<T>()[(head * B * Q + b * Q + q) * D + d])) *
                      float(keys.const_data_ptr<T>()[((block * Hk + own) * D + d) * block_size + offset]);
           score *= scale;
-          const double weight = std::exp(softcap > 0 ? softcap * std::tanh(score / softcap) : score);
+          const double lost = slopes ? slopes->const_data_ptr<float>()[head] * double(last - position) : 0;
+          const double weight = std::exp((softcap > 0 ? softcap * std::tanh(score / softcap) : score) - lost);
           total += weight;
           for (int64_t d = 0; d < D; ++d)
             sums[d] += weight * float(values.const_data_ptr<T>()[((block * Hk + own) * block_size + offset) * D + d]);
