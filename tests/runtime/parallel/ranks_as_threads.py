@@ -88,7 +88,7 @@ def split_engine(model_dir: Path, work_dir: Path, tp_size: int, way: Way = "gloo
     of_engine = EngineConfig(
         pretrained_config=config.pretrained_config,
         dtype="float32",
-        build_config=make_build(max_draft_len=6),
+        build_config=make_build(max_draft_len=6, max_input_len=349, max_seq_len=384),
         layers=shapes.layers,
         states=shapes.states,
         vocab_size=pretrained.vocab_size,
