@@ -552,6 +552,8 @@ def set_output(head: Head, ids: Tensor | None, quantized: QuantizedWeight | None
     output: nn.Linear = owner.get_output_embeddings() if is_mtp else owner.lm_head
     if ids is not None:
         head.draft_ids = rows_by_id(ids, output.out_features)
+        if isinstance(head, BlockHead) and head.block.markov_rank:
+            head.markov_w2 = rows_of(head.markov_w2, ids).requires_grad_(requires_grad=False)
     if quantized is not None:
         made: nn.Module = QuantizedLinear(quantized, output.bias, DRAFT_ACTIVATIONS, with_kernels=False)
     else:

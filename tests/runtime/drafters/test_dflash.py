@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tiny import make_model
 from torch import Tensor
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, PreTrainedModel
 
+from runtime.config import DraftOutput
 from runtime.drafters.chain import BestOf, DraftingModel
 from runtime.drafters.draft_state import ConfidenceStop
 from runtime.drafters.factory import warn_of_short_blocks
@@ -213,6 +215,24 @@ def test_lengths_are_those_of_its_confidence(model: PreTrainedModel, tmp_path: P
     chances = block_drafts(head, model, tokens, head.size, hidden_states(model, tokens[:-1], head.states))[1]
     first = seen[: len(spark.seen[0][1])]
     torch.testing.assert_close(torch.tensor(first), torch.tensor(chances[: len(first)]), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("form", ["DSpark", pytest.param("DFlash", marks=pytest.mark.slow)])
+def test_ids_that_are_chosen_for_drafts(form: str, model: PreTrainedModel, tmp_path: Path, make_engine: Any) -> None:
+    """As if the head was published with these ids alone, of its output layer or its target's."""
+    settings, saved_as = FORMS[form]
+    ids, head = tuple(i for i in range(32) if i % 3), make_block(model, **settings)
+    directory = save_block(head, tmp_path, saved_as)
+    build = {"draft_output": DraftOutput(None, len(ids)), "draft_ids": ids, "head_dir": directory}
+    engine = make_engine(model, hidden_states=head.states, compiler="aot", **build)
+    dflash = drafter(engine, directory)
+    assert answer(engine, "leader", make_requests(), dflash) == expected(model)
+    own = torch.tensor(ids)
+    output = head.tensors.get("lm_head.weight", model.get_output_embeddings().weight.detach())  # type: ignore[no-untyped-call]
+    cut = {"lm_head.weight": output[own], "d2t": own - torch.arange(len(own))}
+    if head.markov:
+        cut["markov_head.markov_w2.weight"] = head.tensors["markov_head.markov_w2.weight"][own]
+    check_drafts(dflash.seen, replace(head, tensors=head.tensors | cut), model, 200)
 
 
 @pytest.mark.parametrize("compiler", ["none", pytest.param("aot", marks=pytest.mark.slow)])
