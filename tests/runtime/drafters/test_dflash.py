@@ -219,7 +219,7 @@ def test_lengths_are_those_of_its_confidence(model: PreTrainedModel, tmp_path: P
 
 @pytest.mark.parametrize("form", ["DSpark", pytest.param("DFlash", marks=pytest.mark.slow)])
 def test_ids_that_are_chosen_for_drafts(form: str, model: PreTrainedModel, tmp_path: Path, make_engine: Any) -> None:
-    """As if the head was published with these ids alone, of its output layer or its target's."""
+    """Drafts are as if the head was published with these ids alone, of its output layer or its target's."""
     settings, saved_as = FORMS[form]
     ids, head = tuple(i for i in range(32) if i % 3), make_block(model, **settings)
     directory = save_block(head, tmp_path, saved_as)
