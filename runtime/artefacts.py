@@ -29,6 +29,7 @@ from runtime.config import FileRecord
 from runtime.corpus import Corpus, is_corpus
 from runtime.errors import SpecDecError
 from runtime.files import read_json, read_json_and_text
+from runtime.gguf import gguf_files, read_gguf
 from runtime.models import MODEL_FILES, read_model_config
 from runtime.tensor_file import read_header
 from runtime.tuning.profile import read_profile
@@ -101,6 +102,16 @@ def check_corpus_or_profile(path: Path) -> ArtefactCheck | None:
     if "engine" in data and "format_version" in data:
         return ArtefactCheck("profile", [check_file(path, lambda: read_profile(path))])
     return None
+
+
+def check_model_file(path: Path) -> ArtefactCheck:
+    """A GGUF model, of one file or several; it has no checksums, so what its headers describe is there, no more."""
+    try:
+        files = gguf_files(path)
+    except SpecDecError as error:
+        return ArtefactCheck("model", [FileCheck(path.name, "damaged", _size(path), error.message)])
+    checks = [_with_digest(check_file(one, lambda: read_gguf(path)), None) for one in files]
+    return ArtefactCheck("model", checks)
 
 
 def check_file(path: Path, check: Callable[[], object]) -> FileCheck:

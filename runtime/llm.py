@@ -228,8 +228,12 @@ class LLM:
         """
         from runtime.evaluation.lossless import check_outputs
 
+        if drafter is None:
+            raise UsageError("a lossless check needs a drafter, and there is none: None", hint="name one")
         session = self.session(drafter, draft_len_mode)
         _, requests = self._requests(prompts, sampling_params)
+        if not requests:
+            raise UsageError("there is nothing to compare: no prompts are given", hint="give at least one")
         generation = session.run(requests)
         without = session.run_without_drafter(requests)
         return check_outputs(session, generation.sequences, without.sequences, lambda: None)

@@ -107,6 +107,10 @@ def refuse_unreadable_tokenizer(path: Path) -> None:
 
         check_gguf_tokenizer(path)
     else:
+        if not any((path / name).is_file() for name in TOKENIZER_FILES):
+            raise SpecDecError(
+                f"there is no tokenizer for texts in: {path}", hint="name one, or give token ids", code="no_tokenizer"
+            )
         refuse_sentencepiece(path)
 
 

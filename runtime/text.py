@@ -176,7 +176,7 @@ def _readable_tokenizer(directory: Path, pretrained_config: dict[str, Any], name
 def word_tokens(tokenizer: Tokenizer, name: str, word: str) -> list[int]:
     """The tokens of a word by itself; UsageError if there are none."""
     tokens: list[int] = tokenizer(word, add_special_tokens=False)["input_ids"]
-    if not tokens or not decode(tokenizer, tokens):
+    if not tokens or not decode(tokenizer, tokens, encode_text(tokenizer, "a")):
         raise UsageError(
             f"{name} has a word that the tokenizer makes nothing of: {word!r}",
             hint="leave it out",

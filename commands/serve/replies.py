@@ -209,7 +209,7 @@ class TokenTexts:
         """OpenAI's form for completions; None for a prompt's first token, of which nothing is known."""
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, one, offset in zip(tokens, logprobs, offsets, strict=True):
-            found["tokens"].append(self.text_of(token))
+            found["tokens"].append(self._name(token))
             found["token_logprobs"].append(None if one is None else _finite(one.logprob))
             found["top_logprobs"].append(None if one is None else self._top(one))
             found["text_offset"].append(offset)
@@ -219,8 +219,16 @@ class TokenTexts:
         """The best first, and the token itself. Of two tokens with one text the better one is shown."""
         top: dict[str, float] = {}
         for token, logprob in (*logprobs.top, (logprobs.token, logprobs.logprob)):
-            top.setdefault(self.text_of(token), _finite(logprob))
+            top.setdefault(self._name(token), _finite(logprob))
         return top
+
+    def _name(self, token: int) -> str:
+        """Its text; of one that is a part of a character its bytes, `bytes:\\xe1`, as OpenAI has them."""
+        text = self.text_of(token)
+        own = self._bytes_of(token) if "\ufffd" in text and self._bytes_of is not None else None
+        if not own or own == text.encode():
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
 
     def chat_logprobs(self, logprobs: Iterable[TokenLogprobs]) -> dict[str, Any]:
         """OpenAI's form for chat."""

@@ -714,6 +714,16 @@ REFUSED: dict[str, Callable[[Any], bool]] = {
     "eta_cutoff": _asks_nothing(0.0, 0),
     "smoothing_factor": _asks_nothing(0.0, 0),
     "banned_tokens": _asks_nothing([]),
+    "bad_words_ids": _asks_nothing([]),
+    "custom_token_bans": _asks_nothing(""),
+    "repetition_context_size": _asks_nothing(),
+    "repetition_penalty_range": _asks_nothing(0),
+    "guidance_scale": _asks_nothing(1.0, 1),
+    "negative_prompt": _asks_nothing(""),
+    "penalty_alpha": _asks_nothing(0.0, 0),
+    "top_nsigma": _asks_nothing(0.0, 0),
+    "thinking_budget": _asks_nothing(),
+    "max_thinking_tokens": _asks_nothing(),
     "banned_strings": _asks_nothing([]),
     # our own, which is code
     "drafter": _asks_nothing(),
@@ -737,6 +747,22 @@ _REFUSED_IN_RESPONSES: dict[str, Callable[[Any], bool]] = {
 _REFUSED_IN_MESSAGES: dict[str, Callable[[Any], bool]] = {
     "container": _asks_nothing(),
     "mcp_servers": _asks_nothing([]),
+    # those of completions and chats that it does not have
+    "n": _asks_nothing(1),
+    "min_p": _asks_nothing(0.0, 0),
+    "stop": _asks_nothing([]),
+    "stop_token_ids": _asks_nothing([]),
+    "bad_words": _asks_nothing([]),
+    "presence_penalty": _asks_nothing(0.0, 0),
+    "frequency_penalty": _asks_nothing(0.0, 0),
+    "repetition_penalty": _asks_nothing(1.0, 1),
+    "ignore_eos": _asks_nothing(False),
+    "logit_bias": _asks_nothing({}),
+    "logprobs": _asks_nothing(False, 0),
+    "top_logprobs": _asks_nothing(0),
+    "echo": _asks_nothing(False),
+    "prediction": _asks_nothing(),
+    "max_completion_tokens": _asks_nothing(),
 }
 
 

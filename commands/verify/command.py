@@ -53,14 +53,15 @@ def verify(
 
 
 def _check(path: Path) -> "ArtefactCheck":
-    from runtime.artefacts import check_corpus_or_profile, check_directory
+    from runtime.artefacts import check_corpus_or_profile, check_directory, check_model_file
+    from runtime.gguf import is_gguf
 
     if path.is_dir():
         return check_directory(path)
     if not path.is_file():
         what = "neither a file nor a directory" if path.exists() else "there is no such file or directory"
         raise SpecDecError(f"{what}: {path}", hint="check the path")
-    return check_corpus_or_profile(path) or _check_traces(path)
+    return check_model_file(path) if is_gguf(path) else check_corpus_or_profile(path) or _check_traces(path)
 
 
 def _check_traces(path: Path) -> "ArtefactCheck":
@@ -70,7 +71,7 @@ def _check_traces(path: Path) -> "ArtefactCheck":
 
     if not is_like_traces(path):
         raise SpecDecError(
-            f"neither a corpus, a profile nor traces, or too damaged to tell which: {path}",
+            f"neither a GGUF model, a corpus, a profile nor traces, or too damaged to tell which: {path}",
             hint="check the path; if it was one of them, make it again",
         )
     found = check_file(path, lambda: check_trace_lines(path))

@@ -129,6 +129,17 @@ def test_model_and_engine_together_are_one_error(
     said(alone, "`--max-seq-len`", "`--model-dir`", "96")
 
 
+def test_a_file_is_verified_as_far_as_its_headers_tell(
+    specdec: Specdec, made: tuple[Path, list[int]], tmp_path: Path
+) -> None:
+    (file,) = specdec("verify", made[0], "--json").document["files"]
+    assert (file["status"], file["num_bytes"]) == ("no_checksum", made[0].stat().st_size)
+    (tmp_path / "cut.gguf").write_bytes(made[0].read_bytes()[:-100])
+    cut = specdec("verify", tmp_path / "cut.gguf", "--json")
+    document = json.loads(cut.stdout)
+    assert (cut.exit_code, document["kind"], document["files"][0]["status"]) == (1, "model", "damaged")
+
+
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
     """The same model, without a tokenizer."""
@@ -137,7 +148,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
     return path
 
 
-@pytest.mark.parametrize("kind", ["pre-tokenizer", "none"])
+@pytest.mark.parametrize("kind", ["pre-tokenizer", "none", "a directory without"])
 def test_text_for_a_file_whose_tokens_are_not_known_is_refused_before_it_is_built(
     kind: str, specdec: Specdec, bare: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path,
     said: Said, monkeypatch: pytest.MonkeyPatch,
@@ -150,6 +161,9 @@ def test_text_for_a_file_whose_tokens_are_not_known_is_refused_before_it_is_buil
         writer.kv_data[0]["tokenizer.ggml.pre"].value = "smollm9"
 
     path = bare
+    if kind == "a directory without":
+        path = tmp_path / "model"
+        gguf_model("llama", len(tokenizer)).save_pretrained(path)
     if kind == "pre-tokenizer":
         path = tmp_path / "new.gguf"
         save_gguf(path, Q.F32, vocab_size=len(tokenizer), edit=write)

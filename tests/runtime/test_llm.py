@@ -358,6 +358,13 @@ def test_a_draft_length_mode_that_is_none_is_refused(value: Any, llm: LLM, said:
     said(raised, "draft_len_mode", "'fixed'", "'auto'", repr(value))
 
 
+@pytest.mark.parametrize(("prompts", "drafter"), [([], NgramDrafter()), ([[1, 2]], None)], ids=["prompt", "drafter"])
+def test_a_check_of_nothing_does_not_pass(prompts: Any, drafter: Any, llm: LLM, said: Said) -> None:
+    with pytest.raises(UsageError) as raised:
+        llm.check_lossless(prompts, drafter=drafter)
+    said(raised)
+
+
 @pytest.mark.parametrize("params", [{"temperature": 0}, [{"temperature": 0}], "x", 5], ids=str)
 def test_what_is_no_sampling_parameters_is_refused(params: Any, llm: LLM, said: Said) -> None:
     with pytest.raises(UsageError) as raised:

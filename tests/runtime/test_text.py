@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from runtime.evaluation.steps import token_texts
-from runtime.text import StopWords, TextStream, decode, encode, output_text
+from runtime.text import StopWords, TextStream, decode, encode, output_text, word_tokens
 
 TOKENIZERS = pytest.mark.parametrize("make_tokenizer", [byte_level, byte_fallback])
 
@@ -204,3 +204,9 @@ def test_long_prompts_keep_their_last_tokens() -> None:
     assert encode("the dog ab", tokenizer, None) == (ids, False)
     assert encode((5, 6, 7), None, 2) == ([6, 7], True)
     assert encode((5, 6, 7), None, 3) == ([5, 6, 7], False)
+
+
+@pytest.mark.parametrize("word", [" ", "  ", "\n"])
+def test_white_space_is_a_word(word: str) -> None:
+    """Llama 2's tokenizers show no space at the start of a text, and it is a stop word elsewhere."""
+    assert word_tokens(byte_fallback(), "stop", word)

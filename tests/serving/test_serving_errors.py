@@ -15,7 +15,7 @@ from waiting import wait_until
 from commands.serve.conversations import ended_after
 from commands.serve.http_errors import HTTPError, of_validation
 from commands.serve.responses import Document
-from commands.serve.schema import ChatRequest, CompletionRequest, validate_body
+from commands.serve.schema import ChatRequest, CompletionRequest, MessagesRequest, refused_field, validate_body
 from runtime.text import encode_text
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -221,11 +221,26 @@ def test_deep_and_long_bodies_are_refused(served: Served) -> None:
         ("max_length", 50),
         ("repeat_last_n", 64),
         ("parameters", {"max_new_tokens": 5}),
+        ("guidance_scale", 2.0),
+        ("negative_prompt", "a"),
+        ("bad_words_ids", [[5]]),
+        ("thinking_budget", 10),
     ],
 )
 def test_what_changes_an_answer_elsewhere_is_refused_by_name(served: Served, field: str, value: Any) -> None:
     for path, asked in ((COMPLETIONS, {"prompt": PROMPT}), (CHAT, {"messages": MESSAGES})):
         assert field in check_error(served.post(path, **asked, **{field: value}), 400, field)["message"]
+
+
+def test_a_message_knows_or_refuses_every_field_of_other_requests() -> None:
+    """A field of completions or chats that `/v1/messages` does not have is no less ignored than another server's."""
+    takes_part = {"model", "user", "stream_options", "return_token_kinds", "parallel_tool_calls", "prompt"}
+    others = {*CompletionRequest.model_fields, *ChatRequest.model_fields} - {*MessagesRequest.model_fields, *takes_part}
+    asked = {"messages": MESSAGES, "max_tokens": 3}
+    kept = [name for name in sorted(others) if refused_field(asked | {name: [0.123]}, MessagesRequest) != name]
+    assert kept == []
+    neutral = {"repetition_penalty": 1, "logit_bias": {}, "stop": [], "n": 1, "min_p": 0.0}
+    assert refused_field(asked | neutral, MessagesRequest) is None
 
 
 def test_tokens_at_the_start_of_a_text_are_as_each_route_has_them() -> None:

@@ -56,6 +56,15 @@ def test_offsets_are_where_the_text_of_a_token_begins(in_bytes: Served, text: st
     assert streamed(in_bytes, **body) == (choice["text"], choice["logprobs"])
 
 
+def test_names_of_byte_tokens_are_their_bytes(in_bytes: Served) -> None:
+    """Completions have no `bytes`: two tokens that are parts of characters have two names, in OpenAI's form."""
+    found = in_bytes.complete(**GREEDY | {"prompt": "é", "logprobs": 5, "echo": True})["choices"][0]["logprobs"]
+    tokens = in_bytes.llm.encode("é")[0]
+    name = [bytes_of(in_bytes.llm.tokenizer, token) for token in tokens].index(b"\xc3")
+    assert found["tokens"][name : name + 2] == ["bytes:\\xc3", "bytes:\\xa9"]
+    assert any(sum(name.startswith("bytes:") for name in top) > 1 for top in found["top_logprobs"][1:])
+
+
 def test_bytes_of_tokens_make_the_text(make_served: MakeServed, in_bytes_dir: Path) -> None:
     """Tokens of a chat, where a byte token's text by itself is U+FFFD."""
     shutil.copytree(in_bytes_dir, chat_dir := in_bytes_dir.with_name("chat"))
