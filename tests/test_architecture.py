@@ -148,7 +148,13 @@ def test_drafters_are_described_without_their_algorithms(module: str) -> None:
 
 WITH_ENGINES = ("runtime.drafters.draft_target", "runtime.drafters.self_draft", "runtime.drafters.head_draft")
 # A head reads an engine's K/V cache, of which it has layers.
-OF_HEADS = {"runtime.batch", "runtime.bundle", "runtime.compiler.compilation", "runtime.config"}
+OF_HEADS = {
+    "runtime.batch",
+    "runtime.bundle",
+    "runtime.compiler.compilation",
+    "runtime.compiler.memory",
+    "runtime.config",
+}
 OF_TEXTS = {"runtime.drafters.translated": {"runtime.token_text", "runtime.tokenizer"}}
 
 
