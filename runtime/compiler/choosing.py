@@ -1,7 +1,7 @@
 """Choice of a compiler by default: on a GPU, none that may crash the process.
 
-On the one machine with a GPU that was tried, opening a package that was compiled ahead of time ended the process by a
-segmentation fault. So a small one is compiled, opened and run in a child process first, once on each machine.
+Opening a package that was compiled ahead of time may end the process by a segmentation fault, as it did on the first
+machine with a GPU that was tried. So a small engine is built and run in a child process first, once on each machine.
 """
 
 import contextlib
@@ -13,15 +13,14 @@ import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import nn
 
 from runtime.cache import cache_dir, digest, make_cache_dir, read_sealed, sealed
 from runtime.compiler.kernel_library import cxx_compiler
 from runtime.compiler.load import current_environment
-from runtime.config import Compiler
+from runtime.config import BuildConfig, Compiler
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import write_file
 from runtime.temporary import temporary_dir
@@ -68,7 +67,7 @@ def as_can_be_made(asked: Compiler | None, compiler: Compiler, make: Callable[[C
 
 
 def packages_run(device: torch.device) -> bool:
-    """True if a package was opened and run on the device, in a child process; the result is cached."""
+    """True if an engine was built and ran on the device, in a child process; the result is cached."""
     name = digest([repr(current_environment(device)), cxx_compiler(), sys.executable])
     record = cache_dir() / f"packages-{name[:16]}"
     known = read_sealed(record)
@@ -100,24 +99,34 @@ def ends_well(command: Seq[str]) -> bool:
 
 
 def try_package() -> None:
-    """Find out, in a child process, whether packages run on the device of the last argument, such as `cuda:0`.
+    """Find out, in a child process, whether engines run on the device of the last argument, such as `cuda:0`.
 
-    It ends with exit status 0 if one did and computed what torch computes. Opening one may end the process by a signal.
+    The shipped demo is built, which compares its step with transformers' model, and answers. The child ends with exit
+    status 0 if it did; opening a package may end it by a signal.
     """
-    from runtime.compiler.programs import named_compiler
+    from runtime.checkpoint import convert
+    from runtime.compiler.build import BuildEffort, build_engine
+    from runtime.engine import Engine, KVCacheConfig
+    from runtime.models import resolve_model
+    from runtime.request import Request
+    from runtime.scheduler import generate
 
-    device = torch.device(sys.argv[-1])
-    model = nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)).to(device).eval()
-    x = torch.ones(3, 8, device=device)
-    with torch.no_grad(), tempfile.TemporaryDirectory() as directory:
-        program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
-        package = str(Path(directory) / "trial.pt2")
-        # Headers are not precompiled: for one program it takes longer than reading them.
-        options = {"aot_inductor.precompile_headers": False}
-        with named_compiler():
-            torch._inductor.aoti_compile_and_package(program, package_path=package, inductor_configs=options)
-        index = -1 if device.index is None else device.index
-        loader: Any = torch._C._aoti.AOTIModelPackageLoader(package, "model", False, 1, index)
-        for tokens in (x, x[:2]):
-            (output,) = loader.run([tokens])
-            torch.testing.assert_close(output, model(tokens), rtol=1e-2, atol=1e-2)
+    device, build = torch.device(sys.argv[-1]), BuildConfig("aot", 2, 32, 64, 4, 32, "draft_tokens_external")
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint_dir, engine_dir = Path(directory) / "checkpoint", Path(directory) / "engine"
+        convert(resolve_model("demo"), checkpoint_dir, None, replace=False, progress=lambda done, total: None)
+        config = build_engine(
+            checkpoint_dir,
+            engine_dir,
+            build,
+            device,
+            replace=False,
+            phase=lambda name: None,
+            effort=BuildEffort(measure_costs=False),
+        )
+        if config.build_config.compiler != "aot":  # it could not be compiled ahead of time
+            sys.exit(1)
+        device_ids = None if device.index is None else [device.index]
+        with Engine.open(engine_dir, device_ids, KVCacheConfig(max_tokens=256)) as engine:
+            for _ in generate(engine, [Request(i, (3, 4, 5 + i), 4) for i in range(2)]):
+                pass
