@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoTokenizer,
-    BloomConfig,
     FalconConfig,
     MistralConfig,
     PhimoeConfig,
@@ -282,7 +281,6 @@ UNSUPPORTED = [
     pytest.param(T5Config(vocab_size=32), "t5", id="encoder-decoder"),
     pytest.param(AutoConfig.for_model("rwkv"), "rwkv", id="state space"),
     pytest.param(FalconConfig(**SMALL), "falcon", id="Falcon"),
-    pytest.param(BloomConfig(**SMALL, n_head=4, n_layer=2), "bloom", id="BLOOM"),
     pytest.param(
         Qwen2MoeConfig(**SMALL, use_sliding_window=True, sliding_window=5000, max_window_layers=1),
         "5000",

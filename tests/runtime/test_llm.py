@@ -254,7 +254,7 @@ def test_shared_pool_remembers_from_call_to_call(llm: LLM) -> None:
     ("call", "message"),
     [
         (lambda llm: llm.generate([5, 6, 300_000]), "300; 300000"),
-        (lambda llm: llm.generate(PROMPT, SamplingParams(max_tokens=9999)), "160"),
+        (lambda llm: llm.generate(PROMPT, SamplingParams(max_tokens=200)), "160"),
         (lambda llm: llm.generate([PROMPT] * 2, [GREEDY] * 3), "2; 3"),
         (lambda llm: llm.generate(PROMPT, SamplingParams(stop_token_ids=[999])), "300; 999"),
         (lambda llm: llm.generate(PROMPT, drafter=NgramDrafter(max_draft_len=11)), "10"),
