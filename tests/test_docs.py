@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = update_docs.read_pages()
 OTHERS_FLAGS = {
     "weight-format",
+    "outtype",
     "num",
     "num-prompts",
     "num-tokens",
