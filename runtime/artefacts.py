@@ -8,6 +8,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -29,7 +30,7 @@ from runtime.config import FileRecord
 from runtime.corpus import Corpus, is_corpus
 from runtime.errors import SpecDecError
 from runtime.files import read_json, read_json_and_text
-from runtime.gguf import gguf_files, read_gguf
+from runtime.gguf import check_part, gguf_files, read_gguf
 from runtime.models import MODEL_FILES, read_model_config
 from runtime.tensor_file import read_header
 from runtime.tuning.profile import read_profile
@@ -110,8 +111,10 @@ def check_model_file(path: Path) -> ArtefactCheck:
         files = gguf_files(path)
     except SpecDecError as error:
         return ArtefactCheck("model", [FileCheck(path.name, "damaged", _size(path), error.message)])
-    checks = [_with_digest(check_file(one, lambda: read_gguf(path)), None) for one in files]
-    return ArtefactCheck("model", checks)
+    checks = [check_file(one, partial(check_part, one)) for one in files]
+    if all(one.is_sound for one in checks):
+        checks[0] = check_file(path, lambda: read_gguf(path))  # that they are of one model
+    return ArtefactCheck("model", [_with_digest(one, None) for one in checks])
 
 
 def check_file(path: Path, check: Callable[[], object]) -> FileCheck:

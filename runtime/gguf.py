@@ -149,6 +149,11 @@ def without_later_parts(paths: list[Path]) -> list[Path]:
     return list(models.values())[::-1]
 
 
+def check_part(path: Path) -> None:
+    """SpecDecError for one file of a model that is damaged by itself, whatever the others are."""
+    _read(path, stamp_of(path.stat()))
+
+
 @cache  # one command asks several times
 def _read(path: Path, stamp: Stamp) -> GGUFHeader:
     num_bytes = stamp.num_bytes

@@ -43,7 +43,6 @@ from runtime.config import (
     EngineConfig,
     LayersActivations,
     LogitsCheck,
-    Shapes,
     StepShape,
     as_json,
 )
@@ -214,12 +213,8 @@ class _Weights:
         """Shape of a rank's step."""
         quantization = self.checkpoint.quantization
         kv_cache = None if quantization is None else quantization.kv_cache_quant_algo
-        shapes, vocab_size = self._shapes, self.pretrained.vocab_size
+        shapes, vocab_size = probe_config(self.pretrained, self.splitting), self.pretrained.vocab_size
         return StepShape(self.checkpoint.dtype, vocab_size, shapes.layers, build, kv_cache, shapes.states)
-
-    @cached_property
-    def _shapes(self) -> Shapes:
-        return probe_config(self.pretrained, self.splitting)
 
     @property
     def _kind(self) -> ModelKind:

@@ -16,8 +16,8 @@ from runtime.costs import CostModel
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import BestOf, DraftingModel
 from runtime.drafters.compatibility import Tokenizers
+from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.custom import GuardedDrafter
-from runtime.drafters.draft_state import ConfidenceStop
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.meter import Clock
 from runtime.drafters.pool import NgramPool

@@ -18,7 +18,8 @@ from runtime.bundle import uses_kernels
 from runtime.compiler.compilation import PackagedStep
 from runtime.compiler.memory import trim
 from runtime.config import ARITHMETICS, StepCost
-from runtime.drafters.draft_state import ConfidenceStop, DraftState
+from runtime.drafters.confidence_stop import ConfidenceStop
+from runtime.drafters.draft_state import DraftState
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.heads.block_head import BlockHead, num_slots

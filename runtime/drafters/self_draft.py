@@ -10,7 +10,8 @@ found again, ends at the sequence's own `num_computed`.
 
 from torch import Tensor
 
-from runtime.drafters.draft_state import ConfidenceStop, DraftState
+from runtime.drafters.confidence_stop import ConfidenceStop
+from runtime.drafters.draft_state import DraftState
 from runtime.drafters.protocol import Suggest
 from runtime.engine import Engine
 from runtime.request import Draft, Sequence

@@ -28,9 +28,9 @@ from runtime.config import BuildConfig
 from runtime.corpus import Corpus, write_corpus
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import BestOf, DraftingModel, FirstOf
+from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.corpus_lookup import CorpusLookup
 from runtime.drafters.custom import guarded_drafter
-from runtime.drafters.draft_state import ConfidenceStop
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool

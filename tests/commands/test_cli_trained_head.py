@@ -17,7 +17,7 @@ from runtime.bundle import read_bundle
 from runtime.cache import cache_dir
 from runtime.config import DraftOutput
 from runtime.drafters.adaptive import AdaptiveDrafter
-from runtime.drafters.draft_state import ConfidenceStop
+from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.head_draft import HeadDraft, open_head
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.under_grammar import NothingDrafted

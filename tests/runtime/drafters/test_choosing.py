@@ -14,7 +14,8 @@ from runtime import orchestrator, scheduler
 from runtime.config import SelfDraft as SelfDraftConfig
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import BestOf, DraftingModel, FirstOf
-from runtime.drafters.draft_state import ConfidenceStop, DraftState
+from runtime.drafters.confidence_stop import ConfidenceStop
+from runtime.drafters.draft_state import DraftState
 from runtime.drafters.factory import BoundedDrafter
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter

@@ -26,7 +26,7 @@ from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, 
 
 from runtime.config import DraftOutput
 from runtime.drafters.chain import BestOf, DraftingModel
-from runtime.drafters.draft_state import ConfidenceStop
+from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.factory import warn_of_short_blocks
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine, KVCacheConfig

@@ -28,7 +28,7 @@ from sentences import Said
 from tiny import make_model
 from torch import Tensor
 
-from runtime.artefacts import check_directory
+from runtime.artefacts import check_directory, check_model_file
 from runtime.checkpoint import convert
 from runtime.config import QuantConfig
 from runtime.errors import SpecDecError
@@ -414,6 +414,14 @@ def test_gguf_in_files_that_are_not_all_there_is_one_error(message: str, tmp_pat
     damage(paths)
     path = paths[given] if given >= 0 else tmp_path / "one.gguf"
     refuse(path, tmp_path, said, *message.split("; "))
+
+
+def test_the_damaged_file_of_several_is_named(tmp_path: Path) -> None:
+    save_gguf(tmp_path / "tiny.gguf", Q.Q8_0, max_tensors=5)
+    first, second, _ = sorted(tmp_path.iterdir())
+    assert [file.status for file in check_model_file(first).files] == ["no_checksum"] * 3
+    second.write_bytes(second.read_bytes()[:-40])
+    assert [file.status for file in check_model_file(first).files] == ["no_checksum", "damaged", "no_checksum"]
 
 
 def test_gguf_type_that_is_not_read_is_named(tmp_path: Path, said: Said) -> None:
