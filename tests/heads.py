@@ -31,8 +31,27 @@ from transformers.cache_utils import KVSharingDict
 THETA = 5000.0
 
 
+class Made:
+    """Sizes that follow from a head's own."""
+
+    tensors: dict[str, Tensor]
+    hidden: int
+    heads: int
+    vocab: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def ids(self) -> Tensor:
+        """The target's ids that it drafts."""
+        offsets = self.tensors.get("d2t")
+        return torch.arange(self.vocab) if offsets is None else torch.arange(len(offsets)) + offsets
+
+
 @dataclass(frozen=True)
-class Eagle:
+class Eagle(Made):
     """An EAGLE-3 head of a Llama, its config and tensors as `speculators` names them."""
 
     tensors: dict[str, Tensor]
@@ -48,16 +67,6 @@ class Eagle:
     vocab: int = 32
     scale: float = 1.0
     num_published: int = field(default=3)
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
-
-    @property
-    def ids(self) -> Tensor:
-        """The target's ids that it drafts."""
-        offsets = self.tensors.get("d2t")
-        return torch.arange(self.vocab) if offsets is None else torch.arange(len(offsets)) + offsets
 
 
 def make_eagle(
@@ -173,7 +182,7 @@ def save_eagle(head: Eagle, directory: Path, form: str, **changes: Any) -> Path:
 
 
 @dataclass(frozen=True)
-class Block:
+class Block(Made):
     """A DFlash or DSpark head with layers of Qwen3's, its tensors as z-lab and DeepSpec name them."""
 
     tensors: dict[str, Tensor]
@@ -188,15 +197,6 @@ class Block:
     vocab: int = 32
     theta: float = THETA
     heads, kv_heads, model_type = 4, 2, "qwen3"
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
-
-    @property
-    def ids(self) -> Tensor:
-        offsets = self.tensors.get("d2t")
-        return torch.arange(self.vocab) if offsets is None else torch.arange(len(offsets)) + offsets
 
 
 def make_block(
