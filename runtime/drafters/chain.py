@@ -3,7 +3,8 @@
 Of the latter, lookups cost little, and all of them look that may have the best draft (`Leads`). What one has found is
 sent as it is where its drafts with a match of that length yielded more tokens per second so far than those of the
 others, and than what a model drafts. Elsewhere the model drafts, and a copy of the target's looks at what was looked up
-in one of its steps, before each of them: what it would have drafted itself it need not compute one by one.
+in one of its steps, before each of them: what it would have drafted itself it need not compute one by one. Behind the
+model's last token lookups go on, as if its tokens had been generated, as far as that pays.
 
 Which of the drafts is chosen before a model draws anything, by what was generated and drafted before: in each step it
 draws by other numbers (`Sampler.draft_uniform`). A drafter among the lookups that has drawn its tokens is not weighed
@@ -151,6 +152,8 @@ class BestOf:
         self._found = [AcceptanceStats() for _ in self.lookups]
         self._leads = Leads(len(self.lookups))
         self._drafted = [AcceptanceStats() for _ in self.models]
+        self._longer = AcceptanceStats()
+        """Statistics of models' drafts with what was looked up behind them, by the length of that match."""
         self._found_now: dict[int, _Found] = {}
         """Lookups of the current step by request, while models draft."""
         for model in self.models:
@@ -163,7 +166,7 @@ class BestOf:
             check_request(drafter, request)
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-        for outcomes in (*self._found, *self._drafted):
+        for outcomes in self._all_outcomes:
             for sequence in sequences:
                 outcomes.learn(sequence)
         for sequence in sequences:
@@ -181,17 +184,22 @@ class BestOf:
             proposed = model.drafter.propose([sequences[i] for i in rows], longest) if rows else []
             for i, draft in zip(rows, proposed, strict=True):
                 outcomes.remember(sequences[i], draft.tokens, MODEL_PRIOR)
-                drafts[i] = draft if draft.tokens else drafts[i]
+                if draft.tokens:
+                    drafts[i] = self._go_on(sequences[i], draft, model, len(sequences), max_draft_len)
         self._found_now = {}
         return drafts
 
     def forget(self, request_id: int) -> None:
-        for outcomes in (*self._found, *self._drafted):
+        for outcomes in self._all_outcomes:
             outcomes.forget(request_id)
         self._leads.forget(request_id)
         self._found_now.pop(request_id, None)  # of a step that failed
         for drafter in self._members:
             drafter.forget(request_id)
+
+    @property
+    def _all_outcomes(self) -> list[AcceptanceStats]:
+        return [*self._found, *self._drafted, self._longer]
 
     @property
     def _members(self) -> list[Drafter]:
@@ -237,6 +245,32 @@ class BestOf:
                 expected_tokens = outcomes.expected_tokens(sequence, draft.match_len, len(draft.tokens))
                 return draft.tokens[: math.ceil(expected_tokens - 1)]
         return []
+
+    def _go_on(
+        self, sequence: Sequence, draft: Draft, model: DraftingModel, batch_size: int, max_draft_len: int
+    ) -> Draft:
+        """The model's draft, and behind it of the longest match there as many tokens as pay.
+
+        Not behind tokens that were drawn: how many are sent may depend on what they are.
+        """
+        num_drafted, most = len(draft.tokens), min(max_draft_len, sequence.max_draft_len)
+        if draft.probs is not None or num_drafted >= most:
+            return draft
+        ahead = [look_ahead(lookup, sequence, draft.tokens, most - num_drafted) for lookup in self.lookups]
+        behind = max(ahead, key=lambda one: one.match_len, default=Draft([]))
+        if not behind.tokens:
+            return draft
+        longer = [*draft.tokens, *behind.tokens]
+        self._longer.remember(sequence, longer, behind.match_len)
+        expected, context_len = 1.0, _context_len(sequence)
+        drafting_s = max(num_drafted * model.steps_per_token, 1.0) * model.step_s(batch_size, context_len)
+        best_len, best_rate = num_drafted, 0.0
+        for n, survives in enumerate(self._longer.survivals(sequence, behind.match_len, len(longer)), 1):
+            expected += survives
+            rate = expected / (self._iteration_s(batch_size, context_len, n) + drafting_s)
+            if n >= num_drafted and rate > best_rate:
+                best_len, best_rate = n, rate
+        return draft if best_len == num_drafted else Draft(longer[:best_len])
 
     def _better_model(self, sequence: Sequence, found: _Found, batch_size: int) -> int | None:
         """The model whose draft yields most tokens per second, if that is more than what was found does."""

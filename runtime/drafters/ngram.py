@@ -72,7 +72,7 @@ class NgramLookup:
         """Continuation after these tokens, which follow an indexed sequence. They are not indexed."""
         if (history := self._histories.get(sequence.request.id)) is None:
             return Draft([])
-        tail = as_characters([*sequence.tokens, *drafted])
+        tail = history.text.characters + as_characters([*sequence.tokens[history.text.num_tokens :], *drafted])
         return self._found(history, [*sequence.tokens, *drafted], tail, max_draft_len) or Draft([])
 
     def forget(self, request_id: int) -> None:

@@ -303,6 +303,34 @@ def test_the_better_of_two_models_is_asked(engine: Engine, model: PreTrainedMode
     assert counted[0].num_asked <= 5 < counted[1].num_asked
 
 
+@pytest.mark.parametrize(("token_s", "num_right", "sent"), [(0.0, 9, 6), (0.0, 3, 6), (9.0, 9, 2), (0.3, 3, 3)])
+def test_lookups_go_on_behind_a_models_draft_as_far_as_that_pays(token_s: float, num_right: int, sent: int) -> None:
+    """Two of six tokens are the model's; of what was looked up three are right, or all."""
+    text = [7 + i % 20 for i in range(99)]
+    model = DraftingModel(Guesser({0: text}, 9, match_len=0), 2, lambda batch, context: 0.0)
+    looked_up = text if num_right == 9 else [token if i % 4 < num_right else 1 for i, token in enumerate(text)]
+    lookup = OnlyAhead({0: looked_up}, 9, match_len=2)
+    chain = BestOf([lookup], [model], lambda batch, context, draft_len: 1 + token_s * draft_len, VOCAB_SIZE)
+    sequence = Sequence.start(Request(0, (5, 6), 99))
+    for start in range(0, 80, 4):
+        sequence.tokens[2:] = text[:start]
+        (draft,) = chain.propose([sequence], 6)
+    assert len(draft.tokens) == sent
+    assert draft.tokens == [*text[76:78], *looked_up[78 : 76 + sent]]
+
+
+def test_nothing_goes_on_behind_what_was_drawn() -> None:
+    class Drawing(Guesser):
+        def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+            return [Draft([7], torch.eye(VOCAB_SIZE)[[7]]) for _ in sequences]
+
+    model = DraftingModel(Drawing({}, 0, 0), 2, lambda batch, context: 0.0)
+    chain = BestOf(
+        [OnlyAhead({0: [7, 8, 9, 10]}, 9, match_len=9)], [model], lambda batch, context, draft_len: 1.0, VOCAB_SIZE
+    )
+    assert [draft.tokens for draft in chain.propose([Sequence.start(Request(0, (5, 6), 9))], 4)] == [[7]]
+
+
 def test_a_dear_model_is_asked_only_where_nothing_was_found() -> None:
     asked = Counted(Guesser({0: [2], 1: [2]}, 9, match_len=0))
     dear = DraftingModel(asked, DRAFT_LEN, lambda batch, context: 9.0)
@@ -325,7 +353,7 @@ def test_what_is_kept_of_a_request_goes_with_it(engine: Engine) -> None:
     )
     chain = choosing(NgramLookup(3), drafter, 0.1)
     answer(engine, "leader", make_requests(), chain)
-    assert [len(outcomes) for outcomes in (*chain._found, *chain._drafted)] == [0, 0]
+    assert [len(outcomes) for outcomes in chain._all_outcomes] == [0, 0, 0]
     assert chain._found_now == {} and drafter._confidence_stop is not None and drafter._confidence_stop._pending == {}
 
 

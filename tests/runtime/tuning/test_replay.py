@@ -1,5 +1,6 @@
 """Replay counts what a loop with a model counts; speculation by any lookup leaves greedy output as it was."""
 
+import json
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,6 +24,7 @@ from runtime.stats import RequestStats, sum_stats
 from runtime.trace_lines import Trace
 from runtime.tuning.replay import replay
 from scripts.bench import drafters as bench_drafters
+from scripts.bench import recorded as bench_recorded
 from scripts.bench.drafters import read_traces
 
 SAMPLE = Path(__file__).parents[2] / "data" / "traces.jsonl"
@@ -227,6 +229,31 @@ def test_bench_prints_a_row_for_each_drafter(
     assert "digest" in header and len(rows) == len(bench_drafters.DRAFTERS)
     leftmost = sum_stats(replay(read_traces(SAMPLE), NgramLookup(3, ranking="leftmost"), 10)).counts(10)
     assert f"| {leftmost['tokens_per_step']:.3f} |" in rows[0]
+
+
+def test_recorded_lengths_are_a_heads_and_lookups_go_on_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps of the head yield 1 token with the prompt, then 3 and, with a draft of three, no more than 4."""
+    record = {
+        "prompt_token_ids": [1, 2, 21, 22, 23, 24, 25, 26],
+        "generated_token_ids": [11, 12, 13, 21, 22, 23, 24, 25],
+        "acc_eagle": {"acc_len": [1, 3, 1, 1, 9, 3, 2, 1]},
+    }
+    of_two_runs = record | {"acc_eagle": {"acc_len": [1, 3]}}
+    path = tmp_path / "combined_hand.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in (record, of_two_runs)))
+    monkeypatch.setattr("sys.argv", ["recorded.py", str(path)])
+    bench_recorded.main()
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    figures = ["2.67", "1.60", "2.67", "2.67", "2.67"]
+    assert rows[2:] == [["hand", "2", "1", "8", *figures], ["all", "1", "1", "8", *figures]]
+    monkeypatch.setattr("sys.argv", ["recorded.py", str(path), "--all"])
+    bench_recorded.main()
+    assert "| hand | 2 | 2 | 10 |" in capsys.readouterr().out
+    path.write_text("{}")
+    with pytest.raises(SpecDecError, match="combined_hand"):
+        bench_recorded.read_records(path)
 
 
 def test_file_without_traces_is_refused(tmp_path: Path, said: Said) -> None:
