@@ -20,6 +20,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, llama_uncompiled_dir: Path, l
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(20, NUM_CASES, 20))]
 )

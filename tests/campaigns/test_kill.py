@@ -26,6 +26,7 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
     return Campaign(tmp_path_factory.mktemp("kill"), without=["tune", "batch"])
 
 
+@pytest.mark.slow
 def test_what_is_left_of_killed_commands_is_whole_or_absent(campaign: Campaign) -> None:
     """Some may end before they are killed."""
     campaign.found.clear()
@@ -92,6 +93,7 @@ def slow_disk() -> Iterator[dict[str, str]]:
         yield environment
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("written", "is_whole"),
     [("with new_file(path, replace=True) as new: new.write_bytes(data)", True), ("path.write_bytes(data)", False)],

@@ -24,6 +24,7 @@ def test_kernels_without_torch_are_clean_under_sanitizers(program: str, sanitize
     assert find(program, sanitizer) is None
 
 
+@pytest.mark.slow
 def test_caller_that_does_not_wait_for_its_helpers_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor looks at them, which might come late enough to be a wait."""
     source, waits = (SOURCES_DIR / "tasks.h").read_text(), "uint32_t busy = num_inside_; busy != 0;"
@@ -33,6 +34,7 @@ def test_caller_that_does_not_wait_for_its_helpers_is_found(tmp_path: Path, monk
     assert "data race" in (find("tasks", "thread", includes=[tmp_path]) or "")
 
 
+@pytest.mark.slow
 def test_the_script_runs_by_itself() -> None:
     command = [sys.executable, "-m", "scripts.campaigns.sanitizers", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)

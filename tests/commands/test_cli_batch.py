@@ -237,6 +237,7 @@ def test_results_are_the_same_bytes_with_any_drafter(
     assert (tmp_path / "results.jsonl").read_bytes() == undisturbed
 
 
+@pytest.mark.slow
 def test_ten_kills_at_random_moments_leave_no_trace(
     undisturbed: bytes, llama_uncompiled_dir: Path, tmp_path: Path
 ) -> None:

@@ -229,6 +229,7 @@ def test_draft_mode_takes_paged_context_fmha(build: Command) -> None:
     assert build("--use-paged-context-fmha", "disable", "--force").exit_code == 0
 
 
+@pytest.mark.slow
 def test_nothing_of_a_name_that_is_known_before_is_made_for_temporary_files(
     specdec_process: Specdec, llama_dir: Path, tmp_path: Path
 ) -> None:

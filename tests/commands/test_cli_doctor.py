@@ -383,7 +383,7 @@ HEALTHY: dict[str, list[object]] = {
 LONG = {"n-gram, long drafts", "suffix matching", "a drafter of one's own"}
 """Up to 10 tokens whatever they cost: a model whose step takes a third of a millisecond may be faster without them,
 and then that is said rightly."""
-ALWAYS = ("no drafter", "two drafters", "a profile", "a draft model", "layers with states")
+ALWAYS = ("no drafter", "two drafters", "a profile")
 
 
 @pytest.mark.usefixtures("work_clock")
@@ -425,6 +425,7 @@ def test_a_busy_neighbour_raises_no_alarm(ward: Ward, deep_pair: tuple[Path, Pat
             assert found_in(healthy(name, ward, deep_pair, specdec)) == set(), name
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("work_clock")
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -107,6 +107,7 @@ def test_gemma_3_is_hugging_faces(tmp_path: Path, said: Said) -> None:
         assert llm.generate(prompt, params)[0].token_ids == hf_greedy(model, prompt, 24, model.config.vocab_size - 1)
 
 
+@pytest.mark.slow
 def test_tune_and_doctor_make_the_engine_of_a_model(specdec: Specdec, made: tuple[Path, list[int]]) -> None:
     path, _ = made
     inputs = ["--model-dir", path, "--input-text", PROMPT, "--max-output-len", NUM_TOKENS, *SIZES, "--json"]

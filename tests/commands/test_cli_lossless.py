@@ -120,7 +120,7 @@ def test_summarize_compares_tokens_where_they_must_be_equal(
     ("command", "drafter"),
     [
         ("run", "logits"),
-        ("summarize", "custom that draws"),
+        pytest.param("summarize", "custom that draws", marks=pytest.mark.slow),
         pytest.param("run", "custom that draws", marks=pytest.mark.slow),
         pytest.param("summarize", "logits", marks=pytest.mark.slow),
     ],
@@ -151,6 +151,7 @@ def test_accepted_tokens_are_checked_too(run_wide: Run, drafters: dict[str, list
     assert check["num_distributions"] > check["num_prefixes"]
 
 
+@pytest.mark.slow
 def test_terminal_says_why_it_compares_distributions_and_with_what_p_value(
     run_wide: Run, drafters: dict[str, list[object]], said: Said
 ) -> None:
@@ -390,8 +391,7 @@ def test_speculation_that_loses_is_called_slower(
     shown = run(*arguments, "--check-lossless").stdout
     speedup = re.search(r"speedup over no drafter: (0\.\d\d)x — slower than no drafter", shown)
     assert speedup, shown
-    document = run(*arguments, "--check-lossless", "--json").document
-    assert 0 < document["speedup"] < 0.8
+    assert 0 < float(speedup[1]) < 0.8
     assert run(*arguments, "--json").document["speedup"] is None
 
 

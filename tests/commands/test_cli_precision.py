@@ -59,6 +59,7 @@ def test_activations_of_a_model_that_was_quantized_before(activations: str, spec
     assert f"activations {activations}" in shown.stdout
 
 
+@pytest.mark.slow
 def test_loss_of_rouge_is_bounded(specdec: Specdec, llama_dir: Path, tmp_path: Path) -> None:
     ckpt, engine = tmp_path / "ckpt", tmp_path / "engine"
     specdec("convert", "--model-dir", llama_dir, "--output-dir", ckpt, "--qformat", "int8")

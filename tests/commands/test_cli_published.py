@@ -20,7 +20,6 @@ from specdec_cli import LLM, SamplingParams
 PROMPT = "Once upon a time there was a little dog. The little dog had a red ball. The"
 NUM_TOKENS, LIMIT = 8, 200
 LENGTHS = ["--max-seq-len", 192, "--dtype", "float32"]
-SAMPLE = ("Llama-3.2-1B-Instruct",)  # the others with `--slow`
 
 
 @pytest.fixture
@@ -40,7 +39,8 @@ def cut(ids: list[int], end_ids: int | list[int] | None) -> list[int]:
     return ids[: next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow) for name in RUN])
+@pytest.mark.slow  # `tests/runtime/test_published.py` has some of them by default
+@pytest.mark.parametrize("name", RUN)
 def test_every_way_gives_hugging_faces_answers(
     name: str,
     without_compiler: None,

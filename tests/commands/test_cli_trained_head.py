@@ -88,6 +88,7 @@ def test_chat(specdec: Specdec, prompts: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "accepted" in result.stdout
 
 
+@pytest.mark.slow
 def test_summarize(specdec: Specdec, engine_dir: Path) -> None:
     flags = ["--engine-dir", engine_dir, "--test-engine", "--max-ite", 2, "--output-len", NUM_TOKENS]
     head = ["--draft-engine-dir", "demo-head", "--eagle-config", 4]
@@ -193,6 +194,7 @@ def test_ids_that_cannot_be_drafted(
     assert not (tmp_path / "engine").exists()
 
 
+@pytest.mark.slow
 def test_a_models_engine_has_the_output_layer_that_is_asked_for(
     specdec: Specdec, mtp_dirs: tuple[Path, Path], tmp_path: Path, said: Said
 ) -> None:

@@ -78,6 +78,7 @@ def test_counts_are_those_of_live_runs(
         assert same == {key: timed["replayed"][key] for key in same}
 
 
+@pytest.mark.slow
 def test_public_pools_and_batches_count_as_live_runs(specdec: Specdec, engine_dir: Path, prompts: Path) -> None:
     """The engine takes batches of 4, in which `run` answers; a group's outputs are found by the next group only."""
     arguments = ["--input-file", prompts, "--max-output-len", OUTPUT_LEN, "--batch-size", 4, "--ngram-pool", "public"]
@@ -211,6 +212,7 @@ def test_what_models_draft_is_run_with_each_length(
     assert json.loads(profile.read_text())["figures"]["measured_speedup"] >= 1.0
 
 
+@pytest.mark.slow  # several processes of it
 @pytest.mark.parametrize(
     ("flags", "recommended"),
     [
@@ -298,6 +300,7 @@ def test_an_engines_copy_is_tried_beside_the_lookups(specdec: Specdec, self_draf
     assert len(document["timed"]) == 1 + 3 + 3
 
 
+@pytest.mark.slow
 def test_many_traces_are_screened(specdec: Specdec, tmp_path: Path) -> None:
     rows = [{"prompt_ids": [i % 7], "output_ids": [(i + j) % 9 for j in range(500)]} for i in range(62)]
     document = specdec(

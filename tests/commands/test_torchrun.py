@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 OF_TWO_MACHINES = {"TORCHELASTIC_RUN_ID": "a", "RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 
 
+@pytest.mark.slow  # four processes that import torch
 def test_the_command_is_run_once(split_engine_dir: Path, tmp_path: Path, process_environment: dict[str, str]) -> None:
     """And with the threads that it has by itself."""
     prompt = repetitive_prompt(1, 30)

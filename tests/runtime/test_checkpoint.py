@@ -527,6 +527,7 @@ print(converted - baseline, peak_bytes() - baseline)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_memory_does_not_grow_with_the_model(model_dir: Path, tmp_path: Path) -> None:
     """384 MB in 6 shards: at most 1.2 shards and 100 MB. Loading the whole model is seen by the same measure."""

@@ -54,7 +54,7 @@ def check_greedy(engine: Engine, model: PreTrainedModel) -> None:
 
 
 # Whose parts others have too.
-LIKE_OTHERS = {"mistral", "qwen2", "qwen2-moe", "olmo2", "smollm3", "gpt-neox"}
+LIKE_OTHERS = {"mistral", "qwen2", "qwen2-moe", "olmo2", "smollm3", "gpt-neo", "gpt-neox", "granite", "mamba", "phi3"}
 
 
 @pytest.mark.parametrize(

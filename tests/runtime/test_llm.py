@@ -439,6 +439,7 @@ except SpecDecError as error:
 """
 
 
+@pytest.mark.slow  # mypy again, with transformers
 def test_type_hints_of_the_api_are_complete(tmp_path: Path) -> None:
     """mypy, strict, of a file that uses the API, and by the markers that tell it of an installed package's hints."""
     (tmp_path / "user.py").write_text(USER)

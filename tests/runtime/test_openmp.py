@@ -71,7 +71,9 @@ def test_generating_begins_no_threads_but_the_kernels(imports: str, llama_engine
     assert int(with_torchs) > 3
 
 
-@pytest.mark.parametrize(("given", "spins"), [({}, "0"), ({"GOMP_SPINCOUNT": "77"}, "77")])
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, "0"), pytest.param({"GOMP_SPINCOUNT": "77"}, "77", marks=pytest.mark.slow)]
+)
 def test_of_the_commands_torch_waiting_threads_sleep(given: dict[str, str], spins: str, llama_engine_dir: Path) -> None:
     """GNU's OpenMP shows its settings when it is loaded, by a command that fails later."""
     unset = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}

@@ -122,6 +122,7 @@ def make_requests(seed: int, num_requests: int) -> list[Request]:
     return requests
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("loop", ["leader", "orchestrator"])
 def test_poison_stays_with_who_reads_it(engine: Engine, loop: str) -> None:
     @settings(

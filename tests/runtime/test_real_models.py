@@ -45,7 +45,7 @@ def demo(shared: Path) -> Iterator[tuple[Engine, list[Request], dict[int, list[i
         yield engine, requests, expected
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("drafter", MAKE_DRAFTER)
 def test_demo_answers_as_hugging_face_does(

@@ -139,7 +139,7 @@ def counts_at(position: int, all_tokens: list[list[int]]) -> Tensor:
     return counts
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("kind", "sampling"), COMBINATIONS)
 def test_every_position_follows_the_targets_distribution(kind: str, sampling: str) -> None:
     """The second given the first that was accepted, the bonus token given a draft accepted whole."""
@@ -305,7 +305,7 @@ def make_drafter(name: str, dirs: dict[str, Path], engine: Engine, head_dirs: di
     return DraftModel(Engine.open(dirs[model]), engine.config.vocab_size, use_logits=use_logits)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("sampling", ["top-p", pytest.param("top-k", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "drafter",

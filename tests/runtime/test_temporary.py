@@ -118,6 +118,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert "specdec.work." in opened(tmp_path / "none").stdout
 
 
+@pytest.mark.slow
 def test_disk_without_room_for_a_package_is_not_told_as_damage(
     forks: Forks, llama_engine_dir: Path, parent: Path
 ) -> None:

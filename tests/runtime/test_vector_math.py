@@ -5,6 +5,7 @@ pytorch/pytorch#188792.
 import json
 from pathlib import Path
 
+import pytest
 from forked import Forks
 
 # Each in a fork of a process that has imported torch, and computed nothing.
@@ -52,6 +53,7 @@ FUNCTIONS = (
 )
 
 
+@pytest.mark.slow
 def test_a_process_calls_each_function_with_one_number_first(
     forks: Forks, llama_engine_dir: Path, llama_checkpoint_dir: Path
 ) -> None:

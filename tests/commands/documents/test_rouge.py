@@ -152,6 +152,7 @@ sys.exit(any(os.waitpid(pid, 0)[1] for pid in children))
 """
 
 
+@pytest.mark.slow
 def test_processes_score_at_once_offline_and_leave_no_file(tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     environment = {

@@ -112,7 +112,7 @@ def reported(specdec: Specdec, llama_engine_dir: Path, tmp_path: Path) -> Callab
 Reported = Callable[..., tuple[Document, Page]]
 
 
-@pytest.mark.parametrize("stats", ["summary", "detailed"])
+@pytest.mark.parametrize("stats", ["summary", pytest.param("detailed", marks=pytest.mark.slow)])
 def test_page_of_a_run_says_what_its_json_says(reported: Reported, stats: str) -> None:
     document, page = reported("run", *ARGUMENTS, "--check-lossless", "--stats", stats)
     assert_says_what_the_document_says(page, document)

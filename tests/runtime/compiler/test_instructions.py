@@ -61,6 +61,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return directory, dict(zip(named, answers(*asked), strict=True))
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_to_know_them(found: tuple[Path, dict[str, Any]]) -> None:
     directory, answered = found
     assert all(isinstance(instructions, list) for instructions, _ in answered.values())

@@ -102,6 +102,7 @@ def test_a_second_model_of_a_form_is_made_as_if_it_were_the_first(
     assert again[0] == first[0] and again[1] != first[1]
 
 
+@pytest.mark.slow
 def test_a_copy_that_drafts_is_exported_once(tmp_path: Path, exported: list[torch.nn.Module]) -> None:
     made = []
     for factor in (1.0, 0.9):
@@ -164,6 +165,7 @@ def test_what_other_code_exported_is_not_taken(version: str, monkeypatch: pytest
     assert kept_steps._entry(step, shape, 0) != before
 
 
+@pytest.mark.slow
 def test_what_is_damaged_is_exported_again(cache: Path, tmp_path: Path, exported: list[torch.nn.Module]) -> None:
     first = compiled(model_of("llama"), tmp_path / "first")
     (entry,) = cache.iterdir()

@@ -185,6 +185,7 @@ def test_an_installed_wheel_needs_no_compiler(installed: Path, llama_dir: Path, 
     assert compilers(tmp_path) == ["aot"]
 
 
+@pytest.mark.slow
 def test_without_kernels_or_a_compiler_the_model_is_computed_as_it_is(
     installed: Path, llama_dir: Path, tmp_path: Path, said: Said
 ) -> None:

@@ -519,6 +519,7 @@ def test_second_library_of_other_sources_is_refused(kernels: Path, tmp_path: Pat
     said(raised)
 
 
+@pytest.mark.slow
 def test_every_thread_takes_numbers_close_to_0_for_0(kernels: Path) -> None:
     """Threads that are there before too: the bits of a number must not depend on which of them computes it."""
     code = """

@@ -44,6 +44,7 @@ print(faults() - before)
 NUM_PAGES = 10 * 4 * 1_500_000 * 4 // 4096
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="no glibc")
 def test_what_is_freed_is_kept_unless_the_environment_says_otherwise() -> None:
     cases = [("not kept", {}), ("kept", {}), ("kept", {"MALLOC_TRIM_THRESHOLD_": "131072"})]
@@ -77,6 +78,7 @@ OVERHEAD_BYTES = 250 << 20
 """Memory of an export and of the libraries that it needs, and what stays of the weights that were read."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
 def test_a_build_takes_little_more_memory_than_its_weights(kernels: Path, tmp_path: Path) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 11, "initializer_range": 0.05}
@@ -94,6 +96,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
 def test_the_first_bytes_of_many_pools_take_little_memory() -> None:
     """30 pages of 4 KB, not of 2 MB, which would be 60 MB where the system has them."""

@@ -160,6 +160,7 @@ def test_torchs_loops_are_computed_alone_and_kernels_are_not(layers: list[Layer]
         assert torch.get_num_threads() == THREADS
 
 
+@pytest.mark.slow
 def test_helpers_follow_the_number_of_threads(forks: Forks, kernels: Path) -> None:
     program = f"""
 work()

@@ -122,6 +122,7 @@ def families(*names: str, slow: set[str]) -> list[Any]:
 LIKE_OTHERS = {
     *("mistral", "mistral-sliding", "mixtral", "qwen2-moe", "qwen2", "qwen3", "qwen3-moe", "qwen3-next", "smollm3"),
     *("olmo2", "granite", "gemma2", "gemma3", "gpt-neox", "minimax", "phi3", "kimi-linear", *WITHOUT_ATTENTION),
+    *("cohere", "jamba", "llama4", "nemotron-h", "opt", "recurrent-gemma"),
 }
 IN_16_BITS = ("llama", "mamba", "mamba2", "gemma3", "gpt-neox", "gpt2", "mixtral", "deepseek-v3", "lfm2", "qwen3.5")
 
@@ -311,6 +312,7 @@ GROUPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", GROUPS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_groups_have_the_bits_of_their_operations(name: str, dtype: torch.dtype) -> None:

@@ -110,6 +110,7 @@ def resident_bytes(tensor: Tensor) -> int:
     raise AssertionError("no mapping has the tensor")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
 def test_nothing_stays_of_weights_that_were_present(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Huge pages too, of which a weight may have but a part."""

@@ -266,6 +266,7 @@ def test_quantized_output_layer(
     assert packed.out_features == len(own) if compiler == "none" else packed.num_outputs == len(own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compiler", "activations"),
     [

@@ -241,7 +241,7 @@ def reference_drafts(forward: Forward, tokens: list[int], states: Tensor, length
     return draft
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @ON_LOOPS
 def test_drafts_are_transformers(
     loop: str, published: tuple[Path, PreTrainedModel], target: PreTrainedModel, forward: Forward, make_engine: Any

@@ -139,6 +139,7 @@ def test_a_seed_gives_the_same_text_in_2000_cases(llm: LLM, v1: LLM, drafters: l
     check_texts(llm, v1, drafters, num_rounds=140, num_cases=15)
 
 
+@pytest.mark.slow
 def test_drafts_by_probabilities_are_lossless_by_the_engines_own_check(wide_llm: LLM) -> None:
     """It draws from the middles of outputs, where the grammar is in its middle too."""
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=24, **FORMS[0])

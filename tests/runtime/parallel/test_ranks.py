@@ -221,7 +221,7 @@ def test_one_compiled_step_serves_all_ranks(
         pytest.param("none", signal.SIGKILL, marks=pytest.mark.slow),
         ("aot", signal.SIGKILL),
         pytest.param("aot", signal.SIGSTOP, marks=pytest.mark.slow),
-        pytest.param("none", signal.SIGSTOP),
+        pytest.param("none", signal.SIGSTOP, marks=pytest.mark.slow),
     ],
     indirect=["split_either_way"],
 )
@@ -345,7 +345,7 @@ def test_each_rank_has_a_device_of_its_own(
     said(raised, *words.split("; "))
 
 
-@pytest.mark.parametrize("tp_size", [1, 4])
+@pytest.mark.parametrize("tp_size", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_an_engine_is_split_as_it_is(split_llama: Path, tp_size: int, said: Said) -> None:
     with pytest.raises(UsageError) as raised:
         LLM(split_llama, tensor_parallel_size=tp_size)
