@@ -90,9 +90,12 @@ class SpeculationOptions:
                 hint="leave one of the two out",
             )
         if model_dir is not None:
+            from runtime.tuning.profile import read_profile
+
+            tuned = read_profile(self.profile).engine.engine_dir
             raise UsageError(
                 f"a profile needs `--engine-dir`, and cannot be given with `--model-dir`: {self.profile}",
-                hint="name the engine that was tuned, or give the drafter by its flags",
+                hint=f"the engine that was tuned is `--engine-dir {tuned}`; or give the drafter by its flags",
             )
 
     def resolve(self, leader: LeaderFlags | None = None) -> tuple[Speculation, Devices]:

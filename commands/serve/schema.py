@@ -40,6 +40,8 @@ MAX_TOOLS = 1024
 MAX_CALLS = 1024
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+LaxTokenId = Annotated[int, Field(ge=0, le=2**31 - 1, strict=False)]
+"""The same as the key of a JSON object, which is a text; and in a prompt, which may be texts."""
 StopWord = Annotated[str, Field(min_length=1, max_length=256)]
 StopWords = StopWord | Annotated[list[StopWord], Field(max_length=MAX_STOP_WORDS)]
 
@@ -50,14 +52,14 @@ ConfigText = Annotated[str, Field(max_length=64)]
 ConfigList = Annotated[
     list[Count | Annotated[list[Count], Field(max_length=4, fail_fast=True)]], Field(max_length=4, fail_fast=True)
 ]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+TokenIds = Annotated[list[LaxTokenId], Field(fail_fast=True)]
 Prompts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
 
 class Lenient(BaseModel):
-    """Unknown fields are ignored; numbers are finite."""
+    """Unknown fields are ignored; numbers are finite, and a text is neither a number nor true, as for OpenAI."""
 
-    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False, strict=True)
 
 
 class StreamOptions(Lenient):
@@ -223,7 +225,7 @@ class Generation(Forms):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     ignore_eos: bool | None = None
     logit_bias: (
-        Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None
+        Annotated[dict[LaxTokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None
     ) = None
     user: str | None = None
     speculative: bool | Speculative | None = Field(

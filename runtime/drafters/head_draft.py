@@ -66,11 +66,15 @@ class HeadDraft:
             self.confidence_stop.begin(sequences, max_draft_len)
         num_steps = 0
         outputs = self._catch_up([one for one in draft_states if not one.is_done])
+        known = self._logits_at_once(outputs) if outputs and self.head.drafts_at_once else {}
         while drafting := [one for one in draft_states if not one.is_done]:
             if num_steps > 0 and not self.head.drafts_at_once:
                 outputs = self._go_on(drafting, outputs, num_steps)
             place = num_steps if self.head.drafts_at_once else 0
-            logits, chances = self._logits(drafting, [outputs[id(one)][place] for one in drafting], num_steps)
+            rows = [outputs[id(one)][place] for one in drafting]
+            logits, chances = self._logits(
+                drafting, rows, num_steps, [known[id(one)][place] for one in drafting if known]
+            )
             num_steps += 1
             with self.engine.alone():
                 for draft_state, row, sure in zip(drafting, logits, chances, strict=True):
@@ -194,15 +198,26 @@ class HeadDraft:
         self.time_s += time.perf_counter() - start
         return batch, outputs
 
+    def _logits_at_once(self, outputs: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Logits of all tokens of all drafts, without what tokens before them add: the output layer is read once."""
+        start = time.perf_counter()
+        with torch.inference_mode(), self._threads():
+            logits = self.head.logits(torch.cat([*outputs.values()]))
+        self.time_s += time.perf_counter() - start
+        return dict(zip(outputs, torch.split(logits, [len(one) for one in outputs.values()]), strict=True))
+
     def _logits(
-        self, draft_states: Seq[DraftState], outputs: list[Tensor], num_drafted: int
+        self, draft_states: Seq[DraftState], outputs: list[Tensor], num_drafted: int, known: list[Tensor]
     ) -> tuple[Tensor, Seq[float | None]]:
-        """Logits of each draft's next token, and the chance that it is accepted, where the head predicts that."""
+        """Logits of each draft's next token, and the chance that it is accepted, where the head predicts that. Of what
+        is `known` of them no more is computed than the token before adds."""
         start, stacked = time.perf_counter(), torch.stack(outputs)
         last_ids = torch.tensor([one.draft_sequence.tokens[-1] for one in draft_states], device=stacked.device)
         chances: Seq[float | None] | None = None
         with torch.inference_mode(), self._threads():
-            logits = self.head.logits(stacked, num_drafted, last_ids)
+            logits = torch.stack(known) if known else self.head.logits(stacked, num_drafted, last_ids)
+            if isinstance(self.head, BlockHead):
+                logits = self.head.behind(logits, stacked, last_ids)
             if self.confidence_stop and isinstance(self.head, BlockHead):
                 chances = self.head.confidences(stacked, last_ids)
         self.time_s += time.perf_counter() - start

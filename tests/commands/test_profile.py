@@ -145,11 +145,13 @@ def test_flags_that_choose_a_drafter_contradict_a_profile(
     assert_one_clear_error(result, 2, (f"`{flags[0]}` and `--profile` both say how to draft: {path}",))
 
 
-def test_leader_modes_own_flags_contradict_a_profile_too(specdec: Specdec, path: Path, llama_dir: Path) -> None:
+def test_leader_modes_own_flags_contradict_a_profile_too(
+    specdec: Specdec, path: Path, llama_dir: Path, llama_engine_dir: Path
+) -> None:
     result = specdec("run", "--input-text", PROMPT, "--profile", path, "--spec-decode-algo", "NGRAM")
     assert_one_clear_error(result, 2, ("`--spec-decode-algo` and `--profile`",))
     result = specdec("run", "--input-text", PROMPT, "--profile", path, "--model-dir", llama_dir)
-    assert_one_clear_error(result, 2, ("a profile needs `--engine-dir`",))
+    assert_one_clear_error(result, 2, ("a profile needs `--engine-dir`", f"`--engine-dir {llama_engine_dir}`"))
 
 
 def test_profile_of_another_engine_is_refused(specdec: Specdec, path: Path, llama_engine_dir: Path) -> None:

@@ -102,6 +102,11 @@ WRONG = {
         {"prompt": PROMPT, "speculative": {"ngram_config": [10**4000, 2]}},
         "speculative",
     ),
+    "a text for a number": ({"prompt": PROMPT, "temperature": "0.5"}, "temperature"),
+    "a text for a count": ({"prompt": PROMPT, "max_tokens": "5"}, "max_tokens"),
+    "a text for a token": ({"prompt": PROMPT, "stop_token_ids": ["5"]}, "stop_token_ids"),
+    "a text for true": ({"prompt": PROMPT, "echo": "true"}, "echo"),
+    "a number for true": ({"prompt": PROMPT, "ignore_eos": 1}, "ignore_eos"),
     "a prediction of nothing": ({"prompt": PROMPT, "prediction": {"type": "content"}}, "prediction"),
 }
 

@@ -92,11 +92,8 @@ def test_profile_says_alone_how_to_draft(
     said(raised, f"`{flag}`", "`--profile`", "tuned.json")
 
 
-def test_profile_is_for_an_engine_that_is_there(said: Said) -> None:
+def test_profile_goes_with_flags_of_leader_mode_that_choose_no_drafter() -> None:
     SpeculationOptions(profile=PROFILE).check_profile(LeaderOptions(disable_kv_cache_reuse=True).drafting_flags)
-    with pytest.raises(UsageError) as error:
-        SpeculationOptions(profile=PROFILE).check_profile([], "demo")
-    said(error, "`--engine-dir`", "`--model-dir`", "tuned.json")
 
 
 def test_leader_mode_is_asked_for_by_any_of_its_flags() -> None:
