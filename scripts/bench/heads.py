@@ -1,4 +1,4 @@
-"""What drafts of trained heads cost beside a step of their target, both with random weights.
+"""Costs of trained heads' drafts beside a step of their target, both with random weights.
 
 The target is a Llama of 0.4 B parameters: 24 layers of a quarter of Llama-3.1-8B's width. Heads have as many layers as
 published ones: EAGLE-3 one, P-EAGLE four, DFlash and DSpark five; the first two draft a quarter of the vocabulary.
