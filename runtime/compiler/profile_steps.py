@@ -4,6 +4,7 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from itertools import count, islice
+from random import Random
 from statistics import median
 
 import torch
@@ -31,6 +32,7 @@ _MAX_PASSES = 5
 _NUM_HOST_STEPS, _NUM_FIRST_STEPS, _MIN_HOST_STEPS, _MAX_HOST_S = 24, 2, 2, 0.3
 _COPIED_BYTES, _NUM_COPIES = 64 << 20, 4
 _AT_BUILD_S, _WHEN_ASKED_S = 2.5, 0.8
+_ANY = Random(0)
 
 Cell = tuple[int, int, int]
 """batch_size, context_len, num_tokens"""
@@ -200,7 +202,13 @@ def _blocks_of_row(build: BuildConfig, num_tokens: int) -> int:
 
 
 def _rows(engine: Engine, batch_size: int, context_len: int, num_tokens: int, num_logits: int) -> list[Row]:
-    """Rows of sequences that own blocks of their own, as long as there are such."""
+    """Rows of sequences that own blocks of their own, as long as there are such.
+
+    Their tokens are any, for in a mixture each reads experts of its own.
+    """
     num_blocks = _blocks_of_row(engine.config.build_config, context_len + num_tokens)
     starts = islice(count(1, num_blocks), batch_size)
-    return [Row([0] * num_tokens, context_len, list(range(s, s + num_blocks)), num_logits) for s in starts]
+    words = range(engine.config.vocab_size)
+    return [
+        Row(_ANY.choices(words, k=num_tokens), context_len, list(range(s, s + num_blocks)), num_logits) for s in starts
+    ]

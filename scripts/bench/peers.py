@@ -342,8 +342,7 @@ class Worker:
         module = {"hugging-face": "hf", "llama.cpp": "llamacpp"}.get(system, system)
         self._process = subprocess.Popen(
             [python, "-m", f"scripts.bench.workers.{module}_worker", json.dumps(settings)],
-            cwd=ROOT,
-            env=environment(settings["num_threads"]),
+            env=environment(settings["num_threads"]) | {"PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -9,12 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sentences import Said
-from tiny import make_build
+from shared import MakeEngineDir
+from tiny import make_build, make_model
 from waiting import HANG_S
 
+from runtime.batch import Row
 from runtime.bundle import read_engine_config
 from runtime.compiler.build import build_engine
-from runtime.compiler.profile_steps import cache_for_measuring, measure_steps
+from runtime.compiler.profile_steps import cache_for_measuring, measure_steps, time_cell
 from runtime.config import StepCost
 from runtime.costs import CostModel
 from runtime.engine import Engine
@@ -118,6 +120,27 @@ def test_without_time_the_shortest_and_the_longest_row_are_measured(llama_uncomp
         longest = engine.max_draft_len + 1
     assert [(c.batch_size, c.num_tokens) for c in costs] == [(1, 1), (1, longest)]
     assert CostModel(costs, 0.0).step_s(1, 64, longest) == costs[1].seconds
+
+
+def test_measured_tokens_choose_experts_of_their_own(
+    make_engine_dir: MakeEngineDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers' router says of them: a step of the same token all over reads an expert's weights once."""
+    model, rows, time_step = make_model("qwen3-moe"), [], Engine.time_step
+
+    def keep(engine: Engine, measured: list[Row]) -> float:
+        rows.extend(measured)
+        return time_step(engine, measured)
+
+    with Engine.open(make_engine_dir(model)) as engine:
+        monkeypatch.setattr(Engine, "time_step", lambda engine, rows, by_copy: keep(engine, rows))
+        time_cell(engine, 2, 16, 5)
+    with torch.no_grad():
+        logits = [model(torch.tensor([row.tokens]), output_router_logits=True).router_logits[0] for row in rows]
+    num_chosen = [
+        len(one.topk(model.config.num_experts_per_tok).indices.unique()) for one in (*logits, torch.cat(logits))
+    ]
+    assert min(num_chosen) > model.config.num_experts_per_tok and num_chosen[2] >= max(num_chosen)
 
 
 def test_build_measures(llama_engine_dir: Path) -> None:

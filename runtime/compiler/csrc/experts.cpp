@@ -39,28 +39,48 @@ at::Tensor experts_linear(const at::Tensor& x, const at::Tensor& packed, const a
   at::Tensor out = at::empty({num_rows, N}, x.options()), ids = chosen.contiguous(), tokens = x.contiguous();
   if (!num_rows) return out;
   const Order order(ids.const_data_ptr<int64_t>(), num_rows, num_experts);
-  at::Tensor inputs = at::empty({num_rows, K}, x.options()), products = at::empty({num_rows, N}, x.options());
-  const int64_t size = x.element_size(), rows_of_token = num_rows / num_tokens;
-  const auto* of_tokens = static_cast<const char*>(tokens.const_data_ptr());
-  const auto* weights = static_cast<const char*>(packed.const_data_ptr());
-  auto *in = static_cast<char*>(inputs.mutable_data_ptr()), *made = static_cast<char*>(products.mutable_data_ptr());
-  auto* to = static_cast<char*>(out.mutable_data_ptr());
-  constexpr int64_t part = 16;
-  share_range(num_rows, part, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i)
-      std::memcpy(in + i * K * size, of_tokens + order.row_at[i] / rows_of_token * K * size, K * size);
-  });
   const bool is_float = packed.scalar_type() == x.scalar_type();
-  const int64_t bytes = packed.numel() * packed.element_size() / num_experts;
+  const int64_t bytes = packed.numel() * packed.element_size() / num_experts, size = x.element_size();
+  const auto* weights = static_cast<const char*>(packed.const_data_ptr());
+  const auto weight = [&](int64_t e) { return PackedWeight(packed, K, e * bytes); };
+  const int64_t most = is_float ? kFewRowsOfFloats : weight(0).takes_integers(token_bits) ? kFewRowsOfIntegers : 0;
+  const bool is_one = num_tokens == 1 && most;  // token, whose row all experts read
+  at::Tensor inputs = is_one ? tokens : at::empty({num_rows, K}, x.options());
+  auto *in = static_cast<char*>(inputs.mutable_data_ptr()), *to = static_cast<char*>(out.mutable_data_ptr());
+  const auto* of_tokens = static_cast<const char*>(tokens.const_data_ptr());
+  constexpr int64_t part = 16;
+  if (!is_one)
+    share_range(num_rows, part, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i)
+        std::memcpy(in + i * K * size, of_tokens + order.row_at[i] / (num_rows / num_tokens) * K * size, K * size);
+    });
+  std::vector<FewRows> few;
+  std::vector<int64_t> others;  // experts that have more
   for (int64_t e = 0; e < num_experts; ++e) {
     const int64_t begin = order.ends[e], count = order.ends[e + 1] - begin;
-    if (!count) continue;
-    const Rows rows{x.scalar_type(), in + begin * K * size, nullptr, made + begin * N * size, count, K, N};
-    if (is_float) multiply_rows(weights + e * bytes, rows, arithmetic);
-    else multiply_rows(PackedWeight(packed, K, e * bytes), rows, arithmetic, token_bits);
+    const int64_t* places = order.row_at.data() + begin;
+    if (is_one) for (int64_t i = 0; i < count; ++i) few.push_back({e * bytes, 0, 1, places + i});
+    else if (count > most) others.push_back(e);
+    else if (count) few.push_back({e * bytes, begin, count, places});
+  }
+  const Rows rows{x.scalar_type(), in, nullptr, to, is_one ? 1 : num_rows, K, N};
+  if (few.size() && is_float) multiply_few_rows(weights, few, rows, arithmetic);
+  else if (few.size()) multiply_few_rows(weight(0), few, rows, token_bits);
+  if (others.empty()) return out;
+  at::Tensor products = at::empty({num_rows, N}, x.options());
+  auto* made = static_cast<char*>(products.mutable_data_ptr());
+  for (const int64_t e : others) {
+    const int64_t begin = order.ends[e], count = order.ends[e + 1] - begin;
+    const Rows own{x.scalar_type(), in + begin * K * size, nullptr, made + begin * N * size, count, K, N};
+    if (is_float) multiply_rows(weights + e * bytes, own, arithmetic);
+    else multiply_rows(weight(e), own, arithmetic, token_bits);
   }
   share_range(num_rows, part, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) std::memcpy(to + order.row_at[i] * N * size, made + i * N * size, N * size);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t e = ids.const_data_ptr<int64_t>()[order.row_at[i]];
+      if (order.ends[e + 1] - order.ends[e] > most)
+        std::memcpy(to + order.row_at[i] * N * size, made + i * N * size, N * size);
+    }
   });
   return out;
 }

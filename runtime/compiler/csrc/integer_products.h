@@ -219,15 +219,28 @@ struct IntegerProducts {
 #endif
     const int64_t rows = to - from, tiles = EvenTiles::num_tiles(rows * digits);
     for (int64_t g = 0; g < weight.groups; ++g)
-      for (int64_t tile = 0; tile < tiles; ++tile) {
-        const int64_t row = tile * rows / tiles;
-        dispatch_rows<kTileRows / digits>((tile + 1) * rows / tiles - row, [&](auto count) {
-          add_rows<count()>(panel, g, from + row, tile == 0, sums + row * kPanel);
-        });
-      }
+      for (int64_t tile = 0; tile < tiles; ++tile) add_tile(panel, g, from, tile, rows, sums);
+  }
+
+  // The same of few rows and two panels, which are read side by side: memory gives a thread more in two streams than in one.
+  void add_two(int64_t panel, int64_t from, int64_t to, float* sums, float* others) const {
+    const int64_t rows = to - from;
+    if (EvenTiles::num_tiles(rows * digits) > 1) return add(panel, from, to, sums), add(panel + 1, from, to, others);
+    for (int64_t g = 0; g < weight.groups; ++g) {
+      add_tile(panel, g, from, 0, rows, sums);
+      add_tile(panel + 1, g, from, 0, rows, others);
+    }
   }
 
  private:
+  // A group's products, of one of the tiles into which so many rows are divided.
+  void add_tile(int64_t panel, int64_t g, int64_t from, int64_t tile, int64_t rows, float* sums) const {
+    const int64_t tiles = EvenTiles::num_tiles(rows * digits), row = tile * rows / tiles;
+    dispatch_rows<kTileRows / digits>((tile + 1) * rows / tiles - row, [&](auto count) {
+      add_rows<count()>(panel, g, from + row, tile == 0, sums + row * kPanel);
+    });
+  }
+
   // Adds the groups from g on to the sums of tokens from `row` on, in the same order for all instructions: each group's
   // products, then its offsets. integers(j, r, i) is a token's integer product in a group.
   template <int count, typename Integers>
@@ -269,14 +282,16 @@ struct IntegerProducts {
     const int64_t padded = x.padded, place = g * x.M + row;
     const int8_t* tokens = x.at(place);
     constexpr int last = digits - 1;
-    Ints sums[R][digits][2];  // in registers: places are constants, and nothing refers to it but what is inlined
+    // Of few rows each sum is added up in two parts, or the next product would wait for the one before it.
+    constexpr int parts = R * digits <= 2 ? 2 : 1;
+    Ints sums[R][digits][2], others[R][digits][2] = {};  // in registers: places are constants, and nothing else refers to it
     unrolled<R>([&](auto r) {
       unrolled<2>([&](auto i) {
         if constexpr (digits == 2) sums[r][0][i] = Ints{};
         sums[r][last][i] = Ints{} + x.starts[place + r];
       });
     });
-    for (int64_t k = 0; k < padded; k += 4) {
+    const auto add = [&](auto& sums, int64_t k) {
       Words numbers[2];
       load_numbers<kind>(group, k, numbers);
       if (fetches) prefetch_l2(group + k * kPanel / kPerByte<kind>, 4 * kPanel / kPerByte<kind>);
@@ -288,7 +303,17 @@ struct IntegerProducts {
           });
         });
       });
-    }
+    };
+    int64_t k = 0;
+    if constexpr (parts == 2)
+      for (; k + 4 < padded; k += 8) add(sums, k), add(others, k + 4);
+    for (; k < padded; k += 4) add(sums, k);
+    if constexpr (parts == 2)
+      unrolled<R>([&](auto r) {
+        unrolled<digits>([&](auto d) { unrolled<2>([&](auto i) { sums[r][d][i] += others[r][d][i]; }); });
+      });
+    if (fetches)  // the scales too: a line that is waited for is as long as reading a group
+      for (int64_t byte = weight.value_bytes(); byte < weight.bytes; byte += 64) fetch_line(group + byte + kAhead);
     Lanes scales[2], offsets[2];
     weight.scales(group, scales);
     weight.offsets(group, offsets);
@@ -345,13 +370,39 @@ struct IntegerProducts {
 #endif
 };
 
-// out (M, N) = x (M, K) weight^T + bias, of tokens rounded to so many digits
+// out = x weight^T + bias, of tokens rounded to so many digits: few of each weight, of which `form` is the first. Two panels
+// are a task.
+template <int digits, PackedWeight::Kind kind, typename T>
+void multiply_few_integers(const T* tokens, const PackedWeight& form, std::span<const FewRows> parts, const T* bias, T* out,
+                           int64_t M, int64_t N) {
+  const RoundedTokens rounded(tokens, M, digits, form);
+  const int64_t panels = (N + kPanel - 1) / kPanel, tasks = (panels + 1) / 2;
+  share_tasks(static_cast<int64_t>(parts.size()) * tasks, [&](int64_t task) {
+    const FewRows& part = parts[task / tasks];
+    const int64_t panel = 2 * (task % tasks), end = part.token + part.count, num = std::min<int64_t>(2, panels - panel);
+    const PackedWeight weight = form.behind(part.weight_bytes);
+    const IntegerProducts<digits, kind> products{rounded, weight};
+    alignas(64) float sums[2][kFewRowsOfIntegers * kPanel];
+    const auto width = [&](int64_t i) { return std::min(kPanel, N - (panel + i) * kPanel); };
+    for (int64_t i = 0; i < num; ++i) start_sums(bias ? bias + (panel + i) * kPanel : nullptr, width(i), part.count, sums[i]);
+    if (num == 2) products.add_two(panel, part.token, end, sums[0], sums[1]);
+    else products.add(panel, part.token, end, sums[0]);
+    for (int64_t i = 0; i < num; ++i) write_to_places(part, sums[i], width(i), out + (panel + i) * kPanel, N);
+  });
+}
+
+// The same of any number of tokens of one weight.
 template <int digits, PackedWeight::Kind kind, typename T>
 void multiply_integers(const T* tokens, const PackedWeight& weight, const T* bias, T* out, int64_t M, int64_t N) {
   constexpr int64_t kMostRows = 256;  // whose sums of a panel stay in the first-level cache
+  const int64_t panels = (N + kPanel - 1) / kPanel;
+  if (M * digits <= kTileRows && panels >= 4 * num_threads()) {
+    const FewRows all{0, 0, M, nullptr};
+    return multiply_few_integers<digits, kind>(tokens, weight, {&all, 1}, bias, out, M, N);
+  }
   const RoundedTokens rounded(tokens, M, digits, weight);
   const IntegerProducts<digits, kind> products{rounded, weight};
-  const int64_t panels = (N + kPanel - 1) / kPanel, together = M >= kMostRows ? kPanelsTogether : 1;
+  const int64_t together = M >= kMostRows ? kPanelsTogether : 1;
   const int64_t groups = (panels + together - 1) / together;
   const int64_t parts = std::max((M + kMostRows - 1) / kMostRows,
                                  std::clamp<int64_t>(4 * num_threads() / groups, 1, EvenTiles::num_tiles(M)));

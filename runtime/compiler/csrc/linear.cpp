@@ -66,6 +66,16 @@ void multiply_rows(const void* panels, const Rows& rows, int64_t arithmetic) {
   });
 }
 
+void multiply_few_rows(const void* panels, std::span<const FewRows> parts, const Rows& rows, int64_t arithmetic) {
+  with_type(rows.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    with_product<T>(arithmetic, [&](auto kernel) {
+      multiply_few_of_each<typename decltype(kernel)::type>(rows.tokens_as<T>(), static_cast<const T*>(panels), parts,
+                                                            rows.bias_as<T>(), rows.out_as<T>(), rows.inputs, rows.outputs);
+    });
+  });
+}
+
 TORCH_LIBRARY_FRAGMENT(specdec, library) {
   library.def("pack_linear(Tensor weight) -> Tensor");
   library.def("linear(Tensor x, Tensor packed, Tensor? bias, int num_outputs, int arithmetic) -> Tensor");

@@ -39,6 +39,15 @@ struct PackedWeight {
     half_scales = beside % 4 != 0, has_offsets = beside > 4;
   }
 
+  PackedWeight behind(int64_t num_bytes) const {
+    PackedWeight other = *this;
+    other.data += num_bytes;
+    return other;
+  }
+
+  // True if tokens of so many bits, of which 0 are none, are rounded before they are multiplied.
+  bool takes_integers(int64_t token_bits) const { return token_bits != 0 && kind != kE4m3; }
+
   int64_t value_bytes() const { return padded * kPanel / (kind == kInt4 || kind == kCodes ? 2 : 1); }
   int32_t half() const { return kind == kE4m3 ? 0 : kind == kInt4 ? 8 : 128; }
   const uint8_t* group(int64_t panel, int64_t g) const { return data + (panel * groups + g) * bytes + book_bytes; }

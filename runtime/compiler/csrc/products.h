@@ -16,9 +16,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "lanes.h"
+#include "rows.h"
 #include "tasks.h"
 #include "tiles.h"
 
@@ -218,6 +220,12 @@ struct Outputs {
     return {from, rows - count, width, to, stride};
   }
 };
+
+template <typename T>
+inline void write_to_places(const FewRows& part, const float* sums, int64_t width, T* out, int64_t stride) {
+  for (int64_t r = 0; r < part.count; ++r)
+    Outputs<T>{sums + r * kPanel, 1, width, out + (part.places ? part.places[r] : part.token + r) * stride, stride}.write(1);
+}
 
 // Each of the three below holds the tokens in the form that it wants, and has
 // add(): sums (rows x kPanel) += x (rows x depth) panel (depth x kPanel), of the tokens from `row` on and the columns from
@@ -626,37 +634,53 @@ struct Panels {
   }
 };
 
-// Initial sums of a tile from the outputs' biases.
+// Initial sums of a tile from the outputs' biases, if they have any.
 template <typename T>
 inline void start_sums(const T* bias, int64_t width, int64_t rows, float* sums) {
   float initial[kPanel] = {};
-  widen(bias, initial, width);
+  if (bias) widen(bias, initial, width);
   for (int64_t r = 0; r < rows; ++r) std::copy_n(initial, kPanel, sums + r * kPanel);
 }
 
-// out (M, N) = x (M, K) weight^T + bias of few tokens, whose sums for so many panels fit where a tile's do: these are a task.
+// out = x weight^T + bias of few tokens of each weight, whose sums for so many panels fit where a tile's do: these are a task.
 template <typename Product, int together, typename T>
-void multiply_few(const T* tokens, const Panels<T>& weight, const T* bias, T* out, int64_t M, int64_t K, int64_t N) {
-  const Product x(tokens, M, K);
-  const int64_t panels = (N + kPanel - 1) / kPanel;
-  share_tasks((panels + together - 1) / together, [&](int64_t task) {
+void multiply_few(const T* tokens, const T* weights, std::span<const FewRows> parts, const T* bias, T* out, int64_t K,
+                  int64_t N) {
+  std::vector<Product> inputs;
+  inputs.reserve(parts.size());
+  for (const FewRows& part : parts) inputs.emplace_back(tokens + part.token * K, part.count, K);
+  const int64_t panels = (N + kPanel - 1) / kPanel, tasks = (panels + together - 1) / together;
+  share_tasks(static_cast<int64_t>(parts.size()) * tasks, [&](int64_t task) {
     alignas(64) float all_sums[Product::kMostRows * kPanel];
     typename Product::State state;
-    const int64_t begin = together * task, end = std::min(begin + together, panels);
+    const FewRows& part = parts[task / tasks];
+    const Product& x = inputs[task / tasks];
+    const T* packed = weights + part.weight_bytes / static_cast<int64_t>(sizeof(T));
+    const int64_t M = part.count, begin = together * (task % tasks), end = std::min(begin + together, panels);
     const auto for_panels = [&](auto use) {  // with its number and its sums
       for (int64_t panel = begin; panel < end; ++panel) use(panel, all_sums + (panel - begin) * M * kPanel);
     };
     const auto width = [&](int64_t panel) { return std::min(kPanel, N - panel * kPanel); };
-    const auto at = [&](int64_t panel) { return weight.packed + panel * K * kPanel; };
+    const auto at = [&](int64_t panel) { return packed + panel * K * kPanel; };
     const auto add = [&](const auto& panel, float* sums) { x.add(0, M, 0, K, panel, sums, !bias, state); };
     if (bias) for_panels([&](int64_t panel, float* sums) { start_sums(bias + panel * kPanel, width(panel), M, sums); });
     if (end < begin + together) for_panels([&](int64_t panel, float* sums) { add(at(panel), sums); });
     else if constexpr (together == 2) add(TwoPanels<T>{at(begin), at(begin + 1)}, all_sums);
     else add(FourPanels<T>{at(begin), at(begin + 1), at(begin + 2), at(begin + 3)}, all_sums);
     for_panels([&](int64_t panel, float* sums) {
-      state.write(Outputs<T>{sums, M, width(panel), out + panel * kPanel, N});
+      if (part.places) write_to_places(part, sums, width(panel), out + panel * kPanel, N);
+      else state.write(Outputs<T>{sums, M, width(panel), out + panel * kPanel, N});
     });
   });
+}
+
+template <typename Product, typename T>
+void multiply_few_of_each(const T* tokens, const T* weights, std::span<const FewRows> parts, const T* bias, T* out, int64_t K,
+                          int64_t N) {
+  if constexpr (std::is_same_v<T, at::Half>)
+    if (std::all_of(parts.begin(), parts.end(), [](const FewRows& part) { return part.count == 1; }))
+      return multiply_few<Product, 4>(tokens, weights, parts, bias, out, K, N);
+  multiply_few<Product, 2>(tokens, weights, parts, bias, out, K, N);
 }
 
 // The same of any number of tokens, and of a weight that has depth(): of how many columns a piece of a panel is; and
@@ -666,9 +690,8 @@ void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int6
   const int64_t panels = (N + kPanel - 1) / kPanel, tiles = Product::num_tiles(M);
   if constexpr (std::is_same_v<Weight, Panels<T>>)
     if (2 * M <= Product::kMostRows && panels >= 4 * num_threads()) {
-      if constexpr (std::is_same_v<T, at::Half>)
-        if (M == 1) return multiply_few<Product, 4>(tokens, weight, bias, out, M, K, N);
-      return multiply_few<Product, 2>(tokens, weight, bias, out, M, K, N);
+      const FewRows all{0, 0, M, nullptr};
+      return multiply_few_of_each<Product>(tokens, weight.packed, {&all, 1}, bias, out, K, N);
     }
   const Product x(tokens, M, K);
   // A task is a panel, or of many tokens some panels; or with many threads a part of the tokens of these.
@@ -722,19 +745,28 @@ void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int6
   });
 }
 
-// Runs the requested matmul kernel, if the processor has it for T.
+// Calls use(Kernel<Product>()) with the requested matmul kernel, if the processor has it for T.
+template <typename Product>
+struct Kernel { using type = Product; };
+template <typename T, typename Use>
+void with_product(int64_t arithmetic, const Use& use) {
+  if constexpr (std::is_same_v<T, at::BFloat16>) {
+#if defined(__AMX_BF16__)
+    if (arithmetic == kTiles && may_use_tiles()) return use(Kernel<GemmAmx>());
+#endif
+#if defined(__AVX512BF16__)
+    if (arithmetic == kPairs) return use(Kernel<GemmBf16Dot>());
+#endif
+  }
+  use(Kernel<GemmFp32<T>>());
+}
+
 template <typename T, typename Weight>
 void multiply_in(int64_t arithmetic, const T* tokens, const Weight& weight, const T* bias, T* out, int64_t M, int64_t K,
                  int64_t N) {
-  if constexpr (std::is_same_v<T, at::BFloat16>) {
-#if defined(__AMX_BF16__)
-    if (arithmetic == kTiles && may_use_tiles()) return multiply<GemmAmx>(tokens, weight, bias, out, M, K, N);
-#endif
-#if defined(__AVX512BF16__)
-    if (arithmetic == kPairs) return multiply<GemmBf16Dot>(tokens, weight, bias, out, M, K, N);
-#endif
-  }
-  multiply<GemmFp32<T>>(tokens, weight, bias, out, M, K, N);
+  with_product<T>(arithmetic, [&](auto kernel) {
+    multiply<typename decltype(kernel)::type>(tokens, weight, bias, out, M, K, N);
+  });
 }
 
 // Calls call(T()) with the dtype's number.

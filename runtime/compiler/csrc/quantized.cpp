@@ -95,28 +95,45 @@ at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& packed, const
 
 }  // namespace
 
+namespace {
+
+// Calls use(digits, kind), both constants.
+template <typename Use>
+void with_integers(const PackedWeight& weight, int64_t token_bits, const Use& use) {
+  dispatch_rows<2>(token_bits / 8, [&](auto digits) {
+    with_kind(weight.kind, [&](auto kind) {
+      if constexpr (kind() != PackedWeight::kE4m3) use(digits, kind);
+    });
+  });
+}
+
+}  // namespace
+
 void multiply_rows(const PackedWeight& weight, const Rows& rows, int64_t arithmetic, int64_t token_bits) {
   with_type(rows.dtype, [&](auto zero) {
     using T = decltype(zero);
     const T *tokens = rows.tokens_as<T>(), *start = rows.bias_as<T>();
     T* to = rows.out_as<T>();
-    const auto multiply = [&](auto digits) {
-      if (weight.kind == PackedWeight::kInt8)
-        multiply_integers<digits(), PackedWeight::kInt8>(tokens, weight, start, to, rows.count, rows.outputs);
-      else if (weight.kind == PackedWeight::kCodes)
-        multiply_integers<digits(), PackedWeight::kCodes>(tokens, weight, start, to, rows.count, rows.outputs);
-      else
-        multiply_integers<digits(), PackedWeight::kInt4>(tokens, weight, start, to, rows.count, rows.outputs);
-    };
-    if (token_bits == 0 || weight.kind == PackedWeight::kE4m3) {
-      const int64_t multiple = arithmetic == kTiles ? 32 : 4;  // columns of a tile, of a word
-      const GroupedTokens<T> grouped(tokens, rows.count, multiple, weight);
-      const WidenedWeight widened{weight, grouped.columns, grouped.totals.data()};
-      multiply_in(arithmetic, grouped.numbers.data(), widened, start, to, rows.count, weight.groups * grouped.columns,
-                  rows.outputs);
-    } else {
-      dispatch_rows<2>(token_bits / 8, multiply);
+    if (weight.takes_integers(token_bits)) {
+      return with_integers(weight, token_bits, [&](auto digits, auto kind) {
+        multiply_integers<digits(), kind()>(tokens, weight, start, to, rows.count, rows.outputs);
+      });
     }
+    const int64_t multiple = arithmetic == kTiles ? 32 : 4;  // columns of a tile, of a word
+    const GroupedTokens<T> grouped(tokens, rows.count, multiple, weight);
+    const WidenedWeight widened{weight, grouped.columns, grouped.totals.data()};
+    multiply_in(arithmetic, grouped.numbers.data(), widened, start, to, rows.count, weight.groups * grouped.columns,
+                rows.outputs);
+  });
+}
+
+void multiply_few_rows(const PackedWeight& weight, std::span<const FewRows> parts, const Rows& rows, int64_t token_bits) {
+  with_type(rows.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    with_integers(weight, token_bits, [&](auto digits, auto kind) {
+      multiply_few_integers<digits(), kind()>(rows.tokens_as<T>(), weight, parts, rows.bias_as<T>(), rows.out_as<T>(),
+                                              rows.count, rows.outputs);
+    });
   });
 }
 

@@ -5,6 +5,9 @@
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
+#include <span>
+
+#include "lanes.h"
 
 struct PackedWeight;
 
@@ -25,3 +28,16 @@ struct Rows {
 
 void multiply_rows(const void* panels, const Rows& rows, int64_t arithmetic);  // of floats, packed by `pack_linear`
 void multiply_rows(const PackedWeight& weight, const Rows& rows, int64_t arithmetic, int64_t token_bits);
+
+// Few of these rows, and the weight of several in one tensor that they are multiplied by, as an expert's.
+struct FewRows {
+  int64_t weight_bytes;   // where the weight lies behind the first one
+  int64_t token, count;   // the first of its rows of tokens, which follow one another
+  const int64_t* places;  // of each in the output; none: where they are among the tokens
+};
+constexpr int64_t kFewRowsOfFloats = kTileRows / 2, kFewRowsOfIntegers = 32;
+
+// Products of few rows of each of several weights, whose panels are shared among threads all at once: memory is read
+// without a pause between two weights. The bits are those of multiply_rows().
+void multiply_few_rows(const void* panels, std::span<const FewRows> parts, const Rows& rows, int64_t arithmetic);
+void multiply_few_rows(const PackedWeight& weight, std::span<const FewRows> parts, const Rows& rows, int64_t token_bits);

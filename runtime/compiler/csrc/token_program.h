@@ -145,6 +145,34 @@ inline float round_number(float x, Rounding rounding) {
   return rounding == Rounding::kHalf ? static_cast<float>(static_cast<at::Half>(x)) : x;
 }
 
+// Sums of columns that lie side by side, as of a token's experts: so many at once, each in the order of sum_row.
+template <Rounding rounding>
+[[gnu::noinline]] void sum_columns(const VectorCall& call, float* scratch) {
+  const int64_t width = call.sizes[1], n = call.sizes[2], stride = call.a.strides[2];
+  const float divisor = call.op == VectorOp::kMean ? static_cast<float>(n) : 1.0f;
+  for (int64_t i = 0; i < call.sizes[0]; ++i) {
+    const float* a = call.a.in(scratch) + i * call.a.strides[0];
+    float* out = scratch + call.out.offset + i * call.out.strides[0];
+    int64_t j = 0;
+    for (; j + kLanes <= width; j += kLanes) {
+      Lanes total = {};
+      for (int64_t k = 0; k < std::min(kLanes, n); ++k) {
+        Lanes sum = {};
+        for (int64_t row = k; row < n; row += kLanes) sum += load(a + j + row * stride);
+        total += sum;
+      }
+      store(out + j, rounded<rounding>(total / divisor));
+    }
+    for (; j < width; ++j) out[j] = round_number(sum_row(a + j, stride, n) / divisor, call.rounding);
+  }
+}
+
+inline void sum_columns(const VectorCall& call, float* scratch) {
+  if (call.rounding == Rounding::kBFloat16) return sum_columns<Rounding::kBFloat16>(call, scratch);
+  if (call.rounding == Rounding::kHalf) return sum_columns<Rounding::kHalf>(call, scratch);
+  sum_columns<Rounding::kNone>(call, scratch);
+}
+
 inline void softmax_row(float* out, const float* x, int64_t stride, int64_t n, Rounding rounding) {
   float largest = -std::numeric_limits<float>::infinity(), sum = 0;
   for (int64_t i = 0; i < n; ++i) largest = std::max(largest, x[i * stride]);
@@ -425,6 +453,8 @@ class TokenProgram {
       case VectorOp::kGeluTanh: return compute(call, scratch, [](Lanes a, Lanes) { return gelu_tanh_lanes(a); });
       case VectorOp::kSum:
       case VectorOp::kMean:
+        if (call.sizes[1] >= kLanes && stride != 1 && call.a.strides[1] == 1 && call.out.strides[1] == 1)
+          return sum_columns(call, scratch);
         return for_rows(call, scratch, [&](float* to, const float* a, const float*) {
           const float sum = sum_row(a, stride, n);
           *to = round_number(call.op == VectorOp::kMean ? sum / static_cast<float>(n) : sum, call.rounding);

@@ -40,21 +40,27 @@ Variant = Callable[[Job, Callable[[], None]], list[int]]
 arrived."""
 
 
-def serve(load: Callable[[dict[str, Any]], tuple[dict[str, Variant], str]]) -> None:
-    """Load the variants, and a note on how they are set, by the settings in argv[1]; answer jobs until stdin ends."""
+Measure = Callable[[Variant, Job], dict[str, Any]]
+
+
+def serve(load: Callable[[dict[str, Any]], tuple[dict[str, Variant], str]], measure: Measure | None = None) -> None:
+    """Load the variants, and a note on how they are set, by the settings in argv[1]; answer jobs until stdin ends.
+
+    `measure` is for what tells its times itself.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     variants, note = load(json.loads(sys.argv[1]))
-    ready = {"variants": list(variants), "note": note, "peak_memory_bytes": _peak_memory_bytes()}
+    ready = {"variants": list(variants), "note": note, "peak_memory_bytes": peak_memory_bytes()}
     print(json.dumps(ready), file=answers, flush=True)
     for line in sys.stdin:
         fields = json.loads(line)
         variant, sampling = variants[fields.pop("variant")], fields.pop("sampling", None)
         job = Job(**fields, sampling=sampling and Sampling(**sampling))
-        print(json.dumps(_measure(variant, job)), file=answers, flush=True)
+        print(json.dumps((measure or by_clock)(variant, job)), file=answers, flush=True)
 
 
-def _measure(variant: Variant, job: Job) -> dict[str, Any]:
+def by_clock(variant: Variant, job: Job) -> dict[str, Any]:
     warm_up = replace(job, prompt=job.prompt[:16], max_new_tokens=2)
     variant(warm_up, lambda: None)  # another process had the processor's caches
     arrivals: list[float] = []
@@ -70,11 +76,11 @@ def _measure(variant: Variant, job: Job) -> dict[str, Any]:
         "tpot_s": (end - arrivals[0]) / max(len(output_ids) - 1, 1),
         "step_s": (end - arrivals[0]) / max(len(arrivals) - 1, 1),
         "wall_s": end - start,
-        "peak_memory_bytes": _peak_memory_bytes(),
+        "peak_memory_bytes": peak_memory_bytes(),
     }
 
 
-def _peak_memory_bytes() -> int:
+def peak_memory_bytes() -> int:
     """Most memory this process had resident, mapped files included.
 
     From /proc, because getrusage counts the process that started this one as well.

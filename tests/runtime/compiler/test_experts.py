@@ -37,6 +37,13 @@ def loaded_kernels(kernels: Path) -> None:
     load_kernels(kernels)
 
 
+def choices(generator: torch.Generator) -> Tensor:
+    """(80,): of one expert by most tokens, of another by none, and few of each of the others."""
+    chosen = torch.randint(1, NUM_EXPERTS - 1, (2 * NUM_TOKENS,), generator=generator)
+    chosen[torch.randperm(2 * NUM_TOKENS, generator=generator)[:60]] = 0
+    return chosen
+
+
 @pytest.mark.parametrize("num_outputs", [7, 32, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_products_are_those_of_each_tokens_experts(dtype: torch.dtype, num_outputs: int) -> None:
@@ -47,7 +54,7 @@ def test_products_are_those_of_each_tokens_experts(dtype: torch.dtype, num_outpu
     padded = torch.nn.functional.pad(weight, (0, 0, 0, -num_outputs % kernels.panel()))
     packed = kernels.pack_linear(padded.flatten(0, 1))
     x = torch.randn(NUM_TOKENS, INPUTS, generator=generator).to(dtype)
-    chosen = torch.randint(0, NUM_EXPERTS - 1, (2 * NUM_TOKENS,), generator=generator)
+    chosen = choices(generator)
     products = kernels.experts_linear(x, packed, chosen, num_outputs, 0, 0)
     rows = x.repeat_interleave(2, dim=0)
     expected = torch.einsum("snk,sk->sn", weight[chosen].double(), rows.double())
@@ -56,6 +63,8 @@ def test_products_are_those_of_each_tokens_experts(dtype: torch.dtype, num_outpu
     for s in range(0, 2 * NUM_TOKENS, 7):
         alone = kernels.experts_linear(rows[s : s + 1], packed, chosen[s : s + 1], num_outputs, 0, 0)
         assert torch.equal(alone[0], products[s])
+    of_one = kernels.experts_linear(rows[:1], packed, chosen[::9], num_outputs, 0, 0)
+    assert torch.equal(of_one, kernels.experts_linear(rows[:1].expand(9, -1), packed, chosen[::9], num_outputs, 0, 0))
 
 
 def test_no_token_asks_no_expert() -> None:
@@ -81,7 +90,7 @@ def test_products_of_quantized_experts_are_those_of_linear_layers(
     whole = quantize_weight(own.flatten(0, 1), precision, 16)
     experts = QuantizedExperts(whole, nn.Parameter(own), activations, is_transposed=False, with_kernels=True)
     x = torch.randn(NUM_TOKENS, 48, generator=generator)
-    chosen = torch.randint(0, NUM_EXPERTS - 1, (2 * NUM_TOKENS,), generator=generator)
+    chosen = choices(generator)
     products, rows = experts(x, chosen), x.repeat_interleave(2, dim=0)
     numbers = experts[torch.arange(NUM_EXPERTS)]
     assert torch.equal(numbers.flatten(0, 1), whole.dequantize())
@@ -92,6 +101,7 @@ def test_products_of_quantized_experts_are_those_of_linear_layers(
         weight = quantize_weight(own[e], precision, 16)
         alone = QuantizedLinear(weight, None, activations, with_kernels=True)
         assert torch.equal(alone(rows[chosen == e]), products[chosen == e])
+    assert torch.equal(experts(rows[:1], chosen[::9]), experts(rows[:1].expand(9, -1), chosen[::9]))
 
 
 def experts_of(kind: str) -> torch.nn.Module:
