@@ -3,7 +3,7 @@
 The model is a Qwen3-MoE of 669 M parameters with random weights: 12 layers of 64 experts, 8 of which a token chooses.
 Measured are a token after a short prompt and after one of 900, a step of 11 tokens (a prompt of so many), and the
 prompt of 900 itself. Systems are processes of their own and take turns, and each turn also measures how fast all
-threads read memory: the bytes that a step reads (its experts, attention, output layer, K/V, as the engine has them) by
+threads read memory: the bytes that a token reads (its experts, attention, output layer, K/V, as the engine has them) by
 that are the least time that it can take. Ratios are of measurements of one turn, and medians are given.
 
     python -m scripts.bench.mixtures --openvino-python ov/bin/python [--dtypes bfloat16,int8,int4] [--runs 5]
@@ -60,8 +60,9 @@ SHAPE: dict[str, Any] = {
 }
 SYSTEMS = ("specdec", "openvino", "xllamacpp")
 SHORT, LONG, FEW, OUTPUT_LEN, DRAFT_LEN, MAX_TOKENS = 32, 900, 11, 48, 10, 1088
-STEPS = {"1 token": (1, SHORT), "1 after 900": (1, LONG), "11 tokens": (FEW, 0)}
-"""Tokens of a step, and those before it."""
+STEP_ALONE = "1 token, the step alone"
+STEPS = {"1 token": SHORT, STEP_ALONE: SHORT, "1 after 900": LONG}
+"""Steps of one token, and the tokens before it."""
 XLLAMACPP = Package("import xllamacpp; print(xllamacpp.__version__)", "pip install xllamacpp")
 WEIGHT_BITS = {"bfloat16": 16.0, "int8": 8.25, "int4": 4.25}
 
@@ -74,12 +75,11 @@ def save_mixture(directory: Path) -> None:
     torch.set_default_dtype(torch.float32)
 
 
-def bytes_of_step(format_name: str, num_tokens: int, context_len: int) -> float:
-    """What a step reads: weights, those of as many experts as differ by chance, and K/V."""
+def bytes_of_step(format_name: str, context_len: int) -> float:
+    """What a step of one token reads: weights, those of the experts it chooses, and K/V."""
     hidden, layers, kv_heads = SHAPE["hidden_size"], SHAPE["num_hidden_layers"], SHAPE["num_key_value_heads"]
     heads = 2 * (SHAPE["num_attention_heads"] + kv_heads) * SHAPE["head_dim"]
-    chosen = SHAPE["num_experts"] * (1 - (1 - SHAPE["num_experts_per_tok"] / SHAPE["num_experts"]) ** num_tokens)
-    quantized = layers * hidden * (heads + 3 * SHAPE["moe_intermediate_size"] * chosen)
+    quantized = layers * hidden * (heads + 3 * SHAPE["moe_intermediate_size"] * SHAPE["num_experts_per_tok"])
     output, routers = SHAPE["vocab_size"] * hidden, layers * hidden * SHAPE["num_experts"]
     precision = FORMATS[format_name].precision
     output_bits = WEIGHT_BITS[format_name] if precision.quantize_lm_head else 16
@@ -135,12 +135,13 @@ def measure(worker: Worker, turn: int) -> Times:
 
     short, long = job(SHORT, OUTPUT_LEN), job(LONG, OUTPUT_LEN)
     few = median(job(FEW, 1)["ttft_s"] for _ in range(5))
-    return {
+    times = {
         "1 token": short["tpot_s"],
         "1 after 900": long["tpot_s"],
         "11 tokens": few,
         "prompt of 900": long["ttft_s"],
     }
+    return times | ({STEP_ALONE: short["target_s"]} if "target_s" in short else {})
 
 
 def bench(format_name: str, pythons: dict[str, Path], work_dir: Path, arguments: argparse.Namespace) -> list[str]:
@@ -165,13 +166,14 @@ def rows_of(format_name: str, turns: list[dict[str, Times]]) -> Iterator[str]:
         ours = [turn["specdec"][what] for turn in turns]
         cells = [format_name, what, f"{median(ours) * 1e3:.2f}"]
         if what in STEPS:
-            num_bytes = bytes_of_step(format_name, *STEPS[what])
+            num_bytes = bytes_of_step(format_name, STEPS[what])
             least = [num_bytes / turn["memory"]["bytes_per_second"] for turn in turns]
             cells += [f"{median(least) * 1e3:.2f}", quotient(ours, least)]
         else:
             cells += ["", ""]
         for system in SYSTEMS[1:]:
-            cells.append(quotient(ours, [turn[system][what] for turn in turns]) if system in turns[0] else "")
+            has_it = what in turns[0].get(system, {})
+            cells.append(quotient(ours, [turn[system][what] for turn in turns]) if has_it else "")
         yield f"| {' | '.join(cells)} |"
 
 

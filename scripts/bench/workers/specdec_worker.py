@@ -23,7 +23,7 @@ from runtime.llm import LLM
 from runtime.params import GREEDY, SamplingConfig
 from runtime.request import Request
 from runtime.session import Session
-from scripts.bench.workers.worker import Job, Variant, serve
+from scripts.bench.workers.worker import Job, Variant, by_clock, serve
 
 DRAFTERS: dict[str, Callable[..., AnySpec]] = {
     "ngram": NgramDrafter,
@@ -61,9 +61,13 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Variant], str]:
                 next(ids), tuple(job.prompt), job.max_new_tokens, frozenset(job.end_ids), sampling=sampling_of(job)
             )
             output_ids: list[int] = []
+            num_steps, step_s = -1, 0.0
             for _, new_tokens in session.steps([request]):
                 arrived()
                 output_ids += new_tokens
+                num_steps += 1
+                step_s = step_s or llm.engine.step_time_s
+            told["target_s"] = (llm.engine.step_time_s - step_s) / max(num_steps, 1)
             return output_ids
 
         return generate
@@ -73,5 +77,8 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Variant], str]:
     return {name: variant(open_session(llm, *one)) for name, one in settings["drafting"].items()}, note
 
 
+told: dict[str, float] = {}
+"""Of the last job the seconds of a compiled step after the first token."""
+
 if __name__ == "__main__":
-    serve(load)
+    serve(load, lambda variant, job: by_clock(variant, job) | told)
