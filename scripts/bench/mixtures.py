@@ -83,7 +83,7 @@ def save_mixture(directory: Path) -> None:
 
 
 def bytes_of_step(format_name: str, context_len: int) -> float:
-    """What a step of one token reads: weights, those of the experts it chooses, and K/V."""
+    """Bytes that a step of one token reads: weights, those of the experts it chooses, and K/V."""
     hidden, layers, kv_heads = SHAPE["hidden_size"], SHAPE["num_hidden_layers"], SHAPE["num_key_value_heads"]
     heads = 2 * (SHAPE["num_attention_heads"] + kv_heads) * SHAPE["head_dim"]
     quantized = layers * hidden * (heads + 3 * SHAPE["moe_intermediate_size"] * SHAPE["num_experts_per_tok"])
@@ -96,7 +96,7 @@ def bytes_of_step(format_name: str, context_len: int) -> float:
 
 
 def bytes_per_second() -> float:
-    """How fast all threads read memory: the best of a few times."""
+    """Bytes a second that all threads read from memory: the best of a few times."""
     numbers, seconds = torch.ones(256 << 18), []
     for _ in range(4):
         start = time.perf_counter()

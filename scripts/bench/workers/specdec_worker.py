@@ -78,7 +78,7 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Variant], str]:
 
 
 told: dict[str, float] = {}
-"""Of the last job the seconds of a compiled step after the first token."""
+"""Seconds of a compiled step after the first token, of the last job."""
 
 if __name__ == "__main__":
     serve(load, lambda variant, job: by_clock(variant, job) | told)
