@@ -125,7 +125,7 @@ def test_without_time_the_shortest_and_the_longest_row_are_measured(llama_uncomp
 def test_measured_tokens_choose_experts_of_their_own(
     make_engine_dir: MakeEngineDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens of a row differ, and so do their experts as transformers' router chooses; of one repeated they would not."""
+    """Tokens of a row differ, and so do their experts, as transformers' router chooses them."""
     model, rows, time_step = make_model("qwen3-moe"), [], Engine.time_step
 
     def keep(engine: Engine, measured: list[Row]) -> float:
