@@ -21,12 +21,16 @@ from transformers import PreTrainedConfig
 from runtime.bundle import weights_files
 from runtime.checkpoint_dir import OpenedCheckpoint
 from runtime.checksums import CONFIG, config_digest, record_files
+from runtime.compiler.attention import PROBE
 from runtime.compiler.model import (
+    ModelKind,
+    check_weights,
     expert_layers,
     fuse_expert_layers,
     fuse_experts,
     has_experts,
     linear_layers,
+    missing_weights,
     names_in_whole,
     own_names,
     parameter_shapes,
@@ -35,7 +39,12 @@ from runtime.compiler.model import (
     split_config,
     transposed_layers,
 )
-from runtime.compiler.pretrained import layers_that_keep, parse_language_model, parse_pretrained_config
+from runtime.compiler.pretrained import (
+    layers_that_keep,
+    parse_language_model,
+    parse_pretrained_config,
+    warn_of_untyped_ropes,
+)
 from runtime.config import CheckpointConfig, Dtype, Mapping, QuantConfig, as_json
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import check_output_is_not_input, new_directory, read_json, write_json
@@ -93,6 +102,15 @@ class Conversion:
             write_shares(shares, self.pieces, progress)
         _keep_tokenizer(self.model_dir, directory)
 
+    def check(self, directory: Path) -> None:
+        """SpecDecError where what was written is not all of the model. Names that transformers leaves as they are were
+        checked before."""
+        pretrained = parse_pretrained_config(self.config.pretrained_config, str(self.model_dir))
+        if self.splitting is None and renames_weights(pretrained):
+            dtype = getattr(torch, self.config.dtype)
+            kind = ModelKind(pretrained, dtype, PROBE, self.config.quantization)
+            check_weights(kind, directory / weights_files(self.config.mapping)[0], str(self.model_dir))
+
     def has_weights_of(self, file: Path) -> bool:
         """True if the file is what would be written: the same tensors, under the same names, and no others."""
         if self.splitting is not None or any(len(piece.sources) != 1 for piece in self.pieces):
@@ -137,6 +155,7 @@ def convert(
     conversion = plan_conversion(model_dir, dtype, precision, tp_size)
     with new_directory(output_dir, replace=replace) as directory:
         conversion.write(directory, progress)
+        conversion.check(directory)
         checkpoint = replace_fields(conversion.config, files=record_files(directory))
         checkpoint = replace_fields(checkpoint, config_digest=config_digest(as_json(checkpoint)))
         write_json(directory / CONFIG, as_json(checkpoint))
@@ -269,6 +288,7 @@ def _open_source(model_dir: Path) -> Source:
     found_format = format_of(config, model_dir)
     config = without_quantization(config)
     pretrained, inside = parse_language_model(config, where)
+    warn_of_untyped_ropes(config, where)
     probe_config(pretrained)
     shapes, transposed = parameter_shapes(pretrained), transposed_layers(pretrained)
     if is_gguf(model_dir):
@@ -280,13 +300,13 @@ def _open_source(model_dir: Path) -> Source:
             tensors = _named_as_whole(tensors, shapes)
         of_layers = shapes | {f"{name}.weight": shapes[f"{name}.weight"][::-1] for name in transposed}
         layers, tensors = find_layers(tensors, found_format, of_layers, model_dir)
-    if inside is not None and not renames_weights(pretrained):
-        _check_names([*(tensor.name for tensor in tensors), *(f"{name}.weight" for name in layers)], shapes, model_dir)
     _check_shapes(tensors, shapes, model_dir)
     linears, head = linear_layers(pretrained)
     if not renames_weights(pretrained):
         names = [*(tensor.name for tensor in tensors), *(f"{name}.weight" for name in layers)]
-        check_head(own_names(pretrained, names), config, head, is_tied=pretrained.tie_word_embeddings)
+        names = own_names(pretrained, names)
+        check_head(names, config, head, is_tied=pretrained.tie_word_embeddings)
+        _check_names(pretrained, names, model_dir, is_inside=inside is not None)
     format_name = "GGUF" if is_gguf(model_dir) else found_format.name if found_format else None
     name = str(model_dir.resolve())
     return Source(inside or config, tensors, layers, linears, transposed, head, name, format_name)
@@ -361,8 +381,20 @@ def check_side_files(directory: Path) -> None:
     """SpecDecError for a file that would be copied and that nothing could read. None has to be there."""
     for name in _SIDE_FILES:
         if name.endswith(".json") and (directory / name).is_file():
-            read_json(directory / name)
+            content = read_json(directory / name)
+            if name == "tokenizer.json":
+                _check_tokenizer(content, directory / name)
     check_generation_config(directory)
+
+
+def _check_tokenizer(content: dict[str, Any], path: Path) -> None:
+    """SpecDecError for what the `tokenizers` package makes nothing of, as far as its outline tells."""
+    model = content.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
+        raise SpecDecError(
+            f"`{path}` is no tokenizer: it has no `model` with a `vocab`",
+            hint="download or save the tokenizer again, or remove the file to give token ids",
+        )
 
 
 def _language_model_tensors(
@@ -373,26 +405,27 @@ def _language_model_tensors(
     names = names_in_whole(whole_type, (entry.name for entry in entries))
     renamed = [replace_fields(entry, name=name) for entry, name in zip(entries, names, strict=True)]
     modules = {name.rpartition(".")[0] for name in shapes}
-    either = [_without_prefix(these, model_dir) for these in (entries, renamed)]
-    return max(either, key=lambda found: len(modules & {entry.name.rpartition(".")[0] for entry in found}))
-
-
-def _without_prefix(entries: list[SourceTensor], model_dir: Path) -> list[SourceTensor]:
-    """The weights whose names begin as those of a language model inside, by the names that it has by itself."""
-    prefixes = (
-        "model.language_model.",
-        "language_model.model.",
-        "model.text_model.",
-        "text_model.model.",
-        "thinker.model.",
-        "model.",
-    )
-    prefix = next((one for one in prefixes if any(entry.name.startswith(one) for entry in entries)), None)
-    if prefix is None:
+    either = [_without_prefix(these) for these in (entries, renamed)]
+    found = max(either, key=lambda found: len(modules & {entry.name.rpartition(".")[0] for entry in found}))
+    if not found:
         raise SpecDecError(
             f"no weights of a language model are in this model of several kinds of input: {model_dir}",
-            hint=f"they should begin with {' or '.join(f'`{prefix}`' for prefix in prefixes)}",
+            hint=f"they should begin with {' or '.join(f'`{prefix}`' for prefix in _PREFIXES_INSIDE)}",
         )
+    return found
+
+
+_PREFIXES_INSIDE = (
+    *("model.language_model.", "language_model.model.", "model.text_model.", "text_model.model.", "thinker.model."),
+    "model.",
+)
+
+
+def _without_prefix(entries: list[SourceTensor]) -> list[SourceTensor]:
+    """The weights whose names begin as those of a language model inside, by the names that it has by itself."""
+    prefix = next((one for one in _PREFIXES_INSIDE if any(entry.name.startswith(one) for entry in entries)), None)
+    if prefix is None:
+        return []
     renamed = []
     for entry in entries:
         if entry.name.startswith(prefix):
@@ -418,14 +451,18 @@ def _named_as_whole(tensors: list[SourceTensor], shapes: dict[str, tuple[int, ..
     return [named(tensor) for tensor in tensors]
 
 
-def _check_names(names: Iterable[str], shapes: dict[str, tuple[int, ...]], model_dir: Path) -> None:
-    """SpecDecError where the language model inside has weights of other names than by itself. Its last layer may be
-    its embeddings."""
-    missing = sorted(set(shapes) - set(names) - {"lm_head.weight"})
-    if missing:
+def _check_names(pretrained: PreTrainedConfig, names: list[str], model_dir: Path, *, is_inside: bool) -> None:
+    """SpecDecError for a model that lacks weights; one inside another may have them under other names than by itself."""
+    missing = missing_weights(pretrained, names)
+    if missing and is_inside:
         raise SpecDecError(
             f"the language model inside lacks weights that it has on its own, such as `{missing[0]}`: {model_dir}",
             hint="the model is incomplete, or of a family whose names specdec does not know",
+        )
+    if missing:
+        raise SpecDecError(
+            f"`{model_dir}` lacks {len(missing)} of the model's weights, such as: {missing[0]}",
+            hint="config.json and weights are of two models, or the model is incomplete; download or correct it",
         )
 
 

@@ -4,6 +4,7 @@ What a file does not say, llama.cpp knows by the name of the pre-tokenizer (`src
 in the table here is refused. Imports no torch.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from runtime.errors import SpecDecError
+from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.gguf import CHAT_TEMPLATE, TOKENIZER, has_tokenizer, read_gguf
 from runtime.gguf_config import ENDS, USER_DEFINED
 
@@ -102,6 +103,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
 }
 """Pre-tokenizers by their names in files (`tokenizer.ggml.pre`), each as llama.cpp splits texts."""
 
+_ASSUMED = "default"
 _UNKNOWN, _CONTROL = 2, 3  # `tokenizer.ggml.token_type`
 _BYTE_LEVEL, _SENTENCEPIECE, _GEMMA_4 = "gpt2", "llama", "gemma4"
 _DEFAULT_IDS = {  # where the file does not say
@@ -126,6 +128,13 @@ def make_gguf_tokenizer(path: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     said, template = _read(path), read_gguf(path).metadata.get(CHAT_TEMPLATE)
+    if not said.says_pre:
+        warnings.warn(
+            f"the file does not say how its tokenizer splits texts (`{TOKENIZER}pre`), and `{_ASSUMED}` is assumed, as "
+            f"by llama.cpp: {path}",
+            SpecDecWarning,
+            stacklevel=3,
+        )
     try:
         backend, special = _make(said)
         return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **special)  # type: ignore[no-untyped-call]
@@ -162,7 +171,8 @@ class _Said:
         self.model = said.get("model")
         if self.model not in _DEFAULT_IDS:
             raise SpecDecError(f"tokenizers of this kind are not read, `{self.model}`: {path}", hint=_OTHER)
-        self.pre = self.text("pre", "default")
+        self.pre = self.text("pre", _ASSUMED)
+        self.says_pre = "pre" in said or self.model != _BYTE_LEVEL
         if self.model == _BYTE_LEVEL and self.pre not in PRE_TOKENIZERS:
             raise SpecDecError(f"this pre-tokenizer of llama.cpp's is not known, `{self.pre}`: {path}", hint=_OTHER)
         self.tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(self.values("tokens", str))]

@@ -312,6 +312,32 @@ _OWN_ATTENTION: dict[str, tuple[str, dict[str, Any]]] = {
     "mpt": ("mpt", {"max_seq_len": 256}),
 }
 OWN_ATTENTION = tuple(_OWN_ATTENTION)
+# Falcon's three architectures, a token's experts sorted by value, a layer that attends twice, and one passed again.
+_REPLACED: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon-40b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-7b": ("falcon", {"num_kv_heads": 4}),
+    "falcon-sequential": ("falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
+    "dbrx": (
+        "dbrx",
+        {
+            "d_model": 32,
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+            "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+        },
+    ),
+    "jetmoe": ("jetmoe", {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "longcat": (
+        "longcat_flash",
+        {
+            **{"num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 32, "n_routed_experts": 4},
+            **{"zero_expert_num": 2, "moe_topk": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8},
+            **{"qk_rope_head_dim": 4, "head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 4},
+        },
+    ),
+    "diffllama": ("diffllama", {}),
+    "hrm": ("hrm_text", {"head_dim": 8}),
+}
+REPLACED = tuple(_REPLACED)
 # Whose layers are not compiled one by one, because they return tuples.
 _UNCUT: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-h1": (
@@ -366,10 +392,10 @@ _COMMON: dict[str, Any] = {
 
 
 def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
-    kinds = _FAMILIES | _MIXTURES | _WITHOUT_ATTENTION | _SHARED | _ATTENTIONS | _OWN_ATTENTION | _UNCUT | _WITH_HEADS
-    model_type, own = kinds[family]
+    kinds = _FAMILIES | _MIXTURES | _WITHOUT_ATTENTION | _SHARED | _ATTENTIONS | _OWN_ATTENTION | _REPLACED | _UNCUT
+    model_type, own = (kinds | _WITH_HEADS)[family]
     settings = _COMMON | own | overrides
-    if model_type in ("bloom", "gpt2", "gpt_neo", "gpt_neox", "gptj", "mpt", "opt"):
+    if model_type in ("bloom", "dbrx", "falcon", "gpt2", "gpt_neo", "gpt_neox", "gptj", "mpt", "opt"):
         del settings["num_key_value_heads"]  # every head has its own
     config: PreTrainedConfig = CONFIG_MAPPING[model_type](**settings)
     return config

@@ -21,6 +21,8 @@ from runtime.compiler.attention import KERNEL, PAGED, PROBE
 # By type of model: a text model, or a causal language model that transformers does not list as one.
 _CLASSES = {
     "cosmos3_edge_text": "Cosmos3EdgeTextModel",
+    "deepseek_ocr2_text": "DeepseekOcr2TextModel",
+    "ernie4_5_vl_moe_text": "Ernie4_5_VLMoeTextModel",
     "granite4_vision_text": "Granite4VisionTextModel",
     "molmo2_text": "Molmo2TextModel",
     "step3p5": "Step3p7TextModel",
@@ -32,6 +34,7 @@ _CLASSES = {
     "granite_docling_text": "GraniteDoclingTextModel",
     "hunyuan_vl_text": "HunYuanVLTextModel",
     "mistral4": "Mistral4ForCausalLM",
+    "mistral_large4_text": "MistralLarge4TextModel",
     "mllama_text_model": "MllamaForCausalLM",
     "muse_glimmer_text": "MuseGlimmerTextModel",
     "muse_spark_text": "MuseSparkTextModel",

@@ -118,6 +118,17 @@ def own_names(config: PreTrainedConfig, names: Iterable[str]) -> list[str]:
     return [reduce(lambda found, one: one.rename_source_key(found)[0], renamings, name) for name in names]
 
 
+def missing_weights(config: PreTrainedConfig, names: Iterable[str]) -> list[str]:
+    """Weights of the model that are not among these, its own names. Of two that are one, either may be missing."""
+    model, found = _model_without_memory(config), set(names)
+    for pair in model.all_tied_weights_keys.items():
+        if found & set(pair):
+            found |= set(pair)
+    passed = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
+    wanted = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return sorted(name for name in wanted - found if not any(pattern.search(name) for pattern in passed))
+
+
 def names_in_whole(model_type: str, names: Iterable[str]) -> list[str]:
     """Names that a whole model of several kinds of input has for weights stored under these names."""
     mapping = get_checkpoint_conversion_mapping(model_type) or []  # type: ignore[no-untyped-call]
@@ -337,6 +348,11 @@ def load_absent(kind: ModelKind, weights: Path) -> PreTrainedModel:
     if all(is_absent(tensor) for tensor in model.state_dict(keep_vars=True).values()):
         return model
     return load_model(kind, weights)
+
+
+def check_weights(kind: ModelKind, weights: Path, where: str) -> None:
+    """SpecDecError where a checkpoint lacks weights of its model. None is read."""
+    model_of_weights(kind, _read_weights(weights, absent_weights), where)
 
 
 def _read_weights(weights: Path, read: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ transformers reads them; ours is only the check that it is of a model that we ru
 import inspect
 import math
 import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from runtime.compiler.attention import SEE_MODELS, refuse_own_attention
 from runtime.compiler.causal_heads import has_causal_class, model_class
-from runtime.errors import SpecDecError
+from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.locks import quiet_transformers
 
 # Sizes of which there is no model with fewer than one.
@@ -250,6 +251,23 @@ def _refuse_two_ropes(data: dict[str, Any], where: str) -> None:
             )
 
 
+def warn_of_untyped_ropes(data: dict[str, Any], where: str) -> None:
+    """A warning where a rope has factors and says no type: transformers takes it for `default`, without its factors."""
+    for place in (data, data.get("text_config")):
+        for within in ("rope_scaling", "rope_parameters"):
+            rope = place.get(within) if isinstance(place, dict) else None
+            if not isinstance(rope, dict) or {"type", "rope_type"} & set(rope):
+                continue
+            name = next((name for name in _OF_ROPES[1:] if name in rope and name != "partial_rotary_factor"), None)
+            if name is not None:
+                warnings.warn(
+                    f"`{where}` has a `{within}` without a `rope_type`: it is taken for `default`, as transformers "
+                    f"takes it, and its `{name}` {rope[name]!r} changes nothing",
+                    SpecDecWarning,
+                    stacklevel=4,
+                )
+
+
 def last_words(error: Exception) -> str:
     """Message of a validator of transformers, without the names of those that pass it on."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
@@ -271,6 +289,12 @@ def _refuse_unsupported(config: PreTrainedConfig) -> None:
         raise SpecDecError(f"quantized weights are not supported: {kind}", hint="convert the unquantized model")
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # of images alone
         raise SpecDecError(f"bidirectional attention is not supported: {kind}", hint=SEE_MODELS)
+    if kind == "falcon" and config.alibi:
+        raise SpecDecError(
+            f"transformers adds the bias of positions (`alibi`) once by its default attention and twice by its eager "
+            f"one, so that a right output is not known: {kind}",
+            hint=SEE_MODELS,
+        )
     num_shared, per_layer = (
         getattr(config, name, None) for name in ("num_kv_shared_layers", "hidden_size_per_layer_input")
     )

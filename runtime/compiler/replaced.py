@@ -3,7 +3,9 @@
 Those of Llama 4 take a token's place in its row for its position, rotate by complex numbers, and have every expert
 compute every token. Indices of keys choose all of them as far as `pretrained.num_positions` goes. Layers of StableLM
 and Nemotron do not hand keywords on to their attention, nor do Mamba's models and blocks to their mixers. GPT-J,
-GPT-Neo and their like compute attention in a method of their own, without transformers' interface.
+GPT-Neo, Falcon and their like compute attention in a method of their own, without transformers' interface. DBRX, JetMoE
+and LongCat sort tokens by the experts that they choose, by their values. DiffLlama attends twice in a layer, and HRM's
+layers are passed several times.
 
 Without a step's paged inputs, or with another attention than ours, they stay transformers'.
 """
@@ -21,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from runtime.compiler.attention import KERNEL, PAGED, PROBE, PagedInputs, Recorded
-from runtime.compiler.experts import computes_by_kernel, expert_product
+from runtime.compiler.experts import chosen_product, computes_by_kernel, expert_product
 
 
 def place_modules(model: PreTrainedModel) -> None:
@@ -218,6 +220,31 @@ class _MptAttention(_Biased):
         return self.out_proj(self.attended(heads, mask, self.softmax_scale, taken)), None
 
 
+class _FalconAttention(_Attends):
+    """Keys and values of all the query heads that share them are computed once, of old and new architectures alike."""
+
+    query_key_value: nn.Module
+    dense: nn.Module
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    inv_norm_factor: float
+    multi_query: bool
+    new_decoder_architecture: bool
+
+    def forward(self, hidden_states: Tensor, alibi: None, attention_mask: Tensor | None, **kwargs: Any) -> Any:
+        if not (taken := _taken(kwargs)):
+            return super().forward(hidden_states, alibi, attention_mask, **kwargs)
+        own = self.new_decoder_architecture or self.multi_query
+        fused = self.query_key_value(hidden_states).unflatten(-1, (self.num_kv_heads if own else self.num_heads, -1))
+        parts = fused.unflatten(-1, (-1, self.head_dim)).permute(0, 2, 3, 1, 4)  # (1, Hk, H / Hk + 2, B x Q, D)
+        query, key, value = parts[:, :, :-2].flatten(1, 2), parts[:, :, -2], parts[:, :, -1]
+        query, key = _own_module(self).apply_rotary_pos_emb(query, key, *kwargs["position_embeddings"])
+        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        output = attend(self, query, key, value, attention_mask, scaling=self.inv_norm_factor, **taken)[0]
+        return self.dense(output.flatten(2)), None
+
+
 def _mask_anyway(module: Any) -> None:
     """Have MPT's model, which asks its mask for another dtype, get one where attention takes none."""
     theirs: Callable[..., Tensor | None] = module.create_causal_mask
@@ -350,6 +377,159 @@ class _Mixture(nn.Module):
         return self.shared_expert(x) + summed, logits
 
 
+class _DbrxExperts(nn.Module):
+    """Experts whose weights are one matrix, in which one follows another."""
+
+    model_config: Any
+    mlp: Any
+    num_experts: int
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if not _attends_by_ours(self.model_config):
+            output: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
+            return output
+        gate, up, down = (
+            weight.unflatten(0, (self.num_experts, -1)) for weight in (self.mlp.w1, self.mlp.v1, self.mlp.w2)
+        )
+        product, chosen, x = (
+            partial(chosen_product, self.model_config),
+            top_k_index.flatten(),
+            hidden_states.flatten(0, 1),
+        )
+        inner = self.mlp.activation_fn(product(gate, x, chosen)) * product(up, x, chosen)
+        outputs = product(down.transpose(1, 2), inner, chosen).unflatten(0, top_k_index.shape)
+        return (outputs * top_k_weights.unsqueeze(-1)).sum(1).view_as(hidden_states)
+
+
+class _LongcatExperts(nn.Module):
+    """Experts, and beyond them some that return what they get."""
+
+    model_config: Any
+    gate_up_proj: Tensor
+    down_proj: Tensor
+    num_routed_experts: int
+    act_fn: Callable[[Tensor], Tensor]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if not _attends_by_ours(self.model_config):
+            output: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
+            return output
+        product, computes = partial(chosen_product, self.model_config), top_k_index < self.num_routed_experts
+        chosen = top_k_index.where(computes, 0).flatten()
+        gate, up = product(self.gate_up_proj[: self.num_routed_experts], hidden_states, chosen).chunk(2, -1)
+        outputs = product(self.down_proj, self.act_fn(gate) * up, chosen).unflatten(0, top_k_index.shape)
+        outputs = outputs.where(computes.unsqueeze(-1), hidden_states.unsqueeze(1))
+        return (outputs * top_k_weights.unsqueeze(-1)).to(hidden_states.dtype).sum(1)
+
+
+class _JetMoe(nn.Module):
+    """Linear layers that a token's router chooses: of its feed-forward layer, and of its queries."""
+
+    model_config: Any
+    input_linear: Any  # of weights (E, outputs, inputs)
+    output_linear: Any
+    router: Any
+    activation: Callable[[Tensor], Tensor]
+    top_k: int
+    bias: Tensor
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Numbers of chosen linear layers and their weights, (S, k) each, and the router's logits, of (S, C)."""
+        logits = self.router.layer(x).float()
+        best, chosen = logits.topk(self.router.top_k, dim=1)
+        return chosen, best.softmax(1).type_as(x), logits
+
+    def _chosen(self, linear: Any, x: Tensor, chosen: Tensor) -> Tensor:
+        return chosen_product(self.model_config, linear.weight, x, chosen.flatten())
+
+    def _summed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Output (1, S, C) of what was computed for each chosen one, (S x k, inner size)."""
+        outputs = self._chosen(self.output_linear, x, chosen) * weights.reshape(-1, 1)
+        return (outputs.unflatten(0, chosen.shape).sum(1) + self.bias)[None]
+
+    def forward(self, layer_input: Tensor) -> Tensor:
+        if not _attends_by_ours(self.model_config):
+            output: Tensor = super().forward(layer_input)
+            return output
+        x = layer_input.flatten(0, 1)
+        chosen, weights, _ = self._route(x)
+        first, second = self._chosen(self.input_linear, x, chosen).chunk(2, -1)
+        return self._summed(self.activation(first) * second, chosen, weights)
+
+
+class _JetMoeAttention(nn.Module):
+    """Heads of keys and values are as many as the layer computes: query heads that share one lie beside each other."""
+
+    model_config: Any
+    experts: Any
+    kv_proj: nn.Linear
+    num_key_value_heads: int
+    top_k: int
+    scaling: float
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        if not _attends_by_ours(self.model_config):
+            return super().forward(hidden_states, **kwargs)
+        x, cos_and_sin = hidden_states.flatten(0, 1), kwargs.pop("position_embeddings")
+        chosen, weights, logits = self.experts._route(x)
+        queries = self.experts._chosen(self.experts.input_linear, x, chosen)  # (S x k, Hk x D)
+        query = queries.view(-1, self.top_k, self.num_key_value_heads, queries.shape[-1] // self.num_key_value_heads)
+        query = query.permute(2, 1, 0, 3).flatten(0, 1)[None]
+        heads = self.kv_proj(hidden_states).unflatten(-1, (2 * self.num_key_value_heads, -1)).transpose(1, 2)
+        key, value = heads.chunk(2, 1)
+        query, key = _own_module(self).apply_rotary_pos_emb(query, key, *cos_and_sin)
+        attend = ALL_ATTENTION_FUNCTIONS[self.model_config._attn_implementation]
+        mask = kwargs.pop("attention_mask", None)
+        output = attend(self, query, key, value, mask, scaling=self.scaling, **kwargs)[0]
+        inner = output[0].unflatten(1, (-1, self.top_k)).transpose(1, 2).flatten(2).flatten(0, 1)
+        return self.experts._summed(inner, chosen, weights), None, logits
+
+
+class _DiffLlamaAttention(nn.Module):
+    """Both halves of a layer's values are attended to by the same queries and keys: at once, as values twice as long."""
+
+    model_config: Any
+    head_dim: int
+    scaling: float
+    lambda_init: float
+    groupnorm: nn.Module
+    o_proj: nn.Linear
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        if not _attends_by_ours(self.model_config):
+            return super().forward(hidden_states, **kwargs)
+        query, key, value = (
+            getattr(self, name)(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
+        query, key = _own_module(self).apply_rotary_pos_emb(query, key, *kwargs.pop("position_embeddings"))
+        value = torch.cat(value.chunk(2, 1), -1).repeat(1, 2, 1, 1)
+        attend = ALL_ATTENTION_FUNCTIONS[self.model_config._attn_implementation]
+        mask = kwargs.pop("attention_mask", None)
+        first, second = attend(self, query, key, value, mask, scaling=self.scaling, **kwargs)[0].chunk(2, 2)
+        one, two = (self._weight(number).to(query.dtype) for number in "12")
+        output = (1 - self.lambda_init) * self.groupnorm(first - (one - two + self.lambda_init) * second)
+        return self.o_proj(output.flatten(2)), None
+
+    def _weight(self, number: str) -> Tensor:
+        product: Tensor = getattr(self, f"lambda_q{number}") * getattr(self, f"lambda_k{number}")
+        return product.sum(-1, dtype=torch.float32).exp()
+
+
+class _HrmAttention(nn.Module):
+    """A layer has keys and values of its own each time that it is passed."""
+
+    layer_idx: int
+
+    def forward(self, hidden_states: Tensor, *arguments: Any, cycle_offset: int = 0, **kwargs: Any) -> Any:
+        own = self.layer_idx
+        self.layer_idx = own + cycle_offset
+        try:
+            return super().forward(hidden_states, *arguments, **kwargs)
+        finally:
+            self.layer_idx = own
+
+
 def _rotate_real_numbers(module_name: str) -> None:
     """Have transformers' module rotate by cosines and sines too."""
     module = sys.modules[module_name]
@@ -373,7 +553,7 @@ def _rotated(heads: Tensor, factors: Tensor) -> Tensor:
     return torch.stack([first * cos - second * sin, first * sin + second * cos], -1).flatten(3).type_as(heads)
 
 
-_INDEXED = ("AXK2", "DeepseekV32", "Dots3NoteText", "GlmMoeDsa", "Glm5NextText", "HYV4")
+_INDEXED = ("AXK2", "DeepseekV32", "Dots3NoteText", "GlmMoeDsa", "Glm5NextText", "HYV4", "MistralLarge4Text")
 _OURS: dict[str, type[nn.Module]] = {
     **{f"{name}Indexer": _Indexer for name in _INDEXED},
     **{f"{name}Attention": _Indexed for name in _INDEXED},
@@ -390,7 +570,14 @@ _OURS: dict[str, type[nn.Module]] = {
     ),
     "BloomAttention": _BloomAttention,
     "MptAttention": _MptAttention,
-    **dict.fromkeys(("BloomForCausalLM", "MptForCausalLM"), _OwnAttentionModel),
+    "FalconAttention": _FalconAttention,
+    **dict.fromkeys(("BloomForCausalLM", "MptForCausalLM", "FalconForCausalLM"), _OwnAttentionModel),
+    "DbrxExperts": _DbrxExperts,
+    "LongcatFlashExperts": _LongcatExperts,
+    **dict.fromkeys(("JetMoeMoE", "JetMoeMoA"), _JetMoe),
+    "JetMoeAttention": _JetMoeAttention,
+    "DiffLlamaAttention": _DiffLlamaAttention,
+    "HrmTextAttention": _HrmAttention,
     **dict.fromkeys(
         ("GPTJForCausalLM", "CodeGenForCausalLM", "GPTNeoForCausalLM", "GPTNeoXJapaneseForCausalLM"),
         _OwnAttentionModel,

@@ -137,8 +137,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "deepseek_ocr2_text": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse"] * 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [16, 8],
+        "rope_parameters": _ROPE | {"mrope_section": [1, 1, 2]},
+    },
     "fun_asr_nano": {"adaptor_config": {"hidden_size": 32, "intermediate_size": 8}},
     "emu3": {"vocabulary_map": {"<image>": 40}},
     "falcon_h1": {"mamba_d_ssm": 64},

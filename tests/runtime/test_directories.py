@@ -132,6 +132,40 @@ def test_a_model_without_its_head_is_refused_unless_it_is_tied(tmp_path: Path, s
     assert answer(model_dir, tmp_path / "built") == hugging_face(model_dir)
 
 
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llama", "model.layers.1.mlp.up_proj.weight"),
+        ("gpt-neox", "gpt_neox.layers.1.attention.dense.weight"),
+        ("mixtral", "model.layers.1.self_attn.q_proj.weight"),
+    ],
+    ids=["own names", "renamed", "with experts"],
+)
+def test_a_model_that_lacks_a_weight_is_refused_by_its_path(family: str, name: str, tmp_path: Path, said: Said) -> None:
+    model_dir = saved(tmp_path / "model", family)
+    assert name in load_file(model_dir / "model.safetensors")
+    change_tensors(model_dir, lambda own: {one: tensor for one, tensor in own.items() if one != name})
+    said(refusal(model_dir, tmp_path / "out"), name, f"`{model_dir}`")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_is_no_tokenizer_is_refused_before_the_build(tmp_path: Path, said: Said) -> None:
+    model_dir = saved(tmp_path / "model")
+    (model_dir / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "BPE"}}')
+    said(refusal(model_dir, tmp_path / "out"), f"`{model_dir / 'tokenizer.json'}`", "`vocab`")
+
+
+def test_a_rope_without_a_type_is_told_of_and_as_for_transformers(tmp_path: Path, said: Said) -> None:
+    model_dir = saved(tmp_path / "model")
+    expected = hugging_face(model_dir)
+    change_config(model_dir, rope_scaling={"factor": 8.0})
+    path = model_dir / "config.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "rope_parameters"}))
+    with pytest.warns(SpecDecWarning) as warned:
+        assert answer(model_dir, tmp_path / "built") == expected == hugging_face(model_dir)
+    said(warned, "`rope_scaling`", "`default`", "`factor` 8.0")
+
+
 @pytest.mark.parametrize("prefix", ["model.layers.2.", "mtp.layers.0."])
 def test_layers_that_predict_further_are_left_out_as_by_transformers(prefix: str, tmp_path: Path, said: Said) -> None:
     """DeepSeek V3 has 61 layers, and its file a further one; transformers knows that by the number 61."""

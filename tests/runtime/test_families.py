@@ -4,21 +4,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sentences import Said
 from shared import shared_engine
 from tiny import (
     ATTENTIONS,
     FAMILIES,
     OWN_ATTENTION,
+    REPLACED,
     SLIDING_WINDOW,
     WITHOUT_ATTENTION,
     hf_greedy,
+    make_config,
     make_model,
     repetitive_prompt,
 )
 from transformers import PreTrainedModel
 
+from runtime.compiler.pretrained import parse_pretrained_config
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine
+from runtime.errors import SpecDecError
 from runtime.files import read_json
 from runtime.orchestrator import generate
 from runtime.request import Request, Sequence
@@ -54,19 +59,26 @@ def check_greedy(engine: Engine, model: PreTrainedModel) -> None:
 
 
 # Whose parts others have too.
-LIKE_OTHERS = {"mistral", "qwen2", "qwen2-moe", "olmo2", "smollm3", "gpt-neo", "gpt-neox", "granite", "mamba", "phi3"}
+LIKE_OTHERS = {*REPLACED[1:], *"mistral qwen2 qwen2-moe olmo2 smollm3 gpt-neo gpt-neox granite mamba phi3".split()}
 
 
 @pytest.mark.parametrize(
     "family",
     [
         pytest.param(name, marks=pytest.mark.slow if name in LIKE_OTHERS else ())
-        for name in (*FAMILIES, *ATTENTIONS, *OWN_ATTENTION, *WITHOUT_ATTENTION)
+        for name in (*FAMILIES, *ATTENTIONS, *OWN_ATTENTION, *REPLACED, *WITHOUT_ATTENTION)
     ],
 )
 def test_greedy_output_equals_hf(family: str, make_engine: Any) -> None:
     model = make_model(family)
     check_greedy(make_engine(model), model)
+
+
+def test_falcon_with_alibi_is_refused(said: Said) -> None:
+    """By transformers' default attention the bias counts once, and by its eager one twice."""
+    with pytest.raises(SpecDecError) as error:
+        parse_pretrained_config(make_config("falcon-7b", alibi=True).to_dict(), "config.json")
+    said(error, "`alibi`", "falcon")
 
 
 @pytest.mark.slow

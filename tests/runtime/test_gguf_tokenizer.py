@@ -20,7 +20,7 @@ from sentences import Said
 from tokenizers import pre_tokenizers
 
 from runtime.chat import ChatTemplate
-from runtime.errors import SpecDecError
+from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.gguf_config import end_ids_of
 from runtime.gguf_tokenizer import PRE_TOKENIZERS, make_gguf_tokenizer
 
@@ -122,6 +122,16 @@ def test_what_is_not_known_is_refused_by_name(pre: str, edit: Edit, name: str, t
     with pytest.raises(SpecDecError) as raised:
         make_gguf_tokenizer(write_byte_level(tmp_path / "model.gguf", pre, edit))
     said(raised, name)
+
+
+def test_file_without_a_pre_tokenizer_is_told_of_and_read_as_by_llamacpp(tmp_path: Path, said: Said) -> None:
+    def without_pre(writer: Any) -> None:
+        del writer.kv_data[0]["tokenizer.ggml.pre"]
+
+    with pytest.warns(SpecDecWarning) as warned:
+        tokenizer = make_gguf_tokenizer(write_byte_level(tmp_path / "model.gguf", "default", without_pre))
+    said(warned, "`tokenizer.ggml.pre`", "`default`", str(tmp_path / "model.gguf"))
+    assert_same_tokens(tokenizer, "default")
 
 
 def test_file_without_merges_is_refused_as_by_llamacpp(tmp_path: Path, said: Said) -> None:
