@@ -7,7 +7,7 @@ time, so memory does not grow with the model.
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from functools import partial
@@ -406,7 +406,10 @@ def _language_model_tensors(
     renamed = [replace_fields(entry, name=name) for entry, name in zip(entries, names, strict=True)]
     modules = {name.rpartition(".")[0] for name in shapes}
     either = [_without_prefix(these) for these in (entries, renamed)]
-    found = max(either, key=lambda found: len(modules & {entry.name.rpartition(".")[0] for entry in found}))
+    # The fewest that are as many of its own: DeepSeek-OCR 2 is saved with its vision tower among them.
+    found = max(
+        either, key=lambda found: (len(modules & {entry.name.rpartition(".")[0] for entry in found}), -len(found))
+    )
     if not found:
         raise SpecDecError(
             f"no weights of a language model are in this model of several kinds of input: {model_dir}",
@@ -452,7 +455,7 @@ def _named_as_whole(tensors: list[SourceTensor], shapes: dict[str, tuple[int, ..
 
 
 def _check_names(pretrained: PreTrainedConfig, names: list[str], model_dir: Path, *, is_inside: bool) -> None:
-    """SpecDecError for a model that lacks weights; one inside another may have them under other names than by itself."""
+    """SpecDecError for a model that lacks weights; one inside another may have them under names that are not known."""
     missing = missing_weights(pretrained, names)
     if missing and is_inside:
         raise SpecDecError(

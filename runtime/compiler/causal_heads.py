@@ -47,6 +47,9 @@ _CLASSES = {
 _EXPERTS = {"step3p5": "Step3p7Experts"}
 # Types of which weights lie in files, in pieces, as transformers says of another type alone.
 _WEIGHTS_AS_IN = {
+    "deepseek_ocr2_text": "deepseek_ocr2",
+    "dots3_note_text": "qwen2_moe",
+    "ernie4_5_vl_moe_text": "ernie4_5_vl_moe",
     "glm4v_moe_text": "glm4v_moe",
     "minimax_m3_vl_text": "minimax_m3_vl",
     "molmo2_text": "molmo2",

@@ -81,8 +81,8 @@ def expert_product(experts: nn.Module, name: str, x: Tensor, chosen: Tensor) -> 
 
 
 def chosen_product(config: PreTrainedConfig, weight: Tensor, x: Tensor, chosen: Tensor) -> Tensor:
-    """(S x k, outputs), of a token by each expert that it has chosen, `weight` (E, outputs, inputs); `x` is (S, inputs),
-    or (S x k, inputs). Without the kernel it copies a token's experts for each token, as transformers' `batched_mm`."""
+    """`expert_product` of weights (E, outputs, inputs). Without the kernel it copies a token's experts for each token,
+    as transformers' `batched_mm`."""
     if computes_by_kernel(config) and weight.dtype in _DTYPES and weight.shape[2] % 2 == 0:
         return _product(weight, x, chosen)
     each = x.repeat_interleave(chosen.shape[0] // x.shape[0], 0).unsqueeze(-1)

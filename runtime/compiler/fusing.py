@@ -30,13 +30,14 @@ class _Fused:
     converter: WeightConverter
     parts: list[tuple[str, str]]
 
-    def convert(self, tensors: Seq[Tensor]) -> dict[str, Tensor]:
+    def convert(self, parts: Seq[Tensor]) -> dict[str, Tensor]:
+        """The target, and others that transformers makes of the same tensors: Ernie 4.5 VL's experts of images."""
         one = deepcopy(self.converter)
-        for (name, pattern), tensor in zip(self.parts, tensors, strict=True):
+        for (name, pattern), tensor in zip(self.parts, parts, strict=True):
             one.add_tensor(self.target, name, pattern, tensor)  # type: ignore[arg-type]  # or what makes it
         made = one.convert(self.target, model=self.model, config=self.model.config)
-        tensor = made[self.target][0] if isinstance(made[self.target], list) else made[self.target]
-        return {self.target: tensor.contiguous()}
+        tensors = {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+        return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
     def convert_forms(self, forms: Iterable[tuple[torch.dtype, tuple[int, ...]]]) -> Forms:
         """Nothing where tensors of these forms do not fit together."""

@@ -391,14 +391,12 @@ class _DbrxExperts(nn.Module):
         gate, up, down = (
             weight.unflatten(0, (self.num_experts, -1)) for weight in (self.mlp.w1, self.mlp.v1, self.mlp.w2)
         )
-        product, chosen, x = (
-            partial(chosen_product, self.model_config),
-            top_k_index.flatten(),
-            hidden_states.flatten(0, 1),
-        )
+        product, chosen = partial(chosen_product, self.model_config), top_k_index.flatten()
+        x = hidden_states.flatten(0, 1)
         inner = self.mlp.activation_fn(product(gate, x, chosen)) * product(up, x, chosen)
-        outputs = product(down.transpose(1, 2), inner, chosen).unflatten(0, top_k_index.shape)
-        return (outputs * top_k_weights.unsqueeze(-1)).sum(1).view_as(hidden_states)
+        outputs = product(down.transpose(1, 2), inner, chosen).view(*top_k_index.shape, -1)
+        summed: Tensor = (outputs * top_k_weights.unsqueeze(-1)).sum(1)
+        return summed.view_as(hidden_states)
 
 
 class _LongcatExperts(nn.Module):
@@ -417,7 +415,7 @@ class _LongcatExperts(nn.Module):
         product, computes = partial(chosen_product, self.model_config), top_k_index < self.num_routed_experts
         chosen = top_k_index.where(computes, 0).flatten()
         gate, up = product(self.gate_up_proj[: self.num_routed_experts], hidden_states, chosen).chunk(2, -1)
-        outputs = product(self.down_proj, self.act_fn(gate) * up, chosen).unflatten(0, top_k_index.shape)
+        outputs: Tensor = product(self.down_proj, self.act_fn(gate) * up, chosen).view(*top_k_index.shape, -1)
         outputs = outputs.where(computes.unsqueeze(-1), hidden_states.unsqueeze(1))
         return (outputs * top_k_weights.unsqueeze(-1)).to(hidden_states.dtype).sum(1)
 
@@ -445,7 +443,7 @@ class _JetMoe(nn.Module):
     def _summed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Output (1, S, C) of what was computed for each chosen one, (S x k, inner size)."""
         outputs = self._chosen(self.output_linear, x, chosen) * weights.reshape(-1, 1)
-        return (outputs.unflatten(0, chosen.shape).sum(1) + self.bias)[None]
+        return (outputs.view(*chosen.shape, -1).sum(1) + self.bias)[None]
 
     def forward(self, layer_input: Tensor) -> Tensor:
         if not _attends_by_ours(self.model_config):
@@ -486,7 +484,7 @@ class _JetMoeAttention(nn.Module):
 
 
 class _DiffLlamaAttention(nn.Module):
-    """Both halves of a layer's values are attended to by the same queries and keys: at once, as values twice as long."""
+    """Both halves of a layer's values are attended to by the same queries and keys: at once, as longer values."""
 
     model_config: Any
     head_dim: int

@@ -43,6 +43,13 @@ class GatheredLinear(nn.Module):
         super().__init__()
         self.layer, self.ranks = layer, ranks
 
+    @property
+    def weight(self) -> Tensor:
+        """This rank's, of which models ask the dtype (Hunyuan 4)."""
+        weight = self.layer.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
     def forward(self, x: Tensor) -> Tensor:
         return gather_columns(self.layer(x), self.ranks.tp_size, shares_memory=self.ranks.shares_memory)
 

@@ -187,12 +187,25 @@ def split_model(model: PreTrainedModel, layers: Seq[LayerShape], tp_size: int) -
             splits[name] = Split(style, tp_size, cuts)
         if style is None or not isinstance(module, nn.Linear):
             continue
+        if style == "inputs" and _is_of_whole_mixer(plan, name, model, layers):
+            style = "own_inputs"
         is_kv = name.rpartition(".")[2] in _KV_PROJECTIONS and style == "outputs"
         splits[name] = Split(style, kv_pieces if is_kv else tp_size)
     _refuse_parameters(model, plan, splits)
     if any(getattr(module, "activation_sparsity", 0) for module in model.modules()):
         _refuse(kind, "by the mean of all of a layer's outputs, of which the plan says nothing")
     return _with_vocabulary(model, splits, tp_size)
+
+
+def _is_of_whole_mixer(plan: Mapping[str, str], name: str, model: nn.Module, layers: Seq[LayerShape]) -> bool:
+    """True for the last projection of a layer with a state whose others the plan leaves whole (GLM-5.3-Flash: it names
+    those of attention, and the one that both have)."""
+    number = next((int(part) for part in name.split(".") if part.isdecimal()), None)
+    if number is None or number in {layer.layer for layer in layers}:
+        return False
+    parent = name.rpartition(".")[0]
+    beside = (f"{parent}.{child}" for child, _ in model.get_submodule(parent).named_children())
+    return not any(_style_of(plan, one) for one in beside if one != name)
 
 
 def _numbers_of_heads(config: PreTrainedConfig) -> set[int]:
