@@ -75,7 +75,7 @@ def test_greedy_output_equals_hf(family: str, make_engine: Any) -> None:
 
 
 def test_falcon_with_alibi_is_refused(said: Said) -> None:
-    """By transformers' default attention the bias counts once, and by its eager one twice."""
+    """Bias that counts once by transformers' default attention, and twice by its eager one."""
     with pytest.raises(SpecDecError) as error:
         parse_pretrained_config(make_config("falcon-7b", alibi=True).to_dict(), "config.json")
     said(error, "`alibi`", "falcon")
