@@ -37,7 +37,7 @@ from runtime.compiler.kernels import choose_vector_math
 from runtime.compiler.mixers import place_states
 from runtime.compiler.pretrained import last_words, layers_that_keep
 from runtime.compiler.quantized import place_quantized, placeholders
-from runtime.compiler.replaced import place_modules
+from runtime.compiler.replaced import is_linear, place_modules
 from runtime.compiler.split import compute_together, place_pieces, placeholders_of_pieces
 from runtime.compiler.weights import absent_weights, is_absent, present, read_weights
 from runtime.config import LayerShape, Quantization, Shapes
@@ -76,10 +76,10 @@ def linear_layers(config: PreTrainedConfig) -> tuple[list[str], str | None]:
     What chooses experts, and what makes Mamba's step sizes, is left out: a few numbers that decide much.
     """
     model = _model_without_memory(config)
-    names = [name for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)]
+    names = [name for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D) or is_linear(module)]
     output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     head = next((name for name in names if model.get_submodule(name) is output), None)
-    return [name for name in names if name.rpartition(".")[2] not in _LEFT_OUT], head
+    return [name for name in names if name.rpartition(".")[2] not in _LEFT_OUT and ".router." not in name], head
 
 
 def transposed_layers(config: PreTrainedConfig) -> frozenset[str]:

@@ -29,6 +29,8 @@ from runtime.compiler.experts import chosen_product, computes_by_kernel, expert_
 def place_modules(model: PreTrainedModel) -> None:
     """Replace those of the model's modules that are among these."""
     for name, module in model.named_modules():
+        if is_linear(module):
+            module.__class__ = nn.Linear
         ours = _OURS.get(type(module).__name__)
         if ours is not None and not isinstance(module, ours):
             if ours is _Rotary:
@@ -42,6 +44,11 @@ def place_modules(model: PreTrainedModel) -> None:
                 module.register_buffer("slopes", module.slopes_of_heads(model.device), persistent=False)
             if ours is _MptAttention:
                 _mask_anyway(_own_module(module))
+
+
+def is_linear(module: nn.Module) -> bool:
+    """True for Falcon's linear layers, which are torch's but for the order of a product's sum."""
+    return type(module).__name__ == "FalconLinear"
 
 
 @cache

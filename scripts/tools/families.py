@@ -564,13 +564,20 @@ def table(outcomes: list[Outcome]) -> str:
     version = json.loads(RECORDS.read_text(encoding="utf-8"))["transformers"] if RECORDS.exists() else ""
     return "\n".join(
         [
-            f"With transformers {version or transformers.__version__}: {counted}.",
+            f"With transformers {version or transformers.__version__}: {counted}. {_of_the_most_used(outcomes)}",
             "",
             f"| family | result | {' | '.join(WAYS)} | used |",
             f"|---|---|{'---|' * (len(WAYS) + 1)}",
             *rows,
         ]
     )
+
+
+def _of_the_most_used(outcomes: list[Outcome]) -> str:
+    most = [outcome for outcome in outcomes if POPULARITY.get(outcome.family, 3) < 3]
+    others = [outcome.family for outcome in most if outcome.verdict != "equal"]
+    names = f" (not {', '.join(others)})" if others else ""
+    return f"Of the {len(most)} that are used most or much {len(most) - len(others)} are equal{names}."
 
 
 def _cells(outcome: Outcome) -> list[str]:
