@@ -28,7 +28,7 @@ from runtime.files import read_json
 from runtime.orchestrator import generate
 from runtime.request import Request, Sequence
 from runtime.stats import sum_stats
-from scripts.tools.families import POPULARITY, WAYS, recorded
+from scripts.tools.families import POPULARITY, recorded
 
 # Those that differ in structure.
 COMPILED_FAMILIES = ("llama", "gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "qwen3")))
@@ -86,14 +86,13 @@ def test_falcon_with_alibi_is_refused(said: Said) -> None:
 
 
 def test_families_that_people_run_most_are_recorded_as_equal() -> None:
-    """Families of the first two tiers, in every way but split, of which transformers has no plan for some."""
+    """Families of the first two tiers."""
     found = recorded()
     most = [found[family] for family, tier in POPULARITY.items() if tier < 3]
     assert len(most) > 30
     assert [one.family for one in most if one.verdict != "equal"] == []
-    tried = [(one.family, way) for one in most for way in WAYS if way != "split" and one.ways.get(way, "") == ""]
-    assert tried == []
-    assert {one.ways[way] for one in most for way in WAYS if way != "split"} <= {"yes", "by g++"}
+    said = {(one.family, way): one.ways.get(way, "") for one in most for way in ("compiled", "self-draft", "int4")}
+    assert {at: one for at, one in said.items() if one not in ("yes", "by g++")} == {}
 
 
 @pytest.mark.slow
