@@ -280,7 +280,7 @@ SMALL: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidde
 UNSUPPORTED = [
     pytest.param(T5Config(vocab_size=32), "t5", id="encoder-decoder"),
     pytest.param(AutoConfig.for_model("rwkv"), "rwkv", id="state space"),
-    pytest.param(FalconConfig(**SMALL), "falcon", id="Falcon"),
+    pytest.param(FalconConfig(**SMALL, alibi=True), "falcon", id="Falcon"),
     pytest.param(
         Qwen2MoeConfig(**SMALL, use_sliding_window=True, sliding_window=5000, max_window_layers=1),
         "5000",
