@@ -14,6 +14,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,8 @@ COSTS = ".costs"
 Range = tuple[int, int]
 """Bytes of a file: the first, and one past the last."""
 _seen: dict[tuple[Stamp | Range, ...], str] = {}  # by this process
+_begun: dict[Stamp, "Future[str]"] = {}
+_LARGE_BYTES = 16 << 20
 
 
 def cache_dir() -> Path:
@@ -226,8 +229,29 @@ def file_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
     written may be written again in the same one, and its digest is not kept yet. One that this process has seen is not
     even opened.
     """
-    if (seen := _seen.get((stamp_of(path.stat()), *ranges))) is not None:
+    stamp = stamp_of(path.stat())
+    if (seen := _seen.get((stamp, *ranges))) is not None:
         return seen
+    if not ranges and (begun := _begun.pop(stamp, None)) is not None:
+        return begun.result()
+    return _find_digest(path, ranges)
+
+
+def begin_digests(paths: Iterable[Path]) -> None:
+    """Have a thread find the `file_digest` of large files that will soon be asked for."""
+    pool = ThreadPoolExecutor(1)
+    for path in paths:
+        if (stamp := stamp_of(path.stat())).num_bytes > _LARGE_BYTES and stamp not in _begun:
+            _begun[stamp] = pool.submit(_find_digest, path, ())
+    pool.shutdown(wait=False)
+
+
+def is_digest_awaited() -> bool:
+    """True if a digest that was begun is not found yet: of a file that was not read before."""
+    return not all(begun.done() for begun in _begun.values())
+
+
+def _find_digest(path: Path, ranges: Sequence[Range]) -> str:
     with path.open("rb") as file:
         stamp = stamp_of(os.fstat(file.fileno()))
         kept = cache_dir() / "digests" / _known_as(file, stamp, ranges)
@@ -239,6 +263,21 @@ def file_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
         is_settled = time.time_ns() - max(stamp.mtime_ns, stamp.ctime_ns) > _TIME_STEP_NS
         if not is_settled or stamp_of(os.fstat(file.fileno())) != stamp:
             return sha256
+    _keep(kept, stamp, ranges, sha256)
+    return sha256
+
+
+def keep_digest(path: Path, sha256: str) -> None:
+    """Have `file_digest` know the SHA-256 of a file that this process has just written, and nobody else writes."""
+    with path.open("rb") as file:
+        stamp = stamp_of(os.fstat(file.fileno()))
+        # Or its time would not tell it from what is written into it next.
+        time.sleep(max(stamp.mtime_ns + _TIME_STEP_NS - time.time_ns(), 0) / 1e9)
+        kept = cache_dir() / "digests" / _known_as(file, stamp, ())
+    _keep(kept, stamp, (), sha256)
+
+
+def _keep(kept: Path, stamp: Stamp, ranges: Sequence[Range], sha256: str) -> None:
     _seen[stamp, *ranges] = sha256
     with contextlib.suppress(OSError):  # kept for the next time only
         make_cache_dir()
@@ -246,7 +285,6 @@ def file_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
         for left_over in kept.parent.glob(".*.tmp"):
             remove_if_abandoned(left_over)
         write_file(kept, f"{sha256} {digest([kept.name, sha256])}".encode())
-    return sha256
 
 
 def _known_as(file: BinaryIO, stamp: Stamp, ranges: Sequence[Range]) -> str:

@@ -124,9 +124,7 @@ class Conversion:
         return forms == [piece.forms for piece in self.pieces] and names == {one.name for one in sources}
 
     def link(self, directory: Path, file: Path) -> None:
-        """Check the weights as `write` does, and have their file's own name stand for what would be written."""
-        for piece in self.pieces:
-            piece.make(load_tensors(piece.sources))
+        """Have the weights' own file stand for what would be written."""
         (directory / weights_files(self.config.mapping)[0]).symlink_to(file.resolve())
         _keep_tokenizer(self.model_dir, directory)
 
@@ -167,13 +165,14 @@ def convert_for_build(conversion: Conversion, directory: Path, *, may_link: bool
     """Write into an empty directory what a build by this process reads of a model's checkpoint.
 
     Nobody opens it later: its files are not recorded, which would read them again, nor given to the disk, and weights
-    that would be copied are not, if it `may_link` to them: such a build finds out if they are written over.
+    that would be copied are not, if it `may_link` to them: such a build finds out if they are written over, or no
+    numbers.
     """
     weights = conversion.model_dir / WEIGHTS
     if may_link and weights.is_file() and conversion.has_weights_of(weights):
         conversion.link(directory, weights)
-    else:
-        conversion.write(directory, lambda done, total: None)
+        return OpenedCheckpoint(directory, conversion.config, unread=weights)
+    conversion.write(directory, lambda done, total: None)
     conversion.warn_of_losses()
     return OpenedCheckpoint(directory, conversion.config)
 

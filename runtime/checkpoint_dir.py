@@ -20,6 +20,8 @@ class OpenedCheckpoint:
 
     directory: Path
     config: CheckpointConfig
+    unread: Path | None = None
+    """File of the model's that is the checkpoint's weights, of which nobody has looked whether they are numbers."""
 
 
 def open_checkpoint(checkpoint_dir: Path) -> CheckpointConfig:

@@ -22,6 +22,7 @@ from runtime.cache import (
     digest,
     digests_of_build_code,
     file_digest,
+    is_digest_awaited,
     locked_entry,
     remove_left_over,
     unwritable,
@@ -38,10 +39,9 @@ from runtime.engine import resolve_device
 from runtime.errors import SpecDecError, SpecDecWarning, errors_about
 from runtime.files import read_json
 from runtime.generation_config import GENERATION_CONFIG
-from runtime.gguf import gguf_files, is_gguf
 from runtime.heads.head_config import DraftOutputSettings, HeadConfig, language_model, states_of_heads
 from runtime.locks import MODEL_INIT_LOCK
-from runtime.models import MODEL_FILES, read_model_config, resolve_model
+from runtime.models import files_of_model, read_model_config, resolve_model
 from runtime.temporary import own_temporary_files, temporary_dir
 
 _MAX_SEQ_LEN = 4096  # unless asked for: a K/V cache for all positions of a long-context model would not fit
@@ -117,6 +117,8 @@ def engine_of_model(
     """
     model_dir = resolve_model(name)
     device = resolve_device("auto", 0)
+    if is_digest_awaited():  # of a new model, whose engine will not be there: what builds it is imported meanwhile
+        _import_builder()
     asked, settings = settings.compiler, replace(settings, compiler=compiler_for(device, settings.compiler))
     if settings.self_draft is not None:
         check_not_split(settings.tp_size)
@@ -200,12 +202,9 @@ def _say_that_it_waits() -> None:
 
 def _identity(model_dir: Path, settings: EngineSettings, device: torch.device) -> str:
     """A digest of the model's files, the settings, the machine, and the code that builds engines."""
-    files = sorted(path for pattern in MODEL_FILES for path in model_dir.glob(pattern) if path.is_file())
-    if is_gguf(model_dir):
-        files = gguf_files(model_dir)
     return digest(
         [
-            *(f"{path.name} {file_digest(path)}" for path in files),
+            *(f"{path.name} {file_digest(path)}" for path in files_of_model(model_dir)),
             *_identity_of_drafts(settings),
             *_identity_here(replace(settings, draft_output=DraftOutputSettings(), heads=()), device),
         ]
@@ -271,14 +270,21 @@ def _room_in_cache() -> Iterator[None]:
         raise unwritable(error) from error
 
 
+def _import_builder() -> None:
+    """Import what opens no engine: it takes seconds."""
+    with own_temporary_files():
+        import runtime.checkpoint
+        import runtime.compiler.build  # noqa: F401
+
+
 def _make_engine(
     model_dir: Path, engine_dir: Path, settings: EngineSettings, device: torch.device, phases: Phases
 ) -> Path:
     """Convert and build; the checkpoint between them is not kept."""
-    with own_temporary_files():
-        from runtime.checkpoint import convert_for_build, plan_conversion  # not to open an engine: it takes seconds
-        from runtime.compiler.build import BuildEffort, build_engine, positions_of
-        from runtime.draft_ids import choose_drafts
+    _import_builder()
+    from runtime.checkpoint import convert_for_build, plan_conversion
+    from runtime.compiler.build import BuildEffort, build_engine, positions_of
+    from runtime.draft_ids import choose_drafts
 
     assert settings.compiler is not None
     if uses_kernels(settings.compiler, device.type):

@@ -10,7 +10,7 @@ from typing import Any
 
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import read_json
-from runtime.gguf import has_tokenizer, is_gguf, without_later_parts
+from runtime.gguf import gguf_files, has_tokenizer, is_gguf, without_later_parts
 from runtime.gguf_config import config_of
 from runtime.tokenizer import TOKENIZER_FILES
 
@@ -43,6 +43,13 @@ def resolve_model(name: str) -> Path:
             hint="check the path; shipped names are `demo`, `demo-draft` and `demo-hybrid`, of a head `demo-head`",
         )
     return _download(name)
+
+
+def files_of_model(model_dir: Path) -> list[Path]:
+    """Files that make the model what it is."""
+    if is_gguf(model_dir):
+        return gguf_files(model_dir)
+    return sorted(path for pattern in MODEL_FILES for path in model_dir.glob(pattern) if path.is_file())
 
 
 def resolve_head(name: str) -> Path:

@@ -11,6 +11,6 @@ def computed(step: CutStep, inputs: list[Tensor]) -> Tensor:
     tensors = dict(enumerate(inputs))
     for call in step.calls:
         read = tuple(tensors[place] for place in call.inputs)
-        made = torch.func.functional_call(step.programs[call.program], call.weights, read)
+        made = torch.func.functional_call(step.programs[call.program], dict(call.weights()), read)
         tensors |= dict(zip(call.outputs, made if isinstance(made, tuple) else (made,), strict=True))
     return tensors[step.calls[-1].outputs[0]]

@@ -16,12 +16,19 @@ from commands.options.shared import INPUT, KV_CACHE, TokenizerDir
 from commands.options.speculation_flags import SpeculationOptions
 from commands.output import Output
 from runtime.bundle import Bundle, read_bundle
+from runtime.cache import begin_digests
 from runtime.chat import check_chat_template
 from runtime.drafters.spec import Devices
 from runtime.drafters.speculation import Speculation
 from runtime.errors import UsageError
 from runtime.heads.head_config import DraftOutputSettings
-from runtime.models import read_model_config, refuse_unreadable_tokenizer, resolve_model, resolve_tokenizer
+from runtime.models import (
+    files_of_model,
+    read_model_config,
+    refuse_unreadable_tokenizer,
+    resolve_model,
+    resolve_tokenizer,
+)
 from runtime.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -153,7 +160,8 @@ class EngineChoice:
         if self.tokenizer_dir is not None:
             resolve_tokenizer(self.tokenizer_dir)
         if self.model_dir is not None:
-            read_model_config(resolve_model(self.model_dir))
+            read_model_config(model_dir := resolve_model(self.model_dir))
+            begin_digests(files_of_model(model_dir))  # while torch is imported
             replace(self, speculation=speculation).check_draft_output()
         else:
             bundle = bundle or read_bundle(self.engine_dir)

@@ -8,7 +8,7 @@ import dataclasses
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,18 +24,18 @@ from runtime.checksums import config_digest, record_files
 from runtime.compiler.attention import KERNEL, PAGED
 from runtime.compiler.compare_logits import TOLERANCE_OF_8_BITS, check_logits, is_batch_invariant
 from runtime.compiler.compilation import CACHE, PACKAGE, CompiledStep, PackagedStep, StepFunction, compile_aot
-from runtime.compiler.identity import weights_digest
+from runtime.compiler.identity import BitSums
 from runtime.compiler.kernel_library import no_compiler, says_no_compiler, write_kernels
 from runtime.compiler.kernels import describe_kernels, fastest_arithmetic, flush_denormals, load_kernels
 from runtime.compiler.load import current_environment, open_copy
-from runtime.compiler.memory import trim, what_is_there_stays
+from runtime.compiler.memory import keep_freed_memory, trim, what_is_there_stays
 from runtime.compiler.model import ModelKind, Step, load_absent, load_whole_model, probe_config, split_config
 from runtime.compiler.pretrained import num_positions, parse_pretrained_config, why_positions_end
 from runtime.compiler.profile_steps import cache_for_measuring, costs_at_build
 from runtime.compiler.quantized import pack_layers
 from runtime.compiler.quantized_copy import DRAFT_ACTIVATIONS, copy_of, output_weight, quantize_layers, write_layers
 from runtime.compiler.torch_internals import check_torch
-from runtime.compiler.weights import present
+from runtime.compiler.weights import present, written_meanwhile
 from runtime.config import (
     Arithmetic,
     BuildConfig,
@@ -110,8 +110,6 @@ class BuildEffort:
 
 
 _USUAL = BuildEffort()
-_LITTLE_BYTES = 256 << 20
-"""Weights of which what may be free is not worth to be looked for: it takes a quarter of a second."""
 _ONE_PACKAGE = "a step that is split is not compiled ahead of time for GPUs"
 
 
@@ -135,6 +133,7 @@ def build_engine(
     check_output_is_not_input(output_dir, checkpoint_dir)
     check_output_directory(output_dir, replace=replace)
     checkpoint = source.config if isinstance(source, OpenedCheckpoint) else open_checkpoint(source)
+    unread = source.unread if isinstance(source, OpenedCheckpoint) else None
     pretrained = _parse_fitting(checkpoint, checkpoint_dir, build)
     _tell_slow_weights(checkpoint, build, device)
     weights = _Weights(checkpoint_dir, checkpoint, pretrained, device, uses_kernels(build.compiler, device.type))
@@ -148,6 +147,7 @@ def build_engine(
         what_is_there_stays(),
         own_temporary_files(),
         new_directory(output_dir, replace=replace) as directory,
+        written_meanwhile() if weights.splitting is None else nullcontext(lambda: None) as finish_writing,
         ExitStack() as stack,
     ):
         phase("compiling the step")
@@ -155,12 +155,11 @@ def build_engine(
         shape = weights.shape(compiled.build)
         if compiled.build.compiler != "aot":  # the step is the model
             stack.enter_context(present(model))
-        weights.trim()
         phase("checking the logits")
         step = _built_step(weights, model, shape, directory)
         if isinstance(step, RankedStep):
             stack.callback(step.close)
-        config = _checked(step, model, checkpoint, shape, compiled)
+        config = _checked(step, model, checkpoint, shape, compiled, unread)
         _write_draft_output(model, build, effort.drafts, directory, phase)
         copied = None
         if quantized:
@@ -174,6 +173,7 @@ def build_engine(
         if isinstance(step, RankedStep) and isinstance(step.own, CompiledStep):
             shutil.copytree(step.own.cache_dir, directory / CACHE, dirs_exist_ok=True)
         copy_side_files(checkpoint_dir, directory)
+        finish_writing()
         return _finish(config, directory, output_dir)
 
 
@@ -203,8 +203,7 @@ class _Weights:
 
     def trim(self) -> None:
         """Let the system have what is free, if that may be much."""
-        if sum(path.stat().st_size for path in self.paths) > _LITTLE_BYTES:
-            trim()
+        trim(sum(path.stat().st_size for path in self.paths))
 
     def model_of(self, rank: int) -> PreTrainedModel:
         return load_absent(self._kind, self.paths[rank])
@@ -300,14 +299,18 @@ def _compiled_step(step: Step, cache_dir: Path) -> CompiledStep:
 
 
 def _check(
-    step: StepFunction, model: PreTrainedModel, shape: StepShape, activations: LayersActivations | None
+    step: StepFunction,
+    model: PreTrainedModel,
+    shape: StepShape,
+    activations: LayersActivations | None,
+    have: Callable[..., AbstractContextManager[None]] = present,
 ) -> LogitsCheck:
     product_tolerance = _TOLERANCE[shape.dtype]
     tolerance = max(product_tolerance, _QUANTIZED_TOLERANCE.get(activations or "float", 0))
     if shape.kv_cache is not None and isinstance(step, RankedStep):
         tolerance = _QUANTIZED_TOLERANCE["int8"]
     with _machine_errors():  # `torch-compile` compiles with the first step
-        return check_logits(step, model, shape, tolerance, product_tolerance)
+        return check_logits(step, model, shape, tolerance, product_tolerance, have)
 
 
 def _checked(
@@ -316,10 +319,12 @@ def _checked(
     checkpoint: CheckpointConfig,
     shape: StepShape,
     compiled: _Compiled,
+    unread: Path | None,
 ) -> EngineConfig:
-    """Engine config, after the step's logits have been checked."""
+    """Engine config, after the step's logits have been checked, and weights that are `unread`."""
     activations = None if checkpoint.quantization is None else checkpoint.quantization.activations
-    logits_check = _check(step, model, shape, activations)
+    sums = BitSums(model, getattr(torch, checkpoint.dtype), unread)
+    logits_check = _check(step, model, shape, activations, sums.present)
     return EngineConfig(
         pretrained_config=checkpoint.pretrained_config,
         dtype=checkpoint.dtype,
@@ -329,7 +334,7 @@ def _checked(
         vocab_size=shape.vocab_size,
         environment=current_environment(next(model.parameters()).device),
         logits_check=logits_check,
-        weights_digest=weights_digest(model, getattr(torch, checkpoint.dtype)),
+        weights_digest=sums.digest(),
         quantization=checkpoint.quantization,
         compiler_note=compiled.note,
         why_whole=compiled.why_whole,
@@ -463,6 +468,7 @@ def _compile_all(
         _make_kernels(directory / LIBRARY)
     if weights.device.type == "cpu":
         flush_denormals()
+        keep_freed_memory()
     if weights.splitting is None:
         compiled = _compile(model, shape, directory)
     else:

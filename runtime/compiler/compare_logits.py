@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -63,14 +63,20 @@ _JUDGE_8_BITS = _Judge(torch.float32, more_rounding=1.5, most_rounding=0.3, of_r
 
 
 def check_logits(
-    step: StepFunction, model: PreTrainedModel, shape: StepShape, tolerance: float, product_tolerance: float
+    step: StepFunction,
+    model: PreTrainedModel,
+    shape: StepShape,
+    tolerance: float,
+    product_tolerance: float,
+    have: Callable[..., AbstractContextManager[None]] = present,
 ) -> LogitsCheck:
     """Compare a ragged batch's context step and draft-length step with eager attention over the whole sequences.
 
     Raises SpecDecError if the largest relative difference of a row of logits exceeds `tolerance`, or that of a
     quantized layer's product, by its kernels and by torch, exceeds `product_tolerance`. Because transformers
     rounds too, more bits of the same weights decide then, float32 where both compute in 16 and float64 where they
-    compute in float32: the engine must not be much farther from what those give than transformers is.
+    compute in float32: the engine must not be much farther from what those give than transformers is. Layers' weights
+    are there by `have` when transformers computes them.
     """
     build = shape.build_config
     num_context = _check_context_len(shape)
@@ -90,7 +96,7 @@ def check_logits(
         kv = [None if shape.kv_cache is None else Stored(pool, table, tolerance) for table in tables]
         sequences = list(zip(rows_tokens, lengths, kv, strict=True))
         with _reference_attention(model, shape), quiet_transformers():
-            with layer_by_layer(model), _products_checked(model, product_tolerance):
+            with layer_by_layer(model, have), _products_checked(model, product_tolerance):
                 theirs = _reference_logits(model, sequences)
             if not theirs.isfinite().all():
                 raise SpecDecError(
@@ -277,7 +283,8 @@ def _check_product(ours: Tensor, theirs: Tensor, tolerance: float) -> None:
 
 
 def is_batch_invariant(step: StepFunction, model: PreTrainedModel, shape: StepShape) -> bool:
-    """True if two sequences' logits are bitwise the same in one step and each by itself in chunks and tokens.
+    """True if two sequences' logits are bitwise the same in one step and each by itself, the longer one in chunks and
+    tokens.
 
     A sample: it finds a step whose products or sums depend on its size, and proves nothing.
     """
@@ -290,11 +297,10 @@ def is_batch_invariant(step: StepFunction, model: PreTrainedModel, shape: StepSh
     num_single = min(_NUM_SINGLE, lengths[-1])
     with torch.inference_mode():
         together = run([Row(tokens, 0, table, num_single) for tokens, table in zip(texts, tables, strict=True)])
-        alone = []
-        for tokens, table in zip(texts, tables, strict=True):
-            ends = sorted({0, (len(tokens) - num_single) // 3, *range(len(tokens) - num_single, len(tokens) + 1)})
-            pieces = [run([Row(tokens[start:end], start, table, 1)]) for start, end in pairwise(ends)]
-            alone += pieces[-num_single:]
+        ends = sorted({0, (longest - num_single) // 3, *range(longest - num_single, longest + 1)})
+        pieces = [run([Row(texts[0][start:end], start, tables[0], 1)]) for start, end in pairwise(ends)]
+        others = [run([Row(tokens, 0, table, num_single)]) for tokens, table in zip(texts[1:], tables[1:], strict=True)]
+        alone = [*pieces[-num_single:], *others]
     return torch.equal(together, torch.cat(alone))
 
 

@@ -29,7 +29,7 @@ from torch.fx import GraphModule
 from runtime.batch import Batch, Row, pack, pad_to_min_2
 from runtime.bundle import uses_kernels
 from runtime.compiler.kernels import flush_denormals_of_openmp
-from runtime.compiler.memory import give_back
+from runtime.compiler.memory import give_back, trim
 from runtime.compiler.programs import (
     LIBRARY,
     Files,
@@ -40,7 +40,7 @@ from runtime.compiler.programs import (
     package_options,
     run_inductor,
 )
-from runtime.compiler.weights import Layout, layout_of, present, save_weights, write_weights
+from runtime.compiler.weights import Layout, layout_of, num_bytes_of, present, save_weights, write_weights
 from runtime.config import ARITHMETICS, Arithmetic, Shapes, StepShape, as_json, parse
 from runtime.kv_cache import KVPool, kv_dtype
 from runtime.states import state_inputs, state_pools
@@ -135,7 +135,7 @@ def compile_aot(
         except Exception as error:  # whatever it is about the model, the whole may do
             why_whole = why_not_cut(error)
         else:
-            files = _files_of(cut.programs)
+            files = _files_of(cut)
             keep_step(step, shape, number, cut, files)
             _write_cut(cut, files, shape, directory, known, rank)
             return Made(uses_kernels=True)
@@ -158,6 +158,7 @@ def _write_cut(
     known: Mapping[str, Tensor] | None,
     rank: int,
 ) -> None:
+    trim(num_bytes_of(cut.layout))
     write_weights(directory / f"rank{rank}.safetensors", cut.layout, cut.weights, known)
     if rank > 0:
         return
@@ -171,7 +172,7 @@ def _write_cut(
                 archive.writestr(f"{number}/{name}", data)
 
 
-def _files_of(programs: list[GraphModule]) -> list[Files]:
+def _files_of(cut: "CutStep") -> list[Files]:
     """Each program's files: its code if all can be carried out token by token, or else what the compiler makes of it.
 
     Some of each would not fit: the compiler takes inputs to be laid out in memory as its graphs say.
@@ -179,10 +180,13 @@ def _files_of(programs: list[GraphModule]) -> list[Files]:
     from runtime.compiler.vectors import CannotBeLowered  # not to open an engine
 
     try:
-        return _files_without_compiler(programs)
+        return _files_without_compiler(cut.programs)
     except CannotBeLowered:
-        with present(*programs):
-            return compile_programs(programs)
+        for number, call in {call.program: call for call in cut.calls}.items():
+            with present(*call.sources):
+                for name, weight in call.weights():
+                    setattr(cut.programs[number], name, weight)
+        return compile_programs(cut.programs)
 
 
 def _files_without_compiler(programs: list[GraphModule]) -> list[Files]:
@@ -301,15 +305,15 @@ def _is_cut(package: Path) -> bool:
 
 
 def _open_cut(package: Path, weights: dict[str, Tensor]) -> Any:
-    own: dict[str, dict[str, Tensor]] = {}
+    own: dict[int, dict[str, Tensor]] = {}
     for name, weight in weights.items():
         call, _, name_there = name.partition(".")
-        own.setdefault(call, {})[name_there] = weight
+        own.setdefault(int(call), {})[name_there] = weight
     step: Any = torch.classes.specdec.CutStep()
     with tempfile.TemporaryDirectory() as directory, zipfile.ZipFile(package) as archive:
         archive.extractall(directory)
         for i, (program, inputs, outputs) in enumerate(_read_extra(package, _CALLS)):
-            path, given = Path(directory) / str(program), own.get(str(i), {})
+            path, given = Path(directory) / str(program), own.get(i, {})
             if (path / TOKENWISE).exists():
                 code = json.loads((path / TOKENWISE).read_text())
                 named = [given[name] for name in code["weights"]]

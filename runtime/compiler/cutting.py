@@ -66,14 +66,17 @@ class Call:
     def sources(self) -> list[Tensor]:
         return [self.get(name) for name in self.recipe.names]
 
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        """The program's constants, made anew each time, of sources that must be present."""
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The program's constants by their names, made anew each time, of sources that must be present."""
         return self.recipe.weights(self.get)
 
 
 class Made(int):
     """Number of an operation whose result is meant."""
+
+
+def _made_in(arguments: Any) -> list[int]:
+    return [one for one in pytree.tree_leaves(arguments) if isinstance(one, Made)]
 
 
 @dataclass(frozen=True)
@@ -89,23 +92,37 @@ class Recipe:
         """Attributes that are read."""
         return [name for operation, name, _ in self.operations if operation is None]
 
-    def weights(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """The weights that come of the attributes that `get` finds, which must be present."""
-        known: list[Any] = []
-        for operation, args, kwargs in self.operations:
+    def weights(self, get: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The weights that come of the attributes that `get` finds, which must be present, one after the other.
+
+        What was made for others is let go of when it is not needed any more.
+        """
+        names: dict[int, list[str]] = {}
+        for name, i in self.made.items():
+            names.setdefault(i, []).append(name)
+        read_last = {one: i for i, (_, *given) in enumerate(self.operations) for one in _made_in(given)}
+        known: dict[int, Any] = {}
+        for i, (operation, args, kwargs) in enumerate(self.operations):
             if operation is None:
-                known.append(get(args))
+                known[i] = get(args)
             else:
                 given = torch.fx.node.map_aggregate(
                     (args, kwargs), lambda one: known[one] if isinstance(one, Made) else one
                 )
-                known.append(operation(*given[0], **given[1]))
-        return {name: known[i].detach().contiguous() for name, i in self.made.items()}
+                known[i] = operation(*given[0], **given[1])
+                del given
+            for name in names.get(i, ()):
+                yield name, known[i].detach().contiguous()
+            for one in [one for one in known if read_last.get(one, one) <= i]:
+                del known[one]
 
 
 @dataclass(frozen=True)
 class CutStep:
-    """Programs, and the calls that are a step; the last one gives the logits, and hidden states if asked for."""
+    """Programs, and the calls that are a step; the last one gives the logits, and hidden states if asked for.
+
+    Weights of programs have no values.
+    """
 
     programs: list[GraphModule]
     calls: list[Call]
@@ -113,13 +130,20 @@ class CutStep:
     @property
     def layout(self) -> Layout:
         """Forms of all calls' weights."""
-        return {f"{i}.{name}": form for i, call in enumerate(self.calls) for name, form in call.layout.items()}
+        return {_of_call(i, name): form for i, call in enumerate(self.calls) for name, form in call.layout.items()}
 
     def weights(self) -> Iterator[dict[str, Tensor]]:
-        """The weights of one call after the other, there until the next are asked for."""
+        """One weight after the other, there until the next is asked for."""
         for i, call in enumerate(self.calls):
             with present(*call.sources):
-                yield {f"{i}.{name}": weight for name, weight in call.weights.items()}
+                for name, weight in call.weights():
+                    yield {_of_call(i, name): weight}
+                    del weight
+
+
+def _of_call(number: int, name: str) -> str:
+    """Name of a weight in a file, where names stand in order: so each is written when it is made."""
+    return f"{number:04}.{name}"
 
 
 def cut_step(model: nn.Module, shapes: Shapes, export: Export, arithmetic: int) -> CutStep:
@@ -363,7 +387,7 @@ def _inputs(layer: Node) -> list[Node]:
 
 @dataclass(frozen=True)
 class _Folded:
-    """A graph whose constants are weights with names, and how these are made."""
+    """A graph whose constants are weights with names, here without values, and how these are made."""
 
     graph: GraphModule
     recipe: Recipe
@@ -389,9 +413,9 @@ def _fold(module: GraphModule) -> _Folded:
     for node in reversed(module.graph.nodes):
         needed |= set(node.all_input_nodes) if node in needed else set()
     recipe = _recipe([node for node in module.graph.nodes if node in needed], made_by)
-    get = attribute_of(module)
-    with present(*(get(name) for name in recipe.names)):
-        return _Folded(GraphModule(recipe.weights(get), graph), recipe)
+    forms = {name: node.meta["val"] for name, node in made_by.items()}
+    forms = {name: torch.empty(form.shape, dtype=form.dtype, device="meta") for name, form in forms.items()}
+    return _Folded(GraphModule(forms, graph), recipe)
 
 
 def _recipe(nodes: list[Node], made_by: dict[str, Node]) -> Recipe:

@@ -1,18 +1,21 @@
 """Identity of an engine's model: by its config, its tokenizer and its weights, not by the directory's name."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from runtime.bundle import Bundle
 from runtime.cache import digest
 from runtime.compiler.pretrained import parse_pretrained_config
-from runtime.compiler.weights import present
+from runtime.compiler.weights import present, tensors_of
 from runtime.errors import SpecDecError
+from runtime.quantization.planning import check_numbers
 from runtime.text import load_tokenizer, tokenizer_digest
 from runtime.tokenizer import Tokenizer
 
@@ -26,13 +29,38 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 _SUMMED_AT_ONCE = 1 << 20
 
 
-def weights_digest(model: PreTrainedModel, dtype: torch.dtype) -> str:
-    """The same for models of the same weights in `dtype`. Of each tensor the sum of its bits: as fast as memory."""
-    parts = []
-    for name, weight in sorted(model.state_dict().items()):
-        with present(weight):
-            parts.append(f"{name} {tuple(weight.shape)} {_sum_of_bits(weight, dtype)}")
-    return digest(parts)
+class BitSums:
+    """Sum of the bits of each of a model's weights in `dtype`: as fast as memory, and taken while they are present."""
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, unread: Path | None = None) -> None:
+        """`unread`: a file of weights of which nobody has looked whether they are numbers."""
+        self._weights, self._dtype, self._unread = sorted(model.state_dict().items()), dtype, unread
+        self._names = {_place(weight): name for name, weight in self._weights}
+        self._sums: dict[tuple[int, int], int] = {}
+
+    @contextmanager
+    def present(self, *those: nn.Module | Tensor) -> Iterator[None]:
+        """`weights.present`. SpecDecError for weights that are unread and no numbers."""
+        with present(*those):
+            for tensor in tensors_of(those):
+                if (place := _place(tensor)) in self._names and place not in self._sums:
+                    if self._unread is not None:
+                        check_numbers(tensor, self._names[place], self._unread)
+                    self._sums[place] = _sum_of_bits(tensor, self._dtype)
+            yield
+
+    def digest(self) -> str:
+        """The same for models of the same weights."""
+        parts = []
+        for name, weight in self._weights:
+            with self.present(weight) if _place(weight) not in self._sums else nullcontext():
+                parts.append(f"{name} {tuple(weight.shape)} {self._sums[_place(weight)]}")
+        return digest(parts)
+
+
+def _place(weight: Tensor) -> tuple[int, int]:
+    """Memory of a weight; there are some without."""
+    return weight.data_ptr(), weight.numel()
 
 
 def _sum_of_bits(weight: Tensor, dtype: torch.dtype) -> int:
@@ -55,7 +83,7 @@ def differences(
     quantization = bundle.config.quantization
     # From these weights or others: the figures tell how well.
     is_quantized = quantization is not None and quantization.quant_algo is not None
-    if not found and not (is_inner or is_quantized) and weights_digest(model, dtype) != bundle.config.weights_digest:
+    if not found and not (is_inner or is_quantized) and BitSums(model, dtype).digest() != bundle.config.weights_digest:
         found.append("the weights")
     return found
 

@@ -21,6 +21,8 @@ _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # Python has no name of 
 Mapping = TypeVar("Mapping", bound=mmap.mmap)
 # Of what may never be used up: a huge page, 2 MiB, is zeroed as a whole when a byte of it is used, and made room for.
 _SMALL_PAGES_FIRST = 2 << 20
+_LITTLE_BYTES = 256 << 20
+"""Weights of which what may be free is not worth to be looked for: it takes a quarter of a second."""
 _MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
@@ -90,8 +92,11 @@ def what_is_there_stays() -> Iterator[None]:
         gc.unfreeze()
 
 
-def trim() -> None:
-    """Let the system have what is free, and what only refers to itself, as the graphs of an export do."""
+def trim(num_bytes: float = math.inf) -> None:
+    """Let the system have what is free, and what only refers to itself, as the graphs of an export do, before so many
+    bytes of weights are there: beside few it may stay."""
+    if num_bytes <= _LITTLE_BYTES:
+        return
     gc.collect()
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
     if malloc_trim is not None:

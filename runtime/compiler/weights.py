@@ -4,6 +4,7 @@ Packaged with the step they would be in memory twice, mapped and copied, and the
 """
 
 import ctypes
+import hashlib
 import json
 import math
 import mmap
@@ -11,11 +12,13 @@ import os
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, BinaryIO, NoReturn
 from weakref import WeakValueDictionary
 
@@ -23,6 +26,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from runtime.cache import keep_digest
 from runtime.compiler.memory import give_back_pages, huge_pages, reserve, small_pages
 from runtime.errors import SpecDecError
 from runtime.files import Stamp, stamp_of
@@ -58,29 +62,108 @@ def write_weights(
     """
     shared = {name: other for part in parts() for name, other in _among(known, part)} if known else {}
     own = {name: form for name, form in layout.items() if name not in shared}
-    header, places = _header(own, {_SHARED: json.dumps(shared)} if shared else {})
-    with path.open("wb") as file:
-        file.write(header)
+    written = _Written(path, own, shared)
+    try:
         for part in parts():
-            for name in part.keys() & places.keys():
+            for name in part.keys() & own.keys():
                 assert layout_of({name: part[name]})[name] == layout[name]
-                file.seek(len(header) + places.pop(name))
-                file.write(part[name].detach().flatten().view(torch.uint8).numpy().data)
-    assert not places
+                written.put(name, part[name])
+        if _meanwhile is None:
+            written.finish()
+    except BaseException:
+        written.abandon()
+        raise
+    if _meanwhile is not None:
+        _meanwhile[path] = written
+
+
+class _Written:
+    """Weights in one piece of memory, and a thread that writes them from there."""
+
+    def __init__(self, path: Path, layout: Layout, shared: dict[str, str]) -> None:
+        header, self._sizes = _header(layout, {_SHARED: json.dumps(shared)} if shared else {})
+        self.path, self.shared = path, shared
+        memory, start = huge_pages(sum(map(_aligned, self._sizes.values()))), 0
+        self.tensors: dict[str, Tensor] = {}
+        for name, size in self._sizes.items():
+            dtype, shape = layout[name]
+            self.tensors[name] = memory[start : start + size].view(getattr(torch, dtype)).view(shape)
+            start += _aligned(size)
+        self._put = SimpleQueue[str | None]()
+        pool = ThreadPoolExecutor(1)
+        self._end = pool.submit(self._write, header)
+        pool.shutdown(wait=False)
+
+    def put(self, name: str, weight: Tensor) -> None:
+        self.tensors[name].copy_(weight.detach())
+        self._put.put(name)
+
+    def finish(self) -> str:
+        """Wait until all are written; returns the file's SHA-256. Raises OSError for a disk that is full."""
+        return self._end.result()
+
+    def abandon(self) -> None:
+        """Wait until nothing is written any more."""
+        self._put.put(None)
+        wait([self._end])
+
+    def _write(self, header: bytes) -> str:
+        """Write in the order of the file, until something is abandoned."""
+        sha256, is_put = hashlib.sha256(header), set[str]()
+        with self.path.open("wb") as file:
+            file.write(header)
+            for name, weight in self.tensors.items():
+                while name not in is_put:
+                    if (one := self._put.get()) is None:
+                        return ""
+                    is_put.add(one)
+                data = weight.flatten().view(torch.uint8).numpy().data
+                file.write(data)
+                sha256.update(data)
+            file.flush()
+            os.fsync(file.fileno())
+        return sha256.hexdigest()
+
+
+_meanwhile: dict[Path, _Written] | None = None
+
+
+@contextmanager
+def written_meanwhile() -> Iterator[Callable[[], None]]:
+    """Have threads write weights in the block, which meanwhile are opened from the memory that they are written from.
+
+    What it yields waits until all are written. For one thread at a time.
+    """
+    global _meanwhile
+    assert _meanwhile is None
+    begun = _meanwhile = dict[Path, _Written]()
+
+    def finish() -> None:
+        for path, written in begun.items():
+            keep_digest(path, written.finish())
+
+    try:
+        yield finish
+    finally:
+        _meanwhile = None
+        for written in begun.values():
+            written.abandon()
 
 
 def _header(layout: Layout, metadata: dict[str, str]) -> tuple[bytes, dict[str, int]]:
-    """Length and header as safetensors writes them, and where each tensor begins behind them: the widest come first."""
+    """Length and header as safetensors writes them, and the bytes of each tensor in the order of the file: the widest
+    come first."""
     order = {name: number for number, name in enumerate(NUM_BITS)}
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    places, end = dict[str, int](), 0
+    sizes, end = dict[str, int](), 0
     for name in sorted(layout, key=lambda name: (-order[_CODES[layout[name][0]]], name)):
         code, shape = _CODES[layout[name][0]], layout[name][1]
-        places[name], end = end, end + math.prod(shape) * NUM_BITS[code] // 8
-        header[name] = {"dtype": code, "shape": shape, "data_offsets": [places[name], end]}
+        sizes[name] = num_bytes_of({name: layout[name]})
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [end, end + sizes[name]]}
+        end += sizes[name]
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)
-    return len(encoded).to_bytes(8, "little") + encoded, places
+    return len(encoded).to_bytes(8, "little") + encoded, sizes
 
 
 def _among(known: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
@@ -99,12 +182,20 @@ def layout_of(weights: Mapping[str, Tensor]) -> Layout:
     return {name: (str(weight.dtype).removeprefix("torch."), list(weight.shape)) for name, weight in weights.items()}
 
 
+def num_bytes_of(layout: Layout) -> int:
+    return sum(math.prod(shape) * NUM_BITS[_CODES[dtype]] // 8 for dtype, shape in layout.values())
+
+
 def open_weights(path: Path, wanted: Layout, known: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """The file's tensors, in one piece of memory, and behind them those of `known` that the file names.
 
     Raises SafetensorError where it is damaged. SpecDecError unless they are what the step wants: it reads their memory
     as it was compiled to.
     """
+    if _meanwhile is not None and (written := _meanwhile.get(path)) is not None:
+        weights = written.tensors | _named(path, written.shared, known or {})
+        _check_layout(path, layout_of(weights), wanted)
+        return weights
     with path.open("rb") as file:
         header = read_header(file)
         tensors, shared = header.tensors, _shared(path, header.metadata, known or {})
@@ -127,6 +218,11 @@ def _shared(path: Path, metadata: dict[str, str], known: Mapping[str, Tensor]) -
         names = dict(json.loads(metadata.get(_SHARED, "{}")))
     except (ValueError, TypeError, RecursionError) as error:
         raise SafetensorError(f"`{_SHARED}` does not say which weights are the target's: {error}") from error
+    return _named(path, names, known)
+
+
+def _named(path: Path, names: dict[str, str], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The known tensors that the file names instead of its own."""
     if missing := sorted(set(names.values()) - set(known)):
         _refuse(path, f"names {len(missing)} of the target's weights that it has not, such as: {missing[0]}")
     return {name: known[other] for name, other in names.items()}

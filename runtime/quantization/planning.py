@@ -5,6 +5,7 @@ count of the weights that its dtype is too small for.
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,13 +37,7 @@ class Losses:
             return
         self._num_weights += saved.numel()
         if not _are_finite(written):
-            num_bad = int((~saved.isfinite()).sum())
-            if num_bad:
-                raise SpecDecError(
-                    f"{num_bad:,} of {saved.numel():,} numbers of `{entry.source_name}` are NaN or infinite: "
-                    f"{entry.file}",
-                    hint="the model is damaged; download it again, or train it again",
-                )
+            check_numbers(saved, entry.source_name, entry.file)
             self._infinite[entry.name] = int((~written.isfinite()).sum())
         if saved.dtype != written.dtype:
             num_zero = int(saved.count_nonzero() - written.count_nonzero())
@@ -64,6 +59,16 @@ class Losses:
                 f"such as in `{max(self._zero, key=lambda name: self._zero[name])}`; bfloat16 holds them"
             )
         return said
+
+
+def check_numbers(saved: Tensor, name: str, file: Path) -> None:
+    """SpecDecError for weights that are no numbers as they were saved."""
+    if saved.dtype.is_floating_point and not _are_finite(saved):
+        num_bad = int((~saved.isfinite()).sum())
+        raise SpecDecError(
+            f"{num_bad:,} of {saved.numel():,} numbers of `{name}` are NaN or infinite: {file}",
+            hint="the model is damaged; download it again, or train it again",
+        )
 
 
 def _are_finite(weights: Tensor) -> bool:

@@ -26,9 +26,12 @@ std::vector<int64_t> arithmetics() {
   return all;
 }
 
+constexpr int64_t kPackedAtOnce = 64;  // columns of a panel, so that what is written is in the cache until it is whole
+
 at::Tensor pack_linear(const at::Tensor& weight) {
   const int64_t N = weight.size(0), K = weight.size(1), panels = (N + kPanel - 1) / kPanel;
-  at::Tensor packed = at::zeros({panels, K, kPanel}, weight.options()), rows = weight.contiguous();
+  at::Tensor packed = at::empty({panels, K, kPanel}, weight.options()), rows = weight.contiguous();
+  if (N % kPanel != 0) packed[panels - 1].zero_();
   with_type(weight.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     constexpr int64_t group = kGroup<T>;
@@ -36,9 +39,15 @@ at::Tensor pack_linear(const at::Tensor& weight) {
     const T* source = rows.const_data_ptr<T>();
     T* target = packed.mutable_data_ptr<T>();
     share_range(N, 32, [&](int64_t begin, int64_t end) {
-      for (int64_t n = begin; n < end; ++n)
-        for (int64_t k = 0; k < K; ++k)
-          target[(n / kPanel * K + k / group * group) * kPanel + n % kPanel * group + k % group] = source[n * K + k];
+      for (int64_t first = begin, last; first < end; first = last) {
+        last = std::min(end, (first / kPanel + 1) * kPanel);
+        T* panel = target + first / kPanel * K * kPanel;
+        for (int64_t start = 0; start < K; start += kPackedAtOnce)
+          for (int64_t n = first; n < last; ++n)
+            for (int64_t k = start; k < std::min(K, start + kPackedAtOnce); k += group)
+              for (int64_t i = 0; i < group; ++i)
+                panel[k * kPanel + n % kPanel * group + i] = source[n * K + k + i];
+      }
     });
   });
   return packed;

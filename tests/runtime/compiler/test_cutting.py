@@ -49,7 +49,7 @@ def test_layers_of_one_kind_are_one_program_with_weights_of_their_own(three_laye
     assert len(three_layers.programs) == 3 and len(three_layers.calls) == 4
     layers = [call for call in three_layers.calls if call.program == three_layers.calls[1].program]
     assert len(layers) == 2
-    first, second = (call.weights for call in layers[:2])
+    first, second = (dict(call.weights()) for call in layers[:2])
     assert first.keys() == second.keys() and not any(torch.equal(first[name], second[name]) for name in first)
 
 

@@ -71,7 +71,8 @@ def opened(step: CutStep, *, groups: bool = True) -> Any:
     programs = [lower(program, groups=groups) for program in step.programs]
     for call in step.calls:
         program = programs[call.program]
-        weights = [call.weights[name] for name in program.weights]
+        made = dict(call.weights())
+        weights = [made[name] for name in program.weights]
         made.add_tokenwise(program.code, program.numbers, weights, call.inputs, call.outputs)
     return made
 
