@@ -32,7 +32,7 @@ from runtime.checkpoint_dir import check_not_split
 from runtime.checksums import CONFIG, NOT_RECORDED
 from runtime.compiler.choosing import as_can_be_made, compiler_for
 from runtime.compiler.kernel_library import check_kernels_can_be_made, has_compiler, no_compiler, processor
-from runtime.compiler.load import current_environment
+from runtime.compiler.load import current_environment, take_step
 from runtime.config import Activations, BuildConfig, Compiler, DraftOutput, Dtype, QuantConfig, SelfDraft
 from runtime.costs import MeasuredCosts, keep_costs
 from runtime.engine import resolve_device
@@ -151,6 +151,7 @@ def engine_of_model(
 
         assert settings.compiler is not None
         engine_dir = as_can_be_made(asked, settings.compiler, make_and_enter)
+        stack.callback(take_step, engine_dir)
         yield engine_dir
 
 
@@ -304,7 +305,9 @@ def _make_engine(
         output = DraftOutput(settings.draft_output.qformat, len(drafts.ids) or None)
         build = replace(build, draft_output=output)
         # A GPU's memory is given away when an engine is opened, and ranks measure together.
-        at_once = BuildEffort(measure_costs=settings.tp_size > 1 or device.type != "cpu", drafts=drafts)
+        at_once = BuildEffort(
+            measure_costs=settings.tp_size > 1 or device.type != "cpu", drafts=drafts, leaves_step=True
+        )
         config = build_engine(checkpoint, engine_dir, build, device, replace=False, phase=phase, effort=at_once)
     if not at_once.measure_costs:
         keep_costs(engine_dir, MeasuredCosts())

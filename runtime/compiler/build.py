@@ -22,12 +22,12 @@ from runtime.checkpoint import check_side_files, copy_side_files
 from runtime.checkpoint_dir import OpenedCheckpoint, check_hidden_states, check_self_draft, open_checkpoint
 from runtime.checksums import config_digest, record_files
 from runtime.compiler.attention import KERNEL, PAGED
-from runtime.compiler.compare_logits import TOLERANCE_OF_8_BITS, check_logits, is_batch_invariant
+from runtime.compiler.compare_logits import TOLERANCE_OF_8_BITS, Computed, check_logits, compute, is_batch_invariant
 from runtime.compiler.compilation import CACHE, PACKAGE, CompiledStep, PackagedStep, StepFunction, compile_aot
 from runtime.compiler.identity import BitSums
 from runtime.compiler.kernel_library import no_compiler, says_no_compiler, write_kernels
 from runtime.compiler.kernels import describe_kernels, fastest_arithmetic, flush_denormals, load_kernels
-from runtime.compiler.load import current_environment, open_copy
+from runtime.compiler.load import current_environment, leave_step, open_copy
 from runtime.compiler.memory import keep_freed_memory, trim, what_is_there_stays
 from runtime.compiler.model import ModelKind, Step, load_absent, load_whole_model, probe_config, split_config
 from runtime.compiler.pretrained import num_positions, parse_pretrained_config, why_positions_end
@@ -107,6 +107,8 @@ class BuildEffort:
     num_workers: int = 1
     """Processes that make ranks' steps at once, each with the memory that a rank's weights take."""
     drafts: DraftSource = DraftSource()
+    leaves_step: bool = False
+    """True if who opens the engine next, in this process, is to have the step that is open already."""
 
 
 _USUAL = BuildEffort()
@@ -126,17 +128,12 @@ def build_engine(
     """Write the engine directory of a checkpoint, with what its steps cost.
 
     Raises SpecDecError if the settings do not fit the model, or the compiled step's logits differ from transformers';
-    then nothing is written. A model that cannot be exported is compiled with `torch-compile` instead, and
-    `compiler_note` says why.
+    then nothing is written. A model that cannot be exported has `torch-compile`, and `compiler_note` says why.
     """
-    checkpoint_dir = source.directory if isinstance(source, OpenedCheckpoint) else source
-    check_output_is_not_input(output_dir, checkpoint_dir)
-    check_output_directory(output_dir, replace=replace)
-    checkpoint = source.config if isinstance(source, OpenedCheckpoint) else open_checkpoint(source)
-    unread = source.unread if isinstance(source, OpenedCheckpoint) else None
-    pretrained = _parse_fitting(checkpoint, checkpoint_dir, build)
-    _tell_slow_weights(checkpoint, build, device)
-    weights = _Weights(checkpoint_dir, checkpoint, pretrained, device, uses_kernels(build.compiler, device.type))
+    opened = _opened(source, output_dir, replace=replace)
+    pretrained = _parse_fitting(opened.config, opened.directory, build)
+    _tell_slow_weights(opened.config, build, device)
+    weights = _Weights(opened, pretrained, device, uses_kernels(build.compiler, device.type))
     phase("loading the checkpoint")
     model = weights.whole_model(build)
     ids = effort.drafts.tensor
@@ -159,7 +156,7 @@ def build_engine(
         step = _built_step(weights, model, shape, directory)
         if isinstance(step, RankedStep):
             stack.callback(step.close)
-        config = _checked(step, model, checkpoint, shape, compiled, unread)
+        config = _checked(step, model, weights.opened, shape, compiled)
         _write_draft_output(model, build, effort.drafts, directory, phase)
         copied = None
         if quantized:
@@ -172,20 +169,34 @@ def build_engine(
         phase("writing the engine")
         if isinstance(step, RankedStep) and isinstance(step.own, CompiledStep):
             shutil.copytree(step.own.cache_dir, directory / CACHE, dirs_exist_ok=True)
-        copy_side_files(checkpoint_dir, directory)
+        copy_side_files(opened.directory, directory)
         finish_writing()
-        return _finish(config, directory, output_dir)
+        config = _finish(config, directory, output_dir)
+    if effort.leaves_step and isinstance(step, PackagedStep):
+        leave_step(output_dir, step)
+    return config
+
+
+def _opened(source: Path | OpenedCheckpoint, output_dir: Path, *, replace: bool) -> OpenedCheckpoint:
+    """The source, opened if it is a directory, after the output directory was found fit."""
+    checkpoint_dir = source.directory if isinstance(source, OpenedCheckpoint) else source
+    check_output_is_not_input(output_dir, checkpoint_dir)
+    check_output_directory(output_dir, replace=replace)
+    return source if isinstance(source, OpenedCheckpoint) else OpenedCheckpoint(source, open_checkpoint(source))
 
 
 @dataclass(frozen=True)
 class _Weights:
     """A checkpoint's, as models that have them."""
 
-    directory: Path
-    checkpoint: CheckpointConfig
+    opened: OpenedCheckpoint
     pretrained: PreTrainedConfig
     device: torch.device
     with_kernels: bool
+
+    @property
+    def checkpoint(self) -> CheckpointConfig:
+        return self.opened.config
 
     @cached_property
     def splitting(self) -> Splitting | None:
@@ -193,7 +204,7 @@ class _Weights:
 
     @property
     def paths(self) -> list[Path]:
-        return [self.directory / name for name in weights_files(self.checkpoint.mapping)]
+        return [self.opened.directory / name for name in weights_files(self.checkpoint.mapping)]
 
     def whole_model(self, build: BuildConfig) -> PreTrainedModel:
         """The model that the step is compared with, of all ranks' weights."""
@@ -304,27 +315,28 @@ def _check(
     shape: StepShape,
     activations: LayersActivations | None,
     have: Callable[..., AbstractContextManager[None]] = present,
-) -> LogitsCheck:
+) -> tuple[LogitsCheck, Computed]:
     product_tolerance = _TOLERANCE[shape.dtype]
     tolerance = max(product_tolerance, _QUANTIZED_TOLERANCE.get(activations or "float", 0))
     if shape.kv_cache is not None and isinstance(step, RankedStep):
         tolerance = _QUANTIZED_TOLERANCE["int8"]
     with _machine_errors():  # `torch-compile` compiles with the first step
-        return check_logits(step, model, shape, tolerance, product_tolerance, have)
+        computed = compute(step, model, shape)
+    return check_logits(computed, model, tolerance, product_tolerance, have), computed
 
 
 def _checked(
     step: StepFunction,
     model: PreTrainedModel,
-    checkpoint: CheckpointConfig,
+    opened: OpenedCheckpoint,
     shape: StepShape,
     compiled: _Compiled,
-    unread: Path | None,
 ) -> EngineConfig:
-    """Engine config, after the step's logits have been checked, and weights that are `unread`."""
+    """Engine config, after the step's logits have been checked, and whether weights are numbers."""
+    checkpoint = opened.config
     activations = None if checkpoint.quantization is None else checkpoint.quantization.activations
-    sums = BitSums(model, getattr(torch, checkpoint.dtype), unread)
-    logits_check = _check(step, model, shape, activations, sums.present)
+    sums = BitSums(model, getattr(torch, checkpoint.dtype), opened.unread)
+    logits_check, computed = _check(step, model, shape, activations, sums.present)
     return EngineConfig(
         pretrained_config=checkpoint.pretrained_config,
         dtype=checkpoint.dtype,
@@ -339,7 +351,7 @@ def _checked(
         compiler_note=compiled.note,
         why_whole=compiled.why_whole,
         arithmetic=compiled.arithmetic,
-        batch_invariant=bool(compiled.arithmetic) and is_batch_invariant(step, model, shape),
+        batch_invariant=bool(compiled.arithmetic) and is_batch_invariant(computed),
         mapping=checkpoint.mapping,
     )
 
@@ -366,7 +378,7 @@ def _with_copy(
         copy_step: StepFunction = _compiled_step(Step(copied), own_dir / CACHE)
     else:
         copy_step = open_copy(step, directory, next(copied.parameters()).device, ids)
-    check = _check(copy_step, copied, config.step_shape, DRAFT_ACTIVATIONS)
+    check, _ = _check(copy_step, copied, config.step_shape, DRAFT_ACTIVATIONS)
     return dataclasses.replace(config, self_draft_check=check), copy_step
 
 

@@ -62,15 +62,50 @@ _JUDGE_32_BITS = _Judge(torch.float64, more_rounding=4, most_rounding=1e-2)
 _JUDGE_8_BITS = _Judge(torch.float32, more_rounding=1.5, most_rounding=0.3, of_rows="typical", farthest_row=1.0)
 
 
+@dataclass(frozen=True)
+class Computed:
+    """A ragged batch's logits by a step: a context step, then one of draft lengths."""
+
+    step: StepFunction
+    shape: StepShape
+    device: torch.device
+    texts: list[list[int]]
+    lengths: list[tuple[int, int]]
+    """Tokens of context and of draft."""
+    tables: list[list[int]]
+    pool: KVPool
+    contexts: Tensor
+    """(texts, vocab) logits of the last token of each context."""
+    drafts: Tensor
+    """(tokens, vocab) logits of the drafts' tokens."""
+
+
+def compute(step: StepFunction, model: PreTrainedModel, shape: StepShape) -> Computed:
+    """Compute the logits by which a step is checked."""
+    build = shape.build_config
+    num_context = _check_context_len(shape)
+    num_generation = min(1 + build.max_draft_len, build.max_request_len - num_context)
+    lengths = [(num_context, num_generation), (-(-num_context // 2), -(-num_generation // 2))]
+    lengths = lengths[: build.max_batch_size]
+    generator = torch.Generator().manual_seed(0)
+    texts = [_text(model, context + draft, generator) for context, draft in lengths]
+    device = next(model.parameters()).device
+    run, tables, pool = _stepping(step, shape, [num_context + num_generation] * len(lengths), device)
+    zipped = list(zip(texts, tables, lengths, strict=True))
+    with torch.inference_mode():  # as an engine does: a compiled step is found again only under the same mode
+        contexts = run([Row(tokens[:context], 0, table, 1) for tokens, table, (context, _) in zipped])
+        drafts = run([Row(tokens[context:], context, table, draft) for tokens, table, (context, draft) in zipped])
+    return Computed(step, shape, device, texts, lengths, tables, pool, contexts, drafts)
+
+
 def check_logits(
-    step: StepFunction,
+    ours: Computed,
     model: PreTrainedModel,
-    shape: StepShape,
     tolerance: float,
     product_tolerance: float,
     have: Callable[..., AbstractContextManager[None]] = present,
 ) -> LogitsCheck:
-    """Compare a ragged batch's context step and draft-length step with eager attention over the whole sequences.
+    """Compare with eager attention over the whole sequences.
 
     Raises SpecDecError if the largest relative difference of a row of logits exceeds `tolerance`, or that of a
     quantized layer's product, by its kernels and by torch, exceeds `product_tolerance`. Because transformers
@@ -78,23 +113,11 @@ def check_logits(
     compute in float32: the engine must not be much farther from what those give than transformers is. Layers' weights
     are there by `have` when transformers computes them.
     """
-    build = shape.build_config
-    num_context = _check_context_len(shape)
-    num_generation = min(1 + build.max_draft_len, build.max_request_len - num_context)
-    lengths = [(num_context, num_generation), (-(-num_context // 2), -(-num_generation // 2))]
-    lengths = lengths[: build.max_batch_size]
-    generator = torch.Generator().manual_seed(0)
-    rows_tokens = [_text(model, context + draft, generator) for context, draft in lengths]
-    parameter = next(model.parameters())
-    run, tables, pool = _stepping(step, shape, [num_context + num_generation] * len(lengths), parameter.device)
-    with torch.inference_mode():  # as an engine does: a compiled step is found again only under the same mode
-        zipped = list(zip(rows_tokens, tables, lengths, strict=True))
-        ours = [
-            run([Row(tokens[:context], 0, table, 1) for tokens, table, (context, _) in zipped]).float(),
-            run([Row(tokens[context:], context, table, draft) for tokens, table, (context, draft) in zipped]).float(),
-        ]
-        kv = [None if shape.kv_cache is None else Stored(pool, table, tolerance) for table in tables]
-        sequences = list(zip(rows_tokens, lengths, kv, strict=True))
+    shape, logits = ours.shape, torch.cat([ours.contexts, ours.drafts]).float()
+    dtype = next(model.parameters()).dtype
+    with torch.inference_mode():
+        kv = [None if shape.kv_cache is None else Stored(ours.pool, table, tolerance) for table in ours.tables]
+        sequences = list(zip(ours.texts, ours.lengths, kv, strict=True))
         with _reference_attention(model, shape), quiet_transformers():
             with layer_by_layer(model, have), _products_checked(model, product_tolerance):
                 theirs = _reference_logits(model, sequences)
@@ -103,17 +126,17 @@ def check_logits(
                     f"the model's logits are NaN or infinite in {shape.dtype}, by transformers too",
                     hint="convert it to another dtype, or correct its weights",
                 )
-            check = _compare(torch.cat(ours), theirs, tolerance)
+            check = _compare(logits, theirs, tolerance)
             if check.relative_difference <= tolerance:
                 return check
             said = (
                 f"the engine's logits differ from transformers' by more than {tolerance:g} of their norm: "
                 f"{check.relative_difference:.2e} (largest difference {check.max_abs_difference:.2e})"
             )
-            judge = _judge(parameter.dtype, tolerance)
+            judge = _judge(dtype, tolerance)
             with without_kernels(model):
                 exact = _logits_in(judge.dtype, model, sequences)
-            distances = [_distances(logits, exact) for logits in (torch.cat(ours), theirs)]
+            distances = [_distances(one, exact) for one in (logits, theirs)]
             both = [rows.max().item() for rows in distances]
             if judge.allows(distances[0], distances[1], tolerance):
                 return _with_distances(check, judge.dtype, both)
@@ -282,26 +305,24 @@ def _check_product(ours: Tensor, theirs: Tensor, tolerance: float) -> None:
         )
 
 
-def is_batch_invariant(step: StepFunction, model: PreTrainedModel, shape: StepShape) -> bool:
-    """True if two sequences' logits are bitwise the same in one step and each by itself, the longer one in chunks and
-    tokens.
+def is_batch_invariant(together: Computed) -> bool:
+    """True if texts' logits are bitwise the same each by itself, the first in chunks and tokens.
 
     A sample: it finds a step whose products or sums depend on its size, and proves nothing.
     """
-    build = shape.build_config
-    longest = min(_check_context_len(shape) + _NUM_SINGLE, build.max_request_len)
-    lengths = [longest, -(-longest // 2)][: build.max_batch_size]
-    generator = torch.Generator().manual_seed(1)
-    texts = [_text(model, length, generator) for length in lengths]
-    run, tables, _ = _stepping(step, shape, lengths, next(model.parameters()).device)
-    num_single = min(_NUM_SINGLE, lengths[-1])
+    lengths = [context + draft for context, draft in together.lengths]
+    run, tables, _ = _stepping(together.step, together.shape, lengths, together.device)
+    (context, draft), *others = together.lengths
+    ends = sorted({0, context // 3, *range(context - 1, context + min(draft, _NUM_SINGLE) + 1)})
     with torch.inference_mode():
-        together = run([Row(tokens, 0, table, num_single) for tokens, table in zip(texts, tables, strict=True)])
-        ends = sorted({0, (longest - num_single) // 3, *range(longest - num_single, longest + 1)})
-        pieces = [run([Row(texts[0][start:end], start, tables[0], 1)]) for start, end in pairwise(ends)]
-        others = [run([Row(tokens, 0, table, num_single)]) for tokens, table in zip(texts[1:], tables[1:], strict=True)]
-        alone = [*pieces[-num_single:], *others]
-    return torch.equal(together, torch.cat(alone))
+        pieces = [run([Row(together.texts[0][a:b], a, tables[0], 1)]) for a, b in pairwise(ends)]
+        drafts = torch.split(together.drafts, [draft for _, draft in together.lengths])
+        num_singles = min(draft, _NUM_SINGLE)
+        alone, same = pieces[-1 - num_singles :], [together.contexts[:1], drafts[0][:num_singles]]
+        for i, (_, draft) in enumerate(others, 1):
+            alone.append(run([Row(together.texts[i], 0, tables[i], 1 + draft)]))
+            same += [together.contexts[i : i + 1], drafts[i]]
+    return torch.equal(torch.cat(alone), torch.cat(same))
 
 
 def _stepping(

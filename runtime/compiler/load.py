@@ -103,8 +103,23 @@ class StepKind:
     """Given by the step for a trained drafter (`BuildConfig`)."""
 
 
+_left: dict[Path, StepFunction] = {}
+
+
+def leave_step(engine_dir: Path, step: StepFunction) -> None:
+    """Have the next `open_step` of a directory give what is open already, and was checked."""
+    _left[engine_dir] = step
+
+
+def take_step(engine_dir: Path) -> StepFunction | None:
+    """The step that was left for the directory, if it was and nobody had it."""
+    return _left.pop(engine_dir, None)
+
+
 def open_step(kind: StepKind, engine_dir: Path, device: torch.device, mapping: Mapping = ALONE) -> StepFunction:
     """The compiled step of an engine directory, ready to be called on `device`; one rank's where there are several."""
+    if mapping == ALONE and (left := take_step(engine_dir)) is not None:
+        return left
     compiler = kind.compiler
     if device.type == "cpu":
         keep_freed_memory()

@@ -31,7 +31,7 @@ _MAX_KV_BYTES = 288 << 20
 _MAX_PASSES = 5
 _NUM_HOST_STEPS, _NUM_FIRST_STEPS, _MIN_HOST_STEPS, _MAX_HOST_S = 24, 2, 2, 0.3
 _COPIED_BYTES, _NUM_COPIES = 64 << 20, 4
-_AT_BUILD_S, _WHEN_ASKED_S = 2.5, 0.8
+_AT_BUILD_S, _WHEN_ASKED_S = 1.2, 0.8
 _ANY = Random(0)
 
 Cell = tuple[int, int, int]
@@ -179,11 +179,17 @@ def _groups(build: BuildConfig) -> list[list[Cell]]:
     groups = [[(b, c, n) for n in sorted({1, longest})] for b, c in grids]
     between = [[[(b, c, n)] for n in range(2, longest)] for b, c in grids]
     groups += between[0] if between else []
-    groups.append([(1, 0, n) for n in (1, *_CONTEXT_NUM_TOKENS)])
+    groups += _pieces(0)
     groups += [group for one in between[1:] for group in one]
-    groups.append([(1, contexts[-1], n) for n in (1, *_CONTEXT_NUM_TOKENS)])
+    groups += _pieces(contexts[-1])
     fitting = [[cell for cell in group if cell[1] + cell[2] <= build.max_request_len] for group in groups]
     return [group for group in fitting if group]
+
+
+def _pieces(context_len: int) -> list[list[Cell]]:
+    """Pieces of prompts, each by itself: what a long one takes is known from those before it, and may be too much."""
+    first, *others = _CONTEXT_NUM_TOKENS
+    return [[(1, context_len, 1), (1, context_len, first)], *([(1, context_len, n)] for n in others)]
 
 
 def _is_piece(build: BuildConfig, cell: Cell) -> bool:

@@ -71,8 +71,8 @@ def opened(step: CutStep, *, groups: bool = True) -> Any:
     programs = [lower(program, groups=groups) for program in step.programs]
     for call in step.calls:
         program = programs[call.program]
-        made = dict(call.weights())
-        weights = [made[name] for name in program.weights]
+        given = dict(call.weights())
+        weights = [given[name] for name in program.weights]
         made.add_tokenwise(program.code, program.numbers, weights, call.inputs, call.outputs)
     return made
 
