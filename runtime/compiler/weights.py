@@ -233,6 +233,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
     Read, not mapped: a file that is written over ends no process, now or later.
     """
+    if _meanwhile is not None and (written := _meanwhile.get(path)) is not None:
+        written.finish()
     with path.open("rb") as file:
         return {
             name: _read(file, entry, torch.empty(entry.num_bytes, dtype=torch.uint8))
