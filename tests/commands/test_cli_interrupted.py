@@ -156,7 +156,7 @@ FULL_DISKS = [
     "convert", "build", "build --compiler aot", "build of layers", "run --output-csv", "run --output-npy",
     "run --output-logits-npy", "run --report",
 ]  # fmt: skip
-FEW_FULL_DISKS = [name for name in FULL_DISKS if name not in ("build of layers", "run --output-npy")]
+SLOW_FULL_DISKS = ("build of layers", "run --output-npy")
 NO_COMPILERS = {"unset": "", "named": "/none/g++", "directory": "/tmp", "quote": "g++ '"}
 """Values of the variable for a compiler on a machine that has none."""
 FEW_NO_COMPILERS = ("unset", "quote")
@@ -203,7 +203,7 @@ def failures(
         wide.save_pretrained(directory / "wide model")
         convert(directory / "wide model", directory / "wide", None, replace=False, progress=lambda done, total: None)
         commands = json.dumps(
-            {name: on_full_disk(name) for name in (FULL_DISKS if is_full() else FEW_FULL_DISKS)}
+            {name: on_full_disk(name) for name in FULL_DISKS if is_full() or name not in SLOW_FULL_DISKS}
             | {name: without_compiler(name) for name in (NO_COMPILERS if is_full() else FEW_NO_COMPILERS)}
         )
         done = subprocess.run(
@@ -219,7 +219,9 @@ def failures(
     return once(shared / "failures", make)
 
 
-@pytest.mark.parametrize("command", FULL_DISKS if is_full() else FEW_FULL_DISKS)
+@pytest.mark.parametrize(
+    "command", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_FULL_DISKS else ()) for name in FULL_DISKS]
+)
 def test_full_disk_is_one_error_and_leaves_nothing(command: str, failures: Path, said: Said) -> None:
     exit_code, errors = json.loads((failures / "results.json").read_text())[command]
     assert exit_code == 1, errors

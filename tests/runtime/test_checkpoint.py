@@ -31,6 +31,7 @@ from runtime.checkpoint_dir import open_checkpoint
 from runtime.compiler.model import probe_config
 from runtime.compiler.pretrained import parse_pretrained_config
 from runtime.config import Dtype, QuantConfig
+from runtime.engine_cache import EngineSettings, engine_of_model
 from runtime.errors import SpecDecError, SpecDecWarning
 
 ROOT = Path(__file__).parents[2]
@@ -326,9 +327,12 @@ def test_weights_that_are_no_numbers_are_refused_by_name_and_number(
         run_convert(model_dir, tmp_path / "out")
     said(raised, 8, 32, "`model.norm.weight`", model_dir / "model.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    with pytest.raises(SpecDecError) as of_build:
-        for_build(model_dir, tmp_path / "out")
-    assert str(of_build.value) == str(raised.value)
+    with (
+        pytest.raises(SpecDecError) as of_first_start,
+        engine_of_model(str(model_dir), EngineSettings(compiler="none")),
+    ):
+        pass
+    assert str(of_first_start.value) == str(raised.value)
 
 
 def test_weights_that_become_infinite_are_counted(model_dir: Path, tmp_path: Path, said: Said) -> None:
