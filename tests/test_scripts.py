@@ -87,6 +87,7 @@ def test_every_kernel_has_a_line_beside_torchs_own(kernels: Path) -> None:
     assert all(float(cell) > 0 for _, _, *cells in lines for cell in cells)
 
 
+@pytest.mark.slow
 def test_a_slow_kernel_is_named_and_ends_in_an_exit_code(kernels: Path) -> None:
     done = bench_kernels("--dtypes", "float32", "--margin", "-1000")
     assert done.returncode == 1

@@ -62,6 +62,7 @@ class InTheMiddle:
         wait_until(self._reached.exists)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prepare", "found"), [("write_in_two_pieces", "then output is not whole"), ("leave_all_behind", "left behind: ")]
 )

@@ -12,6 +12,7 @@ from scripts.campaigns.sanitizers import PROGRAMS, SANITIZERS, find
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_tasks_are_clean_under_sanitizers(sanitizer: str) -> None:
     assert find("tasks", sanitizer) is None

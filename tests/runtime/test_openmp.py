@@ -71,6 +71,7 @@ def test_generating_begins_no_threads_but_the_kernels(imports: str, llama_engine
     assert int(with_torchs) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "spins"), [({}, "0"), pytest.param({"GOMP_SPINCOUNT": "77"}, "77", marks=pytest.mark.slow)]
 )

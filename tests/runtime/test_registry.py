@@ -68,6 +68,7 @@ SAMPLE = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", SAMPLE)
 def test_a_sample_of_families_is_equal_to_hugging_face_or_refused(family: str, tmp_path: Path) -> None:
     outcome = families.try_family(family, tmp_path, lengths=families.SHORT_LENGTHS)

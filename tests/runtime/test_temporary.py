@@ -90,6 +90,7 @@ def test_inductor_keeps_everything_in_it(parent: Path) -> None:
     assert all(Path(place).is_relative_to(temporary_dir()) for place in places), places
 
 
+@pytest.mark.slow
 def test_package_is_unpacked_in_it_and_a_kill_leaves_nothing_to_the_next(
     forks: Forks, llama_engine_dir: Path, tmp_path: Path
 ) -> None:

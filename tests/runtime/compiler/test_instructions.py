@@ -68,6 +68,7 @@ def test_nothing_is_compiled_to_know_them(found: tuple[Path, dict[str, Any]]) ->
     assert not list(directory.rglob("*.so"))
 
 
+@pytest.mark.slow
 def test_what_the_compiler_does_not_know_is_not_used(found: tuple[Path, dict[str, Any]]) -> None:
     """Compilers before version 13 do not know -mamx-fp16."""
     directory, answered = found

@@ -94,6 +94,7 @@ def num_threads():
     return result.stdout
 
 
+@pytest.mark.slow
 def test_helpers_are_made_once_and_end_with_their_caller(forks: Forks, kernels: Path) -> None:
     program = f"""
 counts = [num_threads()]

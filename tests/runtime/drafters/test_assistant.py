@@ -57,8 +57,8 @@ def check_drafts(seen: list[tuple[list[int], list[int]]], directory: Path, targe
     ("form", "loop", "compiler"),
     [
         ("centroids", "leader", "aot"),
-        ("K/V shared", "orchestrator", "none"),
-        ("unified", "leader", "none"),
+        pytest.param("K/V shared", "orchestrator", "none", marks=pytest.mark.slow),
+        pytest.param("unified", "leader", "none", marks=pytest.mark.slow),
         pytest.param("unified, keys are values, centroids", "leader", "aot", marks=pytest.mark.slow),
         pytest.param("K/V shared", "leader", "aot", marks=pytest.mark.slow),
         pytest.param("K/V shared, no sharing of the last kinds", "leader", "none", marks=pytest.mark.slow),
