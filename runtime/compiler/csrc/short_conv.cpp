@@ -18,9 +18,10 @@ namespace {
 constexpr int64_t kConvChannels = 256;  // that a thread takes together
 static_assert(kConvChannels % kLanes == 0);
 
-template <typename T>
+template <typename T, typename Weight>
 struct ShortConv {
-  const T *inputs, *weight, *bias;  // bias may be null
+  const T* inputs;
+  const Weight *weight, *bias;  // bias may be null
   T *pool, *output;
   const int64_t *positions, *slots, *state_slots;
   int64_t B, Q, channels, taps, length;
@@ -85,13 +86,19 @@ at::Tensor short_conv(const at::Tensor& inputs, const at::Tensor& weight, const 
   TORCH_CHECK(x.numel() == B * Q * channels && pool.size(2) == channels && factors.size(0) == channels &&
                   state_slots.size(0) == B && pool.is_contiguous() && positions.is_contiguous() && slots.is_contiguous(),
               "short_conv is called with sizes that do not fit");
-  const auto call = [&](auto zero) {
+  const auto call_with = [&](auto zero, auto weight_zero) {
     using T = decltype(zero);
-    const ShortConv<T> conv{x.const_data_ptr<T>(), factors.const_data_ptr<T>(), bias ? bias->const_data_ptr<T>() : nullptr,
-                            pool.mutable_data_ptr<T>(), output.mutable_data_ptr<T>(),
-                            positions.const_data_ptr<int64_t>(), slots.const_data_ptr<int64_t>(),
-                            state_slots.const_data_ptr<int64_t>(), B, Q, channels, factors.size(1), pool.size(1)};
+    using Weight = decltype(weight_zero);
+    const ShortConv<T, Weight> conv{
+        x.const_data_ptr<T>(), factors.const_data_ptr<Weight>(), bias ? bias->const_data_ptr<Weight>() : nullptr,
+        pool.mutable_data_ptr<T>(), output.mutable_data_ptr<T>(), positions.const_data_ptr<int64_t>(),
+        slots.const_data_ptr<int64_t>(), state_slots.const_data_ptr<int64_t>(), B, Q, channels, factors.size(1),
+        pool.size(1)};
     share_range(channels, kConvChannels, [&](int64_t begin, int64_t end) { conv.compute_channels(begin, end); });
+  };
+  const auto call = [&](auto zero) {  // some models keep these weights in float32
+    if (factors.scalar_type() == at::kFloat) call_with(zero, float{});
+    else call_with(zero, zero);
   };
   if (x.scalar_type() == at::kFloat) call(float{});
   else if (x.scalar_type() == at::kHalf) call(at::Half{});

@@ -31,7 +31,7 @@ def step(
 ) -> list[Tensor]:
     """The outputs of (text, start, number) tokens; text i has slot i + 1."""
     longest = max(number for _, _, number in rows)
-    padded = torch.zeros(len(rows), longest, CHANNELS, dtype=weight.dtype)
+    padded = torch.zeros(len(rows), longest, CHANNELS, dtype=texts[0].dtype)
     positions, slots = (
         torch.zeros(len(rows), longest, dtype=torch.long),
         torch.zeros(len(rows), longest, dtype=torch.long),
@@ -46,14 +46,16 @@ def step(
 
 
 @pytest.mark.parametrize("kernel_size", [3, 4, 7])
+@pytest.mark.parametrize("keeps_float32", [False, True])  # GLM-5.3-Flash keeps these weights, whatever its dtype
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_pieces_rejected_drafts_and_batches_give_the_convolution_of_the_text(
-    dtype: torch.dtype, kernel_size: int, convolve: Any
+    dtype: torch.dtype, keeps_float32: bool, kernel_size: int, convolve: Any
 ) -> None:
     generator = torch.Generator().manual_seed(kernel_size)
     texts = [torch.randn(length, CHANNELS, generator=generator).to(dtype) for length in (70, 25)]
-    weight = torch.randn(CHANNELS, kernel_size, generator=generator).to(dtype)
-    bias = torch.randn(CHANNELS, generator=generator).to(dtype) if kernel_size != 4 else None
+    weight_dtype = torch.float32 if keeps_float32 else dtype
+    weight = torch.randn(CHANNELS, kernel_size, generator=generator).to(weight_dtype)
+    bias = torch.randn(CHANNELS, generator=generator).to(weight_dtype) if kernel_size != 4 else None
     pool = torch.full((NUM_SLOTS, kernel_size - 1 + 12, CHANNELS), torch.nan, dtype=dtype)  # what others left there
     steps = [
         [(0, 0, 50)],
