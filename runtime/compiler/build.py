@@ -23,7 +23,15 @@ from runtime.checkpoint_dir import OpenedCheckpoint, check_hidden_states, check_
 from runtime.checksums import config_digest, record_files
 from runtime.compiler.attention import KERNEL, PAGED
 from runtime.compiler.compare_logits import TOLERANCE_OF_8_BITS, Computed, check_logits, compute, is_batch_invariant
-from runtime.compiler.compilation import CACHE, PACKAGE, CompiledStep, PackagedStep, StepFunction, compile_aot
+from runtime.compiler.compilation import (
+    CACHE,
+    PACKAGE,
+    CompiledStep,
+    PackagedStep,
+    StepFunction,
+    compile_aot,
+    raise_interrupt,
+)
 from runtime.compiler.identity import BitSums
 from runtime.compiler.kernel_library import no_compiler, says_no_compiler, write_kernels
 from runtime.compiler.kernels import describe_kernels, fastest_arithmetic, flush_denormals, load_kernels
@@ -515,7 +523,8 @@ def _compile_rank(weights: _Weights, shape: StepShape, directory: Path, rank: in
 
 
 def _raise_machine_error(error: Exception) -> None:
-    """Raise what is the machine's fault and not the model's: a full disk, or no C++ compiler."""
+    """Raise what is not the model's fault: Ctrl-C, a full disk, or no C++ compiler."""
+    raise_interrupt(error)
     cause = getattr(error, "inner_exception", error)  # of Inductor's wrapper
     if says_no_compiler(cause):
         raise no_compiler() from error

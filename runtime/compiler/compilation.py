@@ -98,6 +98,12 @@ class Made:
     """Reason why it is one program, on a CPU; None where it is cut into layers."""
 
 
+def raise_interrupt(error: Exception) -> None:
+    """Raise the KeyboardInterrupt of which torch, compiling, has made an error of another kind."""
+    if "KeyboardInterrupt" in str(error):
+        raise KeyboardInterrupt from error
+
+
 def compile_aot(
     step: "Step",
     shape: StepShape,
@@ -133,6 +139,7 @@ def compile_aot(
         try:
             cut = cut_step(step.model, shape.shapes, export, number)
         except Exception as error:  # whatever it is about the model, the whole may do
+            raise_interrupt(error)
             why_whole = why_not_cut(error)
         else:
             files = _files_of(cut)

@@ -842,6 +842,21 @@ def test_model_that_cannot_be_exported_falls_back_with_a_note(
     assert not (tmp_path / "engine" / "rank0.pt2").exists()
 
 
+def test_ctrl_c_that_torch_makes_an_error_of_is_one(
+    kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Error of `empty_strided`, which Inductor passes on: it once ended in a slower engine, which was kept."""
+    checkpoint_dir = make_checkpoint(make_model("llama", rms_norm_eps=0.003), tmp_path)
+
+    def interrupted(*arguments: Any, **kwargs: Any) -> None:
+        raise TypeError('empty_strided(): argument failed to unpack with error "KeyboardInterrupt: <EMPTY MESSAGE>"')
+
+    monkeypatch.setattr(torch.export, "export", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        build(checkpoint_dir, tmp_path / "engine", compiler="aot")
+    assert not (tmp_path / "engine").exists()
+
+
 SECOND_PROCESS = """
 import json, sys
 from pathlib import Path
