@@ -137,6 +137,7 @@ def can_mount(tmp_path: Path) -> None:
         pytest.skip("no disk can be mounted here")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("can_mount")
 @pytest.mark.parametrize(("name", "kind"), [("convert", "size=200k"), ("run", "size=16k"), ("corpus", "ro")])
 def test_full_and_read_only_disks_are_clear_errors(name: str, kind: str, campaign: Campaign) -> None:

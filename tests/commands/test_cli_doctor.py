@@ -278,7 +278,6 @@ PLANTED: dict[Callable[[Ward], list[object]], tuple[str, set[str]]] = {
 # Settings of the engine, what is drafted, a draft model, a cache; the judgement by itself has tests in tests/runtime.
 ALWAYS_PLANTED = (
     the_second_of_a_chain_drafts_nothing,
-    other_rotary_embeddings,
     an_engine_of_a_faster_processor,
     a_cache_for_half_the_requests_in_leader_mode,
     blocks_mixed_up_by_the_drafter,

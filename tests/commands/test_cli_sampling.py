@@ -215,6 +215,7 @@ def test_draft_model_guesses_the_draw_by_the_same_number(
     assert document["total"]["draft_acceptance_rate"] > 4 * (distributions**2).sum(axis=1).mean()
 
 
+@pytest.mark.one_in(3)
 @DRAFTERS
 @pytest.mark.parametrize(
     "settings",

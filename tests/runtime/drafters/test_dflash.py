@@ -104,7 +104,7 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     ("form", "loop", "compiler"),
     [
         ("DFlash", "leader", "aot"),
-        ("DSpark", "leader", "none"),
+        pytest.param("DSpark", "leader", "none", marks=pytest.mark.slow),
         *(
             pytest.param(form, loop, compiler, marks=pytest.mark.slow)
             for form in FORMS
