@@ -14,10 +14,11 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import BinaryIO
 
 from filelock import FileLock, Timeout
@@ -238,12 +239,21 @@ def file_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
 
 
 def begin_digests(paths: Iterable[Path]) -> None:
-    """Have a thread find the `file_digest` of large files that will soon be asked for."""
-    pool = ThreadPoolExecutor(1)
+    """Have a thread find the `file_digest` of large files that will soon be asked for. No end of the process waits."""
+    begun: dict[Stamp, tuple[Path, Future[str]]] = {}
     for path in paths:
         if (stamp := stamp_of(path.stat())).num_bytes > _LARGE_BYTES and stamp not in _begun:
-            _begun[stamp] = pool.submit(_find_digest, path, ())
-    pool.shutdown(wait=False)
+            begun[stamp] = path, Future()
+
+    def find() -> None:
+        for path, future in begun.values():
+            try:
+                future.set_result(_find_digest(path, ()))
+            except BaseException as error:  # told to who asks
+                future.set_exception(error)
+
+    _begun.update({stamp: future for stamp, (_, future) in begun.items()})
+    Thread(target=find, daemon=True).start()
 
 
 def is_digest_awaited() -> bool:

@@ -62,12 +62,14 @@ def write_weights(
     """
     shared = {name: other for part in parts() for name, other in _among(known, part)} if known else {}
     own = {name: form for name, form in layout.items() if name not in shared}
-    written = _Written(path, own, shared)
+    written, awaited = _Written(path, own, shared), set(own)
     try:
         for part in parts():
             for name in part.keys() & own.keys():
                 assert layout_of({name: part[name]})[name] == layout[name]
                 written.put(name, part[name])
+                awaited.discard(name)
+        assert not awaited  # or the thread would wait for them
         if _meanwhile is None:
             written.finish()
     except BaseException:

@@ -1,6 +1,8 @@
 """Tokens per step of the demo with its trained head, on its held-out articles: drafts of fixed lengths, greedy.
 
-python -m scripts.bench.demo_head [HEAD_DIR]
+Those of docs/trained-drafters.md.
+
+    python -m scripts.bench.demo_head [HEAD_DIR]
 """
 
 import argparse

@@ -2,17 +2,21 @@
 
 import hashlib
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from sentences import Said
+from waiting import HANG_S
 
 from runtime import cache as cache_module
 from runtime.cache import cache_dir, digest, file_digest, make_cache_dir
 from runtime.errors import SpecDecError
 
 LARGE = 1 << 20
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -178,3 +182,12 @@ def test_digest_of_a_file_just_written_is_not_kept(cache: Path, tmp_path: Path) 
     for i in range(20):
         path.write_bytes(bytes([i]) * LARGE)
         assert file_digest(path) == sha256(path)
+
+
+def test_no_end_of_a_process_waits_for_a_digest_that_was_begun(tmp_path: Path) -> None:
+    """A mistake may be found meanwhile, and this file would take hours."""
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(4 << 40)
+    code = "import sys\nfrom pathlib import Path\nfrom runtime.cache import begin_digests, is_digest_awaited\n"
+    code += "begin_digests([Path(sys.argv[1])])\nassert is_digest_awaited()"
+    subprocess.run([sys.executable, "-c", code, tmp_path / "large"], cwd=ROOT, check=True, timeout=HANG_S)
