@@ -394,6 +394,7 @@ void multiply_few_integers(const T* tokens, const PackedWeight& form, std::span<
 // The same of any number of tokens of one weight.
 template <int digits, PackedWeight::Kind kind, typename T>
 void multiply_integers(const T* tokens, const PackedWeight& weight, const T* bias, T* out, int64_t M, int64_t N) {
+  if (!M) return;
   constexpr int64_t kMostRows = 256;  // whose sums of a panel stay in the first-level cache
   const int64_t panels = (N + kPanel - 1) / kPanel;
   if (M * digits <= kTileRows && panels >= 4 * num_threads()) {

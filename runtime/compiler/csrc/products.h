@@ -687,6 +687,7 @@ void multiply_few_of_each(const T* tokens, const T* weights, std::span<const Few
 // with_piece(): calls use(add) with what adds a piece's products to the sums of tokens, which so many tiles will be.
 template <typename Product, typename T, typename Weight>
 void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int64_t M, int64_t K, int64_t N) {
+  if (!M) return;
   const int64_t panels = (N + kPanel - 1) / kPanel, tiles = Product::num_tiles(M);
   if constexpr (std::is_same_v<Weight, Panels<T>>)
     if (2 * M <= Product::kMostRows && panels >= 4 * num_threads()) {

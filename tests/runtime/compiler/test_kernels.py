@@ -20,7 +20,7 @@ from runtime.compiler.kernel_library import compile_kernels
 from runtime.compiler.kernels import describe_kernels, load_kernels
 from runtime.compiler.linears import use_kernels
 from runtime.compiler.quantized import QuantizedLinear
-from runtime.config import QuantConfig
+from runtime.config import QuantConfig, QuantFormat
 from runtime.errors import SpecDecError
 from runtime.quantization.quantize import quantize_weight
 
@@ -230,6 +230,18 @@ def test_kernel_is_a_linear_layer(
     assert output.dtype == dtype and output.shape == (1, num_tokens, num_outputs)
     tolerance = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("qformat", [None, "int8", "int4"])
+def test_no_token_has_no_products(qformat: QuantFormat | None) -> None:
+    kernels, weight, nothing = torch.ops.specdec, torch.randn(640, 48), torch.ones(0, 48)
+    if qformat is None:
+        output = kernels.linear(nothing, kernels.pack_linear(weight), None, 640, 0)
+    else:
+        few = quantize_weight(weight, QuantConfig(qformat), 16)
+        packed = kernels.pack_quantized(few.values, few.scales, few.zeros, few.offsets)
+        output = kernels.quantized_linear(nothing, packed, None, 640, 0, 8)
+    assert output.shape == (0, 640)
 
 
 def test_linear_kernel_takes_rows_that_are_not_contiguous() -> None:
