@@ -43,6 +43,7 @@ from runtime.compiler.pretrained import (
     layers_that_keep,
     parse_language_model,
     parse_pretrained_config,
+    warn_of_unread_keys,
     warn_of_untyped_ropes,
 )
 from runtime.config import CheckpointConfig, Dtype, Mapping, QuantConfig, as_json
@@ -288,6 +289,8 @@ def _open_source(model_dir: Path) -> Source:
     config = without_quantization(config)
     pretrained, inside = parse_language_model(config, where)
     warn_of_untyped_ropes(config, where)
+    if not is_gguf(model_dir):
+        warn_of_unread_keys(pretrained, config, where)
     probe_config(pretrained)
     shapes, transposed = parameter_shapes(pretrained), transposed_layers(pretrained)
     if is_gguf(model_dir):

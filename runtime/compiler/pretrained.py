@@ -4,13 +4,18 @@ transformers reads them; ours is only the check that it is of a model that we ru
 """
 
 import inspect
+import itertools
 import math
 import re
+import sys
 import warnings
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -19,6 +24,7 @@ from runtime.compiler.attention import SEE_MODELS, refuse_own_attention
 from runtime.compiler.causal_heads import has_causal_class, model_class
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.locks import quiet_transformers
+from runtime.reading import shown
 
 # Sizes of which there is no model with fewer than one.
 _SIZES = {
@@ -43,7 +49,7 @@ _OF_COMPUTING = (
     *("embedding_multiplier", "residual_multiplier", "clip_qkv", "alibi"),
 )
 _NUMBERS_OF_EXPERTS = "n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"
-_NUMBERS_OF_CHOSEN = "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k"
+_NUMBERS_OF_CHOSEN = "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_top_k"
 # What of a rope is a number, or a list of them, above 0.
 _OF_ROPES = (
     *("rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings", "attention_factor"),
@@ -78,6 +84,33 @@ _SAME_ON_TEXT: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},
 }
 
+# Keys that nobody need read: of training, multi-token prediction, files and programs, by a part of the name.
+_OF_NO_MODEL = re.compile(
+    r"^_|init|dropout|loss|dtype|version|mtp|nextn|pretrain|train|auto_map|compress|quant|token|hub"
+)
+_OF_OTHERS = {
+    # what transformers once wrote into every config
+    *("add_cross_attention", "finetuning_task", "is_decoder", "is_encoder_decoder", "prefix", "pruned_heads"),
+    *("task_specific_params", "tf_legacy_loss", "tie_encoder_decoder", "torchscript", "use_bfloat16", "use_cache"),
+    # of how a program computes, not of what
+    *("ep_size", "num_logits_to_keep", "use_mamba_kernels", "use_flash_attn", "for_llm_compressor", "seq_aux"),
+    # read by nobody without `use_sliding_window`
+    "max_window_layers",
+}
+# What a model's published configs say besides of what its code always does.
+_ALWAYS_SO: dict[str, dict[str, Any]] = {
+    "qwen3_5_text qwen3_5_moe_text": {"attn_output_gate": True},
+    "lfm2": {"block_use_swiglu": True, "use_pos_enc": True},
+    "mamba2": {"norm_before_gate": True, "rms_norm": True, "time_step_scale": 1.0},
+    "starcoder2": {"mlp_type": "default"},
+    "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+}
+_ALWAYS_SO_OF = {kind: values for kinds, values in _ALWAYS_SO.items() for kind in kinds.split()}
+_GENERAL_CODE = (
+    *("configuration_utils.py", "modeling_rope_utils.py", "modeling_utils.py", "masking_utils.py", "cache_utils.py"),
+    *("generation/configuration_utils.py", "generation/utils.py", "integrations/moe.py"),
+)
+
 
 def parse_pretrained_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
     """A Hugging Face config from its JSON; SpecDecError where transformers has no decoder-only model for it."""
@@ -110,12 +143,13 @@ def read_any_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
             config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
     except Exception as error:  # transformers raises whatever its validators do; the user needs the file's name
         raise SpecDecError(
-            f"`{where}` is not a valid {model_type} config: {last_words(error)}",
+            f"`{where}` is not a valid {model_type} config: {_with_values(last_words(error), data)}",
             hint="correct it, or download or save the model again",
         ) from error
     for rope in _ropes(config):
         _check_rope(rope, where)
-    for one, said in ((config, data), (getattr(config, "text_config", None), data.get("text_config"))):
+    within = ((getattr(config, name, None), data.get(name)) for name in ("text_config", "ffn_config"))  # DBRX's experts
+    for one, said in ((config, data), *within):
         if isinstance(one, PreTrainedConfig) and isinstance(said, dict):
             _refuse_unread(one, said, where)
             _refuse_windows(one, said, where)
@@ -155,7 +189,10 @@ def _refuse_windows(config: PreTrainedConfig, said: dict[str, Any], where: str) 
 
 
 def _refuse_experts(config: PreTrainedConfig, said: dict[str, Any], where: str) -> None:
-    """SpecDecError for more experts chosen than there are, or none, or groups that do not divide them."""
+    """SpecDecError for two numbers of experts, more chosen than there are, or none, or groups that do not divide
+    them."""
+    counts = [(name, said[name]) for name in _NUMBERS_OF_EXPERTS if isinstance(said.get(name), int) and said[name] > 0]
+    two = next((pair for pair in itertools.pairwise(counts) if pair[0][1] != pair[1][1]), None)
 
     def number_of(names: tuple[str, ...]) -> tuple[str, int]:
         found = ((name, getattr(config, name, None)) for name in names)
@@ -163,9 +200,10 @@ def _refuse_experts(config: PreTrainedConfig, said: dict[str, Any], where: str) 
 
     (of_experts, count), (of_chosen, chosen) = number_of(_NUMBERS_OF_EXPERTS), number_of(_NUMBERS_OF_CHOSEN)
     (of_groups, groups), (of_chosen_groups, chosen_groups) = number_of(("n_group",)), number_of(("topk_group",))
-    none = next((name for name in _NUMBERS_OF_CHOSEN if said.get(name) == 0), "")
+    none = next((name for name in _NUMBERS_OF_CHOSEN if isinstance(said.get(name), int) and said[name] < 1), "")
     for is_wrong, what, (first, one), (second, other) in (
-        (count and none, "chooses no experts", (none, 0), (of_experts, count)),
+        (two, "has two numbers of experts", *(two or (("", 0), ("", 0)))),
+        (count and none, "chooses no experts", (none, said.get(none)), (of_experts, count)),
         (chosen > count > 0, "chooses more experts than there are", (of_chosen, chosen), (of_experts, count)),
         (count and groups and count % groups, "has groups of experts that do not divide them", (of_groups, groups),
          (of_experts, count)),
@@ -268,10 +306,62 @@ def warn_of_untyped_ropes(data: dict[str, Any], where: str) -> None:
                 )
 
 
+def warn_of_unread_keys(config: PreTrainedConfig, data: dict[str, Any], where: str) -> None:
+    """A warning that names what a model's JSON, `data`, says of its language model, of this `config`, to nobody.
+
+    Who wrote it had a model that computes otherwise, or misspelled what is read.
+    """
+    whole = data.get("thinker_config", data)
+    said = whole if whole.get("model_type") == config.model_type else whole.get("text_config") or {}
+    found = [f"`{name}` {shown(said[name])}" for name in _unread(config, said)]
+    if found:
+        warnings.warn(
+            f"`{where}` has values that no code of transformers' {config.model_type} or of specdec reads, and that "
+            f"change nothing: {', '.join(found)}",
+            SpecDecWarning,
+            stacklevel=4,
+        )
+
+
+def _unread(config: PreTrainedConfig, data: dict[str, Any]) -> Iterator[str]:
+    kind = type(config)
+    known = {*inspect.signature(kind).parameters, *kind.attribute_map, *dir(kind), *_OF_OTHERS}
+    always = _ALWAYS_SO_OF.get(config.model_type, {})
+    for name, value in data.items():
+        says_nothing = value is None or value is False or value in ([], {}, "")
+        if says_nothing or name in known or _OF_NO_MODEL.search(name) or (name in always and always[name] == value):
+            continue
+        reads = re.compile(rf"""["'.]{re.escape(name)}\b""")
+        if not any(reads.search(text) for text in (*_code_of(kind, model_class(config)), *_general_code())):
+            yield name
+
+
+def _code_of(*classes: type[Any]) -> list[str]:
+    files = {sys.modules[one.__module__].__file__ for one in classes}
+    return [Path(file).read_text(encoding="utf-8") for file in files if file is not None]
+
+
+@cache
+def _general_code() -> tuple[str, ...]:
+    library, here = Path(transformers.__file__).parent, Path(__file__)
+    others = [
+        path for directory in (here.parents[0], here.parents[1]) for path in directory.glob("*.py") if path != here
+    ]
+    files = [*(library / name for name in _GENERAL_CODE), *others]
+    return tuple(path.read_text(encoding="utf-8") for path in files if path.is_file())
+
+
 def last_words(error: Exception) -> str:
     """Message of a validator of transformers, without the names of those that pass it on."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
     return re.sub(r"^\w+Error: ", "", line).partition(". Errors:")[0]
+
+
+def _with_values(words: str, data: dict[str, Any]) -> str:
+    """The words of a validator, with the values of what it names."""
+    named = dict.fromkeys(re.findall(r"`(\w+)`", words))
+    values = [f"`{name}` {data[name]!r}" for name in named if name in data and repr(data[name]) not in words]
+    return f"{words}: {', '.join(values)}" if values else words
 
 
 def _refuse_unsupported(config: PreTrainedConfig) -> None:

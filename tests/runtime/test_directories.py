@@ -1,7 +1,9 @@
 """Directories of models as people have them: read as transformers reads them, told of, or refused in a sentence."""
 
+import copy
 import json
 import math
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from published import PUBLISHED, seed_of, shrunk, write_model
+from published import PUBLISHED, RUN, seed_of, shrunk, write_model
 from quantized import save_awq, save_fp8, save_gptq
 from safetensors.torch import load_file, save_file
 from sentences import Said
@@ -20,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from runtime.checkpoint import convert
 from runtime.compiler.model import parameter_shapes
-from runtime.compiler.pretrained import parse_language_model
+from runtime.compiler.pretrained import parse_language_model, warn_of_unread_keys
 from runtime.engine import Engine
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.models import read_model_config
@@ -357,6 +359,18 @@ IMPOSSIBLE: dict[str, dict[str, Any]] = {
     "`num_experts_per_tok` 0; `num_local_experts` 8": {
         **{"model_type": "mixtral", "num_experts_per_tok": 0, "num_local_experts": 8}
     },
+    "`num_local_experts` 8; `num_experts` 16": {
+        **{"model_type": "mixtral", "num_local_experts": 8, "num_experts": 16, "num_experts_per_tok": 2}
+    },
+    "`num_experts_per_tok` 9; `num_local_experts` 4": {
+        **{"model_type": "jetmoe", "num_experts_per_tok": 9, "num_local_experts": 4}
+    },
+    "`moe_top_k` 9; `moe_num_experts` 4": {
+        **{"model_type": "dbrx", "ffn_config": {"moe_num_experts": 4, "moe_top_k": 9}}
+    },
+    "`moe_top_k` -1; `moe_num_experts` 4": {
+        **{"model_type": "dbrx", "ffn_config": {"moe_num_experts": 4, "moe_top_k": -1}}
+    },
     "`n_group` 3; `n_routed_experts` 8": {"model_type": "deepseek_v3", "n_group": 3, "n_routed_experts": 8},
     "`topk_group` 5; `n_group` 4": {
         **{"model_type": "deepseek_v3", "n_group": 4, "topk_group": 5, "n_routed_experts": 8}
@@ -385,6 +399,41 @@ def test_layers_that_share_keys_and_values_without_inputs_of_their_own_are_refus
     with pytest.raises(SpecDecError) as error:
         parse_language_model(data, "config.json")
     said(error, "gemma4_text", "last 2 layers", "`hidden_size_per_layer_input` 0")
+
+
+# By published config: what it says to nobody, as transformers' code of the family shows.
+UNREAD = {
+    "phi-1": {"rotary_dim"},  # `partial_rotary_factor` is read
+    "LFM2.5-VL-1.6B": {"block_dim", "block_norm_eps", "conv_dim", "conv_dim_out"},  # `hidden_size`, `norm_eps`
+    "Nemotron-3-Nano-30B-A3B": {"norm_eps"},  # `layer_norm_epsilon`
+    "gemma-2-9b": {"sliding_window_size"},  # `sliding_window`
+}
+
+
+@pytest.mark.parametrize("name", [*UNREAD, "Qwen3.5-9B", "DeepSeek-V3", "Llama-4-Scout-17B-16E", "falcon-mamba-7b"])
+def test_values_that_no_code_reads_are_told(name: str, said: Said) -> None:
+    data = {key: value for key, value in PUBLISHED[name].config.items() if key != "quantization_config"}
+    whole = copy.deepcopy(data)
+    whole.get("text_config", whole)["slidng_window"] = 77
+    for config, more in ((data, set()), (whole, {"slidng_window"})):
+        wanted = UNREAD.get(name, set()) | more
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            warn_of_unread_keys(parse_language_model(config, "config.json")[0], config, "config.json")
+        found = [set(re.findall(r"`(\w+)` ", str(one.message))) for one in caught]
+        assert found == ([wanted] if wanted else [])
+    if name == "Qwen3.5-9B":
+        said(str(caught[0].message), "`slidng_window` 77")
+
+
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("name", RUN)
+def test_values_of_published_configs_are_read(name: str) -> None:
+    data = {key: value for key, value in PUBLISHED[name].config.items() if key != "quantization_config"}
+    config, _ = parse_language_model(data, "config.json")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if name in UNREAD else "error")
+        warn_of_unread_keys(config, data, "config.json")
 
 
 def test_torch_warns_of_no_weight_without_elements(recwarn: pytest.WarningsRecorder) -> None:
