@@ -39,7 +39,7 @@ def layers_of(model: PreTrainedModel) -> dict[str, Tensor]:
     return {
         name.removesuffix(".weight"): weight
         for name, weight in revert_weight_conversion(model, model.state_dict()).items()
-        if weight.dim() == 2 and "layers" in name and not name.endswith("gate.weight")
+        if weight.dim() == 2 and "layers" in name and name.endswith(".weight") and not name.endswith("gate.weight")
     }
 
 

@@ -100,11 +100,13 @@ def fuse_layers(
 ) -> tuple[dict[str, PrequantizedLayer], dict[str, PrequantizedLayer]]:
     """The `wanted` weights, (experts, outputs, inputs), that quantized layers are put together to in their bits; and
     the layers that are left: those whose weights have other groups or inputs in another order stay apart."""
-    made, left = {}, dict(layers)
-    for target, group in _group(model, (f"{name}.weight" for name in layers), wanted).items():
-        names = [name.removesuffix(".weight") for name, _ in group.parts]
-        if _can_be_fused(group, [layers[name] for name in names], wanted[target]):
-            made[target] = _fused_layer(group, [left.pop(name) for name in names])
+    made: dict[str, PrequantizedLayer] = {}
+    left = dict(layers)
+    for group in _group(model, (f"{name}.weight" for name in layers), wanted).values():
+        parts = {name: layers[name] for name in (part.removesuffix(".weight") for part, _ in group.parts)}
+        if targets := _fusable(group, list(parts.values()), wanted):
+            made |= {target: _fused_layer(group, list(parts.values()), target) for target in targets}
+            left = {name: layer for name, layer in left.items() if name not in parts}
     return made, left
 
 
@@ -112,20 +114,26 @@ def _without_values(layer: PrequantizedLayer) -> QuantizedWeight:
     return layer.read({part: tensor.without_values() for part, tensor in layer.parts.items()})
 
 
-def _can_be_fused(group: _Fused, layers: Seq[PrequantizedLayer], shape: tuple[int, ...]) -> bool:
+def _fusable(group: _Fused, layers: Seq[PrequantizedLayer], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """The weights that the layers are put together to; none where they stay apart."""
     weights = [_without_values(layer) for layer in layers]
-    first = weights[0]
-    for weight in weights:
-        kept = {part: (tensor.dtype, tensor.shape[1]) for part, tensor in weight.by_output().items()}
-        of_first = {part: (tensor.dtype, tensor.shape[1]) for part, tensor in first.by_output().items()}
-        has_same_book = (weight.book is None) == (first.book is None)
-        if kept != of_first or not has_same_book or weight.order is not None:
-            return False
-    forms = group.convert_forms((weight.values.dtype, tuple(weight.values.shape)) for weight in weights)
-    return forms.get(group.target) == (first.values.dtype, (*shape[:2], first.values.shape[1]))
+    parts = [weight.by_output() for weight in weights]
+    kinds = [
+        ({part: one.dtype for part, one in of_one.items()}, weight.book is None)
+        for of_one, weight in zip(parts, weights, strict=True)
+    ]
+    if any(kind != kinds[0] for kind in kinds) or any(weight.order is not None for weight in weights):
+        return []
+    made = [group.convert_forms((one[part].dtype, tuple(one[part].shape)) for one in parts) for part in parts[0]]
+    targets = list(made[0])
+    fit = all(
+        list(forms) == targets and all(name in wanted and forms[name][1][:2] == wanted[name][:2] for name in targets)
+        for forms in made
+    )
+    return targets if fit else []
 
 
-def _fused_layer(group: _Fused, layers: Seq[PrequantizedLayer]) -> PrequantizedLayer:
+def _fused_layer(group: _Fused, layers: Seq[PrequantizedLayer], target: str) -> PrequantizedLayer:
     parts = {f"{i}.{part}": tensor for i, layer in enumerate(layers) for part, tensor in layer.parts.items()}
 
     def read(tensors: dict[str, Tensor]) -> QuantizedWeight:
@@ -133,7 +141,7 @@ def _fused_layer(group: _Fused, layers: Seq[PrequantizedLayer]) -> PrequantizedL
         book = weights[0].book
         assert book is None or all(torch.equal(book, one.book) for one in weights if one.book is not None)
         rows = {
-            part: group.convert([weight.by_output()[part] for weight in weights])[group.target].flatten(0, 1)
+            part: group.convert([weight.by_output()[part] for weight in weights])[target].flatten(0, 1)
             for part in weights[0].by_output()
         }
         return replace(weights[0], **rows)

@@ -33,6 +33,7 @@ _READ = (
     "unquantized model"
 )
 _FOUR_BITS = "bitsandbytes in 4 bits"
+_OF_AN_EXPERT = re.compile(r"\.experts\.\d+\.")
 _DAMAGED = "the model is damaged, or its config.json is another model's; download it again"
 
 Parts = dict[str, Tensor]
@@ -197,9 +198,10 @@ def check_shapes(
 
 
 def _is_foreign_bias(tensor: SourceTensor, layers: Mapping[str, object], shapes: Mapping[str, object]) -> bool:
-    """AutoGPTQ saves a bias of zeros for layers that have none."""
+    """AutoGPTQ saves a bias of zeros for layers that have none, experts' that the model has as one among them."""
     name, _, part = tensor.name.rpartition(".")
-    if part != "bias" or name not in layers or f"{name}.weight" not in shapes or tensor.name in shapes:
+    is_known = f"{name}.weight" in shapes or _OF_AN_EXPERT.search(name) is not None
+    if part != "bias" or name not in layers or not is_known or tensor.name in shapes:
         return False
     if bool(load_tensors([tensor])[0].any()):
         raise SpecDecError(f"a layer has a bias that the model has no place for: {tensor.name}", hint=_DAMAGED)

@@ -143,26 +143,36 @@ def plan_pieces(
 def quantize_experts(pieces: Seq[Piece], experts: Mapping[str, bool], precision: QuantConfig) -> list[Piece]:
     """The pieces, with `experts`' weights quantized as linear layers' are; True: as (experts, inputs, outputs)."""
     return [
-        _quantized_experts(piece, name, precision, is_transposed=experts[name])
-        if (name := next(iter(piece.forms))) in experts
-        else piece
+        _with_quantized_experts(piece, experts, precision) if experts.keys() & piece.forms else piece
         for piece in pieces
     ]
 
 
-def _quantized_experts(piece: Piece, name: str, precision: QuantConfig, *, is_transposed: bool) -> Piece:
-    dtype, shape = piece.forms[name]
-    num_inputs = shape[1 if is_transposed else 2]
-    group_size = group_size_for(name, num_inputs, precision.group_size)
+def _with_quantized_experts(piece: Piece, experts: Mapping[str, bool], precision: QuantConfig) -> Piece:
+    """The piece, which may have several: Ernie 4.5 VL's experts of texts and of images."""
+    group_sizes = {
+        name: _group_size_of_experts(name, shape[1 if experts[name] else 2], precision)
+        for name, (_, shape) in piece.forms.items()
+        if name in experts
+    }
+
+    def quantized(name: str, weight: Tensor) -> dict[str, Tensor]:
+        if name not in experts:
+            return {name: weight}
+        rows = (weight.transpose(1, 2) if experts[name] else weight).flatten(0, 1)
+        return _named(name, quantize_weight(rows, precision, group_sizes[name]))
+
+    def all_quantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {part: made for name, weight in tensors.items() for part, made in quantized(name, weight).items()}
+
+    empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in piece.forms.items()}
+    return Piece(piece.sources, forms_of(all_quantized(empty)), lambda values: all_quantized(piece.make(values)))
+
+
+def _group_size_of_experts(name: str, num_inputs: int, precision: QuantConfig) -> int:
     if precision.qformat == "int4" and num_inputs % 2:
         raise _odd(name, num_inputs)
-
-    def quantized(weight: Tensor) -> dict[str, Tensor]:
-        rows = (weight.transpose(1, 2) if is_transposed else weight).flatten(0, 1)
-        return _named(name, quantize_weight(rows, precision, group_size))
-
-    forms = forms_of(quantized(torch.empty(shape, dtype=dtype, device="meta")))
-    return Piece(piece.sources, forms, lambda values: quantized(piece.make(values)[name]))
+    return group_size_for(name, num_inputs, precision.group_size)
 
 
 def _odd(name: str, num_inputs: int) -> SpecDecError:

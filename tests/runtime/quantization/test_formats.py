@@ -33,12 +33,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from runtime.checkpoint import convert
+from runtime.compiler.causal_heads import has_causal_class
 from runtime.config import CheckpointConfig, QuantConfig
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.gguf_config import config_of
 from runtime.models import resolve_model
 from runtime.quantization.weight import take_quantized
 from runtime.text import load_tokenizer
+from scripts.tools import families
 from specdec_cli import LLM, NgramDrafter, SamplingParams
 
 
@@ -181,6 +183,23 @@ def test_experts_stay_in_the_bits_of_the_file(kind: str, tmp_path: Path) -> None
         prompts = [[1 + i * step % 30 for i in range(40)] for step in (3, 7, 11)]
         outputs = [output.token_ids for output in llm.generate(prompts, params, drafter=NgramDrafter(4, 2))]
     assert outputs == [hf_greedy(model.float(), prompt, 24) for prompt in prompts]
+
+
+def test_experts_of_texts_and_of_images_stay_in_the_bits_of_the_file(tmp_path: Path) -> None:
+    """Ernie 4.5 VL's files have both as one list."""
+    assert has_causal_class("ernie4_5_vl_moe_text")
+    config = families.small_config("ernie4_5_vl_moe").text_config
+    meant = save_fp8(tmp_path / "model", None, AutoModelForCausalLM.from_config(config))
+    run_convert(tmp_path / "model", tmp_path / "out")
+    weights = take_quantized(load_file(tmp_path / "out" / "rank0.safetensors"))
+    experts = {
+        name: parameter
+        for name, parameter in plain_model_of(tmp_path / "model", meant).named_parameters()
+        if parameter.dim() == 3
+    }
+    assert {name.split(".")[4] for name in experts} == {"text_moe", "vision_moe"}
+    for name, parameter in experts.items():
+        assert torch.equal(weights[name].dequantize(parameter.dtype).view(parameter.shape), parameter), name
 
 
 def test_every_rank_has_the_whole_code_book(tmp_path: Path) -> None:
