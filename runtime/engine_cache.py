@@ -265,7 +265,8 @@ def _room_in_cache() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        is_elsewhere = error.filename and not Path(str(error.filename)).is_relative_to(cache_dir())
+        named = error.filename2 or error.filename  # of a copy the second is what could not be written
+        is_elsewhere = named and not Path(str(named)).is_relative_to(cache_dir())
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or is_elsewhere:
             raise
         raise unwritable(error) from error

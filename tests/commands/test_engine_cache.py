@@ -1,5 +1,6 @@
 """`--model-dir`: an engine is built once for what went into it, by one process, and found again."""
 
+import errno
 import os
 import resource
 import shutil
@@ -279,6 +280,21 @@ def test_a_disk_that_is_full_is_told_as_the_caches(run: Run, cache: Path, said: 
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert result.exit_code == 1 and result.stdout == "" and engines(cache) == []
     said(result, "File too large", "SPECDEC_CACHE_DIR", "`--no-cache`")
+
+
+@pytest.mark.usefixtures("built_uncompiled")
+def test_a_disk_that_is_full_for_a_copied_file_is_told_as_the_caches(
+    run: Run, cache: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python names the file that is copied first, which is the model's."""
+
+    def no_room(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "sendfile", no_room)
+    result = run()
+    assert result.exit_code == 1 and result.stdout == "" and engines(cache) == []
+    said(result, "No space left on device", "SPECDEC_CACHE_DIR", "`--no-cache`")
 
 
 def test_an_interpreter_ends_quietly_with_a_model_that_nobody_closed(
