@@ -14,7 +14,7 @@ import typer
 from commands.options.leader_flags import LeaderOptions, Mode, ModelEngineOptions
 from commands.options.shared import INPUT, KV_CACHE, TokenizerDir
 from commands.options.speculation_flags import SpeculationOptions
-from commands.output import Output
+from commands.output import Output, warn
 from runtime.bundle import Bundle, read_bundle
 from runtime.cache import begin_digests
 from runtime.chat import check_chat_template
@@ -156,7 +156,8 @@ class EngineChoice:
 
             bundle = read_bundle(self.engine_dir)
             speculation, device_ids = profile_for(self.profile, bundle).speculation, None
-        check_needed_drafter(speculation, check_lossless=check_lossless)
+        has_copy = self.built_for.self_draft is not None
+        check_needed_drafter(speculation, check_lossless=check_lossless, has_copy=has_copy)
         if self.tokenizer_dir is not None:
             resolve_tokenizer(self.tokenizer_dir)
         if self.model_dir is not None:
@@ -226,10 +227,12 @@ class EngineOptions:
         default_mode: Mode | None = None,
         *,
         check_lossless: bool = False,
+        requests_draft: bool = False,
     ) -> EngineChoice:
         """Resolve and check the flags. SpecDecError for what does not fit together, or cannot be opened.
 
-        `default_mode` None: leader mode where flags of it are given, orchestrator mode elsewhere.
+        `default_mode` None: leader mode where flags of it are given, orchestrator mode elsewhere. `requests_draft`:
+        those that come may name drafters of their own.
         """
         leader, mode = self.leader, self.leader.mode or default_mode or self.leader.loop
         self.speculation.check_profile(leader.drafting_flags, leader.model_dir)
@@ -250,10 +253,16 @@ class EngineOptions:
             leader.draft_output.settings,
             self.speculation.profile,
         )
-        return choice.checked(check_lossless=check_lossless)
+        checked = choice.checked(check_lossless=check_lossless)
+        if leader.engines.self_draft is not None and not checked.speculation.needs_copy and not requests_draft:
+            warn(
+                f"`--self-draft {leader.engines.self_draft}` makes a copy that no drafter drafts with; "
+                "`--spec-decode-algo SELF` does"
+            )
+        return checked
 
 
-def check_needed_drafter(speculation: Speculation, *, check_lossless: bool) -> None:
+def check_needed_drafter(speculation: Speculation, *, check_lossless: bool, has_copy: bool = False) -> None:
     """UsageError for what needs a drafter where there is none."""
     if speculation:
         return
@@ -264,5 +273,5 @@ def check_needed_drafter(speculation: Speculation, *, check_lossless: bool) -> N
     if check_lossless:
         raise UsageError(
             "`--check-lossless` compares a drafter with none, and there is no drafter",
-            hint="`--ngram-config [10,2,[0]]` is one",
+            hint="`--spec-decode-algo SELF` drafts with the copy" if has_copy else "`--ngram-config [10,2,[0]]` is one",
         )

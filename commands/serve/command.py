@@ -170,7 +170,7 @@ def serve(engine: EngineOptions, inputs: ServeInputs, server: ServerOptions) -> 
     _check_packages()
     engine.check_is_leader("a server")
     with _kept_for_good():
-        choice = engine.choose(SamplingParams(), inputs.max_num_tokens, "leader")
+        choice = engine.choose(SamplingParams(), inputs.max_num_tokens, "leader", requests_draft=True)
         choice.check_tokenizer()
 
         from commands.serve.server import Address, listen

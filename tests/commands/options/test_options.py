@@ -8,14 +8,14 @@ import pytest
 from sentences import Said
 
 from commands.options.drafter_flags import DrafterFlags
-from commands.options.engine_choice import KVCacheOptions, check_needed_drafter
+from commands.options.engine_choice import EngineOptions, KVCacheOptions, check_needed_drafter
 from commands.options.leader_flags import LeaderOptions, ModelEngineOptions
 from commands.options.sampling_flags import GenerationOptions, SamplingOptions
 from commands.options.speculation_flags import SpeculationOptions
 from runtime.drafters.specs import DraftLenMode, SuffixDrafter
 from runtime.drafters.speculation import Speculation
 from runtime.errors import SpecDecError, UsageError
-from runtime.params import GREEDY, SamplingConfig
+from runtime.params import GREEDY, SamplingConfig, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,23 @@ def test_what_needs_a_drafter_says_so(check_lossless: bool, draft_len_mode: Draf
         check_needed_drafter(Speculation((), draft_len_mode), check_lossless=check_lossless)
     said(raised)
     assert raised.value.hint
+
+
+def test_a_copy_that_nobody_drafts_with_is_told(
+    llama_dir: Path, capsys: pytest.CaptureFixture[str], said: Said
+) -> None:
+    def choose(algorithm: str | None, **settings: Any) -> str:
+        leader = LeaderOptions(str(llama_dir), algorithm, engines=ModelEngineOptions(self_draft="int4"))
+        EngineOptions(leader=leader).choose(SamplingParams(), None, **settings)
+        return capsys.readouterr().err
+
+    assert choose("SELF") == choose("AUTO") == choose(None, default_mode="leader", requests_draft=True) == ""
+    told = choose("NGRAM")
+    said(told, "`--self-draft int4`", "SELF")
+    assert choose(None) == told
+    with pytest.raises(UsageError) as raised:
+        choose(None, check_lossless=True)
+    said(raised, "SELF")
 
 
 PROFILE = Path("tuned.json")
