@@ -407,7 +407,8 @@ def _quiet() -> Iterator[None]:
     """The compiler's warnings concern its developers, as do the lines of code that a graph's nodes come of, which take
     time to find; what matters to users is raised.
     """
-    loggers: list[Any] = [logging.getLogger(name) for name in ("torch._inductor", "torch.export", "torch._dynamo")]
+    names = ("torch._inductor", "torch.export", "torch._dynamo", "torch.utils.cpp_extension")  # the last of a CUDA_HOME
+    loggers: list[Any] = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)

@@ -1,9 +1,13 @@
 """Programs are kept by the graph they are compiled of: whoever wants the same finds it, and nobody finds half."""
 
 import errno
+import importlib
+import logging
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ from torch.fx import GraphModule
 from transformers import PreTrainedModel
 
 from runtime.compiler import programs
+from runtime.compiler.compilation import _quiet
 from runtime.compiler.kernels import load_kernels
 from runtime.compiler.programs import compile_programs
 from runtime.engine import Engine
@@ -180,3 +185,21 @@ def test_a_disk_that_is_full_while_a_program_is_compiled_is_said(tmp_path: Path)
     compiler.chmod(0o755)
     with pytest.raises(OSError, match="No space left on device"):
         programs._run([str(compiler)])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch says it where there is no GPU")
+def test_a_toolkit_without_a_gpu_is_no_line_of_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's, when its compiler is imported."""
+    name, said = "torch.utils.cpp_extension", list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    monkeypatch.setenv("CUDA_HOME", "/usr/local")
+    logging.getLogger(name).addHandler(handler)
+    try:
+        for block in (nullcontext(), _quiet()):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+            with block:
+                importlib.import_module(name)
+    finally:
+        logging.getLogger(name).removeHandler(handler)
+    assert len(said) == 1 and "CUDA_HOME" in said[0]  # not in the block
