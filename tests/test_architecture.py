@@ -33,13 +33,11 @@ NOUNS = {
     "runtime.config": {"runtime.errors", "runtime.reading"},
     "runtime.stats": set(),
     "runtime.params": {"runtime.errors"},
-    "runtime.noise": set(),
     "runtime.occurrences": {"runtime.params"},
     "runtime.grammar": {"runtime.errors", "runtime.params"},
     "runtime.sampling": {
         "runtime.errors",
         "runtime.grammar",
-        "runtime.noise",
         "runtime.occurrences",
         "runtime.params",
     },
@@ -49,12 +47,10 @@ NOUNS = {
     "runtime.reading": {"runtime.errors"},
     "runtime.cache": {"runtime.errors", "runtime.files"},
     "runtime.tensor_file": set(),
-    "runtime.corpus_file": {"runtime.errors", "runtime.files"},
     "runtime.corpus": {
         "runtime.cache",
         "runtime.checksums",
         "runtime.config",
-        "runtime.corpus_file",
         "runtime.errors",
         "runtime.files",
         "runtime.tensor_file",
@@ -146,7 +142,7 @@ def test_drafters_are_described_without_their_algorithms(module: str) -> None:
     assert ours <= {"runtime.errors", *SPECS[:2]}
 
 
-WITH_ENGINES = ("runtime.drafters.draft_target", "runtime.drafters.self_draft", "runtime.drafters.head_draft")
+WITH_ENGINES = ("runtime.drafters.draft_target", "runtime.drafters.head_draft")
 # A head reads an engine's K/V cache, of which it has layers.
 OF_HEADS = {
     "runtime.batch",

@@ -1,17 +1,28 @@
-"""A file of requests: OpenAI's batch lines, or plain prompts. It is read twice, since it may be larger than the memory.
+"""The two files of a batch.
+
+Requests are OpenAI's batch lines, or plain prompts. Their file is read twice, since it may be larger than the memory.
 
 A request's id is a digest of all that its result depends on: what is asked, and the `job`, which stands for the model
 and the settings. So a result tells by its id whether it is of this request, asked of this model.
+
+Results are appended as they come, and the whole is put in order when all are there. Until then they stand in a file
+beside it (`results.jsonl.partial`), which is taken up again after whatever ended the process: its results are final,
+and a torn end is cut off. Each result is in it once, from any worker.
 """
 
+import fcntl
 import json
+import os
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from runtime.cache import digest
 from runtime.errors import SpecDecError
+from runtime.files import new_file, remove_left_over
 from runtime.reading import parse_json, raise_unreadable, shown
 
 _FORM = 'write {"custom_id", "method", "url", "body"} as OpenAI has it, or {"prompt": "..."}, one a line'
@@ -132,3 +143,187 @@ def _is_writable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+_FLUSH_INTERVAL_S = 1.0
+_START = b'{"id":"batch_req_'
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Position of a result."""
+
+    path: Path
+    start: int
+    num_bytes: int
+
+
+class Results:
+    """Results of the requests at `places`, in the files at `path` and beside it, whose lock is held."""
+
+    def __init__(self, path: Path, partial: Path, file: BinaryIO, places: Sequence[Place]) -> None:
+        self.path, self._partial, self._file, self._places = path, partial, file, places
+        self._ids = {place.custom_id: place.id for place in places}
+        self._lines: dict[str, _Line] = {}
+        if path.exists():
+            num_bytes = self._read(path)
+            if num_bytes != path.stat().st_size:
+                raise _not_ours(path, "it holds something else")
+        self._is_written = len(self._lines) == len(places)
+        file.truncate(self._read(partial))
+        self._end = file.seek(0, os.SEEK_END)
+        self._flushed_s = time.monotonic()
+
+    @property
+    def num_done(self) -> int:
+        return len(self._lines)
+
+    @property
+    def missing(self) -> list[Place]:
+        """Requests without a result, in order."""
+        return [place for place in self._places if place.id not in self._lines]
+
+    def append(self, request_id: str, line: bytes) -> None:
+        """Keep a result: after a kill it is there, and after a power failure if it is older than a second."""
+        if request_id in self._lines:
+            return
+        self._file.write(line + b"\n")
+        self._file.flush()
+        self._lines[request_id] = _Line(self._partial, self._end, len(line) + 1)
+        self._end += len(line) + 1
+        if time.monotonic() - self._flushed_s > _FLUSH_INTERVAL_S:
+            self.flush()
+
+    def flush(self) -> None:
+        os.fsync(self._file.fileno())
+        self._flushed_s = time.monotonic()
+
+    def finish(self) -> None:
+        """All results as one file, in the order of the requests."""
+        if self._is_written:
+            remove_left_over(self.path.resolve())  # by a process that was killed once they had their name
+        else:
+            with new_file(self.path, replace=True) as new, new.open("wb") as output:
+                for line in self._in_order():
+                    output.write(line)
+        self._partial.unlink()
+
+    def leave(self) -> None:
+        """Let nothing behind where nothing was done."""
+        if os.fstat(self._file.fileno()).st_size:  # an interrupt may have come right after a line was written
+            self.flush()
+        else:
+            self._partial.unlink(missing_ok=True)
+
+    def _in_order(self) -> Iterator[bytes]:
+        files: dict[Path, BinaryIO] = {}
+        try:
+            for place in self._places:
+                at = self._lines[place.id]
+                if at.path not in files:
+                    files[at.path] = at.path.open("rb")
+                files[at.path].seek(at.start)
+                yield files[at.path].read(at.num_bytes)
+        finally:
+            for file in files.values():
+                file.close()
+
+    def _read(self, path: Path) -> int:
+        """Take in the lines of a file, up to a torn one; returns the bytes that are whole."""
+        start = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                ids = _ids_of(line)
+                if ids is None:
+                    if number == 1 and not _is_torn(line):
+                        raise _not_ours(path, "line 1 is none of a batch")
+                    break
+                self._check(ids, number, path)
+                self._lines.setdefault(ids[0], _Line(path, start, len(line)))
+                start += len(line)
+        return start
+
+    def _check(self, ids: tuple[str, str], number: int, path: Path) -> None:
+        request_id, custom_id = ids
+        wanted = self._ids.get(custom_id)
+        if wanted is None:
+            raise _not_ours(path, f"line {number} answers {shown(custom_id)}, which is not among the requests")
+        if wanted != request_id:
+            raise _not_ours(path, f"line {number} answers {shown(custom_id)}, asked otherwise or of another model")
+
+
+@contextmanager
+def open_results(path: Path, places: Sequence[Place]) -> Iterator[Results]:
+    """SpecDecError for results of other requests, or if another process is writing them."""
+    partial = path.with_name(f"{path.name}.partial")
+    if path.exists() and not path.is_file():
+        raise SpecDecError(f"cannot write the file (not a regular file): {path}", hint="choose another path")
+    with _locked(partial) as file:
+        try:
+            results = Results(path, partial, file, places)
+        except OSError as error:
+            raise_unreadable(path, error)
+        except SpecDecError:
+            if not partial.stat().st_size:
+                partial.unlink()
+            raise
+        try:
+            yield results
+        finally:
+            if partial.exists():
+                results.leave()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[BinaryIO]:
+    """The file at `path`, created if missing, with exclusive access in the block."""
+    while True:
+        try:
+            file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+        except OSError as error:
+            raise SpecDecError(
+                f"cannot write the file ({error.strerror}): {path}", hint="choose another path"
+            ) from None
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SpecDecError(
+                    f"another process is writing these results: {path}", hint="wait for it, or choose another file"
+                ) from None
+            except OSError as error:  # on a network's disk, say: two processes could write there at once
+                if not os.fstat(file.fileno()).st_size:
+                    path.unlink(missing_ok=True)
+                raise SpecDecError(
+                    f"the file cannot be locked ({error.strerror}): {path}", hint="choose a path on another disk"
+                ) from None
+            # It may have been finished and taken away between the two calls.
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    yield file
+                    return
+
+
+def _ids_of(line: bytes) -> tuple[str, str] | None:
+    """`id` and `custom_id` of a whole line; None for one that is torn, or no result."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        row = json.loads(line)
+        found = row["id"], row["custom_id"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return found if all(isinstance(one, str) for one in found) else None
+
+
+def _is_torn(line: bytes) -> bool:
+    """True if a line may be the beginning of a result; after a power failure it may be zeros."""
+    beginning = line.rstrip(b"\0\n")
+    return beginning.startswith(_START) or _START.startswith(beginning)
+
+
+def _not_ours(path: Path, reason: str) -> SpecDecError:
+    return SpecDecError(
+        f"the results are of another file of requests, or of other settings ({reason}): {path}",
+        hint="choose another file for the results, or remove this one",
+    )

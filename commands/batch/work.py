@@ -17,8 +17,7 @@ from commands.batch.answering import Counts, Outcome, OwnCrew, failed_outcome
 from commands.batch.command import BatchDefaults, BatchFiles
 from commands.batch.dispatch import Crew, answer_all
 from commands.batch.job import Job, check_same_everywhere
-from commands.batch.lines import BatchRequest, look_through
-from commands.batch.results_file import Results, open_results
+from commands.batch.lines import BatchRequest, Results, look_through, open_results
 from commands.documents.records import Head, Record, absent, document_head
 from commands.documents.settings import DrafterNames, OutputGrammar, grammar_record
 from commands.options.engine_choice import EngineChoice

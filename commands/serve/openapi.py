@@ -1,14 +1,18 @@
-"""Documents that the server sends of itself: openapi.json, and the page to try it."""
+"""Documents that the server sends of itself: openapi.json, the page to try it, and Prometheus metrics."""
 
 import base64
 import hashlib
 import re
+from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from pydantic.json_schema import models_json_schema
 
 from commands.serve.answers import (
@@ -29,6 +33,7 @@ from commands.serve.schema import (
     ResponsesRequest,
     TokenizeRequest,
 )
+from runtime.serving.loop import RequestHandle, ServingLoop
 
 _BODIES = (
     CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, CountRequest, TokenizeRequest, DetokenizeRequest,
@@ -133,3 +138,83 @@ def page_response() -> HTMLResponse:
     )
     headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
     return HTMLResponse(html, headers=headers | {"X-Content-Type-Options": "nosniff"})
+
+
+_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_TPOT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_E2E_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 600.0)
+
+
+class ServerMetrics:
+    """Everything that `/metrics` shows of one model, by vLLM's names. Counters are the loop's: nothing counts twice."""
+
+    def __init__(self, loop: ServingLoop, model_name: str) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_LoopCollector(loop, model_name))
+
+        def histogram(name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
+            metric = Histogram(f"vllm:{name}", help_text, ["model_name"], registry=self._registry, buckets=buckets)
+            return metric.labels(model_name)
+
+        self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", _TTFT_S)
+        self._tpot = histogram("time_per_output_token_seconds", "Between the first token and the last.", _TPOT_S)
+        self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the end.", _E2E_S)
+
+    def observe(self, answer: RequestHandle) -> None:
+        """Take the times of an answer that got on, when it is over."""
+        if answer.progress.finish_reason is None:
+            return
+        stats = answer.sequence.stats
+        for metric, value in ((self._ttft, stats.ttft_s), (self._tpot, stats.tpot_s), (self._e2e, stats.latency_s)):
+            if value is not None:
+                metric.observe(value)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class _LoopCollector(Collector):
+    def __init__(self, loop: ServingLoop, model_name: str) -> None:
+        self._loop, self._model_name = loop, model_name
+
+    def collect(self) -> Iterator[Metric]:
+        loop, totals = self._loop, self._loop.totals
+        gauges = (
+            ("num_requests_running", "Sequences in the running batch.", loop.num_running),
+            ("num_requests_waiting", "Sequences that wait to join it.", loop.num_waiting),
+            ("kv_cache_usage_perc", "Share of the K/V cache that sequences hold, 1 is all.", loop.engine.cache_usage),
+            ("gpu_cache_usage_perc", "The same by its former name.", loop.engine.cache_usage),
+        )
+        for name, help_text, value in gauges:
+            yield self._filled(GaugeMetricFamily(f"vllm:{name}", help_text, labels=["model_name"]), [((), value)])
+        counters = (
+            ("prompt_tokens", "Prompt tokens of requests that got their first token.", totals.num_prompt_tokens),
+            ("generation_tokens", "Generated tokens.", totals.num_generated_tokens),
+            ("spec_decode_num_drafts", "Steps with a draft.", totals.num_drafts),
+            ("spec_decode_num_draft_tokens", "Drafted tokens.", totals.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Drafted tokens that were kept.", totals.num_accepted_tokens),
+        )
+        for name, help_text, value in counters:
+            yield self._filled(CounterMetricFamily(f"vllm:{name}", help_text, labels=["model_name"]), [((), value)])
+        yield self._by_label(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens that were kept, by their place in the draft.",
+            "position",
+            [(str(i), count) for i, count in enumerate(list(totals.num_accepted_per_position))],
+        )
+        yield self._by_label(
+            "request_success", "Sequences that ended.", "finished_reason", list(totals.num_finished.items())
+        )
+
+    def _by_label(self, name: str, help_text: str, label: str, values: list[tuple[str, int]]) -> Metric:
+        family = CounterMetricFamily(f"vllm:{name}", help_text, labels=["model_name", label])
+        return self._filled(family, [((key,), value) for key, value in values])
+
+    def _filled(
+        self,
+        family: GaugeMetricFamily | CounterMetricFamily,
+        values: Iterable[tuple[tuple[str, ...], float]],
+    ) -> Metric:
+        for labels, value in values:
+            family.add_metric([self._model_name, *labels], value)
+        return family

@@ -29,13 +29,11 @@ from commands.serve.asking import ask_chat, ask_completion
 from commands.serve.chat_completions import ChatReply
 from commands.serve.completions import CompletionReply
 from commands.serve.conversations import chat_tokens
-from commands.serve.group import ClientGone, Clock, Group, submit
 from commands.serve.http_errors import HTTPError, as_http_error, fields_named
-from commands.serve.metrics import ServerMetrics
 from commands.serve.openai_responses import ResponsesReply, ResponseStore, chat_of_responses, messages_of
-from commands.serve.openapi import answers, errors, openapi_schema, page_response
+from commands.serve.openapi import ServerMetrics, answers, errors, openapi_schema, page_response
 from commands.serve.replies import TokenTexts
-from commands.serve.responses import EventStream, Waiting, document, whole
+from commands.serve.responses import ClientGone, Clock, EventStream, Group, Waiting, document, submit, whole
 from commands.serve.schema import (
     ChatRequest,
     CompletionRequest,

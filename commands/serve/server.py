@@ -19,8 +19,8 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from commands.serve.group import unfinished_groups
 from commands.serve.http_errors import HTTPError, as_http_error
+from commands.serve.responses import unfinished_groups
 from runtime.errors import SpecDecError, UsageError
 from runtime.serving.loop import ServingLoop, Stopping
 

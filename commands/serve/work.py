@@ -18,8 +18,8 @@ from starlette.middleware.cors import CORSMiddleware
 from commands.documents.settings import Setup
 from commands.output import stderr, warn
 from commands.serve.command import ServerOptions
-from commands.serve.group import Clock
 from commands.serve.http_errors import HTTPError
+from commands.serve.responses import Clock
 from commands.serve.routes import make_app
 from commands.serve.served import ServedModel, check_can_serve, prepare_chat
 from commands.serve.server import Address, Certificate, errors_logged, serve

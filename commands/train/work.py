@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated, Any
 
+from pydantic import Field
 from rich.table import Table
 
+from commands.documents.records import Head, Positive, Record, document_head
 from commands.inputs.prompts import Prompt, without_padding
 from commands.output import Output, number
 from commands.sessions import MIN_DRAFT_LEN, engine_settings
@@ -19,8 +22,8 @@ from commands.train.command import (
     TrainOptions,
     TrainResults,
 )
-from commands.train.document import AcceptedLength, TrainSettings, train_document
 from runtime.cache import digest, file_digest
+from runtime.config import Count, Size
 from runtime.engine import KVCacheConfig
 from runtime.engine_cache import engine_of_model
 from runtime.errors import SpecDecError
@@ -35,6 +38,50 @@ from runtime.traces import read_traces, trace_line
 from runtime.training.new_head import read_states_of
 from runtime.training.training_run import Accepted, Target, Texts, TrainingRun, TrainingSettings, split_traces
 from runtime.tuning.profile import engine_digest
+
+
+class AcceptedLength(Record):
+    """Steps that the held-out texts would take with greedy drafts of one length."""
+
+    draft_len: Size
+    num_steps_before: Size = Field(description="steps of the target with the head as it was, or new")
+    num_steps_after: Size = Field(description="the same with the trained head")
+    tokens_per_step_before: Annotated[float, Field(ge=1)]
+    tokens_per_step_after: Annotated[float, Field(ge=1)]
+
+
+class TrainSettings(Record):
+    """Settings of a training."""
+
+    model_dir: str
+    draft_model_dir: str | None
+    num_epochs: Size
+    learning_rate: Positive
+    num_unrolled_steps: Size
+    draft_vocab_size: Size
+    batch_tokens: Size
+    max_text_len: Size
+    learn_prompts: bool
+    random_seed: int
+
+
+class TrainDocument(Head):
+    """Document of `specdec train --json`."""
+
+    settings: TrainSettings
+    output_dir: str
+    num_texts: Size = Field(description="texts learned from")
+    num_held_out_texts: Size
+    num_left_out_texts: Count = Field(description="texts without room for an output")
+    num_tokens: Size = Field(description="tokens of the texts learned from, prompts included")
+    num_optimizer_steps: Size
+    num_held_out_tokens: Size = Field(description="tokens of the held-out outputs")
+    held_out_tokens_per_step: Annotated[list[AcceptedLength], Field(min_length=1)]
+
+
+def train_document(**fields: Any) -> dict[str, Any]:
+    return TrainDocument(**document_head("train"), **fields).as_json()
+
 
 ANSWERS = "answers.jsonl"
 _ROUND = 8  # batches of answers that are kept at once

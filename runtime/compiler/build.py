@@ -61,7 +61,7 @@ from runtime.heads.head_config import HeadConfig
 from runtime.heads.head_output import write_output, write_target_output
 from runtime.kv_cache import bytes_per_block, kv_dtype
 from runtime.locks import MODEL_INIT_LOCK
-from runtime.parallel.process_pool import do_at_once
+from runtime.parallel.processes import do_at_once
 from runtime.parallel.ranks import RankedModel, RankedStep, open_ranks
 from runtime.parallel.tp_layers import Splitting
 from runtime.temporary import own_temporary_files

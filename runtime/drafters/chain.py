@@ -93,7 +93,7 @@ def _match_of(draft: Draft) -> tuple[bool, bool, int]:
 
 
 class AcceptsHints(Protocol):
-    """A copy of the target's (`runtime.drafters.self_draft`), which engines know and this does not."""
+    """A copy of the target's (`runtime.drafters.draft_target`), which engines know and this does not."""
 
     def ask(self, suggest: Suggest) -> None: ...
 

@@ -18,11 +18,10 @@ from runtime.drafters.chain import BestOf, DraftingModel
 from runtime.drafters.compatibility import Tokenizers
 from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.custom import GuardedDrafter
-from runtime.drafters.draft_target import DraftModel
+from runtime.drafters.draft_target import DraftModel, SelfDraft
 from runtime.drafters.meter import Clock
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter, check_request, look_ahead
-from runtime.drafters.self_draft import SelfDraft
 from runtime.drafters.specs import DraftTargetDrafter, HeadDrafter, SelfDrafter
 from runtime.drafters.speculation import Speculation
 from runtime.drafters.translated import TranslatedDraftModel

@@ -1,15 +1,16 @@
-"""Drafts by n-gram lookup: what followed the sequence's last tokens when they occurred before.
+"""Drafts by n-gram lookup: what followed the sequence's last tokens when they occurred before, in it or in a corpus.
 
-Behaviour of TensorRT-LLM's NgramPool (examples/ngram/run_dtm_ngram.py): the longest pattern first, the oldest
-continuation, private to each request. Two of its habits are left out: without a match nothing is drafted (it sends a
-dummy token), and while no continuation has its full length the oldest is taken (it takes the newest, which
-is the shortest). Other rankings choose another occurrence. A pattern is mapped to where the chosen one ended; the
-continuation is read from the sequence itself. A public pool is asked where the sequence has no match.
+Of a sequence's own it has the behaviour of TensorRT-LLM's NgramPool (examples/ngram/run_dtm_ngram.py): the longest
+pattern first, the oldest continuation, private to each request. Two of its habits are left out: without a match nothing
+is drafted (it sends a dummy token), and while no continuation has its full length the oldest is taken (it takes the
+newest, which is the shortest). Other rankings choose another occurrence. A pattern is mapped to where the chosen one
+ended; the continuation is read from the sequence itself. A public pool is asked where the sequence has no match.
 """
 
 from dataclasses import dataclass, field
 from typing import get_args
 
+from runtime.corpus import Corpus
 from runtime.drafters.lookup import Text, as_characters, cut_at_end_id, most_frequent, num_common_before
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.specs import NgramRanking
@@ -124,3 +125,31 @@ class NgramLookup:
         if self.ranking in ("recent", "frequent") and len(draft) < draft_len:
             draft = (draft * draft_len)[:draft_len]
         return draft
+
+
+class CorpusLookup:
+    """Looks up the longest end of each sequence, of at most `max_matching_ngram_size` tokens, that is in the corpus.
+
+    The draft is the most frequent token after it, then the most frequent after that one, as long as one occurrence in
+    eight agrees. Nothing is kept of requests.
+    """
+
+    def __init__(self, corpus: Corpus, max_matching_ngram_size: int, *, min_matching_ngram_size: int = 1) -> None:
+        self.corpus = corpus
+        self.max_matching_ngram_size = max_matching_ngram_size
+        self.min_matching_ngram_size = min_matching_ngram_size
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        return [self._lookup(sequence, max_draft_len) for sequence in sequences]
+
+    def forget(self, request_id: int) -> None:
+        """Nothing is kept."""
+
+    def _lookup(self, sequence: Sequence, max_draft_len: int) -> Draft:
+        draft_len = min(max_draft_len, sequence.max_draft_len)
+        tail = sequence.tokens[-self.max_matching_ngram_size :]
+        match = self.corpus.longest_match(tail, self.max_matching_ngram_size, self.min_matching_ngram_size)
+        if match is None or not draft_len:
+            return Draft([])
+        draft = [continuation.token for continuation in self.corpus.continuation(match, draft_len)]
+        return Draft(cut_at_end_id(draft, sequence.request.end_ids), match_len=match.ngram_size)

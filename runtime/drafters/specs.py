@@ -178,8 +178,7 @@ class NgramDrafter(LookupDrafter):
     def lookup(self, pool: "NgramPool | None") -> "Drafter":
         from runtime.corpus import Corpus
         from runtime.drafters.chain import FirstOf
-        from runtime.drafters.corpus_lookup import CorpusLookup
-        from runtime.drafters.ngram import NgramLookup
+        from runtime.drafters.ngram import CorpusLookup, NgramLookup
 
         max_size, min_size = self.max_matching_ngram_size, self.min_matching_ngram_size
         ngram = NgramLookup(max_size, min_matching_ngram_size=min_size, ranking=self.ranking, pool=pool)
@@ -464,7 +463,7 @@ class MtpDrafter(HeadDrafter):
 
 @dataclass(frozen=True)
 class SelfDrafter(DrafterSpec):
-    """The target's own copy with quantized weights (`runtime.drafters.self_draft`), which the engine must have.
+    """The target's own copy with quantized weights (`runtime.drafters.draft_target`), which the engine must have.
 
     `use_logits` as for a draft model.
     """

@@ -15,27 +15,25 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from runtime.tokenizer import Tokenizer
-from runtime.tools.call_arguments import (
-    SPACE,
-    BareValues,
-    Malformed,
-    escaped,
-    json_of,
-    loaded,
-    python_calls,
-    unquoted,
-)
 from runtime.tools.call_formats import (
+    SPACE,
     BareCall,
+    BareValues,
     HarmonyCall,
     JsonCall,
+    Malformed,
     NamedCall,
     PythonCalls,
     ReasoningFormat,
     TaggedCall,
     Tool,
     ToolFormat,
+    escaped,
+    json_of,
+    loaded,
+    python_calls,
     types_of,
+    unquoted,
 )
 
 _FIRST_MARK, _MOST_MARKS = 0xD800, 0x800

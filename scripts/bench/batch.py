@@ -89,8 +89,7 @@ def measure_overhead(num: int) -> None:
 
 def measure_files(num: int) -> None:
     """Time the command's own work per request without Ray: in memory, and with results of 600 bytes on this disk."""
-    from commands.batch.lines import look_through
-    from commands.batch.results_file import open_results
+    from commands.batch.lines import look_through, open_results
 
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)

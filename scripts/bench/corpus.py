@@ -16,8 +16,7 @@ from pathlib import Path
 
 from runtime.corpus import Corpus, write_corpus
 from runtime.drafters.chain import FirstOf
-from runtime.drafters.corpus_lookup import CorpusLookup
-from runtime.drafters.ngram import NgramLookup
+from runtime.drafters.ngram import CorpusLookup, NgramLookup
 from runtime.drafters.protocol import Drafter
 from runtime.stats import sum_stats
 from runtime.trace_lines import Trace

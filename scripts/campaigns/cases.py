@@ -23,13 +23,11 @@ from runtime.corpus import Corpus, write_corpus
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import BestOf, DraftingModel, FirstOf
 from runtime.drafters.confidence_stop import ConfidenceStop
-from runtime.drafters.corpus_lookup import CorpusLookup
 from runtime.drafters.custom import guarded_drafter
-from runtime.drafters.draft_target import DraftModel
-from runtime.drafters.ngram import NgramLookup
+from runtime.drafters.draft_target import DraftModel, SelfDraft
+from runtime.drafters.ngram import CorpusLookup, NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter, check_request
-from runtime.drafters.self_draft import SelfDraft
 from runtime.drafters.suffix import SuffixLookup
 from runtime.engine import KVCacheConfig
 from runtime.params import GREEDY, SamplingConfig

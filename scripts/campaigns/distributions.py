@@ -29,13 +29,11 @@ from runtime.corpus import Corpus, write_corpus
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import BestOf, DraftingModel, FirstOf
 from runtime.drafters.confidence_stop import ConfidenceStop
-from runtime.drafters.corpus_lookup import CorpusLookup
 from runtime.drafters.custom import guarded_drafter
-from runtime.drafters.draft_target import DraftModel
-from runtime.drafters.ngram import NgramLookup
+from runtime.drafters.draft_target import DraftModel, SelfDraft
+from runtime.drafters.ngram import CorpusLookup, NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter
-from runtime.drafters.self_draft import SelfDraft
 from runtime.drafters.suffix import SuffixLookup
 from runtime.engine import Engine, KVCacheConfig
 from runtime.evaluation.chi_squared import detectable_total_variation, p_value_of

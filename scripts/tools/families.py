@@ -49,9 +49,9 @@ from runtime.checkpoint import convert
 from runtime.compiler.build import BuildEffort, build_engine
 from runtime.config import BuildConfig, Compiler, Dtype, QuantConfig, QuantFormat
 from runtime.config import SelfDraft as SelfDraftConfig
+from runtime.drafters.draft_target import SelfDraft
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
-from runtime.drafters.self_draft import SelfDraft
 from runtime.engine import Engine, KVCacheConfig
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import write_json

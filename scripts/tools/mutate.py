@@ -74,15 +74,14 @@ TESTS = {
     "runtime/compiler/weights.py": f"{T}compiler/test_weights.py",
     "runtime/drafters/adaptive.py": f"{T}drafters/test_adaptive.py {T}drafters/test_allocation.py",
     "runtime/drafters/chain.py": f"{T}drafters/test_chain.py {T}drafters/test_choosing.py",
-    "runtime/drafters/corpus_lookup.py": f"{T}test_corpus.py -k draft",
-    "runtime/drafters/draft_target.py": f"{T}drafters/test_draft_target.py",
+    "runtime/drafters/draft_target.py": f"{T}drafters/test_draft_target.py {T}drafters/test_self_draft.py "
+    f"{T}drafters/test_choosing.py -k 'not compiled'",
     "runtime/drafters/lookup.py": f"{T}drafters/test_ngram.py {T}drafters/test_suffix.py",
-    "runtime/drafters/ngram.py": f"{T}drafters/test_ngram.py",
+    "runtime/drafters/ngram.py": f"{T}drafters/test_ngram.py {T}test_corpus.py -k 'draft or ngram'",
     "runtime/drafters/acceptance_stats.py": f"{T}drafters/test_adaptive.py",
     "runtime/drafters/pool.py": f"{T}drafters/test_pool.py -k 'not ten_thousand'",
     "runtime/drafters/draft_state.py": f"{T}test_rejection.py {T}drafters/test_choosing.py "
     "-k 'whether or texts and similar or sure'",
-    "runtime/drafters/self_draft.py": f"{T}drafters/test_self_draft.py {T}drafters/test_choosing.py -k 'not compiled'",
     "runtime/drafters/suffix.py": f"{T}drafters/test_suffix.py",
     "runtime/drafting.py": f"{T}drafters/test_drafter_protocol.py",
     "runtime/engine.py": f"{T}test_engine.py -k 'not aot'",

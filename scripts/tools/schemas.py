@@ -18,8 +18,8 @@ from commands.doctor.work import DoctorDocument
 from commands.documents.records import Record
 from commands.run.document import RunDocument
 from commands.summarize.document import SummarizeDocument
-from commands.train.document import TrainDocument
-from commands.tune.document import TuneDocument
+from commands.train.work import TrainDocument
+from commands.tune.work import TuneDocument
 from commands.verify.report import VerifyDocument
 
 DIRECTORY = Path(__file__).parents[2] / "commands" / "schemas"

@@ -376,7 +376,7 @@ def test_a_disk_without_locks_is_one_error(
     def lockless(file: object, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr("commands.batch.results_file.fcntl.flock", lockless)
+    monkeypatch.setattr("commands.batch.lines.fcntl.flock", lockless)
     result = batch(requests())
     assert result.exit_code == 1
     said(result)

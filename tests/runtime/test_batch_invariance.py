@@ -19,7 +19,7 @@ from torch import Tensor
 from runtime import orchestrator, scheduler
 from runtime.bundle import read_bundle
 from runtime.config import SelfDraft
-from runtime.drafters import self_draft as drafting
+from runtime.drafters import draft_target as drafting
 from runtime.engine import Engine, KVCacheConfig
 from runtime.request import Draft, Request, Sequence
 

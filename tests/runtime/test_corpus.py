@@ -21,7 +21,7 @@ from strength import examples
 from commands.options.hints import hint_of
 from runtime import corpus as corpus_module
 from runtime.corpus import Corpus, merge_corpora, suffix_array, write_corpus
-from runtime.drafters.corpus_lookup import CorpusLookup
+from runtime.drafters.ngram import CorpusLookup
 from runtime.errors import SpecDecError
 from runtime.request import Request, Sequence
 

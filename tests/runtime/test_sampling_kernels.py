@@ -32,10 +32,9 @@ from transformers.generation.logits_process import (
 import runtime.sampling
 from runtime.compiler.kernels import load_kernels
 from runtime.evaluation.chi_squared import chi_squared_of, detectable_total_variation, p_value_of
-from runtime.noise import gumbel
 from runtime.params import GREEDY, SamplingConfig
 from runtime.request import token_logprobs
-from runtime.sampling import NoValidToken, Positions, Sampler, choose_all
+from runtime.sampling import NoValidToken, Positions, Sampler, choose_all, gumbel
 
 ROUNDING = 1e-6
 CUTS: list[dict[str, Any]] = [

@@ -14,9 +14,8 @@ from runtime import orchestrator, scheduler
 from runtime.bundle import read_engine_config
 from runtime.compiler.causal_heads import has_causal_class
 from runtime.config import SelfDraft as SelfDraftConfig
-from runtime.drafters.draft_target import DraftModel
+from runtime.drafters.draft_target import DraftModel, SelfDraft
 from runtime.drafters.ngram import NgramLookup
-from runtime.drafters.self_draft import SelfDraft
 from runtime.engine import Engine, KVCacheConfig
 from runtime.errors import RequestError, SpecDecError, UsageError
 from runtime.request import Request, Sequence

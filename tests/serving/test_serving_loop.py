@@ -13,10 +13,10 @@ from tiny import hf_greedy, repetitive_prompt
 from transformers import PreTrainedModel
 from waiting import HANG_S, wait_until
 
+from runtime.drafters.draft_target import SelfDraft
 from runtime.drafters.factory import OpenDrafter
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
-from runtime.drafters.self_draft import SelfDraft
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.params import SamplingConfig

@@ -1,5 +1,5 @@
 // The noise that makes a choice a sample: a number of each token that depends on the key of its position and on nothing
-// else, by integers and one formula, which `runtime.noise` has too. The token of the largest score and noise together is a
+// else, by integers and one formula, which `runtime.sampling` has too. The token of the largest score and noise together is a
 // sample of the scores' softmax (Gumbel-max).
 
 #pragma once

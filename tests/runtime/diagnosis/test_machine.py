@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.diagnosis.machine import cores, huge_pages, num_cores, num_numa_nodes
+from runtime.diagnosis.observe import cores, huge_pages, num_cores, num_numa_nodes
 
 NUM_CORES = len(os.sched_getaffinity(0))
 

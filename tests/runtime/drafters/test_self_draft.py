@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from runtime import orchestrator, scheduler
 from runtime.config import DraftOutput
 from runtime.config import SelfDraft as SelfDraftConfig
-from runtime.drafters.self_draft import SelfDraft
+from runtime.drafters.draft_target import SelfDraft
 from runtime.engine import Engine, KVCacheConfig
 from runtime.params import SamplingConfig
 from runtime.request import Draft, Request, Sequence
