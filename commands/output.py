@@ -20,7 +20,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import typer
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.measure import Measurement
@@ -28,8 +27,8 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
-from commands import progress
-from commands.options.shared import OUTPUT
+from commands.options.shared import OUTPUT, option
+from commands.progress import Advance, bytes_done, counting, phases
 from runtime.errors import SpecDecError, UsageError
 from runtime.files import try_new_file
 
@@ -46,10 +45,8 @@ _UNBOUNDED = 10_000
 class Output:
     """Output of one command; a group of options of all commands."""
 
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.", rich_help_panel=OUTPUT)] = (
-        False
-    )
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print the result only.", rich_help_panel=OUTPUT)] = False
+    json: Annotated[bool, option(OUTPUT, "Print one JSON document on stdout.", "--json")] = False
+    quiet: Annotated[bool, option(OUTPUT, "Print the result only.", "--quiet")] = False
 
     @property
     def human(self) -> bool:
@@ -89,19 +86,19 @@ class Output:
 
     def phases(self) -> AbstractContextManager[Callable[[str], None]]:
         """Progress through phases: called with the name of each as it begins."""
-        return progress.phases(stderr()) if self.human else nullcontext(lambda name: None)
+        return phases(stderr()) if self.human else nullcontext(lambda name: None)
 
     def byte_progress(self, description: str) -> AbstractContextManager[Callable[[int, int], None]]:
         """Called with the bytes done and the bytes there are."""
-        return progress.bytes_done(stderr(), description) if self.human else nullcontext(lambda done, total: None)
+        return bytes_done(stderr(), description) if self.human else nullcontext(lambda done, total: None)
 
-    def progress(self, description: str, total: int, num_done: int = 0) -> AbstractContextManager[progress.Advance]:
+    def progress(self, description: str, total: int, num_done: int = 0) -> AbstractContextManager[Advance]:
         """Progress callback per item, or per several items, of a known number; with a remark on all of them, if any.
 
         `num_done` were done before.
         """
         return (
-            progress.counting(stderr(), description, total, num_done)
+            counting(stderr(), description, total, num_done)
             if self.human
             else nullcontext(lambda count=1, said="": None)
         )

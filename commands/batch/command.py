@@ -4,13 +4,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from commands.options.engine_choice import EngineOptions
 from commands.options.expand import expand_groups
 from commands.options.ray_flags import ClusterOptions
 from commands.options.sampling_flags import FormOptions
-from commands.options.shared import INPUT, OUTPUT, RUNTIME, SAMPLING
+from commands.options.shared import INPUT, OUTPUT, RUNTIME, SAMPLING, option
 from commands.output import Output, check_output_files, check_readable
 from runtime.errors import SpecDecError, UsageError
 from runtime.params import SamplingConfig, SamplingParams
@@ -22,20 +20,20 @@ class BatchFiles:
 
     input_file: Annotated[
         Path,
-        typer.Option(
+        option(
+            INPUT,
+            "Requests, one per line: OpenAI's batch format, or objects with a `prompt` or `messages`.",
             "--input-file",
             "-i",
-            help="Requests, one per line: OpenAI's batch format, or objects with a `prompt` or `messages`.",
-            rich_help_panel=INPUT,
         ),
     ]
     output_file: Annotated[
         Path,
-        typer.Option(
+        option(
+            OUTPUT,
+            "Results, one line per request, in OpenAI's format. If the file is partial, the command resumes.",
             "--output-file",
             "-o",
-            help="Results, one line per request, in OpenAI's format. If the file is partial, the command resumes.",
-            rich_help_panel=OUTPUT,
         ),
     ]
 
@@ -54,34 +52,14 @@ class BatchDefaults:
     """Defaults for requests."""
 
     max_output_len: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Default for `max_tokens`.",
-            rich_help_panel=SAMPLING,
-            show_default="16; in a chat as many as fit",
-        ),
+        int | None, option(SAMPLING, "Default for `max_tokens`.", shown="16; in a chat as many as fit", min=1)
     ] = None
     temperature: Annotated[
-        float | None,
-        typer.Option(
-            help="Default for requests; 0 is greedy.",
-            rich_help_panel=SAMPLING,
-            show_default="the model's, or 1",
-        ),
+        float | None, option(SAMPLING, "Default for requests; 0 is greedy.", shown="the model's, or 1")
     ] = None
-    top_k: Annotated[
-        int | None,
-        typer.Option(help="Default for requests.", rich_help_panel=SAMPLING, show_default="the model's, or 0"),
-    ] = None
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Default for requests.", rich_help_panel=SAMPLING, show_default="the model's, or 1"),
-    ] = None
-    random_seed: Annotated[
-        int,
-        typer.Option(help="With `custom_id`, determines the seed of requests without one.", rich_help_panel=SAMPLING),
-    ] = 0
+    top_k: Annotated[int | None, option(SAMPLING, "Default for requests.", shown="the model's, or 0")] = None
+    top_p: Annotated[float | None, option(SAMPLING, "Default for requests.", shown="the model's, or 1")] = None
+    random_seed: Annotated[int, option(SAMPLING, "With `custom_id`, determines the seed of requests without one.")] = 0
     form: FormOptions = field(default_factory=FormOptions, repr=False)
 
     @property
@@ -103,20 +81,14 @@ class BatchModelOptions:
 
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Name of the model in requests; repeatable, the first appears in results.",
-            rich_help_panel=INPUT,
-            show_default="the directory's name",
+        option(
+            INPUT,
+            "Name of the model in requests; repeatable, the first appears in results.",
+            shown="the directory's name",
         ),
     ] = None
     max_num_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Prompt tokens per step (chunked prefill).",
-            rich_help_panel=RUNTIME,
-            show_default="512",
-        ),
+        int | None, option(RUNTIME, "Prompt tokens per step (chunked prefill).", shown="512", min=1)
     ] = None
     defaults: BatchDefaults = field(default_factory=BatchDefaults)
 

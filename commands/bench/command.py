@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
-
 from commands.bench.contents import (
     DEFAULT_NUM_RANDOM,
     RANDOM,
@@ -19,7 +17,7 @@ from commands.bench.contents import (
 )
 from commands.inputs.dataset import DEMO, EvalTask
 from commands.options.expand import expand_groups
-from commands.options.shared import INPUT, OUTPUT, RUNTIME, SAMPLING, DatasetDir, InputFile, OutputLen
+from commands.options.shared import INPUT, OUTPUT, RUNTIME, SAMPLING, DatasetDir, InputFile, OutputLen, option
 from commands.output import Output, check_output_files, check_report
 from runtime.errors import UsageError
 
@@ -31,34 +29,21 @@ _DEFAULT_INPUT_LEN = 256
 class BenchServer:
     """Server to benchmark."""
 
-    base_url: Annotated[
-        str, typer.Option(metavar="URL", help="Address of the server, with or without `/v1`.", rich_help_panel=RUNTIME)
-    ] = "http://127.0.0.1:8000"
-    model: Annotated[
-        str | None,
-        typer.Option(help="Model to request.", rich_help_panel=RUNTIME, show_default="the server's first"),
-    ] = None
-    endpoint: Annotated[
-        Endpoint,
-        typer.Option(
-            help="`/v1/completions` or `/v1/chat/completions`.",
-            rich_help_panel=RUNTIME,
-        ),
-    ] = "completions"
+    base_url: Annotated[str, option(RUNTIME, "Address of the server, with or without `/v1`.", metavar="URL")] = (
+        "http://127.0.0.1:8000"
+    )
+    model: Annotated[str | None, option(RUNTIME, "Model to request.", shown="the server's first")] = None
+    endpoint: Annotated[Endpoint, option(RUNTIME, "`/v1/completions` or `/v1/chat/completions`.")] = "completions"
     api_key: Annotated[
         str | None,
-        typer.Option(
-            help="Key to send; safer in the environment, as SPECDEC_API_KEY or OPENAI_API_KEY, where others cannot see "
-            "it.",
+        option(
+            RUNTIME,
+            "Key to send; safer in the environment, as SPECDEC_API_KEY or OPENAI_API_KEY, where others cannot see it.",
             envvar=["SPECDEC_API_KEY", "OPENAI_API_KEY"],
             show_envvar=False,
-            rich_help_panel=RUNTIME,
-            show_default=False,
         ),
     ] = None
-    timeout: Annotated[
-        float, typer.Option(min=0.001, help="Seconds to wait for the next chunk of an answer.", rich_help_panel=RUNTIME)
-    ] = 600.0
+    timeout: Annotated[float, option(RUNTIME, "Seconds to wait for the next chunk of an answer.", min=0.001)] = 600.0
 
     def check(self) -> None:
         """UsageError for what is no address, or no key that a header can hold."""
@@ -74,45 +59,29 @@ class BenchPrompts:
 
     dataset: Annotated[
         str | None,
-        typer.Option(
-            help="`demo`, `random` words, a hub id, or a .jsonl, .csv or .parquet file such as Spec-Bench's.",
-            rich_help_panel=INPUT,
-            show_default="demo",
+        option(
+            INPUT,
+            "`demo`, `random` words, a hub id, or a .jsonl, .csv or .parquet file such as Spec-Bench's.",
+            shown="demo",
         ),
     ] = None
     input_file: InputFile = None
     num_prompts: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Requests to send.",
-            rich_help_panel=INPUT,
-            show_default=f"all there are; {DEFAULT_NUM_RANDOM} for `random`",
-        ),
+        int | None, option(INPUT, "Requests to send.", shown=f"all there are; {DEFAULT_NUM_RANDOM} for `random`", min=1)
     ] = None
     eval_task: Annotated[
         EvalTask | None,
-        typer.Option(
-            help="What the dataset asks for, as in `summarize`.",
-            rich_help_panel=INPUT,
+        option(
+            INPUT,
+            "What the dataset asks for, as in `summarize`.",
+            shown="question; summarize for `demo`",
             metavar="[summarize|code_completion|question]",
-            show_default="question; summarize for `demo`",
         ),
     ] = None
     dataset_dir: DatasetDir = None
-    text_column: Annotated[
-        str | None,
-        typer.Option(help="Column of the prompt.", rich_help_panel=INPUT, show_default="by the task"),
-    ] = None
+    text_column: Annotated[str | None, option(INPUT, "Column of the prompt.", shown="by the task")] = None
     input_len: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=1_000_000,
-            help="Words of a `random` prompt.",
-            rich_help_panel=INPUT,
-            show_default=str(_DEFAULT_INPUT_LEN),
-        ),
+        int | None, option(INPUT, "Words of a `random` prompt.", shown=str(_DEFAULT_INPUT_LEN), min=1, max=1_000_000)
     ] = None
 
     @property
@@ -162,42 +131,20 @@ class BenchTraffic:
     """Rate and amount of requests."""
 
     request_rate: Annotated[
-        float,
-        typer.Option(
-            help="Requests per second, as a Poisson process; `inf` sends them all at once.", rich_help_panel=RUNTIME
-        ),
+        float, option(RUNTIME, "Requests per second, as a Poisson process; `inf` sends them all at once.")
     ] = math.inf
-    concurrency: Annotated[
-        int | None,
-        typer.Option(min=1, help="Limit on requests in flight.", rich_help_panel=RUNTIME, show_default="any number"),
-    ] = None
-    num_warmups: Annotated[
-        int, typer.Option(min=0, help="Requests before the clock starts.", rich_help_panel=RUNTIME)
-    ] = 1
+    concurrency: Annotated[int | None, option(RUNTIME, "Limit on requests in flight.", shown="any number", min=1)] = (
+        None
+    )
+    num_warmups: Annotated[int, option(RUNTIME, "Requests before the clock starts.", min=0)] = 1
     output_len: OutputLen = 128
     ignore_eos: Annotated[
-        bool,
-        typer.Option(
-            "--ignore-eos", help="Request all tokens (`ignore_eos` of vLLM and others).", rich_help_panel=RUNTIME
-        ),
+        bool, option(RUNTIME, "Request all tokens (`ignore_eos` of vLLM and others).", "--ignore-eos")
     ] = False
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="Temperature to request; 0 is greedy.", rich_help_panel=SAMPLING)
-    ] = 0.0
-    seed: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Seed of arrivals, of the order of prompts, and of random ones.", rich_help_panel=RUNTIME
-        ),
-    ] = 0
+    temperature: Annotated[float, option(SAMPLING, "Temperature to request; 0 is greedy.", min=0.0)] = 0.0
+    seed: Annotated[int, option(RUNTIME, "Seed of arrivals, of the order of prompts, and of random ones.", min=0)] = 0
     extra_body: Annotated[
-        str | None,
-        typer.Option(
-            metavar="JSON",
-            help='More fields for every request, such as `{"speculative": false}`.',
-            rich_help_panel=RUNTIME,
-            show_default=False,
-        ),
+        str | None, option(RUNTIME, 'More fields for every request, such as `{"speculative": false}`.', metavar="JSON")
     ] = None
 
     def check(self) -> None:
@@ -228,24 +175,12 @@ class BenchResults:
 
     goodput: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="METRIC:MS",
-            help="Objectives for goodput: `ttft:200 tpot:50 e2el:2000`, in milliseconds.",
-            rich_help_panel=OUTPUT,
-            show_default=False,
-        ),
+        option(OUTPUT, "Objectives for goodput: `ttft:200 tpot:50 e2el:2000`, in milliseconds.", metavar="METRIC:MS"),
     ] = None
-    metric_percentiles: Annotated[
-        str, typer.Option(metavar="P,…", help="Percentiles of each metric.", rich_help_panel=OUTPUT)
-    ] = "90,95,99"
+    metric_percentiles: Annotated[str, option(OUTPUT, "Percentiles of each metric.", metavar="P,…")] = "90,95,99"
     report: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE.html",
-            help="Write a self-contained page with the numbers, charts and requests.",
-            rich_help_panel=OUTPUT,
-            show_default=False,
-        ),
+        option(OUTPUT, "Write a self-contained page with the numbers, charts and requests.", metavar="FILE.html"),
     ] = None
 
     def check(self) -> None:

@@ -5,10 +5,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
-
 from commands.options.expand import expand_groups
-from commands.options.shared import INPUT, KV_CACHE, OUTPUT, RUNTIME, SPECULATION, DraftOutputOptions, Force
+from commands.options.shared import INPUT, KV_CACHE, OUTPUT, RUNTIME, SPECULATION, DraftOutputOptions, Force, option
 from commands.output import Output, check_new_directory, check_readable
 from runtime.checkpoint_dir import OpenedCheckpoint, check_hidden_states, check_self_draft, open_checkpoint
 from runtime.config import (
@@ -36,106 +34,81 @@ MAX_WORKERS = 64
 class BuildOptions:
     """Source and limits of a build. The longest sequence is the model's where None is given."""
 
-    checkpoint_dir: Annotated[Path, typer.Option(help="Checkpoint made by `convert`.", rich_help_panel=INPUT)]
-    output_dir: Annotated[Path, typer.Option(help="Engine directory to write.", rich_help_panel=OUTPUT)]
-    max_batch_size: Annotated[
-        int, typer.Option(min=1, max=MAX_BATCH_SIZE, help="Sequences per step.", rich_help_panel=RUNTIME)
-    ] = 4
+    checkpoint_dir: Annotated[Path, option(INPUT, "Checkpoint made by `convert`.")]
+    output_dir: Annotated[Path, option(OUTPUT, "Engine directory to write.")]
+    max_batch_size: Annotated[int, option(RUNTIME, "Sequences per step.", min=1, max=MAX_BATCH_SIZE)] = 4
     max_input_len: Annotated[
         int | None,
-        typer.Option(
+        option(
+            RUNTIME,
+            "Tokens in a prompt.",
+            shown="1024, or three quarters of max_seq_len where that is less",
             min=1,
             max=MAX_SEQ_LEN,
-            help="Tokens in a prompt.",
-            rich_help_panel=RUNTIME,
-            show_default="1024, or three quarters of max_seq_len where that is less",
         ),
     ] = None
     max_seq_len: Annotated[
         int | None,
-        typer.Option(
+        option(
+            RUNTIME,
+            "Tokens in prompt and output together; max_draft_len is added to it.",
+            shown="the model's positions",
             min=2,
             max=MAX_SEQ_LEN,
-            help="Tokens in prompt and output together; max_draft_len is added to it.",
-            rich_help_panel=RUNTIME,
-            show_default="the model's positions",
         ),
     ] = None
-    max_draft_len: Annotated[
-        int, typer.Option(min=0, max=MAX_DRAFT_LEN, help="Tokens in a draft; 0 for none.", rich_help_panel=SPECULATION)
-    ] = 0
+    max_draft_len: Annotated[int, option(SPECULATION, "Tokens in a draft; 0 for none.", min=0, max=MAX_DRAFT_LEN)] = 0
     self_draft: Annotated[
         Literal["none", "int8", "int4"],
-        typer.Option(
+        option(
+            SPECULATION,
+            "Add a copy of the linear weights, quantized to int8 or int4, to the engine, for self-drafting.",
             metavar="NAME",
-            help="Add a copy of the linear weights, quantized to int8 or int4, to the engine, for self-drafting.",
-            rich_help_panel=SPECULATION,
         ),
     ] = "none"
     self_draft_group_size: Annotated[
         int | None,
-        typer.Option(
-            min=-1,
-            help="Inputs per scale in the copy's layers; -1: one scale per output.",
-            rich_help_panel=SPECULATION,
-            show_default="64",
-        ),
+        option(SPECULATION, "Inputs per scale in the copy's layers; -1: one scale per output.", shown="64", min=-1),
     ] = None
     draft_model_dir: Annotated[
-        Path | None,
-        typer.Option(
-            help="Trained head that will draft: steps give it their hidden states.",
-            rich_help_panel=SPECULATION,
-            show_default=False,
-        ),
+        Path | None, option(SPECULATION, "Trained head that will draft: steps give it their hidden states.")
     ] = None
     draft_output: DraftOutputOptions = field(default_factory=DraftOutputOptions)
     speculative_decoding_mode: Annotated[
-        SpeculativeDecodingMode,
-        typer.Option(
-            help="Source of drafts: none or draft_tokens_external.",
-            rich_help_panel=SPECULATION,
-            metavar="NAME",
-        ),
+        SpeculativeDecodingMode, option(SPECULATION, "Source of drafts: none or draft_tokens_external.", metavar="NAME")
     ] = "none"
     use_paged_context_fmha: Annotated[
-        Literal["enable", "disable"],
-        typer.Option(help="Attention over the paged K/V cache; drafts need it.", rich_help_panel=KV_CACHE),
+        Literal["enable", "disable"], option(KV_CACHE, "Attention over the paged K/V cache; drafts need it.")
     ] = "enable"
     tokens_per_block: Annotated[
-        int,
-        typer.Option(
-            min=1, max=MAX_TOKENS_PER_BLOCK, help="Tokens in a K/V block; a power of two.", rich_help_panel=KV_CACHE
-        ),
+        int, option(KV_CACHE, "Tokens in a K/V block; a power of two.", min=1, max=MAX_TOKENS_PER_BLOCK)
     ] = 32
     compiler: Annotated[
         Compiler | None,
-        typer.Option(
-            help="`aot` compiles ahead of time; `torch-compile` is for models that cannot be exported; "
-            "`none` runs eagerly.",
-            rich_help_panel=RUNTIME,
-            show_default="aot; on a GPU none, unless packages run there",
+        option(
+            RUNTIME,
+            "`aot` compiles ahead of time; `torch-compile` is for models that cannot be exported; `none` runs eagerly.",
+            shown="aot; on a GPU none, unless packages run there",
         ),
     ] = None
     device: Annotated[
-        Literal["auto", "cpu", "cuda"],
-        typer.Option(help="Device of the engine; `auto` is a GPU if there is one.", rich_help_panel=RUNTIME),
+        Literal["auto", "cpu", "cuda"], option(RUNTIME, "Device of the engine; `auto` is a GPU if there is one.")
     ] = "auto"
     workers: Annotated[
         int,
-        typer.Option(
+        option(
+            RUNTIME,
+            "Parallel build processes for a model split over devices: each holds a rank's weights.",
             min=1,
             max=MAX_WORKERS,
-            help="Parallel build processes for a model split over devices: each holds a rank's weights.",
-            rich_help_panel=RUNTIME,
         ),
     ] = 1
     quality_text: Annotated[
         Path | None,
-        typer.Option(
-            help="Text on which the quantized model is compared with the original: 2,000 tokens.",
-            rich_help_panel=INPUT,
-            show_default="the demo's articles for the demo",
+        option(
+            INPUT,
+            "Text on which the quantized model is compared with the original: 2,000 tokens.",
+            shown="the demo's articles for the demo",
         ),
     ] = None
     force: Force = False

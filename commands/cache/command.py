@@ -4,10 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-import typer
-
 from commands.options.expand import expand_groups
-from commands.options.shared import RUNTIME
+from commands.options.shared import RUNTIME, option
 from commands.output import Output
 from runtime.errors import UsageError
 
@@ -18,17 +16,8 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 class PruneOptions:
     """Size limit of `cache prune`."""
 
-    max_size: Annotated[
-        str,
-        typer.Option(
-            metavar="SIZE",
-            help="Total size of engines: bytes, or 500M, 20G, 1.5T.",
-            rich_help_panel=RUNTIME,
-        ),
-    ]
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List what would be removed, and remove nothing.", rich_help_panel=RUNTIME)
-    ] = False
+    max_size: Annotated[str, option(RUNTIME, "Total size of engines: bytes, or 500M, 20G, 1.5T.", metavar="SIZE")]
+    dry_run: Annotated[bool, option(RUNTIME, "List what would be removed, and remove nothing.", "--dry-run")] = False
 
 
 @expand_groups

@@ -9,7 +9,7 @@ import typer
 
 from commands.options.engine_choice import EngineOptions
 from commands.options.expand import expand_groups
-from commands.options.shared import INPUT, OUTPUT
+from commands.options.shared import INPUT, OUTPUT, option
 from commands.output import Output
 from commands.run.command import RunGeneration
 from runtime.errors import UsageError
@@ -20,32 +20,24 @@ from runtime.tools.call_formats import named_tool_format
 class ChatOptions:
     """System message and output of `chat`."""
 
-    system: Annotated[str | None, typer.Option(help="System message.", rich_help_panel=INPUT, show_default=False)] = (
-        None
-    )
+    system: Annotated[str | None, option(INPUT, "System message.")] = None
     tools: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE.py",
-            help="Python file whose functions the model may call; each call is asked for first.",
-            rich_help_panel=INPUT,
-            show_default=False,
+        option(
+            INPUT, "Python file whose functions the model may call; each call is asked for first.", metavar="FILE.py"
         ),
     ] = None
     tool_call_parser: Annotated[
         str | None,
-        typer.Option(
+        option(
+            INPUT,
+            "Format in which the model calls tools, as for `serve`.",
+            shown="the chat template's",
             metavar="FORMAT",
-            help="Format in which the model calls tools, as for `serve`.",
-            rich_help_panel=INPUT,
-            show_default="the chat template's",
         ),
     ] = None
     show_tokens: Annotated[
-        bool,
-        typer.Option(
-            "--show-tokens", help="Mark accepted, recovered and bonus tokens in the answers.", rich_help_panel=OUTPUT
-        ),
+        bool, option(OUTPUT, "Mark accepted, recovered and bonus tokens in the answers.", "--show-tokens")
     ] = False
 
 

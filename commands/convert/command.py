@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from commands.options.expand import expand_groups
-from commands.options.shared import INPUT, KV_CACHE, OUTPUT, QUANTIZATION, RUNTIME, Force
+from commands.options.shared import INPUT, KV_CACHE, OUTPUT, QUANTIZATION, RUNTIME, Force, option
 from commands.output import Output, check_new_directory, megabytes
 from runtime.config import KVCacheQuantAlgo, QuantConfig, QuantFormat
 from runtime.errors import UsageError
@@ -21,69 +21,48 @@ class ConvertOptions:
     """Source and format of a conversion. `pp_size` is TensorRT-LLM's, and refused."""
 
     model_dir: Annotated[
-        str,
-        typer.Option(
-            help="Model directory, GGUF file, hub id, or shipped name (`demo`, `demo-draft`, `demo-hybrid`).",
-            rich_help_panel=INPUT,
-        ),
+        str, option(INPUT, "Model directory, GGUF file, hub id, or shipped name (`demo`, `demo-draft`, `demo-hybrid`).")
     ]
-    output_dir: Annotated[Path, typer.Option(help="Checkpoint directory to write.", rich_help_panel=OUTPUT)]
+    output_dir: Annotated[Path, option(OUTPUT, "Checkpoint directory to write.")]
     dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16"],
-        typer.Option(help="Dtype of the weights; `auto` keeps the saved one.", rich_help_panel=RUNTIME),
+        option(RUNTIME, "Dtype of the weights; `auto` keeps the saved one."),
     ] = "auto"
     qformat: Annotated[
         Literal["full_prec", "int8", "int4", "fp8", "int8_wo", "int4_wo"],
-        typer.Option(
-            help="Quantize linear layers' weights: `full_prec`, `int8`, `int4` or `fp8`; `int8_wo` and `int4_wo` are "
+        option(
+            QUANTIZATION,
+            "Quantize linear layers' weights: `full_prec`, `int8`, `int4` or `fp8`; `int8_wo` and `int4_wo` are "
             "TensorRT-LLM's names.",
-            rich_help_panel=QUANTIZATION,
             metavar="FORMAT",
         ),
     ] = "full_prec"
     group_size: Annotated[
         int | None,
-        typer.Option(
-            help="Inputs per scale: 32, 64 or 128; -1 for one scale per output.",
-            rich_help_panel=QUANTIZATION,
-            show_default="64, for fp8 -1",
-        ),
+        option(QUANTIZATION, "Inputs per scale: 32, 64 or 128; -1 for one scale per output.", shown="64, for fp8 -1"),
     ] = None
-    quantize_lm_head: Annotated[
-        bool, typer.Option("--quantize-lm-head", help="Quantize the output layer too.", rich_help_panel=QUANTIZATION)
-    ] = False
+    quantize_lm_head: Annotated[bool, option(QUANTIZATION, "Quantize the output layer too.", "--quantize-lm-head")] = (
+        False
+    )
     use_weight_only: Annotated[
-        bool,
-        typer.Option(
-            "--use-weight-only",
-            help="TensorRT-LLM's `--qformat` with `--weight-only-precision`.",
-            rich_help_panel=QUANTIZATION,
-        ),
+        bool, option(QUANTIZATION, "TensorRT-LLM's `--qformat` with `--weight-only-precision`.", "--use-weight-only")
     ] = False
     weight_only_precision: Annotated[
-        Literal["int8", "int4"] | None,
-        typer.Option(help="Format for `--use-weight-only`.", rich_help_panel=QUANTIZATION, show_default="int8"),
+        Literal["int8", "int4"] | None, option(QUANTIZATION, "Format for `--use-weight-only`.", shown="int8")
     ] = None
     kv_cache_dtype: Annotated[
-        Literal["auto", "int8", "fp8"],
-        typer.Option(help="Dtype of keys and values; `auto` is the weights'.", rich_help_panel=KV_CACHE),
+        Literal["auto", "int8", "fp8"], option(KV_CACHE, "Dtype of keys and values; `auto` is the weights'.")
     ] = "auto"
     activations: Annotated[
         Literal["float", "int8", "int16"] | None,
-        typer.Option(
-            help="Activation format for quantized layers.",
-            rich_help_panel=QUANTIZATION,
-            show_default="int8 for weights in int4, int16 for int8, float for fp8",
+        option(
+            QUANTIZATION,
+            "Activation format for quantized layers.",
+            shown="int8 for weights in int4, int16 for int8, float for fp8",
         ),
     ] = None
     tp_size: Annotated[
-        int,
-        typer.Option(
-            help="Tensor parallelism: number of devices over which the weights are split.",
-            rich_help_panel=RUNTIME,
-            min=1,
-            max=64,
-        ),
+        int, option(RUNTIME, "Tensor parallelism: number of devices over which the weights are split.", min=1, max=64)
     ] = 1
     pp_size: Annotated[int, typer.Option(hidden=True)] = 1
     force: Force = False

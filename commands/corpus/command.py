@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commands.options.expand import expand_groups
-from commands.options.shared import INPUT, OUTPUT
+from commands.options.shared import INPUT, OUTPUT, option
 from commands.output import Output, check_output_files, check_readable
 from runtime.errors import SpecDecError, UsageError
 from runtime.models import resolve_tokenizer
@@ -26,26 +26,17 @@ class CorpusInputs:
 
     tokenizer_dir: Annotated[
         Path,
-        typer.Option(
-            help="Tokenizer of the model the corpus is for: an engine, checkpoint or model directory, or a GGUF file.",
-            rich_help_panel=INPUT,
+        option(
+            INPUT, "Tokenizer of the model the corpus is for: an engine, checkpoint or model directory, or a GGUF file."
         ),
     ]
     traces: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="Prompts with outputs, as written by `--output-traces`; each is a document. Repeatable.",
-            rich_help_panel=INPUT,
-            show_default=False,
-        ),
+        option(INPUT, "Prompts with outputs, as written by `--output-traces`; each is a document. Repeatable."),
     ] = None
     text: Annotated[
         list[Path] | None,
-        typer.Option(
-            help=".txt, a document, or .jsonl with a document's `text` on each line. Repeatable.",
-            rich_help_panel=INPUT,
-            show_default=False,
-        ),
+        option(INPUT, ".txt, a document, or .jsonl with a document's `text` on each line. Repeatable."),
     ] = None
 
     def paths(self) -> list[Path]:
@@ -65,10 +56,8 @@ class CorpusInputs:
 class CorpusFile:
     """Output file of a corpus."""
 
-    output_file: Annotated[Path, typer.Option("--output", help="Corpus file to write.", rich_help_panel=OUTPUT)]
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace the output file if it is a corpus.", rich_help_panel=OUTPUT)
-    ] = False
+    output_file: Annotated[Path, option(OUTPUT, "Corpus file to write.", "--output")]
+    force: Annotated[bool, option(OUTPUT, "Replace the output file if it is a corpus.", "--force")] = False
 
     def check(self, inputs: list[Path]) -> None:
         """SpecDecError unless the file can be written, and is new or, with `--force`, a corpus."""

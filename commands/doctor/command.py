@@ -4,13 +4,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from commands.inputs.prompts import read_prompts
 from commands.options.engine_choice import USUAL_ENGINE, EngineChoice, EngineDir, KVCacheOptions
 from commands.options.expand import expand_groups
 from commands.options.leader_flags import Mode, ModelOptions
-from commands.options.shared import INPUT, RUNTIME, InputFile, TokenizerDir
+from commands.options.shared import INPUT, RUNTIME, InputFile, TokenizerDir, option
 from commands.options.speculation_flags import SpeculationOptions
 from commands.output import Output
 
@@ -23,10 +21,10 @@ class DoctorInputs:
     model: ModelOptions = field(default_factory=ModelOptions)
     input_text: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Prompt; repeatable. Real prompts are the most informative.",
-            rich_help_panel=INPUT,
-            show_default="4 shipped articles, cut to what fits",
+        option(
+            INPUT,
+            "Prompt; repeatable. Real prompts are the most informative.",
+            shown="4 shipped articles, cut to what fits",
         ),
     ] = None
     input_file: InputFile = None
@@ -37,14 +35,9 @@ class DoctorInputs:
 class DoctorOptions:
     """Settings for answering the prompts."""
 
-    max_output_len: Annotated[
-        int, typer.Option(min=1, help="Tokens to generate from a prompt.", rich_help_panel=RUNTIME)
-    ] = 64
+    max_output_len: Annotated[int, option(RUNTIME, "Tokens to generate from a prompt.", min=1)] = 64
     mode: Annotated[
-        Mode,
-        typer.Option(
-            metavar="NAME", help="The loop: orchestrator (V1) or leader (V2), as for `run`.", rich_help_panel=RUNTIME
-        ),
+        Mode, option(RUNTIME, "The loop: orchestrator (V1) or leader (V2), as for `run`.", metavar="NAME")
     ] = "orchestrator"
 
 

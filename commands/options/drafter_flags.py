@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from commands.options.shared import SPECULATION
+from commands.options.shared import SPECULATION, option
 from runtime.drafters.spec import DrafterSpec, Setting, fields_of
 from runtime.drafters.specs import DRAFTERS
 from runtime.drafters.speculation import Speculation
@@ -46,11 +46,11 @@ def _make_flags(name: str, specs: Iterable[type[DrafterSpec]]) -> Any:
 
 def _config_option(spec: type[DrafterSpec]) -> Any:
     described = spec.description
-    return typer.Option(
+    return option(
+        SPECULATION,
+        f"{described.help}: {described.form.help}{described.note}",
+        shown="no drafter",
         metavar=described.form.metavar,
-        help=f"{described.help}: {described.form.help}{described.note}",
-        rich_help_panel=SPECULATION,
-        show_default="no drafter",
     )
 
 

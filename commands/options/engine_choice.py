@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commands.options.leader_flags import LeaderOptions, Mode, ModelEngineOptions
-from commands.options.shared import INPUT, KV_CACHE, TokenizerDir
+from commands.options.shared import INPUT, KV_CACHE, TokenizerDir, option
 from commands.options.speculation_flags import SpeculationOptions
 from commands.output import Output, warn
 from runtime.bundle import Bundle, read_bundle
@@ -45,36 +45,30 @@ class KVCacheOptions:
 
     kv_cache_enable_block_reuse: Annotated[
         bool,
-        typer.Option(
+        option(
+            KV_CACHE,
+            "Reuse K/V of common prefixes. Orchestrator mode needs it.",
             "--kv-cache-enable-block-reuse",
-            help="Reuse K/V of common prefixes. Orchestrator mode needs it.",
-            rich_help_panel=KV_CACHE,
-            show_default="on",
+            shown="on",
         ),
     ] = False
     no_kv_cache_enable_block_reuse: Annotated[bool, typer.Option("--no-kv-cache-enable-block-reuse", hidden=True)] = (
         False
     )
     kv_cache_free_gpu_memory_fraction: Annotated[
-        float,
-        typer.Option(help="Share of free GPU memory for the K/V cache.", min=0.0, max=1.0, rich_help_panel=KV_CACHE),
+        float, option(KV_CACHE, "Share of free GPU memory for the K/V cache.", min=0.0, max=1.0)
     ] = 0.9
     max_tokens_in_paged_kv_cache: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Size of the K/V cache in tokens.",
-            rich_help_panel=KV_CACHE,
-            show_default="CPU: max_batch_size x max_seq_len",
-        ),
+        option(KV_CACHE, "Size of the K/V cache in tokens.", shown="CPU: max_batch_size x max_seq_len", min=1),
     ] = None
     state_checkpoint_interval: Annotated[
         int | None,
-        typer.Option(
+        option(
+            KV_CACHE,
+            "Tokens of a prompt after which the states of a model that has them are kept for others.",
+            shown="8192",
             min=1,
-            help="Tokens of a prompt after which the states of a model that has them are kept for others.",
-            rich_help_panel=KV_CACHE,
-            show_default="8192",
         ),
     ] = None
 
@@ -112,10 +106,7 @@ class KVCacheOptions:
 
 USUAL_ENGINE = "engine_outputs"
 
-EngineDir = Annotated[
-    Path | None,
-    typer.Option(help="Engine directory made by `build`.", rich_help_panel=INPUT, show_default=USUAL_ENGINE),
-]
+EngineDir = Annotated[Path | None, option(INPUT, "Engine directory made by `build`.", shown=USUAL_ENGINE)]
 """None where a model may be given instead."""
 
 

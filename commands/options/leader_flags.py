@@ -4,11 +4,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
-
 from commands.options.drafter_flags import chooses_drafter
 from commands.options.expand import given_flags
-from commands.options.shared import LEADER, DraftOutputOptions
+from commands.options.shared import LEADER, DraftOutputOptions, option
 from commands.options.speculation_flags import LeaderFlags, SpeculationOptions, algorithms
 from commands.output import warn
 from runtime.config import MAX_BATCH_SIZE, MAX_DRAFT_LEN, Activations, Compiler
@@ -23,73 +21,56 @@ class ModelEngineOptions:
 
     dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16"] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Dtype of `--model-dir`'s engine: auto, float32, float16 or bfloat16.",
-            rich_help_panel=LEADER,
-            show_default="auto",
+        option(
+            LEADER, "Dtype of `--model-dir`'s engine: auto, float32, float16 or bfloat16.", shown="auto", metavar="NAME"
         ),
     ] = None
     activations: Annotated[
         Activations | None,
-        typer.Option(
+        option(
+            LEADER,
+            "Activation format of `--model-dir`'s quantized layers: float, int8 or int16.",
+            shown="as for `convert`",
             metavar="NAME",
-            help="Activation format of `--model-dir`'s quantized layers: float, int8 or int16.",
-            rich_help_panel=LEADER,
-            show_default="as for `convert`",
         ),
     ] = None
     max_batch_size: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            max=MAX_BATCH_SIZE,
-            help="Sequences per step of `--model-dir`'s engine.",
-            rich_help_panel=LEADER,
-            show_default="4",
-        ),
+        option(LEADER, "Sequences per step of `--model-dir`'s engine.", shown="4", min=1, max=MAX_BATCH_SIZE),
     ] = None
     max_seq_len: Annotated[
         int | None,
-        typer.Option(
+        option(
+            LEADER,
+            "Tokens in prompt and output together of `--model-dir`'s engine.",
+            shown="the model's positions, at most 4,096",
             min=2,
-            help="Tokens in prompt and output together of `--model-dir`'s engine.",
-            rich_help_panel=LEADER,
-            show_default="the model's positions, at most 4,096",
         ),
     ] = None
     self_draft: Annotated[
         Literal["int8", "int4"] | None,
-        typer.Option(
+        option(
+            LEADER,
+            "Quantization of the self-draft copy in `--model-dir`'s engine: int8 or int4.",
+            shown="int4 if it is to draft",
             metavar="NAME",
-            help="Quantization of the self-draft copy in `--model-dir`'s engine: int8 or int4.",
-            rich_help_panel=LEADER,
-            show_default="int4 if it is to draft",
         ),
     ] = None
     compiler: Annotated[
         Compiler | None,
-        typer.Option(
+        option(
+            LEADER,
+            "Compiler of `--model-dir`'s engine: aot, torch-compile or none.",
+            shown="aot; on a GPU none, unless packages run there",
             metavar="NAME",
-            help="Compiler of `--model-dir`'s engine: aot, torch-compile or none.",
-            rich_help_panel=LEADER,
-            show_default="aot; on a GPU none, unless packages run there",
         ),
     ] = None
-    no_cache: Annotated[
-        bool,
-        typer.Option("--no-cache", help="Build a new engine for `--model-dir` and discard it.", rich_help_panel=LEADER),
-    ] = False
+    no_cache: Annotated[bool, option(LEADER, "Build a new engine for `--model-dir` and discard it.", "--no-cache")] = (
+        False
+    )
 
 
-ModelDir = Annotated[
-    str | None,
-    typer.Option(
-        help="Model: directory, GGUF file, hub id or `demo`; its engine is cached.",
-        rich_help_panel=LEADER,
-        show_default=False,
-    ),
-]
+ModelDir = Annotated[str | None, option(LEADER, "Model: directory, GGUF file, hub id or `demo`; its engine is cached.")]
 
 
 @dataclass(frozen=True)
@@ -114,54 +95,42 @@ class LeaderOptions:
     model_dir: ModelDir = None
     spec_decode_algo: Annotated[
         str | None,
-        typer.Option(
+        option(
+            LEADER,
+            f"Drafter: {', '.join(algorithms())}; AUTO: suffix matching, and the models that are given.",
+            shown="no drafter",
             metavar="NAME",
-            help=f"Drafter: {', '.join(algorithms())}; AUTO: suffix matching, and the models that are given.",
-            rich_help_panel=LEADER,
-            show_default="no drafter",
         ),
     ] = None
     spec_decode_max_draft_len: Annotated[
         int | None,
-        typer.Option(
+        option(
+            LEADER,
+            "Tokens in a draft, at most.",
+            shown="4; 7 of blocks; 10 of lookups, unless lengths are fixed",
             min=1,
             max=MAX_DRAFT_LEN,
-            help="Tokens in a draft, at most.",
-            rich_help_panel=LEADER,
-            show_default="4; 7 of blocks; 10 of lookups, unless lengths are fixed",
         ),
     ] = None
-    max_matching_ngram_size: Annotated[
-        int | None, typer.Option(min=1, help="Longest n-gram to look up.", rich_help_panel=LEADER, show_default="2")
-    ] = None
+    max_matching_ngram_size: Annotated[int | None, option(LEADER, "Longest n-gram to look up.", shown="2", min=1)] = (
+        None
+    )
     draft_model_dir: Annotated[
-        str | None,
-        typer.Option(
-            help="The draft model, as for `--model-dir`, or a trained head.", rich_help_panel=LEADER, show_default=False
-        ),
+        str | None, option(LEADER, "The draft model, as for `--model-dir`, or a trained head.")
     ] = None
-    disable_kv_cache_reuse: Annotated[
-        bool,
-        typer.Option("--disable-kv-cache-reuse", help="Do not reuse K/V.", rich_help_panel=LEADER),
-    ] = False
+    disable_kv_cache_reuse: Annotated[bool, option(LEADER, "Do not reuse K/V.", "--disable-kv-cache-reuse")] = False
     disable_overlap_scheduler: Annotated[
-        bool,
-        typer.Option(
-            "--disable-overlap-scheduler",
-            help="Accepted without effect (docs/leader-mode.md).",
-            rich_help_panel=LEADER,
-        ),
+        bool, option(LEADER, "Accepted without effect (docs/leader-mode.md).", "--disable-overlap-scheduler")
     ] = False
     engines: ModelEngineOptions = field(default_factory=ModelEngineOptions)
     draft_output: DraftOutputOptions = field(default_factory=DraftOutputOptions)
     mode: Annotated[
         Mode | None,
-        typer.Option(
+        option(
+            LEADER,
+            "The loop: orchestrator (V1, one group of requests after the other) or leader (V2, continuous batching).",
+            shown="leader if a flag of this panel is given",
             metavar="NAME",
-            help="The loop: orchestrator (V1, one group of requests after the other) or leader (V2, continuous "
-            "batching).",
-            rich_help_panel=LEADER,
-            show_default="leader if a flag of this panel is given",
         ),
     ] = None
 

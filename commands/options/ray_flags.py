@@ -4,9 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from commands.options.shared import CLUSTER
+from commands.options.shared import CLUSTER, option
 from runtime.errors import SpecDecError, UsageError
 
 
@@ -16,29 +14,19 @@ class ClusterOptions:
 
     ray: Annotated[
         str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Use Ray workers: `local` starts Ray here; or an address, or `auto`.",
-            rich_help_panel=CLUSTER,
-            show_default=False,
-        ),
+        option(CLUSTER, "Use Ray workers: `local` starts Ray here; or an address, or `auto`.", metavar="ADDRESS"),
     ] = None
     num_workers: Annotated[
-        int | None,
-        typer.Option(min=1, help="Workers, each with an engine of its own.", rich_help_panel=CLUSTER, show_default="2"),
+        int | None, option(CLUSTER, "Workers, each with an engine of its own.", shown="2", min=1)
     ] = None
     cpus_per_worker: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Cores of a worker.", rich_help_panel=CLUSTER, show_default="an equal share of what there is"
-        ),
+        int | None, option(CLUSTER, "Cores of a worker.", shown="an equal share of what there is", min=1)
     ] = None
     checkpoint_dir: Annotated[
         Path | None,
-        typer.Option(
-            help="Checkpoint of the engine's model, from which machines that cannot open the engine build their own.",
-            rich_help_panel=CLUSTER,
-            show_default=False,
+        option(
+            CLUSTER,
+            "Checkpoint of the engine's model, from which machines that cannot open the engine build their own.",
         ),
     ] = None
 

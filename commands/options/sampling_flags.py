@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from commands.options.shared import RUNTIME, SAMPLING, EndId, MaxNumTokens, end_id_params
+from commands.options.shared import RUNTIME, SAMPLING, EndId, MaxNumTokens, end_id_params, option
 from commands.output import warn
 from runtime.errors import UsageError
 from runtime.params import SamplingParams
@@ -20,33 +20,15 @@ class FormOptions:
     """Form of an output: one of these, or none."""
 
     json_schema: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|TEXT",
-            help="JSON schema that each output is valid by.",
-            rich_help_panel=SAMPLING,
-            show_default=False,
-        ),
+        str | None, option(SAMPLING, "JSON schema that each output is valid by.", metavar="FILE|TEXT")
     ] = None
-    regex: Annotated[
-        str | None,
-        typer.Option(help="Expression that each output matches.", rich_help_panel=SAMPLING, show_default=False),
-    ] = None
+    regex: Annotated[str | None, option(SAMPLING, "Expression that each output matches.")] = None
     grammar: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|TEXT",
-            help="Grammar of each output, in Lark's or GBNF's notation.",
-            rich_help_panel=SAMPLING,
-            show_default=False,
-        ),
+        str | None, option(SAMPLING, "Grammar of each output, in Lark's or GBNF's notation.", metavar="FILE|TEXT")
     ] = None
-    choice: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Text that an output may be, among others; repeatable.", rich_help_panel=SAMPLING, show_default=False
-        ),
-    ] = None
+    choice: Annotated[list[str] | None, option(SAMPLING, "Text that an output may be, among others; repeatable.")] = (
+        None
+    )
 
     def read(self) -> "FormOptions":
         """The same with the texts of files. SpecDecError for a file that cannot be read."""
@@ -70,64 +52,51 @@ class SamplingOptions:
     """Parameters that shape the distribution of tokens; None where nothing was given. The seed is the command's."""
 
     temperature: Annotated[
-        float | None,
-        typer.Option(
-            help="Divides the logits; 0 is greedy.", rich_help_panel=SAMPLING, show_default="1.0; a chat's: the model's"
-        ),
+        float | None, option(SAMPLING, "Divides the logits; 0 is greedy.", shown="1.0; a chat's: the model's")
     ] = None
     top_k: Annotated[
         int | None,
-        typer.Option(
-            help="Sample among this many best tokens; 1 is greedy, 0 leaves all.",
-            rich_help_panel=SAMPLING,
-            show_default="1; 0 with --temperature, --top-p or --min-p; a chat's: the model's",
+        option(
+            SAMPLING,
+            "Sample among this many best tokens; 1 is greedy, 0 leaves all.",
+            shown="1; 0 with --temperature, --top-p or --min-p; a chat's: the model's",
         ),
     ] = None
     top_p: Annotated[
         float | None,
-        typer.Option(
-            help="Sample among the best tokens of this total probability; 1.0 is off.",
-            rich_help_panel=SAMPLING,
-            show_default="1.0; a chat's: the model's",
+        option(
+            SAMPLING,
+            "Sample among the best tokens of this total probability; 1.0 is off.",
+            shown="1.0; a chat's: the model's",
         ),
     ] = None
     min_p: Annotated[
         float | None,
-        typer.Option(
-            help="Leave out tokens below this share of the best one's probability; 0.0 is off.",
-            rich_help_panel=SAMPLING,
-            show_default="0.0; a chat's: the model's",
+        option(
+            SAMPLING,
+            "Leave out tokens below this share of the best one's probability; 0.0 is off.",
+            shown="0.0; a chat's: the model's",
         ),
     ] = None
     repetition_penalty: Annotated[
         float | None,
-        typer.Option(
-            help="Divides positive scores of tokens that occurred, and multiplies negative ones; 1.0 is off.",
-            rich_help_panel=SAMPLING,
-            show_default="the model's, or 1.0",
+        option(
+            SAMPLING,
+            "Divides positive scores of tokens that occurred, and multiplies negative ones; 1.0 is off.",
+            shown="the model's, or 1.0",
         ),
     ] = None
-    presence_penalty: Annotated[
-        float, typer.Option(help="Subtracted from the score of tokens that occurred.", rich_help_panel=SAMPLING)
-    ] = 0.0
-    frequency_penalty: Annotated[
-        float, typer.Option(help="Subtracted from a token's score for each occurrence.", rich_help_panel=SAMPLING)
-    ] = 0.0
+    presence_penalty: Annotated[float, option(SAMPLING, "Subtracted from the score of tokens that occurred.")] = 0.0
+    frequency_penalty: Annotated[float, option(SAMPLING, "Subtracted from a token's score for each occurrence.")] = 0.0
     no_repeat_ngram_size: Annotated[
         int | None,
-        typer.Option(
-            help="No n-gram of this size occurs twice, the prompt included; 0 is off.",
-            rich_help_panel=SAMPLING,
-            show_default="the model's, or 0",
+        option(
+            SAMPLING, "No n-gram of this size occurs twice, the prompt included; 0 is off.", shown="the model's, or 0"
         ),
     ] = None
     bad_words: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Text whose tokens are banned, with or without a space before it; repeatable.",
-            rich_help_panel=SAMPLING,
-            show_default="none",
-        ),
+        option(SAMPLING, "Text whose tokens are banned, with or without a space before it; repeatable.", shown="none"),
     ] = None
     form: FormOptions = field(default_factory=FormOptions)
 
@@ -172,10 +141,9 @@ class GenerationOptions:
     """Sampling and ends of outputs; beams and Python sessions are TensorRT-LLM's, and refused."""
 
     end_id: EndId = None
-    stop_words: Annotated[
-        list[str] | None,
-        typer.Option(help="Text that ends an output; repeatable.", rich_help_panel=RUNTIME, show_default="none"),
-    ] = None
+    stop_words: Annotated[list[str] | None, option(RUNTIME, "Text that ends an output; repeatable.", shown="none")] = (
+        None
+    )
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     max_num_tokens: MaxNumTokens = None
     num_beams: Annotated[int, typer.Option(hidden=True)] = 1

@@ -30,76 +30,60 @@ COMMON = frozenset(
 """Flags that `--help` shows for a command with many; `--help-all` shows all."""
 
 
+def option(panel: str, help_text: str, *names: str, shown: str | bool = True, **others: Any) -> Any:
+    """A flag, in a panel of `--help`, where `shown` stands in the place of its default."""
+    return typer.Option(*names, help=help_text, rich_help_panel=panel, show_default=shown, **others)
+
+
 def sort_by_panel(params: list[Any]) -> list[Any]:
     """A command's parameters in the order of their panels; arguments and what has no panel first."""
     places = {panel: i for i, panel in enumerate(PANELS)}
     return sorted(params, key=lambda param: places.get(getattr(param, "rich_help_panel", None) or "", -1))
 
 
-InputFile = Annotated[
-    Path | None, typer.Option(help="Prompts in a file, as `run` takes it.", rich_help_panel=INPUT, show_default=False)
-]
-DatasetDir = Annotated[
-    Path | None, typer.Option(help="Local directory that holds the dataset.", rich_help_panel=INPUT, show_default=False)
-]
-OutputLen = Annotated[int, typer.Option(min=1, help="Tokens to generate.", rich_help_panel=RUNTIME)]
+InputFile = Annotated[Path | None, option(INPUT, "Prompts in a file, as `run` takes it.")]
+DatasetDir = Annotated[Path | None, option(INPUT, "Local directory that holds the dataset.")]
+OutputLen = Annotated[int, option(RUNTIME, "Tokens to generate.", min=1)]
 TokenizerDir = Annotated[
     Path | None,
-    typer.Option(
-        help="Tokenizer to use instead of the engine's own: a directory or GGUF file.",
-        rich_help_panel=INPUT,
-        show_default="engine's",
-    ),
+    option(INPUT, "Tokenizer to use instead of the engine's own: a directory or GGUF file.", shown="engine's"),
 ]
-EndId = Annotated[
-    int | None,
-    typer.Option(min=0, help="Token id that ends an output.", rich_help_panel=RUNTIME, show_default="the model's own"),
-]
+EndId = Annotated[int | None, option(RUNTIME, "Token id that ends an output.", shown="the model's own", min=0)]
 MaxNumTokens = Annotated[
     int | None,
-    typer.Option(
+    option(
+        RUNTIME,
+        "Prompt tokens per step (chunked prefill), so that a long prompt does not stall others.",
+        shown="512",
         min=1,
-        help="Prompt tokens per step (chunked prefill), so that a long prompt does not stall others.",
-        rich_help_panel=RUNTIME,
-        show_default="512",
     ),
 ]
 OutputTraces = Annotated[
-    Path | None,
-    typer.Option(
-        help="Write prompt and output ids as JSON lines, which `corpus create` reads.",
-        rich_help_panel=OUTPUT,
-        show_default=False,
-    ),
+    Path | None, option(OUTPUT, "Write prompt and output ids as JSON lines, which `corpus create` reads.")
 ]
 CheckLossless = Annotated[
     bool,
-    typer.Option(
+    option(
+        OUTPUT,
+        "Compare with the same engine without a drafter; exit 1 if speculation changed the output.",
         "--check-lossless",
-        help="Compare with the same engine without a drafter; exit 1 if speculation changed the output.",
-        rich_help_panel=OUTPUT,
     ),
 ]
 Stats = Annotated[
     Literal["summary", "detailed", "none"],
-    typer.Option(
-        help="`summary` prints tables; `detailed` adds acceptance by draft length and position and tokens per step "
+    option(
+        OUTPUT,
+        "`summary` prints tables; `detailed` adds acceptance by draft length and position and tokens per step "
         "over time, and to `--json` the counts of each step; `none` prints outputs and checks only.",
-        rich_help_panel=OUTPUT,
     ),
 ]
 Report = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE.html",
-        help="Write a self-contained page with charts, tables, settings and marked outputs.",
-        rich_help_panel=OUTPUT,
-        show_default=False,
+    option(
+        OUTPUT, "Write a self-contained page with charts, tables, settings and marked outputs.", metavar="FILE.html"
     ),
 ]
-Force = Annotated[
-    bool, typer.Option("--force", help="Replace the output directory if specdec wrote it.", rich_help_panel=OUTPUT)
-]
+Force = Annotated[bool, option(OUTPUT, "Replace the output directory if specdec wrote it.", "--force")]
 
 
 @dataclass(frozen=True)
@@ -108,31 +92,26 @@ class DraftOutputOptions:
 
     draft_vocab: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE|auto",
-            help="Ids that the copy, and a head without a vocabulary of its own, draft: those in a file, the most "
+        option(
+            SPECULATION,
+            "Ids that the copy, and a head without a vocabulary of its own, draft: those in a file, the most "
             "frequent of traces or a corpus, or `auto`, those that the tokenizer learned first.",
-            rich_help_panel=SPECULATION,
-            show_default="all",
+            shown="all",
+            metavar="FILE|auto",
         ),
     ] = None
     draft_vocab_size: Annotated[
         int | None,
-        typer.Option(
+        option(
+            SPECULATION,
+            "Number of these ids.",
+            shown="all listed; else a quarter of the vocabulary, up to 32,768",
             min=1,
-            help="Number of these ids.",
-            rich_help_panel=SPECULATION,
-            show_default="all listed; else a quarter of the vocabulary, up to 32,768",
         ),
     ] = None
     draft_output_layer: Annotated[
         Literal["none", "int8", "int4"] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Quantize the output layer that drafts: int8, int4 or none.",
-            rich_help_panel=SPECULATION,
-            show_default="none",
-        ),
+        option(SPECULATION, "Quantize the output layer that drafts: int8, int4 or none.", shown="none", metavar="NAME"),
     ] = None
 
     @property

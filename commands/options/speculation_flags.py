@@ -6,11 +6,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from commands.options.drafter_flags import DrafterFlags, as_flag, config_flag, users_of
 from commands.options.expand import given_flags
-from commands.options.shared import SPECULATION
+from commands.options.shared import SPECULATION, option
 from runtime.drafters.spec import Devices, DrafterSpec, Setting, fields_of
 from runtime.drafters.specs import DRAFTERS, DraftLenMode
 from runtime.drafters.speculation import Speculation
@@ -22,12 +20,11 @@ _AUTO = "AUTO"
 
 Drafters = Annotated[
     str | None,
-    typer.Option(
-        metavar="NAME,NAME",
-        help=f"Several drafters; each sequence gets the most profitable draft: {', '.join(DRAFTERS)}, "
+    option(
+        SPECULATION,
+        f"Several drafters; each sequence gets the most profitable draft: {', '.join(DRAFTERS)}, "
         "each with its own flag; `auto` takes all that are given.",
-        rich_help_panel=SPECULATION,
-        show_default=False,
+        metavar="NAME,NAME",
     ),
 ]
 
@@ -51,21 +48,20 @@ class SpeculationOptions:
     flags: DrafterFlags = field(default_factory=DrafterFlags)
     draft_len_mode: Annotated[
         DraftLenMode | None,
-        typer.Option(
-            metavar="[fixed|auto]",
-            help="`auto` shortens each draft to the length expected to save time, from measured step costs and "
+        option(
+            SPECULATION,
+            "`auto` shortens each draft to the length expected to save time, from measured step costs and "
             "acceptance so far; it may be 0. `fixed` sends all of it.",
-            rich_help_panel=SPECULATION,
-            show_default="auto in leader mode, fixed in orchestrator mode",
+            shown="auto in leader mode, fixed in orchestrator mode",
+            metavar="[fixed|auto]",
         ),
     ] = None
     profile: Annotated[
         Path | None,
-        typer.Option(
+        option(
+            SPECULATION,
+            "Use the recommendation of `specdec tune` for this engine, instead of flags that choose a drafter.",
             metavar="FILE",
-            help="Use the recommendation of `specdec tune` for this engine, instead of flags that choose a drafter.",
-            rich_help_panel=SPECULATION,
-            show_default=False,
         ),
     ] = None
     drafters: Drafters = None

@@ -21,6 +21,7 @@ from commands.options.shared import (
     OutputTraces,
     Report,
     Stats,
+    option,
 )
 from commands.output import Output, check_output_files, check_report
 from runtime.errors import SpecDecError, UsageError
@@ -36,29 +37,21 @@ class RunInputs:
     prompt: Annotated[
         list[str] | None, typer.Argument(help="Prompts; `-` reads standard input.", show_default=False)
     ] = None
-    input_text: Annotated[
-        list[str] | None, typer.Option(help="Prompt; repeatable.", rich_help_panel=INPUT, show_default=False)
-    ] = None
+    input_text: Annotated[list[str] | None, option(INPUT, "Prompt; repeatable.")] = None
     input_file: Annotated[
         Path | None,
-        typer.Option(
-            help="Prompts: .txt (one a line), .jsonl (`prompt`, `prompt_ids` or `messages`), .csv or .npy (token "
+        option(
+            INPUT,
+            "Prompts: .txt (one a line), .jsonl (`prompt`, `prompt_ids` or `messages`), .csv or .npy (token "
             "ids); `-` is standard input, one a line.",
-            rich_help_panel=INPUT,
-            show_default=False,
         ),
     ] = None
     max_input_length: Annotated[
-        int | None,
-        typer.Option(min=1, help="Keep this many last tokens of a prompt.", rich_help_panel=INPUT, show_default="all"),
+        int | None, option(INPUT, "Keep this many last tokens of a prompt.", shown="all", min=1)
     ] = None
     apply_chat_template: Annotated[
         bool,
-        typer.Option(
-            "--apply-chat-template",
-            help="Wrap each prompt as a user message, by the tokenizer's chat template.",
-            rich_help_panel=INPUT,
-        ),
+        option(INPUT, "Wrap each prompt as a user message, by the tokenizer's chat template.", "--apply-chat-template"),
     ] = False
 
     @property
@@ -77,10 +70,9 @@ class RunGeneration:
 
     max_output_len: OutputLen = 128
     common: GenerationOptions = field(default_factory=GenerationOptions)
-    random_seed: Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel=SAMPLING)] = 0
+    random_seed: Annotated[int, option(SAMPLING, "Seed of sampling.")] = 0
     num_return_sequences: Annotated[
-        int,
-        typer.Option(min=1, max=MAX_NUM_RETURN_SEQUENCES, help="Outputs per prompt.", rich_help_panel=SAMPLING),
+        int, option(SAMPLING, "Outputs per prompt.", min=1, max=MAX_NUM_RETURN_SEQUENCES)
     ] = 1
 
     def for_chat(self, defaults: Mapping[str, Any]) -> "RunGeneration":
@@ -98,54 +90,30 @@ class RunGeneration:
 class RunResults:
     """Outputs and checks of `run`."""
 
-    streaming: Annotated[
-        bool, typer.Option("--streaming", help="Print text as it is generated.", rich_help_panel=OUTPUT)
-    ] = False
-    streaming_interval: Annotated[
-        int | None, typer.Option(min=1, help="Steps between prints.", rich_help_panel=OUTPUT, show_default="5")
-    ] = None
-    output_csv: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write prompt and output ids, padded with the end id.", rich_help_panel=OUTPUT, show_default=False
-        ),
-    ] = None
-    output_npy: Annotated[
-        Path | None, typer.Option(help="The same as int32 array.", rich_help_panel=OUTPUT, show_default=False)
-    ] = None
+    streaming: Annotated[bool, option(OUTPUT, "Print text as it is generated.", "--streaming")] = False
+    streaming_interval: Annotated[int | None, option(OUTPUT, "Steps between prints.", shown="5", min=1)] = None
+    output_csv: Annotated[Path | None, option(OUTPUT, "Write prompt and output ids, padded with the end id.")] = None
+    output_npy: Annotated[Path | None, option(OUTPUT, "The same as int32 array.")] = None
     output_generation_logits: Annotated[
         bool,
-        typer.Option(
+        option(
+            RUNTIME,
+            "Write the target's float32 logits of every generated token, by default to `logits_generation.npy`.",
             "--output-generation-logits",
-            help="Write the target's float32 logits of every generated token, by default to `logits_generation.npy`.",
-            rich_help_panel=RUNTIME,
         ),
     ] = False
     output_logits_npy: Annotated[
-        Path | None,
-        typer.Option(
-            help="The same, to this name with `_generation` inserted, as in TensorRT-LLM.",
-            rich_help_panel=OUTPUT,
-            show_default=False,
-        ),
+        Path | None, option(OUTPUT, "The same, to this name with `_generation` inserted, as in TensorRT-LLM.")
     ] = None
     logprobs: Annotated[
         int | None,
-        typer.Option(
-            min=0,
-            help="Log-probabilities of each generated token and of this many best ones, in `--json`.",
-            rich_help_panel=OUTPUT,
-            show_default=False,
-        ),
+        option(OUTPUT, "Log-probabilities of each generated token and of this many best ones, in `--json`.", min=0),
     ] = None
     output_traces: OutputTraces = None
     check_lossless: CheckLossless = False
     stats: Stats = "summary"
     show_tokens: Annotated[
-        bool,
-        typer.Option(
-            "--show-tokens", help="Mark accepted, recovered and bonus tokens in the outputs.", rich_help_panel=OUTPUT
-        ),
+        bool, option(OUTPUT, "Mark accepted, recovered and bonus tokens in the outputs.", "--show-tokens")
     ] = False
     report: Report = None
 

@@ -9,11 +9,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from commands.options.engine_choice import EngineOptions
 from commands.options.expand import expand_groups
-from commands.options.shared import SERVER, MaxNumTokens
+from commands.options.shared import SERVER, MaxNumTokens, option
 from commands.output import Output
 from runtime.errors import SpecDecError, UsageError
 from runtime.params import SamplingParams
@@ -33,87 +31,68 @@ class ServeInputs:
 class ServerOptions:
     """Address, access and time limits of the server."""
 
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 for all interfaces.", rich_help_panel=SERVER)
-    ] = "127.0.0.1"
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free port.", rich_help_panel=SERVER)
-    ] = 8000
+    host: Annotated[str, option(SERVER, "Address to listen on; 0.0.0.0 for all interfaces.")] = "127.0.0.1"
+    port: Annotated[int, option(SERVER, "Port to listen on; 0 for any free port.", min=0, max=65535)] = 8000
     api_key: Annotated[
         str | None,
-        typer.Option(
+        option(
+            SERVER,
+            "Key that clients must send. Other users can see a command's flags: set it in the environment.",
+            shown="none is asked for",
             envvar="SPECDEC_API_KEY",
-            help="Key that clients must send. Other users can see a command's flags: set it in the environment.",
-            rich_help_panel=SERVER,
-            show_default="none is asked for",
         ),
     ] = None
     ssl_certfile: Annotated[
-        Path | None,
-        typer.Option(help="Certificate for TLS, with its chain (PEM).", rich_help_panel=SERVER, show_default="no TLS"),
+        Path | None, option(SERVER, "Certificate for TLS, with its chain (PEM).", shown="no TLS")
     ] = None
     ssl_keyfile: Annotated[
-        Path | None,
-        typer.Option(
-            help="Private key of the certificate (PEM).",
-            rich_help_panel=SERVER,
-            show_default="in the certificate's file",
-        ),
+        Path | None, option(SERVER, "Private key of the certificate (PEM).", shown="in the certificate's file")
     ] = None
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Name of the model for clients; repeatable, the first appears in answers.",
-            rich_help_panel=SERVER,
-            show_default="the directory's name",
+        option(
+            SERVER,
+            "Name of the model for clients; repeatable, the first appears in answers.",
+            shown="the directory's name",
         ),
     ] = None
-    max_queue_len: Annotated[
-        int,
-        typer.Option(min=0, help="Sequences in the queue; further ones get a 503.", rich_help_panel=SERVER),
-    ] = 128
+    max_queue_len: Annotated[int, option(SERVER, "Sequences in the queue; further ones get a 503.", min=0)] = 128
     request_timeout: Annotated[
-        float,
-        typer.Option(
-            min=0.001,
-            metavar="SECONDS",
-            help="Time limit for an answer, waiting included, in seconds.",
-            rich_help_panel=SERVER,
-        ),
+        float, option(SERVER, "Time limit for an answer, waiting included, in seconds.", min=0.001, metavar="SECONDS")
     ] = 600.0
     shutdown_timeout: Annotated[
         float,
-        typer.Option(
+        option(
+            SERVER,
+            "Time for running answers to finish after SIGTERM or Ctrl-C, in seconds.",
             min=0.0,
             metavar="SECONDS",
-            help="Time for running answers to finish after SIGTERM or Ctrl-C, in seconds.",
-            rich_help_panel=SERVER,
         ),
     ] = 30.0
     tool_call_parser: Annotated[
         str | None,
-        typer.Option(
+        option(
+            SERVER,
+            "Format in which the model calls tools: hermes, llama3_json, mistral, ...; none reads no calls.",
+            shown="the chat template's",
             metavar="FORMAT",
-            help="Format in which the model calls tools: hermes, llama3_json, mistral, ...; none reads no calls.",
-            rich_help_panel=SERVER,
-            show_default="the chat template's",
         ),
     ] = None
     reasoning_parser: Annotated[
         str | None,
-        typer.Option(
+        option(
+            SERVER,
+            "Format of what the model thinks first: think, mistral, gemma4; none leaves it in the text.",
+            shown="the chat template's",
             metavar="FORMAT",
-            help="Format of what the model thinks first: think, mistral, gemma4; none leaves it in the text.",
-            rich_help_panel=SERVER,
-            show_default="the chat template's",
         ),
     ] = None
     allowed_origins: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Origin whose pages may send requests, such as https://chat.example.org; `*` is any; repeatable.",
-            rich_help_panel=SERVER,
-            show_default="the server's own page",
+        option(
+            SERVER,
+            "Origin whose pages may send requests, such as https://chat.example.org; `*` is any; repeatable.",
+            shown="the server's own page",
         ),
     ] = None
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from commands.inputs.dataset import DEMO, Columns, EvalTask, Sample, load_samples
 from commands.options.drafter_flags import as_flag
 from commands.options.engine_choice import EngineChoice, EngineOptions
@@ -28,6 +26,7 @@ from commands.options.shared import (
     OutputTraces,
     Report,
     Stats,
+    option,
 )
 from commands.output import Output, check_new_directory, check_output_files, check_report, warn
 from runtime.config import BuildConfig
@@ -48,38 +47,22 @@ class SummarizeInputs:
     """The dataset, and the model that Hugging Face runs."""
 
     hf_model_dir: Annotated[
-        str | None,
-        typer.Option(
-            help="Model that `--test-hf` runs: directory, GGUF file, hub id or shipped name.", rich_help_panel=INPUT
-        ),
+        str | None, option(INPUT, "Model that `--test-hf` runs: directory, GGUF file, hub id or shipped name.")
     ] = None
     dataset: Annotated[
-        str,
-        typer.Option(
-            help="`demo`, a hub id such as ccdv/cnn_dailymail, or a .jsonl, .csv or .parquet file.",
-            rich_help_panel=INPUT,
-        ),
+        str, option(INPUT, "`demo`, a hub id such as ccdv/cnn_dailymail, or a .jsonl, .csv or .parquet file.")
     ] = DEMO
     dataset_dir: DatasetDir = None
     eval_task: Annotated[
-        EvalTask,
-        typer.Option(
-            help="What the dataset asks for.", rich_help_panel=INPUT, metavar="[summarize|code_completion|question]"
-        ),
+        EvalTask, option(INPUT, "What the dataset asks for.", metavar="[summarize|code_completion|question]")
     ] = "summarize"
-    text_column: Annotated[
-        str | None,
-        typer.Option(help="The dataset's column of texts.", rich_help_panel=INPUT, show_default="article, prompt, …"),
-    ] = None
+    text_column: Annotated[str | None, option(INPUT, "The dataset's column of texts.", shown="article, prompt, …")] = (
+        None
+    )
     reference_column: Annotated[
-        str | None,
-        typer.Option(
-            help="The dataset's column of references.", rich_help_panel=INPUT, show_default="highlights, reference, …"
-        ),
+        str | None, option(INPUT, "The dataset's column of references.", shown="highlights, reference, …")
     ] = None
-    max_input_length: Annotated[
-        int, typer.Option(min=1, help="Keep this many last tokens of a prompt.", rich_help_panel=INPUT)
-    ] = 923
+    max_input_length: Annotated[int, option(INPUT, "Keep this many last tokens of a prompt.", min=1)] = 923
 
     @property
     def paths(self) -> list[Path]:
@@ -102,17 +85,12 @@ class EvaluationOptions:
     The seed stands before the other flags of sampling in `--help`.
     """
 
-    test_engine: Annotated[bool, typer.Option("--test-engine", help="Run the engine.", rich_help_panel=RUNTIME)] = False
-    test_hf: Annotated[bool, typer.Option("--test-hf", help="Run Hugging Face.", rich_help_panel=RUNTIME)] = False
-    batch_size: Annotated[
-        int,
-        typer.Option(min=1, help="Samples answered together; in leader mode some may wait.", rich_help_panel=RUNTIME),
-    ] = 1
-    max_ite: Annotated[int, typer.Option(min=1, help="Batches to run.", rich_help_panel=RUNTIME)] = 20
+    test_engine: Annotated[bool, option(RUNTIME, "Run the engine.", "--test-engine")] = False
+    test_hf: Annotated[bool, option(RUNTIME, "Run Hugging Face.", "--test-hf")] = False
+    batch_size: Annotated[int, option(RUNTIME, "Samples answered together; in leader mode some may wait.", min=1)] = 1
+    max_ite: Annotated[int, option(RUNTIME, "Batches to run.", min=1)] = 20
     output_len: OutputLen = 100
-    random_seed: Annotated[
-        int, typer.Option(min=0, help="Order of the dataset, and seed of sampling.", rich_help_panel=SAMPLING)
-    ] = 0
+    random_seed: Annotated[int, option(SAMPLING, "Order of the dataset, and seed of sampling.", min=0)] = 0
 
     common: GenerationOptions = field(default_factory=GenerationOptions)
     cluster: ClusterOptions = field(default_factory=ClusterOptions)
@@ -168,33 +146,28 @@ class EvaluationOptions:
 class SummarizeResults:
     """Checks and outputs of `summarize`."""
 
-    check_accuracy: Annotated[
-        bool,
-        typer.Option("--check-accuracy", help="Exit 1 if ROUGE-1 is below the threshold.", rich_help_panel=OUTPUT),
-    ] = False
+    check_accuracy: Annotated[bool, option(OUTPUT, "Exit 1 if ROUGE-1 is below the threshold.", "--check-accuracy")] = (
+        False
+    )
     rouge1_threshold: Annotated[
-        float | None,
-        typer.Option(min=0.0, max=100.0, help="ROUGE-1 x 100 to reach.", rich_help_panel=OUTPUT, show_default="15.0"),
+        float | None, option(OUTPUT, "ROUGE-1 x 100 to reach.", shown="15.0", min=0.0, max=100.0)
     ] = None
     rouge1_max_loss: Annotated[
         float | None,
-        typer.Option(
+        option(
+            OUTPUT,
+            "With `--check-accuracy` and `--test-hf`: allowed loss in ROUGE-1 x 100 against Hugging Face.",
+            shown="no limit",
             min=0.0,
             max=100.0,
-            help="With `--check-accuracy` and `--test-hf`: allowed loss in ROUGE-1 x 100 against Hugging Face.",
-            rich_help_panel=OUTPUT,
-            show_default="no limit",
         ),
     ] = None
     check_lossless: CheckLossless = False
     stats: Stats = "summary"
     report: Report = None
-    output_dir: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write outputs (engine.out, hf.out) and summary.json here.", rich_help_panel=OUTPUT, show_default=False
-        ),
-    ] = None
+    output_dir: Annotated[Path | None, option(OUTPUT, "Write outputs (engine.out, hf.out) and summary.json here.")] = (
+        None
+    )
     output_traces: OutputTraces = None
 
     @property

@@ -4,12 +4,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from commands.inputs.prompts import read_prompts
 from commands.options.expand import expand_groups
 from commands.options.leader_flags import ModelEngineOptions
-from commands.options.shared import INPUT, OUTPUT, RUNTIME
+from commands.options.shared import INPUT, OUTPUT, RUNTIME, option
 from commands.output import Output, check_readable
 from runtime.errors import SpecDecError, UsageError
 from runtime.heads.head_config import read_head
@@ -22,48 +20,22 @@ NEW_LEARNING_RATE, FURTHER_LEARNING_RATE = 1e-3, 1e-4
 class TrainInputs:
     """The target, its answers or prompts, and the head to begin with."""
 
-    model_dir: Annotated[
-        str,
-        typer.Option(
-            help="The target: directory, GGUF file, hub id or `demo`. It is not changed.", rich_help_panel=INPUT
-        ),
-    ]
+    model_dir: Annotated[str, option(INPUT, "The target: directory, GGUF file, hub id or `demo`. It is not changed.")]
     draft_model_dir: Annotated[
-        Path | None,
-        typer.Option(
-            help="EAGLE-3 head to train further.", rich_help_panel=INPUT, show_default="a new one, which is weak"
-        ),
+        Path | None, option(INPUT, "EAGLE-3 head to train further.", shown="a new one, which is weak")
     ] = None
     traces: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Answers of the target, as written by `--output-traces`. Repeatable.",
-            rich_help_panel=INPUT,
-            show_default=False,
-        ),
+        list[Path] | None, option(INPUT, "Answers of the target, as written by `--output-traces`. Repeatable.")
     ] = None
     input_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="Prompts, as `run` takes them, which the target answers first.",
-            rich_help_panel=INPUT,
-            show_default=False,
-        ),
+        Path | None, option(INPUT, "Prompts, as `run` takes them, which the target answers first.")
     ] = None
     held_out_traces: Annotated[
-        Path | None,
-        typer.Option(
-            help="Answers to measure on, and not to learn from.",
-            rich_help_panel=INPUT,
-            show_default="one in ten of the others",
-        ),
+        Path | None, option(INPUT, "Answers to measure on, and not to learn from.", shown="one in ten of the others")
     ] = None
-    max_output_len: Annotated[
-        int, typer.Option(min=3, help="Tokens of an answer to `--input-file`.", rich_help_panel=RUNTIME)
-    ] = 256
+    max_output_len: Annotated[int, option(RUNTIME, "Tokens of an answer to `--input-file`.", min=3)] = 256
     apply_chat_template: Annotated[
-        bool,
-        typer.Option("--apply-chat-template", help="Ask the prompts as a user in a chat.", rich_help_panel=INPUT),
+        bool, option(INPUT, "Ask the prompts as a user in a chat.", "--apply-chat-template")
     ] = False
 
     @property
@@ -77,62 +49,48 @@ class TrainInputs:
 class TrainOptions:
     """Length and settings of the training; None where they depend."""
 
-    num_epochs: Annotated[int, typer.Option(min=1, help="Times that each text is seen.", rich_help_panel=RUNTIME)] = 3
+    num_epochs: Annotated[int, option(RUNTIME, "Times that each text is seen.", min=1)] = 3
     learning_rate: Annotated[
         float | None,
-        typer.Option(
-            help="The highest learning rate.",
-            rich_help_panel=RUNTIME,
-            show_default=f"{NEW_LEARNING_RATE:g}; {FURTHER_LEARNING_RATE:g} of a given head",
+        option(
+            RUNTIME,
+            "The highest learning rate.",
+            shown=f"{NEW_LEARNING_RATE:g}; {FURTHER_LEARNING_RATE:g} of a given head",
         ),
     ] = None
     num_unrolled_steps: Annotated[
-        int,
-        typer.Option(
-            min=1, max=8, help="Tokens that the head drafts in a row while it learns.", rich_help_panel=RUNTIME
-        ),
+        int, option(RUNTIME, "Tokens that the head drafts in a row while it learns.", min=1, max=8)
     ] = 3
     draft_vocab_size: Annotated[
         int | None,
-        typer.Option(
-            min=2,
-            help="Ids that it drafts: those that the answers have most often.",
-            rich_help_panel=RUNTIME,
-            show_default="8,192; a given head's",
+        option(
+            RUNTIME, "Ids that it drafts: those that the answers have most often.", shown="8,192; a given head's", min=2
         ),
     ] = None
-    batch_tokens: Annotated[int, typer.Option(min=64, help="Tokens of an optimizer step.", rich_help_panel=RUNTIME)] = (
-        2048
-    )
-    max_text_len: Annotated[
-        int, typer.Option(min=16, help="Tokens of a prompt and its answer that are read.", rich_help_panel=RUNTIME)
-    ] = 1024
+    batch_tokens: Annotated[int, option(RUNTIME, "Tokens of an optimizer step.", min=64)] = 2048
+    max_text_len: Annotated[int, option(RUNTIME, "Tokens of a prompt and its answer that are read.", min=16)] = 1024
     learn_prompts: Annotated[
         bool,
-        typer.Option(
+        option(
+            RUNTIME,
+            "Learn the target's distribution in prompts too: more to learn from where there are few answers.",
             "--learn-prompts",
-            help="Learn the target's distribution in prompts too: more to learn from where there are few answers.",
-            rich_help_panel=RUNTIME,
         ),
     ] = False
-    random_seed: Annotated[
-        int, typer.Option(help="Seed of the weights and of the texts' order.", rich_help_panel=RUNTIME)
-    ] = 0
+    random_seed: Annotated[int, option(RUNTIME, "Seed of the weights and of the texts' order.")] = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResults:
     """Directories that are written."""
 
-    output_dir: Annotated[
-        Path, typer.Option(help="Directory of the head, in the form of speculators.", rich_help_panel=OUTPUT)
-    ]
+    output_dir: Annotated[Path, option(OUTPUT, "Directory of the head, in the form of speculators.")]
     work_dir: Annotated[
         Path | None,
-        typer.Option(
-            help="Hidden states and checkpoints, from which the same command goes on. One that is named is kept.",
-            rich_help_panel=OUTPUT,
-            show_default="the output's name and .training, removed in the end",
+        option(
+            OUTPUT,
+            "Hidden states and checkpoints, from which the same command goes on. One that is named is kept.",
+            shown="the output's name and .training, removed in the end",
         ),
     ] = None
     engines: ModelEngineOptions = field(default_factory=ModelEngineOptions)

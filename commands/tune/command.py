@@ -5,14 +5,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from commands.inputs.prompts import read_prompts
 from commands.options.drafter_flags import TunedFlags, chooses_drafter
 from commands.options.engine_choice import EngineChoice
 from commands.options.expand import expand_groups, given_flags
 from commands.options.leader_flags import ModelOptions
-from commands.options.shared import INPUT, OUTPUT, RUNTIME, SPECULATION, EndId, InputFile, TokenizerDir
+from commands.options.shared import INPUT, OUTPUT, RUNTIME, SPECULATION, EndId, InputFile, TokenizerDir, option
 from commands.options.speculation_flags import Drafters, speculation_from_flags
 from commands.output import Output, check_output_files, check_readable
 from runtime.bundle import read_bundle
@@ -30,28 +28,13 @@ class TuneInputs:
     """Inputs of `tune`: traces, or prompts."""
 
     engine_dir: Annotated[
-        Path | None,
-        typer.Option(
-            help="Engine to tune for; without one, or a model, traces are replayed.",
-            rich_help_panel=INPUT,
-            show_default=False,
-        ),
+        Path | None, option(INPUT, "Engine to tune for; without one, or a model, traces are replayed.")
     ] = None
     model: ModelOptions = field(default_factory=ModelOptions)
-    traces: Annotated[
-        Path | None,
-        typer.Option(
-            help="Prompts with outputs, as written by `--output-traces`.", rich_help_panel=INPUT, show_default=False
-        ),
-    ] = None
-    input_text: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Prompt, answered without a drafter first; repeatable.",
-            rich_help_panel=INPUT,
-            show_default=False,
-        ),
-    ] = None
+    traces: Annotated[Path | None, option(INPUT, "Prompts with outputs, as written by `--output-traces`.")] = None
+    input_text: Annotated[list[str] | None, option(INPUT, "Prompt, answered without a drafter first; repeatable.")] = (
+        None
+    )
     input_file: InputFile = None
     tokenizer_dir: TokenizerDir = None
 
@@ -71,45 +54,23 @@ class TuneOptions:
     """Settings of the search, and the output file; None where nothing was given."""
 
     max_output_len: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Tokens to generate from a prompt.",
-            rich_help_panel=RUNTIME,
-            show_default=str(DEFAULT_OUTPUT_LEN),
-        ),
+        int | None, option(RUNTIME, "Tokens to generate from a prompt.", shown=str(DEFAULT_OUTPUT_LEN), min=1)
     ] = None
     end_id: EndId = None
-    batch_size: Annotated[
-        int | None,
-        typer.Option(min=1, help="Requests answered together.", rich_help_panel=RUNTIME, show_default="1"),
-    ] = None
+    batch_size: Annotated[int | None, option(RUNTIME, "Requests answered together.", shown="1", min=1)] = None
     num_live_prompts: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Requests on which the best candidates are timed.",
-            rich_help_panel=RUNTIME,
-            show_default=str(DEFAULT_LIVE_PROMPTS),
-        ),
+        option(RUNTIME, "Requests on which the best candidates are timed.", shown=str(DEFAULT_LIVE_PROMPTS), min=1),
     ] = None
     max_draft_len: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Longest draft to try.",
-            rich_help_panel=SPECULATION,
-            show_default="10, or the engine's or the drafter's if shorter",
-        ),
+        option(SPECULATION, "Longest draft to try.", shown="10, or the engine's or the drafter's if shorter", min=1),
     ] = None
     drafters: Drafters = None
     output: Annotated[
         Path | None,
-        typer.Option(
-            metavar="PROFILE.json",
-            help="Write the recommendation, for `run --profile` and `summarize --profile`.",
-            rich_help_panel=OUTPUT,
-            show_default=False,
+        option(
+            OUTPUT, "Write the recommendation, for `run --profile` and `summarize --profile`.", metavar="PROFILE.json"
         ),
     ] = None
 
