@@ -200,6 +200,8 @@ class Description:
     """Text after the form in the flag's help."""
     is_tuned: bool = True
     """True if `tune` and profiles know it."""
+    label: str | None = None
+    """Name in tables, if it is not the title."""
 
 
 def with_first_devices(record: dict[str, Any], first: Callable[[Any], Any]) -> dict[str, Any]:
@@ -255,7 +257,7 @@ class DrafterSpec:
     @property
     def draws_by_probs(self) -> bool:
         """True if its drafts affect sampled tokens, by rejection sampling."""
-        return False
+        return bool(getattr(self, "use_logits", False))
 
     @property
     def may_draw_by_probs(self) -> bool:
@@ -293,7 +295,7 @@ class DrafterSpec:
     @property
     def label(self) -> str:
         """Label that distinguishes it from others of its kind, for tables."""
-        return self.description.title
+        return self.description.label or self.description.title
 
     @classmethod
     def grid(cls, max_draft_len: int) -> "list[DrafterSpec]":

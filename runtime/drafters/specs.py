@@ -60,6 +60,9 @@ SharedPool = Annotated[
 ]
 
 
+_FORM_OF_LENGTH = ListForm((Entry("max_draft_len", "max_draft_len", "count"), Entry("device_list")), ("[10,[0]]", "10"))
+
+
 class LookupDrafter(DrafterSpec):
     """A drafter that finds drafts in tokens that there were."""
 
@@ -197,7 +200,7 @@ class SuffixDrafter(LookupDrafter):
         "suffix matching",
         help="Draft by suffix matching, with the most frequent continuation of the longest match of any length",
         flag="suffix_config",
-        form=ListForm((Entry("max_draft_len", "max_draft_len", "count"), Entry("device_list")), ("[10,[0]]", "10")),
+        form=_FORM_OF_LENGTH,
         algorithm="SUFFIX",
     )
 
@@ -263,10 +266,6 @@ class DraftTargetDrafter(DrafterSpec):
     device_ids: Annotated[Devices, Setting(key="draft_device_ids")] = None
 
     @property
-    def draws_by_probs(self) -> bool:
-        return self.use_logits
-
-    @property
     def draft_model(self) -> str | Path:
         return self.model
 
@@ -294,10 +293,6 @@ class HeadDrafter(DrafterSpec):
     max_draft_len: int
     use_logits: bool
 
-    @property
-    def draws_by_probs(self) -> bool:
-        return self.use_logits
-
     def read_heads(self) -> "list[HeadConfig]":
         from runtime.heads.head_config import read_head
 
@@ -314,7 +309,7 @@ class HeadDrafter(DrafterSpec):
         return open_head_drafter(self, opening)
 
 
-def _form_of_head(length: int) -> ListForm:
+def _form_of_model(length: int) -> ListForm:
     entries = (
         Entry("draft_len", "max_draft_len", "count"),
         Entry("device_list"),
@@ -339,18 +334,15 @@ class EagleDrafter(HeadDrafter):
         "EAGLE-3 head",
         help="Draft by an EAGLE-3 head",
         flag="eagle_config",
-        form=_form_of_head(4),
+        form=_form_of_model(4),
         algorithm="EAGLE3",
+        label="EAGLE-3",
     )
     kind = "eagle3"
 
     head: Annotated[str | Path, _head_setting("Directory of the trained head.")]
     max_draft_len: ModelLen = 4
     use_logits: bool = False
-
-    @property
-    def label(self) -> str:
-        return "EAGLE-3"
 
     @classmethod
     def reads(cls, model: str | Path) -> bool:
@@ -371,8 +363,9 @@ class DFlashDrafter(HeadDrafter):
         "DFlash head",
         help="Draft by a DFlash or DSpark head",
         flag="dflash_config",
-        form=_form_of_head(7),
+        form=_form_of_model(7),
         algorithm="DFLASH",
+        label="DFlash",
     )
     kind = "dflash"
 
@@ -381,10 +374,6 @@ class DFlashDrafter(HeadDrafter):
         int, replace(_LENGTH, leader_default=_LONGEST_OF_BLOCKS, leader_fixed=_LONGEST_OF_BLOCKS)
     ] = _LONGEST_OF_BLOCKS
     use_logits: bool = False
-
-    @property
-    def label(self) -> str:
-        return "DFlash"
 
     @classmethod
     def reads(cls, model: str | Path) -> bool:
@@ -405,18 +394,15 @@ class AssistantDrafter(HeadDrafter):
         "Gemma 4 assistant",
         help="Draft by a Gemma 4's assistant",
         flag="assistant_config",
-        form=_form_of_head(4),
+        form=_form_of_model(4),
         algorithm="ASSISTANT",
+        label="assistant",
     )
     kind = "assistant"
 
     head: Annotated[str | Path, _head_setting("Directory of the assistant.")]
     max_draft_len: ModelLen = 4
     use_logits: bool = False
-
-    @property
-    def label(self) -> str:
-        return "assistant"
 
     @classmethod
     def reads(cls, model: str | Path) -> bool:
@@ -437,18 +423,15 @@ class MtpDrafter(HeadDrafter):
         "MTP head",
         help="Draft by the model's own MTP head",
         flag="mtp_config",
-        form=_form_of_head(3),
+        form=_form_of_model(3),
         algorithm="MTP",
+        label="MTP",
     )
     kind = "mtp"
 
     head: Annotated[str | Path, _head_setting("Directory of the model with the head.")]
     max_draft_len: ModelLen = 3
     use_logits: bool = False
-
-    @property
-    def label(self) -> str:
-        return "MTP"
 
     @classmethod
     def is_in_model(cls, model: str | Path | None) -> bool:
@@ -473,28 +456,14 @@ class SelfDrafter(DrafterSpec):
         "the target's own quantized copy",
         help="Self-draft with the target's quantized copy, made by `build --self-draft`",
         flag="self_draft_config",
-        form=ListForm(
-            (
-                Entry("draft_len", "max_draft_len", "count"),
-                Entry("device_list"),
-                Entry("use_logits", "use_logits", "bool"),
-            ),
-            ("[8,[0]]", "8"),
-        ),
+        form=_form_of_model(8),
         algorithm="SELF",
+        label="own copy",
     )
     is_model, needs_copy = True, True
 
     max_draft_len: ModelLen = 8
     use_logits: bool = False
-
-    @property
-    def label(self) -> str:
-        return "own copy"
-
-    @property
-    def draws_by_probs(self) -> bool:
-        return self.use_logits
 
     def open(self, opening: "Opening") -> "OpenDrafter":
         from runtime.drafters.factory import open_self_draft
@@ -514,7 +483,7 @@ class GrammarDrafter(DrafterSpec):
         "forced tokens of a grammar",
         help="Draft what the grammar of an output forces, and nothing else",
         flag="grammar_config",
-        form=ListForm((Entry("max_draft_len", "max_draft_len", "count"), Entry("device_list")), ("[10,[0]]", "10")),
+        form=_FORM_OF_LENGTH,
         algorithm="GRAMMAR",
         note=" Other drafters have it too.",
         is_tuned=False,
