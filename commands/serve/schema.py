@@ -619,153 +619,78 @@ def _asks_nothing(*neutral: Any) -> Callable[[Any], bool]:
     return lambda value: value is None or any(value == one and type(value) is type(one) for one in neutral)
 
 
-REFUSED: dict[str, Callable[[Any], bool]] = {
-    # OpenAI's
-    "tools": _asks_nothing([]),
-    "functions": _asks_nothing([]),
-    "tool_choice": _asks_nothing("none", "auto"),
-    "function_call": _asks_nothing("none", "auto"),
-    "modalities": _asks_nothing(["text"]),
-    "audio": _asks_nothing(),
-    "web_search_options": _asks_nothing(),
-    "reasoning_effort": _asks_nothing(),
-    "reasoning": _asks_nothing(),
-    "verbosity": _asks_nothing("medium"),
-    "suffix": _asks_nothing(""),
-    "best_of": _asks_nothing(1),
-    # vLLM's
-    "use_beam_search": _asks_nothing(False),
-    "length_penalty": _asks_nothing(1.0, 1),
-    "min_tokens": _asks_nothing(0),
-    "allowed_token_ids": _asks_nothing(),
-    "prompt_logprobs": _asks_nothing(),
-    "prompt_embeds": _asks_nothing(),
-    "truncate_prompt_tokens": _asks_nothing(),
-    "add_special_tokens": _asks_nothing(True),
-    "include_reasoning": _asks_nothing(True),
-    "skip_special_tokens": _asks_nothing(True),
-    "spaces_between_special_tokens": _asks_nothing(True),
-    "include_stop_str_in_output": _asks_nothing(False),
-    "return_tokens_as_token_ids": _asks_nothing(False),
-    "return_token_ids": _asks_nothing(False),
-    "structural_tag": _asks_nothing(),
-    "guided_whitespace_pattern": _asks_nothing(),
-    "logits_processors": _asks_nothing([]),
-    "vllm_xargs": _asks_nothing({}),
-    "thinking_token_budget": _asks_nothing(),
-    "chat_template": _asks_nothing(),
-    "chat_template_kwargs": _asks_nothing({}),
-    "add_generation_prompt": _asks_nothing(True),
-    "continue_final_message": _asks_nothing(False),
-    "documents": _asks_nothing([]),
-    "mm_processor_kwargs": _asks_nothing({}),
-    # SGLang's
-    "stop_regex": _asks_nothing([]),
-    "no_stop_trim": _asks_nothing(False),
-    "min_new_tokens": _asks_nothing(0),
-    "custom_logit_processor": _asks_nothing(),
-    "custom_params": _asks_nothing(),
-    "session_params": _asks_nothing(),
-    "return_hidden_states": _asks_nothing(False),
-    "lora_path": _asks_nothing(),
-    "input_ids": _asks_nothing(),
-    "separate_reasoning": _asks_nothing(False),
-    # Text Generation Inference's and transformers'
-    "inputs": _asks_nothing(),
-    "parameters": _asks_nothing({}),
-    "max_new_tokens": _asks_nothing(),
-    "stop_sequences": _asks_nothing([]),
-    "typical_p": _asks_nothing(1.0, 1),
-    "do_sample": _asks_nothing(),
-    "truncate": _asks_nothing(),
-    "watermark": _asks_nothing(False),
-    "return_full_text": _asks_nothing(False),
-    "decoder_input_details": _asks_nothing(False),
-    "top_n_tokens": _asks_nothing(0),
-    "adapter_id": _asks_nothing(),
-    "guideline": _asks_nothing(),
-    "no_repeat_ngram_size": _asks_nothing(0),
-    "num_beams": _asks_nothing(1),
-    # llama.cpp's
-    "n_predict": _asks_nothing(-1),
-    "n_probs": _asks_nothing(0),
-    "min_keep": _asks_nothing(0),
-    "repeat_penalty": _asks_nothing(1.0, 1),
-    "dry_multiplier": _asks_nothing(0.0, 0),
-    "xtc_probability": _asks_nothing(0.0, 0),
-    "top_n_sigma": _asks_nothing(-1.0, -1, 0.0, 0),
-    "tfs_z": _asks_nothing(1.0, 1),
-    "dynatemp_range": _asks_nothing(0.0, 0),
-    "adaptive_target": _asks_nothing(-1.0, -1),
-    "mirostat": _asks_nothing(0),
-    "repeat_last_n": _asks_nothing(-1),
-    "t_max_predict_ms": _asks_nothing(-1, 0),
-    "reasoning_format": _asks_nothing("none"),
-    "samplers": _asks_nothing(),
-    "lora": _asks_nothing([]),
-    "input_prefix": _asks_nothing(""),
-    "input_suffix": _asks_nothing(""),
-    # others'
-    "random_seed": _asks_nothing(),
-    "sampler_seed": _asks_nothing(-1),
-    "max_length": _asks_nothing(),
-    "thinking": _asks_nothing(),
-    "enable_thinking": _asks_nothing(),
-    "top_a": _asks_nothing(0.0, 0),
-    "epsilon_cutoff": _asks_nothing(0.0, 0),
-    "eta_cutoff": _asks_nothing(0.0, 0),
-    "smoothing_factor": _asks_nothing(0.0, 0),
-    "banned_tokens": _asks_nothing([]),
-    "bad_words_ids": _asks_nothing([]),
-    "custom_token_bans": _asks_nothing(""),
-    "repetition_context_size": _asks_nothing(),
-    "repetition_penalty_range": _asks_nothing(0),
-    "guidance_scale": _asks_nothing(1.0, 1),
-    "negative_prompt": _asks_nothing(""),
-    "penalty_alpha": _asks_nothing(0.0, 0),
-    "top_nsigma": _asks_nothing(0.0, 0),
-    "thinking_budget": _asks_nothing(),
-    "max_thinking_tokens": _asks_nothing(),
-    "banned_strings": _asks_nothing([]),
-    # our own, which is code
-    "drafter": _asks_nothing(),
-}
-"""Field -> whether a value asks for nothing."""
-_REFUSED_IN_CHAT: dict[str, Callable[[Any], bool]] = {
-    "echo": _asks_nothing(False),
-    "add_special_tokens": _asks_nothing(False),  # a template has its own
-}
+def _unless(values: dict[tuple[str, ...], tuple[Any, ...]]) -> dict[str, Callable[[Any], bool]]:
+    """Tests of values by field, true of one that asks for nothing: one of these, or null."""
+    return {name: _asks_nothing(*neutral) for names, neutral in values.items() for name in names}
 
 
-_REFUSED_IN_RESPONSES: dict[str, Callable[[Any], bool]] = {
-    "messages": _asks_nothing(),
-    "max_completion_tokens": _asks_nothing(),
-    "background": _asks_nothing(False),
-    "conversation": _asks_nothing(),
-    "prompt": _asks_nothing(),
-    "truncation": _asks_nothing("disabled"),
-    "top_logprobs": _asks_nothing(0),
-}
-_REFUSED_IN_MESSAGES: dict[str, Callable[[Any], bool]] = {
-    "container": _asks_nothing(),
-    "mcp_servers": _asks_nothing([]),
-    # those of completions and chats that it does not have
-    "n": _asks_nothing(1),
-    "min_p": _asks_nothing(0.0, 0),
-    "stop": _asks_nothing([]),
-    "stop_token_ids": _asks_nothing([]),
-    "bad_words": _asks_nothing([]),
-    "presence_penalty": _asks_nothing(0.0, 0),
-    "frequency_penalty": _asks_nothing(0.0, 0),
-    "repetition_penalty": _asks_nothing(1.0, 1),
-    "ignore_eos": _asks_nothing(False),
-    "logit_bias": _asks_nothing({}),
-    "logprobs": _asks_nothing(False, 0),
-    "top_logprobs": _asks_nothing(0),
-    "echo": _asks_nothing(False),
-    "prediction": _asks_nothing(),
-    "max_completion_tokens": _asks_nothing(),
-}
+# fmt: off
+REFUSED = _unless({
+    (
+        "tools", "functions", "logits_processors", "documents", "stop_regex", "stop_sequences", "lora",
+        "banned_tokens", "bad_words_ids", "banned_strings",
+    ): ([],),
+    ("tool_choice", "function_call"): ("none", "auto"),
+    ("modalities",): (["text"],),
+    (
+        "audio", "web_search_options", "reasoning_effort", "reasoning", "allowed_token_ids",
+        "prompt_logprobs", "prompt_embeds", "truncate_prompt_tokens", "structural_tag",
+        "guided_whitespace_pattern", "thinking_token_budget", "chat_template", "custom_logit_processor",
+        "custom_params", "session_params", "lora_path", "input_ids", "inputs", "max_new_tokens", "do_sample",
+        "truncate", "adapter_id", "guideline", "samplers", "random_seed", "max_length", "thinking",
+        "enable_thinking", "repetition_context_size", "thinking_budget", "max_thinking_tokens", "drafter",
+    ): (),
+    ("verbosity",): ("medium",),
+    ("suffix", "input_prefix", "input_suffix", "custom_token_bans", "negative_prompt"): ("",),
+    ("best_of", "num_beams"): (1,),
+    (
+        "use_beam_search", "include_stop_str_in_output", "return_tokens_as_token_ids", "return_token_ids",
+        "continue_final_message", "no_stop_trim", "return_hidden_states", "separate_reasoning", "watermark",
+        "return_full_text", "decoder_input_details",
+    ): (False,),
+    ("length_penalty", "typical_p", "repeat_penalty", "tfs_z", "guidance_scale"): (1.0, 1),
+    (
+        "min_tokens", "min_new_tokens", "top_n_tokens", "no_repeat_ngram_size", "n_probs", "min_keep",
+        "mirostat", "repetition_penalty_range",
+    ): (0,),
+    (
+        "add_special_tokens", "include_reasoning", "skip_special_tokens", "spaces_between_special_tokens",
+        "add_generation_prompt",
+    ): (True,),
+    ("vllm_xargs", "chat_template_kwargs", "mm_processor_kwargs", "parameters"): ({},),
+    ("n_predict", "repeat_last_n", "sampler_seed"): (-1,),
+    (
+        "dry_multiplier", "xtc_probability", "dynatemp_range", "top_a", "epsilon_cutoff", "eta_cutoff",
+        "smoothing_factor", "penalty_alpha", "top_nsigma",
+    ): (0.0, 0),
+    ("top_n_sigma",): (-1.0, -1, 0.0, 0),
+    ("adaptive_target",): (-1.0, -1),
+    ("t_max_predict_ms",): (-1, 0),
+    ("reasoning_format",): ("none",),
+})
+"""Fields of OpenAI's, vLLM's, SGLang's, TGI's, transformers', llama.cpp's and others' requests; `drafter` is our own,
+which is code."""
+_REFUSED_IN_CHAT = _unless({
+    ("echo", "add_special_tokens"): (False,),  # a template has special tokens of its own
+})
+_REFUSED_IN_RESPONSES = _unless({
+    ("messages", "max_completion_tokens", "conversation", "prompt"): (),
+    ("background",): (False,),
+    ("truncation",): ("disabled",),
+    ("top_logprobs",): (0,),
+})
+_REFUSED_IN_MESSAGES = _unless({
+    ("container", "prediction", "max_completion_tokens"): (),
+    ("mcp_servers", "stop", "stop_token_ids", "bad_words"): ([],),
+    ("n",): (1,),
+    ("min_p", "presence_penalty", "frequency_penalty"): (0.0, 0),
+    ("repetition_penalty",): (1.0, 1),
+    ("ignore_eos", "echo"): (False,),
+    ("logit_bias",): ({},),
+    ("logprobs",): (False, 0),
+    ("top_logprobs",): (0,),
+})
+# fmt: on
 
 
 def refused_field(body: dict[str, Any], model: type[Lenient]) -> str | None:
@@ -776,10 +701,8 @@ def refused_field(body: dict[str, Any], model: type[Lenient]) -> str | None:
         MessagesRequest: _REFUSED_IN_MESSAGES,
     }
     refused = REFUSED | of_model.get(model, {})
-    asked = {
-        name: is_neutral for name, is_neutral in refused.items() if name in body and name not in model.model_fields
-    }
-    return next((name for name, is_neutral in asked.items() if not is_neutral(body[name])), None)
+    asked = ((name, value) for name, value in body.items() if name in refused and name not in model.model_fields)
+    return next((name for name, value in asked if not refused[name](value)), None)
 
 
 def validate_chat(chat: dict[str, Any]) -> ChatRequest:
