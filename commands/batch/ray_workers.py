@@ -18,8 +18,8 @@ import ray
 import torch
 from ray.exceptions import RayActorError, RayError
 
+from commands.batch.answering import model_digest
 from commands.batch.dispatch import Crew, NotAnswered
-from commands.batch.job import model_digest
 from commands.options.engine_choice import EngineChoice
 from commands.options.ray_flags import ClusterOptions
 from commands.output import Output, warn

@@ -13,10 +13,9 @@ from typing import Any, Literal
 from pydantic import Field
 from rich.table import Table
 
-from commands.batch.answering import Counts, Outcome, OwnCrew, failed_outcome
+from commands.batch.answering import Counts, Job, Outcome, OwnCrew, check_same_everywhere, failed_outcome
 from commands.batch.command import BatchDefaults, BatchFiles
 from commands.batch.dispatch import Crew, answer_all
-from commands.batch.job import Job, check_same_everywhere
 from commands.batch.lines import BatchRequest, Results, look_through, open_results
 from commands.documents.records import Head, Record, absent, document_head
 from commands.documents.settings import DrafterNames, OutputGrammar, grammar_record

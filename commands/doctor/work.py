@@ -17,8 +17,7 @@ from commands.options.leader_flags import Mode
 from commands.output import Output
 from runtime.bundle import read_bundle
 from runtime.config import Size
-from runtime.diagnosis.diagnose import Judgement, judge
-from runtime.diagnosis.observations import ExpectedAcceptance
+from runtime.diagnosis.diagnose import ExpectedAcceptance, Judgement, judge
 from runtime.diagnosis.observe import examine_draft_model, measure
 from runtime.drafters.specs import DraftLenMode
 from runtime.drafters.speculation import Speculation

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-import typer
-
 from commands.options.shared import SPECULATION, option
 from runtime.drafters.spec import DrafterSpec, Setting, fields_of
 from runtime.drafters.specs import DRAFTERS
@@ -55,12 +53,8 @@ def _config_option(spec: type[DrafterSpec]) -> Any:
 
 
 def _setting_option(setting: Setting, field: "dataclasses.Field[Any]") -> Any:
-    options: dict[str, Any] = {"show_default": False} if setting.is_path else {"show_default": str(field.default)}
-    if setting.at_least is not None:
-        options["min"] = setting.at_least
-    elif not setting.is_path:
-        options["metavar"] = "NAME"
-    return typer.Option(help=setting.help, rich_help_panel=SPECULATION, **options)
+    bounds = {"metavar": "NAME"} if setting.at_least is None and not setting.is_path else {"min": setting.at_least}
+    return option(SPECULATION, setting.help, shown=not setting.is_path and str(field.default), **bounds)
 
 
 if TYPE_CHECKING:

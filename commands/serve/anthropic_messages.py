@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from commands.serve.chat_completions import call_id, chat_streams
+from commands.serve.completions import call_id, chat_streams
 from commands.serve.conversations import has_effort
 from commands.serve.replies import Chunks, Piece, PieceStream, usage
 from commands.serve.schema import (

@@ -1,15 +1,21 @@
-"""Completions: choices of text, whole or in chunks."""
+"""OpenAI's completions, choices of text, and chat completions, messages with text, reasoning and calls: each whole or
+in chunks.
+"""
 
 import time
 import uuid
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from typing import Any
 
-from commands.serve.replies import Chunks, Piece, PieceStream, TokenTexts, finish_reason, metrics, usage
-from commands.serve.schema import CompletionRequest
+from commands.serve.conversations import reader_of
+from commands.serve.replies import Chunks, Piece, PieceStream, TokenTexts, finish_reason, is_cut_call, metrics, usage
+from commands.serve.schema import ChatRequest, CompletionRequest
 from commands.serve.served import ServedModel
+from runtime.cache import digest
 from runtime.serving.loop import RequestHandle
-from runtime.text import decode, token_starts
+from runtime.text import decode, encode_text, token_starts
+from runtime.tools.parser import Said
 
 
 class CompletionReply:
@@ -104,3 +110,138 @@ class CompletionReply:
             tokens = self.answers[index].request.prompt_tokens
             self._echoed[number] = decode(self._served.tokenizer, tokens) if self._body.echo else ""
         return self._echoed[number]
+
+
+def chat_streams(served: ServedModel, body: ChatRequest, answers: Seq[RequestHandle]) -> list[PieceStream]:
+    """The answers as text, reasoning and calls."""
+    marks = bool(body.return_token_kinds)
+    readers = [reader_of(served, body, answer.request.prompt_tokens) for answer in answers]
+    return [
+        PieceStream(answer, served.tokenizer, marks, *reader) for answer, reader in zip(answers, readers, strict=True)
+    ]
+
+
+def call_id(answer: RequestHandle, index: int) -> str:
+    """An id of a call. The same for the same answer to the same request with the same seed."""
+    request = answer.request
+    told = [request.sampling.random_seed, request.return_index, index, *request.prompt_tokens]
+    return f"call_{digest(map(str, told))[:24]}"
+
+
+class ChatReply:
+    """Writes the answers to one chat request."""
+
+    def __init__(self, served: ServedModel, body: ChatRequest, answers: list[RequestHandle], texts: TokenTexts) -> None:
+        self.answers = answers
+        self._served, self._body, self._texts = served, body, texts
+        self._id, self._created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
+        self._num_calls = [0] * len(answers)
+        self._arguments = [""] * len(answers)
+        """Arguments of the last call of each answer."""
+        self._reasoning = [""] * len(answers)
+
+    def streams(self) -> list[PieceStream]:
+        return chat_streams(self._served, self._body, self.answers)
+
+    def document(self) -> dict[str, Any]:
+        choices = []
+        for index, stream in enumerate(self.streams()):
+            if piece := stream.next():
+                choices.append(self._choice(index, piece, "message", self._message(index, piece)))
+        envelope = self._envelope("chat.completion", choices)
+        return envelope | {"usage": self._usage(), "metrics": metrics(self.answers)}
+
+    def chunks(self) -> Chunks:
+        return Chunks(self._first, self._of_piece, self._last)
+
+    def _message(self, index: int, piece: Piece) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
+        calls: list[dict[str, Any]] = []
+        for kind, text in piece.said:
+            if kind == "call":
+                calls.append(self._call(index, text) | {"function": {"name": text, "arguments": ""}})
+            elif kind == "arguments":
+                calls[-1]["function"]["arguments"] += text
+                self._arguments[index] += text
+            elif kind == "reasoning":
+                self._reasoning[index] += text
+            else:
+                message["content"] += text
+        if calls:
+            message |= {"content": message["content"] or None, "tool_calls": calls}
+        if self._reasoning[index] and self._body.include_reasoning is not False:
+            message["reasoning_content"] = self._reasoning[index]
+        return message
+
+    def _call(self, index: int, name: str) -> dict[str, Any]:
+        """The next call of an answer."""
+        number = self._num_calls[index]
+        self._num_calls[index] += 1
+        self._arguments[index] = ""
+        return {"id": call_id(self.answers[index], number), "type": "function"}
+
+    def _first(self, index: int) -> Iterator[dict[str, Any]]:
+        """First chunk, with the role."""
+        choice: dict[str, Any] = {"index": index, "delta": {"role": "assistant", "content": ""}}
+        yield self._chunk([choice | {"logprobs": None, "finish_reason": None}])
+
+    def _of_piece(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+        deltas = [delta for said in piece.said if (delta := self._delta(index, said)) is not None]
+        # Log-probabilities and kinds of tokens come with the first chunk, the reason of the end with the last.
+        first = piece if len(deltas) < 2 else piece.without_end()
+        for i, delta in enumerate(deltas or [{}]):
+            shown = first if i == 0 else piece.only_end(is_last=i == len(deltas) - 1)
+            chunk = self._chunk([self._choice(index, shown, "delta", delta)])
+            options = self._body.stream_options
+            if options is not None and options.continuous_usage_stats:
+                chunk["usage"] = self._usage()
+            yield chunk
+
+    def _delta(self, index: int, said: Said) -> dict[str, Any] | None:
+        match said.kind:
+            case "content":
+                return {"content": said.text}
+            case "reasoning":
+                self._reasoning[index] += said.text
+                return None if self._body.include_reasoning is False else {"reasoning_content": said.text}
+            case "call":
+                number = self._num_calls[index]
+                call = {"index": number, **self._call(index, said.text)}
+                return {"tool_calls": [call | {"function": {"name": said.text, "arguments": ""}}]}
+            case "arguments":
+                self._arguments[index] += said.text
+                return {"tool_calls": [{"index": self._num_calls[index] - 1, "function": {"arguments": said.text}}]}
+
+    def _last(self) -> Iterator[dict[str, Any]]:
+        options = self._body.stream_options
+        if options is not None and options.include_usage:
+            yield self._chunk([]) | {"usage": self._usage(), "metrics": metrics(self.answers)}
+
+    def _usage(self) -> dict[str, Any]:
+        """Tokens of what was thought are counted by its text."""
+        counts = usage(self.answers, 1)
+        num_thought = sum(len(encode_text(self._served.tokenizer, text)) for text in self._reasoning if text)
+        counts["completion_tokens_details"]["reasoning_tokens"] = num_thought
+        return counts
+
+    def _choice(self, index: int, piece: Piece, name: str, said: dict[str, Any]) -> dict[str, Any]:
+        logprobs = self._texts.chat_logprobs(piece.logprobs) if self._body.logprobs else None
+        finish = finish_reason(self.answers[index]) if piece.is_last else None
+        if finish == "stop" and self._num_calls[index] and not is_cut_call(self.answers[index], self._arguments[index]):
+            finish = "tool_calls"
+        choice = {"index": index, name: said, "logprobs": logprobs, "finish_reason": finish}
+        if self._body.return_token_kinds:
+            choice["tokens"] = piece.tokens
+        return choice
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._envelope("chat.completion.chunk", choices)
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._served.name,
+            "choices": choices,
+        }

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from threading import Lock
 from typing import Any
 
-from commands.serve.chat_completions import call_id, chat_streams
+from commands.serve.completions import call_id, chat_streams
 from commands.serve.conversations import has_effort
 from commands.serve.http_errors import HTTPError
 from commands.serve.replies import Chunks, Piece, PieceStream, is_cut_call, usage

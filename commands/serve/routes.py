@@ -26,8 +26,7 @@ from commands.serve.answers import (
 )
 from commands.serve.anthropic_messages import MessagesReply, chat_of_messages
 from commands.serve.asking import ask_chat, ask_completion
-from commands.serve.chat_completions import ChatReply
-from commands.serve.completions import CompletionReply
+from commands.serve.completions import ChatReply, CompletionReply
 from commands.serve.conversations import chat_tokens
 from commands.serve.http_errors import HTTPError, as_http_error, fields_named
 from commands.serve.openai_responses import ResponsesReply, ResponseStore, chat_of_responses, messages_of

@@ -13,8 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from runtime.benchmark.client import Answer, Client, Content, Endpoint, ServerError, refused, request_body
-from runtime.benchmark.speculation_counts import SpeculationCounts, counts_of_prometheus, total_counts
+from runtime.benchmark.client import (
+    Answer,
+    Client,
+    Content,
+    Endpoint,
+    ServerError,
+    SpeculationCounts,
+    counts_of_prometheus,
+    refused,
+    request_body,
+    total_counts,
+)
 from runtime.errors import SpecDecError
 
 

@@ -12,9 +12,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from runtime.benchmark.client import Answer
+from runtime.benchmark.client import Answer, SpeculationCounts
 from runtime.benchmark.load_generator import LoadResult
-from runtime.benchmark.speculation_counts import SpeculationCounts
 from runtime.errors import UsageError
 
 Objective = Literal["ttft", "tpot", "e2el"]

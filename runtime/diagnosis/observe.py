@@ -19,7 +19,7 @@ from runtime.chat import ChatTemplate, Message, has_chat_template
 from runtime.compiler.profile_steps import measure_machine, time_cell
 from runtime.config import MachineSpeed, StepCost
 from runtime.control_groups import MEMBERSHIP, ROOT, groups_above
-from runtime.diagnosis.observations import (
+from runtime.diagnosis.diagnose import (
     CacheUse,
     DraftedStep,
     Drafting,

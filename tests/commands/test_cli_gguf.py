@@ -17,7 +17,7 @@ from sentences import Said
 from tiny import hf_greedy
 from transformers import PreTrainedTokenizerFast
 
-from commands.batch.job import model_digest
+from commands.batch.answering import model_digest
 from commands.serve.served import ServedModel, prepare_chat
 from runtime.config import BuildConfig
 from runtime.engine_cache import EngineSettings

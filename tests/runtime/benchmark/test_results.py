@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from sentences import Said
 
-from runtime.benchmark.client import Answer
+from runtime.benchmark.client import Answer, SpeculationCounts
 from runtime.benchmark.load_generator import LoadResult
 from runtime.benchmark.results import parse_objectives, results
-from runtime.benchmark.speculation_counts import SpeculationCounts
 from runtime.errors import UsageError
 
 START_S = 1000.0

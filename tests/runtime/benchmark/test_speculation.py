@@ -1,6 +1,6 @@
 """Accounts of speculation by servers: vLLM's counters and records of responses, as those servers write them."""
 
-from runtime.benchmark.speculation_counts import (
+from runtime.benchmark.client import (
     SpeculationCounts,
     counts_of_prometheus,
     counts_of_response,

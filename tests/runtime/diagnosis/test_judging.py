@@ -8,8 +8,7 @@ from sentences import Said
 
 from runtime.config import MachineSpeed, StepCost
 from runtime.diagnosis import diagnose
-from runtime.diagnosis.diagnose import judge
-from runtime.diagnosis.observations import (
+from runtime.diagnosis.diagnose import (
     CacheUse,
     DraftedStep,
     Drafting,
@@ -21,6 +20,7 @@ from runtime.diagnosis.observations import (
     StepTime,
     Symptoms,
     Weights,
+    judge,
 )
 from runtime.stats import LoopTimes, StateStats
 
