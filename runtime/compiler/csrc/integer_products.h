@@ -95,29 +95,39 @@ struct RoundedTokens {
   }
 };
 
-// sums + the products of each lane's 4 bytes without sign, at most 15 where they are small, and a token's 4 with sign.
-template <bool are_small>
+#if (defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)) || (defined(__AVX512BW__) && !defined(__AVX512VNNI__))
+// Without an instruction for 4 products they are added two by two in 16 bits, which so many columns' fit if one factor has 4
+// bits: what has 8 is taken in halves, one behind the other.
+#define SPECDEC_SUMS_OF_16_BITS
+constexpr int64_t kColumnsOf16Bits = 32;
+static_assert(15 * 128 * 2 * kColumnsOf16Bits / 4 <= 32767);
+
+typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
+
+// sums + the products of each lane's 4 bytes without sign, at most 15, and a token's 4 with sign, two by two.
+inline Shorts add_pairs(Shorts sums, Words bytes, int32_t four) {
+#if defined(__AVX512BW__)
+  return sums + (Shorts)_mm512_maddubs_epi16((__m512i)bytes, _mm512_set1_epi32(four));
+#else
+  return sums + (Shorts)_mm256_maddubs_epi16((__m256i)bytes, _mm256_set1_epi32(four));
+#endif
+}
+
+// sums + each lane's two times a number.
+inline Ints add_shorts(Ints sums, Shorts two, int16_t times) {
+#if defined(__AVX512BW__)
+  return sums + (Ints)_mm512_madd_epi16((__m512i)two, _mm512_set1_epi16(times));
+#else
+  return sums + (Ints)_mm256_madd_epi16((__m256i)two, _mm256_set1_epi16(times));
+#endif
+}
+#else
+// sums + the products of each lane's 4 bytes without sign and a token's 4 with sign.
 inline Ints add_products(Ints sums, Words bytes, int32_t four) {
 #if defined(__AVX512VNNI__)
   return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)bytes, _mm512_set1_epi32(four));
 #elif defined(__AVXVNNI__) && !defined(__AVX512F__)
   return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)bytes, _mm256_set1_epi32(four));
-#elif defined(__AVX2__) && (defined(__AVX512BW__) || !defined(__AVX512F__))
-  // Two products together fit 16 bits where one factor has 4 bits: what has 8 is taken in halves.
-  const auto add = [&](Words half, int16_t times) {
-#if defined(__AVX512BW__)
-    sums += (Ints)_mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)half, _mm512_set1_epi32(four)), _mm512_set1_epi16(times));
-#else
-    sums += (Ints)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)half, _mm256_set1_epi32(four)), _mm256_set1_epi16(times));
-#endif
-  };
-  if constexpr (are_small) {
-    add(bytes, 1);
-  } else {
-    add(bytes & 0x0f0f0f0fu, 1);
-    add(bytes >> 4 & 0x0f0f0f0fu, 16);
-  }
-  return sums;
 #else
   for (int j = 0; j < 4; ++j) {
     const int32_t factor = static_cast<int8_t>(four >> 8 * j);
@@ -126,6 +136,7 @@ inline Ints add_products(Ints sums, Words bytes, int32_t four) {
   return sums;
 #endif
 }
+#endif
 
 #if defined(__AMX_INT8__)
 // A group's numbers with their sign, which the tiles of many tokens read.
@@ -282,25 +293,54 @@ struct IntegerProducts {
     const int64_t padded = x.padded, place = g * x.M + row;
     const int8_t* tokens = x.at(place);
     constexpr int last = digits - 1;
-    // Of few rows each sum is added up in two parts, or the next product would wait for the one before it.
-    constexpr int parts = R * digits <= 2 ? 2 : 1;
-    Ints sums[R][digits][2], others[R][digits][2] = {};  // in registers: places are constants, and nothing else refers to it
+    Ints sums[R][digits][2];  // in registers: places are constants, and nothing else refers to it
     unrolled<R>([&](auto r) {
       unrolled<2>([&](auto i) {
         if constexpr (digits == 2) sums[r][0][i] = Ints{};
         sums[r][last][i] = Ints{} + x.starts[place + r];
       });
     });
+    const auto fetch = [&](int64_t k) {
+      if (fetches) prefetch_l2(group + k * kPanel / kPerByte<kind>, 4 * kPanel / kPerByte<kind>);
+    };
+    const auto four = [&](int r, int d, int64_t k) { return load<int32_t>(tokens + (r * digits + d) * padded + k); };
+#if defined(SPECDEC_SUMS_OF_16_BITS)
+    const auto add_half = [&](int64_t from, int64_t to, auto half) {
+      constexpr int shift = 4 * half();
+      Shorts pairs[R][digits][2] = {};
+      for (int64_t k = from; k < to; k += 4) {
+        Words numbers[2];
+        load_numbers<kind>(group, k, numbers);
+        if (shift == 0) fetch(k);
+        if constexpr (kind != PackedWeight::kInt4)
+          for (Words& bytes : numbers) bytes = bytes >> shift & 0x0f0f0f0fu;
+        unrolled<R>([&](auto r) {
+          unrolled<digits>([&](auto d) {
+            unrolled<2>([&](auto i) { pairs[r][d][i] = add_pairs(pairs[r][d][i], numbers[i], four(r, d, k)); });
+          });
+        });
+      }
+      unrolled<R>([&](auto r) {
+        unrolled<digits>([&](auto d) {
+          unrolled<2>([&](auto i) { sums[r][d][i] = add_shorts(sums[r][d][i], pairs[r][d][i], 1 << shift); });
+        });
+      });
+    };
+    for (int64_t from = 0; from < padded; from += kColumnsOf16Bits)
+      unrolled<kind == PackedWeight::kInt4 ? 1 : 2>([&](auto half) {
+        add_half(from, std::min(from + kColumnsOf16Bits, padded), half);
+      });
+#else
+    // Of few rows each sum is added up in two parts, or the next product would wait for the one before it.
+    constexpr int parts = R * digits <= 2 ? 2 : 1;
+    Ints others[R][digits][2] = {};
     const auto add = [&](auto& sums, int64_t k) {
       Words numbers[2];
       load_numbers<kind>(group, k, numbers);
-      if (fetches) prefetch_l2(group + k * kPanel / kPerByte<kind>, 4 * kPanel / kPerByte<kind>);
+      fetch(k);
       unrolled<R>([&](auto r) {
         unrolled<digits>([&](auto d) {
-          const int32_t four = load<int32_t>(tokens + (r * digits + d) * padded + k);
-          unrolled<2>([&](auto i) {
-            sums[r][d][i] = add_products<kind == PackedWeight::kInt4>(sums[r][d][i], numbers[i], four);
-          });
+          unrolled<2>([&](auto i) { sums[r][d][i] = add_products(sums[r][d][i], numbers[i], four(r, d, k)); });
         });
       });
     };
@@ -312,6 +352,7 @@ struct IntegerProducts {
       unrolled<R>([&](auto r) {
         unrolled<digits>([&](auto d) { unrolled<2>([&](auto i) { sums[r][d][i] += others[r][d][i]; }); });
       });
+#endif
     if (fetches)  // the scales too: a line that is waited for is as long as reading a group
       for (int64_t byte = weight.value_bytes(); byte < weight.bytes; byte += 64) fetch_line(group + byte + kAhead);
     Lanes scales[2], offsets[2];

@@ -393,15 +393,19 @@ def test_every_number_of_e4m3_is_multiplied_as_it_is(inputs: int, dtype: torch.d
 
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("weight_sign", [-1, 1])
-@pytest.mark.parametrize("num_rows", [1, 20])
-def test_largest_sums_fit_their_integers(num_rows: int, weight_sign: int, bits: int, kernels: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_largest_sums_fit_their_integers(kind: str, weight_sign: int, bits: int, kernels: Path) -> None:
+    """Of all signs, and of tokens whose second digit is the least, -128: 128 is 256 - 128 in steps of 1."""
     load_kernels(kernels)
-    number = -128 if weight_sign < 0 else 127
-    weight = from_integers(torch.full((40, 256), number, dtype=torch.int8), torch.ones(40, 2), bits=8)
-    x = torch.full((num_rows, 256), 32639.0)
-    x[::2] = -32639.0
-    found = product(x, weight, None, 0, bits=bits)
-    torch.testing.assert_close(found, (x @ weight.dequantize().T), rtol=1e-6, atol=0)
+    number = -(2 ** (KINDS[kind] - 1)) if weight_sign < 0 else 2 ** (KINDS[kind] - 1) - 1
+    weight = from_integers(torch.full((40, 256), number, dtype=torch.int8), torch.ones(40, 2), bits=KINDS[kind])
+    x = torch.full((20, 256), 32639.0)
+    x[::3] = -32639.0
+    x[1::3, 1:128], x[1::3, 129:] = 128.0, 128.0
+    for rows in (x, x[:1], x[1:2]):
+        expected = quantized_by_definition(rows, 128, bits).double() @ weight.dequantize(torch.float64).T
+        found = product(rows, weight, None, 0, bits=bits)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
