@@ -23,12 +23,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from runtime.config import LayerShape, StateShape
 from runtime.errors import SpecDecError
 from runtime.kv_cache import are_quantizable, dequantize_kv, quantize_kv
 
 PAGED, KERNEL, PROBE = "specdec_paged", "specdec_kernel", "specdec_probe"
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""Name that transformers gives its cache: the first since 5.24."""
 SEE_MODELS = "docs/models.md lists the model families that work"
 
 

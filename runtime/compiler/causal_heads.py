@@ -16,7 +16,7 @@ from transformers.integrations.moe import use_experts_implementation
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from runtime.compiler.attention import KERNEL, PAGED, PROBE
+from runtime.compiler.attention import CACHE, KERNEL, PAGED, PROBE
 
 # By type of model: a text model, or a causal language model that transformers does not list as one.
 _CLASSES = {
@@ -121,9 +121,8 @@ class _Causal:
         output = self.model(input_ids=input_ids, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, kept])
-        return CausalLMOutputWithPast(
-            logits=_scaled(logits, self.config), past_key_values=getattr(output, "past_key_values", None)
-        )
+        kept_states: dict[str, Any] = {CACHE: getattr(output, CACHE, None)}
+        return CausalLMOutputWithPast(logits=_scaled(logits, self.config), **kept_states)
 
 
 def _scaled(logits: Tensor, config: Any) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from runtime.compiler.attention import KERNEL, PAGED, PROBE, PagedInputs, Recorded
+from runtime.compiler.attention import CACHE, KERNEL, PAGED, PROBE, PagedInputs, Recorded
 from runtime.compiler.experts import chosen_product, computes_by_kernel, expert_product
 
 
@@ -75,7 +75,7 @@ class _KeepsNothing:
     def get_seq_length(self, layer: int) -> _Positions:
         return self.positions
 
-    def update(self, key: Tensor, value: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+    def update(self, key: Tensor, value: Tensor, *others: object, **more: object) -> tuple[Tensor, Tensor]:
         return key, value
 
 
@@ -85,7 +85,7 @@ class _Attention(nn.Module):
     def forward(self, hidden_states: Tensor, *arguments: Any, **kwargs: Any) -> Any:
         paged: PagedInputs | Recorded | None = kwargs.get("paged")
         if isinstance(paged, PagedInputs):
-            kwargs["past_key_values"] = _KeepsNothing(paged.positions.flatten())
+            kwargs[CACHE] = _KeepsNothing(paged.positions.flatten())
         return super().forward(hidden_states, *arguments, **kwargs)
 
 

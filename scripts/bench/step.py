@@ -20,6 +20,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from runtime.batch import Row, pack
 from runtime.checkpoint import convert
+from runtime.compiler.attention import CACHE
 from runtime.compiler.build import build_engine
 from runtime.config import BuildConfig
 from runtime.drafters.ngram import NgramLookup
@@ -85,7 +86,7 @@ def time_steps(engine: Engine, model: LlamaForCausalLM, runs: int) -> dict[str, 
     tokens = torch.randint(0, 16000, (CONTEXT + DRAFT_LEN + 1,), generator=torch.Generator().manual_seed(1)).tolist()
     blocks = list(range(1, 1 + -(-len(tokens) // 32)))
     cache = DynamicCache(config=model.config)
-    model(torch.tensor([tokens[:CONTEXT]]), past_key_values=cache)
+    model(torch.tensor([tokens[:CONTEXT]]), **{CACHE: cache})
 
     def step(num_tokens: int) -> Callable[[], object]:
         batch = pack([Row(tokens[CONTEXT:][:num_tokens], CONTEXT, blocks, num_tokens)], 32, engine.device)
@@ -95,7 +96,7 @@ def time_steps(engine: Engine, model: LlamaForCausalLM, runs: int) -> dict[str, 
         ids = torch.tensor([tokens[CONTEXT:][:num_tokens]])
 
         def call() -> None:
-            model(ids, past_key_values=cache)
+            model(ids, **{CACHE: cache})
             cache.crop(CONTEXT - cache.get_seq_length())
 
         return call

@@ -94,7 +94,7 @@ def check_logits(engine_dir: Path, model: PreTrainedModel, algorithm: str) -> No
 
     def expected(cache: DynamicCache) -> Tensor:
         with torch.no_grad():
-            logits: Tensor = model(input_ids=torch.tensor([[*prompt, *draft]]), past_key_values=cache).logits[0]
+            logits: Tensor = model(input_ids=torch.tensor([[*prompt, *draft]]), **{attention.CACHE: cache}).logits[0]
         return logits[len(prompt) - 1 :]
 
     with Engine.open(engine_dir) as engine:
