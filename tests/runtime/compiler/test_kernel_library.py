@@ -4,6 +4,7 @@ What a processor has is GNU's compiler's to say: it knows each by its name.
 """
 
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from runtime.compiler.kernel_library import (
     MARK,
     InstructionSet,
     compile_kernels,
+    cxx_compiler,
     library_name,
     no_compiler,
     prebuilt_kernels,
@@ -206,6 +208,36 @@ def test_torch_compile_without_a_compiler_says_so(installed: Path, llama_dir: Pa
     done = run_installed(installed, *arguments, tmp_path=tmp_path)
     assert done.returncode == 1
     said(*(line for line in done.stderr.splitlines() if line.startswith("error")))
+
+
+SUM = """
+typedef float Lanes __attribute__((vector_size(32)));
+Lanes sum(const Lanes* a, const float* b, long n) {
+  Lanes sum{};
+  for (long k = 0; k < n; ++k) sum += a[k] * b[k];
+  return sum;
+}
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64's processors")
+@pytest.mark.parametrize("processor", ["znver2", "znver3", "haswell", "skylake-avx512"])
+def test_sums_are_fused_whatever_processor_the_compiler_tunes_for(processor: str) -> None:
+    """GNU's splits some loops' multiply-add for a Zen, and not the same sum where it is unrolled: bits would differ."""
+    command = [
+        *shlex.split(cxx_compiler()),
+        *kernel_library._FLAGS,
+        f"-march={processor}",
+        "-S",
+        "-x",
+        "c++",
+        "-o",
+        "-",
+        "-",
+    ]
+    done = subprocess.run(command, input=SUM, capture_output=True, text=True, check=True)
+    assert "vfmadd" in done.stdout
+    assert "vmulps" not in done.stdout
 
 
 def test_two_that_want_the_kernels_at_once_compile_them_once(

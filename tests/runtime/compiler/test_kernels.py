@@ -690,7 +690,7 @@ def test_cached_kernels_of_another_compiler_or_c_library_are_not_taken(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("march", ["x86-64", "haswell", "skylake-avx512"])
+@pytest.mark.parametrize("march", ["x86-64", "haswell", "znver3", "skylake-avx512"])
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64's sets of instructions")
 def test_kernels_for_lesser_processors_compute_the_same(march: str) -> None:
     """All tests of the kernels with registers of 4, 8 and 16 floats, and without instructions for bfloat16."""
