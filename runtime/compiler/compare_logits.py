@@ -19,7 +19,7 @@ from runtime.batch import Row, pack
 from runtime.compiler.compilation import StepFunction, logits_of
 from runtime.compiler.pretrained import layers_that_keep
 from runtime.compiler.quantized import QuantizedExperts, QuantizedLinear, quantized_layers, without_kernels
-from runtime.compiler.reference import QUANTIZED_KV, QuantizeKV, Stored
+from runtime.compiler.reference import QUANTIZED_KV, QuantizeKV, Stored, WideProducts, has_slow_products
 from runtime.compiler.weights import layer_by_layer, present, tensors_of
 from runtime.config import LogitsCheck, StepShape
 from runtime.errors import SpecDecError
@@ -119,7 +119,8 @@ def check_logits(
         kv = [None if shape.kv_cache is None else Stored(ours.pool, table, tolerance) for table in ours.tables]
         sequences = list(zip(ours.texts, ours.lengths, kv, strict=True))
         with _reference_attention(model, shape), quiet_transformers():
-            with layer_by_layer(model, have), _products_checked(model, product_tolerance):
+            wide = WideProducts() if has_slow_products(dtype, ours.device) else nullcontext()
+            with layer_by_layer(model, have), _products_checked(model, product_tolerance), wide:
                 theirs = _reference_logits(model, sequences)
             if not theirs.isfinite().all():
                 raise SpecDecError(
