@@ -123,10 +123,9 @@ def compile_aot(
     from runtime.compiler.kept_steps import find_step, keep_step
     from runtime.compiler.vectors import CannotBeLowered
 
-    def export() -> "ExportedProgram":
-        return export_step(
-            step, shape.shapes, shape.build_config.tokens_per_block, kv_dtype(shape.dtype, shape.kv_cache)
-        )
+    def export(stand_ins: list[int] | None = None) -> "ExportedProgram":
+        block_size, dtype = shape.build_config.tokens_per_block, kv_dtype(shape.dtype, shape.kv_cache)
+        return export_step(step, shape.shapes, block_size, dtype, stand_ins)
 
     with _quiet(), torch.no_grad(), experts_by_kernel(step.model) if arithmetic is not None else nullcontext():
         if arithmetic is None:
@@ -240,8 +239,14 @@ def _write_whole(
     return Made(hands_over)
 
 
-def export_step(step: "Step", shapes: Shapes, block_size: int, kv_dtype: torch.dtype) -> "ExportedProgram":
-    """The step's graph, for any number of rows, tokens, blocks, slots and logits."""
+def export_step(
+    step: "Step", shapes: Shapes, block_size: int, kv_dtype: torch.dtype, stand_ins: list[int] | None = None
+) -> "ExportedProgram":
+    """The step's graph, for any number of rows, tokens, blocks, slots and logits.
+
+    `stand_ins`, by layer with keys and values: the number of the pool that stands for its own, of fewer that the graph
+    is then of.
+    """
     num_tokens = 2 * block_size + 1 + 5
     parameter = next(step.parameters())
     pool = example_pool(shapes, num_tokens, block_size, kv_dtype, parameter.device)
@@ -250,6 +255,9 @@ def export_step(step: "Step", shapes: Shapes, block_size: int, kv_dtype: torch.d
     free, num_blocks = torch.export.Dim.DYNAMIC, torch.export.Dim("num_blocks")  # of which all layers have as many
     # Memory of their own: to trace views of other memory takes long.
     pools = [[torch.empty_like(one) for one in part] for part in pool.tensors()]
+    if stand_ins is not None:
+        few, num_layers = [stand_ins.index(i) for i in sorted(set(stand_ins))], len(stand_ins)
+        pools = [[part[start + i] for start in range(0, len(part), num_layers) for i in few] for part in pools]
     dynamic: list[Any] = [{0: free, 1: free}] * 4 + [{0: free}] + [[{0: num_blocks}] * len(part) for part in pools]
     if states := shapes.states:
         num_slots = torch.export.Dim("num_slots")  # and slots of one kind of layer are of one length
@@ -258,7 +266,11 @@ def export_step(step: "Step", shapes: Shapes, block_size: int, kv_dtype: torch.d
         inputs_of = [{0: num_slots, 1: lengths[one.num_before]} for one in states if one.width]
         dynamic += [{0: free}, inputs_of + [{0: num_slots, 2: sizes[one.recurrent]} for one in states if one.recurrent]]
     inputs = (*batch.tensors(), *pools, *example_states(shapes, rows, parameter.dtype))
-    return torch.export.export(step, inputs, strict=False, dynamic_shapes=tuple(dynamic))
+    step.stand_ins = stand_ins
+    try:
+        return torch.export.export(step, inputs, strict=False, dynamic_shapes=tuple(dynamic))
+    finally:
+        step.stand_ins = None
 
 
 @dataclass(frozen=True)

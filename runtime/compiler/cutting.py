@@ -32,7 +32,8 @@ torch.library.define("specdec_cut::layer", "(Tensor hidden, Tensor[] others, int
 torch.library.register_fake("specdec_cut::layer", lambda hidden, others, layer: torch.empty_like(hidden))
 _LAYER = torch.ops.specdec_cut.layer.default
 
-Export = Callable[[], ExportedProgram]
+Export = Callable[..., ExportedProgram]
+"""Called with `stand_ins` of pools, or without for a step of all of them (`compilation.export_step`)."""
 
 
 class CannotBeCut(Exception):
@@ -149,12 +150,7 @@ def _of_call(number: int, name: str) -> str:
 def cut_step(model: nn.Module, shapes: Shapes, export: Export, arithmetic: int) -> CutStep:
     """The step that `export` gives of the model, with linear layers in `arithmetic`. Raises CannotBeCut."""
     layers = layers_of(model, shapes)
-    calls: dict[int, _LayerCall] = {}
-    with _layers_as_calls(layers[:-1], calls):
-        step = export()
-    select_early(step, "logit_indices")
-    _replace_products(step, arithmetic)
-    graph = step.module(check_guards=False)
+    graph, calls = _with_layers_as_calls(layers[:-1], shapes, export, arithmetic)
     nodes = {node.args[2]: node for node in graph.graph.nodes if node.target is _LAYER}
     kinds: dict[str, list[int]] = {}
     for i, node in nodes.items():
@@ -178,6 +174,25 @@ def cut_step(model: nn.Module, shapes: Shapes, export: Export, arithmetic: int) 
     return _in_order(graph, programs, made)
 
 
+def _with_layers_as_calls(
+    layers: nn.ModuleList, shapes: Shapes, export: Export, arithmetic: int
+) -> tuple[GraphModule, dict[int, "_LayerCall"]]:
+    """The step's graph with these layers as calls, and what they are called with.
+
+    To export a pool for each layer takes long where there are many: one stands for those of a shape.
+    """
+    stand_ins, calls = _stand_ins(shapes), dict[int, _LayerCall]()
+    for few in [[stand_ins], []] if len(set(stand_ins)) < len(stand_ins) else [[]]:
+        with _layers_as_calls(layers, calls):
+            step = export(*few)
+        select_early(step, "logit_indices")
+        _replace_products(step, arithmetic)
+        graph = step.module(check_guards=False)
+        if not few or _have_own_pools(graph.graph, calls, stand_ins):
+            break
+    return graph, calls
+
+
 def whole_step(export: Export, arithmetic: int) -> CutStep:
     """The step that `export` gives as one program. Raises CannotBeCut if torch computes some of its products."""
     step = export()
@@ -198,7 +213,9 @@ class _LayerCall:
     arguments: list[Any]  # None in the place of tensors
     is_tensor: list[bool]
     num_of_state: int
-    """Tensors of the layer's state; others are of its keys and values."""
+    """Tensors of the layer's state."""
+    num_of_kv: int
+    """Block tables, and a pool of keys, one of values, and in 8 bits one of scales; 0 where there are none."""
 
     @property
     def kind(self) -> str:
@@ -256,7 +273,7 @@ def _stand_in(i: int, calls: dict[int, _LayerCall]) -> Callable[..., Tensor]:
             raise CannotBeCut("its layers are not handed where their keys and values lie")
         of_state, of_kv = _tensors_of(paged, i)
         others = [None if isinstance(value, Tensor) else value for value in arguments]
-        calls[i] = _LayerCall(i, structure, others, is_tensor, len(of_state))
+        calls[i] = _LayerCall(i, structure, others, is_tensor, len(of_state), len(of_kv))
         tensors += [paged.positions, paged.slot_mapping, *of_state, *of_kv]
         output: Tensor = torch.ops.specdec_cut.layer(hidden, tensors, i)
         return output
@@ -380,6 +397,56 @@ def _inputs(layer: Node) -> list[Node]:
     """Tensors that the layer is called with."""
     hidden, others, _ = layer.args
     return [hidden, *others]  # type: ignore[list-item, misc]
+
+
+# --- pools ---
+
+
+_NUM_BEFORE_POOLS = 5  # a step's inputs that are its batch
+_READ_NO_POOL = (_LAYER, torch.ops.aten.sym_size.int)
+
+
+def _stand_ins(shapes: Shapes) -> list[int]:
+    """By layer with keys and values, the number of the pool that stands for its own: the last layer's for nothing else,
+    as it is no call."""
+    kinds = [repr(replace(one, layer=0)) for one in shapes.layers[:-1]]
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+    return [*(numbers[kind] for kind in kinds), *[len(numbers)][: len(shapes.layers)]]
+
+
+def _have_own_pools(graph: Graph, calls: dict[int, _LayerCall], stand_ins: list[int]) -> bool:
+    """Give each layer's call pools of its own in the place of those that stand for them, as inputs of the step.
+
+    False if one of these is read by something else, which does not say whose it is; then nothing is changed.
+    """
+    with_kv = [i for i in sorted(calls) if calls[i].num_of_kv]
+    num_parts, num_few = max(0, *(one.num_of_kv - 1 for one in calls.values())), len(set(stand_ins))
+    inputs = [node for node in graph.nodes if node.op == "placeholder"][_NUM_BEFORE_POOLS:]
+    given = [inputs[part * num_few : (part + 1) * num_few] for part in range(num_parts)]
+    shared = {node for part in given for number, node in enumerate(part) if stand_ins.count(number) > 1}
+    in_layers = {node.args[2]: node for node in graph.nodes if node.target is _LAYER}
+    pools_of = {i: _inputs(in_layers[i])[-num_parts:] for i in with_kv}
+    others = [one for i, node in in_layers.items() for one in _inputs(node)[: -num_parts if i in pools_of else None]]
+    if shared & set(others) or any(user.target not in _READ_NO_POOL for node in shared for user in node.users):
+        return False
+    own: list[list[Node]] = []
+    with graph.inserting_before(given[0][0]):
+        for part in given:
+            own.append([_placeholder_like(graph, part[number]) for number in stand_ins])
+    for place, i in enumerate(with_kv):
+        hidden, rest, number = in_layers[i].args
+        in_layers[i].args = (hidden, [*rest[:-num_parts], *(part[place] for part in own)], number)  # type: ignore[index, misc]
+    for part, nodes in zip(given, own, strict=True):
+        for number, node in enumerate(part):
+            node.replace_all_uses_with(nodes[stand_ins.index(number)])
+            graph.erase_node(node)
+    return True
+
+
+def _placeholder_like(graph: Graph, node: Node) -> Node:
+    made = graph.placeholder(node.name)
+    made.meta["val"] = node.meta["val"]
+    return made
 
 
 # --- constants ---

@@ -461,6 +461,8 @@ class Step(nn.Module):
         _take_equal_positions(model)
         self.model = model
         self.layers = layers_that_keep(model.config)
+        self.stand_ins: list[int] | None = None
+        """While few pools are given: the number of the one that stands for each layer's."""
 
     def forward(
         self,
@@ -475,6 +477,9 @@ class Step(nn.Module):
         state_pools: Seq[Tensor] = (),  # per layer with a state (num_slots, length, width)
     ) -> Tensor | tuple[Tensor, Tensor]:  # (T, vocab), and hidden states (B x Q, all beside each other)
         value_pools, scale_pools = value_pools[: len(key_pools)], value_pools[len(key_pools) :]
+        if self.stand_ins is not None:
+            given = key_pools, value_pools, scale_pools
+            key_pools, value_pools, scale_pools = ([part[i] for i in self.stand_ins if part] for part in given)
         pools, rows = (key_pools, value_pools, scale_pools), (positions, slot_mapping, block_tables)
         paged = PagedInputs(*pools, *rows, *self.layers, state_slots, list(state_pools))
         B, Q = input_ids.shape

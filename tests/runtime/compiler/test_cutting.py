@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from runtime.compiler.attention import KERNEL
+from runtime.compiler import cutting
+from runtime.compiler.attention import KERNEL, PagedInputs
 from runtime.compiler.compilation import export_step
 from runtime.compiler.cutting import CannotBeCut, CutStep, cut_step, describe
 from runtime.compiler.experts import experts_by_kernel
@@ -27,11 +28,11 @@ def loaded(kernels: Path) -> None:
     describe_kernels()
 
 
-def cut(model: PreTrainedModel) -> CutStep:
+def cut(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> CutStep:
     shapes = probe_config(deepcopy(model.config))
     model.set_attn_implementation(KERNEL)
     with torch.no_grad(), experts_by_kernel(model):
-        return cut_step(model, shapes, lambda: export_step(Step(model), shapes, BLOCK_SIZE, torch.float32), 0)
+        return cut_step(model, shapes, lambda *few: export_step(Step(model), shapes, BLOCK_SIZE, dtype, *few), 0)
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,38 @@ def test_a_step_is_cut_in_the_same_way_each_time(family: str, three_layers: CutS
     cuts = [first, cut(make_model(family, num_hidden_layers=3))]
     calls = [[(call.program, call.inputs, call.outputs, call.layout) for call in step.calls] for step in cuts]
     assert len(calls[0]) == 4 and calls[1] == calls[0]
+
+
+MIXED = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "dtype"),
+    [
+        ("llama", {"num_hidden_layers": 4}, torch.float32),
+        pytest.param("llama", {"num_hidden_layers": 5}, torch.int8, marks=pytest.mark.slow),
+        pytest.param("gemma3", {"num_hidden_layers": 5, "layer_types": MIXED}, torch.float32, marks=pytest.mark.slow),
+        pytest.param("qwen3.5", {}, torch.float32, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_that_is_exported_with_few_pools_is_that_of_all(
+    family: str, sizes: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = cut(make_model(family, **sizes), dtype)
+    monkeypatch.setattr(cutting, "_stand_ins", lambda shapes: list(range(len(shapes.layers))))
+    whole = cut(make_model(family, **sizes), dtype)
+    assert [describe(one) for one in few.programs] == [describe(one) for one in whole.programs]
+    calls = [[(call.program, call.inputs, call.outputs, call.layout) for call in step.calls] for step in (few, whole)]
+    assert calls[0] == calls[1]
+
+
+def test_a_pool_that_something_else_reads_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a model might whose last layer reads the first one's keys."""
+    place = PagedInputs.kv_place
+    monkeypatch.setattr(PagedInputs, "kv_place", lambda self, layer: 0 if layer == 3 else place(self, layer))
+    step = cut(make_model("llama", num_hidden_layers=4))
+    keys = [call.inputs for call in step.calls]
+    assert set(keys[-1]) & set(range(5, 9)) == {5} == set(keys[1]) & set(range(5, 9))
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def check_step(model: PreTrainedModel, cut: Cut) -> CutStep:
         whole = Step(model)
         model.set_attn_implementation(KERNEL)
         with experts_by_kernel(model):
-            step = cut(model, shapes, lambda: export_step(whole, shapes, BLOCK_SIZE, torch.float32))
+            step = cut(model, shapes, lambda *few: export_step(whole, shapes, BLOCK_SIZE, torch.float32, *few))
 
         def inputs() -> list[Tensor]:
             pool = example_pool(shapes, 40, BLOCK_SIZE, torch.float32, torch.device("cpu"))
@@ -149,7 +149,9 @@ def test_numbers_of_16_bits_are_rounded_where_torch_rounds_them(family: str) -> 
     batch.input_ids[:] = torch.arange(batch.input_ids.numel()).view_as(batch.input_ids)
     model.set_attn_implementation(KERNEL)
     with torch.no_grad(), experts_by_kernel(model):
-        step = cut_step(model, shapes, lambda: export_step(Step(model), shapes, BLOCK_SIZE, torch.bfloat16), 0)
+        step = cut_step(
+            model, shapes, lambda *few: export_step(Step(model), shapes, BLOCK_SIZE, torch.bfloat16, *few), 0
+        )
         pools = [example_pool(shapes, 40, BLOCK_SIZE, torch.bfloat16, torch.device("cpu")) for _ in range(2)]
         states = [example_states(shapes, rows, torch.bfloat16) for _ in pools]
         inputs = [
