@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, Literal
 
 import torch
@@ -219,19 +219,27 @@ def _reference_logits(model: PreTrainedModel, sequences: Seq[_Sequence]) -> Tens
     token sees what comes after it. Whose keys and values are quantized is computed alone.
     """
     longest = max(len(tokens) for tokens, _, _ in sequences)
-    contexts, drafts = [], []
+    wanted = [range(context - 1, len(tokens)) for tokens, (context, _), _ in sequences]
     if all(quantize_kv is None for _, _, quantize_kv in sequences):
         rows = [tokens + tokens[-1:] * (longest - len(tokens)) for tokens, _, _ in sequences]
-        all_logits = model(input_ids=torch.tensor(rows, device=model.device), use_cache=False).logits
-    else:
-        ids = [torch.tensor([tokens], device=model.device) for tokens, _, _ in sequences]
-        all_logits = [
-            model(input_ids=one, use_cache=False, quantize_kv=quantize_kv).logits[0]
-            for one, (_, _, quantize_kv) in zip(ids, sequences, strict=True)
+        kept = torch.tensor(sorted({*chain(*wanted)}), device=model.device)  # of all rows
+        ids = torch.tensor(rows, device=model.device)
+        all_logits = model(input_ids=ids, use_cache=False, logits_to_keep=kept).logits
+        found = [
+            logits[torch.isin(kept, torch.tensor(one, device=model.device))]
+            for logits, one in zip(all_logits, wanted, strict=True)
         ]
-    for logits, (tokens, (context, _), _) in zip(all_logits, sequences, strict=True):
-        contexts.append(logits[context - 1 : context].float())
-        drafts.append(logits[context : len(tokens)].float())
+    else:
+        found = [
+            model(
+                input_ids=torch.tensor([tokens], device=model.device),
+                use_cache=False,
+                logits_to_keep=torch.tensor(one, device=model.device),
+                quantize_kv=quantize_kv,
+            ).logits[0]
+            for (tokens, _, quantize_kv), one in zip(sequences, wanted, strict=True)
+        ]
+    contexts, drafts = [logits[:1].float() for logits in found], [logits[1:].float() for logits in found]
     return torch.cat(contexts + drafts)
 
 
