@@ -5,7 +5,7 @@ What a block is, is in `ggml-common.h` of llama.cpp; the `gguf` package reads th
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +151,17 @@ def _source(tensor: GGUFTensor) -> SourceTensor:
 def read_blocks(kind: BlockType, parts: dict[str, Tensor]) -> QuantizedWeight:
     """Weight of the bytes of blocks, (outputs, bytes) uint8."""
     data = parts[_BLOCKS]
-    blocks = data.view(data.shape[0], -1, kind.num_bytes)
-    return _READERS[kind.name](blocks)
+    return _form(kind, tuple(data.shape)) if data.is_meta else _read(kind, data)
+
+
+@lru_cache(maxsize=64)
+def _form(kind: BlockType, shape: tuple[int, int]) -> QuantizedWeight:
+    """The weight without its values: a file has hundreds of few forms, of which each takes a millisecond and more."""
+    return _read(kind, torch.empty(shape, dtype=torch.uint8, device="meta"))
+
+
+def _read(kind: BlockType, data: Tensor) -> QuantizedWeight:
+    return _READERS[kind.name](data.view(data.shape[0], -1, kind.num_bytes))
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
