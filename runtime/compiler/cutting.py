@@ -407,8 +407,7 @@ _READ_NO_POOL = (_LAYER, torch.ops.aten.sym_size.int)
 
 
 def _stand_ins(shapes: Shapes) -> list[int]:
-    """By layer with keys and values, the number of the pool that stands for its own: the last layer's for nothing else,
-    as it is no call."""
+    """Number of the pool that stands for each layer's own: the last layer's for nothing else, as it is no call."""
     kinds = [repr(replace(one, layer=0)) for one in shapes.layers[:-1]]
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
     return [*(numbers[kind] for kind in kinds), *[len(numbers)][: len(shapes.layers)]]
@@ -435,7 +434,7 @@ def _have_own_pools(graph: Graph, calls: dict[int, _LayerCall], stand_ins: list[
             own.append([_placeholder_like(graph, part[number]) for number in stand_ins])
     for place, i in enumerate(with_kv):
         hidden, rest, number = in_layers[i].args
-        in_layers[i].args = (hidden, [*rest[:-num_parts], *(part[place] for part in own)], number)  # type: ignore[index, misc]
+        in_layers[i].args = (hidden, [*rest[:-num_parts], *(part[place] for part in own)], number)
     for part, nodes in zip(given, own, strict=True):
         for number, node in enumerate(part):
             node.replace_all_uses_with(nodes[stand_ins.index(number)])

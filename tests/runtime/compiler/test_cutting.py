@@ -92,7 +92,7 @@ def test_a_step_that_is_exported_with_few_pools_is_that_of_all(
 
 
 def test_a_pool_that_something_else_reads_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a model might whose last layer reads the first one's keys."""
+    """The last layer reads the first one's keys here."""
     place = PagedInputs.kv_place
     monkeypatch.setattr(PagedInputs, "kv_place", lambda self, layer: 0 if layer == 3 else place(self, layer))
     step = cut(make_model("llama", num_hidden_layers=4))
