@@ -32,6 +32,8 @@ def place_modules(model: PreTrainedModel) -> None:
         if is_linear(module):
             module.__class__ = nn.Linear
         ours = _OURS.get(type(module).__name__)
+        if ours is _OwnAttention and not hasattr(module, "_attn"):
+            continue  # GPT-J's and CodeGen's, which is by the interface since transformers 5.24
         if ours is not None and not isinstance(module, ours):
             if ours is _Rotary:
                 _rotate_real_numbers(type(module).__module__)
@@ -284,7 +286,7 @@ class _OwnAttentionModel(nn.Module):
 
     def forward(self, *arguments: Any, **kwargs: Any) -> Any:
         attention = [module for module in self.modules() if isinstance(module, _Attends)]
-        with _handed(attention, _taken(kwargs)):
+        with _handed(attention, _taken(kwargs) if attention else {}):
             return super().forward(*arguments, **kwargs)
 
 
