@@ -539,8 +539,19 @@ def try_families(families: list[str], device: torch.device, ways: Sequence[str])
 
 def recorded() -> dict[str, Outcome]:
     """Read what was found, by family, when it was written."""
-    records = json.loads(RECORDS.read_text(encoding="utf-8"))["families"] if RECORDS.exists() else {}
-    return {family: Outcome(family, **record) for family, record in records.items()}
+    return {family: Outcome(family, **record) for family, record in _records()["families"].items()}
+
+
+def recorded_with() -> str:
+    """Version of transformers that the families were last recorded with."""
+    return str(_records()["transformers"])
+
+
+def _records() -> dict[str, Any]:
+    if RECORDS.exists():
+        records: dict[str, Any] = json.loads(RECORDS.read_text(encoding="utf-8"))
+        return records
+    return {"transformers": transformers.__version__, "families": {}}
 
 
 def record(outcomes: Iterable[Outcome]) -> None:
@@ -561,10 +572,9 @@ def table(outcomes: list[Outcome]) -> str:
     ]
     counts = Counter(outcome.verdict for outcome in outcomes)
     counted = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
-    version = json.loads(RECORDS.read_text(encoding="utf-8"))["transformers"] if RECORDS.exists() else ""
     return "\n".join(
         [
-            f"With transformers {version or transformers.__version__}: {counted}. {_of_the_most_used(outcomes)}",
+            f"With transformers {recorded_with()}: {counted}. {_of_the_most_used(outcomes)}",
             "",
             f"| family | result | {' | '.join(WAYS)} | used |",
             f"|---|---|{'---|' * (len(WAYS) + 1)}",

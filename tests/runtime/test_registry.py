@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from runtime.checkpoint import convert
@@ -85,7 +86,9 @@ def test_a_family_runs_in_the_ways_of_the_table(family: str, tmp_path: Path) -> 
 
 def test_the_table_of_the_documentation_has_every_family_as_it_was_found() -> None:
     assert families.table(list(RECORDED.values())) in families.PAGE.read_text()
-    assert list(RECORDED) == [family for family, _ in ROWS] == list(families.FAMILIES)
+    assert list(RECORDED) == [family for family, _ in ROWS]
+    if transformers.__version__ == families.recorded_with():  # another one has other families
+        assert list(RECORDED) == list(families.FAMILIES)
     assert {found.verdict for found in RECORDED.values()} == {"equal", "refused", "not tried"}
     assert {found.verdict for found in RECORDED.values() if found.ways} == {"equal"}
     assert families.POPULARITY.keys() <= RECORDED.keys()
