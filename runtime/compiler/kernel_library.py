@@ -32,8 +32,8 @@ _HEADERS = sorted(SOURCES_DIR.glob("*.h"))
 _HALF = ("package", "quantized")
 """Sources that take half of the compiler's time; more pieces would each parse torch's headers, 5 s."""
 _FUSED = "--param=avoid-fma-max-bits=0"
-"""Tuned for AMD's Zen 2 and 3, GNU's compiler adds up some loops without fused multiply-add, of one number of rows and not
-of another: a token's bits would depend on its company. Clang has no such tuning.
+"""Tuned for AMD's Zen 2 and 3, GNU's compiler adds up some loops without fused multiply-add, of one number of rows and
+not of another: a token's bits would depend on its company. Clang has no such tuning.
 """
 _FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", _FUSED, "-fopenmp", "-fPIC")
 _X86 = "abm adx amx avx bmi f16c fma gfni movbe popcnt sse ssse vaes vpclmulqdq"
