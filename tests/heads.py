@@ -336,12 +336,13 @@ def block_outputs(head: Block, target: PreTrainedModel, tokens: list[int], num_s
 @torch.no_grad()
 def block_drafts(
     head: Block, target: PreTrainedModel, tokens: list[int], num_slots: int, states: Tensor
-) -> tuple[list[int], list[float]]:
-    """The greedy draft of a block, and how sure the head is of each token, where it says so."""
+) -> tuple[list[int], list[float], float]:
+    """The greedy draft of a block, how sure the head is of each token, where it says so, and by how much the nearest of
+    the other ids is less likely: a tie is decided by rounding, which processors do in different orders."""
     w = {name: tensor.double() for name, tensor in head.tensors.items() if tensor.is_floating_point()}
     output = w.get("lm_head.weight", target.get_output_embeddings().weight.double())
     outputs, last = block_outputs(head, target, tokens, num_slots, states), tokens[-1]
-    draft, chances = list[int](), list[float]()
+    draft, chances, least_gap = list[int](), list[float](), torch.inf
     for row in outputs if head.anchor else outputs[1:]:
         logits = row @ output.T
         before = w["markov_head.markov_w1.weight"][last] if head.markov else row[:0]
@@ -355,9 +356,10 @@ def block_drafts(
             before = gate.sigmoid() * before
         if head.markov:
             logits = logits + w["markov_head.markov_w2.weight"] @ before
-        last = int(head.ids[logits.argmax()])
+        best, second = logits.topk(2).values.tolist()
+        last, least_gap = int(head.ids[logits.argmax()]), min(least_gap, best - second)
         draft.append(last)
-    return draft, chances
+    return draft, chances, least_gap
 
 
 def copy_with_mtp(model_dir: Path, directory: Path) -> Path:

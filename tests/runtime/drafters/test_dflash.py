@@ -79,13 +79,15 @@ class States:
 
 def check_drafts(seen: list[tuple[list[int], list[int]]], head: Block, model: PreTrainedModel, least: int) -> None:
     """DSpark's block is as long as it was trained; at the end of an output as the sequence has room for."""
-    assert sum(len(draft) for _, draft in seen) >= least
-    states_of = States(model, head.states)
+    states_of, num_decided = States(model, head.states), 0
     for tokens, draft in sorted(seen, key=lambda one: -len(one[0])):
         states, shortest = states_of(tokens[:-1]), len(draft) + (not head.anchor)
         sizes = range(shortest, head.size + 1) if len(draft) < DRAFT_LEN else (head.size,)
-        of_sizes = [block_drafts(head, model, tokens, n, states)[0] for n in (sizes if head.markov else (shortest,))]
-        assert draft in [found[: len(draft)] for found in of_sizes], tokens
+        of_sizes = [block_drafts(head, model, tokens, n, states) for n in (sizes if head.markov else (shortest,))]
+        is_tie = min(gap for _, _, gap in of_sizes) < 1e-4
+        assert is_tie or draft in [found[: len(draft)] for found, _, _ in of_sizes], tokens
+        num_decided += 0 if is_tie else len(draft)
+    assert num_decided >= least
 
 
 # Name -> (how the head is made, how it is saved, whether it is slow).
