@@ -395,7 +395,7 @@ def test_every_number_of_e4m3_is_multiplied_as_it_is(inputs: int, dtype: torch.d
 @pytest.mark.parametrize("weight_sign", [-1, 1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_largest_sums_fit_their_integers(kind: str, weight_sign: int, bits: int, kernels: Path) -> None:
-    """Of all signs, and of tokens whose second digit is the least, -128: 128 is 256 - 128 in steps of 1."""
+    """Sums of numbers of either sign, and of a second digit that is the least, -128: 128 is 256 - 128 in steps of 1."""
     load_kernels(kernels)
     number = -(2 ** (KINDS[kind] - 1)) if weight_sign < 0 else 2 ** (KINDS[kind] - 1) - 1
     weight = from_integers(torch.full((40, 256), number, dtype=torch.int8), torch.ones(40, 2), bits=KINDS[kind])
