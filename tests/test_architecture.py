@@ -214,7 +214,9 @@ def test_layers_of_runtime_import_downwards_only() -> None:
 
 
 def test_runtime_names_no_flag_and_no_command() -> None:
-    """The commands know which flag to turn (`commands/options/hints.py`). Only specs describe flags; `--param` is GNU's."""
+    """The commands know which flag to turn (`commands/options/hints.py`). Only specs describe flags.
+
+    `--param=` is GNU's."""
     named = re.compile(r"--(?!param=)[a-z]|\bspecdec (convert|build|run|summarize|compare|tune|train|corpus|verify)\b")
     for module, path in modules("runtime").items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

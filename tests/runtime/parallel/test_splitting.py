@@ -23,7 +23,7 @@ from scripts.tools import families
 REFUSED = {
     "gpt2": "no plan",
     "opt": "no plan",
-    "lfm2": "no plan",
+    "mamba": "no plan",
 }
 KEPT_WHOLE = {"gemma3", "qwen2-moe"}  # its embeddings; its shared expert, of which the plan says nothing
 WEIGHTS = "rank0.safetensors"
