@@ -187,7 +187,9 @@ def test_a_disk_that_is_full_while_a_program_is_compiled_is_said(tmp_path: Path)
         programs._run([str(compiler)])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="torch says it where there is no GPU")
+@pytest.mark.skipif(
+    torch.cuda.is_available() or torch.version.cuda is None, reason="torch for CUDA says it, where there is no GPU"
+)
 def test_a_toolkit_without_a_gpu_is_no_line_of_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's, when its compiler is imported."""
     name, said = "torch.utils.cpp_extension", list[str]()
