@@ -297,7 +297,8 @@ void attend_fastest(const Inputs<T, S>& in, const Task& task, const Share& share
 #if defined(__AVX512BF16__)
   if constexpr (arithmetic == kPairs) return attend<kPairs, true>(in, task, seen, out, width);
 #endif
-  if (!std::is_same_v<S, float> && task.num_rows > 2 * kTileRows) attend<kFloat32, false>(in, task, seen, out, width);
+  const bool are_many = task.num_rows > 2 * kTileRows && task.num_heads == 1;  // a copy is of one head
+  if (!std::is_same_v<S, float> && are_many) attend<kFloat32, false>(in, task, seen, out, width);
   else attend<kFloat32, true>(in, task, seen, out, width);
 }
 

@@ -179,6 +179,14 @@ def test_kernel_is_attention(
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize(("dtype", "arithmetic", "stored"), ATTENTION_KINDS, ids=str)
+def test_every_number_of_rows_is_attention(dtype: torch.dtype, arithmetic: int, stored: torch.dtype | None) -> None:
+    """Tasks of one head, or of several; of rows that are read where they lie, or from a copy."""
+    for num_tokens in range(1, 25):
+        output, expected = run(Case(1, num_tokens, 4, 2, 32, 32, 32, 60), dtype, arithmetic, stored)
+        torch.testing.assert_close(output.double(), expected, rtol=0, atol=TOLERANCE[dtype])
+
+
 def test_scores_far_apart_do_not_overflow() -> None:
     """Scores of thousands: the largest takes all, and nothing is infinite or no number."""
     query, key = torch.full((1, 1, 1, 16), 100.0), torch.full((1, 1, 1, 16), 100.0)
