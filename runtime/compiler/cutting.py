@@ -181,16 +181,21 @@ def _with_layers_as_calls(
 
     To export a pool for each layer takes long where there are many: one stands for those of a shape.
     """
-    stand_ins, calls = _stand_ins(shapes), dict[int, _LayerCall]()
-    for few in [[stand_ins], []] if len(set(stand_ins)) < len(stand_ins) else [[]]:
+
+    def exported(*stand_ins: list[int]) -> tuple[GraphModule, dict[int, "_LayerCall"]]:
+        calls: dict[int, _LayerCall] = {}
         with _layers_as_calls(layers, calls):
-            step = export(*few)
+            step = export(*stand_ins)
         select_early(step, "logit_indices")
         _replace_products(step, arithmetic)
-        graph = step.module(check_guards=False)
-        if not few or _have_own_pools(graph.graph, calls, stand_ins):
-            break
-    return graph, calls
+        return step.module(check_guards=False), calls
+
+    stand_ins = _stand_ins(shapes)
+    if len(set(stand_ins)) < len(stand_ins):
+        graph, calls = exported(stand_ins)
+        if _have_own_pools(graph.graph, calls, stand_ins):
+            return graph, calls
+    return exported()
 
 
 def whole_step(export: Export, arithmetic: int) -> CutStep:

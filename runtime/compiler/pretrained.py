@@ -327,12 +327,13 @@ def _unread(config: PreTrainedConfig, data: dict[str, Any]) -> Iterator[str]:
     kind = type(config)
     known = {*inspect.signature(kind).parameters, *kind.attribute_map, *dir(kind), *_OF_OTHERS}
     always = _ALWAYS_SO_OF.get(config.model_type, {})
+    code = [*_code_of(kind, model_class(config)), *_general_code()]
     for name, value in data.items():
         says_nothing = value is None or value is False or value in ([], {}, "")
         if says_nothing or name in known or _OF_NO_MODEL.search(name) or (name in always and always[name] == value):
             continue
         reads = re.compile(rf"""["'.]{re.escape(name)}\b""")
-        if not any(reads.search(text) for text in (*_code_of(kind, model_class(config)), *_general_code())):
+        if not any(reads.search(text) for text in code):
             yield name
 
 
