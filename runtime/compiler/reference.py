@@ -1,11 +1,12 @@
-"""Reference of an engine: transformers' own model, its attention over K/V quantized as an engine keeps them, and its
-products where torch is slow.
+"""Reference of an engine: transformers' own model, its attention over K/V quantized as an engine keeps them, its
+products where torch is slow, and its choice of experts.
 
 Engines with K/V in 8 bits are compared with it, and it tells how much they lose.
 """
 
 import platform
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,45 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         own_bias = None if bias is None else bias[start:end].float()
         outputs[:, start:end] = torch.nn.functional.linear(wide, rows.float(), own_bias)
     return outputs.view(*x.shape[:-1], len(weight))
+
+
+class Choices(TorchFunctionMode):
+    """Keeps the scores of which a model takes the highest, (..., experts), in order of its calls.
+
+    Rounding decides between experts that score alike, and a right step that takes the other one is far from
+    transformers in that token, and in those that see it. With `ties`, a margin for each call, the last one taken and
+    the first one left out change places where they are no farther from each other.
+    """
+
+    def __init__(self, ties: Seq[float] | None = None) -> None:
+        super().__init__()
+        self.scores: list[Tensor] = []
+        self._ties = ties
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        taken = function(*args, **given)
+        if function not in (torch.topk, Tensor.topk):
+            return taken
+        scores: Tensor = args[0] if args else given["input"]
+        if scores.shape[:-1] != taken.indices.shape[:-1] or scores.shape[-1] == (k := taken.indices.shape[-1]):
+            return taken
+        self.scores.append(scores.float())
+        if self._ties is None:
+            return taken
+        best = scores.topk(k + 1)
+        is_tie = best.values[..., k - 1] - best.values[..., k] <= self._ties[len(self.scores) - 1]
+        indices = best.indices[..., :k].clone()
+        indices[..., -1] = best.indices[..., k].where(is_tie, indices[..., -1])
+        return torch.return_types.topk((scores.gather(-1, indices), indices))
+
+
+def near_ties(rounded: Choices, exact: Choices) -> list[float]:
+    """Margins, one for each call, of scores that rounding may exchange: each is moved as far as a typical token's."""
+    return [
+        2 * (ours - theirs).nan_to_num(0).abs().amax(-1).median().item()  # none of experts that neither may take: -inf
+        for ours, theirs in zip(rounded.scores, exact.scores, strict=True)
+    ]
 
 
 AttentionInterface.register(QUANTIZED_KV, quantized_kv_attention)
