@@ -184,7 +184,7 @@ def plan_conversion(model_dir: Path, dtype: Dtype | None, precision: QuantConfig
     if not is_gguf(model_dir):
         check_side_files(model_dir)
     pretrained = parse_pretrained_config(source.config, source.name)
-    if tp_size > 1 or has_experts(pretrained):
+    if tp_size > 1 or precision.qformat is not None or has_experts(pretrained):
         source = _with_own_names(source, pretrained)
     _refuse_quantizing_again(source, precision)
     if precision.kv_cache is not None and not layers_that_keep(pretrained)[0]:

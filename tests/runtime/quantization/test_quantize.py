@@ -16,6 +16,7 @@ from sentences import Said
 from tiny import make_config, make_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from runtime.checkpoint import _open_source, convert
 from runtime.config import CheckpointConfig, QuantConfig, QuantFormat
@@ -154,6 +155,23 @@ def test_linear_layers_that_files_have_by_other_names_are_refused(tmp_path: Path
     with pytest.raises(SpecDecError) as error:
         plan_pieces(replace(source, tensors=others), torch.float32, QuantConfig("int8"), Losses(torch.float32))
     said(error, "gpt2")
+
+
+@pytest.mark.skipif("exaone" not in CONFIG_MAPPING, reason="transformers has no EXAONE 3.5 before 5.24")
+def test_linear_layers_that_transformers_renames_are_quantized(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 32}
+    config = CONFIG_MAPPING["exaone"](num_attention_heads=4, num_key_value_heads=2, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "model")
+    precision = QuantConfig("int8", 32)
+    run_convert(tmp_path / "model", tmp_path / "out", precision)
+    assert "transformer.h.1.attn.attention.q_proj.weight" in load_file(tmp_path / "model" / "model.safetensors")
+    weights = take_quantized(load_file(tmp_path / "out" / "rank0.safetensors"))
+    linears = {name: one for name, one in model.model.named_modules() if isinstance(one, torch.nn.Linear)}
+    assert weights.keys() == {f"model.{name}" for name in linears}
+    for name, linear in linears.items():
+        expected = quantize_weight(linear.weight.data, precision, 32)
+        assert torch.equal(weights[f"model.{name}"].dequantize(), expected.dequantize())
 
 
 def test_weights_that_are_no_numbers_are_not_quantized(tmp_path: Path, said: Said) -> None:
