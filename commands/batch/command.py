@@ -6,9 +6,8 @@ from typing import Annotated, Any
 
 from commands.options.engine_choice import EngineOptions
 from commands.options.expand import expand_groups
-from commands.options.ray_flags import ClusterOptions
 from commands.options.sampling_flags import FormOptions
-from commands.options.shared import INPUT, OUTPUT, RUNTIME, SAMPLING, option
+from commands.options.shared import INPUT, OUTPUT, RUNTIME, SAMPLING, ClusterOptions, option
 from commands.output import Output, check_output_files, check_readable
 from runtime.errors import SpecDecError, UsageError
 from runtime.params import SamplingConfig, SamplingParams

@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError, RayError
 from commands.batch.answering import model_digest
 from commands.batch.dispatch import Crew, NotAnswered
 from commands.options.engine_choice import EngineChoice
-from commands.options.ray_flags import ClusterOptions
+from commands.options.shared import ClusterOptions
 from commands.output import Output, warn
 from commands.sessions import engines_made
 from runtime.bundle import read_bundle

@@ -20,7 +20,7 @@ from commands.batch.lines import BatchRequest, Results, look_through, open_resul
 from commands.documents.records import Head, Record, absent, document_head
 from commands.documents.settings import DrafterNames, OutputGrammar, grammar_record
 from commands.options.engine_choice import EngineChoice
-from commands.options.ray_flags import ClusterOptions
+from commands.options.shared import ClusterOptions
 from commands.output import Output, number, percent
 from commands.progress import Advance
 from commands.sessions import engines_made

@@ -13,7 +13,6 @@ from commands.options.drafter_flags import as_flag
 from commands.options.engine_choice import EngineChoice, EngineOptions
 from commands.options.expand import expand_groups
 from commands.options.leader_flags import Mode
-from commands.options.ray_flags import ClusterOptions
 from commands.options.sampling_flags import GenerationOptions
 from commands.options.shared import (
     INPUT,
@@ -21,6 +20,7 @@ from commands.options.shared import (
     RUNTIME,
     SAMPLING,
     CheckLossless,
+    ClusterOptions,
     DatasetDir,
     OutputLen,
     OutputTraces,

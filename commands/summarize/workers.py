@@ -13,7 +13,7 @@ from commands.batch.dispatch import answer_all
 from commands.batch.ray_workers import WorkerJob, ray_crew
 from commands.documents.settings import Setup
 from commands.options.engine_choice import EngineChoice
-from commands.options.ray_flags import ClusterOptions
+from commands.options.shared import ClusterOptions
 from commands.sessions import open_setup
 from runtime.errors import SpecDecError
 from runtime.evaluation.systems import (
