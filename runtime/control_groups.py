@@ -1,5 +1,6 @@
-"""Control groups of this process, and the memory that they and the machine leave it."""
+"""Control groups of this process, and the memory and the cores that they and the machine leave it."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,3 +49,27 @@ def _left_by(directory: Path, limit: str, usage: str, reclaimable: str) -> Itera
         return
     if most < _UNLIMITED:
         yield max(most - used + int(stats.get(reclaimable, 0)), 0)
+
+
+def cores() -> set[int]:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def num_cores(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float:
+    """Number of cores by affinity, or their time share by control groups: 1.5 for 150 ms in every 100."""
+    quotas = (_quota_of(directory) for _, directory in groups_above("cpu", root, membership))
+    return min([float(len(cores())), *(quota for quota in quotas if quota is not None)])
+
+
+def _quota_of(directory: Path) -> float | None:
+    try:
+        if (directory / "cpu.max").is_file():
+            quota, period = (directory / "cpu.max").read_text().split()
+        else:
+            quota, period = ((directory / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return int(quota) / int(period) if int(quota) > 0 else None
+    except (OSError, ValueError, ZeroDivisionError):  # no such group, or `max`: no limit
+        return None

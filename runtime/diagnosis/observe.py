@@ -2,7 +2,6 @@
 differences between a draft model and its target that harm drafts but pass all checks.
 """
 
-import os
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -18,7 +17,7 @@ from runtime.bundle import Bundle, read_bundle
 from runtime.chat import ChatTemplate, Message, has_chat_template
 from runtime.compiler.profile_steps import measure_machine, time_cell
 from runtime.config import MachineSpeed, StepCost
-from runtime.control_groups import MEMBERSHIP, ROOT, groups_above
+from runtime.control_groups import cores, num_cores
 from runtime.diagnosis.diagnose import (
     CacheUse,
     DraftedStep,
@@ -377,30 +376,6 @@ def examine_machine(when_built: MachineSpeed | None, memory_bytes: int) -> Machi
         huge_pages=huge_pages(),
         memory_bytes=memory_bytes,
     )
-
-
-def cores() -> set[int]:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
-
-
-def num_cores(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float:
-    """Number of cores by affinity, or their time share by control groups: 1.5 for 150 ms in every 100."""
-    quotas = (_quota_of(directory) for _, directory in groups_above("cpu", root, membership))
-    return min([float(len(cores())), *(quota for quota in quotas if quota is not None)])
-
-
-def _quota_of(directory: Path) -> float | None:
-    try:
-        if (directory / "cpu.max").is_file():
-            quota, period = (directory / "cpu.max").read_text().split()
-        else:
-            quota, period = ((directory / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        return int(quota) / int(period) if int(quota) > 0 else None
-    except (OSError, ValueError, ZeroDivisionError):  # no such group, or `max`: no limit
-        return None
 
 
 def _cpu_share() -> float:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.diagnosis.observe import cores, huge_pages, num_cores, num_numa_nodes
+from runtime.control_groups import cores, num_cores
+from runtime.diagnosis.observe import huge_pages, num_numa_nodes
 
 NUM_CORES = len(os.sched_getaffinity(0))
 
