@@ -14,7 +14,7 @@ from commands.output import Output
 from runtime.bundle import read_bundle
 from runtime.drafters.spec import DrafterSpec
 from runtime.engine import DEFAULT_MAX_NUM_TOKENS
-from runtime.engine_cache import EngineSettings, engine_of_model, hidden_states_for
+from runtime.engine_cache import EngineSettings, engine_of_model
 from runtime.evaluation.checks import LosslessCheck
 from runtime.evaluation.lossless import NUM_PREFIXES, check_outputs
 from runtime.llm import LLM
@@ -22,7 +22,6 @@ from runtime.request import Request, Sequence
 from runtime.session import OnTokens, Session
 
 _DEFAULT_MAX_BATCH_SIZE = 4
-MIN_DRAFT_LEN = 10  # so that other draft lengths can be tried without building again
 
 
 @contextmanager
@@ -89,10 +88,8 @@ def engines_made(choice: EngineChoice, output: Output) -> Iterator[EngineChoice]
             return one.with_draft_model(engine_of(one.draft_model, 0)) if isinstance(one.draft_model, str) else one
 
         if choice.model_dir is not None:
-            self_draft = built_for.self_draft or ("int4" if speculation.needs_copy else None)
-            states = hidden_states_for(speculation.read_heads(), choice.model_dir)
-            draft_len = max(speculation.max_draft_len or 0, MIN_DRAFT_LEN)
-            engine_dir = engine_of(choice.model_dir, draft_len, self_draft, states)
+            self_draft = choice.self_draft
+            engine_dir = engine_of(choice.model_dir, choice.max_draft_len, self_draft, choice.hidden_states)
             choice = replace(choice, engine_dir=engine_dir)
         yield replace(choice, speculation=speculation.with_drafters(map(with_engine, speculation)))
 

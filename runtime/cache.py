@@ -8,6 +8,7 @@ whole or not at all; a process that is killed leaves at most a hidden directory,
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import os
 import re
@@ -341,6 +342,20 @@ class CachedEngine:
     """Time of last use, in seconds since 1970."""
     is_used: bool
     """True if a process uses it now."""
+
+
+def engine_entry(name: Path, identity: str) -> Path:
+    """The place of a model's engine, by the model's path and a digest of all that the engine is made of."""
+    return cache_dir() / "engines" / f"{_readable(name)}-{identity[:16]}"
+
+
+def has_engine_of(name: Path) -> bool:
+    """True if there is an engine of a model of this name, made of whatever."""
+    return any((cache_dir() / "engines").glob(f"{glob.escape(_readable(name))}-{'[0-9a-f]' * 16}"))
+
+
+def _readable(name: Path) -> str:
+    return re.sub(r"[^\w.-]", "_", name.expanduser().resolve().name)
 
 
 def cached_engines() -> list[CachedEngine]:

@@ -1,16 +1,20 @@
 """Engines of models: converted and built once, then found in the cache by all that went into them."""
 
 import errno
-import re
+import json
+import os
 import shutil
+import sys
 import tempfile
+import time
 import warnings
+from _thread import interrupt_main
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Literal
 
 import torch
@@ -21,6 +25,7 @@ from runtime.cache import (
     check_private_dir,
     digest,
     digests_of_build_code,
+    engine_entry,
     file_digest,
     is_digest_awaited,
     locked_entry,
@@ -31,6 +36,7 @@ from runtime.cache import (
 from runtime.checkpoint_dir import check_not_split
 from runtime.checksums import CONFIG, NOT_RECORDED
 from runtime.compiler.choosing import as_can_be_made, compiler_for
+from runtime.compiler.early_export import LONGEST_END_S, StepOfModel
 from runtime.compiler.kernel_library import check_kernels_can_be_made, has_compiler, no_compiler, processor
 from runtime.compiler.load import current_environment, take_step
 from runtime.config import Activations, BuildConfig, Compiler, DraftOutput, Dtype, QuantConfig, SelfDraft
@@ -39,9 +45,9 @@ from runtime.engine import resolve_device
 from runtime.errors import SpecDecError, SpecDecWarning, errors_about
 from runtime.files import read_json
 from runtime.generation_config import GENERATION_CONFIG
-from runtime.heads.head_config import DraftOutputSettings, HeadConfig, language_model, states_of_heads
+from runtime.heads.head_config import DraftOutputSettings, HeadConfig
 from runtime.locks import MODEL_INIT_LOCK
-from runtime.models import files_of_model, read_model_config, resolve_model
+from runtime.models import files_of_model, resolve_model
 from runtime.temporary import own_temporary_files, temporary_dir
 
 _MAX_SEQ_LEN = 4096  # unless asked for: a K/V cache for all positions of a long-context model would not fit
@@ -90,19 +96,6 @@ class EngineSettings:
         )
 
 
-def hidden_states_for(heads: Seq[HeadConfig], model: str) -> tuple[int, ...]:
-    """The hidden states that these trained drafters read of a model; SpecDecError, as far as its config tells, for
-    another model than theirs."""
-    if not heads:
-        return ()
-    config = read_model_config(resolve_model(model))
-    text = language_model(config)
-    if "hidden_size" in text and "vocab_size" in text:  # of others an engine's config says it
-        for head in heads:
-            head.check_target(config, text["vocab_size"])
-    return states_of_heads(heads, config)
-
-
 def no_phases() -> AbstractContextManager[Callable[[str], None]]:
     return nullcontext(lambda name: None)
 
@@ -129,13 +122,13 @@ def engine_of_model(
         return _identity(model_dir, settings, device)
 
     def is_made(settings: EngineSettings) -> bool:
-        return use_cache and _is_engine(_entry_path(Path(name), identity(settings)), model_dir)
+        return use_cache and _is_engine(engine_entry(Path(name), identity(settings)), model_dir)
 
     @contextmanager
     def made(settings: EngineSettings) -> Iterator[Path]:
         make = partial(_make_engine, model_dir, settings=settings, device=device, phases=phases)
         if use_cache:
-            with _entry(_entry_path(Path(name), identity(settings)), model_dir, make) as entry:
+            with _entry(engine_entry(Path(name), identity(settings)), model_dir, make) as entry:
                 yield entry
         else:
             with tempfile.TemporaryDirectory(dir=temporary_dir()) as directory:
@@ -167,13 +160,8 @@ def engine_of_checkpoint(checkpoint_dir: Path, build: BuildConfig) -> Iterator[P
     def make(entry: Path) -> None:
         build_engine(checkpoint_dir, entry, build, device, replace=False, phase=lambda name: None)
 
-    with _entry(_entry_path(checkpoint_dir, identity), checkpoint_dir, make) as entry:
+    with _entry(engine_entry(checkpoint_dir, identity), checkpoint_dir, make) as entry:
         yield entry
-
-
-def _entry_path(name: Path, identity: str) -> Path:
-    readable = re.sub(r"[^\w.-]", "_", name.expanduser().resolve().name)
-    return cache_dir() / "engines" / f"{readable}-{identity[:16]}"
 
 
 @contextmanager
@@ -315,3 +303,26 @@ def _make_engine(
     if config.compiler_note:
         warnings.warn(f"built with torch-compile: the model {config.compiler_note}", SpecDecWarning, stacklevel=2)
     return engine_dir
+
+
+def export_as_asked() -> None:
+    """Put the step of a model that a line of stdin describes into the cache, and say so by a line on stdout, for who
+    asks (`begin_export`), or end with it."""
+    asked = json.loads(sys.stdin.readline())
+    Thread(target=_end_with_who_asks, daemon=True).start()
+    _import_builder()
+    from runtime.checkpoint import plan_conversion
+    from runtime.compiler.build import export_for_later
+
+    step = StepOfModel(**asked.pop("step"))
+    conversion = plan_conversion(Path(asked["model_dir"]), step.dtype, QuantConfig(activations=step.activations))
+    settings = EngineSettings(max_draft_len=step.max_draft_len, hidden_states=tuple(step.hidden_states), compiler="aot")
+    export_for_later(conversion, settings.build_config(num_positions=None))
+    print(flush=True)
+
+
+def _end_with_who_asks() -> None:
+    sys.stdin.read()
+    interrupt_main()  # who removes its temporary files
+    time.sleep(LONGEST_END_S)
+    os._exit(1)

@@ -27,13 +27,13 @@ from runtime.drafters.protocol import Drafter
 from runtime.drafters.specs import AnySpec, DraftFunction, DraftLenMode
 from runtime.drafters.speculation import Speculation
 from runtime.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
-from runtime.engine_cache import EngineSettings, engine_of_model, hidden_states_for
+from runtime.engine_cache import EngineSettings, engine_of_model
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.generation import Output, Piece
 from runtime.generation_config import ModelDefaults, read_model_defaults
 from runtime.gguf import is_gguf
 from runtime.grammar import CompiledGrammar, Grammars
-from runtime.heads.head_config import DraftOutputSettings, read_head
+from runtime.heads.head_config import DraftOutputSettings, hidden_states_for, read_head
 from runtime.locks import MODEL_INIT_LOCK
 from runtime.models import resolve_tokenizer
 from runtime.parallel.devices import check_device_ids

@@ -49,9 +49,7 @@ def write_pieces(path: Path, pieces: Seq[Piece], progress: Progress) -> None:
 def write_shares(files: Mapping[Path, Share], pieces: Seq[Piece], progress: Progress) -> None:
     """Write several files at once, each with its share of every tensor."""
     forms = {path: _shared_forms(pieces, share) for path, share in files.items()}
-    num_bytes = sum(
-        math.prod(shape) * dtype.itemsize for of_file in forms.values() for dtype, shape in of_file.values()
-    )
+    num_bytes = sum(map(_num_bytes, forms.values()))
     done = 0
     with ExitStack() as stack:
         outputs = {path: stack.enter_context(path.open("wb")) for path in files}
@@ -66,6 +64,18 @@ def write_shares(files: Mapping[Path, Share], pieces: Seq[Piece], progress: Prog
                     output.write(_bytes_of(tensor))
                     done += tensor.nbytes
                     progress(done, num_bytes)
+
+
+def write_without_values(path: Path, pieces: Seq[Piece]) -> None:
+    """Write a file of the form that `write_pieces` gives, with zeros that take no room on the disk."""
+    forms = _shared_forms(pieces, lambda name, tensor: tensor)
+    with path.open("wb") as output:
+        output.write(_header(forms))
+        output.truncate(output.tell() + _num_bytes(forms))
+
+
+def _num_bytes(forms: Forms) -> int:
+    return sum(math.prod(shape) * dtype.itemsize for dtype, shape in forms.values())
 
 
 def _shared_forms(pieces: Seq[Piece], share: Share) -> Forms:

@@ -7,7 +7,7 @@ with choice.open(output) as setup: ...
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -16,12 +16,13 @@ from commands.options.shared import INPUT, KV_CACHE, TokenizerDir, option
 from commands.options.speculation_flags import SpeculationOptions
 from commands.output import Output, warn
 from runtime.bundle import Bundle, read_bundle
-from runtime.cache import begin_digests
+from runtime.cache import begin_digests, has_engine_of
 from runtime.chat import check_chat_template
+from runtime.compiler.early_export import StepOfModel, begin_export
 from runtime.drafters.spec import Devices
 from runtime.drafters.speculation import Speculation
 from runtime.errors import UsageError
-from runtime.heads.head_config import DraftOutputSettings
+from runtime.heads.head_config import DraftOutputSettings, hidden_states_for
 from runtime.models import (
     files_of_model,
     read_model_config,
@@ -105,6 +106,7 @@ class KVCacheOptions:
 
 
 USUAL_ENGINE = "engine_outputs"
+MIN_DRAFT_LEN = 10  # so that other draft lengths can be tried without building again
 
 EngineDir = Annotated[Path | None, option(INPUT, "Engine directory made by `build`.", shown=USUAL_ENGINE)]
 """None where a model may be given instead."""
@@ -129,6 +131,22 @@ class EngineChoice:
     draft_output: DraftOutputSettings = field(default_factory=DraftOutputSettings)
     profile: Path | None = None
     bundle: Bundle | None = None
+
+    @property
+    def max_draft_len(self) -> int:
+        """The model's engine takes drafts so long."""
+        return max(self.speculation.max_draft_len or 0, MIN_DRAFT_LEN)
+
+    @property
+    def self_draft(self) -> Literal["int8", "int4"] | None:
+        """Quantization of the model's copy that drafts; None where there is none."""
+        return self.built_for.self_draft or ("int4" if self.speculation.needs_copy else None)
+
+    @property
+    def hidden_states(self) -> tuple[int, ...]:
+        """Hidden states that trained drafters read of the model."""
+        assert self.model_dir is not None
+        return hidden_states_for(self.speculation.read_heads(), self.model_dir)
 
     @property
     def model_name(self) -> str:
@@ -159,12 +177,23 @@ class EngineChoice:
             bundle = bundle or read_bundle(self.engine_dir)
         speculation.check_fits(None if bundle is None else bundle.config.build_config)
         speculation.check_files()
-        return replace(self, speculation=speculation, device_ids=device_ids, bundle=bundle)
+        checked = replace(self, speculation=speculation, device_ids=device_ids, bundle=bundle)
+        if self.model_dir is not None:
+            checked.begin_export(model_dir)
+        return checked
 
     def check_draft_output(self) -> None:
         """SpecDecError for an output layer by which none of the drafters drafts."""
         has_copy = self.built_for.self_draft is not None or self.speculation.needs_copy
         self.draft_output.check(self.speculation.read_heads(), has_copy=has_copy)
+
+    def begin_export(self, model_dir: Path) -> None:
+        """Have another process begin to export a new model's step, while torch is imported."""
+        built_for = self.built_for
+        is_new = built_for.no_cache or not has_engine_of(Path(str(self.model_dir)))
+        if is_new and built_for.compiler in (None, "aot") and self.self_draft is None:  # of which the copy is a part
+            dtype = None if built_for.dtype == "auto" else built_for.dtype
+            begin_export(model_dir, StepOfModel(dtype, built_for.activations, self.max_draft_len, self.hidden_states))
 
     def check_tokenizer(self) -> None:
         """SpecDecError for a tokenizer that cannot be read here, as far as files tell: before an engine is built."""

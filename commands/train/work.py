@@ -13,8 +13,9 @@ from rich.table import Table
 
 from commands.documents.records import Head, Positive, Record, document_head
 from commands.inputs.prompts import Prompt, without_padding
+from commands.options.engine_choice import MIN_DRAFT_LEN
 from commands.output import Output, number
-from commands.sessions import MIN_DRAFT_LEN, engine_settings
+from commands.sessions import engine_settings
 from commands.train.command import (
     FURTHER_LEARNING_RATE,
     NEW_LEARNING_RATE,

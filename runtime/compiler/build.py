@@ -6,9 +6,10 @@ logits as transformers' own eager attention on the machine that built it.
 
 import dataclasses
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,11 +19,20 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from runtime.bundle import COPY_DIR, DRAFT_VOCAB, LIBRARY, uses_kernels, weights_files
-from runtime.checkpoint import check_side_files, copy_side_files
+from runtime.checkpoint import Conversion, check_side_files, copy_side_files
 from runtime.checkpoint_dir import OpenedCheckpoint, check_hidden_states, check_self_draft, open_checkpoint
 from runtime.checksums import config_digest, record_files
 from runtime.compiler.attention import KERNEL, PAGED
-from runtime.compiler.compare_logits import TOLERANCE_OF_8_BITS, Computed, check_logits, compute, is_batch_invariant
+from runtime.compiler.compare_logits import (
+    TOLERANCE_OF_8_BITS,
+    Computed,
+    Reference,
+    check_logits,
+    compute,
+    compute_reference,
+    is_batch_invariant,
+    sample_for,
+)
 from runtime.compiler.compilation import (
     CACHE,
     PACKAGE,
@@ -30,10 +40,12 @@ from runtime.compiler.compilation import (
     PackagedStep,
     StepFunction,
     compile_aot,
+    export_to_cache,
     raise_interrupt,
 )
+from runtime.compiler.early_export import is_exporting
 from runtime.compiler.identity import BitSums
-from runtime.compiler.kernel_library import no_compiler, says_no_compiler, write_kernels
+from runtime.compiler.kernel_library import are_kernels_compiled, no_compiler, says_no_compiler, write_kernels
 from runtime.compiler.kernels import describe_kernels, fastest_arithmetic, flush_denormals, load_kernels
 from runtime.compiler.load import current_environment, leave_step, open_copy
 from runtime.compiler.memory import keep_freed_memory, trim, what_is_there_stays
@@ -65,6 +77,7 @@ from runtime.parallel.processes import do_at_once
 from runtime.parallel.ranks import RankedModel, RankedStep, open_ranks
 from runtime.parallel.tp_layers import Splitting
 from runtime.temporary import own_temporary_files
+from runtime.tensor_writer import write_without_values
 from runtime.text import cache_tokenizer
 
 # Largest norm of the difference between two rows of logits, over the norm of the row.
@@ -155,16 +168,17 @@ def build_engine(
         written_meanwhile() if weights.splitting is None else nullcontext(lambda: None) as finish_writing,
         ExitStack() as stack,
     ):
+        _copy_tokenizer(opened, directory, output_dir)
         phase("compiling the step")
-        compiled = _compile_all(weights, model, weights.shape(build), directory, effort.num_workers)
-        shape = weights.shape(compiled.build)
+        check = weights.check(model, build)
+        compiled = _compile_all(weights, model, check, directory, effort.num_workers)
         if compiled.build.compiler != "aot":  # the step is the model
             stack.enter_context(present(model))
         phase("checking the logits")
-        step = _built_step(weights, model, shape, directory)
+        step = _built_step(weights, model, weights.shape(compiled.build), directory)
         if isinstance(step, RankedStep):
             stack.callback(step.close)
-        config = _checked(step, model, weights.opened, shape, compiled)
+        config = _checked(step, check, weights.checkpoint, compiled)
         _write_draft_output(model, build, effort.drafts, directory, phase)
         copied = None
         if quantized:
@@ -177,12 +191,30 @@ def build_engine(
         phase("writing the engine")
         if isinstance(step, RankedStep) and isinstance(step.own, CompiledStep):
             shutil.copytree(step.own.cache_dir, directory / CACHE, dirs_exist_ok=True)
-        copy_side_files(opened.directory, directory)
         finish_writing()
-        config = _finish(config, directory, output_dir)
+        config = _finish(config, directory)
     if effort.leaves_step and isinstance(step, PackagedStep):
         leave_step(output_dir, step)
     return config
+
+
+def export_for_later(conversion: Conversion, build: BuildConfig) -> None:
+    """Put the step of a model that another process converts and builds into the cache, where it finds it.
+
+    Nothing where kernels are to be compiled first: that takes longer, and the other one does it.
+    """
+    if not are_kernels_compiled():
+        return
+    with own_temporary_files(), tempfile.TemporaryDirectory() as directory:
+        opened = OpenedCheckpoint(Path(directory), conversion.config)
+        pretrained = parse_pretrained_config(opened.config.pretrained_config, str(conversion.model_dir))
+        weights = _Weights(opened, pretrained, torch.device("cpu"), with_kernels=True)
+        write_without_values(weights.paths[0], conversion.pieces)
+        _make_kernels(opened.directory / LIBRARY)
+        model = weights.whole_model(build)
+        arithmetic = _arithmetic(model, build)
+        assert arithmetic is not None
+        export_to_cache(Step(model, build.hidden_states), weights.shape(build), arithmetic)
 
 
 def _opened(source: Path | OpenedCheckpoint, output_dir: Path, *, replace: bool) -> OpenedCheckpoint:
@@ -191,6 +223,11 @@ def _opened(source: Path | OpenedCheckpoint, output_dir: Path, *, replace: bool)
     check_output_is_not_input(output_dir, checkpoint_dir)
     check_output_directory(output_dir, replace=replace)
     return source if isinstance(source, OpenedCheckpoint) else OpenedCheckpoint(source, open_checkpoint(source))
+
+
+def _copy_tokenizer(opened: OpenedCheckpoint, directory: Path, output_dir: Path) -> None:
+    copy_side_files(opened.directory, directory)
+    cache_tokenizer(directory, opened.config.pretrained_config, output_dir)
 
 
 @dataclass(frozen=True)
@@ -209,6 +246,13 @@ class _Weights:
     @cached_property
     def splitting(self) -> Splitting | None:
         return split_config(self.pretrained, self.checkpoint.mapping.tp_size)
+
+    def check(self, model: PreTrainedModel, build: BuildConfig) -> "_Check":
+        """The check of a step of the model, which reads all weights and adds them up."""
+        quantization = self.checkpoint.quantization
+        activations = None if quantization is None else quantization.activations
+        sums = BitSums(model, getattr(torch, self.checkpoint.dtype), self.opened.unread)
+        return _Check(model, self.shape(build), activations, sums)
 
     @property
     def paths(self) -> list[Path]:
@@ -264,9 +308,8 @@ def _write_draft_output(
         write_target_output(output_weight(model), directory)
 
 
-def _finish(config: EngineConfig, directory: Path, output_dir: Path) -> EngineConfig:
+def _finish(config: EngineConfig, directory: Path) -> EngineConfig:
     """Write `config.json`, with a record of all that is there."""
-    cache_tokenizer(directory, config.pretrained_config, output_dir)
     config = dataclasses.replace(config, files=record_files(directory))
     config = dataclasses.replace(config, config_digest=config_digest(as_json(config)))
     write_json(directory / "config.json", as_json(config))
@@ -317,34 +360,42 @@ def _compiled_step(step: Step, cache_dir: Path) -> CompiledStep:
     return CompiledStep(step, cache_dir)
 
 
-def _check(
-    step: StepFunction,
-    model: PreTrainedModel,
-    shape: StepShape,
-    activations: LayersActivations | None,
-    have: Callable[..., AbstractContextManager[None]] = present,
-) -> tuple[LogitsCheck, Computed]:
-    product_tolerance = _TOLERANCE[shape.dtype]
-    tolerance = max(product_tolerance, _QUANTIZED_TOLERANCE.get(activations or "float", 0))
-    if shape.kv_cache is not None and isinstance(step, RankedStep):
-        tolerance = _QUANTIZED_TOLERANCE["int8"]
-    with _machine_errors():  # `torch-compile` compiles with the first step
-        computed = compute(step, model, shape)
-    return check_logits(computed, model, tolerance, product_tolerance, have), computed
+class _Check:
+    """Comparison of steps with transformers' own computation of their model, whose weights are added up by it."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        shape: StepShape,
+        activations: LayersActivations | None,
+        sums: BitSums | None = None,
+    ) -> None:
+        self._model, self.shape, self._activations, self.sums = model, shape, activations, sums
+        self._have = present if sums is None else sums.present
+        self._sample = sample_for(model, shape)
+        self._product_tolerance = _TOLERANCE[shape.dtype]
+        self._reference: Reference | None = None
+
+    def compute_early(self) -> None:
+        """Compute transformers' logits before there is a step, unless they are of keys and values that it stores."""
+        if self.shape.kv_cache is None:
+            self._reference = compute_reference(self._sample, self._model, self._product_tolerance, self._have)
+
+    def of(self, step: StepFunction) -> tuple[LogitsCheck, Computed]:
+        tolerance = max(self._product_tolerance, _QUANTIZED_TOLERANCE.get(self._activations or "float", 0))
+        if self.shape.kv_cache is not None and isinstance(step, RankedStep):
+            tolerance = _QUANTIZED_TOLERANCE["int8"]
+        with _machine_errors():  # `torch-compile` compiles with the first step
+            computed = compute(step, self._sample)
+        check = check_logits(computed, self._model, tolerance, self._product_tolerance, self._have, self._reference)
+        return check, computed
 
 
-def _checked(
-    step: StepFunction,
-    model: PreTrainedModel,
-    opened: OpenedCheckpoint,
-    shape: StepShape,
-    compiled: _Compiled,
-) -> EngineConfig:
+def _checked(step: StepFunction, check: _Check, checkpoint: CheckpointConfig, compiled: _Compiled) -> EngineConfig:
     """Engine config, after the step's logits have been checked, and whether weights are numbers."""
-    checkpoint = opened.config
-    activations = None if checkpoint.quantization is None else checkpoint.quantization.activations
-    sums = BitSums(model, getattr(torch, checkpoint.dtype), opened.unread)
-    logits_check, computed = _check(step, model, shape, activations, sums.present)
+    logits_check, computed = check.of(step)
+    assert check.sums is not None
+    shape = computed.sample.shape
     return EngineConfig(
         pretrained_config=checkpoint.pretrained_config,
         dtype=checkpoint.dtype,
@@ -352,9 +403,9 @@ def _checked(
         layers=shape.layers,
         states=shape.states,
         vocab_size=shape.vocab_size,
-        environment=current_environment(next(model.parameters()).device),
+        environment=current_environment(computed.sample.device),
         logits_check=logits_check,
-        weights_digest=sums.digest(),
+        weights_digest=check.sums.digest(),
         quantization=checkpoint.quantization,
         compiler_note=compiled.note,
         why_whole=compiled.why_whole,
@@ -386,7 +437,7 @@ def _with_copy(
         copy_step: StepFunction = _compiled_step(Step(copied), own_dir / CACHE)
     else:
         copy_step = open_copy(step, directory, next(copied.parameters()).device, ids)
-    check, _ = _check(copy_step, copied, config.step_shape, DRAFT_ACTIVATIONS)
+    check, _ = _Check(copied, config.step_shape, DRAFT_ACTIVATIONS).of(copy_step)
     return dataclasses.replace(config, self_draft_check=check), copy_step
 
 
@@ -481,7 +532,7 @@ def _compile(model: PreTrainedModel, shape: StepShape, directory: Path, rank: in
 
 
 def _compile_all(
-    weights: _Weights, model: PreTrainedModel, shape: StepShape, directory: Path, num_workers: int
+    weights: _Weights, model: PreTrainedModel, check: "_Check", directory: Path, num_workers: int
 ) -> _Compiled:
     """Write all that an opened step needs, of each rank."""
     if weights.with_kernels:
@@ -489,10 +540,12 @@ def _compile_all(
     if weights.device.type == "cpu":
         flush_denormals()
         keep_freed_memory()
+    if is_exporting():
+        check.compute_early()
     if weights.splitting is None:
-        compiled = _compile(model, shape, directory)
+        compiled = _compile(model, check.shape, directory)
     else:
-        compiled = _compile_ranks(weights, shape, directory, num_workers)
+        compiled = _compile_ranks(weights, check.shape, directory, num_workers)
     if compiled.build.compiler != "aot":
         for path in weights.paths:
             shutil.copyfile(path, directory / path.name)

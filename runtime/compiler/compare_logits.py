@@ -80,15 +80,34 @@ _JUDGE_8_BITS = _Judge(torch.float32, more_rounding=1.5, most_rounding=0.3, of_r
 
 
 @dataclass(frozen=True)
-class Computed:
-    """A ragged batch's logits by a step: a context step, then one of draft lengths."""
+class Sample:
+    """A ragged batch by whose logits a step is checked: a context step, then one of draft lengths."""
 
-    step: StepFunction
     shape: StepShape
     device: torch.device
     texts: list[list[int]]
     lengths: list[tuple[int, int]]
     """Tokens of context and of draft."""
+
+
+def sample_for(model: PreTrainedModel, shape: StepShape) -> Sample:
+    """The same for every step of a model and of this shape."""
+    build = shape.build_config
+    num_context = _check_context_len(shape)
+    num_generation = min(1 + build.max_draft_len, build.max_request_len - num_context)
+    lengths = [(num_context, num_generation), (-(-num_context // 2), -(-num_generation // 2))]
+    lengths = lengths[: build.max_batch_size]
+    generator = torch.Generator().manual_seed(0)
+    texts = [_text(model, context + draft, generator) for context, draft in lengths]
+    return Sample(shape, next(model.parameters()).device, texts, lengths)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A sample's logits by a step."""
+
+    step: StepFunction
+    sample: Sample
     tables: list[list[int]]
     pool: KVPool
     contexts: Tensor
@@ -97,22 +116,61 @@ class Computed:
     """(tokens, vocab) logits of the drafts' tokens."""
 
 
-def compute(step: StepFunction, model: PreTrainedModel, shape: StepShape) -> Computed:
+def compute(step: StepFunction, sample: Sample) -> Computed:
     """Compute the logits by which a step is checked."""
-    build = shape.build_config
-    num_context = _check_context_len(shape)
-    num_generation = min(1 + build.max_draft_len, build.max_request_len - num_context)
-    lengths = [(num_context, num_generation), (-(-num_context // 2), -(-num_generation // 2))]
-    lengths = lengths[: build.max_batch_size]
-    generator = torch.Generator().manual_seed(0)
-    texts = [_text(model, context + draft, generator) for context, draft in lengths]
-    device = next(model.parameters()).device
-    run, tables, pool = _stepping(step, shape, [num_context + num_generation] * len(lengths), device)
-    zipped = list(zip(texts, tables, lengths, strict=True))
+    longest = max(context + draft for context, draft in sample.lengths)
+    run, tables, pool = _stepping(step, sample.shape, [longest] * len(sample.lengths), sample.device)
+    zipped = list(zip(sample.texts, tables, sample.lengths, strict=True))
     with torch.inference_mode():  # as an engine does: a compiled step is found again only under the same mode
         contexts = run([Row(tokens[:context], 0, table, 1) for tokens, table, (context, _) in zipped])
         drafts = run([Row(tokens[context:], context, table, draft) for tokens, table, (context, draft) in zipped])
-    return Computed(step, shape, device, texts, lengths, tables, pool, contexts, drafts)
+    return Computed(step, sample, tables, pool, contexts, drafts)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Transformers' computation of a sample."""
+
+    logits: Tensor
+    """(rows, vocab) float32: of each text's tokens the last of the context, then the drafts'."""
+    choices: Choices
+    """Scores by which a mixture's routers choose."""
+
+
+def compute_reference(
+    sample: Sample,
+    model: PreTrainedModel,
+    product_tolerance: float,
+    have: Callable[..., AbstractContextManager[None]] = present,
+    kv: Seq[QuantizeKV | None] = (),
+) -> Reference:
+    """Compute transformers' logits, by eager attention over whole sequences.
+
+    Keys and values that are quantized are as `kv` has stored them. Raises SpecDecError if the relative difference of a
+    quantized layer's product, by its kernels and by torch, exceeds `product_tolerance`, and for logits that are no
+    numbers. Layers' weights are there by `have`.
+    """
+    dtype = next(model.parameters()).dtype
+    wide = WideProducts() if has_slow_products(dtype, sample.device) else nullcontext()
+    with (
+        torch.inference_mode(),
+        _reference_attention(model, sample.shape),
+        layer_by_layer(model, have),
+        _products_checked(model, product_tolerance),
+        wide,
+        Choices() as choices,
+    ):
+        logits = _reference_logits(model, _sequences(sample, kv))
+    if not logits.isfinite().all():
+        raise SpecDecError(
+            f"the model's logits are NaN or infinite in {sample.shape.dtype}, by transformers too",
+            hint="convert it to another dtype, or correct its weights",
+        )
+    return Reference(logits, choices)
+
+
+def _sequences(sample: Sample, kv: Seq[QuantizeKV | None]) -> list[_Sequence]:
+    return list(zip(sample.texts, sample.lengths, kv or [None for _ in sample.texts], strict=True))
 
 
 def check_logits(
@@ -121,55 +179,47 @@ def check_logits(
     tolerance: float,
     product_tolerance: float,
     have: Callable[..., AbstractContextManager[None]] = present,
+    theirs: Reference | None = None,
 ) -> LogitsCheck:
-    """Compare with eager attention over the whole sequences.
+    """Compare with transformers' logits, which are computed unless they are given.
 
-    Raises SpecDecError if the largest relative difference of a row of logits exceeds `tolerance`, or that of a
-    quantized layer's product, by its kernels and by torch, exceeds `product_tolerance`. Because transformers
+    Raises SpecDecError if the largest relative difference of a row of logits exceeds `tolerance`. Because transformers
     rounds too, more bits of the same weights decide then, float32 where both compute in 16 and float64 where they
     compute in float32: the engine must not be much farther from what those give than transformers is, or than they
-    are themselves with near ties of a mixture's routers decided otherwise. Layers' weights are there by `have` when
-    transformers computes them.
+    are themselves with near ties of a mixture's routers decided otherwise.
     """
-    shape, logits = ours.shape, torch.cat([ours.contexts, ours.drafts]).float()
-    dtype = next(model.parameters()).dtype
-    with torch.inference_mode():
-        kv = [None if shape.kv_cache is None else Stored(ours.pool, table, tolerance) for table in ours.tables]
-        sequences = list(zip(ours.texts, ours.lengths, kv, strict=True))
-        with _reference_attention(model, shape), quiet_transformers():
-            wide = WideProducts() if has_slow_products(dtype, ours.device) else nullcontext()
-            with layer_by_layer(model, have), _products_checked(model, product_tolerance), wide, Choices() as rounded:
-                theirs = _reference_logits(model, sequences)
-            if not theirs.isfinite().all():
-                raise SpecDecError(
-                    f"the model's logits are NaN or infinite in {shape.dtype}, by transformers too",
-                    hint="convert it to another dtype, or correct its weights",
-                )
-            check = _compare(logits, theirs, tolerance)
-            if check.relative_difference <= tolerance:
-                return check
-            said = (
-                f"the engine's logits differ from transformers' by more than {tolerance:g} of their norm: "
-                f"{check.relative_difference:.2e} (largest difference {check.max_abs_difference:.2e})"
-            )
-            judge = _judge(dtype, tolerance)
-            with without_kernels(model), Choices() as unrounded:
-                exact = _logits_in(judge.dtype, model, sequences)
-            distances = [_distances(one, exact) for one in (logits, theirs)]
-            both = [rows.max().item() for rows in distances]
-            is_right = judge.allows(distances[0], distances[1], tolerance)
-            if not is_right and unrounded.scores:
-                with without_kernels(model), Choices(near_ties(rounded, unrounded)):
-                    moved = _distances(_logits_in(judge.dtype, model, sequences), exact)
-                if moved.max().item() > tolerance:
-                    moved = torch.maximum(moved, distances[1])
-                    is_right = judge.beside_near_ties(moved).allows(distances[0], moved, tolerance)
-            if is_right:
-                return _with_distances(check, judge.dtype, both)
-            said += (
-                f"; from {str(judge.dtype).removeprefix('torch.')} of the same weights they differ by "
-                f"{both[0]:.2e}, transformers' by {both[1]:.2e}"
-            )
+    sample, logits = ours.sample, torch.cat([ours.contexts, ours.drafts]).float()
+    dtype, kv = next(model.parameters()).dtype, list[QuantizeKV | None]()
+    if sample.shape.kv_cache is not None:
+        kv = [Stored(ours.pool, table, tolerance) for table in ours.tables]
+    if theirs is None:
+        theirs = compute_reference(sample, model, product_tolerance, have, kv)
+    check = _compare(logits, theirs.logits, tolerance)
+    if check.relative_difference <= tolerance:
+        return check
+    said = (
+        f"the engine's logits differ from transformers' by more than {tolerance:g} of their norm: "
+        f"{check.relative_difference:.2e} (largest difference {check.max_abs_difference:.2e})"
+    )
+    judge, sequences = _judge(dtype, tolerance), _sequences(sample, kv)
+    with torch.inference_mode(), _reference_attention(model, sample.shape), without_kernels(model):
+        with Choices() as unrounded:
+            exact = _logits_in(judge.dtype, model, sequences)
+        distances = [_distances(one, exact) for one in (logits, theirs.logits)]
+        both = [rows.max().item() for rows in distances]
+        is_right = judge.allows(distances[0], distances[1], tolerance)
+        if not is_right and unrounded.scores:
+            with Choices(near_ties(theirs.choices, unrounded)):
+                moved = _distances(_logits_in(judge.dtype, model, sequences), exact)
+            if moved.max().item() > tolerance:
+                moved = torch.maximum(moved, distances[1])
+                is_right = judge.beside_near_ties(moved).allows(distances[0], moved, tolerance)
+    if is_right:
+        return _with_distances(check, judge.dtype, both)
+    said += (
+        f"; from {str(judge.dtype).removeprefix('torch.')} of the same weights they differ by "
+        f"{both[0]:.2e}, transformers' by {both[1]:.2e}"
+    )
     raise SpecDecError(said, hint="the model is not computed correctly and no engine was written; please report it")
 
 
@@ -344,17 +394,18 @@ def is_batch_invariant(together: Computed) -> bool:
 
     A sample: it finds a step whose products or sums depend on its size, and proves nothing.
     """
-    lengths = [context + draft for context, draft in together.lengths]
-    run, tables, _ = _stepping(together.step, together.shape, lengths, together.device)
-    (context, draft), *others = together.lengths
+    sample = together.sample
+    lengths = [context + draft for context, draft in sample.lengths]
+    run, tables, _ = _stepping(together.step, sample.shape, lengths, sample.device)
+    (context, draft), *others = sample.lengths
     ends = sorted({0, context // 3, *range(context - 1, context + min(draft, _NUM_SINGLE) + 1)})
     with torch.inference_mode():
-        pieces = [run([Row(together.texts[0][a:b], a, tables[0], 1)]) for a, b in pairwise(ends)]
-        drafts = torch.split(together.drafts, [draft for _, draft in together.lengths])
+        pieces = [run([Row(sample.texts[0][a:b], a, tables[0], 1)]) for a, b in pairwise(ends)]
+        drafts = torch.split(together.drafts, [draft for _, draft in sample.lengths])
         num_singles = min(draft, _NUM_SINGLE)
         alone, same = pieces[-1 - num_singles :], [together.contexts[:1], drafts[0][:num_singles]]
         for i, (_, draft) in enumerate(others, 1):
-            alone.append(run([Row(together.texts[i], 0, tables[i], 1 + draft)]))
+            alone.append(run([Row(sample.texts[i], 0, tables[i], 1 + draft)]))
             same += [together.contexts[i : i + 1], drafts[i]]
     return torch.equal(torch.cat(alone), torch.cat(same))
 
@@ -395,7 +446,8 @@ def _reference_attention(model: PreTrainedModel, shape: StepShape) -> Iterator[N
     with quiet_transformers():  # which says so of a model that has none
         model.set_attn_implementation("eager" if shape.kv_cache is None else QUANTIZED_KV)
     try:
-        yield
+        with quiet_transformers():
+            yield
     finally:
         with quiet_transformers():
             model.set_attn_implementation(ours)

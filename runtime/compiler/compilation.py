@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from torch.fx import GraphModule
 
 from runtime.batch import Batch, Row, pack, pad_to_min_2
 from runtime.bundle import uses_kernels
+from runtime.compiler.early_export import await_export
 from runtime.compiler.kernels import flush_denormals_of_openmp
 from runtime.compiler.memory import give_back, trim
 from runtime.compiler.programs import (
@@ -119,20 +121,19 @@ def compile_aot(
     layers are computed in `arithmetic`. Whatever keeps a model from being exported is raised as it comes.
     """
     from runtime.compiler.cutting import CannotBeCut, cut_step, whole_step, why_not_cut  # not to open an engine
-    from runtime.compiler.experts import experts_by_kernel
     from runtime.compiler.kept_steps import find_step, keep_step
     from runtime.compiler.vectors import CannotBeLowered
 
-    def export(stand_ins: list[int] | None = None) -> "ExportedProgram":
-        block_size, dtype = shape.build_config.tokens_per_block, kv_dtype(shape.dtype, shape.kv_cache)
-        return export_step(step, shape.shapes, block_size, dtype, stand_ins)
-
-    with _quiet(), torch.no_grad(), experts_by_kernel(step.model) if arithmetic is not None else nullcontext():
+    export = _export_of(step, shape)
+    with _exporting(step, arithmetic):
         if arithmetic is None:
             with present(step.model):
                 return _write_whole(export(), shape, directory, None, known, rank)
         number = ARITHMETICS.index(arithmetic)
-        if (kept := find_step(step, shape, number)) is not None:
+        kept = find_step(step, shape, number)
+        if kept is None and await_export():
+            kept = find_step(step, shape, number)
+        if kept is not None:
             _write_cut(*kept, shape, directory, known, rank)
             return Made(uses_kernels=True)
         try:
@@ -154,6 +155,34 @@ def compile_aot(
             return dataclasses.replace(made, why_whole=why_whole)
         _write_cut(whole, files, shape, directory, known, rank)
         return Made(uses_kernels=True, why_whole=why_whole)
+
+
+def export_to_cache(step: "Step", shape: StepShape, arithmetic: Arithmetic) -> None:
+    """Put the step into the cache, where `compile_aot` finds it, unless it is there.
+
+    Of weights none is read. Raises what keeps the step from being cut, or carried out without a compiler.
+    """
+    from runtime.compiler.cutting import cut_step  # not to open an engine
+    from runtime.compiler.kept_steps import find_step, keep_step
+
+    number = ARITHMETICS.index(arithmetic)
+    with _exporting(step, arithmetic):
+        if find_step(step, shape, number) is None:
+            cut = cut_step(step.model, shape.shapes, _export_of(step, shape), number)
+            keep_step(step, shape, number, cut, _files_without_compiler(cut.programs))
+
+
+def _export_of(step: "Step", shape: StepShape) -> Callable[..., "ExportedProgram"]:
+    block_size, dtype = shape.build_config.tokens_per_block, kv_dtype(shape.dtype, shape.kv_cache)
+    return partial(export_step, step, shape.shapes, block_size, dtype)
+
+
+@contextmanager
+def _exporting(step: "Step", arithmetic: Arithmetic | None) -> Iterator[None]:
+    from runtime.compiler.experts import experts_by_kernel  # not to open an engine
+
+    with _quiet(), torch.no_grad(), experts_by_kernel(step.model) if arithmetic is not None else nullcontext():
+        yield
 
 
 def _write_cut(

@@ -120,14 +120,22 @@ def write_kernels(path: Path) -> None:
         shutil.copyfile(prebuilt, path)
 
 
+def are_kernels_compiled() -> bool:
+    """True where `write_kernels` finds the library, and compiles none."""
+    return prebuilt_kernels(_processor_flags(), _sources()) is not None or _in_cache("native").is_file()
+
+
+def _in_cache(march: str) -> Path:
+    return cache_dir() / f"kernels-{digest((*_FLAGS, march, *compiled_by()))[:16]}.so"
+
+
 def compile_kernels(path: Path, march: str = "native") -> None:
     """Write the library to `path`, from the cache if it was compiled here before. SpecDecError without a compiler.
 
     For the processor that it is compiled on, unless `march` names another of the compiler's.
     """
     compiler = cxx_compiler()
-    name = digest((*_FLAGS, march, *compiled_by()))
-    cached = cache_dir() / f"kernels-{name[:16]}.so"
+    cached = _in_cache(march)
     with ExitStack() as stack:
         with contextlib.suppress(SpecDecError):  # a cache that cannot be written costs time, and nothing else
             stack.enter_context(locked_entry(cached, _say_that_it_waits))

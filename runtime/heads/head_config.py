@@ -538,3 +538,16 @@ def states_of_heads(heads: Seq[HeadConfig], pretrained_config: dict[str, Any]) -
     if len(wanted) > 1:
         raise SpecDecError(f"heads read different hidden states of one target: {sorted(wanted)}", hint="give one head")
     return wanted.pop() if wanted else ()
+
+
+def hidden_states_for(heads: Seq[HeadConfig], model: str) -> tuple[int, ...]:
+    """The hidden states that these trained drafters read of a model; SpecDecError, as far as its config tells, for
+    another model than theirs."""
+    if not heads:
+        return ()
+    config = read_model_config(resolve_model(model))
+    text = language_model(config)
+    if "hidden_size" in text and "vocab_size" in text:  # of others an engine's config says it
+        for head in heads:
+            head.check_target(config, text["vocab_size"])
+    return states_of_heads(heads, config)
