@@ -46,9 +46,9 @@ def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six held-out articles to describe."""
+    """Four held-out articles to describe."""
     articles = [json.loads(line) for line in ARTICLES.read_text(encoding="utf-8").splitlines()]
-    chosen = [one for one in articles if one["category"] == "describe"][:6]
+    chosen = [one for one in articles if one["category"] == "describe"][:4]
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{one['article']} TL;DR:"}) + "\n" for one in chosen))
     return path
@@ -63,6 +63,7 @@ def test_run(specdec: Specdec, engine_dir: Path, prompts: Path) -> None:
         assert drafted["total"]["tokens_per_step"] > 1.3, drafted["total"]
 
 
+@pytest.mark.slow
 def test_chain_of_lookup_and_head(specdec: Specdec, engine_dir: Path, prompts: Path) -> None:
     asked = ["--input-file", prompts, "--max-output-len", NUM_TOKENS, "--json"]
     engine = ["--engine-dir", engine_dir, "--ngram-config", "10,2"]
@@ -72,6 +73,7 @@ def test_chain_of_lookup_and_head(specdec: Specdec, engine_dir: Path, prompts: P
     assert chain["tokens_per_step"] > lookup["tokens_per_step"]
 
 
+@pytest.mark.slow
 def test_batch(specdec: Specdec, prompts: Path, tmp_path: Path) -> None:
     files = ["-i", prompts, "-o", tmp_path / "results.jsonl"]
     document = specdec(

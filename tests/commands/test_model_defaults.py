@@ -82,7 +82,7 @@ def test_summarize_has_hugging_face_apply_them_too(
     specdec: Specdec, penalized_dir: Path, llama_dir: Path, articles: Path, said: Said
 ) -> None:
     where = ["--engine-dir", penalized_dir, "--hf-model-dir", llama_dir, "--dataset", articles]
-    result = specdec("summarize", *where, "--output-len", 20, "--test-hf", "--test-engine", "--max-ite", 2, "--json")
+    result = specdec("summarize", *where, "--output-len", 8, "--test-hf", "--test-engine", "--max-ite", 2, "--json")
     assert result.document["checks"]["identical_to_hf"]["num_identical"] == 2
     said(result, "generation_config.json")
 

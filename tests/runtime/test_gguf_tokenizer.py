@@ -63,7 +63,7 @@ def test_gemma_4_merges_within_lines_as_llamacpp_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in ("smollm2", "llama3_1", "llama2") else pytest.mark.slow)
+        pytest.param(name, marks=() if name in ("smollm2", "llama2") else pytest.mark.slow)
         for name in sorted(REAL_TOKENIZERS | REAL_FILES)
     ],
 )

@@ -129,7 +129,7 @@ VALID: list[tuple[dict[str, Any], Any]] = [
 @pytest.mark.parametrize(("given", "check"), VALID)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_outputs_are_of_the_grammar(llm: LLM, given: dict[str, Any], check: Any, temperature: float) -> None:
-    for seed in range(4):
+    for seed in range(4 if temperature else 1):
         params = SamplingParams(temperature=temperature, seed=seed, max_tokens=120, **given)
         (output,) = llm.generate(PROMPT, params)
         assert output.finish_reason in ("stop", "end_id")

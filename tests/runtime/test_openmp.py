@@ -51,7 +51,11 @@ print(len(threads()) - len(before))
 
 
 @pytest.mark.parametrize(
-    "imports", ["import torch, transformers, specdec_cli", "import specdec_cli, runtime.llm, torch"]
+    "imports",
+    [
+        "import torch, transformers, specdec_cli",
+        pytest.param("import specdec_cli, runtime.llm, torch", marks=pytest.mark.slow),
+    ],
 )
 def test_generating_begins_no_threads_but_the_kernels(imports: str, llama_engine_dir: Path) -> None:
     """A prompt of many tokens, steps of few, and what is chosen of their logits; a loop of torch's does begin some.

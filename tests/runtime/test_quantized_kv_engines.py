@@ -116,7 +116,7 @@ def test_size_of_the_cache_is_that_of_its_tensors(engine_dir: Path) -> None:
     ("engine_dir", "in_leader_mode"),
     [
         ({"kv_cache": "INT8"}, True),
-        ({"kv_cache": "FP8"}, False),
+        pytest.param({"kv_cache": "FP8"}, False, marks=pytest.mark.slow),
         pytest.param({"kv_cache": "INT8"}, False, marks=pytest.mark.slow),
         pytest.param({"kv_cache": "FP8"}, True, marks=pytest.mark.slow),
         *(pytest.param({"kv_cache": "INT8", "tp_size": 2}, one, marks=pytest.mark.slow) for one in (True, False)),

@@ -21,6 +21,7 @@ from runtime.tokenizer import SavedTokenizer
 REAL_DIR = Path(os.environ.get("SPECDEC_REAL_DIR", "~/.cache/specdec-real")).expanduser()
 DEMO_DIR = Path(__file__).parents[2] / "runtime" / "demo" / "target"
 NAMES = ("llama2", "llama3_1", "qwen3", "gemma3", "gptoss", "deepseek_v3")
+LARGE = ("gemma3", "gptoss")  # 200,000 tokens and more, of bytes as Llama 2's and Qwen 3's are
 
 SCRIPTS = [
     "សួស្តី​ពិភពលោក", "မင်္ဂလာပါ ကမ္ဘာ", "𠀀𠮷𪚥 龘", "你好世界", "👩‍👩‍👧 🙂", "नमस्ते", "ⵣ ᚠ ꙮ",
@@ -78,7 +79,13 @@ def read(directory: Path) -> Real:
     return Real(SavedTokenizer(state, None), data, strips)
 
 
-@pytest.fixture(scope="module", params=[*NAMES, "the shipped one"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in NAMES),
+        "the shipped one",
+    ],
+)
 def real(request: pytest.FixtureRequest) -> Iterator[Real]:
     directory = DEMO_DIR if request.param == "the shipped one" else REAL_DIR / f"tokenizer-{request.param}"
     if not directory.is_dir():

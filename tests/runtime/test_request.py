@@ -203,6 +203,7 @@ def ending(kind: FinishReason, output: list[int], position: int) -> dict[str, An
     return {"max_new_tokens": 20, "stop_check": check}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("position", range(DRAFT_LEN + 1))
 @pytest.mark.parametrize("kind", ["end_id", "stop", "length"])
 @pytest.mark.parametrize("mode", MODES)

@@ -125,6 +125,7 @@ STEPS = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("corrects", [True, False], ids=["delta rule", "decay alone"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

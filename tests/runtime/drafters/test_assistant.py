@@ -53,17 +53,18 @@ def check_drafts(seen: list[tuple[list[int], list[int]]], directory: Path, targe
         assert draft == reference.drafts(tokens, len(draft)), tokens
 
 
+@pytest.mark.slow  # `test_drafts_in_a_cache` checks drafts too; a compiled head is tested with EAGLE and DSpark
 @pytest.mark.parametrize(
     ("form", "loop", "compiler"),
     [
         ("centroids", "leader", "aot"),
-        pytest.param("K/V shared", "orchestrator", "none", marks=pytest.mark.slow),
-        pytest.param("unified", "leader", "none", marks=pytest.mark.slow),
-        pytest.param("unified, keys are values, centroids", "leader", "aot", marks=pytest.mark.slow),
-        pytest.param("K/V shared", "leader", "aot", marks=pytest.mark.slow),
-        pytest.param("K/V shared, no sharing of the last kinds", "leader", "none", marks=pytest.mark.slow),
-        pytest.param("experts, keys are values", "leader", "aot", marks=pytest.mark.slow),
-        pytest.param("experts, keys are values", "orchestrator", "none", marks=pytest.mark.slow),
+        ("K/V shared", "orchestrator", "none"),
+        ("unified", "leader", "none"),
+        ("unified, keys are values, centroids", "leader", "aot"),
+        ("K/V shared", "leader", "aot"),
+        ("K/V shared, no sharing of the last kinds", "leader", "none"),
+        ("experts, keys are values", "leader", "aot"),
+        ("experts, keys are values", "orchestrator", "none"),
     ],
 )
 def test_drafts_are_transformers(form: str, loop: str, compiler: str, tmp_path: Path, make_engine: Any) -> None:

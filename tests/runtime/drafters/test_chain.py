@@ -125,7 +125,9 @@ def test_empty_chain_is_refused(said: Said) -> None:
     said(error)
 
 
-@pytest.mark.parametrize("loop", [orchestrator, scheduler], ids=["orchestrator", "leader"])
+@pytest.mark.parametrize(
+    "loop", [pytest.param(orchestrator, marks=pytest.mark.slow), scheduler], ids=["orchestrator", "leader"]
+)
 def test_draft_model_drafts_where_the_lookup_has_nothing(
     loop: Any, llama_engine_dir: Path, llama: PreTrainedModel, make_engine: Any
 ) -> None:

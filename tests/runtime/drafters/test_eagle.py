@@ -119,9 +119,11 @@ def expected(model: PreTrainedModel) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("compiler", "loop"),
     [
-        ("none", "leader"),
         ("aot", "orchestrator"),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("none", "orchestrator"), ("aot", "leader"))),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)  # others below check the drafts of ("none", "leader")
+            for one in (("none", "leader"), ("none", "orchestrator"), ("aot", "leader"))
+        ),
         *(pytest.param("torch-compile", loop, marks=pytest.mark.slow) for loop in LOOPS),
     ],
 )
@@ -164,7 +166,7 @@ def test_forms(form: str, model: PreTrainedModel, tmp_path: Path, make_engine: A
     check_drafts(eagle.seen, head, model, 200)
 
 
-@ON_LOOPS
+@pytest.mark.parametrize("loop", ["leader", pytest.param("orchestrator", marks=pytest.mark.slow)])
 def test_sampled_text_is_that_without_drafts(loop: str, engine: Engine, head_dir: Path) -> None:
     eagle = drafter(engine, head_dir)
     drafted = answer(engine, loop, make_requests(SAMPLED), eagle)
@@ -318,6 +320,7 @@ def test_prompts_in_pieces_and_preempted_sequences(
     check_drafts(eagle.seen, head, model, 200)
 
 
+@pytest.mark.slow
 def test_without_reuse(engine_dir: Path, model: PreTrainedModel, head: Eagle, head_dir: Path) -> None:
     with Engine.open(engine_dir, kv_cache=KVCacheConfig(block_reuse=False)) as engine:
         eagle = drafter(engine, head_dir)

@@ -79,7 +79,7 @@ def test_too_few_values_have_no_interval() -> None:
     assert unpaired_shift([], [1.0]) is None
 
 
-@pytest.mark.parametrize("n", [6, 12, 30])
+@pytest.mark.parametrize("n", [6, 12, pytest.param(30, marks=pytest.mark.slow)])
 def test_intervals_hold_the_truth_as_often_as_they_say(n: int) -> None:
     """Heavy-tailed values count too; 400 trials, allowed to miss by three standard deviations."""
     rng = np.random.default_rng(n)

@@ -89,7 +89,9 @@ def drafted_texts(head: Eagle, model: PreTrainedModel) -> list[list[int]]:
     return texts
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(  # heads that the other tests train have a vocabulary of their own
+    "form", [pytest.param(form, marks=pytest.mark.slow if form == "its own vocabulary" else ()) for form in FORMS]
+)
 def test_accepted_lengths_are_those_of_the_formulas_drafts(form: str, model: PreTrainedModel, tmp_path: Path) -> None:
     head = make_eagle(model, states=STATES, **FORMS[form])
     texts = drafted_texts(head, model)
@@ -219,6 +221,7 @@ class Stopped(Exception):
     pass
 
 
+@pytest.mark.slow  # `test_cli_train.py` interrupts one
 def test_resumed_training_ends_with_the_same_weights(open_run: Any) -> None:
     whole: TrainingRun = open_run("whole")
     whole.train(nothing)

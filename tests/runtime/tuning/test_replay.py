@@ -58,6 +58,7 @@ def recorded(llama: PreTrainedModel) -> list[Trace]:
     ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("drafter", MAKE_DRAFTER)
 def test_greedy_output_is_hugging_faces(drafter: str, loop: str, engine: Engine, recorded: list[Trace]) -> None:
@@ -73,6 +74,7 @@ def comparable(stats: RequestStats) -> dict[str, Any]:
     return stats.counts(10) | {"num_reused_tokens": None} | detailed
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("drafter", MAKE_DRAFTER)
 def test_replay_counts_what_the_loop_counts(drafter: str, loop: str, engine: Engine, recorded: list[Trace]) -> None:
