@@ -8,8 +8,9 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from setuptools import find_namespace_packages
@@ -58,11 +59,56 @@ NOUNS = {
 }
 
 
+class Named(NamedTuple):
+    """Line of a file, and what stands there: a string, or the module and the names of `from module import names`."""
+
+    line: int
+    text: str
+    names: frozenset[str] = frozenset()
+
+
+class Function(NamedTuple):
+    name: str
+    parameters: tuple[str, ...]
+    num_lines: int
+
+
+class Facts(NamedTuple):
+    """All that these tests ask of a file, which takes less memory than its syntax tree."""
+
+    imports: frozenset[str]
+    at_import: frozenset[str]
+    names_imported: tuple[Named, ...]
+    bound: frozenset[str]
+    strings: tuple[Named, ...]
+    docstrings: tuple[Named, ...]
+    functions: tuple[Function, ...]
+
+
 @functools.cache
-def imports(path: Path, *, at_import_only: bool = False) -> frozenset[str]:
-    """Modules a file imports, anywhere in it; `from a.b import c` is a.b, since c may be a name."""
+def facts(path: Path) -> Facts:
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    nodes = tree.body if at_import_only else list(ast.walk(tree))
+    nodes = list(ast.walk(tree))
+    return Facts(
+        imports=imported(nodes, path),
+        at_import=imported(tree.body, path),
+        names_imported=tuple(
+            Named(node.lineno, node.module or "", frozenset(alias.name for alias in node.names))
+            for node in nodes
+            if isinstance(node, ast.ImportFrom)
+        ),
+        bound=bound_names(nodes),
+        strings=tuple(
+            Named(node.lineno, node.value)
+            for node in nodes
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ),
+        docstrings=tuple(docstrings(nodes)),
+        functions=tuple(function_of(node) for node in nodes if isinstance(node, ast.FunctionDef)),
+    )
+
+
+def imported(nodes: Sequence[ast.AST], path: Path) -> frozenset[str]:
     found = set()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -71,6 +117,43 @@ def imports(path: Path, *, at_import_only: bool = False) -> frozenset[str]:
             assert node.level == 0, f"{path} imports relatively"
             found.add(node.module or "")
     return frozenset(found)
+
+
+def bound_names(nodes: Sequence[ast.AST]) -> frozenset[str]:
+    """The names that a module defines or imports."""
+    found = set()
+    for node in nodes:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+            case ast.Name(id=name):
+                found.add(name)
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                found |= {alias.asname or alias.name for alias in names}
+    return frozenset(found)
+
+
+def docstrings(nodes: Sequence[ast.AST]) -> Iterator[Named]:
+    """Docstrings, of fields and constants too."""
+    for node in nodes:
+        body = getattr(node, "body", None)
+        for before, statement in itertools.pairwise([None, *body] if isinstance(body, list) else []):
+            if isinstance(before, ast.Assign | ast.AnnAssign | None) and isinstance(statement, ast.Expr):
+                value = getattr(statement.value, "value", None)
+                if isinstance(value, str):
+                    yield Named(statement.lineno, value)
+
+
+def function_of(node: ast.FunctionDef) -> Function:
+    parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    parameters += [one for one in (node.args.vararg, node.args.kwarg) if one is not None]
+    names = tuple(one.arg for one in parameters if one.arg not in ("self", "cls"))
+    return Function(node.name, names, (node.end_lineno or node.lineno) - node.lineno + 1)
+
+
+def imports(path: Path, *, at_import_only: bool = False) -> frozenset[str]:
+    """Modules a file imports, anywhere in it; `from a.b import c` is a.b, since c may be a name."""
+    return facts(path).at_import if at_import_only else facts(path).imports
 
 
 @functools.cache
@@ -219,9 +302,8 @@ def test_runtime_names_no_flag_and_no_command() -> None:
     `--param=` is GNU's."""
     named = re.compile(r"--(?!param=)[a-z]|\bspecdec (convert|build|run|summarize|compare|tune|train|corpus|verify)\b")
     for module, path in modules("runtime").items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and module not in SPECS:
-                assert not named.search(node.value), f"{module}, line {node.lineno}: {node.value[:60]}"
+        for one in facts(path).strings if module not in SPECS else ():
+            assert not named.search(one.text), f"{module}, line {one.line}: {one.text[:60]}"
 
 
 def test_every_code_of_an_error_has_its_hint() -> None:
@@ -238,15 +320,10 @@ def test_functions_are_short_and_narrow() -> None:
     own, and a step's are its inputs."""
     for package in PACKAGES:
         for module, path in modules(package).items():
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.FunctionDef):
-                    parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-                    parameters += [one for one in (node.args.vararg, node.args.kwarg) if one is not None]
-                    names = [one.arg for one in parameters if one.arg not in ("self", "cls")]
-                    num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
-                    if (module, node.name) != ("runtime.compiler.model", "forward") and module != ATTENTION:
-                        assert len(names) <= 7, f"{module}.{node.name} has {len(names)} parameters"
-                    assert num_lines <= 60, f"{module}.{node.name} has {num_lines} lines"
+            for name, parameters, num_lines in facts(path).functions:
+                if (module, name) != ("runtime.compiler.model", "forward") and module != ATTENTION:
+                    assert len(parameters) <= 7, f"{module}.{name} has {len(parameters)} parameters"
+                assert num_lines <= 60, f"{module}.{name} has {num_lines} lines"
 
 
 def everywhere() -> dict[str, Path]:
@@ -263,33 +340,20 @@ def test_places_are_few() -> None:
     assert sum(num == 1 for num in importers.values()) <= MOST_OF_ONE_IMPORTER
 
 
-def bound_names(path: Path) -> set[str]:
-    """The names that a module defines or imports."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                found.add(name)
-            case ast.Name(id=name):
-                found.add(name)
-            case ast.Import(names=names) | ast.ImportFrom(names=names):
-                found |= {alias.asname or alias.name for alias in names}
-    return found
-
-
 def test_what_scripts_and_tests_import_is_there() -> None:
     """Names of ours, also inside functions, and where a test or a benchmark is seldom run."""
     ours, wrong = everywhere(), []
-    names = {module: bound_names(path) for module, path in ours.items()}
+    names = {module: facts(path).bound for module, path in ours.items()}
+    parts: dict[str, set[str]] = {}
+    for name in ours:
+        parts.setdefault(name.rpartition(".")[0], set()).add(name.rpartition(".")[2])
     for path in (path for folder in ("scripts", "tests", "examples") for path in (ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
-                module = node.module or ""
+        for line, module, asked in facts(path).names_imported:
+            if module.split(".")[0] in PACKAGES:
                 home = module if module in names else f"{module}.__init__"
-                submodules = {name.removeprefix(f"{module}.") for name in ours if name.startswith(f"{module}.")}
-                missing = {alias.name for alias in node.names} - names.get(home, set()) - submodules
+                missing = asked - names.get(home, frozenset()) - parts.get(module, set())
                 if missing and module != "specdec_cli":  # which finds its names when they are asked for
-                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {module} has no {missing}")
+                    wrong.append(f"{path.relative_to(ROOT)}:{line}: {module} has no {missing}")
     assert wrong == []
 
 
@@ -347,24 +411,13 @@ HEADLESS = re.compile(
 )
 
 
-def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Lines and texts of docstrings, of fields and constants too."""
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        for before, statement in itertools.pairwise([None, *body] if isinstance(body, list) else []):
-            if isinstance(before, ast.Assign | ast.AnnAssign | None) and isinstance(statement, ast.Expr):
-                value = getattr(statement.value, "value", None)
-                if isinstance(value, str):
-                    yield statement.lineno, value
-
-
 @pytest.mark.parametrize("folder", [*PACKAGES, "scripts", "tests", "examples"])
 def test_docstrings_begin_with_a_verb_or_a_noun(folder: str) -> None:
     """A relative clause without a head ("What the step takes") leaves the reader to guess the subject."""
     found = {
-        f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
+        f"{path.relative_to(ROOT)}:{one.line}: {one.text.splitlines()[0]}"
         for path in modules(folder).values()
-        for line, text in docstrings(ast.parse(path.read_text(encoding="utf-8")))
-        if HEADLESS.match(text)
+        for one in facts(path).docstrings
+        if HEADLESS.match(one.text)
     }
     assert found == set()
