@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from command_line import PROMPT, Result, Specdec, tree
+from forked import Forks
 from sentences import Said
 from shared import once
 from strength import is_full
@@ -22,7 +23,7 @@ from waiting import HANG_S
 
 from runtime.bundle import read_engine_config
 from runtime.checkpoint import convert
-from scripts.campaigns import forks
+from scripts.campaigns.forks import import_all, start
 
 # A file that may not grow beyond so many bytes fails like a full disk. Ignored, the signal becomes an OSError.
 # Each command is run in a process of its own, which has the modules that take seconds to import from its parent.
@@ -67,7 +68,7 @@ def interrupt(arguments: Sequence[object], output_dir: Path, signal_number: int)
 
     In a fork, whose exit code and stderr are returned.
     """
-    forks.import_all()
+    import_all()
     reading, writing = os.pipe()
 
     def prepare() -> None:
@@ -84,7 +85,7 @@ def interrupt(arguments: Sequence[object], output_dir: Path, signal_number: int)
         sys.addaudithook(stand_still_once)
 
     with tempfile.TemporaryFile() as errors:
-        process = forks.start(arguments, output_dir.parent, errors.fileno(), prepare=prepare)
+        process = start(arguments, output_dir.parent, errors.fileno(), prepare=prepare)
         os.close(writing)
         with open(reading, "rb") as reached:
             assert reached.read(1), "it was done, and had opened nothing there"
@@ -165,7 +166,7 @@ FEW_NO_COMPILERS = ("unset", "quote")
 @pytest.fixture(scope="module")
 def failures(
     shared: Path, kernels: Path, llama_dir: Path, llama_checkpoint_dir: Path, llama_engine_dir: Path,
-    process_environment: dict[str, str],
+    process_environment: dict[str, str], forks: Forks,
 ) -> Path:  # fmt: skip
     """Directory of each of `FULL_DISKS` and `NO_COMPILERS`; `results.json` has exit codes and what was on stderr.
 
@@ -206,13 +207,7 @@ def failures(
             {name: on_full_disk(name) for name in FULL_DISKS if is_full() or name not in SLOW_FULL_DISKS}
             | {name: without_compiler(name) for name in (NO_COMPILERS if is_full() else FEW_NO_COMPILERS)}
         )
-        done = subprocess.run(
-            [sys.executable, "-c", WITH_LIMITS, commands],
-            env=process_environment,
-            capture_output=True,
-            encoding="utf-8",
-            timeout=HANG_S,
-        )
+        done = forks.run(commands, program=WITH_LIMITS, environment=process_environment)
         assert done.returncode == 0, done.stderr
         (directory / "results.json").write_text(done.stdout)
 

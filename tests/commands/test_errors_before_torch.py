@@ -18,8 +18,10 @@ from waiting import HANG_S
 
 HEAVY = ("torch", "transformers", "datasets")
 MAIN = f"""
-import contextlib, io, json, sys
+import contextlib, functools, io, json, sys
+import typer.main
 from specdec_cli.app import main
+typer.main.get_command = functools.cache(typer.main.get_command)  # made anew by every call
 
 found = []
 for arguments in json.load(sys.stdin):

@@ -10,7 +10,6 @@ import signal
 import socket
 import ssl
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -184,7 +183,7 @@ def is_ended_by(connection: socket.socket, byte: bytes) -> bool:
         return True
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_answer_that_nobody_reads_is_given_up(
     stream: bool, make_listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,11 +322,10 @@ def test_over_tls_an_answer_comes_and_nothing_in_the_clear(
             strict.request("GET", "/health")
 
 
-def test_a_port_that_is_taken_is_told_before_anything_is_opened(llama_engine_dir: Path, said: Said) -> None:
+def test_a_port_that_is_taken_is_told_before_anything_is_opened(
+    llama_engine_dir: Path, forks: Forks, said: Said
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        command = [sys.executable, "-m", "specdec_cli", "serve", "--engine-dir", str(llama_engine_dir)]
-        result = subprocess.run(
-            [*command, "--port", str(taken.getsockname()[1])], capture_output=True, text=True, timeout=HANG_S
-        )
+        result = forks.run("serve", "--engine-dir", llama_engine_dir, "--port", taken.getsockname()[1])
     assert result.returncode == 1
     said(result)

@@ -3,8 +3,6 @@
 import re
 import shutil
 import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -15,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from forked import Forks
 from openai_server import DONE, Asked, Reply, Server, event, failure, running
 from page_server import COUNTS, DRAFTED, PAGE, TEXT, policy, serve_page, streamed
 from waiting import HANG_S, wait_until
@@ -409,12 +408,11 @@ def test_the_counts_of_the_stand_in_are_those_of_its_tokens() -> None:
 
 
 @pytest.fixture
-def real_server(llama_engine_dir: Path) -> Iterator[SimpleNamespace]:
+def real_server(llama_engine_dir: Path, forks: Forks) -> Iterator[SimpleNamespace]:
     """`specdec serve` itself, in a process of its own, with n-gram lookup."""
     with socket.create_server(("127.0.0.1", 0)) as bound:
         port = bound.getsockname()[1]
-    command = [sys.executable, "-m", "specdec_cli", "serve", "--engine-dir", str(llama_engine_dir)]
-    process = subprocess.Popen([*command, "--ngram-config", "4,2", "--port", str(port)])
+    process = forks.start("serve", "--engine-dir", llama_engine_dir, "--ngram-config", "4,2", "--port", port)
     deadline = time.monotonic() + HANG_S
     while True:
         try:
@@ -425,7 +423,7 @@ def real_server(llama_engine_dir: Path) -> Iterator[SimpleNamespace]:
             time.sleep(0.05)
     yield SimpleNamespace(url=f"http://127.0.0.1:{port}")
     process.terminate()
-    process.wait(HANG_S)
+    process.communicate()
 
 
 @browser_only
