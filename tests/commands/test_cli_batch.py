@@ -271,7 +271,7 @@ def test_ten_kills_at_random_moments_leave_no_trace(
 @pytest.mark.parametrize(
     "torn", [b"", b"{", b'{"id":"batch_', b'{"id":"batch_req_0","custom_id":"request 9', b"\0" * 50]
 )
-@pytest.mark.parametrize("num_whole", [0, 7])
+@pytest.mark.parametrize("num_whole", [pytest.param(0, marks=pytest.mark.slow), 7])
 def test_a_torn_line_is_done_again(
     torn: bytes, num_whole: int, batch: Batch, undisturbed: bytes, tmp_path: Path
 ) -> None:

@@ -275,13 +275,8 @@ PLANTED: dict[Callable[[Ward], list[object]], tuple[str, set[str]]] = {
     blocks_mixed_up_by_the_drafter: ("speculation_changes_output", {"drafter_never_used"}),
     weights_that_vanish: ("denormal_weights", set()),
 }
-# Settings of the engine, what is drafted, a draft model, a cache; the judgement by itself has tests in tests/runtime.
-ALWAYS_PLANTED = (
-    the_second_of_a_chain_drafts_nothing,
-    an_engine_of_a_faster_processor,
-    a_cache_for_half_the_requests_in_leader_mode,
-    blocks_mixed_up_by_the_drafter,
-)
+# Of the engine, and of what is drafted; of a cache is shown below, and each judgement has tests in tests/runtime.
+ALWAYS_PLANTED = (an_engine_of_a_faster_processor, blocks_mixed_up_by_the_drafter)
 
 
 @pytest.mark.usefixtures("work_clock")
@@ -382,7 +377,7 @@ HEALTHY: dict[str, list[object]] = {
 LONG = {"n-gram, long drafts", "suffix matching", "a drafter of one's own"}
 """Up to 10 tokens whatever they cost: a model whose step takes a third of a millisecond may be faster without them,
 and then that is said rightly."""
-ALWAYS = ("no drafter", "two drafters", "a profile")
+ALWAYS = ("two drafters", "a profile")
 
 
 @pytest.mark.usefixtures("work_clock")

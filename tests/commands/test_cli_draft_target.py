@@ -31,7 +31,7 @@ def draft_engine_dirs(
 
 @RULES
 @pytest.mark.parametrize("draft", ["equal", "similar", "strange"])
-@pytest.mark.parametrize("num_prompts", [1, 3, 5])
+@pytest.mark.parametrize("num_prompts", [5, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 3))])
 def test_greedy_output_is_what_hf_generates(
     run: Run, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, draft_engine_dirs: dict[str, Path],
     config: str, draft: str, num_prompts: int,

@@ -12,14 +12,22 @@ DRAFTS = ["--speculative-decoding-mode", "draft_tokens_external", "--max-draft-l
 SIZES = ["--max-input-len", 64, "--max-seq-len", 128]
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("flags", "algorithm", "said"),
     [
-        (["--use-weight-only", "--group-size", -1], "W8A16", "W8A16 weights"),
-        (["--use-weight-only", "--weight-only-precision", "int4", "--group-size", 32], "W4A16", "in groups of 32"),
         (["--qformat", "int8_wo", "--awq_block_size", 32], "W8A16", "W8A16 weights in groups of 32"),
-        (["--qformat", "fp8"], "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PER_CHANNEL_PER_TOKEN weights"),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (
+                (["--use-weight-only", "--group-size", -1], "W8A16", "W8A16 weights"),
+                (
+                    ["--use-weight-only", "--weight-only-precision", "int4", "--group-size", 32],
+                    "W4A16",
+                    "in groups of 32",
+                ),
+                (["--qformat", "fp8"], "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PER_CHANNEL_PER_TOKEN weights"),
+            )
+        ),
     ],
 )
 def test_quantized_model_goes_the_whole_way(

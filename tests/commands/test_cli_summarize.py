@@ -476,8 +476,7 @@ def test_speedup_and_its_verdict_hold_with_a_draft_model(
 SAMPLING = ["--temperature", 0.8, "--top-p", 0.95, "--random-seed", 3]
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("drafter", ["n-gram", "tokens", "logits"])
+@pytest.mark.parametrize("drafter", ["n-gram", pytest.param("tokens", marks=pytest.mark.slow), "logits"])
 def test_identity_is_left_out_where_draws_differ_by_nature(
     summarize: Summarize, draft_engine_dir: Path, drafter: str
 ) -> None:

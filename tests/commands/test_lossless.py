@@ -189,7 +189,9 @@ def test_token_that_cannot_be_chosen_is_no_near_tie(dtype: str, twin_engine_dirs
     assert (difference.logit_margin, difference.is_near_tie, check.passed) == (None, False, False)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(one, marks=pytest.mark.slow if one == "float16" else ()) for one in DTYPES]
+)
 def test_near_tie_is_a_margin_within_rounding(dtype: str, twin_engine_dirs: dict[str, Path]) -> None:
     """Every token tried in the place of the best one; what is called rounding is left some room."""
     with session_of(twin_engine_dirs[dtype]) as session:

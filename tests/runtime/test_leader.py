@@ -78,7 +78,7 @@ def outputs(finished: dict[int, Sequence]) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("reuse", [True, False], ids=["reuse", "no reuse"])
-@pytest.mark.parametrize("num_requests", [1, pytest.param(3, marks=pytest.mark.slow), 9])
+@pytest.mark.parametrize("num_requests", [*(pytest.param(one, marks=pytest.mark.slow) for one in (1, 3)), 9])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_v2_is_v1_is_hugging_face(
     drafter: str, num_requests: int, reuse: bool, open_engine: Any, make_drafter: Any, llama: PreTrainedModel

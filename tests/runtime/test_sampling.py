@@ -34,6 +34,7 @@ PROMPTS = [tuple(repetitive_prompt(i, 6 + 5 * i)) for i in range(3)]
 
 
 @functools.cache
+@functools.cache
 def processed_by_hf(
     model: PreTrainedModel, prompt: tuple[int, ...], params: SamplingConfig, num_tokens: int
 ) -> tuple[list[int], Tensor, Tensor]:
@@ -379,7 +380,7 @@ def finish_holding_blocks(
     return sequences
 
 
-@pytest.mark.parametrize("block_reuse", [True, False], ids=["reuse", "no reuse"])
+@pytest.mark.parametrize("block_reuse", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["reuse", "no reuse"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_same_text_where_sequences_keep_their_blocks(
     drafter: str, block_reuse: bool, engine_dirs: dict[str, Path], target: PreTrainedModel

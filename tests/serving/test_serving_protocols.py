@@ -260,7 +260,7 @@ def test_a_clients_accounts_are_no_instructions(tooled: Served) -> None:
     assert counts[0] == counts[1]
 
 
-NUM_CONVERSATIONS = 4
+NUM_CONVERSATIONS = 2
 AS_TEMPLATE = {"guided_choice": [f"Hm.\n</think>\n\nI go.{CALL}"]}
 """An answer that has the form which the template gives it in the next turn."""
 

@@ -144,7 +144,7 @@ def test_a_call_comes_after_reasoning(tooled: Served) -> None:
     assert "tool_calls" in found["message"] or found["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize("word", ["left", '"by"', "step", "tool_call"])
+@pytest.mark.parametrize("word", ["left", pytest.param('"by"', marks=pytest.mark.slow), "step", "tool_call"])
 def test_a_stop_word_in_a_call_ends_it_as_a_limit_does(tooled: Served, word: str) -> None:
     """It was said to be a whole call, or its tags were content."""
     num_stopped = 0
