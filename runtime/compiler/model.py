@@ -217,7 +217,7 @@ def _probe(config: PreTrainedConfig, splitting: Splitting | None) -> Shapes:
         except SpecDecError:
             raise
         except Exception as error:  # any failure means the same to the user: not a model that can be served
-            raise _not_served(error, config.model_type) from error
+            raise _not_served(error, config) from error
     with_kv, with_state = layers_that_keep(config)
     if not with_kv and not with_state:
         raise SpecDecError(f"the model has no layers: {config.model_type}", hint="its config.json is damaged")
@@ -257,7 +257,7 @@ def _model_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
         words = last_words(error)
         said = "" if _OF_CODE.search(words) else f" ({words})"
         raise SpecDecError(
-            f"transformers cannot make a model of this config: {config.model_type}{said}",
+            f"transformers cannot make a model of this config: {config.model_type}{said}{_below_one(config)}",
             hint="a value that the model needs is missing or wrong in config.json; download or save the model again",
         ) from error
     if hasattr(model, "set_experts_implementation"):
@@ -275,17 +275,32 @@ def _model_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def _not_served(error: Exception, kind: str) -> SpecDecError:
+def _below_one(config: PreTrainedConfig) -> str:
+    """Name the whole numbers below 1 that a config has where its class has others, for an error: no size is one."""
+    configs = [config, *(one for one in vars(config).values() if isinstance(one, PreTrainedConfig))]
+    found = [
+        f"`{name}` {value}"
+        for one in configs
+        for name, value in vars(one).items()
+        if type(value) is int and value < 1 and value != getattr(type(one), name, value) and "token_id" not in name
+    ]
+    return f": {', '.join(found)}" if found else ""
+
+
+def _not_served(error: Exception, config: PreTrainedConfig) -> SpecDecError:
+    kind = config.model_type
     # `meta` has no values: torch says so by the one for shapes that depend on them (nonzero), by the other for items.
     if isinstance(error, NotImplementedError) or "meta tensor" in str(error):
         why = "the model looks at values while it computes, which a compiled step cannot"
         return SpecDecError(f"{why}: {kind}", hint=SEE_MODELS)
     if _OF_SIZES.search(words := last_words(error)):
         return SpecDecError(
-            f"transformers cannot compute with the sizes of this config: {kind} ({words})",
+            f"transformers cannot compute with the sizes of this config: {kind} ({words}){_below_one(config)}",
             hint="correct config.json, or download or save the model again",
         )
-    return SpecDecError(f"the model does not run with attention from outside: {kind}", hint=SEE_MODELS)
+    return SpecDecError(
+        f"the model does not run with attention from outside: {kind}{_below_one(config)}", hint=SEE_MODELS
+    )
 
 
 @contextmanager

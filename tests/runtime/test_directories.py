@@ -16,7 +16,7 @@ from published import PUBLISHED, RUN, seed_of, shrunk, write_model
 from quantized import save_awq, save_fp8, save_gptq
 from safetensors.torch import load_file, save_file
 from sentences import Said
-from tiny import build_tiny, hf_greedy, make_model, repetitive_prompt
+from tiny import build_tiny, hf_greedy, make_config, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -450,6 +450,29 @@ def test_sizes_that_contradict_each_other_are_said_so(tmp_path: Path, said: Said
     with pytest.raises(SpecDecError) as error:
         convert(tmp_path / "model", tmp_path / "out", None, replace=False, progress=lambda done, total: None)
     said(error, "sizes", "mamba2")
+
+
+@pytest.mark.parametrize(
+    ("family", "where", "name", "value"),
+    [
+        ("dbrx", "ffn_config", "moe_num_experts", 0),
+        ("dbrx", "ffn_config", "moe_num_experts", -1),
+        ("jetmoe", None, "kv_channels", 0),
+        ("jetmoe", None, "kv_channels", -8),
+        ("llama", None, "head_dim", 0),
+        ("mixtral", None, "num_local_experts", 0),
+    ],
+)
+def test_a_size_below_one_is_told(
+    family: str, where: str | None, name: str, value: int, tmp_path: Path, said: Said
+) -> None:
+    data = make_config(family).to_dict()
+    (data if where is None else data[where])[name] = value
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    save_file({"nothing": torch.zeros(1)}, tmp_path / "model.safetensors")
+    error = refusal(tmp_path, tmp_path / "out")
+    said(error, family, f"`{name}` {value}")
+    assert "token_id" not in error.message
 
 
 def test_a_rope_that_is_said_twice_and_the_same_is_one(tmp_path: Path) -> None:
