@@ -306,8 +306,9 @@ def _make_engine(
 
 
 def export_as_asked() -> None:
-    """Put the step of a model that a line of stdin describes into the cache, and say so by a line on stdout, for who
-    asks (`begin_export`), or end with it."""
+    """Put the step of a model that a line of stdin describes into the cache, for who asks (`begin_export`), or end with
+    it. By a line on stdout it says that the export begins, and by one that it has ended.
+    """
     asked = json.loads(sys.stdin.readline())
     Thread(target=_end_with_who_asks, daemon=True).start()
     _import_builder()
@@ -317,8 +318,9 @@ def export_as_asked() -> None:
     step = StepOfModel(**asked.pop("step"))
     conversion = plan_conversion(Path(asked["model_dir"]), step.dtype, QuantConfig(activations=step.activations))
     settings = EngineSettings(max_draft_len=step.max_draft_len, hidden_states=tuple(step.hidden_states), compiler="aot")
-    export_for_later(conversion, settings.build_config(num_positions=None))
-    print(flush=True)
+    say = partial(print, flush=True)
+    export_for_later(conversion, settings.build_config(num_positions=None), begin=say)
+    say()
 
 
 def _end_with_who_asks() -> None:

@@ -198,10 +198,11 @@ def build_engine(
     return config
 
 
-def export_for_later(conversion: Conversion, build: BuildConfig) -> None:
+def export_for_later(conversion: Conversion, build: BuildConfig, begin: Callable[[], object]) -> None:
     """Put the step of a model that another process converts and builds into the cache, where it finds it.
 
-    Nothing where kernels are to be compiled first: that takes longer, and the other one does it.
+    `begin` is called when all is there to export it. It is not where kernels are to be compiled first: that takes
+    longer, and the other process does it.
     """
     if not are_kernels_compiled():
         return
@@ -214,6 +215,7 @@ def export_for_later(conversion: Conversion, build: BuildConfig) -> None:
         model = weights.whole_model(build)
         arithmetic = _arithmetic(model, build)
         assert arithmetic is not None
+        begin()
         export_to_cache(Step(model, build.hidden_states), weights.shape(build), arithmetic)
 
 

@@ -13,12 +13,16 @@ from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from select import select
 from threading import Thread
 
 from runtime.config import Activations, Dtype
+from runtime.models import files_of_model
 
 _START = "from runtime.engine_cache import export_as_asked; export_as_asked()"
+_LINE = b"\n"
 LONGEST_END_S = 2.0
+_LEAST_BYTES = 64 << 20
 _process: subprocess.Popen[bytes] | None = None
 
 
@@ -35,20 +39,22 @@ class StepOfModel:
 def begin_export(model_dir: Path, step: StepOfModel) -> None:
     """Begin a process that exports the model's step.
 
-    None is begun where it would win nothing: on one core, beside a GPU, or where torch is imported already.
+    None is begun where it would win nothing: on one core, beside a GPU, where torch is imported already, and for a
+    small model, which is read before the other process would have imported torch.
     """
     global _process
     from runtime.control_groups import num_cores  # most starts have an engine, and need not wait for psutil
 
     has_gpu = Path("/dev/nvidiactl").exists()
-    if _process is not None or "torch" in sys.modules or has_gpu or num_cores() < 2:
+    is_small = sum(path.stat().st_size for path in files_of_model(model_dir)) < _LEAST_BYTES
+    if _process is not None or "torch" in sys.modules or is_small or has_gpu or num_cores() < 2:
         return
     paths = [os.path.abspath(path) for path in sys.path]
     with suppress(OSError):
         _process = subprocess.Popen(
             [sys.executable, "-c", _START],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,  # a byte when it has exported
+            stdout=subprocess.PIPE,  # a line when it begins to export, and one when it has
             stderr=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"},
             process_group=0,  # Ctrl-C is for the one that asks
@@ -66,13 +72,19 @@ def is_exporting() -> bool:
 
 
 def await_export() -> bool:
-    """Wait until the process has exported, or ended, if one was begun; True if there was one."""
+    """Wait until the process has exported, or ended, if one was begun; True if it has.
+
+    One that is still to begin would not be earlier than this process, and ends.
+    """
     if not is_exporting():
         return False
     assert _process is not None and _process.stdout is not None
-    with _process.stdout as said:  # not for its end: torch takes a second to be given back
-        said.read(1)
-    return True
+    with _process.stdout as said:
+        has_begun = bool(select([said], [], [], 0)[0]) and said.readline() == _LINE
+        has_exported = has_begun and said.readline() == _LINE  # its end is not waited for: it takes a second
+    if not has_exported and _process.stdin is not None:
+        _process.stdin.close()  # by which it ends
+    return has_exported
 
 
 def end_export() -> None:

@@ -22,12 +22,14 @@ from runtime.compiler.early_export import StepOfModel, begin_export, end_export,
 STEP = StepOfModel(None, None, 10, ())
 # Of a process that cannot export: a step is what the other one has made, or compiled for half a minute and told so.
 CANNOT_EXPORT = """
-import sys
+from select import select
 from runtime.compiler import early_export
+early_export._LEAST_BYTES = 0
 
 def is_exporting(before=early_export.is_exporting):
     from runtime.compiler import cutting
     cutting.cut_step = cutting.whole_step = None
+    select([early_export._process.stdout], [], [])  # until it begins
     return before()
 
 early_export.is_exporting = is_exporting
@@ -38,6 +40,8 @@ BEGIN = """
 import os, sys
 from pathlib import Path
 from runtime.compiler import early_export
+if "small" not in sys.argv:
+    early_export._LEAST_BYTES = 0
 if "one" in sys.argv:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 early_export.begin_export(Path(sys.argv[1]), early_export.StepOfModel(None, None, 10, ()))
@@ -68,14 +72,20 @@ def test_the_other_process_exports(
     assert len(list((tmp_path / "cache" / "programs").glob("step-*"))) == 1
 
 
-def test_nothing_depends_on_it(make_engine_dir: MakeEngineDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"], stdin=PIPE, stdout=PIPE)
+FAILS, FAILS_LATE, WAITS = "raise SystemExit(1)", "print(flush=True); raise SystemExit(1)", "input()"
+
+
+@pytest.mark.parametrize("program", [FAILS, FAILS_LATE, WAITS])
+def test_nothing_depends_on_it(program: str, make_engine_dir: MakeEngineDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=PIPE, stdout=PIPE)
     monkeypatch.setattr(early_export, "_process", process)
     assert is_exporting()
-    engine_dir = make_engine_dir(make_model("llama", intermediate_size=56), compiler="aot")
+    width = {FAILS: 56, FAILS_LATE: 72, WAITS: 88}[program]  # a form that none of the tests has
+    engine_dir = make_engine_dir(make_model("llama", intermediate_size=width), compiler="aot")
     assert json.loads((engine_dir / "config.json").read_text())["compiler_note"] is None
     assert not is_exporting()
     end_export()
+    assert process.returncode is not None
 
 
 @several_cores
@@ -88,8 +98,13 @@ def test_it_ends_with_who_asks(end: str, llama_dir: Path, tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
-def test_none_is_begun_where_it_wins_nothing(llama_dir: Path) -> None:
-    begin_export(llama_dir, STEP)  # by a process that has imported torch
-    assert not is_exporting()
-    out = subprocess.run([sys.executable, "-c", BEGIN, llama_dir, "one"], capture_output=True, text=True).stdout
+@pytest.mark.parametrize("case", ["one", "small"])
+def test_none_is_begun_where_it_wins_nothing(case: str, llama_dir: Path) -> None:
+    out = subprocess.run([sys.executable, "-c", BEGIN, llama_dir, case], capture_output=True, text=True).stdout
     assert out == "None\n"
+
+
+def test_none_is_begun_by_a_process_that_has_imported_torch(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_export, "_LEAST_BYTES", 0)
+    begin_export(llama_dir, STEP)
+    assert not is_exporting()
