@@ -356,7 +356,8 @@ def _report(error: Exception) -> int:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             hint = "free space, or write to another disk" if is_full else "check the path and its permissions"
             problem = error.strerror or str(error)
-            fail(f"{problem}: {error.filename}" if error.filename else problem, hint)
+            named = None if is_full and error.filename2 else error.filename  # of a copy the original is not full
+            fail(f"{problem}: {named}" if named else problem, hint)
             return 1
         case _:
             raise error

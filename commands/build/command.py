@@ -75,8 +75,14 @@ class BuildOptions:
     ] = None
     draft_output: DraftOutputOptions = field(default_factory=DraftOutputOptions)
     speculative_decoding_mode: Annotated[
-        SpeculativeDecodingMode, option(SPECULATION, "Source of drafts: none or draft_tokens_external.", metavar="NAME")
-    ] = "none"
+        SpeculativeDecodingMode | None,
+        option(
+            SPECULATION,
+            "Source of drafts: none or draft_tokens_external.",
+            shown="draft_tokens_external with a draft length",
+            metavar="NAME",
+        ),
+    ] = None
     use_paged_context_fmha: Annotated[
         Literal["enable", "disable"], option(KV_CACHE, "Attention over the paged K/V cache; drafts need it.")
     ] = "enable"
@@ -127,7 +133,7 @@ class BuildOptions:
             max_seq_len=max_seq_len + self.max_draft_len,
             max_draft_len=self.max_draft_len,
             tokens_per_block=self.tokens_per_block,
-            speculative_decoding_mode=self.speculative_decoding_mode,
+            speculative_decoding_mode="draft_tokens_external" if self.max_draft_len > 0 else "none",
             self_draft=self.copy,
             hidden_states=hidden_states,
             draft_output=DraftOutput(self.draft_output.settings.qformat, num_ids),
@@ -165,8 +171,8 @@ class BuildOptions:
             )
         if self.max_draft_len > 0 and self.speculative_decoding_mode == "none":
             raise UsageError(
-                f"`--max-draft-len {self.max_draft_len}` needs a mode",
-                hint="`--speculative-decoding-mode draft_tokens_external`",
+                f"`--max-draft-len {self.max_draft_len}` needs another mode: --speculative-decoding-mode none",
+                hint="leave the mode out, or `--speculative-decoding-mode draft_tokens_external`",
             )
         if self.max_draft_len > 0 and self.use_paged_context_fmha == "disable":
             raise UsageError(
@@ -176,14 +182,12 @@ class BuildOptions:
         if self.self_draft != "none" and self.max_draft_len == 0:
             raise UsageError(
                 f"`--self-draft` needs a draft length: {self.self_draft}",
-                hint="`--speculative-decoding-mode draft_tokens_external --max-draft-len 8` allows drafts of up to 8 "
-                "tokens",
+                hint="`--max-draft-len 8` allows drafts of up to 8 tokens",
             )
         if self.draft_model_dir is not None and self.max_draft_len == 0:
             raise UsageError(
                 f"`--draft-model-dir` needs a draft length: {self.draft_model_dir}",
-                hint="`--speculative-decoding-mode draft_tokens_external --max-draft-len 4` allows drafts of up to 4 "
-                "tokens",
+                hint="`--max-draft-len 4` allows drafts of up to 4 tokens",
             )
         self.draft_output.settings.check(self.heads, has_copy=self.self_draft != "none")
         if self.self_draft_group_size is not None and self.self_draft == "none":

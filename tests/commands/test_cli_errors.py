@@ -342,7 +342,7 @@ WRONG_CONFIG = [
     case(SUMMARIZE + "--num-workers 2", 2, "`--num-workers`", "2"),
     case(SUMMARIZE + "--eval-task chess", 2, "chess"),
     case(BUILD + "--speculative-decoding-mode draft_tokens_external", 2),
-    case(BUILD + "--max-draft-len 4", 2, "`--max-draft-len 4`"),
+    case(BUILD + "--max-draft-len 4 --speculative-decoding-mode none", 2, "`--max-draft-len 4`", "none"),
     case(BUILD + DRAFTS + "--use-paged-context-fmha disable", 2, "--use-paged-context-fmha"),
     case(BUILD + "--speculative-decoding-mode medusa", 2, "medusa"),
     case(BUILD + "--tokens-per-block 24", 2, "24"),
