@@ -309,6 +309,31 @@ class _Lowering:
         more = self._compute("add", [view, self._view(1.0)], torch.float32, view.shape)
         return self._compute("log", [more], *_form(node))
 
+    def _expm1(self, node: Node) -> View:
+        """2 tanh(x / 2) / (1 - tanh(x / 2)), where a difference from 1 would lose digits; above the difference."""
+        view, float32 = self._view(node.args[0]), torch.float32
+
+        def made(name: str, *operands: View) -> View:
+            return self._compute(name, operands, float32, view.shape)
+
+        one, two = self._view(1.0), self._view(2.0)
+        half = made("tanh", made("div", view, two))
+        small = made("div", made("mul", half, two), made("sub", one, half))
+        large = made("sub", made("exp", view), one)
+        is_large = self._compute("greater", [view, one], torch.bool, view.shape)
+        return self._compute("select", [is_large, large, small], *_form(node))
+
+    def _vector_norm(self, node: Node) -> View:
+        view, (order, dims, keeps) = self._view(node.args[0]), (*node.args[1:], 2, None, False)[:3]
+        if order not in (1, 2) or not isinstance(dims, list | tuple) or len(dims) != 1:
+            raise CannotBeLowered(f"{node} takes {node.args[1:]}")
+        dim = _own_dim(node.args[0].meta["val"], dims[0])  # type: ignore[union-attr]
+        name, operands = ("abs", [view]) if order == 1 else ("mul", [view, view])
+        dtype = node.meta["val"].dtype
+        sums = self._reduce("sum", self._compute(name, operands, torch.float32, view.shape), dim, torch.float32)
+        norms = self._compute("sqrt" if order == 2 else "copy", [sums], dtype, sums.shape)
+        return norms if keeps else without(norms, dim)
+
     def _softplus(self, node: Node) -> View:
         if tuple(node.args[1:]) not in ((), (1.0, 20.0)):
             raise CannotBeLowered(f"{node} has another slope or threshold than torch's own")
@@ -928,6 +953,8 @@ _NAMED: dict[str, Callable[[_Lowering, Node], Any]] = {
     "aten.unsqueeze.default": _Lowering._unsqueezed,
     "aten.squeeze.dim": _Lowering._squeezed,
     "aten.log1p.default": _Lowering._log1p,
+    "aten.expm1.default": _Lowering._expm1,
+    "aten.linalg_vector_norm.default": _Lowering._vector_norm,
     "aten.slice.Tensor": _Lowering._sliced,
     "aten.select.int": _Lowering._selected,
     "aten.expand.default": _Lowering._expand,
@@ -955,11 +982,20 @@ def _methods() -> dict[str, Callable[[_Lowering, Node], Any]]:
     for name in ("add", "sub", "mul", "div"):
         methods[f"aten.{name}.Tensor"] = _named(_Lowering._binary, name)
         methods[f"aten.{name}_.Tensor"] = _named(_Lowering._in_place, name)
+    for name, ours in (("min.other", "minimum"), ("max.other", "maximum")):
+        methods[f"aten.{name}"] = methods[f"aten.{ours}.default"] = _named(_Lowering._binary, ours)
     for name in ("alias", "detach", "contiguous", "clone", "dropout"):
         methods[f"aten.{name}.default"] = _Lowering._alias
     for name in ("to.dtype", "to.dtype_layout", "type_as.default", "_to_copy.default"):
         methods[f"aten.{name}"] = _Lowering._converted
-    for name in ("reshape.default", "view.default", "flatten.using_ints", "_unsafe_view.default", "unflatten.int"):
+    for name in (
+        "reshape.default",
+        "view.default",
+        "flatten.using_ints",
+        "_unsafe_view.default",
+        "unflatten.int",
+        "view_as.default",
+    ):
         methods[f"aten.{name}"] = _Lowering._reshaped
     for name in ("split_with_sizes.default", "split.Tensor", "chunk.default"):
         methods[f"aten.{name}"] = _Lowering._split
