@@ -118,6 +118,7 @@ def config_of(path: Path) -> dict[str, Any]:
     model.check_keys()
     if "token_embd.weight" not in tensors:
         raise SpecDecError(f"`{path}` lacks the tensor: token_embd.weight", hint="it holds no language model")
+    _check_num_blocks(model)
     config = {
         "model_type": family.model_type,
         "hidden_size": model.get("embedding_length"),
@@ -151,6 +152,21 @@ def config_of(path: Path) -> dict[str, Any]:
     if end_ids := end_ids_of(header.metadata):
         config["eos_token_id"] = end_ids
     return config
+
+
+def _check_num_blocks(model: _Model) -> None:
+    """SpecDecError where there is no layer, or tensors are of one that the metadata do not count."""
+    if (num_blocks := model.get("block_count")) < 1:
+        model.refuse("block_count")
+    for name in model.header.tensors:
+        space, _, rest = name.partition(".")
+        number = rest.partition(".")[0]
+        if space == "blk" and number.isdigit() and int(number) >= num_blocks:
+            raise SpecDecError(
+                f"metadata and tensors are of two models, `{model.header.architecture}.block_count` {num_blocks} and "
+                f"`{name}`: {model.path}",
+                hint="download it again",
+            )
 
 
 def end_ids_of(metadata: Mapping[str, Any]) -> list[int]:
@@ -391,7 +407,7 @@ def _rope_of(model: _Model) -> dict[str, Any]:
     if factors is not None:
         if kind == "linear" and factor != 1:
             model.refuse("rope.scaling.factor" if model.find("rope.scaling.factor") else "rope.scale_linear")
-        return _llama3_rope(factors, theta, model.path)
+        return _llama3_rope(factors, theta, model)
     if kind == "none" or factor == 1:
         return {"rope_type": "default", "rope_theta": theta}
     return {"rope_type": "linear", "rope_theta": theta, "factor": float(factor)}
@@ -446,9 +462,16 @@ def _numbers_of(factors: GGUFTensor, path: Path) -> list[float]:
         return list(struct.unpack(f"<{prod(factors.shape)}f", file.read(factors.num_bytes)))
 
 
-def _llama3_rope(factors: GGUFTensor, theta: float, path: Path) -> dict[str, Any]:
+def _llama3_rope(factors: GGUFTensor, theta: float, model: _Model) -> dict[str, Any]:
     """The file has the factors of Llama 3.1 and later number by number, and not what they are of."""
-    found = _numbers_of(factors, path)
+    found, path = _numbers_of(factors, model.path), model.path
+    num_pairs = model.get("rope.dimension_count", model.head_dim) // 2
+    if len(found) != num_pairs or min(found) <= 0:
+        raise SpecDecError(
+            f"`{ROPE_FACTORS}` has {len(found)} factors, the least {min(found):g}, for {num_pairs} pairs of numbers: "
+            f"{path}",
+            hint="download it again",
+        )
     wanted = [_llama3_factor(theta ** (i / len(found)) * 2 * math.pi, max(found)) for i in range(len(found))]
     if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found, wanted, strict=True)):
         raise SpecDecError(f"GGUF models with rotary factors of their own are not read: {path}", hint=ORIGINAL)

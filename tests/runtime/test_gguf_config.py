@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 from llamacpp_tokens import write_file
 from quantized import Q, save_gguf
@@ -102,6 +103,16 @@ def without(name: str) -> Edit:
     return lambda writer: writer.tensors[0].pop(name)
 
 
+def with_factors(make: Callable[[int], Any]) -> Edit:
+    """Rotary factors, made for the number of pairs in a head."""
+
+    def edit(writer: gguf.GGUFWriter) -> None:
+        num_pairs = writer.kv_data[0]["llama.attention.key_length"].value // 2
+        writer.add_tensor("rope_freqs.weight", make(num_pairs).astype(np.float32))
+
+    return edit
+
+
 CONTRADICTIONS = {
     "longrope of another size": ("phi3-long", with_value("phi3.rope.dimension_count", 32), "24; 16"),
     "half a longrope": ("phi3-long", without("rope_factors_long.weight"), "rope_factors_long.weight"),
@@ -111,6 +122,14 @@ CONTRADICTIONS = {
     ),
     "numbers of too few layers": ("gemma4", with_value("gemma4.attention.head_count_kv", [2, 2]), "[2, 2]"),
     "no factors": ("gemma4", without("rope_freqs.weight"), "rope_freqs.weight"),
+    "no layers": ("llama", with_value("llama.block_count", 0), "`llama.block_count`; 0"),
+    "a layer that is not counted": (
+        "gemma4",
+        with_value("gemma4.block_count", 1),
+        "`gemma4.block_count`; 1; `blk.1.layer_output_scale.weight`",
+    ),
+    "factors of zero": ("llama", with_factors(np.zeros), "`rope_freqs.weight`; 32; 0"),
+    "too few factors": ("llama", with_factors(lambda n: np.ones(n - 3)), "`rope_freqs.weight`; 29; 32"),
     "more experts used than there are": (
         *("gemma4-moe", with_value("gemma4.expert_used_count", 9)),
         "`gemma4.expert_used_count`; 9",
