@@ -84,6 +84,9 @@ _SAME_ON_TEXT: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},
 }
 
+_PUBLISHED_AS = {"mimo": "qwen2"}
+"""Types that are published with code of their own, which computes what a type of transformers does."""
+
 # Keys that nobody need read: of training, multi-token prediction, files and programs, by a part of the name.
 _OF_NO_MODEL = re.compile(
     r"^_|init|dropout|loss|dtype|version|mtp|nextn|pretrain|train|auto_map|compress|quant|token|hub"
@@ -121,6 +124,8 @@ def parse_pretrained_config(data: dict[str, Any], where: str) -> PreTrainedConfi
 
 def read_any_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
     """`parse_pretrained_config`, of what transformers has any class for."""
+    if (same := _PUBLISHED_AS.get(str(data.get("model_type")))) is not None:
+        data = data | {"model_type": same}
     model_type = data.get("model_type")
     if model_type is None:
         raise SpecDecError(f"`{where}` names no `model_type`", hint="it should be a Hugging Face model's config.json")

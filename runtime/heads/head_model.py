@@ -408,6 +408,10 @@ _ERNIES |= {"model.mtp_linear_proj.N.": "eh_proj.", "model.mtp_block.N.": "model
 _MIMOS = {f"model.mtp.layers.N.{name}.": f"{name}." for name in _BEFORE_LAYER}
 _MIMOS |= {"model.mtp.layers.N.pre_mlp_layernorm.": "model.layers.0.post_attention_layernorm."}
 _MIMOS |= {"model.mtp.layers.N.final_layernorm.": "model.norm.", "model.mtp.layers.N.": "model.layers.0."}
+_STATE_FIRST = "model.mtp_layers."  # MiMo 7B's: its projection is of [state, embedding]
+_MIMOS |= {f"{_STATE_FIRST}N.token_layernorm.": "enorm.", f"{_STATE_FIRST}N.hidden_layernorm.": "hnorm."}
+_MIMOS |= {f"{_STATE_FIRST}N.input_proj.": "eh_proj.", f"{_STATE_FIRST}N.final_layernorm.": "model.norm."}
+_MIMOS |= {f"{_STATE_FIRST}N.": "model.layers.0."}
 
 
 def _load_mtp(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype) -> MtpHead | ChainedMtp:
@@ -440,6 +444,8 @@ def _mtp_layer(
 ) -> MtpHead:
     parts = {name: tensors.pop(name) for name in list(tensors) if name.split(".")[0] in _BEFORE_LAYER}
     has_norm = not any(one.name.startswith("model.mtp_block.") for one in own.values())
+    if any(one.name.startswith(_STATE_FIRST) for one in own.values()):
+        parts["eh_proj.weight"] = torch.cat(parts["eh_proj.weight"].chunk(2, -1)[::-1], -1)
     dtype = tensors["lm_head.weight"].dtype
     if not has_norm:  # in Ernie's none is behind the layer
         tensors["model.norm.weight"] = torch.ones(config.hidden_size, dtype=dtype)

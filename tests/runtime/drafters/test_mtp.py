@@ -13,16 +13,19 @@ import torch
 from heads import copy_with_mtp
 from quantized import plain_model_of, save_awq, save_fp8, save_gptq, small_model
 from safetensors.torch import load_file, save_file
+from shared import shared_engine
 from test_eagle import DRAFT_LEN, ON_LOOPS, SAMPLED, answer, drafter, expected, make_requests
 from tiny import make_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 from runtime.config import DraftOutput
-from runtime.errors import SpecDecError
+from runtime.engine import Engine
+from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.heads.head_config import has_mtp_head, is_head, read_head
 
+OF_MIMO = ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
 Forward = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(n,) ids and (n, hidden) states before them -> (n, hidden) outputs and (n, vocab) logits."""
 
@@ -56,6 +59,12 @@ def save_with_head(directory: Path, family: str, **settings: Any) -> PreTrainedM
         for name, one in own.items():
             part = name.removeprefix(f"model.layers.{last}.").replace("post_attention_", "pre_mlp_")
             tensors |= {f"model.mtp.layers.0.{part}": one, f"model.mtp.layers.1.{part}": torch.zeros_like(one)}
+    elif family == "qwen2":  # MiMo 7B, whose code is its own
+        names = [f"model.mtp_layers.0.{name}" for name in OF_MIMO]
+        own = f"model.layers.{last}."
+        tensors = {name.replace(own, "model.mtp_layers.0."): one for name, one in tensors.items()}
+        config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+        config |= {"auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}, "use_mrope": False}
     elif family == "nemotron-h":
         names = [f"mtp.layers.{part}" for part in ("0.eh_proj", "0.enorm", "0.hnorm", "1.final_layernorm")]
         for i in (last - 1, last):
@@ -155,6 +164,8 @@ def by_layers(directory: Path, target: PreTrainedModel, whole: PreTrainedModel) 
         names = [f"mtp.layers.{part}" for part in ("0.eh_proj", "0.enorm", "0.hnorm", "1.final_layernorm")]
     elif whole.config.model_type == "mimo_v2_flash":
         names = [f"model.mtp.layers.0.{name}" for name in ("eh_proj", "enorm", "hnorm", "final_layernorm")]
+    elif whole.config.model_type == "qwen2":
+        names = [f"model.mtp_layers.0.{name}" for name in OF_MIMO]
     window = whole.config.sliding_window if whole.config.model_type == "mimo_v2_flash" else 10**6
     norms: list[nn.Module] = []
     for name in names[1:]:
@@ -167,7 +178,9 @@ def by_layers(directory: Path, target: PreTrainedModel, whole: PreTrainedModel) 
     def forward(ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         n = len(ids)
         embedded = target.get_input_embeddings()(ids)
-        hidden = torch.cat([norms[0](embedded), norms[1](states)], -1) @ tensors[f"{names[0]}.weight"].T
+        both = [norms[0](embedded), norms[1](states)]
+        both = both[::-1] if whole.config.model_type == "qwen2" else both
+        hidden = torch.cat(both, -1) @ tensors[f"{names[0]}.weight"].T
         positions = torch.arange(1, n + 1)[None]
         distance = torch.arange(n)[:, None] - torch.arange(n)
         mask = torch.zeros(n, n).masked_fill((distance < 0) | (distance >= window), -torch.inf)[None, None]
@@ -183,7 +196,7 @@ def by_layers(directory: Path, target: PreTrainedModel, whole: PreTrainedModel) 
     return forward
 
 
-_SLOW = {"qwen3-next", "ernie4_5", "nemotron-h", "mimo-v2-flash"}  # the first one's head is as Qwen3.5's
+_SLOW = {"qwen3-next", "ernie4_5", "qwen2", "nemotron-h", "mimo-v2-flash"}  # the first one's head is as Qwen3.5's
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek-v3": {"num_hidden_layers": 3},
     "qwen3.5": {
@@ -191,6 +204,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention", "full_attention"],
     },
     "ernie4_5": {"num_hidden_layers": 4},
+    "qwen2": {"num_hidden_layers": 3},
     "mimo-v2-flash": {
         "num_hidden_layers": 4,
         "layer_types": ["full_attention", "sliding_attention"] * 2,
@@ -215,10 +229,17 @@ def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module")
 def target(published: tuple[Path, PreTrainedModel]) -> PreTrainedModel:
+    directory, whole = published
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        published[0], dtype=torch.float32, attn_implementation="eager"
+        directory, config=config_of(directory, whole), dtype=torch.float32, attn_implementation="eager"
     )
     return model.eval()
+
+
+def config_of(directory: Path, whole: PreTrainedModel) -> PreTrainedConfig:
+    """The config in the directory; transformers does not know MiMo's type."""
+    config, kind = json.loads((directory / "config.json").read_text()), whole.config.model_type
+    return type(whole.config).from_dict(config | {"model_type": kind})
 
 
 @pytest.fixture(scope="module")
@@ -282,6 +303,19 @@ def test_ids_that_are_chosen_for_drafts(
         num_equal += draft == reference_drafts(among_ids, tokens, states_of, len(draft))
         assert set(draft) <= set(ids)
     assert len(mtp.seen) > 50 and num_equal >= (0.8 if qformat else 1) * len(mtp.seen)
+
+
+def test_mimo_is_qwen2_with_a_head(shared: Path, tmp_path: Path) -> None:
+    """MiMo 7B is published with code of its own, which transformers does not have."""
+    whole = save_with_head(tmp_path, "qwen2", num_hidden_layers=3)
+    with pytest.warns(SpecDecWarning) as said:
+        engine_dir = shared_engine(shared / "engines", tmp_path, hidden_states=(2,))
+    assert ["(MTP) are left out" in str(one.message) for one in said] == [True]
+    target = type(whole).from_pretrained(tmp_path, config=config_of(tmp_path, whole), dtype=torch.float32).eval()
+    with Engine.open(engine_dir) as engine:
+        mtp = drafter(engine, tmp_path)
+        assert answer(engine, "leader", make_requests(), mtp) == expected(target)
+        assert sum(len(draft) for _, draft in mtp.seen) > 50
 
 
 @pytest.mark.parametrize("form", ["FP8", *(pytest.param(one, marks=pytest.mark.slow) for one in ("AWQ", "GPTQ"))])
