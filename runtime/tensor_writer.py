@@ -55,6 +55,7 @@ def write_shares(files: Mapping[Path, Share], pieces: Seq[Piece], progress: Prog
         outputs = {path: stack.enter_context(path.open("wb")) for path in files}
         for path, output in outputs.items():
             output.write(_header(forms[path]))
+        progress(done, num_bytes)
         for piece in pieces:
             made = piece.make(load_tensors(piece.sources))
             assert forms_of(made) == piece.forms
