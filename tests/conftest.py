@@ -40,9 +40,7 @@ from runtime.files import write_file
 torch.set_num_threads(1)
 torch.set_num_interop_threads(1)
 
-_QUICK_DRAFTERS = (
-    "adaptive allocation chain choosing draft_target drafter_protocol meter ngram pool predicted_outputs suffix"
-)
+_QUICK_DRAFTERS = "adaptive allocation chain drafter_protocol meter ngram pool predicted_outputs suffix"
 _QUICK_RUNTIME = "batch engine kv_cache request stats verify"
 QUICK = {
     *(f"runtime/drafters/test_{name}.py" for name in _QUICK_DRAFTERS.split()),

@@ -19,7 +19,7 @@ _ATEN = torch.ops.aten
 _NORMS = {_ATEN.layer_norm.default, _ATEN.rms_norm.default}
 _READS_FIRST = {_ATEN.linear.default, *_NORMS, _ATEN.mean.dim, _ATEN.chunk.default, getitem}
 _READS_FIRST |= {_ATEN.dropout.default, _ATEN.contiguous.default, _ATEN.to.dtype, _ATEN.type_as.default}
-"""What takes tokens one by one in its first argument, and looks at no token in others."""
+"""Operations that take tokens one by one in their first argument, and look at no token in others."""
 _SUMS = ("specdec.all_reduce.default",)  # by name: the operation is there where models are split
 
 

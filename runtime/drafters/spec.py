@@ -35,9 +35,9 @@ class Setting:
     leader_flag: str | None = None
     """The flag of leader mode (V2) that gives it to every drafter that has it."""
     leader_default: int | None = None
+    """Default in leader mode, if it is not the field's own."""
     leader_fixed: int | None = None
     """The same where lengths are fixed; None: TensorRT-LLM's."""
-    """Default in leader mode, if it is not the field's own."""
     at_least: int | None = None
     is_path: bool = False
     key: str | None = None

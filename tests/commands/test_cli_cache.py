@@ -10,6 +10,7 @@ import pytest
 from command_line import Specdec
 from filelock import FileLock
 from sentences import Said
+from waiting import HANG_S
 
 from runtime.bundle import read_bundle
 from runtime.cache import used_entry
@@ -85,7 +86,7 @@ def test_what_a_process_uses_stays(cache: Path, specdec: Specdec, said: Said) ->
     held, release = context.Event(), context.Event()
     process = context.Process(target=hold, args=(cache / "engines" / "older-2", held.set, release.wait))
     process.start()
-    assert held.wait(30)
+    assert held.wait(HANG_S)
     assert [one["in_use"] for one in specdec("cache", "list", "--json").document["engines"]] == [True, False, False]
     result = specdec("cache", "prune", "--max-size", 0)
     assert names(cache) == ["older-2"]

@@ -1,5 +1,6 @@
 """Every drafter flag leaves greedy output what it is, in both modes, and drafts something."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from commands.options.leader_flags import LeaderOptions
 from commands.options.speculation_flags import LeaderFlags, SpeculationOptions, speculation_from_flags
+from runtime.drafters.ngram import NgramLookup
+from runtime.drafters.spec import ListForm
 from runtime.drafters.specs import DRAFTERS
+
+ROOT = Path(__file__).parents[2]
 
 NUM_TOKENS = 24
 SEVEN = [*PROMPTS, PROMPT, f"{PROMPT} and"]
@@ -174,6 +179,34 @@ BY_DEFAULT = {
 def test_every_drafter_has_flags_here() -> None:
     assert {name for *_, drafters in FLAGS.values() for name in drafters} == {*DRAFTERS}
     assert {name for one in BY_DEFAULT for name in FLAGS[one][2]} == {*DRAFTERS}
+
+
+def test_the_walk_from_flags_to_the_drafter_is_short(
+    specdec: Specdec, llama_uncompiled_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Functions of ours that are on the stack where the flag is parsed, and where its drafter is made."""
+    passed = set()
+
+    def watch(owner: Any, name: str) -> None:
+        watched = getattr(owner, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            frame = sys._getframe(1)
+            while (place := Path(frame.f_code.co_filename)) != ROOT / "commands/options/expand.py":  # which calls `run`
+                if any(place.is_relative_to(ROOT / package) for package in ("commands", "runtime")):
+                    passed.add((place.name, frame.f_code.co_qualname))
+                assert frame.f_back is not None
+                frame = frame.f_back
+            return watched(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    watch(ListForm, "parse")
+    watch(NgramLookup, "__init__")
+    specdec("run", "--engine-dir", llama_uncompiled_dir, "--input-text", PROMPT, "--max-output-len", 2, *NGRAM)
+    functions = {one for one in passed if not one[1].endswith(("<genexpr>", "<listcomp>"))}
+    assert {("command.py", "run"), ("engine_choice.py", "EngineOptions.choose")} <= functions
+    assert len(functions) <= 20, functions
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_speedups_and_ratio_follow_from_times(tuned: tuple[dict[str, Any], Path]
 
 
 def test_without_an_engine_traces_are_counted(specdec: Specdec) -> None:
-    """The recorded figures are those of `tests/runtime/test_replay.py`'s own count, by `replay`."""
+    """The recorded figures are those of `tests/runtime/tuning/test_replay.py`'s own count, by `replay`."""
     from runtime.drafters.ngram import NgramLookup
     from runtime.stats import sum_stats
     from runtime.traces import read_traces
@@ -185,7 +185,9 @@ MODELS: dict[str, tuple[list[object], set[tuple[int, ...]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param("self", marks=pytest.mark.slow), "draft-target", "ngram,self"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("self", "draft-target")), "ngram,self"]
+)
 def test_what_models_draft_is_run_with_each_length(
     name: str, specdec: Specdec, self_draft_engine_dir: Path, draft_engine_with_costs: Path, tmp_path: Path
 ) -> None:
