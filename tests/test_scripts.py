@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import Forks
 from waiting import HANG_S
 
 from scripts.bench.kernels import torch_held_to
@@ -96,10 +97,10 @@ def test_a_slow_kernel_is_named_and_ends_in_an_exit_code(kernels: Path) -> None:
     assert all(re.fullmatch(r"this processor, .+, float32, [13] rows: [\d.]+", line) for line in slow)
 
 
-def test_every_format_of_quantized_weights_is_measured(kernels: Path) -> None:
+def test_every_format_of_quantized_weights_is_measured(kernels: Path, forks: Forks) -> None:
     sizes = "--layers 64x96 --rows 1 3 --seconds 0 --megabytes 1"
-    command = [sys.executable, "-m", "scripts.bench.quantized", *sizes.split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    program = "import runpy; runpy.run_module('scripts.bench.quantized', run_name='__main__')"
+    done = forks.run(*sizes.split(), program=program)
     assert done.returncode == 0, done.stderr
     lines = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| 64x96")]
     assert [name.strip() for _, name, *_ in lines] == ["bfloat16", *FORMATS]

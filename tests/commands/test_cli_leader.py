@@ -44,7 +44,7 @@ def algorithm(draft_engine_dir: Path) -> dict[str, list[object]]:
 
 
 @pytest.mark.parametrize("reuse", [[], ["--disable-kv-cache-reuse"]], ids=["reuse", "no reuse"])
-@pytest.mark.parametrize("num_requests", [1, 3, 9])
+@pytest.mark.parametrize("num_requests", [*(pytest.param(one, marks=pytest.mark.slow) for one in (1, 3)), 9])
 @pytest.mark.parametrize("drafter", ["none", "ngram", "draft model"])
 def test_v2_gives_hugging_faces_tokens(
     drafter: str, num_requests: int, reuse: list[str], leader: Leader, algorithm: dict[str, list[object]],

@@ -312,7 +312,7 @@ def test_block_reuse_is_on_with_its_flag_and_without(specdec: Specdec, llama_eng
 
 
 def test_help_is_printed_without_torch(specdec_process: Specdec) -> None:
-    for arguments in ([], ["run"], ["summarize"], ["build"], ["convert"]):
+    for arguments in ([], ["run"], ["build"]):
         result = specdec_process(*arguments, "--help", environment={"PYTHONPROFILEIMPORTTIME": "1"})
         assert result.exit_code == 0
         assert "Usage:" in result.stdout

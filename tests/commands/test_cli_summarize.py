@@ -74,7 +74,9 @@ def uneven(tmp_path: Path) -> list[str]:
     return ["--dataset", str(path), "--batch-size", "6", "--max-input-length", "70"]
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "draft model", "none"])
+@pytest.mark.parametrize(
+    "drafter", ["ngram", *(pytest.param(one, marks=pytest.mark.slow) for one in ("draft model", "none"))]
+)
 def test_leader_mode_answers_a_batch_of_different_lengths_as_hf_does(
     summarize: Summarize, llama: PreTrainedModel, uneven: list[str], draft_engine_dir: Path, tmp_path: Path,
     drafter: str,

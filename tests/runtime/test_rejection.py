@@ -323,7 +323,8 @@ def make_drafter(name: str, dirs: dict[str, Path], engine: Engine, head_dirs: di
         # Draws by tokens are compared with Hugging Face's one by one in `test_sampling.py`.
         pytest.param("similar by tokens", marks=pytest.mark.slow),
         *("similar by probabilities", "small by probabilities"),
-        "head by probabilities",
+        # Of few ids, too, as the one above.
+        pytest.param("head by probabilities", marks=pytest.mark.slow),
         "block by probabilities",
     ],
 )

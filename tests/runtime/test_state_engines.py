@@ -208,7 +208,7 @@ def test_a_state_that_is_asked_for_again_and_again_stays(model: PreTrainedModel,
     assert min(reused[2:]) >= len(shared)
 
 
-@pytest.mark.parametrize("max_num_tokens", [7, 512])
+@pytest.mark.parametrize("max_num_tokens", [7, pytest.param(512, marks=pytest.mark.slow)])
 def test_a_common_beginning_is_computed_twice_and_then_found(
     max_num_tokens: int, model: PreTrainedModel, make_engine_dir: Any
 ) -> None:

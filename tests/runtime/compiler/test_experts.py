@@ -130,7 +130,10 @@ def test_experts_are_transformers_own(kind: str) -> None:
         )
 
 
-@pytest.mark.parametrize(("family", "qformat", "compiler"), [("qwen3-moe", "int8", "none"), ("gpt-oss", "int4", "aot")])
+@pytest.mark.parametrize(
+    ("family", "qformat", "compiler"),
+    [pytest.param("qwen3-moe", "int8", "none", marks=pytest.mark.slow), ("gpt-oss", "int4", "aot")],
+)
 def test_a_quantized_mixture_is_transformers_with_the_same_numbers(
     family: str, qformat: QuantFormat, compiler: Compiler, tmp_path: Path
 ) -> None:
