@@ -186,6 +186,12 @@ def _refuse_windows(config: PreTrainedConfig, said: dict[str, Any], where: str) 
             f"`{where}` has contradicting windows: {sees}, and `sliding_window` is {said.get('sliding_window')!r}",
             hint="correct it, or download or save the model again",
         )
+    chunk, chunked = vars(config).get("attention_chunk_size", 1), "chunked_attention"
+    if chunked in (vars(config).get("layer_types") or ()) and (not isinstance(chunk, int) or chunk < 1):
+        raise SpecDecError(
+            f"`{where}` has layers of {chunked}, and `attention_chunk_size` is {chunk!r}",
+            hint="correct it, or download or save the model again",
+        )
     if said.get(uses) and isinstance(types, list) and "sliding_attention" not in types:
         raise SpecDecError(
             f"`{where}` has contradicting windows: `{uses}` is true, and `layer_types` has no sliding_attention",
@@ -222,11 +228,20 @@ def _refuse_experts(config: PreTrainedConfig, said: dict[str, Any], where: str) 
             )
 
 
+_DIVISORS = ("final_logit_softcapping", "floor_scale")
+
+
 def _refuse_sizes(data: dict[str, Any], where: str) -> None:
     """SpecDecError for a size below 1, and for NaN, which JSON does not have and Python writes."""
     for name, what in _SIZES.items():
         if isinstance(size := data.get(name), int) and size < 1:
             raise SpecDecError(f"`{where}` has an invalid number of {what}: {size}", hint="correct it")
+    for name in _DIVISORS:
+        if data.get(name) == 0:
+            raise SpecDecError(
+                f"`{where}` has a value that nothing can be divided by: `{name}` {data[name]}",
+                hint="correct it; null is none",
+            )
     nan = next((name for name, value in data.items() if isinstance(value, float) and math.isnan(value)), None)
     if nan is not None:
         raise SpecDecError(f"`{where}` has a value that is no number: `{nan}` {math.nan}", hint="correct it")

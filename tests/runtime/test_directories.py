@@ -345,6 +345,9 @@ IMPOSSIBLE: dict[str, dict[str, Any]] = {
     "state; 0": {"mamba_d_state": 0},  # of Jamba
     "`rms_norm_eps`; nan": {"rms_norm_eps": math.nan},
     "`use_sliding_window` is true; None": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": None},
+    "`final_logit_softcapping`; 0.0": {"model_type": "gemma2", "final_logit_softcapping": 0.0},
+    "`floor_scale`; 0": {"model_type": "llama4_text", "floor_scale": 0},
+    "chunked_attention; `attention_chunk_size`; 0": {"model_type": "llama4_text", "attention_chunk_size": 0},
     "no sliding_attention": {
         **{"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8},
         "layer_types": ["full_attention"] * 2,
