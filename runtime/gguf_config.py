@@ -5,6 +5,7 @@ Every key of the model's is used, is known to change nothing at the value that i
 
 import math
 import struct
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import SpecDecError
+from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.gguf import ORIGINAL, TOKENIZER, GGUFHeader, GGUFTensor, read_gguf
 
 _USED = {
@@ -119,6 +120,11 @@ def config_of(path: Path) -> dict[str, Any]:
     if "token_embd.weight" not in tensors:
         raise SpecDecError(f"`{path}` lacks the tensor: token_embd.weight", hint="it holds no language model")
     _check_num_blocks(model)
+    num_ids = tensors["token_embd.weight"].shape[0]
+    if (said := model.find("vocab_size")) not in (None, num_ids):
+        name = f"{header.architecture}.vocab_size"
+        told = f"`{name}` is {said}, and the file has embeddings of {num_ids} ids, which count: {path}"
+        warnings.warn(told, SpecDecWarning, stacklevel=2)
     config = {
         "model_type": family.model_type,
         "hidden_size": model.get("embedding_length"),
@@ -129,7 +135,7 @@ def config_of(path: Path) -> dict[str, Any]:
         "head_dim": model.head_dim,
         "max_position_embeddings": model.get("context_length"),
         "rms_norm_eps": model.get("attention.layer_norm_rms_epsilon"),
-        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "vocab_size": num_ids,
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": None,
         "pad_token_id": None,  # or it were that of the family's first model, in another vocabulary

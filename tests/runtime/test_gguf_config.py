@@ -13,7 +13,7 @@ from quantized import Q, save_gguf
 from sentences import Said
 
 from runtime.compiler.pretrained import parse_language_model
-from runtime.errors import SpecDecError
+from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.gguf_config import config_of
 
 Edit = Callable[[gguf.GGUFWriter], None]
@@ -145,6 +145,11 @@ def test_what_contradicts_itself_is_refused(name: str, tmp_path: Path, said: Sai
     with pytest.raises(SpecDecError) as error:
         config_of(path)
     said(error, *words.split("; "))
+
+
+def test_another_number_of_ids_is_told(tmp_path: Path) -> None:
+    with pytest.warns(SpecDecWarning, match=r"`llama.vocab_size` is 100, .* embeddings of \d+ ids"):
+        config_of(write_file(tmp_path / "model.gguf", 4, with_values(vocab_size=100)))
 
 
 @pytest.mark.parametrize("name", ["eos_token_id", "bos_token_id"])
