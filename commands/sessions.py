@@ -55,7 +55,7 @@ def engine_settings(
 ) -> EngineSettings:
     """Settings of a model's engine, as flags have them."""
     return EngineSettings(
-        None if built_for.dtype == "auto" else built_for.dtype,
+        built_for.chosen_dtype,
         built_for.max_batch_size or _DEFAULT_MAX_BATCH_SIZE,
         built_for.max_seq_len,
         max_draft_len,

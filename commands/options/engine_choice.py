@@ -134,7 +134,7 @@ class EngineChoice:
 
     @property
     def max_draft_len(self) -> int:
-        """The model's engine takes drafts so long."""
+        """Longest draft that the model's engine takes."""
         return max(self.speculation.max_draft_len or 0, MIN_DRAFT_LEN)
 
     @property
@@ -179,21 +179,20 @@ class EngineChoice:
         speculation.check_files()
         checked = replace(self, speculation=speculation, device_ids=device_ids, bundle=bundle)
         if self.model_dir is not None:
-            checked.begin_export(model_dir)
+            checked._begin_export(model_dir)
         return checked
 
     def check_draft_output(self) -> None:
         """SpecDecError for an output layer by which none of the drafters drafts."""
-        has_copy = self.built_for.self_draft is not None or self.speculation.needs_copy
-        self.draft_output.check(self.speculation.read_heads(), has_copy=has_copy)
+        self.draft_output.check(self.speculation.read_heads(), has_copy=self.self_draft is not None)
 
-    def begin_export(self, model_dir: Path) -> None:
+    def _begin_export(self, model_dir: Path) -> None:
         """Have another process begin to export a new model's step, while torch is imported."""
         built_for = self.built_for
         is_new = built_for.no_cache or not has_engine_of(Path(str(self.model_dir)))
         if is_new and built_for.compiler in (None, "aot") and self.self_draft is None:  # of which the copy is a part
-            dtype = None if built_for.dtype == "auto" else built_for.dtype
-            begin_export(model_dir, StepOfModel(dtype, built_for.activations, self.max_draft_len, self.hidden_states))
+            step = StepOfModel(built_for.chosen_dtype, built_for.activations, self.max_draft_len, self.hidden_states)
+            begin_export(model_dir, step)
 
     def check_tokenizer(self) -> None:
         """SpecDecError for a tokenizer that cannot be read here, as far as files tell: before an engine is built."""

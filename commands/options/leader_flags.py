@@ -9,7 +9,7 @@ from commands.options.expand import given_flags
 from commands.options.shared import LEADER, DraftOutputOptions, option
 from commands.options.speculation_flags import LeaderFlags, SpeculationOptions, algorithms
 from commands.output import warn
-from runtime.config import MAX_BATCH_SIZE, MAX_DRAFT_LEN, Activations, Compiler
+from runtime.config import MAX_BATCH_SIZE, MAX_DRAFT_LEN, Activations, Compiler, Dtype
 from runtime.errors import UsageError
 
 Mode = Literal["orchestrator", "leader"]
@@ -68,6 +68,11 @@ class ModelEngineOptions:
     no_cache: Annotated[bool, option(LEADER, "Build a new engine for `--model-dir` and discard it.", "--no-cache")] = (
         False
     )
+
+    @property
+    def chosen_dtype(self) -> Dtype | None:
+        """None: the model's own."""
+        return None if self.dtype == "auto" else self.dtype
 
 
 ModelDir = Annotated[str | None, option(LEADER, "Model: directory, GGUF file, hub id or `demo`; its engine is cached.")]

@@ -43,11 +43,13 @@ def begin_export(model_dir: Path, step: StepOfModel) -> None:
     small model, which is read before the other process would have imported torch.
     """
     global _process
-    from runtime.control_groups import num_cores  # most starts have an engine, and need not wait for psutil
-
     has_gpu = Path("/dev/nvidiactl").exists()
     is_small = sum(path.stat().st_size for path in files_of_model(model_dir)) < _LEAST_BYTES
-    if _process is not None or "torch" in sys.modules or is_small or has_gpu or num_cores() < 2:
+    if _process is not None or "torch" in sys.modules or is_small or has_gpu:
+        return
+    from runtime.control_groups import num_cores  # psutil, for which a small model need not wait
+
+    if num_cores() < 2:
         return
     paths = [os.path.abspath(path) for path in sys.path]
     with suppress(OSError):

@@ -84,6 +84,7 @@ _SAME_ON_TEXT: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},
 }
 
+_DIVISORS = ("final_logit_softcapping", "floor_scale")
 _PUBLISHED_AS = {"mimo": "qwen2"}
 """Types that are published with code of their own, which computes what a type of transformers does."""
 
@@ -226,9 +227,6 @@ def _refuse_experts(config: PreTrainedConfig, said: dict[str, Any], where: str) 
                 f"`{where}` {what}: `{first}` {one}, `{second}` {other}",
                 hint="correct it, or download or save the model again",
             )
-
-
-_DIVISORS = ("final_logit_softcapping", "floor_scale")
 
 
 def _refuse_sizes(data: dict[str, Any], where: str) -> None:
