@@ -66,6 +66,7 @@ from runtime.source import (
     check_not_wrapped,
     is_computed,
     load_tensors,
+    of_two_models,
     predicts_further,
     read_tensors,
 )
@@ -483,11 +484,7 @@ def _check_shapes(entries: list[SourceTensor], shapes: dict[str, tuple[int, ...]
                 hint="save the model in float32, float16 or bfloat16",
             )
         if wanted is not None and wanted != entry.shape:
-            raise SpecDecError(
-                f"config.json and weights are of two models, `{entry.source_name}` is {list(entry.shape)} and by "
-                f"config.json {list(wanted)}: {model_dir}",
-                hint="download or save the model again",
-            )
+            raise of_two_models(entry.source_name, entry.shape, wanted, model_dir)
 
 
 def _saved_dtype(source: Source) -> Dtype:

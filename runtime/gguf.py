@@ -170,11 +170,14 @@ def _read(path: Path, stamp: Stamp) -> GGUFHeader:
         metadata = dict(reader.entry() for _ in range(num_entries))
         table = [reader.tensor() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1:
-            reader.fail(f"its alignment is {alignment}")
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            reader.fail(f"`general.alignment` is no power of 2, {alignment}")
         start = -(-file.tell() // alignment) * alignment
     if not all(isinstance(metadata.get(key, 0), int) for key in ("split.count", "split.no")):
         reader.fail("the number of its model's files is none")
+    for name, _, _, offset in table:
+        if offset % alignment:
+            reader.fail(f"`{name}` begins at {offset:,}, no multiple of its alignment, {alignment}")
     tensors = {name: _placed(name, shape, number, start + offset, path) for name, shape, number, offset in table}
     for tensor in tensors.values():
         if tensor.offset + tensor.num_bytes > num_bytes:

@@ -78,21 +78,34 @@ class _Model:
     @cached_property
     def head_dim(self) -> int:
         """SpecDecError where keys, values and rotary positions are not all of that size."""
-        size: int = self.get("attention.key_length", self.get("embedding_length") // max(self._num_heads, 1))
+        size = self.size_of_heads(self.of_head_dim)
         is_partial = family_in(self.header).is_partial and 0 < self.get("rope.dimension_count", size) < size
         for key in ("attention.value_length", "rope.dimension_count"):
             if self.get(key, size) != size and not (is_partial and key == "rope.dimension_count"):
-                self.refuse(key)
+                self.refuse(key, *self.of_head_dim)
         return size
 
-    @property
-    def _num_heads(self) -> int:
-        return int(self.get("attention.head_count"))
+    def size_of_heads(self, keys: tuple[str, ...]) -> int:
+        """Size that one key says, or the width of all heads and their number."""
+        size, *number = (int(self.get(key)) for key in keys)
+        return size // max(number[0], 1) if number else size
 
-    def refuse(self, key: str) -> None:
-        name = f"{self.header.architecture}.{key}"
+    @property
+    def of_head_dim(self) -> tuple[str, ...]:
+        """The keys that `head_dim` comes of."""
+        own = "attention.key_length"
+        return ("embedding_length", "attention.head_count") if self.find(own) is None else (own,)
+
+    def said(self, *keys: str) -> str:
+        """The keys with their values."""
+        values = {f"{self.header.architecture}.{key}": self.find(key) for key in dict.fromkeys(keys)}
+        return ", ".join(f"`{name}` {'none' if value is None else value}" for name, value in values.items())
+
+    def refuse(self, key: str, *beside: str) -> None:
+        """SpecDecError for a value, which may be one only beside those of other keys."""
+        also = f" beside {self.said(*beside)}" if beside else ""
         raise SpecDecError(
-            f"GGUF models with this value are not read, `{name}` {self.header.metadata[name]}: {self.path}",
+            f"GGUF models with this value are not read, {self.said(key)}{also}: {self.path}",
             hint=ORIGINAL,
         )
 
@@ -120,6 +133,7 @@ def config_of(path: Path) -> dict[str, Any]:
     if "token_embd.weight" not in tensors:
         raise SpecDecError(f"`{path}` lacks the tensor: token_embd.weight", hint="it holds no language model")
     _check_num_blocks(model)
+    _check_sizes(model)
     num_ids = tensors["token_embd.weight"].shape[0]
     if (said := model.find("vocab_size")) not in (None, num_ids):
         name = f"{header.architecture}.vocab_size"
@@ -146,7 +160,7 @@ def config_of(path: Path) -> dict[str, Any]:
             model.get("rope.dimension_count", model.head_dim) / model.head_dim
         )
     if model.get("expert_used_count", 0) > model.get("expert_count", 0):
-        model.refuse("expert_used_count")
+        model.refuse("expert_used_count", "expert_count")
     config |= family.settings(model)
     if not family.layers_differ:
         for key in ("feed_forward_length", "attention.head_count_kv"):
@@ -173,6 +187,47 @@ def _check_num_blocks(model: _Model) -> None:
                 f"`{name}`: {model.path}",
                 hint="download it again",
             )
+
+
+def _check_sizes(model: _Model) -> None:
+    """SpecDecError where a tensor has another size than the metadata make it."""
+    _check_size(model, "token_embd", 1, int(model.get("embedding_length")), "embedding_length")
+    heads, kv_heads = int(model.get(_HEADS)), model.by_layer(_KV_HEADS, model.get(_HEADS))
+    of_kv_heads, of_experts = (
+        key if model.find(key) is not None else other for key, other in ((_KV_HEADS, _HEADS), (_EXPERT_WIDTHS, _WIDTHS))
+    )
+    local = model.find("attention.sliding_window_pattern") if model.find(_LOCAL_HEAD_DIM) is not None else None
+    expert_widths = model.by_layer(of_experts)
+    for i, width in enumerate(model.by_layer(_WIDTHS, model.find(_EXPERT_WIDTHS))):
+        of_size = model.of_head_dim
+        if isinstance(local, list) and local[i : i + 1] == [True]:
+            of_size = (_LOCAL_HEAD_DIM,)
+        size = model.size_of_heads(of_size)
+        for name, axis, wanted, *keys in (
+            ("attn_q", 0, heads * size, _HEADS, *of_size),
+            ("attn_output", 1, heads * size, _HEADS, *of_size),
+            ("attn_k", 0, kv_heads[i] * size, of_kv_heads, *of_size),
+            ("attn_v", 0, kv_heads[i] * size, of_kv_heads, *of_size),
+            ("attn_qkv", 0, (heads + 2 * kv_heads[i]) * size, _HEADS, of_kv_heads, *of_size),
+            ("ffn_down", 1, width, _WIDTHS),
+            ("ffn_down_exps", 2, expert_widths[i], of_experts),
+            ("ffn_down_shexp", 1, int(model.get(_SHARED_WIDTH, 0)), _SHARED_WIDTH),
+            ("ffn_down_exps", 0, int(model.get(_EXPERTS, 0)), _EXPERTS),
+            ("ffn_gate_inp", 0, int(model.get(_EXPERTS, 0)), _EXPERTS),
+        ):
+            _check_size(model, f"blk.{i}.{name}", axis, wanted, *keys)
+
+
+def _check_size(model: _Model, name: str, axis: int, size: int, *keys: str) -> None:
+    tensor = model.header.tensors.get(f"{name}.weight")
+    if tensor is None or axis >= len(tensor.shape) or tensor.shape[axis] == size:
+        return
+    wanted = [*tensor.shape[:axis], size, *tensor.shape[axis + 1 :]]
+    raise SpecDecError(
+        f"metadata and tensors are of two models, `{tensor.name}` is {list(tensor.shape)}, and by "
+        f"{model.said(*keys)} {wanted}: {model.path}",
+        hint="download it again",
+    )
 
 
 def end_ids_of(metadata: Mapping[str, Any]) -> list[int]:
@@ -362,7 +417,9 @@ def _of_gemma_4(model: _Model) -> dict[str, Any]:
     return settings
 
 
-_WIDTHS = "feed_forward_length"
+_WIDTHS, _EXPERT_WIDTHS = "feed_forward_length", "expert_feed_forward_length"
+_SHARED_WIDTH, _EXPERTS = "expert_shared_feed_forward_length", "expert_count"
+_HEADS, _KV_HEADS, _LOCAL_HEAD_DIM = "attention.head_count", "attention.head_count_kv", "attention.key_length_swa"
 
 
 def _head_dim_of_windows(model: _Model) -> int:

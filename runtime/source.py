@@ -100,6 +100,15 @@ def _load(tensor: SourceTensor) -> Tensor:
     return values if tensor.rows is None else values[list(tensor.rows)]
 
 
+def of_two_models(name: str, shape: Seq[int], wanted: Seq[int], model: Path) -> SpecDecError:
+    """A tensor of another shape than its config makes it, or of a GGUF file the metadata."""
+    said = "the file's metadata" if model.is_file() else "config.json"
+    return SpecDecError(
+        f"{said} and weights are of two models, `{name}` is {list(shape)} and by {said} {list(wanted)}: {model}",
+        hint=_AGAIN,
+    )
+
+
 def written_over(path: Path) -> SpecDecError:
     return SpecDecError(
         f"a file of the model was written over while it was read: {path}", hint="start again when it is written"

@@ -23,7 +23,7 @@ from runtime.quantization.bitsandbytes import numbers_of_4_bits
 from runtime.quantization.mxfp4 import E2M1_TWICE, MXFP4, experts_of_blocks, powers_of
 from runtime.quantization.planning import PrequantizedLayer
 from runtime.quantization.weight import QuantizedWeight, from_integers, scales_of, signed, unpack, unpack_awq
-from runtime.source import SourceTensor, load_tensors
+from runtime.source import SourceTensor, load_tensors, of_two_models
 from runtime.tensor_file import read_metadata
 
 _CONFIG_KEYS = ("quantization_config", "compression_config")
@@ -190,11 +190,8 @@ def check_shapes(
     for name, layer in layers.items():
         shape = layer.read({part: tensor.without_values() for part, tensor in layer.parts.items()}).shape
         if shapes.get(f"{name}.weight", shape) != shape:
-            raise SpecDecError(
-                f"config.json and weights are of two models, `{name}` is {list(shape)} and by config.json "
-                f"{list(shapes[f'{name}.weight'])}: {model_dir}",
-                hint="download or save the model again",
-            )
+            in_file = next(iter(layer.parts.values())).source_name.rpartition(".")[0]
+            raise of_two_models(in_file, shape, shapes[f"{name}.weight"], model_dir)
 
 
 def _is_foreign_bias(tensor: SourceTensor, layers: Mapping[str, object], shapes: Mapping[str, object]) -> bool:

@@ -31,6 +31,13 @@ def with_values(**values: Any) -> Edit:
     return write
 
 
+def with_value(key: str, value: Any) -> Edit:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0][key].value = value
+
+    return edit
+
+
 REFUSED: list[tuple[str, Edit]] = [
     ("llama.attention.scale` 0.125", with_values(attention__scale=0.125)),
     ("llama.logit_scale` 0.5", with_values(logit_scale=0.5)),
@@ -42,7 +49,7 @@ REFUSED: list[tuple[str, Edit]] = [
     ("llama.attention.causal` False", with_values(attention__causal=False)),
     ("llama.attention.sliding_window` 4096", with_values(attention__sliding_window=4096)),
     ("llama.attention.value_length` 16", with_values(attention__value_length=16)),
-    ("llama.rope.dimension_count` 32", with_values(attention__key_length=64)),
+    ("llama.rope.dimension_count` 16", with_value("llama.rope.dimension_count", 16)),
     ("llama.expert_shared_count` 1", with_values(expert_shared_count=1)),
     ("llama.expert_used_count` 2", with_values(expert_used_count=2)),
     ("llama.pooling_type` 3", with_values(pooling_type=3)),
@@ -73,7 +80,10 @@ def test_key_that_would_change_the_model_is_refused_by_name(
     [
         ("no number; llama.attention.layer_norm_rms_epsilon", with_values(attention__layer_norm_rms_epsilon=math.nan)),
         ("`rope_theta`; 0.0", with_values(rope__freq_base=0.0)),
-        ("attention heads; 0", with_values(attention__head_count=0, attention__key_length=32)),
+        (
+            "`llama.attention.head_count` 0; `blk.0.attn_q.weight` is [32, 32]",
+            with_values(attention__head_count=0, attention__key_length=32),
+        ),
     ],
 )
 def test_value_that_nothing_can_be_computed_of_is_refused(words: str, edit: Edit, tmp_path: Path, said: Said) -> None:
@@ -92,13 +102,6 @@ def test_value_that_is_missing_is_named(key: str, tmp_path: Path) -> None:
         config_of(write_file(tmp_path / "model.gguf", 4, write))
 
 
-def with_value(key: str, value: Any) -> Edit:
-    def edit(writer: gguf.GGUFWriter) -> None:
-        writer.kv_data[0][key].value = value
-
-    return edit
-
-
 def without(name: str) -> Edit:
     return lambda writer: writer.tensors[0].pop(name)
 
@@ -111,6 +114,11 @@ def with_factors(make: Callable[[int], Any]) -> Edit:
         writer.add_tensor("rope_freqs.weight", make(num_pairs).astype(np.float32))
 
     return edit
+
+
+def with_alignment(alignment: int) -> Edit:
+    """What a file says, whose tensors lie at multiples of 32."""
+    return lambda writer: writer.add_uint32("general.alignment", alignment)
 
 
 CONTRADICTIONS = {
@@ -132,8 +140,45 @@ CONTRADICTIONS = {
     "too few factors": ("llama", with_factors(lambda n: np.ones(n - 3)), "`rope_freqs.weight`; 29; 32"),
     "more experts used than there are": (
         *("gemma4-moe", with_value("gemma4.expert_used_count", 9)),
-        "`gemma4.expert_used_count`; 9",
+        "`gemma4.expert_used_count`; 9; `gemma4.expert_count` 8",
     ),
+    "another width": (
+        *("llama", with_value("llama.embedding_length", 128)),
+        "`llama.embedding_length` 128; `token_embd.weight` is [32, 256]; [32, 128]",
+    ),
+    "heads of the queries": (
+        *("llama", with_value("llama.attention.head_count", 8)),
+        "`llama.attention.head_count` 8; `llama.attention.key_length` 64; `blk.0.attn_q.weight` is [256, 256]",
+    ),
+    "heads of the keys": (
+        *("llama", with_value("llama.attention.head_count_kv", 1)),
+        "`llama.attention.head_count_kv` 1; `blk.0.attn_k.weight` is [128, 256]; [64, 256]",
+    ),
+    "heads of keys in windows": (
+        *("gemma4", with_value("gemma4.attention.key_length_swa", 16)),
+        "`gemma4.attention.key_length_swa` 16; `blk.0.attn_q.weight`",
+    ),
+    "heads of queries, keys and values together": (
+        *("phi3", with_value("phi3.attention.head_count_kv", 4)),
+        "`phi3.attention.head_count` 4; `phi3.attention.head_count_kv` 4; `blk.0.attn_qkv.weight` is [512, 256]",
+    ),
+    "another network": (
+        *("llama", with_value("llama.feed_forward_length", 256)),
+        "`llama.feed_forward_length` 256; `blk.0.ffn_down.weight` is [256, 512]; [256, 256]",
+    ),
+    "another number of experts": (
+        *("qwen3moe", with_value("qwen3moe.expert_count", 16)),
+        "`qwen3moe.expert_count` 16; `blk.0.ffn_down_exps.weight` is [8, 256, 256]; [16, 256, 256]",
+    ),
+    "experts of another size": (
+        *("qwen3moe", with_value("qwen3moe.expert_feed_forward_length", 512)),
+        "`qwen3moe.expert_feed_forward_length` 512; `blk.0.ffn_down_exps.weight`; [8, 256, 512]",
+    ),
+    "an expert of all tokens of another size": (
+        *("qwen2moe", with_value("qwen2moe.expert_shared_feed_forward_length", 256)),
+        "`qwen2moe.expert_shared_feed_forward_length` 256; `blk.0.ffn_down_shexp.weight` is [256, 512]",
+    ),
+    "an alignment of no power of 2": ("llama", with_alignment(33), "`general.alignment`; 33"),
 }
 
 
@@ -145,6 +190,24 @@ def test_what_contradicts_itself_is_refused(name: str, tmp_path: Path, said: Sai
     with pytest.raises(SpecDecError) as error:
         config_of(path)
     said(error, *words.split("; "))
+
+
+def test_heads_that_the_positions_do_not_fit_are_named_with_what_they_come_of(tmp_path: Path, said: Said) -> None:
+    """One head of keys for each of the queries: no tensor tells their number."""
+
+    def edit(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0]["llama.attention.head_count"].value = 2
+        del writer.kv_data[0]["llama.attention.head_count_kv"]
+
+    with pytest.raises(SpecDecError) as error:
+        config_of(write_file(tmp_path / "model.gguf", 4, edit))
+    said(error, "`llama.rope.dimension_count` 32", "`llama.embedding_length` 32", "`llama.attention.head_count` 2")
+
+
+def test_tensors_between_multiples_of_the_alignment_are_told(tmp_path: Path, said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
+        config_of(write_file(tmp_path / "model.gguf", 3, with_alignment(2**20)))
+    said(error, "output_norm.weight", "1048576")
 
 
 def test_another_number_of_ids_is_told(tmp_path: Path) -> None:

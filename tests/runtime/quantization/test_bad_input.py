@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -385,6 +386,22 @@ def test_gguf_that_lacks_a_weight_is_named(tmp_path: Path, said: Said) -> None:
     start = path.read_bytes().index(key) + len(key) + 4
     with_bytes(path, start, struct.pack("<I", 2))
     refuse(path, tmp_path, said, "model.layers.1.input_layernorm.weight")
+
+
+@pytest.mark.parametrize("kind", [Q.F32, Q.Q8_0])
+@pytest.mark.parametrize("name", ["blk.0.attn_norm", "blk.0.ffn_gate"])
+def test_gguf_tensor_of_another_shape_is_named_as_in_the_file(name: str, kind: Q, tmp_path: Path, said: Said) -> None:
+    def halve(writer: gguf.GGUFWriter) -> None:
+        tensor = writer.tensors[0][f"{name}.weight"]
+        half = tensor.tensor[: len(tensor.tensor) // 2]
+        tensor.tensor, tensor.shape, tensor.nbytes = half, (tensor.shape[0] // 2, *tensor.shape[1:]), half.nbytes
+
+    path = tmp_path / "model.gguf"
+    save_gguf(path, kind, edit=halve)
+    with pytest.raises(SpecDecError) as error:
+        convert(path, tmp_path / "out", None, replace=False, progress=lambda done, total: None)
+    said(error, name, "metadata", path)
+    assert "config.json" not in error.value.message
 
 
 PARTS: dict[str, tuple[Callable[[list[Path]], Any], int]] = {
