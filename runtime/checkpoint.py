@@ -44,7 +44,6 @@ from runtime.compiler.pretrained import (
     parse_language_model,
     parse_pretrained_config,
     warn_of_unread_keys,
-    warn_of_untyped_ropes,
 )
 from runtime.config import CheckpointConfig, Dtype, Mapping, QuantConfig, as_json
 from runtime.errors import SpecDecError, SpecDecWarning
@@ -287,11 +286,10 @@ def _open_source(model_dir: Path) -> Source:
     config = read_model_config(model_dir)
     where = str(model_dir if is_gguf(model_dir) else model_dir / CONFIG)
     found_format = format_of(config, model_dir)
-    config = without_quantization(config)
+    whole, config = config, without_quantization(config)
     pretrained, inside = parse_language_model(config, where)
-    warn_of_untyped_ropes(config, where)
     if not is_gguf(model_dir):
-        warn_of_unread_keys(pretrained, config, where)
+        warn_of_unread_keys(pretrained, whole, where)
     probe_config(pretrained)
     shapes, transposed = parameter_shapes(pretrained), transposed_layers(pretrained)
     if is_gguf(model_dir):

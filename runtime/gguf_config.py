@@ -203,18 +203,19 @@ def _check_sizes(model: _Model) -> None:
         if isinstance(local, list) and local[i : i + 1] == [True]:
             of_size = (_LOCAL_HEAD_DIM,)
         size = model.size_of_heads(of_size)
-        for name, axis, wanted, *keys in (
-            ("attn_q", 0, heads * size, _HEADS, *of_size),
-            ("attn_output", 1, heads * size, _HEADS, *of_size),
-            ("attn_k", 0, kv_heads[i] * size, of_kv_heads, *of_size),
-            ("attn_v", 0, kv_heads[i] * size, of_kv_heads, *of_size),
-            ("attn_qkv", 0, (heads + 2 * kv_heads[i]) * size, _HEADS, of_kv_heads, *of_size),
-            ("ffn_down", 1, width, _WIDTHS),
-            ("ffn_down_exps", 2, expert_widths[i], of_experts),
-            ("ffn_down_shexp", 1, int(model.get(_SHARED_WIDTH, 0)), _SHARED_WIDTH),
-            ("ffn_down_exps", 0, int(model.get(_EXPERTS, 0)), _EXPERTS),
-            ("ffn_gate_inp", 0, int(model.get(_EXPERTS, 0)), _EXPERTS),
-        ):
+        sizes: tuple[tuple[str, int, int, tuple[str, ...]], ...] = (
+            ("attn_q", 0, heads * size, (_HEADS, *of_size)),
+            ("attn_output", 1, heads * size, (_HEADS, *of_size)),
+            ("attn_k", 0, kv_heads[i] * size, (of_kv_heads, *of_size)),
+            ("attn_v", 0, kv_heads[i] * size, (of_kv_heads, *of_size)),
+            ("attn_qkv", 0, (heads + 2 * kv_heads[i]) * size, (_HEADS, of_kv_heads, *of_size)),
+            ("ffn_down", 1, width, (_WIDTHS,)),
+            ("ffn_down_exps", 2, expert_widths[i], (of_experts,)),
+            ("ffn_down_shexp", 1, int(model.get(_SHARED_WIDTH, 0)), (_SHARED_WIDTH,)),
+            ("ffn_down_exps", 0, int(model.get(_EXPERTS, 0)), (_EXPERTS,)),
+            ("ffn_gate_inp", 0, int(model.get(_EXPERTS, 0)), (_EXPERTS,)),
+        )
+        for name, axis, wanted, keys in sizes:
             _check_size(model, f"blk.{i}.{name}", axis, wanted, *keys)
 
 

@@ -7,9 +7,8 @@ import inspect
 import itertools
 import math
 import re
-import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -110,6 +109,16 @@ _ALWAYS_SO: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
 }
 _ALWAYS_SO_OF = {kind: values for kinds, values in _ALWAYS_SO.items() for kind in kinds.split()}
+_WITHIN = ("thinker_config", "text_config", "attn_config", "ffn_config")
+"""Configs inside of what the language model computes."""
+_ROPES_SAID = ("rope_scaling", "rope_parameters")
+# What programs that quantize note: of how they did, and of what is always so.
+_NOTES_OF_QUANTIZERS = {
+    *("fmt", "static_groups", "model_name_or_path", "model_file_base_name", "producer", "provider", "pack_dtype"),
+    *("is_marlin_format", "damp_auto_increment", "failsafe", "rotation", "parallel_packing", "v2", "do_fuse"),
+    *("exclude_modules", "kv_cache_quant_algo", "quant_type_kwargs"),
+}
+_LIBRARY = Path(transformers.__file__).parent
 _GENERAL_CODE = (
     *("configuration_utils.py", "modeling_rope_utils.py", "modeling_utils.py", "masking_utils.py", "cache_utils.py"),
     *("generation/configuration_utils.py", "generation/utils.py", "integrations/moe.py"),
@@ -284,7 +293,7 @@ def _refuse_two_ropes(data: dict[str, Any], where: str) -> None:
     `rope_theta` and `rope_scaling` stand at the top of a config that transformers 4 wrote, `rope_parameters` in one of
     transformers 5; what a type of layer has for itself may differ.
     """
-    for name in ("rope_scaling", "rope_parameters"):
+    for name in _ROPES_SAID:
         if not isinstance(rope := data.get(name) or {}, dict):
             raise SpecDecError(f"`{where}` has a rope that is no object: `{name}` {rope!r}", hint="correct it")
     scaling, parameters = data.get("rope_scaling") or {}, data.get("rope_parameters") or {}
@@ -307,32 +316,12 @@ def _refuse_two_ropes(data: dict[str, Any], where: str) -> None:
             )
 
 
-def warn_of_untyped_ropes(data: dict[str, Any], where: str) -> None:
-    """A warning where a rope has factors and says no type: transformers takes it for `default`, without its factors."""
-    for place in (data, data.get("text_config")):
-        for within in ("rope_scaling", "rope_parameters"):
-            rope = place.get(within) if isinstance(place, dict) else None
-            if not isinstance(rope, dict) or {"type", "rope_type"} & set(rope):
-                continue
-            name = next((name for name in _OF_ROPES[1:] if name in rope and name != "partial_rotary_factor"), None)
-            if name is not None:
-                warnings.warn(
-                    f"`{where}` has a `{within}` without a `rope_type`: it is taken for `default`, as transformers "
-                    f"takes it, and its `{name}` {rope[name]!r} changes nothing",
-                    SpecDecWarning,
-                    stacklevel=4,
-                )
-
-
 def warn_of_unread_keys(config: PreTrainedConfig, data: dict[str, Any], where: str) -> None:
     """A warning that names what a model's JSON, `data`, says of its language model, of this `config`, to nobody.
 
     Who wrote it had a model that computes otherwise, or misspelled what is read.
     """
-    whole = data.get("thinker_config", data)
-    said = whole if whole.get("model_type") == config.model_type else whole.get("text_config") or {}
-    found = [f"`{name}` {shown(said[name])}" for name in _unread(config, said)]
-    if found:
+    if found := list(_unread(config, data)):
         warnings.warn(
             f"`{where}` has values that no code of transformers' {config.model_type} or of specdec reads, and that "
             f"change nothing: {', '.join(found)}",
@@ -341,32 +330,74 @@ def warn_of_unread_keys(config: PreTrainedConfig, data: dict[str, Any], where: s
         )
 
 
-def _unread(config: PreTrainedConfig, data: dict[str, Any]) -> Iterator[str]:
-    kind = type(config)
-    known = {*inspect.signature(kind).parameters, *kind.attribute_map, *dir(kind), *_OF_OTHERS}
+def _unread(config: PreTrainedConfig, data: dict[str, Any], inside: str = "") -> Iterator[str]:
+    """Yield names, with dots before those of what is `inside`, and their values."""
+    model_type, own_kind = str(data.get("model_type")), type(config)
+    is_known = model_type in CONFIG_MAPPING
+    whole = CONFIG_MAPPING[model_type] if is_known else type(getattr(config, inside[:-1], config))
+    known = {name for kind in (own_kind, whole) for name in (*inspect.signature(kind).parameters, *dir(kind))}
+    known |= own_kind.attribute_map.keys()
     always = _ALWAYS_SO_OF.get(config.model_type, {})
-    code = [*_code_of(kind, model_class(config)), *_general_code()]
+    own = _code_of(own_kind, whole, model_class(config))
+    if is_known and whole is not own_kind:
+        known |= _words_of_package(whole)
     for name, value in data.items():
         says_nothing = value is None or value is False or value in ([], {}, "")
-        if says_nothing or name in known or _OF_NO_MODEL.search(name) or (name in always and always[name] == value):
+        if name in _WITHIN and isinstance(value, dict):
+            yield from _unread(config, value, f"{inside}{name}.")
+        elif name in _ROPES_SAID and isinstance(value, dict):
+            yield from _unread_of_rope(own, value, f"{inside}{name}.")
+        elif name in ("quantization_config", "compression_config") and isinstance(value, dict):
+            unread = (key for key in value if key not in _NOTES_OF_QUANTIZERS and not _is_read(key, _quantizers()))
+            yield from (f"`{inside}{name}.{key}` {shown(value[key])}" for key in unread)
+        elif says_nothing or name in known | _OF_OTHERS or _OF_NO_MODEL.search(name) or always.get(name) == value:
             continue
-        reads = re.compile(rf"""["'.]{re.escape(name)}\b""")
-        if not any(reads.search(text) for text in code):
-            yield name
+        elif not _is_read(name, [*own, *_general_code()]):
+            yield f"`{inside}{name}` {shown(value)}"
+
+
+def _unread_of_rope(code: list[str], rope: dict[str, Any], inside: str) -> Iterator[str]:
+    """A rope without a type is taken for `default`, as transformers takes it."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    code = [*code, inspect.getsource(ROPE_INIT_FUNCTIONS[kind])] if kind in ROPE_INIT_FUNCTIONS else code
+    for name, value in rope.items():
+        if isinstance(value, dict):  # of a type of layers
+            yield from _unread_of_rope(code, value, f"{inside}{name}.")
+        elif name not in ("rope_type", "type", "rope_theta") and value is not None and not _is_read(name, code):
+            yield f"`{inside}{name}` {shown(value)} in a rope of the type `{kind}`"
+
+
+def _is_read(name: str, code: Iterable[str]) -> bool:
+    reads = re.compile(rf"""["'.]{re.escape(name)}\b""")
+    return any(reads.search(text) for text in code)
 
 
 def _code_of(*classes: type[Any]) -> list[str]:
-    files = {sys.modules[one.__module__].__file__ for one in classes}
-    return [Path(file).read_text(encoding="utf-8") for file in files if file is not None]
+    return list(_texts(*{Path(inspect.getfile(one)) for one in classes}))
+
+
+def _words_of_package(kind: type[Any]) -> set[str]:
+    """Names in all code of a model of several kinds of input."""
+    texts = _texts(*Path(inspect.getfile(kind)).parent.glob("*.py"))
+    return {word for text in texts for word in re.findall(r"\w+", text)}
 
 
 @cache
 def _general_code() -> tuple[str, ...]:
-    library, here = Path(transformers.__file__).parent, Path(__file__)
-    others = [
-        path for directory in (here.parents[0], here.parents[1]) for path in directory.glob("*.py") if path != here
-    ]
-    files = [*(library / name for name in _GENERAL_CODE), *others]
+    here = Path(__file__)
+    ours = [path for directory in here.parents[:2] for path in directory.glob("*.py") if path != here]
+    return _texts(*(_LIBRARY / name for name in _GENERAL_CODE), *ours)
+
+
+@cache
+def _quantizers() -> tuple[str, ...]:
+    """Code that reads how weights are quantized."""
+    places = (Path(__file__).parents[1] / "quantization", _LIBRARY / "quantizers", _LIBRARY / "integrations")
+    paths = (path for place in places for path in place.glob("*.py"))
+    return _texts(_LIBRARY / "utils" / "quantization_config.py", *paths)
+
+
+def _texts(*files: Path) -> tuple[str, ...]:
     return tuple(path.read_text(encoding="utf-8") for path in files if path.is_file())
 
 

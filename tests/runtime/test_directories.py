@@ -27,6 +27,7 @@ from runtime.engine import Engine
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.models import read_model_config
 from runtime.orchestrator import generate
+from runtime.quantization.formats import without_quantization
 from runtime.request import Request
 from runtime.text import find_end_ids, load_tokenizer
 from scripts.tools.families import small_config
@@ -165,7 +166,7 @@ def test_a_rope_without_a_type_is_told_of_and_as_for_transformers(tmp_path: Path
     path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "rope_parameters"}))
     with pytest.warns(SpecDecWarning) as warned:
         assert answer(model_dir, tmp_path / "built") == expected == hugging_face(model_dir)
-    said(warned, "`rope_scaling`", "`default`", "`factor` 8.0")
+    said(warned, "`rope_scaling.factor` 8.0", "`default`")
 
 
 @pytest.mark.parametrize("prefix", ["model.layers.2.", "mtp.layers.0."])
@@ -407,7 +408,9 @@ def test_layers_that_share_keys_and_values_without_inputs_of_their_own_are_refus
 # By published config: what it says to nobody, as transformers' code of the family shows.
 UNREAD = {
     "phi-1": {"rotary_dim"},  # `partial_rotary_factor` is read
-    "LFM2.5-VL-1.6B": {"block_dim", "block_norm_eps", "conv_dim", "conv_dim_out"},  # `hidden_size`, `norm_eps`
+    "LFM2.5-VL-1.6B": {  # `hidden_size`, `norm_eps`
+        f"text_config.{name}" for name in ("block_dim", "block_norm_eps", "conv_dim", "conv_dim_out")
+    },
     "Nemotron-3-Nano-30B-A3B": {"norm_eps"},  # `layer_norm_epsilon`
     "gemma-2-9b": {"sliding_window_size"},  # `sliding_window`
 }
@@ -418,22 +421,85 @@ def test_values_that_no_code_reads_are_told(name: str, said: Said) -> None:
     data = {key: value for key, value in PUBLISHED[name].config.items() if key != "quantization_config"}
     whole = copy.deepcopy(data)
     whole.get("text_config", whole)["slidng_window"] = 77
-    for config, more in ((data, set()), (whole, {"slidng_window"})):
+    misspelled = "text_config.slidng_window" if "text_config" in whole else "slidng_window"
+    for config, more in ((data, set()), (whole, {misspelled})):
         wanted = UNREAD.get(name, set()) | more
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             warn_of_unread_keys(parse_language_model(config, "config.json")[0], config, "config.json")
-        found = [set(re.findall(r"`(\w+)` ", str(one.message))) for one in caught]
+        found = [set(re.findall(r"`([\w.]+)` ", str(one.message))) - {"config.json"} for one in caught]
         assert found == ([wanted] if wanted else [])
     if name == "Qwen3.5-9B":
-        said(str(caught[0].message), "`slidng_window` 77")
+        said(str(caught[0].message), "`text_config.slidng_window` 77")
+
+
+def misspelled(name: str, value: Any, *inside: str) -> Callable[[dict[str, Any]], None]:
+    def write(data: dict[str, Any]) -> None:
+        for part in inside:
+            data = data.setdefault(part, {})
+        data[name] = value
+
+    return write
+
+
+UNREAD_WITHIN: dict[str, tuple[str, Callable[[dict[str, Any]], None]]] = {
+    "`rope_scaling.fcator` 3.0": ("Llama-3.1-8B", misspelled("fcator", 3.0, "rope_scaling")),
+    "`rope_parameters.factor` 8.0; `default`": (
+        "Mistral-7B-Instruct-v0.3",
+        misspelled("rope_parameters", {"rope_type": "default", "rope_theta": 1000000.0, "factor": 8.0}),
+    ),
+    "`rope_parameters.full_attention.beta_fast` 32; `linear`": (
+        "gemma-3-1b-it",
+        misspelled(
+            "rope_parameters",
+            {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000, "beta_fast": 32}},
+        ),
+    ),
+    "`text_config.rope_scaling.fcator` 3.0": (
+        "gemma-3-27b-it",
+        misspelled("fcator", 3.0, "text_config", "rope_scaling"),
+    ),
+    "`slidng_window` 77": ("gemma-3-27b-it", misspelled("slidng_window", 77)),
+    "`quantization_config.wieght_block_size` [64, 64]": (
+        "Qwen3-8B-FP8",
+        misspelled("wieght_block_size", [64, 64], "quantization_config"),
+    ),
+}
+
+
+@pytest.mark.parametrize("words", UNREAD_WITHIN)
+def test_values_within_others_that_no_code_reads_are_told(words: str, said: Said) -> None:
+    name, write = UNREAD_WITHIN[words]
+    said(unread_of(PUBLISHED[name].config, write), *words.split("; "))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "inside"), [("qwen2_5_omni", ("thinker_config", "text_config")), ("dbrx", ("ffn_config",))]
+)
+def test_values_of_a_config_within_that_no_code_reads_are_told(
+    model_type: str, inside: tuple[str, ...], said: Said
+) -> None:
+    found = unread_of(small_config(model_type).to_dict(), misspelled("slidng_window", 77, *inside))
+    said(found, f"`{'.'.join(inside)}.slidng_window` 77")
+
+
+def unread_of(config: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> str:
+    """The one warning of a config that `write` changed."""
+    data = copy.deepcopy(config)
+    write(data)
+    plain = without_quantization(data)
+    with pytest.warns(SpecDecWarning) as warned:
+        warn_of_unread_keys(parse_language_model(plain, "config.json")[0], data, "config.json")
+    (warning,) = warned
+    assert str(warning.message).count("`") == 4 + 2 * (" in a rope " in str(warning.message))
+    return str(warning.message)
 
 
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", RUN)
 def test_values_of_published_configs_are_read(name: str) -> None:
-    data = {key: value for key, value in PUBLISHED[name].config.items() if key != "quantization_config"}
-    config, _ = parse_language_model(data, "config.json")
+    data = PUBLISHED[name].config
+    config, _ = parse_language_model(without_quantization(data), "config.json")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if name in UNREAD else "error")
         warn_of_unread_keys(config, data, "config.json")
