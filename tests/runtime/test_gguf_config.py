@@ -117,7 +117,7 @@ def with_factors(make: Callable[[int], Any]) -> Edit:
 
 
 def with_alignment(alignment: int) -> Edit:
-    """What a file says, whose tensors lie at multiples of 32."""
+    """Write an alignment into a file whose tensors lie at multiples of 32."""
     return lambda writer: writer.add_uint32("general.alignment", alignment)
 
 
