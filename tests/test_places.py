@@ -28,7 +28,9 @@ class EchoDrafter(LookupDrafter):
     )
 
     max_draft_len: LookupLen = 3
-    loudness: Annotated[int, Setting("How loud.", flag="echo_loudness", at_least=1)] = 1
+    loudness: Annotated[
+        int, Setting("How loud.", flag="echo_loudness", leader=LeaderFlag("echo_volume", "How loud."), at_least=1)
+    ] = 1
     pool: SharedPool = "private"
 
     @property
@@ -77,14 +79,15 @@ run = ["run", "--engine-dir", engine, "--input-text", "The dog the dog", "--max-
 plain = specdec(*run)["requests"][0]["output_ids"]
 for name, flags in {
     "V1": ["--echo-config", "[3,[0]]", "--echo-loudness", 2],
-    "V2": ["--spec-decode-algo", "ECHO", "--echo-loudness", 2, "--draft-len-mode", "fixed"],
+    "V2": ["--spec-decode-algo", "ECHO", "--echo-volume", 2, "--draft-len-mode", "fixed"],
 }.items():
     document = specdec(*run, *flags, "--report", home / "report.html")
     assert document["requests"][0]["output_ids"] == plain, name
     found[name] = document["settings"]["echo_config"], document["total"]["num_draft_tokens"]
     found["drafters"] = document["settings"]["drafters"]
 found["report"] = "echo of the last token" in (home / "report.html").read_text()
-found["help"] = "--echo-loudness" in specdec("serve", "--help-all")
+shown = specdec("serve", "--help-all")
+found["help"] = "--echo-loudness" in shown and "--echo-volume" in shown
 found["summarize"] = specdec(
     *["summarize", "--test-engine", "--engine-dir", engine, "--dataset", home / "samples.jsonl", "--max-ite", 1],
     *["--output-len", 4, "--echo-config", 2, "--json"],
@@ -119,9 +122,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = specs.read_text()
     before = "\n\n@dataclass(frozen=True)\nclass DraftTargetDrafter"
     assert before in text
-    text = text.replace(before, SPEC + before).replace(
-        '    "ChainDrafter",\n', '    "ChainDrafter",\n    "EchoDrafter",\n'
-    )
+    text = text.replace(before, SPEC + before).replace(" Entry, ListForm,", " Entry, LeaderFlag, ListForm,")
+    text = text.replace('    "ChainDrafter",\n', '    "ChainDrafter",\n    "EchoDrafter",\n')
     specs.write_text(text)
     (copy / "runtime/drafters/echo.py").write_text(ALGORITHM)
     return copy

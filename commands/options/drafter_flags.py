@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-from commands.options.shared import SPECULATION, option
+from commands.options.shared import LEADER, SPECULATION, option
 from runtime.drafters.spec import DrafterSpec, Setting, fields_of
 from runtime.drafters.specs import DRAFTERS
 from runtime.drafters.speculation import Speculation
@@ -27,8 +27,25 @@ def users_of(flag: str) -> list[type[DrafterSpec]]:
     return [spec for spec in DRAFTERS.values() if any(one.flag == flag for one in spec.settings().values())]
 
 
-def _make_flags(name: str, specs: Iterable[type[DrafterSpec]]) -> Any:
-    """A group of options: for each drafter the flag that chooses it and those of its settings; None if not given."""
+def leader_users(flag: str) -> list[type[DrafterSpec]]:
+    """The drafters that have a setting with this flag of leader mode, `max_matching_ngram_size`."""
+    return [spec for spec in DRAFTERS.values() if any(one.leader_flag == flag for one in spec.settings().values())]
+
+
+def leader_settings() -> dict[str, Setting]:
+    """The flags of leader mode, each with a setting that has it."""
+    settings = [setting for spec in DRAFTERS.values() for setting in spec.settings().values()]
+    return {flag: one for one in reversed(settings) if (flag := one.leader_flag) is not None}
+
+
+def _make_group(name: str, flags: dict[str, Any]) -> Any:
+    """A group of options, each None if it is not given."""
+    fields = [(flag, kind, dataclasses.field(default=None)) for flag, kind in flags.items()]
+    return dataclasses.make_dataclass(name, fields, frozen=True, namespace={"__doc__": _make_group.__doc__})
+
+
+def _flags_of(specs: Iterable[type[DrafterSpec]]) -> dict[str, Any]:
+    """Flags of V1: for each drafter the one that chooses it and those of its settings."""
     flags: dict[str, Any] = {}
     for spec in specs:
         flags[spec.description.flag] = Annotated[str | None, _config_option(spec)]
@@ -38,8 +55,20 @@ def _make_flags(name: str, specs: Iterable[type[DrafterSpec]]) -> Any:
             if setting.flag is not None:
                 kind = Path | None if setting.is_path else hints[field.name] | None
                 flags.setdefault(setting.flag, Annotated[kind, _setting_option(setting, field)])
-    fields = [(flag, kind, dataclasses.field(default=None)) for flag, kind in flags.items()]
-    return dataclasses.make_dataclass(name, fields, frozen=True, namespace={"__doc__": _make_flags.__doc__})
+    return flags
+
+
+def _leader_flags_of(specs: Iterable[type[DrafterSpec]]) -> dict[str, Any]:
+    """Flags of leader mode that give the drafters' settings."""
+    flags: dict[str, Any] = {}
+    for spec in specs:
+        hints = get_type_hints(spec)
+        for field in fields_of(spec):
+            setting = spec.settings()[field.name]
+            if setting.leader is not None:
+                kind = str | None if setting.is_path else hints[field.name] | None
+                flags.setdefault(setting.leader.name, Annotated[kind, _leader_option(setting, field)])
+    return flags
 
 
 def _config_option(spec: type[DrafterSpec]) -> Any:
@@ -57,6 +86,12 @@ def _setting_option(setting: Setting, field: "dataclasses.Field[Any]") -> Any:
     return option(SPECULATION, setting.help, shown=not setting.is_path and str(field.default), **bounds)
 
 
+def _leader_option(setting: Setting, field: "dataclasses.Field[Any]") -> Any:
+    assert setting.leader is not None
+    shown = setting.leader.shown or (not setting.is_path and str(field.default))
+    return option(LEADER, setting.leader.help, shown=shown, min=setting.at_least, max=setting.leader.at_most)
+
+
 if TYPE_CHECKING:
 
     class DrafterFlags:
@@ -66,9 +101,13 @@ if TYPE_CHECKING:
 
     class TunedFlags(DrafterFlags):
         """Without drafters of the user's own."""
+
+    class LeaderDrafterFlags(DrafterFlags):
+        """Flags of leader mode (V2)."""
 else:
-    DrafterFlags = _make_flags("DrafterFlags", DRAFTERS.values())
-    TunedFlags = _make_flags("TunedFlags", (spec for spec in DRAFTERS.values() if spec.description.is_tuned))
+    DrafterFlags = _make_group("DrafterFlags", _flags_of(DRAFTERS.values()))
+    TunedFlags = _make_group("TunedFlags", _flags_of(spec for spec in DRAFTERS.values() if spec.description.is_tuned))
+    LeaderDrafterFlags = _make_group("LeaderDrafterFlags", _leader_flags_of(DRAFTERS.values()))
 
 
 def chooses_drafter(flags: Any) -> bool:

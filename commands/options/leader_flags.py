@@ -2,14 +2,20 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from commands.options.drafter_flags import chooses_drafter
+from commands.options.drafter_flags import (
+    LeaderDrafterFlags,
+    as_flag,
+    chooses_drafter,
+    leader_settings,
+    leader_users,
+)
 from commands.options.expand import given_flags
 from commands.options.shared import LEADER, DraftOutputOptions, option
 from commands.options.speculation_flags import LeaderFlags, SpeculationOptions, algorithms
 from commands.output import warn
-from runtime.config import MAX_BATCH_SIZE, MAX_DRAFT_LEN, Activations, Compiler, Dtype
+from runtime.config import MAX_BATCH_SIZE, Activations, Compiler, Dtype
 from runtime.errors import UsageError
 
 Mode = Literal["orchestrator", "leader"]
@@ -107,22 +113,7 @@ class LeaderOptions:
             metavar="NAME",
         ),
     ] = None
-    spec_decode_max_draft_len: Annotated[
-        int | None,
-        option(
-            LEADER,
-            "Tokens in a draft, at most.",
-            shown="4; 7 of blocks; 10 of lookups, unless lengths are fixed",
-            min=1,
-            max=MAX_DRAFT_LEN,
-        ),
-    ] = None
-    max_matching_ngram_size: Annotated[int | None, option(LEADER, "Longest n-gram to look up.", shown="2", min=1)] = (
-        None
-    )
-    draft_model_dir: Annotated[
-        str | None, option(LEADER, "The draft model, as for `--model-dir`, or a trained head.")
-    ] = None
+    drafters: LeaderDrafterFlags = field(default_factory=LeaderDrafterFlags)
     disable_kv_cache_reuse: Annotated[bool, option(LEADER, "Do not reuse K/V.", "--disable-kv-cache-reuse")] = False
     disable_overlap_scheduler: Annotated[
         bool, option(LEADER, "Accepted without effect (docs/leader-mode.md).", "--disable-overlap-scheduler")
@@ -151,47 +142,52 @@ class LeaderOptions:
     @property
     def drafting_flags(self) -> list[str]:
         """Flags that choose a drafter."""
-        values = {
-            "--spec-decode-algo": self.spec_decode_algo,
-            "--spec-decode-max-draft-len": self.spec_decode_max_draft_len,
-            "--max-matching-ngram-size": self.max_matching_ngram_size,
-            "--draft-model-dir": self.draft_model_dir,
-        }
-        return [flag for flag, value in values.items() if value is not None]
+        return [*(["--spec-decode-algo"] if self.spec_decode_algo is not None else []), *given_flags(self.drafters)]
+
+    @property
+    def _given(self) -> dict[str, Any]:
+        """Settings of drafters, by their flags' Python names."""
+        return {name: value for name, value in vars(self.drafters).items() if value is not None}
+
+    @property
+    def _draft_models(self) -> list[str]:
+        return [value for name, value in self._given.items() if leader_settings()[name].is_path]
 
     @property
     def paths(self) -> list[Path]:
         """Paths to read, if the models are given as directories."""
-        return [Path(model) for model in (self.model_dir, self.draft_model_dir) if model]
+        return [Path(model) for model in (self.model_dir, *self._draft_models) if model]
 
     def flags(self, engine_dir: Path | None, options: SpeculationOptions) -> LeaderFlags:
         """Drafting flags. UsageError for flags of orchestrator mode, for a model and an engine in one place, or for
         settings of an engine that is not to be built.
         """
         _refuse_both("--model-dir", self.model_dir, "--engine-dir", engine_dir)
-        _refuse_both("--draft-model-dir", self.draft_model_dir, "--draft-engine-dir", options.flags.draft_engine_dir)
-        if self.model_dir is None and self.draft_model_dir is None:
+        for name, model in self._given.items():
+            setting = leader_settings()[name]
+            if setting.flag is not None:
+                _refuse_both(as_flag(name), model, as_flag(setting.flag), getattr(options.flags, setting.flag))
+        if self.model_dir is None and not self._draft_models:
             _refuse_settings(self.engines)
         if self.model_dir is None:
             _refuse_settings(self.draft_output)
-        values = {
-            "spec_decode_max_draft_len": self.spec_decode_max_draft_len,
-            "max_matching_ngram_size": self.max_matching_ngram_size,
-            "draft_model_dir": self.draft_model_dir,
-        }
-        algorithm = self.spec_decode_algo
-        is_ngram = self.max_matching_ngram_size is not None and options.drafters is None
-        if algorithm is None and is_ngram and not chooses_drafter(options.flags):
-            # TensorRT-LLM's README leaves the algorithm out of this very command.
-            warn("`--max-matching-ngram-size` without `--spec-decode-algo`: NGRAM is assumed")
-            algorithm = "NGRAM"
         return LeaderFlags(
-            {flag: value for flag, value in values.items() if value is not None},
-            algorithm,
+            self._given,
+            self.spec_decode_algo or self._assumed_algorithm(options),
             drafts_by_copy=self.engines.self_draft is not None,
             sends_what_pays=options.draft_len_mode != "fixed" and self.mode != "orchestrator",
             model_dir=self.model_dir,
         )
+
+    def _assumed_algorithm(self, options: SpeculationOptions) -> str | None:
+        """The drafter that alone takes a flag: TensorRT-LLM's README gives an n-gram's size without an algorithm."""
+        users = {flag: leader_users(flag) for flag in self._given}
+        own = {flag: specs[0].description.algorithm for flag, specs in users.items() if len(specs) == 1}
+        if len({*own.values()}) != 1 or options.drafters is not None or chooses_drafter(options.flags):
+            return None
+        flag, algorithm = next(iter(own.items()))
+        warn(f"`{as_flag(flag)}` without `--spec-decode-algo`: {algorithm} is assumed")
+        return algorithm
 
 
 def _refuse_both(flag: str, model: str | None, engine_flag: str, engine: Path | None) -> None:

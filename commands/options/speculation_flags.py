@@ -6,15 +6,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from commands.options.drafter_flags import DrafterFlags, as_flag, config_flag, users_of
+from commands.options.drafter_flags import DrafterFlags, as_flag, config_flag, leader_users, users_of
 from commands.options.expand import given_flags
 from commands.options.shared import SPECULATION, option
 from runtime.drafters.spec import Devices, DrafterSpec, Setting, fields_of
 from runtime.drafters.specs import DRAFTERS, DraftLenMode
 from runtime.drafters.speculation import Speculation
+from runtime.drafters.trtllm import DRAFT_LEN
 from runtime.errors import UsageError
 
-_TRTLLM_DRAFT_LEN = 4
 _AUTO = "AUTO"
 """Suffix matching, n-gram lookup where a flag of its own is given, and the models that are given."""
 
@@ -151,7 +151,7 @@ class _Flags:
         return _chosen_names(list(self.configs), drafters)
 
     def _algorithm(self) -> str | None:
-        """The algorithm of leader mode; TensorRT-LLM's README leaves NGRAM out where an n-gram's size is given."""
+        """The algorithm of leader mode."""
         assert self.leader is not None
         if self.leader.algorithm is None:
             return None
@@ -183,8 +183,7 @@ class _Flags:
     def _has_own_flag(self, spec: type[DrafterSpec]) -> bool:
         """True if a flag is given that no other drafter takes, of a lookup."""
         values = {**(self.leader.values if self.leader else {}), **self.given}
-        takers = ([one for one in DRAFTERS.values() if _takes(one, flag) or one in users_of(flag)] for flag in values)
-        return spec.is_lookup and [spec] in takers
+        return spec.is_lookup and any([spec] == [*leader_users(flag), *users_of(flag)] for flag in values)
 
     def _with_model(self) -> list[str]:
         """The drafters whose models are named by a flag."""
@@ -236,7 +235,7 @@ class _Flags:
         longest = setting.leader_default
         if longest is None or self.leader.sends_what_pays:
             return longest
-        return setting.leader_fixed or min(longest, _TRTLLM_DRAFT_LEN)
+        return setting.leader_fixed or min(longest, DRAFT_LEN)
 
     def _missing(self, spec: type[DrafterSpec], setting: Setting, config: str | None) -> UsageError:
         described = spec.description
@@ -276,7 +275,7 @@ class _Flags:
     def _check_leader_used(self, names: Collection[str], values: Mapping[str, Any]) -> None:
         """The same for flags of leader mode: a drafter that has a list takes of them what its list does not say."""
         for flag, value in values.items():
-            users = [spec for spec in DRAFTERS.values() if _takes(spec, flag)]
+            users = leader_users(flag)
             free = [spec for spec in users if spec.description.name in names and not self._list_says(spec, flag)]
             if free:
                 continue
@@ -296,10 +295,6 @@ class _Flags:
             return False
         said = spec.description.form.fields
         return any(name in said for name, setting in spec.settings().items() if setting.leader_flag == flag)
-
-
-def _takes(spec: type[DrafterSpec], leader_flag: str) -> bool:
-    return any(setting.leader_flag == leader_flag for setting in spec.settings().values())
 
 
 def _required(spec: type[DrafterSpec]) -> dict[str, Setting]:

@@ -23,6 +23,17 @@ Devices = tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
+class LeaderFlag:
+    """Flag of leader mode (V2), by its Python name. It gives every drafter the settings that have it."""
+
+    name: str
+    help: str
+    shown: str | None = None
+    """Default in `--help`, if it is not the field's."""
+    at_most: int | None = None
+
+
+@dataclass(frozen=True)
 class Setting:
     """Description of a field besides its type and default, as `Annotated` metadata.
 
@@ -32,8 +43,7 @@ class Setting:
     help: str = ""
     flag: str | None = None
     """A flag of its own. Drafters with the same flag share it."""
-    leader_flag: str | None = None
-    """The flag of leader mode (V2) that gives it to every drafter that has it."""
+    leader: LeaderFlag | None = None
     leader_default: int | None = None
     """Default in leader mode, if it is not the field's own."""
     leader_fixed: int | None = None
@@ -42,6 +52,11 @@ class Setting:
     is_path: bool = False
     key: str | None = None
     """Key in documents, if it is not the field's name."""
+
+    @property
+    def leader_flag(self) -> str | None:
+        """Name of the flag of leader mode."""
+        return None if self.leader is None else self.leader.name
 
 
 def fields_of(spec: "DrafterSpec | type[DrafterSpec]") -> "tuple[dataclasses.Field[Any], ...]":

@@ -10,6 +10,14 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from runtime.drafters.spec import DRAFTERS as DRAFTERS
 from runtime.drafters.spec import Description, Devices, DrafterSpec, Entry, ListForm, Setting, TextForm
+from runtime.drafters.trtllm import (
+    DRAFT_LEN,
+    DRAFT_MODEL_FLAG,
+    LONGEST_LOOKUP,
+    LONGEST_OF_BLOCKS,
+    MAX_LEN_FLAG,
+    NGRAM_SIZE_FLAG,
+)
 from runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,15 +49,9 @@ DraftLenMode = Literal["fixed", "auto"]
 DraftFunction = Callable[[list[int], int], list[int]]
 """(a sequence's tokens, the longest draft) -> draft tokens; the simplest drafter."""
 
-_LONGEST_LOOKUP, _LONGEST_OF_MODELS = 10, 4
-"""Drafts of leader mode where no length is given; TensorRT-LLM's is 4."""
-_LONGEST_OF_BLOCKS = 7
-"""Drafts of DSpark's heads of today, and of DFlash's with a block of 8."""
-
-
-_LENGTH = Setting(at_least=1, leader_flag="spec_decode_max_draft_len")
-LookupLen = Annotated[int, replace(_LENGTH, leader_default=_LONGEST_LOOKUP)]
-ModelLen = Annotated[int, replace(_LENGTH, leader_default=_LONGEST_OF_MODELS)]
+_LENGTH = Setting(at_least=1, leader=MAX_LEN_FLAG)
+LookupLen = Annotated[int, replace(_LENGTH, leader_default=LONGEST_LOOKUP)]
+ModelLen = Annotated[int, replace(_LENGTH, leader_default=DRAFT_LEN)]
 SharedPool = Annotated[
     PoolKind,
     Setting(
@@ -120,7 +122,7 @@ class NgramDrafter(LookupDrafter):
     )
 
     max_draft_len: LookupLen = 10
-    max_matching_ngram_size: Annotated[int, Setting(leader_flag="max_matching_ngram_size", at_least=1)] = 2
+    max_matching_ngram_size: Annotated[int, Setting(leader=NGRAM_SIZE_FLAG, at_least=1)] = 2
     min_matching_ngram_size: Annotated[
         int, Setting("Shortest n-gram to look up.", flag="min_matching_ngram_size", at_least=1)
     ] = 1
@@ -256,7 +258,7 @@ class DraftTargetDrafter(DrafterSpec):
         Setting(
             "Engine of a draft model, or a trained head.",
             flag="draft_engine_dir",
-            leader_flag="draft_model_dir",
+            leader=DRAFT_MODEL_FLAG,
             is_path=True,
             key="draft_engine_dir",
         ),
@@ -319,7 +321,7 @@ def _form_of_model(length: int) -> ListForm:
 
 
 def _head_setting(help: str) -> Setting:
-    return Setting(help, flag="draft_engine_dir", leader_flag="draft_model_dir", is_path=True, key="head_dir")
+    return Setting(help, flag="draft_engine_dir", leader=DRAFT_MODEL_FLAG, is_path=True, key="head_dir")
 
 
 @dataclass(frozen=True)
@@ -371,8 +373,8 @@ class DFlashDrafter(HeadDrafter):
 
     head: Annotated[str | Path, _head_setting("Directory of the DFlash or DSpark head.")]
     max_draft_len: Annotated[
-        int, replace(_LENGTH, leader_default=_LONGEST_OF_BLOCKS, leader_fixed=_LONGEST_OF_BLOCKS)
-    ] = _LONGEST_OF_BLOCKS
+        int, replace(_LENGTH, leader_default=LONGEST_OF_BLOCKS, leader_fixed=LONGEST_OF_BLOCKS)
+    ] = LONGEST_OF_BLOCKS
     use_logits: bool = False
 
     @classmethod

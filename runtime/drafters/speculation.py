@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from runtime.config import MAX_DRAFT_LEN
 from runtime.drafters.spec import DrafterSpec
 from runtime.drafters.specs import DRAFTERS, ChainDrafter, DraftLenMode, LookupDrafter, as_spec
 from runtime.errors import SpecDecError, UsageError, draft_engine_errors
@@ -169,8 +170,6 @@ class Speculation:
         """
         wanted = self.max_draft_len
         if build is None:
-            from runtime.config import MAX_DRAFT_LEN
-
             if (wanted or 0) > MAX_DRAFT_LEN:
                 raise UsageError(f"engines take drafts of at most {MAX_DRAFT_LEN} tokens: {wanted}", hint="lower it")
             return

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sentences import Said
 
-from commands.options.drafter_flags import DrafterFlags
+from commands.options.drafter_flags import DrafterFlags, LeaderDrafterFlags
 from commands.options.leader_flags import LeaderOptions, ModelEngineOptions
 from commands.options.speculation_flags import SpeculationOptions, parse_drafter_names
 from runtime.drafters.spec import Devices, DrafterSpec
@@ -245,7 +245,7 @@ def flags_of(*names: str) -> dict[str, Any]:
 def leader(
     algorithm: str | None = None, max_draft_len: int | None = None, max_size: int | None = None
 ) -> LeaderOptions:
-    return LeaderOptions(None, algorithm, max_draft_len, max_size)
+    return LeaderOptions(None, algorithm, LeaderDrafterFlags(max_draft_len, max_size))
 
 
 def choose(options: LeaderOptions, drafters: str | None = None, **flags: Any) -> tuple[DrafterSpec, ...]:
@@ -282,9 +282,9 @@ def test_auto_is_suffix_matching_and_what_is_given(tmp_path: Path) -> None:
     assert choose(leader("AUTO")) == (SuffixDrafter(10),)
     assert choose(leader("AUTO"), ngram_pool="public") == (SuffixDrafter(10, "public"),)
     assert choose(leader("AUTO"), ngram_ranking="recent") == (NgramDrafter(10, 2, ranking="recent"), SuffixDrafter(10))
-    by_size = replace(leader("AUTO"), max_matching_ngram_size=3)
+    by_size = leader("AUTO", max_size=3)
     assert choose(by_size) == (NgramDrafter(10, 3), SuffixDrafter(10))
-    with_model = choose(replace(leader("auto", 6), draft_model_dir="small"))
+    with_model = choose(LeaderOptions(None, "auto", LeaderDrafterFlags(6, draft_model_dir="small")))
     assert with_model == (SuffixDrafter(6), DraftTargetDrafter("small", 6))
 
 
@@ -376,7 +376,7 @@ def test_auto_in_leader_mode_takes_a_lookup_too(
     engines: ModelEngineOptions, flags: dict[str, Any], expected: tuple[DrafterSpec, ...]
 ) -> None:
     """And the models that there are; a lookup only where no drafter has a flag of its own."""
-    options = LeaderOptions("demo", spec_decode_max_draft_len=6, engines=engines)
+    options = LeaderOptions("demo", drafters=LeaderDrafterFlags(6), engines=engines)
     assert choose(options, "auto", **flags) == expected
 
 

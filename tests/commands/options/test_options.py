@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sentences import Said
 
-from commands.options.drafter_flags import DrafterFlags
+from commands.options.drafter_flags import DrafterFlags, LeaderDrafterFlags
 from commands.options.engine_choice import EngineOptions, KVCacheOptions, check_needed_drafter
 from commands.options.leader_flags import LeaderOptions, ModelEngineOptions
 from commands.options.sampling_flags import GenerationOptions, SamplingOptions
@@ -89,6 +89,7 @@ def test_a_copy_that_nobody_drafts_with_is_told(
 
 
 PROFILE = Path("tuned.json")
+WITH_MODEL = LeaderDrafterFlags(draft_model_dir="demo-draft")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,11 @@ PROFILE = Path("tuned.json")
         (SpeculationOptions(DrafterFlags(ngram_pool="public"), profile=PROFILE), LeaderOptions(), "--ngram-pool"),
         (SpeculationOptions(draft_len_mode="fixed", profile=PROFILE), LeaderOptions(), "--draft-len-mode"),
         (SpeculationOptions(profile=PROFILE), LeaderOptions(spec_decode_algo="NGRAM"), "--spec-decode-algo"),
-        (SpeculationOptions(profile=PROFILE), LeaderOptions(draft_model_dir="demo-draft"), "--draft-model-dir"),
+        (
+            SpeculationOptions(profile=PROFILE),
+            LeaderOptions(drafters=WITH_MODEL),
+            "--draft-model-dir",
+        ),
     ],
 )
 def test_profile_says_alone_how_to_draft(
@@ -130,7 +135,7 @@ def test_leader_mode_is_asked_for_by_any_of_its_flags() -> None:
 )
 def test_engine_that_is_there_is_not_built_anew(engines: ModelEngineOptions, message: str, said: Said) -> None:
     LeaderOptions("demo", engines=engines).flags(None, SpeculationOptions())
-    LeaderOptions(draft_model_dir="demo", engines=engines).flags(None, SpeculationOptions())
+    LeaderOptions(drafters=WITH_MODEL, engines=engines).flags(None, SpeculationOptions())
     with pytest.raises(UsageError) as raised:
         LeaderOptions(engines=engines).flags(None, SpeculationOptions())
     said(raised, *message.split("; "))

@@ -1,0 +1,21 @@
+"""TensorRT-LLM's flags of leader mode (V2), which drafters share, and its length of drafts.
+
+Spelled as in its quickstart_advanced.py. A drafter with a flag of its own has it in its spec.
+"""
+
+from runtime.config import MAX_DRAFT_LEN
+from runtime.drafters.spec import LeaderFlag
+
+DRAFT_LEN = 4
+LONGEST_LOOKUP = 10
+LONGEST_OF_BLOCKS = 7
+"""Drafts of DSpark's heads of today, and of DFlash's with a block of 8."""
+
+MAX_LEN_FLAG = LeaderFlag(
+    "spec_decode_max_draft_len",
+    "Tokens in a draft, at most.",
+    shown=f"{DRAFT_LEN}; {LONGEST_OF_BLOCKS} of blocks; {LONGEST_LOOKUP} of lookups, unless lengths are fixed",
+    at_most=MAX_DRAFT_LEN,
+)
+NGRAM_SIZE_FLAG = LeaderFlag("max_matching_ngram_size", "Longest n-gram to look up.")
+DRAFT_MODEL_FLAG = LeaderFlag("draft_model_dir", "The draft model, as for `--model-dir`, or a trained head.")
