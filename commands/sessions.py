@@ -24,10 +24,9 @@ from runtime.session import OnTokens, Session
 _DEFAULT_MAX_BATCH_SIZE = 4
 
 
-@contextmanager
-def open_setup(choice: EngineChoice) -> Iterator[Setup]:
-    """Open the engine and the drafter; SpecDecError if they cannot serve the choice."""
-    llm = LLM(
+def open_engine(choice: EngineChoice) -> LLM:
+    """Open the engine; SpecDecError if it cannot serve the choice."""
+    return LLM(
         choice.bundle or read_bundle(choice.engine_dir),
         tokenizer=choice.tokenizer_dir,
         mode=choice.mode,
@@ -35,7 +34,12 @@ def open_setup(choice: EngineChoice) -> Iterator[Setup]:
         max_num_tokens=choice.max_num_tokens or DEFAULT_MAX_NUM_TOKENS,
         device_ids=choice.device_ids,
     )
-    with llm:
+
+
+@contextmanager
+def open_setup(choice: EngineChoice) -> Iterator[Setup]:
+    """Open the engine and the drafter; SpecDecError if they cannot serve the choice."""
+    with open_engine(choice) as llm:
         llm.request_of(choice.params)  # its words and ids are checked before a draft model is opened
         yield Setup(llm, llm.session_of(choice.speculation), choice.params, choice.profile)
 
@@ -90,7 +94,7 @@ def engines_made(choice: EngineChoice, output: Output) -> Iterator[EngineChoice]
         if choice.model_dir is not None:
             self_draft = choice.self_draft
             engine_dir = engine_of(choice.model_dir, choice.max_draft_len, self_draft, choice.hidden_states)
-            choice = replace(choice, engine_dir=engine_dir)
+            choice = replace(choice, engine_dir=engine_dir, bundle=read_bundle(engine_dir))
         yield replace(choice, speculation=speculation.with_drafters(map(with_engine, speculation)))
 
 

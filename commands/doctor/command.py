@@ -57,6 +57,8 @@ def doctor(
     speculation.check_profile((), inputs.model.model_dir)
     named, device_ids = speculation.resolve()
     inputs.model.check(inputs.engine_dir)
+    has_prompts = bool(inputs.input_text) or inputs.input_file is not None
+    prompts = read_prompts(inputs.input_text or [], inputs.input_file) if has_prompts else None
     choice = EngineChoice(
         inputs.engine_dir or Path(USUAL_ENGINE),
         inputs.tokenizer_dir,
@@ -64,14 +66,9 @@ def doctor(
         device_ids,
         options.mode,
         kv_cache.fitting(is_leader=options.mode == "leader"),
-        model_dir=inputs.model.model_dir,
-        built_for=inputs.model.engines,
-        draft_output=inputs.model.draft_output.settings,
+        models=inputs.model,
         profile=speculation.profile,
-    )
-    has_prompts = bool(inputs.input_text) or inputs.input_file is not None
-    prompts = read_prompts(inputs.input_text or [], inputs.input_file) if has_prompts else None
-    choice = choice.checked()
+    ).checked()
     if prompts is None or any(prompt.text is not None for prompt in prompts):
         choice.check_tokenizer()
 

@@ -15,6 +15,7 @@ from commands.inputs.prompts import Prompt, without_padding
 from commands.options.engine_choice import EngineChoice
 from commands.options.leader_flags import Mode
 from commands.output import Output
+from commands.sessions import open_engine
 from runtime.bundle import read_bundle
 from runtime.config import Size
 from runtime.diagnosis.diagnose import ExpectedAcceptance, Judgement, judge
@@ -168,10 +169,7 @@ def diagnose(
     bundle, speculation = choice.bundle or read_bundle(choice.engine_dir), choice.speculation
     is_auto = choice.mode == "leader" and bundle.has_costs
     speculation = speculation.in_mode(speculation.draft_len_mode or speculation.default_mode(is_leader=is_auto))
-    kv_cache = choice.kv_cache.config()
-    with LLM(
-        bundle, tokenizer=choice.tokenizer_dir, mode=choice.mode, kv_cache=kv_cache, device_ids=choice.device_ids
-    ) as llm:
+    with open_engine(choice) as llm:
         params = SamplingParams(temperature=0.0, seed=0, max_tokens=options.max_output_len)
         if prompts is None:
             requests = _own_requests(llm, params, speculation)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from commands.options.leader_flags import LeaderOptions, Mode, ModelEngineOptions
+from commands.options.leader_flags import LeaderOptions, Mode, ModelEngineOptions, ModelOptions
 from commands.options.shared import INPUT, KV_CACHE, TokenizerDir, option
 from commands.options.speculation_flags import SpeculationOptions
 from commands.output import Output, warn
@@ -30,6 +30,7 @@ from runtime.models import (
     resolve_model,
     resolve_tokenizer,
 )
+from runtime.parallel.devices import check_device_ids
 from runtime.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -126,11 +127,21 @@ class EngineChoice:
     kv_cache: KVCacheOptions = field(default_factory=KVCacheOptions)
     max_num_tokens: int | None = None
     params: SamplingParams = field(default_factory=SamplingParams)
-    model_dir: str | None = None
-    built_for: ModelEngineOptions = field(default_factory=ModelEngineOptions)
-    draft_output: DraftOutputSettings = field(default_factory=DraftOutputSettings)
+    models: ModelOptions = field(default_factory=ModelOptions)
     profile: Path | None = None
     bundle: Bundle | None = None
+
+    @property
+    def model_dir(self) -> str | None:
+        return self.models.model_dir
+
+    @property
+    def built_for(self) -> ModelEngineOptions:
+        return self.models.engines
+
+    @property
+    def draft_output(self) -> DraftOutputSettings:
+        return self.models.draft_output.settings
 
     @property
     def max_draft_len(self) -> int:
@@ -153,11 +164,11 @@ class EngineChoice:
         """Default name of the model for clients, without local paths."""
         return Path(self.model_dir or self.engine_dir).expanduser().resolve().name
 
-    def checked(self, *, check_lossless: bool = False) -> "EngineChoice":
+    def checked(self, *, check_lossless: bool = False, cuts_drafts: bool = False) -> "EngineChoice":
         """Check the options; returns a copy with the profile's drafter, if there is a profile, and the engine's config.
 
         SpecDecError for what cannot be opened, as far as that is found without torch, or what needs a drafter where
-        there is none.
+        there is none. `cuts_drafts`: longer ones than the engine takes are cut.
         """
         bundle, speculation, device_ids = None, self.speculation, self.device_ids
         if self.profile is not None:  # which is refused beside a model
@@ -172,17 +183,18 @@ class EngineChoice:
         if self.model_dir is not None:
             read_model_config(model_dir := resolve_model(self.model_dir))
             begin_digests(files_of_model(model_dir))  # while torch is imported
-            replace(self, speculation=speculation).check_draft_output()
+            replace(self, speculation=speculation)._check_draft_output()
         else:
             bundle = bundle or read_bundle(self.engine_dir)
-        speculation.check_fits(None if bundle is None else bundle.config.build_config)
+            check_device_ids(device_ids, bundle.config.mapping.tp_size)
+        speculation.check_fits(None if bundle is None else bundle.config.build_config, is_cut=cuts_drafts)
         speculation.check_files()
         checked = replace(self, speculation=speculation, device_ids=device_ids, bundle=bundle)
         if self.model_dir is not None:
             checked._begin_export(model_dir)
         return checked
 
-    def check_draft_output(self) -> None:
+    def _check_draft_output(self) -> None:
         """SpecDecError for an output layer by which none of the drafters drafts."""
         self.draft_output.check(self.speculation.read_heads(), has_copy=self.self_draft is not None)
 
@@ -267,9 +279,7 @@ class EngineOptions:
             self.kv_cache.fitting(is_leader=mode == "leader", disable_reuse=leader.disable_kv_cache_reuse),
             max_num_tokens,
             params,
-            leader.model_dir,
-            leader.engines,
-            leader.draft_output.settings,
+            leader.models,
             self.speculation.profile,
         )
         checked = choice.checked(check_lossless=check_lossless)

@@ -131,6 +131,10 @@ class LeaderOptions:
     ] = None
 
     @property
+    def models(self) -> ModelOptions:
+        return ModelOptions(self.model_dir, self.engines, self.draft_output)
+
+    @property
     def are_given(self) -> bool:
         """True if there are flags that imply leader mode."""
         return bool(given_flags(replace(self, mode=None)))

@@ -13,12 +13,10 @@ from commands.options.leader_flags import ModelOptions
 from commands.options.shared import INPUT, OUTPUT, RUNTIME, SPECULATION, EndId, InputFile, TokenizerDir, option
 from commands.options.speculation_flags import Drafters, speculation_from_flags
 from commands.output import Output, check_output_files, check_readable
-from runtime.bundle import read_bundle
 from runtime.drafters.spec import Devices, DrafterSpec
 from runtime.drafters.speculation import Speculation, head_drafter
 from runtime.errors import UsageError
-from runtime.models import read_model_config, resolve_model, resolve_tokenizer
-from runtime.parallel.devices import check_device_ids
+from runtime.models import resolve_tokenizer
 
 DEFAULT_OUTPUT_LEN, DEFAULT_LIVE_PROMPTS = 128, 8
 
@@ -143,6 +141,14 @@ def named_drafter(flags: Any, drafters: str | None) -> tuple[Speculation, Device
     return speculation_from_flags(given, drafters, None, None)
 
 
+def check_replay(named: Speculation, tokenizer_dir: Path | None) -> None:
+    """SpecDecError for what cannot be opened where there is no engine."""
+    if tokenizer_dir is not None:
+        resolve_tokenizer(tokenizer_dir)
+    named.check_fits(None)
+    named.check_files()
+
+
 @expand_groups
 def tune(inputs: TuneInputs, options: TuneOptions, flags: TunedFlags, output: Output) -> None:
     """Find the drafter and the draft length that pay.
@@ -162,40 +168,26 @@ def tune(inputs: TuneInputs, options: TuneOptions, flags: TunedFlags, output: Ou
         check_output_files([options.output], [*inputs.paths, *read])
     if inputs.traces is not None:
         check_readable([inputs.traces])
-    if inputs.engine_dir is not None:
-        config = read_bundle(inputs.engine_dir).config
-        named.check_has_copy(has_copy=config.build_config.self_draft is not None)
-        with_head.check_states(config.build_config)
-        check_device_ids(device_ids, config.mapping.tp_size)
-    if inputs.model.model_dir is not None:
-        read_model_config(resolve_model(inputs.model.model_dir))
-    if inputs.tokenizer_dir is not None:
-        resolve_tokenizer(inputs.tokenizer_dir)
-    with_head.check_fits(None)
-    with_head.check_files()
+    choice = None
+    if inputs.has_engine:
+        engine_dir = inputs.engine_dir or Path()
+        choice = EngineChoice(engine_dir, inputs.tokenizer_dir, with_head, device_ids, models=inputs.model)
+        choice = choice.checked(cuts_drafts=True)
+        if any(prompt.text is not None for prompt in prompts):
+            choice.check_tokenizer()
+    else:
+        check_replay(with_head, inputs.tokenizer_dir)
 
     from commands.tune.work import tune_engine, tune_traces
     from runtime.tuning.tune import Scope
 
     scope = Scope(named, head, flags.ngram_pool == "public", options.max_draft_len)
-    if not inputs.has_engine:
+    if choice is None:
         tune_traces(inputs, options, scope, output)
         return
 
     from commands.sessions import engines_made
 
-    choice = EngineChoice(
-        inputs.engine_dir or Path(),
-        inputs.tokenizer_dir,
-        with_head,
-        model_dir=inputs.model.model_dir,
-        built_for=inputs.model.engines,
-        draft_output=inputs.model.draft_output.settings,
-    )
-    choice.check_draft_output()
-    if any(prompt.text is not None for prompt in prompts):
-        choice.check_tokenizer()
     with engines_made(choice, output) as made:
-        inputs = replace(inputs, engine_dir=made.engine_dir)
         scope = scope if head is not None else replace(scope, named=made.speculation)
-        tune_engine(inputs, options, scope, device_ids, prompts, output)
+        tune_engine(made, replace(inputs, engine_dir=made.engine_dir), options, scope, prompts, output)

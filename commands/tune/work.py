@@ -13,8 +13,10 @@ from commands.documents.records import Counts, Head, Positive, Record, document_
 from commands.documents.settings import DeviceIds, TunedDrafter
 from commands.inputs.prompts import Prompt, without_padding
 from commands.options.drafter_flags import written_flags
+from commands.options.engine_choice import EngineChoice
 from commands.options.shared import end_id_params
 from commands.output import Output, number, percent
+from commands.sessions import open_engine
 from commands.tune.command import DEFAULT_LIVE_PROMPTS, DEFAULT_OUTPUT_LEN, TuneInputs, TuneOptions
 from runtime.bundle import read_bundle
 from runtime.config import Measure, Size
@@ -422,20 +424,19 @@ def tune_traces(inputs: TuneInputs, options: TuneOptions, scope: Scope, output: 
 
 
 def tune_engine(
+    choice: EngineChoice,
     inputs: TuneInputs,
     options: TuneOptions,
     scope: Scope,
-    device_ids: Devices,
     prompts: list[Prompt],
     output: Output,
 ) -> None:
     """Tune with an engine: predict, time the best, recommend."""
-    assert inputs.engine_dir is not None
-    bundle = read_bundle(inputs.engine_dir)
+    bundle = choice.bundle or read_bundle(choice.engine_dir)
     scope = replace(scope, named=scope.named.with_drafters(map(_with_own_devices, scope.named)))
     scope.longest_draft(bundle.config.build_config.max_draft_len)
     timing = Timing(options.batch_size or 1, options.num_live_prompts or DEFAULT_LIVE_PROMPTS)
-    with LLM(bundle, tokenizer=inputs.tokenizer_dir, mode="orchestrator", device_ids=device_ids) as llm:
+    with open_engine(choice) as llm:
         check_tuning(llm, scope, timing.batch_size)
         answered = _answered(llm, inputs, options, scope, prompts, output)
         tuned = tune(llm, answered, scope, timing, output.progress)

@@ -133,7 +133,7 @@ class Speculation:
         """
         return "auto" if self and is_leader and not self.draws_by_probs else "fixed"
 
-    def check_has_copy(self, *, has_copy: bool) -> None:
+    def _check_has_copy(self, *, has_copy: bool) -> None:
         """SpecDecError for a model that is to draft for itself, and whose engine has no copy of it that could."""
         if not has_copy and self.needs_copy:
             raise SpecDecError(
@@ -142,7 +142,7 @@ class Speculation:
                 code="no_self_draft",
             )
 
-    def check_states(self, build: "BuildConfig") -> None:
+    def _check_states(self, build: "BuildConfig") -> None:
         """SpecDecError for a trained drafter, where the engine gives no hidden states."""
         if not build.hidden_states and (heads := self.read_heads()):
             raise SpecDecError(
@@ -163,20 +163,20 @@ class Speculation:
             for corpus in drafter.corpora:
                 Corpus.open(corpus)
 
-    def check_fits(self, build: "BuildConfig | None") -> None:
+    def check_fits(self, build: "BuildConfig | None", *, is_cut: bool = False) -> None:
         """SpecDecError if the engine was built for shorter drafts, for none, or without the copy that is to draft.
 
-        `build` None: it is built for these drafts yet.
+        `build` None: it is built for these drafts yet. `is_cut`: drafts are cut to what it takes.
         """
         wanted = self.max_draft_len
+        if (build is None or is_cut) and (wanted or 0) > MAX_DRAFT_LEN:
+            raise UsageError(f"engines take drafts of at most {MAX_DRAFT_LEN} tokens: {wanted}", hint="lower it")
         if build is None:
-            if (wanted or 0) > MAX_DRAFT_LEN:
-                raise UsageError(f"engines take drafts of at most {MAX_DRAFT_LEN} tokens: {wanted}", hint="lower it")
             return
         engine_max_draft_len = build.max_draft_len
-        self.check_states(build)
-        self.check_has_copy(has_copy=build.self_draft is not None)
-        if self and (engine_max_draft_len == 0 or (wanted or 0) > engine_max_draft_len):
+        self._check_states(build)
+        self._check_has_copy(has_copy=build.self_draft is not None)
+        if self and not is_cut and (engine_max_draft_len == 0 or (wanted or 0) > engine_max_draft_len):
             takes = f"takes drafts of at most {engine_max_draft_len} tokens"
             built = takes if engine_max_draft_len else "was built without drafts"
             raise SpecDecError(
