@@ -1,4 +1,4 @@
-"""Shared parts of lookups: a text of tokens that is searched, and where a draft ends early.
+"""Shared parts of lookups: the text of each sequence's tokens, which is searched, and where a draft ends early.
 
 A text is kept as a `str` with a character for each token, which needs no index: Python finds a pattern in a thousand
 tokens within a microsecond, so that reading a long prompt costs nothing, and a step little beside its attention to the
@@ -6,8 +6,10 @@ same tokens. An occurrence of a pattern counts where a token follows it, and is 
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-from runtime.request import Sequence
+from runtime.drafters.pool import NgramPool
+from runtime.request import Draft, Sequence
 
 _NUM_CHARACTERS = 0x110000
 """Ids beyond would share a character: a draft could then be wrong, but is still made of the text's own tokens."""
@@ -62,6 +64,55 @@ class Text:
     def match_len(self, tail: str, ends: list[int]) -> int:
         """Number of tokens before one of these places that equal the last ones of `tail`, up to a limit."""
         return max(num_common_before(self.characters, end, tail, len(tail)) for end in ends)
+
+
+@dataclass
+class History:
+    """One request, and its tokens that were looked at."""
+
+    sequence: Sequence
+    text: Text = field(default_factory=Text)
+
+
+class TextLookup:
+    """A lookup in the text of each sequence, and where there is a `pool` in what others generated.
+
+    A request's text goes into the pool when it has finished.
+    """
+
+    def __init__(self, pool: NgramPool | None) -> None:
+        self.pool = pool
+        self._histories: dict[int, History] = {}
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        return [self._look_up(self._read(sequence), max_draft_len) for sequence in sequences]
+
+    def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
+        """Continuation after these tokens, which follow an indexed sequence. They are not indexed."""
+        if (history := self._histories.get(sequence.request.id)) is None:
+            return Draft([])
+        new = sequence.tokens[history.text.num_tokens :]
+        return self._look_up_after(history, [*new, *drafted], max_draft_len)
+
+    def forget(self, request_id: int) -> None:
+        history = self._histories.pop(request_id, None)
+        if history is not None and self.pool is not None:
+            self.pool.add(history.sequence)
+
+    def _read(self, sequence: Sequence) -> History:
+        """The sequence's history, with its tokens of now."""
+        history = self._histories.setdefault(sequence.request.id, History(sequence))
+        history.sequence = sequence
+        history.text.read(sequence)
+        return history
+
+    def _look_up(self, history: History, max_draft_len: int) -> Draft:
+        """Continuation of the text."""
+        raise NotImplementedError
+
+    def _look_up_after(self, history: History, new: list[int], draft_len: int) -> Draft:
+        """Continuation of the text and these tokens, which are not in it."""
+        raise NotImplementedError
 
 
 def as_characters(tokens: Iterable[int]) -> str:

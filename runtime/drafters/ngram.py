@@ -7,11 +7,10 @@ newest, which is the shortest). Other rankings choose another occurrence. A patt
 ended; the continuation is read from the sequence itself. A public pool is asked where the sequence has no match.
 """
 
-from dataclasses import dataclass, field
 from typing import get_args
 
 from runtime.corpus import Corpus
-from runtime.drafters.lookup import Text, as_characters, cut_at_end_id, most_frequent, num_common_before
+from runtime.drafters.lookup import History, TextLookup, as_characters, cut_at_end_id, most_frequent, num_common_before
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.specs import NgramRanking
 from runtime.errors import UsageError
@@ -21,15 +20,7 @@ _LONGEST_MATCH = 32
 """Limit on the reported match length, which predicts acceptance."""
 
 
-@dataclass
-class _History:
-    """One request, and its tokens that were looked at."""
-
-    sequence: Sequence
-    text: Text = field(default_factory=Text)
-
-
-class NgramLookup:
+class NgramLookup(TextLookup):
     """Looks up the last `max_matching_ngram_size`, then fewer, tokens of each sequence in that sequence.
 
     With max_matching_ngram_size 2 and the tokens 7 8 9 5 8 9 the pattern (8, 9) first ended before the 5: the draft is
@@ -53,6 +44,7 @@ class NgramLookup:
         ranking: NgramRanking = "oldest",
         pool: NgramPool | None = None,
     ) -> None:
+        super().__init__(pool)
         if not 1 <= min_matching_ngram_size <= max_matching_ngram_size:
             raise UsageError(
                 f"n-gram sizes are not from 1 up: {min_matching_ngram_size} to {max_matching_ngram_size}",
@@ -63,30 +55,14 @@ class NgramLookup:
         self.max_matching_ngram_size = max_matching_ngram_size
         self.min_matching_ngram_size = min_matching_ngram_size
         self.ranking = ranking
-        self.pool = pool
-        self._histories: dict[int, _History] = {}
 
-    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-        return [self._lookup(sequence, max_draft_len) for sequence in sequences]
+    def _look_up_after(self, history: History, new: list[int], draft_len: int) -> Draft:
+        text = history.text
+        tokens = [*history.sequence.tokens[: text.num_tokens], *new]
+        return self._found(history, tokens, text.characters + as_characters(new), draft_len) or Draft([])
 
-    def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
-        """Continuation after these tokens, which follow an indexed sequence. They are not indexed."""
-        if (history := self._histories.get(sequence.request.id)) is None:
-            return Draft([])
-        tail = history.text.characters + as_characters([*sequence.tokens[history.text.num_tokens :], *drafted])
-        return self._found(history, [*sequence.tokens, *drafted], tail, max_draft_len) or Draft([])
-
-    def forget(self, request_id: int) -> None:
-        history = self._histories.pop(request_id, None)
-        if history is not None and self.pool is not None:
-            self.pool.add(history.sequence)
-
-    def _lookup(self, sequence: Sequence, max_draft_len: int) -> Draft:
-        history = self._histories.get(sequence.request.id)
-        if history is None:
-            history = self._histories[sequence.request.id] = _History(sequence)
-        history.sequence = sequence
-        history.text.read(sequence)
+    def _look_up(self, history: History, max_draft_len: int) -> Draft:
+        sequence = history.sequence
         draft_len = min(max_draft_len, sequence.max_draft_len)
         if self.ranking == "leftmost" and draft_len:
             draft_len = max_draft_len
@@ -99,7 +75,7 @@ class NgramLookup:
             draft = self.pool.draft(sequence.tokens, draft_len)
         return Draft(cut_at_end_id(draft, sequence.request.end_ids), match_len=match_len)
 
-    def _found(self, history: _History, tokens: list[int], tail: str, draft_len: int) -> Draft | None:
+    def _found(self, history: History, tokens: list[int], tail: str, draft_len: int) -> Draft | None:
         """Continuation of the longest pattern that ends `tokens`, whose characters are `tail`; None if absent."""
         size, last = history.text.find_longest(tail, self.max_matching_ngram_size)
         if size < self.min_matching_ngram_size:
@@ -110,7 +86,7 @@ class NgramLookup:
         match_len = num_common_before(history.text.characters, end, tail, most)
         return Draft(cut_at_end_id(draft, history.sequence.request.end_ids), match_len=match_len)
 
-    def _choose(self, history: _History, pattern: str, last: int) -> int:
+    def _choose(self, history: History, pattern: str, last: int) -> int:
         """Choose an occurrence of the pattern by the ranking; this is the last one."""
         if self.ranking == "recent":
             return last

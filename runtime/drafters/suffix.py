@@ -1,11 +1,9 @@
 """Drafts by the longest match of any length, followed by what came after it most often (SuffixDecoding, 2411.04975)."""
 
-from dataclasses import dataclass, field
-
-from runtime.drafters.lookup import Text, as_characters, cut_at_end_id, most_frequent
+from runtime.drafters.lookup import History, TextLookup, as_characters, cut_at_end_id, most_frequent
 from runtime.drafters.pool import NgramPool
 from runtime.errors import UsageError
-from runtime.request import Draft, Sequence
+from runtime.request import Draft
 
 _LONGEST_MATCH = 31
 """Limit on the length of a match, which grows with the draft. SuffixDecoding's trees end at 64."""
@@ -13,15 +11,7 @@ _PUBLIC_MARGIN = 2
 """Tokens by which a public match must be longer than a private one to be followed."""
 
 
-@dataclass
-class _History:
-    """One request, and its tokens that were looked at."""
-
-    sequence: Sequence
-    text: Text = field(default_factory=Text)
-
-
-class SuffixLookup:
+class SuffixLookup(TextLookup):
     """Follows, token by token, the most frequent follower of the longest match (of equals the latest).
 
     Matches are looked for in the sequence itself, the draft so far included. With a `pool` its longest pattern
@@ -34,43 +24,21 @@ class SuffixLookup:
     def __init__(self, *, growth: float | None = None, pool: NgramPool | None = None) -> None:
         if growth is not None and not growth > 0:
             raise UsageError(f"growth is not above 0: {growth}", hint="tokens of a draft for each one of its match")
+        super().__init__(pool)
         self.growth = growth
-        self.pool = pool
         self._longest_match = _LONGEST_MATCH
-        self._histories: dict[int, _History] = {}
 
-    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-        return [self._look_up(sequence, max_draft_len) for sequence in sequences]
+    def _look_up(self, history: History, max_draft_len: int) -> Draft:
+        return self._look_up_after(history, [], min(max_draft_len, history.sequence.max_draft_len))
 
-    def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
-        """Continuation after these tokens, which follow an indexed sequence. They are not indexed."""
-        if (history := self._histories.get(sequence.request.id)) is None:
-            return Draft([])
-        new = sequence.tokens[history.text.num_tokens :]
-        return self._follow(history, [*new, *drafted], max_draft_len)
-
-    def forget(self, request_id: int) -> None:
-        history = self._histories.pop(request_id, None)
-        if history is not None and self.pool is not None:
-            self.pool.add(history.sequence)
-
-    def _look_up(self, sequence: Sequence, max_draft_len: int) -> Draft:
-        history = self._histories.get(sequence.request.id)
-        if history is None:
-            history = self._histories[sequence.request.id] = _History(sequence)
-        history.sequence = sequence
-        history.text.read(sequence)
-        return self._follow(history, [], min(max_draft_len, sequence.max_draft_len))
-
-    def _follow(self, history: _History, drafted: list[int], draft_len: int) -> Draft:
-        """Continuation after the text and these tokens, which are not part of it."""
+    def _look_up_after(self, history: History, new: list[int], draft_len: int) -> Draft:
         text, tokens, longest = history.text, history.sequence.tokens, self._longest_match
         num_read, draft, ends, n, match_len = text.num_tokens, list[int](), list[int](), 0, 0
         while len(draft) < draft_len:
             if not ends:
-                tail = text.characters + as_characters([*drafted, *draft])
+                tail = text.characters + as_characters([*new, *draft])
                 n, ends = text.find(tail, longest + len(draft))
-            public = self._find_public([*tokens[:num_read], *drafted, *draft], n) if self.pool else None
+            public = self._find_public([*tokens[:num_read], *new, *draft], n) if self.pool else None
             if public is None and not ends:
                 break
             if not draft:
