@@ -22,6 +22,16 @@ def config_flag(spec: type[DrafterSpec]) -> str:
     return as_flag(spec.description.flag)
 
 
+def example_of(spec: type[DrafterSpec]) -> str:
+    """The flag that chooses the drafter, with a value: `--ngram-config [10,2,[0]]`."""
+    return f"{config_flag(spec)} {spec.description.form.example}"
+
+
+def algorithm_flag(spec: type[DrafterSpec]) -> str:
+    """The flag that chooses the drafter in leader mode, with its value."""
+    return f"--spec-decode-algo {spec.description.algorithm}"
+
+
 def users_of(flag: str) -> list[type[DrafterSpec]]:
     """The drafters that have a setting with this flag, `ngram_pool`."""
     return [spec for spec in DRAFTERS.values() if any(one.flag == flag for one in spec.settings().values())]

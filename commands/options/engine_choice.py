@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from commands.options.drafter_flags import algorithm_flag, example_of
 from commands.options.leader_flags import LeaderOptions, Mode, ModelEngineOptions, ModelOptions
 from commands.options.shared import INPUT, KV_CACHE, TokenizerDir, option
 from commands.options.speculation_flags import SpeculationOptions
@@ -20,6 +21,7 @@ from runtime.cache import begin_digests, has_engine_of
 from runtime.chat import check_chat_template
 from runtime.compiler.early_export import StepOfModel, begin_export
 from runtime.drafters.spec import Devices
+from runtime.drafters.specs import NgramDrafter, SelfDrafter, SuffixDrafter
 from runtime.drafters.speculation import Speculation
 from runtime.errors import UsageError
 from runtime.heads.head_config import DraftOutputSettings, hidden_states_for
@@ -286,7 +288,7 @@ class EngineOptions:
         if leader.engines.self_draft is not None and not checked.speculation.needs_copy and not requests_draft:
             warn(
                 f"`--self-draft {leader.engines.self_draft}` makes a copy that no drafter drafts with; "
-                "`--spec-decode-algo SELF` does"
+                f"`{algorithm_flag(SelfDrafter)}` does"
             )
         return checked
 
@@ -297,10 +299,12 @@ def check_needed_drafter(speculation: Speculation, *, check_lossless: bool, has_
         return
     if speculation.draft_len_mode == "auto":
         raise UsageError(
-            "`--draft-len-mode auto` needs a drafter: there is none", hint="`--suffix-config [10,[0]]` is one"
+            "`--draft-len-mode auto` needs a drafter: there is none", hint=f"`{example_of(SuffixDrafter)}` is one"
         )
     if check_lossless:
         raise UsageError(
             "`--check-lossless` compares a drafter with none, and there is no drafter",
-            hint="`--spec-decode-algo SELF` drafts with the copy" if has_copy else "`--ngram-config [10,2,[0]]` is one",
+            hint=f"`{algorithm_flag(SelfDrafter)}` drafts with the copy"
+            if has_copy
+            else f"`{example_of(NgramDrafter)}` is one",
         )

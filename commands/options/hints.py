@@ -13,9 +13,11 @@ from typing import Any
 
 from typer import TyperException
 
+from commands.options.drafter_flags import as_flag, example_of, users_of
 from commands.options.expand import current_command
 from commands.options.spellings import normalize_name
 from runtime.bundle import DRAFT_VOCAB
+from runtime.drafters.specs import NgramDrafter
 from runtime.errors import SpecDecError
 
 _BUILD_AGAIN = "run `specdec build` again"
@@ -76,7 +78,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "no_self_draft": (
         "build it with `specdec build --self-draft int4`",
         "give the model itself, as `--model-dir`",
-        "draft otherwise: `--ngram-config [10,2,[0]]`",
+        f"draft otherwise: `{example_of(NgramDrafter)}`",
     ),
     "no_step_costs": f"{_BUILD_AGAIN}, with memory free for a K/V cache to measure them with",
     "no_tokenizer_for_ids": "`--draft-vocab FILE` lists them",
@@ -133,7 +135,7 @@ MESSAGES: dict[str, str] = {
     "end_id": "`--end-id` is outside the vocabulary of {size}: {end_id}",
     "foreign_word": "`{flag}` has a word that the tokenizer makes nothing of: {word!r}",
     "no_layer_that_drafts": "`{flag}` is of a trained head, or of a copy that drafts: {value}",
-    "ngram_sizes": "`--min-matching-ngram-size` exceeds the longest, {longest}: {shortest}",
+    "ngram_sizes": "`{flag}` exceeds the longest, {longest}: {shortest}",
     "size_of_no_vocab": "`--draft-vocab-size` is of a vocabulary of drafts: {size}",
     "state_interval": "`--state-checkpoint-interval` is for requests that reuse states, and {why}: {interval}",
     "top_k": "`--top-k` exceeds the vocabulary of {size}: {top_k}",
@@ -172,7 +174,12 @@ _FLAG = re.compile(r"`--([a-z-]+)")
 
 
 def _values(error: SpecDecError) -> dict[str, object]:
-    return error.values | {"flag": _FLAGS.get(str(error.values.get("name")), "")}
+    return error.values | {"flag": _flag_named(str(error.values.get("name")))}
+
+
+def _flag_named(name: str) -> str:
+    """Flag that sets this; "" if none does."""
+    return as_flag(name) if users_of(name) else _FLAGS.get(name, "")
 
 
 _FLAGS = {"stop": "--stop-words", "bad_words": "--bad-words"}

@@ -16,9 +16,11 @@ from commands.options.shared import LEADER, DraftOutputOptions, option
 from commands.options.speculation_flags import LeaderFlags, SpeculationOptions, algorithms
 from commands.output import warn
 from runtime.config import MAX_BATCH_SIZE, Activations, Compiler, Dtype
+from runtime.drafters.specs import DRAFTERS
 from runtime.errors import UsageError
 
 Mode = Literal["orchestrator", "leader"]
+_IN_AUTO = " and ".join(spec.description.title for spec in DRAFTERS.values() if spec.is_in_auto)
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class LeaderOptions:
         str | None,
         option(
             LEADER,
-            f"Drafter: {', '.join(algorithms())}; AUTO: suffix matching, and the models that are given.",
+            f"Drafter: {', '.join(algorithms())}; AUTO: {_IN_AUTO}, and the models that are given.",
             shown="no drafter",
             metavar="NAME",
         ),

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from runtime.drafters.spec import DrafterSpec
+from runtime.drafters.specs import DRAFTERS
 from runtime.errors import SpecDecError, UsageError
 from runtime.heads.head_config import DraftOutputSettings
 
@@ -14,20 +16,30 @@ KV_CACHE, RUNTIME, LEADER, SERVER = "KV cache", "Runtime", "Leader mode (V2)", "
 QUANTIZATION, CLUSTER = "Quantization", "Cluster"
 PANELS = (INPUT, SERVER, CLUSTER, RUNTIME, QUANTIZATION, SPECULATION, SAMPLING, KV_CACHE, LEADER, OUTPUT)
 
-COMMON = frozenset(
+_COMMON = frozenset(
     {
         "help_all", "prompt", "engine_dir", "hf_model_dir", "input_text", "input_file", "apply_chat_template", "system",
         "dataset",
         "max_output_len", "output_len", "test_engine", "test_hf", "batch_size", "max_ite", "stop_words",
-        "ngram_config", "draft_len_mode", "profile", "draft_target_model_config", "draft_engine_dir",
+        "draft_len_mode", "profile",
         "temperature", "top_k", "top_p", "random_seed",
-        "model_dir", "draft_model_dir", "streaming",
+        "model_dir", "streaming",
         "check_accuracy", "check_lossless", "stats", "show_tokens", "report",
         "json", "quiet",
         "host", "port", "api_key", "served_model_name", "max_queue_len",
         "output_file", "ray", "num_workers", "traces", "output",
     }
 )  # fmt: skip
+
+
+def _flags_that_choose(spec: type[DrafterSpec]) -> set[str]:
+    """The flags without which the drafter cannot be chosen, of either mode."""
+    models = spec.required().values()
+    flags = {spec.description.flag, *(one.flag for one in models), *(one.leader_flag for one in models)}
+    return {flag for flag in flags if flag is not None}
+
+
+COMMON = _COMMON.union(*(_flags_that_choose(spec) for spec in DRAFTERS.values() if spec.description.is_common))
 """Flags that `--help` shows for a command with many; `--help-all` shows all."""
 
 

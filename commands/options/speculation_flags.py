@@ -1,16 +1,23 @@
 """Drafting by flags of either mode: V1's lists, V2's algorithms, or a profile. All become one `Speculation`."""
 
-import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from commands.options.drafter_flags import DrafterFlags, as_flag, config_flag, leader_users, users_of
+from commands.options.drafter_flags import (
+    DrafterFlags,
+    algorithm_flag,
+    as_flag,
+    config_flag,
+    example_of,
+    leader_users,
+    users_of,
+)
 from commands.options.expand import given_flags
 from commands.options.shared import SPECULATION, option
-from runtime.drafters.spec import Devices, DrafterSpec, Setting, fields_of
-from runtime.drafters.specs import DRAFTERS, DraftLenMode
+from runtime.drafters.spec import Devices, DrafterSpec, Setting
+from runtime.drafters.specs import DRAFTERS, LOOKUPS, DraftLenMode
 from runtime.drafters.speculation import Speculation
 from runtime.drafters.trtllm import DRAFT_LEN
 from runtime.errors import UsageError
@@ -176,7 +183,7 @@ class _Flags:
         if not names:
             raise UsageError(
                 "`--drafters auto` chooses among the drafters that are given, and there is none",
-                hint="`--ngram-config [10,2,[0]] --suffix-config [10,[0]]` are two",
+                hint=f"`{' '.join(example_of(spec) for spec in LOOKUPS[:2])}` are two",
             )
         return [name for name in DRAFTERS if name in names]
 
@@ -191,7 +198,7 @@ class _Flags:
             name
             for name, spec in DRAFTERS.items()
             if any(
-                (value := self._own_value(one)) is not None and spec.reads(value) for one in _required(spec).values()
+                (value := self._own_value(one)) is not None and spec.reads(value) for one in spec.required().values()
             )
         ]
 
@@ -219,12 +226,12 @@ class _Flags:
                 hint=_form_hint(spec),
             )
         for name, setting in spec.settings().items():
-            value = self._model_of(spec, setting) if name in _required(spec) else self._own_value(setting)
+            value = self._model_of(spec, setting) if name in spec.required() else self._own_value(setting)
             if name not in values and value is None and self.leader and config is None:
                 value = self._leader_default(setting)
             if name not in values and value is not None:
                 values[name] = value
-        for name, setting in _required(spec).items():
+        for name, setting in spec.required().items():
             if name not in values:
                 raise self._missing(spec, setting, config)
         return spec(**values), devices
@@ -246,7 +253,7 @@ class _Flags:
                 "checkpoint",
             )
         return UsageError(
-            f"`--spec-decode-algo {described.algorithm}` needs a {described.title}",
+            f"`{algorithm_flag(spec)}` needs a {described.title}",
             hint=f"`{as_flag(setting.leader_flag or '')}` names one, or `{as_flag(setting.flag or '')}` its engine",
         )
 
@@ -261,13 +268,13 @@ class _Flags:
 
     def _unused(self, flag: str, value: Any, users: list[type[DrafterSpec]]) -> UsageError:
         described = users[0].description
-        if any(setting.flag == flag for setting in _required(users[0]).values()):
+        if any(setting.flag == flag for setting in users[0].required().values()):
             if self.leader is not None:
                 return _needs_algorithm(users[0], value)
             return UsageError(f"`{as_flag(flag)}` needs `{config_flag(users[0])}`: {value}", hint=_form_hint(users[0]))
         return UsageError(
             f"`{as_flag(flag)}` is for {' or '.join(user.description.title for user in users)}: {value}",
-            hint=f"`--spec-decode-algo {described.algorithm}`"
+            hint=f"`{algorithm_flag(users[0])}`"
             if self.leader is not None
             else f"`{config_flag(users[0])}` chooses it; its form is {described.form}",
         )
@@ -279,14 +286,14 @@ class _Flags:
             free = [spec for spec in users if spec.description.name in names and not self._list_says(spec, flag)]
             if free:
                 continue
-            if any(setting.leader_flag == flag for setting in _required(users[0]).values()):
+            if any(setting.leader_flag == flag for setting in users[0].required().values()):
                 raise _needs_algorithm(users[0], value)
-            algorithm = users[0].description.algorithm
-            verb = f"is for `--spec-decode-algo {algorithm}`" if len(users) == 1 else "needs `--spec-decode-algo`"
+            algorithm = algorithm_flag(users[0])
+            verb = f"is for `{algorithm}`" if len(users) == 1 else "needs `--spec-decode-algo`"
             is_one = "" if len(users) == 1 else " is one"
             raise UsageError(
                 f"`{as_flag(flag)}` {verb}: {value}",
-                hint=f"`--spec-decode-algo {algorithm}`{is_one}; `{config_flag(users[0])}` has its own numbers",
+                hint=f"`{algorithm}`{is_one}; `{config_flag(users[0])}` has its own numbers",
             )
 
     def _list_says(self, spec: type[DrafterSpec], flag: str) -> bool:
@@ -297,12 +304,6 @@ class _Flags:
         return any(name in said for name, setting in spec.settings().items() if setting.leader_flag == flag)
 
 
-def _required(spec: type[DrafterSpec]) -> dict[str, Setting]:
-    """Settings without a default that have a flag of their own: models."""
-    required = [one.name for one in fields_of(spec) if one.default is dataclasses.MISSING]
-    return {name: setting for name, setting in spec.settings().items() if name in required and setting.flag}
-
-
 def algorithms() -> dict[str, str]:
     """Names of drafters by those of leader mode."""
     return {spec.description.algorithm: name for name, spec in DRAFTERS.items() if spec.description.algorithm}
@@ -310,9 +311,7 @@ def algorithms() -> dict[str, str]:
 
 def _needs_algorithm(spec: type[DrafterSpec], value: Any) -> UsageError:
     described = spec.description
-    return UsageError(
-        f"a {described.title} needs `--spec-decode-algo {described.algorithm}`: {value}", hint="or leave the model out"
-    )
+    return UsageError(f"a {described.title} needs `{algorithm_flag(spec)}`: {value}", hint="or leave the model out")
 
 
 def _form_hint(spec: type[DrafterSpec]) -> str:

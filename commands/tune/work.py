@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any, Literal
 
@@ -21,12 +20,10 @@ from commands.tune.command import DEFAULT_LIVE_PROMPTS, DEFAULT_OUTPUT_LEN, Tune
 from runtime.bundle import read_bundle
 from runtime.config import Measure, Size
 from runtime.drafters.compatibility import check_corpora
-from runtime.drafters.spec import Devices, DrafterSpec
-from runtime.drafters.specs import DraftLenMode, DraftTargetDrafter
+from runtime.drafters.spec import Devices
+from runtime.drafters.specs import DraftLenMode
 from runtime.drafters.speculation import Speculation
-from runtime.errors import draft_engine_errors
 from runtime.llm import LLM
-from runtime.parallel.devices import check_device_ids
 from runtime.params import SamplingParams
 from runtime.request import Request
 from runtime.stats import RequestStats, sum_stats
@@ -433,7 +430,8 @@ def tune_engine(
 ) -> None:
     """Tune with an engine: predict, time the best, recommend."""
     bundle = choice.bundle or read_bundle(choice.engine_dir)
-    scope = replace(scope, named=scope.named.with_drafters(map(_with_own_devices, scope.named)))
+    named = scope.named.with_drafters(one.with_own_devices() for one in scope.named)  # for flags and a profile
+    scope = replace(scope, named=named)
     scope.longest_draft(bundle.config.build_config.max_draft_len)
     timing = Timing(options.batch_size or 1, options.num_live_prompts or DEFAULT_LIVE_PROMPTS)
     with open_engine(choice) as llm:
@@ -491,15 +489,6 @@ def _figures(confirmation: Confirmation, batch_size: int) -> Figures:
         recommended.measured.seconds,
         recommended.measured_speedup,
     )
-
-
-def _with_own_devices(drafter: DrafterSpec) -> DrafterSpec:
-    """Draft model with its default devices made explicit, for flags and a profile."""
-    if not isinstance(drafter, DraftTargetDrafter):
-        return drafter
-    with draft_engine_errors():
-        tp_size = read_bundle(Path(drafter.model)).config.mapping.tp_size
-        return replace(drafter, device_ids=check_device_ids(drafter.device_ids, tp_size))
 
 
 def _settings(inputs: TuneInputs, options: TuneOptions, device_ids: Devices) -> TuneSettings:

@@ -149,7 +149,7 @@ def _watch(session: Session) -> dict[str, _Watched]:
     while isinstance(chain, UnderGrammar | AdaptiveDrafter):
         chain = chain.drafter
     if isinstance(chain, FirstOf):
-        names = ["ngram", "corpus"]
+        names = [*session.speculation.drafters[0].parts]
         watched = [_Watched(drafter) for drafter in chain.drafters]
         chain.drafters[:] = watched
     elif isinstance(chain, BestOf):

@@ -136,8 +136,12 @@ class ListForm:
         return f"{self.names}, such as {' or '.join(self.examples)}"
 
     @property
+    def example(self) -> str:
+        return self.examples[0]
+
+    @property
     def help(self) -> str:
-        return f"{self.names}, such as {self.examples[0]}."
+        return f"{self.names}, such as {self.example}."
 
     def parse(self, text: str, flag: str) -> tuple[dict[str, Any], Devices]:
         """Values of fields, and the target's devices; UsageError says which part is wrong."""
@@ -215,6 +219,8 @@ class Description:
     """Text after the form in the flag's help."""
     is_tuned: bool = True
     """True if `tune` and profiles know it."""
+    is_common: bool = False
+    """True if `--help` shows its flags, and not only `--help-all`."""
     label: str | None = None
     """Name in tables, if it is not the title."""
 
@@ -284,6 +290,15 @@ class DrafterSpec:
         """The model that drafts, by name, or its engine's directory; None where there is none."""
         return None
 
+    def with_own_devices(self) -> "DrafterSpec":
+        """Copy with the default devices of its draft model made explicit."""
+        return self
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the lookups that it is made of, in the order in which they are asked."""
+        return (self.name,)
+
     def with_draft_model(self, engine_dir: Path) -> "DrafterSpec":
         """Copy with this engine as its draft model; for drafters that have one."""
         raise NotImplementedError
@@ -326,6 +341,12 @@ class DrafterSpec:
             metadata = [one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Setting)]
             found[name] = metadata[0] if metadata else Setting()
         return {field.name: found[field.name] for field in fields_of(cls)}
+
+    @classmethod
+    def required(cls) -> dict[str, Setting]:
+        """Settings without a default that have a flag of their own: models."""
+        missing = {one.name for one in fields_of(cls) if one.default is dataclasses.MISSING}
+        return {name: setting for name, setting in cls.settings().items() if name in missing and setting.flag}
 
     def record(self, device_ids: tuple[int, ...]) -> Any:
         """The settings in documents, with the target's devices."""

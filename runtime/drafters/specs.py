@@ -18,7 +18,7 @@ from runtime.drafters.trtllm import (
     MAX_LEN_FLAG,
     NGRAM_SIZE_FLAG,
 )
-from runtime.errors import UsageError
+from runtime.errors import UsageError, draft_engine_errors
 
 if TYPE_CHECKING:
     from runtime.costs import CostModel
@@ -119,6 +119,7 @@ class NgramDrafter(LookupDrafter):
             ("[10,2,[0]]", "10,2"),
         ),
         algorithm="NGRAM",
+        is_common=True,
     )
 
     max_draft_len: LookupLen = 10
@@ -151,6 +152,7 @@ class NgramDrafter(LookupDrafter):
                 f"{self.min_matching_ngram_size}",
                 hint="lower it, or look up longer n-grams (max_matching_ngram_size)",
                 code="ngram_sizes",
+                name="min_matching_ngram_size",
                 longest=self.max_matching_ngram_size,
                 shortest=self.min_matching_ngram_size,
             )
@@ -165,6 +167,10 @@ class NgramDrafter(LookupDrafter):
     @property
     def corpora(self) -> tuple[Path, ...]:
         return () if self.corpus is None else (Path(self.corpus),)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (self.name,) if self.corpus is None else (self.name, "corpus")
 
     @classmethod
     def grid(cls, max_draft_len: int) -> list[DrafterSpec]:
@@ -250,6 +256,7 @@ class DraftTargetDrafter(DrafterSpec):
         ),
         algorithm="DRAFT_TARGET",
         note=" use_logits chooses rejection sampling over comparing tokens.",
+        is_common=True,
     )
     is_model = True
 
@@ -273,6 +280,14 @@ class DraftTargetDrafter(DrafterSpec):
 
     def with_draft_model(self, engine_dir: Path) -> "DraftTargetDrafter":
         return replace(self, model=engine_dir)
+
+    def with_own_devices(self) -> "DraftTargetDrafter":
+        from runtime.bundle import read_bundle
+        from runtime.parallel.devices import check_device_ids
+
+        with draft_engine_errors():
+            tp_size = read_bundle(Path(self.model)).config.mapping.tp_size
+            return replace(self, device_ids=check_device_ids(self.device_ids, tp_size))
 
     @classmethod
     def reads(cls, model: str | Path) -> bool:

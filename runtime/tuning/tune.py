@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from runtime.costs import CostModel
 from runtime.drafters.compatibility import check_corpora
 from runtime.drafters.spec import DrafterSpec
-from runtime.drafters.specs import SelfDrafter
+from runtime.drafters.specs import DRAFTERS
 from runtime.drafters.speculation import NO_SPECULATION, Speculation
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.llm import LLM
@@ -184,7 +184,7 @@ def _try_models(
         owns = [] if is_replayable(scope.named) else [scope.named]
     else:
         has_copy = live.llm.engine.config.build_config.self_draft is not None
-        owns = [fixed(SelfDrafter(max_draft_len))] if has_copy else []
+        owns = [fixed(spec(max_draft_len)) for spec in DRAFTERS.values() if has_copy and spec.needs_copy]  # type: ignore[call-arg]
         owns += [fixed(scope.head).with_length(max_draft_len)] if scope.head else []
     tried: list[Measured] = []
     for own in owns:
