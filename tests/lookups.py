@@ -1,12 +1,17 @@
-"""Every kind of lookup, and what they are put together in, for tests that hold for all of them."""
+"""Every kind of lookup, and what they are put together in, for tests that hold for all of them.
+
+A lookup of which no variation is named here is there by its spec.
+"""
 
 from collections.abc import Callable
+from typing import Any
 
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import FirstOf
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter
+from runtime.drafters.specs import LOOKUPS
 from runtime.drafters.suffix import SuffixLookup
 
 MAKE_DRAFTER: dict[str, Callable[[], Drafter]] = {
@@ -26,3 +31,11 @@ MAKE_DRAFTER: dict[str, Callable[[], Drafter]] = {
     ),
     "chain": lambda: FirstOf([NgramLookup(4, min_matching_ngram_size=3), SuffixLookup(pool=NgramPool())]),
 }
+
+
+def by_spec(spec: Callable[..., Any]) -> Callable[[], Drafter]:
+    return lambda: spec().lookup(None)  # type: ignore[no-any-return]
+
+
+_NAMED = {type(make()) for make in MAKE_DRAFTER.values()}
+MAKE_DRAFTER |= {spec.description.name: make for spec in LOOKUPS if type((make := by_spec(spec))()) not in _NAMED}

@@ -18,12 +18,16 @@ from zlib import crc32
 import pytest
 from filelock import FileLock
 
+from runtime.drafters.specs import DRAFTERS
 from runtime.errors import SpecDecWarning
 
 DIRECTORY = Path(__file__).parent / "sentences"
 STALE = pytest.StashKey[list[str]]()
 _FAILED = pytest.StashKey[bool]()
+_ALGORITHMS = [spec.description.algorithm for spec in DRAFTERS.values() if spec.description.algorithm]
 _VARYING = (
+    (re.escape(", ".join(DRAFTERS)), "DRAFTERS"),
+    (re.escape(", ".join(_ALGORITHMS)), "ALGORITHMS"),
     (r"\b[0-9a-f]{12,64}\b", "HEX"),
     (r"\b[\d.,]+ ([kMGT]i?B)\b", r"N \1"),
     (r"[\d,]+ bytes, written with [\d,]+", "N bytes, written with N"),
@@ -39,7 +43,7 @@ _VARYING = (
     (r"\b\d(\.\d+)?e[+-]\d+\b", "FLOAT"),
     (r"line \d+ column \d+ \(char \d+\)", "line N column N (char N)"),
 )
-"""Parts that depend on the machine or the run."""
+"""Parts that depend on the machine or the run, or say all drafters."""
 _TORCH = find_spec("torch")
 assert _TORCH is not None and _TORCH.origin is not None
 # As it is installed, whatever a test sets. torch itself, which says +cpu where its package does not, takes two seconds.

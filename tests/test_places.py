@@ -116,8 +116,9 @@ print(json.dumps(found))
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the packages with the drafter in it."""
     copy = tmp_path_factory.mktemp("places")
-    for package in ("specdec_cli", "commands", "runtime"):
+    for package in ("specdec_cli", "commands", "runtime", "tests"):
         shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", copy)
     specs = copy / "runtime/drafters/specs.py"
     text = specs.read_text()
     before = "\n\n@dataclass(frozen=True)\nclass DraftTargetDrafter"
@@ -154,3 +155,16 @@ def test_a_drafter_is_one_spec_and_one_algorithm(tree: Path, llama_engine_dir: P
     assert found["report"] and found["help"] and found["serve"]
     assert "--echo-config '[10]'" in found["tune"]
     assert found["profile"] == {"name": "echo", "max_draft_len": 2, "loudness": 1, "pool": "private"}
+
+
+def test_its_tests_are_there_by_its_spec(tree: Path) -> None:
+    """No table of tests names it, and no sentence: those that hold for every drafter or lookup have it."""
+    files = ["tests/commands/test_cli_drafters.py", "tests/runtime/tuning/test_replay.py"]
+    chosen = "(greedy_output_is and echo and leader) or every_drafter or names_of_drafters"
+    command = [sys.executable, "-m", "pytest", "--slow", "-v", "--show-capture=no", "-p", "no:cacheprovider"]
+    command += ["-k", chosen, *files, "tests/commands/options"]
+    done = subprocess.run(command, cwd=tree, capture_output=True, encoding="utf-8")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    for file in files:
+        assert f"{file}::test_greedy_output_is_hugging_faces[echo-leader] PASSED" in done.stdout, done.stdout
+    assert "test_unknown_names_of_drafters_list_the_known" in done.stdout

@@ -10,6 +10,7 @@ from command_line import PROMPT, PROMPTS, Result, Specdec, assert_valid, each, i
 from tiny import hf_greedy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from commands.options.drafter_flags import algorithm_flag, example_of
 from commands.options.leader_flags import LeaderOptions
 from commands.options.speculation_flags import LeaderFlags, SpeculationOptions, speculation_from_flags
 from runtime.drafters.ngram import NgramLookup
@@ -129,6 +130,14 @@ FLAGS: dict[str, tuple[list[str], list[str], list[str]]] = {
         ["suffix", "custom", "ngram", "draft-target"],
     ),
 }  # fmt: skip
+_NAMED = {name for *_, drafters in FLAGS.values() for name in drafters}
+BY_SPEC = {
+    name: (example_of(spec).split(), algorithm_flag(spec).split(), [name])
+    for name, spec in DRAFTERS.items()
+    if name not in _NAMED and not spec.required()
+}
+"""Drafters of which nothing is said here, by the example and the algorithm that they describe themselves with."""
+FLAGS |= BY_SPEC
 
 
 @pytest.fixture(scope="session")
@@ -143,21 +152,31 @@ def corpus(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
     return path
 
 
+# Word among the flags -> the fixture that makes it, and which of its parts it is.
+PATHS = {
+    "CORPUS": ("corpus", None),
+    "DRAFT": ("draft_engine_dir", None),
+    "WITH_COPY": ("self_draft_engine_dir", None),
+    "WITH_HEAD": ("head_dirs", 0),
+    "HEAD": ("head_dirs", 1),
+    "BLOCK": ("block_dir", None),
+    "WITH_MTP": ("mtp_dirs", 0),
+    "MTP_DIR": ("mtp_dirs", 1),
+    "WITH_ASSISTANT": ("assistant_dirs", 0),
+    "ASSISTANT": ("assistant_dirs", 1),
+}
+
+
 @pytest.fixture
-def with_paths(
-    corpus: Path,
-    draft_engine_dir: Path,
-    self_draft_engine_dir: Path,
-    head_dirs: tuple[Path, Path],
-    block_dir: Path,
-    mtp_dirs: tuple[Path, Path],
-    assistant_dirs: tuple[Path, Path, PreTrainedModel],
-) -> Callable[[list[str]], list[str]]:
-    paths = {"CORPUS": str(corpus), "DRAFT": str(draft_engine_dir), "WITH_COPY": str(self_draft_engine_dir)}
-    paths |= {"WITH_HEAD": str(head_dirs[0]), "HEAD": str(head_dirs[1]), "BLOCK": str(block_dir)}
-    paths |= {"WITH_MTP": str(mtp_dirs[0]), "MTP_DIR": str(mtp_dirs[1])}
-    paths |= {"WITH_ASSISTANT": str(assistant_dirs[0]), "ASSISTANT": str(assistant_dirs[1])}
-    return lambda flags: [paths.get(flag, flag) for flag in flags]
+def with_paths(request: pytest.FixtureRequest) -> Callable[[list[str]], list[str]]:
+    """`with_paths(flags)`: with paths in the place of their names, of which only those are made."""
+
+    def path(word: str) -> str:
+        fixture, part = PATHS[word]
+        made = request.getfixturevalue(fixture)
+        return str(made if part is None else made[part])
+
+    return lambda flags: [path(flag) if flag in PATHS else flag for flag in flags]
 
 
 BY_DEFAULT = {
@@ -172,6 +191,7 @@ BY_DEFAULT = {
     "assistant": "orchestrator",
     "chain with self": "leader",
     "chain of all": "orchestrator",
+    **dict.fromkeys(BY_SPEC, "leader"),
 }
 """Each drafter in one of the modes, with flags of either kind in both."""
 
@@ -219,7 +239,7 @@ def test_the_walk_from_flags_to_the_drafter_is_short(
 )
 def test_greedy_output_is_hugging_faces(
     name: str, mode: str, run: Callable[..., Result], with_paths: Callable[[list[str]], list[str]],
-    llama: PreTrainedModel, assistant_dirs: tuple[Path, Path, PreTrainedModel], tokenizer: PreTrainedTokenizerFast,
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
     """Flags of the mode, or for every other drafter those of the other mode and `--mode`."""
     orchestrator, leader, drafters = FLAGS[name]
@@ -230,7 +250,7 @@ def test_greedy_output_is_hugging_faces(
     more = ["--max-output-len", NUM_TOKENS, "--end-id", 299, "--draft-len-mode", "fixed", "--check-lossless", "--json"]
     document = run(*each("--input-text", SEVEN), *flags, *more).document
     assert_valid("run", document)
-    model = assistant_dirs[2] if name == "assistant" else llama
+    model = request.getfixturevalue("assistant_dirs")[2] if name == "assistant" else llama
     expected = [hf_greedy(model, tokenizer(prompt)["input_ids"], NUM_TOKENS, 299) for prompt in SEVEN]
     assert ids_of(document) == expected
     assert document["checks"]["lossless"]["passed"]
