@@ -4,7 +4,7 @@
 content: a trie keyed by (parent node, tokens of the block). Keys are the tokens themselves, so there are no hash
 collisions, and node ids are never used twice, so a block whose parent was overwritten can't be found by mistake.
 
-Only computed tokens are ever published. A freed block keeps its content until it is needed for something else: being
+Only computed tokens are ever inserted. A freed block keeps its content until it is needed for something else: being
 free and being cached are the same list, oldest first.
 
 Of keys and values in 8 bits a token's key, and its value, has a scale in each head: its largest number over the largest
@@ -29,7 +29,7 @@ _ROOT = 0
 
 @dataclass(frozen=True)
 class _Node:
-    """A published block: where it hangs in the trie, and the tokens whose K/V it holds."""
+    """A cached block: where it hangs in the trie, and the tokens whose K/V it holds."""
 
     id: int
     parent: int
@@ -53,7 +53,7 @@ class BlockManager:
         self._reuse = reuse
         self._ref_counts = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, num_blocks))
-        self._nodes: dict[int, _Node] = {}  # block -> what it is published as
+        self._nodes: dict[int, _Node] = {}  # block -> its node
         self._children: dict[int, dict[tuple[int, ...], int]] = {}  # node -> tokens -> block
         self._next_node_id = _ROOT + 1
 
@@ -111,9 +111,9 @@ class BlockManager:
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """Publish the sequence's computed tokens and free its blocks; the last ones are forgotten first."""
+        """Insert the sequence's computed tokens and free its blocks; the last ones are evicted first."""
         if self._reuse:
-            self._publish(sequence)
+            self._insert(sequence)
         for block in reversed(sequence.block_table):
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
@@ -124,9 +124,9 @@ class BlockManager:
         sequence.num_computed = 0
 
     def clear(self) -> None:
-        """Forget the content of every free block."""
+        """Evict the content of every free block."""
         for block in self._free:
-            self._forget(block)
+            self._evict(block)
 
     def check_integrity(self) -> None:
         """Assert what must always hold; for tests and debugging."""
@@ -134,8 +134,8 @@ class BlockManager:
         for block in range(1, self.num_blocks):
             assert self._ref_counts[block] >= 0
             assert (block in self._free) == (self._ref_counts[block] == 0), f"block {block} is neither free nor held"
-        published = {block for children in self._children.values() for block in children.values()}
-        assert published == set(self._nodes), "the trie and the blocks disagree"
+        cached = {block for children in self._children.values() for block in children.values()}
+        assert cached == set(self._nodes), "the trie and the blocks disagree"
         for block, node in self._nodes.items():
             assert self._children[node.parent][node.tokens] == block
             assert 0 < len(node.tokens) <= self.block_size
@@ -175,14 +175,14 @@ class BlockManager:
         """
         unheld = self._ref_counts[source] == 0
         if unheld and (num_matched == len(self._nodes[source].tokens) or len(self._free) == 1):
-            self._forget(source)
+            self._evict(source)
             self._hold(source)
             return source
         if unheld:
             self._free.move_to_end(source)  # or the allocation could hand out what it is to be copied from
         return self._allocate()
 
-    def _publish(self, sequence: Sequence) -> None:
+    def _insert(self, sequence: Sequence) -> None:
         parent = _ROOT
         for i, block in enumerate(sequence.block_table):
             end = min((i + 1) * self.block_size, sequence.num_computed)
@@ -191,14 +191,14 @@ class BlockManager:
                 return
             existing = self._children.get(parent, {}).get(tokens)
             if existing is None:
-                self._forget(block)
+                self._evict(block)
                 self._nodes[block] = _Node(self._next_node_id, parent, tokens)
                 self._children.setdefault(parent, {})[tokens] = block
                 self._next_node_id += 1
                 existing = block
             parent = self._nodes[existing].id
 
-    def _forget(self, block: int) -> None:
+    def _evict(self, block: int) -> None:
         """Remove the block's content from the trie."""
         node = self._nodes.pop(block, None)
         if node is not None:
@@ -208,7 +208,7 @@ class BlockManager:
 
     def _allocate(self) -> int:
         block = next(iter(self._free))
-        self._forget(block)
+        self._evict(block)
         self._hold(block)
         return block
 

@@ -1,4 +1,4 @@
-"""Work of `doctor`: prompts that fit, symptoms, diagnoses, and an exit code; every finding with its remedy."""
+"""Work of `doctor`: prompts that fit, observations, diagnoses, and an exit code; every finding with its remedy."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -177,8 +177,8 @@ def diagnose(
             requests = _requests(llm, params, without_padding(prompts, inputs.input_file, llm.end_ids))
         with output.phases() as phase:
             pair = examine_draft_model(llm, speculation)
-            symptoms = measure(llm, speculation, _expected(choice.profile), pair, requests, phase)
-    judgements = judge(symptoms)
+            observed = measure(llm, speculation, _expected(choice.profile), pair, requests, phase)
+    judgements = judge(observed)
     show(judgements, output)
     output.document(doctor_document(replace(choice, speculation=speculation), options, len(requests), judgements))
     found = [(name, judgement) for name, judgement in judgements.items() if judgement and judgement.is_fault]

@@ -141,7 +141,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Symptoms:
+class Observations:
     """All of it; None where there was nothing to measure."""
 
     outputs: Outputs | None
@@ -176,12 +176,12 @@ class Judgement:
     message: str
 
 
-Diagnosis = Callable[[Symptoms], Judgement | None]
+Diagnosis = Callable[[Observations], Judgement | None]
 
 
-def drafter_never_used(symptoms: Symptoms) -> Judgement | None:
+def drafter_never_used(observed: Observations) -> Judgement | None:
     """The one that proposed least."""
-    drafting = symptoms.drafting
+    drafting = observed.drafting
     if drafting is None or len(drafting.steps) < MIN_STEPS:
         return None
     name = min(drafting.num_tokens_by_drafter, key=drafting.num_tokens_by_drafter.__getitem__)
@@ -192,8 +192,8 @@ def drafter_never_used(symptoms: Symptoms) -> Judgement | None:
     return Judgement(number, 1, number < 1, message)
 
 
-def acceptance_below_profile(symptoms: Symptoms) -> Judgement | None:
-    drafting = symptoms.drafting
+def acceptance_below_profile(observed: Observations) -> Judgement | None:
+    drafting = observed.drafting
     if drafting is None or drafting.expected is None or drafting.num_draft_tokens < MIN_DRAFT_TOKENS:
         return None
     rate, expected = drafting.num_accepted / drafting.num_draft_tokens, drafting.expected.draft_acceptance_rate
@@ -202,9 +202,9 @@ def acceptance_below_profile(symptoms: Symptoms) -> Judgement | None:
     return Judgement(rate, limit, rate < limit, message)
 
 
-def acceptance_falls_with_context(symptoms: Symptoms) -> Judgement | None:
+def acceptance_falls_with_context(observed: Observations) -> Judgement | None:
     """Share of drafts with a correct first token, whose fate depends on no other's, in either half of all contexts."""
-    drafting = symptoms.drafting
+    drafting = observed.drafting
     steps = sorted((s for s in drafting.steps if s.num_drafted), key=_context_len) if drafting else []
     if len(steps) < 2 * MIN_DRAFTS_PER_HALF:
         return None
@@ -234,12 +234,12 @@ def _share_begun(steps: list[DraftedStep]) -> float:
     return sum(step.num_accepted > 0 for step in steps) / len(steps)
 
 
-def drafts_longer_than_pays(symptoms: Symptoms) -> Judgement | None:
+def drafts_longer_than_pays(observed: Observations) -> Judgement | None:
     """Seconds of a token with the drafts as they were, over those with the drafts cut to the length that is best.
 
     By what steps take now, the fastest of many: a busy moment, then or when the engine was built, does not count.
     """
-    drafting = symptoms.drafting
+    drafting = observed.drafting
     if drafting is None or not drafting.costs or drafting.draft_len_mode == "auto":
         return None
     if drafting.num_draft_tokens < MIN_DRAFT_TOKENS:
@@ -273,8 +273,8 @@ def _seconds_of_a_token(drafting: Drafting, max_draft_len: int) -> float:
     return (step_s + times.host_time_s + draft_s) / num_tokens
 
 
-def draft_tokenizer_differs(symptoms: Symptoms) -> Judgement | None:
-    pair = symptoms.draft_model
+def draft_tokenizer_differs(observed: Observations) -> Judgement | None:
+    pair = observed.draft_model
     if pair is None or not pair.num_texts:
         return None
     number = pair.num_texts_tokenized_otherwise
@@ -282,8 +282,8 @@ def draft_tokenizer_differs(symptoms: Symptoms) -> Judgement | None:
     return Judgement(number, 0, number > 0, message)
 
 
-def draft_chat_template_differs(symptoms: Symptoms) -> Judgement | None:
-    pair = symptoms.draft_model
+def draft_chat_template_differs(observed: Observations) -> Judgement | None:
+    pair = observed.draft_model
     if pair is None or pair.chat_templates is None:
         return None
     draft, target = pair.chat_templates
@@ -292,8 +292,8 @@ def draft_chat_template_differs(symptoms: Symptoms) -> Judgement | None:
     return Judgement(number, 0, number > 0, message)
 
 
-def draft_rope_differs(symptoms: Symptoms) -> Judgement | None:
-    pair = symptoms.draft_model
+def draft_rope_differs(observed: Observations) -> Judgement | None:
+    pair = observed.draft_model
     if pair is None or pair.rope_differences is None:
         return None
     number = len(pair.rope_differences)
@@ -302,30 +302,30 @@ def draft_rope_differs(symptoms: Symptoms) -> Judgement | None:
     return Judgement(number, 0, number > 0, message)
 
 
-def draft_model_is_target(symptoms: Symptoms) -> Judgement | None:
-    pair = symptoms.draft_model
+def draft_model_is_target(observed: Observations) -> Judgement | None:
+    pair = observed.draft_model
     if pair is None:
         return None
     other = "the target's own" if pair.has_same_weights else "its own"
     return Judgement(int(pair.has_same_weights), 0, pair.has_same_weights, f"the draft model's weights are {other}")
 
 
-def steps_slower_than_built(symptoms: Symptoms) -> Judgement | None:
+def steps_slower_than_built(observed: Observations) -> Judgement | None:
     """The fastest of many, so that a neighbour that comes and goes does not count; the median over kinds of steps."""
-    if not symptoms.steps:
+    if not observed.steps:
         return None
-    ratio = median(step.seconds / step.cost.seconds for step in symptoms.steps)
-    one = min(symptoms.steps, key=lambda step: step.cost.seconds)
+    ratio = median(step.seconds / step.cost.seconds for step in observed.steps)
+    one = min(observed.steps, key=lambda step: step.cost.seconds)
     message = (
-        f"steps take {ratio:.2f} times as long as when the engine was built, by the median of {len(symptoms.steps)} "
+        f"steps take {ratio:.2f} times as long as when the engine was built, by the median of {len(observed.steps)} "
         f"sizes; one of {one.cost.num_tokens} tokens "
         f"{one.seconds * 1e3:.2f} ms, and {one.cost.seconds * 1e3:.2f} ms then"
     )
     return Judgement(ratio, 2.0, ratio > 2.0, message)
 
 
-def memory_slower_than_built(symptoms: Symptoms) -> Judgement | None:
-    machine = symptoms.machine
+def memory_slower_than_built(observed: Observations) -> Judgement | None:
+    machine = observed.machine
     if machine.when_built is None or not machine.when_built.memory_bytes_per_s:
         return None
     now, built = machine.now.memory_bytes_per_s, machine.when_built.memory_bytes_per_s
@@ -333,36 +333,36 @@ def memory_slower_than_built(symptoms: Symptoms) -> Judgement | None:
     return Judgement(now / built, 0.4, now / built < 0.4, message)
 
 
-def fewer_threads_than_built(symptoms: Symptoms) -> Judgement | None:
-    machine = symptoms.machine
+def fewer_threads_than_built(observed: Observations) -> Judgement | None:
+    machine = observed.machine
     if machine.when_built is None:
         return None
     now, built = machine.now.num_threads, machine.when_built.num_threads
     return Judgement(now, built, now < built, f"threads: {now}, and {built} when the engine was built")
 
 
-def more_threads_than_cores(symptoms: Symptoms) -> Judgement | None:
-    machine = symptoms.machine
+def more_threads_than_cores(observed: Observations) -> Judgement | None:
+    machine = observed.machine
     number, limit = machine.now.num_threads, math.ceil(machine.num_cores)
     message = f"threads: {number}, on cores that this process may use: {machine.num_cores:g}"
     return Judgement(number, limit, number > limit, message)
 
 
-def busy_machine(symptoms: Symptoms) -> Judgement | None:
-    share = symptoms.machine.cpu_share
+def busy_machine(observed: Observations) -> Judgement | None:
+    share = observed.machine.cpu_share
     message = f"a thread that computes has a core for {share:.0%} of the time"
     return Judgement(share, 0.4, share < 0.4, message)
 
 
-def several_numa_nodes(symptoms: Symptoms) -> Judgement | None:
-    machine = symptoms.machine
+def several_numa_nodes(observed: Observations) -> Judgement | None:
+    machine = observed.machine
     number = machine.num_numa_nodes
     is_fault = number > 1 and machine.now.num_threads > 1 and machine.memory_bytes >= LARGE_MEMORY
     return Judgement(number, 1, is_fault, f"the cores that this process may use are on NUMA nodes: {number}")
 
 
-def no_huge_pages(symptoms: Symptoms) -> Judgement | None:
-    machine = symptoms.machine
+def no_huge_pages(observed: Observations) -> Judgement | None:
+    machine = observed.machine
     if machine.huge_pages is None:
         return None
     is_fault = machine.huge_pages == "never" and machine.memory_bytes >= LARGE_MEMORY
@@ -370,8 +370,8 @@ def no_huge_pages(symptoms: Symptoms) -> Judgement | None:
     return Judgement(machine.memory_bytes, LARGE_MEMORY, is_fault, message)
 
 
-def cache_preempts(symptoms: Symptoms) -> Judgement | None:
-    cache = symptoms.cache
+def cache_preempts(observed: Observations) -> Judgement | None:
+    cache = observed.cache
     number = cache.num_preemptions
     message = (
         f"sequences that gave their K/V back for want of room: {number} times in {cache.num_iterations:,} steps, in a "
@@ -380,8 +380,8 @@ def cache_preempts(symptoms: Symptoms) -> Judgement | None:
     return Judgement(number, 0, number > 0, message)
 
 
-def reuse_never_hits(symptoms: Symptoms) -> Judgement | None:
-    cache = symptoms.cache
+def reuse_never_hits(observed: Observations) -> Judgement | None:
+    cache = observed.cache
     if not cache.num_findable:
         return None
     number = cache.num_found
@@ -389,24 +389,24 @@ def reuse_never_hits(symptoms: Symptoms) -> Judgement | None:
     return Judgement(number, 1, number < 1, message)
 
 
-def state_slots_full(symptoms: Symptoms) -> Judgement | None:
+def state_slots_full(observed: Observations) -> Judgement | None:
     """Evicted states count if prompts missed some: nobody looked for the others."""
-    if symptoms.states is None:
+    if observed.states is None:
         return None
-    stats = symptoms.states.stats
+    stats = observed.states.stats
     number = stats.num_waits + (stats.num_evictions if stats.num_misses else 0)
     message = (
-        f"requests that waited for one of {symptoms.states.num_slots} slots of states, and kept states evicted from "
+        f"requests that waited for one of {observed.states.num_slots} slots of states, and kept states evicted from "
         f"them: {stats.num_waits} and {stats.num_evictions}"
     )
     return Judgement(number, 0, number > 0, message)
 
 
-def state_hits_missed(symptoms: Symptoms) -> Judgement | None:
-    if symptoms.states is None:
+def state_hits_missed(observed: Observations) -> Judgement | None:
+    if observed.states is None:
         return None
-    num_misses = symptoms.states.stats.num_misses
-    num_prompts = symptoms.states.stats.num_hits + num_misses
+    num_misses = observed.states.stats.num_misses
+    num_prompts = observed.states.stats.num_hits + num_misses
     if not num_prompts:
         return None
     share = num_misses / num_prompts
@@ -417,18 +417,18 @@ def state_hits_missed(symptoms: Symptoms) -> Judgement | None:
     return Judgement(share, MAX_MISSES, num_misses >= MIN_MISSES and share > MAX_MISSES, message)
 
 
-def speculation_changes_output(symptoms: Symptoms) -> Judgement | None:
+def speculation_changes_output(observed: Observations) -> Judgement | None:
     """Compare outputs with and without the drafter, if the engine repeats itself."""
-    outputs = symptoms.outputs
-    if outputs is None or symptoms.drafting is None or outputs.num_unrepeatable:
+    outputs = observed.outputs
+    if outputs is None or observed.drafting is None or outputs.num_unrepeatable:
         return None
     number = outputs.num_changed
     message = f"outputs that are others with the drafter than without: {number} of {outputs.num_requests}"
     return Judgement(number, 0, number > 0, message)
 
 
-def output_not_repeatable(symptoms: Symptoms) -> Judgement | None:
-    outputs = symptoms.outputs
+def output_not_repeatable(observed: Observations) -> Judgement | None:
+    outputs = observed.outputs
     if outputs is None:
         return None
     number = outputs.num_unrepeatable
@@ -436,8 +436,8 @@ def output_not_repeatable(symptoms: Symptoms) -> Judgement | None:
     return Judgement(number, 0, number > 0, message)
 
 
-def denormal_weights(symptoms: Symptoms) -> Judgement | None:
-    weights = symptoms.weights
+def denormal_weights(observed: Observations) -> Judgement | None:
+    weights = observed.weights
     if not weights.num_sampled:
         return None
     share = weights.num_denormal / weights.num_sampled
@@ -471,6 +471,6 @@ DIAGNOSES: tuple[Diagnosis, ...] = (
 )
 
 
-def judge(symptoms: Symptoms) -> dict[str, Judgement | None]:
+def judge(observed: Observations) -> dict[str, Judgement | None]:
     """Every diagnosis by its name."""
-    return {diagnosis.__name__: diagnosis(symptoms) for diagnosis in DIAGNOSES}
+    return {diagnosis.__name__: diagnosis(observed) for diagnosis in DIAGNOSES}

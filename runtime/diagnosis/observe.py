@@ -1,4 +1,4 @@
-"""Measure the symptoms: the prompts without the drafter, with it and without again, steps, weights, the machine, and
+"""Observe an engine: the prompts without the drafter, with it and without again, steps, weights, the machine, and
 differences between a draft model and its target that harm drafts but pass all checks.
 """
 
@@ -25,10 +25,10 @@ from runtime.diagnosis.diagnose import (
     DraftModelPair,
     ExpectedAcceptance,
     Machine,
+    Observations,
     Outputs,
     StateUse,
     StepTime,
-    Symptoms,
     Weights,
 )
 from runtime.drafters.adaptive import AdaptiveDrafter
@@ -69,8 +69,8 @@ def measure(
     draft_model: DraftModelPair | None,
     requests: Seq[Request],
     phase: Phase,
-) -> Symptoms:
-    """All symptoms of an engine at its prompts. `draft_model` is `examine_draft_model`'s."""
+) -> Observations:
+    """Observations of an engine at its prompts. `draft_model` is `examine_draft_model`'s."""
     can_draft = bool(speculation) and (draft_model is None or draft_model.can_draft)
     with ExitStack() as stack:
         session = llm.open_session(speculation if can_draft else NO_SPECULATION, stack)
@@ -111,7 +111,7 @@ def measure(
     weights = llm.bundle.directory / "rank0.safetensors"
     memory_bytes = weights.stat().st_size + llm.engine.num_cache_bytes
     machine = examine_machine(llm.engine.config.machine, memory_bytes)
-    return Symptoms(outputs, drafting, draft_model, cache, states, steps, machine, _look_at_weights(weights))
+    return Observations(outputs, drafting, draft_model, cache, states, steps, machine, _look_at_weights(weights))
 
 
 def examine_draft_model(llm: LLM, speculation: Speculation) -> DraftModelPair | None:

@@ -543,7 +543,7 @@ class CustomDrafter(DrafterSpec):
 
 
 @dataclass(frozen=True, eq=False)
-class OwnDrafter(DrafterSpec):
+class InlineDrafter(DrafterSpec):
     """A drafter that exists already: an object with `propose` and `forget`, or a function of tokens and a length."""
 
     drafter: "Drafter | DraftFunction"
@@ -596,4 +596,4 @@ def as_spec(drafter: "DrafterSpec | Drafter | DraftFunction") -> DrafterSpec:
         raise UsageError(
             f"this is no drafter: {drafter!r}", hint="a drafter has `propose` and `forget`, or is a function of tokens"
         )
-    return OwnDrafter(drafter)
+    return InlineDrafter(drafter)

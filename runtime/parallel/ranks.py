@@ -1,6 +1,7 @@
 """Rank 0 of an engine that is split: its step, which the other ranks' processes compute with it.
 
-They get the tensors of a batch, and do with their K/V what this one does. Drafts, samples and books are rank 0's alone.
+They get the tensors of a batch, and do with their K/V what this one does. Drafting, sampling and accounting are rank
+0's alone.
 """
 
 import dataclasses

@@ -1,5 +1,5 @@
 """Weights in nf4 and fp4 of bitsandbytes: read as the numbers that they mean. A code stands for one of 16 numbers with
-a fraction, which the kernels' books do not hold.
+a fraction, which the kernels' codebooks do not hold.
 
     number[i] = quant_map[code[i]] x absmax[i // blocksize]    in float32, then in the dtype that the file names
 

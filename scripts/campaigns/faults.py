@@ -32,7 +32,7 @@ _BY_FUNCTION = {
     "kv_cache:BlockManager._allocate": "drop 0",
     "kv_cache:BlockManager._match_prefix": "without 0",
     "kv_cache:BlockManager._hold": "without 0",
-    "kv_cache:BlockManager._publish": "drop 3, without 0, without 1, without 10, one-more 3",
+    "kv_cache:BlockManager._insert": "drop 3, without 0, without 1, without 10, one-more 3",
     "kv_cache:BlockManager._reuse_partial_block": "without 0, drop 0",
     "kv_cache:BlockManager.admit": "without 6",
     "kv_cache:BlockManager.extend": "one-more 2",

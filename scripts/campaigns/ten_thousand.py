@@ -119,7 +119,7 @@ def main() -> int:
             start = time.monotonic()
             counts, wrong = run(make_engine(pool), make_drafter(name), options.requests)
             print(f"cache of {pool} longest requests, drafter {name}, {time.monotonic() - start:.0f} s: {dict(counts)}")
-            print("\n".join(wrong[:10]) or "all as one by one; books balance; memory flat", flush=True)
+            print("\n".join(wrong[:10]) or "all as one by one; blocks are accounted for; memory flat", flush=True)
             any_wrong |= bool(wrong)
     return 1 if any_wrong else 0
 

@@ -13,7 +13,7 @@ QUICKLY_FOUND = (
     "engine:Engine._forward drop 2",
     "engine:Engine.step one-more 1",
     "kv_cache:BlockManager._allocate drop 0",
-    "kv_cache:BlockManager._publish without 0",
+    "kv_cache:BlockManager._insert without 0",
     "states:StateManager.admit without 4",
     "states:StateManager.keep without 2",
     "states:copy_slot exchange 0",

@@ -289,7 +289,7 @@ def test_block_that_was_copied_stays_findable() -> None:
     assert num_found(pool, [1, 2, 3, 5]) == 3
 
 
-def test_rejected_tokens_are_not_published() -> None:
+def test_rejected_tokens_are_not_inserted() -> None:
     pool = SimulatedPool(BlockManager(9, 4, reuse=True))
     sequence = start([1, 2, 3])
     assert pool.admit(sequence, 8)

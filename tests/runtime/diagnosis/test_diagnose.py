@@ -15,10 +15,10 @@ from runtime.diagnosis.diagnose import (
     DraftModelPair,
     ExpectedAcceptance,
     Machine,
+    Observations,
     Outputs,
     StateUse,
     StepTime,
-    Symptoms,
     Weights,
     judge,
 )
@@ -48,7 +48,7 @@ def drafting(steps: list[DraftedStep], draft_time_s: float = 0.0) -> Drafting:
 
 
 GOOD = drafting([DraftedStep(100 + i, 4, 3) for i in range(60)])
-HEALTHY = Symptoms(
+HEALTHY = Observations(
     outputs=Outputs(4, 0, 0),
     drafting=GOOD,
     draft_model=PAIR,
@@ -60,8 +60,8 @@ HEALTHY = Symptoms(
 )
 
 
-def found(symptoms: Symptoms) -> set[str]:
-    return {name for name, judgement in judge(symptoms).items() if judgement is not None and judgement.is_fault}
+def found(observed: Observations) -> set[str]:
+    return {name for name, judgement in judge(observed).items() if judgement is not None and judgement.is_fault}
 
 
 def test_nothing_is_found_where_nothing_is_wrong() -> None:
@@ -147,7 +147,7 @@ def falling(early: int, late: int, drafts: int = 40) -> Drafting:
 
 
 @pytest.mark.parametrize(
-    ("symptom", "is_found"),
+    ("drafting", "is_found"),
     [
         (falling(36, 4), True),
         (falling(36, 20), False),  # more than half of what it was
@@ -156,8 +156,8 @@ def falling(early: int, late: int, drafts: int = 40) -> Drafting:
         (falling(20, 20), False),
     ],
 )
-def test_acceptance_that_falls_is_more_than_noise(symptom: Drafting, is_found: bool) -> None:
-    judgement = diagnose.acceptance_falls_with_context(replace(HEALTHY, drafting=symptom))
+def test_acceptance_that_falls_is_more_than_noise(drafting: Drafting, is_found: bool) -> None:
+    judgement = diagnose.acceptance_falls_with_context(replace(HEALTHY, drafting=drafting))
     assert judgement is not None and judgement.is_fault == is_found
 
 
