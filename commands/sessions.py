@@ -5,13 +5,13 @@ from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from commands.documents.settings import Setup
 from commands.options.engine_choice import EngineChoice
 from commands.options.leader_flags import ModelEngineOptions
 from commands.output import Output
 from runtime.bundle import read_bundle
+from runtime.config import IntFormat
 from runtime.drafters.spec import DrafterSpec
 from runtime.engine import DEFAULT_MAX_NUM_TOKENS
 from runtime.engine_cache import EngineSettings, engine_of_model
@@ -55,7 +55,7 @@ def engine_settings(
     built_for: ModelEngineOptions,
     max_draft_len: int,
     hidden_states: tuple[int, ...],
-    self_draft: Literal["int8", "int4"] | None = None,
+    self_draft: IntFormat | None = None,
 ) -> EngineSettings:
     """Settings of a model's engine, as flags have them."""
     return EngineSettings(
@@ -79,7 +79,7 @@ def engines_made(choice: EngineChoice, output: Output) -> Iterator[EngineChoice]
         def engine_of(
             name: str,
             max_draft_len: int,
-            self_draft: Literal["int8", "int4"] | None = None,
+            self_draft: IntFormat | None = None,
             hidden_states: tuple[int, ...] = (),
         ) -> Path:
             settings = engine_settings(built_for, max_draft_len, hidden_states, self_draft)

@@ -61,7 +61,8 @@ Arithmetic = Literal["float32", "avx512_bf16", "amx_bf16"]
 """Matmul kernel (ISA path) for 16-bit numbers; results differ in the last bits."""
 ARITHMETICS: tuple[Arithmetic, ...] = typing.get_args(Arithmetic)  # in the order of the kernels' numbers
 SpeculativeDecodingMode = Literal["none", "draft_tokens_external"]
-QuantFormat = Literal["int8", "int4", "fp8"]
+IntFormat = Literal["int8", "int4"]
+QuantFormat = Literal[IntFormat, "fp8"]
 QuantAlgo = Literal[
     "W8A16", "W4A16", "W4A16_AWQ", "W4A16_GPTQ", "W8A16_GPTQ", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_BLOCK_SCALES",
     "W4A16_MXFP4", "NVFP4", "MIXED_PRECISION",
@@ -199,7 +200,7 @@ class Shapes:
 class SelfDraft:
     """Quantization of the linear weights of a self-draft copy."""
 
-    qformat: Literal["int8", "int4"]
+    qformat: IntFormat
     group_size: Size | None = 64
     """Inputs that share a scale; None: all of an output's."""
 
@@ -209,7 +210,7 @@ class DraftOutput:
     """Output layer of a trained head and of a self-draft copy: of fewer ids, or in fewer bits. Nothing is verified by
     it."""
 
-    qformat: Literal["int8", "int4"] | None = None
+    qformat: IntFormat | None = None
     """None: as the model has it."""
     vocab_size: Size | None = None
     """Ids that are drafted; None: all."""

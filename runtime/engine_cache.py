@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Literal
 
 import torch
 
@@ -39,7 +38,7 @@ from runtime.compiler.choosing import as_can_be_made, compiler_for
 from runtime.compiler.early_export import LONGEST_END_S, StepOfModel
 from runtime.compiler.kernel_library import check_kernels_can_be_made, has_compiler, no_compiler, processor
 from runtime.compiler.load import current_environment, take_step
-from runtime.config import Activations, BuildConfig, Compiler, DraftOutput, Dtype, QuantConfig, SelfDraft
+from runtime.config import Activations, BuildConfig, Compiler, DraftOutput, Dtype, IntFormat, QuantConfig, SelfDraft
 from runtime.costs import MeasuredCosts, keep_costs
 from runtime.engine import resolve_device
 from runtime.errors import SpecDecError, SpecDecWarning, errors_about
@@ -65,7 +64,7 @@ class EngineSettings:
     max_seq_len: int | None = None
     max_draft_len: int = 10
     """0: takes no drafts (a draft model's engine)."""
-    self_draft: Literal["int8", "int4"] | None = None
+    self_draft: IntFormat | None = None
     """Quantization of the self-draft copy; None: there is none."""
     tp_size: int = 1
     hidden_states: tuple[int, ...] = ()

@@ -19,7 +19,7 @@ import torch
 
 from runtime.bundle import Bundle, is_engine_dir, read_bundle
 from runtime.chat import ChatTemplate, Message
-from runtime.config import Activations, Compiler, Count, Dtype, Size, check_arguments
+from runtime.config import Activations, Compiler, Count, Dtype, IntFormat, Size, check_arguments
 from runtime.costs import CostModel
 from runtime.drafters.compatibility import TargetIdentity, check_corpora, check_draft_engine
 from runtime.drafters.factory import Opening, open_drafter
@@ -69,11 +69,11 @@ class EngineOptions(TypedDict, total=False):
     max_batch_size: Size
     max_seq_len: Size | None
     max_draft_len: Count
-    self_draft: Literal["int8", "int4"] | None
+    self_draft: IntFormat | None
     head: str | Path | None
     draft_vocab: str | Path | None
     draft_vocab_size: Size | None
-    draft_output_layer: Literal["int8", "int4"] | None
+    draft_output_layer: IntFormat | None
     activations: Activations | None
     compiler: Compiler | None
     tensor_parallel_size: Size

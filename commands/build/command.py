@@ -19,6 +19,7 @@ from runtime.config import (
     Compiler,
     DraftOutput,
     EngineConfig,
+    IntFormat,
     SelfDraft,
     SpeculativeDecodingMode,
 )
@@ -59,7 +60,7 @@ class BuildOptions:
     ] = None
     max_draft_len: Annotated[int, option(SPECULATION, "Tokens in a draft; 0 for none.", min=0, max=MAX_DRAFT_LEN)] = 0
     self_draft: Annotated[
-        Literal["none", "int8", "int4"],
+        Literal["none", IntFormat],
         option(
             SPECULATION,
             "Add a copy of the linear weights, quantized to int8 or int4, to the engine, for self-drafting.",

@@ -10,7 +10,7 @@ import typer
 from commands.options.expand import expand_groups
 from commands.options.shared import INPUT, KV_CACHE, OUTPUT, QUANTIZATION, RUNTIME, Force, option
 from commands.output import Output, check_new_directory, megabytes
-from runtime.config import KVCacheQuantAlgo, QuantConfig, QuantFormat
+from runtime.config import IntFormat, KVCacheQuantAlgo, QuantConfig, QuantFormat
 from runtime.errors import UsageError
 from runtime.files import check_output_directory, check_output_is_not_input, directory_bytes
 from runtime.models import read_model_config, resolve_model
@@ -48,7 +48,7 @@ class ConvertOptions:
         bool, option(QUANTIZATION, "TensorRT-LLM's `--qformat` with `--weight-only-precision`.", "--use-weight-only")
     ] = False
     weight_only_precision: Annotated[
-        Literal["int8", "int4"] | None, option(QUANTIZATION, "Format for `--use-weight-only`.", shown="int8")
+        IntFormat | None, option(QUANTIZATION, "Format for `--use-weight-only`.", shown="int8")
     ] = None
     kv_cache_dtype: Annotated[
         Literal["auto", "int8", "fp8"], option(KV_CACHE, "Dtype of keys and values; `auto` is the weights'.")

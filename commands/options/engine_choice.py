@@ -7,7 +7,7 @@ with choice.open(output) as setup: ...
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +20,7 @@ from runtime.bundle import Bundle, read_bundle
 from runtime.cache import begin_digests, has_engine_of
 from runtime.chat import check_chat_template
 from runtime.compiler.early_export import StepOfModel, begin_export
+from runtime.config import IntFormat
 from runtime.drafters.spec import Devices
 from runtime.drafters.specs import NgramDrafter, SelfDrafter, SuffixDrafter
 from runtime.drafters.speculation import Speculation
@@ -151,7 +152,7 @@ class EngineChoice:
         return max(self.speculation.max_draft_len or 0, MIN_DRAFT_LEN)
 
     @property
-    def self_draft(self) -> Literal["int8", "int4"] | None:
+    def self_draft(self) -> IntFormat | None:
         """Quantization of the model's copy that drafts; None where there is none."""
         return self.built_for.self_draft or ("int4" if self.speculation.needs_copy else None)
 

@@ -15,7 +15,7 @@ from commands.options.expand import given_flags
 from commands.options.shared import LEADER, DraftOutputOptions, option
 from commands.options.speculation_flags import LeaderFlags, SpeculationOptions, algorithms
 from commands.output import warn
-from runtime.config import MAX_BATCH_SIZE, Activations, Compiler, Dtype
+from runtime.config import MAX_BATCH_SIZE, Activations, Compiler, Dtype, IntFormat
 from runtime.drafters.specs import DRAFTERS
 from runtime.errors import UsageError
 
@@ -56,7 +56,7 @@ class ModelEngineOptions:
         ),
     ] = None
     self_draft: Annotated[
-        Literal["int8", "int4"] | None,
+        IntFormat | None,
         option(
             LEADER,
             "Quantization of the self-draft copy in `--model-dir`'s engine: int8 or int4.",

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from runtime.config import IntFormat
 from runtime.drafters.spec import DrafterSpec
 from runtime.drafters.specs import DRAFTERS
 from runtime.errors import SpecDecError, UsageError
@@ -123,7 +124,7 @@ class DraftOutputOptions:
         ),
     ] = None
     draft_output_layer: Annotated[
-        Literal["none", "int8", "int4"] | None,
+        Literal["none", IntFormat] | None,
         option(SPECULATION, "Quantize the output layer that drafts: int8, int4 or none.", shown="none", metavar="NAME"),
     ] = None
 

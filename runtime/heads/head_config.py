@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from runtime.config import IntFormat
 from runtime.errors import SpecDecError, UsageError
 from runtime.files import read_json
 from runtime.models import read_model_config, resolve_head, resolve_model, shipped_head
@@ -146,7 +147,7 @@ class DraftOutputSettings:
     """Ids that are drafted: `auto`, or a file of ids, traces or a corpus."""
     vocab_size: int | None = None
     """Number of them."""
-    qformat: Literal["int8", "int4"] | None = None
+    qformat: IntFormat | None = None
 
     def check(self, heads: "Seq[HeadConfig]", *, has_copy: bool) -> None:
         """UsageError where nothing drafts by such a layer; SpecDecError for a file that cannot be read."""

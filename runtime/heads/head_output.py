@@ -4,7 +4,6 @@ It is of the weights that the head had then, and no other head is given it.
 """
 
 from pathlib import Path
-from typing import Literal
 
 from safetensors import SafetensorError
 from torch import Tensor
@@ -13,7 +12,7 @@ from runtime.bundle import HEAD_OUTPUT, TARGET_OUTPUT
 from runtime.cache import digest, file_digest
 from runtime.compiler.quantized_copy import quantized
 from runtime.compiler.weights import read_weights, save_weights
-from runtime.config import SelfDraft
+from runtime.config import IntFormat, SelfDraft
 from runtime.errors import SpecDecError
 from runtime.heads.head_config import HeadConfig
 from runtime.heads.head_model import output_tensor
@@ -21,7 +20,7 @@ from runtime.quantization.weight import QuantizedWeight, take_quantized
 from runtime.source import SourceTensor, load_tensors
 
 
-def write_output(config: HeadConfig, qformat: Literal["int8", "int4"], ids: Tensor | None, engine_dir: Path) -> None:
+def write_output(config: HeadConfig, qformat: IntFormat, ids: Tensor | None, engine_dir: Path) -> None:
     """Quantize the head's output layer, (n,) `ids` of it where these are given, into an engine's directory."""
     entry = output_tensor(config)
     (weight,) = load_tensors([entry])

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.config import LayersActivations, QuantAlgo, QuantConfig, Quantization
+from runtime.config import LayersActivations, QuantAlgo, QuantConfig, QuantFormat, Quantization
 from runtime.errors import SpecDecError
 from runtime.quantization.quantize import group_size_for, quantize_weight
-from runtime.quantization.weight import ACTIVATIONS, Kind, QuantizedWeight
+from runtime.quantization.weight import ACTIVATIONS, QuantizedWeight
 from runtime.source import SourceTensor, load_tensors
 from runtime.tensor_writer import Piece, forms_of
 
@@ -333,7 +333,7 @@ def _check_activations(precision: QuantConfig, kinds: Collection[str | None]) ->
         )
 
 
-def _default_activations(layers: Collection[Kind], head: Kind | None = None) -> LayersActivations:
+def _default_activations(layers: Collection[QuantFormat], head: QuantFormat | None = None) -> LayersActivations:
     """One format for all layers, unless that of an output layer of 8 bits would slow down all those of 4 before it."""
     if head == "int8" and "int4" in layers and "int8" not in layers:
         return "mixed"

@@ -11,16 +11,14 @@ dtype that is asked for.
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from runtime.config import Activations
+from runtime.config import Activations, QuantFormat
 from runtime.errors import SpecDecError
 
-Kind = Literal["int8", "int4", "fp8"]
-ACTIVATIONS: dict[Kind, Activations] = {"int8": "int16", "int4": "int8", "fp8": "float"}
+ACTIVATIONS: dict[QuantFormat, Activations] = {"int8": "int16", "int4": "int8", "fp8": "float"}
 """Defaults: integers are faster; quantizing to 8 bits changes little beside weights of 4 bits, much beside 8."""
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _PREFIX = "weight_"
@@ -50,7 +48,7 @@ class QuantizedWeight:
     """(16,) int8: the numbers that values of 4 bits stand for; then there are no zeros and no offsets."""
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> QuantFormat:
         return _VALUES[self.values.dtype]  # type: ignore[return-value]
 
     @property
