@@ -4,7 +4,6 @@ import hashlib
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "above" / "cache"))
     monkeypatch.setattr(cache_module, "_seen", {})
+    monkeypatch.setattr(cache_module, "_TIME_STEP_NS", 0)  # `write_settled` sees to it
     return tmp_path / "above" / "cache"
 
 
@@ -36,9 +36,12 @@ def sha256(path: Path) -> str:
 
 
 def write_settled(path: Path, content: bytes) -> None:
-    """Long enough ago for its digest to be kept."""
+    """Written so that its digest is kept: whatever is written next is dated later."""
     path.write_bytes(content)
-    time.sleep(0.15)
+    probe = path.with_name("probe")
+    while not probe.exists() or probe.stat().st_ctime_ns == path.stat().st_ctime_ns:  # a step of the files' clock
+        probe.write_bytes(b"")
+    probe.unlink()
 
 
 def test_cache_is_its_users_alone(cache: Path) -> None:
@@ -176,8 +179,11 @@ def test_file_rewritten_in_place_with_its_time_kept_has_another_digest(
     assert file_digest(path) == sha256(path) != before
 
 
-def test_digest_of_a_file_just_written_is_not_kept(cache: Path, tmp_path: Path) -> None:
+def test_digest_of_a_file_just_written_is_not_kept(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may be written once more in the same step of the clock; the digest is right nonetheless."""
+    monkeypatch.setattr(cache_module, "_TIME_STEP_NS", HANG_S * 10**9)
     path = tmp_path / "file"
     for i in range(20):
         path.write_bytes(bytes([i]) * LARGE)

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AutoTokenizer, PreTrainedModel
 
 from commands.options.hints import hint_of
+from runtime import cache
 from runtime.bundle import read_engine_config
 from runtime.checkpoint import convert
 from runtime.checksums import config_digest
@@ -749,7 +749,7 @@ def test_files_are_read_once_however_often_an_engine_is_opened(
     """Digests are kept; under another name they are still those of the same files."""
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
     record = read_engine_config(engine_dir).files
-    time.sleep(0.15)  # what was written just now may change in the same step of the clock
+    monkeypatch.setattr(cache, "_TIME_STEP_NS", 0)  # nothing is written once more, in the same step of the clock
     Engine.open(engine_dir).close()
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "digests").iterdir()}
     assert len(kept) == len([one for one in record if one.name.startswith("rank0")])
