@@ -68,10 +68,6 @@ class NgramPool:
         self._texts.clear()
         self._followers.clear()
 
-    @property
-    def num_patterns(self) -> int:
-        return len(self._followers)
-
     def add(self, sequence: Sequence) -> None:
         """Take in what the request generated so far; of a text longer than the pool its end."""
         tokens = sequence.tokens

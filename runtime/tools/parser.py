@@ -676,12 +676,6 @@ def _without_frame(text: str, frame: str) -> str:
     return text.removeprefix(frame).removesuffix(frame) if frame else text
 
 
-def said_of(form: OutputForm, text: str, *, in_reasoning: bool = False) -> list[Said]:
-    """The parts of a whole output."""
-    parser = OutputParser(form, in_reasoning=in_reasoning)
-    return joined([*parser.feed(text), *parser.end()])
-
-
 def joined(said: Iterable[Said]) -> list[Said]:
     """Parts of one kind that follow each other as one."""
     parts: list[Said] = []

@@ -24,7 +24,7 @@ from runtime.params import Grammar
 from runtime.text import TextStream
 from runtime.tools.call_formats import Tool, named_tool_format
 from runtime.tools.call_grammar import Calls, SpecialIds, call_grammar
-from runtime.tools.parser import OutputForm, said_of, special_token_ids
+from runtime.tools.parser import OutputForm, OutputParser, special_token_ids
 
 _LONG = 150
 """Tokens after which what ends a text or a list is preferred."""
@@ -72,7 +72,8 @@ def main() -> int:
             reading = OutputForm.of(form, None, special_token_ids(tokenizer), [tool])
             for seed in range(arguments.walks):
                 tokens = walk(compiled, tokenizer, random.Random(f"{tool.name} {seed}"))
-                said = said_of(reading, TextStream(tokenizer).next_piece(tokens, finished=True))
+                parser = OutputParser(reading)
+                said = [*parser.feed(TextStream(tokenizer).next_piece(tokens, finished=True)), *parser.end()]
                 counts["calls"] += 1
                 try:
                     (name,) = [part.text for part in said if part.kind == "call"]

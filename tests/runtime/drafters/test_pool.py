@@ -72,7 +72,7 @@ def test_pool_is_the_statistics_of_its_last_texts(
     fresh = NgramPool(max_tokens, size)
     for text in kept(texts, max_tokens):
         fresh.add(sequence_of(text))
-    assert pool.num_patterns == fresh.num_patterns
+    assert pool._followers == fresh._followers
 
 
 def test_most_frequent_token_gives_way_when_its_occurrences_are_gone() -> None:
@@ -101,7 +101,7 @@ def test_thousands_of_requests_leave_the_pool_within_its_bound(num_requests: int
             sequence.tokens.extend(rng.randrange(1000) for _ in range(rng.randrange(12)))
         drafter.forget(i)
         assert pool.num_tokens <= max_tokens
-        assert pool.num_patterns <= max_tokens * pool.max_matching_ngram_size
+        assert len(pool._followers) <= max_tokens * pool.max_matching_ngram_size
         if i in (num_requests // 10, num_requests - 1):
             sizes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()

@@ -3,6 +3,7 @@
 from typing import Any
 
 from runtime.tools.call_formats import Tool
+from runtime.tools.parser import OutputForm, OutputParser, Said, joined
 
 WEATHER = Tool(
     "get_weather",
@@ -160,3 +161,9 @@ WRITTEN = {
 _SPECIAL = "<|channel|> <|message|> <|end|> <|start|> <|constrain|> [TOOL_CALLS] <|tool_call|> <|python_tag|> [ARGS]"
 SPECIAL: dict[str, Any] = {name: 300 + i for i, name in enumerate(_SPECIAL.split())}
 """Special tokens; tags of other formats are text."""
+
+
+def said_of(form: OutputForm, text: str, *, in_reasoning: bool = False) -> list[Said]:
+    """The parts of a whole output."""
+    parser = OutputParser(form, in_reasoning=in_reasoning)
+    return joined([*parser.feed(text), *parser.end()])

@@ -7,7 +7,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from model_outputs import NOW, OUTPUTS, TOOLS, WEATHER, WRITTEN
+from model_outputs import NOW, OUTPUTS, TOOLS, WEATHER, WRITTEN, said_of
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
@@ -16,7 +16,7 @@ from runtime.params import Grammar
 from runtime.text import TextStream
 from runtime.tools.call_formats import REASONING_FORMATS, TOOL_FORMATS, Tool, named_tool_format
 from runtime.tools.call_grammar import Calls, SpecialIds, call_grammar, schema_of
-from runtime.tools.parser import OutputForm, Said, said_of, tags_of
+from runtime.tools.parser import OutputForm, Said, tags_of
 
 THINK = REASONING_FORMATS[0]
 NAMES = [one.name for one in TOOL_FORMATS]

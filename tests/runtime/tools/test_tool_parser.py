@@ -3,11 +3,11 @@
 import random
 
 import pytest
-from model_outputs import NOW, OUTPUTS, SPECIAL, TOOLS, Parts
+from model_outputs import NOW, OUTPUTS, SPECIAL, TOOLS, Parts, said_of
 
 from runtime.errors import SpecDecError, UsageError
 from runtime.tools.call_formats import REASONING_FORMATS, find_tool_format, named_tool_format
-from runtime.tools.parser import OutputForm, OutputParser, Said, SpecialTokens, joined, said_of
+from runtime.tools.parser import OutputForm, OutputParser, Said, SpecialTokens, joined
 from runtime.tools.response_template import TemplateParser
 
 

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from model_outputs import said_of
 from test_tool_parser import form_of
 
 from runtime.tools.call_formats import Tool
-from runtime.tools.parser import OutputParser, Said, joined, said_of
+from runtime.tools.parser import OutputParser, Said, joined
 
 Calls = list[tuple[str, dict[str, Any]]]
 TOKYO: Calls = [("get_weather", {"city": "Tokyo"})]
