@@ -1,5 +1,6 @@
 """The page at `/` in headless Chromium, as its user sees and uses it; and its text, for what no browser would show."""
 
+import os
 import re
 import shutil
 import socket
@@ -18,7 +19,6 @@ from openai_server import DONE, Asked, Reply, Server, event, failure, running
 from page_server import COUNTS, DRAFTED, PAGE, TEXT, policy, serve_page, streamed
 from waiting import HANG_S, wait_until
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -26,16 +26,22 @@ FLAGS = [
     "--disable-background-networking",
     "--disable-component-update",
 ]
-HAS_BOTH = CHROMIUM is not None and find_spec("playwright") is not None
-browser_only = pytest.mark.skipif(not HAS_BOTH, reason="no Chromium here (package `chromium`), or no Playwright")
+INSTALLING = os.environ.get("SPECDEC_BROWSER_INSTALLING")
+"""A file that is there while Chromium is still being installed."""
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    if INSTALLING is not None:
+        wait_until(lambda: not Path(INSTALLING).exists())
+    names = ("chromium", "chromium-browser", "google-chrome")
+    chromium = next(filter(None, map(shutil.which, names)), None)
+    if chromium is None or find_spec("playwright") is None:
+        pytest.skip("no Chromium here (package `chromium`), or no Playwright")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
         yield browser
         browser.close()
 
@@ -113,7 +119,6 @@ def test_every_field_has_a_name() -> None:
     assert len(named) >= 7 and all(found and found[1] in labelled for found in named)
 
 
-@browser_only
 def test_tokens_are_marked_by_their_kind_and_counted(open_page: Open) -> None:
     with running(serve_page()) as server:
         page = open_page(server)
@@ -134,7 +139,6 @@ def test_tokens_are_marked_by_their_kind_and_counted(open_page: Open) -> None:
         assert "5 of 9 drafted tokens accepted" in page.text_content(".figures")
 
 
-@browser_only
 def test_what_is_asked_is_the_contract(open_page: Open) -> None:
     with running(serve_page()) as server:
         page = open_page(server)
@@ -163,7 +167,6 @@ def test_what_is_asked_is_the_contract(open_page: Open) -> None:
     assert third.body["prompt"] == "Three"
 
 
-@browser_only
 def test_side_by_side_runs_the_same_prompt_both_ways(open_page: Open) -> None:
     with running(serve_page(wait_s=0.04)) as server:
         page = open_page(server)
@@ -184,7 +187,6 @@ def test_side_by_side_runs_the_same_prompt_both_ways(open_page: Open) -> None:
     assert prepared["max_tokens"] == 1 and prepared["messages"] == first["messages"] and "stream" not in prepared
 
 
-@browser_only
 def test_texts_of_servers_and_users_are_shown_as_text(open_page: Open) -> None:
     evil = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
     steps = [[(evil, "plain")], [(evil, "accepted"), (evil, "bonus")]]
@@ -200,7 +202,6 @@ def test_texts_of_servers_and_users_are_shown_as_text(open_page: Open) -> None:
         assert page.query_selector("#model i") is None and "<i>other</i>" in page.text_content("#model")
 
 
-@browser_only
 def test_errors_are_told_where_the_answer_would_be(open_page: Open) -> None:
     def generate(asked: Asked) -> Reply:
         said = asked.body["messages"][-1]["content"]
@@ -227,7 +228,6 @@ def test_errors_are_told_where_the_answer_would_be(open_page: Open) -> None:
     assert page.text_content(".turn:nth-child(3) .text").startswith("Speculative")  # what came before it is kept
 
 
-@browser_only
 def test_the_api_key_is_sent_and_kept_nowhere(open_page: Open) -> None:
     with running(serve_page(api_key="sesame")) as server:
         page = open_page(server)
@@ -248,7 +248,6 @@ def test_the_api_key_is_sent_and_kept_nowhere(open_page: Open) -> None:
         assert page.input_value("#key") == ""
 
 
-@browser_only
 def test_stop_ends_the_request_and_keeps_what_came(open_page: Open) -> None:
     slow = [[("a ", "plain")] for _ in range(4000)]
     with running(serve_page(slow, wait_s=0.05)) as server:
@@ -266,7 +265,6 @@ def test_stop_ends_the_request_and_keeps_what_came(open_page: Open) -> None:
         assert page.query_selector("[role=alert]") is None
 
 
-@browser_only
 def test_the_keyboard_reaches_and_does_everything(open_page: Open) -> None:
     with running(serve_page()) as server:
         page = open_page(server)
@@ -304,7 +302,6 @@ def test_the_keyboard_reaches_and_does_everything(open_page: Open) -> None:
         assert focused == "prompt"
 
 
-@browser_only
 def test_running_requests_are_listed(open_page: Open) -> None:
     rows = [
         {"id": "cmpl-1", "prompt_tokens": 1234, "completion_tokens": 56, "tokens_per_step": 2.345, "running_s": 1.25}
@@ -320,7 +317,6 @@ def test_running_requests_are_listed(open_page: Open) -> None:
         assert page.text_content("#requests") == "None."
 
 
-@browser_only
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_can_be_read_in_both_schemes(open_page: Open, scheme: str) -> None:
     """Every text has a contrast of 4.5 to what is behind it (WCAG 2.2, 1.4.3)."""
@@ -356,7 +352,6 @@ CONTRASTS = """() => {
 }"""
 
 
-@browser_only
 @pytest.mark.parametrize("width", [900, 320, *(pytest.param(width, marks=pytest.mark.slow) for width in (1280, 480))])
 def test_narrow_windows_lose_nothing(open_page: Open, width: int) -> None:
     """480 pixels are 60 columns. Nothing reaches over the edge, and everything is there."""
@@ -372,7 +367,6 @@ def test_narrow_windows_lose_nothing(open_page: Open, width: int) -> None:
             assert box["width"] > 0 and box["x"] >= 0 and box["x"] + box["width"] <= width + 1, name
 
 
-@browser_only
 def test_the_end_of_an_answer_stays_in_sight_unless_its_reader_scrolls_away(open_page: Open) -> None:
     long = [[("A line of the answer.\n", "plain")] for _ in range(60)]
     with running(serve_page(long, wait_s=0.02)) as server:
@@ -390,7 +384,6 @@ def test_the_end_of_an_answer_stays_in_sight_unless_its_reader_scrolls_away(open
         assert page.evaluate("scrollY") == before < page.evaluate("document.documentElement.scrollHeight - innerHeight")
 
 
-@browser_only
 def test_a_server_that_goes_away_is_told(open_page: Open) -> None:
     with running(serve_page()) as server:
         page = open_page(server)
@@ -426,7 +419,6 @@ def real_server(llama_engine_dir: Path, forks: Forks) -> Iterator[SimpleNamespac
     process.communicate()
 
 
-@browser_only
 @pytest.mark.skipif(find_spec("commands.serve") is None, reason="this tree has no `specdec serve`")
 def test_the_page_works_with_the_server_itself(open_page: Open, real_server: SimpleNamespace) -> None:
     page = open_page(real_server)
