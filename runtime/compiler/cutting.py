@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from runtime.compiler.attention import PagedInputs
 from runtime.compiler.linears import use_kernels
 from runtime.compiler.selection import select_early
-from runtime.compiler.weights import Layout, layout_of, present
+from runtime.compiler.weights import Layout, layout_of, num_bytes_of, present
 from runtime.config import Shapes
 
 torch.library.define("specdec_cut::layer", "(Tensor hidden, Tensor[] others, int layer) -> Tensor")
@@ -134,8 +134,11 @@ class CutStep:
         return {_of_call(i, name): form for i, call in enumerate(self.calls) for name, form in call.layout.items()}
 
     def weights(self) -> Iterator[dict[str, Tensor]]:
-        """One weight after the other, there until the next is asked for."""
-        for i, call in enumerate(self.calls):
+        """One weight after the other, there until the next is asked for.
+
+        Those of the largest calls first: what is made of, its weights and what was made before are in memory together.
+        """
+        for i, call in sorted(enumerate(self.calls), key=lambda one: -num_bytes_of(one[1].layout)):
             with present(*call.sources):
                 for name, weight in call.weights():
                     yield {_of_call(i, name): weight}

@@ -18,6 +18,7 @@ from runtime.compiler.cutting import CannotBeCut, CutStep, cut_step, describe
 from runtime.compiler.experts import experts_by_kernel
 from runtime.compiler.kernels import describe_kernels, load_kernels
 from runtime.compiler.model import Step, probe_config
+from runtime.compiler.weights import num_bytes_of
 
 BLOCK_SIZE = 16
 
@@ -52,6 +53,16 @@ def test_layers_of_one_kind_are_one_program_with_weights_of_their_own(three_laye
     assert len(layers) == 2
     first, second = (dict(call.weights()) for call in layers[:2])
     assert first.keys() == second.keys() and not any(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_what_is_largest_is_made_before_others_fill_the_memory(three_layers: CutStep) -> None:
+    """Weights that were made stay in memory, beside what one call's are made of: the fewer then, the larger that is."""
+    sizes = [num_bytes_of(call.layout) for call in three_layers.calls]
+    numbers = [int(name[:4]) for weights in three_layers.weights() for name in weights]
+    turns = list(dict.fromkeys(numbers))
+    assert sorted(turns) == list(range(len(sizes))) and len(set(sizes)) > 1
+    assert [sizes[i] for i in turns] == sorted(sizes, reverse=True)
+    assert numbers == sorted(numbers, key=turns.index)  # what a call's are made of is read once
 
 
 def test_layers_of_one_kind_may_each_have_their_own_of_one_function() -> None:
