@@ -107,6 +107,12 @@ def compile_library(target: Target) -> tuple[bool, str]:
     return done.returncode == 0, done.stderr or "the library compiles"
 
 
+def check_syntax(target: Target) -> tuple[bool, str]:
+    """Parse the program alone: whether the stand-in for torch has all that the kernels ask of it."""
+    done = subprocess.run([*_command(target), "-fsyntax-only"], capture_output=True, text=True)
+    return done.returncode == 0, done.stderr or "nothing is missing"
+
+
 def run(target: Target) -> tuple[bool, str]:
     """Compile and run it; returns whether it computes what it shall, and what was said."""
     return _run(target, "-O1")
@@ -117,23 +123,17 @@ def run_few(target: Target) -> tuple[bool, str]:
     return _run(target, "-O0", "few")
 
 
+def _command(target: Target) -> list[str]:
+    includes = [f"-I{path}" for path in INCLUDES]
+    return [*target.compiler, *FLAGS, target.march, *includes, str(STANDALONE / "main.cpp")]
+
+
 def _run(target: Target, optimization: str, *arguments: str) -> tuple[bool, str]:
     if target.lacking == "macOS":
         return True, "not run: this machine lacks macOS"
     with tempfile.TemporaryDirectory() as directory:
         program = str(Path(directory) / "kernels")
-        includes = [f"-I{path}" for path in INCLUDES]
-        command = [
-            *target.compiler,
-            *FLAGS,
-            optimization,
-            target.march,
-            *includes,
-            str(STANDALONE / "main.cpp"),
-            "-o",
-            program,
-        ]
-        compiled = subprocess.run(command, capture_output=True, text=True)
+        compiled = subprocess.run([*_command(target), optimization, "-o", program], capture_output=True, text=True)
         if compiled.returncode != 0:
             return False, compiled.stderr
         if target.lacking:

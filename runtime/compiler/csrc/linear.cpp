@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "products.h"
@@ -31,13 +32,13 @@ constexpr int64_t kPackedAtOnce = 64;  // columns of a panel, so that what is wr
 at::Tensor pack_linear(const at::Tensor& weight) {
   const int64_t N = weight.size(0), K = weight.size(1), panels = (N + kPanel - 1) / kPanel;
   at::Tensor packed = at::empty({panels, K, kPanel}, weight.options()), rows = weight.contiguous();
-  if (N % kPanel != 0) packed[panels - 1].zero_();
   with_type(weight.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     constexpr int64_t group = kGroup<T>;
     TORCH_CHECK(K % group == 0, "the weight must have an even number of columns");
     const T* source = rows.const_data_ptr<T>();
     T* target = packed.mutable_data_ptr<T>();
+    if (N % kPanel != 0) std::memset(target + (panels - 1) * K * kPanel, 0, K * kPanel * sizeof(T));
     share_range(N, 32, [&](int64_t begin, int64_t end) {
       for (int64_t first = begin, last; first < end; first = last) {
         last = std::min(end, (first / kPanel + 1) * kPanel);
