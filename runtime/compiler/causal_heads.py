@@ -55,6 +55,8 @@ _WEIGHTS_AS_IN = {
     "molmo2_text": "molmo2",
     "step3p5": "step3p7",
 }
+# Of those, types of models that are published by themselves too, with the names that files have inside of layers.
+_BY_THEMSELVES = {"step3p5"}
 
 
 def has_causal_class(model_type: str) -> bool:
@@ -75,9 +77,11 @@ def has_causal_class(model_type: str) -> bool:
         MODEL_FOR_CAUSAL_LM_MAPPING.register(config_class, made, exist_ok=True)  # type: ignore[arg-type]
     if model_type in _WEIGHTS_AS_IN and get_checkpoint_conversion_mapping(model_type) is None:  # type: ignore[no-untyped-call]
         mapping = get_checkpoint_conversion_mapping(_WEIGHTS_AS_IN[model_type])  # type: ignore[no-untyped-call]
-        # Their names are those of the language model by itself (`runtime.compiler.model.names_in_whole`).
+        # Names of one inside another are those of the language model by itself (`model.names_in_whole`).
+        names = (one for one in mapping if not isinstance(one, WeightConverter))
+        inside = [one for one in names if model_type in _BY_THEMSELVES and not one.source_patterns[0].startswith("^")]
         pieces: list[Any] = [one for one in mapping if isinstance(one, WeightConverter)]
-        register_checkpoint_conversion_mapping(model_type, pieces)
+        register_checkpoint_conversion_mapping(model_type, [*inside, *pieces])
     return config_class in MODEL_FOR_CAUSAL_LM_MAPPING
 
 

@@ -3,6 +3,7 @@
 transformers reads them; ours is only the check that it is of a model that we run correctly.
 """
 
+import dataclasses
 import inspect
 import itertools
 import math
@@ -11,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import transformers
@@ -90,6 +91,7 @@ _PUBLISHED_AS = {"mimo": "qwen2"}
 # Keys that nobody need read: of training, multi-token prediction, files and programs, by a part of the name.
 _OF_NO_MODEL = re.compile(
     r"^_|init|dropout|loss|dtype|version|mtp|nextn|pretrain|train|auto_map|compress|quant|token|hub"
+    r"|^summary_|verbose|ignore_index|video|image|vision|audio_output"
 )
 _OF_OTHERS = {
     # what transformers once wrote into every config
@@ -107,6 +109,20 @@ _ALWAYS_SO: dict[str, dict[str, Any]] = {
     "mamba2": {"norm_before_gate": True, "rms_norm": True, "time_step_scale": 1.0},
     "starcoder2": {"mlp_type": "default"},
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    "bloom": {
+        "attention_softmax_in_fp32": True,
+        "masked_softmax_fusion": True,
+        "offset_alibi": 100,
+        "skip_bias_add": True,
+    },
+    "gptj": {"scale_attn_weights": True},
+    "qwen3_omni_moe_text": {"use_qk_norm": True},
+    "step3p5": {
+        **{"att_impl_type": "GQA", "use_qk_norm": True, "zero_centered": True, "use_head_wise_attn_gate": True},
+        **{"yarn_only_types": ["full_attention"], "use_moe": True, "moe_layer_offset": 0, "moe_every_n_layer": 1},
+        **{"moe_router_activation": "sigmoid", "use_moe_router_bias": True, "norm_expert_weight": True},
+        **{"need_fp32_gate": True},
+    },
 }
 _ALWAYS_SO_OF = {kind: values for kinds, values in _ALWAYS_SO.items() for kind in kinds.split()}
 _WITHIN = ("thinker_config", "text_config", "attn_config", "ffn_config")
@@ -153,7 +169,9 @@ def read_any_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
             _refuse_dtype(place, where)
     try:
         # transformers writes infinity as `{"__float__": "Infinity"}`, and reads it so in `from_pretrained` alone.
-        values = PreTrainedConfig._decode_special_floats(data)
+        values = _with_decimals(CONFIG_MAPPING[model_type], PreTrainedConfig._decode_special_floats(data))
+        if model_type == "dbrx" and "rope_parameters" not in data:  # transformers looks for it there alone
+            values |= {name: value for name, value in (data.get("attn_config") or {}).items() if name == "rope_theta"}
         with quiet_transformers():
             config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
     except Exception as error:  # transformers raises whatever its validators do; the user needs the file's name
@@ -170,6 +188,19 @@ def read_any_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
             _refuse_windows(one, said, where)
             _refuse_experts(one, said, where)
     return config
+
+
+def _with_decimals(kind: type[Any], data: dict[str, Any]) -> dict[str, Any]:
+    """The values, with 1 as 1.0 where transformers takes decimals alone, as in DBRX's own config.json it does not."""
+    kinds = {one.name: get_args(one.type) or (one.type,) for one in dataclasses.fields(kind)}
+    values = dict(data)
+    for name, value in data.items():
+        inner = kind.sub_configs.get(name)
+        if isinstance(value, dict) and dataclasses.is_dataclass(inner) and isinstance(inner, type):
+            values[name] = _with_decimals(inner, value)
+        elif type(value) is int and float in kinds.get(name, ()) and int not in kinds[name]:
+            values[name] = float(value)
+    return values
 
 
 def _refuse_unread(config: PreTrainedConfig, said: dict[str, Any], where: str) -> None:
