@@ -505,6 +505,14 @@ def test_values_of_published_configs_are_read(name: str) -> None:
         warn_of_unread_keys(config, data, "config.json")
 
 
+def test_dbrx_is_rotated_as_published() -> None:
+    """Its base is where transformers does not look for it."""
+    published = PUBLISHED["dbrx-instruct"].config
+    config, _ = parse_language_model(published, "config.json")
+    assert config.rope_parameters["rope_theta"] == published["attn_config"]["rope_theta"] == 500_000
+    assert config.ffn_config.moe_normalize_expert_weights == 1.0
+
+
 def test_torch_warns_of_no_weight_without_elements(recwarn: pytest.WarningsRecorder) -> None:
     """The error that follows says it: the files have other shapes."""
     config, _ = parse_language_model(shrunk(PUBLISHED["ALLaM-7B-Instruct"].config) | {"intermediate_size": 0}, "")
