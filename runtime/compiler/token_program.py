@@ -678,6 +678,18 @@ class _Lowering:
         copy = self._compute("copy", [repeated], dtype, wide)
         return View(copy.source, copy.constant, dtype, shape, strides_of(shape))
 
+    def _tiled(self, node: Node) -> View:
+        view, times = self._view(node.args[0]), list(node.args[1])  # type: ignore[arg-type]
+        own = [dim for dim, count in enumerate(times) if count != 1]
+        if len(own) != 1 or len(times) != node.args[0].meta["val"].dim():  # type: ignore[union-attr]
+            raise CannotBeLowered(f"{node} repeats several dimensions")
+        dim = _own_dim(node.meta["val"], own[0])
+        wide = (*view.shape[:dim], int(times[own[0]]), *view.shape[dim:])
+        tiled = replace(view, shape=wide, strides=(*view.strides[:dim], 0, *view.strides[dim:]))
+        dtype, shape = _form(node)
+        copy = self._compute("copy", [tiled], dtype, wide)
+        return View(copy.source, copy.constant, dtype, shape, strides_of(shape))
+
     def _concatenated(self, node: Node) -> View:
         parts = [self._view(one) for one in node.args[0]]  # type: ignore[union-attr]
         dim = _own_dim(node.meta["val"], (*node.args[1:], 0)[0])
@@ -959,6 +971,7 @@ _NAMED: dict[str, Callable[[_Lowering, Node], Any]] = {
     "aten.select.int": _Lowering._selected,
     "aten.expand.default": _Lowering._expand,
     "aten.repeat_interleave.self_int": _Lowering._repeated,
+    "aten.repeat.default": _Lowering._tiled,
     "aten.cat.default": _Lowering._concatenated,
     "aten.stack.default": _Lowering._stacked,
     "specdec.linear.default": _Lowering._linear,

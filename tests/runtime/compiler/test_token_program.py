@@ -196,6 +196,12 @@ def lowered(graph: GraphModule, *, groups: bool = True) -> Callable[[Tensor], Te
     return run
 
 
+def twice_each(x: Tensor) -> Tensor:
+    """DiffLlama's queries all see the values of both halves of the heads."""
+    heads = x.view(1, -1, 4, x.shape[-1] // 4).transpose(1, 2)
+    return heads.repeat(1, 2, 1, 1).transpose(1, 2).flatten(2)
+
+
 def left_groups(x: Tensor) -> Tensor:
     """DeepSeek's router leaves groups of experts by tensors that are written after they were made."""
     groups = x.view(1, -1, 4, x.shape[-1] // 4).topk(2)[0].sum(-1)
@@ -255,6 +261,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "scattered": (lambda x: x.scatter(-1, torch.topk(x, 3)[1], -7.0), 0),
     "groups that are left": (lambda x: left_groups(x), 0),
     "filled in parts": (lambda x: filled_in_parts(x), 0),
+    "heads twice": (lambda x: twice_each(x), 0),
     "picked": (lambda x: x.gather(-1, torch.topk(x, 4)[1]), 0),
 }
 
