@@ -19,6 +19,7 @@
 #include "lanes.h"
 #include "softmax.h"
 #include "tasks.h"
+#include "vector_functions.h"
 
 namespace {
 
@@ -51,15 +52,11 @@ inline Lanes smaller(Lanes a, Lanes b) { return a < b ? a : b; }
 inline float smallest_of(Lanes v) { return -largest_of(-v); }
 inline int64_t registers(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
-// e to the power of x, to 2 units in the last place; 0 below -87. x is at most 0. Cephes' polynomial (Moshier).
+// e to the power of x, to 2 units in the last place; 0 below -87. x is at most 0.
 inline Lanes exp_negative_lanes(Lanes x) {
   const Lanes shifted = x * 1.44269504f + 12582912.0f, whole = shifted - 12582912.0f;
   const Lanes r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-  Lanes y = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  y = y * r + 8.3334519073e-3f;
-  y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f;
-  y = y * r + 5.0000001201e-1f;
+  Lanes y = exp_polynomial(r);
   y = y * (r * r) + (r + 1.0f);
 #if defined(__AVX512F__)
   return (Lanes)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_GT_OQ), (__m512)y,

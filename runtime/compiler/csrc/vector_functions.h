@@ -27,8 +27,17 @@ inline Lanes sqrt_lanes(Lanes x) {
 #endif
 }
 
-// e to the power of x: 2 to the power of a whole number, times a polynomial of what is left (Cody and Waite, 1980; the
-// coefficients are those of Cephes' expf). Infinite above 88.72; 0 where numbers are less than normal, or become so.
+// (e^r - 1 - r) / r^2 for |r| of at most half of log 2, by the coefficients of Cephes' expf (Moshier).
+inline Lanes exp_polynomial(Lanes r) {
+  Lanes y = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  return y * r + 5.0000001201e-1f;
+}
+
+// e to the power of x: 2 to the power of a whole number, times a polynomial of what is left (Cody and Waite, 1980).
+// Infinite above 88.72; 0 where numbers are less than normal, or become so.
 inline Lanes exp_lanes(Lanes x) {
 #if defined(__AVX512F__)
   // Of NaN both give NaN.
@@ -39,11 +48,7 @@ inline Lanes exp_lanes(Lanes x) {
 #endif
   const Lanes whole = high * 1.44269504088896341f + 12582912.0f - 12582912.0f;  // to the nearest: see exp2_lanes
   const Lanes r = high - whole * 0.693359375f + whole * 2.12194440e-4f;
-  Lanes y = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  y = y * r + 8.3334519073e-3f;
-  y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f;
-  y = y * r + 5.0000001201e-1f;
+  Lanes y = exp_polynomial(r);
   y = y * r * r + r + 1.0f;
 #if defined(__AVX512F__)
   return (Lanes)_mm512_scalef_ps((__m512)y, (__m512)whole);
