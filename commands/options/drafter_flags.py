@@ -33,13 +33,9 @@ def algorithm_flag(spec: type[DrafterSpec]) -> str:
 
 
 def users_of(flag: str) -> list[type[DrafterSpec]]:
-    """The drafters that have a setting with this flag, `ngram_pool`."""
-    return [spec for spec in DRAFTERS.values() if any(one.flag == flag for one in spec.settings().values())]
-
-
-def leader_users(flag: str) -> list[type[DrafterSpec]]:
-    """The drafters that have a setting with this flag of leader mode, `max_matching_ngram_size`."""
-    return [spec for spec in DRAFTERS.values() if any(one.leader_flag == flag for one in spec.settings().values())]
+    """The drafters that have a setting with this flag, `ngram_pool`, of either mode."""
+    settings = {spec: spec.settings().values() for spec in DRAFTERS.values()}
+    return [spec for spec, own in settings.items() if any(flag in (one.flag, one.leader_flag) for one in own)]
 
 
 def leader_settings() -> dict[str, Setting]:
@@ -48,37 +44,24 @@ def leader_settings() -> dict[str, Setting]:
     return {flag: one for one in reversed(settings) if (flag := one.leader_flag) is not None}
 
 
-def _make_group(name: str, flags: dict[str, Any]) -> Any:
-    """A group of options, each None if it is not given."""
+def _make_flags(name: str, specs: Iterable[type[DrafterSpec]], *, is_leader: bool = False) -> Any:
+    """A group of options: for each drafter the flag that chooses it and those of its settings; None if not given.
+
+    In leader mode those of its settings alone: one flag chooses among all.
+    """
+    flags: dict[str, Any] = {}
+    for spec in specs:
+        if not is_leader:
+            flags[spec.description.flag] = Annotated[str | None, _config_option(spec)]
+        hints = get_type_hints(spec)
+        for field in fields_of(spec):
+            setting = spec.settings()[field.name]
+            flag, path = (setting.leader_flag, str) if is_leader else (setting.flag, Path)
+            if flag is not None:
+                shown = _leader_option(setting, field) if is_leader else _setting_option(setting, field)
+                flags.setdefault(flag, Annotated[(path if setting.is_path else hints[field.name]) | None, shown])
     fields = [(flag, kind, dataclasses.field(default=None)) for flag, kind in flags.items()]
-    return dataclasses.make_dataclass(name, fields, frozen=True, namespace={"__doc__": _make_group.__doc__})
-
-
-def _flags_of(specs: Iterable[type[DrafterSpec]]) -> dict[str, Any]:
-    """Flags of V1: for each drafter the one that chooses it and those of its settings."""
-    flags: dict[str, Any] = {}
-    for spec in specs:
-        flags[spec.description.flag] = Annotated[str | None, _config_option(spec)]
-        hints = get_type_hints(spec)
-        for field in fields_of(spec):
-            setting = spec.settings()[field.name]
-            if setting.flag is not None:
-                kind = Path | None if setting.is_path else hints[field.name] | None
-                flags.setdefault(setting.flag, Annotated[kind, _setting_option(setting, field)])
-    return flags
-
-
-def _leader_flags_of(specs: Iterable[type[DrafterSpec]]) -> dict[str, Any]:
-    """Flags of leader mode that give the drafters' settings."""
-    flags: dict[str, Any] = {}
-    for spec in specs:
-        hints = get_type_hints(spec)
-        for field in fields_of(spec):
-            setting = spec.settings()[field.name]
-            if setting.leader is not None:
-                kind = str | None if setting.is_path else hints[field.name] | None
-                flags.setdefault(setting.leader.name, Annotated[kind, _leader_option(setting, field)])
-    return flags
+    return dataclasses.make_dataclass(name, fields, frozen=True, namespace={"__doc__": _make_flags.__doc__})
 
 
 def _config_option(spec: type[DrafterSpec]) -> Any:
@@ -115,9 +98,9 @@ if TYPE_CHECKING:
     class LeaderDrafterFlags(DrafterFlags):
         """Flags of leader mode (V2)."""
 else:
-    DrafterFlags = _make_group("DrafterFlags", _flags_of(DRAFTERS.values()))
-    TunedFlags = _make_group("TunedFlags", _flags_of(spec for spec in DRAFTERS.values() if spec.description.is_tuned))
-    LeaderDrafterFlags = _make_group("LeaderDrafterFlags", _leader_flags_of(DRAFTERS.values()))
+    DrafterFlags = _make_flags("DrafterFlags", DRAFTERS.values())
+    TunedFlags = _make_flags("TunedFlags", (spec for spec in DRAFTERS.values() if spec.description.is_tuned))
+    LeaderDrafterFlags = _make_flags("LeaderDrafterFlags", DRAFTERS.values(), is_leader=True)
 
 
 def chooses_drafter(flags: Any) -> bool:

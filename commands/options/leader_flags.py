@@ -9,7 +9,7 @@ from commands.options.drafter_flags import (
     as_flag,
     chooses_drafter,
     leader_settings,
-    leader_users,
+    users_of,
 )
 from commands.options.expand import given_flags
 from commands.options.shared import LEADER, DraftOutputOptions, option
@@ -187,7 +187,7 @@ class LeaderOptions:
 
     def _assumed_algorithm(self, options: SpeculationOptions) -> str | None:
         """The drafter that alone takes a flag: TensorRT-LLM's README gives an n-gram's size without an algorithm."""
-        users = {flag: leader_users(flag) for flag in self._given}
+        users = {flag: users_of(flag) for flag in self._given}
         own = {flag: specs[0].description.algorithm for flag, specs in users.items() if len(specs) == 1}
         if len({*own.values()}) != 1 or options.drafters is not None or chooses_drafter(options.flags):
             return None

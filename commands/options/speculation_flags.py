@@ -11,7 +11,6 @@ from commands.options.drafter_flags import (
     as_flag,
     config_flag,
     example_of,
-    leader_users,
     users_of,
 )
 from commands.options.expand import given_flags
@@ -190,7 +189,7 @@ class _Flags:
     def _has_own_flag(self, spec: type[DrafterSpec]) -> bool:
         """True if a flag is given that no other drafter takes, of a lookup."""
         values = {**(self.leader.values if self.leader else {}), **self.given}
-        return spec.is_lookup and any([spec] == [*leader_users(flag), *users_of(flag)] for flag in values)
+        return spec.is_lookup and any([spec] == users_of(flag) for flag in values)
 
     def _with_model(self) -> list[str]:
         """The drafters whose models are named by a flag."""
@@ -282,7 +281,7 @@ class _Flags:
     def _check_leader_used(self, names: Collection[str], values: Mapping[str, Any]) -> None:
         """The same for flags of leader mode: a drafter that has a list takes of them what its list does not say."""
         for flag, value in values.items():
-            users = leader_users(flag)
+            users = users_of(flag)
             free = [spec for spec in users if spec.description.name in names and not self._list_says(spec, flag)]
             if free:
                 continue
