@@ -301,14 +301,20 @@ class DraftTargetDrafter(DrafterSpec):
         return open_draft_model(self, opening)
 
 
+def _head_setting(help: str) -> Setting:
+    return Setting(help, flag="draft_engine_dir", leader=DRAFT_MODEL_FLAG, is_path=True, key="head_dir")
+
+
+@dataclass(frozen=True)
 class HeadDrafter(DrafterSpec):
     """A trained drafter that reads the target's hidden states (`runtime.drafters.head_draft`)."""
 
     is_model, reads_states = True, True
     kind: ClassVar[str]
-    head: str | Path
-    max_draft_len: int
-    use_logits: bool
+
+    head: Annotated[str | Path, _head_setting("Directory of the trained head.")]
+    max_draft_len: ModelLen = 4
+    use_logits: bool = False
 
     def read_heads(self) -> "list[HeadConfig]":
         from runtime.heads.head_config import read_head
@@ -335,10 +341,6 @@ def _form_of_model(length: int) -> ListForm:
     return ListForm(entries, (f"[{length},[0]]", str(length)))
 
 
-def _head_setting(help: str) -> Setting:
-    return Setting(help, flag="draft_engine_dir", leader=DRAFT_MODEL_FLAG, is_path=True, key="head_dir")
-
-
 @dataclass(frozen=True)
 class EagleDrafter(HeadDrafter):
     """An EAGLE-3 head, trained for the target.
@@ -356,10 +358,6 @@ class EagleDrafter(HeadDrafter):
         label="EAGLE-3",
     )
     kind = "eagle3"
-
-    head: Annotated[str | Path, _head_setting("Directory of the trained head.")]
-    max_draft_len: ModelLen = 4
-    use_logits: bool = False
 
     @classmethod
     def reads(cls, model: str | Path) -> bool:
@@ -390,7 +388,6 @@ class DFlashDrafter(HeadDrafter):
     max_draft_len: Annotated[
         int, replace(_LENGTH, leader_default=LONGEST_OF_BLOCKS, leader_fixed=LONGEST_OF_BLOCKS)
     ] = LONGEST_OF_BLOCKS
-    use_logits: bool = False
 
     @classmethod
     def reads(cls, model: str | Path) -> bool:
@@ -418,8 +415,6 @@ class AssistantDrafter(HeadDrafter):
     kind = "assistant"
 
     head: Annotated[str | Path, _head_setting("Directory of the assistant.")]
-    max_draft_len: ModelLen = 4
-    use_logits: bool = False
 
     @classmethod
     def reads(cls, model: str | Path) -> bool:
@@ -448,7 +443,6 @@ class MtpDrafter(HeadDrafter):
 
     head: Annotated[str | Path, _head_setting("Directory of the model with the head.")]
     max_draft_len: ModelLen = 3
-    use_logits: bool = False
 
     @classmethod
     def is_in_model(cls, model: str | Path | None) -> bool:
