@@ -35,7 +35,7 @@ from runtime.compiler.causal_heads import model_class
 from runtime.compiler.fusing import fuse, fuse_layers
 from runtime.compiler.kernels import choose_vector_math
 from runtime.compiler.mixers import place_states
-from runtime.compiler.pretrained import last_words, layers_that_keep
+from runtime.compiler.pretrained import last_words, layers_that_keep, wrong_turns
 from runtime.compiler.quantized import place_quantized, placeholders
 from runtime.compiler.replaced import is_linear, place_modules
 from runtime.compiler.split import compute_together, place_pieces, placeholders_of_pieces
@@ -294,6 +294,7 @@ def _not_served(error: Exception, config: PreTrainedConfig) -> SpecDecError:
         why = "the model looks at values while it computes, which a compiled step cannot"
         return SpecDecError(f"{why}: {kind}", hint=SEE_MODELS)
     if _OF_SIZES.search(words := last_words(error)):
+        words = wrong_turns(config) or words
         return SpecDecError(
             f"transformers cannot compute with the sizes of this config: {kind} ({words}){_below_one(config)}",
             hint="correct config.json, or download or save the model again",

@@ -49,7 +49,10 @@ _OF_COMPUTING = (
     *("embedding_multiplier", "residual_multiplier", "clip_qkv", "alibi"),
 )
 _NUMBERS_OF_EXPERTS = "n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"
-_NUMBERS_OF_CHOSEN = "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_top_k"
+_NUMBERS_OF_CHOSEN = (
+    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts", "moe_k", "moe_top_k"),
+)
+_PATTERN = "sliding_window_pattern"
 # What of a rope is a number, or a list of them, above 0.
 _OF_ROPES = (
     *("rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings", "attention_factor"),
@@ -99,6 +102,7 @@ _OF_OTHERS = {
     *("task_specific_params", "tf_legacy_loss", "tie_encoder_decoder", "torchscript", "use_bfloat16", "use_cache"),
     # of how a program computes, not of what
     *("ep_size", "num_logits_to_keep", "use_mamba_kernels", "use_flash_attn", "for_llm_compressor", "seq_aux"),
+    *("chunk_size_feed_forward", "output_router_logits", "use_mem_eff_path", "moe_shared_expert_overlap"),
     # read by nobody without `use_sliding_window`
     "max_window_layers",
 }
@@ -108,6 +112,7 @@ _ALWAYS_SO: dict[str, dict[str, Any]] = {
     "lfm2": {"block_use_swiglu": True, "use_pos_enc": True},
     "mamba2": {"norm_before_gate": True, "rms_norm": True, "time_step_scale": 1.0},
     "starcoder2": {"mlp_type": "default"},
+    "gemma2 gemma3_text": {"hidden_act": "gelu_pytorch_tanh"},
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     "bloom": {
         "attention_softmax_in_fp32": True,
@@ -175,6 +180,7 @@ def read_any_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
         with quiet_transformers():
             config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
     except Exception as error:  # transformers raises whatever its validators do; the user needs the file's name
+        _refuse_pattern_alone(data, where, error)
         raise SpecDecError(
             f"`{where}` is not a valid {model_type} config: {_with_values(last_words(error), data)}",
             hint="correct it, or download or save the model again",
@@ -186,6 +192,7 @@ def read_any_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
         if isinstance(one, PreTrainedConfig) and isinstance(said, dict):
             _refuse_unread(one, said, where)
             _refuse_windows(one, said, where)
+            _refuse_patterns(said, where)
             _refuse_experts(one, said, where)
     return config
 
@@ -240,11 +247,44 @@ def _refuse_windows(config: PreTrainedConfig, said: dict[str, Any], where: str) 
         )
 
 
+def _refuse_pattern_alone(data: dict[str, Any], where: str, error: Exception) -> None:
+    """SpecDecError for windows by a pattern, such as EXAONE 4's in letters, of which transformers makes no types of
+    layers: it divides by it."""
+    for said in (data, data.get("text_config")):
+        if isinstance(said, dict) and not said.get("layer_types") and re.search("modulo|for %", str(error)):
+            of_windows = ", ".join(f"`{name}` {said[name]!r}" for name in (_PATTERN, "sliding_window") if name in said)
+            raise SpecDecError(
+                f"`{where}` has windows by a pattern that transformers does not read: {of_windows}, and no "
+                "`layer_types`",
+                hint="add `layer_types`, sliding_attention or full_attention for each layer",
+            )
+
+
+def _refuse_patterns(said: dict[str, Any], where: str) -> None:
+    """SpecDecError for types of layers, which count, that are not those of a pattern beside them: of every so many
+    layers the last one sees everything, or letters, L and G, say which. The model's last one may see all by either."""
+    pattern, types = said.get(_PATTERN), said.get("layer_types")
+    if not isinstance(types, list) or not set(types) <= {"sliding_attention", "full_attention"}:
+        return
+    letters = "L" * (pattern - 1) + "G" if isinstance(pattern, int) and pattern > 0 else pattern
+    if not isinstance(letters, str) or not letters or set(letters) - {"L", "G"}:
+        return
+    for i, kind in enumerate(types[:-1]):
+        if (kind == "sliding_attention") != (letters[i % len(letters)] == "L"):
+            raise SpecDecError(
+                f"`{where}` has contradicting windows: `{_PATTERN}` {pattern!r}, and layer {i} of `layer_types` is "
+                f"{kind}",
+                hint="leave out the one that is wrong",
+            )
+
+
 def _refuse_experts(config: PreTrainedConfig, said: dict[str, Any], where: str) -> None:
     """SpecDecError for two numbers of experts, more chosen than there are, or none, or groups that do not divide
     them."""
-    counts = [(name, said[name]) for name in _NUMBERS_OF_EXPERTS if isinstance(said.get(name), int) and said[name] > 0]
-    two = next((pair for pair in itertools.pairwise(counts) if pair[0][1] != pair[1][1]), None)
+
+    def two_of(names: tuple[str, ...]) -> tuple[tuple[str, int], tuple[str, int]] | None:
+        counts = [(name, said[name]) for name in names if isinstance(said.get(name), int) and said[name] > 0]
+        return next((pair for pair in itertools.pairwise(counts) if pair[0][1] != pair[1][1]), None)
 
     def number_of(names: tuple[str, ...]) -> tuple[str, int]:
         found = ((name, getattr(config, name, None)) for name in names)
@@ -252,9 +292,11 @@ def _refuse_experts(config: PreTrainedConfig, said: dict[str, Any], where: str) 
 
     (of_experts, count), (of_chosen, chosen) = number_of(_NUMBERS_OF_EXPERTS), number_of(_NUMBERS_OF_CHOSEN)
     (of_groups, groups), (of_chosen_groups, chosen_groups) = number_of(("n_group",)), number_of(("topk_group",))
+    two, two_chosen = two_of(_NUMBERS_OF_EXPERTS), two_of(_NUMBERS_OF_CHOSEN)
     none = next((name for name in _NUMBERS_OF_CHOSEN if isinstance(said.get(name), int) and said[name] < 1), "")
     for is_wrong, what, (first, one), (second, other) in (
         (two, "has two numbers of experts", *(two or (("", 0), ("", 0)))),
+        (two_chosen, "has two numbers of experts that a token chooses", *(two_chosen or (("", 0), ("", 0)))),
         (count and none, "chooses no experts", (none, said.get(none)), (of_experts, count)),
         (chosen > count > 0, "chooses more experts than there are", (of_chosen, chosen), (of_experts, count)),
         (count and groups and count % groups, "has groups of experts that do not divide them", (of_groups, groups),
@@ -366,12 +408,15 @@ def _unread(config: PreTrainedConfig, data: dict[str, Any], inside: str = "") ->
     model_type, own_kind = str(data.get("model_type")), type(config)
     is_known = model_type in CONFIG_MAPPING
     whole = CONFIG_MAPPING[model_type] if is_known else type(getattr(config, inside[:-1], config))
-    known = {name for kind in (own_kind, whole) for name in (*inspect.signature(kind).parameters, *dir(kind))}
-    known |= own_kind.attribute_map.keys()
+    renamed = {*own_kind.attribute_map, *own_kind.attribute_map.values()}
+    known = {*inspect.signature(whole).parameters, *dir(own_kind), *dir(whole)}
     always = _ALWAYS_SO_OF.get(config.model_type, {})
     own = _code_of(own_kind, whole, model_class(config))
     if is_known and whole is not own_kind:
         known |= _words_of_package(whole)
+    own_fields = inspect.signature(own_kind).parameters.keys() - renamed
+    usual = {name: getattr(own_kind, name, None) for name in own_fields}
+    known = known - own_fields | renamed | _OF_OTHERS
     for name, value in data.items():
         says_nothing = value is None or value is False or value in ([], {}, "")
         if name in _WITHIN and isinstance(value, dict):
@@ -381,16 +426,16 @@ def _unread(config: PreTrainedConfig, data: dict[str, Any], inside: str = "") ->
         elif name in ("quantization_config", "compression_config") and isinstance(value, dict):
             unread = (key for key in value if key not in _NOTES_OF_QUANTIZERS and not _is_read(key, _quantizers()))
             yield from (f"`{inside}{name}.{key}` {shown(value[key])}" for key in unread)
-        elif says_nothing or name in known | _OF_OTHERS or _OF_NO_MODEL.search(name) or always.get(name) == value:
+        elif says_nothing or name in known or _OF_NO_MODEL.search(name) or value in (always.get(name), usual.get(name)):
             continue
-        elif not _is_read(name, [*own, *_general_code()]):
+        elif not _is_read(name, own + _general_code()):
             yield f"`{inside}{name}` {shown(value)}"
 
 
-def _unread_of_rope(code: list[str], rope: dict[str, Any], inside: str) -> Iterator[str]:
+def _unread_of_rope(code: tuple[str, ...], rope: dict[str, Any], inside: str) -> Iterator[str]:
     """A rope without a type is taken for `default`, as transformers takes it."""
     kind = rope.get("rope_type", rope.get("type", "default"))
-    code = [*code, inspect.getsource(ROPE_INIT_FUNCTIONS[kind])] if kind in ROPE_INIT_FUNCTIONS else code
+    code += (inspect.getsource(ROPE_INIT_FUNCTIONS[kind]),) if kind in ROPE_INIT_FUNCTIONS else ()
     for name, value in rope.items():
         if isinstance(value, dict):  # of a type of layers
             yield from _unread_of_rope(code, value, f"{inside}{name}.")
@@ -403,8 +448,8 @@ def _is_read(name: str, code: Iterable[str]) -> bool:
     return any(reads.search(text) for text in code)
 
 
-def _code_of(*classes: type[Any]) -> list[str]:
-    return list(_texts(*{Path(inspect.getfile(one)) for one in classes}))
+def _code_of(*classes: type[Any]) -> tuple[str, ...]:
+    return _texts(*{Path(inspect.getfile(one)) for one in classes})
 
 
 def _words_of_package(kind: type[Any]) -> set[str]:
@@ -416,7 +461,8 @@ def _words_of_package(kind: type[Any]) -> set[str]:
 @cache
 def _general_code() -> tuple[str, ...]:
     here = Path(__file__)
-    ours = [path for directory in here.parents[:2] for path in directory.glob("*.py") if path != here]
+    writes = here, here.parents[1] / "gguf_config.py"
+    ours = [path for directory in here.parents[:2] for path in directory.glob("*.py") if path not in writes]
     return _texts(*(_LIBRARY / name for name in _GENERAL_CODE), *ours)
 
 
@@ -429,7 +475,9 @@ def _quantizers() -> tuple[str, ...]:
 
 
 def _texts(*files: Path) -> tuple[str, ...]:
-    return tuple(path.read_text(encoding="utf-8") for path in files if path.is_file())
+    """The files' code without what is only a comment."""
+    texts = (path.read_text(encoding="utf-8") for path in files if path.is_file())
+    return tuple(re.sub(r"^\s*#.*", "", text, flags=re.MULTILINE) for text in texts)
 
 
 def last_words(error: Exception) -> str:
@@ -575,6 +623,20 @@ def why_positions_end(config: PreTrainedConfig) -> str:
         return "the model has"
     chooses = num_positions(config) == getattr(config, "index_topk", None)
     return "its attention sees before an index chooses among them" if chooses else "before its longrope factors change"
+
+
+def wrong_turns(config: PreTrainedConfig) -> str:
+    """What a config says of rotary positions that no head can be turned by, or nothing."""
+    if isinstance(odd := getattr(config, "rotary_dim", None), int) and odd % 2:
+        return f"`rotary_dim` {odd} is odd, and positions turn pairs of numbers"
+    rope = getattr(config, "rope_parameters", None) or {}
+    sections = rope.get("mrope_section")
+    if not isinstance(sections, list) or not all(isinstance(one, int) for one in sections):
+        return ""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    pairs = int(head_dim * rope.get("partial_rotary_factor", 1)) // 2
+    different = f"`mrope_section` {sections} is of {sum(sections)} pairs of numbers, and positions turn {pairs}"
+    return different if sum(sections) != pairs else ""
 
 
 def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:

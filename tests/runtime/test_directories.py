@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from runtime.checkpoint import convert
-from runtime.compiler.model import parameter_shapes
+from runtime.compiler.model import parameter_shapes, probe_config
 from runtime.compiler.pretrained import parse_language_model, warn_of_unread_keys
 from runtime.engine import Engine
 from runtime.errors import SpecDecError, SpecDecWarning
@@ -379,6 +379,21 @@ IMPOSSIBLE: dict[str, dict[str, Any]] = {
     "`topk_group` 5; `n_group` 4": {
         **{"model_type": "deepseek_v3", "n_group": 4, "topk_group": 5, "n_routed_experts": 8}
     },
+    "`num_experts_per_tok` 4; `experts_per_token` 2": {
+        **{"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 4, "experts_per_token": 2}
+    },
+    "`sliding_window_pattern` 1; layer 0 of `layer_types` is sliding_attention": {
+        **{"model_type": "gemma3_text", "sliding_window": 8, "sliding_window_pattern": 1},
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "`sliding_window_pattern` 'LLLG'; layer 0 of `layer_types` is full_attention": {
+        **{"model_type": "exaone4", "sliding_window": 8, "sliding_window_pattern": "LLLG"},
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "`sliding_window_pattern` 'LLLG'; no `layer_types`": {
+        **{"model_type": "exaone4", "sliding_window": 8, "sliding_window_pattern": "LLLG"}
+    },
+    "`sliding_window` None; no `layer_types`": {"model_type": "exaone4", "sliding_window": None},
     "`attn_logit_softcapping`; 50.0": {"attn_logit_softcapping": 50.0},
 }
 
@@ -481,6 +496,30 @@ def test_values_of_a_config_within_that_no_code_reads_are_told(
 ) -> None:
     found = unread_of(small_config(model_type).to_dict(), misspelled("slidng_window", 77, *inside))
     said(found, f"`{'.'.join(inside)}.slidng_window` 77")
+
+
+def test_an_activation_that_is_not_the_one_computed_is_told(said: Said) -> None:
+    """gpt-oss's experts compute a gate of their own, whatever the config has."""
+    config = small_config("gpt_oss").to_dict()
+    said(unread_of(config, misspelled("hidden_act", "gelu")), "`hidden_act` 'gelu'")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words", "values"),
+    [
+        ("gptj", "`rotary_dim` 5", {"rotary_dim": 5}),
+        ("glm4v_text", "`mrope_section` [1, 2, 3]; 6; 4", {"mrope_section": [1, 2, 3]}),
+    ],
+)
+def test_positions_that_turn_no_heads_are_told(model_type: str, words: str, values: dict[str, Any], said: Said) -> None:
+    data = small_config(model_type).to_dict()
+    place = data["rope_parameters"] if "mrope_section" in values else data
+    place |= values
+    config, _ = parse_language_model(data, "config.json")
+    with pytest.raises(SpecDecError) as error:
+        probe_config(config)
+    said(error, *words.split("; "))
+    assert "dimension" not in error.value.message  # torch's words
 
 
 def unread_of(config: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> str:
