@@ -303,11 +303,10 @@ def _open_source(model_dir: Path) -> Source:
         layers, tensors = find_layers(tensors, found_format, of_layers, model_dir)
     _check_shapes(tensors, shapes, model_dir)
     linears, head = linear_layers(pretrained)
-    if not renames_weights(pretrained):
-        names = [*(tensor.name for tensor in tensors), *(f"{name}.weight" for name in layers)]
-        names = own_names(pretrained, names)
-        check_head(names, config, head, is_tied=pretrained.tie_word_embeddings)
-        _check_names(pretrained, names, model_dir, is_inside=inside is not None)
+    names = [*(tensor.name for tensor in tensors), *(f"{name}.weight" for name in layers)]
+    names = own_names(pretrained, names)
+    check_head(names, config, head, is_tied=getattr(pretrained, "tie_word_embeddings", False))
+    _check_names(pretrained, names, model_dir, is_inside=inside is not None)
     format_name = "GGUF" if is_gguf(model_dir) else found_format.name if found_format else None
     name = str(model_dir.resolve())
     return Source(inside or config, tensors, layers, linears, transposed, head, name, format_name)

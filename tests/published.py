@@ -37,6 +37,7 @@ _SIZES = {
     "intermediate_size": 48, "ffn_hidden_size": 48, "intermediate_size_mlp": 48, "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8, "v_head_dim": 16, "hidden_size_per_layer_input": 8, "num_experts_per_tok": 2,
+    "experts_per_token": 2,
     "top_k_experts": 2, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "block_dim": 32,
     "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2,

@@ -4,7 +4,7 @@ transformers does when it loads them.
 A checkpoint has them as the model has: what is loaded need not be put together, and of that the plan of a split speaks.
 """
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -63,6 +63,17 @@ def _group(model: PreTrainedModel, names: Iterable[str], wanted: Container[str])
     }
 
 
+def fused_names(model: PreTrainedModel, names: Iterable[str]) -> Iterator[str]:
+    """Yield names in the model of weights that lie under these names, once they are put together or taken apart."""
+    converters = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightConverter)]
+    targets = {pattern: one.target_patterns for one in converters for pattern in one.source_patterns}
+    for name in names:
+        found, pattern = rename_source_key(name, [], converters)
+        yield found
+        first, *others = targets.get(pattern, ("",))
+        yield from (found.replace(first, other) for other in others)
+
+
 def fuse(model: PreTrainedModel, pieces: Seq[Piece], wanted: Mapping[str, tuple[int, ...]]) -> list[Piece]:
     """The pieces, with one instead of many for each of the `wanted` weights, of these shapes, of the model.
 
@@ -87,11 +98,14 @@ def _fused(group: _Fused, by_name: Mapping[str, Piece], shape: tuple[int, ...]) 
         return group.convert(tensors)
 
     forms = group.convert_forms(piece.forms[name] for piece, name in parts)
-    if group.target not in forms or forms[group.target][1] != shape:
-        raise SpecDecError(
-            f"the model's files do not have all of the weights of a layer's experts: {group.target}",
-            hint="download or save the model again",
-        )
+    found = forms[group.target][1] if group.target in forms else None
+    if found != shape:
+        wrong = "do not have all of the weights of a layer's experts"
+        if found is not None:
+            wrong = (
+                f"have weights of a layer's experts that are {list(found)} together, and by config.json {list(shape)}"
+            )
+        raise SpecDecError(f"the model's files {wrong}: {group.target}", hint="download or save the model again")
     return Piece(tuple(source for piece, _ in parts for source in piece.sources), forms, make)
 
 

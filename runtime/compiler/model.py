@@ -32,7 +32,7 @@ from transformers.pytorch_utils import Conv1D
 
 from runtime.compiler.attention import KERNEL, PROBE, SEE_MODELS, PagedInputs, Recorded, chunks_without_padding
 from runtime.compiler.causal_heads import model_class
-from runtime.compiler.fusing import fuse, fuse_layers
+from runtime.compiler.fusing import fuse, fuse_layers, fused_names
 from runtime.compiler.kernels import choose_vector_math
 from runtime.compiler.mixers import place_states
 from runtime.compiler.pretrained import last_words, layers_that_keep, wrong_turns
@@ -119,8 +119,10 @@ def own_names(config: PreTrainedConfig, names: Iterable[str]) -> list[str]:
 
 
 def missing_weights(config: PreTrainedConfig, names: Iterable[str]) -> list[str]:
-    """Weights of the model that are not among these, its own names. Of two that are one, either may be missing."""
-    model, found = _model_without_memory(config), set(names)
+    """Weights of the model that are not among these, its own names, nor made of them. Of two that are one, either may
+    be missing."""
+    model = _model_without_memory(config)
+    found = {*fused_names(model, names)}
     for pair in model.all_tied_weights_keys.items():
         if found & set(pair):
             found |= set(pair)

@@ -282,8 +282,8 @@ def _refuse_experts(config: PreTrainedConfig, said: dict[str, Any], where: str) 
     """SpecDecError for two numbers of experts, more chosen than there are, or none, or groups that do not divide
     them."""
 
-    def two_of(names: tuple[str, ...]) -> tuple[tuple[str, int], tuple[str, int]] | None:
-        counts = [(name, said[name]) for name in names if isinstance(said.get(name), int) and said[name] > 0]
+    def two_of(names: tuple[str, ...], least: int) -> tuple[tuple[str, int], tuple[str, int]] | None:
+        counts = [(name, said[name]) for name in names if isinstance(said.get(name), int) and said[name] >= least]
         return next((pair for pair in itertools.pairwise(counts) if pair[0][1] != pair[1][1]), None)
 
     def number_of(names: tuple[str, ...]) -> tuple[str, int]:
@@ -292,7 +292,7 @@ def _refuse_experts(config: PreTrainedConfig, said: dict[str, Any], where: str) 
 
     (of_experts, count), (of_chosen, chosen) = number_of(_NUMBERS_OF_EXPERTS), number_of(_NUMBERS_OF_CHOSEN)
     (of_groups, groups), (of_chosen_groups, chosen_groups) = number_of(("n_group",)), number_of(("topk_group",))
-    two, two_chosen = two_of(_NUMBERS_OF_EXPERTS), two_of(_NUMBERS_OF_CHOSEN)
+    two, two_chosen = two_of(_NUMBERS_OF_EXPERTS, 0), two_of(_NUMBERS_OF_CHOSEN, 1)
     none = next((name for name in _NUMBERS_OF_CHOSEN if isinstance(said.get(name), int) and said[name] < 1), "")
     for is_wrong, what, (first, one), (second, other) in (
         (two, "has two numbers of experts", *(two or (("", 0), ("", 0)))),

@@ -33,6 +33,11 @@ _READ = (
     "unquantized model"
 )
 _FOUR_BITS = "bitsandbytes in 4 bits"
+_SIGNS = {
+    "_proj_blocks": MXFP4, ".qweight": "AWQ or GPTQ", ".weight_packed": "compressed-tensors",
+    ".weight.absmax": "bitsandbytes", ".SCB": "bitsandbytes", "._weight_qdata": "torchao", ".weight_scale_2": "NVFP4",
+}  # fmt: skip
+"""Ends of names that tell by what weights were quantized."""
 _OF_AN_EXPERT = re.compile(r"\.experts\.\d+\.")
 _DAMAGED = "the model is damaged, or its config.json is another model's; download it again"
 
@@ -152,6 +157,7 @@ def find_layers(
     SpecDecError for a layer that lacks a tensor, or of another shape than the model's.
     """
     if found is None:
+        _refuse_unsaid(tensors, shapes, model_dir)
         return {}, tensors
     if found.name == MXFP4:
         return {}, experts_of_blocks(tensors, model_dir)
@@ -181,6 +187,18 @@ def find_layers(
         )
     check_shapes(layers, shapes, model_dir)
     return layers, [tensor for tensor in others if not _is_foreign_bias(tensor, layers, shapes)]
+
+
+def _refuse_unsaid(tensors: list[SourceTensor], shapes: Mapping[str, object], model_dir: Path) -> None:
+    """SpecDecError for quantized weights of which config.json does not say how they are."""
+    for tensor in tensors:
+        kind = next((kind for end, kind in _SIGNS.items() if tensor.name.endswith(end)), None)
+        if kind is not None and tensor.name not in shapes:
+            raise SpecDecError(
+                f"the files have weights quantized by {kind}, such as `{tensor.source_name}`, and config.json has no "
+                f"`quantization_config`: {model_dir}",
+                hint="download config.json again: it says how they are to be read",
+            )
 
 
 def check_shapes(

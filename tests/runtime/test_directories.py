@@ -152,6 +152,34 @@ def test_a_model_that_lacks_a_weight_is_refused_by_its_path(family: str, name: s
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("family", "values", "words"),
+    [
+        ("qwen3-moe", {"num_experts": 0}, "model.layers.0.mlp.down_proj.weight"),
+        ("qwen3-moe", {"mlp_only_layers": [0]}, "model.layers.0.mlp.down_proj.weight"),
+        ("qwen3-moe", {"num_experts": 4}, "`model.layers.0.mlp.gate.weight` is [8, 32]; [4, 32]"),
+        ("mixtral", {"num_local_experts": 8}, "[4, 96, 32]; [8, 96, 32]; model.layers.0.mlp.experts.gate_up_proj"),
+    ],
+)
+def test_experts_that_the_config_has_otherwise_are_told(
+    family: str, values: dict[str, Any], words: str, tmp_path: Path, said: Said
+) -> None:
+    model_dir = saved(tmp_path / "model", family)
+    path = model_dir / "config.json"
+    config = json.loads(path.read_text())
+    other = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
+    for name in values:
+        config.pop(other.get(name, ""), None)
+    path.write_text(json.dumps(config | values))
+    said(refusal(model_dir, tmp_path / "out"), *words.split("; "))
+
+
+def test_a_mixture_without_experts_is_dense_as_for_transformers(tmp_path: Path) -> None:
+    model_dir = saved(tmp_path / "model", "qwen3-moe", num_experts=0)
+    assert "model.layers.0.mlp.up_proj.weight" in load_file(model_dir / "model.safetensors")
+    assert answer(model_dir, tmp_path / "built") == hugging_face(model_dir)
+
+
 def test_a_file_that_is_no_tokenizer_is_refused_before_the_build(tmp_path: Path, said: Said) -> None:
     model_dir = saved(tmp_path / "model")
     (model_dir / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "BPE"}}')

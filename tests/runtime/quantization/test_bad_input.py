@@ -288,6 +288,27 @@ def test_fp8_without_a_config_is_not_taken_for_numbers(tmp_path: Path, said: Sai
     refuse(tmp_path / "model", tmp_path, said, "float8_e4m3fn")
 
 
+UNSAID: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "AWQ": (partial(save_awq, group_size=32), "qweight"),
+    "compressed-tensors": (save_int4, "weight_packed"),
+    "NVFP4": (save_nvfp4, "weight_scale_2"),
+    "bitsandbytes": (save_nf4, "weight.absmax"),
+    "torchao": (partial(save_torchao, kind="Int8Tensor"), "_weight_qdata"),
+}
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("kind", UNSAID)
+def test_quantized_weights_that_no_config_speaks_of_are_named(kind: str, tmp_path: Path, said: Said) -> None:
+    save, part = UNSAID[kind]
+    save(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+    refuse(tmp_path / "model", tmp_path, said, kind, "`quantization_config`", f"model.layers.0.mlp.down_proj.{part}")
+
+
 # GGUF
 
 

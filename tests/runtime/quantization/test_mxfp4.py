@@ -136,3 +136,14 @@ def test_damaged_blocks_are_one_error(values: str, tmp_path: Path, said: Said) -
         convert(tmp_path / "model", tmp_path / "out", None, replace=False, progress=lambda done, total: None)
     said(error, *values.split("; "))
     assert not (tmp_path / "out").exists()
+
+
+def test_blocks_that_no_config_speaks_of_are_named(tmp_path: Path, said: Said) -> None:
+    save_quantized(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(SpecDecError) as error:
+        convert(tmp_path / "model", tmp_path / "out", None, replace=False, progress=lambda *_: None)
+    said(error, "MXFP4", "`model.layers.0.mlp.experts.down_proj_blocks`", "`quantization_config`")
