@@ -70,7 +70,7 @@ def fused_names(model: PreTrainedModel, names: Iterable[str]) -> Iterator[str]:
     for name in names:
         found, pattern = rename_source_key(name, [], converters)
         yield found
-        first, *others = targets.get(pattern, ("",))
+        first, *others = targets.get(pattern or "", [""])
         yield from (found.replace(first, other) for other in others)
 
 

@@ -348,13 +348,20 @@ class _Lowering:
         return self._compute(name, views, *_form(node))
 
     def _in_place(self, name: str, node: Node) -> View:
-        """An operation that overwrites its input, which must not be read again, not as another view of it either."""
+        self._overwrite(node)
+        return self._binary(name, node)
+
+    def _clamp_in_place(self, node: Node) -> View:
+        self._overwrite(node)
+        return self._clamp(node)
+
+    def _overwrite(self, node: Node) -> None:
+        """CannotBeLowered where the input that an operation overwrites is read again, also as another view of it."""
         nodes = list(self.graph.graph.nodes)
         overwritten, place = self._view(node.args[0]), nodes.index(node)
         views = [one for one, view in self.values.items() if isinstance(view, View) and view.overlaps(overwritten)]
         if any(nodes.index(user) > place for one in views for user in one.users):
             raise CannotBeLowered(f"{node} changes what is read later")
-        return self._binary(name, node)
 
     def _selected_by(self, node: Node) -> View:
         x, mask, value = node.args
@@ -936,6 +943,7 @@ _NAMED: dict[str, Callable[[_Lowering, Node], Any]] = {
     "aten.softplus.default": _Lowering._softplus,
     "aten.clamp.default": _Lowering._clamp,
     "aten.clamp.Tensor": _Lowering._clamp,
+    "aten.clamp_.default": _Lowering._clamp_in_place,
     "aten.masked_fill.Scalar": _Lowering._selected_by,
     "aten.where.self": _Lowering._where,
     "aten.gt.Scalar": _named(_Lowering._binary, "greater"),

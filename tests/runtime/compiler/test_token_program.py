@@ -26,6 +26,7 @@ from runtime.compiler.model import Step, probe_config
 from runtime.compiler.token_program import lower
 from runtime.compiler.vectors import CannotBeLowered
 from runtime.config import Shapes
+from scripts.tools.families import random_model, small_config
 
 BLOCK_SIZE = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -142,6 +143,13 @@ def test_a_step_that_is_not_cut_is_transformers(family: str, num_layers: int) ->
     check_step(make_model(family, num_hidden_layers=num_layers), as_one)
 
 
+def test_a_step_whose_queries_are_clipped_is_transformers() -> None:
+    """OLMo's clip_qkv, in place."""
+    config = small_config("olmo")
+    config.clip_qkv = 0.5
+    check_step(random_model("olmo", config, 0.3, 1.0), in_layers)
+
+
 @pytest.mark.parametrize("family", families(*IN_16_BITS, slow=set(IN_16_BITS) - {"qwen3.5"}))
 def test_numbers_of_16_bits_are_rounded_where_torch_rounds_them(family: str) -> None:
     model = make_model(family, **FEW_LAYERS.get(family, {})).to(torch.bfloat16)
@@ -242,6 +250,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "sum": (lambda x: x.clamp(-9, 9).sum(-1, keepdim=True), 1e-5),
     "sum of rows": (lambda x: x.clamp(-9, 9).view(1, -1, 4, x.shape[-1] // 4).sum(2), 2e-6),
     "bounds": (lambda x: x.clamp(-2, 3), 0),
+    "bounds in place": (lambda x: (x * 2).clamp_(-2, 3), 0),
     "alternating": (lambda x: torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2), 0),
     "halves": (lambda x: torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], -1), 0),
     "heads": (lambda x: (x.view(1, -1, 4, x.shape[-1] // 4).transpose(1, 2) * 2).transpose(1, 2).flatten(2), 0),
