@@ -7,6 +7,7 @@ other draws; there, many next tokens are drawn from the same texts and counted a
 
 import math
 import random
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from runtime.engine import Engine
+from runtime.errors import SpecDecWarning
 from runtime.evaluation.checks import Difference, DistributionCheck, LosslessCheck, TokenCheck
 from runtime.evaluation.chi_squared import chi_squared_of, degrees_of_freedom_of, detectable_total_variation, p_value_of
 from runtime.grammar import CompiledGrammar
@@ -49,6 +51,13 @@ def compare_tokens(session: Session, sequences: Seq[Sequence], without_drafter: 
         for a, b in zip(sequences, without_drafter, strict=True)
         if a.output_tokens != b.output_tokens
     ]
+    if not any(sequence.stats.num_draft_tokens for sequence in sequences):
+        warnings.warn(
+            f"no drafts were verified, so that the lossless check shows nothing about them ({len(sequences)} outputs): "
+            "automatic draft lengths draft where it pays, and an output of one token has no room for a draft",
+            SpecDecWarning,
+            stacklevel=3,
+        )
     config = session.engine.config
     near_ties_pass = config.dtype != "float32" and not config.batch_invariant
     num_near_ties = sum(d.is_near_tie for d in differences)

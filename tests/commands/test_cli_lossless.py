@@ -308,11 +308,16 @@ def test_streamed_text_comes_before_the_check(run: Run, draft_engine_dir: Path) 
     assert shown.index("tokens/s") < shown.index(line_of(shown, "lossless check"))
 
 
-def test_check_works_where_nothing_can_be_drafted(run_wide: Run, drafters: dict[str, list[object]]) -> None:
+def test_check_of_nothing_that_was_drafted_says_so(
+    run_wide: Run, drafters: dict[str, list[object]], said: Said
+) -> None:
     """One token of output leaves no room for a draft."""
     result = run_wide(*drafters["logits"], "--max-output-len", 1, "--check-lossless")
     assert result.exit_code == 0
     assert "passed" in line_of(result.stdout, "lossless check")
+    said(result.stderr, "no drafts were verified", 3)
+    drafted = run_wide(*drafters["logits"], "--check-lossless")
+    assert drafted.exit_code == 0 and "no drafts were verified" not in drafted.stderr
 
 
 NOTHING, ONE_TOKEN = ["--temperature", 0.9, "--max-output-len", 1], ["--temperature", 1e-4]
