@@ -259,7 +259,7 @@ def _model_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
         words = last_words(error)
         said = "" if _OF_CODE.search(words) else f" ({words})"
         raise SpecDecError(
-            f"transformers cannot make a model of this config: {config.model_type}{said}{_below_one(config)}",
+            f"transformers cannot make a model of this config: {config.model_type}{said}{_suspects(config, error)}",
             hint="a value that the model needs is missing or wrong in config.json; download or save the model again",
         ) from error
     if hasattr(model, "set_experts_implementation"):
@@ -277,14 +277,18 @@ def _model_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def _below_one(config: PreTrainedConfig) -> str:
-    """Name the whole numbers below 1 that a config has where its class has others, for an error: no size is one."""
+def _suspects(config: PreTrainedConfig, error: Exception) -> str:
+    """Name what a config has that may have led to an error: whole numbers below 1 where its class has others, no size
+    being one; what is no key of a table; lists with fewer entries than there are layers."""
     configs = [config, *(one for one in vars(config).values() if isinstance(one, PreTrainedConfig))]
+    missing, num_layers = error.args[:1] if isinstance(error, KeyError) else (), getattr(config, "num_hidden_layers", 0)
     found = [
-        f"`{name}` {value}"
+        f"`{name}` {value!r}"
         for one in configs
         for name, value in vars(one).items()
-        if type(value) is int and value < 1 and value != getattr(type(one), name, value) and "token_id" not in name
+        if (type(value) is int and value < 1 and value != getattr(type(one), name, value) and "token_id" not in name)
+        or (isinstance(value, str) and value in missing)
+        or (isinstance(error, IndexError) and isinstance(value, list) and 0 < len(value) < num_layers)
     ]
     return f": {', '.join(found)}" if found else ""
 
@@ -298,11 +302,11 @@ def _not_served(error: Exception, config: PreTrainedConfig) -> SpecDecError:
     if _OF_SIZES.search(words := last_words(error)):
         words = wrong_turns(config) or words
         return SpecDecError(
-            f"transformers cannot compute with the sizes of this config: {kind} ({words}){_below_one(config)}",
+            f"transformers cannot compute with the sizes of this config: {kind} ({words}){_suspects(config, error)}",
             hint="correct config.json, or download or save the model again",
         )
     return SpecDecError(
-        f"the model does not run with attention from outside: {kind}{_below_one(config)}", hint=SEE_MODELS
+        f"the model does not run with attention from outside: {kind}{_suspects(config, error)}", hint=SEE_MODELS
     )
 
 

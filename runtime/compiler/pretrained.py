@@ -322,6 +322,10 @@ def _refuse_sizes(data: dict[str, Any], where: str) -> None:
                 f"`{where}` has a value that nothing can be divided by: `{name}` {data[name]}",
                 hint="correct it; null is none",
             )
+    roots = {name: value for name, value in data.items() if name.endswith(("eps", "epsilon"))}
+    below = next((name for name, value in roots.items() if isinstance(value, int | float) and value < 0), None)
+    if below is not None:
+        raise SpecDecError(f"`{where}` has a value below 0 under a root: `{below}` {data[below]}", hint="correct it")
     nan = next((name for name, value in data.items() if isinstance(value, float) and math.isnan(value)), None)
     if nan is not None:
         raise SpecDecError(f"`{where}` has a value that is no number: `{nan}` {math.nan}", hint="correct it")

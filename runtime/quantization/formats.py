@@ -112,7 +112,7 @@ def format_of(config: dict[str, Any], model_dir: Path) -> Format | None:
                 return _nvfp4(where)
             case "torchao":
                 return _torchao(model_dir)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise SpecDecError(f"`{where}` does not say how the weights are quantized: {error!r}", hint=_DAMAGED) from error
     _refuse(f"weights quantized by {_name_of(method, said)}", where)
 
@@ -253,6 +253,11 @@ def _check_groups(name: str, scales: Tensor, inputs: int, group_size: int | None
         )
 
 
+def _check_symmetric(name: str, zeros: Tensor | None, said: str) -> None:
+    if zeros is not None and not zeros.is_meta and bool(zeros.any()):
+        raise SpecDecError(f"config.json has {said}, but zero points of `{name}` are not in the middle", hint=_DAMAGED)
+
+
 def _check_words(name: str, part: str, tensor: Tensor) -> None:
     if tensor.dtype != torch.int32 or tensor.dim() != 2:
         raise SpecDecError(
@@ -277,7 +282,10 @@ def _awq(said: dict[str, Any], where: str) -> Format:
         integers = signed(unpack_awq(parts["qweight"]), 4).t()
         scales = parts["scales"].t()
         _check_groups(name, scales, integers.shape[1], group_size)
-        zeros = signed(unpack_awq(parts["qzeros"]), 4).t().short() if has_zeros else None
+        zeros = signed(unpack_awq(parts["qzeros"]), 4).t().short() if "qzeros" in parts else None
+        if not has_zeros:
+            _check_symmetric(name, zeros, "no `zero_point`")
+            zeros = None
         return from_integers(integers.contiguous(), scales, bits=4, zeros=_contiguous(zeros))
 
     def scheme_of(name: str) -> Scheme:
@@ -314,10 +322,8 @@ def _gptq(said: dict[str, Any], where: str) -> Format:
         scales = parts["scales"].t()
         _check_groups(name, scales, integers.shape[1], group_size)
         zeros = unpack(parts["qzeros"], bits).short().t() + (added - 2 ** (bits - 1))
-        if is_symmetric and not zeros.is_meta and bool(zeros.any()):
-            raise SpecDecError(
-                f"config.json has `sym`, but zero points of `{name}` are not in the middle", hint=_DAMAGED
-            )
+        if is_symmetric:
+            _check_symmetric(name, zeros, "`sym`")
         order = None
         if said.get("desc_act"):
             order = _order_of(name, parts["g_idx"], integers.shape[1] // scales.shape[1])
@@ -345,6 +351,8 @@ def _order_of(name: str, groups: Tensor, group_size: int) -> Tensor:
 
 def _fp8(said: dict[str, Any]) -> Format:
     block = said.get("weight_block_size")
+    if block and (not isinstance(block, list) or len(block) != 2):
+        raise ValueError(f"weight_block_size {block!r}")
     rows, columns = (int(block[0]), int(block[1])) if block else (1, None)
 
     def read(name: str, parts: Parts) -> QuantizedWeight:
@@ -495,6 +503,11 @@ def _torchao_packed(settings: dict[str, Any], where: str) -> Scheme:
         integers = (unpack(parts["qdata"], 4).to(torch.int8) ^ 8) - 8
         scales, zeros = parts["scale"].t().contiguous(), parts["zero_point"].t().float()
         _check_groups(name, scales, integers.shape[1], group_size)
+        if zeros.shape != scales.shape:
+            raise SpecDecError(
+                f"`{name}` has scales of {list(scales.shape)} groups, and numbers of 0 of {list(zeros.shape)}",
+                hint=_DAMAGED,
+            )
         return replace(from_integers(integers, scales, bits=4), offsets=(zeros - 8 * scales.float()).contiguous())
 
     return _torchao_scheme(settings, where, "W4A16", read)

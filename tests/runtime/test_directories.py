@@ -372,6 +372,7 @@ IMPOSSIBLE: dict[str, dict[str, Any]] = {
     "layers; -1": {"num_hidden_layers": -1},
     "chunk; -64": {"chunk_size": -64},  # of Mamba-2
     "state; 0": {"mamba_d_state": 0},  # of Jamba
+    "`rms_norm_eps`; -1.0": {"rms_norm_eps": -1.0},
     "`rms_norm_eps`; nan": {"rms_norm_eps": math.nan},
     "`use_sliding_window` is true; None": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": None},
     "`final_logit_softcapping`; 0.0": {"model_type": "gemma2", "final_logit_softcapping": 0.0},
@@ -530,6 +531,20 @@ def test_an_activation_that_is_not_the_one_computed_is_told(said: Said) -> None:
     """gpt-oss's experts compute a gate of their own, whatever the config has."""
     config = small_config("gpt_oss").to_dict()
     said(unread_of(config, misspelled("hidden_act", "gelu")), "`hidden_act` 'gelu'")
+
+
+@pytest.mark.parametrize(
+    ("family", "words", "values"),
+    [
+        ("llama", "`hidden_act` 'siluu'", {"hidden_act": "siluu"}),
+        ("smollm3", "`no_rope_layers` [1]", {"no_rope_layers": [1]}),
+    ],
+)
+def test_what_no_model_can_be_made_with_is_named(family: str, words: str, values: dict[str, Any], said: Said) -> None:
+    config, _ = parse_language_model(make_config(family).to_dict() | values, "config.json")
+    with pytest.raises(SpecDecError) as error:
+        probe_config(config)
+    said(error, words)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ Q_PROJ, DOWN_PROJ = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}
 FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
 save_int4 = partial(save_compressed, layout="pack-quantized", weights=INT4, dtype=torch.float16)
+save_blocks = partial(save_fp8, block=(32, 32))
 save_nf4, STATE = partial(save_bitsandbytes, kind="nf4"), "weight.quant_state.bitsandbytes__nf4"
 save_float = partial(save_compressed, layout="float-quantized", weights=FP8, dtype=torch.float32)
 
@@ -196,6 +197,20 @@ DAMAGES = [
         save_int4,
         replace(f"{Q_PROJ}.weight_shape", lambda t: t + 1),
         f"`{Q_PROJ}.weight_shape`",
+    ),
+    ("zero points though none", save_awq, lambda d: edit_quantization(d, zero_point=False), "`zero_point`"),
+    (
+        "a block of one size",
+        save_blocks,
+        lambda d: edit_quantization(d, weight_block_size=[32]),
+        "weight_block_size [32]",
+    ),
+    ("blocks of text", save_blocks, lambda d: edit_quantization(d, weight_block_size="32"), "weight_block_size '32'"),
+    (
+        "numbers of 0 of another shape",
+        partial(save_torchao, kind="Int4Tensor", bits=4, group_size=32),
+        replace(f"{Q_PROJ}._weight_zero_point", lambda t: t[:-1]),
+        f"`{Q_PROJ}`",
     ),
     ("no quantized layer", save_awq, lambda d: small_again(d), "AWQ"),
     ("no method", save_awq, lambda d: edit_quantization(d, quant_method=None), ""),
