@@ -39,6 +39,8 @@ def place_states(model: PreTrainedModel) -> None:
         _place_functions(type(module).__module__, functions)
         module.model_config = model.config
         module.__class__ = _placed(type(module), mixer)  # type: ignore[arg-type]
+        if isinstance(module, LightningAttention):
+            module.register_buffer("slopes", module.slopes_of_heads(model.device), persistent=False)
 
 
 @dataclass(frozen=True)
@@ -136,8 +138,16 @@ class LightningAttention(_Mixer):
     output_gate: nn.Linear
     norm: nn.Module
     act_fn: Callable[[Tensor], Tensor]
-    slope_rate: Tensor  # (H, 1, 1)
+    num_attention_heads: int
+    num_hidden_layers: int
+    slopes: Tensor  # (H,) float32: in 16 bits a decay is off by more with every token
     head_dim: int
+
+    def slopes_of_heads(self, device: torch.device) -> Tensor:
+        """`get_slope_rate`, which a model of 16 bits has rounded."""
+        factor = 1 - self.layer_idx / (self.num_hidden_layers - 1 + 1e-5) + 1e-5
+        exponents = torch.arange(self.num_attention_heads, device=device) + 1
+        return 2.0 ** (-8 / self.num_attention_heads * exponents.float()) * factor
 
     def forward(self, hidden_states: Tensor, *, paged: PagedInputs | Recorded | None = None, **kwargs: Any) -> Any:
         if paged is None:
@@ -146,7 +156,7 @@ class LightningAttention(_Mixer):
         mixed = mixed.view(*mixed.shape[:2], -1, 3 * self.head_dim)
         # A constant, of each token: a step has its tokens' numbers in arrays of their own.
         own = mixed[..., 0].float()
-        decay = torch.where(own > torch.inf, own, -self.slope_rate.flatten().float())
+        decay = torch.where(own > torch.inf, own, -self.slopes)
         parts = (*mixed.chunk(3, dim=-1), decay)
         attended = self.norm(self.states(paged).attend(parts, 1.0, normalizes=False).flatten(2))
         return self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * attended), None

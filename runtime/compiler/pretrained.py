@@ -630,7 +630,7 @@ def why_positions_end(config: PreTrainedConfig) -> str:
 
 
 def wrong_turns(config: PreTrainedConfig) -> str:
-    """What a config says of rotary positions that no head can be turned by, or nothing."""
+    """Say what of a config's rotary positions turns no heads, or nothing."""
     if isinstance(odd := getattr(config, "rotary_dim", None), int) and odd % 2:
         return f"`rotary_dim` {odd} is odd, and positions turn pairs of numbers"
     rope = getattr(config, "rope_parameters", None) or {}

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny import make_model
 from torch import Tensor
 
 from runtime.compiler.kernels import load_kernels
+from runtime.compiler.mixers import place_states
 from runtime.compiler.recurrences import linear_attention, selective_scan
 from runtime.config import RecurrentShape, StateShape
 from runtime.states import CHUNK_SIZE, state_pools
@@ -313,3 +315,13 @@ def test_what_is_not_finite_stays_in_its_scan(scan: Any) -> None:
     pool[2] = pool[1]  # a slot that another had
     (again,) = scan_step(scan, [texts[1]] * 2, [(1, 0, 70)], decays, pool)
     assert torch.equal(again, second)
+
+
+def test_decays_of_a_model_of_16_bits_are_those_of_its_config() -> None:
+    """MiniMax's are numbers that transformers computes; rounded to 16 bits they are off by more with every token."""
+    exact, rounded = make_model("minimax"), make_model("minimax").bfloat16()
+    place_states(rounded)
+    for whole, half in zip(exact.model.layers, rounded.model.layers, strict=True):
+        if hasattr(whole.self_attn, "slope_rate"):
+            assert half.self_attn.slopes.dtype == torch.float32
+            torch.testing.assert_close(half.self_attn.slopes, whole.self_attn.slope_rate.flatten(), rtol=1e-6, atol=0)
