@@ -112,6 +112,7 @@ _ALWAYS_SO: dict[str, dict[str, Any]] = {
     "lfm2": {"block_use_swiglu": True, "use_pos_enc": True},
     "mamba2": {"norm_before_gate": True, "rms_norm": True, "time_step_scale": 1.0},
     "starcoder2": {"mlp_type": "default"},
+    "gemma4_unified_text": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 262144},
     "gemma2 gemma3_text": {"hidden_act": "gelu_pytorch_tanh"},
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     "bloom": {
