@@ -116,7 +116,7 @@ print(json.dumps(found))
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the packages with the drafter in it."""
     copy = tmp_path_factory.mktemp("places")
-    for package in ("specdec_cli", "commands", "runtime", "tests"):
+    for package in ("specdec_cli", "commands", "runtime", "scripts", "tests"):
         shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", copy)
     specs = copy / "runtime/drafters/specs.py"
