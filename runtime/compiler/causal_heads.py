@@ -68,7 +68,10 @@ def has_causal_class(model_type: str) -> bool:
         module = importlib.import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
         found = getattr(module, _CLASSES[model_type])
         if model_type in _EXPERTS:
-            use_experts_implementation(getattr(module, _EXPERTS[model_type]))
+            name = _EXPERTS[model_type]
+            # A class of its own: models that were made before keep theirs, whose experts know no implementation.
+            ours = type(name, (getattr(module, name),), {"__module__": module.__name__})
+            setattr(module, name, use_experts_implementation(ours))
             for one in (found, found.__bases__[0]):
                 one._can_set_experts_implementation_cached_value = True  # which transformers reads in their code
         is_causal = _CLASSES[model_type].endswith("ForCausalLM")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import transformers
+from forked import Forks
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from runtime.checkpoint import convert
@@ -79,6 +80,30 @@ def test_a_sample_of_families_is_equal_to_hugging_face_or_refused(family: str, t
     outcome = families.try_family(family, tmp_path, lengths=families.SHORT_LENGTHS)
     assert outcome.verdict == ("refused" if SAMPLE[family] else "equal"), outcome.why
     assert outcome.why.startswith(SAMPLE[family])
+
+
+STEP_BEFORE_AND_AFTER = """
+import torch
+from transformers.models.step3p7 import modeling_step3p7 as theirs
+from runtime.compiler.causal_heads import has_causal_class
+
+config = theirs.Step3p7TextConfig(num_local_experts=4, hidden_size=8, moe_intermediate_size=8)
+before = theirs.Step3p7Experts(config)
+for weight in before.parameters():
+    torch.nn.init.normal_(weight)
+given = torch.randn(3, 8), torch.tensor([[0, 1], [1, 2], [3, 0]]), torch.rand(3, 2)
+expected = before(*given)
+assert has_causal_class("step3p5")
+after = theirs.Step3p7Experts(config)
+after.load_state_dict(before.state_dict())
+print(torch.equal(before(*given), expected), torch.equal(after(*given), expected), after.config is config)
+"""
+
+
+def test_a_model_of_transformers_that_was_made_before_goes_on(forks: Forks) -> None:
+    """Step's experts get an interface for implementations when the first of ours is asked for."""
+    done = forks.run(program=STEP_BEFORE_AND_AFTER)
+    assert (done.returncode, done.stdout) == (0, "True True True\n"), done.stderr
 
 
 @pytest.mark.slow
