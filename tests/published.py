@@ -254,6 +254,8 @@ def load_hugging_face(directory: Path) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(directory)
     kind = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForMultimodalLM
     model: PreTrainedModel = kind.from_pretrained(directory, dtype=torch.float32)
+    if config.model_type == "llama4":  # transformers 5.24 wants outputs of images of its language model
+        model = model.language_model
     return model.eval()
 
 
