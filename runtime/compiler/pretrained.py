@@ -181,7 +181,7 @@ def read_any_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
         with quiet_transformers():
             config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
     except Exception as error:  # transformers raises whatever its validators do; the user needs the file's name
-        _refuse_pattern_alone(data, where, error)
+        _refuse_pattern_alone(data, where)
         raise SpecDecError(
             f"`{where}` is not a valid {model_type} config: {_with_values(last_words(error), data)}",
             hint="correct it, or download or save the model again",
@@ -248,11 +248,15 @@ def _refuse_windows(config: PreTrainedConfig, said: dict[str, Any], where: str) 
         )
 
 
-def _refuse_pattern_alone(data: dict[str, Any], where: str, error: Exception) -> None:
-    """SpecDecError for windows by a pattern, such as EXAONE 4's in letters, of which transformers makes no types of
-    layers: it divides by it."""
+def _refuse_pattern_alone(data: dict[str, Any], where: str) -> None:
+    """SpecDecError for windows by a pattern of which transformers makes no types of layers: letters as EXAONE 4's, or
+    none, which it divides by."""
     for said in (data, data.get("text_config")):
-        if isinstance(said, dict) and not said.get("layer_types") and re.search("modulo|for %", str(error)):
+        if not isinstance(said, dict) or said.get("layer_types"):
+            continue
+        model_type, pattern = str(said.get("model_type")), said.get(_PATTERN, 1)
+        divides = model_type in CONFIG_MAPPING and hasattr(CONFIG_MAPPING[model_type], _PATTERN)
+        if divides and (not isinstance(pattern, int) or pattern == 0 or said.get("sliding_window", 1) is None):
             of_windows = ", ".join(f"`{name}` {said[name]!r}" for name in (_PATTERN, "sliding_window") if name in said)
             raise SpecDecError(
                 f"`{where}` has windows by a pattern that transformers does not read: {of_windows}, and no "

@@ -419,8 +419,11 @@ IMPOSSIBLE: dict[str, dict[str, Any]] = {
         **{"model_type": "exaone4", "sliding_window": 8, "sliding_window_pattern": "LLLG"},
         "layer_types": ["full_attention", "sliding_attention"],
     },
-    "`sliding_window_pattern` 'LLLG'; no `layer_types`": {
-        **{"model_type": "exaone4", "sliding_window": 8, "sliding_window_pattern": "LLLG"}
+    **{
+        f"`sliding_window_pattern` {pattern!r}; no `layer_types`": {
+            **{"model_type": "exaone4", "sliding_window": 8, "sliding_window_pattern": pattern}
+        }
+        for pattern in ("LLLG", 0, None, [4])
     },
     "`sliding_window` None; no `layer_types`": {"model_type": "exaone4", "sliding_window": None},
     "`attn_logit_softcapping`; 50.0": {"attn_logit_softcapping": 50.0},
