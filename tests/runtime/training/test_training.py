@@ -22,7 +22,7 @@ from runtime.heads.head_model import EagleHead, load_head
 from runtime.request import Request
 from runtime.trace_lines import Trace
 from runtime.training.new_head import drafted_ids, tensors_of, with_vocabulary, write_head
-from runtime.training.traced_states import StatesFile
+from runtime.training.traced_states import StatesFile, likeliest
 from runtime.training.training_run import Target, Texts, TrainingRun, TrainingSettings, split_traces
 from runtime.training.unrolled import (
     STEP_DECAY,
@@ -135,6 +135,18 @@ def test_loss_is_its_formula(form: str, of_prompts: bool, model: PreTrainedModel
     expected = sum(STEP_DECAY**step * torch.stack(each).mean() for step, each in enumerate(by_step))
     torch.testing.assert_close(loss.detach().double(), expected, rtol=1e-4, atol=1e-5)
     assert sums.num == [len(each) for each in by_step]
+
+
+@pytest.mark.parametrize("vocab_size", [32, 64, 1000, 49152])
+def test_likeliest_tokens_are_those_of_the_softmax(vocab_size: int) -> None:
+    logits = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(1)) * 4
+    logits[1, 7:] = -torch.inf  # seven tokens are possible
+    probs, ids = likeliest(logits, 32)
+    expected = logits.softmax(-1).topk(32)
+    torch.testing.assert_close(probs, expected.values)
+    possible = expected.values > 0
+    assert torch.equal(ids[possible], expected.indices[possible])
+    assert ids.max() < vocab_size  # of impossible tokens too
 
 
 def test_steps_of_a_text() -> None:
