@@ -47,6 +47,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "corpora_of_two_tokenizers": "make them with the same `specdec corpus create --tokenizer-dir`",
     "corpus_tokenizer": "recreate it, with the target's engine directory as `specdec corpus create --tokenizer-dir`",
     "damaged_corpus": "make it again with `specdec corpus create`",
+    "compiler_fails": ("mend it, or name another in the variable CXX", "do without: `--compiler none`"),
     "draft_len": f"lower it, or build with `{_DRAFTS} {{max_draft_len}}`",
     "drafter_failed": "`specdec --debug` shows where",
     "draft_vocab_size": "lower it, or leave `--draft-vocab` out",

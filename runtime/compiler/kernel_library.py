@@ -10,6 +10,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 import warnings
@@ -106,27 +107,47 @@ def prebuilt_machines(directory: Path = PREBUILT_DIR) -> list[str]:
 
 
 def check_kernels_can_be_made() -> None:
-    """SpecDecError on a machine without a compiler, unless this installation has kernels for its processor."""
-    if not has_compiler() and prebuilt_kernels(_processor_flags(), _sources()) is None:
+    """SpecDecError on a machine without a compiler, unless there are kernels for its processor."""
+    if not has_compiler() and not are_kernels_compiled():
         raise no_compiler()
 
 
 def write_kernels(path: Path) -> None:
-    """Write the library for this processor to `path`: the wheel's, or one that is compiled here."""
-    prebuilt = prebuilt_kernels(_processor_flags(), _sources())
-    if prebuilt is None:
-        compile_kernels(path)
-    else:
+    """Write the library for this processor to `path`: the wheel's, or one that is compiled here.
+
+    One that a compiler made which is no longer there is as good.
+    """
+    if (prebuilt := prebuilt_kernels(_processor_flags(), _sources())) is not None:
         shutil.copyfile(prebuilt, path)
+    elif (kept := _kept_without_compiler()) is not None:
+        path.write_bytes(kept)
+    else:
+        compile_kernels(path)
 
 
 def are_kernels_compiled() -> bool:
     """True where `write_kernels` finds the library, and compiles none."""
-    return prebuilt_kernels(_processor_flags(), _sources()) is not None or _in_cache("native").is_file()
+    if prebuilt_kernels(_processor_flags(), _sources()) is not None:
+        return True
+    return _in_cache("native").is_file() or _kept_without_compiler() is not None
 
 
 def _in_cache(march: str) -> Path:
-    return cache_dir() / f"kernels-{digest((*_FLAGS, march, *compiled_by()))[:16]}.so"
+    compiler = cxx_compiler()
+    return cache_dir() / f"{_name_of(march)}-{digest((compiler, _toolchain(compiler)))[:8]}.so"
+
+
+def _name_of(march: str) -> str:
+    """The beginning of a cached library's name: all that it depends on but the compiler."""
+    return f"kernels-{digest((*_FLAGS, march, _sources(), torch.__version__, processor()))[:16]}"
+
+
+def _kept_without_compiler() -> bytes | None:
+    """The library in the cache where there is no compiler to make it; None if there is one, or no such library."""
+    if has_compiler():
+        return None
+    all_kept = map(read_sealed, sorted(cache_dir().glob(f"{_name_of('native')}-*.so")))
+    return next((kept for kept in all_kept if kept is not None), None)
 
 
 def compile_kernels(path: Path, march: str = "native") -> None:
@@ -238,6 +259,11 @@ def compile_objects(compiler: str, directory: Path, machine_flags: Seq[str]) -> 
     return objects
 
 
+def _kill_group(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def run_at_once(compiler: str, calls: list[list[str]]) -> None:
     """Calls of a compiler beside each other; SpecDecError with what the first that failed said."""
     with ExitStack() as stack:
@@ -245,17 +271,22 @@ def run_at_once(compiler: str, calls: list[list[str]]) -> None:
         try:
             for arguments in calls:
                 command = [*shlex.split(compiler), *arguments]
-                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+                # In a group of its own, which ends as a whole: g++ has a child that compiles.
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, process_group=0
+                )
                 processes.append(stack.enter_context(process))
-                stack.callback(process.kill)  # before it is waited for, if another failed
+                stack.callback(_kill_group, process)  # before it is waited for, if another failed
         except (OSError, ValueError) as error:  # ValueError: a quote in CXX is not closed
             raise no_compiler() from error
         for process in processes:
             said = process.communicate()[1].strip()
             if process.returncode != 0:
                 raise SpecDecError(
-                    f"the C++ compiler cannot compile the kernels: {compiler}",
-                    hint=f"it said: {said.splitlines()[0] if said else 'nothing'}",
+                    f"the C++ compiler cannot compile the kernels: {compiler}; it said: "
+                    f"{said.splitlines()[0] if said else 'nothing'}",
+                    hint="mend it, or name another in the variable CXX",
+                    code="compiler_fails",
                 )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from sentences import Said
@@ -23,14 +24,17 @@ from runtime.compiler.kernel_library import (
     INSTRUCTION_SETS,
     MARK,
     InstructionSet,
+    check_kernels_can_be_made,
     compile_kernels,
     cxx_compiler,
     library_name,
     no_compiler,
     prebuilt_kernels,
     prebuilt_machines,
+    run_at_once,
+    write_kernels,
 )
-from runtime.errors import SpecDecWarning
+from runtime.errors import SpecDecError, SpecDecWarning
 
 # Linux's names of what GNU's compiler says by macros: `__AVX512BW__` is avx512bw; these have other names.
 LINUX_NAMES = {
@@ -270,3 +274,45 @@ echo made > "$output"
     said(warned)
     assert num_calls() == 2
     assert [(tmp_path / name).read_text() for name in ("first", "second")] == ["made\n"] * 2
+
+
+def test_kernels_outlive_their_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of other sources are not taken."""
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\nfor word; do [ "$last" = -o ] && echo made > "$word"; last=$word; done\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    write_kernels(tmp_path / "first.so")
+    compiler.unlink()
+    check_kernels_can_be_made()
+    write_kernels(tmp_path / "second.so")
+    assert (tmp_path / "first.so").read_text() == (tmp_path / "second.so").read_text() == "made\n"
+    monkeypatch.setattr(kernel_library, "_sources", lambda: "other")
+    for make in (check_kernels_can_be_made, lambda: write_kernels(tmp_path / "third.so")):
+        with pytest.raises(SpecDecError) as raised:
+            make()
+        assert raised.value.code == "no_compiler"
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\necho no such flag >&2; exit 3\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    with pytest.raises(SpecDecError) as raised:
+        compile_kernels(tmp_path / "kernels.so")
+    said(raised, "no such flag")
+    assert raised.value.code == "compiler_fails"
+    assert not (tmp_path / "kernels.so").exists()
+
+
+def test_what_a_compiler_began_ends_with_it(tmp_path: Path) -> None:
+    """g++ compiles in a process of its own: none is left when another piece failed."""
+    begins = f"sleep 1000 & echo $! > {tmp_path}/child; wait"
+    fails = f"until [ -s {tmp_path}/child ]; do sleep 0.01; done; exit 1"
+    with pytest.raises(SpecDecError):
+        run_at_once("sh", [["-c", fails], ["-c", begins]])
+    child = int((tmp_path / "child").read_text())
+    wait_until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
