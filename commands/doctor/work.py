@@ -12,6 +12,7 @@ from commands.documents.records import Head, Record, document_head
 from commands.documents.settings import DrafterNames
 from commands.inputs.dataset import DEMO, load_samples
 from commands.inputs.prompts import Prompt, without_padding
+from commands.options.drafter_flags import as_flag
 from commands.options.engine_choice import EngineChoice
 from commands.options.leader_flags import Mode
 from commands.output import Output
@@ -20,7 +21,7 @@ from runtime.bundle import read_bundle
 from runtime.config import Size
 from runtime.diagnosis.diagnose import ExpectedAcceptance, Judgement, judge
 from runtime.diagnosis.observe import examine_draft_model, measure
-from runtime.drafters.specs import DraftLenMode
+from runtime.drafters.specs import DraftLenMode, NgramDrafter
 from runtime.drafters.speculation import Speculation
 from runtime.errors import SpecDecError
 from runtime.llm import LLM
@@ -117,9 +118,11 @@ def show(judgements: Mapping[str, Judgement | None], output: Output) -> None:
     output.result(f"looked at: {num_judged}, found: {len(found)}")
 
 
+_LOWER, _POOL, _CORPUS = (
+    as_flag(NgramDrafter.settings()[name].flag or "") for name in ("min_matching_ngram_size", "pool", "corpus")
+)
 REMEDIES = {
-    "drafter_never_used": "leave it out, or let it find more: a lower `--min-matching-ngram-size`, "
-    "`--ngram-pool public`, `--ngram-corpus`",
+    "drafter_never_used": f"leave it out, or let it find more: a lower `{_LOWER}`, `{_POOL} public`, `{_CORPUS}`",
     "acceptance_below_profile": "tune on prompts like these: `specdec tune --engine-dir ENGINE --input-file PROMPTS "
     "--output PROFILE.json`",
     "acceptance_falls_with_context": "`--draft-len-mode auto` drafts less where less is accepted; a draft model should "

@@ -198,13 +198,14 @@ def head_drafter(model: str | Path) -> DrafterSpec | None:
 def _check_draft_model(model: str | Path) -> None:
     """A path is an engine's directory, a name a model."""
     from runtime.bundle import is_engine_dir, read_bundle
-    from runtime.heads.head_config import is_head
     from runtime.models import read_model_config, resolve_model
 
-    if is_head(model):
-        raise SpecDecError(
-            f"this is a trained head, and no draft model: {model}", hint="it is another drafter, EAGLE3 by its name"
-        )
+    for spec in DRAFTERS.values():
+        if spec.reads_states and spec.reads(model):
+            raise SpecDecError(
+                f"this is a trained head, and no draft model: {model}",
+                hint=f"it is another drafter, {spec.description.algorithm} by its name",
+            )
 
     with draft_engine_errors():
         if isinstance(model, Path):
