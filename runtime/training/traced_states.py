@@ -113,7 +113,8 @@ def likeliest(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
 
     The likeliest tokens are in the groups of the highest maxima: of a large vocabulary few numbers are sorted.
     """
-    groups = nn.functional.pad(logits, (0, -logits.shape[-1] % _GROUP), value=-torch.inf).unflatten(-1, (-1, _GROUP))
+    padded = nn.functional.pad(logits, (0, -logits.shape[-1] % _GROUP), value=-torch.inf)
+    groups = padded.reshape(len(logits), -1, _GROUP)
     best = groups.amax(-1).topk(min(num, groups.shape[1]), sorted=False).indices
     chosen = groups.gather(1, best[..., None].expand(-1, -1, _GROUP)).flatten(1)
     values, places = chosen.topk(num)
