@@ -1,4 +1,4 @@
-"""`specdec train`, its flags: an EAGLE-3 head is made for a model, or trained further, on the model's own answers."""
+"""`specdec train`, its flags: an EAGLE-3 head is made, or a head trained further, on the model's own answers."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,12 @@ class TrainInputs:
 
     model_dir: Annotated[str, option(INPUT, "The target: directory, GGUF file, hub id or `demo`. It is not changed.")]
     draft_model_dir: Annotated[
-        Path | None, option(INPUT, "EAGLE-3 head to train further.", shown="a new one, which is weak")
+        Path | None,
+        option(
+            INPUT,
+            "EAGLE-3 head to train further, or the model's own directory for the MTP head that it has.",
+            shown="a new one, which is weak",
+        ),
     ] = None
     traces: Annotated[
         list[Path] | None, option(INPUT, "Answers of the target, as written by `--output-traces`. Repeatable.")
@@ -84,7 +89,9 @@ class TrainOptions:
 class TrainResults:
     """Directories that are written."""
 
-    output_dir: Annotated[Path, option(OUTPUT, "Directory of the head, in the form of speculators.")]
+    output_dir: Annotated[
+        Path, option(OUTPUT, "Directory of the head, in the form of speculators; of an MTP head in its model's.")
+    ]
     work_dir: Annotated[
         Path | None,
         option(
@@ -112,11 +119,11 @@ class TrainResults:
 
 @expand_groups
 def train(inputs: TrainInputs, options: TrainOptions, results: TrainResults, output: Output) -> None:
-    """Make an EAGLE-3 head for a model, or train one further, on the model's own answers.
+    """Make an EAGLE-3 head for a model, or train its head further, on the model's own answers.
 
     The model is frozen; its hidden states are computed once, and kept in the working directory. This is for a head that
-    was published for the model, and is to be trained further on your answers. A new one is weak: published heads have
-    seen hundreds of thousands of answers. Stopped and started again, it goes on where it was.
+    was published for the model, or with it (MTP), and is to be trained further on your answers. A new one is weak:
+    published heads have seen hundreds of thousands of answers. Stopped and started again, it goes on where it was.
     """
     if not inputs.traces and inputs.input_file is None:
         raise UsageError(
@@ -133,10 +140,15 @@ def train(inputs: TrainInputs, options: TrainOptions, results: TrainResults, out
     given = None
     if inputs.draft_model_dir is not None:
         given = read_head(inputs.draft_model_dir)
-        if given.kind != "eagle3":
+        if given.kind not in ("eagle3", "mtp"):
             raise UsageError(
-                f"an MTP head is part of its model, and is not trained here: {inputs.draft_model_dir}",
+                f"a head of this kind is not trained here, {given.kind}: {inputs.draft_model_dir}",
                 hint="leave it out, and an EAGLE-3 head is made",
+            )
+        if options.draft_vocab_size is not None and given.kind == "mtp":
+            raise UsageError(
+                f"an MTP head drafts all ids, and `--draft-vocab-size` is: {options.draft_vocab_size}",
+                hint="leave it out; `specdec run --draft-vocab` chooses ids",
             )
         if options.draft_vocab_size is not None and options.draft_vocab_size > given.draft_vocab_size:
             raise SpecDecError(

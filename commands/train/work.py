@@ -211,7 +211,7 @@ def _open_run(
 ) -> TrainingRun:
     identity = {
         "target": digest([llm.bundle.directory.name, engine_digest(llm.bundle.config)])[:12],
-        "head": None if given is None else file_digest(given.directory / "model.safetensors")[:12],
+        "head": None if given is None else _digest_of(given),
         "texts": digest([repr((t.prompt_tokens, t.output_tokens)) for t in texts.all])[:12],
         "held-out texts": len(texts.held_out),
     }
@@ -226,6 +226,11 @@ def _open_run(
     )
     target = Target(llm.engine, resolve_model(inputs.model_dir), llm.end_ids)
     return TrainingRun(directory, settings, identity, texts, target, given)
+
+
+def _digest_of(head: HeadConfig) -> str:
+    whole = head.directory / "model.safetensors"
+    return file_digest(whole if whole.is_file() else head.directory / "model.safetensors.index.json")[:12]
 
 
 def _train(run: TrainingRun, output: Output) -> tuple[Accepted, Accepted]:

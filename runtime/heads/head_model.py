@@ -268,6 +268,11 @@ class EagleHead(nn.Module):
             hidden = self.norm(hidden)
         return hidden
 
+    def outputs_at(self, ids: Tensor, states: Tensor, positions: Tensor, **attention: Any) -> Tensor:
+        """`outputs` for tokens at these (B or 1, T) positions."""
+        rotary = self.rotary_emb(states, positions)
+        return self.outputs(ids, states, {"position_embeddings": rotary, "attention_mask": None, **attention})
+
     def logits(self, outputs: Tensor, num_drafted: int = 0, last_ids: Tensor | None = None) -> Tensor:
         return among_all(self.own_logits(outputs), self.draft_ids)
 
@@ -319,19 +324,26 @@ class MtpHead(nn.Module):
         return states
 
     def forward(self, batch: Batch, states: Tensor, pool: KVPool, num_drafted: int = 0) -> Tensor:
-        embedded = self.decoder.get_input_embeddings()(batch.input_ids.flatten())
+        paged = _paged_pairs(batch, pool, tuple(one.layer for one in self._shapes), self.depth)
+        ids, positions = batch.input_ids.reshape(1, -1), batch.positions.reshape(1, -1)
+        return self.outputs_at(ids, states[None], positions, paged=paged)[0]
+
+    def outputs_at(self, ids: Tensor, states: Tensor, positions: Tensor, **attention: Any) -> Tensor:
+        """(B, T, hidden) outputs for (B, T) tokens at these (B or 1, T) positions and the (B, T, hidden) states before
+        them; `attention` is what its layer takes besides."""
+        embedded = self.decoder.get_input_embeddings()(ids)
         pairs = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(states)], -1))
-        output = self.decoder(
-            inputs_embeds=pairs[None],
-            position_ids=batch.positions.reshape(1, -1),
-            use_cache=False,
-            paged=_paged_pairs(batch, pool, tuple(one.layer for one in self._shapes), self.depth),
-        )
-        hidden: Tensor = output.last_hidden_state[0]
+        output = self.decoder(inputs_embeds=pairs, position_ids=positions, use_cache=False, **attention)
+        hidden: Tensor = output.last_hidden_state
         return hidden
 
     def logits(self, outputs: Tensor, num_drafted: int = 0, last_ids: Tensor | None = None) -> Tensor:
-        return among_all(self.step.model.get_output_embeddings()(outputs), self.draft_ids)  # type: ignore[no-untyped-call]
+        return among_all(self.own_logits(outputs), self.draft_ids)
+
+    def own_logits(self, outputs: Tensor) -> Tensor:
+        """(..., vocabulary) of (..., hidden) outputs."""
+        logits: Tensor = self.step.model.get_output_embeddings()(outputs)  # type: ignore[no-untyped-call]
+        return logits
 
     @property
     def kv_layers(self) -> tuple[LayerShape, ...]:
@@ -451,6 +463,35 @@ def _mtp_layer(
         tensors["model.norm.weight"] = torch.ones(config.hidden_size, dtype=dtype)
     model = model_of_weights(ModelKind(one_layer, dtype, PAGED), tensors, str(config.directory))
     return MtpHead(config, model, parts, has_norm=has_norm)
+
+
+def tensors_of_mtp(head: MtpHead) -> dict[str, Tensor]:
+    """The head's own weights by the names that its checkpoint has for them.
+
+    SpecDecError where they are not its layer's one by one: quantized, or experts.
+    """
+    config, number = head.config, num_layers_of(head.config.layers)
+    parameters = dict(head.step.model.named_parameters()) | dict(head.named_parameters())
+    found = {}
+    for entry in read_tensors(config.directory):
+        name = _name_in_mtp(entry.name, number, 0)
+        if name is None:
+            continue
+        if name not in parameters:
+            raise SpecDecError(
+                f"an MTP head with such weights is not trained here, {entry.name}: {config.directory}",
+                hint="heads of plain layers are, not quantized and without experts",
+            )
+        swaps = name == "eh_proj.weight" and entry.name.startswith(_STATE_FIRST)
+        one = parameters[name].detach()
+        found[entry.name] = torch.cat(one.chunk(2, -1)[::-1], -1) if swaps else one
+    return found
+
+
+def shared_tensors_of_mtp(config: HeadConfig) -> dict[str, Tensor]:
+    """Embeddings and output layer, by the names that the head's checkpoint has for them."""
+    entries = list(_shared_with_target(read_tensors(config.directory), _embeddings_of(config)).values())
+    return dict(zip((one.name for one in entries), load_tensors(entries), strict=True))
 
 
 def _is_nemotron(config: HeadConfig) -> bool:

@@ -11,9 +11,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from runtime.errors import SpecDecError
-from runtime.files import write_file, write_json
+from runtime.files import read_json, write_file, write_json
 from runtime.heads.head_config import HeadConfig, num_layers_of
-from runtime.heads.head_model import EagleHead
+from runtime.heads.head_model import EagleHead, MtpHead, shared_tensors_of_mtp, tensors_of_mtp
 
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 _OTHERS = ("max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "hidden_act")
@@ -126,6 +126,14 @@ def tensors_of(head: EagleHead, dtype: torch.dtype) -> dict[str, Tensor]:
     if head.draft_ids is not None:
         tensors |= _id_tables(drafted_ids(head), head.config.vocab_size)
     return tensors
+
+
+def write_mtp(directory: Path, head: MtpHead, dtype: torch.dtype) -> None:
+    """Write a trained MTP head as its model has it, with the layers that they share: it drafts from there."""
+    trained = {name: one.to(dtype).contiguous() for name, one in tensors_of_mtp(head).items()}
+    write_json(directory / "config.json", read_json(head.config.directory / "config.json"))
+    whole = shared_tensors_of_mtp(head.config) | trained
+    write_file(directory / "model.safetensors", save(whole, {"format": "pt"}))
 
 
 def write_head(

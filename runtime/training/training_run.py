@@ -21,7 +21,7 @@ from runtime.errors import SpecDecError
 from runtime.files import read_json, write_json
 from runtime.heads.draft_vocab import choose_vocabulary
 from runtime.heads.head_config import HeadConfig, num_layers_of, read_head
-from runtime.heads.head_model import EagleHead, load_head
+from runtime.heads.head_model import EagleHead, MtpHead, load_head, tensors_of_mtp
 from runtime.trace_lines import Trace
 from runtime.training.new_head import (
     TargetWeights,
@@ -31,11 +31,13 @@ from runtime.training.new_head import (
     tensors_of,
     with_vocabulary,
     write_head,
+    write_mtp,
 )
 from runtime.training.traced_states import StatesFile, check_answers, read_states, width_of
 from runtime.training.unrolled import (
     Losses,
     Schedule,
+    TrainedHead,
     Trainer,
     accepted_lengths,
     batches,
@@ -185,16 +187,22 @@ class TrainingRun:
                 hint="go on with the same, or remove the directory to begin anew",
             )
 
-    def _open_head(self, given: HeadConfig | None, end_ids: frozenset[int]) -> tuple[HeadConfig, EagleHead]:
+    def _open_head(self, given: HeadConfig | None, end_ids: frozenset[int]) -> tuple[HeadConfig, TrainedHead]:
         embedding = embedding_of(self.engine)
         embedding = None if embedding is None else embedding.float()
         size = self.settings.draft_vocab_size
         if given is None:
             given = self._make_head(min(size or NEW_VOCAB_SIZE, self.engine.config.vocab_size), end_ids)
             size = None
-        loaded: Any = load_head(given, embedding, torch.float32)
-        head: EagleHead = loaded
-        if size is not None and size < head.config.draft_vocab_size:
+        head: Any = load_head(given, embedding, torch.float32)
+        if isinstance(head, MtpHead):
+            tensors_of_mtp(head)  # or why it cannot be written
+        elif not isinstance(head, EagleHead):
+            raise SpecDecError(
+                f"a head of {given.num_layers} MTP layers is not trained here: {given.directory}",
+                hint="leave it out, and an EAGLE-3 head is made",
+            )
+        elif size is not None and size < head.config.draft_vocab_size:
             ids = choose_vocabulary(_pairs(self.texts.learned), drafted_ids(head), size, end_ids)
             head = with_vocabulary(head, ids)
         return head.config, have_unrolled_attention(head)
@@ -281,7 +289,11 @@ class TrainingRun:
 
     def write(self, directory: Path, target_name: str, draft_len: int) -> None:
         """The head as it is now, in the target's dtype."""
-        tensors = tensors_of(self.head, getattr(torch, self.engine.config.dtype))
+        dtype = getattr(torch, self.engine.config.dtype)
+        if isinstance(self.head, MtpHead):
+            write_mtp(directory, self.head, dtype)
+            return
+        tensors = tensors_of(self.head, dtype)
         write_head(directory, self.head.config, tensors, self._target, target_name=target_name, draft_len=draft_len)
 
     def _epoch(self, number: int) -> list[list[int]]:

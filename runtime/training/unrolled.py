@@ -13,15 +13,17 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
-from runtime.heads.head_model import EagleHead
+from runtime.heads.head_model import EagleHead, MtpHead
 
 UNROLLED = "specdec_unrolled"
+TrainedHead = EagleHead | MtpHead
+AnyHead = TypeVar("AnyHead", EagleHead, MtpHead)
 STEP_DECAY = 0.8
 """Weight of a step's loss by that of the step before."""
 _WARM_UP, _LAST_RATE, _MAX_NORM = 0.04, 0.05, 1.0
@@ -91,18 +93,23 @@ class Rows:
     is_output: Tensor  # (B, N) bool, True for the target's own answer
 
 
-def have_unrolled_attention(head: EagleHead) -> EagleHead:
-    """The head with attention for training, in float32, with gradients. The embeddings are the target's, and stay."""
+def have_unrolled_attention(head: AnyHead) -> AnyHead:
+    """The head with attention for training, in float32, with gradients. What is the target's stays: the embeddings, and
+    an MTP head's output layer."""
     head = head.float()
     for module in head.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):
             config._attn_implementation = UNROLLED
     head.requires_grad_(requires_grad=True)
+    if isinstance(head, MtpHead):
+        model: Any = head.step.model
+        for shared in (model.get_input_embeddings(), model.get_output_embeddings()):
+            shared.requires_grad_(requires_grad=False)
     return head
 
 
-def unroll(head: EagleHead, rows: Rows, num_steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+def unroll(head: TrainedHead, rows: Rows, num_steps: int) -> Iterator[tuple[Tensor, Tensor]]:
     """(B, M) places of each step, and its (B, M, hidden) outputs there.
 
     Step 0 has all places, N - 1 of them. The others have those from which outputs are predicted, up to the longest
@@ -110,19 +117,14 @@ def unroll(head: EagleHead, rows: Rows, num_steps: int) -> Iterator[tuple[Tensor
     """
     num_places = rows.tokens.shape[1] - 1
     unrolled = Unrolled(torch.arange(num_places)[None])
-    states = head.reduce(rows.states[:, :-1].to(head.fc.weight.dtype))
+    states = head.reduce(rows.states[:, :-1].to(next(head.parameters()).dtype))
     for step in range(num_steps):
         if step == 1:
             unrolled.keep(_drafting_places(rows, num_steps))
             states = states.gather(1, unrolled.places[..., None].expand(-1, -1, states.shape[-1]))
         positions = unrolled.places + 1 + step
         ids = rows.tokens.gather(1, positions.clamp_max(num_places).expand(len(rows.tokens), -1))
-        attention = {
-            "position_embeddings": head.rotary_emb(states, positions),
-            "attention_mask": None,
-            "unrolled": unrolled,
-        }
-        states = head.outputs(ids, states, attention)
+        states = head.outputs_at(ids, states, positions, unrolled=unrolled)
         yield unrolled.places.expand(len(rows.tokens), -1), states
 
 
@@ -136,7 +138,7 @@ def _drafting_places(rows: Rows, num_steps: int) -> Tensor:
     return start[:, None] + torch.arange(size)
 
 
-def own_ids(head: EagleHead, ids: Tensor) -> Tensor:
+def own_ids(head: TrainedHead, ids: Tensor) -> Tensor:
     """The head's ids by the target's; the draft vocabulary's size for those that it never drafts."""
     return ids if head.draft_ids is None else head.draft_ids[ids]
 
@@ -154,7 +156,7 @@ class Losses:
         return cls([0.0] * num_steps, [0] * num_steps, [0] * num_steps)
 
 
-def losses_of(head: EagleHead, rows: Rows, num_steps: int, sums: Losses) -> Tensor:
+def losses_of(head: TrainedHead, rows: Rows, num_steps: int, sums: Losses) -> Tensor:
     """Mean cross-entropy of the target's distribution over the draft vocabulary, steps weighted by `STEP_DECAY`.
 
     Counted are tokens that the head may draft: of outputs, and in step 0 of prompts too where the target's distribution
@@ -191,7 +193,7 @@ def _shifted(tokens: Tensor, places: Tensor, step: int, beyond: int) -> Tensor:
 
 
 @torch.no_grad()
-def accepted_lengths(head: EagleHead, rows: Rows, max_draft_len: int) -> Tensor:
+def accepted_lengths(head: TrainedHead, rows: Rows, max_draft_len: int) -> Tensor:
     """(B, N - 1) tokens of a greedy draft that the row's text accepts, if its last token is at place j + 1.
 
     Of places before the outputs nothing beyond the first token is counted. While a draft agrees with the text, what the
@@ -260,7 +262,7 @@ class Trainer:
     """The loop. What it has learned, and its place in the data, are `state`: from there it goes on to the same end."""
 
     def __init__(
-        self, head: EagleHead, schedule: Schedule, rows_of: Callable[[int], Rows], *, autocast: bool = False
+        self, head: TrainedHead, schedule: Schedule, rows_of: Callable[[int], Rows], *, autocast: bool = False
     ) -> None:
         """`autocast`: products are computed in bfloat16, and everything is kept in float32."""
         self.head, self.schedule, self._rows_of = head, schedule, rows_of
@@ -290,9 +292,12 @@ class Trainer:
         return sums
 
     def state(self) -> dict[str, Any]:
-        return {"step": self.step, "head": self.head.state_dict(), "optimizer": self._optimizer.state_dict()}
+        return {"step": self.step, "head": self._learned(), "optimizer": self._optimizer.state_dict()}
+
+    def _learned(self) -> dict[str, Tensor]:
+        return {name: one.detach() for name, one in self.head.named_parameters() if one.requires_grad}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
-        self.head.load_state_dict(state["head"])
+        self.head.load_state_dict(state["head"], strict=False)
         self._optimizer.load_state_dict(state["optimizer"])

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from command_line import PROMPTS, Result, Specdec, assert_valid, ids_of, tree
+from safetensors.torch import load_file
 from test_cli_errors import assert_one_clear_error
 
 from runtime.heads.head_config import read_head
@@ -54,6 +56,32 @@ def test_head_is_trained_and_drafts(
     further = train("--draft-model-dir", "head", "--output-dir", "further", "--draft-vocab-size", 40, "--json").document
     assert further["settings"]["draft_vocab_size"] == 40 == read_head(Path("further")).draft_vocab_size
     assert further["settings"]["learning_rate"] == 1e-4
+
+
+def test_the_head_that_a_model_has_is_trained_further(
+    train: Callable[..., Result], specdec: Specdec, mtp_dirs: tuple[Path, Path], directory: Path
+) -> None:
+    """Its embeddings and its output layer stay the model's."""
+    _, model = mtp_dirs
+    named = ["--model-dir", model, "--draft-model-dir", model]
+    assert_one_clear_error(train(*named), 2, ("MTP", "--draft-vocab-size", "64"))
+    answers = ["--input-file", "prompts.jsonl", "--max-output-len", 12, "--output-traces", "own.jsonl"]
+    assert specdec("run", "--model-dir", model, "--compiler", "none", *answers).exit_code == 0
+    texts = ["--traces", "own.jsonl", "--held-out-traces", "own.jsonl", "--output-dir", "head", "--compiler", "none"]
+    settings = ["--num-epochs", 40, "--learning-rate", 0.01, "--batch-tokens", 256, "--json"]
+    document = specdec("train", *named, *texts, *settings).document
+    assert_valid("train", document)
+    lengths = document["held_out_tokens_per_step"][0]
+    assert lengths["tokens_per_step_after"] > lengths["tokens_per_step_before"] + 0.2
+    own, trained = (load_file(one / "model.safetensors") for one in (model, directory / "head"))
+    changed = {name for name, one in trained.items() if not torch.equal(one, own[name])}
+    assert changed == {name for name in own if name.startswith("mtp.")} < trained.keys()
+    target = ["--model-dir", model, "--compiler", "none", "--input-text", TEXTS[0], "--json"]
+    plain = specdec("run", *target, "--drafters", "mtp").document
+    flags = ["--drafters", "mtp", "--draft-model-dir", "head", "--draft-len-mode", "fixed"]
+    drafted = specdec("run", *target, *flags).document
+    assert ids_of(drafted) == ids_of(plain)
+    assert drafted["total"]["num_draft_tokens"] > 0
 
 
 def test_interrupted_it_goes_on_to_the_same_head(

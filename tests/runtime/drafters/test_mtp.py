@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from quantized import plain_model_of, save_awq, save_fp8, save_gptq, small_model
 from safetensors.torch import load_file, save_file
 from shared import shared_engine
 from test_eagle import DRAFT_LEN, ON_LOOPS, SAMPLED, answer, drafter, expected, make_requests
-from tiny import make_model
+from tiny import make_model, repetitive_prompt
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import MtpModel
@@ -24,6 +25,9 @@ from runtime.config import DraftOutput
 from runtime.engine import Engine
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.heads.head_config import has_mtp_head, is_head, read_head
+from runtime.heads.head_model import load_head, tensors_of_mtp
+from runtime.training.new_head import write_mtp
+from runtime.training.unrolled import Rows, accepted_lengths, have_unrolled_attention
 
 OF_MIMO = ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
 Forward = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -239,7 +243,7 @@ def target(published: tuple[Path, PreTrainedModel]) -> PreTrainedModel:
 def config_of(directory: Path, whole: PreTrainedModel) -> PreTrainedConfig:
     """The config in the directory; transformers does not know MiMo's type."""
     config, kind = json.loads((directory / "config.json").read_text()), whole.config.model_type
-    return type(whole.config).from_dict(config | {"model_type": kind})
+    return type(whole.config).from_dict(PreTrainedConfig._decode_special_floats(config) | {"model_type": kind})
 
 
 @pytest.fixture(scope="module")
@@ -277,6 +281,39 @@ def test_drafts_are_transformers(
         with torch.no_grad():
             states = target.get_decoder()(torch.tensor([tokens[:-1]]), use_cache=False).last_hidden_state[0]
         assert draft == reference_drafts(forward, tokens, states, len(draft)), tokens
+
+
+def test_a_training_counts_what_is_drafted(
+    published: tuple[Path, PreTrainedModel], target: PreTrainedModel, forward: Forward, tmp_path: Path
+) -> None:
+    """And writes the head as it was published. One of several layers, of experts or of other blocks is not trained."""
+    directory, embedding = published[0], target.get_input_embeddings().weight.detach()
+    opened: Any = load_head(read_head(directory), embedding, torch.float32)
+    if published[1].config.model_type in ("deepseek_v3", "mimo_v2_flash", "nemotron_h", "qwen3_next"):
+        with pytest.raises(SpecDecError, match="with such weights is not trained here"):
+            tensors_of_mtp(opened)
+        return
+    write_mtp(tmp_path, opened, torch.float32)
+    theirs, ours = (load_file(one / "model.safetensors") for one in (directory, tmp_path))
+    assert any("mtp" in name for name in ours) and "model.embed_tokens.weight" in ours
+    assert all(torch.equal(one, theirs[name]) for name, one in ours.items())
+    head = have_unrolled_attention(load_head(read_head(tmp_path), embedding, torch.float32))
+    counts = Counter[int]()
+    for seed in range(4):
+        text = repetitive_prompt(seed, 4)
+        with torch.no_grad():
+            for i in range(5):  # texts that go on for a while as the head drafts, and then otherwise
+                states = target.get_decoder()(torch.tensor([text[:-1]]), use_cache=False).last_hidden_state[0]
+                text += [*reference_drafts(forward, text, states, (seed + i) % 4), (text[-1] + 1 + i) % 32]
+            states = target.get_decoder()(torch.tensor([text]), use_cache=False).last_hidden_state
+        tokens = torch.tensor([text])
+        found = accepted_lengths(head, Rows(tokens, states, tokens[..., None], states[..., :1], tokens >= 0), 3)
+        for last in range(1, len(text) - 3):
+            draft = reference_drafts(forward, text[: last + 1], states[0, :last], 3)
+            agree = [a == b for a, b in zip(draft, text[last + 1 :], strict=False)]
+            assert int(found[0, last - 1]) == [*agree, False].index(False), (seed, last)
+            counts[int(found[0, last - 1])] += 1
+    assert all(counts[length] for length in range(4)), counts
 
 
 @pytest.mark.slow
