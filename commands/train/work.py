@@ -30,6 +30,7 @@ from runtime.engine_cache import engine_of_model
 from runtime.errors import SpecDecError
 from runtime.files import new_directory
 from runtime.heads.head_config import HeadConfig, num_layers_of, states_of_heads
+from runtime.heads.head_model import check_mtp_is_trained
 from runtime.llm import LLM
 from runtime.models import read_model_config, resolve_model
 from runtime.params import SamplingParams
@@ -37,7 +38,15 @@ from runtime.request import Request
 from runtime.trace_lines import Trace
 from runtime.traces import read_traces, trace_line
 from runtime.training.new_head import read_states_of
-from runtime.training.training_run import Accepted, Target, Texts, TrainingRun, TrainingSettings, split_traces
+from runtime.training.training_run import (
+    MIN_OUTPUT_LEN,
+    Accepted,
+    Target,
+    Texts,
+    TrainingRun,
+    TrainingSettings,
+    split_traces,
+)
 from runtime.tuning.profile import engine_digest
 
 
@@ -107,6 +116,8 @@ def start_training(
     output: Output,
 ) -> None:
     directory, made_directory = results.working_dir, not results.working_dir.exists()
+    if given is not None and given.kind == "mtp":
+        check_mtp_is_trained(given)  # not found out when all answers were given
     try:
         with ExitStack() as stack:
             llm = _open_target(stack, inputs, results, given, output)
@@ -118,7 +129,10 @@ def start_training(
             max_len = min(options.max_text_len, llm.bundle.config.build_config.max_request_len)
             texts, num_left_out = split_traces(traces, max_len, held_out)
             if num_left_out:
-                output.warning(f"left out, because their prompts leave no room for an output: {num_left_out}")
+                output.warning(
+                    f"left out, because fewer than {MIN_OUTPUT_LEN} tokens of their outputs are within {max_len}: "
+                    f"{num_left_out} texts"
+                )
             run = _open_run(llm, inputs, options, directory, texts, given)
             trained = Trained(run, *_train(run, output), num_left_out)
             with new_directory(results.output_dir, replace=False) as written:
@@ -271,7 +285,9 @@ def _show(trained: Trained, inputs: TrainInputs, options: TrainOptions, results:
         f"{len(texts.learned):,} texts of {num_tokens:,} tokens, {run.trainer.step:,} steps; the head drafts "
         f"{head.draft_vocab_size:,} ids: {results.output_dir}"
     )
-    output.result(f"to use it: specdec run --model-dir {inputs.model_dir} --draft-model-dir {results.output_dir} …")
+    named = "--drafters mtp " if head.kind == "mtp" else ""  # an EAGLE-3 head is known by its config
+    flags = f"--model-dir {inputs.model_dir} {named}--draft-model-dir {results.output_dir}"
+    output.result(f"to use it: specdec run {flags} …")
     if output.quiet:
         output.text(str(results.output_dir))
     settings = TrainSettings(

@@ -270,6 +270,11 @@ def _names_eagle3(config: dict[str, Any]) -> bool:
 def read_head(head: Path | str) -> HeadConfig:
     """The config of a head's directory, or of a model's that has one; SpecDecError for what cannot draft here."""
     directory = resolve_head(str(head))
+    if directory.is_file():
+        raise SpecDecError(
+            f"this file is no trained drafter: {directory}",
+            hint="name a directory; GGUF files leave the head out, the original model has it",
+        )
     where = directory / "config.json"
     config = read_json(where)
     if not _is_config_of_head(config) and (num_mtp_layers := _num_mtp_layers(config)):

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -412,6 +412,7 @@ class ChainedMtp(nn.Module):
         return among_all(drafted, self.draft_ids)
 
 
+_MAKE_EAGLE = "leave it out, and an EAGLE-3 head is made"
 _BEFORE_LAYER = ("enorm", "hnorm", "eh_proj")
 _QWENS = {"mtp.fc.": "eh_proj.", "mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm."}
 _QWENS |= {"mtp.layers.": "model.layers.", "mtp.norm.": "model.norm."}
@@ -465,6 +466,26 @@ def _mtp_layer(
     return MtpHead(config, model, parts, has_norm=has_norm)
 
 
+def check_mtp_is_trained(config: HeadConfig) -> None:
+    """SpecDecError for an MTP head of more than one plain layer, by the names of its weights: `tensors_of_mtp` would
+    raise it when the head was loaded."""
+    if config.num_layers > 1:
+        raise SpecDecError(
+            f"a head of {config.num_layers} MTP layers is not trained here: {config.directory}", hint=_MAKE_EAGLE
+        )
+    for entry in read_tensors(config.directory):
+        name = _name_in_mtp(entry.name, num_layers_of(config.layers), 0)
+        if name is not None and (".experts." in name or not name.endswith((".weight", ".bias"))):
+            _raise_not_trained(entry, config)
+
+
+def _raise_not_trained(entry: SourceTensor, config: HeadConfig) -> NoReturn:
+    raise SpecDecError(
+        f"an MTP head that has experts, or is quantized, is not trained here, {entry.name}: {config.directory}",
+        hint=_MAKE_EAGLE,
+    )
+
+
 def tensors_of_mtp(head: MtpHead) -> dict[str, Tensor]:
     """The head's own weights by the names that its checkpoint has for them.
 
@@ -478,10 +499,7 @@ def tensors_of_mtp(head: MtpHead) -> dict[str, Tensor]:
         if name is None:
             continue
         if name not in parameters:
-            raise SpecDecError(
-                f"an MTP head with such weights is not trained here, {entry.name}: {config.directory}",
-                hint="heads of plain layers are, not quantized and without experts",
-            )
+            _raise_not_trained(entry, config)
         swaps = name == "eh_proj.weight" and entry.name.startswith(_STATE_FIRST)
         one = parameters[name].detach()
         found[entry.name] = torch.cat(one.chunk(2, -1)[::-1], -1) if swaps else one

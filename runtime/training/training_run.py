@@ -21,7 +21,7 @@ from runtime.errors import SpecDecError
 from runtime.files import read_json, write_json
 from runtime.heads.draft_vocab import choose_vocabulary
 from runtime.heads.head_config import HeadConfig, num_layers_of, read_head
-from runtime.heads.head_model import EagleHead, MtpHead, load_head, tensors_of_mtp
+from runtime.heads.head_model import MtpHead, load_head, tensors_of_mtp
 from runtime.trace_lines import Trace
 from runtime.training.new_head import (
     TargetWeights,
@@ -45,7 +45,7 @@ from runtime.training.unrolled import (
     steps_of,
 )
 
-MIN_TRACES = 8
+MIN_TRACES, MIN_OUTPUT_LEN = 8, 3
 MAX_EVALUATED_LEN = 5
 _SAVE_EVERY_S = 60.0
 _EVALUATED_TOKENS = 2048
@@ -136,7 +136,7 @@ def _cut(trace: Trace, max_len: int) -> Trace:
 
 
 def _is_usable(trace: Trace) -> bool:
-    return len(trace.output_tokens) >= 3 and len(trace.prompt_tokens) >= 1
+    return len(trace.output_tokens) >= MIN_OUTPUT_LEN and len(trace.prompt_tokens) >= 1
 
 
 class TrainingRun:
@@ -197,11 +197,6 @@ class TrainingRun:
         head: Any = load_head(given, embedding, torch.float32)
         if isinstance(head, MtpHead):
             tensors_of_mtp(head)  # or why it cannot be written
-        elif not isinstance(head, EagleHead):
-            raise SpecDecError(
-                f"a head of {given.num_layers} MTP layers is not trained here: {given.directory}",
-                hint="leave it out, and an EAGLE-3 head is made",
-            )
         elif size is not None and size < head.config.draft_vocab_size:
             ids = choose_vocabulary(_pairs(self.texts.learned), drafted_ids(head), size, end_ids)
             head = with_vocabulary(head, ids)

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import PROMPTS, Result, Specdec, assert_valid, ids_of, tree
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_cli_errors import assert_one_clear_error
 
 from runtime.heads.head_config import read_head
@@ -65,6 +66,8 @@ def test_the_head_that_a_model_has_is_trained_further(
     _, model = mtp_dirs
     named = ["--model-dir", model, "--draft-model-dir", model]
     assert_one_clear_error(train(*named), 2, ("MTP", "--draft-vocab-size", "64"))
+    (directory / "model.gguf").write_bytes(b"GGUF")
+    assert_one_clear_error(train(*named, "--draft-model-dir", "model.gguf"), 1, ("no trained drafter", "model.gguf"))
     answers = ["--input-file", "prompts.jsonl", "--max-output-len", 12, "--output-traces", "own.jsonl"]
     assert specdec("run", "--model-dir", model, "--compiler", "none", *answers).exit_code == 0
     texts = ["--traces", "own.jsonl", "--held-out-traces", "own.jsonl", "--output-dir", "head", "--compiler", "none"]
@@ -78,10 +81,26 @@ def test_the_head_that_a_model_has_is_trained_further(
     assert changed == {name for name in own if name.startswith("mtp.")} < trained.keys()
     target = ["--model-dir", model, "--compiler", "none", "--input-text", TEXTS[0], "--json"]
     plain = specdec("run", *target, "--drafters", "mtp").document
-    flags = ["--drafters", "mtp", "--draft-model-dir", "head", "--draft-len-mode", "fixed"]
-    drafted = specdec("run", *target, *flags).document
+    flags = ["--drafters", "mtp", "--draft-model-dir", "head"]
+    shown = specdec("train", *named, *texts, "--output-dir", "again", *settings[:-1]).stdout
+    assert "--drafters mtp --draft-model-dir again" in shown
+    drafted = specdec("run", *target, *flags, "--draft-len-mode", "fixed").document
     assert ids_of(drafted) == ids_of(plain)
     assert drafted["total"]["num_draft_tokens"] > 0
+
+
+def test_a_head_of_experts_is_refused_before_anything_is_answered(
+    specdec: Specdec, mtp_dirs: tuple[Path, Path], directory: Path
+) -> None:
+    model, name = directory / "model", "mtp.layers.0.mlp.experts.0.down_proj.weight"
+    shutil.copytree(mtp_dirs[1], model)
+    tensors = load_file(model / "model.safetensors") | {name: torch.zeros(2, 2)}
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    before = tree(directory)
+    texts = ["--input-file", "prompts.jsonl", "--output-dir", "head", "--compiler", "none"]
+    result = specdec("train", "--model-dir", model, "--draft-model-dir", model, *texts)
+    assert_one_clear_error(result, 1, ("experts", name))
+    assert tree(directory) == before
 
 
 def test_interrupted_it_goes_on_to_the_same_head(
