@@ -30,7 +30,7 @@ from runtime.engine_cache import engine_of_model
 from runtime.errors import SpecDecError
 from runtime.files import new_directory
 from runtime.heads.head_config import HeadConfig, num_layers_of, states_of_heads
-from runtime.heads.head_model import check_mtp_is_trained
+from runtime.heads.mtp_head import check_mtp_is_trained
 from runtime.llm import LLM
 from runtime.models import read_model_config, resolve_model
 from runtime.params import SamplingParams

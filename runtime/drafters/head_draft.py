@@ -23,9 +23,10 @@ from runtime.drafters.draft_state import DraftState
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.heads.block_head import BlockHead, num_slots
+from runtime.heads.head_attention import hide_first
 from runtime.heads.head_cache import HeadCache
 from runtime.heads.head_config import HeadConfig, language_model, num_layers_of
-from runtime.heads.head_model import EagleHead, Head, hide_first, load_head, set_output, use_kernels
+from runtime.heads.head_model import EagleHead, Head, load_head, set_output, use_kernels
 from runtime.heads.head_output import read_output, read_target_output
 from runtime.request import Draft, Sequence
 

@@ -5,7 +5,7 @@ EAGLE-3 heads are published with two kinds of configs and names: those of SafeAI
 tokens but one (MTP) are in the directory of the model itself.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from runtime.files import read_json
 from runtime.models import read_model_config, resolve_head, resolve_model, shipped_head
 from runtime.reading import raise_unreadable, shown
 
+OF_TWO_HEADS = "config.json and weights are of two heads; download the head again"
 HeadKind = Literal["eagle3", "mtp", "assistant", "dflash"]
 _ASSISTANTS = {"gemma4_assistant": 1536, "gemma4_unified_assistant": 3840}
 """Model types of assistants, and the widths of their targets where a config does not say it."""
@@ -557,3 +558,25 @@ def hidden_states_for(heads: Seq[HeadConfig], model: str) -> tuple[int, ...]:
         for head in heads:
             head.check_target(config, text["vocab_size"])
     return states_of_heads(heads, config)
+
+
+def check_weights(config: HeadConfig, wanted: Mapping[str, Seq[int]], found: Mapping[str, Seq[int]]) -> None:
+    """SpecDecError unless the weights that are `wanted` are `found`, by names and shapes."""
+    if missing := sorted(wanted.keys() - found.keys()):
+        raise SpecDecError(
+            f"the head lacks {len(missing)} of its weights, such as {missing[0]}: {config.directory}", hint=OF_TWO_HEADS
+        )
+    layers = sorted(name for name in found.keys() - wanted.keys() if name.startswith("layers."))
+    if layers:
+        raise SpecDecError(
+            f"the head has {len(layers)} weights that its config does not speak of, such as {layers[0]}: "
+            f"{config.directory}",
+            hint=OF_TWO_HEADS,
+        )
+    for name, shape in wanted.items():
+        if shape != found[name]:
+            raise SpecDecError(
+                f"the head has {name} of {list(found[name])}, and by its config it is of "
+                f"{list(shape)}: {config.directory}",
+                hint=OF_TWO_HEADS,
+            )

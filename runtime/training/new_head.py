@@ -13,7 +13,8 @@ from torch import Tensor
 from runtime.errors import SpecDecError
 from runtime.files import read_json, write_file, write_json
 from runtime.heads.head_config import HeadConfig, num_layers_of
-from runtime.heads.head_model import EagleHead, MtpHead, shared_tensors_of_mtp, tensors_of_mtp
+from runtime.heads.head_model import EagleHead
+from runtime.heads.mtp_head import MtpHead, shared_tensors_of_mtp, tensors_of_mtp
 
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 _OTHERS = ("max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "hidden_act")

@@ -21,7 +21,8 @@ from runtime.errors import SpecDecError
 from runtime.files import read_json, write_json
 from runtime.heads.draft_vocab import choose_vocabulary
 from runtime.heads.head_config import HeadConfig, num_layers_of, read_head
-from runtime.heads.head_model import MtpHead, load_head, tensors_of_mtp
+from runtime.heads.head_model import load_head
+from runtime.heads.mtp_head import MtpHead, tensors_of_mtp
 from runtime.trace_lines import Trace
 from runtime.training.new_head import (
     TargetWeights,

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
-from runtime.heads.head_model import EagleHead, MtpHead
+from runtime.heads.head_model import EagleHead
+from runtime.heads.mtp_head import MtpHead
 
 UNROLLED = "specdec_unrolled"
 TrainedHead = EagleHead | MtpHead

@@ -25,7 +25,8 @@ from runtime.config import DraftOutput
 from runtime.engine import Engine
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.heads.head_config import has_mtp_head, is_head, read_head
-from runtime.heads.head_model import load_head, tensors_of_mtp
+from runtime.heads.head_model import load_head
+from runtime.heads.mtp_head import tensors_of_mtp
 from runtime.training.new_head import write_mtp
 from runtime.training.unrolled import Rows, accepted_lengths, have_unrolled_attention
 
