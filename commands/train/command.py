@@ -10,10 +10,11 @@ from commands.options.leader_flags import ModelEngineOptions
 from commands.options.shared import INPUT, OUTPUT, RUNTIME, option
 from commands.output import Output, check_readable
 from runtime.errors import SpecDecError, UsageError
-from runtime.heads.head_config import read_head
+from runtime.heads.head_config import HeadConfig, read_head
 from runtime.models import read_model_config, resolve_model
 
 NEW_LEARNING_RATE, FURTHER_LEARNING_RATE = 1e-3, 1e-4
+NUM_UNROLLED_STEPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +65,15 @@ class TrainOptions:
         ),
     ] = None
     num_unrolled_steps: Annotated[
-        int, option(RUNTIME, "Tokens that the head drafts in a row while it learns.", min=1, max=8)
-    ] = 3
+        int | None,
+        option(
+            RUNTIME,
+            "Tokens that the head drafts in a row while it learns.",
+            shown=f"{NUM_UNROLLED_STEPS}; an MTP head of several layers, one each",
+            min=1,
+            max=8,
+        ),
+    ] = None
     draft_vocab_size: Annotated[
         int | None,
         option(
@@ -137,26 +145,36 @@ def train(inputs: TrainInputs, options: TrainOptions, results: TrainResults, out
     check_readable(inputs.paths)
     prompts = read_prompts([], inputs.input_file) if inputs.input_file is not None else []
     read_model_config(resolve_model(inputs.model_dir))
-    given = None
-    if inputs.draft_model_dir is not None:
-        given = read_head(inputs.draft_model_dir)
-        if given.kind not in ("eagle3", "mtp"):
-            raise UsageError(
-                f"a head of this kind is not trained here, {given.kind}: {inputs.draft_model_dir}",
-                hint="leave it out, and an EAGLE-3 head is made",
-            )
-        if options.draft_vocab_size is not None and given.kind == "mtp":
-            raise UsageError(
-                f"an MTP head drafts all ids, and `--draft-vocab-size` is: {options.draft_vocab_size}",
-                hint="leave it out; `specdec run --draft-vocab` chooses ids",
-            )
-        if options.draft_vocab_size is not None and options.draft_vocab_size > given.draft_vocab_size:
-            raise SpecDecError(
-                f"the head drafts {given.draft_vocab_size} ids, fewer than `--draft-vocab-size`: "
-                f"{options.draft_vocab_size}",
-                hint="a head's vocabulary can be made smaller only",
-            )
+    given = None if inputs.draft_model_dir is None else read_head(inputs.draft_model_dir)
+    if given is not None:
+        _check_head(given, inputs, options)
 
     from commands.train.work import start_training
 
     start_training(inputs, options, results, given, prompts, output)
+
+
+def _check_head(given: HeadConfig, inputs: TrainInputs, options: TrainOptions) -> None:
+    """SpecDecError for a head that is not trained, or not with these options, by its config."""
+    if given.kind not in ("eagle3", "mtp"):
+        raise UsageError(
+            f"a head of this kind is not trained here, {given.kind}: {inputs.draft_model_dir}",
+            hint="leave it out, and an EAGLE-3 head is made",
+        )
+    if options.draft_vocab_size is not None and given.kind == "mtp":
+        raise UsageError(
+            f"an MTP head drafts all ids, and `--draft-vocab-size` is: {options.draft_vocab_size}",
+            hint="leave it out; `specdec run --draft-vocab` chooses ids",
+        )
+    if options.draft_vocab_size is not None and options.draft_vocab_size > given.draft_vocab_size:
+        raise SpecDecError(
+            f"the head drafts {given.draft_vocab_size} ids, fewer than `--draft-vocab-size`: "
+            f"{options.draft_vocab_size}",
+            hint="a head's vocabulary can be made smaller only",
+        )
+    if given.is_chain and (options.num_unrolled_steps or 0) > given.num_layers:
+        raise SpecDecError(
+            f"the head has {given.num_layers} layers, which draft a token each, fewer than `--num-unrolled-steps`: "
+            f"{options.num_unrolled_steps}",
+            hint="leave it out",
+        )

@@ -19,6 +19,7 @@ from commands.sessions import engine_settings
 from commands.train.command import (
     FURTHER_LEARNING_RATE,
     NEW_LEARNING_RATE,
+    NUM_UNROLLED_STEPS,
     TrainInputs,
     TrainOptions,
     TrainResults,
@@ -116,8 +117,8 @@ def start_training(
     output: Output,
 ) -> None:
     directory, made_directory = results.working_dir, not results.working_dir.exists()
-    if given is not None and given.kind == "mtp":
-        check_mtp_is_trained(given)  # not found out when all answers were given
+    if given is not None and given.kind == "mtp":  # not found out when all answers were given
+        check_mtp_is_trained(given)
     try:
         with ExitStack() as stack:
             llm = _open_target(stack, inputs, results, given, output)
@@ -233,7 +234,8 @@ def _open_run(
         options.draft_vocab_size,
         options.num_epochs,
         options.learning_rate or (NEW_LEARNING_RATE if given is None else FURTHER_LEARNING_RATE),
-        options.num_unrolled_steps,
+        options.num_unrolled_steps
+        or (given.num_layers if given is not None and given.is_chain else NUM_UNROLLED_STEPS),
         options.batch_tokens,
         options.random_seed,
         options.learn_prompts,
@@ -295,7 +297,7 @@ def _show(trained: Trained, inputs: TrainInputs, options: TrainOptions, results:
         draft_model_dir=None if inputs.draft_model_dir is None else str(inputs.draft_model_dir),
         num_epochs=options.num_epochs,
         learning_rate=run.settings.learning_rate,
-        num_unrolled_steps=options.num_unrolled_steps,
+        num_unrolled_steps=run.settings.num_unrolled,
         draft_vocab_size=head.draft_vocab_size,
         batch_tokens=options.batch_tokens,
         max_text_len=options.max_text_len,

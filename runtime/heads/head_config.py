@@ -98,6 +98,11 @@ class HeadConfig:
         return "target_output" in self.flags
 
     @property
+    def is_chain(self) -> bool:
+        """True for MTP layers in a row, each of which drafts one token."""
+        return self.kind == "mtp" and self.num_layers > 1
+
+    @property
     def drafts_all_ids(self) -> bool:
         """True if it has no vocabulary of its own."""
         return self.draft_vocab_size == self.vocab_size

@@ -5,14 +5,15 @@ trained: a tensor is written under the name that it was read by.
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
-from typing import Any, NoReturn
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from runtime.batch import Batch
 from runtime.compiler.attention import PAGED
@@ -153,6 +154,11 @@ class ChainedMtp(nn.Module):
             outputs[depth] = head(batch, before[depth].where(is_there, 0), pool)
         return torch.cat([outputs[-1], *outputs[:-1]], -1)
 
+    def own_logits(self, outputs: Tensor) -> Tensor:
+        """(..., vocabulary) of (..., hidden) outputs of one layer."""
+        logits: Tensor = self.heads[0].own_logits(outputs)
+        return logits
+
     def logits(self, outputs: Tensor, num_drafted: int = 0, last_ids: Tensor | None = None) -> Tensor:
         parts = outputs.chunk(len(self.heads), -1)
         drafted: Tensor = self.heads[0].logits(parts[(num_drafted + 1) % len(parts)])
@@ -160,6 +166,9 @@ class ChainedMtp(nn.Module):
 
 
 _MAKE_EAGLE = "leave it out, and an EAGLE-3 head is made"
+_NOT_LEARNED = ("e_score_correction_bias", "expert_bias")
+_COPIES = ("embed_tokens.", "shared_head.head.")
+"""Copies beside the layer of what the target has."""
 _BEFORE_LAYER = ("enorm", "hnorm", "eh_proj")
 _QWENS = {"mtp.fc.": "eh_proj.", "mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm."}
 _QWENS |= {"mtp.layers.": "model.layers.", "mtp.norm.": "model.norm."}
@@ -174,13 +183,52 @@ _MIMOS |= {f"{_STATE_FIRST}N.input_proj.": "eh_proj.", f"{_STATE_FIRST}N.final_l
 _MIMOS |= {f"{_STATE_FIRST}N.": "model.layers.0."}
 
 
-def load_mtp(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype) -> MtpHead | ChainedMtp:
-    entries, embeddings = read_tensors(config.directory), embeddings_of(config)
-    shared = shared_with_target(entries, embeddings)
-    if target_embedding is not None:
-        shared.pop(embeddings, None)
-    known = {} if target_embedding is None else {embeddings: target_embedding}
-    heads = []
+@dataclass(frozen=True)
+class _OwnLayer:
+    """One layer of a head as the files have it, by the names of a model of that layer alone."""
+
+    config: HeadConfig
+    entries: dict[str, SourceTensor]
+    one_layer: PreTrainedConfig
+
+    @property
+    def has_norm(self) -> bool:
+        """False of Ernie's: none is behind the layer."""
+        return not any(one.name.startswith("model.mtp_block.") for one in self.entries.values())
+
+    @property
+    def reads_state_first(self) -> bool:
+        return any(one.name.startswith(_STATE_FIRST) for one in self.entries.values())
+
+    def name_in_file(self, name: str) -> str | None:
+        """Name in the checkpoint of a weight, of a quantized one what it would be otherwise; None if there is none."""
+        if name in self.entries:
+            return self.entries[name].name
+        stem = name.removesuffix("weight")
+        part = next((own for own in self.entries if own.startswith(stem)), None)
+        if part is None:
+            return None
+        return self.entries[part].name.removesuffix(part.removeprefix(stem)) + name.removeprefix(stem)
+
+    def as_in_file(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The same by the checkpoint's names; SpecDecError for one that the checkpoint has not, or in another shape."""
+        found = dict[str, Tensor]()
+        for own, weight in weights.items():
+            name, entry = self.name_in_file(own), self.entries.get(own)
+            if name is None or (entry is not None and entry.is_float and entry.shape != weight.shape):
+                raise SpecDecError(
+                    f"an MTP head is not trained here whose weights the model has in another form, {own}: "
+                    f"{self.config.directory}",
+                    hint=_MAKE_EAGLE,
+                )
+            is_swapped = own == "eh_proj.weight" and self.reads_state_first
+            found[name] = _swapped(weight) if is_swapped else weight
+        return found
+
+
+def _own_layers(config: HeadConfig) -> list[_OwnLayer]:
+    """SpecDecError if the files do not have as many as the config says."""
+    entries, layers = read_tensors(config.directory), []
     for depth in range(config.num_layers):
         number = num_layers_of(config.layers) + depth
         own = {name: one for one in entries if (name := _name_in_mtp(one.name, number, depth)) is not None}
@@ -190,73 +238,104 @@ def load_mtp(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.d
                 f"the model's weights have {which}, of which its config.json speaks: {config.directory}",
                 hint="some who pack models anew leave it out; take the original",
             )
-        one_layer = _config_of_one_layer(config, own)
-        shapes = parameter_shapes(one_layer)
-        if depth == 0:
-            known = _numbers(shared, config, dtype, shapes) | known
-            known.setdefault("lm_head.weight", known[embeddings])
-        heads.append(_mtp_layer(config, own, one_layer, _numbers(own, config, dtype, shapes) | known))
+        layers.append(_OwnLayer(config, own, _config_of_one_layer(config, own)))
+    return layers
+
+
+Read = Callable[[dict[str, SourceTensor], HeadConfig, torch.dtype, Mapping[str, tuple[int, ...]]], dict[str, Tensor]]
+"""`_numbers`, or what takes its place."""
+
+
+def load_mtp(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype) -> MtpHead | ChainedMtp:
+    return _load(config, target_embedding, dtype, _numbers)
+
+
+def _load(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype, read: Read) -> MtpHead | ChainedMtp:
+    layers, embeddings = _own_layers(config), embeddings_of(config)
+    shared = shared_with_target(read_tensors(config.directory), embeddings)
+    if target_embedding is not None:
+        shared.pop(embeddings, None)
+    shapes = [parameter_shapes(layer.one_layer) for layer in layers]
+    known = read(shared, config, dtype, shapes[0])
+    if target_embedding is not None:
+        known[embeddings] = target_embedding
+    known.setdefault("lm_head.weight", known[embeddings])
+    heads = [
+        _mtp_layer(layer, read(layer.entries, config, dtype, of_layer) | known)
+        for layer, of_layer in zip(layers, shapes, strict=True)
+    ]
     return heads[0] if len(heads) == 1 else ChainedMtp(heads)
 
 
-def _mtp_layer(
-    config: HeadConfig, own: dict[str, SourceTensor], one_layer: PreTrainedConfig, tensors: dict[str, Tensor]
-) -> MtpHead:
+def _mtp_layer(layer: _OwnLayer, tensors: dict[str, Tensor]) -> MtpHead:
+    config, dtype = layer.config, tensors["lm_head.weight"].dtype
     parts = {name: tensors.pop(name) for name in list(tensors) if name.split(".")[0] in _BEFORE_LAYER}
-    has_norm = not any(one.name.startswith("model.mtp_block.") for one in own.values())
-    if any(one.name.startswith(_STATE_FIRST) for one in own.values()):
-        parts["eh_proj.weight"] = torch.cat(parts["eh_proj.weight"].chunk(2, -1)[::-1], -1)
-    dtype = tensors["lm_head.weight"].dtype
-    if not has_norm:  # in Ernie's none is behind the layer
+    if layer.reads_state_first:
+        parts["eh_proj.weight"] = _swapped(parts["eh_proj.weight"])
+    if not layer.has_norm:
         tensors["model.norm.weight"] = torch.ones(config.hidden_size, dtype=dtype)
-    model = model_of_weights(ModelKind(one_layer, dtype, PAGED), tensors, str(config.directory))
-    return MtpHead(config, model, parts, has_norm=has_norm)
+    model = model_of_weights(ModelKind(layer.one_layer, dtype, PAGED), tensors, str(config.directory))
+    return MtpHead(config, model, parts, has_norm=layer.has_norm)
+
+
+def _swapped(projection: Tensor) -> Tensor:
+    """A projection of [state, embedding] as one of [embedding, state], and the other way round."""
+    return torch.cat(projection.chunk(2, -1)[::-1], -1)
+
+
+def layers_of_mtp(head: MtpHead | ChainedMtp) -> list[MtpHead]:
+    return [head] if isinstance(head, MtpHead) else list(head.heads)
+
+
+def learned_weights(head: MtpHead) -> dict[str, nn.Parameter]:
+    """The layer's weights, by names in a model of that layer alone, but those that no gradient reaches: biases by which
+    a router chooses experts and does not weigh them. Embeddings and output layer are the target's."""
+    model: Any = head.step.model
+    parts = model.get_input_embeddings(), model.get_output_embeddings()
+    shared = {id(one) for part in parts for one in part.parameters()}
+    named = dict(head.named_parameters())
+    before = {name: one for name, one in named.items() if name.split(".")[0] in _BEFORE_LAYER}
+    found = {name: one for name, one in model.named_parameters() if id(one) not in shared}
+    return before | {name: one for name, one in found.items() if not name.endswith(_NOT_LEARNED)}
 
 
 def check_mtp_is_trained(config: HeadConfig) -> None:
-    """SpecDecError for an MTP head of more than one plain layer, by the names of its weights: `tensors_of_mtp` would
-    raise it when the head was loaded."""
-    if config.num_layers > 1:
-        raise SpecDecError(
-            f"a head of {config.num_layers} MTP layers is not trained here: {config.directory}", hint=_MAKE_EAGLE
-        )
-    for entry in read_tensors(config.directory):
-        name = _name_in_mtp(entry.name, num_layers_of(config.layers), 0)
-        if name is not None and (".experts." in name or not name.endswith((".weight", ".bias"))):
-            _raise_not_trained(entry, config)
+    """SpecDecError for an MTP head that could not be written when it was trained. No weight is read."""
+    with torch.no_grad():
+        tensors_of_mtp(_load(config, None, torch.bfloat16, _zeros), torch.bfloat16)
 
 
-def _raise_not_trained(entry: SourceTensor, config: HeadConfig) -> NoReturn:
-    raise SpecDecError(
-        f"an MTP head that has experts, or is quantized, is not trained here, {entry.name}: {config.directory}",
-        hint=_MAKE_EAGLE,
-    )
-
-
-def tensors_of_mtp(head: MtpHead) -> dict[str, Tensor]:
-    """The head's own weights by the names that its checkpoint has for them.
-
-    SpecDecError where they are not its layer's one by one: quantized, or experts.
-    """
-    config, number = head.config, num_layers_of(head.config.layers)
-    parameters = dict(head.step.model.named_parameters()) | dict(head.named_parameters())
-    found = {}
-    for entry in read_tensors(config.directory):
-        name = _name_in_mtp(entry.name, number, 0)
-        if name is None:
-            continue
-        if name not in parameters:
-            _raise_not_trained(entry, config)
-        swaps = name == "eh_proj.weight" and entry.name.startswith(_STATE_FIRST)
-        one = parameters[name].detach()
-        found[entry.name] = torch.cat(one.chunk(2, -1)[::-1], -1) if swaps else one
+def tensors_of_mtp(head: MtpHead | ChainedMtp, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights that are learned, by the names that the head's checkpoint has for them, taken apart as they were put
+    together: of each expert its own, where the checkpoint has them so. SpecDecError where that cannot be."""
+    found = dict[str, Tensor]()
+    for layer, one in zip(_own_layers(head.config), layers_of_mtp(head), strict=True):
+        learned = {name: weight.detach().to(dtype) for name, weight in learned_weights(one).items()}
+        found |= layer.as_in_file(revert_weight_conversion(one.step.model, learned))
     return found
 
 
-def shared_tensors_of_mtp(config: HeadConfig) -> dict[str, Tensor]:
-    """Embeddings and output layer, by the names that the head's checkpoint has for them."""
-    entries = list(shared_with_target(read_tensors(config.directory), embeddings_of(config)).values())
-    return dict(zip((one.name for one in entries), load_tensors(entries), strict=True))
+def kept_tensors_of_mtp(config: HeadConfig, learned: Container[str], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Tensors that are written beside the `learned` weights, by the checkpoint's names: embeddings and output layer,
+    and all else of the head's layers. They are as in the files; a quantized output layer is its numbers."""
+    layers, entries = _own_layers(config), read_tensors(config.directory)
+    kept = [one for one in entries if _is_copy(one, config)]
+    shared = _OwnLayer(config, shared_with_target(entries, embeddings_of(config)), layers[0].one_layer)
+    for layer in (shared, *layers):
+        plain = _in_files(layer.entries, config, parameter_shapes(layer.one_layer))[1]
+        kept += [layer.entries[one.name] for one in plain if layer.name_in_file(one.name) not in learned]
+    quantized, _ = _in_files(shared.entries, config, parameter_shapes(shared.one_layer))
+    numbers = {f"{name}.weight": layer.load().dequantize(dtype) for name, layer in quantized.items()}
+    tensors = zip((one.name for one in kept), load_tensors(kept), strict=True)
+    return dict(tensors) | shared.as_in_file(numbers)
+
+
+def _is_copy(entry: SourceTensor, config: HeadConfig) -> bool:
+    """True for a copy of the target's embeddings or output layer beside the head's layer. Quantized ones are none: what
+    is written is not."""
+    first = num_layers_of(config.layers)
+    beside = (f".layers.{first + depth}.{part}weight" for depth in range(config.num_layers) for part in _COPIES)
+    return entry.is_float and entry.name.endswith(tuple(beside))
 
 
 def _is_nemotron(config: HeadConfig) -> bool:
@@ -268,33 +347,56 @@ def embeddings_of(config: HeadConfig) -> str:
 
 
 def _numbers(
-    entries: dict[str, SourceTensor], config: HeadConfig, dtype: torch.dtype, shapes: dict[str, tuple[int, ...]]
+    entries: dict[str, SourceTensor], config: HeadConfig, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
     """The numbers that the entries mean, by the names they are given in a model of these `shapes`; SpecDecError for a
     format that is not read."""
-    tensors = [replace(one, name=name) for name, one in entries.items()]
-    layers: dict[str, PrequantizedLayer] = {}
-    if (few := next((one.source_name for one in tensors if not one.is_float), None)) is not None:
-        found = format_of(read_json(config.directory / "config.json"), config.directory)
-        if found is None:
-            raise SpecDecError(
-                f"the head's weights are quantized, and config.json does not say how: {few}, in {config.directory}",
-                hint="take the model as it was published",
-            )
-        layers, tensors = find_layers(tensors, found, shapes, config.directory)
+    layers, tensors = _in_files(entries, config, shapes)
     numbers = {one.name: t.to(dtype) for one, t in zip(tensors, load_tensors(tensors), strict=True)}
     return numbers | {f"{name}.weight": layer.load().dequantize(dtype) for name, layer in layers.items()}
 
 
+def _zeros(
+    entries: dict[str, SourceTensor], config: HeadConfig, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """Zeros of the same shapes, which are not read, and take no memory."""
+    layers, tensors = _in_files(entries, config, shapes)
+    found = {one.name: one.shape for one in tensors}
+    for name, layer in layers.items():
+        found[f"{name}.weight"] = layer.read({part: one.without_values() for part, one in layer.parts.items()}).shape
+    return {name: torch.zeros((), dtype=dtype).expand(shape) for name, shape in found.items()}
+
+
+def _in_files(
+    entries: dict[str, SourceTensor], config: HeadConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, PrequantizedLayer], list[SourceTensor]]:
+    """Quantized layers and other tensors, by the entries' names."""
+    tensors = [replace(one, name=name) for name, one in entries.items()]
+    few = next((one.source_name for one in tensors if not one.is_float), None)
+    if few is None:
+        return {}, tensors
+    found = format_of(read_json(config.directory / "config.json"), config.directory)
+    if found is None:
+        raise SpecDecError(
+            f"the head's weights are quantized, and config.json does not say how: {few}, in {config.directory}",
+            hint="take the model as it was published",
+        )
+    return find_layers(tensors, found, shapes, config.directory)
+
+
 def shared_with_target(entries: list[SourceTensor], embeddings: str) -> dict[str, SourceTensor]:
-    """The target's embeddings and output layer; copies beside the head's layer are the same."""
-    ends = {embeddings: f".{embeddings.removeprefix('model.')}", "lm_head.weight": "lm_head.weight"}
-    return {
-        name: one
-        for name, end in ends.items()
-        for one in entries
-        if one.name.endswith(end) and ".layers." not in one.name and not one.name.startswith("mtp.")
-    }
+    """The target's embeddings and output layer, of a quantized one its parts; copies beside the head's layer are the
+    same."""
+    found = dict[str, SourceTensor]()
+    for one in entries:
+        if ".layers." in one.name or one.name.startswith("mtp."):
+            continue
+        _, is_output, part = f".{one.name}".rpartition(".lm_head.")
+        if is_output:
+            found.setdefault(f"lm_head.{part}", one)
+        elif one.name.endswith(f".{embeddings.removeprefix('model.')}"):
+            found.setdefault(embeddings, one)
+    return found
 
 
 def _name_in_mtp(name: str, number: int, depth: int) -> str | None:
@@ -309,7 +411,7 @@ def _name_in_mtp(name: str, number: int, depth: int) -> str | None:
                 return f"model.norm_f.{part.removeprefix('final_layernorm.')}"
             return part if place.isdigit() and part.split(".")[0] in _BEFORE_LAYER else own
     _, is_there, own = name.partition(f".layers.{number}.")
-    if not is_there or own.startswith(("embed_tokens.", "shared_head.head.")) or ".mtp.layers." in name:
+    if not is_there or own.startswith(_COPIES) or ".mtp.layers." in name:
         return None
     if own.startswith("shared_head.norm."):
         return f"model.norm.{own.removeprefix('shared_head.norm.')}"

@@ -14,7 +14,8 @@ from runtime.errors import SpecDecError
 from runtime.files import read_json, write_file, write_json
 from runtime.heads.head_config import HeadConfig, num_layers_of
 from runtime.heads.head_model import EagleHead
-from runtime.heads.mtp_head import MtpHead, shared_tensors_of_mtp, tensors_of_mtp
+from runtime.heads.mtp_head import ChainedMtp, MtpHead, kept_tensors_of_mtp, tensors_of_mtp
+from runtime.quantization.formats import without_quantization
 
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 _OTHERS = ("max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "hidden_act")
@@ -129,11 +130,16 @@ def tensors_of(head: EagleHead, dtype: torch.dtype) -> dict[str, Tensor]:
     return tensors
 
 
-def write_mtp(directory: Path, head: MtpHead, dtype: torch.dtype) -> None:
-    """Write a trained MTP head as its model has it, with the layers that they share: it drafts from there."""
-    trained = {name: one.to(dtype).contiguous() for name, one in tensors_of_mtp(head).items()}
-    write_json(directory / "config.json", read_json(head.config.directory / "config.json"))
-    whole = shared_tensors_of_mtp(head.config) | trained
+def write_mtp(directory: Path, head: MtpHead | ChainedMtp, dtype: torch.dtype) -> None:
+    """Write a trained MTP head as its model has it, with the layers that they share: it drafts from there.
+
+    Nothing that is written is quantized, and the config says so.
+    """
+    learned = tensors_of_mtp(head, dtype)
+    whole = kept_tensors_of_mtp(head.config, learned, dtype)
+    # Of a layer's experts each is a part of one tensor, which safetensors does not write.
+    whole |= {name: one.clone(memory_format=torch.contiguous_format) for name, one in learned.items()}
+    write_json(directory / "config.json", without_quantization(read_json(head.config.directory / "config.json")))
     write_file(directory / "model.safetensors", save(whole, {"format": "pt"}))
 
 

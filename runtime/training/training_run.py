@@ -22,7 +22,7 @@ from runtime.files import read_json, write_json
 from runtime.heads.draft_vocab import choose_vocabulary
 from runtime.heads.head_config import HeadConfig, num_layers_of, read_head
 from runtime.heads.head_model import load_head
-from runtime.heads.mtp_head import MtpHead, tensors_of_mtp
+from runtime.heads.mtp_head import ChainedMtp, MtpHead
 from runtime.trace_lines import Trace
 from runtime.training.new_head import (
     TargetWeights,
@@ -196,9 +196,7 @@ class TrainingRun:
             given = self._make_head(min(size or NEW_VOCAB_SIZE, self.engine.config.vocab_size), end_ids)
             size = None
         head: Any = load_head(given, embedding, torch.float32)
-        if isinstance(head, MtpHead):
-            tensors_of_mtp(head)  # or why it cannot be written
-        elif size is not None and size < head.config.draft_vocab_size:
+        if given.kind != "mtp" and size is not None and size < head.config.draft_vocab_size:
             ids = choose_vocabulary(_pairs(self.texts.learned), drafted_ids(head), size, end_ids)
             head = with_vocabulary(head, ids)
         return head.config, have_unrolled_attention(head)
@@ -270,15 +268,17 @@ class TrainingRun:
 
     def measure(self, progress: Progress) -> Accepted:
         """Steps that held-out texts would have taken with the head as it is now."""
-        first = len(self.texts.learned)
-        num_steps, num_tokens = [0] * MAX_EVALUATED_LEN, 0
+        first, longest = len(self.texts.learned), MAX_EVALUATED_LEN
+        if isinstance(self.head, ChainedMtp):
+            longest = min(longest, len(self.head.heads))
+        num_steps, num_tokens = [0] * longest, 0
         lengths = self.states.lengths[first:]
         for batch in batches(lengths, _EVALUATED_TOKENS, 0, 0):
-            found = accepted_lengths(self.head, self._rows([first + i for i in batch]), MAX_EVALUATED_LEN)
+            found = accepted_lengths(self.head, self._rows([first + i for i in batch]), longest)
             for accepted, i in zip(found.tolist(), batch, strict=True):
                 start = len(self.texts.held_out[i].prompt_tokens)
                 num_tokens += lengths[i] - start
-                for draft_len in range(1, MAX_EVALUATED_LEN + 1):
+                for draft_len in range(1, longest + 1):
                     num_steps[draft_len - 1] += steps_of(accepted, start, lengths[i], draft_len)
             progress(len(batch), "")
         return Accepted(num_tokens, num_steps)
@@ -286,7 +286,7 @@ class TrainingRun:
     def write(self, directory: Path, target_name: str, draft_len: int) -> None:
         """The head as it is now, in the target's dtype."""
         dtype = getattr(torch, self.engine.config.dtype)
-        if isinstance(self.head, MtpHead):
+        if isinstance(self.head, MtpHead | ChainedMtp):
             write_mtp(directory, self.head, dtype)
             return
         tensors = tensors_of(self.head, dtype)

@@ -1,10 +1,10 @@
-"""Training of EAGLE-3 heads with the target frozen: the loss, what a head would have drafted, and the loop.
+"""Training of heads with the target frozen: the loss, what a head would have drafted, and the loop.
 
 A head is trained as it drafts (the training-time test of arXiv 2503.01840): its step 0 reads the target's hidden states
 at every token of a text, and each further step reads what the head gave out itself, so that it meets its own errors. In
 step k place j of a row is the pair of token j + 1 + k and what is known of the token before it, and predicts token
 j + 2 + k. It sees the keys of step 0 up to place j, and of the steps after that those of its own place alone: these are
-what it would have drafted from there.
+what it would have drafted from there. Of several MTP layers step k is layer k, which sees its own keys up to place j.
 """
 
 import math
@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
+from runtime.compiler.attention import capped, weights_beside_sinks
 from runtime.heads.head_model import EagleHead
-from runtime.heads.mtp_head import MtpHead
+from runtime.heads.mtp_head import ChainedMtp, MtpHead, layers_of_mtp, learned_weights
 
 UNROLLED = "specdec_unrolled"
-TrainedHead = EagleHead | MtpHead
-AnyHead = TypeVar("AnyHead", EagleHead, MtpHead)
+TrainedHead = EagleHead | MtpHead | ChainedMtp
+AnyHead = TypeVar("AnyHead", EagleHead, MtpHead, ChainedMtp)
 STEP_DECAY = 0.8
 """Weight of a step's loss by that of the step before."""
 _WARM_UP, _LAST_RATE, _MAX_NORM = 0.04, 0.05, 1.0
@@ -73,7 +74,9 @@ def unrolled_attention(
         hidden = hidden | (distance + len(keys) - 1 >= sliding_window)
     scores = (query @ keys[0].mT * scale).masked_fill(hidden, -torch.inf)
     own = [(query * one).sum(-1, keepdim=True) * scale for one in keys[1:]]
-    weights = torch.cat([scores, *own], -1).float().softmax(-1).to(query.dtype)
+    sinks = kwargs.get("s_aux")
+    capped_scores = capped(torch.cat([scores, *own], -1).float(), kwargs.get("softcap"))
+    weights = weights_beside_sinks(capped_scores, None if sinks is None else sinks.view(1, -1, 1, 1)).to(query.dtype)
     attended = weights[..., :size] @ values[0]
     for i, one in enumerate(values[1:]):
         attended = attended + weights[..., size + i, None] * one
@@ -102,11 +105,11 @@ def have_unrolled_attention(head: AnyHead) -> AnyHead:
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):
             config._attn_implementation = UNROLLED
-    head.requires_grad_(requires_grad=True)
-    if isinstance(head, MtpHead):
-        model: Any = head.step.model
-        for shared in (model.get_input_embeddings(), model.get_output_embeddings()):
-            shared.requires_grad_(requires_grad=False)
+    head.requires_grad_(requires_grad=isinstance(head, EagleHead))
+    if not isinstance(head, EagleHead):
+        for weights in map(learned_weights, layers_of_mtp(head)):
+            for weight in weights.values():
+                weight.requires_grad = True
     return head
 
 
@@ -114,8 +117,12 @@ def unroll(head: TrainedHead, rows: Rows, num_steps: int) -> Iterator[tuple[Tens
     """(B, M) places of each step, and its (B, M, hidden) outputs there.
 
     Step 0 has all places, N - 1 of them. The others have those from which outputs are predicted, up to the longest
-    row's number of these; what is beyond a row's end has numbers that mean nothing.
+    row's number of these; what is beyond a row's end has numbers that mean nothing. Several layers are as many steps,
+    which have all places.
     """
+    if isinstance(head, ChainedMtp):
+        yield from _through_layers(head, rows, num_steps)
+        return
     num_places = rows.tokens.shape[1] - 1
     unrolled = Unrolled(torch.arange(num_places)[None])
     states = head.reduce(rows.states[:, :-1].to(next(head.parameters()).dtype))
@@ -127,6 +134,17 @@ def unroll(head: TrainedHead, rows: Rows, num_steps: int) -> Iterator[tuple[Tens
         ids = rows.tokens.gather(1, positions.clamp_max(num_places).expand(len(rows.tokens), -1))
         states = head.outputs_at(ids, states, positions, unrolled=unrolled)
         yield unrolled.places.expand(len(rows.tokens), -1), states
+
+
+def _through_layers(head: ChainedMtp, rows: Rows, num_steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """`unroll` of several layers: each has keys of its own, of all tokens of a text. So a step is one pass over it."""
+    places = torch.arange(rows.tokens.shape[1] - 1)[None]
+    states = rows.states[:, :-1].to(next(head.parameters()).dtype)
+    for step, layer in enumerate(layers_of_mtp(head)[:num_steps]):
+        positions = places + 1 + step
+        ids = rows.tokens.gather(1, positions.clamp_max(places.shape[1]).expand(len(rows.tokens), -1))
+        states = layer.outputs_at(ids, states, positions, unrolled=Unrolled(places))
+        yield places.expand(len(rows.tokens), -1), states
 
 
 def _drafting_places(rows: Rows, num_steps: int) -> Tensor:

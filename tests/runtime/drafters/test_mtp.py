@@ -3,8 +3,9 @@
 import copy
 import json
 import re
+import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,11 @@ from runtime.config import DraftOutput
 from runtime.engine import Engine
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.heads.head_config import has_mtp_head, is_head, read_head
-from runtime.heads.head_model import load_head
-from runtime.heads.mtp_head import tensors_of_mtp
+from runtime.heads.mtp_head import check_mtp_is_trained, load_mtp
 from runtime.training.new_head import write_mtp
-from runtime.training.unrolled import Rows, accepted_lengths, have_unrolled_attention
+from runtime.training.unrolled import Rows, Schedule, Trainer, accepted_lengths, have_unrolled_attention
 
+OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 OF_MIMO = ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
 Forward = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(n,) ids and (n, hidden) states before them -> (n, hidden) outputs and (n, vocab) logits."""
@@ -143,6 +144,28 @@ def test_several_layers(
     drafted = answer(engine, loop, make_requests(SAMPLED), mtp)
     engine.clear_cache()
     assert drafted == answer(engine, loop, make_requests(SAMPLED), None)
+
+
+@pytest.mark.parametrize("num_layers", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_training_goes_through_all_layers(num_layers: int, tmp_path: Path) -> None:
+    """Layer k learns token k of drafts, from what layer k - 1 made of the token before."""
+    directory, written = tmp_path / "model", tmp_path / "head"
+    written.mkdir()
+    target = save_with_layers(directory, num_layers)
+    theirs = MtpModel.from_pretrained(target)
+    embedding = target.get_input_embeddings().weight.detach()
+
+    @torch.no_grad()
+    def draft(tokens: list[int], states: Tensor) -> list[int]:
+        ids, positions = torch.tensor([tokens[1:]]), torch.arange(1, len(tokens))[None]
+        found: list[int] = theirs(ids, states[None], None, positions, None)[0][0].tolist()
+        return found
+
+    check_mtp_is_trained(read_head(directory))
+    head = have_unrolled_attention(load_mtp(read_head(directory), embedding, torch.float32))
+    assert_counted_as_drafted(head, target, draft)
+    text = repetitive_prompt(0, 12)
+    assert_trained(directory, target, [rows_of(text, states_of(target, text))], written)
 
 
 def by_transformers(directory: Path, target: PreTrainedModel) -> Forward:
@@ -284,37 +307,168 @@ def test_drafts_are_transformers(
         assert draft == reference_drafts(forward, tokens, states, len(draft)), tokens
 
 
+Draft = Callable[[list[int], Tensor], list[int]]
+"""The reference's draft behind a text with the target's (n - 1, hidden) states."""
+
+
+def assert_counted_as_drafted(head: Any, target: PreTrainedModel, draft: Draft) -> None:
+    longest, counts = len(draft([1, 2, 3], torch.zeros(2, head.config.hidden_size))), Counter[int]()
+    for text in texts_for(target, draft):
+        states = states_of(target, text)
+        found = accepted_lengths(head, rows_of(text, states), longest)
+        for last in range(1, len(text) - longest):
+            agree = [a == b for a, b in zip(draft(text[: last + 1], states[:last]), text[last + 1 :], strict=False)]
+            assert int(found[0, last - 1]) == [*agree, False].index(False), last
+            counts[int(found[0, last - 1])] += 1
+    assert all(counts[length] for length in range(longest + 1)), counts
+
+
+def texts_for(target: PreTrainedModel, draft: Draft) -> Iterator[list[int]]:
+    """Yield texts that go on for a while as the head drafts, and then otherwise."""
+    for seed in range(2):
+        text = repetitive_prompt(seed, 4)
+        for i in range(5):
+            drafted = draft(text, states_of(target, text[:-1]))
+            text = [*text, *drafted[: (seed + i) % (len(drafted) + 1)], (text[-1] + 1 + i) % 32]
+        yield text
+
+
+@torch.no_grad()
+def states_of(target: PreTrainedModel, text: list[int]) -> Tensor:
+    states: Tensor = target.get_decoder()(torch.tensor([text]), use_cache=False).last_hidden_state[0]
+    return states
+
+
+def rows_of(text: list[int], states: Tensor) -> Rows:
+    """A text that is all output, of which the target was sure."""
+    tokens = torch.tensor([text])
+    return Rows(tokens, states[None], tokens[..., None], torch.ones(1, len(text), 1), tokens >= 0)
+
+
+def of_head(directory: Path, number: int) -> dict[str, Tensor]:
+    """The head's tensors, if need be those of layer `number` and behind it; of MiMo's layers one drafts."""
+    tensors = load_file(directory / "model.safetensors").items()
+    is_mimo = "mimo" in json.loads((directory / "config.json").read_text())["model_type"]
+    return {
+        name: one
+        for name, one in tensors
+        if ("mtp" in name or int((re.findall(r"layers.([0-9]+)", name) or [-1])[0]) >= number)
+        and not (is_mimo and "mtp.layers.1." in name)
+    }
+
+
 def test_a_training_counts_what_is_drafted(
     published: tuple[Path, PreTrainedModel], target: PreTrainedModel, forward: Forward, tmp_path: Path
 ) -> None:
-    """And writes the head as it was published. One of several layers, of experts or of other blocks is not trained."""
+    """And writes the head as it was published."""
     directory, embedding = published[0], target.get_input_embeddings().weight.detach()
-    opened: Any = load_head(read_head(directory), embedding, torch.float32)
-    if published[1].config.model_type in ("deepseek_v3", "mimo_v2_flash", "nemotron_h", "qwen3_next"):
-        with pytest.raises(SpecDecError, match="has experts, or is quantized, is not trained here"):
-            tensors_of_mtp(opened)
-        return
-    write_mtp(tmp_path, opened, torch.float32)
-    theirs, ours = (load_file(one / "model.safetensors") for one in (directory, tmp_path))
-    assert any("mtp" in name for name in ours) and "model.embed_tokens.weight" in ours
+    check_mtp_is_trained(read_head(directory))
+    write_mtp(tmp_path, load_mtp(read_head(directory), embedding, torch.float32), torch.float32)
+    theirs, ours = (of_head(one, target.config.num_hidden_layers) for one in (directory, tmp_path))
+    assert ours.keys() == theirs.keys() and len(ours) > 10
     assert all(torch.equal(one, theirs[name]) for name, one in ours.items())
-    head = have_unrolled_attention(load_head(read_head(tmp_path), embedding, torch.float32))
-    counts = Counter[int]()
-    for seed in range(4):
-        text = repetitive_prompt(seed, 4)
-        with torch.no_grad():
-            for i in range(5):  # texts that go on for a while as the head drafts, and then otherwise
-                states = target.get_decoder()(torch.tensor([text[:-1]]), use_cache=False).last_hidden_state[0]
-                text += [*reference_drafts(forward, text, states, (seed + i) % 4), (text[-1] + 1 + i) % 32]
-            states = target.get_decoder()(torch.tensor([text]), use_cache=False).last_hidden_state
-        tokens = torch.tensor([text])
-        found = accepted_lengths(head, Rows(tokens, states, tokens[..., None], states[..., :1], tokens >= 0), 3)
-        for last in range(1, len(text) - 3):
-            draft = reference_drafts(forward, text[: last + 1], states[0, :last], 3)
-            agree = [a == b for a, b in zip(draft, text[last + 1 :], strict=False)]
-            assert int(found[0, last - 1]) == [*agree, False].index(False), (seed, last)
-            counts[int(found[0, last - 1])] += 1
-    assert all(counts[length] for length in range(4)), counts
+    head = have_unrolled_attention(load_mtp(read_head(tmp_path), embedding, torch.float32))
+    assert_counted_as_drafted(head, target, lambda tokens, states: reference_drafts(forward, tokens, states, 3))
+
+
+@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_training_reaches_each_weight(
+    autocast: bool, published: tuple[Path, PreTrainedModel], target: PreTrainedModel, tmp_path: Path
+) -> None:
+    """The router is among them, and chosen experts; biases that it only chooses by stay as they were."""
+    text = repetitive_prompt(0, 12)
+    assert_trained(published[0], target, [rows_of(text, states_of(target, text))], tmp_path, autocast=autocast)
+
+
+def assert_trained(
+    directory: Path, target: PreTrainedModel, texts: list[Rows], written: Path, *, autocast: bool = False
+) -> None:
+    """A head learns these texts, and is written by the names of the one in the directory, in the same shapes."""
+    embedding = target.get_input_embeddings().weight.detach()
+    head = have_unrolled_attention(load_mtp(read_head(directory), embedding, torch.float32))
+    longest = head.longest_draft or 2
+    trainer = Trainer(head, Schedule(8, 2e-2, longest, 0), lambda step: texts[step % len(texts)], autocast=autocast)
+    before = {name: one.detach().clone() for name, one in head.named_parameters() if one.requires_grad}
+    lengths = [int(sum(accepted_lengths(head, rows, longest).sum() for rows in texts))]
+    losses = []
+    while not trainer.is_done:
+        sums = trainer.train_step()
+        losses.append(sums.loss[0] + sums.loss[1])
+        if trainer.step == 1:
+            grads = {name: one.grad for name, one in head.named_parameters() if one.requires_grad}
+            assert all(one is not None and bool(one.any()) for one in grads.values())
+    assert losses[-1] < 0.9 * losses[0]
+    assert all(not torch.equal(one, before[name]) for name, one in head.named_parameters() if name in before)
+    lengths.append(int(sum(accepted_lengths(head, rows, longest).sum() for rows in texts)))
+    assert lengths[1] > lengths[0]
+    write_mtp(written, head, torch.float32)
+    again = have_unrolled_attention(load_mtp(read_head(written), embedding, torch.float32))
+    assert int(sum(accepted_lengths(again, rows, longest).sum() for rows in texts)) == lengths[1]
+    number = target.config.num_hidden_layers
+    theirs, ours = of_head(directory, number), of_head(written, number)
+    assert {name: one.shape for name, one in ours.items()} == {
+        name: one.shape for name, one in theirs.items() if not name.endswith("weight_scale_inv")
+    }
+    kept = {name for name, one in ours.items() if torch.equal(one.float(), theirs[name].float())}
+    assert all("correction_bias" in name or "embed_tokens" in name for name in kept), kept
+
+
+@pytest.mark.one_in(2)
+def test_a_quantized_head_is_trained(
+    published: tuple[Path, PreTrainedModel], target: PreTrainedModel, tmp_path: Path
+) -> None:
+    """It learns as the numbers that are meant, and is written as such."""
+    directories = [tmp_path / name for name in ("quantized", "meant", "head", "again")]
+    quantized, meant, head, again = directories
+    config = json.loads((published[0] / "config.json").read_text())
+    tensors, own = load_file(published[0] / "model.safetensors"), of_head(published[0], target.config.num_hidden_layers)
+    changed, numbers = dict[str, Tensor](), dict[str, Tensor]()
+    own |= {name: one for name, one in tensors.items() if name == "lm_head.weight"}
+    for name, one in own.items():
+        if one.dim() == 2 and ".gate.weight" not in name and "embed_tokens" not in name:
+            scale = one.abs().max() / 448
+            values = (one / scale).to(torch.float8_e4m3fn)
+            changed |= {name: values, name.replace(".weight", ".weight_scale_inv"): scale.view(1)}
+            numbers[name] = values.float() * scale
+    said = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None}
+    for directory, these, extra in ((quantized, changed, {"quantization_config": said}), (meant, numbers, {})):
+        directory.mkdir()
+        save_file(tensors | these, directory / "model.safetensors", {"format": "pt"})
+        (directory / "config.json").write_text(json.dumps(config | extra))
+    check_mtp_is_trained(read_head(quantized))
+    text = repetitive_prompt(0, 12)
+    texts = [rows_of(text, states_of(target, text))]
+    for directory, into in ((quantized, head), (meant, again)):
+        into.mkdir()
+        assert_trained(directory, target, texts, into)
+    learned, wanted = (load_file(one / "model.safetensors") for one in (head, again))
+    assert learned.keys() == wanted.keys()
+    for name, one in learned.items():
+        torch.testing.assert_close(one, wanted[name], atol=1e-3, rtol=1e-3)
+    assert "quantization_config" not in json.loads((head / "config.json").read_text())
+
+
+@pytest.mark.slow
+def test_experts_that_are_one_tensor_stay_one(tmp_path: Path) -> None:
+    """Some Qwen3.5 are published so; the weights are those of experts by themselves."""
+    apart, fused, written = (tmp_path / name for name in ("apart", "fused", "written"))
+    save_with_head(apart, "qwen3-next", **FAMILIES["qwen3-next"])
+    shutil.copytree(apart, fused)
+    tensors, prefix = load_file(fused / "model.safetensors"), "mtp.layers.0.mlp.experts."
+    own = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+    parts = {part: torch.stack([own[f"{prefix}{i}.{part}.weight"] for i in range(8)]) for part in OF_EXPERTS}
+    tensors[f"{prefix}gate_up_proj"] = torch.cat([parts["gate_proj"], parts["up_proj"]], 1)
+    tensors[f"{prefix}down_proj"] = parts["down_proj"]
+    save_file(tensors, fused / "model.safetensors", {"format": "pt"})
+    check_mtp_is_trained(read_head(fused))
+    heads = [load_mtp(read_head(one), None, torch.float32) for one in (apart, fused)]
+    for one, other in zip(*(head.parameters() for head in heads), strict=True):
+        assert torch.equal(one, other)
+    written.mkdir()
+    write_mtp(written, heads[1], torch.float32)
+    ours = load_file(written / "model.safetensors")
+    assert {name for name in tensors if name.startswith("mtp.")} == {name for name in ours if name.startswith("mtp.")}
+    assert all(torch.equal(one, tensors[name]) for name, one in ours.items())
 
 
 @pytest.mark.slow
@@ -380,6 +534,13 @@ def test_quantized_weights(form: str, tmp_path: Path, make_engine: Any) -> None:
         engine.remove_head(mtp.cache)
     num_equal = sum(one == other for one, other in zip(*seen, strict=True))
     assert len(seen[0]) > 50 and num_equal >= (0.95 if form == "GPTQ" else 1) * len(seen[0])  # it is meant in 16 bits
+    check_mtp_is_trained(read_head(with_head))
+    (tmp_path / "written").mkdir()
+    write_mtp(tmp_path / "written", load_mtp(read_head(with_head), None, torch.float32), torch.float32)
+    ours, theirs = (load_file(one / "model.safetensors") for one in (tmp_path / "written", whole))
+    assert {name for name in theirs if name.startswith("mtp.")} == {name for name in ours if name.startswith("mtp.")}
+    for name, one in ours.items():
+        torch.testing.assert_close(one.float(), theirs[name], atol=1e-3, rtol=1e-3)
     config = json.loads((with_head / "config.json").read_text())
     del config["quantization_config"]
     (with_head / "config.json").write_text(json.dumps(config))
