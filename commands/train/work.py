@@ -31,7 +31,7 @@ from runtime.engine_cache import engine_of_model
 from runtime.errors import SpecDecError
 from runtime.files import new_directory
 from runtime.heads.head_config import HeadConfig, num_layers_of, states_of_heads
-from runtime.heads.mtp_head import check_mtp_is_trained
+from runtime.heads.mtp_head import check_mtp_is_of, check_mtp_is_trained
 from runtime.llm import LLM
 from runtime.models import read_model_config, resolve_model
 from runtime.params import SamplingParams
@@ -119,6 +119,7 @@ def start_training(
     directory, made_directory = results.working_dir, not results.working_dir.exists()
     if given is not None and given.kind == "mtp":  # not found out when all answers were given
         check_mtp_is_trained(given)
+        check_mtp_is_of(given, resolve_model(inputs.model_dir))
     try:
         with ExitStack() as stack:
             llm = _open_target(stack, inputs, results, given, output)

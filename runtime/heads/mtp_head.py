@@ -8,9 +8,11 @@ import copy
 from collections.abc import Callable, Container, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -169,6 +171,7 @@ _MAKE_EAGLE = "leave it out, and an EAGLE-3 head is made"
 _NOT_LEARNED = ("e_score_correction_bias", "expert_bias")
 _COPIES = ("embed_tokens.", "shared_head.head.")
 """Copies beside the layer of what the target has."""
+_NUM_COMPARED, _LEAST_LIKENESS = 16, 0.8
 _BEFORE_LAYER = ("enorm", "hnorm", "eh_proj")
 _QWENS = {"mtp.fc.": "eh_proj.", "mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm."}
 _QWENS |= {"mtp.layers.": "model.layers.", "mtp.norm.": "model.norm."}
@@ -303,6 +306,38 @@ def check_mtp_is_trained(config: HeadConfig) -> None:
     """SpecDecError for an MTP head that could not be written when it was trained. No weight is read."""
     with torch.no_grad():
         tensors_of_mtp(_load(config, None, torch.bfloat16, _zeros), torch.bfloat16)
+
+
+def check_mtp_is_of(config: HeadConfig, model: Path) -> None:
+    """SpecDecError unless the model that the head is in has the embeddings and the output layer of this `model`, as far
+    as a few rows tell. Those of a model that was trained further, or is quantized, are much the same."""
+    if model.resolve() == config.directory.resolve() or not model.is_dir():
+        return
+    own, its = (shared_with_target(read_tensors(one), embeddings_of(config)) for one in (config.directory, model))
+    for name in sorted(own.keys() & its.keys()):
+        theirs, ours = own[name], its[name]
+        if theirs.shape != ours.shape or not (_is_table(theirs) and _is_table(ours)):
+            continue  # of other sizes the configs tell
+        if float(F.cosine_similarity(_some_rows(theirs), _some_rows(ours)).mean()) < _LEAST_LIKENESS:
+            raise SpecDecError(
+                f"the head is another model's, of which `{theirs.name}` differs from that of {model}: "
+                f"{config.directory}",
+                hint="take the head of this model, or one that was trained with its embeddings",
+            )
+
+
+def _is_table(entry: SourceTensor) -> bool:
+    """True for (rows, width) numbers that lie in the file as they are."""
+    return entry.is_float and entry.is_as_in_file and len(entry.shape) == 2
+
+
+def _some_rows(entry: SourceTensor) -> Tensor:
+    """A few rows, which are read alone."""
+    num_rows, width = entry.shape
+    num_bytes = width * entry.dtype.itemsize
+    places = range(0, num_rows, max(1, num_rows // _NUM_COMPARED))
+    rows = [replace(entry, shape=(1, width), offset=entry.offset + place * num_bytes) for place in places]
+    return torch.cat(load_tensors(rows)).float()
 
 
 def tensors_of_mtp(head: MtpHead | ChainedMtp, dtype: torch.dtype) -> dict[str, Tensor]:

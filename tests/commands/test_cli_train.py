@@ -18,6 +18,7 @@ from tiny import make_model
 from transformers import AutoTokenizer
 
 from runtime.heads.head_config import read_head
+from runtime.heads.mtp_head import check_mtp_is_of
 from runtime.models import read_model_config
 from runtime.training.training_run import TrainingRun
 
@@ -133,6 +134,24 @@ def test_a_head_that_could_not_be_written_is_refused_before_anything_is_answered
     result = specdec("train", "--model-dir", model, "--draft-model-dir", model, *texts)
     assert_one_clear_error(result, 1, ("does not have", name))
     assert tree(directory) == before
+
+
+def test_a_head_of_another_model_is_refused_before_anything_is_answered(
+    specdec: Specdec, mtp_dirs: tuple[Path, Path], llama_dir: Path, directory: Path
+) -> None:
+    """One of the same model, trained further or rounded, is not."""
+    other = directory / "other"
+    shutil.copytree(mtp_dirs[1], other)
+    before, tensors = tree(directory), load_file(other / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        save_file(tensors | {name: tensors[name].roll(1, 0)}, other / "model.safetensors", {"format": "pt"})
+        texts = ["--input-file", "prompts.jsonl", "--output-dir", "head", "--compiler", "none"]
+        result = specdec("train", "--model-dir", llama_dir, "--draft-model-dir", other, *texts)
+        assert_one_clear_error(result, 1, ("another model's", name, str(llama_dir)))
+        assert tree(directory) == before
+        near = tensors[name] + 0.1 * tensors[name].std() * torch.randn(tensors[name].shape)
+        save_file(tensors | {name: near}, other / "model.safetensors", {"format": "pt"})
+        check_mtp_is_of(read_head(other), llama_dir)
 
 
 def test_layers_in_a_row_draft_no_more_tokens_than_they_are(specdec: Specdec, llama_dir: Path, directory: Path) -> None:
