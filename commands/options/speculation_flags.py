@@ -35,6 +35,10 @@ Drafters = Annotated[
 ]
 
 
+_SPOKEN_AS_VOWELS = "AEFHILMNORSX"
+"""Letters whose names begin with a vowel, as those of `MTP` do."""
+
+
 @dataclass(frozen=True)
 class LeaderFlags:
     """Drafting settings among leader mode's flags, by their Python names; those that are not given are left out."""
@@ -252,7 +256,7 @@ class _Flags:
                 "checkpoint",
             )
         return UsageError(
-            f"`{algorithm_flag(spec)}` needs a {described.title}",
+            f"`{algorithm_flag(spec)}` needs {_with_article(described.title)}",
             hint=f"`{as_flag(setting.leader_flag or '')}` names one, or `{as_flag(setting.flag or '')}` its engine",
         )
 
@@ -349,3 +353,9 @@ def parse_drafter_names(text: str) -> list[str]:
             raise UsageError(f"`--drafters` names {name} twice: {text}", hint="name each once")
         names.append(name)
     return names
+
+
+def _with_article(title: str) -> str:
+    """`a draft model`, `an EAGLE-3 head`, `an MTP head`."""
+    is_spelt = title.split()[0].isupper()
+    return f"{'an' if title[0] in (_SPOKEN_AS_VOWELS if is_spelt else 'aeiouAEIOU') else 'a'} {title}"

@@ -464,6 +464,8 @@ def test_flags_that_do_not_fit_together_are_wrong_usage(given: dict[str, Any], w
         (leader(None, 5), None, {"ngram_config": "[4,2]"}, "`--spec-decode-max-draft-len`; `--spec-decode-algo`"),
         (leader("SUFFIX"), None, OPTIONS, "`--min-matching-ngram-size`; 2"),
         (leader(), None, {"ngram_pool": "public"}, "`--ngram-pool`; public"),
+        (leader("MTP"), None, {}, "`--spec-decode-algo MTP` needs an MTP head; `--draft-model-dir`"),
+        (leader("DFLASH"), None, {}, "`--spec-decode-algo DFLASH` needs a DFlash head; `--draft-model-dir`"),
         (leader("NGRAM"), None, {"min_matching_ngram_size": 3}, "2; 3"),
     ],
 )
