@@ -25,10 +25,8 @@ def choose_drafts(wanted: DraftOutputSettings, heads: Seq[HeadConfig], checkpoin
 
 
 def _choose_ids(source: str | None, size: int | None, checkpoint: OpenedCheckpoint) -> list[int]:
-    """The ids that a `DraftOutputSettings.vocab` means for a checkpoint's model; none of None.
-
-    Warns where no end id is among them. Of listed ones the first `size`.
-    """
+    """The ids that a `DraftOutputSettings.vocab` means for a checkpoint's model; none of None. Of listed ones the first
+    `size`."""
     if source is None:
         return []
     directory, config = checkpoint.directory, checkpoint.config.pretrained_config
@@ -54,10 +52,15 @@ def _choose_ids(source: str | None, size: int | None, checkpoint: OpenedCheckpoi
         order = range(vocab_size) if tokenizer is None else training_order(tokenizer, vocab_size)
         ends = [i for i in end_ids if i < vocab_size]
         return choose_vocabulary(texts, order, size or default_size(vocab_size), ends)
-    ids = sorted(read_ids(Path(source), vocab_size)[:size])
-    if (warning := missing_ends(ids, end_ids)) is not None:
+    return sorted(read_ids(Path(source), vocab_size)[:size])
+
+
+def warn_of_missing_ends(drafts: DraftSource, checkpoint: OpenedCheckpoint) -> None:
+    """Warn where no end id is among the ids that are drafted, as it is said again when they are (`open_drafter`)."""
+    directory, config = checkpoint.directory, checkpoint.config.pretrained_config
+    end_ids = find_end_ids(directory, config, find_tokenizer(directory, config)) if drafts.ids else ()
+    if (warning := missing_ends(drafts.ids, end_ids)) is not None:
         warnings.warn(warning, SpecDecWarning, stacklevel=2)
-    return ids
 
 
 def _read_texts(path: Path, tokenizer: Tokenizer | None, vocab_size: int) -> list[tuple[Seq[int], Seq[int]]]:

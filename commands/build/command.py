@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from commands.options.expand import expand_groups
 from commands.options.shared import INPUT, KV_CACHE, OUTPUT, RUNTIME, SPECULATION, DraftOutputOptions, Force, option
@@ -26,6 +26,9 @@ from runtime.config import (
 from runtime.errors import UsageError
 from runtime.files import check_output_directory, check_output_is_not_input, directory_bytes
 from runtime.heads.head_config import HeadConfig, read_head, states_of_heads
+
+if TYPE_CHECKING:
+    from runtime.compiler.build import DraftSource
 
 DEFAULT_MAX_INPUT_LEN = 1024
 MAX_WORKERS = 64
@@ -205,6 +208,14 @@ class BuildOptions:
             )
 
 
+def _choose_drafts(options: BuildOptions, checkpoint: OpenedCheckpoint) -> "DraftSource":
+    from runtime.draft_ids import choose_drafts, warn_of_missing_ends
+
+    drafts = choose_drafts(options.draft_output.settings, options.heads, checkpoint)
+    warn_of_missing_ends(drafts, checkpoint)
+    return drafts
+
+
 def _warn_of_short_inputs(options: BuildOptions, settings: BuildConfig, max_seq_len: int, output: Output) -> None:
     if options.max_input_len is None and settings.max_input_len < DEFAULT_MAX_INPUT_LEN:
         output.warning(
@@ -232,11 +243,10 @@ def build(options: BuildOptions, output: Output) -> None:
     from runtime.compiler.build import BuildEffort, build_engine, default_max_seq_len
     from runtime.compiler.choosing import as_can_be_made, compiler_for
     from runtime.compiler.quality import measure_quality, quality_text, record_quality
-    from runtime.draft_ids import choose_drafts
     from runtime.engine import resolve_device
 
     checkpoint_dir, output_dir = options.checkpoint_dir, options.output_dir
-    drafts = choose_drafts(options.draft_output.settings, options.heads, OpenedCheckpoint(checkpoint_dir, checkpoint))
+    drafts = _choose_drafts(options, OpenedCheckpoint(checkpoint_dir, checkpoint))
     text = quality_text(checkpoint, options.quality_text)
     target = resolve_device(options.device, 0)
     max_seq_len = options.max_seq_len or default_max_seq_len(OpenedCheckpoint(checkpoint_dir, checkpoint))

@@ -32,6 +32,8 @@ from runtime.heads.draft_vocab import missing_ends
 from runtime.request import Draft, Request, Sequence
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from runtime.drafters.head_draft import HeadDraft
     from runtime.heads.head_config import HeadConfig
 
@@ -135,6 +137,7 @@ def open_self_draft(spec: SelfDrafter, opening: Opening) -> OpenDrafter:
     if opening.costs is not None:
         copy_costs = CostModel(config.self_draft_costs, config.host_s)
         confidence_stop = ConfidenceStop(opening.costs.iteration_s, partial(copy_costs.iteration_s, draft_len=0))
+    _warn_of_missing_ends(engine.draft_ids, opening)
     copy = SelfDraft(engine, use_logits=spec.use_logits, confidence_stop=confidence_stop)
     return OpenDrafter(opening.adapted(copy, copy_costs), spec.max_draft_len, self_draft=copy)
 
@@ -149,10 +152,8 @@ def open_head_drafter(spec: HeadDrafter, opening: Opening) -> OpenDrafter:
     engine = opening.engine
     (config,) = spec.read_heads()
     head, cache = open_head(engine, config)
-    if head.draft_ids is not None and not config.drafts_all_ids:  # of others `build` has said it
-        drafted = (head.draft_ids < config.draft_vocab_size).nonzero()[:, 0].tolist()
-        if (warning := missing_ends(drafted, opening.end_ids)) is not None:
-            warnings.warn(warning, SpecDecWarning, stacklevel=2)
+    own = None if head.draft_ids is None or config.drafts_all_ids else head.draft_ids < config.draft_vocab_size
+    _warn_of_missing_ends(engine.draft_ids if own is None else own.nonzero()[:, 0], opening)
     opening.stack.callback(engine.remove_head, cache)
     warn_of_short_blocks(config, engine.max_draft_len)
     draft = HeadDraft(engine, head, cache, measure_head(engine, head, cache), use_logits=spec.use_logits)
@@ -162,6 +163,12 @@ def open_head_drafter(spec: HeadDrafter, opening: Opening) -> OpenDrafter:
         draft.confidence_stop = ConfidenceStop(opening.costs.iteration_s, draft_s, at_once=head.drafts_at_once)
     drafter = opening.adapted(draft, head_costs, at_once=head.drafts_at_once)
     return OpenDrafter(drafter, spec.max_draft_len, head_draft=draft)
+
+
+def _warn_of_missing_ends(drafted: "Tensor | None", opening: Opening) -> None:
+    """Warn where no end id is among the (n,) ids that are drafted; None: all are."""
+    if drafted is not None and (warning := missing_ends(drafted.tolist(), opening.end_ids)) is not None:
+        warnings.warn(warning, SpecDecWarning, stacklevel=2)
 
 
 def warn_of_short_blocks(config: "HeadConfig", max_draft_len: int) -> None:

@@ -257,6 +257,18 @@ def test_drafts_that_never_end(
         assert ("drafts never end" in result.stderr) is is_said, result.stderr
 
 
+def test_an_engine_that_is_found_says_too_that_drafts_never_end(
+    specdec: Specdec, mtp_dirs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "ids.txt").write_text("5 6 7")
+    run = ["run", "--model-dir", mtp_dirs[1], "--compiler", "none", "--input-text", "dog", "--max-output-len", 4]
+    for _ in ("built", "found"):
+        result = specdec(*run, "--drafters", "mtp", "--draft-vocab", tmp_path / "ids.txt")
+        assert result.exit_code == 0
+        assert result.stderr.count("none of the model's end ids is among the 3 that are drafted: 2") == 1
+
+
 @pytest.mark.slow
 def test_tune_has_it_among_its_candidates(specdec: Specdec, engine_dir: Path, prompts: Path, tmp_path: Path) -> None:
     flags = ["--engine-dir", engine_dir, "--max-output-len", 8, "--num-live-prompts", 1, "--max-draft-len", 2]
