@@ -28,6 +28,7 @@ NUM_TOP = 32
 _MAX_LOGITS, _GROUP = 1 << 23, 64
 _NUM_JUDGED, _LIKELY, _LEAST_LIKELY = 256, 8, 0.6
 _FREE_BYTES = 1 << 26
+"""Room that is left on the disk for checkpoints and the head."""
 
 
 @dataclass(frozen=True)
@@ -140,12 +141,13 @@ class StatesFile:
     def check_room(self) -> None:
         """SpecDecError if the disk is too small for the rest."""
         status = os.statvfs(self.path.parent)
-        needed = self._end_of(len(self.lengths)) - self._end_of(self.num_texts) + _FREE_BYTES
-        free = status.f_bavail * status.f_frsize
-        if needed > free:
+        needed = self._end_of(len(self.lengths)) - self._end_of(self.num_texts)
+        free, num_tokens = status.f_bavail * status.f_frsize, sum(self.lengths[self.num_texts :])
+        if needed and needed + _FREE_BYTES > free:
             raise SpecDecError(
-                f"the target's hidden states of {sum(self.lengths):,} tokens need {needed / 1e6:,.1f} MB, and the disk "
-                f"has free: {free / 1e6:,.1f} MB, at {self.path.parent}",
+                f"the target's hidden states of {num_tokens:,} tokens need {needed / 1e6:,.1f} MB, beside "
+                f"{_FREE_BYTES / 1e6:,.0f} MB that are to stay free, and the disk has free: {free / 1e6:,.1f} MB, at "
+                f"{self.path.parent}",
                 hint="give fewer traces, or write elsewhere",
             )
 

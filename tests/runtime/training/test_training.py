@@ -1,8 +1,10 @@
 """Training of heads: the loss is its formula, resumed is as if never stopped, and what it reports is drafted."""
 
+import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from runtime.heads.head_model import EagleHead, load_head
 from runtime.request import Request
 from runtime.trace_lines import Trace
 from runtime.training.new_head import drafted_ids, tensors_of, with_vocabulary, write_head
-from runtime.training.traced_states import StatesFile, likeliest
+from runtime.training.traced_states import StatesFile, likeliest, record_type
 from runtime.training.training_run import Target, Texts, TrainingRun, TrainingSettings, split_traces
 from runtime.training.unrolled import (
     STEP_DECAY,
@@ -266,6 +268,18 @@ def test_states_file_goes_on_after_whole_texts(open_run: Any) -> None:
     assert again.states.path.read_bytes() == written
     opened = StatesFile(again.states.path, again.states.lengths, 3 * 32)
     assert opened.num_texts == len(again.texts.all)
+
+
+def test_a_full_disk_is_told_with_what_the_file_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is to stay free beside it; a file that is there needs nothing."""
+    size = 1000 * record_type(96).itemsize
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=size // 1000 + 1_000, f_frsize=1_000))
+    states = StatesFile(tmp_path / "states.bin", [600, 400], 96)
+    said = rf"of 1,000 tokens need {size / 1e6:.1f} MB, beside 67 MB .* has free: {size / 1e6 + 1:.1f} MB"
+    with pytest.raises(SpecDecError, match=said):
+        states.check_room()
+    (tmp_path / "states.bin").write_bytes(bytes(size))
+    StatesFile(tmp_path / "states.bin", [600, 400], 96).check_room()
 
 
 def test_states_are_hugging_faces(open_run: Any, model: PreTrainedModel) -> None:
