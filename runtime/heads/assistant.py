@@ -23,7 +23,8 @@ from runtime.heads.draft_vocab import among_all
 from runtime.heads.head_config import HeadConfig, language_model, num_layers_of
 from runtime.kv_cache import KVPool
 from runtime.locks import MODEL_INIT_LOCK, quiet_transformers
-from runtime.source import load_tensors, read_tensors
+from runtime.quantization.planning import load_numbers
+from runtime.source import read_tensors
 
 _SLIDING = "sliding_attention"
 
@@ -179,7 +180,7 @@ def load_assistant(config: HeadConfig, embedding: Tensor | None, dtype: torch.dt
                 f"the assistant {has} weights of its layers: {name}, in {where}",
                 hint="config.json and weights are of two heads; download the head again",
             )
-    tensors = load_tensors([entries[name] for name in wanted])
+    tensors = load_numbers([entries[name] for name in wanted])
     head.load_state_dict(
         {
             name: one.to(dtype) if one.is_floating_point() else one.long()

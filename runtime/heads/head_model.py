@@ -26,8 +26,9 @@ from runtime.heads.head_config import OF_TWO_HEADS, HeadConfig, check_weights
 from runtime.heads.mtp_head import ChainedMtp, MtpHead, embeddings_of, load_mtp, shared_with_target
 from runtime.kv_cache import KVPool
 from runtime.locks import MODEL_INIT_LOCK, quiet_transformers
+from runtime.quantization.planning import load_numbers
 from runtime.quantization.weight import QuantizedWeight
-from runtime.source import SourceTensor, load_tensors, read_tensors
+from runtime.source import SourceTensor, read_tensors
 
 
 class PackedQuantized(nn.Module):
@@ -232,7 +233,8 @@ def output_tensor(config: HeadConfig) -> SourceTensor:
     if config.kind == "mtp":
         named = shared_with_target(entries, embeddings_of(config))
     tied = ("model.embed_tokens.weight", "model.embeddings.weight", "embed_tokens.weight")
-    found = next((named[name] for name in ("lm_head.weight", *tied) if name in named), None)
+    is_there = any(name.startswith("lm_head.") for name in named)  # as one that is quantized may be
+    found = next((named[name] for name in (("lm_head.weight",) if is_there else tied) if name in named), None)
     if found is None or not found.is_float or config.reads_target_output:
         raise SpecDecError(
             f"the head has no output layer that could be quantized: {config.directory}", hint="draft with it as it is"
@@ -288,7 +290,7 @@ def _load_layers(
     """A head of layers in files of its own."""
     is_block = config.kind == "dflash"
     entries = {(own_name if is_block else _own_name)(one.name): one for one in read_tensors(config.directory)}
-    tensors = dict(zip(entries, load_tensors(list(entries.values())), strict=True))
+    tensors = dict(zip(entries, load_numbers(list(entries.values())), strict=True))
     head = BlockHead(config, _layers_of(config)) if is_block else EagleHead(config)
     if config.reads_target_output and target_output is not None:
         tensors["lm_head.weight"] = target_output

@@ -16,14 +16,15 @@ from runtime.config import IntFormat, SelfDraft
 from runtime.errors import SpecDecError
 from runtime.heads.head_config import HeadConfig
 from runtime.heads.head_model import output_tensor
+from runtime.quantization.planning import load_numbers
 from runtime.quantization.weight import QuantizedWeight, take_quantized
-from runtime.source import SourceTensor, load_tensors
+from runtime.source import SourceTensor
 
 
 def write_output(config: HeadConfig, qformat: IntFormat, ids: Tensor | None, engine_dir: Path) -> None:
     """Quantize the head's output layer, (n,) `ids` of it where these are given, into an engine's directory."""
     entry = output_tensor(config)
-    (weight,) = load_tensors([entry])
+    (weight,) = load_numbers([entry])
     rows = weight if ids is None or not config.drafts_all_ids else weight[ids]
     made = quantized(entry.name, rows, SelfDraft(qformat))
     save_weights(engine_dir / HEAD_OUTPUT, {f"{_name(entry)}.{part}": one for part, one in made.tensors().items()})

@@ -29,7 +29,7 @@ from runtime.heads.head_attention import HEAD, for_kernels, paged_pairs
 from runtime.heads.head_config import BY_WEIGHTS, HeadConfig, check_weights, num_layers_of
 from runtime.kv_cache import KVPool
 from runtime.quantization.formats import find_layers, format_of, without_quantization
-from runtime.quantization.planning import PrequantizedLayer
+from runtime.quantization.planning import PrequantizedLayer, load_numbers
 from runtime.source import SourceTensor, load_tensors, read_tensors
 
 
@@ -387,7 +387,7 @@ def _numbers(
     """The numbers that the entries mean, by the names they are given in a model of these `shapes`; SpecDecError for a
     format that is not read."""
     layers, tensors = _in_files(entries, config, shapes)
-    numbers = {one.name: t.to(dtype) for one, t in zip(tensors, load_tensors(tensors), strict=True)}
+    numbers = {one.name: t.to(dtype) for one, t in zip(tensors, load_numbers(tensors), strict=True)}
     return numbers | {f"{name}.weight": layer.load().dequantize(dtype) for name, layer in layers.items()}
 
 

@@ -71,6 +71,15 @@ def check_numbers(saved: Tensor, name: str, file: Path) -> None:
         )
 
 
+def load_numbers(tensors: Seq[SourceTensor]) -> list[Tensor]:
+    """Their values; SpecDecError for weights that are no numbers."""
+    loaded = load_tensors(tensors)
+    for one, values in zip(tensors, loaded, strict=True):
+        if one.is_float:
+            check_numbers(values, one.source_name, one.file)
+    return loaded
+
+
 def _are_finite(weights: Tensor) -> bool:
     """True if all are numbers. The least and the largest tell, NaN is both, and they are found forty times as fast."""
     return not weights.numel() or all(bool(extreme.isfinite()) for extreme in weights.aminmax())

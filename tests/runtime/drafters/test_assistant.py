@@ -207,6 +207,8 @@ def test_weights_of_another(engine_dir: Path, target: PreTrainedModel, assistant
         opened(tmp_path / "one", lacking, "lacks weights of its layers: pre_projection.weight")
         narrow = tensors | {"pre_projection.weight": torch.zeros(24, 60)}
         opened(tmp_path / "one", narrow, r"has, of \[24, 60\] and not \[24, 64\], weights")
+        broken = tensors | {"pre_projection.weight": torch.full((24, 64), torch.nan)}
+        opened(tmp_path / "one", broken, "numbers of `pre_projection.weight` are NaN or infinite")
         twice = tensors | {ordering: torch.zeros(32, dtype=torch.long)}
         opened(tmp_path / "one", twice, "does not have each id once")
         assert not engine._heads

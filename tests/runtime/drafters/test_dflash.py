@@ -268,6 +268,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Tensor], str]] = {
     ),
     "block of none": ({"block_size": 0}, {}, "block_size` must be a whole number of at least 1: 0"),
     "block of one": ({"block_size": 1}, {}, "leaves no slot to draft: 1"),
+    "no numbers": ({}, {"norm.weight": torch.full((32,), torch.inf)}, "32 of 32 numbers of `norm.weight` are NaN"),
     "fc": ({}, {"fc.weight": torch.zeros(32, 64)}, "fc.weight of [32, 64], and by its config it is of [32, 96]"),
     "layers that are not there": (
         {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3},

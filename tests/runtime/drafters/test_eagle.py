@@ -424,6 +424,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Tensor], str]] = {
     "layers that are not there": ({"num_hidden_layers": 2}, {}, "lacks 9 of its weights, such as layers.1"),
     "kind of layer": ({"model_type": "gpt2"}, {}, "cannot be made by its config.json"),
     "kind of head": ({"speculators_model_type": "dflash2"}, {}, "not supported, DFlash 2"),
+    "no numbers": ({}, {"norm.weight": torch.full((32,), torch.nan)}, "32 of 32 numbers of `norm.weight` are NaN"),
     "fc": ({}, {"fc.weight": torch.zeros(32, 64)}, "fc.weight of [32, 64], and by its config it is of [32, 96]"),
 }
 

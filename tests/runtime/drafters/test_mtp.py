@@ -548,6 +548,20 @@ def test_quantized_weights(form: str, tmp_path: Path, make_engine: Any) -> None:
         drafter(engine, with_head)
 
 
+def test_weights_that_are_no_numbers_are_named(published: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+    directory, tensors = tmp_path / "head", load_file(published[0] / "model.safetensors")
+    shutil.copytree(published[0], directory)
+    number = json.loads((directory / "config.json").read_text())["num_hidden_layers"]
+    for name in (next(one for one in of_head(directory, number) if one.endswith("o_proj.weight")), "lm_head.weight"):
+        if name not in tensors:
+            continue  # the embeddings are its output layer
+        broken = tensors[name].clone()
+        broken[0, 1] = torch.nan
+        save_file(tensors | {name: broken}, directory / "model.safetensors", {"format": "pt"})
+        with pytest.raises(SpecDecError, match=rf"1 of [0-9,]+ numbers of `{re.escape(name)}` are NaN"):
+            load_mtp(read_head(directory), None, torch.float32)
+
+
 def test_config_says_that_there_is_a_head(published: tuple[Path, PreTrainedModel], target: PreTrainedModel) -> None:
     directory, _ = published
     head = read_head(directory)
