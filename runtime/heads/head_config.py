@@ -5,7 +5,7 @@ EAGLE-3 heads are published with two kinds of configs and names: those of SafeAI
 tokens but one (MTP) are in the directory of the model itself.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -565,23 +565,33 @@ def hidden_states_for(heads: Seq[HeadConfig], model: str) -> tuple[int, ...]:
     return states_of_heads(heads, config)
 
 
-def check_weights(config: HeadConfig, wanted: Mapping[str, Seq[int]], found: Mapping[str, Seq[int]]) -> None:
+def check_weights(
+    config: HeadConfig,
+    wanted: Mapping[str, Seq[int]],
+    found: Mapping[str, Seq[int]],
+    name_in_file: Callable[[str], str] = str,
+) -> None:
     """SpecDecError unless the weights that are `wanted` are `found`, by names and shapes."""
     if missing := sorted(wanted.keys() - found.keys()):
-        raise SpecDecError(
-            f"the head lacks {len(missing)} of its weights, such as {missing[0]}: {config.directory}", hint=OF_TWO_HEADS
-        )
+        raise lacks_weights(config, [name_in_file(name) for name in missing])
     layers = sorted(name for name in found.keys() - wanted.keys() if name.startswith("layers."))
     if layers:
         raise SpecDecError(
-            f"the head has {len(layers)} weights that its config does not speak of, such as {layers[0]}: "
-            f"{config.directory}",
+            f"the head has {len(layers)} weights that its config does not speak of, such as "
+            f"{name_in_file(layers[0])}: {config.directory}",
             hint=OF_TWO_HEADS,
         )
     for name, shape in wanted.items():
         if shape != found[name]:
             raise SpecDecError(
-                f"the head has {name} of {list(found[name])}, and by its config it is of "
+                f"the head has {name_in_file(name)} of {list(found[name])}, and by its config it is of "
                 f"{list(shape)}: {config.directory}",
                 hint=OF_TWO_HEADS,
             )
+
+
+def lacks_weights(config: HeadConfig, names: Seq[str]) -> SpecDecError:
+    """Error for a head without these, by the names that its files would have for them."""
+    return SpecDecError(
+        f"the head lacks {len(names)} of its weights, such as {names[0]}: {config.directory}", hint=OF_TWO_HEADS
+    )

@@ -5,6 +5,8 @@ in a draft its own output. It gives its output, from which `logits` predicts the
 of the hidden states when the draft goes on.
 """
 
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +25,7 @@ from runtime.heads.block_head import BlockHead, own_name
 from runtime.heads.draft_vocab import among_all, rows_by_id
 from runtime.heads.head_attention import HEAD, for_kernels, paged_pairs
 from runtime.heads.head_config import OF_TWO_HEADS, HeadConfig, check_weights
-from runtime.heads.mtp_head import ChainedMtp, MtpHead, embeddings_of, load_mtp, shared_with_target
+from runtime.heads.mtp_head import ChainedMtp, MtpHead, embeddings_of, load_mtp, shapes_of, shared_with_target
 from runtime.kv_cache import KVPool
 from runtime.locks import MODEL_INIT_LOCK, quiet_transformers
 from runtime.quantization.planning import load_numbers
@@ -300,7 +302,9 @@ def _load_layers(
         tensors.setdefault("confidence.bias", torch.zeros(1))
     embedding, offsets = tensors.pop("embed_tokens.weight", None), tensors.pop("d2t", None)
     wanted = dict(head.named_parameters())
-    check_weights(config, *({name: one.shape for name, one in of.items()} for of in (wanted, tensors)))
+    in_files = {one.name for one in entries.values()}
+    name_in_file: Callable[[str], str] = str if is_block else partial(_name_in_files, in_files)
+    check_weights(config, shapes_of(wanted), shapes_of(tensors), name_in_file)
     head.load_state_dict({name: tensors[name].to(dtype) for name in wanted}, assign=True)
     head.embedding = _embedding(config, embedding, target_embedding).to(dtype)
     head.draft_ids = _draft_ids(config, offsets)
@@ -310,6 +314,14 @@ def _load_layers(
 def _own_name(name: str) -> str:
     name = name.removeprefix("model.")
     return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
+
+
+def _name_in_files(in_files: Collection[str], name: str) -> str:
+    """Name that a file of such names has for a weight of EAGLE-3's (`_own_name`)."""
+    if name.startswith("layers.0.") and any("midlayer." in one for one in in_files):
+        name = f"midlayer.{name.removeprefix('layers.0.')}"
+    is_inside = name != "lm_head.weight" and any(one.startswith("model.") for one in in_files)
+    return f"model.{name}" if is_inside else name
 
 
 def _embedding(config: HeadConfig, own: Tensor | None, target: Tensor | None) -> Tensor:

@@ -19,14 +19,22 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from runtime.batch import Batch
 from runtime.compiler.attention import PAGED
-from runtime.compiler.model import ModelKind, Step, model_of_weights, parameter_shapes, probe_config
+from runtime.compiler.model import (
+    ModelKind,
+    Step,
+    missing_weights,
+    model_of_weights,
+    own_names,
+    parameter_shapes,
+    probe_config,
+)
 from runtime.compiler.pretrained import parse_pretrained_config
 from runtime.config import LayerShape
 from runtime.errors import SpecDecError
 from runtime.files import read_json
 from runtime.heads.draft_vocab import among_all
 from runtime.heads.head_attention import HEAD, for_kernels, paged_pairs
-from runtime.heads.head_config import BY_WEIGHTS, HeadConfig, check_weights, num_layers_of
+from runtime.heads.head_config import BY_WEIGHTS, HeadConfig, check_weights, lacks_weights, num_layers_of
 from runtime.kv_cache import KVPool
 from runtime.quantization.formats import find_layers, format_of, without_quantization
 from runtime.quantization.planning import PrequantizedLayer, load_numbers
@@ -48,7 +56,13 @@ class MtpHead(nn.Module):
     """Its number among several."""
 
     def __init__(
-        self, config: HeadConfig, model: PreTrainedModel, parts: dict[str, Tensor], *, has_norm: bool = True
+        self,
+        config: HeadConfig,
+        model: PreTrainedModel,
+        parts: dict[str, Tensor],
+        name_in_file: Callable[[str], str],
+        *,
+        has_norm: bool = True,
     ) -> None:
         super().__init__()
         self.config, self.step = config, Step(model)
@@ -63,7 +77,7 @@ class MtpHead(nn.Module):
             setattr(decoder, last, nn.Identity())
         self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         wanted = {name: one for name, one in self.named_parameters() if name.split(".")[0] in _BEFORE_LAYER}
-        check_weights(config, *({name: one.shape for name, one in of.items()} for of in (wanted, parts)))
+        check_weights(config, shapes_of(wanted), shapes_of(parts), name_in_file)
         self.load_state_dict(parts, assign=True, strict=False)
 
     @property
@@ -167,6 +181,10 @@ class ChainedMtp(nn.Module):
         return among_all(drafted, self.draft_ids)
 
 
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(one.shape) for name, one in tensors.items()}
+
+
 _MAKE_EAGLE = "leave it out, and an EAGLE-3 head is made"
 _NOT_LEARNED = ("e_score_correction_bias", "expert_bias")
 _COPIES = ("embed_tokens.", "shared_head.head.")
@@ -177,13 +195,15 @@ _QWENS = {"mtp.fc.": "eh_proj.", "mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pr
 _QWENS |= {"mtp.layers.": "model.layers.", "mtp.norm.": "model.norm."}
 _ERNIES = {"model.mtp_emb_norm.N.": "enorm.", "model.mtp_hidden_norm.N.": "hnorm."}
 _ERNIES |= {"model.mtp_linear_proj.N.": "eh_proj.", "model.mtp_block.N.": "model.layers.0."}
-_MIMOS = {f"model.mtp.layers.N.{name}.": f"{name}." for name in _BEFORE_LAYER}
-_MIMOS |= {"model.mtp.layers.N.pre_mlp_layernorm.": "model.layers.0.post_attention_layernorm."}
-_MIMOS |= {"model.mtp.layers.N.final_layernorm.": "model.norm.", "model.mtp.layers.N.": "model.layers.0."}
+_MIMO_FLASHES = {f"model.mtp.layers.N.{name}.": f"{name}." for name in _BEFORE_LAYER}
+_MIMO_FLASHES |= {"model.mtp.layers.N.pre_mlp_layernorm.": "model.layers.0.post_attention_layernorm."}
+_MIMO_FLASHES |= {"model.mtp.layers.N.final_layernorm.": "model.norm.", "model.mtp.layers.N.": "model.layers.0."}
 _STATE_FIRST = "model.mtp_layers."  # MiMo 7B's: its projection is of [state, embedding]
-_MIMOS |= {f"{_STATE_FIRST}N.token_layernorm.": "enorm.", f"{_STATE_FIRST}N.hidden_layernorm.": "hnorm."}
+_MIMOS = {f"{_STATE_FIRST}N.token_layernorm.": "enorm.", f"{_STATE_FIRST}N.hidden_layernorm.": "hnorm."}
 _MIMOS |= {f"{_STATE_FIRST}N.input_proj.": "eh_proj.", f"{_STATE_FIRST}N.final_layernorm.": "model.norm."}
 _MIMOS |= {f"{_STATE_FIRST}N.": "model.layers.0."}
+_TABLES = (_QWENS, _ERNIES, _MIMO_FLASHES, _MIMOS)
+"""Beginnings of names in files, and what stands for them in a model of the layer alone; the longest come first."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +211,7 @@ class _OwnLayer:
     """One layer of a head as the files have it, by the names of a model of that layer alone."""
 
     config: HeadConfig
+    depth: int
     entries: dict[str, SourceTensor]
     one_layer: PreTrainedConfig
 
@@ -212,6 +233,22 @@ class _OwnLayer:
         if part is None:
             return None
         return self.entries[part].name.removesuffix(part.removeprefix(stem)) + name.removeprefix(stem)
+
+    def would_be(self, name: str) -> str:
+        """Name that the checkpoint would have for a weight that it lacks."""
+        if _is_nemotron(self.config):
+            last = len(self.one_layer.layer_types) - 1
+            own = name.replace("model.norm_f.", f"model.layers.{last}.final_layernorm.")
+            is_inside = own.startswith("model.layers.")
+            return f"mtp.layers.{own.removeprefix('model.layers.') if is_inside else f'0.{own}'}"
+        names = [one.name for one in self.entries.values()]
+        for table in _TABLES:
+            prefixes = {theirs.replace(".N.", f".{self.depth}."): ours for theirs, ours in table.items()}
+            if any(one.startswith(tuple(prefixes)) for one in names):
+                found = (theirs + name.removeprefix(ours) for theirs, ours in prefixes.items() if name.startswith(ours))
+                return next(found, name)
+        own = name.replace("model.norm.", "shared_head.norm.").removeprefix("model.layers.0.")
+        return f"model.layers.{num_layers_of(self.config.layers) + self.depth}.{own}"
 
     def as_in_file(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """The same by the checkpoint's names; SpecDecError for one that the checkpoint has not, or in another shape."""
@@ -241,7 +278,7 @@ def _own_layers(config: HeadConfig) -> list[_OwnLayer]:
                 f"the model's weights have {which}, of which its config.json speaks: {config.directory}",
                 hint="some who pack models anew leave it out; take the original",
             )
-        layers.append(_OwnLayer(config, own, _config_of_one_layer(config, own)))
+        layers.append(_OwnLayer(config, depth, own, _config_of_one_layer(config, own)))
     return layers
 
 
@@ -273,12 +310,14 @@ def _load(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtyp
 def _mtp_layer(layer: _OwnLayer, tensors: dict[str, Tensor]) -> MtpHead:
     config, dtype = layer.config, tensors["lm_head.weight"].dtype
     parts = {name: tensors.pop(name) for name in list(tensors) if name.split(".")[0] in _BEFORE_LAYER}
-    if layer.reads_state_first:
+    if layer.reads_state_first and "eh_proj.weight" in parts:
         parts["eh_proj.weight"] = _swapped(parts["eh_proj.weight"])
     if not layer.has_norm:
         tensors["model.norm.weight"] = torch.ones(config.hidden_size, dtype=dtype)
+    if missing := missing_weights(layer.one_layer, own_names(layer.one_layer, tensors)):
+        raise lacks_weights(config, [layer.would_be(name) for name in missing])
     model = model_of_weights(ModelKind(layer.one_layer, dtype, PAGED), tensors, str(config.directory))
-    return MtpHead(config, model, parts, has_norm=layer.has_norm)
+    return MtpHead(config, model, parts, layer.would_be, has_norm=layer.has_norm)
 
 
 def _swapped(projection: Tensor) -> Tensor:
@@ -355,7 +394,7 @@ def kept_tensors_of_mtp(config: HeadConfig, learned: Container[str], dtype: torc
     and all else of the head's layers. They are as in the files; a quantized output layer is its numbers."""
     layers, entries = _own_layers(config), read_tensors(config.directory)
     kept = [one for one in entries if _is_copy(one, config)]
-    shared = _OwnLayer(config, shared_with_target(entries, embeddings_of(config)), layers[0].one_layer)
+    shared = _OwnLayer(config, 0, shared_with_target(entries, embeddings_of(config)), layers[0].one_layer)
     for layer in (shared, *layers):
         plain = _in_files(layer.entries, config, parameter_shapes(layer.one_layer))[1]
         kept += [layer.entries[one.name] for one in plain if layer.name_in_file(one.name) not in learned]
@@ -437,7 +476,7 @@ def shared_with_target(entries: list[SourceTensor], embeddings: str) -> dict[str
 def _name_in_mtp(name: str, number: int, depth: int) -> str | None:
     """Name in a model of that layer alone, the model's layer `number` and its head's `depth`, or of what is before it;
     None for what is of the target, or of another of the head's layers."""
-    for theirs, ours in (_QWENS | _ERNIES | _MIMOS).items():
+    for theirs, ours in (item for table in _TABLES for item in table.items()):
         prefix = theirs.replace(".N.", f".{depth}.")
         if name.startswith(prefix):
             own = ours + name.removeprefix(prefix)

@@ -443,6 +443,10 @@ def test_missing_weights(engine: Engine, head: Eagle, tmp_path: Path) -> None:
     del_fc = replace(head, tensors={name: one for name, one in head.tensors.items() if name != "fc.weight"})
     with pytest.raises(SpecDecError, match="lacks 1 of its weights, such as fc.weight"):
         drafter(engine, save_eagle(del_fc, tmp_path, "speculators"))
+    lacking = replace(head, tensors={name: one for name, one in head.tensors.items() if "hidden_norm" not in name})
+    for form, name in (("sailab", r"midlayer\.hidden_norm"), ("speculators", r"layers\.0\.hidden_norm")):
+        with pytest.raises(SpecDecError, match=rf"lacks 1 of its weights, such as {name}"):
+            drafter(engine, save_eagle(lacking, tmp_path / form, form))
 
 
 def test_what_is_a_head(head: Eagle, model: PreTrainedModel, tmp_path: Path) -> None:

@@ -562,6 +562,20 @@ def test_weights_that_are_no_numbers_are_named(published: tuple[Path, PreTrained
             load_mtp(read_head(directory), None, torch.float32)
 
 
+def test_missing_weights_are_named_as_the_file_would(published: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+    """Each of them, before the layer and in it; experts that are missing one by one are not looked for."""
+    directory, tensors = tmp_path / "head", load_file(published[0] / "model.safetensors")
+    shutil.copytree(published[0], directory)
+    number = json.loads((directory / "config.json").read_text())["num_hidden_layers"]
+    left_out = ("_bias", "embed_tokens.weight")
+    names = [n for n in of_head(directory, number) if ".experts." not in n and not n.endswith(left_out)]
+    for name in names:
+        save_file({n: one for n, one in tensors.items() if n != name}, directory / "model.safetensors")
+        with pytest.raises(SpecDecError, match=rf"lacks 1 of its weights, such as {re.escape(name)}: "):
+            load_mtp(read_head(directory), None, torch.float32)
+    assert len(names) > 8
+
+
 def test_config_says_that_there_is_a_head(published: tuple[Path, PreTrainedModel], target: PreTrainedModel) -> None:
     directory, _ = published
     head = read_head(directory)
