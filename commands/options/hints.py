@@ -48,7 +48,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "corpus_tokenizer": "recreate it, with the target's engine directory as `specdec corpus create --tokenizer-dir`",
     "damaged_corpus": "make it again with `specdec corpus create`",
     "compiler_fails": ("mend it, or name another in the variable CXX", "do without: `--compiler none`"),
-    "draft_len": f"lower it, or build with `{_DRAFTS} {{max_draft_len}}`",
+    "draft_len": f"lower it, or build with `{_DRAFTS} {{max_draft_len}}{{what_drafts}}`",
     "drafter_failed": "`specdec --debug` shows where",
     "draft_vocab_size": "lower it, or leave `--draft-vocab` out",
     "empty_word": "leave it out",
@@ -175,7 +175,9 @@ _FLAG = re.compile(r"`--([a-z-]+)")
 
 
 def _values(error: SpecDecError) -> dict[str, object]:
-    return error.values | {"flag": _flag_named(str(error.values.get("name")))}
+    build, head = error.values.get("build"), error.values.get("head") or "HEAD"
+    what_drafts = "" if build is None else _what_drafts(build, head)
+    return {"flag": _flag_named(str(error.values.get("name"))), "what_drafts": what_drafts} | error.values
 
 
 def _flag_named(name: str) -> str:
@@ -190,20 +192,27 @@ _FLAGS |= {"draft_vocab": "--draft-vocab", "draft_output_layer": "--draft-output
 def _rebuild(engine_dir: object, build: Any) -> str:
     """The command that made the engine."""
     mode = f" --speculative-decoding-mode {build.speculative_decoding_mode} --use-paged-context-fmha enable"
-    if build.self_draft is not None:
-        mode += f" --self-draft {build.self_draft.qformat} --self-draft-group-size {build.self_draft.group_size or -1}"
-    if build.hidden_states:
-        mode += " --draft-model-dir HEAD"
-    if build.draft_output.qformat is not None:
-        mode += f" --draft-output-layer {build.draft_output.qformat}"
-    if build.draft_output.vocab_size is not None:
-        mode += f" --draft-vocab {shlex.quote(str(Path(str(engine_dir)) / DRAFT_VOCAB))}"
+    mode += _what_drafts(build, "HEAD", engine_dir)
     return (
         f"rebuild it here: specdec build --checkpoint-dir CKPT --output-dir {shlex.quote(str(engine_dir))} --force "
         f"--max-batch-size {build.max_batch_size} --max-input-len {build.max_input_len} "
         f"--max-seq-len {build.max_request_len} --max-draft-len {build.max_draft_len} "
         f"--tokens-per-block {build.tokens_per_block} --compiler {build.compiler}{mode if build.max_draft_len else ''}"
     )
+
+
+def _what_drafts(build: Any, head: object = "HEAD", engine_dir: object = "ENGINE") -> str:
+    """Flags for what an engine has for its drafters."""
+    flags = ""
+    if build.self_draft is not None:
+        flags += f" --self-draft {build.self_draft.qformat} --self-draft-group-size {build.self_draft.group_size or -1}"
+    if build.hidden_states:
+        flags += f" --draft-model-dir {shlex.quote(str(head))}"
+    if build.draft_output.qformat is not None:
+        flags += f" --draft-output-layer {build.draft_output.qformat}"
+    if build.draft_output.vocab_size is not None:
+        flags += f" --draft-vocab {shlex.quote(str(Path(str(engine_dir)) / DRAFT_VOCAB))}"
+    return flags
 
 
 _NUMBERS = {"int_parsing": "a whole number", "int_from_float": "a whole number", "float_parsing": "a number"}

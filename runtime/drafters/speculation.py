@@ -184,6 +184,8 @@ class Speculation:
                 hint=f"lower it, or build with a max_draft_len of {wanted or 10}",
                 code="draft_len",
                 max_draft_len=wanted or 10,
+                build=build,
+                head=next((head.directory for head in self.read_heads()), None),
             )
 
 

@@ -257,6 +257,14 @@ def test_drafts_that_never_end(
         assert ("drafts never end" in result.stderr) is is_said, result.stderr
 
 
+def test_the_way_to_longer_drafts_names_the_head(specdec: Specdec, head_dirs: tuple[Path, Path]) -> None:
+    engine, head = head_dirs
+    flags = ["--engine-dir", engine, "--draft-engine-dir", head, "--eagle-config", 60]
+    result = specdec("run", *flags, "--input-text", "dog")
+    assert result.exit_code == 1
+    assert f"--max-draft-len 60 --draft-model-dir {head}`" in " ".join(result.stderr.split())
+
+
 def test_an_engine_that_is_found_says_too_that_drafts_never_end(
     specdec: Specdec, mtp_dirs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
