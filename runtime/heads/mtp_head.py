@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from runtime.batch import Batch
+from runtime.checkpoint import read_numbers
 from runtime.compiler.attention import PAGED
 from runtime.compiler.model import (
     ModelKind,
@@ -350,31 +351,38 @@ def check_mtp_is_trained(config: HeadConfig) -> None:
 def check_mtp_is_of(config: HeadConfig, model: Path) -> None:
     """SpecDecError unless the model that the head is in has the embeddings and the output layer of this `model`, as far
     as a few rows tell. Those of a model that was trained further, or is quantized, are much the same."""
-    if model.resolve() == config.directory.resolve() or not model.is_dir():
+    if model.resolve() == config.directory.resolve():
         return
-    own, its = (shared_with_target(read_tensors(one), embeddings_of(config)) for one in (config.directory, model))
-    for name in sorted(own.keys() & its.keys()):
-        theirs, ours = own[name], its[name]
-        if theirs.shape != ours.shape or not (_is_table(theirs) and _is_table(ours)):
-            continue  # of other sizes the configs tell
-        if float(F.cosine_similarity(_some_rows(theirs), _some_rows(ours)).mean()) < _LEAST_LIKENESS:
+    own, its = (_tables_of(one, embeddings_of(config)) for one in (config.directory, model))
+    for name, shape in sorted(own.keys() & its.keys()):  # of other sizes the configs tell
+        theirs, ours = own[name, shape], its[name, shape]
+        if float(F.cosine_similarity(theirs.flatten(), ours.flatten(), dim=0)) < _LEAST_LIKENESS:
             raise SpecDecError(
-                f"the head is another model's, of which `{theirs.name}` differs from that of {model}: "
-                f"{config.directory}",
+                f"the head is another model's, of which `{name}` differs from that of {model}: {config.directory}",
                 hint="take the head of this model, or one that was trained with its embeddings",
             )
 
 
-def _is_table(entry: SourceTensor) -> bool:
-    """True for (rows, width) numbers that lie in the file as they are."""
-    return entry.is_float and entry.is_as_in_file and len(entry.shape) == 2
+def _tables_of(model: Path, embeddings: str) -> dict[tuple[str, tuple[int, ...]], Tensor]:
+    """A few rows of the model's embeddings and output layer, as far as they are numbers in its files, by name and whole
+    shape; of a GGUF file, where they are not, of its embeddings."""
+    if model.is_file():
+        _, numbers = read_numbers(model, torch.bfloat16, lambda name: name == embeddings)
+        return {(name, tuple(one.shape)): one[list(_some_of(len(one)))].float() for name, one in numbers.items()}
+    entries = shared_with_target(read_tensors(model), embeddings)
+    tables = {name: one for name, one in entries.items() if one.is_float and one.is_as_in_file and len(one.shape) == 2}
+    return {(name, one.shape): _rows_alone(one) for name, one in tables.items()}
 
 
-def _some_rows(entry: SourceTensor) -> Tensor:
-    """A few rows, which are read alone."""
+def _some_of(num_rows: int) -> range:
+    return range(0, num_rows, max(1, num_rows // _NUM_COMPARED))
+
+
+def _rows_alone(entry: SourceTensor) -> Tensor:
+    """A few rows, which are read without the others."""
     num_rows, width = entry.shape
     num_bytes = width * entry.dtype.itemsize
-    places = range(0, num_rows, max(1, num_rows // _NUM_COMPARED))
+    places = _some_of(num_rows)
     rows = [replace(entry, shape=(1, width), offset=entry.offset + place * num_bytes) for place in places]
     return torch.cat(load_tensors(rows)).float()
 

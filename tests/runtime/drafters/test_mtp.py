@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from heads import copy_with_mtp
-from quantized import plain_model_of, save_awq, save_fp8, save_gptq, small_model
+from quantized import Q, gguf_model, plain_model_of, save_awq, save_fp8, save_gguf, save_gptq, small_model
 from safetensors.torch import load_file, save_file
 from shared import shared_engine
 from test_eagle import DRAFT_LEN, ON_LOOPS, SAMPLED, answer, drafter, expected, make_requests
@@ -26,7 +26,7 @@ from runtime.config import DraftOutput
 from runtime.engine import Engine
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.heads.head_config import has_mtp_head, is_head, read_head
-from runtime.heads.mtp_head import check_mtp_is_trained, load_mtp
+from runtime.heads.mtp_head import check_mtp_is_of, check_mtp_is_trained, load_mtp
 from runtime.training.new_head import write_mtp
 from runtime.training.unrolled import Rows, Schedule, Trainer, accepted_lengths, have_unrolled_attention
 
@@ -546,6 +546,20 @@ def test_quantized_weights(form: str, tmp_path: Path, make_engine: Any) -> None:
     (with_head / "config.json").write_text(json.dumps(config))
     with pytest.raises(SpecDecError, match=r"config.json does not say how: mtp\.layers\.0\."):
         drafter(engine, with_head)
+
+
+def test_a_gguf_file_tells_whose_head_it_is(tmp_path: Path) -> None:
+    """Its embeddings are quantized, and much the same."""
+    model = gguf_model("llama")
+    model.save_pretrained(tmp_path / "model")
+    save_gguf(tmp_path / "model.gguf", Q.Q8_0)
+    head = read_head(copy_with_mtp(tmp_path / "model", tmp_path / "head"))
+    check_mtp_is_of(head, tmp_path / "model.gguf")
+    file = tmp_path / "head/model.safetensors"
+    tensors, name = load_file(file), "model.embed_tokens.weight"
+    save_file(tensors | {name: tensors[name].roll(1, 0)}, file, {"format": "pt"})
+    with pytest.raises(SpecDecError, match=f"another model's, of which `{name}` differs"):
+        check_mtp_is_of(head, tmp_path / "model.gguf")
 
 
 def test_weights_that_are_no_numbers_are_named(published: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
