@@ -11,6 +11,7 @@ Without a step's paged inputs, or with another attention than ours, they stay tr
 """
 
 import sys
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial, wraps
@@ -176,8 +177,9 @@ class _Biased(_Attends):
 
     slopes: Tensor  # (H,) float32
 
+    @abstractmethod
     def slopes_of_heads(self, device: torch.device) -> Tensor:
-        raise NotImplementedError
+        """(H,) float32 slopes."""
 
     def attended(
         self, heads: Sequence[Tensor], attention_mask: Tensor | None, scaling: float, taken: dict[str, Any]

@@ -5,6 +5,7 @@ tokens within a microsecond, so that reading a long prompt costs nothing, and a 
 same tokens. An occurrence of a pattern counts where a token follows it, and is given by its end, that token's place.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -74,7 +75,7 @@ class History:
     text: Text = field(default_factory=Text)
 
 
-class TextLookup:
+class TextLookup(ABC):
     """A lookup in the text of each sequence, and where there is a `pool` in what others generated.
 
     A request's text goes into the pool when it has finished.
@@ -106,13 +107,13 @@ class TextLookup:
         history.text.read(sequence)
         return history
 
+    @abstractmethod
     def _look_up(self, history: History, max_draft_len: int) -> Draft:
         """Continuation of the text."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _look_up_after(self, history: History, new: list[int], draft_len: int) -> Draft:
         """Continuation of the text and these tokens, which are not in it."""
-        raise NotImplementedError
 
 
 def as_characters(tokens: Iterable[int]) -> str:

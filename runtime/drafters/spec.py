@@ -6,6 +6,7 @@ imports torch: a drafter's algorithm is imported when it is opened.
 
 import ast
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -239,7 +240,7 @@ DRAFTERS: dict[str, "type[DrafterSpec]"] = {}
 """Every drafter that the command line can choose, by name."""
 
 
-class DrafterSpec:
+class DrafterSpec(ABC):
     """A way to draft: a frozen dataclass of settings. A class with a `description` is a drafter of the command line."""
 
     description: ClassVar[Description]
@@ -267,9 +268,9 @@ class DrafterSpec:
                 )
 
     @property
+    @abstractmethod
     def max_draft_len(self) -> int | None:
         """Most tokens of a draft; None: as many as the engine takes."""
-        raise NotImplementedError
 
     @property
     def name(self) -> str:
@@ -300,8 +301,8 @@ class DrafterSpec:
         return (self.name,)
 
     def with_draft_model(self, engine_dir: Path) -> "DrafterSpec":
-        """Copy with this engine as its draft model; for drafters that have one."""
-        raise NotImplementedError
+        """Copy with this engine as its draft model; itself where it has none."""
+        return self
 
     def read_heads(self) -> "list[HeadConfig]":
         """Configs of trained drafters, for which the target's engine must be built; SpecDecError for what is none."""
@@ -357,6 +358,6 @@ class DrafterSpec:
         record = {key: str(value) if isinstance(value, Path) else value for key, value in record.items()}
         return with_first_devices(record | {"device_ids": device_ids}, lambda devices: (devices or (0,))[0])
 
+    @abstractmethod
     def open(self, opening: "Opening") -> "OpenDrafter":
         """The drafter at work; SpecDecError if it cannot be."""
-        raise NotImplementedError

@@ -3,6 +3,7 @@
 To add one, add a class here and its algorithm.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,17 +72,18 @@ class LookupDrafter(DrafterSpec):
     is_lookup = True
 
     @property
+    @abstractmethod
     def pool(self) -> PoolKind:
         """ "public" looks in the outputs of finished requests too."""
-        raise NotImplementedError
 
     def make_pool(self) -> "NgramPool":
         from runtime.drafters.pool import NgramPool
 
         return NgramPool()
 
+    @abstractmethod
     def lookup(self, pool: "NgramPool | None") -> "Drafter":
-        raise NotImplementedError
+        """The lookup without the lengths that pay; `pool` where it looks in others' outputs."""
 
     def open_lookup(self, costs: "CostModel | None", clock: "Clock | None" = None) -> "OpenDrafter":
         """The drafter, without an engine; its drafts are cut to what pays where `costs` are known.
