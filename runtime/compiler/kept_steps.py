@@ -71,7 +71,10 @@ def find_step(step: Step, shape: StepShape, arithmetic: int) -> tuple[CutStep, l
     data = read_sealed(_entry(step, shape, arithmetic))
     if data is None:
         return None
-    kept: _KeptStep = pickle.loads(data)  # of the user's own directory, which has code in it that is run
+    try:
+        kept: _KeptStep = pickle.loads(data)  # of the user's own directory, which has code in it that is run
+    except Exception:  # whatever a pickle of another program raises
+        return None
     recipes = [Recipe([_operation(*one) for one in recipe.operations], recipe.made) for recipe in kept.recipes]
     layers = layers_of(step.model, shape.shapes)
     calls = []

@@ -97,13 +97,30 @@ def prebuilt_kernels(instructions: Collection[str], sources: str, directory: Pat
     for instruction_set in INSTRUCTION_SETS.get(platform.machine(), ()):
         library = directory / library_name(platform.machine(), instruction_set)
         if instruction_set.needed <= set(instructions) and library.is_file():
-            return library if f"{MARK}{sources}".encode() in library.read_bytes() else None
+            read = library.read_bytes()
+            return library if f"{MARK}{sources}".encode() in read and _is_whole(read) else None
     return None
 
 
-def prebuilt_machines(directory: Path = PREBUILT_DIR) -> list[str]:
-    """Kinds of machines that this installation brings kernels for."""
-    return [machine for machine in INSTRUCTION_SETS if any(directory.glob(f"{machine}-*.so"))]
+def _is_whole(library: bytes) -> bool:
+    """False for an ELF file that ends before a segment of it does: to load it would be a bus error."""
+
+    def number(at: int, size: int) -> int:
+        return int.from_bytes(library[at : at + size], "little")
+
+    if not library.startswith(b"\x7fELF"):
+        return True
+    segments = (number(32, 8) + i * number(54, 2) for i in range(number(56, 2)))
+    return all(number(at + 8, 8) + number(at + 32, 8) <= len(library) for at in segments)
+
+
+def prebuilt_machines(directory: Path = PREBUILT_DIR) -> dict[str, list[str]]:
+    """Kinds of machines that this installation brings kernels for, and the versions of torch."""
+    found: dict[str, set[str]] = {}
+    for path in directory.glob("*-*-torch*.so"):
+        machine, _, version = path.stem.partition("-")
+        found.setdefault(machine, set()).add(version.rpartition("-torch")[2])
+    return {machine: sorted(found[machine]) for machine in INSTRUCTION_SETS if machine in found}
 
 
 def check_kernels_can_be_made() -> None:
@@ -197,9 +214,12 @@ def says_no_compiler(error: BaseException) -> bool:
 
 
 def no_compiler() -> SpecDecError:
-    machines, here = prebuilt_machines(), platform.machine()
-    of_others = machines and here not in machines
-    why = f", and this installation's kernels are for {', '.join(machines)}, not for {here}" if of_others else ""
+    machines, here, torchs = prebuilt_machines(), platform.machine(), torch.__version__.partition("+")[0]
+    why = ""
+    if machines and here not in machines:
+        why = f", and this installation's kernels are for {', '.join(machines)}, not for {here}"
+    elif machines and not torchs.startswith(tuple(f"{one}." for one in machines[here])):
+        why = f", and this installation's kernels are for torch {', '.join(machines[here])}, not for {torchs}"
     return SpecDecError(
         f"no working C++ compiler to build with: {cxx_compiler()}{why}",
         hint="install one (the package `g++`) or name it in the variable CXX",

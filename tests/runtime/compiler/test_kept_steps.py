@@ -10,7 +10,7 @@ import torch
 from tiny import FAMILIES, MIXTURES, WITHOUT_ATTENTION, make_build, make_model
 from transformers import PreTrainedModel
 
-from runtime.cache import cache_dir
+from runtime.cache import cache_dir, sealed
 from runtime.compiler import kept_steps
 from runtime.compiler.attention import KERNEL
 from runtime.compiler.compilation import Made, compile_aot
@@ -170,7 +170,7 @@ def test_what_is_damaged_is_exported_again(cache: Path, tmp_path: Path, exported
     first = compiled(model_of("llama"), tmp_path / "first")
     (entry,) = cache.iterdir()
     whole = entry.read_bytes()
-    for i, damaged in enumerate((b"A" + whole[1:], b"")):
+    for i, damaged in enumerate((b"A" + whole[1:], b"", sealed(b"no pickle"))):
         entry.write_bytes(damaged)
         exported.clear()
         assert compiled(model_of("llama"), tmp_path / str(i)) == first and exported

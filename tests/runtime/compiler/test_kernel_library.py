@@ -149,6 +149,29 @@ def test_a_wheel_of_another_machine_is_named_where_a_compiler_is_wanted(
     said(no_compiler().message)
 
 
+def test_a_wheel_for_another_torch_says_so_where_a_compiler_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
+    monkeypatch.setattr(prebuilt_machines, "__defaults__", (all_kernels(tmp_path),))
+    monkeypatch.setenv("CXX", "g++")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    assert "kernels are for" not in no_compiler().message
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    said(no_compiler().message)
+
+
+def test_a_library_that_is_cut_off_is_not_taken(kernels: Path, tmp_path: Path) -> None:
+    """Its mark may stand in what is left of it, and to load it would end the process."""
+    whole, sources = kernels.read_bytes(), kernel_library._sources()
+    mark = f"{MARK}{sources}".encode()
+    least = whole.index(mark) + len(mark)
+    for num_bytes, is_taken in ((len(whole), True), (max(least, len(whole) // 2), False), (least, False)):
+        for path in all_kernels(tmp_path).glob("*.so"):
+            path.write_bytes(whole[:num_bytes])
+        assert is_taken == (prebuilt_kernels((), sources, tmp_path) is not None), num_bytes
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory, kernels: Path) -> Path:
     """The packages as a wheel installs them, with kernels for what every processor of this kind has."""
