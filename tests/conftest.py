@@ -37,6 +37,8 @@ from runtime.config import SelfDraft
 from runtime.engine import Engine, KVCacheConfig
 from runtime.files import write_file
 
+# As `specdec` itself has it: a collection looks through all that is imported.
+gc.set_threshold(50_000, 20, 100)
 torch.set_num_threads(1)
 torch.set_num_interop_threads(1)
 
@@ -146,9 +148,9 @@ def work_clock(monkeypatch: pytest.MonkeyPatch) -> WorkClock:
 
 
 @pytest.fixture(scope="session")
-def forks(cache_of_its_own: None) -> Iterator[Forks]:
+def forks(shared: Path, cache_of_its_own: None) -> Iterator[Forks]:
     """Processes of Python that need not import torch anew: `forks.run("run", …)`, `forks.run(program=…)`."""
-    with opened_forks() as made:
+    with opened_forks(shared / "forks") as made:
         yield made
 
 

@@ -12,26 +12,28 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from filelock import FileLock
 from waiting import HANG_S
 
 ROOT = Path(__file__).parents[1]
 _SERVER = """
-import gc, json, os, select, socket, sys, tempfile
+import atexit, gc, json, os, select, signal, socket, sys, tempfile, threading
 from scripts.campaigns import forks
-import commands.serve.server
+import commands.serve.server, specdec_cli.app
+import pygments.lexers, rich.markdown, typer.rich_utils  # what help and errors are shown by
 
 forks.import_all()
 gc.collect()
 gc.freeze()
-asked, listening = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
+listening = socket.socket(fileno=int(sys.argv[1]))
+asking = [listening.accept()[0]]  # one connection for each worker
 waiting = {}  # by the process that is waited for
 
 def ended(pid):
@@ -43,26 +45,33 @@ while True:
         if (code := ended(pid)) is not None:
             connection.send(str(code).encode())
             waiting.pop(pid).close()
-    ready, _, _ = select.select([asked, listening], [], [], 0.005 if waiting else None)
+    ready, _, _ = select.select([*asking, listening], [], [], 0.005 if waiting else None)
     if not ready:
         continue
-    connection = asked if asked in ready else listening.accept()[0]
+    connection = ready[0] if ready[0] in asking else listening.accept()[0]
     data, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
-    if not data:
-        os._exit(0)
-    question = json.loads(data)
-    if "wait" in question:
-        asked.send(json.dumps(ended(question["wait"])).encode())
+    question = json.loads(data or "{}")
+    if "program" not in question:
+        if "wait" in question:
+            connection.send(json.dumps(ended(question["wait"])).encode())
+        elif "ask" in question:
+            asking.append(connection)
+            connection.send(b"{}")
+        else:
+            asking.remove(connection)
+            connection.close()
+            if not asking:
+                os._exit(0)
         continue
     if not (pid := os.fork()):
         break
     for stream in streams:
         os.close(stream)
-    if connection is asked:
-        asked.send(str(pid).encode())
+    if connection in asking:
+        connection.send(str(pid).encode())
     else:
         waiting[pid] = connection
-for one in (asked, listening, connection, *waiting.values()):
+for one in (listening, connection, *asking, *waiting.values()):
     one.close()
 if len(streams) == 2:
     streams = [os.open(os.devnull, os.O_RDONLY), *streams]
@@ -80,7 +89,31 @@ sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)
 sys.stdout.reconfigure(write_through=unbuffered)
 sys.stderr = sys.__stderr__ = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
 sys.argv = question["arguments"]
-exec(compile(question["program"], "<string>", "exec"), {"__name__": "__main__"})
+
+# As an interpreter ends, but that it would take half a second apart the modules, which are copies of the server's.
+code = 0
+try:
+    exec(compile(question["program"], "<string>", "exec"), {"__name__": "__main__"})
+except SystemExit as end:
+    code = end.code or 0
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    code &= 255
+except BaseException as error:
+    sys.excepthook(type(error), error, error.__traceback__)
+    code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+threading._shutdown()
+atexit._run_exitfuncs()
+try:
+    sys.stdout.flush()
+except (OSError, ValueError) as error:
+    print(f"Exception ignored in: {sys.stdout!r}", repr(error), sep="\\n", file=sys.stderr)
+    code = 120
+if code < 0:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
+os._exit(code)
 """
 MAIN = "from specdec_cli.app import main; main()"
 _COMMAND = """#!{python} -SE
@@ -139,18 +172,36 @@ class Process:
 
 
 class Forks:
-    """The process that they are forks of. It ends when the connection to it does."""
+    """The process that they are forks of, the same for all who have the directory. It ends with the last of them."""
 
-    def __init__(self, stack: ExitStack) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._connection, self._lock = stack.enter_context(ours), threading.Lock()
-        self._directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
-            listening.bind(str(self._directory / "listening"))
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(exist_ok=True)
+        self._address, self._lock = str(directory / "listening"), threading.Lock()
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process: subprocess.Popen[bytes] | None = None
+        with FileLock(directory / "lock"):
+            if not self._is_answered():
+                self._connection.close()
+                self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self._begin()
+
+    def _is_answered(self) -> bool:
+        """False where there is no server, or one that has just ended with the last of the others."""
+        try:
+            self._connection.connect(self._address)
+            self._connection.send(json.dumps({"ask": True}).encode())
+            return bool(self._connection.recv(1 << 20))
+        except OSError:
+            return False
+
+    def _begin(self) -> None:
+        Path(self._address).unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+            listening.bind(self._address)
             listening.listen()
-            numbers = [theirs.fileno(), listening.fileno()]
-            command = [sys.executable, "-c", _SERVER, *map(str, numbers)]
-            self._process = subprocess.Popen(command, cwd=ROOT, pass_fds=numbers)
+            command = [sys.executable, "-c", _SERVER, str(listening.fileno())]
+            self._process = subprocess.Popen(command, cwd=ROOT, pass_fds=[listening.fileno()])
+        self._connection.connect(self._address)
 
     def ask(self, question: dict[str, Any], streams: Sequence[int] = ()) -> Any:
         with self._lock:
@@ -186,20 +237,19 @@ class Forks:
 
     def command(self, directory: Path) -> Path:
         """Make `specdec` in a directory, for a shell: a program that has a fork do what it is asked."""
-        address = str(self._directory / "listening")
         made = directory / "specdec"
-        made.write_text(_COMMAND.format(python=sys.executable, address=address, program=MAIN))
+        made.write_text(_COMMAND.format(python=sys.executable, address=self._address, program=MAIN))
         made.chmod(0o755)
         return made
 
     def end(self) -> None:
         self._connection.close()
-        self._process.wait(HANG_S)
+        if self._process is not None:
+            self._process.wait()  # for the other workers' tests
 
 
 @contextmanager
-def opened_forks() -> Iterator[Forks]:
-    with ExitStack() as stack:
-        forks = Forks(stack)
-        yield forks
-        forks.end()
+def opened_forks(directory: Path) -> Iterator[Forks]:
+    forks = Forks(directory)
+    yield forks
+    forks.end()
