@@ -7,6 +7,7 @@ vLLM's names.
 
 import json
 import re
+import ssl
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
@@ -163,6 +164,11 @@ class Answer:
         return len(self.piece_times) if self.num_output_tokens is None else self.num_output_tokens
 
 
+def certificates_for(base_url: str) -> ssl.SSLContext:
+    """Those of the machine, which take a while to read, unless an address of plain HTTP needs none."""
+    return httpx2.create_ssl_context(not base_url.lower().startswith("http:"))
+
+
 class Client:
     """A server's address, and what every request to it has in common."""
 
@@ -173,9 +179,11 @@ class Client:
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx2.Timeout(timeout_s, connect=min(timeout_s, 30.0), pool=None)
+        certificates = certificates_for(base_url)
         self._http, self._http_anew = (
             httpx2.AsyncClient(
                 headers=headers,
+                verify=certificates,
                 timeout=timeout,
                 limits=httpx2.Limits(max_connections=None, max_keepalive_connections=num_kept),
             )

@@ -1,13 +1,14 @@
 """The client's reading of streams as several servers write them, by a clock that counts its own readings."""
 
 import asyncio
+import ssl
 from itertools import count
 from typing import Any
 
 import pytest
 from openai_server import DONE, Reply, event, running
 
-from runtime.benchmark.client import Answer, Client
+from runtime.benchmark.client import Answer, Client, certificates_for
 
 Chunk = dict[str, Any]
 
@@ -93,3 +94,9 @@ def test_usage_is_read_wherever_it_stands(chunks: list[Chunk]) -> None:
 def test_without_counts_the_chunks_with_text_are_counted(told: Chunk) -> None:
     answer = ask(text("", **told), text(" a", **told), text(" b", **told), end(**told))
     assert (answer.num_prompt_tokens, answer.num_output_tokens, answer.num_tokens) == (None, None, 2)
+
+
+@pytest.mark.parametrize("address", ["https://here", "HTTPS://here", "here"])
+def test_all_but_plain_http_is_held_to_certificates(address: str) -> None:
+    assert certificates_for(address).verify_mode == ssl.CERT_REQUIRED and certificates_for(address).check_hostname
+    assert certificates_for("http://https").verify_mode == ssl.CERT_NONE
