@@ -1,7 +1,6 @@
 """A saved tokenizer against transformers' own: tokens, texts and what is special, whatever kind it is."""
 
 import json
-import logging
 import os
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ import pytest
 from byte_tokenizers import any_byte_level_tokens, byte_fallback, byte_level, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from logged import logged
 from sentences import Said
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFast
@@ -200,19 +200,15 @@ LLAMA3_DIR = REAL_DIR / "tokenizer-llama3_1"
 
 @pytest.mark.skipif(not LLAMA3_DIR.is_dir(), reason=f"the tokenizer of Llama 3.1 is absent: {LLAMA3_DIR}")
 def test_a_real_tokenizer_beside_an_engines_config_is_opened_without_a_word(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     """transformers takes a config.json without a model type for one of Mistral's, and warns of its pattern."""
     shutil.copytree(LLAMA3_DIR, tmp_path / "engine")
     (tmp_path / "engine" / "config.json").write_text('{"format_version": 8}')
-    logger = logging.getLogger("transformers")
-    logger.addHandler(caplog.handler)
-    try:
+    with logged("transformers") as messages:
         found = load_tokenizer(tmp_path / "engine", {"model_type": "llama"} | PUBLISHED_ROPES["llama3"])
-    finally:
-        logger.removeHandler(caplog.handler)
     assert found("Hello world")["input_ids"] == [128000, 9906, 1917]
-    assert caplog.records == [] and len(recwarn) == 0
+    assert messages == [] and len(recwarn) == 0
 
 
 @pytest.mark.skipif(not LLAMA3_DIR.is_dir(), reason=f"the tokenizer of Llama 3.1 is absent: {LLAMA3_DIR}")

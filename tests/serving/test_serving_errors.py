@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from gate import Gate
+from logged import logged
 from pydantic import ValidationError
 from sentences import Said
 from serving_models import PROMPT, WAITS, MakeServed, Served
@@ -432,14 +433,15 @@ def test_a_model_without_a_chat_template_says_so(make_served: MakeServed, said: 
 
 
 def test_a_chat_template_that_fails_is_an_answer(
-    make_served: MakeServed, chat_tokenizer_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, said: Said
+    make_served: MakeServed, chat_tokenizer_dir: Path, tmp_path: Path, said: Said
 ) -> None:
     shutil.copytree(chat_tokenizer_dir, tmp_path / "tokenizer")
     (tmp_path / "tokenizer" / "chat_template.jinja").write_text("{{ 1 / 0 }}")
     served = make_served(None, tokenizer_dir=tmp_path / "tokenizer")
-    error = check_error(served.post(CHAT, messages=MESSAGES), 400)
+    with logged() as messages:
+        error = check_error(served.post(CHAT, messages=MESSAGES), 400)
     said(error["message"], "ZeroDivisionError: division by zero")
-    assert not caplog.records
+    assert messages == []
 
 
 def test_a_chat_template_that_does_not_end_is_given_up(

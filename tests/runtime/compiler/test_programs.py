@@ -2,7 +2,6 @@
 
 import errno
 import importlib
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from logged import logged
 from tiny import hf_greedy, make_model
 from torch.fx import GraphModule
 from transformers import PreTrainedModel
@@ -193,16 +193,11 @@ def test_a_disk_that_is_full_while_a_program_is_compiled_is_said(tmp_path: Path)
 )
 def test_a_toolkit_without_a_gpu_is_no_line_of_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's, when its compiler is imported."""
-    name, said = "torch.utils.cpp_extension", list[str]()
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    name = "torch.utils.cpp_extension"
     monkeypatch.setenv("CUDA_HOME", "/usr/local")
-    logging.getLogger(name).addHandler(handler)
-    try:
+    with logged(name) as said:
         for block in (nullcontext(), _quiet()):
             monkeypatch.delitem(sys.modules, name, raising=False)
             with block:
                 importlib.import_module(name)
-    finally:
-        logging.getLogger(name).removeHandler(handler)
     assert len(said) == 1 and "CUDA_HOME" in said[0]  # not in the block
