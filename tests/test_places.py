@@ -114,10 +114,10 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the packages with the drafter in it."""
+    """A copy of the packages with the drafter in it, and with what they are compiled to, but what is being written."""
     copy = tmp_path_factory.mktemp("places")
     for package in ("specdec_cli", "commands", "runtime", "scripts", "tests"):
-        shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("*.pyc.*"))
     shutil.copy(ROOT / "pyproject.toml", copy)
     specs = copy / "runtime/drafters/specs.py"
     text = specs.read_text()
