@@ -1,4 +1,4 @@
-"""Fixtures for every test: tiny models, engines made from them, and one thread for torch."""
+"""Which tests are run, and by what settings. Their fixtures are in `common_fixtures.py`, for who runs them."""
 
 import gc
 import os
@@ -10,38 +10,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # What only calls the kernels is compiled in three quarters of the time, and computes the same.
 os.environ["AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL"] = "O0"
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache
 from pathlib import Path
-from typing import Any
 from zlib import crc32
 
 import pytest
-import torch
-from clocks import WorkClock, install
-from forked import Forks, opened_forks
-from gate import Gate
 from hypothesis import settings
-from shared import MakeEngineDir, once, shared_dir, shared_engine
 from strength import register_profiles
-from tiny import make_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from commands.options.expand import CURRENT_COMMAND
-from runtime.cache import cache_dir, make_cache_dir
-from runtime.checkpoint import convert
-from runtime.compiler import profile_steps
-from runtime.compiler.kernel_library import compile_kernels
-from runtime.config import SelfDraft
-from runtime.engine import Engine, KVCacheConfig
-from runtime.files import write_file
-
-# As `specdec` itself has it: a collection looks through all that is imported.
-gc.set_threshold(50_000, 20, 100)
-torch.set_num_threads(1)
-torch.set_num_interop_threads(1)
-
+pytest_plugins = ("sentences",)
 _QUICK_DRAFTERS = "adaptive allocation chain drafter_protocol meter ngram pool predicted_outputs suffix"
 _QUICK_RUNTIME = "batch engine kv_cache request stats verify"
 QUICK = {
@@ -61,6 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "one_in(n): of its variations about one in n is run, all with `--slow`")
     register_profiles()
     settings.load_profile("slow" if config.getoption("--slow") else "default")
+    gc.set_threshold(50_000, 20, 100)  # as `specdec` has it: a collection looks through all that is imported
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        config.pluginmanager.import_plugin("common_fixtures")  # takes seconds, and who has workers runs no test
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -98,182 +78,6 @@ def is_quick(item: pytest.Item) -> bool:
     return _place(item.path) in QUICK and not compiles
 
 
+@cache
 def _place(path: Path) -> str:
     return path.relative_to(Path(__file__).parent).as_posix()
-
-
-pytest_plugins = ("sentences",)
-MakeEngine = Callable[..., Engine]
-
-
-@pytest.fixture(scope="session")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that all workers of this test run have in common: see `once`."""
-    return shared_dir(tmp_path_factory)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def cache_of_its_own(shared: Path) -> None:
-    """One for this test run: what is compiled for one test is found by the others."""
-    before = cache_dir()
-    os.environ["SPECDEC_CACHE_DIR"] = str(shared / "cache")
-    make_cache_dir()
-    for kernels in before.glob("kernels-*.so"):  # compiled by the installation
-        if not (to := cache_dir() / kernels.name).exists():
-            write_file(to, kernels.read_bytes())
-
-
-@pytest.fixture(scope="session", autouse=True)
-def steps_measured_in_one_pass() -> Iterator[int]:
-    """The number of passes otherwise: repeating them makes up for busy moments, and no test depends on the time."""
-    before = profile_steps._MAX_PASSES
-    profile_steps._MAX_PASSES = 1
-    yield before
-    profile_steps._MAX_PASSES = before
-
-
-@pytest.fixture
-def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """Gate at which engines of this process stand still that have the drafter `gate:Waits`."""
-    made = Gate(tmp_path)
-    for name, value in made.environment.items():
-        monkeypatch.setenv(name, value)
-    return made
-
-
-@pytest.fixture
-def work_clock(monkeypatch: pytest.MonkeyPatch) -> WorkClock:
-    """Clock by which time is taken in this process until the end of the test."""
-    return install(monkeypatch)
-
-
-@pytest.fixture(scope="session")
-def forks(shared: Path, cache_of_its_own: None) -> Iterator[Forks]:
-    """Processes of Python that need not import torch anew: `forks.run("run", …)`, `forks.run(program=…)`."""
-    with opened_forks(shared / "forks") as made:
-        yield made
-
-
-@pytest.fixture(autouse=True)
-def same_numbers_each_time() -> None:
-    """Seed torch: numbers without a generator do not depend on the tests before, which chance deals to workers."""
-    torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def no_command_yet() -> Iterator[None]:
-    """Reset the command: a hint in one test does not speak of what another called in this process."""
-    token = CURRENT_COMMAND.set(None)
-    yield
-    CURRENT_COMMAND.reset(token)
-
-
-@pytest.fixture(scope="session")
-def kernels(shared: Path, cache_of_its_own: None) -> Path:
-    """The compiled kernels' library, which is in the cache from now on."""
-    march = os.environ.get("SPECDEC_TEST_MARCH", "native")
-    return once(shared / "kernels", partial(compile_kernels, march=march))
-
-
-@pytest.fixture(scope="session")
-def make_engine_dir(
-    tmp_path_factory: pytest.TempPathFactory, shared: Path, request: pytest.FixtureRequest
-) -> MakeEngineDir:
-    """`make_engine_dir(model, **build)`: the engine directory of a model; `build` as for `build_tiny`.
-
-    An engine of the same weights and settings is there already: nobody may change one.
-    """
-
-    def make(model: PreTrainedModel, **build: Any) -> Path:
-        model_dir = tmp_path_factory.mktemp("model")
-        model.save_pretrained(model_dir)
-        if build.get("compiler", "none") != "none":
-            request.getfixturevalue("kernels")
-        return shared_engine(shared / "engines", model_dir, **build)
-
-    return make
-
-
-@pytest.fixture
-def make_engine(make_engine_dir: MakeEngineDir) -> Iterator[MakeEngine]:
-    """`make_engine(model, kv_cache, **build)`: an opened engine, closed after the test."""
-    engines: list[Engine] = []
-
-    def make(model: PreTrainedModel, kv_cache: KVCacheConfig | None = None, **build: Any) -> Engine:
-        engines.append(Engine.open(make_engine_dir(model, **build), kv_cache=kv_cache))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
-
-
-_TEXT = (
-    "Once upon a time there was a little dog. The little dog had a red ball. One day the dog lost the ball. "
-    "The dog looked for the ball in the park, and the dog looked for the ball under the bed. "
-    "Then a little girl found the red ball and gave the ball to the little dog."
-)
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE trained on a few sentences: about 300 tokens, every text round-trips."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<pad>", "<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator([_TEXT], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-
-
-@pytest.fixture(scope="session")
-def llama_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
-    """A Hugging Face model directory: a tiny random Llama with `tokenizer` beside it."""
-    directory = tmp_path_factory.mktemp("llama") / "model"
-    model = make_model("llama", vocab_size=len(tokenizer))
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture(scope="session")
-def llama(llama_dir: Path) -> PreTrainedModel:
-    """Hugging Face's own model of `llama_dir`, float32 and eager."""
-    return AutoModelForCausalLM.from_pretrained(llama_dir, dtype=torch.float32, attn_implementation="eager").eval()
-
-
-@pytest.fixture(scope="session")
-def llama_checkpoint_dir(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("llama") / "checkpoint"
-    convert(llama_dir, directory, None, replace=False, progress=lambda done, total: None)
-    return directory
-
-
-@pytest.fixture(scope="session")
-def llama_uncompiled_dir(llama_dir: Path, shared: Path) -> Path:
-    """Engine directory of `llama_dir` with compiler none, and what its steps cost."""
-    return shared_engine(shared / "engines", llama_dir, measure_costs=True)
-
-
-@pytest.fixture(scope="session")
-def llama_engine_dir(llama_dir: Path, shared: Path, kernels: Path) -> Path:
-    """Engine directory of `llama_dir`, compiled ahead of time (half a minute, once), and what its steps cost."""
-    return shared_engine(shared / "engines", llama_dir, compiler="aot", measure_costs=True)
-
-
-@pytest.fixture(scope="session")
-def self_draft_engine_dir(llama_dir: Path, shared: Path, kernels: Path) -> Path:
-    """The same with a copy in 4 bits that drafts."""
-    build: dict[str, Any] = {"compiler": "aot", "measure_costs": True, "self_draft": SelfDraft("int4")}
-    return shared_engine(shared / "engines", llama_dir, **build)
-
-
-@pytest.fixture(scope="session")
-def split_engine_dir(make_engine_dir: MakeEngineDir) -> Path:
-    """Engine directory of `make_model("llama")` on two ranks, compiled ahead of time, and what its steps cost."""
-    return make_engine_dir(make_model("llama"), tp_size=2, compiler="aot", measure_costs=True)
