@@ -4,9 +4,7 @@
 tell; 130 interrupted.
 """
 
-import atexit
 import errno
-import gc
 import inspect
 import os
 import signal
@@ -42,6 +40,7 @@ from commands.train.command import train
 from commands.tune.command import tune
 from commands.verify.command import verify
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
+from runtime.locks import collect_rarely
 from runtime.temporary import temporary_dir
 
 _EXAMPLES = {
@@ -268,9 +267,7 @@ def _options(
 
 def main() -> None:
     """The `specdec` command."""
-    # A collection looks through all that was imported: with Python's own thresholds that is a sixth of torch's import.
-    gc.set_threshold(50_000, 20, 100)
-    atexit.register(gc.freeze)  # the last collection too, of a process that gives all back anyway
+    collect_rarely()
     _open_closed_streams()
     _have_waiting_threads_sleep()
     _keep_out_of_the_common_directory()

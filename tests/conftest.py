@@ -1,4 +1,4 @@
-"""Which tests are run, and by what settings. Their fixtures are in `common_fixtures.py`, for who runs them."""
+"""Choice of the tests that are run, and their settings. Fixtures are in `common_fixtures.py`, for who runs them."""
 
 import gc
 import os
@@ -17,6 +17,8 @@ from zlib import crc32
 import pytest
 from hypothesis import settings
 from strength import register_profiles
+
+from runtime.locks import collect_rarely
 
 pytest_plugins = ("sentences",)
 _QUICK_DRAFTERS = "adaptive allocation chain drafter_protocol meter ngram pool predicted_outputs suffix"
@@ -38,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "one_in(n): of its variations about one in n is run, all with `--slow`")
     register_profiles()
     settings.load_profile("slow" if config.getoption("--slow") else "default")
-    gc.set_threshold(50_000, 20, 100)  # as `specdec` has it: a collection looks through all that is imported
+    collect_rarely()
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         config.pluginmanager.import_plugin("common_fixtures")  # takes seconds, and who has workers runs no test
 

@@ -1,4 +1,4 @@
-"""What is logged. pytest's `caplog` is off: for it torch would make a record of every step of an export."""
+"""Messages that are logged. pytest's `caplog` is off: for it torch would make a record of every step of an export."""
 
 import logging
 from collections.abc import Iterator

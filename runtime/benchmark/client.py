@@ -165,7 +165,7 @@ class Answer:
 
 
 def certificates_for(base_url: str) -> ssl.SSLContext:
-    """Those of the machine, which take a while to read, unless an address of plain HTTP needs none."""
+    """Certificates of the machine, which take a while to read, unless an address of plain HTTP needs none."""
     return httpx2.create_ssl_context(not base_url.lower().startswith("http:"))
 
 

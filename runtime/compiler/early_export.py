@@ -19,7 +19,12 @@ from threading import Thread
 from runtime.config import Activations, Dtype
 from runtime.models import files_of_model
 
-_START = "from runtime.engine_cache import export_as_asked; export_as_asked()"
+_START = """
+from runtime.locks import collect_rarely
+collect_rarely()
+from runtime.engine_cache import export_as_asked
+export_as_asked()
+"""
 _LINE = b"\n"
 LONGEST_END_S = 2.0
 _LEAST_BYTES = 64 << 20

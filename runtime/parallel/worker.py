@@ -9,9 +9,12 @@ import sys
 import threading
 from typing import Any
 
+from runtime.locks import collect_rarely
+
 
 def main() -> None:
     """Begin as the first line on standard input says; batches follow it."""
+    collect_rarely()
     job = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with, args=(job["life"],), daemon=True).start()
     if job["cores"] and hasattr(os, "sched_setaffinity"):
