@@ -119,13 +119,15 @@ inline void accumulate_as_tiles(const Widened* a, int64_t lda, const Piece<B>& b
 }
 #endif
 
-// C (R x W*kLanes) = A (R x depth) B (depth x W*kLanes), or C += where `adds`; all row-major. A part of its caller: where a
+// C (R x W*kLanes) = A (R x depth) B (depth x W*kLanes), or C += where it `adds`; all row-major. A part of its caller: where a
 // chunk's rows lie is a constant there, and rows' addresses need no registers.
-template <Arithmetic arithmetic, bool adds, int R, int W, typename A, typename B>
-[[gnu::always_inline]] inline void multiply(const A* a, int64_t lda, const Piece<B>& b, float* c, int64_t ldc, int64_t depth) {
-  Lanes sum[R][W];
+template <Arithmetic arithmetic, int R, int W, typename A, typename B>
+[[gnu::always_inline]] inline void multiply(const A* a, int64_t lda, const Piece<B>& b, float* c, int64_t ldc, int64_t depth,
+                                            bool adds) {
+  Lanes sum[R][W] = {};
+  if (adds)
 #pragma GCC unroll 64
-  for (int i = 0; i < R * W; ++i) sum[i / W][i % W] = adds ? load(c + i / W * ldc + i % W * kLanes) : Lanes{};
+    for (int i = 0; i < R * W; ++i) sum[i / W][i % W] = load(c + i / W * ldc + i % W * kLanes);
   if constexpr (arithmetic == kTiles) accumulate_as_tiles(a, lda, b, depth, sum);
   else accumulate(a, lda, b, depth, sum);
 #pragma GCC unroll 64
@@ -133,17 +135,31 @@ template <Arithmetic arithmetic, bool adds, int R, int W, typename A, typename B
 }
 
 // The same for a width that is any multiple of kLanes.
-template <Arithmetic arithmetic, bool adds, int R, typename A, typename B>
-[[gnu::noinline]] void multiply_rows(const A* a, int64_t lda, const Piece<B>& b, float* c, int64_t ldc, int64_t depth, int64_t width) {
+template <Arithmetic arithmetic, int R, typename A, typename B>
+[[gnu::noinline]] void multiply_rows(const A* a, int64_t lda, const Piece<B>& b, float* c, int64_t ldc, int64_t depth,
+                                     int64_t width, bool adds) {
   constexpr int kFew = arithmetic == kTiles ? 2 : kTileRows / 3;  // of these more columns: sums do not wait for each other
   const auto columns = [&](auto count, int64_t w) {
-    multiply<arithmetic, adds, R, count()>(a, lda, b.from_column(w), c + w, ldc, depth);
+    multiply<arithmetic, R, count()>(a, lda, b.from_column(w), c + w, ldc, depth, adds);
   };
   int64_t w = 0;
   if constexpr (R <= kFew)
     for (; w + 4 * kLanes <= width; w += 4 * kLanes) columns(std::integral_constant<int, 4>(), w);
   for (; w + 2 * kLanes <= width; w += 2 * kLanes) columns(std::integral_constant<int, 2>(), w);
   if (w < width) columns(std::integral_constant<int, 1>(), w);
+}
+
+// Rows of a tile; kTiles here means their bits without them.
+template <Arithmetic arithmetic>
+constexpr int64_t kMostRows = arithmetic == kTiles ? kFewRows : kTileRows;
+
+// The same for at most kMostRows rows.
+template <Arithmetic arithmetic, typename A, typename B>
+[[gnu::noinline]] void multiply_some(int64_t rows, const A* a, int64_t lda, const Piece<B>& b, float* c, int64_t ldc,
+                                     int64_t depth, int64_t width, bool adds) {
+  dispatch_rows<kMostRows<arithmetic>>(rows, [&](auto count) {
+    multiply_rows<arithmetic, count()>(a, lda, b, c, ldc, depth, width, adds);
+  });
 }
 
 #if defined(__AMX_BF16__)

@@ -39,17 +39,19 @@ struct RoundedTokens {
   std::unique_ptr<int32_t[]> starts;  // (groups, M): -half x a group's numbers, added, from where its products are summed up
   std::unique_ptr<float[]> totals;    // (groups, M): step x a group's numbers, added
 
-  template <typename T>
-  RoundedTokens(const T* tokens, int64_t M, int digits, const PackedWeight& weight)
-      : M(M), padded(weight.padded), digits(digits),
+  RoundedTokens(const Rows& rows, int digits, const PackedWeight& weight)
+      : M(rows.count), padded(weight.padded), digits(digits),
         numbers(make_aligned<int8_t>((M * weight.groups * digits + kBeyond) * padded)),
         half(weight.half()), steps(std::make_unique_for_overwrite<float[]>(M * weight.groups)),
         starts(std::make_unique_for_overwrite<int32_t[]>(M * weight.groups)),
         totals(std::make_unique_for_overwrite<float[]>(M * weight.groups)) {
     share_range(M, 16, [&](int64_t begin, int64_t end) {
-      for (int64_t m = begin; m < end; ++m)
-        for (int64_t g = 0; g < weight.groups; ++g)
-          round(tokens + (m * weight.groups + g) * weight.size, weight.size, g * M + m);
+      with_type(rows.dtype, [&](auto zero) {
+        const auto* tokens = rows.tokens_as<decltype(zero)>();
+        for (int64_t m = begin; m < end; ++m)
+          for (int64_t g = 0; g < weight.groups; ++g)
+            round(tokens + (m * weight.groups + g) * weight.size, weight.size, g * M + m);
+      });
     });
   }
 
@@ -284,11 +286,6 @@ struct IntegerProducts {
 
   template <int R>
   void add_rows(int64_t panel, int64_t g, int64_t row, bool fetches, float* to) const {
-    if (weight.has_offsets) add_rows<R, true>(panel, g, row, fetches, to);
-    else add_rows<R, false>(panel, g, row, fetches, to);
-  }
-  template <int R, bool has_offsets>
-  void add_rows(int64_t panel, int64_t g, int64_t row, bool fetches, float* to) const {
     const uint8_t* group = weight.group(panel, g);
     const int64_t padded = x.padded, place = g * x.M + row;
     const int8_t* tokens = x.at(place);
@@ -363,11 +360,17 @@ struct IntegerProducts {
       unrolled<2>([&](auto i) {
         const Ints joined = digits == 1 ? sums[r][0][i] : sums[r][0][i] * 256 + sums[r][last][i];
         float* place = to + r * kPanel + i * kLanes;
-        Lanes sum = load(place) + __builtin_convertvector(joined, Lanes) * (scales[i] * steps[r]);
-        if constexpr (has_offsets) sum += offsets[i] * totals[r];
-        store(place, sum);
+        store(place, load(place) + __builtin_convertvector(joined, Lanes) * (scales[i] * steps[r]));
       });
     });
+    // A branch for all rows: a product and its sum that a branch parts would not become one instruction, as elsewhere.
+    if (weight.has_offsets)
+      unrolled<R>([&](auto r) {
+        unrolled<2>([&](auto i) {
+          float* place = to + r * kPanel + i * kLanes;
+          store(place, load(place) + offsets[i] * totals[r]);
+        });
+      });
   }
 
 #if defined(__AMX_INT8__)
@@ -411,38 +414,74 @@ struct IntegerProducts {
 #endif
 };
 
+// Initial sums of rows for a panel from the outputs' biases, if they have any.
+[[gnu::noinline]] inline void start_sums(const Rows& rows, int64_t panel, int64_t count, float* sums) {
+  with_type(rows.dtype, [&](auto zero) {
+    const auto* bias = rows.bias_as<decltype(zero)>();
+    const int64_t first = panel * kPanel;
+    start_sums(bias ? bias + first : nullptr, std::min(kPanel, rows.outputs - first), count, sums);
+  });
+}
+
+// Writes the sums of a part's rows for a panel.
+[[gnu::noinline]] inline void write_few(const Rows& rows, const FewRows& part, int64_t panel, const float* sums) {
+  with_type(rows.dtype, [&](auto zero) {
+    const int64_t first = panel * kPanel;
+    write_to_places(part, sums, std::min(kPanel, rows.outputs - first), rows.out_as<decltype(zero)>() + first, rows.outputs);
+  });
+}
+
+// Writes the sums of the rows from..to for the panels begin..end, (panels, most, kPanel). Row by row: rows lie in pages of
+// their own, and to find a page takes longer than to write.
+struct WrittenPanels {
+  int64_t begin, end, from, to, most;
+  const float* sums;
+};
+[[gnu::noinline]] inline void write_panels(const Rows& rows, const WrittenPanels& of) {
+  with_type(rows.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    Outputs<T> outputs[kPanelsTogether];
+    for (int64_t panel = of.begin; panel < of.end; ++panel) {
+      const int64_t first = panel * kPanel, width = std::min(kPanel, rows.outputs - first), i = panel - of.begin;
+      outputs[i] = {of.sums + i * of.most * kPanel, of.to - of.from, width,
+                    rows.out_as<T>() + of.from * rows.outputs + first, rows.outputs};
+    }
+    for (int64_t r = of.from; r < of.to; ++r)
+      for (int64_t i = 0; i < of.end - of.begin; ++i) outputs[i] = outputs[i].write(1);
+  });
+}
+
 // out = x weight^T + bias, of tokens rounded to so many digits: few of each weight, of which `form` is the first. Two panels
 // are a task.
-template <int digits, PackedWeight::Kind kind, typename T>
-void multiply_few_integers(const T* tokens, const PackedWeight& form, std::span<const FewRows> parts, const T* bias, T* out,
-                           int64_t M, int64_t N) {
-  const RoundedTokens rounded(tokens, M, digits, form);
-  const int64_t panels = (N + kPanel - 1) / kPanel, tasks = (panels + 1) / 2;
+template <int digits, PackedWeight::Kind kind>
+void multiply_few_integers(const Rows& rows, const PackedWeight& form, std::span<const FewRows> parts) {
+  const RoundedTokens rounded(rows, digits, form);
+  const int64_t panels = (rows.outputs + kPanel - 1) / kPanel, tasks = (panels + 1) / 2;
   share_tasks(static_cast<int64_t>(parts.size()) * tasks, [&](int64_t task) {
     const FewRows& part = parts[task / tasks];
     const int64_t panel = 2 * (task % tasks), end = part.token + part.count, num = std::min<int64_t>(2, panels - panel);
     const PackedWeight weight = form.behind(part.weight_bytes);
     const IntegerProducts<digits, kind> products{rounded, weight};
     alignas(64) float sums[2][kFewRowsOfIntegers * kPanel];
-    const auto width = [&](int64_t i) { return std::min(kPanel, N - (panel + i) * kPanel); };
-    for (int64_t i = 0; i < num; ++i) start_sums(bias ? bias + (panel + i) * kPanel : nullptr, width(i), part.count, sums[i]);
+    for (int64_t i = 0; i < num; ++i) start_sums(rows, panel + i, part.count, sums[i]);
     if (num == 2) products.add_two(panel, part.token, end, sums[0], sums[1]);
     else products.add(panel, part.token, end, sums[0]);
-    for (int64_t i = 0; i < num; ++i) write_to_places(part, sums[i], width(i), out + (panel + i) * kPanel, N);
+    for (int64_t i = 0; i < num; ++i) write_few(rows, part, panel + i, sums[i]);
   });
 }
 
 // The same of any number of tokens of one weight.
-template <int digits, PackedWeight::Kind kind, typename T>
-void multiply_integers(const T* tokens, const PackedWeight& weight, const T* bias, T* out, int64_t M, int64_t N) {
+template <int digits, PackedWeight::Kind kind>
+void multiply_integers(const Rows& rows, const PackedWeight& weight) {
+  const int64_t M = rows.count;
   if (!M) return;
   constexpr int64_t kMostRows = 256;  // whose sums of a panel stay in the first-level cache
-  const int64_t panels = (N + kPanel - 1) / kPanel;
+  const int64_t panels = (rows.outputs + kPanel - 1) / kPanel;
   if (M * digits <= kTileRows && panels >= 4 * num_threads()) {
     const FewRows all{0, 0, M, nullptr};
-    return multiply_few_integers<digits, kind>(tokens, weight, {&all, 1}, bias, out, M, N);
+    return multiply_few_integers<digits, kind>(rows, weight, {&all, 1});
   }
-  const RoundedTokens rounded(tokens, M, digits, weight);
+  const RoundedTokens rounded(rows, digits, weight);
   const IntegerProducts<digits, kind> products{rounded, weight};
   const int64_t together = M >= kMostRows ? kPanelsTogether : 1;
   const int64_t groups = (panels + together - 1) / together;
@@ -453,17 +492,11 @@ void multiply_integers(const T* tokens, const PackedWeight& weight, const T* bia
     const int64_t from = part * M / parts, to = (part + 1) * M / parts;
     thread_local std::vector<float> all_sums;
     all_sums.resize(together * kMostRows * kPanel);
-    Outputs<T> outputs[kPanelsTogether];
     for (int64_t panel = begin; panel < end; ++panel) {
-      const int64_t first = panel * kPanel, width = std::min(kPanel, N - first);
-      float initial[kPanel] = {}, *sums = all_sums.data() + (panel - begin) * kMostRows * kPanel;
-      if (bias) widen(bias + first, initial, width);
-      for (int64_t r = 0; r < to - from; ++r) std::copy_n(initial, kPanel, sums + r * kPanel);
+      float* sums = all_sums.data() + (panel - begin) * kMostRows * kPanel;
+      start_sums(rows, panel, to - from, sums);
       products.add(panel, from, to, sums);
-      outputs[panel - begin] = {sums, to - from, width, out + from * N + first, N};
     }
-    // Row by row: rows lie in pages of their own, and to find a page takes longer than to write.
-    for (int64_t r = from; r < to; ++r)
-      for (int64_t i = 0; i < end - begin; ++i) outputs[i] = outputs[i].write(1);
+    write_panels(rows, {begin, end, from, to, kMostRows, all_sums.data()});
   });
 }

@@ -148,11 +148,11 @@ inline void fetch_line(const void* p) { __builtin_prefetch(p, 0, 2); }
 // Into the first-level cache.
 inline void prefetch_l1(const void* p) { __builtin_prefetch(p, 0, 3); }
 
-// Calls use(std::integral_constant<int, rows>()), for 1 <= rows <= most.
-template <int most, typename Use>
+// Calls use(std::integral_constant<int, rows>()), for fewest <= rows <= most.
+template <int most, int fewest = 1, typename Use>
 inline void dispatch_rows(int64_t rows, const Use& use) {
   if (rows == most) use(std::integral_constant<int, most>());
-  else if constexpr (most > 1) dispatch_rows<most - 1>(rows, use);
+  else if constexpr (most > fewest) dispatch_rows<most - 1, fewest>(rows, use);
 }
 
 // Calls use(std::integral_constant<int, r>()) for 0 <= r < count.

@@ -227,15 +227,19 @@ struct WidenedWeight {
     struct alignas(64) Column { at::BFloat16 numbers[kPanel]; };
     thread_local std::vector<Column> widened;
     widened.resize(depth);
-    with_kind(packed.kind, [&](auto kind) { store_pairs(narrow<kind()>(panel, first), depth, widened[0].numbers); });
+    widen_piece(panel, first, depth, widened[0].numbers);
     use_piece(static_cast<const at::BFloat16*>(widened[0].numbers));
   }
 
  private:
+  [[gnu::noinline]] void widen_piece(int64_t panel, int64_t g, int64_t depth, at::BFloat16* to) const {
+    with_kind(packed.kind, [&](auto kind) { store_pairs(narrow<kind()>(panel, g), depth, to); });
+  }
+
   template <PackedWeight::Kind kind>
   NarrowPanel<kind> narrow(int64_t panel, int64_t g) const { return {packed, packed.group(panel, g), columns, 0}; }
 
-  void add_scaled(int64_t panel, int64_t g, int64_t row, int64_t rows, const float* from, float* sums) const {
+  [[gnu::noinline]] void add_scaled(int64_t panel, int64_t g, int64_t row, int64_t rows, const float* from, float* sums) const {
     Lanes scales[2], offsets[2];
     packed.scales(packed.group(panel, g), scales);
     packed.offsets(packed.group(panel, g), offsets);

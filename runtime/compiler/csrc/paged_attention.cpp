@@ -140,7 +140,6 @@ template <Arithmetic arithmetic, bool direct, typename T, typename S>
 void attend(const Inputs<T, S>& in, const Task& task, const Seen& seen, const Partial& out, int64_t width) {
   using E = typename Factor<arithmetic>::Type;
   using Number = std::conditional_t<direct, S, float>;
-  constexpr int kMostRows = arithmetic == kTiles ? kFewRows : kTileRows;
   const int64_t num_rows = task.num_rows, all_rows = task.num_heads * num_rows;
   thread_local std::vector<E> numbers;
   thread_local std::vector<float> all_scores, copies;
@@ -154,13 +153,13 @@ void attend(const Inputs<T, S>& in, const Task& task, const Seen& seen, const Pa
   float* scores = all_scores.data();
   gather_query(in, task, query, in.D);
   // Tiles of about equal size: 13 rows are 6 and 7.
-  const int64_t num_tiles = (num_rows + kMostRows - 1) / kMostRows;
-  // Calls use(rows, first) for the tiles of a head some of whose rows see a key; `rows` is a constant.
+  const int64_t num_tiles = (num_rows + kMostRows<arithmetic> - 1) / kMostRows<arithmetic>;
+  // Calls use(rows, first) for the tiles of a head some of whose rows see a key.
   const auto for_tiles = [&](int64_t key, auto use) {
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
       const int64_t first = tile * num_rows / num_tiles, end = (tile + 1) * num_rows / num_tiles;
       if (*std::max_element(seen.positions + first, seen.positions + end) < key) continue;
-      dispatch_rows<kMostRows>(end - first, [&](auto rows) { use(rows, first); });
+      use(end - first, first);
     }
   };
   const auto keys_at = [&](int64_t block, int64_t offset, int64_t head) {
@@ -192,10 +191,10 @@ void attend(const Inputs<T, S>& in, const Task& task, const Seen& seen, const Pa
       Piece<Number> keys;
       if constexpr (!direct) keys = {key_copy, key_copy, kChunk};
       else keys = {keys_at(block, offset, head), values_at(block, offset, head), in.block_size};
-      for_tiles(start + k, [&](auto rows, int64_t first) {
+      for_tiles(start + k, [&](int64_t rows, int64_t first) {
         const int64_t row = head * num_rows + first;
-        multiply_rows<arithmetic, false, rows()>(query + row * in.D, in.D, keys, scores + row * kChunk + k, kChunk, in.D,
-                                                 round_up(count, kLanes));
+        multiply_some<arithmetic>(rows, query + row * in.D, in.D, keys, scores + row * kChunk + k, kChunk, in.D,
+                                  round_up(count, kLanes), /*adds=*/false);
       });
     });
     for (int64_t head = 0; head < task.num_heads; ++head)
@@ -207,10 +206,10 @@ void attend(const Inputs<T, S>& in, const Task& task, const Seen& seen, const Pa
       const int64_t next_block = in.block_tables[task.b * in.N + next_key / in.block_size];
       if constexpr (!direct) values = {value_copy, value_copy, width};
       else values = {values_at(block, offset, head), keys_at(next_block, next_key % in.block_size, head), in.Dv};
-      for_tiles(start + k, [&](auto rows, int64_t first) {
+      for_tiles(start + k, [&](int64_t rows, int64_t first) {
         const int64_t row = head * num_rows + first;
-        multiply_rows<arithmetic, true, rows()>(weights + row * kChunk + k, kChunk, values, out.weighted + row * width,
-                                                width, count, width);
+        multiply_some<arithmetic>(rows, weights + row * kChunk + k, kChunk, values, out.weighted + row * width, width, count,
+                                  width, /*adds=*/true);
       });
     });
   }

@@ -260,17 +260,57 @@ int64_t stride_of_rows(int64_t M, int64_t K) {
   return std::min(M, kTileRows) > 8 && K * sizeof(E) % 4096 == 0 ? K + 64 / sizeof(E) : K;
 }
 
-// Numbers of 16 bits are widened: those of the tokens once, those of a panel as they are read, or for many tokens once.
-// Of many tokens a tile's numbers lie as they are read, column by column.
-template <typename T>
-struct GemmFp32 : EvenTiles {
-  static constexpr bool kWidens = !std::is_same_v<T, float>, kReadsInPlace = false;
-  std::unique_ptr<float[]> own;
-  const float* x;
+// Tokens as floats: row by row, or of many tokens those of a tile column by column, as they are read. What multiplies them is
+// the same for each dtype that they came in.
+struct FloatTokens : EvenTiles {
+  static constexpr int kFewestOfMany = ((kManyTiles - 1) * kTileRows + 1) / kManyTiles;  // of a tile, where there are many
+  const float* x = nullptr;
   int64_t K, stride;
   bool by_columns;
 
-  GemmFp32(const T* tokens, int64_t M, int64_t K) : K(K), stride(K), by_columns(num_tiles(M) >= kManyTiles) {
+  FloatTokens(int64_t M, int64_t K) : K(K), stride(K), by_columns(num_tiles(M) >= kManyTiles) {}
+
+  // Not inlined, or some sums would not get a register.
+  template <typename P>
+  [[gnu::noinline]] void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const P& panel, float* to, bool start,
+                             State&) const {
+    constexpr int most = kMostTokens<P>;
+    if constexpr (kRegisters<P> == 2)  // several panels are read side by side for few tokens only
+      if (by_columns)
+        return dispatch_rows<most, kFewestOfMany>(rows, [&](auto count) {
+          constexpr int R = count();
+          add_rows<R>(x + row * K + k * R, 1, R, depth, panel, to, start);
+        });
+    if constexpr (!std::is_same_v<P, CachedPiece>)
+      dispatch_rows<most>(rows, [&](auto count) {
+        add_rows<count()>(x + row * stride + k, stride, 1, depth, panel, to, start);
+      });
+  }
+
+  // Adds the products of tokens with these strides between columns and between rows.
+  template <int R, typename P>
+  [[gnu::always_inline]] static void add_rows(const float* factors, int64_t to_row, int64_t to_column, int64_t depth,
+                                              const P& panel, float* to, bool start) {
+    constexpr int W = kRegisters<P>;
+    Lanes sums[R][W] = {};
+    if (!start) load_sums(to, sums);
+    for_columns(panel, depth, [&](int64_t k, auto... registers) {
+      const Lanes column[W] = {registers...};
+      if (to_row == 1) prefetch_l1(factors + k * to_column + 256);  // in memory they follow one another
+#pragma GCC unroll 64
+      for (int i = 0; i < R * W; ++i) sums[i / W][i % W] += column[i % W] * factors[i / W * to_row + k * to_column];
+    });
+    store_sums(sums, to);
+  }
+};
+
+// Numbers of 16 bits are widened: those of the tokens once, those of a panel as they are read, or for many tokens once.
+template <typename T>
+struct GemmFp32 : FloatTokens {
+  static constexpr bool kWidens = !std::is_same_v<T, float>, kReadsInPlace = false;
+  std::unique_ptr<float[]> own;
+
+  GemmFp32(const T* tokens, int64_t M, int64_t K) : FloatTokens(M, K) {
     if (!by_columns) stride = stride_of_rows<float>(M, K);
     if constexpr (!kWidens) x = tokens;
     if (!kWidens && !by_columns && stride == K) return;
@@ -310,33 +350,6 @@ struct GemmFp32 : EvenTiles {
       store(copy + k * kPanel + kLanes, right);
     });
     use(CachedPiece{copy});
-  }
-
-  // Not inlined, or some sums would not get a register.
-  template <typename P>
-  [[gnu::noinline]] void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const P& panel, float* to, bool start,
-                             State&) const {
-    dispatch_rows<kMostTokens<P>>(rows, [&](auto count) {
-      constexpr int R = count();
-      if (by_columns) add_rows<R>(x + row * K + k * R, 1, R, depth, panel, to, start);
-      else add_rows<R>(x + row * stride + k, stride, 1, depth, panel, to, start);
-    });
-  }
-
-  // Adds the products of tokens with these strides between columns and between rows.
-  template <int R, typename P>
-  [[gnu::always_inline]] static void add_rows(const float* factors, int64_t to_row, int64_t to_column, int64_t depth,
-                                              const P& panel, float* to, bool start) {
-    constexpr int W = kRegisters<P>;
-    Lanes sums[R][W] = {};
-    if (!start) load_sums(to, sums);
-    for_columns(panel, depth, [&](int64_t k, auto... registers) {
-      const Lanes column[W] = {registers...};
-      if (to_row == 1) prefetch_l1(factors + k * to_column + 256);  // in memory they follow one another
-#pragma GCC unroll 64
-      for (int i = 0; i < R * W; ++i) sums[i / W][i % W] += column[i % W] * factors[i / W * to_row + k * to_column];
-    });
-    store_sums(sums, to);
   }
 };
 

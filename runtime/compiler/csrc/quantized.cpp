@@ -110,31 +110,20 @@ void with_integers(const PackedWeight& weight, int64_t token_bits, const Use& us
 }  // namespace
 
 void multiply_rows(const PackedWeight& weight, const Rows& rows, int64_t arithmetic, int64_t token_bits) {
+  if (weight.takes_integers(token_bits))
+    return with_integers(weight, token_bits, [&](auto digits, auto kind) { multiply_integers<digits(), kind()>(rows, weight); });
   with_type(rows.dtype, [&](auto zero) {
     using T = decltype(zero);
-    const T *tokens = rows.tokens_as<T>(), *start = rows.bias_as<T>();
-    T* to = rows.out_as<T>();
-    if (weight.takes_integers(token_bits)) {
-      return with_integers(weight, token_bits, [&](auto digits, auto kind) {
-        multiply_integers<digits(), kind()>(tokens, weight, start, to, rows.count, rows.outputs);
-      });
-    }
     const int64_t multiple = arithmetic == kTiles ? 32 : 4;  // columns of a tile, of a word
-    const GroupedTokens<T> grouped(tokens, rows.count, multiple, weight);
+    const GroupedTokens<T> grouped(rows.tokens_as<T>(), rows.count, multiple, weight);
     const WidenedWeight widened{weight, grouped.columns, grouped.totals.data()};
-    multiply_in(arithmetic, grouped.numbers.data(), widened, start, to, rows.count, weight.groups * grouped.columns,
-                rows.outputs);
+    multiply_in(arithmetic, grouped.numbers.data(), widened, rows.bias_as<T>(), rows.out_as<T>(), rows.count,
+                weight.groups * grouped.columns, rows.outputs);
   });
 }
 
 void multiply_few_rows(const PackedWeight& weight, std::span<const FewRows> parts, const Rows& rows, int64_t token_bits) {
-  with_type(rows.dtype, [&](auto zero) {
-    using T = decltype(zero);
-    with_integers(weight, token_bits, [&](auto digits, auto kind) {
-      multiply_few_integers<digits(), kind()>(rows.tokens_as<T>(), weight, parts, rows.bias_as<T>(), rows.out_as<T>(),
-                                              rows.count, rows.outputs);
-    });
-  });
+  with_integers(weight, token_bits, [&](auto digits, auto kind) { multiply_few_integers<digits(), kind()>(rows, weight, parts); });
 }
 
 TORCH_LIBRARY_FRAGMENT(specdec, library) {

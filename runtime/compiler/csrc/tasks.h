@@ -178,6 +178,23 @@ inline bool keep_openmp_alone([[maybe_unused]] bool alone) {
   return was_alone;
 }
 
+// A task's function where it lies, whatever its type: what shares tasks is compiled once, and a function once too.
+class AnyTask {
+ public:
+  template <typename DoTask>
+  AnyTask(const DoTask& do_task)
+      : do_task_(&do_task), call_([](const void* of, [[maybe_unused]] int64_t i, [[maybe_unused]] int64_t thread) {
+          const auto& function = *static_cast<const DoTask*>(of);
+          if constexpr (std::is_invocable_v<DoTask, int64_t, int64_t>) function(i, thread);
+          else function(i);
+        }) {}
+  void operator()(int64_t i, int64_t thread) const { call_(do_task_, i, thread); }
+
+ private:
+  const void* do_task_;
+  void (*call_)(const void*, int64_t, int64_t);
+};
+
 // Calls work(thread), thread < min(num_threads(), num_tasks), here and in those helpers that come while it lasts. False where
 // there is one thread for them: then nothing was called.
 template <typename Work>
@@ -194,31 +211,25 @@ bool run_on_team(int64_t num_tasks, const Work& work) {
 // Calls do_task(i) or do_task(i, thread), thread < num_threads(), for 0 <= i < num_tasks. A thread takes the next few when
 // it has finished, so that all end together even where something else runs on their cores: many at first, whose memory is
 // read in one stream, and one at last (guided self-scheduling, Polychronopoulos and Kuck, 1987).
-template <typename DoTask>
-void share_tasks(int64_t num_tasks, const DoTask& do_task) {
-  const auto call = [&](int64_t i, int64_t thread) {
-    if constexpr (std::is_invocable_v<DoTask, int64_t, int64_t>) do_task(i, thread);
-    else do_task(i);
-  };
+[[gnu::noinline]] inline void share_tasks(int64_t num_tasks, const AnyTask& do_task) {
   const int64_t threads = std::min(num_threads(), num_tasks);
   std::atomic<int64_t> next{0};
   const bool is_shared = run_on_team(num_tasks, [&](int64_t thread) {
     for (int64_t begin = next; begin < num_tasks; begin = next) {
       const int64_t end = begin + std::max<int64_t>((num_tasks - begin) / (2 * threads), 1);
       if (!next.compare_exchange_strong(begin, end)) continue;
-      for (int64_t i = begin; i < end; ++i) call(i, thread);
+      for (int64_t i = begin; i < end; ++i) do_task(i, thread);
     }
   });
   if (is_shared) return;
   const bool was_in_task = std::exchange(in_task, true);
-  for (int64_t i = 0; i < num_tasks; ++i) call(i, 0);
+  for (int64_t i = 0; i < num_tasks; ++i) do_task(i, 0);
   in_task = was_in_task;
 }
 
 // The same for tasks that come again and again and whose memory fits a core's cache: a thread begins with those that it had
 // before, and then takes others' (affinity scheduling, Markatos and LeBlanc, 1994).
-template <typename DoTask>
-void share_by_affinity(int64_t num_tasks, const DoTask& do_task) {
+[[gnu::noinline]] inline void share_by_affinity(int64_t num_tasks, const AnyTask& do_task) {
   struct alignas(64) Own {
     std::atomic<int64_t> next;
     int64_t end;
@@ -232,11 +243,11 @@ void share_by_affinity(int64_t num_tasks, const DoTask& do_task) {
   const bool is_shared = run_on_team(num_tasks, [&](int64_t thread) {
     for (int64_t k = 0; k < threads; ++k) {
       Own& some = own[(thread + k) % threads];
-      for (int64_t i = some.next++; i < some.end; i = some.next++) do_task(i);
+      for (int64_t i = some.next++; i < some.end; i = some.next++) do_task(i, thread);
     }
   });
   if (is_shared) return;
-  for (int64_t i = 0; i < num_tasks; ++i) do_task(i);
+  for (int64_t i = 0; i < num_tasks; ++i) do_task(i, 0);
 }
 
 // Calls use(begin, end) for parts of 0..count of at most `part`.

@@ -55,49 +55,59 @@ inline void for_rows(const VectorCall& call, float* scratch, const Use& use) {
           b + i * call.b.strides[0] + j * call.b.strides[1]);
 }
 
-inline Lanes lanes_at(const float* p, int64_t stride, int64_t count) {
+// Few numbers, with a stride: not inlined, where they would be most of what the compiler has to do.
+[[gnu::noinline]] Lanes lanes_at(const float* p, int64_t stride, int64_t count) {
   Lanes v = Lanes{} + 1.0f;
   for (int64_t k = 0; k < count; ++k) v[k] = p[k * stride];
   return v;
 }
+[[gnu::noinline]] void put_lanes(float* p, int64_t stride, int64_t count, Lanes v) {
+  for (int64_t k = 0; k < count; ++k) p[k * stride] = v[k];
+}
 
-// One function for all elements: the last ones of a row are computed by the same instructions as the others.
-template <Rounding rounding, typename Function>
+// Rounds some vectors: one branch for all of them.
+template <int count>
+inline void round_vectors(Lanes (&v)[count], Rounding rounding) {
+  switch (rounding) {
+    case Rounding::kNone: return;
+    case Rounding::kBFloat16: return unrolled<count>([&](auto i) { v[i] = rounded<Rounding::kBFloat16>(v[i]); });
+    case Rounding::kHalf: return unrolled<count>([&](auto i) { v[i] = rounded<Rounding::kHalf>(v[i]); });
+  }
+}
+
+// One function for all elements: the last ones of a row are computed by the same instructions as the others. A number that
+// all elements share is read as a register of it, again and again: one loop instead of four.
+template <typename Function>
 [[gnu::noinline]] void compute(const VectorCall& call, float* scratch, Function function) {
   const int64_t n = call.sizes[2], so = call.out.strides[2], sa = call.a.strides[2], sb = call.b.strides[2];
   const bool is_plain = so == 1 && sa >= 0 && sa <= 1 && sb >= 0 && sb <= 1;
   for_rows(call, scratch, [&](float* out, const float* a, const float* b) {
     int64_t i = 0;
-    const auto whole_lanes = [&](const auto& first, const auto& second) {
-#pragma GCC unroll 4
-      for (; i + kLanes <= n; i += kLanes) store(out + i, rounded<rounding>(function(first(i), second(i))));
-    };
     if (is_plain) {
       const Lanes a0 = Lanes{} + *a, b0 = Lanes{} + *b;
-      const auto each_a = [&](int64_t k) { return load(a + k); };
-      const auto each_b = [&](int64_t k) { return load(b + k); };
-      const auto same_a = [&](int64_t) { return a0; };
-      const auto same_b = [&](int64_t) { return b0; };
-      if (sa && sb) whole_lanes(each_a, each_b);
-      else if (sa) whole_lanes(each_a, same_b);
-      else if (sb) whole_lanes(same_a, each_b);
-      else whole_lanes(same_a, same_b);
+      const float *first = sa ? a : &a0[0], *second = sb ? b : &b0[0];
+      const auto whole_vectors = [&](auto together) {
+        constexpr int count = together();
+        for (; i + count * kLanes <= n; i += count * kLanes) {
+          Lanes v[count];
+          unrolled<count>([&](auto k) {
+            const int64_t at = i + k * kLanes;
+            v[k] = function(load(first + at * sa), load(second + at * sb));
+          });
+          round_vectors(v, call.rounding);
+          unrolled<count>([&](auto k) { store(out + i + k * kLanes, v[k]); });
+        }
+      };
+      whole_vectors(std::integral_constant<int, 4>());
+      whole_vectors(std::integral_constant<int, 1>());
     }
     for (; i < n; i += kLanes) {
       const int64_t count = std::min(kLanes, n - i);
-      const Lanes v = rounded<rounding>(function(lanes_at(a + i * sa, sa, count), lanes_at(b + i * sb, sb, count)));
-      for (int64_t k = 0; k < count; ++k) out[(i + k) * so] = v[k];
+      Lanes v[] = {function(lanes_at(a + i * sa, sa, count), lanes_at(b + i * sb, sb, count))};
+      round_vectors(v, call.rounding);
+      put_lanes(out + i * so, so, count, *v);
     }
   });
-}
-
-template <typename Function>
-inline void compute(const VectorCall& call, float* scratch, Function function) {
-  switch (call.rounding) {
-    case Rounding::kNone: return compute<Rounding::kNone>(call, scratch, function);
-    case Rounding::kBFloat16: return compute<Rounding::kBFloat16>(call, scratch, function);
-    case Rounding::kHalf: return compute<Rounding::kHalf>(call, scratch, function);
-  }
 }
 
 // Calls use(zero) with a number of the dtype.

@@ -9,8 +9,9 @@
 
 namespace {
 
+// Of functions of one number, for a register. Not inlined: it is a call for each number.
 template <typename Function>
-inline Lanes each(Lanes a, Lanes b, Function function) {
+[[gnu::noinline]] Lanes each(Lanes a, Lanes b, Function function) {
   for (int k = 0; k < kLanes; ++k) a[k] = function(a[k], b[k]);
   return a;
 }
