@@ -325,7 +325,8 @@ def _read_weights(
     further = [tensor.source_name for tensor in tensors if predicts_further(tensor.name, config)]
     if further:
         warnings.warn(
-            f"layers that predict more than the next token (MTP) are left out, such as `{further[0]}`",
+            f"layers that predict more than the next token (MTP) are no part of the engine, such as `{further[0]}`; "
+            "the drafter `mtp` reads them where they are",
             SpecDecWarning,
             stacklevel=4,
         )

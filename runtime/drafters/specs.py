@@ -563,7 +563,8 @@ class InlineDrafter(DrafterSpec):
     def open(self, opening: "Opening") -> "OpenDrafter":
         from runtime.drafters.custom import guarded_drafter
 
-        return opening.guarded(guarded_drafter(type(self.drafter).__name__, self.drafter), self.max_draft_len)
+        name = getattr(self.drafter, "__name__", type(self.drafter).__name__)
+        return opening.guarded(guarded_drafter(name, self.drafter), self.max_draft_len)
 
 
 LOOKUPS = [spec for spec in DRAFTERS.values() if issubclass(spec, LookupDrafter)]

@@ -5,8 +5,10 @@ trained: a tensor is written under the name that it was read by.
 """
 
 import copy
-from collections.abc import Callable, Container, Iterable, Mapping
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -190,6 +192,7 @@ _MAKE_EAGLE = "leave it out, and an EAGLE-3 head is made"
 _NOT_LEARNED = ("e_score_correction_bias", "expert_bias")
 _COPIES = ("embed_tokens.", "shared_head.head.")
 """Copies beside the layer of what the target has."""
+_OF_EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 _NUM_COMPARED, _LEAST_LIKENESS = 16, 0.8
 _BEFORE_LAYER = ("enorm", "hnorm", "eh_proj")
 _QWENS = {"mtp.fc.": "eh_proj.", "mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm."}
@@ -251,6 +254,21 @@ class _OwnLayer:
         own = name.replace("model.norm.", "shared_head.norm.").removeprefix("model.layers.0.")
         return f"model.layers.{num_layers_of(self.config.layers) + self.depth}.{own}"
 
+    def check_experts(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """SpecDecError where one of the experts lacks a tensor, of those that a model of these `shapes` has as one."""
+        parts: dict[tuple[str, str], SourceTensor] = {}
+        for name, entry in self.entries.items():
+            if (found := _OF_EXPERT.fullmatch(name)) is not None:
+                parts[found[1], found[3]] = entry
+        missing = []
+        for (experts, part), entry in parts.items():
+            joined = (shape[0] for name, shape in shapes.items() if name.startswith(experts) and len(shape) == 3)
+            for number in range(next(joined, 0)):
+                if f"{experts}{number}{part}" not in self.entries:
+                    missing.append(re.sub(r"(\.experts\.)\d+", rf"\g<1>{number}", entry.name))
+        if missing:
+            raise lacks_weights(self.config, missing)
+
     def as_in_file(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """The same by the checkpoint's names; SpecDecError for one that the checkpoint has not, or in another shape."""
         found = dict[str, Tensor]()
@@ -297,8 +315,13 @@ def _load(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtyp
     if target_embedding is not None:
         shared.pop(embeddings, None)
     shapes = [parameter_shapes(layer.one_layer) for layer in layers]
+    for layer, of_layer in zip(layers, shapes, strict=True):
+        layer.check_experts(of_layer)
     known = read(shared, config, dtype, shapes[0])
     if target_embedding is not None:
+        _check_likeness(
+            config, {(embeddings, tuple(target_embedding.shape)): _some_rows(target_embedding)}, "the target"
+        )
         known[embeddings] = target_embedding
     known.setdefault("lm_head.weight", known[embeddings])
     heads = [
@@ -351,24 +374,31 @@ def check_mtp_is_trained(config: HeadConfig) -> None:
 def check_mtp_is_of(config: HeadConfig, model: Path) -> None:
     """SpecDecError unless the model that the head is in has the embeddings and the output layer of this `model`, as far
     as a few rows tell. Those of a model that was trained further, or is quantized, are much the same."""
-    if model.resolve() == config.directory.resolve():
-        return
-    own, its = (_tables_of(one, embeddings_of(config)) for one in (config.directory, model))
-    for name, shape in sorted(own.keys() & its.keys()):  # of other sizes the configs tell
-        theirs, ours = own[name, shape], its[name, shape]
-        if float(F.cosine_similarity(theirs.flatten(), ours.flatten(), dim=0)) < _LEAST_LIKENESS:
+    if model.resolve() != config.directory.resolve():
+        _check_likeness(config, _tables_of(model, embeddings_of(config)), str(model))
+
+
+Tables = dict[tuple[str, tuple[int, ...]], Tensor]
+"""Some rows of embeddings and output layer, by name and whole shape."""
+
+
+def _check_likeness(config: HeadConfig, targets: Tables, target: str) -> None:
+    own = _tables_of(config.directory, embeddings_of(config))
+    for name, shape in sorted(own.keys() & targets.keys()):  # of other sizes the configs tell
+        theirs, ours = own[name, shape].flatten(), targets[name, shape].flatten()
+        if float(F.cosine_similarity(theirs, ours, dim=0)) < _LEAST_LIKENESS:
             raise SpecDecError(
-                f"the head is another model's, of which `{name}` differs from that of {model}: {config.directory}",
+                f"the head is another model's, of which `{name}` differs from that of {target}: {config.directory}",
                 hint="take the head of this model, or one that was trained with its embeddings",
             )
 
 
-def _tables_of(model: Path, embeddings: str) -> dict[tuple[str, tuple[int, ...]], Tensor]:
+def _tables_of(model: Path, embeddings: str) -> Tables:
     """A few rows of the model's embeddings and output layer, as far as they are numbers in its files, by name and whole
     shape; of a GGUF file, where they are not, of its embeddings."""
     if model.is_file():
         _, numbers = read_numbers(model, torch.bfloat16, lambda name: name == embeddings)
-        return {(name, tuple(one.shape)): one[list(_some_of(len(one)))].float() for name, one in numbers.items()}
+        return {(name, tuple(one.shape)): _some_rows(one) for name, one in numbers.items()}
     entries = shared_with_target(read_tensors(model), embeddings)
     tables = {name: one for name, one in entries.items() if one.is_float and one.is_as_in_file and len(one.shape) == 2}
     return {(name, one.shape): _rows_alone(one) for name, one in tables.items()}
@@ -376,6 +406,10 @@ def _tables_of(model: Path, embeddings: str) -> dict[tuple[str, tuple[int, ...]]
 
 def _some_of(num_rows: int) -> range:
     return range(0, num_rows, max(1, num_rows // _NUM_COMPARED))
+
+
+def _some_rows(table: Tensor) -> Tensor:
+    return table[list(_some_of(len(table)))].float()
 
 
 def _rows_alone(entry: SourceTensor) -> Tensor:
@@ -435,7 +469,8 @@ def _numbers(
     format that is not read."""
     layers, tensors = _in_files(entries, config, shapes)
     numbers = {one.name: t.to(dtype) for one, t in zip(tensors, load_numbers(tensors), strict=True)}
-    return numbers | {f"{name}.weight": layer.load().dequantize(dtype) for name, layer in layers.items()}
+    with _of_head(config):
+        return numbers | {f"{name}.weight": layer.load().dequantize(dtype) for name, layer in layers.items()}
 
 
 def _zeros(
@@ -463,7 +498,17 @@ def _in_files(
             f"the head's weights are quantized, and config.json does not say how: {few}, in {config.directory}",
             hint="take the model as it was published",
         )
-    return find_layers(tensors, found, shapes, config.directory)
+    with _of_head(config):
+        return find_layers(tensors, found, shapes, config.directory)
+
+
+@contextmanager
+def _of_head(config: HeadConfig) -> Iterator[None]:
+    """Have an error of quantized weights say that they are the head's."""
+    try:
+        yield
+    except SpecDecError as error:
+        raise SpecDecError(f"{error.message}, in the head of {config.directory}", hint=error.hint) from error
 
 
 def shared_with_target(entries: list[SourceTensor], embeddings: str) -> dict[str, SourceTensor]:

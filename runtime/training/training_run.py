@@ -167,11 +167,20 @@ class TrainingRun:
         self._per_epoch = per_epoch
         self.trainer = Trainer(self.head, schedule, self._rows_of, autocast=_multiplies_bfloat16(self.engine))
         if self._checkpoint.is_file():
-            self.trainer.load_state(torch.load(self._checkpoint, map_location="cpu", weights_only=True))
+            self._go_on()
 
     @property
     def _checkpoint(self) -> Path:
         return self.directory / "checkpoint.pt"
+
+    def _go_on(self) -> None:
+        try:
+            self.trainer.load_state(torch.load(self._checkpoint, map_location="cpu", weights_only=True))
+        except Exception as error:  # whatever torch raises of a file that is cut off, or another program's
+            raise SpecDecError(
+                f"the training's `{self._checkpoint}` is damaged",
+                hint="remove it to learn from the beginning, or the directory to begin anew",
+            ) from error
 
     def _agree_on(self, wanted: dict[str, Any]) -> None:
         """Settings of a training that is gone on with are as they were."""

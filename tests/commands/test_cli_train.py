@@ -180,6 +180,12 @@ def test_interrupted_it_goes_on_to_the_same_head(
     assert {"checkpoint.pt", "answers.jsonl", "states.bin"} <= set(tree(directory / "head.training"))
     assert not (directory / "head").exists()
     assert_one_clear_error(train("--num-epochs", 3), 1, ("num_epochs 2", "3"))
+    checkpoint = directory / "head.training/checkpoint.pt"
+    saved = checkpoint.read_bytes()
+    for damaged in (b"", saved[: len(saved) // 2], b"\x80\x02no pickle"):
+        checkpoint.write_bytes(damaged)
+        assert_one_clear_error(train(), 1, ("checkpoint.pt` is damaged",))
+    checkpoint.write_bytes(saved)
     done = train("--quiet")
     assert (done.exit_code, done.stdout) == (0, "head\n"), done.stderr
     assert (directory / "head/model.safetensors").read_bytes() == wanted

@@ -105,9 +105,9 @@ class Priced:
     def __init__(self, drafter: Drafter, head: HeadDraft, head_s: float) -> None:
         self.drafter, self.seconds, compute = drafter, 0.0, head._logits
 
-        def counted(outputs: Any) -> Any:
+        def counted(*given: Any) -> Any:
             self.seconds += head_s
-            return compute(outputs)
+            return compute(*given)
 
         head._logits = counted  # type: ignore[method-assign]
 

@@ -152,12 +152,12 @@ def test_a_wheel_of_another_machine_is_named_where_a_compiler_is_wanted(
 def test_a_wheel_for_another_torch_says_so_where_a_compiler_is_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
+    monkeypatch.setattr(torch, "__version__", "2.98.1+cpu")
     monkeypatch.setattr(prebuilt_machines, "__defaults__", (all_kernels(tmp_path),))
     monkeypatch.setenv("CXX", "g++")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     assert "kernels are for" not in no_compiler().message
-    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
     said(no_compiler().message)
 
 

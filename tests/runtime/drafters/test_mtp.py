@@ -502,7 +502,7 @@ def test_mimo_is_qwen2_with_a_head(shared: Path, tmp_path: Path) -> None:
     whole = save_with_head(tmp_path, "qwen2", num_hidden_layers=3)
     with pytest.warns(SpecDecWarning) as said:
         engine_dir = shared_engine(shared / "engines", tmp_path, hidden_states=(2,))
-    assert ["(MTP) are left out" in str(one.message) for one in said] == [True]
+    assert ["(MTP) are no part" in str(one.message) for one in said] == [True]
     target = type(whole).from_pretrained(tmp_path, config=config_of(tmp_path, whole), dtype=torch.float32).eval()
     with Engine.open(engine_dir) as engine:
         mtp = drafter(engine, tmp_path)
@@ -541,6 +541,14 @@ def test_quantized_weights(form: str, tmp_path: Path, make_engine: Any) -> None:
     assert {name for name in theirs if name.startswith("mtp.")} == {name for name in ours if name.startswith("mtp.")}
     for name, one in ours.items():
         torch.testing.assert_close(one.float(), theirs[name], atol=1e-3, rtol=1e-3)
+    if form == "FP8":
+        tensors, name = load_file(with_head / "model.safetensors"), "mtp.layers.0.mlp.down_proj.weight_scale_inv"
+        for scale in (None, torch.full_like(tensors[name], torch.nan)):
+            others = {one: t for one, t in tensors.items() if one != name} | ({} if scale is None else {name: scale})
+            save_file(others, with_head / "model.safetensors")
+            with pytest.raises(SpecDecError, match=f"scale.* in the head of {re.escape(str(with_head))}"):
+                drafter(engine, with_head)
+        save_file(tensors, with_head / "model.safetensors")
     config = json.loads((with_head / "config.json").read_text())
     del config["quantization_config"]
     (with_head / "config.json").write_text(json.dumps(config))
@@ -576,13 +584,23 @@ def test_weights_that_are_no_numbers_are_named(published: tuple[Path, PreTrained
             load_mtp(read_head(directory), None, torch.float32)
 
 
+def test_a_head_of_another_model_drafts_for_none(
+    published: tuple[Path, PreTrainedModel], target: PreTrainedModel, tmp_path: Path
+) -> None:
+    """It is told by the embeddings, which a head that was trained further has in common with its target."""
+    config, embeddings = read_head(published[0]), target.get_input_embeddings().weight.detach()
+    load_mtp(config, embeddings + 0.1 * embeddings.std() * torch.randn_like(embeddings), torch.float32)
+    with pytest.raises(SpecDecError, match="another model's, of which `.*embed.*` differs from that of the target"):
+        load_mtp(config, embeddings.roll(1, 0), torch.float32)
+
+
 def test_missing_weights_are_named_as_the_file_would(published: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
-    """Each of them, before the layer and in it; experts that are missing one by one are not looked for."""
+    """Each of them, before the layer and in it, one of an expert too."""
     directory, tensors = tmp_path / "head", load_file(published[0] / "model.safetensors")
     shutil.copytree(published[0], directory)
     number = json.loads((directory / "config.json").read_text())["num_hidden_layers"]
     left_out = ("_bias", "embed_tokens.weight")
-    names = [n for n in of_head(directory, number) if ".experts." not in n and not n.endswith(left_out)]
+    names = [n for n in of_head(directory, number) if not n.endswith(left_out)]
     for name in names:
         save_file({n: one for n, one in tensors.items() if n != name}, directory / "model.safetensors")
         with pytest.raises(SpecDecError, match=rf"lacks 1 of its weights, such as {re.escape(name)}: "):
