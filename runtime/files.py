@@ -137,7 +137,10 @@ def remove_if_abandoned(directory: Path) -> None:
 
 @contextmanager
 def _abandoned(directory: Path) -> Iterator[bool]:
-    """Try to lock the directory; yields whether that succeeded (False without locks), and keeps the lock."""
+    """Try to lock the directory; yields whether that succeeded (False without locks), and keeps the lock.
+
+    What was opened may be gone by then, and another process have made a directory of that name: that is not abandoned.
+    """
     try:
         descriptor = os.open(directory, os.O_RDONLY)
     except OSError:
@@ -146,10 +149,10 @@ def _abandoned(directory: Path) -> Iterator[bool]:
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_same = os.path.samestat(os.fstat(descriptor), directory.stat())
         except OSError:
-            yield False
-        else:
-            yield True
+            is_same = False
+        yield is_same
     finally:
         os.close(descriptor)
 

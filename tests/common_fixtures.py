@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from clocks import WorkClock, install
+from filelock import FileLock
 from forked import Forks, opened_forks
 from gate import Gate
 from shared import MakeEngineDir, once, shared_dir, shared_engine
@@ -42,10 +43,11 @@ def cache_of_its_own(shared: Path) -> None:
     """One for this test run: what is compiled for one test is found by the others."""
     before = cache_dir()
     os.environ["SPECDEC_CACHE_DIR"] = str(shared / "cache")
-    make_cache_dir()
-    for kernels in before.glob("kernels-*.so"):  # compiled by the installation
-        if not (to := cache_dir() / kernels.name).exists():
-            write_file(to, kernels.read_bytes())
+    with FileLock(shared / "cache.lock"):
+        make_cache_dir()
+        for kernels in before.glob("kernels-*.so"):  # compiled by the installation
+            if not (to := cache_dir() / kernels.name).exists():
+                write_file(to, kernels.read_bytes())
 
 
 @pytest.fixture(scope="session", autouse=True)

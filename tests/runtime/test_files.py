@@ -1,6 +1,7 @@
 """Output directories are whole or absent, and only our own are replaced."""
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from runtime.files import (
     new_file,
     read_json,
     recover_directory,
+    remove_if_abandoned,
     write_file,
     write_json,
 )
@@ -218,6 +220,27 @@ def test_replacement_that_is_under_way_is_left_alone(tmp_path: Path) -> None:
         write_ours(first, "first")
     assert sorted(path.name for path in output.iterdir()) == ["config.json", "first"]
     assert list(tmp_path.iterdir()) == [output]
+
+
+def test_a_directory_made_anew_under_the_name_of_one_that_is_gone_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three processes: one removes what another has made and not yet locked, which makes it again; the third had opened
+    the one that is gone."""
+    directory, lock = tmp_path / "written", fcntl.flock
+
+    def made_anew(descriptor: int, operation: int) -> None:
+        directory.rename(tmp_path / "gone")
+        directory.mkdir()
+        lock(descriptor, operation)
+
+    directory.mkdir()
+    monkeypatch.setattr(fcntl, "flock", made_anew)
+    remove_if_abandoned(directory)
+    assert directory.is_dir()
+    monkeypatch.setattr(fcntl, "flock", lock)
+    remove_if_abandoned(directory)
+    assert not directory.exists()
 
 
 def test_killed_write_leaves_nothing_to_the_next(tmp_path: Path) -> None:
