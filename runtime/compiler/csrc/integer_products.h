@@ -431,13 +431,14 @@ struct IntegerProducts {
   });
 }
 
-// Writes the sums of the rows from..to for the panels begin..end, (panels, most, kPanel). Row by row: rows lie in pages of
-// their own, and to find a page takes longer than to write.
-struct WrittenPanels {
+// Sums of the rows from..to for the panels begin..end, (panels, most, kPanel).
+struct SumsOfPanels {
   int64_t begin, end, from, to, most;
   const float* sums;
 };
-[[gnu::noinline]] inline void write_panels(const Rows& rows, const WrittenPanels& of) {
+
+// Writes them row by row: rows lie in pages of their own, and to find a page takes longer than to write.
+[[gnu::noinline]] inline void write_panels(const Rows& rows, const SumsOfPanels& of) {
   with_type(rows.dtype, [&](auto zero) {
     using T = decltype(zero);
     Outputs<T> outputs[kPanelsTogether];

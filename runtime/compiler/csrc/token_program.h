@@ -84,8 +84,9 @@ template <typename Function>
   for_rows(call, scratch, [&](float* out, const float* a, const float* b) {
     int64_t i = 0;
     if (is_plain) {
-      const Lanes a0 = Lanes{} + *a, b0 = Lanes{} + *b;
-      const float *first = sa ? a : &a0[0], *second = sb ? b : &b0[0];
+      float same_a[kLanes], same_b[kLanes];
+      store(same_a, Lanes{} + *a), store(same_b, Lanes{} + *b);
+      const float *first = sa ? a : same_a, *second = sb ? b : same_b;
       const auto whole_vectors = [&](auto together) {
         constexpr int count = together();
         for (; i + count * kLanes <= n; i += count * kLanes) {
