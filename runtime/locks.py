@@ -1,10 +1,8 @@
 """State that transformers has for a whole process: the lock under which one thread at a time initializes a model, or
-builds or opens an engine, and what it prints. And how often Python's collector looks through what it and torch import.
+builds or opens an engine, and what it prints.
 """
 
-import atexit
 import functools
-import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -69,9 +67,3 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if shows_progress:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-def collect_rarely() -> None:
-    """Call this before torch is imported: with Python's own thresholds collections are a sixth of the import."""
-    gc.set_threshold(50_000, 20, 100)
-    atexit.register(gc.freeze)  # the last collection too, of a process that gives all back anyway

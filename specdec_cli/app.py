@@ -39,8 +39,8 @@ from commands.summarize.command import summarize
 from commands.train.command import train
 from commands.tune.command import tune
 from commands.verify.command import verify
+from runtime.collector import collect_rarely
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
-from runtime.locks import collect_rarely
 from runtime.temporary import temporary_dir
 
 _EXAMPLES = {

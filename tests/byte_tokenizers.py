@@ -1,9 +1,9 @@
-"""Two kinds of tokenizers whose tokens may be parts of characters, and texts and tokens for them."""
+"""Tokenizers whose tokens may be parts of characters, of two kinds and trained ones, and texts and tokens for them."""
 
 from functools import cache
 
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 WORDS = ["ab", "aé", "é", "€€", "b a", "\n", "🙂b", "the dog"]
@@ -19,6 +19,19 @@ def byte_level() -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE(vocab, merges))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+def trained_on(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE trained on a text, with all bytes: every text round-trips."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator([text], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 

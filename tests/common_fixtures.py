@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from byte_tokenizers import trained_on
 from clocks import WorkClock, install
 from filelock import FileLock
 from forked import Forks, opened_forks
 from gate import Gate
 from shared import MakeEngineDir, once, shared_dir, shared_engine
 from tiny import make_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from commands.options.expand import CURRENT_COMMAND
@@ -144,18 +144,8 @@ _TEXT = (
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE trained on a few sentences: about 300 tokens, every text round-trips."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<pad>", "<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator([_TEXT], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    """About 300 tokens, of a few sentences."""
+    return trained_on(_TEXT, 300)
 
 
 @pytest.fixture(scope="session")

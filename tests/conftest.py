@@ -18,7 +18,7 @@ import pytest
 from hypothesis import settings
 from strength import register_profiles
 
-from runtime.locks import collect_rarely
+from runtime.collector import collect_rarely
 
 pytest_plugins = ("sentences",)
 _QUICK_DRAFTERS = "adaptive allocation chain drafter_protocol meter ngram pool predicted_outputs suffix"

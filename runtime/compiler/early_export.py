@@ -20,7 +20,7 @@ from runtime.config import Activations, Dtype
 from runtime.models import files_of_model
 
 _START = """
-from runtime.locks import collect_rarely
+from runtime.collector import collect_rarely
 collect_rarely()
 from runtime.engine_cache import export_as_asked
 export_as_asked()

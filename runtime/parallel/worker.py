@@ -9,7 +9,7 @@ import sys
 import threading
 from typing import Any
 
-from runtime.locks import collect_rarely
+from runtime.collector import collect_rarely
 
 
 def main() -> None:

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 import typer.main
+from byte_tokenizers import trained_on
 from command_line import PROMPT, Result, Specdec
 from draft_models import WITH_DRAFTS, WITHOUT_DRAFTS, MakeDraftEngineDir, with_noise
 from forked import Forks
 from heads import copy_with_mtp, make_assistant, make_block, make_eagle, save_block, save_eagle
 from shared import shared_engine
 from tiny import make_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from waiting import HANG_S
 
@@ -202,18 +202,8 @@ def bare_draft_engine_dir(make_draft_engine_dir: MakeDraftEngineDir, tokenizer: 
 
 @pytest.fixture(scope="session")
 def other_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE of other sentences: 280 tokens."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=280,
-        special_tokens=["<pad>", "<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(["Quick zebras jump over lazy foxes. Quick foxes jump over lazy zebras."], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    """280 tokens, of other sentences."""
+    return trained_on("Quick zebras jump over lazy foxes. Quick foxes jump over lazy zebras.", 280)
 
 
 @pytest.fixture
