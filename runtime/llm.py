@@ -21,7 +21,7 @@ from runtime.bundle import Bundle, is_engine_dir, read_bundle
 from runtime.chat import ChatTemplate, Message
 from runtime.config import Activations, Compiler, Count, Dtype, IntFormat, Size, check_arguments
 from runtime.costs import CostModel
-from runtime.drafters.compatibility import TargetIdentity, check_corpora, check_draft_engine
+from runtime.drafters.compatibility import TargetIdentity, check_corpora
 from runtime.drafters.factory import Opening, open_drafter
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.specs import AnySpec, DraftFunction, DraftLenMode
@@ -33,7 +33,7 @@ from runtime.generation import Output, Piece
 from runtime.generation_config import ModelDefaults, read_model_defaults
 from runtime.gguf import is_gguf
 from runtime.grammar import CompiledGrammar, Grammars
-from runtime.heads.head_config import DraftOutputSettings, hidden_states_for, read_head
+from runtime.heads.head_config import DraftOutputSettings, has_mtp_head, hidden_states_for, read_head
 from runtime.locks import MODEL_INIT_LOCK
 from runtime.models import resolve_tokenizer
 from runtime.parallel.devices import check_device_ids
@@ -119,6 +119,8 @@ class LLM:
         self.mode = mode
         self.kv_cache = kv_cache or KVCacheConfig()
         self._engine_options = engine
+        is_made = not isinstance(model, Bundle) and not is_engine_dir(Path(model).expanduser())
+        self._model = str(model) if is_made else None
         self._has_told_penalties = self._has_measured = False
         self._sessions: dict[Speculation, Session] = {}
         with MODEL_INIT_LOCK, ExitStack() as stack:
@@ -244,7 +246,7 @@ class LLM:
         `draft_len_mode` None: `Speculation.default_mode`.
         """
         check_arguments(LLM.session, {"draft_len_mode": draft_len_mode})
-        return self.session_of(Speculation.of(drafter, draft_len_mode))
+        return self.session_of(Speculation.of(drafter, draft_len_mode).of_target(self._model))
 
     def session_of(self, speculation: Speculation) -> Session:
         """`session`, by one value."""
@@ -277,17 +279,21 @@ class LLM:
         config = self.bundle.config
         speculation.check_fits(config.build_config)
         check_corpora(speculation, self.tokenizer, config.vocab_size)
-        target = TargetIdentity(self.bundle, self.tokenizer_dir, self.tokenizer)
         opening = Opening(
             self.engine,
             CostModel(config.step_costs, config.host_s) if speculation.draft_len_mode == "auto" else None,
             self.kv_cache,
             partial(self._find_engine, to_draft=True),
-            partial(check_draft_engine, target=target),
+            self.identity,
             self.end_ids,
         )
         opened = stack.enter_context(open_drafter(speculation, opening))
         return Session(self.engine, self.mode, speculation, opened)
+
+    @property
+    def identity(self) -> TargetIdentity:
+        """Properties that drafters must match."""
+        return TargetIdentity(self.bundle, self.tokenizer_dir, self.tokenizer)
 
     def measure_costs(self) -> None:
         """Have step costs measured, if that was left until they are wanted. The first time it takes a second."""
@@ -462,6 +468,8 @@ class LLM:
             options["dtype"] = None
         head, drafts = options.pop("head", None), _draft_output(options)
         if not to_draft:
+            is_split = options.get("tensor_parallel_size", 1) > 1  # of which no head drafts
+            head = model if head is None and not is_split and has_mtp_head(model) else head
             heads = [] if head is None else [read_head(head)]
             drafts.check(heads, has_copy=options.get("self_draft") is not None)
             options |= {"draft_output": drafts, "heads": tuple(heads)}

@@ -45,7 +45,7 @@ def _type_of(hint: Any, setting: Setting) -> Any:
     """The type of a setting in JSON."""
     is_optional = NoneType in get_args(hint)
     if setting.is_path:
-        return str | None if is_optional else str
+        return str | None if is_optional and not setting.names_model else str
     if hint == Devices:
         return DeviceIds | None
     return hint if setting.at_least is None else Annotated[hint, Field(ge=setting.at_least)]

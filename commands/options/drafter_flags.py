@@ -117,7 +117,7 @@ def written_flags(speculation: Speculation, device_ids: tuple[int, ...]) -> str:
         for field in fields_of(drafter):
             setting, value = drafter.settings()[field.name], getattr(drafter, field.name)
             if setting.flag is not None and value != field.default:
-                (flags if field.default is dataclasses.MISSING else own)[setting.flag] = str(value)  # a model first
+                (flags if setting.names_model else own)[setting.flag] = str(value)  # a model first
         flags[drafter.description.flag] = drafter.description.form.write(drafter, device_ids)
         flags |= own
     if len(speculation.drafters) > 1:

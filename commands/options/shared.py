@@ -35,7 +35,7 @@ _COMMON = frozenset(
 
 def _flags_that_choose(spec: type[DrafterSpec]) -> set[str]:
     """The flags without which the drafter cannot be chosen, of either mode."""
-    models = spec.required().values()
+    models = spec.models().values()
     flags = {spec.description.flag, *(one.flag for one in models), *(one.leader_flag for one in models)}
     return {flag for flag in flags if flag is not None}
 

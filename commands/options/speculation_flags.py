@@ -49,6 +49,8 @@ class LeaderFlags:
     """True if the engine is built with a self-draft copy."""
     sends_what_pays: bool = True
     model_dir: str | None = None
+    has_algorithms: bool = True
+    """False of a command that has no `--spec-decode-algo`."""
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,9 @@ def speculation_from_flags(
     for several drafters without an order, two spellings of one, or half of one.
     """
     configs = {name: given[config_flag(spec)] for name, spec in DRAFTERS.items() if config_flag(spec) in given}
-    flags = _Flags({flag[2:].replace("-", "_"): value for flag, value in given.items()}, configs, leader)
-    names = flags.drafter_names(drafters)
-    chosen = [flags.parse(DRAFTERS[name], drafters) for name in names]
+    flags = _Flags({flag[2:].replace("-", "_"): value for flag, value in given.items()}, configs, leader, drafters)
+    names = flags.drafter_names()
+    chosen = [flags.parse(DRAFTERS[name]) for name in names]
     flags.check_used(names)
     devices = list(dict.fromkeys(ids for _, ids in chosen if ids is not None))
     if len(devices) > 1:
@@ -139,10 +141,17 @@ class _Flags:
     given: Mapping[str, Any]
     configs: Mapping[str, str]
     leader: LeaderFlags | None
+    drafters: str | None
+    """Value of `--drafters`."""
 
-    def drafter_names(self, drafters: str | None) -> list[str]:
+    def _chosen_by(self, spec: type[DrafterSpec]) -> str:
+        """Flag that chooses the drafter beside those that are given."""
+        named = self.drafters is not None or (self.leader is not None and not self.leader.has_algorithms)
+        return f"--drafters {spec.description.name}" if named else algorithm_flag(spec)
+
+    def drafter_names(self) -> list[str]:
         """The drafters to use: the one that is given, or those that `--drafters` names, which may be more."""
-        algorithm = self._algorithm() if self.leader else None
+        algorithm, drafters = self._algorithm() if self.leader else None, self.drafters
         if algorithm is not None and drafters is not None:
             raise UsageError(
                 f"`--spec-decode-algo` and `--drafters` cannot be given together: {algorithm}",
@@ -200,9 +209,7 @@ class _Flags:
         return [
             name
             for name, spec in DRAFTERS.items()
-            if any(
-                (value := self._own_value(one)) is not None and spec.reads(value) for one in spec.required().values()
-            )
+            if any((value := self._own_value(one)) is not None and spec.reads(value) for one in spec.models().values())
         ]
 
     def _own_value(self, setting: Setting) -> Any:
@@ -216,7 +223,7 @@ class _Flags:
         own = None if self.leader is None else self.leader.model_dir
         return own if spec.is_in_model(own) and not spec.is_in_model(value) else value
 
-    def parse(self, spec: type[DrafterSpec], drafters: str | None) -> tuple[DrafterSpec, Devices]:
+    def parse(self, spec: type[DrafterSpec]) -> tuple[DrafterSpec, Devices]:
         """A drafter by its own flag, or else by those of leader mode; and the target's devices."""
         described, config = spec.description, self.configs.get(spec.description.name)
         devices: Devices = None
@@ -225,16 +232,16 @@ class _Flags:
             values, devices = described.form.parse(config, config_flag(spec))
         elif self.leader is None or described.algorithm is None:
             raise UsageError(
-                f"`--drafters` names {described.name}, which needs `{config_flag(spec)}`: {drafters}",
+                f"`--drafters` names {described.name}, which needs `{config_flag(spec)}`: {self.drafters}",
                 hint=_form_hint(spec),
             )
         for name, setting in spec.settings().items():
-            value = self._model_of(spec, setting) if name in spec.required() else self._own_value(setting)
+            value = self._model_of(spec, setting) if name in spec.models() else self._own_value(setting)
             if name not in values and value is None and self.leader and config is None:
                 value = self._leader_default(setting)
             if name not in values and value is not None:
                 values[name] = value
-        for name, setting in spec.required().items():
+        for name, setting in spec.models().items():
             if name not in values:
                 raise self._missing(spec, setting, config)
         return spec(**values), devices
@@ -256,7 +263,7 @@ class _Flags:
                 "checkpoint",
             )
         return UsageError(
-            f"`{algorithm_flag(spec)}` needs {_with_article(described.title)}",
+            f"`{self._chosen_by(spec)}` needs {_with_article(described.title)}",
             hint=f"`{as_flag(setting.leader_flag or '')}` names one, or `{as_flag(setting.flag or '')}` its engine",
         )
 
@@ -271,13 +278,13 @@ class _Flags:
 
     def _unused(self, flag: str, value: Any, users: list[type[DrafterSpec]]) -> UsageError:
         described = users[0].description
-        if any(setting.flag == flag for setting in users[0].required().values()):
+        if any(setting.flag == flag for setting in users[0].models().values()):
             if self.leader is not None:
-                return _needs_algorithm(users[0], value)
+                return self._drafts_nothing(users[0], value)
             return UsageError(f"`{as_flag(flag)}` needs `{config_flag(users[0])}`: {value}", hint=_form_hint(users[0]))
         return UsageError(
             f"`{as_flag(flag)}` is for {' or '.join(user.description.title for user in users)}: {value}",
-            hint=f"`{algorithm_flag(users[0])}`"
+            hint=f"`{self._chosen_by(users[0])}`"
             if self.leader is not None
             else f"`{config_flag(users[0])}` chooses it; its form is {described.form}",
         )
@@ -289,15 +296,22 @@ class _Flags:
             free = [spec for spec in users if spec.description.name in names and not self._list_says(spec, flag)]
             if free:
                 continue
-            if any(setting.leader_flag == flag for setting in users[0].required().values()):
-                raise _needs_algorithm(users[0], value)
-            algorithm = algorithm_flag(users[0])
+            if any(setting.leader_flag == flag for setting in users[0].models().values()):
+                raise self._drafts_nothing(users[0], value)
+            algorithm = self._chosen_by(users[0])
             verb = f"is for `{algorithm}`" if len(users) == 1 else "needs `--spec-decode-algo`"
             is_one = "" if len(users) == 1 else " is one"
             raise UsageError(
                 f"`{as_flag(flag)}` {verb}: {value}",
                 hint=f"`{algorithm}`{is_one}; `{config_flag(users[0])}` has its own numbers",
             )
+
+    def _drafts_nothing(self, spec: type[DrafterSpec], value: Any) -> UsageError:
+        """UsageError for a model by which none of the drafters drafts."""
+        title = spec.description.title
+        return UsageError(
+            f"{_with_article(title)} needs `{self._chosen_by(spec)}`: {value}", hint="or leave the model out"
+        )
 
     def _list_says(self, spec: type[DrafterSpec], flag: str) -> bool:
         """True if the drafter's own flag is given with the value of this flag of leader mode."""
@@ -310,11 +324,6 @@ class _Flags:
 def algorithms() -> dict[str, str]:
     """Names of drafters by those of leader mode."""
     return {spec.description.algorithm: name for name, spec in DRAFTERS.items() if spec.description.algorithm}
-
-
-def _needs_algorithm(spec: type[DrafterSpec], value: Any) -> UsageError:
-    described = spec.description
-    return UsageError(f"a {described.title} needs `{algorithm_flag(spec)}`: {value}", hint="or leave the model out")
 
 
 def _form_hint(spec: type[DrafterSpec]) -> str:

@@ -117,7 +117,9 @@ class TrainResults:
     def check(self) -> None:
         """SpecDecError unless the head's directory is new or empty."""
         path = self.output_dir
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and not path.is_dir():
+            raise SpecDecError(f"output directory is a file: {path}", hint="choose another name")
+        if path.exists() and any(path.iterdir()):
             raise SpecDecError(f"output directory is not empty: {path}", hint="choose another, or remove it")
         if self.working_dir.exists() and not self.working_dir.is_dir():
             raise SpecDecError(f"the working directory is a file: {self.working_dir}", hint="choose another name")
@@ -127,11 +129,11 @@ class TrainResults:
 
 @expand_groups
 def train(inputs: TrainInputs, options: TrainOptions, results: TrainResults, output: Output) -> None:
-    """Make an EAGLE-3 head for a model, or train its head further, on the model's own answers.
+    """Train a model's head further, on the model's own answers, or make one.
 
-    The model is frozen; its hidden states are computed once, and kept in the working directory. This is for a head that
-    was published for the model, or with it (MTP), and is to be trained further on your answers. A new one is weak:
-    published heads have seen hundreds of thousands of answers. Stopped and started again, it goes on where it was.
+    That is an EAGLE-3 head, or the MTP head in the model's own checkpoint. The model is frozen; its hidden states are
+    computed once, and kept in the working directory. A new head, of EAGLE-3, is weak: published ones have seen hundreds
+    of thousands of answers. Stopped and started again, it goes on where it was.
     """
     if not inputs.traces and inputs.input_file is None:
         raise UsageError(

@@ -26,6 +26,7 @@ from commands.train.command import (
 )
 from runtime.cache import digest, file_digest
 from runtime.config import Count, Size
+from runtime.drafters.compatibility import check_head_tokenizer
 from runtime.engine import KVCacheConfig
 from runtime.engine_cache import engine_of_model
 from runtime.errors import SpecDecError
@@ -161,6 +162,7 @@ def _open_target(
     stack.enter_context(llm)
     if given is not None:
         given.check_target(llm.bundle.config.pretrained_config, llm.bundle.config.vocab_size)
+        check_head_tokenizer(given.directory, llm.identity)
     return llm
 
 

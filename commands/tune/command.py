@@ -11,10 +11,10 @@ from commands.options.engine_choice import EngineChoice
 from commands.options.expand import expand_groups, given_flags
 from commands.options.leader_flags import ModelOptions
 from commands.options.shared import INPUT, OUTPUT, RUNTIME, SPECULATION, EndId, InputFile, TokenizerDir, option
-from commands.options.speculation_flags import Drafters, speculation_from_flags
+from commands.options.speculation_flags import Drafters, LeaderFlags, speculation_from_flags
 from commands.output import Output, check_output_files, check_readable
 from runtime.drafters.spec import Devices, DrafterSpec
-from runtime.drafters.speculation import Speculation, head_drafter
+from runtime.drafters.speculation import Speculation, head_drafter, model_drafter
 from runtime.errors import UsageError
 from runtime.models import resolve_tokenizer
 
@@ -59,6 +59,14 @@ class TuneOptions:
     num_live_prompts: Annotated[
         int | None,
         option(RUNTIME, "Requests on which the best candidates are timed.", shown=str(DEFAULT_LIVE_PROMPTS), min=1),
+    ] = None
+    draft_model_dir: Annotated[
+        str | None,
+        option(
+            SPECULATION,
+            "Draft model, as for `--model-dir`, or trained head, to try too; or that of a drafter that is named.",
+            shown="the MTP head of `--model-dir`, if it has one",
+        ),
     ] = None
     max_draft_len: Annotated[
         int | None,
@@ -107,6 +115,7 @@ class TuneOptions:
             "--batch-size": self.batch_size,
             "--num-live-prompts": self.num_live_prompts,
             "--end-id": self.end_id,
+            "--draft-model-dir": self.draft_model_dir,
         }
         hint = "name the engine, or leave the flag out: recorded outputs alone are counted, not timed"
         _refuse("needs `--engine-dir`", given, hint)
@@ -121,24 +130,39 @@ def _refuse(reason: str, given: Mapping[str, object], hint: str) -> None:
             raise UsageError(f"`{flag}` {reason}: {value}", hint=hint)
 
 
-def given_head(flags: Any, drafters: str | None) -> DrafterSpec | None:
-    """The trained head that is to be tried among others: one that is given without its drafter."""
-    model = flags.draft_engine_dir
-    return head_drafter(model) if model is not None and drafters is None and not chooses_drafter(flags) else None
+def model_to_try(inputs: TuneInputs, options: TuneOptions, flags: Any) -> DrafterSpec | None:
+    """The draft model or trained head that is tried beside lookups: one that is given without its drafter, or the
+    target's own.
+    """
+    if options.drafters is not None or chooses_drafter(flags):
+        return None
+    if options.draft_model_dir is not None:
+        return model_drafter(options.draft_model_dir)
+    model = flags.draft_engine_dir or inputs.model.model_dir
+    return None if model is None else head_drafter(model)
 
 
-def named_drafter(flags: Any, drafters: str | None) -> tuple[Speculation, Devices]:
-    """Drafters named by the flags for tuning; none for the grid, which knows only `--ngram-pool` and a head."""
+def named_drafter(inputs: TuneInputs, options: TuneOptions, flags: Any) -> tuple[Speculation, Devices]:
+    """Drafters named by the flags for tuning; none for the grid, which knows only `--ngram-pool` and a model."""
+    model_dir, drafters = inputs.model.model_dir, options.drafters
     if drafters is not None and "custom" in drafters:
         raise UsageError(
             f"`tune` tries no drafter of your own: {drafters}", hint="`specdec run --stats` shows a drafter's benefit"
         )
+    if options.draft_model_dir is not None and flags.draft_engine_dir is not None:
+        raise UsageError(
+            f"`--draft-model-dir` and `--draft-engine-dir` cannot be given together: {options.draft_model_dir}",
+            hint="choose one",
+        )
     given = given_flags(flags)
     if drafters is None and not chooses_drafter(flags):
         given.pop("--ngram-pool", None)
-        if given_head(flags, drafters) is not None:
-            given.pop("--draft-engine-dir")
-    return speculation_from_flags(given, drafters, None, None)
+        if model_to_try(inputs, options, flags) is not None:
+            given.pop("--draft-engine-dir", None)
+        return speculation_from_flags(given, None, None, None)
+    models = {} if options.draft_model_dir is None else {"draft_model_dir": options.draft_model_dir}
+    leader = LeaderFlags(models, model_dir=model_dir, has_algorithms=False) if models or model_dir else None
+    return speculation_from_flags(given, drafters, None, leader)
 
 
 def check_replay(named: Speculation, tokenizer_dir: Path | None) -> None:
@@ -156,12 +180,12 @@ def tune(inputs: TuneInputs, options: TuneOptions, flags: TunedFlags, output: Ou
     Replays what was generated through many drafters, which needs no model. With an engine it predicts from what its
     steps cost how long each would take, times the best three and no drafter, and recommends the fastest. Greedy.
     What a draft model, a trained head or the model's own copy drafts no record tells: those are run with drafts of each
-    length. Flags that name a drafter, or several, tune that only; a head alone, as `--draft-engine-dir`, is tried too.
+    length. Flags that name a drafter, or several, tune that only; a model alone, as `--draft-model-dir`, is tried too.
     """
-    named, device_ids = named_drafter(flags, options.drafters)
-    head = given_head(flags, options.drafters)
-    with_head = named if head is None else Speculation((head,))
-    options.check(inputs, with_head)
+    named, device_ids = named_drafter(inputs, options, flags)
+    model = model_to_try(inputs, options, flags)
+    opened = named if model is None else Speculation((model,))
+    options.check(inputs, opened)
     prompts = read_prompts(inputs.input_text or [], inputs.input_file) if inputs.traces is None else []
     if options.output is not None:
         read = [value for value in given_flags(flags).values() if isinstance(value, Path)]
@@ -171,17 +195,17 @@ def tune(inputs: TuneInputs, options: TuneOptions, flags: TunedFlags, output: Ou
     choice = None
     if inputs.has_engine:
         engine_dir = inputs.engine_dir or Path()
-        choice = EngineChoice(engine_dir, inputs.tokenizer_dir, with_head, device_ids, models=inputs.model)
+        choice = EngineChoice(engine_dir, inputs.tokenizer_dir, opened, device_ids, models=inputs.model)
         choice = choice.checked(cuts_drafts=True)
         if any(prompt.text is not None for prompt in prompts):
             choice.check_tokenizer()
     else:
-        check_replay(with_head, inputs.tokenizer_dir)
+        check_replay(opened, inputs.tokenizer_dir)
 
     from commands.tune.work import tune_engine, tune_traces
     from runtime.tuning.tune import Scope
 
-    scope = Scope(named, head, flags.ngram_pool == "public", options.max_draft_len)
+    scope = Scope(named, model, flags.ngram_pool == "public", options.max_draft_len)
     if choice is None:
         tune_traces(inputs, options, scope, output)
         return
@@ -189,5 +213,6 @@ def tune(inputs: TuneInputs, options: TuneOptions, flags: TunedFlags, output: Ou
     from commands.sessions import engines_made
 
     with engines_made(choice, output) as made:
-        scope = scope if head is not None else replace(scope, named=made.speculation)
+        drafters = made.speculation.drafters
+        scope = replace(scope, named=made.speculation) if model is None else replace(scope, model=drafters[0])
         tune_engine(made, replace(inputs, engine_dir=made.engine_dir), options, scope, prompts, output)

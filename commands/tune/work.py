@@ -431,7 +431,8 @@ def tune_engine(
     """Tune with an engine: predict, time the best, recommend."""
     bundle = choice.bundle or read_bundle(choice.engine_dir)
     named = scope.named.with_drafters(one.with_own_devices() for one in scope.named)  # for flags and a profile
-    scope = replace(scope, named=named)
+    model = None if scope.model is None else scope.model.with_own_devices()
+    scope = replace(scope, named=named, model=model)
     scope.longest_draft(bundle.config.build_config.max_draft_len)
     timing = Timing(options.batch_size or 1, options.num_live_prompts or DEFAULT_LIVE_PROMPTS)
     with open_engine(choice) as llm:

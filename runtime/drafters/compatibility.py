@@ -9,9 +9,11 @@ from runtime.bundle import Bundle
 from runtime.corpus import Corpus
 from runtime.drafters.speculation import Speculation
 from runtime.errors import SpecDecError, SpecDecWarning, draft_engine_errors
-from runtime.text import tokenizer_digest, tokenizer_of_engine
+from runtime.text import open_tokenizer, tokenizer_digest, tokenizer_of_engine
 from runtime.tokenizer import Tokenizer
 
+_MOST_DIFFERING = 0.01
+"""Share of a head's tokens that may have other ids: revisions of a model rename a few that are special."""
 Tokenizers = tuple[Tokenizer, Tokenizer]
 """The draft model's and the target's."""
 
@@ -97,6 +99,27 @@ def check_draft_engine(draft: Bundle, target: TargetIdentity, *, use_logits: boo
         )
     warnings.warn(f"drafts are translated by their text: {said}", SpecDecWarning, stacklevel=2)
     return tokenizer, target.tokenizer
+
+
+def check_head_tokenizer(directory: Path, target: TargetIdentity) -> None:
+    """SpecDecError for a trained head beside which lies another tokenizer than the target's, if there is one to read.
+
+    It reads and drafts ids: those of another tokenizer are other words.
+    """
+    if target.tokenizer is None or _same_file(directory / "tokenizer.json", target.tokenizer_dir / "tokenizer.json"):
+        return
+    try:
+        tokenizer = open_tokenizer(directory)
+    except SpecDecError:
+        return  # most heads come without one
+    vocabulary, target_vocabulary = tokenizer.get_vocab(), target.tokenizer.get_vocab()
+    differing = [token for token, i in vocabulary.items() if target_vocabulary.get(token) != i]
+    if len(differing) > _MOST_DIFFERING * len(vocabulary):
+        raise SpecDecError(
+            f"the head has another tokenizer than the target: {len(differing)} of its {len(vocabulary)} tokens are not "
+            f"those of {target.tokenizer_dir}, for one {min(differing, key=vocabulary.__getitem__)!r}: {directory}",
+            hint="take the head of this model",
+        )
 
 
 def _same_file(a: Path, b: Path) -> bool:

@@ -15,7 +15,7 @@ from runtime.config import EngineConfig
 from runtime.costs import CostModel
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import BestOf, DraftingModel
-from runtime.drafters.compatibility import Tokenizers
+from runtime.drafters.compatibility import TargetIdentity, check_draft_engine, check_head_tokenizer
 from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.custom import GuardedDrafter
 from runtime.drafters.draft_target import DraftModel, SelfDraft
@@ -84,8 +84,7 @@ class Opening:
     costs: CostModel | None
     kv_cache: KVCacheConfig
     find_engine: FindEngine
-    check_draft_engine: Callable[..., Tokenizers | None]
-    """`runtime.drafters.compatibility`, of this target."""
+    target: TargetIdentity
     end_ids: frozenset[int] = frozenset()
     """The target's."""
     stack: ExitStack = field(default_factory=ExitStack)
@@ -116,7 +115,7 @@ def open_drafter(speculation: Speculation, opening: Opening) -> Iterator[OpenDra
 def open_draft_model(spec: DraftTargetDrafter, opening: Opening) -> OpenDrafter:
     with draft_engine_errors():
         bundle = read_bundle(opening.find_engine(spec.model))
-    tokenizers = opening.check_draft_engine(bundle, use_logits=spec.use_logits)
+    tokenizers = check_draft_engine(bundle, opening.target, use_logits=spec.use_logits)
     with draft_engine_errors():
         kv_cache = (
             opening.kv_cache if bundle.config.states else replace(opening.kv_cache, state_checkpoint_interval=None)
@@ -151,6 +150,7 @@ def open_head_drafter(spec: HeadDrafter, opening: Opening) -> OpenDrafter:
 
     engine = opening.engine
     (config,) = spec.read_heads()
+    check_head_tokenizer(config.directory, opening.target)
     head, cache = open_head(engine, config)
     own = None if head.draft_ids is None or config.drafts_all_ids else head.draft_ids < config.draft_vocab_size
     _warn_of_missing_ends(engine.draft_ids if own is None else own.nonzero()[:, 0], opening)

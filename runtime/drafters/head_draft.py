@@ -238,7 +238,7 @@ def open_head(engine: Engine, config: HeadConfig) -> tuple[Head, HeadCache]:
         said = f"gives hidden states {', '.join(map(str, given))}" if given else "gives no hidden states"
         raise SpecDecError(
             f"the engine's step {said}, and the head reads {', '.join(map(str, wanted))}: {config.directory}",
-            hint="build the engine for this head",
+            hint="build the engine for this head: `LLM(model, head=HEAD)`",
             code="no_hidden_states",
             head=config.directory,
         )
@@ -267,7 +267,7 @@ def _output_of(engine: Engine, config: HeadConfig, embedding: Tensor | None) -> 
         return embedding
     raise SpecDecError(
         f"the head drafts by its target's output layer, which the engine does not have for it: {config.directory}",
-        hint="build the engine for this head",
+        hint="build the engine for this head: `LLM(model, head=HEAD)`",
         code="no_hidden_states",
         head=config.directory,
     )

@@ -59,6 +59,11 @@ class Setting:
         """Name of the flag of leader mode."""
         return None if self.leader is None else self.leader.name
 
+    @property
+    def names_model(self) -> bool:
+        """True if it names what drafts, by a flag of either mode."""
+        return self.is_path and self.leader is not None
+
 
 def fields_of(spec: "DrafterSpec | type[DrafterSpec]") -> "tuple[dataclasses.Field[Any], ...]":
     """Every spec is a dataclass."""
@@ -300,6 +305,10 @@ class DrafterSpec(ABC):
         """Names of the lookups that it is made of, in the order in which they are asked."""
         return (self.name,)
 
+    def of_target(self, model: str | Path | None) -> "DrafterSpec":
+        """Copy for the model of an `LLM`, by name or directory; None: it was opened from an engine."""
+        return self
+
     def with_draft_model(self, engine_dir: Path) -> "DrafterSpec":
         """Copy with this engine as its draft model; itself where it has none."""
         return self
@@ -344,10 +353,9 @@ class DrafterSpec(ABC):
         return {field.name: found[field.name] for field in fields_of(cls)}
 
     @classmethod
-    def required(cls) -> dict[str, Setting]:
-        """Settings without a default that have a flag of their own: models."""
-        missing = {one.name for one in fields_of(cls) if one.default is dataclasses.MISSING}
-        return {name: setting for name, setting in cls.settings().items() if name in missing and setting.flag}
+    def models(cls) -> dict[str, Setting]:
+        """Settings that name models, which the command line must be given."""
+        return {name: setting for name, setting in cls.settings().items() if setting.names_model}
 
     def record(self, device_ids: tuple[int, ...]) -> Any:
         """The settings in documents, with the target's devices."""

@@ -19,7 +19,7 @@ from runtime.drafters.trtllm import (
     MAX_LEN_FLAG,
     NGRAM_SIZE_FLAG,
 )
-from runtime.errors import UsageError, draft_engine_errors
+from runtime.errors import SpecDecError, UsageError, draft_engine_errors
 
 if TYPE_CHECKING:
     from runtime.costs import CostModel
@@ -314,13 +314,18 @@ class HeadDrafter(DrafterSpec):
     is_model, reads_states = True, True
     kind: ClassVar[str]
 
-    head: Annotated[str | Path, _head_setting("Directory of the trained head.")]
+    head: str | Path | None
     max_draft_len: ModelLen = 4
     use_logits: bool = False
 
     def read_heads(self) -> "list[HeadConfig]":
         from runtime.heads.head_config import read_head
 
+        if self.head is None:
+            raise UsageError(
+                f"no directory of the {self.description.title} is given: {self.head}",
+                hint="that of the target is assumed where the `LLM` is made of a model, and not opened from an engine",
+            )
         found = read_head(self.head)
         if found.kind != self.kind:
             raise UsageError(
@@ -360,6 +365,8 @@ class EagleDrafter(HeadDrafter):
         label="EAGLE-3",
     )
     kind = "eagle3"
+
+    head: Annotated[str | Path, _head_setting("Directory of the trained head.")]
 
     @classmethod
     def reads(cls, model: str | Path) -> bool:
@@ -429,7 +436,8 @@ class AssistantDrafter(HeadDrafter):
 class MtpDrafter(HeadDrafter):
     """The head that a checkpoint has for tokens after the next (multi-token prediction).
 
-    `head` is the model's own directory or hub id; the engine must be built for it. `use_logits` as for a draft model.
+    `head` is the model's own directory or hub id, None: that of the model of which the `LLM` is made, which gives the
+    states that it reads. `use_logits` as for a draft model.
     """
 
     description = Description(
@@ -443,8 +451,20 @@ class MtpDrafter(HeadDrafter):
     )
     kind = "mtp"
 
-    head: Annotated[str | Path, _head_setting("Directory of the model with the head.")]
+    head: Annotated[str | Path | None, _head_setting("Directory of the model with the head.")] = None
     max_draft_len: ModelLen = 3
+
+    def of_target(self, model: str | Path | None) -> "MtpDrafter":
+        """SpecDecError for a model whose files lack the head that its config speaks of."""
+        if self.head is not None or model is None:
+            return self
+        of_model = replace(self, head=model)
+        if of_model.read_heads() and not self.is_in_model(model):
+            raise SpecDecError(
+                f"the model's files have no weights of its MTP head: {model}",
+                hint="repackaged models often leave it out; the original has it",
+            )
+        return of_model
 
     @classmethod
     def is_in_model(cls, model: str | Path | None) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from runtime.config import MAX_DRAFT_LEN
 from runtime.drafters.spec import DrafterSpec
-from runtime.drafters.specs import DRAFTERS, ChainDrafter, DraftLenMode, LookupDrafter, as_spec
+from runtime.drafters.specs import DRAFTERS, ChainDrafter, DraftLenMode, DraftTargetDrafter, LookupDrafter, as_spec
 from runtime.errors import SpecDecError, UsageError, draft_engine_errors
 
 if TYPE_CHECKING:
@@ -114,6 +114,10 @@ class Speculation:
     def with_drafters(self, drafters: Iterable[DrafterSpec]) -> "Speculation":
         return replace(self, drafters=tuple(drafters))
 
+    def of_target(self, model: str | Path | None) -> "Speculation":
+        """Copy for the model of an `LLM`."""
+        return self.with_drafters(one.of_target(model) for one in self.drafters)
+
     def in_mode(self, draft_len_mode: DraftLenMode | None) -> "Speculation":
         return replace(self, draft_len_mode=draft_len_mode)
 
@@ -147,7 +151,7 @@ class Speculation:
         if not build.hidden_states and (heads := self.read_heads()):
             raise SpecDecError(
                 f"the engine's step gives no hidden states, which a trained drafter reads: {heads[0].directory}",
-                hint="build the engine for this head",
+                hint="build the engine for this head: `LLM(model, head=HEAD)`",
                 code="no_hidden_states",
                 head=heads[0].directory,
             )
@@ -195,6 +199,11 @@ def head_drafter(model: str | Path) -> DrafterSpec | None:
         if spec.reads_states and (spec.reads(model) or spec.is_in_model(model)):
             return spec(head=model)  # type: ignore[call-arg]
     return None
+
+
+def model_drafter(model: str | Path) -> DrafterSpec:
+    """The drafter of a model: of a trained head, of a model that has one, or of another as a draft model."""
+    return head_drafter(model) or DraftTargetDrafter(model)
 
 
 def _check_draft_model(model: str | Path) -> None:

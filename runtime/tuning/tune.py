@@ -44,12 +44,12 @@ Progress = Callable[[str, int], AbstractContextManager[Advance]]
 class Scope:
     """Candidates to try. `named` is what to tune, without drafters the grid; `max_draft_len` None: up to 10.
 
-    With the grid go the model's own copy, where the engine has one, and a trained `head`, each by itself and with the
-    best lookup.
+    With the grid go the target's own copy, where the engine has one, and a draft `model` or trained head, each by
+    itself and with the best lookup.
     """
 
     named: Speculation = NO_SPECULATION
-    head: DrafterSpec | None = None
+    model: DrafterSpec | None = None
     tries_public: bool = False
     max_draft_len: int | None = None
 
@@ -176,7 +176,7 @@ def _search(replayer: Replayer, scope: Scope, max_draft_len: int, progress: Prog
 def _try_models(
     live: LiveRun, scope: Scope, max_draft_len: int, lookups: Sequence[Speculation], progress: Progress
 ) -> list[Measured]:
-    """Run candidates that cannot be replayed, with drafts of each length: the named drafter, or copy and head.
+    """Run candidates that cannot be replayed, with drafts of each length: the named drafter, or copy and model.
 
     These also with the best lookup, once the best length of their own drafts is known.
     """
@@ -185,7 +185,7 @@ def _try_models(
     else:
         has_copy = live.llm.engine.config.build_config.self_draft is not None
         owns = [fixed(spec(max_draft_len)) for spec in DRAFTERS.values() if has_copy and spec.needs_copy]  # type: ignore[call-arg]
-        owns += [fixed(scope.head).with_length(max_draft_len)] if scope.head else []
+        owns += [fixed(scope.model).with_length(max_draft_len)] if scope.model else []
     tried: list[Measured] = []
     for own in owns:
         candidates = all_lengths(own, max_draft_len)
@@ -199,7 +199,7 @@ def _try_models(
 
 
 def _chains(lookups: Sequence[Speculation], own: Speculation) -> list[Speculation]:
-    """The best lookup beside the model's own copy, or its head."""
+    """The best lookup beside the target's own copy, or the draft model."""
     best = next((one.lookup for one in lookups if one.lookup is not None), None)
     if best is None:
         return []

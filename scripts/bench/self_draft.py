@@ -21,8 +21,9 @@ from torch import Tensor
 
 from commands.inputs.dataset import load_samples, summarization_prompt
 from runtime.batch import Row
-from runtime.bundle import read_engine_config
+from runtime.bundle import read_bundle, read_engine_config
 from runtime.costs import CostModel
+from runtime.drafters.compatibility import TargetIdentity
 from runtime.drafters.factory import OpenDrafter, Opening, open_drafter
 from runtime.drafters.specs import AnySpec, ChainDrafter, NgramDrafter, SelfDrafter
 from runtime.engine import Engine, KVCacheConfig
@@ -92,7 +93,9 @@ def answer(
 def answer_by(engine: PricedEngine, questions: Iterable[tuple[str, Request]], name: str) -> dict[str, Answers]:
     settings, chooses_lengths = DRAFTERS[name]
     costs = engine.costs if chooses_lengths else None
-    opening = Opening(engine, costs, KVCacheConfig(), lambda model: Path(model), lambda bundle, use_logits: None)
+    assert engine.directory is not None
+    target = TargetIdentity(read_bundle(engine.directory), engine.directory, None)
+    opening = Opening(engine, costs, KVCacheConfig(), lambda model: Path(model), target)
     with open_drafter(settings, opening) as opened:
         return answer(engine, questions, opened)
 

@@ -134,7 +134,7 @@ _NAMED = {name for *_, drafters in FLAGS.values() for name in drafters}
 BY_SPEC = {
     name: (example_of(spec).split(), algorithm_flag(spec).split(), [name])
     for name, spec in DRAFTERS.items()
-    if name not in _NAMED and not spec.required()
+    if name not in _NAMED and not spec.models()
 }
 """Drafters of which nothing is said here, by the example and the algorithm that they describe themselves with."""
 FLAGS |= BY_SPEC

@@ -154,6 +154,32 @@ def test_a_head_of_another_model_is_refused_before_anything_is_answered(
         check_mtp_is_of(read_head(other), llama_dir)
 
 
+def test_a_head_beside_another_tokenizer_is_refused(
+    specdec: Specdec, mtp_dirs: tuple[Path, Path], llama_dir: Path, directory: Path
+) -> None:
+    """It neither drafts nor is trained, though its weights fit: its ids are other words. A revision that renames a
+    special token is taken."""
+    other = directory / "other"
+    shutil.copytree(mtp_dirs[1], other)
+    data = json.loads((other / "tokenizer.json").read_text())
+    run = ["--input-text", "The dog", "--drafters", "mtp", "--max-output-len", 4, "--compiler", "none"]
+    run = ["run", "--model-dir", llama_dir, "--draft-model-dir", other, *run]
+    texts = ["--input-file", "prompts.jsonl", "--output-dir", "head", "--compiler", "none"]
+    train = ["train", "--model-dir", llama_dir, "--draft-model-dir", other, *texts]
+    vocab = data["model"]["vocab"]
+    first, *between, last = sorted(vocab, key=vocab.__getitem__)[-20:]
+    data["model"]["vocab"] = vocab | {first: vocab[last], last: vocab[first]}
+    (other / "tokenizer.json").write_text(json.dumps(data))
+    assert specdec(*run).exit_code == 0
+    swapped = {token: vocab[as_token] for token, as_token in zip([first, *between], [*between, last], strict=True)}
+    data["model"]["vocab"] = vocab | swapped | {last: vocab[first]}
+    (other / "tokenizer.json").write_text(json.dumps(data))
+    before = tree(directory)
+    for command in (run, train):
+        assert_one_clear_error(specdec(*command), 1, ("another tokenizer", f"20 of its {len(vocab)}", repr(last)))
+        assert tree(directory) == before
+
+
 def test_layers_in_a_row_draft_no_more_tokens_than_they_are(specdec: Specdec, llama_dir: Path, directory: Path) -> None:
     model = copy_with_chain(llama_dir, directory / "model", 2)
     texts = ["--input-file", "prompts.jsonl", "--output-dir", "head", "--num-unrolled-steps", 3]

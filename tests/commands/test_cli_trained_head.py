@@ -2,6 +2,7 @@
 
 import io
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -280,13 +281,38 @@ def test_an_engine_that_is_found_says_too_that_drafts_never_end(
 @pytest.mark.slow
 def test_tune_has_it_among_its_candidates(specdec: Specdec, engine_dir: Path, prompts: Path, tmp_path: Path) -> None:
     flags = ["--engine-dir", engine_dir, "--max-output-len", 8, "--num-live-prompts", 1, "--max-draft-len", 2]
-    asked = ["--input-file", prompts, *flags, "--draft-engine-dir", "demo-head"]
-    document = specdec("tune", *asked, "--json").document
-    assert_valid("tune", document)
-    tried = [record["drafter"] for record in document["tried"]]
-    assert {one["name"] for one in tried} == {"eagle", "chain"}, tried
+    for flag in ("--draft-model-dir", "--draft-engine-dir"):
+        asked = ["--input-file", prompts, *flags, flag, "demo-head"]
+        document = specdec("tune", *asked, "--json").document
+        assert_valid("tune", document)
+        tried = [record["drafter"] for record in document["tried"]]
+        assert {one["name"] for one in tried} == {"eagle", "chain"}, tried
     named = specdec("tune", *asked, "--eagle-config", 2, "--output", tmp_path / "profile.json", "--json")
     assert named.exit_code == 0, named.stderr
+
+
+TUNED = ["--input-text", "dog", "--max-output-len", 6, "--num-live-prompts", 1, "--max-draft-len", 2, "--json"]
+
+
+def test_tune_has_the_models_own_head_and_another_model_among_its_candidates(
+    specdec: Specdec, llama_dir: Path, mtp_dirs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is said of the head; a model that is named takes its place. The flags that are told are `run`'s."""
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    model = ["--model-dir", mtp_dirs[1], "--compiler", "none"]
+    for flags, name in (([], "mtp"), (["--draft-model-dir", llama_dir], "draft-target")):
+        document = specdec("tune", *model, *flags, *TUNED).document
+        assert_valid("tune", document)
+        assert {one["drafter"]["name"] for one in document["tried"]} == {name, "chain"}
+        own = next(one for one in document["tried"] if one["drafter"]["name"] == name)
+        engine = document["settings"]["engine_dir"]
+        run = specdec(
+            "run", "--engine-dir", engine, *shlex.split(own["flags"]), "--input-text", "dog", "--max-output-len", 6
+        )
+        assert run.exit_code == 0, run.stderr
+    document = specdec("tune", *model, "--drafters", "suffix,mtp", *TUNED).document
+    chains = [[one["name"] for one in record["drafter"]["drafters"]] for record in document["tried"]]
+    assert chains and all(chain == ["suffix", "mtp"] for chain in chains)
 
 
 def test_it_is_small_and_its_memory_is_its_weights(engine_dir: Path) -> None:

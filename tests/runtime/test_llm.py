@@ -523,6 +523,30 @@ def test_heads_draft(tmp_path: Path) -> None:
         EagleDrafter(with_mtp).read_heads()
 
 
+def test_mtp_head_of_its_own_model(tmp_path: Path) -> None:
+    """Needs no directory where the model has one; split over devices, or without weights of a head, it has none."""
+    make_model("llama").save_pretrained(tmp_path / "model")
+    with_mtp = copy_with_mtp(tmp_path / "model", tmp_path / "mtp")
+    greedy = SamplingParams(temperature=0, max_tokens=16)
+    with LLM(with_mtp, compiler="none", use_cache=False) as llm:
+        (drafted,) = llm.generate([[3, 4, 5, 6]], greedy, drafter=MtpDrafter(), draft_len_mode="fixed")
+        (plain,) = llm.generate([[3, 4, 5, 6]], greedy)
+        assert drafted.stats.num_draft_tokens > 0
+        assert drafted.token_ids == plain.token_ids
+        engine_dir = shutil.copytree(llm.bundle.directory, tmp_path / "engine")
+    with LLM(engine_dir) as llm:
+        with pytest.raises(UsageError, match="no directory of the MTP head is given"):
+            llm.generate([[3, 4, 5, 6]], greedy, drafter=MtpDrafter())
+        (drafted,) = llm.generate([[3, 4, 5, 6]], greedy, drafter=MtpDrafter(with_mtp), draft_len_mode="fixed")
+        assert drafted.token_ids == plain.token_ids
+    with LLM(with_mtp, compiler="none", use_cache=False, tensor_parallel_size=2) as llm:
+        assert llm.bundle.config.build_config.hidden_states == ()
+    (with_mtp / "model.safetensors").write_bytes((tmp_path / "model" / "model.safetensors").read_bytes())
+    for model, said in ((tmp_path / "model", "no trained drafter by its config"), (with_mtp, "no weights of its MTP")):
+        with LLM(model, compiler="none", use_cache=False) as llm, pytest.raises(SpecDecError, match=said):
+            llm.generate([[3, 4, 5, 6]], greedy, drafter=MtpDrafter())
+
+
 @pytest.mark.parametrize(("given", "most"), [(100, 100), (None, 4096)])
 def test_a_model_that_states_no_positions(given: int | None, most: int, tmp_path: Path) -> None:
     """Mamba's has no such number in its config."""
