@@ -85,7 +85,9 @@ def engines_made(choice: EngineChoice, output: Output) -> Iterator[EngineChoice]
             settings = engine_settings(built_for, max_draft_len, hidden_states, self_draft)
             if hidden_states or self_draft is not None:
                 settings = replace(settings, draft_output=choice.draft_output, heads=tuple(speculation.read_heads()))
-            engine = engine_of_model(name, settings, use_cache=not built_for.no_cache, phases=output.phases)
+            use_cache = not built_for.no_cache
+            first = choice.answers_first and not any(one.draft_model for one in speculation)  # which needs kernels
+            engine = engine_of_model(name, settings, use_cache=use_cache, phases=output.phases, answers_first=first)
             return stack.enter_context(engine)
 
         def with_engine(one: DrafterSpec) -> DrafterSpec:

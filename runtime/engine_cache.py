@@ -36,7 +36,15 @@ from runtime.checkpoint_dir import check_not_split
 from runtime.checksums import CONFIG, NOT_RECORDED
 from runtime.compiler.choosing import as_can_be_made, compiler_for
 from runtime.compiler.early_export import LONGEST_END_S, StepOfModel
-from runtime.compiler.kernel_library import check_kernels_can_be_made, has_compiler, no_compiler, processor
+from runtime.compiler.kernel_library import (
+    are_kernels_compiled,
+    begin_kernels,
+    check_kernels_can_be_made,
+    has_compiler,
+    kernels_can_wait,
+    no_compiler,
+    processor,
+)
 from runtime.compiler.load import current_environment, take_step
 from runtime.config import Activations, BuildConfig, Compiler, DraftOutput, Dtype, IntFormat, QuantConfig, SelfDraft
 from runtime.costs import MeasuredCosts, keep_costs
@@ -46,10 +54,11 @@ from runtime.files import read_json
 from runtime.generation_config import GENERATION_CONFIG
 from runtime.heads.head_config import DraftOutputSettings, HeadConfig
 from runtime.locks import MODEL_INIT_LOCK
-from runtime.models import files_of_model, resolve_model
+from runtime.models import files_of_model, read_model_config, resolve_model
 from runtime.temporary import own_temporary_files, temporary_dir
 
 _MAX_SEQ_LEN = 4096  # unless asked for: a K/V cache for all positions of a long-context model would not fit
+_MOST_BYTES_WITHOUT_KERNELS = 1 << 30
 Phases = Callable[[], AbstractContextManager[Callable[[str], None]]]
 """Opens a display of phases, which is called with the name of each that begins."""
 
@@ -101,11 +110,17 @@ def no_phases() -> AbstractContextManager[Callable[[str], None]]:
 
 @contextmanager
 def engine_of_model(
-    name: str, settings: EngineSettings, *, use_cache: bool = True, phases: Phases = no_phases
+    name: str,
+    settings: EngineSettings,
+    *,
+    use_cache: bool = True,
+    phases: Phases = no_phases,
+    answers_first: bool = False,
 ) -> Iterator[Path]:
     """The engine's directory of a model (directory, hub id or shipped name), built if it is not in the cache.
 
-    Without the cache it is built anew, and gone when the block ends.
+    Without the cache it is built anew, and gone when the block ends. `answers_first`: of a small model it may be one
+    without kernels, where these are still to be compiled; they are for later, when the block has ended.
     """
     model_dir = resolve_model(name)
     device = resolve_device("auto", 0)
@@ -142,7 +157,18 @@ def engine_of_model(
             return stack.enter_context(made(wanted))
 
         assert settings.compiler is not None
-        engine_dir = as_can_be_made(asked, settings.compiler, make_and_enter)
+        compiler = settings.compiler
+        may_wait = answers_first and asked is None and use_cache and not is_made(settings)
+        if may_wait and _needs_no_kernels(model_dir, settings) and kernels_can_wait():
+            warnings.warn(
+                "this time the model is computed as it is, which is slower: the kernels are compiled afterwards, in a "
+                "process of their own, for later starts",
+                SpecDecWarning,
+                stacklevel=3,
+            )
+            stack.callback(begin_kernels)
+            compiler = "none"
+        engine_dir = as_can_be_made(asked, compiler, make_and_enter)
         stack.callback(take_step, engine_dir)
         yield engine_dir
 
@@ -259,6 +285,14 @@ def _room_in_cache() -> Iterator[None]:
         raise unwritable(error) from error
 
 
+def _needs_no_kernels(model_dir: Path, settings: EngineSettings) -> bool:
+    """True for a model that answers in seconds without them: a small one, of numbers that torch multiplies."""
+    if settings.compiler != "aot" or model_dir.is_file() or "quantization_config" in read_model_config(model_dir):
+        return False
+    is_plain = settings.self_draft is None and settings.draft_output.qformat is None and settings.tp_size == 1
+    return is_plain and sum(path.stat().st_size for path in files_of_model(model_dir)) <= _MOST_BYTES_WITHOUT_KERNELS
+
+
 def _import_builder() -> None:
     """Import what opens no engine: it takes seconds."""
     with own_temporary_files():
@@ -310,6 +344,8 @@ def export_as_asked() -> None:
     """
     asked = json.loads(sys.stdin.readline())
     Thread(target=_end_with_who_asks, daemon=True).start()
+    if not are_kernels_compiled():  # it takes longer, and the other process does it
+        return
     _import_builder()
     from runtime.checkpoint import plan_conversion
     from runtime.compiler.build import export_for_later

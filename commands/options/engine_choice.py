@@ -133,6 +133,8 @@ class EngineChoice:
     models: ModelOptions = field(default_factory=ModelOptions)
     profile: Path | None = None
     bundle: Bundle | None = None
+    answers_first: bool = False
+    """True for one answer, which need not wait for kernels to be compiled (`engine_of_model`)."""
 
     @property
     def model_dir(self) -> str | None:

@@ -45,7 +45,7 @@ from runtime.compiler.compilation import (
 )
 from runtime.compiler.early_export import is_exporting
 from runtime.compiler.identity import BitSums
-from runtime.compiler.kernel_library import are_kernels_compiled, no_compiler, says_no_compiler, write_kernels
+from runtime.compiler.kernel_library import no_compiler, says_no_compiler, write_kernels
 from runtime.compiler.kernels import describe_kernels, fastest_arithmetic, flush_denormals, load_kernels
 from runtime.compiler.load import current_environment, leave_step, open_copy
 from runtime.compiler.memory import keep_freed_memory, trim, what_is_there_stays
@@ -201,11 +201,8 @@ def build_engine(
 def export_for_later(conversion: Conversion, build: BuildConfig, begin: Callable[[], object]) -> None:
     """Put the step of a model that another process converts and builds into the cache, where it finds it.
 
-    `begin` is called when all is there to export it. It is not where kernels are to be compiled first: that takes
-    longer, and the other process does it.
+    `begin` is called when all is there to export it. The kernels must be there.
     """
-    if not are_kernels_compiled():
-        return
     with own_temporary_files(), tempfile.TemporaryDirectory() as directory:
         opened = OpenedCheckpoint(Path(directory), conversion.config)
         pretrained = parse_pretrained_config(opened.config.pretrained_config, str(conversion.model_dir))

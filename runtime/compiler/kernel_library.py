@@ -12,6 +12,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import warnings
 from collections.abc import Collection
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.cache import cache_dir, digest, locked_entry, read_sealed, sealed
+from runtime.cache import cache_dir, digest, locked_entry, make_cache_dir, read_sealed, sealed
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import write_file
 from runtime.temporary import temporary_dir
@@ -42,6 +43,9 @@ _X86 = "abm adx amx avx bmi f16c fma gfni movbe popcnt sse ssse vaes vpclmulqdq"
 _ARM = "asimd atomics bf16 crc32 fp i8mm sme sve"
 _INSTRUCTIONS = tuple((_ARM if platform.machine() in ("aarch64", "arm64") else _X86).split())
 PREBUILT_DIR = Path(__file__).parent / "prebuilt"
+_ERRORS = "kernels.errors"
+"""What the process that compiles beside others has to say: nothing, unless it fails."""
+_COMPILE = "import os; os.nice(19); from runtime.compiler.kernel_library import main; main()"
 MARK = "specdec-kernels-of:"
 """Text in each library before the digest of its sources."""
 
@@ -148,6 +152,34 @@ def are_kernels_compiled() -> bool:
     if prebuilt_kernels(_processor_flags(), _sources()) is not None:
         return True
     return _in_cache("native").is_file() or _kept_without_compiler() is not None
+
+
+def kernels_can_wait() -> bool:
+    """True where there is a compiler, and nothing that it has made: another process may compile the kernels, while the
+    model is computed without. False where one has failed, whose error is to be seen.
+    """
+    return has_compiler() and not are_kernels_compiled() and not _has_failed()
+
+
+def _has_failed() -> bool:
+    errors = cache_dir() / _ERRORS
+    return errors.is_file() and errors.stat().st_size > 0
+
+
+def begin_kernels() -> None:
+    """Begin a process that compiles the kernels into the cache, behind all others, and outlives this one."""
+    paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+    environment = os.environ | {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
+    with contextlib.suppress(OSError), (make_cache_dir() / _ERRORS).open("wb") as errors:
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", _COMPILE],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env=environment,
+            cwd="/",
+            start_new_session=True,
+        )
 
 
 def _in_cache(march: str) -> Path:
@@ -311,6 +343,11 @@ def run_at_once(compiler: str, calls: list[list[str]]) -> None:
                 )
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Have the kernels in the cache."""
     with tempfile.TemporaryDirectory(dir=temporary_dir()) as _directory:
         write_kernels(Path(_directory) / "kernels.so")
+
+
+if __name__ == "__main__":
+    main()

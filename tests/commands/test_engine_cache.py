@@ -21,6 +21,7 @@ from tiny import hf_greedy, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from waiting import HANG_S, wait_until
 
+from runtime.cache import cache_dir
 from runtime.config import BuildConfig
 from runtime.engine_cache import EngineSettings
 from runtime.models import resolve_model
@@ -60,7 +61,8 @@ def engines(cache: Path) -> list[Path]:
 def start(model_dir: Path, environment: dict[str, str], stdout: Path) -> subprocess.Popen[bytes]:
     """Start it in a process group of its own; stderr is in a file beside the one of stdout."""
     with stdout.open("wb") as out, errors_beside(stdout).open("wb") as errors:
-        command = [sys.executable, "-m", "specdec_cli", "run", "--model-dir", model_dir, *map(str, RUN)]
+        arguments = ["--model-dir", model_dir, "--compiler", "aot", *map(str, RUN)]
+        command = [sys.executable, "-m", "specdec_cli", "run", *arguments]
         return subprocess.Popen(command, env=environment, stdout=out, stderr=errors, start_new_session=True)
 
 
@@ -70,9 +72,13 @@ def errors_beside(stdout: Path) -> Path:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, which is the one in use."""
-    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+    """A cache with nothing in it but the kernels, which is the one in use."""
+    in_use = tmp_path / "cache"
+    in_use.mkdir(mode=0o700)
+    for kernels in cache_dir().glob("kernels-*.so"):
+        shutil.copy(kernels, in_use)
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(in_use))
+    return in_use
 
 
 @pytest.fixture
@@ -139,6 +145,56 @@ def test_killed_build_leaves_a_cache_that_two_processes_can_use(
     assert who_waits() == [False, True]
     answers = [output.read_text().partition("┏")[0] for output in outputs]
     assert answers[0] == answers[1]
+
+
+AFTERWARDS = "the kernels are compiled afterwards"
+
+
+def test_a_first_answer_does_not_wait_for_kernels(
+    specdec_fork: Specdec, kernels: Path, model_dir: Path, tmp_path: Path
+) -> None:
+    """A process that outlives the command compiles them, for the next one."""
+    cache = tmp_path / "cache"
+    environment = compiler_at_a_gate(tmp_path, kernels) | {"SPECDEC_CACHE_DIR": str(cache)}
+
+    def answer(*flags: str) -> Result:
+        result = specdec_fork("run", "--model-dir", model_dir, *RUN, "--json", *flags, environment=environment)
+        assert result.exit_code == 0, result.stderr
+        return result
+
+    first = answer()
+    assert first.stderr.count(AFTERWARDS) == 1
+    assert first.document["engine"]["build_config"]["compiler"] == "none"
+    wait_until(lambda: (tmp_path / "reached").exists())
+    (tmp_path / "opened").touch()
+    wait_until(lambda: list(cache.glob("kernels-*.so")))
+    later = answer()
+    assert AFTERWARDS not in later.stderr
+    assert later.document["engine"]["build_config"]["compiler"] == "aot"
+    assert ids_of(later.document) == ids_of(first.document)
+
+
+@pytest.mark.slow  # the first answers of several caches
+def test_a_first_answer_waits_where_that_is_asked_for_or_kernels_are_needed(
+    specdec_fork: Specdec, kernels: Path, model_dir: Path, tmp_path: Path
+) -> None:
+    """A compiler that fails, in the process that nobody sees, is quoted by the next command."""
+    environment = compiler_at_a_gate(tmp_path, kernels)
+    (tmp_path / "opened").touch()
+    flags = (["--compiler", "aot"], ["--self-draft", "int8"], ["--check-lossless", "--ngram-config", "4,2"])
+    for number, asked in enumerate(flags):
+        own = environment | {"SPECDEC_CACHE_DIR": str(tmp_path / f"cache {number}")}
+        result = specdec_fork("run", "--model-dir", model_dir, *RUN, *asked, "--json", environment=own)
+        assert AFTERWARDS not in result.stderr
+        assert result.document["engine"]["build_config"]["compiler"] == "aot"
+    compiler = tmp_path / "bin" / "g++"
+    compiler.write_text("#!/bin/sh\necho no such flag >&2; exit 3\n")
+    own = environment | {"SPECDEC_CACHE_DIR": str(tmp_path / "cache")}
+    answers = [specdec_fork("run", "--model-dir", model_dir, *RUN, environment=own)]
+    wait_until(lambda: "no such flag" in (tmp_path / "cache" / "kernels.errors").read_text())
+    answers.append(specdec_fork("run", "--model-dir", model_dir, *RUN, environment=own))
+    assert [one.exit_code for one in answers] == [0, 1]
+    assert AFTERWARDS in answers[0].stderr and "no such flag" in answers[1].stderr
 
 
 def test_engine_is_built_once_and_serves_all_draft_lengths(specdec: Specdec, kernels: Path) -> None:
@@ -233,17 +289,14 @@ def test_damaged_entry_is_built_again(damage: str, run: Run, cache: Path) -> Non
 
 
 @pytest.mark.usefixtures("built_uncompiled")
-def test_what_a_build_has_left_that_was_killed_at_its_very_end_is_removed(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_build_has_left_that_was_killed_at_its_very_end_is_removed(run: Run, cache: Path) -> None:
     """Killed when the engine was there, and its checkpoint not removed yet."""
-    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
     assert run().exit_code == 0
-    (engine,) = engines(tmp_path / "cache")
+    (engine,) = engines(cache)
     (engine.with_name(f".{engine.name}.left") / "checkpoint").mkdir(parents=True)
     result = run()
     assert result.exit_code == 0 and "compiling" not in result.stderr
-    assert engines(tmp_path / "cache") == [engine]
+    assert engines(cache) == [engine]
 
 
 @pytest.mark.usefixtures("built_uncompiled")
