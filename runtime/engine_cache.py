@@ -160,12 +160,7 @@ def engine_of_model(
         compiler = settings.compiler
         may_wait = answers_first and asked is None and use_cache and not is_made(settings)
         if may_wait and _needs_no_kernels(model_dir, settings) and kernels_can_wait():
-            warnings.warn(
-                "this time the model is computed as it is, which is slower: the kernels are compiled afterwards, in a "
-                "process of their own, for later starts",
-                SpecDecWarning,
-                stacklevel=3,
-            )
+            _say_that_kernels_come_later()
             stack.callback(begin_kernels)
             compiler = "none"
         engine_dir = as_can_be_made(asked, compiler, make_and_enter)
@@ -212,6 +207,15 @@ def _entry(entry: Path, source: Path, make: Callable[[Path], object]) -> Iterato
 
 def _say_that_it_waits() -> None:
     warnings.warn("another process is building this engine: waiting for it", SpecDecWarning, stacklevel=2)
+
+
+def _say_that_kernels_come_later() -> None:
+    warnings.warn(
+        "this time the model is computed as it is, which is slower: the kernels are compiled afterwards, in a process "
+        "of their own, for later starts",
+        SpecDecWarning,
+        stacklevel=2,
+    )
 
 
 def _identity(model_dir: Path, settings: EngineSettings, device: torch.device) -> str:

@@ -44,7 +44,7 @@ _ARM = "asimd atomics bf16 crc32 fp i8mm sme sve"
 _INSTRUCTIONS = tuple((_ARM if platform.machine() in ("aarch64", "arm64") else _X86).split())
 PREBUILT_DIR = Path(__file__).parent / "prebuilt"
 _ERRORS = "kernels.errors"
-"""What the process that compiles beside others has to say: nothing, unless it fails."""
+"""Errors of the process that compiles beside others; empty unless it fails."""
 _COMPILE = "import os; os.nice(19); from runtime.compiler.kernel_library import main; main()"
 MARK = "specdec-kernels-of:"
 """Text in each library before the digest of its sources."""
