@@ -277,6 +277,11 @@ class LLM:
         if speculation.draft_len_mode == "auto":
             self.measure_costs()
         config = self.bundle.config
+        if config.mapping.tp_size > 1 and speculation.read_heads():
+            raise SpecDecError(
+                f"a model that is split over devices has no trained drafter: tp_size {config.mapping.tp_size}",
+                hint="draft otherwise, or do not split it",
+            )
         speculation.check_fits(config.build_config)
         check_corpora(speculation, self.tokenizer, config.vocab_size)
         opening = Opening(

@@ -122,7 +122,7 @@ def speculation_from_flags(
     configs = {name: given[config_flag(spec)] for name, spec in DRAFTERS.items() if config_flag(spec) in given}
     flags = _Flags({flag[2:].replace("-", "_"): value for flag, value in given.items()}, configs, leader, drafters)
     names = flags.drafter_names()
-    chosen = [flags.parse(DRAFTERS[name]) for name in names]
+    chosen = [flags.parse(DRAFTERS[name], names) for name in names]
     flags.check_used(names)
     devices = list(dict.fromkeys(ids for _, ids in chosen if ids is not None))
     if len(devices) > 1:
@@ -217,14 +217,18 @@ class _Flags:
         value = self.given.get(setting.flag or "")
         return value if value is not None or not self.leader else self.leader.values.get(setting.leader_flag or "")
 
-    def _model_of(self, spec: type[DrafterSpec], setting: Setting) -> Any:
-        """Value of a setting that names a model: of a drafter that lies in one the target's own, if no other has it."""
+    def _model_of(self, spec: type[DrafterSpec], setting: Setting, names: Collection[str]) -> Any:
+        """Value of a setting that names a model: of a drafter that lies in one the target's own, unless a model is
+        named that none of the other drafters reads.
+        """
         value = self._own_value(setting)
         own = None if self.leader is None else self.leader.model_dir
-        return own if spec.is_in_model(own) and not spec.is_in_model(value) else value
+        others = (DRAFTERS[name] for name in names if name != spec.description.name)
+        is_others = any(other.models() and other.reads(value) for other in others) if value is not None else True
+        return own if spec.is_in_model(own) and is_others and not spec.is_in_model(value) else value
 
-    def parse(self, spec: type[DrafterSpec]) -> tuple[DrafterSpec, Devices]:
-        """A drafter by its own flag, or else by those of leader mode; and the target's devices."""
+    def parse(self, spec: type[DrafterSpec], names: Collection[str]) -> tuple[DrafterSpec, Devices]:
+        """A drafter by its own flag, or else by those of leader mode, of these drafters; and the target's devices."""
         described, config = spec.description, self.configs.get(spec.description.name)
         devices: Devices = None
         values: dict[str, Any] = {}
@@ -236,7 +240,7 @@ class _Flags:
                 hint=_form_hint(spec),
             )
         for name, setting in spec.settings().items():
-            value = self._model_of(spec, setting) if name in spec.models() else self._own_value(setting)
+            value = self._model_of(spec, setting, names) if name in spec.models() else self._own_value(setting)
             if name not in values and value is None and self.leader and config is None:
                 value = self._leader_default(setting)
             if name not in values and value is not None:

@@ -106,12 +106,16 @@ def check_head_tokenizer(directory: Path, target: TargetIdentity) -> None:
 
     It reads and drafts ids: those of another tokenizer are other words.
     """
-    if target.tokenizer is None or _same_file(directory / "tokenizer.json", target.tokenizer_dir / "tokenizer.json"):
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if target.tokenizer is None or not any((directory / name).is_file() for name in names):
+        return  # of a config alone transformers makes tokenizers, of one token
+    if _same_file(directory / "tokenizer.json", target.tokenizer_dir / "tokenizer.json"):
         return
     try:
         tokenizer = open_tokenizer(directory)
-    except SpecDecError:
-        return  # most heads come without one
+    except SpecDecError as error:
+        warnings.warn(f"the head's tokenizer is not compared with the target's: {error.message}", SpecDecWarning, 2)
+        return
     vocabulary, target_vocabulary = tokenizer.get_vocab(), target.tokenizer.get_vocab()
     differing = [token for token, i in vocabulary.items() if target_vocabulary.get(token) != i]
     if len(differing) > _MOST_DIFFERING * len(vocabulary):

@@ -9,6 +9,16 @@ from runtime.request import Draft, Sequence
 from runtime.sampling import NoValidToken, draw
 
 
+def is_ready(sequence: Sequence, *, use_logits: bool) -> bool:
+    """True if a drafter that goes on from the target's K/V may draft: all but the last token are computed.
+
+    Drafts that choose what is sampled do not begin before the output does: a prompt that is found again would have one
+    then, and the same prompt at first none, for another text.
+    """
+    begins = len(sequence.tokens) == len(sequence.request.prompt_tokens)
+    return sequence.num_computed == len(sequence.tokens) - 1 and not (use_logits and begins)
+
+
 @dataclass
 class DraftState:
     """A draft in the making, and the sequence with it as the model sees it.

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.drafters.confidence_stop import ConfidenceStop
-from runtime.drafters.draft_state import DraftState
+from runtime.drafters.draft_state import DraftState, is_ready
 from runtime.drafters.protocol import Suggest
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
@@ -194,8 +194,8 @@ class SelfDraft:
 
         What is left of a prompt is for the target to compute, once.
         """
-        is_ready = sequence.num_computed == len(sequence.tokens) - 1
         draft_sequence = Sequence(sequence.request, list(sequence.tokens), sequence.num_computed, sequence.block_table)
         draft_sequence.sampler, draft_sequence.state_slot = sequence.sampler, sequence.state_slot
-        max_len = min(max_draft_len, sequence.max_draft_len) if is_ready else 0
+        ready = is_ready(sequence, use_logits=self.use_logits)
+        max_len = min(max_draft_len, sequence.max_draft_len) if ready else 0
         return DraftState(draft_sequence, max_len, self.use_logits)

@@ -19,7 +19,7 @@ from runtime.compiler.compilation import PackagedStep
 from runtime.compiler.memory import trim
 from runtime.config import ARITHMETICS, StepCost
 from runtime.drafters.confidence_stop import ConfidenceStop
-from runtime.drafters.draft_state import DraftState
+from runtime.drafters.draft_state import DraftState, is_ready
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.heads.block_head import BlockHead, num_slots
@@ -95,9 +95,9 @@ class HeadDraft:
         """A draft for a sequence of which the target has computed all but the last token; else an empty one."""
         draft_sequence = Sequence(sequence.request, list(sequence.tokens), sequence.num_computed, sequence.block_table)
         draft_sequence.sampler = sequence.sampler
-        is_ready = sequence.num_computed == len(sequence.tokens) - 1 and sequence.num_computed > 0
+        ready = sequence.num_computed > 0 and is_ready(sequence, use_logits=self.use_logits)
         longest = self.head.longest_draft or max_draft_len
-        max_len = min(max_draft_len, sequence.max_draft_len, longest) if is_ready else 0
+        max_len = min(max_draft_len, sequence.max_draft_len, longest) if ready else 0
         return DraftState(draft_sequence, max_len, self.use_logits)
 
     def _catch_up(self, draft_states: Seq[DraftState]) -> dict[int, Tensor]:

@@ -321,10 +321,10 @@ class HeadDrafter(DrafterSpec):
     def read_heads(self) -> "list[HeadConfig]":
         from runtime.heads.head_config import read_head
 
-        if self.head is None:
+        if not self.head:
             raise UsageError(
                 f"no directory of the {self.description.title} is given: {self.head}",
-                hint="that of the target is assumed where the `LLM` is made of a model, and not opened from an engine",
+                hint="an `LLM` that was opened from an engine does not know its model: name it, `MtpDrafter(MODEL)`",
             )
         found = read_head(self.head)
         if found.kind != self.kind:
@@ -459,7 +459,11 @@ class MtpDrafter(HeadDrafter):
         if self.head is not None or model is None:
             return self
         of_model = replace(self, head=model)
-        if of_model.read_heads() and not self.is_in_model(model):
+        try:
+            of_model.read_heads()
+        except SpecDecError as error:
+            raise SpecDecError(f"the model has no MTP head that drafts: {error.message}", hint=error.hint) from error
+        if not self.is_in_model(model):
             raise SpecDecError(
                 f"the model's files have no weights of its MTP head: {model}",
                 hint="repackaged models often leave it out; the original has it",

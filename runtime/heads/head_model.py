@@ -63,11 +63,39 @@ class PackedLinear(nn.Module):
         return outputs
 
 
+class FusedNorm(nn.Module):
+    """An RMSNorm by torch's fused operation: a family's own has seven, which take longer to call than to compute."""
+
+    scale: Tensor
+
+    def __init__(self, scale: Tensor, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.scale.shape, self.scale, self.eps).to(x.dtype)
+
+
+def _fused_norm(norm: nn.Module) -> FusedNorm | None:
+    """The same of an RMSNorm, whatever its family makes of the weight: w, or 1 + w. None of other modules."""
+    weight = getattr(norm, "weight", None)
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if not type(norm).__name__.endswith("RMSNorm") or weight is None or eps is None:
+        return None
+    with torch.no_grad():
+        x = torch.linspace(1, 2, weight.numel(), device=weight.device)
+        fused = FusedNorm(norm(x) / F.rms_norm(x, weight.shape, eps=eps), eps)
+        return fused if torch.allclose(fused(-x), norm(-x)) else None
+
+
 def use_kernels(head: nn.Module, arithmetic: int, known: dict[str, Tensor]) -> None:
-    """Have the CPU's kernels, which must be loaded, compute the head's attention and linear layers."""
+    """Have the CPU's kernels, which must be loaded, compute the head's attention and linear layers, and fuse norms."""
     for module in list(head.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and child.in_features % 2 == 0:
+            if (norm := _fused_norm(child)) is not None:
+                setattr(module, name, norm)
+            elif type(child) is nn.Linear and child.in_features % 2 == 0:
                 setattr(module, name, PackedLinear(child, arithmetic, known))
             elif type(child) is QuantizedLinear:
                 setattr(module, name, PackedQuantized(child, arithmetic))

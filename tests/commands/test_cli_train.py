@@ -15,8 +15,10 @@ from quantized import save_fp8, small_model
 from safetensors.torch import load_file, save_file
 from test_cli_errors import assert_one_clear_error
 from tiny import make_model
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from runtime.bundle import read_bundle
+from runtime.drafters.compatibility import TargetIdentity, check_head_tokenizer
 from runtime.heads.head_config import read_head
 from runtime.heads.mtp_head import check_mtp_is_of
 from runtime.models import read_model_config
@@ -155,7 +157,7 @@ def test_a_head_of_another_model_is_refused_before_anything_is_answered(
 
 
 def test_a_head_beside_another_tokenizer_is_refused(
-    specdec: Specdec, mtp_dirs: tuple[Path, Path], llama_dir: Path, directory: Path
+    specdec: Specdec, mtp_dirs: tuple[Path, Path], llama_dir: Path, directory: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """It neither drafts nor is trained, though its weights fit: its ids are other words. A revision that renames a
     special token is taken."""
@@ -178,6 +180,13 @@ def test_a_head_beside_another_tokenizer_is_refused(
     for command in (run, train):
         assert_one_clear_error(specdec(*command), 1, ("another tokenizer", f"20 of its {len(vocab)}", repr(last)))
         assert tree(directory) == before
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (other / name).unlink()
+    config = json.loads((other / "config.json").read_text())
+    bundle = read_bundle(mtp_dirs[0])
+    for model_type in ("llama", "qwen3"):  # transformers makes a tokenizer of one token of the latter's config alone
+        (other / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+        check_head_tokenizer(other, TargetIdentity(bundle, bundle.directory, tokenizer))
 
 
 def test_layers_in_a_row_draft_no_more_tokens_than_they_are(specdec: Specdec, llama_dir: Path, directory: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from command_line import Specdec, assert_valid, ids_of
 from safetensors.torch import load_file
 from sentences import Said
+from test_cli_errors import assert_one_clear_error
 
 from runtime import scheduler
 from runtime.bundle import read_bundle
@@ -289,6 +290,30 @@ def test_tune_has_it_among_its_candidates(specdec: Specdec, engine_dir: Path, pr
         assert {one["name"] for one in tried} == {"eagle", "chain"}, tried
     named = specdec("tune", *asked, "--eagle-config", 2, "--output", tmp_path / "profile.json", "--json")
     assert named.exit_code == 0, named.stderr
+
+
+def test_a_head_that_is_named_is_not_passed_over(
+    specdec: Specdec, llama_dir: Path, mtp_dirs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model has one of its own, which drafted in the place of what is not there. Beside a draft model it drafts."""
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    run = [
+        "run",
+        "--model-dir",
+        mtp_dirs[1],
+        "--compiler",
+        "none",
+        "--input-text",
+        "dog",
+        "--max-output-len",
+        6,
+        "--json",
+    ]
+    for flags in (["--drafters", "mtp"], ["--spec-decode-algo", "MTP"], ["--drafters", "ngram,mtp"]):
+        result = specdec(*run, *flags, "--draft-model-dir", tmp_path / "none")
+        assert_one_clear_error(result, 1, (str(tmp_path / "none"),))
+    document = specdec(*run, "--drafters", "draft-target,mtp", "--draft-model-dir", llama_dir).document
+    assert document["settings"]["mtp_config"]["head_dir"] == str(mtp_dirs[1])
 
 
 TUNED = ["--input-text", "dog", "--max-output-len", 6, "--num-live-prompts", 1, "--max-draft-len", 2, "--json"]

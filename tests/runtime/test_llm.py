@@ -31,6 +31,7 @@ from specdec_cli import (
     MtpDrafter,
     NgramDrafter,
     SamplingParams,
+    SelfDrafter,
     Sequence,
     SpecDecError,
     SpecDecWarning,
@@ -541,10 +542,31 @@ def test_mtp_head_of_its_own_model(tmp_path: Path) -> None:
         assert drafted.token_ids == plain.token_ids
     with LLM(with_mtp, compiler="none", use_cache=False, tensor_parallel_size=2) as llm:
         assert llm.bundle.config.build_config.hidden_states == ()
+        with pytest.raises(SpecDecError, match="split over devices"):
+            llm.generate([[3, 4, 5, 6]], greedy, drafter=MtpDrafter())
     (with_mtp / "model.safetensors").write_bytes((tmp_path / "model" / "model.safetensors").read_bytes())
     for model, said in ((tmp_path / "model", "no trained drafter by its config"), (with_mtp, "no weights of its MTP")):
         with LLM(model, compiler="none", use_cache=False) as llm, pytest.raises(SpecDecError, match=said):
             llm.generate([[3, 4, 5, 6]], greedy, drafter=MtpDrafter())
+
+
+@pytest.mark.parametrize("kind", ["head", "copy"])
+def test_a_seed_gives_the_same_text_for_a_prompt_that_is_found_again(kind: str, tmp_path: Path) -> None:
+    """By probabilities too: of a prompt whose keys are there its first token was drafted, for another text."""
+    make_model("llama").save_pretrained(tmp_path / "model")
+    model = copy_with_mtp(tmp_path / "model", tmp_path / "mtp")
+    drafter = MtpDrafter(use_logits=True) if kind == "head" else SelfDrafter(3, use_logits=True)
+    options: dict[str, Any] = {"compiler": "none", "use_cache": False, "self_draft": "int8" if kind == "copy" else None}
+    prompts = [[3, 4, 5, 6], [*range(5, 30), *range(5, 20)]]
+    with LLM(model, **options) as llm:
+        for seed in range(4):
+            params = SamplingParams(temperature=1.0, max_tokens=8, seed=seed)
+            first, *others = [
+                [one.token_ids for one in llm.generate(prompts, params, drafter=drafter, draft_len_mode="fixed")]
+                for _ in range(3)
+            ]
+            assert others == [first, first]
+        assert llm.generate(prompts, params, drafter=drafter)[0].stats.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize(("given", "most"), [(100, 100), (None, 4096)])

@@ -1,0 +1,197 @@
+"""Steps of trained heads beside those of their targets, of the forms of published ones.
+
+Random weights: Llama-3.1-8B at a quarter of its width with an EAGLE-3 head of a quarter of the ids, Qwen3.5-0.8B with
+its MTP head, and Gemma 4 E2B with its assistant and an eighth of the ids. A step of the target is one of a generation
+without a drafter, a step of the head the whole drafting of one token. The two take turns; figures are medians.
+
+    python -m scripts.bench.head_shapes [--qformat int4] [--runs 9] [--work-dir DIR] [llama] [qwen] [gemma]
+"""
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from runtime.checkpoint import convert
+from runtime.checkpoint_dir import OpenedCheckpoint, open_checkpoint
+from runtime.compiler.build import BuildEffort, build_engine
+from runtime.config import DraftOutput, IntFormat, QuantConfig
+from runtime.draft_ids import choose_drafts
+from runtime.drafters.specs import AssistantDrafter, EagleDrafter, MtpDrafter
+from runtime.engine_cache import EngineSettings
+from runtime.heads.head_config import DraftOutputSettings, read_head, states_of_heads
+from runtime.llm import LLM
+from runtime.params import SamplingParams
+from scripts.bench import heads
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+CONTEXT, NUM_TOKENS = 512, 24
+_LLAMA = {"model_type": "llama", **heads.TARGET, "num_hidden_layers": 32}
+_QWEN = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+}
+_GEMMA = {
+    "model_type": "gemma4_text",
+    "vocab_size": 32768,
+    "vocab_size_per_layer_input": 32768,
+    "hidden_size": 1536,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 35,
+    "num_kv_shared_layers": 20,
+    "use_double_wide_mlp": True,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "hidden_size_per_layer_input": 256,
+}
+_ASSISTANT = {
+    "hidden_size": 256,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+}
+
+
+Layer = tuple[int | None, IntFormat | None]
+"""Number of ids and quantization of the output layer that drafts; None: as the head has it."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A target, the making of its head (model's directory, a new one) -> head's directory, and output layers."""
+
+    target: dict[str, Any]
+    head: Callable[[Path, Path], Path]
+    drafter: type[EagleDrafter] | type[MtpDrafter] | type[AssistantDrafter]
+    layers: tuple[Layer, ...]
+
+
+def eagle(model_dir: Path, directory: Path) -> Path:
+    return heads.save_head("EAGLE-3", directory)
+
+
+def mtp(model_dir: Path, directory: Path) -> Path:
+    from heads import copy_with_mtp  # of the tests
+
+    return copy_with_mtp(model_dir, directory)  # type: ignore[no-any-return]
+
+
+def assistant(model_dir: Path, directory: Path) -> Path:
+    from heads import make_assistant  # of the tests
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    return make_assistant(model, directory, num_centroids=2048, **_ASSISTANT)  # type: ignore[no-any-return]
+
+
+FORMS = {
+    "llama": Form(_LLAMA, eagle, EagleDrafter, ((None, None), (None, "int4"))),
+    "qwen": Form(_QWEN, mtp, MtpDrafter, ((None, None), (None, "int4"), (31040, None), (31040, "int4"))),
+    "gemma": Form(_GEMMA, assistant, AssistantDrafter, ((None, None),)),
+}
+
+
+def save_model(form: Form, directory: Path) -> Path:
+    if not directory.exists():
+        settings = dict(form.target)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
+        for key, parameter in model.named_parameters():
+            if "q_norm" in key:
+                parameter.data *= 0.1  # or random queries each choose one key, and rounding makes that another one
+        model.to(torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+def make_engine(checkpoint: OpenedCheckpoint, head_dir: Path, layer: Layer, engine_dir: Path) -> None:
+    head = read_head(head_dir)
+    num_ids, qformat = layer
+    vocab = None
+    if num_ids is not None:
+        vocab = engine_dir.with_suffix(".ids")
+        vocab.write_text("\n".join(map(str, range(num_ids))))
+    output = DraftOutputSettings(None if vocab is None else str(vocab), None, qformat)
+    drafts = choose_drafts(output, (head,), checkpoint)
+    states = states_of_heads([head], checkpoint.config.pretrained_config)
+    settings = EngineSettings(max_batch_size=1, max_seq_len=1024, hidden_states=states, compiler="aot")
+    build = dataclasses.replace(settings.build_config(1024), draft_output=DraftOutput(qformat, len(drafts.ids) or None))
+    effort = BuildEffort(measure_costs=False, drafts=drafts)
+    build_engine(checkpoint, engine_dir, build, torch.device("cpu"), replace=False, phase=lambda _: None, effort=effort)
+
+
+def make_engines(form: Form, directory: Path, qformat: IntFormat | None) -> list[tuple[Layer, Path]]:
+    """Each output layer with its engine, unless they are in the directory already."""
+    engines = [(layer, directory / f"engine-{qformat}-{number}") for number, layer in enumerate(form.layers)]
+    if all(engine_dir.exists() for _, engine_dir in engines):
+        return engines
+    model_dir = save_model(form, directory / "model")
+    if not (directory / "head").exists():
+        form.head(model_dir, directory / "head")
+    precision = QuantConfig() if qformat is None else QuantConfig(qformat, 64)
+    with tempfile.TemporaryDirectory(dir=directory) as temporary:
+        convert(model_dir, Path(temporary), None, replace=True, progress=lambda *_: None, precision=precision)
+        checkpoint = OpenedCheckpoint(Path(temporary), open_checkpoint(Path(temporary)))
+        for layer, engine_dir in engines:
+            if not engine_dir.exists():
+                make_engine(checkpoint, directory / "head", layer, engine_dir)
+    return engines
+
+
+def time_steps(llm: LLM, drafter: Any, runs: int) -> tuple[float, float]:
+    """Median seconds of a step of the target, and of the drafting of one token."""
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    template = llm.request_of(params)
+    sessions = llm.session(), llm.session(drafter, "fixed")
+    own, drafting = [], []
+    for run in range(runs + 1):
+        for session, kept, part in ((sessions[0], own, "target"), (sessions[1], drafting, "draft")):
+            prompt = [5 + (run * 7 + i * 13) % 1000 for i in range(CONTEXT)]
+            session.run([template.with_prompt(0, prompt)])  # the prompt is found again by the next
+            times = session.run([template.with_prompt(0, prompt)]).times
+            if run:
+                kept.append(getattr(times, f"{part}_time_s") / times.num_iterations)
+    return median(own), median(drafting)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("forms", nargs="*", help=f"of {', '.join(FORMS)}; all of them")
+    parser.add_argument("--qformat", choices=["int8", "int4"], help="of the target; without it bfloat16")
+    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--work-dir", type=Path, help="keeps models and heads for the next run")
+    arguments = parser.parse_args()
+    print(f"{torch.get_num_threads()} threads\n\n| head | output layer | its step, ms | the target's | share |")
+    print("|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in arguments.forms or FORMS:
+            form, directory = FORMS[name], (arguments.work_dir or Path(temporary)) / name
+            for layer, engine_dir in make_engines(form, directory, arguments.qformat):
+                with LLM(engine_dir) as llm:
+                    target_s, head_s = time_steps(llm, form.drafter(directory / "head", 1), arguments.runs)
+                num_ids, qformat = layer
+                shown = f"{f'{num_ids:,} ids' if num_ids else 'its own'}{f', {qformat}' if qformat else ''}"
+                figures = f"{head_s * 1e3:.2f} | {target_s * 1e3:.1f} | {head_s / target_s:.3f}"
+                print(f"| {form.drafter.description.title} of {name} | {shown} | {figures} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
