@@ -2,7 +2,8 @@
 
 Random weights: Llama-3.1-8B at a quarter of its width with an EAGLE-3 head of a quarter of the ids, Qwen3.5-0.8B with
 its MTP head, and Gemma 4 E2B with its assistant and an eighth of the ids. A step of the target is one of a generation
-without a drafter, a step of the head the whole drafting of one token. The two take turns; figures are medians.
+without a drafter, a step of the head what it computes for a draft of one token, and with the choice of the token it is
+the whole drafting. The two take turns; figures are medians.
 
     python -m scripts.bench.head_shapes [--qformat int4] [--runs 9] [--work-dir DIR] [llama] [qwen] [gemma]
 """
@@ -156,20 +157,19 @@ def make_engines(form: Form, directory: Path, qformat: IntFormat | None) -> list
     return engines
 
 
-def time_steps(llm: LLM, drafter: Any, runs: int) -> tuple[float, float]:
-    """Median seconds of a step of the target, and of the drafting of one token."""
+def time_steps(llm: LLM, drafter: Any, runs: int) -> dict[str, float]:
+    """Median milliseconds of a step of the `target`, of one of the head (`draft_model`), and of all drafting."""
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     template = llm.request_of(params)
     sessions = llm.session(), llm.session(drafter, "fixed")
-    own, drafting = [], []
-    for run in range(runs + 1):
-        for session, kept, part in ((sessions[0], own, "target"), (sessions[1], drafting, "draft")):
-            prompt = [5 + (run * 7 + i * 13) % 1000 for i in range(CONTEXT)]
-            session.run([template.with_prompt(0, prompt)])  # the prompt is found again by the next
-            times = session.run([template.with_prompt(0, prompt)]).times
-            if run:
-                kept.append(getattr(times, f"{part}_time_s") / times.num_iterations)
-    return median(own), median(drafting)
+    request = template.with_prompt(0, [5 + i * 13 % 1000 for i in range(CONTEXT)])
+    found: dict[str, list[float]] = {"target": [], "draft_model": [], "draft": []}
+    for run in range(runs + 1):  # in the first the prompt is computed, and found again by the others
+        for session, parts in ((sessions[0], ["target"]), (sessions[1], ["draft_model", "draft"])):
+            times = session.run([request]).times
+            for part in parts if run else []:
+                found[part].append(1e3 * getattr(times, f"{part}_time_s") / times.num_iterations)
+    return {part: median(values) for part, values in found.items()}
 
 
 def main() -> None:
@@ -179,17 +179,20 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--work-dir", type=Path, help="keeps models and heads for the next run")
     arguments = parser.parse_args()
-    print(f"{torch.get_num_threads()} threads\n\n| head | output layer | its step, ms | the target's | share |")
-    print("|---|---|---|---|---|")
+    print(
+        f"{torch.get_num_threads()} threads\n\n| head | output layer | its step, ms | the target's | share | drafting |"
+    )
+    print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as temporary:
         for name in arguments.forms or FORMS:
             form, directory = FORMS[name], (arguments.work_dir or Path(temporary)) / name
             for layer, engine_dir in make_engines(form, directory, arguments.qformat):
                 with LLM(engine_dir) as llm:
-                    target_s, head_s = time_steps(llm, form.drafter(directory / "head", 1), arguments.runs)
+                    ms = time_steps(llm, form.drafter(directory / "head", 1), arguments.runs)
                 num_ids, qformat = layer
                 shown = f"{f'{num_ids:,} ids' if num_ids else 'its own'}{f', {qformat}' if qformat else ''}"
-                figures = f"{head_s * 1e3:.2f} | {target_s * 1e3:.1f} | {head_s / target_s:.3f}"
+                target, own, drafting = (ms[part] for part in ("target", "draft_model", "draft"))
+                figures = f"{own:.2f} | {target:.1f} | {own / target:.3f} | {drafting:.2f}"
                 print(f"| {form.drafter.description.title} of {name} | {shown} | {figures} |", flush=True)
 
 
