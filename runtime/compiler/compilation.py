@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from runtime.batch import Batch, Row, pack, pad_to_min_2
@@ -297,9 +297,17 @@ def export_step(
     inputs = (*batch.tensors(), *pools, *example_states(shapes, rows, parameter.dtype))
     step.stand_ins = stand_ins
     try:
-        return torch.export.export(step, inputs, strict=False, dynamic_shapes=tuple(dynamic))
+        return export_module(step, inputs, tuple(dynamic))
     finally:
         step.stand_ins = None
+
+
+def export_module(module: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: tuple[Any, ...]) -> "ExportedProgram":
+    """The module's graph. Few operations are the same twice: to remember what they give would take half the time."""
+    import torch._dynamo.config as config  # seconds, for a step that is found in the cache
+
+    with config.patch(fake_tensor_cache_enabled=False):
+        return torch.export.export(module, inputs, strict=False, dynamic_shapes=dynamic_shapes)
 
 
 @dataclass(frozen=True)

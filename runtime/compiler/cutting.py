@@ -23,6 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from runtime.compiler.attention import PagedInputs
+from runtime.compiler.compilation import export_module
 from runtime.compiler.linears import use_kernels
 from runtime.compiler.selection import select_early
 from runtime.compiler.weights import Layout, layout_of, num_bytes_of, present
@@ -349,7 +350,7 @@ def _export_layer(layer: nn.Module, node: Node, call: _LayerCall, arithmetic: in
         {dim: Dim.DYNAMIC for dim, size in enumerate(v.shape) if isinstance(size, torch.SymInt)} for v in values
     )
     module = _Layer(layer, call, list(sizes.values()))
-    program = torch.export.export(module, _examples(values), strict=False, dynamic_shapes=(free,))
+    program = export_module(module, _examples(values), (free,))
     if program.graph_signature.buffers_to_mutate:
         raise CannotBeCut("its layers remember")
     _replace_products(program, arithmetic)

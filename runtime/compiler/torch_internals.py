@@ -17,6 +17,8 @@ _TESTED = "2.13"
 PRIVATE: dict[str, tuple[str, ...]] = {
     "torch._check": (),
     "torch._ops.OpOverload": (),
+    "torch._dynamo.config.fake_tensor_cache_enabled": (),
+    "torch._dynamo.config.patch": (),
     "torch._inductor.aot_compile": ("options",),
     "torch._inductor.aoti_compile_and_package": ("package_path", "inductor_configs"),
     "torch._inductor.config.always_keep_tensor_constants": (),
