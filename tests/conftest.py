@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shlex
 
 # Set before torch is imported: with tiny tensors, threads that wait for each other are the whole run time.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -12,6 +13,7 @@ os.environ["AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL"] = "O0"
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -43,6 +45,18 @@ def pytest_configure(config: pytest.Config) -> None:
     collect_rarely()
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         config.pluginmanager.import_plugin("common_fixtures")  # takes seconds, and who has workers runs no test
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Have workers begin as forks of the process that the tests' are forks of: one imports what takes seconds."""
+    from forked import Forks
+
+    directory = config._tmp_path_factory.getbasetemp() / "forks"  # type: ignore[attr-defined]
+    forks = Forks(directory)
+    config.add_cleanup(forks.end)
+    for spec in specs:
+        spec.python = shlex.quote(str(forks.python(directory)))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

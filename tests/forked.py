@@ -25,30 +25,32 @@ from waiting import HANG_S
 ROOT = Path(__file__).parents[1]
 _SERVER = """
 import atexit, gc, json, os, select, signal, socket, sys, tempfile, threading
+from contextlib import suppress
 from scripts.campaigns import forks
 import commands.serve.server, specdec_cli.app
 import pygments.lexers, rich.markdown, typer.rich_utils  # what help and errors are shown by
+from transformers import AutoModelForCausalLM, PreTrainedModel  # for tests
 
 forks.import_all()
 gc.collect()
 gc.freeze()
 listening = socket.socket(fileno=int(sys.argv[1]))
-asking = [listening.accept()[0]]  # one connection for each worker
-waiting = {}  # by the process that is waited for
+asking = [listening.accept()[0]]  # one connection for each worker, and one for who has them
+waiting = {}  # processes that are waited for, and by whom
 
 def ended(pid):
     found, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if found else None
 
 while True:
-    for pid, connection in list(waiting.items()):
-        if (code := ended(pid)) is not None:
-            connection.send(str(code).encode())
-            waiting.pop(pid).close()
-    ready, _, _ = select.select([*asking, listening], [], [], 0.005 if waiting else None)
-    if not ready:
+    ready, *_ = select.select([*waiting, *asking, listening], [], [])[0]
+    if ready in waiting:
+        pid, connection = waiting.pop(ready)
+        os.close(ready)
+        with connection, suppress(OSError):  # nobody waits any more
+            connection.send(str(ended(pid)).encode())
         continue
-    connection = ready[0] if ready[0] in asking else listening.accept()[0]
+    connection = ready if ready in asking else listening.accept()[0]
     data, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
     question = json.loads(data or "{}")
     if "program" not in question:
@@ -70,8 +72,10 @@ while True:
     if connection in asking:
         connection.send(str(pid).encode())
     else:
-        waiting[pid] = connection
-for one in (listening, connection, *asking, *waiting.values()):
+        waiting[os.pidfd_open(pid)] = pid, connection
+for one in waiting:
+    os.close(one)
+for one in (listening, connection, *asking, *(other for _, other in waiting.values())):
     one.close()
 if len(streams) == 2:
     streams = [os.open(os.devnull, os.O_RDONLY), *streams]
@@ -120,7 +124,7 @@ _COMMAND = """#!{python} -SE
 import json, os, socket, sys
 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 connection.connect({address!r})
-question = {{"program": {program!r}, "arguments": sys.argv, "environment": dict(os.environ), "directory": os.getcwd()}}
+question = {{"program": {program}, "arguments": sys.argv, "environment": dict(os.environ), "directory": os.getcwd()}}
 socket.send_fds(connection, [json.dumps(question).encode()], [0, 1, 2])
 sys.exit(int(connection.recv(100)))
 """
@@ -237,8 +241,14 @@ class Forks:
 
     def command(self, directory: Path) -> Path:
         """Make `specdec` in a directory, for a shell: a program that has a fork do what it is asked."""
-        made = directory / "specdec"
-        made.write_text(_COMMAND.format(python=sys.executable, address=self._address, program=MAIN))
+        return self._script(directory / "specdec", repr(MAIN))
+
+    def python(self, directory: Path) -> Path:
+        """Make `python` in a directory: it takes options, and a program behind `-c`, which a fork carries out."""
+        return self._script(directory / "python", "sys.argv.pop()")
+
+    def _script(self, made: Path, program: str) -> Path:
+        made.write_text(_COMMAND.format(python=sys.executable, address=self._address, program=program))
         made.chmod(0o755)
         return made
 
