@@ -32,6 +32,7 @@ _VARYING = (
     (r"\b[\d.,]+ ([kMGT]i?B)\b", r"N \1"),
     (r"[\d,]+ bytes, written with [\d,]+", "N bytes, written with N"),
     (r"0x[0-9a-f]{6,}", "0xHEX"),
+    (r"recursion depth exceeded while calling a Python object", "recursion depth exceeded"),  # where it happens to be
     (r"127\.0\.0\.1:\d+", "127.0.0.1:PORT"),
     (r" ?warning: \w+ take [\d.]+ times as long as when they were measured; .*? build the engine again", ""),
     (r"\b[\d.]+ s\b", "N s"),

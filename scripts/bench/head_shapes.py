@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -92,16 +93,16 @@ def eagle(model_dir: Path, directory: Path) -> Path:
 
 
 def mtp(model_dir: Path, directory: Path) -> Path:
-    from heads import copy_with_mtp  # of the tests
-
-    return copy_with_mtp(model_dir, directory)  # type: ignore[no-any-return]
+    made: Path = import_module("heads").copy_with_mtp(model_dir, directory)  # of the tests
+    return made
 
 
 def assistant(model_dir: Path, directory: Path) -> Path:
-    from heads import make_assistant  # of the tests
-
     model = AutoModelForCausalLM.from_pretrained(model_dir)
-    return make_assistant(model, directory, num_centroids=2048, **_ASSISTANT)  # type: ignore[no-any-return]
+    made: Path = import_module("heads").make_assistant(
+        model, directory, num_centroids=2048, **_ASSISTANT
+    )  # of the tests
+    return made
 
 
 FORMS = {

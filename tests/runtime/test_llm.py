@@ -552,7 +552,7 @@ def test_mtp_head_of_its_own_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["head", "copy"])
 def test_a_seed_gives_the_same_text_for_a_prompt_that_is_found_again(kind: str, tmp_path: Path) -> None:
-    """By probabilities too: of a prompt whose keys are there its first token was drafted, for another text."""
+    """It did not by probabilities: of a prompt whose keys are there the first token was drafted, for another text."""
     make_model("llama").save_pretrained(tmp_path / "model")
     model = copy_with_mtp(tmp_path / "model", tmp_path / "mtp")
     drafter = MtpDrafter(use_logits=True) if kind == "head" else SelfDrafter(3, use_logits=True)

@@ -143,6 +143,7 @@ def test_suggestions_change_no_draft_and_save_steps(
     """A suggestion's right tokens are computed by the copy in one step; its draft is what it is without."""
     drafter = SelfDraft(engine, use_logits=use_logits)
     (sequence,) = [Sequence.start(make_requests(SAMPLED if use_logits else SamplingConfig())[2])]
+    sequence.tokens.append(7)  # its output has begun
     assert engine.admit(sequence)
     engine.compute_context(sequence, len(sequence.tokens) - 1)
     (plain,) = drafter.propose([sequence], DRAFT_LEN)

@@ -179,6 +179,7 @@ def test_by_probabilities_the_copy_tells_what_it_drew_from(engine: Engine) -> No
     drafter = SelfDraft(engine, use_logits=True)
     sequences = [Sequence.start(request) for request in make_requests(SAMPLED)[:3]]
     for sequence in sequences:
+        sequence.tokens.append(7)  # its output has begun
         assert engine.admit(sequence)
         engine.compute_context(sequence, len(sequence.tokens) - 1)
     for draft, sequence in zip(drafter.propose(sequences, 4), sequences, strict=True):
