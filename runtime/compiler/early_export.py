@@ -16,6 +16,7 @@ from pathlib import Path
 from select import select
 from threading import Thread
 
+from runtime.cache import cache_dir
 from runtime.config import Activations, Dtype
 from runtime.models import files_of_model
 
@@ -28,6 +29,7 @@ export_as_asked()
 _LINE = b"\n"
 LONGEST_END_S = 2.0
 _LEAST_BYTES = 64 << 20
+_PREBUILT = Path(__file__).parent / "prebuilt"  # `kernel_library` has it, and imports torch
 _process: subprocess.Popen[bytes] | None = None
 
 
@@ -44,13 +46,14 @@ class StepOfModel:
 def begin_export(model_dir: Path, step: StepOfModel) -> None:
     """Begin a process that exports the model's step.
 
-    None is begun where it would win nothing: on one core, beside a GPU, where torch is imported already, and for a
-    small model, which is read before the other process would have imported torch.
+    None is begun where it would win nothing: on one core, beside a GPU, where torch is imported already, for a small
+    model, which is read before the other process would have imported torch, and where kernels are to be compiled first.
     """
     global _process
     has_gpu = Path("/dev/nvidiactl").exists()
     is_small = sum(path.stat().st_size for path in files_of_model(model_dir)) < _LEAST_BYTES
-    if _process is not None or "torch" in sys.modules or is_small or has_gpu:
+    has_kernels = any(cache_dir().glob("kernels-*.so")) or any(_PREBUILT.glob("*.so"))
+    if _process is not None or "torch" in sys.modules or is_small or has_gpu or not has_kernels:
         return
     from runtime.control_groups import num_cores  # psutil, for which a small model need not wait
 
