@@ -45,7 +45,16 @@ _INSTRUCTIONS = tuple((_ARM if platform.machine() in ("aarch64", "arm64") else _
 PREBUILT_DIR = Path(__file__).parent / "prebuilt"
 _ERRORS = "kernels.errors"
 """Errors of the process that compiles beside others; empty unless it fails."""
-_COMPILE = "import os; os.nice(19); from runtime.compiler.kernel_library import main; main()"
+_COMPILE = """
+import fcntl, os
+try:
+    fcntl.flock(2, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the file of errors
+except OSError:  # another one is at it, or the file system has no locks
+    os._exit(0)
+os.nice(19)
+from runtime.compiler.kernel_library import main
+main()
+"""
 MARK = "specdec-kernels-of:"
 """Text in each library before the digest of its sources."""
 
@@ -167,10 +176,13 @@ def _has_failed() -> bool:
 
 
 def begin_kernels() -> None:
-    """Begin a process that compiles the kernels into the cache, behind all others, and outlives this one."""
+    """Begin a process that compiles the kernels into the cache, behind all others, and outlives this one.
+
+    It ends at once where there is one already.
+    """
     paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
     environment = os.environ | {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
-    with contextlib.suppress(OSError), (make_cache_dir() / _ERRORS).open("wb") as errors:
+    with contextlib.suppress(OSError), (make_cache_dir() / _ERRORS).open("ab") as errors:
         subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", _COMPILE],
             stdin=subprocess.DEVNULL,
@@ -220,6 +232,7 @@ def compile_kernels(path: Path, march: str = "native") -> None:
             run_at_once(compiler, [[*_FLAGS, "-shared", "-o", str(path), *objects, *libraries]])
         with contextlib.suppress(OSError):
             write_file(cached, sealed(path.read_bytes()))
+            (cache_dir() / _ERRORS).unlink(missing_ok=True)
 
 
 def _say_that_it_waits() -> None:
