@@ -68,9 +68,9 @@ class FusedNorm(nn.Module):
 
     scale: Tensor
 
-    def __init__(self, scale: Tensor, eps: float) -> None:
+    def __init__(self, scale: Tensor, eps: float, weight: Tensor) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.weight = eps, weight  # of which layers ask the dtype
         self.register_buffer("scale", scale)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def _fused_norm(norm: nn.Module) -> FusedNorm | None:
         return None
     with torch.no_grad():
         x = torch.linspace(1, 2, weight.numel(), device=weight.device)
-        fused = FusedNorm(norm(x) / F.rms_norm(x, weight.shape, eps=eps), eps)
+        fused = FusedNorm(norm(x) / F.rms_norm(x, weight.shape, eps=eps), eps, weight)
         return fused if torch.allclose(fused(-x), norm(-x)) else None
 
 
