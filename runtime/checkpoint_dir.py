@@ -98,9 +98,15 @@ def check_self_draft(checkpoint: CheckpointConfig, self_draft: SelfDraft | None)
 
 def check_hidden_states(checkpoint: CheckpointConfig, hidden_states: tuple[int, ...]) -> None:
     """SpecDecError for hidden states of a split model."""
-    if hidden_states and checkpoint.mapping.tp_size > 1:
+    if hidden_states:
+        check_has_no_head(checkpoint.mapping.tp_size)
+
+
+def check_has_no_head(tp_size: int) -> None:
+    """SpecDecError where a trained drafter is to read a model that is split over devices."""
+    if tp_size > 1:
         raise SpecDecError(
-            f"a model that is split over devices has no trained drafter: tp_size {checkpoint.mapping.tp_size}",
+            f"a model that is split over devices has no trained drafter: tp_size {tp_size}",
             hint="build it without one, or convert the model for one device",
         )
 

@@ -19,6 +19,7 @@ import torch
 
 from runtime.bundle import Bundle, is_engine_dir, read_bundle
 from runtime.chat import ChatTemplate, Message
+from runtime.checkpoint_dir import check_has_no_head
 from runtime.config import Activations, Compiler, Count, Dtype, IntFormat, Size, check_arguments
 from runtime.costs import CostModel
 from runtime.drafters.compatibility import TargetIdentity, check_corpora
@@ -277,11 +278,8 @@ class LLM:
         if speculation.draft_len_mode == "auto":
             self.measure_costs()
         config = self.bundle.config
-        if config.mapping.tp_size > 1 and speculation.read_heads():
-            raise SpecDecError(
-                f"a model that is split over devices has no trained drafter: tp_size {config.mapping.tp_size}",
-                hint="draft otherwise, or do not split it",
-            )
+        if speculation.read_heads():
+            check_has_no_head(config.mapping.tp_size)
         speculation.check_fits(config.build_config)
         check_corpora(speculation, self.tokenizer, config.vocab_size)
         opening = Opening(

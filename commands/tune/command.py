@@ -142,8 +142,10 @@ def model_to_try(inputs: TuneInputs, options: TuneOptions, flags: Any) -> Drafte
     return None if model is None else head_drafter(model)
 
 
-def named_drafter(inputs: TuneInputs, options: TuneOptions, flags: Any) -> tuple[Speculation, Devices]:
-    """Drafters named by the flags for tuning; none for the grid, which knows only `--ngram-pool` and a model."""
+def named_drafter(
+    inputs: TuneInputs, options: TuneOptions, flags: Any, model: DrafterSpec | None
+) -> tuple[Speculation, Devices]:
+    """Drafters named by the flags for tuning; none for the grid, which knows only `--ngram-pool` and the `model`."""
     model_dir, drafters = inputs.model.model_dir, options.drafters
     if drafters is not None and "custom" in drafters:
         raise UsageError(
@@ -157,7 +159,7 @@ def named_drafter(inputs: TuneInputs, options: TuneOptions, flags: Any) -> tuple
     given = given_flags(flags)
     if drafters is None and not chooses_drafter(flags):
         given.pop("--ngram-pool", None)
-        if model_to_try(inputs, options, flags) is not None:
+        if model is not None:
             given.pop("--draft-engine-dir", None)
         return speculation_from_flags(given, None, None, None)
     models = {} if options.draft_model_dir is None else {"draft_model_dir": options.draft_model_dir}
@@ -182,8 +184,8 @@ def tune(inputs: TuneInputs, options: TuneOptions, flags: TunedFlags, output: Ou
     What a draft model, a trained head or the model's own copy drafts no record tells: those are run with drafts of each
     length. Flags that name a drafter, or several, tune that only; a model alone, as `--draft-model-dir`, is tried too.
     """
-    named, device_ids = named_drafter(inputs, options, flags)
     model = model_to_try(inputs, options, flags)
+    named, device_ids = named_drafter(inputs, options, flags, model)
     opened = named if model is None else Speculation((model,))
     options.check(inputs, opened)
     prompts = read_prompts(inputs.input_text or [], inputs.input_file) if inputs.traces is None else []

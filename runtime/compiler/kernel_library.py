@@ -6,6 +6,7 @@ it is wanted.
 """
 
 import contextlib
+import fcntl
 import os
 import platform
 import shlex
@@ -45,16 +46,7 @@ _INSTRUCTIONS = tuple((_ARM if platform.machine() in ("aarch64", "arm64") else _
 PREBUILT_DIR = Path(__file__).parent / "prebuilt"
 _ERRORS = "kernels.errors"
 """Errors of the process that compiles beside others; empty unless it fails."""
-_COMPILE = """
-import fcntl, os
-try:
-    fcntl.flock(2, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the file of errors
-except OSError:  # another one is at it, or the file system has no locks
-    os._exit(0)
-os.nice(19)
-from runtime.compiler.kernel_library import main
-main()
-"""
+_COMPILE = "import os; os.nice(19); from runtime.compiler.kernel_library import main; main()"
 MARK = "specdec-kernels-of:"
 """Text in each library before the digest of its sources."""
 
@@ -165,24 +157,34 @@ def are_kernels_compiled() -> bool:
 
 def kernels_can_wait() -> bool:
     """True where there is a compiler, and nothing that it has made: another process may compile the kernels, while the
-    model is computed without. False where one has failed, whose error is to be seen.
+    model is computed without. False where one has ended before it had them: it failed, or was killed as all else in a
+    container.
     """
-    return has_compiler() and not are_kernels_compiled() and not _has_failed()
+    return has_compiler() and not are_kernels_compiled() and not _has_ended()
 
 
-def _has_failed() -> bool:
-    errors = cache_dir() / _ERRORS
-    return errors.is_file() and errors.stat().st_size > 0
+def _has_ended() -> bool:
+    """True if a process was begun (`begin_kernels`) that made no kernels, and is not at it any more."""
+    try:
+        with (cache_dir() / _ERRORS).open("rb") as errors:
+            fcntl.flock(errors, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    except OSError:  # some file systems have no locks
+        pass
+    return True
 
 
 def begin_kernels() -> None:
-    """Begin a process that compiles the kernels into the cache, behind all others, and outlives this one.
+    """Begin a process that compiles the kernels into the cache, behind all others, and outlives this one; none where
+    there is one already.
 
-    It ends at once where there is one already.
+    It holds the lock that is taken here, by the file that it writes its errors to, until it ends.
     """
     paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
     environment = os.environ | {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
     with contextlib.suppress(OSError), (make_cache_dir() / _ERRORS).open("ab") as errors:
+        fcntl.flock(errors, fcntl.LOCK_EX | fcntl.LOCK_NB)
         subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", _COMPILE],
             stdin=subprocess.DEVNULL,

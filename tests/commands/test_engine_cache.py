@@ -152,12 +152,12 @@ def test_killed_build_leaves_a_cache_that_two_processes_can_use(
 AFTERWARDS = "the kernels are compiled afterwards"
 
 
-def num_compiling(cache: Path) -> int:
+def compiling(cache: Path) -> list[psutil.Process]:
     """Processes that have the cache's file of errors for their own."""
-    errors, found = str(cache / "kernels.errors"), 0
+    errors, found = str(cache / "kernels.errors"), []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            found += os.readlink(f"/proc/{process.pid}/fd/2") == errors
+            found += [process] * (os.readlink(f"/proc/{process.pid}/fd/2") == errors)
     return found
 
 
@@ -179,13 +179,29 @@ def test_a_first_answer_does_not_wait_for_kernels(
     wait_until(lambda: (tmp_path / "reached").exists())
     again = answer()
     assert again.stderr.count(AFTERWARDS) == 1 and "converting" not in again.stderr
-    wait_until(lambda: num_compiling(cache) == 1)  # another one ends at once
+    assert len(compiling(cache)) == 1
     (tmp_path / "opened").touch()
     wait_until(lambda: list(cache.glob("kernels-*.so")))
     later = answer()
     assert AFTERWARDS not in later.stderr
     assert later.document["engine"]["build_config"]["compiler"] == "aot"
     assert ids_of(later.document) == ids_of(first.document)
+
+
+@pytest.mark.slow
+def test_who_compiles_was_killed(specdec_fork: Specdec, kernels: Path, model_dir: Path, tmp_path: Path) -> None:
+    """The next command waits, or where all ends with a command, as in a container, kernels would never be there."""
+    environment = compiler_at_a_gate(tmp_path, kernels) | {"SPECDEC_CACHE_DIR": str(tmp_path / "cache")}
+    assert AFTERWARDS in specdec_fork("run", "--model-dir", model_dir, *RUN, environment=environment).stderr
+    wait_until(lambda: (tmp_path / "reached").exists())
+    for process in compiling(tmp_path / "cache"):
+        process.kill()
+    (tmp_path / "opened").touch()
+    wait_until(lambda: not compiling(tmp_path / "cache"))
+    later = specdec_fork("run", "--model-dir", model_dir, *RUN, "--json", environment=environment)
+    assert AFTERWARDS not in later.stderr
+    assert later.document["engine"]["build_config"]["compiler"] == "aot"
+    assert not (tmp_path / "cache" / "kernels.errors").exists()
 
 
 @pytest.mark.slow  # the first answers of several caches
@@ -206,6 +222,7 @@ def test_a_first_answer_waits_where_that_is_asked_for_or_kernels_are_needed(
     own = environment | {"SPECDEC_CACHE_DIR": str(tmp_path / "cache")}
     answers = [specdec_fork("run", "--model-dir", model_dir, *RUN, environment=own)]
     wait_until(lambda: "no such flag" in (tmp_path / "cache" / "kernels.errors").read_text())
+    wait_until(lambda: not compiling(tmp_path / "cache"))
     answers.append(specdec_fork("run", "--model-dir", model_dir, *RUN, environment=own))
     assert [one.exit_code for one in answers] == [0, 1]
     assert AFTERWARDS in answers[0].stderr and "no such flag" in answers[1].stderr
