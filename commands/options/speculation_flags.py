@@ -284,7 +284,7 @@ class _Flags:
         described = users[0].description
         if any(setting.flag == flag for setting in users[0].models().values()):
             if self.leader is not None:
-                return self._drafts_nothing(users[0], value)
+                return self._drafts_nothing(users, value)
             return UsageError(f"`{as_flag(flag)}` needs `{config_flag(users[0])}`: {value}", hint=_form_hint(users[0]))
         return UsageError(
             f"`{as_flag(flag)}` is for {' or '.join(user.description.title for user in users)}: {value}",
@@ -301,7 +301,7 @@ class _Flags:
             if free:
                 continue
             if any(setting.leader_flag == flag for setting in users[0].models().values()):
-                raise self._drafts_nothing(users[0], value)
+                raise self._drafts_nothing(users, value)
             algorithm = self._chosen_by(users[0])
             verb = f"is for `{algorithm}`" if len(users) == 1 else "needs `--spec-decode-algo`"
             is_one = "" if len(users) == 1 else " is one"
@@ -310,8 +310,9 @@ class _Flags:
                 hint=f"`{algorithm}`{is_one}; `{config_flag(users[0])}` has its own numbers",
             )
 
-    def _drafts_nothing(self, spec: type[DrafterSpec], value: Any) -> UsageError:
+    def _drafts_nothing(self, users: list[type[DrafterSpec]], value: Any) -> UsageError:
         """UsageError for a model by which none of the drafters drafts."""
+        spec = next((user for user in users if user.reads(value)), users[0])
         title = spec.description.title
         return UsageError(
             f"{_with_article(title)} needs `{self._chosen_by(spec)}`: {value}", hint="or leave the model out"

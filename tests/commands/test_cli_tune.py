@@ -384,6 +384,8 @@ MISTAKES: list[tuple[str, int, tuple[str, ...], Callable[[Path], Any] | None]] =
     (TUNE + "--traces t.jsonl --draft-model-dir a --draft-engine-dir b", 2, ("cannot be given together: a",), None),
     (TUNE + "--traces t.jsonl --draft-model-dir a --suffix-config 4", 2,
      ("a draft model needs `--drafters draft-target`: a", "leave the model out"), None),
+    (TUNE + "--traces t.jsonl --draft-model-dir demo-head --suffix-config 4", 2,
+     ("an EAGLE-3 head needs `--drafters eagle`: demo-head",), None),
     ("tune --traces t.jsonl --draft-model-dir a", 2, ("`--draft-model-dir` needs `--engine-dir`: a",), None),
     (TUNE + "--traces t.jsonl --output none/x.json", 1, ("cannot write the file", "none/x.json"), None),
     (TUNE + "--traces t.jsonl --output t.jsonl", 2, ("would overwrite an input: t.jsonl",), None),
