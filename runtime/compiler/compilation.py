@@ -172,6 +172,17 @@ def export_to_cache(step: "Step", shape: StepShape, arithmetic: Arithmetic) -> N
             keep_step(step, shape, number, cut, _files_without_compiler(cut.programs))
 
 
+def export_program(
+    module: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: tuple[Any, ...], arithmetic: int
+) -> tuple["CutStep", list[Files]]:
+    """A module's pass as one program that needs no compiler, and its files. Raises what keeps it from being one."""
+    from runtime.compiler.cutting import whole_step  # not to open an engine
+
+    with _quiet(), torch.no_grad():
+        whole = whole_step(partial(export_module, module, inputs, dynamic_shapes), arithmetic)
+        return whole, _files_without_compiler(whole.programs)
+
+
 def _export_of(step: "Step", shape: StepShape) -> Callable[..., "ExportedProgram"]:
     block_size, dtype = shape.build_config.tokens_per_block, kv_dtype(shape.dtype, shape.kv_cache)
     return partial(export_step, step, shape.shapes, block_size, dtype)
@@ -371,12 +382,16 @@ def _open_cut(package: Path, weights: dict[str, Tensor]) -> Any:
         for i, (program, inputs, outputs) in enumerate(_read_extra(package, _CALLS)):
             path, given = Path(directory) / str(program), own.get(i, {})
             if (path / TOKENWISE).exists():
-                code = json.loads((path / TOKENWISE).read_text())
-                named = [given[name] for name in code["weights"]]
-                step.add_tokenwise(code["code"], code["numbers"], named, inputs, outputs)
+                add_program(step, (path / TOKENWISE).read_bytes(), given, (inputs, outputs))
             else:
                 step.add_compiled(str(path / LIBRARY), inputs, outputs, given)
     return step
+
+
+def add_program(step: Any, data: bytes, weights: dict[str, Tensor], places: tuple[list[int], list[int]]) -> None:
+    """Add the call of a program that needs no compiler to a step, with the places of its inputs and outputs."""
+    code = json.loads(data)
+    step.add_tokenwise(code["code"], code["numbers"], [weights[name] for name in code["weights"]], *places)
 
 
 def _open_whole(package: Path, weights: dict[str, Tensor], device: torch.device) -> Any:

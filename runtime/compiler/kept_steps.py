@@ -7,6 +7,7 @@ are kept: what a compiler makes is kept by itself (`runtime.compiler.programs`).
 
 import pickle
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -66,9 +67,27 @@ class _CannotBeKept(Exception):
     pass
 
 
+ModuleOf = Callable[[int | None], nn.Module]
+"""Finds what a call computes: the layer of this number, or where there is none all of it."""
+
+
 def find_step(step: Step, shape: StepShape, arithmetic: int) -> tuple[CutStep, list[Files]] | None:
     """The step as it was cut of another model of the same form, with the files of its programs; None if it was not."""
-    data = read_sealed(_entry(step, shape, arithmetic))
+    return find_kept(_entry_of_step(step, shape, arithmetic), _module_of(step, shape))
+
+
+def keep_step(step: Step, shape: StepShape, arithmetic: int, cut: CutStep, files: list[Files]) -> None:
+    """Write a step that was cut, with the files of its programs, for others of the same form."""
+    keep(_entry_of_step(step, shape, arithmetic), _module_of(step, shape), cut, files)
+
+
+def _module_of(step: Step, shape: StepShape) -> ModuleOf:
+    return lambda layer: step if layer is None else layers_of(step.model, shape.shapes)[layer]
+
+
+def find_kept(entry: Path, module_of: ModuleOf) -> tuple[CutStep, list[Files]] | None:
+    """The outcome of `keep` for another module of the same form; None if there is none."""
+    data = read_sealed(entry)
     if data is None:
         return None
     try:
@@ -76,34 +95,30 @@ def find_step(step: Step, shape: StepShape, arithmetic: int) -> tuple[CutStep, l
     except Exception:  # whatever a pickle of another program raises
         return None
     recipes = [Recipe([_operation(*one) for one in recipe.operations], recipe.made) for recipe in kept.recipes]
-    layers = layers_of(step.model, shape.shapes)
     calls = []
     for call in kept.calls:
-        module = step if call.layer is None else layers[call.layer]
-        get = partial(_attribute, module, kept.recipes[call.recipe].own)
+        get = partial(_attribute, module_of(call.layer), kept.recipes[call.recipe].own)
         layout, recipe = call.layout, recipes[call.recipe]
         calls.append(Call(call.program, call.inputs, call.outputs, layout, recipe, get, call.layer))
     return CutStep([], calls), kept.files
 
 
-def keep_step(step: Step, shape: StepShape, arithmetic: int, cut: CutStep, files: list[Files]) -> None:
-    """Write a step that was cut, with the files of its programs, for others of the same form."""
+def keep(entry: Path, module_of: ModuleOf, cut: CutStep, files: list[Files]) -> None:
+    """Write a step that was cut, with the files of its programs, unless it needs a compiler."""
     if any(TOKENWISE not in one for one in files):
         return
     with suppress(_CannotBeKept, OSError, SpecDecError):  # a cache that cannot be written costs time, and nothing else
-        data = sealed(pickle.dumps(_kept(step, shape, cut, files)))
+        data = sealed(pickle.dumps(_kept(module_of, cut, files)))
         make_cache_dir()
-        entry = _entry(step, shape, arithmetic)
         entry.parent.mkdir(mode=0o700, exist_ok=True)
         write_file(entry, data)
 
 
-def _kept(step: Step, shape: StepShape, cut: CutStep, files: list[Files]) -> _KeptStep:
-    layers = layers_of(step.model, shape.shapes)
+def _kept(module_of: ModuleOf, cut: CutStep, files: list[Files]) -> _KeptStep:
     recipes: dict[int, _KeptRecipe] = {}
     calls = []
     for call in cut.calls:
-        own = _own(call, step if call.layer is None else layers[call.layer])
+        own = _own(call, module_of(call.layer))
         operations = [(_name(operation), *given) for operation, *given in call.recipe.operations]
         kept = recipes.setdefault(id(call.recipe), _KeptRecipe(operations, call.recipe.made, own))
         if kept.own.keys() != own.keys() or any(not torch.equal(kept.own[name], own[name]) for name in own):
@@ -162,23 +177,23 @@ def _operation(name: str | None, args: Any, kwargs: Any) -> tuple[Any, Any, Any]
 # --- what a step is exported of ---
 
 
-def _entry(step: Step, shape: StepShape, arithmetic: int) -> Path:
+def _entry_of_step(step: Step, shape: StepShape, arithmetic: int) -> Path:
     of_shape = (shape.dtype, shape.vocab_size, shape.layers, shape.states, shape.kv_cache)
-    form = [
-        repr(current_environment(torch.device("cpu"))),
-        processor(),
-        *digests_of_build_code(),
-        repr((*of_shape, shape.build_config.tokens_per_block, arithmetic, step.model.config._attn_implementation)),
-        repr(sorted(of_the_model(step.model.config.to_dict()).items())),
-        *_modules(step),
-    ]
-    return cache_dir() / "programs" / f"step-{digest(form)[:16]}"
+    settings = (*of_shape, shape.build_config.tokens_per_block, arithmetic, step.model.config._attn_implementation)
+    return entry_of("step", step, repr(settings), repr(sorted(of_the_model(step.model.config.to_dict()).items())))
 
 
-def _modules(step: Step) -> list[str]:
+def entry_of(kind: str, module: nn.Module, *settings: str) -> Path:
+    """Place in the cache of what is exported of a module with these settings."""
+    environment = repr(current_environment(torch.device("cpu"))), processor()
+    form = [*environment, *digests_of_build_code(), *settings, *_modules(module)]
+    return cache_dir() / "programs" / f"{kind}-{digest(form)[:16]}"
+
+
+def _modules(whole: nn.Module) -> list[str]:
     """Modules by name, with their settings and the forms of their tensors, and the code of their classes."""
     lines, sources = [], dict[str, ModuleType]()
-    for name, module in step.named_modules():
+    for name, module in whole.named_modules():
         kind = type(module)
         settings = sorted((key, value) for key, value in vars(module).items() if key[0] != "_" and _is_plain(value))
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]

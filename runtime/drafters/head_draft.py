@@ -28,6 +28,7 @@ from runtime.heads.head_cache import HeadCache
 from runtime.heads.head_config import HeadConfig, language_model, num_layers_of
 from runtime.heads.head_model import EagleHead, Head, load_head, set_output, use_kernels
 from runtime.heads.head_output import read_output, read_target_output
+from runtime.heads.paged_head import use_programs
 from runtime.request import Draft, Sequence
 
 _SHORT_ROW = 32
@@ -246,15 +247,18 @@ def open_head(engine: Engine, config: HeadConfig) -> tuple[Head, HeadCache]:
     head: Any = load_head(config, embedding, getattr(torch, target.dtype), _output_of(engine, config, embedding))
     _set_output(engine, head)
     head = head.to(engine.device)
+    arithmetic = 0 if target.arithmetic is None else ARITHMETICS.index(target.arithmetic)
     if uses_kernels(target.build_config.compiler, engine.device.type):
-        step, arithmetic = engine.target_step, target.arithmetic
-        known = step.weights if isinstance(step, PackagedStep) else {}
-        use_kernels(head, 0 if arithmetic is None else ARITHMETICS.index(arithmetic), known)
+        step = engine.target_step
+        use_kernels(head, arithmetic, step.weights if isinstance(step, PackagedStep) else {})
     if head.reads_target:
         head.read_layers_of(target)
     if sum(file.stat().st_size for file in config.directory.glob("*.safetensors")) > _LITTLE_BYTES:
         trim()  # as much as the weights again: those that were read, and packed
-    return head, engine.add_head(head)
+    cache = engine.add_head(head)
+    if head.uses_kernels:
+        use_programs(head, engine.kv_pool if head.reads_target else cache.pool, cache.states.dtype, arithmetic)
+    return head, cache
 
 
 def _output_of(engine: Engine, config: HeadConfig, embedding: Tensor | None) -> Tensor | None:

@@ -6,7 +6,6 @@ token, and sees what the target has computed, in the last layer of each kind tha
 (transformers' `gemma4_assistant`, and `SinglePositionMultiTokenCandidateGenerator`).
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from runtime.config import EngineConfig, LayerShape
 from runtime.errors import SpecDecError
 from runtime.heads.draft_vocab import among_all
 from runtime.heads.head_config import HeadConfig, language_model, num_layers_of
+from runtime.heads.paged_head import PagedHead
 from runtime.kv_cache import KVPool
 from runtime.locks import MODEL_INIT_LOCK, quiet_transformers
 from runtime.quantization.planning import load_numbers
@@ -29,18 +29,7 @@ from runtime.source import read_tensors
 _SLIDING = "sliding_attention"
 
 
-@dataclass
-class TargetPages(PagedInputs):
-    """Inputs of attention that reads the target's pages; what it is handed to write goes where nothing is read."""
-
-    places: tuple[int, ...] = ()
-    """Places among the target's pools, of each of the assistant's layers."""
-
-    def kv_place(self, layer: int) -> int:
-        return self.places[layer]
-
-
-class AssistantHead(nn.Module):
+class AssistantHead(PagedHead):
     """`outputs` are the state that takes the place of the target's, and beside it what the next token is read from."""
 
     uses_kernels, reads_target, attention = False, True, KERNEL
@@ -48,6 +37,8 @@ class AssistantHead(nn.Module):
     embedding: Tensor
     draft_ids: Tensor | None
     token_ordering: Tensor
+    embedding_scale: float
+    """Rounded to the dtype, as the target's is."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -107,32 +98,34 @@ class AssistantHead(nn.Module):
             self.shapes[kind] = found[-1][1]
         self.places = tuple(places)
 
-    def forward(self, batch: Batch, states: Tensor, pool: KVPool, num_drafted: int = 0) -> Tensor:
-        """Outputs of rows of one token, at the position of the sequence's last one."""
-        width = self.config.target_hidden_size
-        embedded = F.embedding(batch.input_ids.flatten(), self.embedding)
-        embedded = embedded * torch.tensor(width**0.5).to(embedded.dtype)
-        inputs = self.pre_projection(torch.cat([embedded, states[:, :width]], -1))
+    def outputs_at(self, ids: Tensor, states: Tensor, positions: Tensor, **attention: Any) -> Tensor:
+        """Of tokens at the position of the sequence's last one. Of states only the target's part is read."""
+        embedded = F.embedding(ids, self.embedding) * self.embedding_scale
+        inputs = self.pre_projection(torch.cat([embedded, states[..., : self.config.target_hidden_size]], -1))
         output = self.model(
-            inputs_embeds=inputs[None],
-            position_ids=batch.positions.reshape(1, -1),
+            inputs_embeds=inputs,
+            position_ids=positions,
             attention_mask=dict.fromkeys(self.shapes),
             shared_kv_states={kind: self._nothing(one, inputs) for kind, one in self.shapes.items()},
             use_cache=False,
-            paged=self._pages(batch, pool),
+            **attention,
         )
-        hidden: Tensor = output.last_hidden_state[0]
+        hidden: Tensor = output.last_hidden_state
         return torch.cat([self.post_projection(hidden), hidden], -1)
 
-    def _pages(self, batch: Batch, pool: KVPool) -> TargetPages:
-        """The last token itself has no keys yet: all before it are seen."""
+    def pages(self, batch: Batch, pool: KVPool) -> PagedInputs:
+        """The target's, of the layers that are read. The last token itself has no keys yet: all before it are seen, and
+        what attention is handed to write goes where nothing is read."""
+        keys, values = ([part[i] for i in self.places] for part in (pool.keys, pool.values))
+        scales = [pool.scales[i] for i in self.places] if pool.scales else []
         nowhere = torch.zeros_like(batch.slot_mapping)  # in the null block
-        seen, tables = batch.positions - 1, batch.block_tables
-        return TargetPages(pool.keys, pool.values, pool.scales, seen, nowhere, tables, (), places=self.places)
+        layers = tuple(range(len(self.places)))
+        return PagedInputs(keys, values, scales, batch.positions - 1, nowhere, batch.block_tables, layers)
 
     def _nothing(self, shape: LayerShape, like: Tensor) -> tuple[Tensor, Tensor]:
+        zeros = torch.zeros_like(like[..., :1])[:, None]
         sizes = shape.key_head_dim, shape.value_head_dim
-        key, value = (like.new_zeros(1, shape.num_kv_heads, len(like), size) for size in sizes)
+        key, value = (zeros.expand(-1, shape.num_kv_heads, -1, size).contiguous() for size in sizes)
         return key, value
 
     def logits(self, outputs: Tensor, num_drafted: int = 0, last_ids: Tensor | None = None) -> Tensor:
@@ -189,6 +182,7 @@ def load_assistant(config: HeadConfig, embedding: Tensor | None, dtype: torch.dt
         assign=True,
     )
     head.embedding = embedding.to(dtype)
+    head.embedding_scale = float(torch.tensor(width**0.5).to(dtype))
     if "centroids" in config.flags and sorted(head.token_ordering.tolist()) != list(range(config.vocab_size)):
         raise SpecDecError(
             f"the assistant's `token_ordering` does not have each id once: {where}", hint="download the head again"

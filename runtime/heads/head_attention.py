@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -43,12 +42,14 @@ def head_attention(
     """Attention of a head over its pages, by the kernel (`runtime.compiler.attention`)."""
     if kwargs.get("scaling") is None:
         kwargs["scaling"] = query.shape[-1] ** -0.5
-    query = F.pad(query, (0, _EXTRA))
-    query[..., -_EXTRA] = 1
-    key = F.pad(key, (0, _EXTRA))
     paged: PagedPairs = kwargs["paged"]
+    ones, zeros = (torch.zeros_like(one[..., :1]) for one in (query, key))
+    ones, scores = ones + 1, zeros
     if paged.num_hidden > 1:
-        key[..., -_EXTRA].masked_fill_(paged.positions.flatten() < paged.num_hidden, _NOT_SEEN)
+        is_seen = paged.positions.view(1, 1, -1, 1) + zeros > paged.num_hidden - 1
+        scores = zeros.masked_fill(~is_seen, _NOT_SEEN)
+    query = torch.cat([query, ones, torch.zeros_like(ones)], -1)
+    key = torch.cat([key, scores, zeros], -1)
     return kernel_attention(module, query, key, value, attention_mask, **kwargs)
 
 

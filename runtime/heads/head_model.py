@@ -23,9 +23,10 @@ from runtime.errors import SpecDecError
 from runtime.heads.assistant import load_assistant
 from runtime.heads.block_head import BlockHead, own_name
 from runtime.heads.draft_vocab import among_all, rows_by_id
-from runtime.heads.head_attention import HEAD, for_kernels, paged_pairs
+from runtime.heads.head_attention import HEAD, PagedPairs, for_kernels, paged_pairs
 from runtime.heads.head_config import OF_TWO_HEADS, HeadConfig, check_weights
 from runtime.heads.mtp_head import ChainedMtp, MtpHead, embeddings_of, load_mtp, shapes_of, shared_with_target
+from runtime.heads.paged_head import PagedHead
 from runtime.kv_cache import KVPool
 from runtime.locks import MODEL_INIT_LOCK, quiet_transformers
 from runtime.quantization.planning import load_numbers
@@ -36,9 +37,12 @@ from runtime.source import SourceTensor, read_tensors
 class PackedQuantized(nn.Module):
     """A quantized linear layer by the CPU's kernel, in the kernel's layout alone."""
 
+    packed: Tensor
+
     def __init__(self, layer: QuantizedLinear, arithmetic: int) -> None:
         super().__init__()
-        self.packed, self.bias, self.num_outputs = layer.pack(), layer.bias, layer.out_features
+        self.register_buffer("packed", layer.pack(), persistent=False)
+        self.bias, self.num_outputs = layer.bias, layer.out_features
         self.arithmetic, self.token_bits = arithmetic, layer.token_bits
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,11 +55,14 @@ class PackedQuantized(nn.Module):
 class PackedLinear(nn.Module):
     """A linear layer by the CPU's kernel. `known` are weights of the target's step, of which one may be the same."""
 
+    packed: Tensor
+
     def __init__(self, layer: nn.Linear, arithmetic: int, known: dict[str, Tensor]) -> None:
         super().__init__()
         packed: Tensor = torch.ops.specdec.pack_linear(layer.weight.detach())
         same = (one for one in known.values() if one.shape == packed.shape and one.dtype == packed.dtype)
-        self.packed = next((one for one in same if torch.equal(one, packed)), packed)
+        same_one = next((one for one in same if torch.equal(one, packed)), packed)
+        self.register_buffer("packed", same_one, persistent=False)
         self.bias, self.num_outputs, self.arithmetic = layer.bias, layer.out_features, arithmetic
 
     def forward(self, x: Tensor) -> Tensor:
@@ -160,7 +167,7 @@ class Head(Protocol):
         ...
 
 
-class EagleHead(nn.Module):
+class EagleHead(PagedHead):
     """An EAGLE-3 head (arXiv 2503.01840): its first layer attends over embedding and hidden state side by side."""
 
     uses_kernels = reads_target = False
@@ -220,9 +227,8 @@ class EagleHead(nn.Module):
         """(state_size,) state of what nothing is known of (P-EAGLE)."""
         return self.reduce(self.mask_hidden)
 
-    def forward(self, batch: Batch, states: Tensor, pool: KVPool, num_drafted: int = 0) -> Tensor:
-        attention = _attention_inputs(batch, pool, states, self.rotary_emb)
-        return self.outputs(batch.input_ids.reshape(1, -1), states[None], attention)[0]
+    def pages(self, batch: Batch, pool: KVPool) -> PagedPairs:
+        return paged_pairs(batch, pool, tuple(range(len(pool.keys))))
 
     def outputs(self, ids: Tensor, states: Tensor, attention: dict[str, Any]) -> Tensor:
         """(B, T, hidden) outputs for (B, T) tokens and the (B, T, hidden) states before them; `attention` is what its
@@ -242,7 +248,6 @@ class EagleHead(nn.Module):
         return hidden
 
     def outputs_at(self, ids: Tensor, states: Tensor, positions: Tensor, **attention: Any) -> Tensor:
-        """`outputs` for tokens at these (B or 1, T) positions."""
         rotary = self.rotary_emb(states, positions)
         return self.outputs(ids, states, {"position_embeddings": rotary, "attention_mask": None, **attention})
 
@@ -425,13 +430,3 @@ def _kv_shape(attention: Any, layer: int) -> LayerShape:
     config: PreTrainedConfig = attention.config
     heads: int = config.num_key_value_heads
     return LayerShape(layer, heads, attention.head_dim, attention.head_dim, None)
-
-
-def _attention_inputs(batch: Batch, pool: KVPool, states: Tensor, rotary: nn.Module) -> dict[str, Any]:
-    """Arguments of layers beside the first."""
-    positions = batch.positions.reshape(1, -1)
-    return {
-        "position_embeddings": rotary(states[None], positions),
-        "attention_mask": None,
-        "paged": paged_pairs(batch, pool, tuple(range(len(pool.keys)))),
-    }

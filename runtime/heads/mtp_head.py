@@ -36,15 +36,16 @@ from runtime.config import LayerShape
 from runtime.errors import SpecDecError
 from runtime.files import read_json
 from runtime.heads.draft_vocab import among_all
-from runtime.heads.head_attention import HEAD, for_kernels, paged_pairs
+from runtime.heads.head_attention import HEAD, PagedPairs, for_kernels, paged_pairs
 from runtime.heads.head_config import BY_WEIGHTS, HeadConfig, check_weights, lacks_weights, num_layers_of
+from runtime.heads.paged_head import PagedHead
 from runtime.kv_cache import KVPool
 from runtime.quantization.formats import find_layers, format_of, without_quantization
 from runtime.quantization.planning import PrequantizedLayer, load_numbers
 from runtime.source import SourceTensor, load_tensors, read_tensors
 
 
-class MtpHead(nn.Module):
+class MtpHead(PagedHead):
     """A head of one layer of the target's own, which reads embedding and last hidden state as one projection.
 
     `model` is a model of that layer, with the target's embeddings and output layer and the head's own norm; `parts` are
@@ -90,14 +91,10 @@ class MtpHead(nn.Module):
     def reduce(self, states: Tensor) -> Tensor:
         return states
 
-    def forward(self, batch: Batch, states: Tensor, pool: KVPool, num_drafted: int = 0) -> Tensor:
-        paged = paged_pairs(batch, pool, tuple(one.layer for one in self._shapes), self.depth)
-        ids, positions = batch.input_ids.reshape(1, -1), batch.positions.reshape(1, -1)
-        return self.outputs_at(ids, states[None], positions, paged=paged)[0]
+    def pages(self, batch: Batch, pool: KVPool) -> PagedPairs:
+        return paged_pairs(batch, pool, tuple(one.layer for one in self._shapes), self.depth)
 
     def outputs_at(self, ids: Tensor, states: Tensor, positions: Tensor, **attention: Any) -> Tensor:
-        """(B, T, hidden) outputs for (B, T) tokens at these (B or 1, T) positions and the (B, T, hidden) states before
-        them; `attention` is what its layer takes besides."""
         embedded = self.decoder.get_input_embeddings()(ids)
         pairs = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(states)], -1))
         output = self.decoder(inputs_embeds=pairs, position_ids=positions, use_cache=False, **attention)

@@ -134,6 +134,7 @@ def test_drafts_are_the_formulas_and_output_hugging_faces(
     eagle = drafter(engine, head_dir)
     assert answer(engine, loop, make_requests(), eagle) == expected(model)
     check_drafts(eagle.seen, head, model, 200)
+    assert (eagle.head.program is not None) == (compiler != "none")
 
 
 # Name -> (how the head is made, how it is saved).
@@ -481,12 +482,16 @@ with Engine.open(Path(sys.argv[1])) as engine:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux says what a process uses")
 def test_it_takes_the_memory_of_its_weights(tmp_path: Path, make_engine_dir: Any) -> None:
-    """Measure in a process of its own, compiled, with weights in 16 bits; a megabyte is Python's."""
+    """Measure in a process of its own, compiled, with weights in 16 bits; a megabyte is Python's.
+
+    Another one has exported the head before, by code of torch's that takes some 30 MB.
+    """
     model = make_model("llama", num_hidden_layers=6, hidden_size=512, intermediate_size=768, vocab_size=20000)
     head = make_eagle(model, states=STATES)
     tensors = {name: tensor.bfloat16() for name, tensor in head.tensors.items()}
     directory = save_eagle(replace(head, tensors=tensors), tmp_path, "speculators")
     engine_dir = make_engine_dir(model.bfloat16(), compiler="aot", hidden_states=STATES)
-    made = subprocess.run([sys.executable, "-c", MEMORY, engine_dir, directory], capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
+    for _ in range(2):
+        made = subprocess.run([sys.executable, "-c", MEMORY, engine_dir, directory], capture_output=True, text=True)
+        assert made.returncode == 0, made.stderr
     assert int(made.stdout) <= 1.1 * (directory / "model.safetensors").stat().st_size + 2**20

@@ -305,6 +305,8 @@ def test_drafts_are_transformers(
         with torch.no_grad():
             states = target.get_decoder()(torch.tensor([tokens[:-1]]), use_cache=False).last_hidden_state[0]
         assert draft == reference_drafts(forward, tokens, states, len(draft)), tokens
+    has_experts = any("experts" in name for name, _ in mtp.head.named_parameters())
+    assert (mtp.head.program is not None) == (loop == "leader" and not has_experts)
 
 
 Draft = Callable[[list[int], Tensor], list[int]]

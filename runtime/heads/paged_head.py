@@ -1,0 +1,154 @@
+"""A head's pass over pages, module by module, or as one program (`runtime.compiler.token_program`).
+
+The program is what the layers compute, without a call from Python for each operation: beside a small or quantized
+target these take longer than the weights. It is kept in the cache by the form of the head.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from runtime.batch import Batch, pack
+from runtime.cache import digest
+from runtime.compiler.attention import PagedInputs
+from runtime.compiler.compilation import TOKENWISE, add_program, example_rows, export_program, raise_interrupt
+from runtime.compiler.cutting import CutStep
+from runtime.compiler.kept_steps import entry_of, find_kept, keep
+from runtime.compiler.kernels import describe_kernels
+from runtime.compiler.programs import Files
+from runtime.kv_cache import KVPool
+
+
+class PagedHead(nn.Module):
+    """A head of layers that attend over pages of K/V."""
+
+    program: "HeadProgram | None" = None
+    """Its pass, where it is one program."""
+
+    def pages(self, batch: Batch, pool: KVPool) -> PagedInputs:
+        """Inputs of its attention."""
+        raise NotImplementedError
+
+    def outputs_at(self, ids: Tensor, states: Tensor, positions: Tensor, **attention: Any) -> Tensor:
+        """(B, T, state_size) outputs for (B, T) tokens at these (B or 1, T) positions and the (B, T, state_size) states
+        before them; `attention` is what its layers take besides."""
+        raise NotImplementedError
+
+    def forward(self, batch: Batch, states: Tensor, pool: KVPool, num_drafted: int = 0) -> Tensor:
+        paged = self.pages(batch, pool)
+        if self.program is not None:
+            return self.program(batch, states, paged)
+        return _outputs(self, batch.input_ids, batch.positions, states, paged)
+
+
+def _outputs(head: PagedHead, ids: Tensor, positions: Tensor, states: Tensor, paged: PagedInputs) -> Tensor:
+    """(B x Q, state_size) outputs of (B, Q) tokens, whose states are (B x Q, state_size)."""
+    return head.outputs_at(ids.reshape(1, -1), states[None], positions.reshape(1, -1), paged=paged)[0]
+
+
+class HeadProgram:
+    """A head's pass as one program."""
+
+    def __init__(self, head_pass: "_Pass", cut: CutStep, files: Seq[Files]) -> None:
+        self._pass = head_pass  # whose weights it reads
+        self._step: Any = torch.classes.specdec.CutStep()
+        for call in cut.calls:
+            add_program(self._step, files[call.program][TOKENWISE], dict(call.weights()), (call.inputs, call.outputs))
+
+    def __call__(self, batch: Batch, states: Tensor, paged: PagedInputs) -> Tensor:
+        """(B x Q, state_size) outputs, of states as many."""
+        own = states[:, : self._pass.width].contiguous()  # behind them an assistant has what it drafts from
+        outputs: Tensor = self._step.run(_tensors(batch, own, paged))[0]
+        return outputs
+
+
+def use_programs(head: nn.Module, pool: KVPool, dtype: torch.dtype, arithmetic: int) -> None:
+    """Have programs compute the passes of a head of kernels over this pool, as far as these can be exported."""
+    for part in head.modules():
+        if isinstance(part, PagedHead):
+            part.program = _program_of(part, pool, dtype, arithmetic)
+
+
+def _program_of(head: PagedHead, pool: KVPool, dtype: torch.dtype, arithmetic: int) -> HeadProgram | None:
+    """None if it is none: some layers have operations that programs do not have."""
+    block_size = pool.keys[0].shape[3]
+    rows = example_rows([5, 3], 2 * block_size + 1, 2 * block_size + 1 + 5, block_size, 2)
+    batch = pack(rows, block_size, torch.device("cpu"))
+    paged = head.pages(batch, pool)
+    head_pass = _Pass(head, paged)
+    states = torch.zeros(batch.input_ids.numel(), head_pass.width, dtype=dtype)
+    inputs = _tensors(batch, states, _with_pools(paged, (_few(one) for one in _pools(paged))))
+    forms = [(tuple(one.shape), one.dtype) for one in inputs]
+    entry = entry_of("head", head_pass, repr((forms, arithmetic, dtype, _settings(head))), *_code())
+    if (found := find_kept(entry, lambda _: head_pass)) is None:
+        found = _export(head_pass, inputs, arithmetic)
+        keep(entry, lambda _: head_pass, *found)
+    return HeadProgram(head_pass, *found) if found[0].calls else None
+
+
+def _export(head_pass: "_Pass", inputs: list[Tensor], arithmetic: int) -> tuple[CutStep, list[Files]]:
+    """Its program, and the program's files; without any call where it cannot be one, which is kept too."""
+    B, Q, num_blocks = (torch.export.Dim(name) for name in ("rows", "tokens", "num_blocks"))
+    of_batch = [{0: B, 1: Q}] * (_NUM_BEFORE_POOLS - 1) + [{0: B, 1: torch.export.Dim.DYNAMIC}]
+    dynamic = [*of_batch, *[{0: num_blocks}] * (len(inputs) - _NUM_BEFORE_POOLS)]
+    describe_kernels()
+    try:
+        return export_program(head_pass, tuple(inputs), (tuple(dynamic),), arithmetic)
+    except Exception as error:  # whatever it is about the head, its layers do without
+        raise_interrupt(error)
+        return CutStep([], []), []
+
+
+_NUM_BEFORE_POOLS = 6
+
+
+def _tensors(batch: Batch, states: Tensor, paged: PagedInputs) -> list[Tensor]:
+    """Inputs of the program."""
+    own = batch.input_ids, batch.positions, states.view(*batch.input_ids.shape, -1)
+    return [*own, paged.positions, paged.slot_mapping, paged.block_tables, *_pools(paged)]
+
+
+def _pools(paged: PagedInputs) -> list[Tensor]:
+    return [*paged.key_pools, *paged.value_pools, *paged.scale_pools]
+
+
+def _with_pools(paged: PagedInputs, pools: Iterator[Tensor]) -> PagedInputs:
+    """The same with others in their place."""
+    keys, values, scales = (
+        list(islice(pools, len(theirs))) for theirs in (paged.key_pools, paged.value_pools, paged.scale_pools)
+    )
+    return replace(paged, key_pools=keys, value_pools=values, scale_pools=scales, masks={})
+
+
+def _few(pool: Tensor) -> Tensor:
+    """The same of few blocks, with memory of its own: to trace views of other memory takes long."""
+    return torch.empty((7, *pool.shape[1:]), dtype=pool.dtype)
+
+
+class _Pass(nn.Module):
+    """A head's pass, called with tensors only."""
+
+    def __init__(self, head: PagedHead, paged: PagedInputs) -> None:
+        super().__init__()
+        self.head, self._paged, self.width = head, paged, cast(int, head.state_size)
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        ids, positions, states, seen, slots, tables, *pools = tensors
+        paged = replace(_with_pools(self._paged, iter(pools)), positions=seen, slot_mapping=slots, block_tables=tables)
+        return _outputs(self.head, ids, positions, states.flatten(0, 1), paged)
+
+
+def _settings(head: PagedHead) -> str:
+    """A head's config, wherever it lies."""
+    return repr(replace(cast(Any, head.config), directory=Path()))
+
+
+def _code() -> list[str]:
+    """Digests of the code of heads, which engines do not depend on."""
+    return [digest([path.read_text()]) for path in sorted(Path(__file__).parent.glob("*.py"))]
