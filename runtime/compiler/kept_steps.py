@@ -73,12 +73,12 @@ ModuleOf = Callable[[int | None], nn.Module]
 
 def find_step(step: Step, shape: StepShape, arithmetic: int) -> tuple[CutStep, list[Files]] | None:
     """The step as it was cut of another model of the same form, with the files of its programs; None if it was not."""
-    return find_kept(_entry_of_step(step, shape, arithmetic), _module_of(step, shape))
+    return find_kept(step_entry(step, shape, arithmetic), _module_of(step, shape))
 
 
 def keep_step(step: Step, shape: StepShape, arithmetic: int, cut: CutStep, files: list[Files]) -> None:
     """Write a step that was cut, with the files of its programs, for others of the same form."""
-    keep(_entry_of_step(step, shape, arithmetic), _module_of(step, shape), cut, files)
+    keep(step_entry(step, shape, arithmetic), _module_of(step, shape), cut, files)
 
 
 def _module_of(step: Step, shape: StepShape) -> ModuleOf:
@@ -177,7 +177,7 @@ def _operation(name: str | None, args: Any, kwargs: Any) -> tuple[Any, Any, Any]
 # --- what a step is exported of ---
 
 
-def _entry_of_step(step: Step, shape: StepShape, arithmetic: int) -> Path:
+def step_entry(step: Step, shape: StepShape, arithmetic: int) -> Path:
     of_shape = (shape.dtype, shape.vocab_size, shape.layers, shape.states, shape.kv_cache)
     settings = (*of_shape, shape.build_config.tokens_per_block, arithmetic, step.model.config._attn_implementation)
     return entry_of("step", step, repr(settings), repr(sorted(of_the_model(step.model.config.to_dict()).items())))

@@ -23,12 +23,11 @@ from runtime.drafters.draft_state import DraftState, is_ready
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.heads.block_head import BlockHead, num_slots
-from runtime.heads.head_attention import hide_first
 from runtime.heads.head_cache import HeadCache
 from runtime.heads.head_config import HeadConfig, language_model, num_layers_of
 from runtime.heads.head_model import EagleHead, Head, load_head, set_output, use_kernels
 from runtime.heads.head_output import read_output, read_target_output
-from runtime.heads.paged_head import use_programs
+from runtime.heads.paged_head import hide_first, use_programs
 from runtime.request import Draft, Sequence
 
 _SHORT_ROW = 32

@@ -99,7 +99,7 @@ class AssistantHead(PagedHead):
         self.places = tuple(places)
 
     def outputs_at(self, ids: Tensor, states: Tensor, positions: Tensor, **attention: Any) -> Tensor:
-        """Of tokens at the position of the sequence's last one. Of states only the target's part is read."""
+        """Outputs for tokens at the position of the sequence's last one; of states the target's part alone is read."""
         embedded = F.embedding(ids, self.embedding) * self.embedding_scale
         inputs = self.pre_projection(torch.cat([embedded, states[..., : self.config.target_hidden_size]], -1))
         output = self.model(

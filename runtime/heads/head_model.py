@@ -23,10 +23,9 @@ from runtime.errors import SpecDecError
 from runtime.heads.assistant import load_assistant
 from runtime.heads.block_head import BlockHead, own_name
 from runtime.heads.draft_vocab import among_all, rows_by_id
-from runtime.heads.head_attention import HEAD, PagedPairs, for_kernels, paged_pairs
 from runtime.heads.head_config import OF_TWO_HEADS, HeadConfig, check_weights
 from runtime.heads.mtp_head import ChainedMtp, MtpHead, embeddings_of, load_mtp, shapes_of, shared_with_target
-from runtime.heads.paged_head import PagedHead
+from runtime.heads.paged_head import HEAD, PagedHead, PagedPairs, for_kernels, paged_pairs
 from runtime.kv_cache import KVPool
 from runtime.locks import MODEL_INIT_LOCK, quiet_transformers
 from runtime.quantization.planning import load_numbers

@@ -36,9 +36,8 @@ from runtime.config import LayerShape
 from runtime.errors import SpecDecError
 from runtime.files import read_json
 from runtime.heads.draft_vocab import among_all
-from runtime.heads.head_attention import HEAD, PagedPairs, for_kernels, paged_pairs
 from runtime.heads.head_config import BY_WEIGHTS, HeadConfig, check_weights, lacks_weights, num_layers_of
-from runtime.heads.paged_head import PagedHead
+from runtime.heads.paged_head import HEAD, PagedHead, PagedPairs, for_kernels, paged_pairs
 from runtime.kv_cache import KVPool
 from runtime.quantization.formats import find_layers, format_of, without_quantization
 from runtime.quantization.planning import PrequantizedLayer, load_numbers

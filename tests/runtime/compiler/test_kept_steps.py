@@ -130,13 +130,13 @@ def test_a_copy_that_drafts_is_exported_once(tmp_path: Path, exported: list[torc
 )
 def test_a_model_of_another_form_is_not_found(family: str, settings: dict[str, Any]) -> None:
     models = [model_of("llama"), model_of(family, **settings), model_of("llama", 0.9)]
-    entry, other, same = (kept_steps._entry(Step(model), shape_of(model), 0) for model in models)
+    entry, other, same = (kept_steps.step_entry(Step(model), shape_of(model), 0) for model in models)
     assert entry == same and other != entry
 
 
 def test_a_model_in_other_bits_is_not_found() -> None:
     models = [model_of("llama"), model_of("llama").bfloat16()]
-    assert len({kept_steps._entry(Step(model), shape_of(model), 0) for model in models}) == 2
+    assert len({kept_steps.step_entry(Step(model), shape_of(model), 0) for model in models}) == 2
 
 
 @pytest.mark.parametrize("other", [{"tokens_per_block": 32}, {"max_batch_size": 3}])
@@ -144,7 +144,7 @@ def test_of_a_build_only_the_blocks_belong_to_the_form(other: dict[str, int]) ->
     model = model_of("llama")
     step = Step(model)
     builds = [make_build(compiler="aot", **settings) for settings in ({}, other)]
-    entries = {kept_steps._entry(step, shape_of(model, build), 0) for build in builds}
+    entries = {kept_steps.step_entry(step, shape_of(model, build), 0) for build in builds}
     assert len(entries) == (2 if "tokens_per_block" in other else 1)
 
 
@@ -152,7 +152,7 @@ def test_of_a_build_only_the_blocks_belong_to_the_form(other: dict[str, int]) ->
 def test_what_other_code_exported_is_not_taken(version: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = model_of("llama")
     step, shape = Step(model), shape_of(model)
-    before = kept_steps._entry(step, shape, 0)
+    before = kept_steps.step_entry(step, shape, 0)
     if version == "the model's code":
         (tmp_path / "modeling.py").write_text("another")
         monkeypatch.setattr("transformers.models.llama.modeling_llama.__file__", str(tmp_path / "modeling.py"))
@@ -162,7 +162,7 @@ def test_what_other_code_exported_is_not_taken(version: str, monkeypatch: pytest
         monkeypatch.setattr("torch.__version__", "9.9")
     else:
         monkeypatch.setattr("runtime.compiler.load.metadata.version", lambda name: "9.9")
-    assert kept_steps._entry(step, shape, 0) != before
+    assert kept_steps.step_entry(step, shape, 0) != before
 
 
 @pytest.mark.slow
