@@ -25,7 +25,7 @@ LIBRARY = "kernels.so"
 COPY_DIR = "self-draft"
 """Subdirectory of the self-draft copy: its compiled step, and the weights that it does not share with the target."""
 DRAFT_VOCAB, HEAD_OUTPUT = "draft_vocab.txt", "head_output.safetensors"
-"""Ids that are drafted, and a trained head's quantized output layer, where an engine has them."""
+"""Ids that are drafted, and a trained head's quantized layers, where an engine has them."""
 TARGET_OUTPUT = "target_output.safetensors"
 """The target's output layer for a trained head that has none of its own."""
 _BUILD_AGAIN = "build it again"
@@ -38,7 +38,7 @@ def step_files(config: EngineConfig) -> list[str]:
     made = {"aot": ["rank0.pt2"], "torch-compile": ["rank0.cache"], "none": []}[build.compiler]
     of_copy = [] if build.self_draft is None else [f"{COPY_DIR}/{name}" for name in ("rank0.safetensors", *made)]
     of_drafts = [DRAFT_VOCAB] if build.draft_output.vocab_size is not None else []
-    if build.draft_output.qformat is not None and build.hidden_states:
+    if build.draft_output.is_quantized and build.hidden_states:
         of_drafts.append(HEAD_OUTPUT)
     return [*weights_files(config.mapping), *made, *of_copy, *of_drafts, *library]
 

@@ -214,6 +214,12 @@ class DraftOutput:
     """None: as the model has it."""
     vocab_size: Size | None = None
     """Ids that are drafted; None: all."""
+    layers: IntFormat | None = None
+    """Quantization of the head's other linear layers; None: as the head has them."""
+
+    @property
+    def is_quantized(self) -> bool:
+        return (self.qformat or self.layers) is not None
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ from runtime.compiler.kernel_library import (
     processor,
 )
 from runtime.compiler.load import current_environment, take_step
-from runtime.config import Activations, BuildConfig, Compiler, DraftOutput, Dtype, IntFormat, QuantConfig, SelfDraft
+from runtime.config import Activations, BuildConfig, Compiler, Dtype, IntFormat, QuantConfig, SelfDraft
 from runtime.costs import MeasuredCosts, keep_costs
 from runtime.engine import resolve_device
 from runtime.errors import SpecDecError, SpecDecWarning, errors_about
@@ -233,11 +233,11 @@ def _identity_of_drafts(settings: EngineSettings) -> list[str]:
     """The output layer that drafts, by the contents of the files that it is made of."""
     wanted, weights = settings.draft_output, list[Path]()
     vocab = wanted.vocab if wanted.vocab in (None, "auto") else file_digest(Path(wanted.vocab))
-    if wanted.qformat is not None:
+    if wanted.output(()).is_quantized:
         weights = sorted(file for head in settings.heads[:1] for file in head.directory.glob("*.safetensors"))
     reads_output = any(head.reads_target_output for head in settings.heads[:1])
     return [
-        repr((vocab, wanted.vocab_size, wanted.qformat)),
+        repr(replace(wanted, vocab=vocab)),
         *["target's output"] * reads_output,
         *(file_digest(file) for file in weights),
     ]
@@ -293,7 +293,8 @@ def _needs_no_kernels(model_dir: Path, settings: EngineSettings) -> bool:
     """True for a model that answers in seconds without them: a small one, of numbers that torch multiplies."""
     if settings.compiler != "aot" or model_dir.is_file() or "quantization_config" in read_model_config(model_dir):
         return False
-    is_plain = settings.self_draft is None and settings.draft_output.qformat is None and settings.tp_size == 1
+    drafts_quantized = settings.self_draft is not None or settings.draft_output.output(()).is_quantized
+    is_plain = not drafts_quantized and settings.tp_size == 1
     return is_plain and sum(path.stat().st_size for path in files_of_model(model_dir)) <= _MOST_BYTES_WITHOUT_KERNELS
 
 
@@ -328,8 +329,7 @@ def _make_engine(
         checkpoint = convert_for_build(conversion, Path(directory), may_link=by_parts)
         build = settings.build_config(positions_of(checkpoint))
         drafts = choose_drafts(settings.draft_output, settings.heads, checkpoint)
-        output = DraftOutput(settings.draft_output.qformat, len(drafts.ids) or None)
-        build = replace(build, draft_output=output)
+        build = replace(build, draft_output=settings.draft_output.output(drafts.ids))
         # A GPU's memory is given away when an engine is opened, and ranks measure together.
         at_once = BuildEffort(
             measure_costs=settings.tp_size > 1 or device.type != "cpu", drafts=drafts, leaves_step=True

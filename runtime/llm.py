@@ -75,6 +75,7 @@ class EngineOptions(TypedDict, total=False):
     draft_vocab: str | Path | None
     draft_vocab_size: Size | None
     draft_output_layer: IntFormat | None
+    draft_layers: IntFormat | None
     activations: Activations | None
     compiler: Compiler | None
     tensor_parallel_size: Size
@@ -484,9 +485,9 @@ class LLM:
 
 
 def _draft_output(options: dict[str, Any]) -> DraftOutputSettings:
-    """Take the options of an output layer that drafts."""
-    vocab, size, qformat = (options.pop(f"draft_{name}", None) for name in ("vocab", "vocab_size", "output_layer"))
-    return DraftOutputSettings(None if vocab is None else str(vocab), size, qformat)
+    """Take the options of layers that draft."""
+    vocab, *others = (options.pop(f"draft_{name}", None) for name in ("vocab", "vocab_size", "output_layer", "layers"))
+    return DraftOutputSettings(None if vocab is None else str(vocab), *others)
 
 
 def _within_vocabulary(end_ids: frozenset[int], vocab_size: int) -> frozenset[int]:

@@ -1,6 +1,7 @@
 """`specdec build`, its flags: a checkpoint becomes an engine bundle."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -17,7 +18,6 @@ from runtime.config import (
     BuildConfig,
     CheckpointConfig,
     Compiler,
-    DraftOutput,
     EngineConfig,
     IntFormat,
     SelfDraft,
@@ -124,7 +124,7 @@ class BuildOptions:
     force: Force = False
 
     def config(
-        self, max_seq_len: int, compiler: Compiler, hidden_states: tuple[int, ...] = (), num_ids: int | None = None
+        self, max_seq_len: int, compiler: Compiler, hidden_states: tuple[int, ...] = (), ids: Sequence[int] = ()
     ) -> BuildConfig:
         """Build config for prompts and outputs of `max_seq_len` together, to which drafts are added."""
         max_input_len = self.max_input_len
@@ -140,7 +140,7 @@ class BuildOptions:
             speculative_decoding_mode="draft_tokens_external" if self.max_draft_len > 0 else "none",
             self_draft=self.copy,
             hidden_states=hidden_states,
-            draft_output=DraftOutput(self.draft_output.settings.qformat, num_ids),
+            draft_output=self.draft_output.settings.output(ids),
         )
 
     @property
@@ -250,8 +250,8 @@ def build(options: BuildOptions, output: Output) -> None:
     text = quality_text(checkpoint, options.quality_text)
     target = resolve_device(options.device, 0)
     max_seq_len = options.max_seq_len or default_max_seq_len(OpenedCheckpoint(checkpoint_dir, checkpoint))
-    compiler, num_ids = compiler_for(target, options.compiler), len(drafts.ids) or None
-    settings = options.config(max_seq_len, compiler, hidden_states, num_ids)
+    compiler = compiler_for(target, options.compiler)
+    settings = options.config(max_seq_len, compiler, hidden_states, drafts.ids)
     _warn_of_short_inputs(options, settings, max_seq_len, output)
     start, phase_times = time.perf_counter(), _PhaseTimes()
     with output.phases() as show:

@@ -112,6 +112,8 @@ def built_table(config: EngineConfig, output_dir: Path, size: int, elapsed: floa
         table.add_row("hidden states", f"{', '.join(map(str, build.hidden_states))}, for a trained head")
     if build.draft_output != DraftOutput():
         table.add_row("output layer of drafts", _described_output(config))
+    if build.draft_output.layers is not None:
+        table.add_row("layers of the head", f"in {build.draft_output.layers}, but the output layer")
     table.add_row("K/V cache", _kv_cache(config))
     if config.states:
         table.add_row("states", _states(config))

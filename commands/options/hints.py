@@ -66,6 +66,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "no_drafts_to_tune": f"build it with `{_DRAFTS} 10`",
     "no_engine": ("make it with `specdec build`", "`--model-dir` takes a model, such as `demo`"),
     "no_gpu": "build with `specdec build --device cpu`",
+    "no_head_of_layers": "`--draft-model-dir` names a head",
     "no_layer_that_drafts": (
         "`--draft-model-dir` names a head",
         "`--self-draft int4` makes a copy",
@@ -135,6 +136,7 @@ MESSAGES: dict[str, str] = {
     "empty_word": "`{flag}` has a word of no letters: ''",
     "end_id": "`--end-id` is outside the vocabulary of {size}: {end_id}",
     "foreign_word": "`{flag}` has a word that the tokenizer makes nothing of: {word!r}",
+    "no_head_of_layers": "`{flag}` is of a trained head: {value}",
     "no_layer_that_drafts": "`{flag}` is of a trained head, or of a copy that drafts: {value}",
     "ngram_sizes": "`{flag}` exceeds the longest, {longest}: {shortest}",
     "size_of_no_vocab": "`--draft-vocab-size` is of a vocabulary of drafts: {size}",
@@ -186,7 +188,7 @@ def _flag_named(name: str) -> str:
 
 
 _FLAGS = {"stop": "--stop-words", "bad_words": "--bad-words"}
-_FLAGS |= {"draft_vocab": "--draft-vocab", "draft_output_layer": "--draft-output-layer"}
+_FLAGS |= {name: as_flag(name) for name in ("draft_vocab", "draft_output_layer", "draft_layers")}
 
 
 def _rebuild(engine_dir: object, build: Any) -> str:
@@ -210,6 +212,8 @@ def _what_drafts(build: Any, head: object = "HEAD", engine_dir: object = "ENGINE
         flags += f" --draft-model-dir {shlex.quote(str(head))}"
     if build.draft_output.qformat is not None:
         flags += f" --draft-output-layer {build.draft_output.qformat}"
+    if build.draft_output.layers is not None:
+        flags += f" --draft-layers {build.draft_output.layers}"
     if build.draft_output.vocab_size is not None:
         flags += f" --draft-vocab {shlex.quote(str(Path(str(engine_dir)) / DRAFT_VOCAB))}"
     return flags

@@ -128,10 +128,20 @@ class DraftOutputOptions:
         option(SPECULATION, "Quantize the output layer that drafts: int8, int4 or none.", shown="none", metavar="NAME"),
     ] = None
 
+    draft_layers: Annotated[
+        Literal["none", IntFormat] | None,
+        option(
+            SPECULATION,
+            "Quantize the other linear layers of a trained head: int8, int4 or none.",
+            shown="none",
+            metavar="NAME",
+        ),
+    ] = None
+
     @property
     def settings(self) -> DraftOutputSettings:
-        qformat = None if self.draft_output_layer == "none" else self.draft_output_layer
-        return DraftOutputSettings(self.draft_vocab, self.draft_vocab_size, qformat)
+        qformat, layers = (None if one == "none" else one for one in (self.draft_output_layer, self.draft_layers))
+        return DraftOutputSettings(self.draft_vocab, self.draft_vocab_size, qformat, layers)
 
 
 @dataclass(frozen=True)

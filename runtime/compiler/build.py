@@ -13,9 +13,10 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from runtime.bundle import COPY_DIR, DRAFT_VOCAB, LIBRARY, uses_kernels, weights_files
@@ -70,7 +71,8 @@ from runtime.engine import Engine
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import check_output_directory, check_output_is_not_input, new_directory, write_file, write_json
 from runtime.heads.head_config import HeadConfig
-from runtime.heads.head_output import write_output, write_target_output
+from runtime.heads.head_model import Head, load_head
+from runtime.heads.head_output import write_quantized, write_target_output
 from runtime.kv_cache import bytes_per_block, kv_dtype
 from runtime.locks import MODEL_INIT_LOCK
 from runtime.parallel.processes import do_at_once
@@ -111,7 +113,7 @@ class DraftSource:
     ids: tuple[int, ...] = ()
     """Ids that are drafted; none: all."""
     head: HeadConfig | None = None
-    """Trained head whose output layer is quantized."""
+    """Trained head whose layers are quantized."""
 
     @property
     def tensor(self) -> Tensor | None:
@@ -296,15 +298,26 @@ def _parse_fitting(checkpoint: CheckpointConfig, checkpoint_dir: Path, build: Bu
 def _write_draft_output(
     model: PreTrainedModel, build: BuildConfig, drafts: DraftSource, directory: Path, phase: Phase
 ) -> None:
-    """Write the ids that are drafted, a head's output layer in fewer bits, and the model's for a head that has none, as
-    far as there are any. Embeddings that are tied to it are at hand."""
+    """Write the ids that are drafted, a head's layers in fewer bits, and the model's output layer for a head that has
+    none, as far as there are any. Embeddings that are tied to it are at hand."""
     if drafts.ids:
         write_file(directory / DRAFT_VOCAB, "".join(f"{i}\n" for i in drafts.ids).encode())
-    if drafts.head is not None and (qformat := build.draft_output.qformat) is not None:
-        phase("quantizing the head's output layer")
-        write_output(drafts.head, qformat, drafts.tensor, directory)
+    if drafts.head is not None and build.draft_output.is_quantized:
+        phase("quantizing the head")
+        write_quantized(
+            drafts.head, build.draft_output, drafts.tensor, partial(_head_of, drafts.head, model), directory
+        )
     if drafts.head is not None and drafts.head.reads_target_output and not model.config.tie_word_embeddings:
         write_target_output(output_weight(model), directory)
+
+
+def _head_of(config: HeadConfig, model: PreTrainedModel) -> Head:
+    """The model's head, with its weights."""
+    embeddings: Any = model.get_input_embeddings()
+    with present(embeddings):
+        weight = embeddings.weight.detach() if isinstance(embeddings, nn.Embedding) else None
+        output = output_weight(model) if config.reads_target_output else None
+        return load_head(config, weight, next(model.parameters()).dtype, output)
 
 
 def _finish(config: EngineConfig, directory: Path) -> EngineConfig:
@@ -496,7 +509,7 @@ def _check_settings(build: BuildConfig, config: PreTrainedConfig) -> None:
 def _tell_slow_weights(checkpoint: CheckpointConfig, build: BuildConfig, device: torch.device) -> None:
     """SpecDecWarning for weights of few bits where only kernels multiply by them."""
     quantized = checkpoint.quantization is not None and checkpoint.quantization.quant_algo is not None
-    drafts_quantized = build.self_draft is not None or build.draft_output.qformat is not None
+    drafts_quantized = build.self_draft is not None or build.draft_output.is_quantized
     if (quantized or drafts_quantized) and not uses_kernels(build.compiler, device.type):
         warnings.warn(
             "a model that is not compiled dequantizes its weights in each step, which may take tens of times as long",

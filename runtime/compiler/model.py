@@ -79,7 +79,12 @@ def linear_layers(config: PreTrainedConfig) -> tuple[list[str], str | None]:
     names = [name for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D) or is_linear(module)]
     output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     head = next((name for name in names if model.get_submodule(name) is output), None)
-    return [name for name in names if name.rpartition(".")[2] not in _LEFT_OUT and ".router." not in name], head
+    return [name for name in names if is_quantizable(name)], head
+
+
+def is_quantizable(name: str) -> bool:
+    """False of a linear layer that chooses experts, or makes Mamba's step sizes."""
+    return name.rpartition(".")[2] not in _LEFT_OUT and ".router." not in name
 
 
 def transposed_layers(config: PreTrainedConfig) -> frozenset[str]:

@@ -25,8 +25,8 @@ from runtime.errors import SpecDecError
 from runtime.heads.block_head import BlockHead, num_slots
 from runtime.heads.head_cache import HeadCache
 from runtime.heads.head_config import HeadConfig, language_model, num_layers_of
-from runtime.heads.head_model import EagleHead, Head, load_head, set_output, use_kernels
-from runtime.heads.head_output import read_output, read_target_output
+from runtime.heads.head_model import EagleHead, Head, load_head, set_layers, set_output, use_kernels
+from runtime.heads.head_output import QuantizedLayers, read_quantized, read_target_output
 from runtime.heads.paged_head import hide_first, use_programs
 from runtime.request import Draft, Sequence
 
@@ -277,10 +277,13 @@ def _output_of(engine: Engine, config: HeadConfig, embedding: Tensor | None) -> 
 
 
 def _set_output(engine: Engine, head: Head) -> None:
-    """Give the head the output layer that the engine has for drafts."""
-    qformat = engine.config.build_config.draft_output.qformat
-    kept = None if qformat is None or engine.directory is None else read_output(head.config, engine.directory)
-    set_output(head, engine.draft_ids if head.draft_ids is None else None, kept)
+    """Give the head the output layer, and the quantized layers, that the engine has for drafts."""
+    wanted, directory = engine.config.build_config.draft_output, engine.directory
+    kept = QuantizedLayers()
+    if wanted.is_quantized and directory is not None:
+        kept = read_quantized(head.config, wanted, directory)
+    set_output(head, engine.draft_ids if head.draft_ids is None else None, kept.output)
+    set_layers(head, kept.others)
 
 
 def embedding_of(engine: Engine) -> Tensor | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from runtime.config import IntFormat
+from runtime.config import DraftOutput, IntFormat
 from runtime.errors import SpecDecError, UsageError
 from runtime.files import read_json
 from runtime.models import read_model_config, resolve_head, resolve_model, shipped_head
@@ -154,6 +154,12 @@ class DraftOutputSettings:
     vocab_size: int | None = None
     """Number of them."""
     qformat: IntFormat | None = None
+    layers: IntFormat | None = None
+    """Quantization of the head's other linear layers."""
+
+    def output(self, ids: Seq[int]) -> DraftOutput:
+        """The same, of the ids that were chosen; none: all."""
+        return DraftOutput(self.qformat, len(ids) or None, self.layers)
 
     def check(self, heads: "Seq[HeadConfig]", *, has_copy: bool) -> None:
         """UsageError where nothing drafts by such a layer; SpecDecError for a file that cannot be read."""
@@ -166,6 +172,14 @@ class DraftOutputSettings:
                     name=name,
                     value=value,
                 )
+        if self.layers is not None and not heads:
+            raise UsageError(
+                f"draft_layers is of a trained head: {self.layers}",
+                hint="name a head",
+                code="no_head_of_layers",
+                name="draft_layers",
+                value=self.layers,
+            )
         if self.vocab_size is not None and self.vocab is None:
             raise UsageError(
                 f"draft_vocab_size is of a vocabulary of drafts: {self.vocab_size}",

@@ -5,9 +5,9 @@ in a draft its own output. It gives its output, from which `logits` predicts the
 of the hidden states when the draft goes on.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedMode
 
 from runtime.batch import Batch
 from runtime.compiler.attention import PAGED
+from runtime.compiler.model import is_quantizable
 from runtime.compiler.quantized import QuantizedLinear
 from runtime.compiler.quantized_copy import DRAFT_ACTIVATIONS, rows_of
 from runtime.config import LayerShape
@@ -297,6 +298,25 @@ def set_output(head: Head, ids: Tensor | None, quantized: QuantizedWeight | None
         owner.set_output_embeddings(made)
     else:
         owner.lm_head = made
+
+
+def quantizable_layers(head: Head) -> dict[str, nn.Linear]:
+    """A head's linear layers, but for those that compute logits of ids, and that weigh or choose."""
+    parts = cast(nn.Module, head)
+    output = head.step.model.get_output_embeddings() if isinstance(head, MtpHead | ChainedMtp) else None  # type: ignore[no-untyped-call]
+    linear = {name: one for name, one in parts.named_modules() if type(one) is nn.Linear and one is not output}
+    return {name: one for name, one in linear.items() if name not in _OF_LOGITS and is_quantizable(name)}
+
+
+_OF_LOGITS = ("lm_head", "centroids", "markov_w2", "gate_proj", "confidence")
+
+
+def set_layers(head: Head, layers: Mapping[str, QuantizedWeight]) -> None:
+    """Have quantized layers in the place of a head's own."""
+    parts = cast(nn.Module, head)
+    for name, weight in layers.items():
+        made = QuantizedLinear(weight, parts.get_submodule(name).bias, DRAFT_ACTIVATIONS, with_kernels=False)  # type: ignore[arg-type]
+        parts.set_submodule(name, made.requires_grad_(requires_grad=False))
 
 
 def load_head(

@@ -1,8 +1,10 @@
-"""Quantized output layer of a trained head: made once, when an engine is built for the head, and kept beside the step.
+"""Quantized layers of a trained head: made once, when an engine is built for the head, and kept beside the step.
 
-It is of the weights that the head had then, and no other head is given it.
+They are of the weights that the head had then, and no other head is given them.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -12,22 +14,40 @@ from runtime.bundle import HEAD_OUTPUT, TARGET_OUTPUT
 from runtime.cache import digest, file_digest
 from runtime.compiler.quantized_copy import quantized
 from runtime.compiler.weights import read_weights, save_weights
-from runtime.config import IntFormat, SelfDraft
+from runtime.config import DraftOutput, SelfDraft
 from runtime.errors import SpecDecError
 from runtime.heads.head_config import HeadConfig
-from runtime.heads.head_model import output_tensor
+from runtime.heads.head_model import Head, output_tensor, quantizable_layers
 from runtime.quantization.planning import load_numbers
 from runtime.quantization.weight import QuantizedWeight, take_quantized
-from runtime.source import SourceTensor
+from runtime.source import SourceTensor, read_tensors
 
 
-def write_output(config: HeadConfig, qformat: IntFormat, ids: Tensor | None, engine_dir: Path) -> None:
-    """Quantize the head's output layer, (n,) `ids` of it where these are given, into an engine's directory."""
-    entry = output_tensor(config)
-    (weight,) = load_numbers([entry])
-    rows = weight if ids is None or not config.drafts_all_ids else weight[ids]
-    made = quantized(entry.name, rows, SelfDraft(qformat))
-    save_weights(engine_dir / HEAD_OUTPUT, {f"{_name(entry)}.{part}": one for part, one in made.tensors().items()})
+@dataclass(frozen=True)
+class QuantizedLayers:
+    """A head's quantized layers: the output layer, and the others by their names."""
+
+    output: QuantizedWeight | None = None
+    others: dict[str, QuantizedWeight] = field(default_factory=dict)
+
+
+def write_quantized(
+    config: HeadConfig, wanted: DraftOutput, ids: Tensor | None, load: Callable[[], Head], engine_dir: Path
+) -> None:
+    """Quantize a head's layers into an engine's directory: its output layer, (n,) `ids` of it where these are given,
+    and those of the head that is loaded."""
+    made = dict[str, QuantizedWeight]()
+    if wanted.qformat is not None:
+        entry = output_tensor(config)
+        (weight,) = load_numbers([entry])
+        rows = weight if ids is None or not config.drafts_all_ids else weight[ids]
+        made[_name(entry)] = quantized(entry.name, rows, SelfDraft(wanted.qformat))
+    if wanted.layers is not None:
+        prefix = _prefix(config)
+        for name, layer in quantizable_layers(load()).items():
+            made[f"{prefix}{name}"] = quantized(name, layer.weight.detach(), SelfDraft(wanted.layers))
+    tensors = {f"{name}.{part}": one for name, weight in made.items() for part, one in weight.tensors().items()}
+    save_weights(engine_dir / HEAD_OUTPUT, tensors)
 
 
 def write_target_output(weight: Tensor, engine_dir: Path) -> None:
@@ -41,23 +61,32 @@ def read_target_output(engine_dir: Path) -> Tensor | None:
     return read_weights(path)["weight"] if path.is_file() else None
 
 
-def read_output(config: HeadConfig, engine_dir: Path) -> QuantizedWeight:
-    """Read the output of `write_output`; SpecDecError if it is of another head, or damaged."""
+def read_quantized(config: HeadConfig, wanted: DraftOutput, engine_dir: Path) -> QuantizedLayers:
+    """The layers that are `wanted`, which `write_quantized` has written; SpecDecError if they are of another head, or
+    damaged."""
     path = engine_dir / HEAD_OUTPUT
     try:
         found = take_quantized(read_weights(path))
     except SafetensorError as error:
         raise SpecDecError(f"`{path}` is damaged: {error}", hint="build it again", code="engine") from error
-    weight = found.get(_name(output_tensor(config)))
-    if weight is None:
+    output = None if wanted.qformat is None else found.get(_name(output_tensor(config)))
+    prefix = "" if wanted.layers is None else _prefix(config)
+    layers = {name.removeprefix(prefix): one for name, one in found.items() if prefix and name.startswith(prefix)}
+    if (output is None) != (wanted.qformat is None) or (not layers) != (wanted.layers is None):
         raise SpecDecError(
-            f"the engine has the quantized output layer of another head: {config.directory}",
+            f"the engine has the quantized layers of another head: {config.directory}",
             hint="build the engine for this head",
             code="no_hidden_states",
             head=config.directory,
         )
-    return weight
+    return QuantizedLayers(output, layers)
 
 
 def _name(entry: SourceTensor) -> str:
     return digest([entry.name, file_digest(entry.file)])
+
+
+def _prefix(config: HeadConfig) -> str:
+    """Beginning of the names of a head's layers."""
+    files = {one.file for one in read_tensors(config.directory)}
+    return f"{digest([file_digest(file) for file in sorted(files)])}."

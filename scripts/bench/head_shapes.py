@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from runtime.checkpoint import convert
 from runtime.checkpoint_dir import OpenedCheckpoint, open_checkpoint
 from runtime.compiler.build import BuildEffort, build_engine
-from runtime.config import DraftOutput, IntFormat, QuantConfig
+from runtime.config import IntFormat, QuantConfig
 from runtime.draft_ids import choose_drafts
 from runtime.drafters.specs import AssistantDrafter, EagleDrafter, MtpDrafter
 from runtime.engine_cache import EngineSettings
@@ -74,8 +74,19 @@ _ASSISTANT = {
 }
 
 
-Layer = tuple[int | None, IntFormat | None]
-"""Number of ids and quantization of the output layer that drafts; None: as the head has it."""
+@dataclass(frozen=True)
+class Layers:
+    """Number of ids and quantization of the output layer that drafts, and of the other layers; None: as the head has
+    them."""
+
+    num_ids: int | None = None
+    qformat: IntFormat | None = None
+    others: IntFormat | None = None
+
+    def __str__(self) -> str:
+        parts = [f"{self.num_ids:,} ids" if self.num_ids else "its own", self.qformat]
+        parts.append(self.others and f"others {self.others}")
+        return ", ".join(filter(None, parts))
 
 
 @dataclass(frozen=True)
@@ -85,7 +96,7 @@ class Form:
     target: dict[str, Any]
     head: Callable[[Path, Path], Path]
     drafter: type[EagleDrafter] | type[MtpDrafter] | type[AssistantDrafter]
-    layers: tuple[Layer, ...]
+    layers: tuple[Layers, ...]
 
 
 def eagle(model_dir: Path, directory: Path) -> Path:
@@ -105,10 +116,12 @@ def assistant(model_dir: Path, directory: Path) -> Path:
     return made
 
 
+_OF_EAGLE = Layers(), Layers(None, "int4"), Layers(None, None, "int4"), Layers(None, "int4", "int4")
+_OF_MTP = Layers(), Layers(None, "int4"), Layers(31040), Layers(31040, "int4"), Layers(31040, "int4", "int4")
 FORMS = {
-    "llama": Form(_LLAMA, eagle, EagleDrafter, ((None, None), (None, "int4"))),
-    "qwen": Form(_QWEN, mtp, MtpDrafter, ((None, None), (None, "int4"), (31040, None), (31040, "int4"))),
-    "gemma": Form(_GEMMA, assistant, AssistantDrafter, ((None, None),)),
+    "llama": Form(_LLAMA, eagle, EagleDrafter, _OF_EAGLE),
+    "qwen": Form(_QWEN, mtp, MtpDrafter, _OF_MTP),
+    "gemma": Form(_GEMMA, assistant, AssistantDrafter, (Layers(), Layers(None, None, "int4"))),
 }
 
 
@@ -124,25 +137,24 @@ def save_model(form: Form, directory: Path) -> Path:
     return directory
 
 
-def make_engine(checkpoint: OpenedCheckpoint, head_dir: Path, layer: Layer, engine_dir: Path) -> None:
+def make_engine(checkpoint: OpenedCheckpoint, head_dir: Path, layers: Layers, engine_dir: Path) -> None:
     head = read_head(head_dir)
-    num_ids, qformat = layer
     vocab = None
-    if num_ids is not None:
+    if layers.num_ids is not None:
         vocab = engine_dir.with_suffix(".ids")
-        vocab.write_text("\n".join(map(str, range(num_ids))))
-    output = DraftOutputSettings(None if vocab is None else str(vocab), None, qformat)
+        vocab.write_text("\n".join(map(str, range(layers.num_ids))))
+    output = DraftOutputSettings(None if vocab is None else str(vocab), None, layers.qformat, layers.others)
     drafts = choose_drafts(output, (head,), checkpoint)
     states = states_of_heads([head], checkpoint.config.pretrained_config)
     settings = EngineSettings(max_batch_size=1, max_seq_len=1024, hidden_states=states, compiler="aot")
-    build = dataclasses.replace(settings.build_config(1024), draft_output=DraftOutput(qformat, len(drafts.ids) or None))
+    build = dataclasses.replace(settings.build_config(1024), draft_output=output.output(drafts.ids))
     effort = BuildEffort(measure_costs=False, drafts=drafts)
     build_engine(checkpoint, engine_dir, build, torch.device("cpu"), replace=False, phase=lambda _: None, effort=effort)
 
 
-def make_engines(form: Form, directory: Path, qformat: IntFormat | None) -> list[tuple[Layer, Path]]:
+def make_engines(form: Form, directory: Path, qformat: IntFormat | None) -> list[tuple[Layers, Path]]:
     """Each output layer with its engine, unless they are in the directory already."""
-    engines = [(layer, directory / f"engine-{qformat}-{number}") for number, layer in enumerate(form.layers)]
+    engines = [(layers, directory / f"engine-{qformat}-{number}") for number, layers in enumerate(form.layers)]
     if all(engine_dir.exists() for _, engine_dir in engines):
         return engines
     model_dir = save_model(form, directory / "model")
@@ -152,9 +164,9 @@ def make_engines(form: Form, directory: Path, qformat: IntFormat | None) -> list
     with tempfile.TemporaryDirectory(dir=directory) as temporary:
         convert(model_dir, Path(temporary), None, replace=True, progress=lambda *_: None, precision=precision)
         checkpoint = OpenedCheckpoint(Path(temporary), open_checkpoint(Path(temporary)))
-        for layer, engine_dir in engines:
+        for layers, engine_dir in engines:
             if not engine_dir.exists():
-                make_engine(checkpoint, directory / "head", layer, engine_dir)
+                make_engine(checkpoint, directory / "head", layers, engine_dir)
     return engines
 
 
@@ -180,21 +192,18 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--work-dir", type=Path, help="keeps models and heads for the next run")
     arguments = parser.parse_args()
-    print(
-        f"{torch.get_num_threads()} threads\n\n| head | output layer | its step, ms | the target's | share | drafting |"
-    )
+    print(f"{torch.get_num_threads()} threads\n")
+    print("| head | output and other layers | its step, ms | the target's | share | drafting |")
     print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as temporary:
         for name in arguments.forms or FORMS:
             form, directory = FORMS[name], (arguments.work_dir or Path(temporary)) / name
-            for layer, engine_dir in make_engines(form, directory, arguments.qformat):
+            for layers, engine_dir in make_engines(form, directory, arguments.qformat):
                 with LLM(engine_dir) as llm:
                     ms = time_steps(llm, form.drafter(directory / "head", 1), arguments.runs)
-                num_ids, qformat = layer
-                shown = f"{f'{num_ids:,} ids' if num_ids else 'its own'}{f', {qformat}' if qformat else ''}"
                 target, own, drafting = (ms[part] for part in ("target", "draft_model", "draft"))
                 figures = f"{own:.2f} | {target:.1f} | {own / target:.3f} | {drafting:.2f}"
-                print(f"| {form.drafter.description.title} of {name} | {shown} | {figures} |", flush=True)
+                print(f"| {form.drafter.description.title} of {name} | {layers} | {figures} |", flush=True)
 
 
 if __name__ == "__main__":

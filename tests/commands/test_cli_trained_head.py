@@ -163,8 +163,10 @@ def test_an_engine_with_an_output_layer_for_drafts(
     traces.write_text(json.dumps({"prompt_ids": [5], "output_ids": [*range(100, 260), 7, 7]}) + "\n")
     build = ["build", "--checkpoint-dir", llama_checkpoint_dir, "--output-dir", engine, "--force", *BUILD, *SIZES]
     build += ["--draft-model-dir", mtp_dirs[1], "--self-draft", "int8", "--draft-output-layer", "int8"]
+    build += ["--draft-layers", "int4"]
     result = specdec(*build, "--draft-vocab", traces, "--draft-vocab-size", 150)
-    assert "150 of 300 ids in int8, 0.0 MB" in result.stdout and "drafts never" not in result.stderr
+    assert "150 of 300 ids in int8, 0.0 MB" in result.stdout and "in int4, but the output layer" in result.stdout
+    assert "drafts never" not in result.stderr
     ids = [int(one) for one in (engine / "draft_vocab.txt").read_text().split()]
     assert len(ids) == 150 and {2, 7} <= set(ids) <= {2, 7, *range(100, 260)}  # 2 ends outputs
     run = ["run", "--engine-dir", engine, "--input-text", "the little dog", "--max-output-len", 12, "--json"]
@@ -188,6 +190,7 @@ def test_ids_that_cannot_be_drafted(
     for flags, value in (
         ([*build, "--draft-vocab", "auto"], "auto"),
         ([*build, "--draft-output-layer", "int4"], "int4"),
+        ([*copy, "--draft-layers", "int4"], "int4"),
         ([*copy, "--draft-vocab-size", 3], 3),
         ([*copy, "--draft-vocab", "auto", "--draft-vocab-size", 300], 300),
         ([*build, "--draft-model-dir", head_dirs[1], "--draft-vocab", "auto"], 200),
@@ -209,14 +212,16 @@ def test_a_models_engine_has_the_output_layer_that_is_asked_for(
     flags = ["run", "--model-dir", model, "--compiler", "none", "--input-text", "the little dog", "--json"]
     flags += ["--max-output-len", 12, "--draft-len-mode", "fixed"]
     head = ["--spec-decode-algo", "MTP", "--draft-output-layer", "int8", "--draft-vocab", files[0]]
+    head += ["--draft-layers", "int4"]
     plain, drafted = specdec(*flags).document, specdec(*flags, *head).document
     assert ids_of(drafted) == ids_of(plain) and drafted["total"]["num_draft_tokens"] > 0
     wanted: Any = {"head": model, "compiler": "none", "draft_output_layer": "int8", "draft_vocab": files[1]}
+    wanted["draft_layers"] = "int4"
     made = {path.name for path in (cache_dir() / "engines").iterdir()}
     with LLM(str(model), **wanted) as llm:
         directory, output = llm.bundle.directory, llm.bundle.config.build_config.draft_output
     assert directory.name in made
-    assert output == DraftOutput("int8", 150)
+    assert output == DraftOutput("int8", 150, "int4")
     assert (directory / "draft_vocab.txt").read_text().split() == files[0].read_text().split()
     files[1].write_text("5 2 7")
     for settings in (wanted, wanted | {"draft_vocab": None}):

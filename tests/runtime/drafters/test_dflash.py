@@ -32,6 +32,7 @@ from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine, KVCacheConfig
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.heads.head_config import is_block, is_head, read_head
+from runtime.heads.head_model import PackedLinear, PackedQuantized
 
 STATES, SIZE = (1, 3, 5), 5
 
@@ -234,6 +235,26 @@ def test_ids_that_are_chosen_for_drafts(form: str, model: PreTrainedModel, tmp_p
     if head.markov:
         cut["markov_head.markov_w2.weight"] = head.tensors["markov_head.markov_w2.weight"][own]
     check_drafts(dflash.seen, replace(head, tensors=head.tensors | cut), model, 200)
+
+
+@pytest.mark.slow  # `test_eagle.py` quantizes layers
+@pytest.mark.parametrize("form", ["DFlash", "DSpark, gated"])
+def test_quantized_layers(form: str, model: PreTrainedModel, tmp_path: Path, make_engine: Any) -> None:
+    """Drafts differ now and then; projections that weigh are as they are."""
+    settings, saved_as = FORMS[form]
+    head = make_block(model, **settings)
+    directory = save_block(head, tmp_path, saved_as)
+    build = {"draft_output": DraftOutput(layers="int8"), "head_dir": directory}
+    dflash = drafter(make_engine(model, hidden_states=head.states, compiler="aot", **build), directory)
+    assert answer(dflash.engine, "leader", make_requests(), dflash) == expected(model)
+    assert type(dflash.head.layers[0].mlp.up_proj) is PackedQuantized
+    assert not head.markov or type(dflash.head.markov_w2) is PackedLinear
+    states_of, num_equal = States(model, head.states), 0
+    for tokens, draft in dflash.seen:
+        size = head.size if head.markov else len(draft) + (not head.anchor)
+        found, _, _ = block_drafts(head, model, tokens, size, states_of(tokens[:-1]))
+        num_equal += draft[0] == found[0]
+    assert len(dflash.seen) > 30 and num_equal > 0.8 * len(dflash.seen), (num_equal, len(dflash.seen))
 
 
 @pytest.mark.parametrize("compiler", ["none", pytest.param("aot", marks=pytest.mark.slow)])

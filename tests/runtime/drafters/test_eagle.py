@@ -28,6 +28,7 @@ from runtime.engine import Engine, KVCacheConfig
 from runtime.errors import SpecDecError
 from runtime.heads.head_config import is_head, read_head
 from runtime.params import SamplingConfig
+from runtime.quantization.weight import take_quantized
 from runtime.request import Draft, Request, Sequence
 from runtime.scheduler import Scheduler
 
@@ -270,6 +271,34 @@ def test_quantized_output_layer(
     assert packed.out_features == len(own) if compiler == "none" else packed.num_outputs == len(own)
 
 
+@pytest.mark.parametrize(
+    ("compiler", "qformat"), [("aot", "int4"), pytest.param("none", "int8", marks=pytest.mark.slow)]
+)
+def test_quantized_layers(
+    compiler: str, qformat: Any, model: PreTrainedModel, tmp_path: Path, make_engine: Any
+) -> None:
+    """Drafts are those of the numbers that are kept, but where tokens in 8 bits make another one the likeliest."""
+    head = make_eagle(model)
+    directory = save_eagle(head, tmp_path / "head", "sailab")
+    build = {"hidden_states": STATES, "draft_output": DraftOutput(layers=qformat), "head_dir": directory}
+    engine = make_engine(model, compiler=compiler, **build)
+    eagle = drafter(engine, directory)
+    assert answer(engine, "leader", make_requests(), eagle) == expected(model)
+    kept = take_quantized(load_file(engine.directory / "head_output.safetensors"))
+    meant = {f"{name.partition('.')[2]}.weight": one.dequantize() for name, one in kept.items()}
+    in_bits = {name for name, one in head.tensors.items() if one.dim() == 2 and not name.startswith(("lm_", "embed_"))}
+    assert meant.keys() == in_bits
+    num_equal = []
+    for reference in (head, replace(head, tensors=head.tensors | meant)):
+        drafts = (
+            draft == eagle_drafts(reference, model, tokens, len(draft), hidden_states(model, tokens, STATES)[:-1])
+            for tokens, draft in eagle.seen
+        )
+        num_equal.append(sum(drafts))
+    assert len(eagle.seen) > 50 and num_equal[1] >= 0.9 * len(eagle.seen), num_equal
+    assert qformat == "int8" or num_equal[0] < 0.8 * len(eagle.seen), num_equal
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("compiler", "activations"),
@@ -305,11 +334,12 @@ def test_a_target_in_int4(
         check_drafts(eagle.seen, head, meant, 200)
 
 
-def test_quantized_output_layer_of_another_head(model: PreTrainedModel, tmp_path: Path, make_engine: Any) -> None:
+def test_quantized_layers_of_another_head(model: PreTrainedModel, tmp_path: Path, make_engine: Any) -> None:
     own, other = (save_eagle(make_eagle(model, seed=i), tmp_path / str(i), "sailab") for i in range(2))
-    engine = make_engine(model, hidden_states=STATES, draft_output=DraftOutput("int8"), head_dir=own)
-    with pytest.raises(SpecDecError, match="quantized output layer of another head"):
-        drafter(engine, other)
+    for output in (DraftOutput("int8"), DraftOutput(layers="int8")):
+        engine = make_engine(model, hidden_states=STATES, draft_output=output, head_dir=own)
+        with pytest.raises(SpecDecError, match="quantized layers of another head"):
+            drafter(engine, other)
 
 
 def test_prompts_in_pieces_and_preempted_sequences(

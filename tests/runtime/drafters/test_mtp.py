@@ -474,13 +474,18 @@ def test_experts_that_are_one_tensor_stay_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("qformat", [None, "int8"])
+@pytest.mark.parametrize(("qformat", "layers"), [(None, None), ("int8", None), ("int8", "int8")])
 def test_ids_that_are_chosen_for_drafts(
-    qformat: Any, published: tuple[Path, PreTrainedModel], target: PreTrainedModel, forward: Forward, make_engine: Any
+    qformat: Any,
+    layers: Any,
+    published: tuple[Path, PreTrainedModel],
+    target: PreTrainedModel,
+    forward: Forward,
+    make_engine: Any,
 ) -> None:
-    """Drafts of a quantized output layer differ now and then, and have no other ids."""
+    """Drafts of quantized layers differ now and then, and have no other ids."""
     ids = tuple(i for i in range(32) if i % 3)
-    build = {"draft_output": DraftOutput(qformat, len(ids)), "draft_ids": ids, "head_dir": published[0]}
+    build = {"draft_output": DraftOutput(qformat, len(ids), layers), "draft_ids": ids, "head_dir": published[0]}
     states = (target.config.num_hidden_layers,)
     mtp = drafter(make_engine(target, hidden_states=states, compiler="aot", **build), published[0])
     assert answer(mtp.engine, "leader", make_requests(), mtp) == expected(target)
