@@ -10,6 +10,7 @@ import time
 import warnings
 from _thread import interrupt_main
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -325,7 +326,8 @@ def _make_engine(
         phase("converting the model")
         by_parts = settings.compiler == "aot" and device.type == "cpu"  # each weight is read when it is wanted
         precision = QuantConfig(activations=settings.activations)
-        conversion = plan_conversion(model_dir, settings.dtype, precision, settings.tp_size)
+        with _no_word_of_own_head(settings.heads, model_dir):
+            conversion = plan_conversion(model_dir, settings.dtype, precision, settings.tp_size)
         checkpoint = convert_for_build(conversion, Path(directory), may_link=by_parts)
         build = settings.build_config(positions_of(checkpoint))
         drafts = choose_drafts(settings.draft_output, settings.heads, checkpoint)
@@ -340,6 +342,15 @@ def _make_engine(
     if config.compiler_note:
         warnings.warn(f"built with torch-compile: the model {config.compiler_note}", SpecDecWarning, stacklevel=2)
     return engine_dir
+
+
+@contextmanager
+def _no_word_of_own_head(heads: Seq[HeadConfig], model_dir: Path) -> Iterator[None]:
+    """Where an engine is for the model's own head, that this is no part of the engine is no news."""
+    with warnings.catch_warnings():
+        if any(head.kind == "mtp" and head.directory.resolve() == model_dir.resolve() for head in heads):
+            warnings.filterwarnings("ignore", r"layers that predict more than the next token", SpecDecWarning)
+        yield
 
 
 def export_as_asked() -> None:
