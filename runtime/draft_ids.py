@@ -9,7 +9,7 @@ from runtime.checkpoint_dir import OpenedCheckpoint
 from runtime.compiler.build import DraftSource
 from runtime.compiler.pretrained import parse_pretrained_config
 from runtime.corpus import Corpus, is_corpus
-from runtime.drafters.compatibility import check_corpus
+from runtime.drafters.compatibility import check_corpus, check_head_tokenizer
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.heads.draft_vocab import choose_vocabulary, default_size, missing_ends, read_ids, training_order
 from runtime.heads.head_config import DraftOutputSettings, HeadConfig
@@ -20,7 +20,13 @@ from runtime.traces import read_traces
 
 
 def choose_drafts(wanted: DraftOutputSettings, heads: Seq[HeadConfig], checkpoint: OpenedCheckpoint) -> DraftSource:
-    """Source of the output layer by which the first of these heads drafts, and a copy, for a checkpoint's model."""
+    """Source of the output layer by which the first of these heads drafts, and a copy, for a checkpoint's model.
+
+    SpecDecError for a head of another tokenizer.
+    """
+    directory, config = checkpoint.directory, checkpoint.config.pretrained_config
+    for head in heads:
+        check_head_tokenizer(head.directory, directory, lambda: find_tokenizer(directory, config))
     return DraftSource(tuple(_choose_ids(wanted.vocab, wanted.vocab_size, checkpoint)), heads[0] if heads else None)
 
 

@@ -346,7 +346,7 @@ def _make_engine(
 
 @contextmanager
 def _no_word_of_own_head(heads: Seq[HeadConfig], model_dir: Path) -> Iterator[None]:
-    """Where an engine is for the model's own head, that this is no part of the engine is no news."""
+    """Ignore the warning of layers that are no part of the engine where it is built for the head that they are."""
     with warnings.catch_warnings():
         if any(head.kind == "mtp" and head.directory.resolve() == model_dir.resolve() for head in heads):
             warnings.filterwarnings("ignore", r"layers that predict more than the next token", SpecDecWarning)

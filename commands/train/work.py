@@ -162,7 +162,7 @@ def _open_target(
     stack.enter_context(llm)
     if given is not None:
         given.check_target(llm.bundle.config.pretrained_config, llm.bundle.config.vocab_size)
-        check_head_tokenizer(given.directory, llm.identity)
+        check_head_tokenizer(given.directory, llm.identity.tokenizer_dir, lambda: llm.tokenizer)
     return llm
 
 

@@ -2,6 +2,7 @@
 
 import filecmp
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,27 +102,28 @@ def check_draft_engine(draft: Bundle, target: TargetIdentity, *, use_logits: boo
     return tokenizer, target.tokenizer
 
 
-def check_head_tokenizer(directory: Path, target: TargetIdentity) -> None:
-    """SpecDecError for a trained head beside which lies another tokenizer than the target's, if there is one to read.
+def check_head_tokenizer(directory: Path, tokenizer_dir: Path, find: Callable[[], Tokenizer | None]) -> None:
+    """SpecDecError for a trained head beside which lies another tokenizer than the target's, which `find` opens, if
+    there is one to read.
 
     It reads and drafts ids: those of another tokenizer are other words.
     """
     names = ("tokenizer.json", "tokenizer.model", "vocab.json")
-    if target.tokenizer is None or not any((directory / name).is_file() for name in names):
+    if not any((directory / name).is_file() for name in names):
         return  # of a config alone transformers makes tokenizers, of one token
-    if _same_file(directory / "tokenizer.json", target.tokenizer_dir / "tokenizer.json"):
+    if _same_file(directory / "tokenizer.json", tokenizer_dir / "tokenizer.json") or (target := find()) is None:
         return
     try:
         tokenizer = open_tokenizer(directory)
     except SpecDecError as error:
         warnings.warn(f"the head's tokenizer is not compared with the target's: {error.message}", SpecDecWarning, 2)
         return
-    vocabulary, target_vocabulary = tokenizer.get_vocab(), target.tokenizer.get_vocab()
+    vocabulary, target_vocabulary = tokenizer.get_vocab(), target.get_vocab()
     differing = [token for token, i in vocabulary.items() if target_vocabulary.get(token) != i]
     if len(differing) > _MOST_DIFFERING * len(vocabulary):
         raise SpecDecError(
             f"the head has another tokenizer than the target: {len(differing)} of its {len(vocabulary)} tokens are not "
-            f"those of {target.tokenizer_dir}, for one {min(differing, key=vocabulary.__getitem__)!r}: {directory}",
+            f"those of {tokenizer_dir}, for one {min(differing, key=vocabulary.__getitem__)!r}: {directory}",
             hint="take the head of this model",
         )
 

@@ -150,7 +150,7 @@ def open_head_drafter(spec: HeadDrafter, opening: Opening) -> OpenDrafter:
 
     engine = opening.engine
     (config,) = spec.read_heads()
-    check_head_tokenizer(config.directory, opening.target)
+    check_head_tokenizer(config.directory, opening.target.tokenizer_dir, lambda: opening.target.tokenizer)
     head, cache = open_head(engine, config)
     own = None if head.draft_ids is None or config.drafts_all_ids else head.draft_ids < config.draft_vocab_size
     _warn_of_missing_ends(engine.draft_ids if own is None else own.nonzero()[:, 0], opening)

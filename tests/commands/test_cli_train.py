@@ -18,7 +18,7 @@ from tiny import make_model
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from runtime.bundle import read_bundle
-from runtime.drafters.compatibility import TargetIdentity, check_head_tokenizer
+from runtime.drafters.compatibility import check_head_tokenizer
 from runtime.heads.head_config import read_head
 from runtime.heads.mtp_head import check_mtp_is_of
 from runtime.models import read_model_config
@@ -176,8 +176,11 @@ def test_a_head_beside_another_tokenizer_is_refused(
     swapped = {token: vocab[as_token] for token, as_token in zip([first, *between], [*between, last], strict=True)}
     data["model"]["vocab"] = vocab | swapped | {last: vocab[first]}
     (other / "tokenizer.json").write_text(json.dumps(data))
+    assert specdec("convert", "--model-dir", llama_dir, "--output-dir", "checkpoint").exit_code == 0
     before = tree(directory)
-    for command in (run, train):
+    build = ["build", "--checkpoint-dir", "checkpoint", "--output-dir", "engine", "--compiler", "none"]
+    build += ["--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4, "--draft-model-dir", other]
+    for command in (run, train, build):
         assert_one_clear_error(specdec(*command), 1, ("another tokenizer", f"20 of its {len(vocab)}", repr(last)))
         assert tree(directory) == before
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -186,7 +189,7 @@ def test_a_head_beside_another_tokenizer_is_refused(
     bundle = read_bundle(mtp_dirs[0])
     for model_type in ("llama", "qwen3"):  # transformers makes a tokenizer of one token of the latter's config alone
         (other / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
-        check_head_tokenizer(other, TargetIdentity(bundle, bundle.directory, tokenizer))
+        check_head_tokenizer(other, bundle.directory, lambda: tokenizer)
 
 
 def test_layers_in_a_row_draft_no_more_tokens_than_they_are(specdec: Specdec, llama_dir: Path, directory: Path) -> None:
