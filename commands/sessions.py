@@ -86,7 +86,7 @@ def engines_made(choice: EngineChoice, output: Output) -> Iterator[EngineChoice]
             if hidden_states or self_draft is not None:
                 settings = replace(settings, draft_output=choice.draft_output, heads=tuple(speculation.read_heads()))
             use_cache = not built_for.no_cache
-            first = choice.answers_first and not any(one.draft_model for one in speculation)  # which needs kernels
+            first = choice.answers_first and not speculation  # by kernels alone drafts change no bit
             engine = engine_of_model(name, settings, use_cache=use_cache, phases=output.phases, answers_first=first)
             return stack.enter_context(engine)
 

@@ -212,8 +212,8 @@ def _say_that_it_waits() -> None:
 
 def _say_that_kernels_come_later() -> None:
     warnings.warn(
-        "this time the model is computed as it is, which is slower: the kernels are compiled afterwards, in a process "
-        "of their own, for later starts",
+        "there are no kernels yet: the model is computed as it is, more slowly, and where two tokens are nearly as "
+        "likely the output may be another than later; a process of their own compiles them for later starts",
         SpecDecWarning,
         stacklevel=2,
     )

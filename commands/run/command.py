@@ -175,7 +175,7 @@ def run(
     _warn_of_equal_outputs(params, output)
     prompts = read_prompts(inputs.texts, inputs.input_file)
     choice = engine.choose(params, generation.common.max_num_tokens, check_lossless=results.check_lossless)
-    choice = replace(choice, answers_first=not results.check_lossless)
+    choice = replace(choice, answers_first=params.config().is_greedy)
     if inputs.apply_chat_template or any(prompt.messages for prompt in prompts):
         choice.check_chat_template()
     elif any(prompt.text is not None for prompt in prompts):

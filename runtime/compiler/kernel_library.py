@@ -46,7 +46,16 @@ _INSTRUCTIONS = tuple((_ARM if platform.machine() in ("aarch64", "arm64") else _
 PREBUILT_DIR = Path(__file__).parent / "prebuilt"
 _ERRORS = "kernels.errors"
 """Errors of the process that compiles beside others; empty unless it fails."""
-_COMPILE = "import os; os.nice(19); from runtime.compiler.kernel_library import main; main()"
+_COMPILE = """
+import os
+from contextlib import suppress
+from pathlib import Path
+os.nice(19)
+with suppress(OSError):
+    Path("/proc/self/autogroup").write_text("19")  # a session of its own has its own share of the processor
+from runtime.compiler.kernel_library import main
+main()
+"""
 MARK = "specdec-kernels-of:"
 """Text in each library before the digest of its sources."""
 
@@ -145,6 +154,8 @@ def write_kernels(path: Path) -> None:
     elif (kept := _kept_without_compiler()) is not None:
         path.write_bytes(kept)
     else:
+        if not are_kernels_compiled():
+            warnings.warn("compiling the kernels, once for this machine: a minute or two", SpecDecWarning, stacklevel=2)
         compile_kernels(path)
 
 
@@ -152,7 +163,7 @@ def are_kernels_compiled() -> bool:
     """True where `write_kernels` finds the library, and compiles none."""
     if prebuilt_kernels(_processor_flags(), _sources()) is not None:
         return True
-    return _in_cache("native").is_file() or _kept_without_compiler() is not None
+    return read_sealed(_in_cache("native")) is not None or _kept_without_compiler() is not None
 
 
 def kernels_can_wait() -> bool:
