@@ -23,7 +23,7 @@ from runtime.compiler.load import check_environment, check_shape, open_copy
 from runtime.config import EngineConfig, Share, Size, check_arguments
 from runtime.control_groups import free_memory
 from runtime.errors import SpecDecError, UsageError
-from runtime.heads.draft_vocab import among_all, read_draft_ids, rows_by_id
+from runtime.heads.draft_vocab import among_all, read_draft_ids
 from runtime.heads.head_cache import HeadCache, ReadsStates, bytes_of_head
 from runtime.kv_cache import BlockManager, KVPool, bytes_per_block, kv_dtype
 from runtime.limits import check_cache_size, check_draft_len, check_lengths, check_vocabulary
@@ -112,8 +112,8 @@ class Engine:
         self._step, self._copy_step = step, copy_step
         self.draft_ids = draft_ids
         """(n,) int64 ids that drafts have, of a copy and of heads without ids of their own; None: all."""
+        self._ids_of_copy = None if draft_ids is None else draft_ids.to(device)
         self.directory: Path | None = None
-        self._rows_of_copy = None if draft_ids is None else rows_by_id(draft_ids, config.vocab_size).to(device)
         self.ranks = step if isinstance(step, RankedStep) else None
         # Elsewhere each row has its K/V gathered first, and a GPU computes padding while it waits for its memory.
         self._reads_in_place = uses_kernels(config.build_config.compiler, device.type)
@@ -367,7 +367,8 @@ class Engine:
         computed, whose step computes these tokens again, and overwrites their K/V before it reads.
         """
         rows = [generation_row(s, d.tokens) for s, d in zip(sequences, drafts, strict=True)]
-        return [among_all(logits, self._rows_of_copy) for logits in self._forward_apart(rows, by_copy=True)]
+        ids, size = self._ids_of_copy, self.config.vocab_size
+        return [among_all(logits, ids, size) for logits in self._forward_apart(rows, by_copy=True)]
 
     def add_head(self, head: ReadsStates) -> HeadCache:
         """Keep from now on what this head reads of the target's tokens, until it is removed.

@@ -48,7 +48,7 @@ class Request:
     grammar: CompiledGrammar | None = None
     """Form that the text of the output has."""
     text_start: int | None = None
-    """Place in the tokens where that text begins, if not after the prompt: a prompt may hold a part of an output."""
+    """Place in the tokens where the output begins, if not after the prompt: a prompt may hold a part of an output."""
     label: str | None = None
     """User's name for the request, such as a row of a file."""
 
@@ -60,6 +60,11 @@ class Request:
     def with_prompt(self, request_id: int, prompt_tokens: Seq[int], return_index: int = 0) -> "Request":
         """The same asked of another prompt."""
         return replace(self, id=request_id, prompt_tokens=tuple(prompt_tokens), return_index=return_index)
+
+    @property
+    def output_start(self) -> int:
+        """Place in the tokens where the output begins."""
+        return len(self.prompt_tokens) if self.text_start is None else self.text_start
 
     @property
     def wants_logits(self) -> bool:
@@ -150,8 +155,7 @@ class Sequence:
         request = self.request
         matcher = None
         if request.grammar is not None:
-            start = len(request.prompt_tokens) if request.text_start is None else request.text_start
-            matcher = Matcher(request.grammar, start, request.end_ids)
+            matcher = Matcher(request.grammar, request.output_start, request.end_ids)
         return Sampler(request.sampling, request.prompt_tokens, request.return_index, matcher)
 
     @property

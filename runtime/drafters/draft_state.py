@@ -15,7 +15,7 @@ def is_ready(sequence: Sequence, *, use_logits: bool) -> bool:
     Drafts that choose what is sampled do not begin before the output does: a prompt that is found again would have one
     then, and the same prompt at first none, for another text.
     """
-    begins = len(sequence.tokens) == len(sequence.request.prompt_tokens)
+    begins = len(sequence.tokens) == sequence.request.output_start
     return sequence.num_computed == len(sequence.tokens) - 1 and not (use_logits and begins)
 
 

@@ -152,8 +152,7 @@ def open_head_drafter(spec: HeadDrafter, opening: Opening) -> OpenDrafter:
     (config,) = spec.read_heads()
     check_head_tokenizer(config.directory, opening.target.tokenizer_dir, lambda: opening.target.tokenizer)
     head, cache = open_head(engine, config)
-    own = None if head.draft_ids is None or config.drafts_all_ids else head.draft_ids < config.draft_vocab_size
-    _warn_of_missing_ends(engine.draft_ids if own is None else own.nonzero()[:, 0], opening)
+    _warn_of_missing_ends(head.draft_ids, opening)
     opening.stack.callback(engine.remove_head, cache)
     warn_of_short_blocks(config, engine.max_draft_len)
     draft = HeadDraft(engine, head, cache, measure_head(engine, head, cache), use_logits=spec.use_logits)

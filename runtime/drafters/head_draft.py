@@ -150,13 +150,8 @@ class HeadDraft:
         are masks, and all others the sequences' own. Of `is_context` none is wanted."""
         longest, cache, head = max(len(row.tokens) for row in rows), self.cache, self.head
         is_block = isinstance(head, BlockHead)
-        states = cache.states.new_zeros(len(rows), longest, cache.states.shape[-1])
         num_own = [0 if is_block and not is_context else len(row.tokens) + 1 - row.num_logits for row in rows]
-        for into, row, own in zip(states, rows, num_own, strict=True):
-            if own:
-                into[:own] = cache.states_for(row.block_table, row.start, row.start + own)
-            if isinstance(head, EagleHead) and own < len(row.tokens):
-                into[own : len(row.tokens)] = head.mask_state.to(into.dtype)
+        states = self._states_of(rows, num_own)
         if head.uses_kernels and head.first_token == 1:
             for row in rows:
                 if row.start == 1:
@@ -171,6 +166,19 @@ class HeadDraft:
             if head.keeps_outputs:
                 cache.keep_own(row.block_table, row.start, made[:own], head.config.hidden_size)
         return outputs if batch is None else outputs[batch.logit_indices]
+
+    def _states_of(self, rows: list[Row], num_own: list[int]) -> Tensor:
+        """(B, Q, state_size) states before the rows' tokens: what is kept of their own, and of masks the head's."""
+        cache, head, longest = self.cache, self.head, max(len(row.tokens) for row in rows)
+        if num_own == [longest]:
+            return cache.states_for(rows[0].block_table, rows[0].start, rows[0].start + longest)[None]
+        states = cache.states.new_zeros(len(rows), longest, cache.states.shape[-1])
+        for into, row, own in zip(states, rows, num_own, strict=True):
+            if own:
+                into[:own] = cache.states_for(row.block_table, row.start, row.start + own)
+            if isinstance(head, EagleHead) and own < len(row.tokens):
+                into[own : len(row.tokens)] = head.mask_state.to(into.dtype)
+        return states
 
     def _see(self, head: BlockHead, rows: list[Row], states: Tensor) -> None:
         start = time.perf_counter()
@@ -213,14 +221,13 @@ class HeadDraft:
         """Logits of each draft's next token, and the chance that it is accepted, where the head predicts that. Of what
         is `known` of them no more is computed than the token before adds."""
         start, stacked = time.perf_counter(), torch.stack(outputs)
-        last_ids = torch.tensor([one.draft_sequence.tokens[-1] for one in draft_states], device=stacked.device)
         chances: Seq[float | None] | None = None
         with torch.inference_mode(), self._threads():
-            logits = torch.stack(known) if known else self.head.logits(stacked, num_drafted, last_ids)
+            logits = torch.stack(known) if known else self.head.logits(stacked, num_drafted)
             if isinstance(self.head, BlockHead):
+                last_ids = torch.tensor([one.draft_sequence.tokens[-1] for one in draft_states], device=stacked.device)
                 logits = self.head.behind(logits, stacked, last_ids)
-            if self.confidence_stop and isinstance(self.head, BlockHead):
-                chances = self.head.confidences(stacked, last_ids)
+                chances = self.head.confidences(stacked, last_ids) if self.confidence_stop else None
         self.time_s += time.perf_counter() - start
         return logits, chances or [None] * len(outputs)
 

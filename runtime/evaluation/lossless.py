@@ -209,11 +209,12 @@ class _Prefix:
 
     tokens: tuple[int, ...]
     max_new_tokens: int
-    grammar: CompiledGrammar | None = None
-    text_start: int = 0
+    grammar: CompiledGrammar | None
+    text_start: int
+    """Place where the output begins."""
 
     def request(self, like: Request) -> Request:
-        """Ask for what follows, in the grammar of the output that begins here."""
+        """Ask for what follows, in the grammar of the output."""
         return replace(
             like,
             prompt_tokens=self.tokens,
@@ -251,6 +252,7 @@ def _candidates(session: Session, sequences: Seq[Sequence]) -> list[_Prefix]:
         num_left = num_prompt + max_new_tokens - length
         most = min(num_left, session.max_draft_len + 1)
         grammar = sequence.request.grammar
+        # Some drafters draft nothing where an output begins: without a grammar, which begins there, that is elsewhere.
         text_start = 0 if grammar is None else num_prompt
         found[_Prefix(tuple(sequence.tokens[:length]), most, grammar, text_start)] = None
     return list(found)

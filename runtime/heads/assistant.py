@@ -128,10 +128,10 @@ class AssistantHead(PagedHead):
         key, value = (zeros.expand(-1, shape.num_kv_heads, -1, size).contiguous() for size in sizes)
         return key, value
 
-    def logits(self, outputs: Tensor, num_drafted: int = 0, last_ids: Tensor | None = None) -> Tensor:
+    def logits(self, outputs: Tensor, num_drafted: int = 0) -> Tensor:
         hidden = outputs[:, self.config.target_hidden_size :]
         if "centroids" not in self.config.flags:
-            return among_all(self.lm_head(hidden), self.draft_ids)
+            return among_all(self.lm_head(hidden), self.draft_ids, self.config.vocab_size)
         chosen = self.centroids(hidden).topk(self.num_chosen).indices
         ids = self.token_ordering.view(self.num_centroids, -1)[chosen].flatten(1)
         drafted = (self.rows[ids] @ hidden[:, :, None])[..., 0]

@@ -96,18 +96,18 @@ class BlockHead(nn.Module):
         normed: Tensor = self.norm(hidden)[0]
         return normed
 
-    def logits(self, outputs: Tensor, num_drafted: int = 0, last_ids: Tensor | None = None) -> Tensor:
-        logits = among_all(self.lm_head(outputs), self.draft_ids)
-        return logits if last_ids is None else self.behind(logits, outputs, last_ids)
+    def logits(self, outputs: Tensor, num_drafted: int = 0) -> Tensor:
+        """Without what the tokens before make likely (`behind`)."""
+        return among_all(self.lm_head(outputs), self.draft_ids, self.config.vocab_size)
 
     def behind(self, logits: Tensor, outputs: Tensor, last_ids: Tensor) -> Tensor:
-        """Add what the tokens before make likely to these logits."""
+        """Add what the (T,) tokens before make likely to these logits."""
         if not self.block.markov_rank:
             return logits
         before = self.markov_w1(last_ids)
         if self.block.markov == "gated":
             before = torch.sigmoid(self.gate_proj(torch.cat([outputs, before], -1))) * before
-        return logits + among_all(self.markov_w2(before), self.draft_ids)
+        return logits + among_all(self.markov_w2(before), self.draft_ids, self.config.vocab_size)
 
     def confidences(self, outputs: Tensor, last_ids: Tensor) -> list[float] | None:
         """Chance of each of the next tokens to be accepted, if the head predicts it."""

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.bundle import DRAFT_VOCAB, Bundle
@@ -148,9 +147,12 @@ def rows_by_id(ids: Tensor, vocab_size: int) -> Tensor:
     return torch.full((vocab_size,), len(ids)).index_copy(0, ids, torch.arange(len(ids)))
 
 
-def among_all(logits: Tensor, rows: Tensor | None) -> Tensor:
-    """(T, vocab) of the (T, n) logits of an output layer by its `rows_by_id`: -inf for what it lacks."""
-    return logits if rows is None else F.pad(logits, (0, 1), value=-torch.inf).index_select(1, rows)
+def among_all(logits: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
+    """(T, vocab_size) of the (T, n) logits of an output layer of these (n,) ids: -inf for what it lacks. None: it has
+    all."""
+    if ids is None:
+        return logits
+    return logits.new_full((len(logits), vocab_size), -torch.inf).index_copy_(1, ids, logits)
 
 
 def missing_ends(ids: Iterable[int], end_ids: Iterable[int]) -> str | None:

@@ -23,7 +23,7 @@ from runtime.config import LayerShape
 from runtime.errors import SpecDecError
 from runtime.heads.assistant import load_assistant
 from runtime.heads.block_head import BlockHead, own_name
-from runtime.heads.draft_vocab import among_all, rows_by_id
+from runtime.heads.draft_vocab import among_all
 from runtime.heads.head_config import OF_TWO_HEADS, HeadConfig, check_weights
 from runtime.heads.mtp_head import ChainedMtp, MtpHead, embeddings_of, load_mtp, shapes_of, shared_with_target
 from runtime.heads.paged_head import HEAD, PagedHead, PagedPairs, for_kernels, paged_pairs
@@ -138,8 +138,7 @@ class Head(Protocol):
     """Tokens that it can draft in a row; None: as many as are asked for."""
 
     draft_ids: Tensor | None
-    """(vocabulary,) row of the output layer of each of the target's ids, or the number of rows; None: they are the
-    same."""
+    """(n,) the target's ids of the output layer's rows; None: all of them, in order."""
 
     @property
     def state_size(self) -> int: ...
@@ -161,9 +160,8 @@ class Head(Protocol):
         """
         ...
 
-    def logits(self, outputs: Tensor, num_drafted: int = 0, last_ids: Tensor | None = None) -> Tensor:
-        """(T, vocab) of (T, state_size) outputs; -inf for tokens that it never drafts. (T,) `last_ids` are the tokens
-        that they come behind."""
+    def logits(self, outputs: Tensor, num_drafted: int = 0) -> Tensor:
+        """(T, vocab) of (T, state_size) outputs; -inf for tokens that it never drafts."""
         ...
 
 
@@ -251,14 +249,14 @@ class EagleHead(PagedHead):
         rotary = self.rotary_emb(states, positions)
         return self.outputs(ids, states, {"position_embeddings": rotary, "attention_mask": None, **attention})
 
-    def logits(self, outputs: Tensor, num_drafted: int = 0, last_ids: Tensor | None = None) -> Tensor:
-        return among_all(self.own_logits(outputs), self.draft_ids)
+    def logits(self, outputs: Tensor, num_drafted: int = 0) -> Tensor:
+        return among_all(self.own_logits(outputs), self.draft_ids, self.config.vocab_size)
 
     def own_logits(self, outputs: Tensor) -> Tensor:
         """(..., draft vocabulary) of (..., hidden) outputs."""
         normed = outputs if "norm_output" in self.config.flags else self.norm(outputs)
-        drafted: Tensor = self.lm_head(normed) * self.config.logit_scale
-        return drafted
+        drafted: Tensor = self.lm_head(normed)
+        return drafted if self.config.logit_scale == 1 else drafted * self.config.logit_scale
 
 
 def output_tensor(config: HeadConfig) -> SourceTensor:
@@ -285,7 +283,7 @@ def set_output(head: Head, ids: Tensor | None, quantized: QuantizedWeight | None
     owner: Any = head.step.model if isinstance(head, MtpHead | ChainedMtp) else head
     output: nn.Linear = owner.get_output_embeddings() if is_mtp else owner.lm_head
     if ids is not None:
-        head.draft_ids = rows_by_id(ids, output.out_features)
+        head.draft_ids = ids
         if isinstance(head, BlockHead) and head.block.markov_rank:
             head.markov_w2 = rows_of(head.markov_w2, ids).requires_grad_(requires_grad=False)
     if quantized is not None:
@@ -393,7 +391,7 @@ def _embedding(config: HeadConfig, own: Tensor | None, target: Tensor | None) ->
 
 
 def _draft_ids(config: HeadConfig, offsets: Tensor | None) -> Tensor | None:
-    """The head's ids by the target's: `d2t` has the distance of each of its own."""
+    """The target's ids by the head's: `d2t` has the distance of each."""
     size = config.draft_vocab_size
     if offsets is None:
         if size == config.vocab_size:
@@ -418,7 +416,7 @@ def _draft_ids(config: HeadConfig, offsets: Tensor | None) -> Tensor | None:
         )
     if len(set(ids.tolist())) < size:
         raise SpecDecError(f"the head's `d2t` names an id of the target twice: {config.directory}", hint=OF_TWO_HEADS)
-    return rows_by_id(ids, config.vocab_size)
+    return ids
 
 
 def _layers_of(config: HeadConfig) -> Any:

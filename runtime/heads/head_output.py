@@ -22,6 +22,9 @@ from runtime.quantization.planning import load_numbers
 from runtime.quantization.weight import QuantizedWeight, take_quantized
 from runtime.source import SourceTensor, read_tensors
 
+_LEAST_GROUP = 16
+"""Inputs in a group at least; a layer that has no such groups is quantized by whole outputs."""
+
 
 @dataclass(frozen=True)
 class QuantizedLayers:
@@ -45,7 +48,9 @@ def write_quantized(
     if wanted.layers is not None:
         prefix = _prefix(config)
         for name, layer in quantizable_layers(load()).items():
-            made[f"{prefix}{name}"] = quantized(name, layer.weight.detach(), SelfDraft(wanted.layers))
+            group_size = None if layer.in_features % _LEAST_GROUP else SelfDraft.group_size
+            own = SelfDraft(wanted.layers, group_size)
+            made[f"{prefix}{name}"] = quantized(name, layer.weight.detach(), own)
     tensors = {f"{name}.{part}": one for name, weight in made.items() for part, one in weight.tensors().items()}
     save_weights(engine_dir / HEAD_OUTPUT, tensors)
 

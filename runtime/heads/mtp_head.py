@@ -100,8 +100,8 @@ class MtpHead(PagedHead):
         hidden: Tensor = output.last_hidden_state
         return hidden
 
-    def logits(self, outputs: Tensor, num_drafted: int = 0, last_ids: Tensor | None = None) -> Tensor:
-        return among_all(self.own_logits(outputs), self.draft_ids)
+    def logits(self, outputs: Tensor, num_drafted: int = 0) -> Tensor:
+        return among_all(self.own_logits(outputs), self.draft_ids, self.config.vocab_size)
 
     def own_logits(self, outputs: Tensor) -> Tensor:
         """(..., vocabulary) of (..., hidden) outputs."""
@@ -174,10 +174,10 @@ class ChainedMtp(nn.Module):
         logits: Tensor = self.heads[0].own_logits(outputs)
         return logits
 
-    def logits(self, outputs: Tensor, num_drafted: int = 0, last_ids: Tensor | None = None) -> Tensor:
+    def logits(self, outputs: Tensor, num_drafted: int = 0) -> Tensor:
         parts = outputs.chunk(len(self.heads), -1)
         drafted: Tensor = self.heads[0].logits(parts[(num_drafted + 1) % len(parts)])
-        return among_all(drafted, self.draft_ids)
+        return among_all(drafted, self.draft_ids, self.config.vocab_size)
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

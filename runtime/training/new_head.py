@@ -12,6 +12,7 @@ from torch import Tensor
 
 from runtime.errors import SpecDecError
 from runtime.files import read_json, write_file, write_json
+from runtime.heads.draft_vocab import rows_by_id
 from runtime.heads.head_config import HeadConfig, num_layers_of
 from runtime.heads.head_model import EagleHead
 from runtime.heads.mtp_head import ChainedMtp, MtpHead, kept_tensors_of_mtp, tensors_of_mtp
@@ -107,19 +108,17 @@ def _id_tables(ids: Seq[int], vocab_size: int) -> dict[str, Tensor]:
 def with_vocabulary(head: EagleHead, ids: Seq[int]) -> EagleHead:
     """The head with fewer ids, of those that it has: fewer rows of its output layer."""
     own, size = torch.tensor(ids), len(ids)
-    rows = own if head.draft_ids is None else head.draft_ids[own]
+    rows = own if head.draft_ids is None else rows_by_id(head.draft_ids, head.config.vocab_size)[own]
     head.lm_head.weight = torch.nn.Parameter(head.lm_head.weight[rows].detach().clone())
-    head.draft_ids = torch.full((head.config.vocab_size,), size).index_copy(0, own, torch.arange(size))
+    head.draft_ids = own
     head.config = replace(head.config, draft_vocab_size=size)
     return head
 
 
 def drafted_ids(head: EagleHead) -> list[int]:
     """The target's ids that the head drafts, in the order of its own."""
-    if head.draft_ids is None:
-        return list(range(head.config.vocab_size))
-    owns = (head.draft_ids < head.config.draft_vocab_size).nonzero()[:, 0]
-    return [int(one) for one in owns[head.draft_ids[owns].argsort()]]
+    ids = torch.arange(head.config.vocab_size) if head.draft_ids is None else head.draft_ids
+    return [int(one) for one in ids]
 
 
 def tensors_of(head: EagleHead, dtype: torch.dtype) -> dict[str, Tensor]:

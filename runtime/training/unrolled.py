@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
 from runtime.compiler.attention import capped, weights_beside_sinks
+from runtime.heads.draft_vocab import rows_by_id
 from runtime.heads.head_model import EagleHead
 from runtime.heads.mtp_head import ChainedMtp, MtpHead, layers_of_mtp, learned_weights
 
@@ -159,7 +160,7 @@ def _drafting_places(rows: Rows, num_steps: int) -> Tensor:
 
 def own_ids(head: TrainedHead, ids: Tensor) -> Tensor:
     """The head's ids by the target's; the draft vocabulary's size for those that it never drafts."""
-    return ids if head.draft_ids is None else head.draft_ids[ids]
+    return ids if head.draft_ids is None else rows_by_id(head.draft_ids, head.config.vocab_size)[ids]
 
 
 @dataclass

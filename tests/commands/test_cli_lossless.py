@@ -144,7 +144,8 @@ def test_rejection_sampling_is_compared_by_distribution(
     assert check["num_draws"] == 250 * check["num_prefixes"] == 2000
     assert check["num_tokens"] >= 2000 and check["num_distributions"] >= 8
     if drafter == "logits":  # positions after a draft token count, not the first of a step only
-        assert check["num_tokens"] > 2500 and check["num_distributions"] > check["num_prefixes"]
+        assert check["num_tokens"] > check["num_draws"]
+        assert not cut or (check["num_tokens"] > 2500 and check["num_distributions"] > check["num_prefixes"])
     assert 0 < check["detectable_total_variation"] <= check["required_total_variation"] == 0.15
     assert check["power"] == 0.99
     assert check["chi_squared"] > 0 and check["degrees_of_freedom"] > 20

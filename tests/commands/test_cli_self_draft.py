@@ -62,7 +62,6 @@ def test_report_and_settings_name_it(
     assert "the target's own quantized copy, up to 3 tokens" in unescape(page.read_text())
 
 
-@pytest.mark.slow
 def test_rejection_sampling_follows_the_targets_distribution(specdec: Specdec, self_draft_engine_dir: Path) -> None:
     flags = ["--self-draft-config", "[3,[0],True]", "--temperature", 0.9, "--check-lossless", "--json"]
     found = specdec("run", "--engine-dir", self_draft_engine_dir, "--input-text", PROMPT, *flags).document
