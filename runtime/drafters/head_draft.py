@@ -165,7 +165,7 @@ class HeadDraft:
             cache.mark_known(row.block_table, row.start, row.start + own)
             if head.keeps_outputs:
                 cache.keep_own(row.block_table, row.start, made[:own], head.config.hidden_size)
-        return outputs if batch is None else outputs[batch.logit_indices]
+        return outputs if batch is None else _asked_for(outputs, batch)
 
     def _states_of(self, rows: list[Row], num_own: list[int]) -> Tensor:
         """(B, Q, state_size) states before the rows' tokens: what is kept of their own, and of masks the head's."""
@@ -195,7 +195,7 @@ class HeadDraft:
             position = sequence.num_computed if self.head.reads_target else len(sequence.tokens) - 1
             rows.append(Row(sequence.tokens[-1:], position, sequence.block_table, 1))
         batch, made = self._compute(rows, torch.stack([outputs[id(one)][0] for one in draft_states]), num_drafted)
-        made = made[batch.logit_indices]
+        made = _asked_for(made, batch)
         return {id(draft_state): output[None] for draft_state, output in zip(draft_states, made, strict=True)}
 
     def _compute(self, rows: list[Row], states: Tensor, num_drafted: int = 0) -> tuple[Batch, Tensor]:
@@ -234,6 +234,11 @@ class HeadDraft:
     def _threads(self) -> AbstractContextManager[None]:
         """Beside kernels, which have threads of their own, torch's loops are short."""
         return self.engine.alone() if self.head.uses_kernels else nullcontext()
+
+
+def _asked_for(outputs: Tensor, batch: Batch) -> Tensor:
+    """(T, state_size) of the tokens that the batch's rows want logits of; of one token for each row that is all."""
+    return outputs if len(outputs) == len(batch.logit_indices) else outputs[batch.logit_indices]
 
 
 def open_head(engine: Engine, config: HeadConfig) -> tuple[Head, HeadCache]:
