@@ -32,7 +32,12 @@ if [ ! -x .venv/bin/python ]; then step "a Python environment in .venv" "$python
 if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
     step "$torch, 750 MB on disk; several GB where it is built for CUDA" .venv/bin/pip install --quiet "${index[@]}" "$torch"
 fi
-.venv/bin/python -m runtime.compiler.kernel_library 2> .venv/kernels.log & # needs torch alone
+compile_kernels() { # needs torch alone
+    trap 'touch .venv/kernels.done' EXIT
+    .venv/bin/python -m runtime.compiler.kernel_library 2> .venv/kernels.log
+}
+rm -f .venv/kernels.done
+compile_kernels &
 kernels=$!
 # uv takes a quarter of pip's time; where it does not reach the packages, pip may know another index.
 install_rest() {
@@ -41,6 +46,8 @@ install_rest() {
 }
 step "specdec and what it needs${1:+, with $1}, about 100 MB to download" \
     install_rest --constraint constraints.txt --editable ".${1:-}"
+# Who has other work meanwhile waits for .venv/kernels.done.
+[ -z "${SPECDEC_KERNELS_LATER:-}" ] || exit 0
 until_compiled() { while kill -0 "$kernels" 2>/dev/null; do sleep 0.2; done; }
 step "kernels for this processor" until_compiled
 wait "$kernels" || echo "not compiled, the first engine will say why: $(tail -n 1 .venv/kernels.log)" >&2
