@@ -9,7 +9,6 @@ from commands.documents.records import Record
 from commands.output import megabytes
 from runtime.config import (
     CheckpointConfig,
-    DraftOutput,
     EngineConfig,
     LogitsCheck,
     Measure,
@@ -110,7 +109,7 @@ def built_table(config: EngineConfig, output_dir: Path, size: int, elapsed: floa
         table.add_row("copy that drafts", _described_copy(build.self_draft))
     if build.hidden_states:
         table.add_row("hidden states", f"{', '.join(map(str, build.hidden_states))}, for a trained head")
-    if build.draft_output != DraftOutput():
+    if (build.draft_output.qformat or build.draft_output.vocab_size) is not None:
         table.add_row("output layer of drafts", _described_output(config))
     if build.draft_output.layers is not None:
         table.add_row("layers of the head", f"in {build.draft_output.layers}, but the output layer")

@@ -66,7 +66,14 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "no_drafts_to_tune": f"build it with `{_DRAFTS} 10`",
     "no_engine": ("make it with `specdec build`", "`--model-dir` takes a model, such as `demo`"),
     "no_gpu": "build with `specdec build --device cpu`",
-    "no_head_of_layers": "`--draft-model-dir` names a head",
+    "layers_of_another_head": (
+        "build it for this head, with the same flags but for `--draft-model-dir {head}`",
+        "give the model itself, as `--model-dir`",
+    ),
+    "no_head_of_layers": (
+        "`--draft-model-dir` takes a trained head",
+        "quantize a draft model: `specdec convert --qformat {value}`",
+    ),
     "no_layer_that_drafts": (
         "`--draft-model-dir` names a head",
         "`--self-draft int4` makes a copy",

@@ -14,7 +14,7 @@ from runtime.bundle import HEAD_OUTPUT, TARGET_OUTPUT
 from runtime.cache import digest, file_digest
 from runtime.compiler.quantized_copy import quantized
 from runtime.compiler.weights import read_weights, save_weights
-from runtime.config import DraftOutput, SelfDraft
+from runtime.config import DraftOutput, IntFormat, SelfDraft
 from runtime.errors import SpecDecError
 from runtime.heads.head_config import HeadConfig
 from runtime.heads.head_model import Head, output_tensor, quantizable_layers
@@ -44,15 +44,18 @@ def write_quantized(
         entry = output_tensor(config)
         (weight,) = load_numbers([entry])
         rows = weight if ids is None or not config.drafts_all_ids else weight[ids]
-        made[_name(entry)] = quantized(entry.name, rows, SelfDraft(wanted.qformat))
+        made[_name(entry)] = quantized(entry.name, rows, _precision(wanted.qformat, rows.shape[1]))
     if wanted.layers is not None:
         prefix = _prefix(config)
         for name, layer in quantizable_layers(load()).items():
-            group_size = None if layer.in_features % _LEAST_GROUP else SelfDraft.group_size
-            own = SelfDraft(wanted.layers, group_size)
+            own = _precision(wanted.layers, layer.in_features)
             made[f"{prefix}{name}"] = quantized(name, layer.weight.detach(), own)
     tensors = {f"{name}.{part}": one for name, weight in made.items() for part, one in weight.tensors().items()}
     save_weights(engine_dir / HEAD_OUTPUT, tensors)
+
+
+def _precision(qformat: IntFormat, num_inputs: int) -> SelfDraft:
+    return SelfDraft(qformat, None) if num_inputs % _LEAST_GROUP else SelfDraft(qformat)
 
 
 def write_target_output(weight: Tensor, engine_dir: Path) -> None:
@@ -81,7 +84,7 @@ def read_quantized(config: HeadConfig, wanted: DraftOutput, engine_dir: Path) ->
         raise SpecDecError(
             f"the engine has the quantized layers of another head: {config.directory}",
             hint="build the engine for this head",
-            code="no_hidden_states",
+            code="layers_of_another_head",
             head=config.directory,
         )
     return QuantizedLayers(output, layers)

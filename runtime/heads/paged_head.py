@@ -159,7 +159,10 @@ def _program_of(head: PagedHead, pool: KVPool, dtype: torch.dtype, arithmetic: i
     forms = [(tuple(one.shape), one.dtype) for one in inputs]
     entry = entry_of("head", head_pass, repr((forms, arithmetic, dtype, _settings(head))), *_code())
     if (found := find_kept(entry, lambda _: head_pass)) is None:
-        found = _export(head_pass, inputs, arithmetic)
+        try:
+            found = _export(head_pass, inputs, arithmetic)
+        except (MemoryError, OSError):  # of this moment
+            return None
         keep(entry, lambda _: head_pass, *found)
     return HeadProgram(head_pass, *found) if found[0].calls else None
 
@@ -172,6 +175,8 @@ def _export(head_pass: "_Pass", inputs: list[Tensor], arithmetic: int) -> tuple[
     describe_kernels()
     try:
         return export_program(head_pass, tuple(inputs), (tuple(dynamic),), arithmetic)
+    except (MemoryError, OSError):
+        raise
     except Exception as error:  # whatever it is about the head, its layers do without
         raise_interrupt(error)
         return CutStep([], []), []
