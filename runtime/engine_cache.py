@@ -234,7 +234,7 @@ def _identity_of_drafts(settings: EngineSettings) -> list[str]:
     """The output layer that drafts, by the contents of the files that it is made of."""
     wanted, weights = settings.draft_output, list[Path]()
     vocab = wanted.vocab if wanted.vocab in (None, "auto") else file_digest(Path(wanted.vocab))
-    if wanted.output(()).is_quantized:
+    if wanted.is_quantized:
         weights = sorted(file for head in settings.heads[:1] for file in head.directory.glob("*.safetensors"))
     reads_output = any(head.reads_target_output for head in settings.heads[:1])
     return [
@@ -294,7 +294,7 @@ def _needs_no_kernels(model_dir: Path, settings: EngineSettings) -> bool:
     """True for a model that answers in seconds without them: a small one, of numbers that torch multiplies."""
     if settings.compiler != "aot" or model_dir.is_file() or "quantization_config" in read_model_config(model_dir):
         return False
-    drafts_quantized = settings.self_draft is not None or settings.draft_output.output(()).is_quantized
+    drafts_quantized = settings.self_draft is not None or settings.draft_output.is_quantized
     is_plain = not drafts_quantized and settings.tp_size == 1
     return is_plain and sum(path.stat().st_size for path in files_of_model(model_dir)) <= _MOST_BYTES_WITHOUT_KERNELS
 

@@ -58,6 +58,10 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "exists": "`--force` replaces it",
     "foreign_word": "leave it out",
     "group_size": ("quantize whole rows: `--group-size -1`", "quantize to `--qformat int8`"),
+    "layers_of_another_head": (
+        "build it for this head, with the same flags but for `--draft-model-dir {head}`",
+        "give the model itself, as `--model-dir`",
+    ),
     "model_for_checkpoint": "`specdec convert --model-dir {model_dir}` makes a checkpoint of it",
     "ngram_sizes": "lower it, or look up longer n-grams (max_matching_ngram_size)",
     "no_checkpoint": "make it with `specdec convert`",
@@ -66,10 +70,6 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "no_drafts_to_tune": f"build it with `{_DRAFTS} 10`",
     "no_engine": ("make it with `specdec build`", "`--model-dir` takes a model, such as `demo`"),
     "no_gpu": "build with `specdec build --device cpu`",
-    "layers_of_another_head": (
-        "build it for this head, with the same flags but for `--draft-model-dir {head}`",
-        "give the model itself, as `--model-dir`",
-    ),
     "no_head_of_layers": (
         "`--draft-model-dir` takes a trained head",
         "quantize a draft model: `specdec convert --qformat {value}`",

@@ -127,7 +127,6 @@ class DraftOutputOptions:
         Literal["none", IntFormat] | None,
         option(SPECULATION, "Quantize the output layer that drafts: int8, int4 or none.", shown="none", metavar="NAME"),
     ] = None
-
     draft_layers: Annotated[
         Literal["none", IntFormat] | None,
         option(

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from operator import getitem
 from pathlib import Path
 from types import ModuleType
@@ -82,7 +82,8 @@ def keep_step(step: Step, shape: StepShape, arithmetic: int, cut: CutStep, files
 
 
 def _module_of(step: Step, shape: StepShape) -> ModuleOf:
-    return lambda layer: step if layer is None else layers_of(step.model, shape.shapes)[layer]
+    layers = cache(lambda: layers_of(step.model, shape.shapes))  # looked for once, and not where nothing is kept
+    return lambda layer: step if layer is None else layers()[layer]
 
 
 def find_kept(entry: Path, module_of: ModuleOf) -> tuple[CutStep, list[Files]] | None:

@@ -154,8 +154,6 @@ def write_kernels(path: Path) -> None:
     elif (kept := _kept_without_compiler()) is not None:
         path.write_bytes(kept)
     else:
-        if not are_kernels_compiled():
-            warnings.warn("compiling the kernels, once for this machine: a minute or two", SpecDecWarning, stacklevel=2)
         compile_kernels(path)
 
 
@@ -239,6 +237,8 @@ def compile_kernels(path: Path, march: str = "native") -> None:
         if library is not None:
             path.write_bytes(library)
             return
+        if march == "native":
+            warnings.warn("compiling the kernels, once for this machine: a minute or two", SpecDecWarning, stacklevel=2)
         with tempfile.TemporaryDirectory(dir=temporary_dir()) as directory:
             objects = compile_objects(compiler, Path(directory), (f"-march={march}",))
             libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-lc10", "-ltorch_cpu"]

@@ -157,6 +157,10 @@ class DraftOutputSettings:
     layers: IntFormat | None = None
     """Quantization of the head's other linear layers."""
 
+    @property
+    def is_quantized(self) -> bool:
+        return self.output(()).is_quantized
+
     def output(self, ids: Seq[int]) -> DraftOutput:
         """The same, of the ids that were chosen; none: all."""
         return DraftOutput(self.qformat, len(ids) or None, self.layers)

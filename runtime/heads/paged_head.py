@@ -5,6 +5,7 @@ operation: beside a small or quantized target these take longer than the weights
 the head.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -97,20 +98,20 @@ def paged_pairs(batch: Batch, pool: KVPool, layers: tuple[int, ...], depth: int 
     )
 
 
-class PagedHead(nn.Module):
+class PagedHead(nn.Module, ABC):
     """A head of layers that attend over pages of K/V."""
 
     program: "HeadProgram | None" = None
     """Its pass, where it is one program."""
 
+    @abstractmethod
     def pages(self, batch: Batch, pool: KVPool) -> PagedInputs:
         """Inputs of its attention."""
-        raise NotImplementedError
 
+    @abstractmethod
     def outputs_at(self, ids: Tensor, states: Tensor, positions: Tensor, **attention: Any) -> Tensor:
         """(B, T, state_size) outputs for (B, T) tokens at these (B or 1, T) positions and the (B, T, state_size) states
         before them; `attention` is what its layers take besides."""
-        raise NotImplementedError
 
     def forward(self, batch: Batch, states: Tensor, pool: KVPool, num_drafted: int = 0) -> Tensor:
         paged = self.pages(batch, pool)
@@ -182,7 +183,7 @@ def _export(head_pass: "_Pass", inputs: list[Tensor], arithmetic: int) -> tuple[
         return CutStep([], []), []
 
 
-_NUM_BEFORE_POOLS = 6
+_NUM_BEFORE_POOLS, _FEW_BLOCKS = 6, 7
 
 
 def _tensors(batch: Batch, states: Tensor, paged: PagedInputs) -> list[Tensor]:
@@ -205,7 +206,7 @@ def _with_pools(paged: PagedInputs, pools: Iterator[Tensor]) -> PagedInputs:
 
 def _few(pool: Tensor) -> Tensor:
     """The same of few blocks, with memory of its own: to trace views of other memory takes long."""
-    return torch.empty((7, *pool.shape[1:]), dtype=pool.dtype)
+    return torch.empty((_FEW_BLOCKS, *pool.shape[1:]), dtype=pool.dtype)
 
 
 class _Pass(nn.Module):

@@ -24,12 +24,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from runtime.checkpoint import convert
 from runtime.checkpoint_dir import OpenedCheckpoint, open_checkpoint
-from runtime.compiler.build import BuildEffort, build_engine
-from runtime.config import IntFormat, QuantConfig
-from runtime.draft_ids import choose_drafts
+from runtime.compiler.build import BuildEffort, DraftSource, build_engine
+from runtime.config import DraftOutput, IntFormat, QuantConfig
 from runtime.drafters.specs import AssistantDrafter, EagleDrafter, MtpDrafter
 from runtime.engine_cache import EngineSettings
-from runtime.heads.head_config import DraftOutputSettings, read_head, states_of_heads
+from runtime.heads.head_config import read_head, states_of_heads
 from runtime.llm import LLM
 from runtime.params import SamplingParams
 from scripts.bench import heads
@@ -75,28 +74,13 @@ _ASSISTANT = {
 
 
 @dataclass(frozen=True)
-class Layers:
-    """Number of ids and quantization of the output layer that drafts, and of the other layers; None: as the head has
-    them."""
-
-    num_ids: int | None = None
-    qformat: IntFormat | None = None
-    others: IntFormat | None = None
-
-    def __str__(self) -> str:
-        parts = [f"{self.num_ids:,} ids" if self.num_ids else "its own", self.qformat]
-        parts.append(self.others and f"others {self.others}")
-        return ", ".join(filter(None, parts))
-
-
-@dataclass(frozen=True)
 class Form:
     """A target, the making of its head (model's directory, a new one) -> head's directory, and output layers."""
 
     target: dict[str, Any]
     head: Callable[[Path, Path], Path]
     drafter: type[EagleDrafter] | type[MtpDrafter] | type[AssistantDrafter]
-    layers: tuple[Layers, ...]
+    layers: tuple[DraftOutput, ...]
 
 
 def eagle(model_dir: Path, directory: Path) -> Path:
@@ -116,12 +100,13 @@ def assistant(model_dir: Path, directory: Path) -> Path:
     return made
 
 
-_OF_EAGLE = Layers(), Layers(None, "int4"), Layers(None, None, "int4"), Layers(None, "int4", "int4")
-_OF_MTP = Layers(), Layers(None, "int4"), Layers(31040), Layers(31040, "int4"), Layers(31040, "int4", "int4")
+_AS_IT_IS, _OUTPUT, _OTHERS = DraftOutput(), DraftOutput("int4"), DraftOutput(layers="int4")
+_ALL = DraftOutput("int4", layers="int4")
+_FEW_IDS = tuple(dataclasses.replace(one, vocab_size=31040) for one in (_AS_IT_IS, _OUTPUT, _ALL))
 FORMS = {
-    "llama": Form(_LLAMA, eagle, EagleDrafter, _OF_EAGLE),
-    "qwen": Form(_QWEN, mtp, MtpDrafter, _OF_MTP),
-    "gemma": Form(_GEMMA, assistant, AssistantDrafter, (Layers(), Layers(None, None, "int4"))),
+    "llama": Form(_LLAMA, eagle, EagleDrafter, (_AS_IT_IS, _OUTPUT, _OTHERS, _ALL)),
+    "qwen": Form(_QWEN, mtp, MtpDrafter, (_AS_IT_IS, _OUTPUT, *_FEW_IDS)),
+    "gemma": Form(_GEMMA, assistant, AssistantDrafter, (_AS_IT_IS, _OTHERS)),
 }
 
 
@@ -137,22 +122,22 @@ def save_model(form: Form, directory: Path) -> Path:
     return directory
 
 
-def make_engine(checkpoint: OpenedCheckpoint, head_dir: Path, layers: Layers, engine_dir: Path) -> None:
+def described(layers: DraftOutput) -> str:
+    parts = [f"{layers.vocab_size:,} ids" if layers.vocab_size else "its own", layers.qformat]
+    return ", ".join(filter(None, [*parts, layers.layers and f"others {layers.layers}"]))
+
+
+def make_engine(checkpoint: OpenedCheckpoint, head_dir: Path, layers: DraftOutput, engine_dir: Path) -> None:
     head = read_head(head_dir)
-    vocab = None
-    if layers.num_ids is not None:
-        vocab = engine_dir.with_suffix(".ids")
-        vocab.write_text("\n".join(map(str, range(layers.num_ids))))
-    output = DraftOutputSettings(None if vocab is None else str(vocab), None, layers.qformat, layers.others)
-    drafts = choose_drafts(output, (head,), checkpoint)
+    drafts = DraftSource(tuple(range(layers.vocab_size or 0)), head)
     states = states_of_heads([head], checkpoint.config.pretrained_config)
     settings = EngineSettings(max_batch_size=1, max_seq_len=1024, hidden_states=states, compiler="aot")
-    build = dataclasses.replace(settings.build_config(1024), draft_output=output.output(drafts.ids))
+    build = dataclasses.replace(settings.build_config(1024), draft_output=layers)
     effort = BuildEffort(measure_costs=False, drafts=drafts)
     build_engine(checkpoint, engine_dir, build, torch.device("cpu"), replace=False, phase=lambda _: None, effort=effort)
 
 
-def make_engines(form: Form, directory: Path, qformat: IntFormat | None) -> list[tuple[Layers, Path]]:
+def make_engines(form: Form, directory: Path, qformat: IntFormat | None) -> list[tuple[DraftOutput, Path]]:
     """Each output layer with its engine, unless they are in the directory already."""
     engines = [(layers, directory / f"engine-{qformat}-{number}") for number, layers in enumerate(form.layers)]
     if all(engine_dir.exists() for _, engine_dir in engines):
@@ -203,7 +188,7 @@ def main() -> None:
                     ms = time_steps(llm, form.drafter(directory / "head", 1), arguments.runs)
                 target, own, drafting = (ms[part] for part in ("target", "draft_model", "draft"))
                 figures = f"{own:.2f} | {target:.1f} | {own / target:.3f} | {drafting:.2f}"
-                print(f"| {form.drafter.description.title} of {name} | {layers} | {figures} |", flush=True)
+                print(f"| {form.drafter.description.title} of {name} | {described(layers)} | {figures} |", flush=True)
 
 
 if __name__ == "__main__":
