@@ -1,21 +1,15 @@
 """Engines of models: converted and built once, then found in the cache by all that went into them."""
 
 import errno
-import json
-import os
 import shutil
-import sys
 import tempfile
-import time
 import warnings
-from _thread import interrupt_main
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from threading import Thread
 
 import torch
 
@@ -36,9 +30,7 @@ from runtime.cache import (
 from runtime.checkpoint_dir import check_not_split
 from runtime.checksums import CONFIG, NOT_RECORDED
 from runtime.compiler.choosing import as_can_be_made, compiler_for
-from runtime.compiler.early_export import LONGEST_END_S, StepOfModel
 from runtime.compiler.kernel_library import (
-    are_kernels_compiled,
     begin_kernels,
     check_kernels_can_be_made,
     has_compiler,
@@ -351,30 +343,3 @@ def _no_word_of_own_head(heads: Seq[HeadConfig], model_dir: Path) -> Iterator[No
         if any(head.kind == "mtp" and head.directory.resolve() == model_dir.resolve() for head in heads):
             warnings.filterwarnings("ignore", r"layers that predict more than the next token", SpecDecWarning)
         yield
-
-
-def export_as_asked() -> None:
-    """Put the step of a model that a line of stdin describes into the cache, for who asks (`begin_export`), or end with
-    it. By a line on stdout it says that the export begins, and by one that it has ended.
-    """
-    asked = json.loads(sys.stdin.readline())
-    Thread(target=_end_with_who_asks, daemon=True).start()
-    if not are_kernels_compiled():  # it takes longer, and the other process does it
-        return
-    _import_builder()
-    from runtime.checkpoint import plan_conversion
-    from runtime.compiler.build import export_for_later
-
-    step = StepOfModel(**asked.pop("step"))
-    conversion = plan_conversion(Path(asked["model_dir"]), step.dtype, QuantConfig(activations=step.activations))
-    settings = EngineSettings(max_draft_len=step.max_draft_len, hidden_states=tuple(step.hidden_states), compiler="aot")
-    say = partial(print, flush=True)
-    export_for_later(conversion, settings.build_config(num_positions=None), begin=say)
-    say()
-
-
-def _end_with_who_asks() -> None:
-    sys.stdin.read()
-    interrupt_main()  # who removes its temporary files
-    time.sleep(LONGEST_END_S)
-    os._exit(1)

@@ -67,14 +67,6 @@ def write_shares(files: Mapping[Path, Share], pieces: Seq[Piece], progress: Prog
                     progress(done, num_bytes)
 
 
-def write_without_values(path: Path, pieces: Seq[Piece]) -> None:
-    """Write a file of the form that `write_pieces` gives, with zeros that take no room on the disk."""
-    forms = _shared_forms(pieces, lambda name, tensor: tensor)
-    with path.open("wb") as output:
-        output.write(_header(forms))
-        output.truncate(output.tell() + _num_bytes(forms))
-
-
 def _num_bytes(forms: Forms) -> int:
     return sum(math.prod(shape) * dtype.itemsize for dtype, shape in forms.values())
 

@@ -17,9 +17,8 @@ from commands.options.shared import INPUT, KV_CACHE, TokenizerDir, option
 from commands.options.speculation_flags import SpeculationOptions
 from commands.output import Output, warn
 from runtime.bundle import Bundle, read_bundle
-from runtime.cache import begin_digests, has_engine_of
+from runtime.cache import begin_digests
 from runtime.chat import check_chat_template
-from runtime.compiler.early_export import StepOfModel, begin_export
 from runtime.config import IntFormat
 from runtime.drafters.spec import Devices
 from runtime.drafters.specs import NgramDrafter, SelfDrafter, SuffixDrafter
@@ -194,22 +193,11 @@ class EngineChoice:
             check_device_ids(device_ids, bundle.config.mapping.tp_size)
         speculation.check_fits(None if bundle is None else bundle.config.build_config, is_cut=cuts_drafts)
         speculation.check_files()
-        checked = replace(self, speculation=speculation, device_ids=device_ids, bundle=bundle)
-        if self.model_dir is not None:
-            checked._begin_export(model_dir)
-        return checked
+        return replace(self, speculation=speculation, device_ids=device_ids, bundle=bundle)
 
     def _check_draft_output(self) -> None:
         """SpecDecError for an output layer by which none of the drafters drafts."""
         self.draft_output.check(self.speculation.read_heads(), has_copy=self.self_draft is not None)
-
-    def _begin_export(self, model_dir: Path) -> None:
-        """Have another process begin to export a new model's step, while torch is imported."""
-        built_for = self.built_for
-        is_new = built_for.no_cache or not has_engine_of(Path(str(self.model_dir)))
-        if is_new and built_for.compiler in (None, "aot") and self.self_draft is None:  # of which the copy is a part
-            step = StepOfModel(built_for.chosen_dtype, built_for.activations, self.max_draft_len, self.hidden_states)
-            begin_export(model_dir, step)
 
     def check_tokenizer(self) -> None:
         """SpecDecError for a tokenizer that cannot be read here, as far as files tell: before an engine is built."""

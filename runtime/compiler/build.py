@@ -6,7 +6,6 @@ logits as transformers' own eager attention on the machine that built it.
 
 import dataclasses
 import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -20,17 +19,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from runtime.bundle import COPY_DIR, DRAFT_VOCAB, LIBRARY, uses_kernels, weights_files
-from runtime.checkpoint import Conversion, check_side_files, copy_side_files
+from runtime.checkpoint import check_side_files, copy_side_files
 from runtime.checkpoint_dir import OpenedCheckpoint, check_hidden_states, check_self_draft, open_checkpoint
 from runtime.checksums import config_digest, record_files
 from runtime.compiler.attention import KERNEL, PAGED
 from runtime.compiler.compare_logits import (
     TOLERANCE_OF_8_BITS,
     Computed,
-    Reference,
     check_logits,
     compute,
-    compute_reference,
     is_batch_invariant,
     sample_for,
 )
@@ -41,10 +38,8 @@ from runtime.compiler.compilation import (
     PackagedStep,
     StepFunction,
     compile_aot,
-    export_to_cache,
     raise_interrupt,
 )
-from runtime.compiler.early_export import is_exporting
 from runtime.compiler.identity import BitSums
 from runtime.compiler.kernel_library import no_compiler, says_no_compiler, write_kernels
 from runtime.compiler.kernels import describe_kernels, fastest_arithmetic, flush_denormals, load_kernels
@@ -79,7 +74,6 @@ from runtime.parallel.processes import do_at_once
 from runtime.parallel.ranks import RankedModel, RankedStep, open_ranks
 from runtime.parallel.tp_layers import Splitting
 from runtime.temporary import own_temporary_files
-from runtime.tensor_writer import write_without_values
 from runtime.text import cache_tokenizer
 
 # Largest norm of the difference between two rows of logits, over the norm of the row.
@@ -198,24 +192,6 @@ def build_engine(
     if effort.leaves_step and isinstance(step, PackagedStep):
         leave_step(output_dir, step)
     return config
-
-
-def export_for_later(conversion: Conversion, build: BuildConfig, begin: Callable[[], object]) -> None:
-    """Put the step of a model that another process converts and builds into the cache, where it finds it.
-
-    `begin` is called when all is there to export it. The kernels must be there.
-    """
-    with own_temporary_files(), tempfile.TemporaryDirectory() as directory:
-        opened = OpenedCheckpoint(Path(directory), conversion.config)
-        pretrained = parse_pretrained_config(opened.config.pretrained_config, str(conversion.model_dir))
-        weights = _Weights(opened, pretrained, torch.device("cpu"), with_kernels=True)
-        write_without_values(weights.paths[0], conversion.pieces)
-        _make_kernels(opened.directory / LIBRARY)
-        model = weights.whole_model(build)
-        arithmetic = _arithmetic(model, build)
-        assert arithmetic is not None
-        begin()
-        export_to_cache(Step(model, build.hidden_states), weights.shape(build), arithmetic)
 
 
 def _opened(source: Path | OpenedCheckpoint, output_dir: Path, *, replace: bool) -> OpenedCheckpoint:
@@ -386,12 +362,6 @@ class _Check:
         self._have = present if sums is None else sums.present
         self._sample = sample_for(model, shape)
         self._product_tolerance = _TOLERANCE[shape.dtype]
-        self._reference: Reference | None = None
-
-    def compute_early(self) -> None:
-        """Compute transformers' logits before there is a step, unless they are of keys and values that it stores."""
-        if self.shape.kv_cache is None:
-            self._reference = compute_reference(self._sample, self._model, self._product_tolerance, self._have)
 
     def of(self, step: StepFunction) -> tuple[LogitsCheck, Computed]:
         tolerance = max(self._product_tolerance, _QUANTIZED_TOLERANCE.get(self._activations or "float", 0))
@@ -399,7 +369,7 @@ class _Check:
             tolerance = _QUANTIZED_TOLERANCE["int8"]
         with _machine_errors():  # `torch-compile` compiles with the first step
             computed = compute(step, self._sample)
-        check = check_logits(computed, self._model, tolerance, self._product_tolerance, self._have, self._reference)
+        check = check_logits(computed, self._model, tolerance, self._product_tolerance, self._have)
         return check, computed
 
 
@@ -552,8 +522,6 @@ def _compile_all(
     if weights.device.type == "cpu":
         flush_denormals()
         keep_freed_memory()
-    if is_exporting():
-        check.compute_early()
     if weights.splitting is None:
         compiled = _compile(model, check.shape, directory)
     else:

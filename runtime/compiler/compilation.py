@@ -8,17 +8,14 @@
 import dataclasses
 import json
 import logging
-import math
 import os
 import tempfile
 import warnings
 import weakref
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Seq
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from runtime.batch import Batch, Row, pack, pad_to_min_2
+from runtime.batch import Batch, pad_to_min_2
 from runtime.bundle import uses_kernels
-from runtime.compiler.early_export import await_export
 from runtime.compiler.kernels import flush_denormals_of_openmp
 from runtime.compiler.memory import give_back, trim
 from runtime.compiler.programs import (
@@ -43,14 +39,12 @@ from runtime.compiler.programs import (
     run_inductor,
 )
 from runtime.compiler.weights import Layout, layout_of, num_bytes_of, present, save_weights, write_weights
-from runtime.config import ARITHMETICS, Arithmetic, Shapes, StepShape, as_json, parse
-from runtime.kv_cache import KVPool, kv_dtype
-from runtime.states import state_inputs, state_pools
+from runtime.config import ARITHMETICS, Arithmetic, StepShape, as_json, parse
+from runtime.kv_cache import kv_dtype
 from runtime.temporary import own_temporary_files
 
 if TYPE_CHECKING:
-    from torch.export import ExportedProgram
-
+    from runtime.compiler.capture import Inputs, Sizes, StepForm
     from runtime.compiler.cutting import CutStep
     from runtime.compiler.model import Step  # opening an engine must not import model code
 
@@ -62,26 +56,6 @@ StepFunction = Callable[..., StepOutput]
 
 def logits_of(output: StepOutput) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
-
-
-def example_pool(shapes: Shapes, num_tokens: int, block_size: int, dtype: torch.dtype, device: torch.device) -> KVPool:
-    """A pool that just holds two rows of `num_tokens`."""
-    num_blocks = 2 * math.ceil(num_tokens / block_size) + 1
-    return KVPool(shapes.layers, num_blocks, block_size, dtype, device)
-
-
-def example_states(shapes: Shapes, rows: Seq[Row], dtype: torch.dtype) -> tuple[()] | tuple[Tensor, list[Tensor]]:
-    """Inputs beside a batch of rows and its pool, where layers have states: of few slots."""
-    return state_inputs(rows, state_pools(shapes.states, 3, 4, dtype, torch.device("cpu")))
-
-
-def example_rows(row_lengths: list[int], start: int, num_tokens: int, block_size: int, num_logits: int) -> list[Row]:
-    """Rows at position `start` of sequences that own `num_tokens` slots each."""
-    num_blocks = math.ceil(num_tokens / block_size)
-    return [
-        Row([1] * length, start, list(range(1 + i * num_blocks, 1 + (i + 1) * num_blocks)), num_logits)
-        for i, length in enumerate(row_lengths)
-    ]
 
 
 PACKAGE, WEIGHTS, CACHE = "rank0.pt2", "rank0.safetensors", "rank0.cache"
@@ -120,76 +94,70 @@ def compile_aot(
     package is the first's; of the others weights are written for it, and nothing is compiled. On the CPU its linear
     layers are computed in `arithmetic`. Whatever keeps a model from being exported is raised as it comes.
     """
-    from runtime.compiler.cutting import CannotBeCut, cut_step, whole_step, why_not_cut  # not to open an engine
-    from runtime.compiler.kept_steps import find_step, keep_step
+    from runtime.compiler.capture import StepForm, by_export  # not to open an engine
+    from runtime.compiler.cutting import CannotBeCut, cut_step, whole_step, why_not_cut
     from runtime.compiler.vectors import CannotBeLowered
 
-    export = _export_of(step, shape)
-    with _exporting(step, arithmetic):
+    form = StepForm(step, shape.shapes, shape.build_config.tokens_per_block, kv_dtype(shape.dtype, shape.kv_cache))
+    with _capturing(step, arithmetic):
         if arithmetic is None:
             with present(step.model):
-                return _write_whole(export(), shape, directory, None, known, rank)
+                return _write_whole(form, shape, directory, None, known, rank)
         number = ARITHMETICS.index(arithmetic)
-        kept = find_step(step, shape, number)
-        if kept is None and await_export():
-            kept = find_step(step, shape, number)
-        if kept is not None:
-            _write_cut(*kept, shape, directory, known, rank)
-            return Made(uses_kernels=True)
         try:
-            cut = cut_step(step.model, shape.shapes, export, number)
+            cut, files, why_whole = _traced(form, number)
+        except Exception as error:  # whatever it is about the model, symbols may do
+            raise_interrupt(error)
+        else:
+            _write_cut(cut, files, shape, directory, known, rank)
+            return Made(uses_kernels=True, why_whole=why_whole)
+        try:
+            cut = cut_step(form, by_export, number)
         except Exception as error:  # whatever it is about the model, the whole may do
             raise_interrupt(error)
             why_whole = why_not_cut(error)
         else:
-            files = _files_of(cut)
-            keep_step(step, shape, number, cut, files)
-            _write_cut(cut, files, shape, directory, known, rank)
+            _write_cut(cut, _files_of(cut), shape, directory, known, rank)
             return Made(uses_kernels=True)
         try:
-            whole = whole_step(export, number)
+            whole = whole_step(form.graph(by_export), number)
             files = _files_without_compiler(whole.programs)
         except (CannotBeCut, CannotBeLowered):
             with present(step.model):
-                made = _write_whole(export(), shape, directory, arithmetic, known, rank)
+                made = _write_whole(form, shape, directory, arithmetic, known, rank)
             return dataclasses.replace(made, why_whole=why_whole)
         _write_cut(whole, files, shape, directory, known, rank)
         return Made(uses_kernels=True, why_whole=why_whole)
 
 
-def export_to_cache(step: "Step", shape: StepShape, arithmetic: Arithmetic) -> None:
-    """Put the step into the cache, where `compile_aot` finds it, unless it is there.
+def _traced(form: "StepForm", arithmetic: int) -> tuple["CutStep", list[Files], str | None]:
+    """The step's programs, which need no compiler, their files, and why it is one program if it is. Raises what keeps
+    it from being traced, or from needing no compiler."""
+    from runtime.compiler.capture import by_trace  # not to open an engine
+    from runtime.compiler.cutting import cut_step, whole_step, why_not_cut
 
-    Of weights none is read. Raises what keeps the step from being cut, or carried out without a compiler.
-    """
-    from runtime.compiler.cutting import cut_step  # not to open an engine
-    from runtime.compiler.kept_steps import find_step, keep_step
-
-    number = ARITHMETICS.index(arithmetic)
-    with _exporting(step, arithmetic):
-        if find_step(step, shape, number) is None:
-            cut = cut_step(step.model, shape.shapes, _export_of(step, shape), number)
-            keep_step(step, shape, number, cut, _files_without_compiler(cut.programs))
+    why_whole = None
+    try:
+        cut = cut_step(form, by_trace, arithmetic)
+    except Exception as error:  # as above
+        raise_interrupt(error)
+        cut, why_whole = whole_step(form.graph(by_trace), arithmetic), why_not_cut(error)
+    return cut, _files_without_compiler(cut.programs), why_whole
 
 
-def export_program(
-    module: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: tuple[Any, ...], arithmetic: int
+def traced_program(
+    module: nn.Module, inputs: "Inputs", sizes: "Sizes", arithmetic: int
 ) -> tuple["CutStep", list[Files]]:
     """A module's pass as one program that needs no compiler, and its files. Raises what keeps it from being one."""
-    from runtime.compiler.cutting import whole_step  # not to open an engine
+    from runtime.compiler.capture import by_trace  # not to open an engine
+    from runtime.compiler.cutting import whole_step
 
-    with _quiet(), torch.no_grad():
-        whole = whole_step(partial(export_module, module, inputs, dynamic_shapes), arithmetic)
-        return whole, _files_without_compiler(whole.programs)
-
-
-def _export_of(step: "Step", shape: StepShape) -> Callable[..., "ExportedProgram"]:
-    block_size, dtype = shape.build_config.tokens_per_block, kv_dtype(shape.dtype, shape.kv_cache)
-    return partial(export_step, step, shape.shapes, block_size, dtype)
+    whole = whole_step(by_trace(module, inputs, sizes), arithmetic)
+    return whole, _files_without_compiler(whole.programs)
 
 
 @contextmanager
-def _exporting(step: "Step", arithmetic: Arithmetic | None) -> Iterator[None]:
+def _capturing(step: "Step", arithmetic: Arithmetic | None) -> Iterator[None]:
     from runtime.compiler.experts import experts_by_kernel  # not to open an engine
 
     with _quiet(), torch.no_grad(), experts_by_kernel(step.model) if arithmetic is not None else nullcontext():
@@ -242,7 +210,7 @@ def _files_without_compiler(programs: list[GraphModule]) -> list[Files]:
 
 
 def _write_whole(
-    program: "ExportedProgram",
+    form: "StepForm",
     shape: StepShape,
     directory: Path,
     arithmetic: Arithmetic | None,
@@ -252,9 +220,11 @@ def _write_whole(
     from torch.export.pt2_archive._package import package_pt2
     from torch.export.pt2_archive._package_weights import Weights
 
+    from runtime.compiler.capture import by_export
     from runtime.compiler.linears import use_kernels
     from runtime.compiler.selection import select_early
 
+    program = form.graph(by_export)
     select_early(program, "logit_indices")
     hands_over = arithmetic is not None and use_kernels(program, ARITHMETICS.index(arithmetic))
     options: dict[str, Any] = {
@@ -265,8 +235,7 @@ def _write_whole(
         "aot_inductor.package_constants_in_so": not hands_over,
         "aot_inductor.package_constants_on_disk_format": "pickle_weights" if hands_over else None,
     }
-    arguments, _ = program.example_inputs
-    made = run_inductor(program.module(check_guards=False), arguments, options)
+    made = run_inductor(program, form.inputs()[0], options)
     constants = [file for file in made if isinstance(file, Weights)]
     weights = {name: tensor for part in constants for name, (tensor, _) in part.items()}
     save_weights(directory / f"rank{rank}.safetensors", weights, known)
@@ -277,48 +246,6 @@ def _write_whole(
             extra_files={_LAYOUT: json.dumps(layout_of(weights)), _SHAPE: json.dumps(as_json(shape))},
         )
     return Made(hands_over)
-
-
-def export_step(
-    step: "Step", shapes: Shapes, block_size: int, kv_dtype: torch.dtype, stand_ins: list[int] | None = None
-) -> "ExportedProgram":
-    """The step's graph, for any number of rows, tokens, blocks, slots and logits.
-
-    `stand_ins`, by layer with keys and values: the number of the pool that stands for its own, of fewer that the graph
-    is then of.
-    """
-    num_tokens = 2 * block_size + 1 + 5
-    parameter = next(step.parameters())
-    pool = example_pool(shapes, num_tokens, block_size, kv_dtype, parameter.device)
-    rows = example_rows([5, 3], 2 * block_size + 1, num_tokens, block_size, 2)
-    batch = pack(rows, block_size, parameter.device)
-    free, num_blocks = torch.export.Dim.DYNAMIC, torch.export.Dim("num_blocks")  # of which all layers have as many
-    # Memory of their own: to trace views of other memory takes long.
-    pools = [[torch.empty_like(one) for one in part] for part in pool.tensors()]
-    if stand_ins is not None:
-        few, num_layers = [stand_ins.index(i) for i in sorted(set(stand_ins))], len(stand_ins)
-        pools = [[part[start + i] for start in range(0, len(part), num_layers) for i in few] for part in pools]
-    dynamic: list[Any] = [{0: free, 1: free}] * 4 + [{0: free}] + [[{0: num_blocks}] * len(part) for part in pools]
-    if states := shapes.states:
-        num_slots = torch.export.Dim("num_slots")  # and slots of one kind of layer are of one length
-        lengths = {one.num_before: torch.export.Dim(f"length_{one.num_before}") for one in states}
-        sizes = {one.recurrent: torch.export.Dim(f"numbers_{i}") for i, one in enumerate(states) if one.recurrent}
-        inputs_of = [{0: num_slots, 1: lengths[one.num_before]} for one in states if one.width]
-        dynamic += [{0: free}, inputs_of + [{0: num_slots, 2: sizes[one.recurrent]} for one in states if one.recurrent]]
-    inputs = (*batch.tensors(), *pools, *example_states(shapes, rows, parameter.dtype))
-    step.stand_ins = stand_ins
-    try:
-        return export_module(step, inputs, tuple(dynamic))
-    finally:
-        step.stand_ins = None
-
-
-def export_module(module: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: tuple[Any, ...]) -> "ExportedProgram":
-    """The module's graph. Few operations are the same twice: to remember what they give would take half the time."""
-    import torch._dynamo.config as config  # seconds, for a step that is found in the cache
-
-    with config.patch(fake_tensor_cache_enabled=False):
-        return torch.export.export(module, inputs, strict=False, dynamic_shapes=dynamic_shapes)
 
 
 @dataclass(frozen=True)

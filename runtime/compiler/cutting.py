@@ -1,7 +1,7 @@
 """A step cut into programs that are compiled by themselves: its beginning, a layer of each kind, and its end.
 
-While the step is exported its layers are calls of an operation that computes nothing, all but the last one, which
-belongs to the end: of it only the tokens are computed whose logits are wanted. A layer of each kind is exported by
+While the step is captured its layers are calls of an operation that computes nothing, all but the last one, which
+belongs to the end: of it only the tokens are computed whose logits are wanted. A layer of each kind is captured by
 itself. Layers are of one kind if they are made of the same modules, with the same settings and the same shapes, and
 are called in the same way; the first and the last of a kind must give the same graph.
 
@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from runtime.compiler.attention import PagedInputs
-from runtime.compiler.compilation import export_module
+from runtime.compiler.capture import Capture, StepForm, attribute_of, is_open
 from runtime.compiler.linears import use_kernels
 from runtime.compiler.selection import select_early
 from runtime.compiler.weights import Layout, layout_of, num_bytes_of, present
@@ -32,9 +31,6 @@ from runtime.config import Shapes
 torch.library.define("specdec_cut::layer", "(Tensor hidden, Tensor[] others, int layer) -> Tensor")
 torch.library.register_fake("specdec_cut::layer", lambda hidden, others, layer: torch.empty_like(hidden))
 _LAYER = torch.ops.specdec_cut.layer.default
-
-Export = Callable[..., ExportedProgram]
-"""Called with `stand_ins` of pools, or without for a step of all of them (`compilation.export_step`)."""
 
 
 class CannotBeCut(Exception):
@@ -151,10 +147,11 @@ def _of_call(number: int, name: str) -> str:
     return f"{number:04}.{name}"
 
 
-def cut_step(model: nn.Module, shapes: Shapes, export: Export, arithmetic: int) -> CutStep:
-    """The step that `export` gives of the model, with linear layers in `arithmetic`. Raises CannotBeCut."""
-    layers = layers_of(model, shapes)
-    graph, calls = _with_layers_as_calls(layers[:-1], shapes, export, arithmetic)
+def cut_step(form: StepForm, capture: Capture, arithmetic: int) -> CutStep:
+    """The step, with linear layers in `arithmetic`. Raises CannotBeCut."""
+    shapes = form.shapes
+    layers = layers_of(form.step.model, shapes)
+    graph, calls = _with_layers_as_calls(layers[:-1], form, capture, arithmetic)
     nodes = {node.args[2]: node for node in graph.graph.nodes if node.target is _LAYER}
     kinds: dict[str, list[int]] = {}
     for i, node in nodes.items():
@@ -165,9 +162,11 @@ def cut_step(model: nn.Module, shapes: Shapes, export: Export, arithmetic: int) 
         raise CannotBeCut(f"its {len(layers)} layers are of {len(kinds)} kinds")
     programs, made = _Programs(), {}
     for alike in kinds.values():
-        program = _export_layer(layers[alike[0]], nodes[alike[0]], calls[alike[0]], arithmetic)
-        if len(alike) > 1:
-            last = _export_layer(layers[alike[-1]], nodes[alike[-1]], calls[alike[-1]], arithmetic)
+        program, *others = (
+            _capture_layer(capture, layers[i], nodes[i], calls[i], arithmetic)
+            for i in dict.fromkeys((alike[0], alike[-1]))
+        )
+        for last in others:
             if describe(program) != describe(last):
                 raise CannotBeCut("its layers compute by their number")
         folded = _fold(program)
@@ -179,35 +178,34 @@ def cut_step(model: nn.Module, shapes: Shapes, export: Export, arithmetic: int) 
 
 
 def _with_layers_as_calls(
-    layers: nn.ModuleList, shapes: Shapes, export: Export, arithmetic: int
+    layers: nn.ModuleList, form: StepForm, capture: Capture, arithmetic: int
 ) -> tuple[GraphModule, dict[int, "_LayerCall"]]:
     """The step's graph with these layers as calls, and what they are called with.
 
-    To export a pool for each layer takes long where there are many: one stands for those of a shape.
+    To capture a pool for each layer takes long where there are many: one stands for those of a shape.
     """
 
-    def exported(*stand_ins: list[int]) -> tuple[GraphModule, dict[int, "_LayerCall"]]:
+    def captured(stand_ins: list[int] | None = None) -> tuple[GraphModule, dict[int, "_LayerCall"]]:
         calls: dict[int, _LayerCall] = {}
         with _layers_as_calls(layers, calls):
-            step = export(*stand_ins)
+            step = form.graph(capture, stand_ins)
         select_early(step, "logit_indices")
         _replace_products(step, arithmetic)
-        return step.module(check_guards=False), calls
+        return step, calls
 
-    stand_ins = _stand_ins(shapes)
+    stand_ins = _stand_ins(form.shapes)
     if len(set(stand_ins)) < len(stand_ins):
-        graph, calls = exported(stand_ins)
+        graph, calls = captured(stand_ins)
         if _have_own_pools(graph.graph, calls, stand_ins):
             return graph, calls
-    return exported()
+    return captured()
 
 
-def whole_step(export: Export, arithmetic: int) -> CutStep:
-    """The step that `export` gives as one program. Raises CannotBeCut if torch computes some of its products."""
-    step = export()
+def whole_step(step: GraphModule, arithmetic: int) -> CutStep:
+    """The step as one program. Raises CannotBeCut if torch computes some of its products."""
     select_early(step, "logit_indices")
     _replace_products(step, arithmetic)
-    return _in_order(step.module(check_guards=False), _Programs(), {})
+    return _in_order(step, _Programs(), {})
 
 
 # --- layers ---
@@ -255,7 +253,7 @@ def layers_of(model: nn.Module, shapes: Shapes) -> nn.ModuleList:
 def _layers_as_calls(layers: nn.ModuleList, calls: dict[int, _LayerCall]) -> Iterator[None]:
     """Have layers compute nothing in the block, and put how they are called into `calls`.
 
-    They have no tensors there: what is exported takes long with thousands that it does not read.
+    They have no tensors there: what is captured takes long with thousands that it does not read.
     """
     modules = [module for layer in layers for module in layer.modules()]
     tensors = [(module._parameters, module._buffers) for module in modules]
@@ -338,40 +336,22 @@ class _Layer(nn.Module):
         return output
 
 
-def _export_layer(layer: nn.Module, node: Node, call: _LayerCall, arithmetic: int) -> GraphModule:
+def _capture_layer(capture: Capture, layer: nn.Module, node: Node, call: _LayerCall, arithmetic: int) -> GraphModule:
     """The layer's graph, for any sizes that the step leaves open where it is called."""
     values = [source.meta["val"] for source in _inputs(node)]
     sizes: dict[str, list[tuple[int, int]]] = {}
     for i, value in enumerate(values):
         for dim, size in enumerate(value.shape):
-            if isinstance(size, torch.SymInt):
+            if is_open(size):
                 sizes.setdefault(str(size), []).append((i, dim))
-    free = tuple(
-        {dim: Dim.DYNAMIC for dim, size in enumerate(v.shape) if isinstance(size, torch.SymInt)} for v in values
-    )
-    module = _Layer(layer, call, list(sizes.values()))
-    program = export_module(module, _examples(values), (free,))
-    if program.graph_signature.buffers_to_mutate:
+    program = capture(_Layer(layer, call, list(sizes.values())), tuple(values))
+    if any(one.op == "get_attr" for changing in program.graph.nodes for one in _written(changing)):
         raise CannotBeCut("its layers remember")
     _replace_products(program, arithmetic)
-    return program.module(check_guards=False)
+    return program
 
 
-def examples_of(program: GraphModule) -> tuple[Tensor, ...]:
-    """Inputs of a program."""
-    return _examples([node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"])
-
-
-def _examples(values: list[Tensor]) -> tuple[Tensor, ...]:
-    """Tensors of the sizes by which the step was exported."""
-
-    def size(value: int | torch.SymInt) -> int:
-        return value if isinstance(value, int) else int(value.node.hint)
-
-    return tuple(torch.zeros([size(n) for n in value.shape], dtype=value.dtype) for value in values)
-
-
-def _replace_products(program: ExportedProgram, arithmetic: int) -> None:
+def _replace_products(program: GraphModule, arithmetic: int) -> None:
     if not use_kernels(program, arithmetic):
         raise CannotBeCut("torch computes some of its products")
 
@@ -526,20 +506,11 @@ def _written(node: Node) -> list[Node]:
     return [one for one in written if isinstance(one, Node)]
 
 
-def attribute_of(module: nn.Module) -> Callable[[str], Tensor]:
-    def get(name: str) -> Tensor:
-        parent, _, own = name.rpartition(".")
-        tensor: Tensor = getattr(module.get_submodule(parent), own)
-        return tensor
-
-    return get
-
-
 IN_LAYER = "layer."
 
 
 def _in_layer(layer: nn.Module, program: GraphModule) -> Callable[[str], Tensor]:
-    """Find in the layer what the program of another one reads; what the export made is the program's own."""
+    """Find in the layer what the program of another one reads; what capturing made is the program's own."""
 
     def get(name: str) -> Tensor:
         try:

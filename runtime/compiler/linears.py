@@ -1,4 +1,4 @@
-"""An exported step whose linear layers are computed by the CPU kernel of `runtime.compiler.kernels`, in one arithmetic
+"""A captured step whose linear layers are computed by the CPU kernel of `runtime.compiler.kernels`, in one arithmetic
 with attention.
 
 Layers that read one input, as query, key and value do, become one. Weights are packed by an operation of the graph,
@@ -9,8 +9,10 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch.export import ExportedProgram
-from torch.fx import Graph, Node
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from runtime.compiler.capture import attribute_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ATEN = torch.ops.aten
@@ -20,14 +22,14 @@ _PRODUCTS = {
 }
 
 
-def use_kernels(program: ExportedProgram, arithmetic: int) -> bool:
+def use_kernels(module: GraphModule, arithmetic: int) -> bool:
     """Replace linear layers in place, where the kernel has their dtype; returns whether torch has none to compute.
 
     `arithmetic` is that of the products of them, and of attention.
     """
-    graph = program.graph_module.graph
-    _say_as_linear(graph, _constants(program))
-    constants = _constants(program)
+    graph = module.graph
+    _say_as_linear(graph, _constants(module))
+    constants = _constants(module)
     groups: dict[tuple[Node, bool, torch.dtype], list[Node]] = {}
     for node in graph.nodes:
         if node.target is torch.ops.aten.linear.default and node.args[1] in constants and _can_serve(node.args[1]):
@@ -41,7 +43,7 @@ def use_kernels(program: ExportedProgram, arithmetic: int) -> bool:
         _replace(graph, layers, arithmetic, has_bias=has_bias)
     for layers in _rounded_layers(graph, arithmetic):
         _replace_rounded(graph, layers, arithmetic)
-    program.graph_module.recompile()
+    module.recompile()
     return not any(
         node.target in _PRODUCTS and any(argument in constants for argument in node.all_input_nodes)
         for node in graph.nodes
@@ -61,12 +63,12 @@ def _say_as_linear(graph: Graph, constants: set[Node]) -> None:
             graph.erase_node(node)
 
 
-def _constants(program: ExportedProgram) -> set[Node]:
+def _constants(module: GraphModule) -> set[Node]:
     """Parameters, and what is computed of nothing else, such as a router's weights in float32."""
     found: set[Node] = set()
-    parameters = program.graph_signature.inputs_to_parameters  # found anew each time
-    for node in program.graph_module.graph.nodes:
-        is_parameter = node.op == "placeholder" and node.name in parameters
+    get = attribute_of(module)
+    for node in module.graph.nodes:
+        is_parameter = node.op == "get_attr" and isinstance(get(str(node.target)), nn.Parameter)
         if is_parameter or (
             node.op == "call_function" and node.all_input_nodes and found.issuperset(node.all_input_nodes)
         ):

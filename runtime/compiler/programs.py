@@ -58,7 +58,7 @@ def compile_programs(programs: Seq[GraphModule]) -> list[Files]:
 
 def _compile(programs: Seq[GraphModule], options: dict[str, Any]) -> list[Files]:
     """Inductor writes a program's source while those before it are compiled, as many files at once as cores."""
-    from runtime.compiler.cutting import examples_of
+    from runtime.compiler.capture import examples
 
     options = options | {
         "aot_inductor.package_cpp_only": True,  # Inductor itself would compile one file after the other
@@ -68,7 +68,8 @@ def _compile(programs: Seq[GraphModule], options: dict[str, Any]) -> list[Files]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         begun = []
         for program in programs:
-            made = run_inductor(program, examples_of(program), options)
+            inputs = [node.meta["val"] for node in program.graph.find_nodes(op="placeholder")]
+            made = run_inductor(program, examples(inputs), options)
             compile_, link, library = _compiler_calls([file for file in made if isinstance(file, str)], options)
             begun.append((pool.submit(_run, compile_), link, library))
         for compilation, link, _ in begun:

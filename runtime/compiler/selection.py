@@ -1,8 +1,8 @@
-"""An exported step that computes only the tokens whose logits are wanted, from its last attention on.
+"""A captured step that computes only the tokens whose logits are wanted, from its last attention on.
 
 A model picks them before its output layer. For a prompt that is one token, and the last layer's feed-forward network
 has computed all others in vain. Token-wise operations give the same result for a picked token when the
-picking is done before them. (llama.cpp does so in its graphs of each family; here it is done to whatever was exported.)
+picking is done before them. (llama.cpp does so in its graphs of each family; here it is done to whatever was captured.)
 """
 
 from operator import getitem
@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.export import ExportedProgram
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 _ATEN = torch.ops.aten
@@ -23,9 +22,9 @@ _READS_FIRST |= {_ATEN.dropout.default, _ATEN.contiguous.default, _ATEN.to.dtype
 _SUMS = ("specdec.all_reduce.default",)  # by name: the operation is there where models are split
 
 
-def select_early(program: ExportedProgram, indices: str) -> None:
+def select_early(module: GraphModule, indices: str) -> None:
     """Move `hidden[:, indices]` of (1, S, C), in place, up to where tokens last looked at each other."""
-    graph = program.graph_module.graph
+    graph = module.graph
     picks = [
         n for n in graph.nodes if n.target is _ATEN.index.Tensor and [str(i) for i in n.args[1]] == ["None", indices]
     ]
@@ -54,7 +53,7 @@ def select_early(program: ExportedProgram, indices: str) -> None:
     if pick.args[0] in late:
         pick.replace_all_uses_with(pick.args[0])
         graph.erase_node(pick)
-    program.graph_module.recompile()
+    module.recompile()
 
 
 def _is_token_wise(node: Node, num_tokens: int | torch.SymInt) -> bool:

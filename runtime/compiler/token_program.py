@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from runtime.compiler.capture import is_open, split_open
 from runtime.compiler.vector_groups import grouped
 from runtime.compiler.vectors import (
     DTYPES,
@@ -534,7 +535,8 @@ class _Lowering:
 
     def _layer_norm(self, node: Node) -> View:
         x, shape = self._view(node.args[0]), node.args[1]
-        weight, bias, epsilon = (*node.args[2:], None, None, 1e-5)[:3] if len(node.args) < 5 else node.args[2:5]
+        given: list[Any] = [*node.args[2:5], *(None, None, 1e-5)[len(node.args) - 2 :]]
+        weight, bias, epsilon = given
         if len(shape) != 1:  # type: ignore[arg-type]
             raise CannotBeLowered(f"{node} is over several dimensions")
         last, f32 = len(x.shape) - 1, torch.float32
@@ -593,7 +595,7 @@ class _Lowering:
         _, space = _of_token(node.meta["val"])
         picked = [one for one in indices if one is not None]
         value = node.args[0].meta["val"]  # type: ignore[union-attr]
-        if len(picked) != 1 or not isinstance(value.shape[len(indices) - 1], torch.SymInt) or view.source is None:
+        if len(picked) != 1 or not is_open(value.shape[len(indices) - 1]) or view.source is None:
             raise CannotBeLowered(f"{node} is indexed in another way")
         view = self._contiguous(view)
         assert view.source is not None
@@ -835,11 +837,11 @@ class _Lowering:
             raise CannotBeLowered("an output is a weight")
         if not _rows_come_first(value):
             raise CannotBeLowered("an output's tokens are not its rows")
-        sizes = [size for size in value.shape if isinstance(size, torch.SymInt)]
+        sizes = [size for size in value.shape if is_open(size)]
         if len(sizes) != 1:
             raise CannotBeLowered("an output has its tokens in several dimensions")
         own, _ = _of_token(value)
-        wanted = tuple(-n if isinstance(size, torch.SymInt) else n for n, size in zip(own, value.shape, strict=True))
+        wanted = tuple(-n if is_open(size) else n for n, size in zip(own, value.shape, strict=True))
         source = self._contiguous(view).source
         assert source is not None
         home = self.homes.get(source)
@@ -893,24 +895,23 @@ def _form(node: Node) -> tuple[torch.dtype, Shape]:
 
 def _of_token(value: Tensor) -> tuple[Shape, str]:
     """Shape of one token's part, and what counts the rows. Sizes that are not known are those of rows."""
-    sizes: list[Any] = [size for size in value.shape if isinstance(size, torch.SymInt)]
+    sizes: list[Any] = [size for size in value.shape if is_open(size)]
     if not sizes:
         return tuple(int(size) for size in value.shape), ""
-    rows: Any = math.prod([size.node.expr for size in sizes])
-    factor, symbols = rows.as_coeff_Mul()
-    if not factor.is_Integer or not (symbols.is_Mul or symbols.is_Symbol):
+    factor, symbols = split_open(sizes)
+    if not factor:
         raise CannotBeLowered(f"{tuple(value.shape)} has a size that is no product")
-    dims = [i for i, size in enumerate(value.shape) if isinstance(size, torch.SymInt)]
+    dims = [i for i, size in enumerate(value.shape) if is_open(size)]
     if dims != list(range(dims[0], dims[-1] + 1)):
         raise CannotBeLowered(f"{tuple(value.shape)} has tokens in dimensions that are apart")
-    shape = [1 if isinstance(size, torch.SymInt) else int(size) for size in value.shape]
-    shape[dims[-1]] = int(factor)
-    return tuple(shape), str(symbols)
+    shape = [1 if is_open(size) else int(size) for size in value.shape]
+    shape[dims[-1]] = factor
+    return tuple(shape), symbols
 
 
 def _rows_come_first(value: Tensor) -> bool:
     """True if what lies side by side in memory is a token's."""
-    first = next((i for i, size in enumerate(value.shape) if isinstance(size, torch.SymInt)), 0)
+    first = next((i for i, size in enumerate(value.shape) if is_open(size)), 0)
     return all(size == 1 for size in value.shape[:first])
 
 
@@ -918,8 +919,8 @@ def _keeps_rows(before: Tensor, after: Tensor) -> bool:
     """True if the tokens' dimension, and those before it, stay what they are."""
 
     def to_rows(value: Tensor) -> list[str]:
-        last = max(i for i, size in enumerate(value.shape) if isinstance(size, torch.SymInt))
-        return [str(size) for size in value.shape[: last + 1] if isinstance(size, torch.SymInt) or size != 1]
+        last = max(i for i, size in enumerate(value.shape) if is_open(size))
+        return [str(size) for size in value.shape[: last + 1] if is_open(size) or size != 1]
 
     return to_rows(before) == to_rows(after)
 
@@ -927,7 +928,7 @@ def _keeps_rows(before: Tensor, after: Tensor) -> bool:
 def _own_dim(value: Tensor, dim: Any) -> int:
     """Number of a dimension, which must not be that of the tokens."""
     number = int(dim) % len(value.shape)
-    if isinstance(value.shape[number], torch.SymInt):
+    if is_open(value.shape[number]):
         raise CannotBeLowered("an operation is along the tokens")
     return number
 

@@ -1,8 +1,7 @@
 """A head's attention over the pages of a `HeadCache`, and its pass, module by module or as one program.
 
 The program (`runtime.compiler.token_program`) is what the layers compute, without a call from Python for each
-operation: beside a small or quantized target these take longer than the weights. It is kept in the cache by the form of
-the head.
+operation: beside a small or quantized target these take longer than the weights.
 """
 
 from abc import ABC, abstractmethod
@@ -10,7 +9,6 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -18,11 +16,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from runtime.batch import Batch, pack
-from runtime.cache import digest
 from runtime.compiler.attention import PagedInputs, kernel_attention
-from runtime.compiler.compilation import TOKENWISE, add_program, example_rows, export_program, raise_interrupt
+from runtime.compiler.compilation import TOKENWISE, add_program, raise_interrupt, traced_program
 from runtime.compiler.cutting import CutStep
-from runtime.compiler.kept_steps import entry_of, find_kept, keep
 from runtime.compiler.kernels import describe_kernels
 from runtime.compiler.programs import Files
 from runtime.config import LayerShape
@@ -142,7 +138,7 @@ class HeadProgram:
 
 
 def use_programs(head: nn.Module, pool: KVPool, dtype: torch.dtype, arithmetic: int) -> None:
-    """Have programs compute the passes of a head of kernels over this pool, as far as these can be exported."""
+    """Have programs compute the passes of a head of kernels over this pool, as far as there are any."""
     for part in head.modules():
         if isinstance(part, PagedHead):
             part.program = _program_of(part, pool, dtype, arithmetic)
@@ -150,6 +146,8 @@ def use_programs(head: nn.Module, pool: KVPool, dtype: torch.dtype, arithmetic: 
 
 def _program_of(head: PagedHead, pool: KVPool, dtype: torch.dtype, arithmetic: int) -> HeadProgram | None:
     """None if it is none: some layers have operations that programs do not have."""
+    from runtime.compiler.capture import example_rows  # with torch's compiler
+
     block_size = pool.keys[0].shape[3]
     rows = example_rows([5, 3], 2 * block_size + 1, 2 * block_size + 1 + 5, block_size, 2)
     batch = pack(rows, block_size, torch.device("cpu"))
@@ -157,30 +155,14 @@ def _program_of(head: PagedHead, pool: KVPool, dtype: torch.dtype, arithmetic: i
     head_pass = _Pass(head, paged)
     states = torch.zeros(batch.input_ids.numel(), head_pass.width, dtype=dtype)
     inputs = _tensors(batch, states, _with_pools(paged, (_few(one) for one in _pools(paged))))
-    forms = [(tuple(one.shape), one.dtype) for one in inputs]
-    entry = entry_of("head", head_pass, repr((forms, arithmetic, dtype, _settings(head))), *_code())
-    if (found := find_kept(entry, lambda _: head_pass)) is None:
-        try:
-            found = _export(head_pass, inputs, arithmetic)
-        except (MemoryError, OSError):  # of this moment
-            return None
-        keep(entry, lambda _: head_pass, *found)
-    return HeadProgram(head_pass, *found) if found[0].calls else None
-
-
-def _export(head_pass: "_Pass", inputs: list[Tensor], arithmetic: int) -> tuple[CutStep, list[Files]]:
-    """Its program, and the program's files; without any call where it cannot be one, which is kept too."""
-    B, Q, num_blocks = (torch.export.Dim(name) for name in ("rows", "tokens", "num_blocks"))
-    of_batch = [{0: B, 1: Q}] * (_NUM_BEFORE_POOLS - 1) + [{0: B, 1: torch.export.Dim.DYNAMIC}]
-    dynamic = [*of_batch, *[{0: num_blocks}] * (len(inputs) - _NUM_BEFORE_POOLS)]
+    of_tokens, of_pools = {0: "rows", 1: "tokens"}, [{0: "num_blocks"}] * (len(inputs) - _NUM_BEFORE_POOLS)
+    sizes = (*[of_tokens] * (_NUM_BEFORE_POOLS - 1), {0: "rows", 1: "blocks of a row"}, *of_pools)
     describe_kernels()
     try:
-        return export_program(head_pass, tuple(inputs), (tuple(dynamic),), arithmetic)
-    except (MemoryError, OSError):
-        raise
+        return HeadProgram(head_pass, *traced_program(head_pass, tuple(inputs), sizes, arithmetic))
     except Exception as error:  # whatever it is about the head, its layers do without
         raise_interrupt(error)
-        return CutStep([], []), []
+        return None
 
 
 _NUM_BEFORE_POOLS, _FEW_BLOCKS = 6, 7
@@ -220,13 +202,3 @@ class _Pass(nn.Module):
         ids, positions, states, seen, slots, tables, *pools = tensors
         paged = replace(_with_pools(self._paged, iter(pools)), positions=seen, slot_mapping=slots, block_tables=tables)
         return _outputs(self.head, ids, positions, states.flatten(0, 1), paged)
-
-
-def _settings(head: PagedHead) -> str:
-    """A head's config, wherever it lies."""
-    return repr(replace(cast(Any, head.config), directory=Path()))
-
-
-def _code() -> list[str]:
-    """Digests of the code of heads, which engines do not depend on."""
-    return [digest([path.read_text()]) for path in sorted(Path(__file__).parent.glob("*.py"))]

@@ -18,14 +18,21 @@ from transformers import PreTrainedModel
 
 from runtime.batch import pack
 from runtime.compiler.attention import KERNEL
-from runtime.compiler.compilation import example_pool, example_rows, example_states, export_step
-from runtime.compiler.cutting import CutStep, Export, cut_step, whole_step
+from runtime.compiler.capture import (
+    Capture,
+    StepForm,
+    by_export,
+    by_trace,
+    example_pool,
+    example_rows,
+    example_states,
+)
+from runtime.compiler.cutting import CutStep, cut_step, whole_step
 from runtime.compiler.experts import experts_by_kernel
 from runtime.compiler.kernels import describe_kernels, load_kernels
 from runtime.compiler.model import Step, probe_config
 from runtime.compiler.token_program import lower
 from runtime.compiler.vectors import CannotBeLowered
-from runtime.config import Shapes
 from scripts.tools.families import random_model, small_config
 
 BLOCK_SIZE = 16
@@ -50,7 +57,7 @@ FEW_LAYERS: dict[str, dict[str, Any]] = {
 }
 # A program for each kind of layer that is not the last, and the beginning and the end.
 NUM_PROGRAMS = {"nemotron-h": 5, "kimi-linear": 4, "gemma3": 4, "smollm3": 4}
-Cut = Callable[[PreTrainedModel, Shapes, Export], CutStep]
+Cut = Callable[[StepForm, Capture], CutStep]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,18 +85,24 @@ def opened(step: CutStep, *, groups: bool = True) -> Any:
     return made
 
 
-def in_layers(model: PreTrainedModel, shapes: Shapes, export: Export) -> CutStep:
-    return cut_step(model, shapes, export, 0)
+def use_kernels(model: PreTrainedModel) -> None:
+    model.set_attn_implementation(KERNEL)
+    model.config._attn_implementation = KERNEL  # also of a model without attention, whose states have kernels
 
 
-def as_one(model: PreTrainedModel, shapes: Shapes, export: Export) -> CutStep:
-    return whole_step(export, 0)
+def in_layers(form: StepForm, capture: Capture) -> CutStep:
+    return cut_step(form, capture, 0)
+
+
+def as_one(form: StepForm, capture: Capture) -> CutStep:
+    return whole_step(form.graph(capture), 0)
 
 
 def check_step(model: PreTrainedModel, cut: Cut) -> CutStep:
     """Logits of two rows beside transformers' eager ones: by torch's operations, and token by token.
 
-    Groups of operations have the bits of each by itself: no product and sum became one instruction.
+    Groups of operations have the bits of each by itself: no product and sum became one instruction. What is traced is
+    what torch exports.
     """
     rows = [torch.arange(3, 10), torch.arange(20, 22)]
     shapes = probe_config(deepcopy(model.config))
@@ -100,9 +113,12 @@ def check_step(model: PreTrainedModel, cut: Cut) -> CutStep:
     with torch.no_grad():
         expected = torch.cat([model(row[None]).logits[0, -2:] for row in rows])
         whole = Step(model)
-        model.set_attn_implementation(KERNEL)
+        use_kernels(model)
         with experts_by_kernel(model):
-            step = cut(model, shapes, lambda *few: export_step(whole, shapes, BLOCK_SIZE, torch.float32, *few))
+            step, traced = (
+                cut(StepForm(whole, shapes, BLOCK_SIZE, torch.float32), one) for one in (by_export, by_trace)
+            )
+        assert len(traced.programs) == len(step.programs) and len(traced.calls) == len(step.calls)
 
         def inputs() -> list[Tensor]:
             pool = example_pool(shapes, 40, BLOCK_SIZE, torch.float32, torch.device("cpu"))
@@ -110,9 +126,10 @@ def check_step(model: PreTrainedModel, cut: Cut) -> CutStep:
             return tree_leaves([*batch.tensors(), *pool.tensors(), *states])
 
         torch.testing.assert_close(computed(step, inputs()), expected, rtol=1e-4, atol=1e-4)
-    (logits,) = opened(step).run(inputs())
+    (logits,) = opened(traced).run(inputs())
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-    assert torch.equal(opened(step, groups=False).run(inputs())[0], logits)
+    assert torch.equal(opened(traced, groups=False).run(inputs())[0], logits)
+    assert torch.equal(opened(step).run(inputs())[0], logits)
     return step
 
 
@@ -157,18 +174,17 @@ def test_numbers_of_16_bits_are_rounded_where_torch_rounds_them(family: str) -> 
     rows = example_rows([7, 2], 0, 40, BLOCK_SIZE, 2)
     batch = pack(rows, BLOCK_SIZE, torch.device("cpu"))
     batch.input_ids[:] = torch.arange(batch.input_ids.numel()).view_as(batch.input_ids)
-    model.set_attn_implementation(KERNEL)
+    use_kernels(model)
     with torch.no_grad(), experts_by_kernel(model):
-        step = cut_step(
-            model, shapes, lambda *few: export_step(Step(model), shapes, BLOCK_SIZE, torch.bfloat16, *few), 0
-        )
+        form = StepForm(Step(model), shapes, BLOCK_SIZE, torch.bfloat16)
+        step, traced = (cut_step(form, capture, 0) for capture in (by_export, by_trace))
         pools = [example_pool(shapes, 40, BLOCK_SIZE, torch.bfloat16, torch.device("cpu")) for _ in range(2)]
         states = [example_states(shapes, rows, torch.bfloat16) for _ in pools]
         inputs = [
             tree_leaves([*batch.tensors(), *pool.tensors(), *own]) for pool, own in zip(pools, states, strict=True)
         ]
         expected = computed(step, inputs[0])
-    (logits,) = opened(step).run(inputs[1])
+    (logits,) = opened(traced).run(inputs[1])
     assert torch.equal(logits, expected)
 
 

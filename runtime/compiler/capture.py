@@ -1,0 +1,326 @@
+"""A module's operations as a graph, for sizes that stay open: traced, or exported by torch.
+
+Both record the same operations. `torch.export` traces with symbols, and asks sympy about each size of each tensor,
+which takes seconds. Here an open size is a prime number, larger than any size of a model: what is computed of it is
+known by its factors. Programs that are carried out token by token are made of such graphs; a compiler needs symbols.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from operator import getitem
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import Dim
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from runtime.batch import Row, pack
+from runtime.config import Shapes
+from runtime.kv_cache import KVPool
+from runtime.states import state_inputs, state_pools
+
+if TYPE_CHECKING:
+    from runtime.compiler.model import Step
+
+_PRIMES = (
+    *(2097169, 2097211, 2097223, 2097229, 2097257, 2097259, 2097287, 2097289, 2097311, 2097317, 2097349, 2097373),
+    *(2097383, 2097397, 2097401, 2097421, 2097427, 2097449, 2097451, 2097461, 2097479, 2097481, 2097499, 2097503),
+)
+_LEAST_OPEN = _PRIMES[0]
+
+Inputs = tuple[Tensor | list[Tensor], ...]
+Sizes = tuple[dict[int, str] | list[dict[int, str]], ...]
+"""Names of the open sizes of each input, by dimension. What has the same name is equal."""
+
+
+class CannotBeTraced(Exception):
+    """The reason why a graph is left to `torch.export`."""
+
+
+class Capture(Protocol):
+    """A way to have the graph of a module: `by_trace` or `by_export`.
+
+    Called with inputs of which some sizes are open, or with those of a graph that was had in the same way.
+    """
+
+    def __call__(self, module: nn.Module, inputs: Inputs, sizes: Sizes | None = None) -> GraphModule: ...
+
+
+@dataclass(frozen=True)
+class StepForm:
+    """All that a step's graph depends on."""
+
+    step: "Step"
+    shapes: Shapes
+    block_size: int
+    kv_dtype: torch.dtype
+
+    def graph(self, capture: Capture, stand_ins: list[int] | None = None) -> GraphModule:
+        """The graph, for any number of rows, tokens, blocks, slots and logits.
+
+        `stand_ins`, by layer with keys and values: the number of the pool that stands for its own, of fewer that the
+        graph is then of.
+        """
+        self.step.stand_ins = stand_ins
+        try:
+            return capture(self.step, *self.inputs(stand_ins))
+        finally:
+            self.step.stand_ins = None
+
+    def inputs(self, stand_ins: list[int] | None = None) -> tuple[Inputs, Sizes]:
+        num_tokens = 2 * self.block_size + 1 + 5
+        parameter = next(self.step.parameters())
+        pool = example_pool(self.shapes, num_tokens, self.block_size, self.kv_dtype, parameter.device)
+        rows = example_rows([5, 3], 2 * self.block_size + 1, num_tokens, self.block_size, 2)
+        batch = pack(rows, self.block_size, parameter.device)
+        # Memory of their own: to trace views of other memory takes long.
+        pools = [[torch.empty_like(one) for one in part] for part in pool.tensors()]
+        if stand_ins is not None:
+            few, num_layers = [stand_ins.index(i) for i in sorted(set(stand_ins))], len(stand_ins)
+            pools = [[part[start + i] for start in range(0, len(part), num_layers) for i in few] for part in pools]
+        of_tokens, of_tables = {0: "rows", 1: "tokens"}, {0: "rows", 1: "blocks of a row"}
+        of_pools = [[{0: "num_blocks"}] * len(part) for part in pools]  # of which all layers have as many
+        sizes: list[Any] = [of_tokens, of_tokens, of_tokens, of_tables, {0: "logits"}, *of_pools]
+        if states := self.shapes.states:  # slots of one kind of layer are of one length
+            kinds = [(one, f"length_{one.num_before}", f"numbers_{i}") for i, one in enumerate(states)]
+            numbers = {one.recurrent: name for one, _, name in kinds if one.recurrent}
+            inputs_of = [{0: "num_slots", 1: length} for one, length, _ in kinds if one.width]
+            recurrent = [{0: "num_slots", 2: numbers[one.recurrent]} for one, *_ in kinds if one.recurrent]
+            sizes += [{0: "rows"}, inputs_of + recurrent]
+        return (*batch.tensors(), *pools, *example_states(self.shapes, rows, parameter.dtype)), tuple(sizes)
+
+
+def example_pool(shapes: Shapes, num_tokens: int, block_size: int, dtype: torch.dtype, device: torch.device) -> KVPool:
+    """A pool that just holds two rows of `num_tokens`."""
+    num_blocks = 2 * math.ceil(num_tokens / block_size) + 1
+    return KVPool(shapes.layers, num_blocks, block_size, dtype, device)
+
+
+def example_states(shapes: Shapes, rows: Seq[Row], dtype: torch.dtype) -> tuple[()] | tuple[Tensor, list[Tensor]]:
+    """Inputs beside a batch of rows and its pool, where layers have states: of few slots."""
+    return state_inputs(rows, state_pools(shapes.states, 3, 4, dtype, torch.device("cpu")))
+
+
+def example_rows(row_lengths: list[int], start: int, num_tokens: int, block_size: int, num_logits: int) -> list[Row]:
+    """Rows at position `start` of sequences that own `num_tokens` slots each."""
+    num_blocks = math.ceil(num_tokens / block_size)
+    return [
+        Row([1] * length, start, list(range(1 + i * num_blocks, 1 + (i + 1) * num_blocks)), num_logits)
+        for i, length in enumerate(row_lengths)
+    ]
+
+
+# --- open sizes ---
+
+
+def is_open(size: int | torch.SymInt) -> bool:
+    """True for a size that is not the model's: of an export a symbol."""
+    if isinstance(size, torch.SymInt):
+        return True
+    return size >= _LEAST_OPEN and any(size % prime == 0 for prime in _PRIMES)
+
+
+def split_open(sizes: list[Any]) -> tuple[int, str]:
+    """The product of open sizes: a number, and what it is a multiple of. 0 where it is no product."""
+    if isinstance(sizes[0], torch.SymInt):
+        product: Any = math.prod([size.node.expr for size in sizes])
+        factor, symbols = product.as_coeff_Mul()
+        return (int(factor), str(symbols)) if factor.is_Integer and (symbols.is_Mul or symbols.is_Symbol) else (0, "")
+    factor, names = math.prod(sizes), []
+    for number, prime in enumerate(_PRIMES):
+        while factor % prime == 0:
+            factor //= prime
+            names.append(f"s{number}")
+    return factor, "*".join(names)
+
+
+def with_open_sizes(inputs: Inputs, sizes: Sizes) -> Inputs:
+    """Tensors without numbers, of these inputs' forms but for what is open."""
+    tensors, structure = pytree.tree_flatten(inputs)
+    of_each: list[dict[int, str]] = pytree.tree_leaves(sizes, is_leaf=lambda one: isinstance(one, dict))
+    names = list(dict.fromkeys(name for one in of_each for name in one.values()))
+    if len(names) > len(_PRIMES):
+        raise CannotBeTraced(f"{len(names)} sizes are open")
+    primes = dict(zip(names, _PRIMES, strict=False))
+
+    def shape_of(tensor: Tensor, own: dict[int, str]) -> list[int]:
+        return [primes[own[dim]] if dim in own else size for dim, size in enumerate(tensor.shape)]
+
+    with _WithoutNumbers():
+        made = [torch.empty(shape_of(one, own), dtype=one.dtype) for one, own in zip(tensors, of_each, strict=True)]
+    return pytree.tree_unflatten(made, structure)  # type: ignore[no-any-return]
+
+
+def trace(module: nn.Module, inputs: Inputs) -> GraphModule:
+    """The graph of the module called with `with_open_sizes`' tensors.
+
+    Raises CannotBeTraced, and whatever the module raises that asks a tensor for its numbers.
+    """
+    mode = next(one.fake_mode for one in pytree.tree_leaves(inputs) if isinstance(one, FakeTensor))
+    assert isinstance(mode, _WithoutNumbers)
+    recorder = mode.recorder = _Recorder(mode)
+    for name, value in inspect.signature(module.forward).bind(*inputs).arguments.items():
+        recorder.take(name, value)
+    for name, value in [*module.named_parameters(), *module.named_buffers()]:
+        recorder.take_weight(name, value)
+    with torch.no_grad(), mode, enable_python_dispatcher(), recorder:
+        output = module(*inputs)
+    return recorder.graph_module(output)
+
+
+class _WithoutNumbers(FakeTensorMode):
+    """Computes the forms of tensors."""
+
+    recorder: "_Recorder | None" = None
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output: Any = super().dispatch(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        if func is torch.ops.aten.detach.default and self.recorder is not None:
+            self.recorder.know_copy(output, args[0])  # by torch.zeros and the like, of what the operation gave
+        return output
+
+
+class _Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records operations before torch takes them apart, which only modes of this class are asked to."""
+
+    def __init__(self, mode: _WithoutNumbers) -> None:
+        TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)  # type: ignore[no-untyped-call]
+        self._mode_key, self.pre_dispatch, self.enter_stack = torch._C._TorchDispatchModeKey.PROXY, True, []
+        self._graph, self._fake = Graph(), mode
+        self._nodes: dict[int, Node] = {}
+        self._known: list[Tensor] = []  # or another tensor might have the number of one that is gone
+        self._weights: dict[Node, Tensor] = {}
+
+    def take(self, name: str, value: Tensor | list[Tensor]) -> None:
+        """Have the tensor, or each of several, be an input."""
+        if isinstance(value, Tensor):
+            self._last_given = self._graph.placeholder(name)
+            self._know(value, self._last_given)
+        else:
+            for i, tensor in enumerate(value):
+                self.take(f"{name}_{i}", tensor)
+
+    def take_weight(self, name: str, tensor: Tensor) -> Node:
+        with self._graph.inserting_after(self._last_given):  # before operations, some of which are moved there
+            node = self._last_given = self._graph.create_node("get_attr", name)
+        self._weights[node] = tensor
+        self._nodes[id(tensor)] = node
+        return node
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = args, kwargs or {}
+        args, kwargs = map_aggregate(given, self._without_numbers)
+        output = func(*args, **kwargs)
+        if not isinstance(func, OpOverload):
+            raise CannotBeTraced(f"{func} is no operation on tensors")
+        if not isinstance(output, Tensor | list | tuple):
+            return output  # a number that comes of no tensor
+        node = self._graph.call_function(func, *map_aggregate(given, self._node_of))
+        if isinstance(output, Tensor):
+            self._know(output, node)
+        else:
+            node.meta["val"] = output
+            for i, one in enumerate(output):
+                self._know(one, self._graph.call_function(getitem, (node, i)))
+        return output
+
+    def graph_module(self, output: Any) -> GraphModule:
+        self._graph.output(map_aggregate(output if isinstance(output, tuple) else (output,), self._node_of))
+        for node in [node for node in self._weights if not node.users]:
+            self._graph.erase_node(node)
+            del self._weights[node]
+        for node, tensor in self._weights.items():
+            node.meta["val"] = self._without_numbers(tensor)
+        return GraphModule({str(node.target): tensor for node, tensor in self._weights.items()}, self._graph)
+
+    def know_copy(self, copy: Any, tensor: Any) -> None:
+        if (node := self._nodes.get(id(tensor))) is not None:
+            self._nodes[id(copy)] = node
+            self._known.append(copy)
+
+    def _know(self, tensor: Tensor, node: Node) -> None:
+        if not isinstance(tensor, FakeTensor):
+            raise CannotBeTraced(f"{node} is a {type(tensor).__name__}")
+        for size in tensor.shape:
+            if size >= _LEAST_OPEN and not is_open(size):
+                raise CannotBeTraced(f"{node} has a size that is no product")
+        node.meta["val"] = tensor
+        self._nodes[id(tensor)] = node
+        self._known.append(tensor)
+
+    def _without_numbers(self, value: Any) -> Any:
+        """A weight as it may be computed with."""
+        is_real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+        return self._fake.from_tensor(value) if is_real else value
+
+    def _node_of(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if (node := self._nodes.get(id(value))) is not None:
+            return node
+        if isinstance(value, FakeTensor):
+            raise CannotBeTraced("a tensor is there that no operation gave")
+        return self.take_weight(f"constant_{len(self._weights)}", value)
+
+
+def by_trace(module: nn.Module, inputs: Inputs, sizes: Sizes | None = None) -> GraphModule:
+    return trace(module, inputs if sizes is None else with_open_sizes(inputs, sizes))
+
+
+# --- export ---
+
+_RELATED = {"rows", "tokens", "blocks of a row", "logits"}
+"""Sizes of which the model says which are equal, and which are products of others."""
+
+
+def by_export(module: nn.Module, inputs: Inputs, sizes: Sizes | None = None) -> GraphModule:
+    if sizes is None:
+        given: list[Tensor] = list(inputs)  # type: ignore[arg-type]
+        free = tuple({dim: Dim.DYNAMIC for dim, size in enumerate(one.shape) if is_open(size)} for one in given)
+        return _exported(module, examples(given), (free,))
+    named: dict[str, Dim] = {}
+
+    def dims_of(one: dict[int, str]) -> dict[int, Any]:
+        return {i: Dim.DYNAMIC if name in _RELATED else named.setdefault(name, Dim(name)) for i, name in one.items()}
+
+    return _exported(module, inputs, pytree.tree_map(dims_of, sizes, is_leaf=lambda one: isinstance(one, dict)))
+
+
+def _exported(module: nn.Module, inputs: Inputs, dynamic_shapes: tuple[Any, ...]) -> GraphModule:
+    """The module's graph. Few operations are the same twice: to remember what they give would take half the time."""
+    import torch._dynamo.config as config
+
+    with config.patch(fake_tensor_cache_enabled=False):
+        exported = torch.export.export(module, inputs, strict=False, dynamic_shapes=dynamic_shapes)
+    return exported.module(check_guards=False)
+
+
+def examples(values: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Tensors of the sizes by which a graph's inputs were exported."""
+
+    def size(value: int | torch.SymInt) -> int:
+        return value if isinstance(value, int) else int(value.node.hint)
+
+    return tuple(torch.zeros([size(n) for n in value.shape], dtype=value.dtype) for value in values)
+
+
+def attribute_of(module: nn.Module) -> Callable[[str], Tensor]:
+    def get(name: str) -> Tensor:
+        parent, _, own = name.rpartition(".")
+        tensor: Tensor = getattr(module.get_submodule(parent), own)
+        return tensor
+
+    return get
