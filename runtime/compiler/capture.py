@@ -212,6 +212,8 @@ class _Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.take(f"{name}_{i}", tensor)
 
     def take_weight(self, name: str, tensor: Tensor) -> Node:
+        if any(map(is_open, tensor.shape)):
+            raise CannotBeTraced(f"{name} has a size by which open ones are told: {tuple(tensor.shape)}")
         with self._graph.inserting_after(self._last_given):  # before operations, some of which are moved there
             node = self._last_given = self._graph.create_node("get_attr", name)
         self._weights[node] = tensor

@@ -16,7 +16,11 @@ _TESTED = "2.13"
 # Each with the parameters that it is called with by name.
 PRIVATE: dict[str, tuple[str, ...]] = {
     "torch._check": (),
+    "torch._dispatch.python.enable_python_dispatcher": (),
     "torch._ops.OpOverload": (),
+    "torch._subclasses.fake_tensor.FakeTensor": (),
+    "torch._subclasses.fake_tensor.FakeTensorMode.dispatch": (),
+    "torch._subclasses.fake_tensor.FakeTensorMode.from_tensor": (),
     "torch._dynamo.config.fake_tensor_cache_enabled": (),
     "torch._dynamo.config.patch": (),
     "torch._inductor.aot_compile": ("options",),
@@ -57,11 +61,16 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "torch.fx.config.do_not_emit_stack_traces": (),
     "torch.fx.experimental._config.patch": (),
     "torch.fx.experimental._config.use_duck_shape": (),
+    "torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode": (),
     "torch.fx.experimental.symbolic_shapes.statically_known_true": (),
+    "torch.fx.node.map_aggregate": (),
     "torch.utils._pytree.TreeSpec": (),
     "torch.utils._pytree.tree_flatten": (),
     "torch.utils._pytree.tree_leaves": (),
     "torch.utils._pytree.tree_unflatten": (),
+    "torch.utils._python_dispatch.TorchDispatchMode": (),
+    "torch._C.DispatchKey.PreDispatch": (),
+    "torch._C._TorchDispatchModeKey.PROXY": (),
     "torch._C._aoti.AOTIModelPackageLoader.run": (),
 }
 

@@ -28,6 +28,7 @@ from runtime.bundle import read_engine_config
 from runtime.checkpoint import convert
 from runtime.checksums import config_digest
 from runtime.compiler import build as build_module
+from runtime.compiler import capture
 from runtime.compiler.attention import PAGED, PagedInputs, paged_attention
 from runtime.compiler.build import _TOLERANCE, BuildEffort, build_engine
 from runtime.compiler.compare_logits import Computed, _logits_in, compute
@@ -873,12 +874,13 @@ import sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
+from runtime.compiler import capture
 from tiny import build_tiny
 
 def refuse(*arguments, **kwargs):
     raise RuntimeError("this model looks at values\\nand so on")
 
-torch.export.export = refuse
+torch.export.export = capture.trace = refuse
 build_tiny(Path(sys.argv[1]), Path(sys.argv[2]), compiler="aot")
 """
 
@@ -922,6 +924,7 @@ def test_model_that_cannot_be_exported_falls_back_with_a_note(
         raise RuntimeError("this model looks at values\nand so on")
 
     monkeypatch.setattr(torch.export, "export", refuse)
+    monkeypatch.setattr(capture, "trace", refuse)
     with torch.compiler.set_stance("force_eager"):
         config = build(checkpoint_dir, tmp_path / "engine", compiler="aot")
     assert config.build_config.compiler == "torch-compile"
@@ -940,7 +943,7 @@ def test_ctrl_c_that_torch_makes_an_error_of_is_one(
     def interrupted(*arguments: Any, **kwargs: Any) -> None:
         raise TypeError('empty_strided(): argument failed to unpack with error "KeyboardInterrupt: <EMPTY MESSAGE>"')
 
-    monkeypatch.setattr(torch.export, "export", interrupted)
+    monkeypatch.setattr(capture, "trace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         build(checkpoint_dir, tmp_path / "engine", compiler="aot")
     assert not (tmp_path / "engine").exists()

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from runtime.compiler import cutting
 from runtime.compiler.attention import KERNEL, PagedInputs
-from runtime.compiler.compilation import export_step
+from runtime.compiler.capture import StepForm, by_trace
 from runtime.compiler.cutting import CannotBeCut, CutStep, cut_step, describe
 from runtime.compiler.experts import experts_by_kernel
 from runtime.compiler.kernels import describe_kernels, load_kernels
@@ -33,7 +33,7 @@ def cut(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> CutStep:
     shapes = probe_config(deepcopy(model.config))
     model.set_attn_implementation(KERNEL)
     with torch.no_grad(), experts_by_kernel(model):
-        return cut_step(model, shapes, lambda *few: export_step(Step(model), shapes, BLOCK_SIZE, dtype, *few), 0)
+        return cut_step(StepForm(Step(model), shapes, BLOCK_SIZE, dtype), by_trace, 0)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ MIXED = ["sliding_attention", "sliding_attention", "full_attention", "sliding_at
         pytest.param("qwen3.5", {}, torch.float32, marks=pytest.mark.slow),
     ],
 )
-def test_a_step_that_is_exported_with_few_pools_is_that_of_all(
+def test_a_step_that_is_captured_with_few_pools_is_that_of_all(
     family: str, sizes: dict[str, Any], dtype: torch.dtype, three_layers: CutStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = three_layers if sizes == {"num_hidden_layers": 3} else cut(make_model(family, **sizes), dtype)

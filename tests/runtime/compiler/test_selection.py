@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from tiny import FAMILIES, make_model
-from torch.export import ExportedProgram
+from torch.fx import GraphModule
 
 from runtime.batch import pack
 from runtime.compiler.attention import PAGED
-from runtime.compiler.compilation import example_pool, example_rows, example_states, export_step
+from runtime.compiler.capture import StepForm, by_export, example_pool, example_rows, example_states
 from runtime.compiler.model import Step, probe_config
 from runtime.compiler.selection import select_early
 
@@ -19,7 +19,7 @@ BLOCK_SIZE = 16
 NUM_LATE = {"gpt2": 0, "opt": 0, "mixtral": 0, "qwen2-moe": 0, "phi3": 3, "gpt-neox": 3}
 
 
-def num_linears(program: ExportedProgram, num_tokens: str) -> int:
+def num_linears(program: GraphModule, num_tokens: str) -> int:
     """Linear layers that compute so many tokens."""
     layers = [n for n in program.graph.nodes if n.target is torch.ops.aten.linear.default]
     return sum(str(layer.meta["val"].shape[-2]) == num_tokens for layer in layers)
@@ -51,14 +51,14 @@ def test_unwanted_tokens_are_not_computed_and_logits_stay(family: str, layers: s
     batch, states = pack(rows, BLOCK_SIZE, torch.device("cpu")), example_states(shapes, rows, torch.float32)
     with torch.no_grad():
         expected = step(*batch.tensors(), *pool.tensors(), *states)
-        program = export_step(step, shapes, BLOCK_SIZE, torch.float32)
+        program = StepForm(step, shapes, BLOCK_SIZE, torch.float32).graph(by_export)
         indices = next(n for n in program.graph.nodes if n.name == "logit_indices").meta["val"]
         num_wanted = str(indices.shape[0])
         assert num_linears(program, num_wanted) == 1
         select_early(program, "logit_indices")
         assert num_linears(program, num_wanted) == 1 + NUM_LATE.get(family, 4)
         program.graph.lint()
-        logits = program.module(check_guards=False)(*batch.tensors(), *pool.tensors(), *states)
+        logits = program(*batch.tensors(), *pool.tensors(), *states)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -67,7 +67,7 @@ def test_step_that_picks_nothing_is_left_alone() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.relu()[:, :2]
 
-    program = torch.export.export(Plain(), (torch.ones(1, 4, 3),))
+    program = torch.export.export(Plain(), (torch.ones(1, 4, 3),)).module(check_guards=False)
     before = str(program.graph)
     select_early(program, "logit_indices")
     assert str(program.graph) == before
@@ -82,8 +82,9 @@ def test_operation_that_looks_at_other_tokens_is_not_passed() -> None:
 
     tokens = torch.export.Dim("tokens", min=2)
     x, indices = torch.arange(15.0).reshape(1, 5, 3), torch.tensor([1, 4])
-    program = torch.export.export(Sums(), (x, indices), dynamic_shapes=({1: tokens}, {0: torch.export.Dim.DYNAMIC}))
+    sizes = {1: tokens}, {0: torch.export.Dim.DYNAMIC}
+    program = torch.export.export(Sums(), (x, indices), dynamic_shapes=sizes).module(check_guards=False)
     select_early(program, "indices")
     targets = [str(n.target) for n in program.graph.nodes if n.op == "call_function" and "assert" not in str(n.target)]
     assert targets[-3:] == ["aten.cumsum.default", "aten.index.Tensor", "aten.mul.Tensor"]
-    assert torch.equal(program.module()(x, indices), (x.cumsum(1) * 2)[:, indices])
+    assert torch.equal(program(x, indices), (x.cumsum(1) * 2)[:, indices])

@@ -1,0 +1,157 @@
+"""What is traced is what torch exports, in sizes that stay open. `test_token_program.py` traces whole families."""
+
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from tiny import make_build, make_model
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.utils._pytree import tree_map
+
+from runtime.compiler import capture
+from runtime.compiler.attention import KERNEL
+from runtime.compiler.capture import CannotBeTraced, by_export, by_trace, is_open, split_open, with_open_sizes
+from runtime.compiler.compilation import Made, compile_aot, open_aot
+from runtime.compiler.kernels import describe_kernels, load_kernels
+from runtime.compiler.model import Step, probe_config
+from runtime.config import StepShape
+
+ROWS = ({0: "rows", 1: "tokens"},)
+
+
+class Of(nn.Module):
+    """A module that computes a function, of two weights too."""
+
+    def __init__(self, function: Callable[["Of", Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight, self.linear = nn.Parameter(torch.ones(8)), nn.Linear(8, 8)
+        self.register_buffer("kept", torch.arange(8.0))
+        self.plain = torch.arange(8.0)  # no parameter, and no buffer
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def operations(graph: GraphModule) -> list[str]:
+    """Operations with what they take but sizes, and what they give."""
+    lines = []
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and "sym_size" not in str(node.target) and "val" in node.meta:
+            given = [one.name if one.op == "placeholder" else str(one.target) for one in node.all_input_nodes]
+            value = node.meta["val"]
+            if isinstance(value, Tensor):
+                given = [one for one in given if "sym_size" not in one and one != "<built-in function mul>"]
+                lines.append(f"{node.target} {given} {value.dtype} {value.ndim}")
+    return lines
+
+
+FUNCTIONS: dict[str, Callable[[Of, Tensor], Any]] = {
+    "linear": lambda own, x: own.linear(x.reshape(1, x.shape[0] * x.shape[1], 8)),
+    "part by part": lambda own, x: torch.cat(x.flatten(0, 1).split([3, 5], -1)[::-1], -1),
+    "in place": lambda own, x: torch.zeros_like(x).add_(x).mul_(2),
+    "made anew": lambda own, x: x * torch.arange(8) + torch.zeros(8) + x.new_ones(8) + torch.full((8,), 2.0),
+    "two results": lambda own, x: x.topk(3, -1)[0] + x.max(-1, keepdim=True)[0],
+    "weights": lambda own, x: x * own.weight + own.kept.to(torch.float32),
+    "norm": lambda own, x: F.layer_norm(x, (8,), own.weight) + F.rms_norm(x, (8,)),
+    "views": lambda own, x: x.transpose(0, 1).unsqueeze(2).expand(-1, -1, 4, -1)[..., ::2].contiguous(),
+    "softmax": lambda own, x: F.softmax(x.float(), -1, dtype=torch.float32).to(x.dtype),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_operations_are_those_that_torch_exports(name: str) -> None:
+    module, x = Of(FUNCTIONS[name]).eval(), torch.rand(3, 5, 8)
+    with torch.no_grad():
+        traced, exported = (one(module, (x,), ROWS) for one in (by_trace, by_export))
+    assert operations(traced) == operations(exported) and len(operations(traced)) > 1
+
+
+def test_what_is_no_attribute_is_a_constant() -> None:
+    module = Of(lambda own, x: x * own.plain)
+    graph = by_trace(module, (torch.rand(3, 5, 8),), ROWS)
+    (name,) = (str(node.target) for node in graph.graph.nodes if node.op == "get_attr")
+    assert torch.equal(getattr(graph, name), module.plain)
+
+
+def test_weights_stay_as_they_are() -> None:
+    module = Of(lambda own, x: own.linear(x * own.weight))
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    graph = by_trace(module, (torch.rand(3, 5, 8),), ROWS)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    names = [str(node.target) for node in graph.graph.nodes if node.op == "get_attr"]
+    assert names == ["weight", "linear.weight", "linear.bias"]  # in the module's order, and no others
+    assert all(isinstance(graph.get_parameter(name), nn.Parameter) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        (lambda own, x: x * 2 if x.sum() > 0 else x, Exception),  # torch's own, of data that it does not have
+        (lambda own, x: torch.cat([x, x[:, :1]], 1), CannotBeTraced),  # one token more
+        (lambda own, x: x[:, 1:], CannotBeTraced),
+    ],
+)
+def test_what_prime_numbers_cannot_tell_is_refused(function: Callable[[Of, Tensor], Any], error: type) -> None:
+    with pytest.raises(error):
+        by_trace(Of(function), (torch.rand(3, 5, 8),), ROWS)
+
+
+def test_a_weight_with_a_size_by_which_open_ones_are_told_is_refused() -> None:
+    module = Of(lambda own, x: x * 2)
+    module.register_buffer("large", torch.empty(2 * 2_097_169, 0))
+    with pytest.raises(CannotBeTraced, match="large"):
+        by_trace(module, (torch.rand(3, 5, 8),), ROWS)
+
+
+def test_open_sizes_are_primes_that_are_told_by_their_product() -> None:
+    primes = capture._PRIMES
+    assert len(set(primes)) == len(primes) == 24
+    assert not any(prime % divisor == 0 for prime in primes for divisor in range(2, math.isqrt(prime) + 1))
+    for count, factor in itertools.product((1, 2), (1, 7, 128_256)):
+        for chosen in itertools.combinations(range(6), count):
+            size = factor * math.prod(primes[i] for i in chosen)
+            assert is_open(size) and split_open([size]) == (factor, "*".join(f"s{i}" for i in chosen))
+            assert size * 32_768 * 4 < 2**63 or factor > 7  # so many numbers of 4 bytes have a place
+    assert not any(is_open(size) for size in (0, 1, 4096, 262_144, 2_097_152, primes[0] + 2, 10_485_760))
+
+
+def test_sizes_of_one_name_are_equal() -> None:
+    first, second = with_open_sizes((torch.zeros(2, 3), [torch.zeros(4, 2)]), ({0: "rows", 1: "a"}, [{1: "rows"}]))
+    assert isinstance(first, Tensor) and first.shape[0] == second[0].shape[1] != first.shape[1]
+    assert second[0].shape[0] == 4
+    with pytest.raises(CannotBeTraced, match="25 sizes"):
+        with_open_sizes(tuple(torch.zeros(25, 1)), tuple({0: f"size {i}"} for i in range(25)))
+
+
+def test_a_step_that_cannot_be_traced_is_exported(
+    kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And computes the same bits."""
+    load_kernels(kernels)
+    describe_kernels()
+    model = make_model("llama", num_hidden_layers=2).eval()
+    shapes = probe_config(model.config)
+    model.set_attn_implementation(KERNEL)
+    shape = StepShape("float32", model.config.vocab_size, shapes.layers, make_build(compiler="aot"), None, ())
+    logits = []
+    for way in ("traced", "exported"):
+        (directory := tmp_path / way).mkdir()
+        if way == "exported":
+            monkeypatch.setattr(capture, "trace", _refuse)
+        assert compile_aot(Step(model), shape, directory, "float32") == Made(uses_kernels=True)
+        step = open_aot(directory / "rank0.pt2", load_file(directory / "rank0.safetensors"), torch.device("cpu"))
+        form = capture.StepForm(Step(model), shapes, shape.build_config.tokens_per_block, torch.float32)
+        logits.append(step(*tree_map(torch.zeros_like, form.inputs()[0])))
+    assert torch.equal(*logits) and logits[0].std() > 0
+
+
+def _refuse(*arguments: Any) -> None:
+    raise CannotBeTraced("refused")
