@@ -1,4 +1,4 @@
-"""What is traced is what torch exports, in sizes that stay open. `test_token_program.py` traces whole families."""
+"""Captured graphs: what is traced is what torch exports. `test_token_program.py` traces families."""
 
 import itertools
 import math
