@@ -174,8 +174,11 @@ def trace(module: nn.Module, inputs: Inputs) -> GraphModule:
         recorder.take(name, value)
     for name, value in [*module.named_parameters(), *module.named_buffers()]:
         recorder.take_weight(name, value)
-    with torch.no_grad(), mode, enable_python_dispatcher(), recorder:
-        output = module(*inputs)
+    try:
+        with torch.no_grad(), mode, enable_python_dispatcher(), recorder:
+            output = module(*inputs)
+    finally:
+        mode.recorder = None
     return recorder.graph_module(output)
 
 
@@ -226,8 +229,8 @@ class _Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         given = args, kwargs or {}
         args, kwargs = map_aggregate(given, self._without_numbers)
         output = func(*args, **kwargs)
-        if not isinstance(func, OpOverload):
-            raise CannotBeTraced(f"{func} is no operation on tensors")
+        if not isinstance(func, OpOverload) or (func._schema.is_mutable and output is None):
+            raise CannotBeTraced(f"{func} gives no tensor")
         if not isinstance(output, Tensor | list | tuple):
             return output  # a number that comes of no tensor
         node = self._graph.call_function(func, *map_aggregate(given, self._node_of))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from runtime.compiler.capture import is_open, split_open
@@ -110,6 +111,8 @@ class _Lowering:
                 continue
             if node.op == "call_function" and isinstance(node.meta.get("val"), Tensor | list | tuple):
                 self.values[node] = self._lower(node)
+            elif isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+                raise CannotBeLowered(f"{node} writes into tensors, and gives none")
             elif node.op == "get_attr":
                 self.values[node] = self._weight(node)
             elif node.op == "output":

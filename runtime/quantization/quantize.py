@@ -39,9 +39,20 @@ def group_size_for(name: str, inputs: int, wanted: int | None) -> int:
 
 def quantize_weight(weight: Tensor, precision: QuantConfig, group_size: int) -> QuantizedWeight:
     """The (outputs, inputs) weight in the format that is asked for."""
+    if weight.is_meta:
+        return _form(weight, precision, group_size)
     rows = max(1, _ROWS_BYTES // (4 * weight.shape[1]))
     pieces = [_quantize_rows(piece.float(), precision, group_size) for piece in torch.split(weight, rows)]
     return QuantizedWeight(torch.cat([values for values, _ in pieces]), torch.cat([scales for _, scales in pieces]))
+
+
+def _form(weight: Tensor, precision: QuantConfig, group_size: int) -> QuantizedWeight:
+    """What it becomes, without values: to search for scales on `meta` would take as many operations of Python's."""
+    scales = weight.new_empty(len(weight), weight.shape[1] // group_size, dtype=torch.float16)
+    if precision.qformat == "fp8":
+        return QuantizedWeight(weight.to(torch.float8_e4m3fn), scales.float())
+    integers = weight.to(torch.int8)
+    return QuantizedWeight(pack_int4(integers) if precision.qformat == "int4" else integers, scales)
 
 
 def _quantize_rows(weight: Tensor, precision: QuantConfig, group_size: int) -> tuple[Tensor, Tensor]:

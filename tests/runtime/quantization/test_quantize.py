@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from sentences import Said
 from tiny import make_config, make_model
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -91,6 +93,26 @@ def test_quantized_weights_are_the_nearest(qformat: QuantFormat, group_size: int
     integers = (plain / scales).to(torch.float8_e4m3fn).float() if qformat == "fp8" else (plain / scales).round()
     simple = (integers * scales).view(24, 64)
     assert float((meant - weight).square().sum()) <= float((simple - weight).square().sum()) * 1.001
+
+
+class Counted(TorchDispatchMode):
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("qformat", "group_size"), [("int4", 32), ("int4", 64), ("int8", 64), ("fp8", 64)])
+def test_the_form_of_a_quantized_weight_is_found_without_quantizing(qformat: QuantFormat, group_size: int) -> None:
+    """A plan of a Llama of 1.1 B took 8.6 s of operations on tensors without values."""
+    weight = torch.randn(300, 64, dtype=torch.bfloat16)
+    with Counted() as counted:
+        form = quantize_weight(weight.to("meta"), QuantConfig(qformat), group_size)
+    assert counted.number < 20
+    made = quantize_weight(weight, QuantConfig(qformat), group_size)
+    for one, other in ((form.values, made.values), (form.scales, made.scales)):
+        assert one.is_meta and (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
 
 
 def test_clipping_is_worth_something() -> None:
