@@ -17,7 +17,7 @@ _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
 _REFINEMENTS = 2
 _MIN_GROUP = 16
 _E4M3_MAX = 448.0
-_ROWS_BYTES = 2**24  # of the weight that is quantized at a time
+_ROWS_BYTES = 2**21  # of the weight that is quantized at a time: several as large stay in the cache
 
 
 def group_size_for(name: str, inputs: int, wanted: int | None) -> int:
