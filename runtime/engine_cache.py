@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from runtime.cache import (
     is_digest_awaited,
     locked_entry,
     remove_left_over,
+    remove_unused_entry,
     unwritable,
     used_entry,
 )
@@ -123,19 +124,19 @@ def engine_of_model(
     if settings.self_draft is not None:
         check_not_split(settings.tp_size)
 
-    slower = replace(settings, compiler="none")
+    @cache
+    def entry_by(compiler: Compiler) -> Path:
+        return engine_entry(Path(name), _identity(model_dir, replace(settings, compiler=compiler), device))
 
-    def identity(settings: EngineSettings) -> str:
-        return _identity(model_dir, settings, device)
-
-    def is_made(settings: EngineSettings) -> bool:
-        return use_cache and _is_engine(engine_entry(Path(name), identity(settings)), model_dir)
+    def is_made(compiler: Compiler) -> bool:
+        return use_cache and _is_engine(entry_by(compiler), model_dir)
 
     @contextmanager
-    def made(settings: EngineSettings) -> Iterator[Path]:
-        make = partial(_make_engine, model_dir, settings=settings, device=device, phases=phases)
+    def made(compiler: Compiler) -> Iterator[Path]:
+        wanted = replace(settings, compiler=compiler)
+        make = partial(_make_engine, model_dir, settings=wanted, device=device, phases=phases)
         if use_cache:
-            with _entry(engine_entry(Path(name), identity(settings)), model_dir, make) as entry:
+            with _entry(entry_by(compiler), model_dir, make) as entry:
                 yield entry
         else:
             with tempfile.TemporaryDirectory(dir=temporary_dir()) as directory:
@@ -144,14 +145,17 @@ def engine_of_model(
     with ExitStack() as stack:
 
         def make_and_enter(compiler: Compiler) -> Path:
-            wanted = replace(settings, compiler=compiler)
-            if compiler != "none" and asked is None and not has_compiler() and is_made(slower) and not is_made(wanted):
-                raise no_compiler()  # as was found when the slower one was made
-            return stack.enter_context(made(wanted))
+            has_slower_one = compiler != "none" and asked is None and is_made("none") and not is_made(compiler)
+            if has_slower_one and not has_compiler():
+                raise no_compiler()  # as was found when it was made
+            entry = stack.enter_context(made(compiler))
+            if has_slower_one:
+                remove_unused_entry(entry_by("none"))  # which gave a first answer
+            return entry
 
         assert settings.compiler is not None
         compiler = settings.compiler
-        may_wait = answers_first and asked is None and use_cache and not is_made(settings)
+        may_wait = answers_first and asked is None and use_cache and not is_made(settings.compiler)
         if may_wait and _needs_no_kernels(model_dir, settings) and kernels_can_wait():
             _say_that_kernels_come_later()
             stack.callback(begin_kernels)

@@ -186,6 +186,8 @@ def test_a_first_answer_does_not_wait_for_kernels(
     assert AFTERWARDS not in later.stderr
     assert later.document["engine"]["build_config"]["compiler"] == "aot"
     assert ids_of(later.document) == ids_of(first.document)
+    engines = [Path(one.document["engine"]["engine_dir"]) for one in (first, later)]
+    assert [engine.exists() for engine in engines] == [False, True]
     (library,) = cache.glob("kernels-*.so")
     library.write_bytes(library.read_bytes()[:-8])
     shutil.rmtree(cache / "engines")
