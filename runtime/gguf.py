@@ -207,9 +207,10 @@ class _Reader:
         raise SpecDecError(f"`{self._path}` is damaged: {how}", hint="download it again")
 
     def take(self, count: int) -> bytes:
-        if count > self._num_bytes - self._file.tell():
+        data = self._file.read(min(count, self._num_bytes))
+        if len(data) < count:
             self.fail("it ends within its header")
-        return self._file.read(count)
+        return data
 
     def number(self, kind: str) -> Any:
         return struct.unpack(f"<{kind}", self.take(struct.calcsize(f"<{kind}")))[0]
@@ -221,7 +222,21 @@ class _Reader:
         return found
 
     def text(self) -> str:
-        return self.take(self.count(self._num_bytes)).decode("utf-8", errors="replace")
+        return self.texts(1)[0]
+
+    def texts(self, length: int) -> list[str]:
+        """So many texts: of a vocabulary there are hundreds of thousands."""
+        read, most, texts = self._file.read, self._num_bytes, list[str]()
+        for _ in range(length):
+            number = read(8)
+            size = int.from_bytes(number, "little")
+            if size > most:
+                self.fail(f"it says that it holds {size:,} of something")
+            text = read(size)
+            if len(number) + len(text) < 8 + size:
+                self.fail("it ends within its header")
+            texts.append(text.decode("utf-8", errors="replace"))
+        return texts
 
     def entry(self) -> tuple[str, Any]:
         return self.text(), self._value(self.number("I"))
@@ -235,7 +250,7 @@ class _Reader:
                 form = _NUMBERS[item]
                 return list(struct.unpack(f"<{length}{form}", self.take(struct.calcsize(f"<{length}{form}"))))
             if item == _TEXT:
-                return [self.text() for _ in range(length)]
+                return self.texts(length)
             self.fail(f"an array of values of the kind {item}")
         if kind not in _NUMBERS:
             self.fail(f"a value of the kind {kind}")
