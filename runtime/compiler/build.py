@@ -556,10 +556,10 @@ def _compile_rank(weights: _Weights, shape: StepShape, directory: Path, rank: in
 
 
 def _raise_machine_error(error: Exception) -> None:
-    """Raise what is not the model's fault: Ctrl-C, a full disk, or no C++ compiler."""
+    """Raise what is not the model's fault: Ctrl-C, a full disk, no memory, or no C++ compiler."""
     raise_interrupt(error)
     cause = getattr(error, "inner_exception", error)  # of Inductor's wrapper
     if says_no_compiler(cause):
         raise no_compiler() from error
-    if isinstance(cause, OSError):
+    if isinstance(cause, OSError | MemoryError):
         raise cause

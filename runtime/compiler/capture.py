@@ -1,8 +1,9 @@
 """A module's operations as a graph, for sizes that stay open: traced, or exported by torch.
 
 Both record the same operations. `torch.export` traces with symbols, and asks sympy about each size of each tensor,
-which takes seconds. Here an open size is a prime number, larger than any size of a model: what is computed of it is
-known by its factors. Programs that are carried out token by token are made of such graphs; a compiler needs symbols.
+which takes seconds. Here an open size is a large prime number: what is computed of it is known by its factors. That
+nothing else depends on it shows in a second trace, with small ones in their places, which must be the same. Programs
+that are carried out token by token are made of such graphs; a compiler needs symbols.
 """
 
 import inspect
@@ -10,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import zip_longest
 from operator import getitem
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -34,14 +36,18 @@ if TYPE_CHECKING:
     from runtime.compiler.model import Step
 
 _PRIMES = (
-    *(2097169, 2097211, 2097223, 2097229, 2097257, 2097259, 2097287, 2097289, 2097311, 2097317, 2097349, 2097373),
-    *(2097383, 2097397, 2097401, 2097421, 2097427, 2097449, 2097451, 2097461, 2097479, 2097481, 2097499, 2097503),
+    *(100003, 100019, 100043, 100049, 100057, 100069, 100103, 100109, 100129, 100151, 100153, 100169, 100183, 100189),
+    *(100193, 100207, 100213, 100237, 100267, 100271, 100279, 100291, 100297, 100313),
 )
-_LEAST_OPEN = _PRIMES[0]
+_SMALL = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101)
+"""What stands for each of them in a second trace, which must be the same but for them."""
 
 Inputs = tuple[Tensor | list[Tensor], ...]
 Sizes = tuple[dict[int, str] | list[dict[int, str]], ...]
 """Names of the open sizes of each input, by dimension. What has the same name is equal."""
+
+
+_CONSTANT = "constant_"
 
 
 class CannotBeTraced(Exception):
@@ -124,11 +130,16 @@ def example_rows(row_lengths: list[int], start: int, num_tokens: int, block_size
 # --- open sizes ---
 
 
-def is_open(size: int | torch.SymInt) -> bool:
-    """True for a size that is not the model's: of an export a symbol."""
-    if isinstance(size, torch.SymInt):
-        return True
-    return size >= _LEAST_OPEN and any(size % prime == 0 for prime in _PRIMES)
+def open_dims(value: Tensor) -> list[int]:
+    """Dimensions of a graph's tensor whose sizes are not the model's."""
+    if isinstance(getattr(value, "fake_mode", None), _WithoutNumbers):
+        return [dim for dim, size in enumerate(value.shape) if is_multiple(size)]
+    return [dim for dim, size in enumerate(value.shape) if isinstance(size, torch.SymInt)]
+
+
+def is_multiple(size: int) -> bool:
+    """True for what is computed of an open size, where these are traced."""
+    return size >= _PRIMES[0] and any(size % prime == 0 for prime in _PRIMES)
 
 
 def split_open(sizes: list[Any]) -> tuple[int, str]:
@@ -137,12 +148,24 @@ def split_open(sizes: list[Any]) -> tuple[int, str]:
         product: Any = math.prod([size.node.expr for size in sizes])
         factor, symbols = product.as_coeff_Mul()
         return (int(factor), str(symbols)) if factor.is_Integer and (symbols.is_Mul or symbols.is_Symbol) else (0, "")
-    factor, names = math.prod(sizes), []
+    factor, numbers = _factors(math.prod(sizes))
+    return factor, "*".join(f"s{number}" for number in numbers)
+
+
+def _factors(size: int) -> tuple[int, list[int]]:
+    """The number that is left, and the numbers of the primes."""
+    numbers = []
     for number, prime in enumerate(_PRIMES):
-        while factor % prime == 0:
-            factor //= prime
-            names.append(f"s{number}")
-    return factor, "*".join(names)
+        while size and size % prime == 0:
+            size //= prime
+            numbers.append(number)
+    return size, numbers
+
+
+def _smaller(size: int) -> int:
+    """The same size, in the second trace."""
+    factor, numbers = _factors(size) if is_multiple(size) else (size, [])
+    return factor * math.prod(_SMALL[number] for number in numbers)
 
 
 def with_open_sizes(inputs: Inputs, sizes: Sizes) -> Inputs:
@@ -162,11 +185,43 @@ def with_open_sizes(inputs: Inputs, sizes: Sizes) -> Inputs:
     return pytree.tree_unflatten(made, structure)  # type: ignore[no-any-return]
 
 
-def trace(module: nn.Module, inputs: Inputs) -> GraphModule:
-    """The graph of the module called with `with_open_sizes`' tensors.
+def by_trace(module: nn.Module, inputs: Inputs, sizes: Sizes | None = None) -> GraphModule:
+    """Raises CannotBeTraced, and whatever the module raises that asks a tensor for its numbers."""
+    given = inputs if sizes is None else with_open_sizes(inputs, sizes)
+    with _WithoutNumbers():
+        small = [torch.empty([*map(_smaller, one.shape)], dtype=one.dtype) for one in pytree.tree_leaves(given)]
+    other = trace(module, pytree.tree_unflatten(small, pytree.tree_structure(given)))
+    graph = trace(module, given)  # the last one: of it is what the module may have kept
+    _check_same(graph, other)
+    return graph
 
-    Raises CannotBeTraced, and whatever the module raises that asks a tensor for its numbers.
-    """
+
+def _check_same(graph: GraphModule, other: GraphModule) -> None:
+    """CannotBeTraced where an operation depends on a size, or takes it as a number that is no multiple of it."""
+    nodes, others = list(graph.graph.nodes), list(other.graph.nodes)
+    numbers = {node: number for one in (nodes, others) for number, node in enumerate(one)}
+
+    def form_of(value: Any, smaller: Callable[[int], int]) -> Any:
+        if isinstance(value, Node):
+            return numbers[value]
+        if isinstance(value, Tensor):
+            return value.dtype, [smaller(size) for size in value.shape]
+        return smaller(value) if type(value) is int else value
+
+    def forms(node: Node, smaller: Callable[[int], int]) -> list[Any]:
+        all_of_it = node.op, str(node.target), node.args, node.kwargs, node.meta.get("val")
+        return [form_of(one, smaller) for one in pytree.tree_leaves(all_of_it)]
+
+    for one, two in zip_longest(nodes, others):
+        if one is None or two is None or forms(one, _smaller) != forms(two, int):
+            raise CannotBeTraced(f"`{one}` depends on a size")
+    for name in (str(node.target) for node in nodes if node.op == "get_attr"):
+        if name.startswith(_CONSTANT) and not torch.equal(getattr(graph, name), getattr(other, name)):
+            raise CannotBeTraced(f"`{name}` depends on a size")
+
+
+def trace(module: nn.Module, inputs: Inputs) -> GraphModule:
+    """The graph of the module called with tensors without numbers."""
     mode = next(one.fake_mode for one in pytree.tree_leaves(inputs) if isinstance(one, FakeTensor))
     assert isinstance(mode, _WithoutNumbers)
     recorder = mode.recorder = _Recorder(mode)
@@ -215,8 +270,6 @@ class _Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.take(f"{name}_{i}", tensor)
 
     def take_weight(self, name: str, tensor: Tensor) -> Node:
-        if any(map(is_open, tensor.shape)):
-            raise CannotBeTraced(f"{name} has a size by which open ones are told: {tuple(tensor.shape)}")
         with self._graph.inserting_after(self._last_given):  # before operations, some of which are moved there
             node = self._last_given = self._graph.create_node("get_attr", name)
         self._weights[node] = tensor
@@ -244,12 +297,11 @@ class _Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def graph_module(self, output: Any) -> GraphModule:
         self._graph.output(map_aggregate(output if isinstance(output, tuple) else (output,), self._node_of))
-        for node in [node for node in self._weights if not node.users]:
-            self._graph.erase_node(node)
-            del self._weights[node]
-        for node, tensor in self._weights.items():
+        self._graph.eliminate_dead_code()  # which may depend on sizes
+        weights = {node: self._weights[node] for node in self._graph.nodes if node in self._weights}
+        for node, tensor in weights.items():
             node.meta["val"] = self._without_numbers(tensor)
-        return GraphModule({str(node.target): tensor for node, tensor in self._weights.items()}, self._graph)
+        return GraphModule({str(node.target): tensor for node, tensor in weights.items()}, self._graph)
 
     def know_copy(self, copy: Any, tensor: Any) -> None:
         if (node := self._nodes.get(id(tensor))) is not None:
@@ -259,9 +311,6 @@ class _Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
     def _know(self, tensor: Tensor, node: Node) -> None:
         if not isinstance(tensor, FakeTensor):
             raise CannotBeTraced(f"{node} is a {type(tensor).__name__}")
-        for size in tensor.shape:
-            if size >= _LEAST_OPEN and not is_open(size):
-                raise CannotBeTraced(f"{node} has a size that is no product")
         node.meta["val"] = tensor
         self._nodes[id(tensor)] = node
         self._known.append(tensor)
@@ -278,11 +327,7 @@ class _Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
             return node
         if isinstance(value, FakeTensor):
             raise CannotBeTraced("a tensor is there that no operation gave")
-        return self.take_weight(f"constant_{len(self._weights)}", value)
-
-
-def by_trace(module: nn.Module, inputs: Inputs, sizes: Sizes | None = None) -> GraphModule:
-    return trace(module, inputs if sizes is None else with_open_sizes(inputs, sizes))
+        return self.take_weight(f"{_CONSTANT}{len(self._weights)}", value)
 
 
 # --- export ---
@@ -294,7 +339,7 @@ _RELATED = {"rows", "tokens", "blocks of a row", "logits"}
 def by_export(module: nn.Module, inputs: Inputs, sizes: Sizes | None = None) -> GraphModule:
     if sizes is None:
         given: list[Tensor] = list(inputs)  # type: ignore[arg-type]
-        free = tuple({dim: Dim.DYNAMIC for dim, size in enumerate(one.shape) if is_open(size)} for one in given)
+        free = tuple(dict.fromkeys(open_dims(one), Dim.DYNAMIC) for one in given)
         return _exported(module, examples(given), (free,))
     named: dict[str, Dim] = {}
 

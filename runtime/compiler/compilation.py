@@ -1,4 +1,4 @@
-"""Export and compile the target's step.
+"""Trace or export, and compile, the target's step.
 
 `aot` makes an AOTInductor package: the step with its weights, opened without Python model code or compilation.
 `torch-compile` serves models that cannot be exported: the compiler's cache is kept, and opening finds it there.
@@ -106,6 +106,8 @@ def compile_aot(
         number = ARITHMETICS.index(arithmetic)
         try:
             cut, files, why_whole = _traced(form, number)
+        except (MemoryError, OSError):  # of this moment
+            raise
         except Exception as error:  # whatever it is about the model, symbols may do
             raise_interrupt(error)
         else:

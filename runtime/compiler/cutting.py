@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from runtime.compiler.attention import PagedInputs
-from runtime.compiler.capture import Capture, StepForm, attribute_of, is_open
+from runtime.compiler.capture import Capture, StepForm, attribute_of, open_dims
 from runtime.compiler.linears import use_kernels
 from runtime.compiler.selection import select_early
 from runtime.compiler.weights import Layout, layout_of, num_bytes_of, present
@@ -341,9 +341,8 @@ def _capture_layer(capture: Capture, layer: nn.Module, node: Node, call: _LayerC
     values = [source.meta["val"] for source in _inputs(node)]
     sizes: dict[str, list[tuple[int, int]]] = {}
     for i, value in enumerate(values):
-        for dim, size in enumerate(value.shape):
-            if is_open(size):
-                sizes.setdefault(str(size), []).append((i, dim))
+        for dim in open_dims(value):
+            sizes.setdefault(str(value.shape[dim]), []).append((i, dim))
     program = capture(_Layer(layer, call, list(sizes.values())), tuple(values))
     if any(one.op == "get_attr" for changing in program.graph.nodes for one in _written(changing)):
         raise CannotBeCut("its layers remember")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 _ATEN = torch.ops.aten
@@ -32,10 +32,12 @@ def select_early(module: GraphModule, indices: str) -> None:
         return
     (pick,) = picks
     num_tokens = pick.args[0].meta["val"].shape[1]
+    changed = _changed(graph)
     late = {pick}  # what is computed of picked tokens
     for node in reversed(list(graph.nodes)):
         users = {user for user in node.users if user.target is not _ATEN._assert_tensor_metadata.default}
-        if users and users <= late and _is_token_wise(node, num_tokens):
+        reads_changed = not changed.isdisjoint(node.all_input_nodes)  # picked early, it would lack what comes later
+        if users and users <= late and not reads_changed and _is_token_wise(node, num_tokens):
             late.add(node)
     # A part of what was divided for others too is picked itself.
     late -= {node for node in late if node.target is getitem and node.args[0] not in late}
@@ -54,6 +56,19 @@ def select_early(module: GraphModule, indices: str) -> None:
         pick.replace_all_uses_with(pick.args[0])
         graph.erase_node(pick)
     module.recompile()
+
+
+def _changed(graph: Graph) -> set[Node]:
+    """Tensors into which something is written, and those that they are views of."""
+    changed: set[Node] = set()
+    for node in reversed(graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not str(node.target).startswith("aten."):
+            continue
+        aliased = any(one.alias_info is not None for one in schema.returns)
+        if node.all_input_nodes and (schema.is_mutable or (node in changed and aliased)):
+            changed |= {node, node.all_input_nodes[0]}
+    return changed
 
 
 def _is_token_wise(node: Node, num_tokens: int | torch.SymInt) -> bool:

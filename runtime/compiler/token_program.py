@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from runtime.compiler.capture import is_open, split_open
+from runtime.compiler.capture import is_multiple, open_dims, split_open
 from runtime.compiler.vector_groups import grouped
 from runtime.compiler.vectors import (
     DTYPES,
@@ -148,6 +148,8 @@ class _Lowering:
         return View(None, (NUMBER, self.numbers.setdefault(float(value), len(self.numbers))), dtype, (), ())
 
     def _view(self, node: Any) -> View:
+        if isinstance(node, int) and is_multiple(node):
+            raise CannotBeLowered("a size is computed with")
         if isinstance(node, int | float):
             return self._number(node, torch.float32)
         value = self.values.get(node)
@@ -274,6 +276,11 @@ class _Lowering:
 
     def _alias(self, node: Node) -> View:
         return self._view(node.args[0])
+
+    def _kept(self, node: Node) -> View:
+        if node.args[2]:
+            raise CannotBeLowered(f"{node} draws what it drops")
+        return self._alias(node)
 
     def _converted(self, node: Node) -> View:
         view, dtype = self._view(node.args[0]), node.meta["val"].dtype
@@ -598,7 +605,7 @@ class _Lowering:
         _, space = _of_token(node.meta["val"])
         picked = [one for one in indices if one is not None]
         value = node.args[0].meta["val"]  # type: ignore[union-attr]
-        if len(picked) != 1 or not is_open(value.shape[len(indices) - 1]) or view.source is None:
+        if len(picked) != 1 or len(indices) - 1 not in open_dims(value) or view.source is None:
             raise CannotBeLowered(f"{node} is indexed in another way")
         view = self._contiguous(view)
         assert view.source is not None
@@ -840,11 +847,11 @@ class _Lowering:
             raise CannotBeLowered("an output is a weight")
         if not _rows_come_first(value):
             raise CannotBeLowered("an output's tokens are not its rows")
-        sizes = [size for size in value.shape if is_open(size)]
-        if len(sizes) != 1:
+        dims = open_dims(value)
+        if len(dims) != 1:
             raise CannotBeLowered("an output has its tokens in several dimensions")
         own, _ = _of_token(value)
-        wanted = tuple(-n if is_open(size) else n for n, size in zip(own, value.shape, strict=True))
+        wanted = tuple(-n if dim in dims else n for dim, n in enumerate(own))
         source = self._contiguous(view).source
         assert source is not None
         home = self.homes.get(source)
@@ -898,23 +905,22 @@ def _form(node: Node) -> tuple[torch.dtype, Shape]:
 
 def _of_token(value: Tensor) -> tuple[Shape, str]:
     """Shape of one token's part, and what counts the rows. Sizes that are not known are those of rows."""
-    sizes: list[Any] = [size for size in value.shape if is_open(size)]
-    if not sizes:
+    dims = open_dims(value)
+    if not dims:
         return tuple(int(size) for size in value.shape), ""
-    factor, symbols = split_open(sizes)
+    factor, symbols = split_open([value.shape[dim] for dim in dims])
     if not factor:
         raise CannotBeLowered(f"{tuple(value.shape)} has a size that is no product")
-    dims = [i for i, size in enumerate(value.shape) if is_open(size)]
     if dims != list(range(dims[0], dims[-1] + 1)):
         raise CannotBeLowered(f"{tuple(value.shape)} has tokens in dimensions that are apart")
-    shape = [1 if is_open(size) else int(size) for size in value.shape]
+    shape = [1 if dim in dims else int(size) for dim, size in enumerate(value.shape)]
     shape[dims[-1]] = factor
     return tuple(shape), symbols
 
 
 def _rows_come_first(value: Tensor) -> bool:
     """True if what lies side by side in memory is a token's."""
-    first = next((i for i, size in enumerate(value.shape) if is_open(size)), 0)
+    first = next(iter(open_dims(value)), 0)
     return all(size == 1 for size in value.shape[:first])
 
 
@@ -922,8 +928,8 @@ def _keeps_rows(before: Tensor, after: Tensor) -> bool:
     """True if the tokens' dimension, and those before it, stay what they are."""
 
     def to_rows(value: Tensor) -> list[str]:
-        last = max(i for i, size in enumerate(value.shape) if is_open(size))
-        return [str(size) for size in value.shape[: last + 1] if is_open(size) or size != 1]
+        dims = open_dims(value)
+        return [str(size) for dim, size in enumerate(value.shape[: dims[-1] + 1]) if dim in dims or size != 1]
 
     return to_rows(before) == to_rows(after)
 
@@ -931,7 +937,7 @@ def _keeps_rows(before: Tensor, after: Tensor) -> bool:
 def _own_dim(value: Tensor, dim: Any) -> int:
     """Number of a dimension, which must not be that of the tokens."""
     number = int(dim) % len(value.shape)
-    if is_open(value.shape[number]):
+    if number in open_dims(value):
         raise CannotBeLowered("an operation is along the tokens")
     return number
 
@@ -941,6 +947,7 @@ def _named(method: Callable[[_Lowering, str, Node], Any], name: str) -> Callable
 
 
 _NAMED: dict[str, Callable[[_Lowering, Node], Any]] = {
+    "aten.dropout.default": _Lowering._kept,
     "aten.pow.Tensor_Scalar": _Lowering._power,
     "aten.gelu.default": _Lowering._gelu,
     "aten.square.default": _Lowering._square,
@@ -1009,7 +1016,7 @@ def _methods() -> dict[str, Callable[[_Lowering, Node], Any]]:
         methods[f"aten.{name}_.Tensor"] = _named(_Lowering._in_place, name)
     for name, ours in (("min.other", "minimum"), ("max.other", "maximum")):
         methods[f"aten.{name}"] = methods[f"aten.{ours}.default"] = _named(_Lowering._binary, ours)
-    for name in ("alias", "detach", "contiguous", "clone", "dropout"):
+    for name in ("alias", "detach", "contiguous", "clone"):
         methods[f"aten.{name}.default"] = _Lowering._alias
     for name in ("to.dtype", "to.dtype_layout", "type_as.default", "_to_copy.default"):
         methods[f"aten.{name}"] = _Lowering._converted

@@ -12,15 +12,19 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from tiny import make_build, make_model
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_map
 
 from runtime.compiler import capture
 from runtime.compiler.attention import KERNEL
-from runtime.compiler.capture import CannotBeTraced, by_export, by_trace, is_open, split_open, with_open_sizes
+from runtime.compiler.capture import CannotBeTraced, by_export, by_trace, is_multiple, split_open, with_open_sizes
 from runtime.compiler.compilation import Made, compile_aot, open_aot
 from runtime.compiler.kernels import describe_kernels, load_kernels
 from runtime.compiler.model import Step, probe_config
+from runtime.compiler.token_program import lower
+from runtime.compiler.vectors import CannotBeLowered
 from runtime.config import StepShape
 
 ROWS = ({0: "rows", 1: "tokens"},)
@@ -71,6 +75,7 @@ def test_operations_are_those_that_torch_exports(name: str) -> None:
     module, x = Of(FUNCTIONS[name]).eval(), torch.rand(3, 5, 8)
     with torch.no_grad():
         traced, exported = (one(module, (x,), ROWS) for one in (by_trace, by_export))
+    exported.graph.eliminate_dead_code()
     assert operations(traced) == operations(exported) and len(operations(traced)) > 1
 
 
@@ -92,35 +97,60 @@ def test_weights_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "error"),
+    "function",
     [
-        (lambda own, x: x * 2 if x.sum() > 0 else x, Exception),  # torch's own, of data that it does not have
-        (lambda own, x: torch.cat([x, x[:, :1]], 1), CannotBeTraced),  # one token more
-        (lambda own, x: x[:, 1:], CannotBeTraced),
+        lambda own, x: x * 2 if x.sum() > 0 else x,  # of data that a trace does not have
+        lambda own, x: torch.cat([x, x[:, :1]], 1),  # one token more
+        lambda own, x: x[:, 1:],
+        lambda own, x: x / math.sqrt(x.shape[1]),  # sizes as numbers
+        lambda own, x: x + x.shape[1] // 2,
+        lambda own, x: x * min(x.shape[1], 4096),
+        lambda own, x: x * float(x.shape[1]),
+        lambda own, x: x * torch.tensor([1.0 * x.shape[1]]),
+        lambda own, x: x * (2 if x.shape[1] > 100 else 3),  # and in a branch
+        lambda own, x: x.relu() if x.shape[1] > 100 else x.sigmoid(),
+        lambda own, x: x + x.new_zeros(2 * 100_003)[:8],  # a size by which open ones are told
     ],
 )
-def test_what_prime_numbers_cannot_tell_is_refused(function: Callable[[Of, Tensor], Any], error: type) -> None:
-    with pytest.raises(error):
+def test_what_depends_on_a_size_is_refused(function: Callable[[Of, Tensor], Any]) -> None:
+    with pytest.raises((CannotBeTraced, DataDependentOutputException, GuardOnDataDependentSymNode)):
         by_trace(Of(function), (torch.rand(3, 5, 8),), ROWS)
 
 
+@pytest.mark.parametrize("function", [lambda own, x: x * x.shape[1], lambda own, x: x + x.numel()])
+def test_a_size_that_is_computed_with_is_not_lowered(function: Callable[[Of, Tensor], Any]) -> None:
+    with pytest.raises(CannotBeLowered, match="a size is computed with"):
+        lower(by_trace(Of(function), (torch.rand(3, 5, 8),), ROWS))
+
+
+def test_what_nobody_reads_may_depend_on_a_size() -> None:
+    """GPT-Neo cuts a mask that nothing reads where the kernel attends."""
+
+    def cut(own: Of, x: Tensor) -> Tensor:
+        own.kept[: x.shape[1]]
+        return x * 2
+
+    assert len(operations(by_trace(Of(cut), (torch.rand(3, 5, 8),), ROWS))) == 1
+
+
 def test_a_weight_with_a_size_by_which_open_ones_are_told_is_refused() -> None:
-    module = Of(lambda own, x: x * 2)
-    module.register_buffer("large", torch.empty(2 * 2_097_169, 0))
+    module = Of(lambda own, x: F.linear(x, own.large))
+    module.register_buffer("large", torch.empty(100_003, 8))
     with pytest.raises(CannotBeTraced, match="large"):
         by_trace(module, (torch.rand(3, 5, 8),), ROWS)
 
 
 def test_open_sizes_are_primes_that_are_told_by_their_product() -> None:
+    for primes in (capture._PRIMES, capture._SMALL):
+        assert len(set(primes)) == len(primes) == 24
+        assert not any(prime % divisor == 0 for prime in primes for divisor in range(2, math.isqrt(prime) + 1))
     primes = capture._PRIMES
-    assert len(set(primes)) == len(primes) == 24
-    assert not any(prime % divisor == 0 for prime in primes for divisor in range(2, math.isqrt(prime) + 1))
     for count, factor in itertools.product((1, 2), (1, 7, 128_256)):
         for chosen in itertools.combinations(range(6), count):
             size = factor * math.prod(primes[i] for i in chosen)
-            assert is_open(size) and split_open([size]) == (factor, "*".join(f"s{i}" for i in chosen))
-            assert size * 32_768 * 4 < 2**63 or factor > 7  # so many numbers of 4 bytes have a place
-    assert not any(is_open(size) for size in (0, 1, 4096, 262_144, 2_097_152, primes[0] + 2, 10_485_760))
+            assert is_multiple(size) and split_open([size]) == (factor, "*".join(f"s{i}" for i in chosen))
+            assert size * 4 < 2**63  # so many numbers of 4 bytes have a place
+    assert not any(is_multiple(size) for size in (0, 1, 4096, 128_256, 262_144, 2_097_152, primes[0] + 2, 10_485_760))
 
 
 def test_sizes_of_one_name_are_equal() -> None:

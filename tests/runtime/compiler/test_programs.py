@@ -77,7 +77,7 @@ def entries(cache: Path) -> list[Path]:
     return [path for path in cache.iterdir() if path.suffix != ".lock"]
 
 
-@pytest.mark.slow  # `test_kept_steps.py` has a second model, and `test_cutting.py` a deeper one
+@pytest.mark.slow  # `test_cutting.py` has a deeper model
 def test_a_second_model_of_a_width_compiles_nothing(
     llama_engine_dir: Path, llama: PreTrainedModel, make_engine_dir: Callable[..., Path], compiled: list[GraphModule]
 ) -> None:

@@ -88,3 +88,24 @@ def test_operation_that_looks_at_other_tokens_is_not_passed() -> None:
     targets = [str(n.target) for n in program.graph.nodes if n.op == "call_function" and "assert" not in str(n.target)]
     assert targets[-3:] == ["aten.cumsum.default", "aten.index.Tensor", "aten.mul.Tensor"]
     assert torch.equal(program(x, indices), (x.cumsum(1) * 2)[:, indices])
+
+
+def test_tokens_are_not_picked_before_they_are_changed() -> None:
+    """A step of such a model was refused, whose logits differed."""
+
+    class Changes(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+            made = self.first(x)
+            made[..., :2] = made[..., :2] * 2
+            return self.last(made)[:, indices]
+
+    module, x, indices = Changes().eval(), torch.rand(1, 5, 4), torch.tensor([1, 4])
+    sizes = {1: torch.export.Dim("tokens", min=2)}, {0: torch.export.Dim.DYNAMIC}
+    with torch.no_grad():
+        program = torch.export.export(module, (x, indices), dynamic_shapes=sizes).module(check_guards=False)
+        select_early(program, "indices")
+        torch.testing.assert_close(program(x, indices), module(x, indices))

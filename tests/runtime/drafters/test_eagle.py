@@ -493,6 +493,8 @@ def test_what_is_a_head(head: Eagle, model: PreTrainedModel, tmp_path: Path) -> 
 MEMORY = """
 import gc, sys
 from pathlib import Path
+import torch
+from runtime.compiler.capture import by_trace
 from runtime.drafters.head_draft import open_head
 from runtime.engine import Engine
 from runtime.heads.head_config import read_head
@@ -502,6 +504,7 @@ def used() -> int:
     return int(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1]) << 10
 
 config = read_head(Path(sys.argv[2]))
+by_trace(torch.nn.Linear(2, 2), (torch.zeros(3, 2),), ({0: "rows"},))
 with Engine.open(Path(sys.argv[1])) as engine:
     before = used()
     head = open_head(engine, config)
@@ -512,16 +515,15 @@ with Engine.open(Path(sys.argv[1])) as engine:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux says what a process uses")
 def test_it_takes_the_memory_of_its_weights(tmp_path: Path, make_engine_dir: Any) -> None:
-    """Measure in a process of its own, compiled, with weights in 16 bits; a megabyte is Python's.
+    """Measure in a process of its own, compiled, with weights in 16 bits; four megabytes are Python's.
 
-    Another one has exported the head before, by code of torch's that takes some 30 MB.
+    What tracing its pass imports of torch, some 30 MB, is there before; forms of its operations torch remembers.
     """
     model = make_model("llama", num_hidden_layers=6, hidden_size=512, intermediate_size=768, vocab_size=20000)
     head = make_eagle(model, states=STATES)
     tensors = {name: tensor.bfloat16() for name, tensor in head.tensors.items()}
     directory = save_eagle(replace(head, tensors=tensors), tmp_path, "speculators")
     engine_dir = make_engine_dir(model.bfloat16(), compiler="aot", hidden_states=STATES)
-    for _ in range(2):
-        made = subprocess.run([sys.executable, "-c", MEMORY, engine_dir, directory], capture_output=True, text=True)
-        assert made.returncode == 0, made.stderr
-    assert int(made.stdout) <= 1.1 * (directory / "model.safetensors").stat().st_size + 2**20
+    made = subprocess.run([sys.executable, "-c", MEMORY, engine_dir, directory], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    assert int(made.stdout) <= 1.1 * (directory / "model.safetensors").stat().st_size + 2**22
