@@ -21,6 +21,7 @@ from tiny import SLIDING_WINDOW, hf_greedy, make_build, make_model, repetitive_p
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AutoTokenizer, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from commands.options.hints import hint_of
 from runtime import cache
@@ -947,6 +948,32 @@ def test_ctrl_c_that_torch_makes_an_error_of_is_one(
     with pytest.raises(KeyboardInterrupt):
         build(checkpoint_dir, tmp_path / "engine", compiler="aot")
     assert not (tmp_path / "engine").exists()
+
+
+def test_a_moment_without_memory_makes_no_other_engine(
+    kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended in a slower engine, which was kept."""
+    checkpoint_dir = make_checkpoint(make_model("llama", rms_norm_eps=0.003), tmp_path)
+
+    def full(*arguments: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(capture, "trace", full)
+    with pytest.raises(MemoryError):
+        build(checkpoint_dir, tmp_path / "engine", compiler="aot")
+    assert not (tmp_path / "engine").exists()
+
+
+def test_a_model_that_computes_by_the_number_of_tokens_is_exported(
+    kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is for few tokens: a trace alone would have it as it is for very many, and be refused for its logits."""
+    compute = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: compute(self, x) * (1.0 if x.shape[1] < 4096 else 2.0))
+    checkpoint_dir = make_checkpoint(make_model("llama", num_hidden_layers=2, rms_norm_eps=0.003), tmp_path)
+    config = build(checkpoint_dir, tmp_path / "engine", compiler="aot")
+    assert config.build_config.compiler == "aot" and config.compiler_note is None
 
 
 SECOND_PROCESS = """
