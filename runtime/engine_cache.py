@@ -145,8 +145,7 @@ def engine_of_model(
     with ExitStack() as stack:
 
         def make_and_enter(compiler: Compiler) -> Path:
-            is_new = compiler != "none" and asked is None and not is_made(compiler)
-            has_slower_one = is_new and is_made("none")
+            has_slower_one = compiler != "none" and asked is None and not is_made(compiler) and is_made("none")
             if has_slower_one and not has_compiler():
                 raise no_compiler()  # as was found when it was made
             entry = stack.enter_context(made(compiler))

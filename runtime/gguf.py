@@ -225,7 +225,7 @@ class _Reader:
         return self.texts(1)[0]
 
     def texts(self, length: int) -> list[str]:
-        """So many texts: of a vocabulary there are hundreds of thousands."""
+        """Read so many texts, of a vocabulary hundreds of thousands."""
         read, most, texts = self._file.read, self._num_bytes, list[str]()
         for _ in range(length):
             number = read(8)

@@ -40,7 +40,7 @@ _PRIMES = (
     *(100193, 100207, 100213, 100237, 100267, 100271, 100279, 100291, 100297, 100313),
 )
 _SMALL = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101)
-"""What stands for each of them in a second trace, which must be the same but for them."""
+"""Sizes in their places in a second trace, which must be the same but for them."""
 
 Inputs = tuple[Tensor | list[Tensor], ...]
 Sizes = tuple[dict[int, str] | list[dict[int, str]], ...]

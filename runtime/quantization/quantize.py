@@ -47,7 +47,7 @@ def quantize_weight(weight: Tensor, precision: QuantConfig, group_size: int) -> 
 
 
 def _form(weight: Tensor, precision: QuantConfig, group_size: int) -> QuantizedWeight:
-    """What it becomes, without values: to search for scales on `meta` would take as many operations of Python's."""
+    """The same without values: to search for scales on `meta` would take as many operations of Python's."""
     scales = weight.reshape(len(weight), -1, group_size)[:, :, 0].to(torch.float16)
     if precision.qformat == "fp8":
         return QuantizedWeight(weight.to(torch.float8_e4m3fn), scales.float())

@@ -968,7 +968,7 @@ def test_a_moment_without_memory_makes_no_other_engine(
 def test_a_model_that_computes_by_the_number_of_tokens_is_exported(
     kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it is for few tokens: a trace alone would have it as it is for very many, and be refused for its logits."""
+    """A trace alone would have it as it is for very many, and be refused for its logits."""
     compute = LlamaMLP.forward
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: compute(self, x) * (1.0 if x.shape[1] < 4096 else 2.0))
     checkpoint_dir = make_checkpoint(make_model("llama", num_hidden_layers=2, rms_norm_eps=0.003), tmp_path)
