@@ -163,7 +163,9 @@ def _factors(size: int) -> tuple[int, list[int]]:
 
 
 def _smaller(size: int) -> int:
-    """The same size, in the second trace."""
+    """The same size, in the second trace. Sizes are counted from the end, too."""
+    if size < 0:
+        return -_smaller(-size)
     factor, numbers = _factors(size) if is_multiple(size) else (size, [])
     return factor * math.prod(_SMALL[number] for number in numbers)
 

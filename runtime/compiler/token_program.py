@@ -148,7 +148,7 @@ class _Lowering:
         return View(None, (NUMBER, self.numbers.setdefault(float(value), len(self.numbers))), dtype, (), ())
 
     def _view(self, node: Any) -> View:
-        if isinstance(node, int) and is_multiple(node):
+        if isinstance(node, int) and is_multiple(abs(node)):
             raise CannotBeLowered("a size is computed with")
         if isinstance(node, int | float):
             return self._number(node, torch.float32)

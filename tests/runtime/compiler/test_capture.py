@@ -117,10 +117,18 @@ def test_what_depends_on_a_size_is_refused(function: Callable[[Of, Tensor], Any]
         by_trace(Of(function), (torch.rand(3, 5, 8),), ROWS)
 
 
-@pytest.mark.parametrize("function", [lambda own, x: x * x.shape[1], lambda own, x: x + x.numel()])
+@pytest.mark.parametrize(
+    "function", [lambda own, x: x * x.shape[1], lambda own, x: x + x.numel(), lambda own, x: x * -len(x)]
+)
 def test_a_size_that_is_computed_with_is_not_lowered(function: Callable[[Of, Tensor], Any]) -> None:
     with pytest.raises(CannotBeLowered, match="a size is computed with"):
         lower(by_trace(Of(function), (torch.rand(3, 5, 8),), ROWS))
+
+
+def test_tokens_may_be_counted_from_the_end() -> None:
+    """Kimi-Linear takes the last of a convolution's outputs, as many as there are tokens."""
+    traced = by_trace(Of(lambda own, x: x[:, -x.shape[1] :] * 2), (torch.rand(3, 5, 8),), ROWS)
+    assert [line.split()[0] for line in operations(traced)] == ["aten.slice.Tensor", "aten.mul.Tensor"]
 
 
 def test_what_nobody_reads_may_depend_on_a_size() -> None:
