@@ -8,7 +8,6 @@ whole or not at all; a process that is killed leaves at most a hidden directory,
 
 import contextlib
 import fcntl
-import glob
 import hashlib
 import os
 import re
@@ -347,11 +346,6 @@ class CachedEngine:
 def engine_entry(name: Path, identity: str) -> Path:
     """The place of a model's engine, by the model's path and a digest of all that the engine is made of."""
     return cache_dir() / "engines" / f"{_readable(name)}-{identity[:16]}"
-
-
-def has_engine_of(name: Path) -> bool:
-    """True if there is an engine of a model of this name, made of whatever."""
-    return any((cache_dir() / "engines").glob(f"{glob.escape(_readable(name))}-{'[0-9a-f]' * 16}"))
 
 
 def _readable(name: Path) -> str:

@@ -128,7 +128,7 @@ def compute(step: StepFunction, sample: Sample) -> Computed:
 
 
 @dataclass(frozen=True)
-class Reference:
+class _Reference:
     """Transformers' computation of a sample."""
 
     logits: Tensor
@@ -137,13 +137,13 @@ class Reference:
     """Scores by which a mixture's routers choose."""
 
 
-def compute_reference(
+def _reference(
     sample: Sample,
     model: PreTrainedModel,
     product_tolerance: float,
-    have: Callable[..., AbstractContextManager[None]] = present,
-    kv: Seq[QuantizeKV | None] = (),
-) -> Reference:
+    have: Callable[..., AbstractContextManager[None]],
+    kv: Seq[QuantizeKV | None],
+) -> _Reference:
     """Compute transformers' logits, by eager attention over whole sequences.
 
     Keys and values that are quantized are as `kv` has stored them. Raises SpecDecError if the relative difference of a
@@ -166,7 +166,7 @@ def compute_reference(
             f"the model's logits are NaN or infinite in {sample.shape.dtype}, by transformers too",
             hint="convert it to another dtype, or correct its weights",
         )
-    return Reference(logits, choices)
+    return _Reference(logits, choices)
 
 
 def _sequences(sample: Sample, kv: Seq[QuantizeKV | None]) -> list[_Sequence]:
@@ -179,9 +179,8 @@ def check_logits(
     tolerance: float,
     product_tolerance: float,
     have: Callable[..., AbstractContextManager[None]] = present,
-    theirs: Reference | None = None,
 ) -> LogitsCheck:
-    """Compare with transformers' logits, which are computed unless they are given.
+    """Compare with transformers' logits.
 
     Raises SpecDecError if the largest relative difference of a row of logits exceeds `tolerance`. Because transformers
     rounds too, more bits of the same weights decide then, float32 where both compute in 16 and float64 where they
@@ -192,8 +191,7 @@ def check_logits(
     dtype, kv = next(model.parameters()).dtype, list[QuantizeKV | None]()
     if sample.shape.kv_cache is not None:
         kv = [Stored(ours.pool, table, tolerance) for table in ours.tables]
-    if theirs is None:
-        theirs = compute_reference(sample, model, product_tolerance, have, kv)
+    theirs = _reference(sample, model, product_tolerance, have, kv)
     check = _compare(logits, theirs.logits, tolerance)
     if check.relative_difference <= tolerance:
         return check

@@ -141,6 +141,8 @@ def _traced(form: "StepForm", arithmetic: int) -> tuple["CutStep", list[Files], 
     why_whole = None
     try:
         cut = cut_step(form, by_trace, arithmetic)
+    except (MemoryError, OSError):
+        raise
     except Exception as error:  # as above
         raise_interrupt(error)
         cut, why_whole = whole_step(form.graph(by_trace), arithmetic), why_not_cut(error)

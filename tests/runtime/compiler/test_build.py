@@ -935,32 +935,27 @@ def test_model_that_cannot_be_exported_falls_back_with_a_note(
     assert not (tmp_path / "engine" / "rank0.pt2").exists()
 
 
-def test_ctrl_c_that_torch_makes_an_error_of_is_one(
-    kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Error of `empty_strided`, which Inductor passes on: it once ended in a slower engine, which was kept."""
-    checkpoint_dir = make_checkpoint(make_model("llama", rms_norm_eps=0.003), tmp_path)
-
-    def interrupted(*arguments: Any, **kwargs: Any) -> None:
-        raise TypeError('empty_strided(): argument failed to unpack with error "KeyboardInterrupt: <EMPTY MESSAGE>"')
-
-    monkeypatch.setattr(capture, "trace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        build(checkpoint_dir, tmp_path / "engine", compiler="aot")
-    assert not (tmp_path / "engine").exists()
+INTERRUPTED = TypeError('empty_strided(): argument failed to unpack with error "KeyboardInterrupt: <EMPTY MESSAGE>"')
 
 
-def test_a_moment_without_memory_makes_no_other_engine(
-    kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        pytest.param(INTERRUPTED, KeyboardInterrupt, id="ctrl-c"),  # error of `empty_strided`, which Inductor passes on
+        pytest.param(MemoryError(), MemoryError, id="a moment without memory"),
+    ],
+)
+def test_an_error_that_is_not_the_models_makes_no_other_engine(
+    error: Exception, raised: type[BaseException], kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ended in a slower engine, which was kept."""
     checkpoint_dir = make_checkpoint(make_model("llama", rms_norm_eps=0.003), tmp_path)
 
-    def full(*arguments: Any) -> None:
-        raise MemoryError
+    def fail(*arguments: Any) -> None:
+        raise error
 
-    monkeypatch.setattr(capture, "trace", full)
-    with pytest.raises(MemoryError):
+    monkeypatch.setattr(capture, "trace", fail)
+    with pytest.raises(raised):
         build(checkpoint_dir, tmp_path / "engine", compiler="aot")
     assert not (tmp_path / "engine").exists()
 
