@@ -9,16 +9,15 @@ import itertools
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
-import transformers
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from runtime.compiler.attention import SEE_MODELS, refuse_own_attention
 from runtime.compiler.causal_heads import has_causal_class, model_class
@@ -43,11 +42,10 @@ _SIZES = {
     "mamba_n_groups": "groups",
     "mamba_ngroups": "groups",
 }
-# What some models compute with, and others do not.
-_OF_COMPUTING = (
-    *("attn_logit_softcapping", "final_logit_softcapping", "logits_scaling", "logit_scale", "attention_multiplier"),
-    *("embedding_multiplier", "residual_multiplier", "clip_qkv", "alibi"),
-)
+# Keys that some families compute with, and the values that change nothing in a family that ignores the key.
+_CAPS = dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"), (0,))
+_FACTORS = ("logits_scaling", "logit_scale", "attention_multiplier", "embedding_multiplier", "residual_multiplier")
+_OF_COMPUTING: dict[str, tuple[int, ...]] = _CAPS | dict.fromkeys(_FACTORS, (0, 1)) | {"alibi": ()}
 _NUMBERS_OF_EXPERTS = "n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"
 _NUMBERS_OF_CHOSEN = (
     *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts", "moe_k", "moe_top_k"),
@@ -134,17 +132,90 @@ _ALWAYS_SO_OF = {kind: values for kinds, values in _ALWAYS_SO.items() for kind i
 _WITHIN = ("thinker_config", "text_config", "attn_config", "ffn_config")
 """Configs inside of what the language model computes."""
 _ROPES_SAID = ("rope_scaling", "rope_parameters")
-# What programs that quantize note: of how they did, and of what is always so.
+# By family: keys that transformers' code reads by `getattr`, so that no field of the config's class names them, and
+# keys from earlier versions of the family whose meaning a field with another name has.
+_READ_BESIDE = {
+    "mamba falcon_mamba mamba2 solar_open kolibri1": {"intermediate_size"},
+    "qwen3_next qwen3_5_text qwen3_5_moe_text qwen4_exp_text": {"full_attention_interval"},
+    "gemma4_text gemma4_unified_text": {"global_head_dim", "num_global_key_value_heads", "audio_config"},
+    "gemma3_text gemma3n_text": {"rope_local_base_freq", "sliding_window_pattern"},
+    "cohere2 cohere_compass_text": {"sliding_window_pattern"},
+    "glm4v_text glm_ocr_text": {"attention_bias"},
+    "lfm2 lfm2_moe": {"block_ff_dim", "num_heads", "tie_embedding"},
+    "gptj": {"rotary"},
+    "gpt_neox gpt_neox_japanese": {"rotary_pct", "rotary_emb_base"},
+    "nemotron_h": {
+        *("mamba_chunk_size", "mamba_conv_bias", "mamba_d_conv", "mamba_dt_init_floor", "mamba_dt_limit"),
+        *("mamba_dt_max", "mamba_dt_min", "mamba_expand", "mamba_n_groups", "rope_theta", "partial_rotary_factor"),
+    },
+    "zamba2": {"attention_hidden_size", "hybrid_layer_ids", "mamba_headdim"},
+    "longcat_flash": {"router_bias"},
+    "axk1 axk2 cohere2_moe": {"first_k_dense_replace"},
+    "bailing_hybrid": {"linear_conv_kernel_dim", "linear_head_dim", "linear_num_heads"},
+    "dbrx": {"ffn_act_fn", "ffn_hidden_size", "rope_theta"},
+    "ministral3 mistral4": {"llama_4_scaling_beta"},
+    "deepseek_v4": {"compress_rate_csa", "compress_rate_hca", "compress_ratios", "qk_rope_head_dim"},
+    "gpt_neo": {"attention_layers"},
+    "hunyuan_vl_text mllama_text_model": {"attention_heads", "cross_attention_layers"},
+    "olmoe": {"sliding_window"},
+    "qwen3_omni_moe_text": {
+        *("shared_expert_intermediate_size", "seconds_per_chunk", "position_id_per_seconds", "interleaved"),
+    },
+    "qwen2_5_omni_text": {"seconds_per_chunk", "position_id_per_seconds", "enable_talker"},
+    "step3p5": {"attention_other_setting", "max_seq_len", "moe_layers_enum", "partial_rotary_factors"},
+}
+_READ_BESIDE_OF = {kind: keys for kinds, keys in _READ_BESIDE.items() for kind in kinds.split()}
+# Fields of a family's config class that transformers' model does not compute with, whatever they say.
+_COMPUTED_WITHOUT = {
+    "biogpt": {"layer_norm_eps"},
+    "deepseek_v2": {"norm_topk_prob"},
+    "deepseek_v32 glm_moe_dsa": {"mlp_bias"},
+    "deepseek_v4": {"attention_bias", "n_shared_experts", "norm_topk_prob"},
+    "gpt_oss": {"hidden_act"},
+    "inkling_text": {"shared_expert_sink", "rms_norm_eps_moe_gate"},
+    "minimax_m3_vl_text": {"rotary_dim"},
+    "mpt": {"logit_scale", "no_bias", "expansion_ratio", "norm_type", "learned_pos_emb", "embedding_fraction"},
+    "nemotron_h": {"attention_bias", "mamba_proj_bias", "n_shared_experts"},
+    "qwen4_exp_text": {"split_ngram_parts"},
+}
+_COMPUTED_WITHOUT_OF = {kind: keys for kinds, keys in _COMPUTED_WITHOUT.items() for kind in kinds.split()}
+# A `head_dim` that contradicts the weights is an error by itself; a request's settings are read by `generation_config`.
+_ALWAYS_READ = {"head_dim", *vars(GenerationConfig())}
+_OF_EVERY_ROPE = {
+    *("rope_theta", "partial_rotary_factor", "max_position_embeddings", "original_max_position_embeddings"),
+}
+# Keys that only the processor of images reads, from the config of a model that takes images.
+_OF_IMAGES = {
+    *("downsample_factor", "encoder_patch_size", "max_pixels_tolerance", "max_tiles", "min_tiles", "tile_size"),
+    *("use_thumbnail", "patch_size"),
+}
+# Keys by which the programs that quantize note how they did it, and which readers of weights need not know.
 _NOTES_OF_QUANTIZERS = {
     *("fmt", "static_groups", "model_name_or_path", "model_file_base_name", "producer", "provider", "pack_dtype"),
     *("is_marlin_format", "damp_auto_increment", "failsafe", "rotation", "parallel_packing", "v2", "do_fuse"),
-    *("exclude_modules", "kv_cache_quant_algo", "quant_type_kwargs"),
+    *("exclude_modules", "kv_cache_quant_algo", "quant_type_kwargs", "version", "checkpoint_format", "lm_head"),
+    # auto-round's: the search for rounded weights
+    *("autoround_version", "iters", "lr", "minmax_lr", "nsamples", "seqlen", "low_gpu_mem_usage", "amp"),
+    *("gradient_accumulate_steps", "enable_quanted_input", "enable_minmax_tuning", "enable_norm_bias_tuning"),
+    *("enable_torch_compile", "enable_alg_ext", "not_use_best_mse", "to_quant_block_names", "packing_format"),
 }
-_LIBRARY = Path(transformers.__file__).parent
-_GENERAL_CODE = (
-    *("configuration_utils.py", "modeling_rope_utils.py", "modeling_utils.py", "masking_utils.py", "cache_utils.py"),
-    *("generation/configuration_utils.py", "generation/utils.py", "integrations/moe.py"),
-)
+# Keys that transformers computes a type of rope with (`modeling_rope_utils`), beside the base and the share of a head.
+_OF_SCALED = {"factor", "attention_factor", "original_max_position_embeddings"}
+_KEYS_OF_ROPES = {
+    "default": {"mrope_section", "mrope_interleaved"},
+    "linear": {"factor"},
+    "proportional": {"factor"},
+    "dynamic": {"factor", "original_max_position_embeddings", "alpha"},
+    "yarn": _OF_SCALED | {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+    "longrope": _OF_SCALED | {"short_factor", "long_factor", "short_mscale", "long_mscale"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+}
+_ALWAYS_SO_OF_QUANTIZERS = {"data_type": "int", "act_bits": 16, "act_data_type": "float", "super_bits": None}
+_READ_OF_QUANTIZERS = {
+    # by the readers of `runtime.quantization`, beside the parameters of transformers' classes
+    *("quant_method", "dynamic", "quant_algo", "config_groups", "w_bit", "q_group_size", "sparsity_config"),
+    *("transform_config", "quantization", "_load_in_4bit", "_load_in_8bit", "modules_to_convert"),
+}
 
 
 def parse_pretrained_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
@@ -212,11 +283,12 @@ def _with_decimals(kind: type[Any], data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_unread(config: PreTrainedConfig, said: dict[str, Any], where: str) -> None:
-    """SpecDecError for a value that other models compute with, and that transformers' class of this one does not read:
-    the model was made to compute otherwise."""
+    """SpecDecError for a value that other families compute with and that transformers' class of this family ignores,
+    such as `clip_qkv` 1.0 in a Llama: the model was made to compute otherwise."""
     known = inspect.signature(type(config)).parameters.keys() | config.attribute_map.keys()
-    for name in _OF_COMPUTING:
-        if name not in known and not hasattr(type(config), name) and said.get(name) not in (None, False, 0, 1):
+    for name, neutral in _OF_COMPUTING.items():
+        is_read = name in known or hasattr(type(config), name)
+        if not is_read and (value := said.get(name)) is not None and value is not False and value not in neutral:
             raise SpecDecError(
                 f"`{where}` has a value that transformers' {config.model_type} does not compute with: `{name}` "
                 f"{said[name]!r}",
@@ -399,13 +471,14 @@ def _refuse_two_ropes(data: dict[str, Any], where: str) -> None:
 
 
 def warn_of_unread_keys(config: PreTrainedConfig, data: dict[str, Any], where: str) -> None:
-    """A warning that names what a model's JSON, `data`, says of its language model, of this `config`, to nobody.
+    """Warn of each key in a model's JSON, `data`, that changes nothing in its language model, whose `config` this is.
 
-    Who wrote it had a model that computes otherwise, or misspelled what is read.
+    Whoever wrote the key had a model that computes differently, or misspelled a key that is read. A key means something
+    if transformers' config class of the model has a field for it, or if a table above lists it.
     """
     if found := list(_unread(config, data)):
         warnings.warn(
-            f"`{where}` has values that no code of transformers' {config.model_type} or of specdec reads, and that "
+            f"`{where}` has values that neither transformers' {config.model_type} nor specdec reads, and that "
             f"change nothing: {', '.join(found)}",
             SpecDecWarning,
             stacklevel=4,
@@ -413,80 +486,77 @@ def warn_of_unread_keys(config: PreTrainedConfig, data: dict[str, Any], where: s
 
 
 def _unread(config: PreTrainedConfig, data: dict[str, Any], inside: str = "") -> Iterator[str]:
-    """Yield names, with dots before those of what is `inside`, and their values."""
-    model_type, own_kind = str(data.get("model_type")), type(config)
-    is_known = model_type in CONFIG_MAPPING
-    whole = CONFIG_MAPPING[model_type] if is_known else type(getattr(config, inside[:-1], config))
-    renamed = {*own_kind.attribute_map, *own_kind.attribute_map.values()}
-    known = {*inspect.signature(whole).parameters, *dir(own_kind), *dir(whole)}
+    """Yield each key that nothing reads, with its value; a key inside `text_config` as `text_config.KEY`.
+
+    `num_experts` 8 in a Llama's config.json is yielded, since `LlamaConfig` has no such field.
+    """
+    known = _keys_read(config, data, inside)
     always = _ALWAYS_SO_OF.get(config.model_type, {})
-    own = _code_of(own_kind, whole, model_class(config))
-    if is_known and whole is not own_kind:
-        known |= _words_of_package(whole)
-    own_fields = inspect.signature(own_kind).parameters.keys() - renamed
-    usual = {name: getattr(own_kind, name, None) for name in own_fields}
-    known = known - own_fields | renamed | _OF_OTHERS
     for name, value in data.items():
         says_nothing = value is None or value is False or value in ([], {}, "")
         if name in _WITHIN and isinstance(value, dict):
             yield from _unread(config, value, f"{inside}{name}.")
         elif name in _ROPES_SAID and isinstance(value, dict):
-            yield from _unread_of_rope(own, value, f"{inside}{name}.")
+            yield from _unread_of_rope(config.model_type, value, f"{inside}{name}.")
         elif name in ("quantization_config", "compression_config") and isinstance(value, dict):
-            unread = (key for key in value if key not in _NOTES_OF_QUANTIZERS and not _is_read(key, _quantizers()))
-            yield from (f"`{inside}{name}.{key}` {shown(value[key])}" for key in unread)
-        elif says_nothing or name in known or _OF_NO_MODEL.search(name) or value in (always.get(name), usual.get(name)):
-            continue
-        elif not _is_read(name, own + _general_code()):
+            yield from _unread_of_quantizer(value, f"{inside}{name}.")
+        elif name in _COMPUTED_WITHOUT_OF.get(config.model_type, ()):
+            if not says_nothing and value != getattr(type(config), name, None):
+                yield f"`{inside}{name}` {shown(value)}"
+        elif not (says_nothing or name in known or _OF_NO_MODEL.search(name) or value == always.get(name)):
             yield f"`{inside}{name}` {shown(value)}"
 
 
-def _unread_of_rope(code: tuple[str, ...], rope: dict[str, Any], inside: str) -> Iterator[str]:
+def _keys_read(config: PreTrainedConfig, data: dict[str, Any], inside: str) -> set[str]:
+    """Keys of config.json for which transformers' classes of this model have a field, or which its code reads."""
+    model_type, own = str(data.get("model_type")), type(config)
+    within = getattr(config, inside.rstrip(".").rpartition(".")[2], config) if inside else config
+    whole = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else type(within)
+    known = _OF_OTHERS | _ALWAYS_READ | _READ_BESIDE_OF.get(config.model_type, set())
+    for kind in (own, whole, type(within)):
+        if issubclass(kind, PreTrainedConfig):
+            known |= _attributes_of(kind)
+    if hasattr(config, "rope_parameters"):
+        known |= _OF_EVERY_ROPE
+    return known | _OF_IMAGES if "vision_config" in data else known
+
+
+@cache
+def _attributes_of(kind: type[PreTrainedConfig]) -> set[str]:
+    """Fields of a config's class, their other names, and what an instance computes from them (`qk_head_dim`)."""
+    try:
+        computed = set(vars(kind()))
+    except Exception:  # a class without an instance for its defaults: its validators raise what they like
+        computed = set()
+    renamed = {*kind.attribute_map, *kind.attribute_map.values()}
+    return {*inspect.signature(kind).parameters, *dir(kind), *kind.sub_configs} | renamed | computed
+
+
+def _unread_of_rope(model_type: str, rope: dict[str, Any], inside: str) -> Iterator[str]:
     """A rope without a type is taken for `default`, as transformers takes it."""
     kind = rope.get("rope_type", rope.get("type", "default"))
-    code += (inspect.getsource(ROPE_INIT_FUNCTIONS[kind]),) if kind in ROPE_INIT_FUNCTIONS else ()
+    known = set(_KEYS_OF_ROPES.get(kind) or itertools.chain(*_KEYS_OF_ROPES.values()))
+    known |= {"rope_type", "type", *_OF_EVERY_ROPE} | _READ_BESIDE_OF.get(model_type, set())
     for name, value in rope.items():
-        if isinstance(value, dict):  # of a type of layers
-            yield from _unread_of_rope(code, value, f"{inside}{name}.")
-        elif name not in ("rope_type", "type", "rope_theta") and value is not None and not _is_read(name, code):
+        if isinstance(value, dict):  # a rope for one type of layers
+            yield from _unread_of_rope(model_type, value, f"{inside}{name}.")
+        elif value is not None and name not in known:
             yield f"`{inside}{name}` {shown(value)} in a rope of the type `{kind}`"
 
 
-def _is_read(name: str, code: Iterable[str]) -> bool:
-    reads = re.compile(rf"""["'.]{re.escape(name)}\b""")
-    return any(reads.search(text) for text in code)
-
-
-def _code_of(*classes: type[Any]) -> tuple[str, ...]:
-    return _texts(*{Path(inspect.getfile(one)) for one in classes})
-
-
-def _words_of_package(kind: type[Any]) -> set[str]:
-    """Names in all code of a model of several kinds of input."""
-    texts = _texts(*Path(inspect.getfile(kind)).parent.glob("*.py"))
-    return {word for text in texts for word in re.findall(r"\w+", text)}
+def _unread_of_quantizer(said: dict[str, Any], inside: str) -> Iterator[str]:
+    known = _READ_OF_QUANTIZERS | _NOTES_OF_QUANTIZERS | _fields_of_quantizers()
+    for name, value in said.items():
+        says_nothing = value is None or value in ([], {}, "") or value == _ALWAYS_SO_OF_QUANTIZERS.get(name, ...)
+        if name not in known and not says_nothing:
+            yield f"`{inside}{name}` {shown(value)}"
 
 
 @cache
-def _general_code() -> tuple[str, ...]:
-    here = Path(__file__)
-    writes = here, here.parents[1] / "gguf_config.py"
-    ours = [path for directory in here.parents[:2] for path in directory.glob("*.py") if path not in writes]
-    return _texts(*(_LIBRARY / name for name in _GENERAL_CODE), *ours)
-
-
-@cache
-def _quantizers() -> tuple[str, ...]:
-    """Code that reads how weights are quantized."""
-    places = (Path(__file__).parents[1] / "quantization", _LIBRARY / "quantizers", _LIBRARY / "integrations")
-    paths = (path for place in places for path in place.glob("*.py"))
-    return _texts(_LIBRARY / "utils" / "quantization_config.py", *paths)
-
-
-def _texts(*files: Path) -> tuple[str, ...]:
-    """The files' code without what is only a comment."""
-    texts = (path.read_text(encoding="utf-8") for path in files if path.is_file())
-    return tuple(re.sub(r"^\s*#.*", "", text, flags=re.MULTILINE) for text in texts)
+def _fields_of_quantizers() -> set[str]:
+    """Parameters of transformers' classes for `quantization_config`."""
+    kinds = AUTO_QUANTIZATION_CONFIG_MAPPING.values()
+    return {name for kind in kinds for name in inspect.signature(kind).parameters} - {"kwargs"}
 
 
 def last_words(error: Exception) -> str:

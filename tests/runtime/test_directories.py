@@ -19,8 +19,10 @@ from sentences import Said
 from tiny import build_tiny, hf_greedy, make_config, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from runtime.checkpoint import convert
+from runtime.compiler.causal_heads import has_causal_class
 from runtime.compiler.model import parameter_shapes, probe_config
 from runtime.compiler.pretrained import parse_language_model, warn_of_unread_keys
 from runtime.engine import Engine
@@ -426,7 +428,13 @@ IMPOSSIBLE: dict[str, dict[str, Any]] = {
         for pattern in ("LLLG", 0, None, [4])
     },
     "`sliding_window` None; no `layer_types`": {"model_type": "exaone4", "sliding_window": None},
-    "`attn_logit_softcapping`; 50.0": {"attn_logit_softcapping": 50.0},
+    **{
+        f"`{name}`; {value}": {name: value}
+        for name, value in {
+            **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 1.0, "clip_qkv": 1.0, "alibi": True},
+            **{"residual_multiplier": 0.5, "logit_scale": 2},
+        }.items()
+    },
 }
 
 
@@ -530,6 +538,47 @@ def test_values_of_a_config_within_that_no_code_reads_are_told(
     said(found, f"`{'.'.join(inside)}.slidng_window` 77")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("window_size", 4096), ("num_experts", 8), ("v_head_dim", 64), ("softcap", 30.0), ("n_routed_experts", 8)),
+        *(("qk_rope_head_dim", 32), ("use_qk_norm", True), ("sliding_window", 4096)),
+        *(("kv_lora_rank", 512), ("residual_scale", 2.0), ("mup_scale", 2.0), ("parallel_attn", True)),
+    ],
+)
+def test_keys_of_other_families_are_told_in_a_llama(name: str, value: Any) -> None:
+    """Each means something to another family; `LlamaConfig` has no field for it, and Llama's code does not read it."""
+    assert f"`{name}` " in unread_of(PUBLISHED["Llama-3.1-8B"].config, misspelled(name, value))
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {  # as llm-compressor 0.8 writes W4A16
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}},
+            **{"format": "pack-quantized", "global_compression_ratio": None, "ignore": ["lm_head"]},
+            **{"kv_cache_scheme": None, "moe_sparsity_config": None, "quant_method": "compressed-tensors"},
+            **{"quantization_status": "compressed", "sparsity_config": {}, "transform_config": {}, "version": "0.12.2"},
+        },
+        {  # as auto-round 0.8 writes its GPTQ form
+            **{"bits": 4, "data_type": "int", "group_size": 128, "sym": True, "autoround_version": "0.8.0"},
+            **{"iters": 200, "low_gpu_mem_usage": True, "nsamples": 128, "seqlen": 2048, "desc_act": False},
+            **{"true_sequential": False, "damp_percent": 0.01, "quant_method": "gptq", "batch_size": 8},
+            **{"block_name_to_quantize": "model.layers", "enable_quanted_input": True, "lm_head": False},
+        },
+    ],
+)
+def test_notes_of_current_quantizers_are_not_told(quantization: dict[str, Any]) -> None:
+    data = copy.deepcopy(PUBLISHED["Llama-3.1-8B"].config)
+    config, _ = parse_language_model(data, "config.json")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_unread_keys(config, data | {"quantization_config": quantization}, "config.json")
+    other = quantization | {"data_type": "mx_fp", "extra_config": {"model.layers.0": {"bits": 8}}}
+    with pytest.warns(SpecDecWarning, match="data_type.*extra_config"):
+        warn_of_unread_keys(config, data | {"quantization_config": other}, "config.json")
+
+
 def test_an_activation_that_is_not_the_one_computed_is_told(said: Said) -> None:
     """gpt-oss's experts compute a gate of their own, whatever the config has."""
     config = small_config("gpt_oss").to_dict()
@@ -588,6 +637,24 @@ def test_values_of_published_configs_are_read(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if name in UNREAD else "error")
         warn_of_unread_keys(config, data, "config.json")
+
+
+def test_no_family_is_told_of_its_own_config() -> None:
+    """The config.json that `save_pretrained` writes, of each causal family in transformers."""
+    told, num_families = list[str](), 0
+    for model_type in filter(has_causal_class, CONFIG_MAPPING):
+        try:
+            data = CONFIG_MAPPING[model_type]().to_dict()
+            config, _ = parse_language_model(data, "config.json")
+        except Exception:  # refused families, and classes whose defaults are no valid config
+            continue
+        num_families += 1
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", SpecDecWarning)
+            warn_of_unread_keys(config, data, "config.json")
+        told += [str(one.message) for one in caught if issubclass(one.category, SpecDecWarning)]
+    assert not told
+    assert num_families > 150
 
 
 def test_dbrx_is_rotated_as_published() -> None:
