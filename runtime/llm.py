@@ -24,8 +24,9 @@ from runtime.config import Activations, Compiler, Count, Dtype, IntFormat, Size,
 from runtime.costs import CostModel
 from runtime.drafters.compatibility import TargetIdentity, check_corpora
 from runtime.drafters.factory import Opening, open_drafter
-from runtime.drafters.protocol import Drafter
-from runtime.drafters.specs import AnySpec, DraftFunction, DraftLenMode
+from runtime.drafters.protocol import Drafter, DraftFunction
+from runtime.drafters.spec import DraftLenMode
+from runtime.drafters.specs import AnySpec
 from runtime.drafters.speculation import Speculation
 from runtime.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
 from runtime.engine_cache import EngineSettings, engine_of_model

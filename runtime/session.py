@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from runtime import orchestrator, scheduler
-from runtime.drafters.factory import OpenDrafter
+from runtime.drafters.opened import OpenDrafter
 from runtime.drafters.speculation import NO_SPECULATION, Speculation
 from runtime.drafting import check_requests
 from runtime.engine import Engine

@@ -246,6 +246,7 @@ def test_drafters_know_no_engine_but_their_own() -> None:
     allowed = {"runtime.corpus", "runtime.errors", "runtime.request", "runtime.sampling"}
     makers = {
         "runtime.drafters.factory",
+        "runtime.drafters.opened",
         "runtime.drafters.compatibility",
         *SPECS,
     }  # they open engines, and hold models together

@@ -28,7 +28,7 @@ from commands.sessions import open_setup
 from runtime.bundle import read_bundle
 from runtime.cache import digest, read_digest
 from runtime.checksums import NOT_RECORDED
-from runtime.drafters.specs import DraftLenMode
+from runtime.drafters.spec import DraftLenMode
 from runtime.drafters.speculation import Speculation
 from runtime.errors import SpecDecError, UsageError
 from runtime.gguf import is_gguf

@@ -25,7 +25,7 @@ from commands.output import Output, number, percent
 from commands.progress import Advance
 from commands.sessions import engines_made
 from runtime.config import Count, Measure, Share, Size
-from runtime.drafters.specs import DraftLenMode
+from runtime.drafters.spec import DraftLenMode
 from runtime.errors import SpecDecError
 from runtime.params import SamplingParams
 

@@ -21,7 +21,8 @@ from runtime.bundle import read_bundle
 from runtime.config import Size
 from runtime.diagnosis.diagnose import ExpectedAcceptance, Judgement, judge
 from runtime.diagnosis.observe import examine_draft_model, measure
-from runtime.drafters.specs import DraftLenMode, NgramDrafter
+from runtime.drafters.spec import DraftLenMode
+from runtime.drafters.specs import NgramDrafter
 from runtime.drafters.speculation import Speculation
 from runtime.errors import SpecDecError
 from runtime.llm import LLM

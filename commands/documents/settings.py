@@ -27,8 +27,8 @@ from runtime.config import (
     Share,
     Size,
 )
-from runtime.drafters.spec import Devices, DrafterSpec, Setting, TextForm, with_first_devices
-from runtime.drafters.specs import DRAFTERS, DraftLenMode
+from runtime.drafters.spec import Devices, DrafterSpec, DraftLenMode, Setting, TextForm, with_first_devices
+from runtime.drafters.specs import DRAFTERS
 from runtime.params import GrammarKind, SamplingParams
 
 if TYPE_CHECKING:  # `compare` needs no torch

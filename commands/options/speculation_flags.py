@@ -15,8 +15,8 @@ from commands.options.drafter_flags import (
 )
 from commands.options.expand import given_flags
 from commands.options.shared import SPECULATION, option
-from runtime.drafters.spec import Devices, DrafterSpec, Setting
-from runtime.drafters.specs import DRAFTERS, LOOKUPS, DraftLenMode
+from runtime.drafters.spec import Devices, DrafterSpec, DraftLenMode, Setting
+from runtime.drafters.specs import DRAFTERS, LOOKUPS
 from runtime.drafters.speculation import Speculation
 from runtime.drafters.trtllm import DRAFT_LEN
 from runtime.errors import UsageError

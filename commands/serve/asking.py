@@ -12,7 +12,7 @@ from commands.serve.http_errors import HTTPError, as_http_error
 from commands.serve.schema import ChatRequest, CompletionRequest, Generation, Speculative, text_of
 from commands.serve.served import ServedModel
 from runtime.drafters.chain import FirstOf
-from runtime.drafters.factory import BoundedDrafter
+from runtime.drafters.opened import BoundedDrafter
 from runtime.drafters.prediction import PredictionLookup
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.specs import LOOKUPS, LookupDrafter

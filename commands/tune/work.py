@@ -20,8 +20,7 @@ from commands.tune.command import DEFAULT_LIVE_PROMPTS, DEFAULT_OUTPUT_LEN, Tune
 from runtime.bundle import read_bundle
 from runtime.config import Measure, Size
 from runtime.drafters.compatibility import check_corpora
-from runtime.drafters.spec import Devices
-from runtime.drafters.specs import DraftLenMode
+from runtime.drafters.spec import Devices, DraftLenMode
 from runtime.drafters.speculation import Speculation
 from runtime.llm import LLM
 from runtime.params import SamplingParams

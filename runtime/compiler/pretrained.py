@@ -180,7 +180,7 @@ _COMPUTED_WITHOUT = {
 }
 _COMPUTED_WITHOUT_OF = {kind: keys for kinds, keys in _COMPUTED_WITHOUT.items() for kind in kinds.split()}
 # A `head_dim` that contradicts the weights is an error by itself; a request's settings are read by `generation_config`.
-_ALWAYS_READ = {"head_dim", *vars(GenerationConfig())}
+_ALWAYS_READ = {"head_dim", *vars(GenerationConfig())}  # type: ignore[no-untyped-call]
 _OF_EVERY_ROPE = {
     *("rope_theta", "partial_rotary_factor", "max_position_embeddings", "original_max_position_embeddings"),
 }
@@ -513,7 +513,8 @@ def _keys_read(config: PreTrainedConfig, data: dict[str, Any], inside: str) -> s
     within = getattr(config, inside.rstrip(".").rpartition(".")[2], config) if inside else config
     whole = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else type(within)
     known = _OF_OTHERS | _ALWAYS_READ | _READ_BESIDE_OF.get(config.model_type, set())
-    for kind in (own, whole, type(within)):
+    kinds: list[Any] = [own, whole, type(within)]
+    for kind in kinds:
         if issubclass(kind, PreTrainedConfig):
             known |= _attributes_of(kind)
     if hasattr(config, "rope_parameters"):
@@ -522,7 +523,7 @@ def _keys_read(config: PreTrainedConfig, data: dict[str, Any], inside: str) -> s
 
 
 @cache
-def _attributes_of(kind: type[PreTrainedConfig]) -> set[str]:
+def _attributes_of(kind: Any) -> set[str]:
     """Fields of a config's class, their other names, and what an instance computes from them (`qk_head_dim`)."""
     try:
         computed = set(vars(kind()))

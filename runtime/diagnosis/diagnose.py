@@ -14,7 +14,7 @@ from statistics import median
 
 from runtime.config import MachineSpeed, StepCost
 from runtime.costs import CostModel
-from runtime.drafters.specs import DraftLenMode
+from runtime.drafters.spec import DraftLenMode
 from runtime.stats import LoopTimes, StateStats
 
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from runtime.drafters.protocol import Drafter
-from runtime.drafters.specs import DraftFunction
+from runtime.drafters.protocol import Drafter, DraftFunction
 from runtime.errors import SpecDecError
 from runtime.request import Draft, Sequence
 

@@ -13,65 +13,27 @@ from runtime.bundle import read_bundle
 from runtime.compiler.profile_steps import costs_when_asked_for
 from runtime.config import EngineConfig
 from runtime.costs import CostModel
-from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import BestOf, DraftingModel
 from runtime.drafters.compatibility import TargetIdentity, check_draft_engine, check_head_tokenizer
 from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.custom import GuardedDrafter
 from runtime.drafters.draft_target import DraftModel, SelfDraft
-from runtime.drafters.meter import Clock
-from runtime.drafters.pool import NgramPool
-from runtime.drafters.protocol import Drafter, check_request, look_ahead
-from runtime.drafters.specs import DraftTargetDrafter, HeadDrafter, SelfDrafter
+from runtime.drafters.opened import BoundedDrafter, ModelSettings, OpenDrafter, adapted
+from runtime.drafters.protocol import Drafter
 from runtime.drafters.speculation import Speculation
 from runtime.drafters.translated import TranslatedDraftModel
 from runtime.drafters.under_grammar import UnderGrammar
 from runtime.engine import Engine, KVCacheConfig
 from runtime.errors import SpecDecWarning, draft_engine_errors
 from runtime.heads.draft_vocab import missing_ends
-from runtime.request import Draft, Request, Sequence
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from runtime.drafters.head_draft import HeadDraft
     from runtime.heads.head_config import HeadConfig
 
 FindEngine = Callable[[str | Path], Path]
 """The engine's directory of a draft model."""
-
-
-@dataclass
-class OpenDrafter:
-    """A drafter at work, and what a session has to know of its parts."""
-
-    drafter: Drafter
-    max_draft_len: int | None
-    """None: as long as the engine takes."""
-    pools: list[NgramPool] = field(default_factory=list)
-    draft_model: DraftModel | None = None
-    self_draft: SelfDraft | None = None
-    head_draft: "HeadDraft | None" = None
-    guarded: list[GuardedDrafter] = field(default_factory=list)
-
-    @property
-    def is_model(self) -> bool:
-        """True if its drafts cost time."""
-        return bool(self._models)
-
-    @property
-    def _models(self) -> "list[DraftModel | SelfDraft | HeadDraft]":
-        return [model for model in (self.draft_model, self.self_draft, self.head_draft) if model is not None]
-
-    @property
-    def gives_probs(self) -> bool:
-        """True if drafts of sampling requests were drawn from probabilities that they contain."""
-        return any(drafter.has_given_probs for drafter in self.guarded) or any(one.use_logits for one in self._models)
-
-    def clear_pools(self) -> None:
-        """Forget what finished requests left to others."""
-        for pool in self.pools:
-            pool.clear()
 
 
 @dataclass(frozen=True)
@@ -97,6 +59,15 @@ class Opening:
         """Its drafts cut to what pays, where that is asked for."""
         return adapted(drafter, self.costs, draft_costs, self.clock, at_once=at_once)
 
+    def draft_model(self, model: str | Path, devices: tuple[int, ...] | None, settings: ModelSettings) -> OpenDrafter:
+        return _open_draft_model(model, devices, settings, self)
+
+    def self_draft(self, settings: ModelSettings) -> OpenDrafter:
+        return _open_self_draft(settings, self)
+
+    def head(self, config: "HeadConfig", settings: ModelSettings) -> OpenDrafter:
+        return _open_head(config, settings, self)
+
     def guarded(self, drafter: GuardedDrafter, max_draft_len: int | None) -> OpenDrafter:
         """A drafter of the user's own."""
         return OpenDrafter(self.adapted(drafter), max_draft_len, guarded=[drafter])
@@ -112,36 +83,38 @@ def open_drafter(speculation: Speculation, opening: Opening) -> Iterator[OpenDra
         yield replace(opened, drafter=UnderGrammar(opened.drafter, is_model=opened.is_model))
 
 
-def open_draft_model(spec: DraftTargetDrafter, opening: Opening) -> OpenDrafter:
+def _open_draft_model(
+    model_name: str | Path, devices: tuple[int, ...] | None, settings: ModelSettings, opening: Opening
+) -> OpenDrafter:
     with draft_engine_errors():
-        bundle = read_bundle(opening.find_engine(spec.model))
-    tokenizers = check_draft_engine(bundle, opening.target, use_logits=spec.use_logits)
+        bundle = read_bundle(opening.find_engine(model_name))
+    tokenizers = check_draft_engine(bundle, opening.target, use_logits=settings.use_logits)
     with draft_engine_errors():
         kv_cache = (
             opening.kv_cache if bundle.config.states else replace(opening.kv_cache, state_checkpoint_interval=None)
         )
-        engine = opening.stack.enter_context(Engine.of_bundle(bundle, spec.device_ids, kv_cache))
+        engine = opening.stack.enter_context(Engine.of_bundle(bundle, devices, kv_cache))
         draft_costs = None
         if opening.costs is not None:
             engine.config = costs_when_asked_for(bundle, engine)
             draft_costs = CostModel(engine.config.step_costs, engine.config.host_s)
     vocab_size = opening.engine.config.vocab_size if tokenizers is None else engine.config.vocab_size
-    model = DraftModel(engine, vocab_size, use_logits=spec.use_logits)
+    model = DraftModel(engine, vocab_size, use_logits=settings.use_logits)
     drafter = model if tokenizers is None else TranslatedDraftModel(model, *tokenizers)
-    return OpenDrafter(opening.adapted(drafter, draft_costs), spec.max_draft_len, draft_model=model)
+    return OpenDrafter(opening.adapted(drafter, draft_costs), settings.max_draft_len, draft_model=model)
 
 
-def open_self_draft(spec: SelfDrafter, opening: Opening) -> OpenDrafter:
+def _open_self_draft(settings: ModelSettings, opening: Opening) -> OpenDrafter:
     engine, config, confidence_stop, copy_costs = opening.engine, opening.engine.config, None, None
     if opening.costs is not None:
         copy_costs = CostModel(config.self_draft_costs, config.host_s)
         confidence_stop = ConfidenceStop(opening.costs.iteration_s, partial(copy_costs.iteration_s, draft_len=0))
     _warn_of_missing_ends(engine.draft_ids, opening)
-    copy = SelfDraft(engine, use_logits=spec.use_logits, confidence_stop=confidence_stop)
-    return OpenDrafter(opening.adapted(copy, copy_costs), spec.max_draft_len, self_draft=copy)
+    copy = SelfDraft(engine, use_logits=settings.use_logits, confidence_stop=confidence_stop)
+    return OpenDrafter(opening.adapted(copy, copy_costs), settings.max_draft_len, self_draft=copy)
 
 
-def open_head_drafter(spec: HeadDrafter, opening: Opening) -> OpenDrafter:
+def _open_head(config: "HeadConfig", settings: ModelSettings, opening: Opening) -> OpenDrafter:
     from runtime.drafters.head_draft import (
         HeadDraft,
         measure_head,
@@ -149,19 +122,18 @@ def open_head_drafter(spec: HeadDrafter, opening: Opening) -> OpenDrafter:
     )
 
     engine = opening.engine
-    (config,) = spec.read_heads()
     check_head_tokenizer(config.directory, opening.target.tokenizer_dir, lambda: opening.target.tokenizer)
     head, cache = open_head(engine, config)
     _warn_of_missing_ends(head.draft_ids, opening)
     opening.stack.callback(engine.remove_head, cache)
     warn_of_short_blocks(config, engine.max_draft_len)
-    draft = HeadDraft(engine, head, cache, measure_head(engine, head, cache), use_logits=spec.use_logits)
+    draft = HeadDraft(engine, head, cache, measure_head(engine, head, cache), use_logits=settings.use_logits)
     head_costs = CostModel(draft.step_costs, 0.0)
     if opening.costs is not None:
         draft_s = partial(head_costs.iteration_s, draft_len=0)
         draft.confidence_stop = ConfidenceStop(opening.costs.iteration_s, draft_s, at_once=head.drafts_at_once)
     drafter = opening.adapted(draft, head_costs, at_once=head.drafts_at_once)
-    return OpenDrafter(drafter, spec.max_draft_len, head_draft=draft)
+    return OpenDrafter(drafter, settings.max_draft_len, head_draft=draft)
 
 
 def _warn_of_missing_ends(drafted: "Tensor | None", opening: Opening) -> None:
@@ -233,37 +205,3 @@ def _drafting_model(one: OpenDrafter, target: EngineConfig, *, has_costs: bool) 
 def _always_the_same(batch_size: int, context_len: int, draft_len: float) -> float:
     """Constant step costs, if none were measured."""
     return 1.0
-
-
-def adapted(
-    drafter: Drafter,
-    costs: CostModel | None,
-    draft_costs: CostModel | None = None,
-    clock: Clock | None = None,
-    *,
-    at_once: bool = False,
-) -> Drafter:
-    """The drafter itself, or where costs are known its drafts cut to what pays."""
-    if costs is None:
-        return drafter
-    draft_s = None if draft_costs is None else partial(draft_costs.iteration_s, draft_len=0)
-    return AdaptiveDrafter(drafter, costs.iteration_s, draft_s, clock, at_once=at_once)
-
-
-class BoundedDrafter:
-    """A drafter with a `max_draft_len` of its own: others in its chain, or its server's drafter, may draft more."""
-
-    def __init__(self, drafter: Drafter, max_draft_len: int) -> None:
-        self.drafter, self.max_draft_len = drafter, max_draft_len
-
-    def check_request(self, request: Request) -> None:
-        check_request(self.drafter, request)
-
-    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-        return self.drafter.propose(sequences, min(max_draft_len, self.max_draft_len))
-
-    def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
-        return look_ahead(self.drafter, sequence, drafted, min(max_draft_len, self.max_draft_len))
-
-    def forget(self, request_id: int) -> None:
-        self.drafter.forget(request_id)

@@ -12,7 +12,7 @@ from typing import get_args
 from runtime.corpus import Corpus
 from runtime.drafters.lookup import History, TextLookup, as_characters, cut_at_end_id, most_frequent, num_common_before
 from runtime.drafters.pool import NgramPool
-from runtime.drafters.specs import NgramRanking
+from runtime.drafters.spec import NgramRanking
 from runtime.errors import UsageError
 from runtime.request import Draft, Sequence
 

@@ -11,6 +11,9 @@ from runtime.request import Draft, Request, Sequence
 Suggest = Callable[[Sequence, list[int]], list[int]]
 """(sequence, draft so far) -> tokens that may come next."""
 
+DraftFunction = Callable[[list[int], int], list[int]]
+"""(a sequence's tokens, the longest draft) -> draft tokens; the simplest drafter."""
+
 
 class Drafter(Protocol):
     """Proposes draft tokens for sequences; may keep state per request between steps.

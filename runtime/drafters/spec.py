@@ -16,9 +16,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 from runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from runtime.drafters.factory import OpenDrafter, Opening
+    from runtime.drafters.opened import OpenDrafter, Opener
     from runtime.heads.head_config import HeadConfig
 
+NgramRanking = Literal["oldest", "leftmost", "recent", "frequent"]
+PoolKind = Literal["private", "public"]
+DraftLenMode = Literal["fixed", "auto"]
+"""`auto` shortens each draft to the length that is expected to save time, which may be 0; `fixed` sends all of it."""
 Devices = tuple[int, ...] | None
 """One for each rank of an engine; None: its first ones."""
 
@@ -367,5 +371,5 @@ class DrafterSpec(ABC):
         return with_first_devices(record | {"device_ids": device_ids}, lambda devices: (devices or (0,))[0])
 
     @abstractmethod
-    def open(self, opening: "Opening") -> "OpenDrafter":
+    def open(self, opening: "Opener") -> "OpenDrafter":
         """The drafter at work; SpecDecError if it cannot be."""

@@ -4,13 +4,23 @@ To add one, add a class here and its algorithm.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from runtime.drafters.spec import DRAFTERS as DRAFTERS
-from runtime.drafters.spec import Description, Devices, DrafterSpec, Entry, ListForm, Setting, TextForm
+from runtime.drafters.spec import (
+    Description,
+    Devices,
+    DrafterSpec,
+    Entry,
+    ListForm,
+    NgramRanking,
+    PoolKind,
+    Setting,
+    TextForm,
+)
 from runtime.drafters.trtllm import (
     DRAFT_LEN,
     DRAFT_MODEL_FLAG,
@@ -23,10 +33,10 @@ from runtime.errors import SpecDecError, UsageError, draft_engine_errors
 
 if TYPE_CHECKING:
     from runtime.costs import CostModel
-    from runtime.drafters.factory import OpenDrafter, Opening
     from runtime.drafters.meter import Clock
+    from runtime.drafters.opened import OpenDrafter, Opener
     from runtime.drafters.pool import NgramPool
-    from runtime.drafters.protocol import Drafter
+    from runtime.drafters.protocol import Drafter, DraftFunction
     from runtime.heads.head_config import HeadConfig
 
 __all__ = [
@@ -43,12 +53,6 @@ __all__ = [
 ]
 """Names that users of Python import, by way of `specdec_cli`."""
 
-NgramRanking = Literal["oldest", "leftmost", "recent", "frequent"]
-PoolKind = Literal["private", "public"]
-DraftLenMode = Literal["fixed", "auto"]
-"""`auto` shortens each draft to the length that is expected to save time, which may be 0; `fixed` sends all of it."""
-DraftFunction = Callable[[list[int], int], list[int]]
-"""(a sequence's tokens, the longest draft) -> draft tokens; the simplest drafter."""
 
 _LENGTH = Setting(at_least=1, leader=MAX_LEN_FLAG)
 LookupLen = Annotated[int, replace(_LENGTH, leader_default=LONGEST_LOOKUP)]
@@ -90,13 +94,13 @@ class LookupDrafter(DrafterSpec):
 
         `clock` as for `AdaptiveDrafter`.
         """
-        from runtime.drafters.factory import OpenDrafter, adapted
+        from runtime.drafters.opened import OpenDrafter, adapted
 
         pools = [self.make_pool()] if self.pool == "public" else []
         lookup = self.lookup(pools[0] if pools else None)
         return OpenDrafter(adapted(lookup, costs, clock=clock), self.max_draft_len, pools)
 
-    def open(self, opening: "Opening") -> "OpenDrafter":
+    def open(self, opening: "Opener") -> "OpenDrafter":
         return self.open_lookup(opening.costs, opening.clock)
 
 
@@ -297,10 +301,8 @@ class DraftTargetDrafter(DrafterSpec):
 
         return not is_head(model)
 
-    def open(self, opening: "Opening") -> "OpenDrafter":
-        from runtime.drafters.factory import open_draft_model
-
-        return open_draft_model(self, opening)
+    def open(self, opening: "Opener") -> "OpenDrafter":
+        return opening.draft_model(self.model, self.device_ids, self)
 
 
 def _head_setting(help: str) -> Setting:
@@ -333,10 +335,9 @@ class HeadDrafter(DrafterSpec):
             )
         return [found]
 
-    def open(self, opening: "Opening") -> "OpenDrafter":
-        from runtime.drafters.factory import open_head_drafter
-
-        return open_head_drafter(self, opening)
+    def open(self, opening: "Opener") -> "OpenDrafter":
+        (config,) = self.read_heads()
+        return opening.head(config, self)
 
 
 def _form_of_model(length: int) -> ListForm:
@@ -502,10 +503,8 @@ class SelfDrafter(DrafterSpec):
     max_draft_len: ModelLen = 8
     use_logits: bool = False
 
-    def open(self, opening: "Opening") -> "OpenDrafter":
-        from runtime.drafters.factory import open_self_draft
-
-        return open_self_draft(self, opening)
+    def open(self, opening: "Opener") -> "OpenDrafter":
+        return opening.self_draft(self)
 
 
 @dataclass(frozen=True)
@@ -528,8 +527,8 @@ class GrammarDrafter(DrafterSpec):
 
     max_draft_len: LookupLen = 10
 
-    def open(self, opening: "Opening") -> "OpenDrafter":
-        from runtime.drafters.factory import OpenDrafter
+    def open(self, opening: "Opener") -> "OpenDrafter":
+        from runtime.drafters.opened import OpenDrafter
         from runtime.drafters.under_grammar import NothingDrafted
 
         return OpenDrafter(NothingDrafted(), self.max_draft_len)
@@ -556,7 +555,7 @@ class CustomDrafter(DrafterSpec):
     def may_draw_by_probs(self) -> bool:
         return True
 
-    def open(self, opening: "Opening") -> "OpenDrafter":
+    def open(self, opening: "Opener") -> "OpenDrafter":
         from runtime.drafters.custom import load_custom_drafter
 
         return opening.guarded(load_custom_drafter(self.module, self.factory), self.max_draft_len)
@@ -584,7 +583,7 @@ class InlineDrafter(DrafterSpec):
     def may_draw_by_probs(self) -> bool:
         return True
 
-    def open(self, opening: "Opening") -> "OpenDrafter":
+    def open(self, opening: "Opener") -> "OpenDrafter":
         from runtime.drafters.custom import guarded_drafter
 
         name = getattr(self.drafter, "__name__", type(self.drafter).__name__)

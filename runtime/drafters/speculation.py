@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runtime.config import MAX_DRAFT_LEN
-from runtime.drafters.spec import DrafterSpec
-from runtime.drafters.specs import DRAFTERS, ChainDrafter, DraftLenMode, DraftTargetDrafter, LookupDrafter, as_spec
+from runtime.drafters.spec import DrafterSpec, DraftLenMode
+from runtime.drafters.specs import DRAFTERS, ChainDrafter, DraftTargetDrafter, LookupDrafter, as_spec
 from runtime.errors import SpecDecError, UsageError, draft_engine_errors
 
 if TYPE_CHECKING:
     from runtime.config import BuildConfig
-    from runtime.drafters.protocol import Drafter
-    from runtime.drafters.specs import AnySpec, DraftFunction
+    from runtime.drafters.protocol import Drafter, DraftFunction
+    from runtime.drafters.specs import AnySpec
     from runtime.heads.head_config import HeadConfig
 
 

@@ -16,7 +16,7 @@ from itertools import count
 from threading import Condition, Thread
 
 from runtime.drafters.chain import LongestMatch
-from runtime.drafters.factory import BoundedDrafter
+from runtime.drafters.opened import BoundedDrafter
 from runtime.drafters.prediction import CopiedTexts
 from runtime.drafters.protocol import Drafter, check_num_drafts, check_request
 from runtime.drafters.under_grammar import UnderGrammar

@@ -11,8 +11,8 @@ from runtime.bundle import Bundle
 from runtime.cache import digest
 from runtime.checksums import document_digest
 from runtime.config import EngineConfig, Measure, Share, Size, as_json, parse
-from runtime.drafters.spec import DrafterSpec, fields_of
-from runtime.drafters.specs import DRAFTERS, AnySpec, DraftLenMode
+from runtime.drafters.spec import DrafterSpec, DraftLenMode, fields_of
+from runtime.drafters.specs import DRAFTERS, AnySpec
 from runtime.drafters.speculation import Speculation
 from runtime.errors import SpecDecError, UsageError
 from runtime.files import write_json

@@ -24,7 +24,8 @@ from runtime.batch import Row
 from runtime.bundle import read_bundle, read_engine_config
 from runtime.costs import CostModel
 from runtime.drafters.compatibility import TargetIdentity
-from runtime.drafters.factory import OpenDrafter, Opening, open_drafter
+from runtime.drafters.factory import Opening, open_drafter
+from runtime.drafters.opened import OpenDrafter
 from runtime.drafters.specs import AnySpec, ChainDrafter, NgramDrafter, SelfDrafter
 from runtime.engine import Engine, KVCacheConfig
 from runtime.orchestrator import generate

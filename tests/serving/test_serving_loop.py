@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from waiting import HANG_S, wait_until
 
 from runtime.drafters.draft_target import SelfDraft
-from runtime.drafters.factory import OpenDrafter
 from runtime.drafters.ngram import NgramLookup
+from runtime.drafters.opened import OpenDrafter
 from runtime.drafters.protocol import Drafter
 from runtime.engine import Engine
 from runtime.errors import SpecDecError

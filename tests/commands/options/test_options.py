@@ -12,7 +12,8 @@ from commands.options.engine_choice import EngineOptions, KVCacheOptions, check_
 from commands.options.leader_flags import LeaderOptions, ModelEngineOptions
 from commands.options.sampling_flags import GenerationOptions, SamplingOptions
 from commands.options.speculation_flags import SpeculationOptions
-from runtime.drafters.specs import DraftLenMode, SuffixDrafter
+from runtime.drafters.spec import DraftLenMode
+from runtime.drafters.specs import SuffixDrafter
 from runtime.drafters.speculation import Speculation
 from runtime.errors import SpecDecError, UsageError
 from runtime.params import GREEDY, SamplingConfig, SamplingParams

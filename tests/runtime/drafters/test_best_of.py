@@ -17,8 +17,8 @@ from runtime.drafters.chain import BestOf, DraftingModel, FirstOf
 from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.draft_state import DraftState
 from runtime.drafters.draft_target import SelfDraft
-from runtime.drafters.factory import BoundedDrafter
 from runtime.drafters.ngram import NgramLookup
+from runtime.drafters.opened import BoundedDrafter
 from runtime.drafters.protocol import Drafter
 from runtime.engine import Engine
 from runtime.errors import SpecDecError, UsageError

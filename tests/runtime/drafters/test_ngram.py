@@ -13,7 +13,7 @@ from strength import examples
 from runtime.drafters.lookup import MAX_OCCURRENCES
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
-from runtime.drafters.specs import NgramRanking
+from runtime.drafters.spec import NgramRanking
 from runtime.errors import UsageError
 from runtime.request import Request, Sequence
 

@@ -1,0 +1,122 @@
+"""Opened drafters: a drafter at work, and what opens it.
+
+A spec opens its drafter with an `Opener`, which the engine's side gives it (`runtime.loop.opening`), so that specs know
+no engine.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from runtime.drafters.adaptive import AdaptiveDrafter
+from runtime.drafters.meter import Clock
+from runtime.drafters.pool import NgramPool
+from runtime.drafters.protocol import Drafter, check_request, look_ahead
+from runtime.request import Draft, Request, Sequence
+
+if TYPE_CHECKING:
+    from runtime.costs import CostModel
+    from runtime.drafters.custom import GuardedDrafter
+    from runtime.drafters.draft_target import DraftModel, SelfDraft
+    from runtime.drafters.head_draft import HeadDraft
+    from runtime.heads.head_config import HeadConfig
+
+
+@dataclass
+class OpenDrafter:
+    """A drafter at work, and what a session has to know of its parts."""
+
+    drafter: Drafter
+    max_draft_len: int | None
+    """None: as long as the engine takes."""
+    pools: list[NgramPool] = field(default_factory=list)
+    draft_model: "DraftModel | None" = None
+    self_draft: "SelfDraft | None" = None
+    head_draft: "HeadDraft | None" = None
+    guarded: "list[GuardedDrafter]" = field(default_factory=list)
+
+    @property
+    def is_model(self) -> bool:
+        """True if its drafts cost time."""
+        return bool(self._models)
+
+    @property
+    def _models(self) -> "list[DraftModel | SelfDraft | HeadDraft]":
+        return [model for model in (self.draft_model, self.self_draft, self.head_draft) if model is not None]
+
+    @property
+    def gives_probs(self) -> bool:
+        """True if drafts of sampling requests were drawn from probabilities that they contain."""
+        return any(drafter.has_given_probs for drafter in self.guarded) or any(one.use_logits for one in self._models)
+
+    def clear_pools(self) -> None:
+        """Forget what finished requests left to others."""
+        for pool in self.pools:
+            pool.clear()
+
+
+class Opener(Protocol):
+    """What a spec opens its drafter with; `runtime.loop.opening.Opening` beside an engine."""
+
+    @property
+    def costs(self) -> "CostModel | None":
+        """Costs of the target's steps; None: drafts have a fixed length."""
+
+    def clock(self) -> float: ...
+
+    def guarded(self, drafter: "GuardedDrafter", max_draft_len: int | None) -> OpenDrafter:
+        """A drafter of the user's own."""
+
+    def draft_model(self, model: str | Path, devices: tuple[int, ...] | None, settings: "ModelSettings") -> OpenDrafter:
+        """A draft model, by its name or its engine's directory."""
+
+    def self_draft(self, settings: "ModelSettings") -> OpenDrafter:
+        """The target's own copy in fewer bits."""
+
+    def head(self, config: "HeadConfig", settings: "ModelSettings") -> OpenDrafter:
+        """A trained head that reads the target's hidden states."""
+
+
+class ModelSettings(Protocol):
+    """Settings of a drafter that is a model: `DraftTargetDrafter`, `SelfDrafter`, `HeadDrafter`."""
+
+    @property
+    def max_draft_len(self) -> int: ...
+
+    @property
+    def use_logits(self) -> bool: ...
+
+
+def adapted(
+    drafter: Drafter,
+    costs: "CostModel | None",
+    draft_costs: "CostModel | None" = None,
+    clock: Clock | None = None,
+    *,
+    at_once: bool = False,
+) -> Drafter:
+    """The drafter itself, or where costs are known its drafts cut to what pays."""
+    if costs is None:
+        return drafter
+    draft_s = None if draft_costs is None else partial(draft_costs.iteration_s, draft_len=0)
+    return AdaptiveDrafter(drafter, costs.iteration_s, draft_s, clock, at_once=at_once)
+
+
+class BoundedDrafter:
+    """A drafter with a `max_draft_len` of its own: others in its chain, or its server's drafter, may draft more."""
+
+    def __init__(self, drafter: Drafter, max_draft_len: int) -> None:
+        self.drafter, self.max_draft_len = drafter, max_draft_len
+
+    def check_request(self, request: Request) -> None:
+        check_request(self.drafter, request)
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        return self.drafter.propose(sequences, min(max_draft_len, self.max_draft_len))
+
+    def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
+        return look_ahead(self.drafter, sequence, drafted, min(max_draft_len, self.max_draft_len))
+
+    def forget(self, request_id: int) -> None:
+        self.drafter.forget(request_id)
