@@ -57,7 +57,7 @@ class OpenDrafter:
 
 
 class Opener(Protocol):
-    """What a spec opens its drafter with; `runtime.loop.opening.Opening` beside an engine."""
+    """Interface by which a spec opens its drafter; `runtime.loop.opening.Opening` has it, beside an engine."""
 
     @property
     def costs(self) -> "CostModel | None":
