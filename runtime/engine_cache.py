@@ -48,7 +48,7 @@ from runtime.files import read_json
 from runtime.generation_config import GENERATION_CONFIG
 from runtime.heads.head_config import DraftOutputSettings, HeadConfig
 from runtime.locks import MODEL_INIT_LOCK
-from runtime.models import files_of_model, read_model_config, resolve_model
+from runtime.models import files_of_model, read_model_config, resolve_model, weight_files
 from runtime.temporary import own_temporary_files, temporary_dir
 
 _MAX_SEQ_LEN = 4096  # unless asked for: a K/V cache for all positions of a long-context model would not fit
@@ -219,7 +219,10 @@ def _identity(model_dir: Path, settings: EngineSettings, device: torch.device) -
     """A digest of the model's files, the settings, the machine, and the code that builds engines."""
     return digest(
         [
-            *(f"{path.name} {file_digest(path)}" for path in files_of_model(model_dir)),
+            *(
+                f"{path.relative_to(model_dir if model_dir.is_dir() else model_dir.parent)} {file_digest(path)}"
+                for path in files_of_model(model_dir)
+            ),
             *_identity_of_drafts(settings),
             *_identity_here(replace(settings, draft_output=DraftOutputSettings(), heads=()), device),
         ]
@@ -231,7 +234,7 @@ def _identity_of_drafts(settings: EngineSettings) -> list[str]:
     wanted, weights = settings.draft_output, list[Path]()
     vocab = wanted.vocab if wanted.vocab in (None, "auto") else file_digest(Path(wanted.vocab))
     if wanted.is_quantized:
-        weights = sorted(file for head in settings.heads[:1] for file in head.directory.glob("*.safetensors"))
+        weights = [file for head in settings.heads[:1] for file in weight_files(head.directory)]
     reads_output = any(head.reads_target_output for head in settings.heads[:1])
     return [
         repr(replace(wanted, vocab=vocab)),

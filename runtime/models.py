@@ -1,5 +1,6 @@
 """Resolve the source of a model: a shipped name, a local directory or GGUF file, or the Hugging Face hub."""
 
+import posixpath
 import re
 import warnings
 from functools import cache
@@ -12,13 +13,18 @@ from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import read_json
 from runtime.gguf import gguf_files, has_tokenizer, is_gguf, without_later_parts
 from runtime.gguf_config import config_of
-from runtime.tokenizer import TOKENIZER_FILES
+from runtime.tokenizer import TOKENIZER_FILES, template_files
 
 _SHIPPED = {"demo": "target", "demo-draft": "draft", "demo-hybrid": "hybrid"}
 _SHIPPED_HEADS = {"demo-head": "head"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _ADAPTER = "adapter_config.json"
+WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
 MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+
+
+DOWNLOAD_AGAIN = "download or save the model again"
 
 
 def resolve_model(name: str) -> Path:
@@ -49,7 +55,39 @@ def files_of_model(model_dir: Path) -> list[Path]:
     """Files that make the model what it is."""
     if is_gguf(model_dir):
         return gguf_files(model_dir)
-    return sorted(path for pattern in MODEL_FILES for path in model_dir.glob(pattern) if path.is_file())
+    found = {path for pattern in MODEL_FILES for path in model_dir.glob(pattern)}
+    found |= {*template_files(model_dir), *shards_of(model_dir).values()}
+    return sorted(path for path in found if path.is_file())
+
+
+def weight_files(model_dir: Path) -> list[Path]:
+    """The safetensors files among `files_of_model`."""
+    return [path for path in files_of_model(model_dir) if path.suffix == ".safetensors"]
+
+
+def shards_of(model_dir: Path) -> dict[str, Path]:
+    """The file of each tensor by the model's index; empty where the weights are one file, or there is no index.
+
+    SpecDecError as by `files_of_index`.
+    """
+    index = model_dir / INDEX
+    return {} if (model_dir / WEIGHTS).is_file() or not index.is_file() else files_of_index(index)
+
+
+def files_of_index(index: Path) -> dict[str, Path]:
+    """The file of each tensor, which may lie in a subdirectory (`layers/0.safetensors`); `./a.safetensors` is
+    `a.safetensors`.
+
+    SpecDecError for an index without tensors, or with a file outside its directory.
+    """
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values() or [None]):
+        raise SpecDecError(f"`{index}` has no `weight_map` from tensors to files", hint=DOWNLOAD_AGAIN)
+    inner = {name: posixpath.normpath(name) for name in set(weight_map.values())}
+    for name in sorted(inner):
+        if inner[name].startswith(("/", "..")):
+            raise SpecDecError(f"`{index}` names a file outside the model's directory: {name}", hint=DOWNLOAD_AGAIN)
+    return {tensor: index.parent / inner[name] for tensor, name in weight_map.items()}
 
 
 def resolve_head(name: str) -> Path:
@@ -74,7 +112,8 @@ def _gguf_within(directory: Path) -> Path | None:
     """The GGUF file of a directory without weights of another kind, of a model in parts the first; SpecDecError if
     there are several models."""
     found = without_later_parts(sorted(path for path in directory.iterdir() if is_gguf(path)))
-    if not found or any(path.suffix == ".safetensors" for path in directory.iterdir()):
+    has_weights = (directory / INDEX).is_file() or any(directory.glob("*.safetensors"))
+    if not found or has_weights:
         return None
     if len(found) > 1:
         names = ", ".join(path.name for path in found)

@@ -28,6 +28,15 @@ TOKENIZER_FILES = (
 _PROBES = ("", " ", "def f(w, h):\n    return w", "  It's , and don't .  1,234.50 ", "Ünï©ode 漢字 🙂🙂", "<s> </s>")
 
 
+TEMPLATE_DIR = "additional_chat_templates"
+"""Subdirectory of a tokenizer's chat templates but the default one: `tool_use.jinja` and others."""
+
+
+def template_files(directory: Path) -> list[Path]:
+    """The files of the templates in `TEMPLATE_DIR`, by name."""
+    return sorted(path for path in (directory / TEMPLATE_DIR).glob("*.jinja") if path.is_file())
+
+
 class AddedToken(Protocol):
     """A token beside the vocabulary that was learned."""
 
