@@ -20,11 +20,11 @@ from runtime.cache import cache_dir, read_digest, read_kept_digest, read_sealed
 from runtime.checkpoint_dir import CHECKPOINT, parse_checkpoint_config
 from runtime.checksums import (
     CONFIG,
-    NOT_RECORDED,
     Artefact,
     check_config,
     content_difference,
     files_in,
+    is_recorded,
     size_difference,
 )
 from runtime.config import FileRecord
@@ -144,7 +144,7 @@ def _check_recorded(directory: Path, data: dict[str, Any], text: str, kind: _Dir
     checks += [_check_record(directory / record.name, record) for record in records]
     recorded = {record.name for record in records}
     for name, path in others.items():
-        if name in NOT_RECORDED:
+        if not is_recorded(name):
             checks.append(_check_unrecorded(path, "may be changed"))
         elif name not in recorded:
             checks.append(FileCheck(name, "unknown", _size(path), f"was not there when {kind.artefact.since}"))

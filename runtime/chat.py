@@ -9,7 +9,9 @@ from typing import Any, NoReturn, NotRequired, TypedDict
 
 from runtime.errors import SpecDecError
 from runtime.files import read_json
-from runtime.gguf import CHAT_TEMPLATE, is_gguf, read_gguf
+from runtime.gguf import is_gguf, read_gguf, templates_of
+from runtime.tokenizer import template_files
+from runtime.tools.call_formats import ReasoningFormat, ToolFormat, find_reasoning_format, find_tool_format
 
 
 class Message(TypedDict):
@@ -61,9 +63,25 @@ class ChatTemplate:
         return source if isinstance(source, str) else ""
 
     @property
+    def tool_text(self) -> str:
+        """The template for conversations with functions that may be called: the one of its own, else `text`."""
+        source = self.source.get(_TOOL_USE) if isinstance(self.source, dict) else None
+        return source if isinstance(source, str) else self.text
+
+    @property
     def knows_tools(self) -> bool:
         """True if the template writes the functions that may be called into the prompt."""
-        return "tools" in self.text or (isinstance(self.source, dict) and "tool_use" in self.source)
+        return "tools" in self.tool_text or self.tool_text != self.text
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """Format of the calls that the template writes, if it is known."""
+        return find_tool_format(self.tool_text) or find_tool_format(self.text)
+
+    @property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """Format of the reasoning that the template writes, if it is known."""
+        return find_reasoning_format(self.text) or find_reasoning_format(self.tool_text)
 
     @property
     def response_template(self) -> dict[str, Any] | None:
@@ -129,12 +147,13 @@ def chat_templates(tokenizer_dir: Path) -> dict[str, Any]:
     They should be texts. `chat_template.json` is that of a processor of images and sounds, which no tokenizer reads.
     """
     if is_gguf(tokenizer_dir):
-        template = read_gguf(tokenizer_dir).metadata.get(CHAT_TEMPLATE)
-    elif (file := tokenizer_dir / "chat_template.jinja").exists():
-        template = file.read_text(encoding="utf-8", errors="replace")
-    else:
-        config = tokenizer_dir / "tokenizer_config.json"
-        template = read_json(config).get("chat_template") if config.is_file() else None
+        return templates_of(read_gguf(tokenizer_dir).metadata)
+    default = tokenizer_dir / "chat_template.jinja"
+    files = {_DEFAULT: default} if default.exists() else {}
+    if files := files | {file.stem: file for file in template_files(tokenizer_dir)}:
+        return {name: file.read_text(encoding="utf-8", errors="replace") for name, file in files.items()}
+    config = tokenizer_dir / "tokenizer_config.json"
+    template = read_json(config).get("chat_template") if config.is_file() else None
     if isinstance(template, list):
         return {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}
     return {} if template is None else {_DEFAULT: template}
@@ -218,6 +237,6 @@ def _is_message(message: Any) -> bool:
     )
 
 
-_DEFAULT = "default"
+_DEFAULT, _TOOL_USE = "default", "tool_use"  # transformers' names
 _OTHER = "correct the template, or name a tokenizer with another"
 _FORM = '[{"role": "user", "content": "…"}] is one; roles are system, user and assistant'

@@ -71,6 +71,7 @@ from runtime.source import (
 )
 from runtime.tensor_file import read_header
 from runtime.tensor_writer import Piece, Progress, write_pieces, write_shares
+from runtime.tokenizer import TEMPLATE_DIR, template_files
 
 # What a tokenizer or generation needs beside the weights.
 _SIDE_FILES = (
@@ -376,6 +377,9 @@ def copy_side_files(source: Path, destination: Path) -> None:
     for name in _SIDE_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, destination / name)
+    for file in template_files(source):
+        (destination / TEMPLATE_DIR).mkdir(exist_ok=True)
+        shutil.copyfile(file, destination / TEMPLATE_DIR / file.name)
 
 
 def check_side_files(directory: Path) -> None:

@@ -15,12 +15,19 @@ from typing import Any, NoReturn
 from runtime.cache import digest, file_digest
 from runtime.config import FileRecord
 from runtime.errors import SpecDecError
-from runtime.tokenizer import SAVED, TOKENIZER_FILES
+from runtime.tokenizer import SAVED, TEMPLATE_DIR, TOKENIZER_FILES
 
 CONFIG = "config.json"
 NOT_RECORDED = frozenset({CONFIG, "generation_config.json", "chat_template.jinja"})
 """People change them, but for the configuration, which has a digest of its own: how an output ends, and how a
 conversation is written."""
+
+
+def is_recorded(name: str) -> bool:
+    """False for a file that people change."""
+    return name not in NOT_RECORDED and not name.startswith(f"{TEMPLATE_DIR}/")
+
+
 _OF_TOKENIZER = frozenset({*TOKENIZER_FILES, SAVED})
 
 
@@ -51,7 +58,7 @@ def record_files(directory: Path) -> tuple[FileRecord, ...]:
     return tuple(
         FileRecord(name, path.stat().st_size, file_digest(path))
         for name, path in files_in(directory).items()
-        if name not in NOT_RECORDED
+        if is_recorded(name)
     )
 
 

@@ -6,6 +6,7 @@ Sizes are checked against the file's before anything is allocated or read.
 
 import re
 import struct
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -88,6 +89,16 @@ def is_gguf(path: Path) -> bool:
     with suppress(OSError), path.open("rb") as file:
         return file.read(len(_MAGIC)) == _MAGIC
     return False
+
+
+def templates_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The chat templates by their names: `default`, and of `tokenizer.chat_template.tool_use` `tool_use`."""
+    others = {
+        key.removeprefix(f"{CHAT_TEMPLATE}."): value
+        for key, value in metadata.items()
+        if key.startswith(f"{CHAT_TEMPLATE}.")
+    }
+    return ({"default": metadata[CHAT_TEMPLATE]} if CHAT_TEMPLATE in metadata else {}) | others
 
 
 def has_tokenizer(path: Path) -> bool:

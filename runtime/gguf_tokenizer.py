@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from runtime.errors import SpecDecError, SpecDecWarning
-from runtime.gguf import CHAT_TEMPLATE, TOKENIZER, has_tokenizer, read_gguf
+from runtime.gguf import TOKENIZER, has_tokenizer, read_gguf, templates_of
 from runtime.gguf_ends import MARKS, USER_DEFINED
 
 _CONTRACTIONS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
@@ -129,7 +129,7 @@ def make_gguf_tokenizer(path: Path) -> Any:
     """transformers' tokenizer of what the file says; SpecDecError for what is not known how llama.cpp reads it."""
     from transformers import PreTrainedTokenizerFast
 
-    said, template = _read(path), read_gguf(path).metadata.get(CHAT_TEMPLATE)
+    said, templates = _read(path), templates_of(read_gguf(path).metadata)
     if not said.says_pre:
         warnings.warn(
             f"the file does not say how its tokenizer splits texts (`{TOKENIZER}pre`), and `{_ASSUMED}` is assumed, as "
@@ -139,6 +139,7 @@ def make_gguf_tokenizer(path: Path) -> Any:
         )
     try:
         backend, special = _make(said)
+        template = templates if len(templates) > 1 else next(iter(templates.values()), None)
         return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **special)  # type: ignore[no-untyped-call]
     except SpecDecError:
         raise

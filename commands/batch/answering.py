@@ -36,7 +36,7 @@ from runtime.llm import LLM
 from runtime.models import resolve_tokenizer
 from runtime.serving.loop import RequestHandle, ServeRequest, ServingLoop, StepFailed
 from runtime.session import Session
-from runtime.tokenizer import TOKENIZER_FILES
+from runtime.tokenizer import TOKENIZER_FILES, template_files
 
 _MAX_QUEUE_LEN = 1 << 14
 _USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
@@ -298,6 +298,7 @@ def model_digest(engine_dir: Path, tokenizer_dir: Path | None) -> str:
     tokenizer = engine_dir if tokenizer_dir is None else resolve_tokenizer(tokenizer_dir)
     files = [tokenizer] if is_gguf(tokenizer) else [tokenizer / name for name in TOKENIZER_FILES]
     files += [directory / name for name in sorted(NOT_RECORDED) for directory in {engine_dir, tokenizer}]
+    files += [file for directory in {engine_dir, tokenizer} for file in template_files(directory)]
     parts = [config.weights_digest, repr(sorted(config.pretrained_config.items())), config.dtype]
     parts += [repr(config.build_config), repr(config.quantization)]
     return digest([*parts, *(f"{path.name} {read_digest(path)}" for path in files if _is_part(path))])

@@ -39,10 +39,11 @@ def chat_tokens(served: ServedModel, body: Conversation) -> list[int]:
     if not served.has_chat_template:
         raise HTTPError(400, "the model's tokenizer has no chat template: send a prompt to /v1/completions instead")
     template = served.llm.chat_template
-    messages, inputs = _messages(body), _inputs(template.text, body)
+    text = template.tool_text if body.callable_tools else template.text
+    messages, inputs = _messages(body), _inputs(text, body)
     size = sum(len(one["content"]) for one in messages) + len(json.dumps(inputs.tools))
     served.check_text_len(size, body.said_in)
-    messages = _as_template_has_it(template.text, messages)
+    messages = _as_template_has_it(text, messages)
     has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
     if (inputs.tools or has_calls) and not template.knows_tools:
         form = served.tool_format
@@ -59,9 +60,9 @@ def chat_tokens(served: ServedModel, body: Conversation) -> list[int]:
         except SpecDecError as error:
             raise as_http_error(error, "tools") from None
         inputs = TemplateInputs((), inputs.documents, inputs.variables)
-    if "alternate" in template.text:
+    if "alternate" in text:
         messages = _alternating(_with_system_first(messages))
-    elif "System message must be at the beginning" in template.text:
+    elif "System message must be at the beginning" in text:
         messages = _with_system_first(messages)
     try:
         template.check_variables(inputs.variables)

@@ -15,8 +15,6 @@ from runtime.tokenizer import Tokenizer
 from runtime.tools.call_formats import (
     ReasoningFormat,
     ToolFormat,
-    find_reasoning_format,
-    find_tool_format,
     named_reasoning_format,
     named_tool_format,
 )
@@ -70,7 +68,7 @@ class ServedModel:
         """Format of the model's calls of tools, if it is known."""
         if self.tool_call_parser is not None:
             return named_tool_format(self.tool_call_parser)
-        return find_tool_format(self.template_text)
+        return self.llm.chat_template.tool_format if self.has_chat_template else None
 
     @cached_property
     def response_template(self) -> dict[str, Any] | None:
@@ -84,7 +82,7 @@ class ServedModel:
         """Format of what the model thinks before it answers, if it is known."""
         if self.reasoning_parser is not None:
             return named_reasoning_format(self.reasoning_parser)
-        return find_reasoning_format(self.template_text)
+        return self.llm.chat_template.reasoning_format if self.has_chat_template else None
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:

@@ -1,21 +1,29 @@
 """Chat templates where the hub's directories have them, beside what transformers finds."""
 
+import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from byte_tokenizers import byte_level
+from llamacpp_tokens import write_byte_level
 from sentences import Said
 from transformers import AutoTokenizer
 
-from runtime.chat import ChatTemplate, check_chat_template, has_chat_template
+from runtime.chat import ChatTemplate, TemplateInputs, chat_templates, check_chat_template, has_chat_template
+from runtime.checkpoint import copy_side_files
+from runtime.checksums import record_files
 from runtime.errors import SpecDecError
+from runtime.gguf_tokenizer import make_gguf_tokenizer
+from runtime.tokenizer import TEMPLATE_DIR
+from runtime.tools.call_formats import named_tool_format
 
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
 TEMPLATES = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": TEMPLATE}]
 
 
-@pytest.mark.parametrize("place", ["none", "inline", "list", "file", "processor"])
+@pytest.mark.parametrize("place", ["none", "inline", "list", "file", "processor", "files"])
 def test_a_template_is_found_where_transformers_finds_it(place: str, tmp_path: Path) -> None:
     byte_level().save_pretrained(tmp_path)
     config = tmp_path / "tokenizer_config.json"
@@ -24,15 +32,63 @@ def test_a_template_is_found_where_transformers_finds_it(place: str, tmp_path: P
         config.write_text(json.dumps(settings | {"chat_template": TEMPLATE if place == "inline" else TEMPLATES}))
     elif place == "file":
         (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    elif place == "files":
+        (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+        (tmp_path / TEMPLATE_DIR).mkdir()
+        (tmp_path / TEMPLATE_DIR / "tool_use.jinja").write_text("tools")
     elif place == "processor":
         (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     own = AutoTokenizer.from_pretrained(tmp_path)
-    assert has_chat_template(tmp_path) == (own.chat_template is not None) == (place in ("inline", "list", "file"))
+    assert has_chat_template(tmp_path) == (own.chat_template is not None) == (place not in ("none", "processor"))
+    named = own.chat_template if isinstance(own.chat_template, dict) else {"default": own.chat_template}
+    assert chat_templates(tmp_path) == {name: text for name, text in named.items() if text is not None}
     if own.chat_template is not None:
         messages = [{"role": "user", "content": "the dog"}]
         found = ChatTemplate(tmp_path, {"model_type": "llama"}).encode(messages)  # type: ignore[list-item]
         expected = own.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert found == expected != []
+
+
+CALLING = '{{ tools | tojson }} <tool_call>\n{"name": "", "arguments": {}}\n</tool_call>' + TEMPLATE
+
+
+@pytest.mark.parametrize("place", ["list", "files", "gguf"])
+def test_a_template_for_tools_reaches_the_engine_and_says_how_tools_are_called(place: str, tmp_path: Path) -> None:
+    """transformers' prompts of both templates, and the format of calls of the one with tools."""
+    if place == "gguf":
+        path = write_byte_level(tmp_path / "model.gguf", "smollm", write_two_templates)
+        make_gguf_tokenizer(path).save_pretrained(tmp_path / "source")
+        assert chat_templates(path) == {"default": TEMPLATE, "tool_use": CALLING}
+    else:
+        tokenizer = copy.deepcopy(byte_level())
+        tokenizer.chat_template = {"default": TEMPLATE, "tool_use": CALLING}
+        tokenizer.save_pretrained(tmp_path / "source", save_jinja_files=place == "files")
+    (tmp_path / "engine").mkdir()
+    copy_side_files(tmp_path / "source", tmp_path / "engine")
+    found = ChatTemplate(tmp_path / "engine", {"model_type": "llama"})
+    assert found.knows_tools and found.tool_format == named_tool_format("hermes")
+    own = AutoTokenizer.from_pretrained(tmp_path / "source")
+    messages = [{"role": "user", "content": "the dog"}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    prompts = [
+        (
+            found.render(messages, TemplateInputs(given)),  # type: ignore[arg-type]
+            own.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, tools=given or None),
+        )
+        for given in ([], tools)
+    ]
+    assert all(ours == theirs for ours, theirs in prompts) and prompts[0] != prompts[1]
+
+
+def write_two_templates(writer: Any) -> None:
+    writer.add_chat_template([{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": CALLING}])
+
+
+def test_a_template_in_a_file_of_its_own_may_be_changed(tmp_path: Path) -> None:
+    (tmp_path / TEMPLATE_DIR).mkdir()
+    (tmp_path / TEMPLATE_DIR / "tool_use.jinja").write_text("tools")
+    (tmp_path / "rank0.safetensors").write_bytes(b"")
+    assert [record.name for record in record_files(tmp_path)] == ["rank0.safetensors"]
 
 
 BROKEN = {
