@@ -138,7 +138,7 @@ def test_reasoning_is_told_beside_the_text(tooled: Served) -> None:
 
 @pytest.mark.parametrize("end", ["</think>\n\nI go.", "and so", "</think>"])
 def test_tokens_of_reasoning_are_the_generated_ones(tooled: Served, end: str) -> None:
-    """The model cuts the text into more tokens than the tokenizer would, and all of them are counted: `Hm` as `H`, `m`."""
+    """The model cuts the text into more tokens than the tokenizer would (`Hm` as `H`, `m`): all are counted."""
     text = f"\nHm, hm. Well then\n{end}"
     body = {
         "messages": ASKED, "seed": 3, "guided_choice": [text], "temperature": 2, "chat_template_kwargs": {"think": True}
