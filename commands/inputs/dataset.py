@@ -216,7 +216,9 @@ def _parse_csv(text: str, path: Path) -> _Table:
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     rows: list[dict[str, object]] = []
     try:
-        header = next(reader)
+        header = next((cells for cells in reader if any(cell.strip() for cell in cells)), None)
+        if header is None:
+            raise SpecDecError(f"the file has no header: {path}", hint="name the columns in its first line")
         if len(set(header)) < len(header):
             raise SpecDecError(
                 f"the header names a column twice, {shown(header)}: {path}", hint="give every column its own name"
