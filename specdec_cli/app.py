@@ -6,6 +6,7 @@ tell; 130 interrupted.
 
 import errno
 import inspect
+import io
 import os
 import signal
 import sys
@@ -269,6 +270,7 @@ def main() -> None:
     """The `specdec` command."""
     collect_rarely()
     _open_closed_streams()
+    _replace_what_cannot_be_written()
     _have_waiting_threads_sleep()
     _keep_out_of_the_common_directory()
     for signal_number in (signal.SIGINT, signal.SIGTERM):
@@ -319,6 +321,15 @@ def _open_closed_streams() -> None:
                 os.close(null)
             os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
+
+
+def _replace_what_cannot_be_written() -> None:
+    """Write `?` for a character that the encoding of standard output lacks: `日` where a locale has ISO-8859-1.
+
+    Python would raise, after the work is done. Standard error shows such a character as `\\u65e5` already.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _have_waiting_threads_sleep() -> None:

@@ -277,7 +277,12 @@ class _MarkedStream:
 def lines_of_user() -> Iterator[str]:
     """Lines typed by the user, with editing and history on a terminal; Ctrl-C discards the line, Ctrl-D ends."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        yield from sys.stdin
+        try:
+            yield from sys.stdin
+        except UnicodeDecodeError as error:
+            raise SpecDecError(
+                f"standard input is not {sys.stdin.encoding}: {error}", hint="convert it, or set PYTHONIOENCODING"
+            ) from None
         return
     from prompt_toolkit import PromptSession
 
