@@ -45,8 +45,10 @@ from runtime.text import (
     StopWords,
     TextStream,
     bad_word_tokens,
+    check_tokenizer_fits,
     encode,
     find_end_ids,
+    find_own_tokenizer,
     load_tokenizer,
     sequence_text,
     stop_words_of,
@@ -136,6 +138,8 @@ class LLM:
                 self.tokenizer = tokenizer_of_engine(self.bundle)
             else:
                 self.tokenizer = load_tokenizer(self.tokenizer_dir, config.pretrained_config)
+                own = find_own_tokenizer(self.bundle)
+                check_tokenizer_fits(self.tokenizer, self.tokenizer_dir, own, config.vocab_size)
             end_ids = find_end_ids(self.bundle.directory, config.pretrained_config, self.tokenizer)
             self.end_ids = _within_vocabulary(end_ids, config.vocab_size)
             _tell_what_is_not_done(self.model_defaults)

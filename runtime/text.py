@@ -22,7 +22,7 @@ from runtime.locks import quiet_transformers
 from runtime.models import refuse_sentencepiece, resolve_tokenizer
 from runtime.request import Request, Sequence
 from runtime.token_text import Texts, texts_after, token_bytes
-from runtime.tokenizer import Tokenizer, find_saved_tokenizer, save_tokenizer
+from runtime.tokenizer import PROBES, Tokenizer, find_saved_tokenizer, save_tokenizer
 
 _MISTRALS = {"mistral", "mistral3", "ministral", "pixtral", "voxtral"}
 
@@ -120,6 +120,40 @@ def open_tokenizer(directory: Path) -> Tokenizer:
     return load_tokenizer(directory, config if isinstance(config.get("model_type"), str) else None)
 
 
+def check_tokenizer_fits(tokenizer: Tokenizer, directory: Path, own: Tokenizer | None, vocab_size: int) -> None:
+    """Compare a tokenizer that is named beside a model with the model's `own`, if there is one.
+
+    SpecDecError for words with ids past the model's `vocab_size`. A warning where an id, or a text, has another meaning
+    than for the model. Special tokens past the vocabulary are usual (Gemma's for images), and ids that one tokenizer
+    leaves free are too.
+    """
+    words = _words_of(tokenizer)
+    past = [i for i in words if i >= vocab_size and i not in tokenizer.added_tokens_decoder]
+    if past:
+        raise SpecDecError(
+            f"the tokenizer is another model's, it has ids up to {max(past)} and the model {vocab_size}: {directory}",
+            hint="name the tokenizer of the model, or give none, and the engine's own is used",
+        )
+    if own is None:
+        return
+    own_words = _words_of(own)
+    differing = sorted(i for i in words.keys() & own_words.keys() if words[i] != own_words[i])
+    texts = [text for text in PROBES if own(text)["input_ids"] != tokenizer(text)["input_ids"]]
+    if differing:
+        found = f"{len(differing)} of {len(words)} ids are other words, id {differing[0]} {words[differing[0]]!r} for "
+        found += f"{own_words[differing[0]]!r}"
+    elif texts:
+        found = f"a text becomes other ids than by the model's own, {max(texts, key=len)!r}"
+    else:
+        return
+    warnings.warn(f"the tokenizer is not the model's, {found}: {directory}", SpecDecWarning, stacklevel=3)
+
+
+def _words_of(tokenizer: Tokenizer) -> dict[int, str]:
+    """Words by id. A GGUF file has a token of two spaces as it is, and SentencePiece as `▁▁`: they are the same."""
+    return {i: word.replace("▁", " ") for word, i in tokenizer.get_vocab().items()}
+
+
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
     """The same for two tokenizers that mean the same by every token id."""
     vocabulary = sorted((i, token) for token, i in tokenizer.get_vocab().items())
@@ -150,6 +184,14 @@ def tokenizer_of_engine(bundle: Bundle) -> Tokenizer | None:
     """The engine's own tokenizer, or None; SpecDecError if it is another one than the engine was built with."""
     check_tokenizer_files(bundle)
     return _readable_tokenizer(bundle.directory, bundle.config.pretrained_config, bundle.directory)
+
+
+def find_own_tokenizer(bundle: Bundle) -> Tokenizer | None:
+    """The engine's own tokenizer beside another; None where there is none that can be read."""
+    try:
+        return find_tokenizer(bundle.directory, bundle.config.pretrained_config)
+    except SpecDecError:
+        return None
 
 
 def cache_tokenizer(directory: Path, pretrained_config: dict[str, Any], final_directory: Path) -> None:

@@ -25,7 +25,7 @@ TOKENIZER_FILES = (
     "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
 )  # fmt: skip
 # Spaces before words and marks, more than one of them, other alphabets, and characters of several tokens.
-_PROBES = ("", " ", "def f(w, h):\n    return w", "  It's , and don't .  1,234.50 ", "Ünï©ode 漢字 🙂🙂", "<s> </s>")
+PROBES = ("", " ", "def f(w, h):\n    return w", "  It's , and don't .  1,234.50 ", "Ünï©ode 漢字 🙂🙂", "<s> </s>")
 
 
 TEMPLATE_DIR = "additional_chat_templates"
@@ -168,7 +168,7 @@ def _is_same(saved: SavedTokenizer, tokenizer: Any) -> bool:
     def answers(one: Tokenizer) -> list[Any]:
         found: list[Any] = [one.eos_token_id, one.get_vocab()]
         found += [(i, token.special) for i, token in sorted(one.added_tokens_decoder.items())]
-        for text in _PROBES:
+        for text in PROBES:
             for special in (True, False):
                 ids = one(text, add_special_tokens=special, verbose=False)["input_ids"]
                 texts = [
