@@ -127,8 +127,8 @@ def check_tokenizer_fits(tokenizer: Tokenizer, directory: Path, own: Tokenizer |
     than for the model. Special tokens past the vocabulary are usual (Gemma's for images), and ids that one tokenizer
     leaves free are too.
     """
-    words = _words_of(tokenizer)
-    past = [i for i in words if i >= vocab_size and i not in tokenizer.added_tokens_decoder]
+    words, added = _words_of(tokenizer), tokenizer.added_tokens_decoder
+    past = [i for i in words if i >= vocab_size and i not in added]
     if past:
         raise SpecDecError(
             f"the tokenizer is another model's, it has ids up to {max(past)} and the model {vocab_size}: {directory}",
