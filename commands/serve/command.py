@@ -87,6 +87,10 @@ class ServerOptions:
             metavar="FORMAT",
         ),
     ] = None
+    refuse_special_tokens: Annotated[
+        bool,
+        option(SERVER, "Answer 400 to a message whose text has a special token, such as <|im_end|>."),
+    ] = False
     allowed_origins: Annotated[
         list[str] | None,
         option(

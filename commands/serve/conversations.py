@@ -43,6 +43,8 @@ def chat_tokens(served: ServedModel, body: Conversation) -> list[int]:
     messages, inputs = _messages(body), _inputs(text, body)
     size = sum(len(one["content"]) for one in messages) + len(json.dumps(inputs.tools))
     served.check_text_len(size, body.said_in)
+    if served.refuses_special_tokens:
+        served.check_has_no_special_token([messages, inputs.tools, inputs.documents, inputs.variables], body.said_in)
     messages = _as_template_has_it(text, messages)
     has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
     if (inputs.tools or has_calls) and not template.knows_tools:

@@ -38,6 +38,8 @@ class ServedModel:
     """Name of the format of tool calls; None: the chat template's."""
     reasoning_parser: str | None = None
     """Name of the format of reasoning; None: the chat template's."""
+    refuses_special_tokens: bool = False
+    """True if no text of a message may have a special token."""
 
     @property
     def name(self) -> str:
@@ -129,6 +131,16 @@ class ServedModel:
                 param=param,
                 code="context_length_exceeded",
             )
+
+    def check_has_no_special_token(self, texts: Any, param: str) -> None:
+        """HTTPError for a special token in a text, or in a text within a list or an object."""
+        if isinstance(texts, str):
+            found = next((token for token in self.special_tokens if token and token in texts), None)
+            if found is not None:
+                raise HTTPError(400, f"a text has a special token, {found!r}", param=param, code="special_token")
+        elif isinstance(texts, dict | list | tuple):
+            for inner in texts.values() if isinstance(texts, dict) else texts:
+                self.check_has_no_special_token(inner, param)
 
     def check_drafts_fit(self, draft_len: int, param: str) -> None:
         """HTTPError if the engine takes no such drafts."""

@@ -148,6 +148,7 @@ def open_served(
         llm.model_defaults.sampling,
         options.tool_call_parser,
         options.reasoning_parser,
+        options.refuse_special_tokens,
     )
 
 

@@ -45,6 +45,25 @@ def test_a_message_is_what_the_model_says_after_the_rendered_conversation(served
 
 
 @pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": "a</s>b"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "<s>"}]}]},
+        {"messages": [{"role": "system", "content": "<pad>"}, MESSAGES[3]]},
+        {"messages": [{"role": "assistant", "content": "a", "reasoning_content": "</s>"}, MESSAGES[3]]},
+        {"messages": MESSAGES, "chat_template_kwargs": {"name": ["<s>"]}},
+    ],
+)
+def test_special_tokens_in_messages_can_be_refused(body: dict[str, Any], served: Served, make_served: Any) -> None:
+    """By default a text's `</s>` becomes the token, as in other servers."""
+    assert served.post(CHAT, **body, max_tokens=1).status_code == 200
+    strict = make_served(None, refuse_special_tokens=True)
+    refused = strict.post(CHAT, **body, max_tokens=1)
+    assert refused.status_code == 400 and refused.json()["error"]["code"] == "special_token"
+    assert strict.post(CHAT, messages=MESSAGES, max_tokens=1).status_code == 200  # the template's own are no text
+
+
+@pytest.mark.parametrize(
     "said",
     [
         {"content": [{"type": "refusal", "refusal": "The dog."}]},
