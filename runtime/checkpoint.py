@@ -52,14 +52,13 @@ from runtime.generation_config import GENERATION_CONFIG, check_generation_config
 from runtime.gguf import has_tokenizer, is_gguf
 from runtime.gguf_config import generation_config_of
 from runtime.gguf_tokenizer import make_gguf_tokenizer
-from runtime.models import read_model_config, warn_of_adapter
+from runtime.models import WEIGHTS, read_model_config, warn_of_adapter
 from runtime.parallel.tp_layers import Splitting
 from runtime.quantization.formats import check_shapes, find_layers, format_of, without_quantization
 from runtime.quantization.gguf_blocks import ExpertBlocks, read_gguf_tensors
 from runtime.quantization.mxfp4 import codes_of, is_in_codes
 from runtime.quantization.planning import Losses, PrequantizedLayer, Source, plan_pieces, quantize_experts
 from runtime.source import (
-    WEIGHTS,
     SourceTensor,
     check_head,
     check_not_wrapped,
@@ -69,8 +68,10 @@ from runtime.source import (
     predicts_further,
     read_tensors,
 )
+from runtime.tekken import is_tekken_alone
 from runtime.tensor_file import read_header
 from runtime.tensor_writer import Piece, Progress, write_pieces, write_shares
+from runtime.text import load_tokenizer
 from runtime.tokenizer import TEMPLATE_DIR, template_files
 
 # What a tokenizer or generation needs beside the weights.
@@ -360,6 +361,8 @@ def _refuse_quantizing_again(source: Source, precision: QuantConfig) -> None:
 def _keep_tokenizer(model_dir: Path, directory: Path) -> None:
     if not is_gguf(model_dir):
         copy_side_files(model_dir, directory)
+        if is_tekken_alone(model_dir):
+            keep_converted(lambda: load_tokenizer(model_dir, None), directory)
         return
     if sampling := generation_config_of(model_dir):
         write_json(directory / GENERATION_CONFIG, sampling)
@@ -367,10 +370,15 @@ def _keep_tokenizer(model_dir: Path, directory: Path) -> None:
     if not has_tokenizer(model_dir):
         warnings.warn(f"the file has no tokenizer: {model_dir}", SpecDecWarning, stacklevel=3)
         return
+    keep_converted(lambda: make_gguf_tokenizer(model_dir), directory)
+
+
+def keep_converted(make: Callable[[], Any], directory: Path) -> None:
+    """Save a tokenizer made from another form; a warning where it cannot be: some prompts need none."""
     try:
-        make_gguf_tokenizer(model_dir).save_pretrained(directory)
-    except SpecDecError as error:  # there are prompts that need none
-        warnings.warn(f"{error}; {error.hint}", SpecDecWarning, stacklevel=3)
+        make().save_pretrained(directory)
+    except SpecDecError as error:
+        warnings.warn(f"{error}; {error.hint}", SpecDecWarning, stacklevel=4)
 
 
 def copy_side_files(source: Path, destination: Path) -> None:

@@ -101,6 +101,11 @@ def templates_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return ({"default": metadata[CHAT_TEMPLATE]} if CHAT_TEMPLATE in metadata else {}) | others
 
 
+def templates_as_one(templates: dict[str, Any]) -> Any:
+    """Chat templates as transformers takes them: by name, one as it is, and None where there is none."""
+    return templates if len(templates) > 1 else next(iter(templates.values()), None)
+
+
 def has_tokenizer(path: Path) -> bool:
     return f"{TOKENIZER}tokens" in read_gguf(path).metadata
 

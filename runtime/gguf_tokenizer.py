@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from runtime.errors import SpecDecError, SpecDecWarning
-from runtime.gguf import TOKENIZER, has_tokenizer, read_gguf, templates_of
+from runtime.gguf import TOKENIZER, has_tokenizer, read_gguf, templates_as_one, templates_of
 from runtime.gguf_ends import MARKS, USER_DEFINED
 
 _CONTRACTIONS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
@@ -139,7 +139,7 @@ def make_gguf_tokenizer(path: Path) -> Any:
         )
     try:
         backend, special = _make(said)
-        template = templates if len(templates) > 1 else next(iter(templates.values()), None)
+        template = templates_as_one(templates)
         return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **special)  # type: ignore[no-untyped-call]
     except SpecDecError:
         raise

@@ -13,6 +13,7 @@ from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import read_json
 from runtime.gguf import gguf_files, has_tokenizer, is_gguf, without_later_parts
 from runtime.gguf_config import config_of
+from runtime.tekken import is_tekken_alone
 from runtime.tokenizer import TOKENIZER_FILES, template_files
 
 _SHIPPED = {"demo": "target", "demo-draft": "draft", "demo-hybrid": "hybrid"}
@@ -131,7 +132,7 @@ def resolve_tokenizer(path: Path) -> Path:
     """The directory of a tokenizer, or a GGUF file that describes one, which a directory without a tokenizer's files
     may hold; SpecDecError if there is neither."""
     if path.is_dir():
-        has_files = any((path / name).is_file() for name in TOKENIZER_FILES)
+        has_files = is_tekken_alone(path) or any((path / name).is_file() for name in TOKENIZER_FILES)
         found = None if has_files else _gguf_within(path)
     else:
         found = path if is_gguf(path) else None
@@ -153,7 +154,7 @@ def refuse_unreadable_tokenizer(path: Path) -> None:
 
         check_gguf_tokenizer(path)
     else:
-        if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        if not is_tekken_alone(path) and not any((path / name).is_file() for name in TOKENIZER_FILES):
             raise SpecDecError(
                 f"there is no tokenizer for texts in: {path}", hint="name one, or give token ids", code="no_tokenizer"
             )

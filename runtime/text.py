@@ -12,15 +12,17 @@ from typing import Any, cast
 
 from runtime.bundle import Bundle, check_tokenizer_files, is_engine_dir, read_bundle
 from runtime.cache import digest
+from runtime.chat import chat_templates
 from runtime.checkpoint_dir import open_checkpoint
 from runtime.checksums import CONFIG
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.files import read_json
 from runtime.generation_config import as_end_ids, read_end_ids
-from runtime.gguf import is_gguf
+from runtime.gguf import is_gguf, templates_as_one
 from runtime.locks import quiet_transformers
 from runtime.models import refuse_sentencepiece, resolve_tokenizer
 from runtime.request import Request, Sequence
+from runtime.tekken import is_tekken_alone, make_tekken_tokenizer
 from runtime.token_text import Texts, texts_after, token_bytes
 from runtime.tokenizer import PROBES, Tokenizer, find_saved_tokenizer, save_tokenizer
 
@@ -40,6 +42,10 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
         from runtime.gguf_tokenizer import make_gguf_tokenizer
 
         made = make_gguf_tokenizer(directory)
+        made.truncation_side = "left"
+        return cast(Tokenizer, made)
+    if is_tekken_alone(directory):
+        made = make_tekken_tokenizer(directory, templates_as_one(chat_templates(directory)))
         made.truncation_side = "left"
         return cast(Tokenizer, made)
     if pretrained_config is not None and (model_type := pretrained_config["model_type"]) not in CONFIG_MAPPING:
