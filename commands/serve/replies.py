@@ -134,7 +134,7 @@ class PieceStream:
             yield text[first - end :][: self._num_fed - first]
 
     def _counted(self, said: list[Said]) -> list[Said]:
-        """What the parser tells; its tokens, and the ones of which it told nothing before, are now of a kind."""
+        """Take what the parser tells: the tokens read since it last told something are tokens of that kind."""
         if any(one.kind == "reasoning" for one in said):
             self._num_thought += self._num_pending
         if said:

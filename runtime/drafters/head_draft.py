@@ -28,7 +28,6 @@ from runtime.heads.head_config import HeadConfig, language_model, num_layers_of
 from runtime.heads.head_model import EagleHead, Head, load_head, set_layers, set_output, use_kernels
 from runtime.heads.head_output import QuantizedLayers, read_quantized, read_target_output
 from runtime.heads.paged_head import hide_first, use_programs
-from runtime.models import weight_files
 from runtime.request import Draft, Sequence
 
 _SHORT_ROW = 32
@@ -265,7 +264,7 @@ def open_head(engine: Engine, config: HeadConfig) -> tuple[Head, HeadCache]:
         use_kernels(head, arithmetic, step.weights if isinstance(step, PackagedStep) else {})
     if head.reads_target:
         head.read_layers_of(target)
-    if sum(file.stat().st_size for file in weight_files(config.directory)) > _LITTLE_BYTES:
+    if sum(file.stat().st_size for file in config.weight_files) > _LITTLE_BYTES:
         trim()  # as much as the weights again: those that were read, and packed
     cache = engine.add_head(head)
     if head.uses_kernels:

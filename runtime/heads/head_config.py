@@ -14,7 +14,7 @@ from typing import Any, Literal
 from runtime.config import DraftOutput, IntFormat
 from runtime.errors import SpecDecError, UsageError
 from runtime.files import read_json
-from runtime.models import read_model_config, resolve_head, resolve_model, shipped_head
+from runtime.models import read_model_config, resolve_head, resolve_model, shipped_head, weight_files
 from runtime.reading import raise_unreadable, shown
 
 OF_TWO_HEADS = "config.json and weights are of two heads; download the head again"
@@ -91,6 +91,11 @@ class HeadConfig:
     block: BlockConfig | None = None
     num_target_layers: int | None = None
     """Layers of its target, where its config says it."""
+
+    @property
+    def weight_files(self) -> list[Path]:
+        """The safetensors files of the head's directory."""
+        return weight_files(self.directory)
 
     @property
     def reads_target_output(self) -> bool:

@@ -1,4 +1,4 @@
-"""Where an answer ends in a GGUF file's vocabulary: llama.cpp's rules, family by family."""
+"""End tokens of a GGUF file's vocabulary: llama.cpp's rules, family by family."""
 
 import json
 import re

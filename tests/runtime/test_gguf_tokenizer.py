@@ -136,7 +136,7 @@ def write_phi_3(path: Path, name: str, architecture: str = "llama") -> Path:
 def test_special_tokens_of_phi_3_take_the_white_space_after_them(
     name: str, architecture: str, is_phi_3: bool, tmp_path: Path
 ) -> None:
-    """As in its tokenizer.json (`rstrip`), and in llama.cpp, which knows it by the name."""
+    """Phi-3's tokenizer.json says so (`rstrip`); llama.cpp knows it by the file's name."""
     tokenizer = make_gguf_tokenizer(write_phi_3(tmp_path / "model.gguf", name, architecture))
     kept = ["<s>", "<|user|>", "▁", "\n", "Hello", "<|end|>", "▁▁", "\n", "<|assistant|>", "▁", "\n", "<s>", "▁▁", "a"]
     without = ["<s>", "<|user|>", "▁", "Hello", "<|end|>", "<|assistant|>", "<s>", "▁▁", "a"]

@@ -55,7 +55,7 @@ def test_a_message_is_what_the_model_says_after_the_rendered_conversation(served
     ],
 )
 def test_special_tokens_in_messages_can_be_refused(body: dict[str, Any], served: Served, make_served: Any) -> None:
-    """By default a text's `</s>` becomes the token, as in other servers."""
+    """The default is that a text's `</s>` becomes the token, as in other servers."""
     assert served.post(CHAT, **body, max_tokens=1).status_code == 200
     strict = make_served(None, refuse_special_tokens=True)
     refused = strict.post(CHAT, **body, max_tokens=1)
@@ -75,7 +75,7 @@ def test_special_tokens_in_messages_can_be_refused(body: dict[str, Any], served:
     ],
 )
 def test_what_the_assistant_refused_is_what_it_said(served: Served, said: dict[str, Any]) -> None:
-    """As OpenAI's clients send back a message with a refusal."""
+    """OpenAI's clients send back a message with a refusal like this."""
     messages = [*MESSAGES[:2], {"role": "assistant", **said}, MESSAGES[3]]
     assert chat(served, messages=messages)["choices"] == chat(served)["choices"]
 

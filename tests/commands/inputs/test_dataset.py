@@ -210,7 +210,7 @@ def test_row_without_text_is_named_by_its_place_in_the_file(
 
 @pytest.mark.parametrize("blank", ["\n", "\r\n\n", "  \n", "\ufeff\n"])
 def test_blank_lines_before_a_csv_header_are_no_header(blank: str, tmp_path: Path, said: Said) -> None:
-    """As pandas and `datasets` read them; line numbers count them."""
+    """pandas and `datasets` skip them too; line numbers count them."""
     assert [one.text for one in load(write(tmp_path / "d.csv", f"{blank}article,highlights\nA,R\n"))] == ["A"]
     with pytest.raises(SpecDecError) as error:
         load(write(tmp_path / "d.csv", f"{blank}article,highlights\nA,R,S\n"))
