@@ -25,6 +25,7 @@ from runtime.compiler.attention import PROBE
 from runtime.compiler.model import (
     ModelKind,
     check_weights,
+    dtypes_of_weights,
     expert_layers,
     fuse_expert_layers,
     fuse_experts,
@@ -199,7 +200,7 @@ def plan_conversion(model_dir: Path, dtype: Dtype | None, precision: QuantConfig
             warnings.warn("experts that are split are dequantized", SpecDecWarning, stacklevel=3)
         source = kept if tp_size == 1 else source
     losses = Losses(getattr(torch, dtype))
-    pieces, quantization = plan_pieces(source, getattr(torch, dtype), precision, losses)
+    pieces, quantization = plan_pieces(source, dtypes_of_weights(pretrained, getattr(torch, dtype)), precision, losses)
     mapping = Mapping(tp_size, tp_size)
     checkpoint = CheckpointConfig(source.config, dtype, quantization, mapping)
     pieces = fuse_experts(pretrained, pieces)  # or a build would have them twice in memory
@@ -214,14 +215,15 @@ def plan_conversion(model_dir: Path, dtype: Dtype | None, precision: QuantConfig
 def read_numbers(
     model_dir: Path, dtype: torch.dtype, wanted: Callable[[str], bool] = lambda name: True
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A model's config, and its weights of `wanted` names as the numbers that they mean, quantized ones too."""
+    """A model's config, and its weights of `wanted` names as the numbers that they mean, quantized ones too: in
+    `dtype`, or in float32 where transformers keeps them so."""
     source = _open_source(model_dir)
+    dtype_of = dtypes_of_weights(parse_pretrained_config(source.config, source.name), dtype)
     tensors = [tensor for tensor in source.tensors if wanted(tensor.name)]
-    numbers = {tensor.name: load_tensors([tensor])[0].to(dtype) for tensor in tensors}
+    numbers = {tensor.name: load_tensors([tensor])[0].to(dtype_of(tensor.name)) for tensor in tensors}
     for name, layer in source.layers.items():
-        if not wanted(f"{name}.weight"):
-            continue
-        numbers[f"{name}.weight"] = layer.load().dequantize(dtype)
+        if wanted(weight := f"{name}.weight"):
+            numbers[weight] = layer.load().dequantize(dtype_of(weight))
     return source.config, numbers
 
 
@@ -303,6 +305,8 @@ def _open_source(model_dir: Path) -> Source:
         layers, tensors = find_layers(tensors, found_format, of_layers, model_dir)
     _check_shapes(tensors, shapes, model_dir)
     linears, head = linear_layers(pretrained)
+    dtype_of = dtypes_of_weights(pretrained, torch.float16)  # transformers' quantizers leave out both of its lists
+    linears = [name for name in linears if dtype_of(f"{name}.weight") == torch.float16]
     names = [*(tensor.name for tensor in tensors), *(f"{name}.weight" for name in layers)]
     names = own_names(pretrained, names)
     check_head(names, config, head, is_tied=getattr(pretrained, "tie_word_embeddings", False))

@@ -53,7 +53,7 @@ class _Judge:
     more_rounding: float  # than transformers'
     most_rounding: float
     most_by_ties: float
-    """`most_rounding` of three quarters of a mixture's rows, where near ties between experts may be decided otherwise."""
+    """`most_rounding` of three quarters of a mixture's rows, where near ties between experts are decided otherwise."""
     of_rows: float = 1.0
     """Share of the rows that is held to that, the nearest ones."""
     farthest_row: float = math.inf
