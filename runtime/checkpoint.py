@@ -31,6 +31,7 @@ from runtime.compiler.model import (
     fuse_experts,
     has_experts,
     linear_layers,
+    loaded_otherwise,
     missing_weights,
     names_in_whole,
     own_names,
@@ -68,6 +69,7 @@ from runtime.source import (
     load_tensors,
     of_two_models,
     predicts_further,
+    read_file_header,
     read_tensors,
 )
 from runtime.tensor_file import read_header
@@ -81,6 +83,7 @@ _SIDE_FILES = (
 
 
 _AS_IT_IS = QuantConfig()
+_MOST_COMPARED = 1 << 21  # numbers of a weight: a router of DeepSeek V3 has 1.8 M
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,32 @@ class Conversion:
             dtype = getattr(torch, self.config.dtype)
             kind = ModelKind(pretrained, dtype, PROBE, self.config.quantization)
             check_weights(kind, directory / weights_files(self.config.mapping)[0], str(self.model_dir))
+        self.compare_with_model(directory)
+
+    def compare_with_model(self, directory: Path) -> None:
+        """SpecDecError where transformers makes other weights of what was written than of the model's own files: of all
+        that are neither quantized nor large, such as norms, biases and routers."""
+        entries = [read_file_header(directory / name) for name in weights_files(self.config.mapping)]
+        ranks = [{one.name: one for one in entry} for entry in entries]
+        small = [
+            source
+            for piece in self.pieces
+            for source in piece.sources[:1]
+            if [*piece.forms] == [source.name] and source.is_float and source.num_elements <= _MOST_COMPARED
+        ]
+        if not small:
+            return
+        theirs = {source.name: load_tensors([source])[0] for source in small}
+        ours = {}
+        for name in theirs:
+            parts = load_tensors([rank[name] for rank in ranks])
+            ours[name] = parts[0] if self.splitting is None else self.splitting.join(name, parts)
+        pretrained = parse_pretrained_config(self.config.pretrained_config, str(self.model_dir))
+        if (name := loaded_otherwise(pretrained, getattr(torch, self.config.dtype), ours, theirs)) is not None:
+            raise SpecDecError(
+                f"`{name}` would not be what transformers loads from the model: {self.model_dir}",
+                hint="the model is not converted correctly and no checkpoint was written; please report it",
+            )
 
     def has_weights_of(self, file: Path) -> bool:
         """True if the file is what would be written: the same tensors, under the same names, and no others."""
@@ -175,6 +204,7 @@ def convert_for_build(conversion: Conversion, directory: Path, *, may_link: bool
         conversion.link(directory, weights)
         return OpenedCheckpoint(directory, conversion.config, unread=weights)
     conversion.write(directory, lambda done, total: None)
+    conversion.compare_with_model(directory)
     conversion.warn_of_losses()
     return OpenedCheckpoint(directory, conversion.config)
 

@@ -128,7 +128,7 @@ def read_tensors(model_dir: Path) -> list[SourceTensor]:
                 SpecDecWarning,
                 stacklevel=3,
             )
-        return _read_header(single)
+        return read_file_header(single)
     if index.is_file():
         return _read_shards(index)
     shards = sorted(model_dir.glob("*-of-*.safetensors"))
@@ -144,7 +144,7 @@ def _read_shards(index: Path) -> list[SourceTensor]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values() or [None]):
         raise SpecDecError(f"`{index}` has no `weight_map` from tensors to files", hint=_AGAIN)
-    entries = [entry for name in sorted(set(weight_map.values())) for entry in _read_header(index.parent / name)]
+    entries = [entry for name in sorted(set(weight_map.values())) for entry in read_file_header(index.parent / name)]
     # It says which one counts where two shards hold a tensor of the same name.
     entries = [entry for entry in entries if weight_map.get(entry.name) == entry.file.name]
     missing = sorted(set(weight_map) - {entry.name for entry in entries})
@@ -163,7 +163,8 @@ def _refuse_pickle(model_dir: Path) -> None:
         )
 
 
-def _read_header(file: Path) -> list[SourceTensor]:
+def read_file_header(file: Path) -> list[SourceTensor]:
+    """A file's tensors; SpecDecError where it is missing or damaged, or has a dtype that is not read."""
     if not file.is_file():
         raise SpecDecError(f"file is missing: {file}", hint=_AGAIN)
     try:

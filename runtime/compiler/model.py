@@ -31,8 +31,10 @@ from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
     build_glob_alternation,
+    convert_and_load_state_dict_in_model,
     rename_source_key,
 )
+from transformers.modeling_utils import LoadStateDictConfig
 from transformers.pytorch_utils import Conv1D
 
 from runtime.compiler.attention import KERNEL, PROBE, SEE_MODELS, PagedInputs, Recorded, chunks_without_padding
@@ -158,6 +160,35 @@ def _kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
     lists = [*model._get_dtype_plan(dtype)]
     listed, _, _ = build_glob_alternation(lists)
     return {name for name, one in weights.items() if one.dtype == torch.float32 or (lists and listed.search(name))}
+
+
+def loaded_otherwise(
+    config: PreTrainedConfig, dtype: torch.dtype, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]
+) -> str | None:
+    """A weight that transformers makes in a model of `dtype`, to the last bit, otherwise of our tensors than of theirs.
+
+    Both are stored tensors by the names that they have in files; the other weights of the model take no memory.
+    """
+    with _on_meta():
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)  # type: ignore[no-untyped-call]
+    found = [_loaded_by_transformers(model, dtype, tensors) for tensors in (theirs, ours)]
+    return next((name for name, one in found[0].items() if not _are_same(one, found[1].get(name))), None)
+
+
+def _loaded_by_transformers(
+    model: PreTrainedModel, dtype: torch.dtype, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The weights that transformers puts into a model that has no memory."""
+    plan, mapping = model._get_dtype_plan(dtype), get_model_conversion_mapping(model)
+    with quiet_transformers():
+        convert_and_load_state_dict_in_model(
+            model, dict(tensors), LoadStateDictConfig(dtype=dtype, dtype_plan=plan, weight_mapping=mapping)
+        )
+    return {name: one for name, one in model.state_dict().items() if not one.is_meta}
+
+
+def _are_same(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and one.dtype == other.dtype and torch.equal(one, other)
 
 
 def missing_weights(config: PreTrainedConfig, names: Iterable[str]) -> list[str]:

@@ -3,7 +3,10 @@ last bit what transformers loads from the same files."""
 
 import copy
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrai
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
-from runtime.checkpoint import convert
+from runtime.checkpoint import convert, convert_for_build, plan_conversion
 from runtime.compiler.attention import PAGED
 from runtime.compiler.build import build_engine
 from runtime.compiler.model import ModelKind, load_model, load_whole_model, split_config
@@ -26,6 +29,9 @@ from runtime.compiler.pretrained import parse_language_model, parse_pretrained_c
 from runtime.compiler.reference import load_original
 from runtime.config import Dtype, QuantConfig, QuantFormat
 from runtime.errors import SpecDecError, SpecDecWarning
+from runtime.quantization.planning import Losses, _copied
+from runtime.source import SourceTensor
+from runtime.tensor_writer import Piece
 from scripts.tools import families
 
 SOURCES = Path(transformers.__file__).parent / "models"
@@ -125,6 +131,22 @@ def test_what_transformers_keeps_in_float32_is_so_in_an_engine_to_the_last_bit(f
     assert num_kept
 
 
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("family", KEEPING)
+def test_logits_in_bfloat16_are_transformers(family: str, tmp_path: Path) -> None:
+    """With rounded biases other experts are chosen, and logits are 0.2 and more of their norm away."""
+    save_model(family, tmp_path / "model")
+    model = load_by_transformers(family, tmp_path / "model", torch.bfloat16)
+    with families.make_engine(tmp_path / "model", tmp_path, torch.device("cpu"), dtype="bfloat16") as engine:
+        (sequences, *_) = families.answers(engine, None, families.SHORT_LENGTHS, keep_logits=True)
+    distances = []
+    for sequence, prompt in zip(sequences, families.prompts(families.SHORT_LENGTHS), strict=True):
+        with torch.no_grad():
+            theirs = model(torch.tensor([prompt]), use_cache=False).logits[0, -1].float()
+        distances.append(float((sequence.logits[0] - theirs).norm() / theirs.norm()))
+    assert sorted(distances)[1] < 0.05, distances  # one of the three may have a near tie between experts
+
+
 SPLIT = [family for family in KEEPING if families.recorded()[family].ways["split"] == "yes"]
 
 
@@ -195,6 +217,55 @@ def test_checkpoint_with_a_rounded_bias_is_refused(tmp_path: Path, said: Said) -
             phase=lambda name: None,
         )
     said(error, name, "bfloat16", "float32")
+
+
+def bfloat16_for_all(config: PreTrainedConfig, dtype: torch.dtype) -> Callable[[str], torch.dtype]:
+    return lambda name: torch.bfloat16
+
+
+def copied_rounded(tensor: SourceTensor, dtype: torch.dtype, losses: Losses) -> Piece:
+    """What is kept in float32, with the numbers of bfloat16."""
+    piece = _copied(tensor, dtype, losses)
+    return replace(
+        piece, make=lambda values: {name: one.bfloat16().to(one.dtype) for name, one in piece.make(values).items()}
+    )
+
+
+def copied_of_neighbour(tensor: SourceTensor, dtype: torch.dtype, losses: Losses) -> Piece:
+    piece = _copied(tensor, dtype, losses)
+    return replace(piece, make=lambda values: {name: one.roll(1) for name, one in piece.make(values).items()})
+
+
+@pytest.mark.parametrize(
+    ("place", "fault"),
+    [
+        ("runtime.checkpoint.dtypes_of_weights", bfloat16_for_all),
+        ("runtime.quantization.planning._copied", copied_rounded),
+        ("runtime.quantization.planning._copied", copied_of_neighbour),
+    ],
+    ids=["dtypes", "numbers", "order"],
+)
+@pytest.mark.parametrize("way", ["convert", "build", "split"])
+def test_conversion_that_is_not_what_transformers_loads_is_refused(
+    place: str, fault: Callable[..., Any], way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
+) -> None:
+    save_model("glm4_moe", tmp_path / "model")
+    monkeypatch.setattr(place, fault)
+    with pytest.raises(SpecDecError) as error:
+        if way == "build":
+            (tmp_path / "checkpoint").mkdir()
+            conversion = plan_conversion(tmp_path / "model", "bfloat16", QuantConfig())
+            convert_for_build(conversion, tmp_path / "checkpoint", may_link=True)
+        else:
+            convert(
+                tmp_path / "model",
+                tmp_path / "checkpoint",
+                "bfloat16",
+                replace=False,
+                progress=lambda done, total: None,
+                tp_size=2 if way == "split" else 1,
+            )
+    said(error)
 
 
 def test_layer_that_transformers_keeps_in_float32_is_not_quantized(tmp_path: Path) -> None:
