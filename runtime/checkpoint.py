@@ -1,7 +1,7 @@
 """Checkpoint directories: `config.json`, `rank{N}.safetensors` and the tokenizer's files.
 
-A checkpoint holds a Hugging Face model's tensors under their own names, cast to one dtype. They are copied one at a
-time, so memory does not grow with the model.
+A checkpoint holds a Hugging Face model's tensors under their own names, cast to one dtype, but for those that
+transformers keeps in float32. They are copied one at a time, so memory does not grow with the model.
 """
 
 import re
@@ -136,9 +136,9 @@ class Conversion:
             parts = load_tensors([rank[name] for rank in ranks])
             ours[name] = parts[0] if self.splitting is None else self.splitting.join(name, parts)
         pretrained = parse_pretrained_config(self.config.pretrained_config, str(self.model_dir))
-        if (name := loaded_otherwise(pretrained, getattr(torch, self.config.dtype), ours, theirs)) is not None:
+        if (other := loaded_otherwise(pretrained, getattr(torch, self.config.dtype), ours, theirs)) is not None:
             raise SpecDecError(
-                f"`{name}` would not be what transformers loads from the model: {self.model_dir}",
+                f"`{other}` would not be what transformers loads from the model: {self.model_dir}",
                 hint="the model is not converted correctly and no checkpoint was written; please report it",
             )
 

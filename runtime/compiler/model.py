@@ -179,7 +179,8 @@ def _loaded_by_transformers(
     model: PreTrainedModel, dtype: torch.dtype, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """The weights that transformers puts into a model that has no memory."""
-    plan, mapping = model._get_dtype_plan(dtype), get_model_conversion_mapping(model)
+    plan = model._get_dtype_plan(dtype)
+    mapping = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightConverter | WeightRenaming)]
     with quiet_transformers():
         convert_and_load_state_dict_in_model(
             model, dict(tensors), LoadStateDictConfig(dtype=dtype, dtype_plan=plan, weight_mapping=mapping)

@@ -162,7 +162,7 @@ class Choices(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         decided = function(*args, **given)
-        scores = args[0] if args else given.get("input")
+        scores: Any = args[0] if args else given.get("input")
         if function in (torch.topk, Tensor.topk):
             return self._of_highest(scores, decided, torch.return_types.topk)
         if function in (torch.max, Tensor.max) and isinstance(decided, tuple) and given.get("keepdim"):
