@@ -1,5 +1,5 @@
-"""What a class of transformers keeps in float32 in a model of 16 bits is float32 in a checkpoint and an engine, to the
-last bit what transformers loads from the same files."""
+"""Weights that a class of transformers keeps in float32 in a model of 16 bits are float32 in a checkpoint and an
+engine, to the last bit those that transformers loads from the same files."""
 
 import copy
 import re
@@ -134,7 +134,7 @@ def test_what_transformers_keeps_in_float32_is_so_in_an_engine_to_the_last_bit(f
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("family", KEEPING)
 def test_logits_in_bfloat16_are_transformers(family: str, tmp_path: Path) -> None:
-    """With rounded biases other experts are chosen, and logits are 0.2 and more of their norm away."""
+    """Rounded biases would choose other experts, and logits are 0.2 and more of their norm away."""
     save_model(family, tmp_path / "model")
     model = load_by_transformers(family, tmp_path / "model", torch.bfloat16)
     with families.make_engine(tmp_path / "model", tmp_path, torch.device("cpu"), dtype="bfloat16") as engine:
@@ -161,7 +161,7 @@ def test_what_transformers_keeps_in_float32_is_so_in_ranks(family: str, tmp_path
 
 @pytest.mark.slow
 def test_families_that_keep_nothing_in_float32_are_the_others() -> None:
-    """Of all that are served: whose language model transformers makes in 16 bits, and all of it is."""
+    """Every family that is served is looked at: transformers makes all of its language model in 16 bits."""
     keeping = set()
     for family in SERVED:
         config = own_config(family)
@@ -198,7 +198,7 @@ def test_norms_of_a_gguf_file_are_float32_where_transformers_keeps_them_so(tmp_p
 
 
 def test_checkpoint_with_a_rounded_bias_is_refused(tmp_path: Path, said: Said) -> None:
-    """As specdec wrote it before."""
+    """Checkpoints of older versions have it so."""
     save_model("glm4_moe", tmp_path / "model")
     loaded_of(tmp_path / "model", tmp_path, "bfloat16", None)
     weights = tmp_path / "checkpoint" / "rank0.safetensors"
@@ -224,7 +224,7 @@ def bfloat16_for_all(config: PreTrainedConfig, dtype: torch.dtype) -> Callable[[
 
 
 def copied_rounded(tensor: SourceTensor, dtype: torch.dtype, losses: Losses) -> Piece:
-    """What is kept in float32, with the numbers of bfloat16."""
+    """Copy a weight as it is planned, with the numbers of bfloat16."""
     piece = _copied(tensor, dtype, losses)
     return replace(
         piece, make=lambda values: {name: one.bfloat16().to(one.dtype) for name, one in piece.make(values).items()}

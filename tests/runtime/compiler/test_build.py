@@ -427,7 +427,7 @@ def test_near_ties_are_decided_otherwise_and_nothing_else() -> None:
 
 
 def test_near_ties_of_the_best_one_and_of_a_bound_are_decided_otherwise() -> None:
-    """As Phi-3.5 decides: the best expert, and those that are no farther from it than a bound."""
+    """Phi-3.5 decides so: the best expert, and those that are no farther from it than a bound."""
     scores = torch.tensor([[0.5, 0.1, 0.49], [0.1, 0.2, 0.4]])
     with Choices([0.02, 0.01]) as others:
         best, indices = scores.max(dim=-1, keepdim=True)
