@@ -1,7 +1,7 @@
 """Checkpoint directories: `config.json`, `rank{N}.safetensors` and the tokenizer's files.
 
-A checkpoint holds a Hugging Face model's tensors under their own names, cast to one dtype. They are copied one at a
-time, so memory does not grow with the model.
+A checkpoint holds a Hugging Face model's tensors under their own names, cast to one dtype, but for those that
+transformers keeps in float32. They are copied one at a time, so memory does not grow with the model.
 """
 
 import re
@@ -25,11 +25,13 @@ from runtime.compiler.attention import PROBE
 from runtime.compiler.model import (
     ModelKind,
     check_weights,
+    dtypes_of_weights,
     expert_layers,
     fuse_expert_layers,
     fuse_experts,
     has_experts,
     linear_layers,
+    loaded_otherwise,
     missing_weights,
     names_in_whole,
     own_names,
@@ -66,6 +68,7 @@ from runtime.source import (
     load_tensors,
     of_two_models,
     predicts_further,
+    read_file_header,
     read_tensors,
 )
 from runtime.tekken import is_tekken_alone
@@ -82,6 +85,7 @@ _SIDE_FILES = (
 
 
 _AS_IT_IS = QuantConfig()
+_MOST_COMPARED = 1 << 21  # numbers of a weight: a router of DeepSeek V3 has 1.8 M
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,32 @@ class Conversion:
             dtype = getattr(torch, self.config.dtype)
             kind = ModelKind(pretrained, dtype, PROBE, self.config.quantization)
             check_weights(kind, directory / weights_files(self.config.mapping)[0], str(self.model_dir))
+        self.compare_with_model(directory)
+
+    def compare_with_model(self, directory: Path) -> None:
+        """SpecDecError where transformers makes other weights of what was written than of the model's own files: of all
+        that are neither quantized nor large, such as norms, biases and routers."""
+        entries = [read_file_header(directory / name) for name in weights_files(self.config.mapping)]
+        ranks = [{one.name: one for one in entry} for entry in entries]
+        small = [
+            source
+            for piece in self.pieces
+            for source in piece.sources[:1]
+            if [*piece.forms] == [source.name] and source.is_float and source.num_elements <= _MOST_COMPARED
+        ]
+        if not small:
+            return
+        theirs = {source.name: load_tensors([source])[0] for source in small}
+        ours = {}
+        for name in theirs:
+            parts = load_tensors([rank[name] for rank in ranks])
+            ours[name] = parts[0] if self.splitting is None else self.splitting.join(name, parts)
+        pretrained = parse_pretrained_config(self.config.pretrained_config, str(self.model_dir))
+        if (other := loaded_otherwise(pretrained, getattr(torch, self.config.dtype), ours, theirs)) is not None:
+            raise SpecDecError(
+                f"`{other}` would not be what transformers loads from the model: {self.model_dir}",
+                hint="the model is not converted correctly and no checkpoint was written; please report it",
+            )
 
     def has_weights_of(self, file: Path) -> bool:
         """True if the file is what would be written: the same tensors, under the same names, and no others."""
@@ -176,6 +206,7 @@ def convert_for_build(conversion: Conversion, directory: Path, *, may_link: bool
         conversion.link(directory, weights)
         return OpenedCheckpoint(directory, conversion.config, unread=weights)
     conversion.write(directory, lambda done, total: None)
+    conversion.compare_with_model(directory)
     conversion.warn_of_losses()
     return OpenedCheckpoint(directory, conversion.config)
 
@@ -201,7 +232,7 @@ def plan_conversion(model_dir: Path, dtype: Dtype | None, precision: QuantConfig
             warnings.warn("experts that are split are dequantized", SpecDecWarning, stacklevel=3)
         source = kept if tp_size == 1 else source
     losses = Losses(getattr(torch, dtype))
-    pieces, quantization = plan_pieces(source, getattr(torch, dtype), precision, losses)
+    pieces, quantization = plan_pieces(source, dtypes_of_weights(pretrained, getattr(torch, dtype)), precision, losses)
     mapping = Mapping(tp_size, tp_size)
     checkpoint = CheckpointConfig(source.config, dtype, quantization, mapping)
     pieces = fuse_experts(pretrained, pieces)  # or a build would have them twice in memory
@@ -216,14 +247,15 @@ def plan_conversion(model_dir: Path, dtype: Dtype | None, precision: QuantConfig
 def read_numbers(
     model_dir: Path, dtype: torch.dtype, wanted: Callable[[str], bool] = lambda name: True
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A model's config, and its weights of `wanted` names as the numbers that they mean, quantized ones too."""
+    """A model's config, and its weights of `wanted` names as the numbers that they mean, quantized ones too: in
+    `dtype`, or in float32 where transformers keeps them so."""
     source = _open_source(model_dir)
+    dtype_of = dtypes_of_weights(parse_pretrained_config(source.config, source.name), dtype)
     tensors = [tensor for tensor in source.tensors if wanted(tensor.name)]
-    numbers = {tensor.name: load_tensors([tensor])[0].to(dtype) for tensor in tensors}
+    numbers = {tensor.name: load_tensors([tensor])[0].to(dtype_of(tensor.name)) for tensor in tensors}
     for name, layer in source.layers.items():
-        if not wanted(f"{name}.weight"):
-            continue
-        numbers[f"{name}.weight"] = layer.load().dequantize(dtype)
+        if wanted(weight := f"{name}.weight"):
+            numbers[weight] = layer.load().dequantize(dtype_of(weight))
     return source.config, numbers
 
 
@@ -305,6 +337,8 @@ def _open_source(model_dir: Path) -> Source:
         layers, tensors = find_layers(tensors, found_format, of_layers, model_dir)
     _check_shapes(tensors, shapes, model_dir)
     linears, head = linear_layers(pretrained)
+    dtype_of = dtypes_of_weights(pretrained, torch.float16)  # transformers' quantizers leave out both of its lists
+    linears = [name for name in linears if dtype_of(f"{name}.weight") == torch.float16]
     names = [*(tensor.name for tensor in tensors), *(f"{name}.weight" for name in layers)]
     names = own_names(pretrained, names)
     check_head(names, config, head, is_tied=getattr(pretrained, "tie_word_embeddings", False))

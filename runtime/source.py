@@ -127,7 +127,7 @@ def read_tensors(model_dir: Path) -> list[SourceTensor]:
                 SpecDecWarning,
                 stacklevel=3,
             )
-        return _read_header(single)
+        return read_file_header(single)
     if index.is_file():
         return _read_shards(model_dir)
     shards = sorted(model_dir.glob("*-of-*.safetensors"))
@@ -141,7 +141,7 @@ def read_tensors(model_dir: Path) -> list[SourceTensor]:
 
 def _read_shards(model_dir: Path) -> list[SourceTensor]:
     files = shards_of(model_dir)
-    entries = [entry for file in sorted(set(files.values())) for entry in _read_header(file)]
+    entries = [entry for file in sorted(set(files.values())) for entry in read_file_header(file)]
     # It says which one counts where two shards hold a tensor of the same name.
     entries = [entry for entry in entries if files.get(entry.name) == entry.file]
     missing = sorted(set(files) - {entry.name for entry in entries})
@@ -162,7 +162,8 @@ def _refuse_pickle(model_dir: Path) -> None:
         )
 
 
-def _read_header(file: Path) -> list[SourceTensor]:
+def read_file_header(file: Path) -> list[SourceTensor]:
+    """A file's tensors; SpecDecError where it is missing or damaged, or has a dtype that is not read."""
     if not file.is_file():
         raise SpecDecError(f"file is missing: {file}", hint=DOWNLOAD_AGAIN)
     try:
