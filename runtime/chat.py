@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn, NotRequired, TypedDict
 
 from runtime.errors import SpecDecError
-from runtime.files import read_json
+from runtime.files import check_regular, read_json
 from runtime.gguf import CHAT_TEMPLATE, is_gguf, read_gguf
 
 
@@ -131,6 +131,7 @@ def chat_templates(tokenizer_dir: Path) -> dict[str, Any]:
     if is_gguf(tokenizer_dir):
         template = read_gguf(tokenizer_dir).metadata.get(CHAT_TEMPLATE)
     elif (file := tokenizer_dir / "chat_template.jinja").exists():
+        check_regular(file)
         template = file.read_text(encoding="utf-8", errors="replace")
     else:
         config = tokenizer_dir / "tokenizer_config.json"

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from runtime.errors import SpecDecError, SpecDecWarning
-from runtime.files import Stamp, read_json, stamp_of
+from runtime.files import Stamp, check_regular, read_json, stamp_of
 from runtime.tensor_file import read_header
 
 WEIGHTS = "model.safetensors"
@@ -164,6 +164,7 @@ def _refuse_pickle(model_dir: Path) -> None:
 
 
 def _read_header(file: Path) -> list[SourceTensor]:
+    check_regular(file)
     if not file.is_file():
         raise SpecDecError(f"file is missing: {file}", hint=_AGAIN)
     try:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from runtime.config import DraftOutput, IntFormat
 from runtime.errors import SpecDecError, UsageError
-from runtime.files import read_json
+from runtime.files import check_regular, read_json
 from runtime.models import read_model_config, resolve_head, resolve_model, shipped_head
 from runtime.reading import raise_unreadable, shown
 
@@ -208,6 +208,7 @@ class DraftOutputSettings:
                 hint="leave it out",
             )
         if self.vocab != "auto":
+            check_regular(Path(self.vocab))
             try:
                 with Path(self.vocab).open("rb"):
                     pass
@@ -265,6 +266,7 @@ def _names_in(directory: Path) -> Iterable[str]:
 
     from runtime.tensor_file import read_header
 
+    check_regular(single)
     try:
         with single.open("rb") as file:
             return read_header(file).tensors

@@ -2,40 +2,19 @@
 
 import json
 import shutil
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sentences import Said
 from tiny import make_model
+from waiting import ends
 
 from runtime.checkpoint import plan_conversion
 from runtime.compiler.pretrained import read_any_config
 from runtime.config import QuantConfig
 from runtime.errors import SpecDecError
 from runtime.heads.head_config import read_head
-
-_HANG_S = 120
-"""To make 10^9 layers takes days; to refuse them takes less than a second."""
-
-
-@contextmanager
-def ends() -> Iterator[None]:
-    """Raise in the block where it goes on without an end."""
-
-    def fail(signal_number: int, frame: object) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(_HANG_S)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def copy_with(model_dir: Path, directory: Path, **changes: Any) -> Path:
