@@ -135,7 +135,7 @@ def chat_templates(tokenizer_dir: Path) -> dict[str, Any]:
         template = file.read_text(encoding="utf-8", errors="replace")
     else:
         config = tokenizer_dir / "tokenizer_config.json"
-        template = read_json(config).get("chat_template") if config.is_file() else None
+        template = read_json(config).get("chat_template") if config.exists() else None
     if isinstance(template, list):
         return {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}
     return {} if template is None else {_DEFAULT: template}

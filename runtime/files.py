@@ -250,7 +250,7 @@ def check_regular(path: Path, most_bytes: float = math.inf) -> None:
         return
     kind = next((kind for is_of, kind in _KINDS.items() if is_of(found.st_mode)), None)
     if kind is not None and not (stat.S_ISFIFO(found.st_mode) and not os.path.exists(os.path.realpath(path))):
-        raise SpecDecError(f"not a file, but {kind}: {path}", hint="give a regular file", code="not_regular")
+        raise SpecDecError(f"not a file, but {kind}: {path}", hint="give a regular file")
     if found.st_size > most_bytes and stat.S_ISREG(found.st_mode):
         raise SpecDecError(
             f"the file is too large for what it should hold, {found.st_size:,} bytes: {path}",
