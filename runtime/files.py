@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from runtime.errors import SpecDecError
 
 _MOST_TEXT_BYTES = 1 << 28
-"""Of a file that is read whole; the largest vocabularies and indices have a tenth of it."""
+"""Bound of a file that is read whole; the largest vocabularies and indices have a tenth of it."""
 _TEXTS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 _OF_MODELS = (*_TEXTS, ".safetensors", ".gguf")
 _KINDS = {

@@ -32,7 +32,7 @@ class _Limit(NamedTuple):
     what: str
     kind: int
     line: str
-    """What of it is taken, by its name in /proc/self/status."""
+    """Name in /proc/self/status of the bytes that are taken."""
 
 
 _LIMITS = (

@@ -1,4 +1,4 @@
-"""What runs on a GPU, in one command of at most nine minutes: a table, and a report that grows as parts end.
+"""Check of a GPU in one command of at most nine minutes: a table, and a report that grows as parts end.
 
     python -m scripts.gpu_check [--output DIR] [--install]
 
@@ -46,7 +46,7 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """What all parts are given. `work` is a directory for models and engines, which is removed at the end."""
+    """Arguments of all parts. `work` is a directory for models and engines, which is removed at the end."""
 
     device: str
     scale: str
@@ -207,7 +207,7 @@ PARTS = {
     "aot": Part(aot, 150),
     "times": Part(times, 120),
 }
-"""In order of worth: what comes last is what is left out."""
+"""Parts in order of worth: the last ones are left out first."""
 
 
 def _expect(is_so: bool, otherwise: str) -> None:

@@ -366,7 +366,7 @@ def sizes_of(data: dict[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def counts_of_layers(data: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Those of `sizes_of` that are numbers of layers: `num_hidden_layers` 32, or GPT-2's `n_layer` 12."""
+    """Sizes of `sizes_of` that are numbers of layers: `num_hidden_layers` 32, or GPT-2's `n_layer` 12."""
     return ((name, size) for name, size in sizes_of(data) if name.endswith(("layer", "layers")))
 
 
