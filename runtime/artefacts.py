@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from safetensors import SafetensorError
 
 from runtime.bundle import ENGINE, parse_engine_config
-from runtime.cache import cache_dir, read_digest, read_kept_digest, read_sealed
+from runtime.cache import cache_dir, check_private_file, read_digest, read_kept_digest, read_sealed
 from runtime.checkpoint_dir import CHECKPOINT, parse_checkpoint_config
 from runtime.checksums import (
     CONFIG,
@@ -30,7 +30,7 @@ from runtime.checksums import (
 from runtime.config import FileRecord
 from runtime.corpus import Corpus, is_corpus
 from runtime.errors import SpecDecError
-from runtime.files import read_json, read_json_and_text
+from runtime.files import check_model_files, read_json, read_json_and_text
 from runtime.gguf import check_part, gguf_files, read_gguf
 from runtime.models import INDEX, MODEL_FILES, files_of_index, files_of_model, read_model_config
 from runtime.tensor_file import read_header
@@ -79,6 +79,7 @@ def check_directory(directory: Path) -> ArtefactCheck:
     """An engine, a checkpoint, a model or a cache; SpecDecError for a directory that is none of them."""
     if not (directory / CONFIG).is_file() and _is_cache(directory):
         return ArtefactCheck("cache", list(_check_cache(directory)))
+    check_model_files(directory)
     data, text = read_json_and_text(directory / CONFIG)
     if "build_config" in data:
         return ArtefactCheck("engine", _check_recorded(directory, data, text, _ENGINE))
@@ -262,6 +263,7 @@ def _is_cache(directory: Path) -> bool:
 def _check_cache(directory: Path) -> Iterator[FileCheck]:
     for path in _children(directory / "engines"):
         name = f"engines/{path.name}"
+        yield from _check_modes(path, name)
         if path.name.startswith("."):
             yield FileCheck(name, "no_checksum", note=_LEFT_OVER)
         elif path.is_dir():
@@ -270,16 +272,30 @@ def _check_cache(directory: Path) -> Iterator[FileCheck]:
         name = f"digests/{path.name}"
         if path.name.startswith("."):
             yield FileCheck(name, "no_checksum", note=_LEFT_OVER)
+        elif found := list(_check_modes(path, name)):
+            yield from found
         elif read_kept_digest(path) is None:
             yield FileCheck(name, "damaged", _size(path), "does not match its digest; it is ignored")
         else:
             yield FileCheck(name, "ok", _size(path))
     for path in _children(directory):
-        if path.match("kernels-*.so"):
+        if path.is_file() and (found := list(_check_modes(path, path.name))):
+            yield from found
+        elif path.match("kernels-*.so"):
             note = "does not match its digest; it is recompiled" if read_sealed(path) is None else None
             yield FileCheck(path.name, "damaged" if note else "ok", _size(path), note)
         elif path.is_file():
             yield FileCheck(path.name, "no_checksum", _size(path))
+
+
+def _check_modes(path: Path, name: str) -> Iterator[FileCheck]:
+    """Files that others may write, or that belong to them; `name` is the path's in the cache."""
+    for one in (path, *path.rglob("*")):
+        try:
+            check_private_file(one)
+        except SpecDecError as error:
+            inner = one.relative_to(path).as_posix()
+            yield FileCheck(name if one == path else f"{name}/{inner}", "damaged", _size(one), error.message)
 
 
 def _check_entry(engine_dir: Path) -> Iterable[FileCheck]:

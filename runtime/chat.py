@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn, NotRequired, TypedDict
 
 from runtime.errors import SpecDecError
-from runtime.files import read_json
+from runtime.files import check_regular, read_json
 from runtime.gguf import is_gguf, read_gguf, templates_of
 from runtime.tokenizer import template_files
 from runtime.tools.call_formats import ReasoningFormat, ToolFormat, find_reasoning_format, find_tool_format
@@ -151,9 +151,11 @@ def chat_templates(tokenizer_dir: Path) -> dict[str, Any]:
     default = tokenizer_dir / "chat_template.jinja"
     files = {_DEFAULT: default} if default.exists() else {}
     if files := files | {file.stem: file for file in template_files(tokenizer_dir)}:
+        for file in files.values():
+            check_regular(file)
         return {name: file.read_text(encoding="utf-8", errors="replace") for name, file in files.items()}
     config = tokenizer_dir / "tokenizer_config.json"
-    template = read_json(config).get("chat_template") if config.is_file() else None
+    template = read_json(config).get("chat_template") if config.exists() else None
     if isinstance(template, list):
         return {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}
     return {} if template is None else {_DEFAULT: template}

@@ -42,6 +42,8 @@ from runtime.compiler.model import (
     transposed_layers,
 )
 from runtime.compiler.pretrained import (
+    MANY_LAYERS,
+    counts_of_layers,
     layers_that_keep,
     parse_language_model,
     parse_pretrained_config,
@@ -321,6 +323,7 @@ def _open_source(model_dir: Path) -> Source:
     where = str(model_dir if is_gguf(model_dir) else model_dir / CONFIG)
     found_format = format_of(config, model_dir)
     whole, config = config, without_quantization(config)
+    _check_number_of_layers(config, model_dir)
     pretrained, inside = parse_language_model(config, where)
     if not is_gguf(model_dir):
         warn_of_unread_keys(pretrained, whole, where)
@@ -346,6 +349,20 @@ def _open_source(model_dir: Path) -> Source:
     format_name = "GGUF" if is_gguf(model_dir) else found_format.name if found_format else None
     name = str(model_dir.resolve())
     return Source(inside or config, tensors, layers, linears, transposed, head, name, format_name)
+
+
+def _check_number_of_layers(config: dict[str, Any], model_dir: Path) -> None:
+    """SpecDecError for so many layers that it would take long to make them, of which the files have no weights.
+
+    A GGUF file's number of layers was compared with its tensors when its metadata was read.
+    """
+    for name, count in counts_of_layers(config):
+        if count > MANY_LAYERS and not is_gguf(model_dir) and count > (found := len(read_tensors(model_dir))):
+            raise SpecDecError(
+                f"config.json and weights are of two models, `{name}` is {count} and the files hold {found} tensors: "
+                f"{model_dir}",
+                hint="correct config.json, or download or save the model again",
+            )
 
 
 def _read_weights(

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from runtime.cache import digest, file_digest
 from runtime.config import FileRecord
 from runtime.errors import SpecDecError
+from runtime.files import check_regular
 from runtime.tokenizer import SAVED, TEMPLATE_DIR, TOKENIZER_FILES
 
 CONFIG = "config.json"
@@ -90,6 +91,7 @@ def check_sizes(directory: Path, records: Iterable[FileRecord], artefact: Artefa
     """SpecDecError for a file that is missing or of another size. Reads none."""
     for record in records:
         path = directory / record.name
+        check_regular(path)
         if not path.is_file():
             raise SpecDecError(f"file is missing: {path}", hint=artefact.hint, code=artefact.code)
         if difference := size_difference(path, record):

@@ -28,6 +28,7 @@ from runtime.heads.head_cache import HeadCache, ReadsStates, bytes_of_head
 from runtime.kv_cache import BlockManager, KVPool, bytes_per_block, kv_dtype
 from runtime.limits import check_cache_size, check_draft_len, check_lengths, check_vocabulary
 from runtime.locks import MODEL_INIT_LOCK
+from runtime.out_of_memory import is_out_of_memory, out_of_memory
 from runtime.parallel.devices import check_device_ids
 from runtime.parallel.ranks import RankedModel, RankedStep, open_ranks
 from runtime.request import Draft, Request, Sequence, VerifyResult
@@ -126,7 +127,10 @@ class Engine:
         )
         block_size = config.build_config.tokens_per_block
         self._blocks = BlockManager(num_blocks, block_size, reuse=kv_cache.block_reuse)
-        self._pool = KVPool(config.layers, num_blocks, block_size, _kv_dtype(config), device)
+        try:
+            self._pool = KVPool(config.layers, num_blocks, block_size, _kv_dtype(config), device)
+        except (RuntimeError, MemoryError, OSError) as error:  # less was there than the system said
+            raise out_of_memory(error) if is_out_of_memory(error) else error from error
         self._heads: list[HeadCache] = []
 
     @classmethod

@@ -17,12 +17,14 @@ from runtime.bundle import check_step_files, check_tokenizer_files, read_bundle,
 from runtime.cache import (
     cache_dir,
     check_private_dir,
+    check_private_entry,
     digest,
     digests_of_build_code,
     engine_entry,
     file_digest,
     is_digest_awaited,
     locked_entry,
+    make_private,
     remove_left_over,
     remove_unused_entry,
     unwritable,
@@ -185,6 +187,7 @@ def engine_of_checkpoint(checkpoint_dir: Path, build: BuildConfig) -> Iterator[P
 def _entry(entry: Path, source: Path, make: Callable[[Path], object]) -> Iterator[Path]:
     """The cache's entry, made of `source` if it is not there whole, and protected from removal in the block."""
     check_private_dir(entry, cache_dir(), entry.parent)
+    check_private_entry(entry)
     while True:
         if _is_engine(entry, source):
             remove_left_over(entry)
@@ -196,6 +199,7 @@ def _entry(entry: Path, source: Path, make: Callable[[Path], object]) -> Iterato
                     shutil.rmtree(entry, ignore_errors=True)
                     with _room_in_cache():
                         make(entry)
+                        make_private(entry)
         with used_entry(entry) as is_there:
             if is_there:  # and was not removed between the two
                 yield entry

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from runtime.errors import SpecDecError
-from runtime.files import Stamp, stamp_of
+from runtime.files import Stamp, check_regular, stamp_of
 
 ORIGINAL = "give the model that it was made of, config.json and safetensors"
 """A hint."""
@@ -148,6 +148,8 @@ def gguf_files(path: Path) -> list[Path]:
             hint="name its parts NAME-00001-of-00002.gguf and so on, as they were",
         )
     paths = [path.with_name(f"{named[1]}-{i:05}-of-{named[3]}.gguf") for i in range(1, count + 1)]
+    for one in paths:
+        check_regular(one)
     missing = [one.name for one in paths if one != path and not one.is_file()]
     if missing:
         raise SpecDecError(

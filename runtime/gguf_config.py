@@ -170,6 +170,12 @@ def _check_num_blocks(model: _Model) -> None:
     """SpecDecError where there is no layer, or tensors are of one that the metadata do not count."""
     if (num_blocks := model.get("block_count")) < 1:
         model.refuse("block_count")
+    if num_blocks > (num_tensors := len(model.header.tensors)):
+        raise SpecDecError(
+            f"metadata and tensors are of two models, `{model.header.architecture}.block_count` {num_blocks} and "
+            f"{num_tensors} tensors: {model.path}",
+            hint="download it again",
+        )
     for name in model.header.tensors:
         space, _, rest = name.partition(".")
         number = rest.partition(".")[0]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import SpecDecError, SpecDecWarning
-from runtime.files import read_json
+from runtime.files import check_model_files, check_regular, read_json
 from runtime.gguf import gguf_files, has_tokenizer, is_gguf, without_later_parts
 from runtime.gguf_config import config_of
 from runtime.tekken import is_tekken_alone
@@ -38,7 +38,9 @@ def resolve_model(name: str) -> Path:
         return _shipped(name, _SHIPPED[name])
     path = Path(name).expanduser()
     if path.is_dir():
+        check_model_files(path)
         return _gguf_within(path) or path
+    check_regular(path)
     if is_gguf(path):
         return path
     _check_no_gguf(path)
@@ -132,9 +134,11 @@ def resolve_tokenizer(path: Path) -> Path:
     """The directory of a tokenizer, or a GGUF file that describes one, which a directory without a tokenizer's files
     may hold; SpecDecError if there is neither."""
     if path.is_dir():
+        check_model_files(path)
         has_files = is_tekken_alone(path) or any((path / name).is_file() for name in TOKENIZER_FILES)
         found = None if has_files else _gguf_within(path)
     else:
+        check_regular(path)
         found = path if is_gguf(path) else None
         if found is None:
             _check_no_gguf(path)
@@ -179,6 +183,7 @@ def read_model_config(model_dir: Path) -> dict[str, Any]:
         return config_of(model_dir)
     if not model_dir.is_dir():
         raise SpecDecError(f"model directory does not exist: {model_dir}", hint="check the path")
+    check_model_files(model_dir)
     check_not_an_adapter(model_dir)
     config = read_json(model_dir / "config.json")
     if "format_version" in config:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from runtime.errors import SpecDecError, SpecDecWarning
-from runtime.files import Stamp, stamp_of
+from runtime.files import Stamp, check_regular, stamp_of
 from runtime.models import DOWNLOAD_AGAIN, INDEX, WEIGHTS, shards_of
 from runtime.tensor_file import read_header
 
@@ -164,6 +164,7 @@ def _refuse_pickle(model_dir: Path) -> None:
 
 def read_file_header(file: Path) -> list[SourceTensor]:
     """A file's tensors; SpecDecError where it is missing or damaged, or has a dtype that is not read."""
+    check_regular(file)
     if not file.is_file():
         raise SpecDecError(f"file is missing: {file}", hint=DOWNLOAD_AGAIN)
     try:

@@ -42,6 +42,7 @@ from commands.tune.command import tune
 from commands.verify.command import verify
 from runtime.collector import collect_rarely
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
+from runtime.out_of_memory import check_address_space, is_out_of_memory, out_of_memory
 from runtime.temporary import temporary_dir
 
 _EXAMPLES = {
@@ -171,6 +172,8 @@ class _Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         """Says that the command was interrupted, unless it has shown what it did before and leaves by `typer.Exit`."""
+        if self.name in _COMPUTING:
+            check_address_space()
         try:
             return super().invoke(ctx)
         except BaseException as error:
@@ -179,6 +182,7 @@ class _Command(TyperCommand):
             raise
 
 
+_COMPUTING = {"convert", "build", "run", "chat", "serve", "batch", "summarize", "tune", "train", "doctor"}
 _SHOWS_ALL = "specdec.shows_all_flags"
 
 
@@ -351,8 +355,12 @@ def _keep_out_of_the_common_directory() -> None:
 
 
 def _report(error: Exception) -> int:
-    """Say what went wrong; returns the exit code. What is not the user's to correct is raised again."""
+    """Say what went wrong; returns the exit code. What is not the user's to correct is raised again.
+
+    Memory that ran out is told as that, whatever it was taken for."""
     match error:
+        case _ if is_out_of_memory(error):
+            return _report(out_of_memory(error).with_traceback(None))
         case SpecDecError():
             fail(message_of(error), hint_of(error))
             return 2 if isinstance(error, UsageError) else 1

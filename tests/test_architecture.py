@@ -45,7 +45,7 @@ NOUNS = {
     "runtime.request": {"runtime.grammar", "runtime.params", "runtime.sampling", "runtime.stats"},
     "runtime.verify": {"runtime.errors", "runtime.request", "runtime.sampling"},
     "runtime.files": {"runtime.errors"},
-    "runtime.reading": {"runtime.errors"},
+    "runtime.reading": {"runtime.errors", "runtime.files"},
     "runtime.cache": {"runtime.errors", "runtime.files"},
     "runtime.tensor_file": set(),
     "runtime.corpus": {

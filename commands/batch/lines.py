@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from runtime.cache import digest
 from runtime.errors import SpecDecError
-from runtime.files import new_file, remove_left_over
+from runtime.files import check_regular, new_file, remove_left_over
 from runtime.reading import parse_json, raise_unreadable, shown
 
 _FORM = 'write {"custom_id", "method", "url", "body"} as OpenAI has it, or {"prompt": "..."}, one a line'
@@ -82,6 +82,7 @@ def look_through(path: Path, job: str) -> RequestFile:
     places: list[Place] = []
     lines: dict[str, int] = {}
     start = 0
+    check_regular(path)
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):

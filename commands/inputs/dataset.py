@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Literal
 
 from runtime.errors import SpecDecError, UsageError
+from runtime.files import check_regular
 from runtime.models import quiet_hub
 from runtime.reading import parse_json, raise_unreadable, read_json_lines, read_utf8, shown
 from runtime.trace_lines import check_text
@@ -243,6 +244,7 @@ def _parse_csv(text: str, path: Path) -> _Table:
 
 
 def _read_parquet(path: Path) -> _Table:
+    check_regular(path)
     if not os.path.isfile(path):
         raise SpecDecError(f"no such dataset file: {path}", hint="check the path")
     _check_parquet(path)
@@ -276,6 +278,8 @@ def _read_directory(directory: Path, name: str) -> _Table:
     """A directory of data files (a copy of a hub dataset's repository is one), or one of `save_to_disk`."""
     if not os.path.isdir(directory):
         raise SpecDecError(f"no such dataset directory: {directory}", hint="check `--dataset-dir`")
+    for file in directory.rglob("*"):
+        check_regular(file)
     datasets = _datasets()
     path = str(directory)
     with TemporaryDirectory(prefix="specdec-dataset-") as cache:

@@ -14,6 +14,7 @@ from commands.options.expand import expand_groups
 from commands.options.shared import SERVER, MaxNumTokens, option
 from commands.output import Output
 from runtime.errors import SpecDecError, UsageError
+from runtime.files import check_regular
 from runtime.params import SamplingParams
 from runtime.tools.call_formats import named_reasoning_format, named_tool_format
 
@@ -128,6 +129,8 @@ class ServerOptions:
         import ssl
 
         key = self.ssl_keyfile or self.ssl_certfile
+        for path in (self.ssl_certfile, key):
+            check_regular(path)
         try:
             # A password would be asked for in the terminal.
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.ssl_certfile, self.ssl_keyfile, lambda: "")
