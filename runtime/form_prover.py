@@ -38,9 +38,7 @@ _STACK_BYTES = 4 << 20
 _ENVIRONMENT = {"PYTHONSAFEPATH": "1", "MALLOC_ARENA_MAX": "1"}
 """One arena: where memory is limited, glibc finds no room for another, and each allocation costs a system call."""
 _START = "from runtime.form_prover import main; main()"
-_HAS_START = b" "
-"""Said by a process that has compiled its form and looks how the text begins."""
-_TOO_MUCH = f"it cannot be compiled within {MOST_S:g} s of a core and {MOST_BYTES >> 20} MB"
+_TOO_MUCH = f"it never ends, or takes more than {MOST_S:g} s of a core or {MOST_BYTES >> 20} MB to compile"
 
 
 class FormRefused(Exception):
@@ -67,7 +65,7 @@ class FormProver:
     """Compiles forms for a vocabulary (a `tokenizer.json`) elsewhere. Threads may share it."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, end_ids: Seq[int] | None) -> None:
-        self._state = json.dumps([tokenizer_json, vocab_size, end_ids]).encode()
+        self._state = json.dumps([tokenizer_json, vocab_size, end_ids, [MOST_S, MOST_BYTES]]).encode()
         self._lock = threading.Lock()
         self._server: socket.socket | None = None
         self._end: weakref.finalize[Any, Any] | None = None
@@ -194,10 +192,10 @@ class FormProver:
 
 def _proof(said: bytes) -> Proof:
     if not said.endswith(b"\n"):
-        raise FormRefused(ENDLESS if said == _HAS_START else _TOO_MUCH)
+        raise FormRefused(_TOO_MUCH)
     found = json.loads(said)
     if "refused" in found:
-        raise FormRefused(found["refused"])
+        raise FormRefused(_TOO_MUCH if found["refused"] == ENDLESS else found["refused"])
     return Proof(**found)
 
 
@@ -222,7 +220,7 @@ def main() -> None:
 
     files = json.loads(sys.argv[1])
     with os.fdopen(files["state"], "rb") as state:
-        tokenizer_json, vocab_size, end_ids = json.loads(state.read())
+        tokenizer_json, vocab_size, end_ids, limits = json.loads(state.read())
     vocabulary = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=end_ids)
     start_of(vocabulary, written("grammar", 'root ::= "a"'))  # what is made once for a vocabulary
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
@@ -234,31 +232,31 @@ def main() -> None:
         if os.fork() == 0:
             server.close()
             try:
-                _try_form(vocabulary, socket.socket(fileno=asked[0]))
+                _try_form(vocabulary, socket.socket(fileno=asked[0]), *limits)
             finally:
                 os._exit(1)
         os.close(asked[0])
 
 
-def _try_form(vocabulary: Any, asked: socket.socket) -> None:
+def _try_form(vocabulary: Any, asked: socket.socket, most_s: float, most_bytes: int) -> None:
     """Compile a form and say how that went, in a thread whose stack is no larger than the one for its use."""
     asked.sendall(os.getpid().to_bytes(8, "little"))
     request = bytearray()
     while part := asked.recv(1 << 20):
         request += part
-    _limit()
+    _limit(most_s, most_bytes)
     threading.stack_size(_STACK_BYTES)
     thread = threading.Thread(target=_say, args=(vocabulary, asked, *json.loads(request)))
     thread.start()
     thread.join()
 
 
-def _limit() -> None:
-    signal.setitimer(signal.ITIMER_PROF, MOST_S)  # of SIGPROF a process ends
+def _limit(most_s: float, most_bytes: int) -> None:
+    signal.setitimer(signal.ITIMER_PROF, most_s)  # of SIGPROF a process ends
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if num_bytes := _memory().all:
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        limit = num_bytes + MOST_BYTES
+        limit = num_bytes + most_bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
@@ -283,9 +281,7 @@ def _say(vocabulary: Any, asked: socket.socket, kind: str, text: str) -> None:
     before = _memory().data
     try:
         form = written(kind, text)
-        start = start_of(vocabulary, form)
-        asked.sendall(_HAS_START)
-        check_forced_text(start)
+        check_forced_text(start_of(vocabulary, form))
         used = resource.getrusage(resource.RUSAGE_SELF)
         num_bytes = max(_memory().data - before, 0)
         said: dict[str, Any] = {"written": form, "seconds": used.ru_utime + used.ru_stime, "num_bytes": num_bytes}

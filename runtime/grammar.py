@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # a request without a grammar does not wait for it
 
 _MOST_COMPILED, _MOST_COMPILED_BYTES, _MOST_REFUSED = 64, 256 << 20, 128
 """Grammars that are kept: in number and in memory, and those that cannot be used."""
-_MOST_COMPILING, _MOST_SLOW = 32, 8
+MOST_COMPILING, _MOST_SLOW = 32, 8
 """Grammars that threads wait for: of all, and of those that take longer than `_QUICK_S` of a core."""
 _QUICK_S, _NICE = 0.05, 15
 _MOST_LIVE_BYTES = 1 << 30
@@ -289,6 +289,22 @@ class Grammars:
             if self._prover is not None:
                 self._prover.close()
 
+    def check(self, grammar: Grammar) -> None:
+        """Raise what `compiled` would raise for this grammar, which is not kept."""
+        with self._lock:
+            why = self._refused.get(grammar)
+            vocabulary = self._read_vocabulary()
+        try:
+            if why is not None:
+                raise FormRefused(why)
+            if self._prover is None:
+                _start_here(vocabulary, grammar)
+            else:
+                with self.while_compiling():
+                    self._prover.prove(grammar.kind, grammar.text)
+        except FormRefused as refused:
+            raise _refused(grammar, str(refused)) from None
+
     def compiled(self, grammar: Grammar) -> CompiledGrammar:
         """UsageError for a grammar that is none, that no text matches, or that is too large; FormsBusy where too many
         are being compiled; SpecDecError for a tokenizer whose tokens are not known to stand for bytes.
@@ -299,7 +315,7 @@ class Grammars:
             self._read_vocabulary()
             found, is_new = self._compiled.get(grammar), grammar not in self._compiled
             if found is None:
-                if self._num_compiling >= _MOST_COMPILING:
+                if self._num_compiling >= MOST_COMPILING:
                     raise FormsBusy
                 self._num_compiling += 1
                 found = self._compiled[grammar] = Future()

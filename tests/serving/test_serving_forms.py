@@ -1,12 +1,18 @@
 """Structured output over HTTP: answers are of the form that any of the fields asks for."""
 
+import http.client
 import json
 import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import jsonschema
+import psutil
 import pytest
-from serving_models import Served
+from serving_models import Listening, Served
+from waiting import HANG_S, wait_until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SCHEMA: dict[str, Any] = {
@@ -83,3 +89,48 @@ def test_text_does_not_depend_on_drafts_or_streaming(served: Served, speculative
     assert text_of(served, COMPLETIONS, form | {"prediction": {"type": "content", "content": expected}}) == expected
     chunks = served.stream(COMPLETIONS, **asked(COMPLETIONS, form))
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
+
+
+def test_nobody_waits_for_a_form_that_takes_long(make_listening: Callable[..., Listening]) -> None:
+    """The process in which forms are compiled stands still: their requests wait, and no others; not for a form that
+    was compiled before either."""
+    listening = make_listening(drafter=None)
+    known = {"prompt": "The", "max_tokens": 4, "guided_regex": "[ab]{2}"}
+
+    def post(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        connection = http.client.HTTPConnection("127.0.0.1", listening.port, timeout=HANG_S)
+        with closing(connection):
+            connection.request("POST", COMPLETIONS, json.dumps(body))
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+
+    assert post(known)[0] == 200
+    process = psutil.Process(listening.model.llm.grammars._prover._end.peek()[2][1].pid)  # type: ignore[union-attr]
+    process.suspend()
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            waiting = [
+                threads.submit(post, {"prompt": "The", "max_tokens": 4, "guided_json": {"multipleOf": multiple}})
+                for multiple in (7, 99_999_989)
+            ]
+            wait_until(lambda: listening.model.llm.grammars._num_compiling == 2)
+            assert post({"prompt": "The", "max_tokens": 3})[0] == 200
+            assert post(known)[0] == 200
+            assert not any(one.done() for one in waiting)
+            process.resume()
+            harmless, (status, answer) = (one.result() for one in waiting)
+    finally:
+        process.resume()
+    assert (harmless[0], status) == (200, 400)
+    assert answer["error"]["param"] == "guided_json" and "takes more than" in answer["error"]["message"]
+
+
+def test_too_many_forms_are_a_503(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.grammar.MOST_COMPILING", 0)
+    for path, form in [
+        (COMPLETIONS, {"guided_regex": "[xy]{5}"}),
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": 5}}}}),
+    ]:
+        refused = served.post(path, **asked(path, form))
+        assert refused.status_code == 503 and refused.headers["Retry-After"]
+        assert refused.json()["error"]["code"] == "forms_busy"
