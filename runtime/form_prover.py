@@ -68,11 +68,17 @@ class FormProver:
         self._state = json.dumps([tokenizer_json, vocab_size, end_ids, [MOST_S, MOST_BYTES]]).encode()
         self._lock = threading.Lock()
         self._server: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[Any, Any] | None = None
         self._slow: OrderedDict[int, None] = OrderedDict()
         """Processes that have taken longer than `_FIRST_S`, the oldest first."""
         self._num_running = 0
         self._ended: set[int] = set()
+
+    @property
+    def pid(self) -> int | None:
+        """The process that forks the others, if there is one."""
+        return None if self._process is None else self._process.pid
 
     def start(self) -> None:
         """Begin to read the vocabulary, unless that has begun. SpecDecError if there is no process to be had."""
@@ -83,9 +89,12 @@ class FormProver:
     def close(self) -> None:
         """End the process; the next form would begin another."""
         with self._lock:
-            if self._end is not None:
-                self._end()
-            self._server = self._end = None
+            self._close()
+
+    def _close(self) -> None:
+        if self._end is not None:
+            self._end()
+        self._server = self._process = self._end = None
 
     def prove(self, kind: str, text: str) -> Proof:
         """FormRefused for a form that is none, or that takes more than the limits; FormsBusy if others came meanwhile;
@@ -129,7 +138,8 @@ class FormProver:
                 raise SpecDecError(
                     f"no process can be started to compile forms: {error}", hint="memory may have run out"
                 ) from None
-        self._server, self._end = ours, weakref.finalize(self, _end, ours, process)
+        self._server, self._process = ours, process
+        self._end = weakref.finalize(self, _end, ours, process)
 
     def _ask(self, request: bytes) -> bytes | None:
         """What the process for one form says; nothing if it was ended, and None if none was forked."""
@@ -156,9 +166,8 @@ class FormProver:
     def _give_up(self, server: socket.socket) -> None:
         """Have the next form begin another process, unless that has happened."""
         with self._lock:
-            if self._server is server and self._end is not None:
-                self._end()
-                self._server = self._end = None
+            if self._server is server:
+                self._close()
 
     def _answer_of(self, pid: int, ours: socket.socket) -> bytes:
         ours.settimeout(_FIRST_S)

@@ -53,16 +53,10 @@ def grammars(monkeypatch: pytest.MonkeyPatch) -> Iterator[Grammars]:
     made.close()
 
 
-@pytest.fixture
-def prover(monkeypatch: pytest.MonkeyPatch) -> Iterator[FormProver]:
-    made = FormProver(byte_tokenizers.byte_level().backend_tokenizer.to_str(), 300, [2])
-    yield made
-    made.close()
-
-
-def children() -> list[psutil.Process]:
-    """Processes that this one has begun for forms."""
-    return [one for one in psutil.Process().children() if any("form_prover" in part for part in one.cmdline())]
+def process_of(grammars: Grammars) -> psutil.Process | None:
+    """The process that this one has begun for forms."""
+    assert grammars._prover is not None
+    return None if grammars._prover.pid is None else psutil.Process(grammars._prover.pid)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -78,7 +72,7 @@ def test_a_form_that_was_refused_is_refused_again_without_a_process(grammars: Gr
     grammars.close()
     with pytest.raises(UsageError) as second:
         grammars.compiled(HOSTILE["a large multiple"])
-    assert second.value.message == first.value.message and not children()
+    assert second.value.message == first.value.message and process_of(grammars) is None
 
 
 @pytest.mark.parametrize("grammar", HARMLESS, ids=lambda grammar: grammar.kind)
@@ -97,18 +91,19 @@ def test_a_form_that_was_proven_allows_the_same(grammars: Grammars, grammar: Gra
 
 def test_a_process_that_was_killed_is_begun_again(grammars: Grammars) -> None:
     grammars.compiled(HARMLESS[0])
-    (process,) = children()
+    process = process_of(grammars)
+    assert process is not None
     process.kill()
-    process.wait(60)
     assert grammars.compiled(HARMLESS[1]) is not None
-    assert [one.pid for one in children()] != [process.pid]
+    assert process_of(grammars) != process
 
 
 def test_the_process_ends_with_its_grammars(grammars: Grammars) -> None:
     grammars.compiled(HARMLESS[0])
-    assert len(children()) == 1
+    process = process_of(grammars)
+    assert process is not None and process.is_running()
     grammars.close()
-    assert not children()
+    assert not process.is_running()
 
 
 ASKER = """
@@ -116,7 +111,7 @@ import json, os, sys, time, byte_tokenizers
 from runtime.form_prover import FormProver
 prover = FormProver(byte_tokenizers.byte_level().backend_tokenizer.to_str(), 300, [2])
 prover.prove("regex", "a")
-print(prover._end.peek()[2][1].pid, flush=True)
+print(prover.pid, flush=True)
 sys.stdin.read()
 """
 
@@ -133,9 +128,7 @@ def test_the_process_ends_with_an_asker_that_is_killed() -> None:
     wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
-def test_a_form_that_takes_long_makes_room_for_the_next(
-    prover: FormProver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_form_that_takes_long_makes_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest of those that take long is told to ask later; the next is answered."""
     monkeypatch.setattr("runtime.form_prover.MOST_S", 3600.0)
     monkeypatch.setattr("runtime.form_prover.MOST_AT_ONCE", 2)
@@ -162,7 +155,8 @@ def test_too_many_forms_at_once_are_told_to_come_later(
 ) -> None:
     monkeypatch.setattr("runtime.grammar.MOST_COMPILING", 1)
     grammars.compiled(HARMLESS[0])
-    (process,) = children()
+    process = process_of(grammars)
+    assert process is not None
     process.suspend()
     try:
         with ThreadPoolExecutor(2) as threads:

@@ -105,7 +105,9 @@ def test_nobody_waits_for_a_form_that_takes_long(make_listening: Callable[..., L
             return response.status, json.loads(response.read())
 
     assert post(known)[0] == 200
-    process = psutil.Process(listening.model.llm.grammars._prover._end.peek()[2][1].pid)  # type: ignore[union-attr]
+    prover = listening.model.llm.grammars._prover
+    assert prover is not None
+    process = psutil.Process(prover.pid)
     process.suspend()
     try:
         with ThreadPoolExecutor(3) as threads:
