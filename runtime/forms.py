@@ -18,7 +18,7 @@ _MOST_LEXER_FUEL = 100_000
 """llguidance's measure of a grammar's size: 130 KB of a schema's names. Of the million that it allows a step can take a
 second, for which all other requests wait.
 """
-_MOST_ITEMS_IN_ROW, _MOST_ITEMS = 10_000, 250_000
+_MOST_ITEMS_IN_ROW, _MOST_ITEMS = 5_000, 250_000
 """Items of Earley's parser after one byte, and in a step, which takes 12 ms then. An object of 1,000 optional values
 has 4,000 after its brace.
 """
