@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from runtime.errors import SpecDecError
 from runtime.forms import ENDLESS, check_forced_text, reason, start_of, written
 
-MOST_S, MOST_BYTES = 1.0, 128 << 20
+MOST_S, MOST_BYTES = 0.5, 128 << 20
 """Time of a core and memory for compiling one form. An object of 1,000 optional properties takes 0.1 s and 10 MB."""
 MOST_AT_ONCE = 16
 """Forms in processes of their own at once. The next one ends the oldest of those that take long."""

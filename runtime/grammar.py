@@ -8,15 +8,14 @@ Compiling and each position are bounded: the one in symbols, states and bytes, t
 """
 
 import os
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
-from threading import Lock, get_native_id, stack_size
+from threading import Lock, stack_size
 from time import thread_time
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -36,7 +35,7 @@ _MOST_COMPILED, _MOST_COMPILED_BYTES, _MOST_REFUSED = 64, 256 << 20, 128
 """Grammars that are kept: in number and in memory, and those that cannot be used."""
 MOST_COMPILING, _MOST_SLOW = 32, 8
 """Grammars that threads wait for: of all, and of those that take longer than `_QUICK_S` of a core."""
-_QUICK_S, _NICE = 0.05, 15
+_QUICK_S = 0.05
 _MOST_LIVE_BYTES = 1 << 30
 """Memory of all grammars of requests on their way."""
 _STACK_BYTES = 16 << 20
@@ -78,15 +77,8 @@ def _start_workers() -> None:
     _workers.update(
         masks=ThreadPoolExecutor(1, "specdec-masks"),
         quick=ThreadPoolExecutor(1, "specdec-forms"),
-        slow=ThreadPoolExecutor(1, "specdec-slow-forms", _give_way),
+        slow=ThreadPoolExecutor(1, "specdec-slow-forms"),
     )
-
-
-def _give_way() -> None:
-    """Have this thread run when the others leave a core to it."""
-    if sys.platform == "linux":  # elsewhere that would be all of the process
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, get_native_id(), _NICE)
 
 
 _start_workers()
