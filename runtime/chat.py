@@ -85,9 +85,10 @@ class ChatTemplate:
 
     def encode(self, messages: Seq[Message], inputs: "TemplateInputs | None" = None) -> list[int]:
         """The conversation's tokens, up to where the assistant goes on; SpecDecError where the template says no."""
+        from runtime.text import encode_text
+
         text = self.render(messages, inputs)
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+        return encode_text(self._tokenizer, text)
 
     def render(self, messages: Seq[Message], inputs: "TemplateInputs | None" = None) -> str:
         """The conversation's text, up to where the assistant goes on; SpecDecError where the template says no."""

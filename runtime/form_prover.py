@@ -142,7 +142,7 @@ class FormProver:
         self._end = weakref.finalize(self, _end, ours, process)
 
     def _ask(self, request: bytes) -> bytes | None:
-        """What the process for one form says; nothing if it was ended, and None if none was forked."""
+        """Answer of the process for one form: nothing if it was ended, None if there was none to be forked."""
         ours, theirs = socket.socketpair()
         with ours:
             ours.settimeout(_PATIENCE_S)

@@ -121,7 +121,10 @@ def _pattern(rng: random.Random) -> Form:
 
 def _properties(rng: random.Random) -> Form:
     names = [f"p{i}" for i in range(rng.choice((50, 500, 2_000)))]
-    schema: Any = {"type": "object", "properties": {name: {"type": rng.choice(["integer", "string"])} for name in names}}
+    schema: Any = {
+        "type": "object",
+        "properties": {name: {"type": rng.choice(["integer", "string"])} for name in names},
+    }
     schema["required"] = rng.sample(names, rng.randrange(len(names)))
     schema["additionalProperties"] = rng.random() < 0.5
     return _of_schema(schema)
@@ -138,9 +141,11 @@ def _grammar(rng: random.Random) -> Form:
                 "start: A\nA: " + " & ".join(f"/(.{{{prime}}})*/" for prime in primes),
                 f"start: A{{{10 ** rng.randrange(3, 8)}}}\nA: /a/",
                 f"start: {'(' * count}A{')' * count}\nA: /a/",
-                f"root ::= {'(' * count}\"a\"{')' * count}",
+                f'root ::= {"(" * count}"a"{")" * count}',
                 "start: A B\nA: ~/(.*a.{18}b.*)/ & ~/.*[aeiou].{17}[a-m].*/\nB: /x*/",
-                "start: " + " | ".join(f"A{i}" for i in range(count)) + "".join(f"\nA{i}: /a*{i}/" for i in range(count)),
+                "start: "
+                + " | ".join(f"A{i}" for i in range(count))
+                + "".join(f"\nA{i}: /a*{i}/" for i in range(count)),
                 f"start: A\nA: /{'a?' * count}a{{{count}}}/",
             ]
         )

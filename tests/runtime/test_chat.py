@@ -121,7 +121,8 @@ HARMLESS = [
     "{{ 2 ** 10 }} {{ 2 ** 0.5 }} {{ -1 ** 3 }} {{ 7 % 4 }} {{ 'ab' * 3 }} {{ [1] * 2 + [3] }} {{ 1.5 * 2 }}",
     "{{ '%s has %5.2f, 100%% of %d' % (messages[0].role, 1.5, 12345678) }} {{ '%-20s|%d' | format('a', 123456789) }}",
     "{{ '{} {:>10} {x}'.format(1234567, 'a', x=2) }} {{ 'ab'.center(20) }} {{ 'ab' | center(20) }}",
-    "{{ messages | tojson(indent=4) }} {{ 12345678.125 | round(2) }} {{ 'a\nb' | indent(3) }} {{ range(5) | batch(2) | list }}",
+    "{{ messages | tojson(indent=4) }} {{ 12345678.125 | round(2) }} {{ 'a\nb' | indent(3) }}",
+    "{{ range(5) | batch(2) | list }} {{ [1, 2, 3] | slice(2) | list }} {{ 'a b c' | wordwrap(3) }}",
     "{% macro f(x) %}{{ x + 1 }}{% endmacro %}{{ f(123456789) }} {{ namespace(x=12345678).x }} {{ dict(a=9999999) }}",
     "{{ 'costs 1234567 * 2, **bold**: %s' % 'a' }} {{ messages[0].content + '!' }} {{ [3, 1] | sort | join('*') }}",
 ]

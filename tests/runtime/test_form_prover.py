@@ -150,9 +150,7 @@ def test_a_form_that_takes_long_makes_room_for_the_next(monkeypatch: pytest.Monk
     prover.close()
 
 
-def test_too_many_forms_at_once_are_told_to_come_later(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_forms_at_once_are_told_to_come_later(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.grammar.MOST_COMPILING", 1)
     grammars.compiled(HARMLESS[0])
     process = process_of(grammars)

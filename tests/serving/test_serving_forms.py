@@ -14,6 +14,8 @@ import pytest
 from serving_models import Listening, Served
 from waiting import HANG_S, wait_until
 
+from scripts.campaigns.hostile_forms import attack, hostile_request, politely
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -136,3 +138,23 @@ def test_too_many_forms_are_a_503(served: Served, monkeypatch: pytest.MonkeyPatc
         refused = served.post(path, **asked(path, form))
         assert refused.status_code == 503 and refused.headers["Retry-After"]
         assert refused.json()["error"]["code"] == "forms_busy"
+
+
+def test_hostile_forms_leave_a_server_that_answers(
+    make_listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of scripts/campaigns/hostile_forms.py, one of each kind twice, beside a polite client."""
+    monkeypatch.setattr("runtime.form_prover.MOST_S", 0.1)
+    listening = make_listening(drafter=None)
+    found: list[tuple[Any, list[str]]] = []
+    waits = politely(listening.port, lambda: found.append(attack(listening.port, range(20), 4)))
+    (counts, wrong), *_ = found
+    assert wrong == [] and waits.failures == []
+    assert counts.total() == 20 and counts[400] > 3 and counts[200] > 3 and waits.seconds
+    assert not listening.model.loop.unfinished() and listening.model.loop.takes_requests
+    assert listening.model.llm.grammars._num_compiling == listening.model.llm.grammars._num_slow == 0
+
+
+def test_hostile_forms_are_the_same_for_the_same_numbers() -> None:
+    assert [hostile_request(i) for i in range(40)] == [hostile_request(i) for i in range(40)]
+    assert len({json.dumps(hostile_request(i)) for i in range(40)}) == 40
