@@ -8,6 +8,7 @@ memory. Joining texts (`~`, `join`, `replace`) is not bounded: texts that are do
 import re
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from threading import Lock
 from typing import Any
 
@@ -51,7 +52,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             raise SecurityError(f"the result of `{operator}` is too large")
         return super().call_binop(context, operator, left, right)
 
-    def call(self, context: Any, called: Any, /, *args: Any, **named: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Any, called: Any, /, *args: Any, **named: Any) -> Any:
         owner = getattr(getattr(called, "__wrapped__", called), "__self__", None)  # jinja wraps `format`
         if isinstance(owner, str | bytes | int):  # a method of a text or a number
             if not called.__name__.startswith("format"):
@@ -65,20 +66,19 @@ def compile_bounded(text: str) -> None:
     """Have transformers compile a chat template in this environment, and keep it. What jinja raises for a broken
     template is raised.
     """
-    from transformers.utils import chat_template_utils as utils
-
+    utils: Any = import_module("transformers.utils.chat_template_utils")
     with _compiling:
         before = utils.ImmutableSandboxedEnvironment
-        utils.ImmutableSandboxedEnvironment = BoundedEnvironment  # type: ignore[misc]
+        utils.ImmutableSandboxedEnvironment = BoundedEnvironment
         try:
             environment = utils._compile_jinja_template(text).environment  # which is cached, by the text
             if isinstance(environment, BoundedEnvironment):
                 environment.bound_filters()  # transformers has put its own in the place of some
         finally:
-            utils.ImmutableSandboxedEnvironment = before  # type: ignore[misc]
+            utils.ImmutableSandboxedEnvironment = before
 
 
-def _size(operator: str, left: Any, right: Any) -> float:
+def _size(operator: str, left: Any, right: Any) -> Any:
     """Size of an operation's result, over what is allowed."""
     is_number = isinstance(left, int) and isinstance(right, int)
     if operator == "**":

@@ -6,6 +6,7 @@ a core that it takes. Its death is an error of that form alone. All of them end 
 that ends.
 """
 
+import gc
 import json
 import os
 import resource
@@ -224,7 +225,7 @@ def _end(server: socket.socket, process: "subprocess.Popen[bytes]") -> None:
 
 
 def main() -> None:
-    """Fork a process for each form that comes, until nobody can ask any more."""
+    """Keep a process forked for the next form, until nobody can ask any more."""
     from llguidance import LLTokenizer
 
     files = json.loads(sys.argv[1])
@@ -234,22 +235,34 @@ def main() -> None:
     start_of(vocabulary, written("grammar", 'root ::= "a"'))  # what is made once for a vocabulary
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     server = socket.socket(fileno=files["server"])
-    while True:
-        _, asked, _, _ = socket.recv_fds(server, 1, 1)
-        if not asked:
-            return
+    gc.disable()
+    gc.freeze()  # what is looked through would be copied
+    is_taken = True
+    while is_taken:
+        read, write = os.pipe()
         if os.fork() == 0:
-            server.close()
             try:
-                _try_form(vocabulary, socket.socket(fileno=asked[0]), *limits)
+                os.close(read)
+                _try_form(vocabulary, server, write, *limits)
             finally:
                 os._exit(1)
-        os.close(asked[0])
+        os.close(write)
+        is_taken = bool(os.read(read, 1))
+        os.close(read)
 
 
-def _try_form(vocabulary: Any, asked: socket.socket, most_s: float, most_bytes: int) -> None:
-    """Compile a form and say how that went, in a thread whose stack is no larger than the one for its use."""
+def _try_form(vocabulary: Any, server: socket.socket, taken: int, most_s: float, most_bytes: int) -> None:
+    """Wait for a form, have the next process forked, compile the form and say how that went: in a thread whose stack is
+    no larger than the one for the form's use.
+    """
+    _, asked_files, _, _ = socket.recv_fds(server, 1, 1)
+    if not asked_files:
+        return
+    asked = socket.socket(fileno=asked_files[0])
+    os.write(taken, b"t")  # in vain where no more processes are forked: then nobody is answered
     asked.sendall(os.getpid().to_bytes(8, "little"))
+    server.close()
+    os.close(taken)
     request = bytearray()
     while part := asked.recv(1 << 20):
         request += part
