@@ -89,6 +89,12 @@ class ChatTemplate:
         found = getattr(self._tokenizer, "response_template", None)
         return found if isinstance(found, dict) else None
 
+    def _text_for(self, *, with_tools: bool) -> str:
+        """The template that transformers takes for a conversation."""
+        if isinstance(self.source, dict):
+            return str(self.source["tool_use" if with_tools and "tool_use" in self.source else _DEFAULT])
+        return str(self.source)
+
     def check_variables(self, variables: Mapping[str, Any]) -> None:
         """SpecDecError for a variable that is transformers' own."""
         own = signature(self._tokenizer.apply_chat_template).parameters
@@ -97,13 +103,16 @@ class ChatTemplate:
 
     def encode(self, messages: Seq[Message], inputs: "TemplateInputs | None" = None) -> list[int]:
         """The conversation's tokens, up to where the assistant goes on; SpecDecError where the template says no."""
+        from runtime.text import encode_text
+
         text = self.render(messages, inputs)
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+        return encode_text(self._tokenizer, text)
 
     def render(self, messages: Seq[Message], inputs: "TemplateInputs | None" = None) -> str:
         """The conversation's text, up to where the assistant goes on; SpecDecError where the template says no."""
         from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
+
+        from runtime.bounded_templates import compile_bounded
 
         check_messages(messages, "the conversation")
         given = (inputs or TemplateInputs()).arguments()
@@ -111,6 +120,7 @@ class ChatTemplate:
             self.source if isinstance(self.source, dict) else {_DEFAULT: self.source}, self._tokenizer.name_or_path
         )
         try:
+            compile_bounded(self._text_for(with_tools="tools" in given))
             text: str = self._tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=False, **given
             )
@@ -165,14 +175,16 @@ def check_chat_template(tokenizer_dir: Path, tokenizer: str) -> None:
     """SpecDecError unless it has a chat template for conversations, of which a program can be made: before an engine is
     built. `tokenizer` is the name that the user gave.
     """
-    from jinja2 import Environment, TemplateSyntaxError
+    from jinja2 import TemplateSyntaxError
+
+    from runtime.bounded_templates import BoundedEnvironment
 
     templates = chat_templates(tokenizer_dir)
     if not templates:
         raise_no_chat_template(tokenizer)
     _check_default(templates, tokenizer)
     try:
-        Environment(extensions=["jinja2.ext.loopcontrols", _generation()]).compile(templates[_DEFAULT])
+        BoundedEnvironment(extensions=["jinja2.ext.loopcontrols", _generation()]).compile(templates[_DEFAULT])
     except TemplateSyntaxError as error:
         _raise_broken(error)
 

@@ -351,7 +351,9 @@ class LLM:
     @cached_property
     def grammars(self) -> Grammars:
         """Compiler of grammars for this model."""
-        return Grammars(self.tokenizer, self.bundle.config.vocab_size, self.end_ids)
+        grammars = Grammars(self.tokenizer, self.bundle.config.vocab_size, self.end_ids, proves=True)
+        self._stack.callback(grammars.close)
+        return grammars
 
     def _with_own_penalties(self, params: SamplingParams) -> SamplingParams:
         """Apply the model's penalties if none are given; the first change of an output is reported."""

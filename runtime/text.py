@@ -24,7 +24,7 @@ from runtime.models import refuse_sentencepiece, resolve_tokenizer
 from runtime.request import Request, Sequence
 from runtime.tekken import is_tekken_alone, make_tekken_tokenizer
 from runtime.token_text import Texts, texts_after, token_bytes
-from runtime.tokenizer import PROBES, Tokenizer, find_saved_tokenizer, save_tokenizer
+from runtime.tokenizer import PROBES, Tokenizer, find_saved_tokenizer, panics_told, save_tokenizer, token_ids
 
 _MISTRALS = {"mistral", "mistral3", "ministral", "pixtral", "voxtral"}
 
@@ -54,7 +54,7 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
         )
     try:
         config = None if pretrained_config is None else _config_for_tokenizer(directory, pretrained_config)
-        with quiet_transformers():
+        with quiet_transformers(), panics_told():
             tokenizer = AutoTokenizer.from_pretrained(
                 directory, config=config, truncation_side="left", local_files_only=True, trust_remote_code=False
             )
@@ -173,8 +173,7 @@ def tokenizer_vocab_size(tokenizer: Tokenizer) -> int:
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     """The tokens of a text of any length, without those that mark its start or end."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
+    return token_ids(tokenizer, text, add_special_tokens=False, verbose=False)
 
 
 def find_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> Tokenizer | None:
@@ -223,7 +222,7 @@ def _readable_tokenizer(directory: Path, pretrained_config: dict[str, Any], name
 
 def word_tokens(tokenizer: Tokenizer, name: str, word: str) -> list[int]:
     """The tokens of a word by itself; UsageError if there are none."""
-    tokens: list[int] = tokenizer(word, add_special_tokens=False)["input_ids"]
+    tokens = token_ids(tokenizer, word, add_special_tokens=False)
     if not tokens or not decode(tokenizer, tokens, encode_text(tokenizer, "a")):
         raise UsageError(
             f"{name} has a word that the tokenizer makes nothing of: {word!r}",
@@ -270,10 +269,10 @@ def encode(
         prompt.encode()
     except UnicodeEncodeError:
         raise UsageError(f"a prompt has half a pair of surrogates: {prompt[:100]!r}", hint="leave it out") from None
-    ids: list[int] = tokenizer(prompt, verbose=False)["input_ids"]
+    ids = token_ids(tokenizer, prompt, verbose=False)
     if max_length is None or len(ids) <= max_length:
         return ids, False
-    return tokenizer(prompt, truncation=True, max_length=max_length)["input_ids"], True
+    return token_ids(tokenizer, prompt, truncation=True, max_length=max_length), True
 
 
 def _check_ids(prompt: Any) -> None:

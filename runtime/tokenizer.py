@@ -5,7 +5,8 @@ Importing transformers takes longer than a short answer. `build` saves what tran
 are the same.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -123,6 +124,29 @@ class SavedTokenizer:
         return self._tokenizer.id_to_token(token)
 
 
+@contextmanager
+def panics_told() -> Iterator[None]:
+    """SpecDecError where the `tokenizers` package panics, whose exception is no Exception: on a text for which an
+    expression of the tokenizer takes too many steps.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise SpecDecError(
+            f"the tokenizer fails: {str(error).partition(chr(10))[0][:200]}",
+            hint="name another tokenizer, or correct the expressions in its tokenizer.json",
+        ) from None
+
+
+def token_ids(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
+    """The tokens of a text; SpecDecError where the tokenizer fails on it."""
+    with panics_told():
+        ids: list[int] = tokenizer(text, **options)["input_ids"]
+    return ids
+
+
 @dataclass(frozen=True)
 class _Saved:
     """Content of the file. `files` is the digest of the tokenizer's source files."""
@@ -137,7 +161,9 @@ def save_tokenizer(tokenizer: Any, directory: Path) -> None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if isinstance(backend, tokenizers.Tokenizer):
         saved = SavedTokenizer(backend.to_str(), tokenizer.eos_token_id)
-        if _is_same(saved, tokenizer):
+        with panics_told():
+            is_same = _is_same(saved, tokenizer)
+        if is_same:
             record = _Saved(_files_digest(directory), saved.eos_token_id, backend.to_str())
             write_json(directory / SAVED, as_json(record))
 
@@ -150,7 +176,10 @@ def find_saved_tokenizer(directory: Path) -> SavedTokenizer | None:
     if saved.files != _files_digest(directory):
         return None
     try:
-        return SavedTokenizer(saved.state, saved.eos_token_id)
+        with panics_told():
+            return SavedTokenizer(saved.state, saved.eos_token_id)
+    except SpecDecError:
+        raise
     except Exception as error:  # of the package's own making: it is derived from nothing narrower
         raise SpecDecError(
             f"`{directory / SAVED}` is not a tokenizer: {error}", hint="build it again", code="engine"

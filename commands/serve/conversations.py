@@ -3,6 +3,7 @@
 import ctypes
 import json
 import threading
+import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
@@ -21,6 +22,7 @@ from commands.serve.schema import (
 from commands.serve.served import ServedModel
 from runtime.chat import Message, TemplateInputs
 from runtime.errors import SpecDecError
+from runtime.form_prover import FormsBusy
 from runtime.grammar import CompiledGrammar
 from runtime.params import Grammar
 from runtime.tools.call_formats import Tool, ToolFormat
@@ -30,6 +32,8 @@ from runtime.tools.prompt import with_tools_as_text
 from runtime.tools.response_template import TemplateParser
 
 _TEMPLATE_S = 2.0
+_CHECKS_S = 2.0
+"""Time for finding the tool whose schema cannot be used."""
 _PROMPT_END = 64
 """Tokens of a prompt in which what is thought may have been opened."""
 
@@ -303,9 +307,12 @@ def _compiled_calls(
         special = _special_ids(served)
         text = call_grammar(calls, format_of, form.reasoning, special, in_reasoning=in_reasoning)
         return None if text is None else served.llm.grammars.compiled(Grammar("lark", text))
+    except FormsBusy as busy:
+        raise as_http_error(busy, "tools") from None
     except SpecDecError as error:
+        end = time.monotonic() + _CHECKS_S
         for tool in calls.tools:
-            if calls.choice == "required" or tool.is_strict:
+            if (calls.choice == "required" or tool.is_strict) and time.monotonic() < end:
                 _check_schema(served, tool)
         if calls.choice == "auto" and calls.schema is None and not any(tool.is_strict for tool in calls.tools):
             return None  # nothing was asked for that a grammar has to hold
@@ -314,7 +321,9 @@ def _compiled_calls(
 
 def _check_schema(served: ServedModel, tool: Tool) -> None:
     try:
-        served.llm.grammars.compiled(Grammar("json_schema", json.dumps(tool.parameters)))
+        served.llm.grammars.check(Grammar("json_schema", json.dumps(tool.parameters)))
+    except FormsBusy as busy:
+        raise as_http_error(busy, "tools") from None
     except SpecDecError as error:
         raise HTTPError(
             400, f"tools: the parameters of `{tool.name}`: {error.message}", param="tools", code="invalid_value"

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from runtime.errors import SpecDecError
+from runtime.form_prover import FormsBusy
 from runtime.serving.loop import QueueFull, StepFailed, Stopping
 
 RETRY_AFTER_S = 1
@@ -94,6 +95,8 @@ def as_http_error(error: SpecDecError, param: str | None = None) -> HTTPError:
     message = f"{error.message} ({error.hint})" if error.hint else error.message
     if isinstance(error, QueueFull):
         return HTTPError(503, message, code="queue_full")
+    if isinstance(error, FormsBusy):
+        return HTTPError(503, message, param=param, code="forms_busy")
     if isinstance(error, Stopping):
         return HTTPError(503, message, code="shutting_down")
     if isinstance(error, StepFailed):

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 from byte_tokenizers import byte_level
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from llamacpp_tokens import write_byte_level
 from sentences import Said
 from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import _cached_compile_jinja_template
 
 from runtime.chat import ChatTemplate, TemplateInputs, chat_templates, check_chat_template, has_chat_template
 from runtime.checkpoint import copy_side_files
@@ -138,3 +140,55 @@ def test_what_the_template_does_wrong_is_no_refusal_of_its_own(template: str, tm
     with pytest.raises(SpecDecError) as error:
         ChatTemplate(tmp_path, {"model_type": "llama"}).encode([{"role": "user", "content": "the dog"}])
     said(error)
+
+
+HOSTILE = [
+    "{{ 9 ** (9 ** 9) }}",
+    "{% set x = messages[0].content | length %}{{ (x + 90) ** ((x + 90) ** (x + 90)) }}",
+    "{% set x = 99999 ** 999 %}{{ (x * x * x * x * x * x) % 7 }}",
+    "{{ 'a' * 10000000000 }}",
+    "{{ 10000000000 * [0] }}",
+    "{{ '%09999999999d' % 1 }}",
+    "{{ '%*d' % (9999999999, 1) }}",
+    "{{ '%.999999999f' | format(1.5) }}",
+    "{{ '{:9999999999}'.format(1) }}",
+    "{{ '{:{}}'.format(1, 9999999999) }}",
+    "{{ 'a'.ljust(9999999999) }}",
+    "{{ (5).to_bytes(9999999999) }}",
+    "{{ 'a' | center(9999999999) }}",
+    "{{ 'a\nb' | indent(9999999999) }}",
+    "{{ 1.5 | round(999999999, 'ceil') }}",
+    "{{ messages | tojson(indent=9999999999) }}",
+    "{% set all = namespace(x='aaaa') %}{% for _ in range(60) %}{% set all.x = all.x + all.x %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_an_operation_of_a_template_that_cannot_be_ended_is_refused(text: str, tmp_path: Path) -> None:
+    """Each would hold the interpreter for minutes, or take gigabytes."""
+    byte_level().save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(text)
+    check_chat_template(tmp_path, str(tmp_path))
+    with pytest.raises(SpecDecError, match="the chat template fails on the conversation: SecurityError: "):
+        ChatTemplate(tmp_path, {"model_type": "llama"}).encode([{"role": "user", "content": "the dog"}])
+
+
+HARMLESS = [
+    "{{ 2 ** 10 }} {{ 2 ** 0.5 }} {{ -1 ** 3 }} {{ 7 % 4 }} {{ 'ab' * 3 }} {{ [1] * 2 + [3] }} {{ 1.5 * 2 }}",
+    "{{ '%s has %5.2f, 100%% of %d' % (messages[0].role, 1.5, 12345678) }} {{ '%-20s|%d' | format('a', 123456789) }}",
+    "{{ '{} {:>10} {x}'.format(1234567, 'a', x=2) }} {{ 'ab'.center(20) }} {{ 'ab' | center(20) }}",
+    "{{ messages | tojson(indent=4) }} {{ 12345678.125 | round(2) }} {{ 'a\nb' | indent(3) }}",
+    "{{ range(5) | batch(2) | list }} {{ [1, 2, 3] | slice(2) | list }} {{ 'a b c' | wordwrap(3) }}",
+    "{% macro f(x) %}{{ x + 1 }}{% endmacro %}{{ f(123456789) }} {{ namespace(x=12345678).x }} {{ dict(a=9999999) }}",
+    "{{ 'costs 1234567 * 2, **bold**: %s' % 'a' }} {{ messages[0].content + '!' }} {{ [3, 1] | sort | join('*') }}",
+]
+
+
+@pytest.mark.parametrize("text", HARMLESS)
+def test_operations_of_templates_give_what_transformers_gives(text: str, tmp_path: Path) -> None:
+    byte_level().save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(text)
+    messages = [{"role": "user", "content": "the dog"}]
+    expected = _cached_compile_jinja_template(text).render(messages=messages)
+    assert ChatTemplate(tmp_path, {"model_type": "llama"}).render(messages) == expected  # type: ignore[arg-type]
+    assert type(_cached_compile_jinja_template(text).environment) is ImmutableSandboxedEnvironment
