@@ -10,6 +10,8 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
+import tokenizers
+
 from runtime.bundle import Bundle, check_tokenizer_files, is_engine_dir, read_bundle
 from runtime.cache import digest
 from runtime.checkpoint_dir import open_checkpoint
@@ -22,7 +24,7 @@ from runtime.locks import quiet_transformers
 from runtime.models import refuse_sentencepiece, resolve_tokenizer
 from runtime.request import Request, Sequence
 from runtime.token_text import Texts, texts_after, token_bytes
-from runtime.tokenizer import Tokenizer, find_saved_tokenizer, save_tokenizer
+from runtime.tokenizer import Tokenizer, find_saved_tokenizer, last_tokens, save_tokenizer
 
 _MISTRALS = {"mistral", "mistral3", "ministral", "pixtral", "voxtral"}
 
@@ -69,6 +71,9 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
         ) from error
     if pretrained_config is not None and pretrained_config["model_type"] in _MISTRALS:
         _warn_of_first_pattern(tokenizer, directory)
+    if isinstance(backend := getattr(tokenizer, "backend_tokenizer", None), tokenizers.Tokenizer):
+        backend.no_truncation()  # as the first call would, while other threads encode
+        backend.no_padding()
     return cast(Tokenizer, tokenizer)
 
 
@@ -225,6 +230,9 @@ def encode(
     ids: list[int] = tokenizer(prompt, verbose=False)["input_ids"]
     if max_length is None or len(ids) <= max_length:
         return ids, False
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if isinstance(backend, tokenizers.Tokenizer):
+        return last_tokens(backend, prompt, max_length), True
     return tokenizer(prompt, truncation=True, max_length=max_length)["input_ids"], True
 
 
