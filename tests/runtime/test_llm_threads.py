@@ -339,7 +339,9 @@ print("ends")
 """
 
 
-@pytest.mark.parametrize(("mode", "beside"), [("leader", "thread"), ("orchestrator", "nobody")])
+@pytest.mark.parametrize(
+    ("mode", "beside"), [("leader", "thread"), pytest.param("orchestrator", "nobody", marks=pytest.mark.slow)]
+)
 def test_script_ends_without_a_word(mode: str, beside: str, llama_uncompiled_dir: Path) -> None:
     """Nobody closes the `LLM`, nobody reads the generators to their end, and a thread may still ask."""
     command = [sys.executable, "-c", _ENDS, str(llama_uncompiled_dir), mode, beside]
