@@ -1,4 +1,4 @@
-"""What is still open when the interpreter ends: closed while modules are whole, so that no finalizer fails after that.
+"""Generators and engines that are open when the interpreter ends: closed before a finalizer finds modules gone.
 
 A script may end with an `LLM` that nobody closed, or a generator that nobody read to its end, in any thread.
 """

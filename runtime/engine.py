@@ -110,7 +110,7 @@ class Engine:
         self.device = device
         self.block_reuse = kv_cache.block_reuse
         self.turns = Turns()
-        """Of the threads that use it."""
+        """Turns of the threads that use it."""
         self.step_time_s = self.copy_time_s = 0.0
         self._is_open = True
         self._step, self._copy_step = step, copy_step

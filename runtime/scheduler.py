@@ -66,7 +66,7 @@ class Scheduler:
         """Sequences that failed, by their `error`."""
         self._is_full = False
         self.asked_s = math.inf
-        """As `runtime.turns.Holder` has it."""
+        """Last time that a step was asked for (`runtime.turns.Holder`)."""
 
     @property
     def has_work(self) -> bool:

@@ -28,7 +28,7 @@ class Holder(Protocol):
 
     @property
     def asked_s(self) -> float:
-        """When it was last asked for a step, in `time.monotonic` seconds; infinity while a thread waits for one."""
+        """Last time that a step was asked for, in `time.monotonic` seconds; infinity while a thread waits for one."""
         ...
 
     def give_back(self) -> None:
@@ -55,7 +55,7 @@ class Turns:
         return bool(self._now._is_owned())  # type: ignore[attr-defined]
 
     def take(self, work: Callable[[], T]) -> T:
-        """What `work` returns, which is called when it is this thread's turn; inside a turn at once.
+        """Call `work` when it is this thread's turn, inside a turn at once, and return its result.
 
         Ctrl-C may come at any place, and leaves no turn taken.
         """

@@ -38,7 +38,7 @@ class Report:
     num_done_before: int
     num_failed_before: int
     num_failed: int
-    """Of all requests, like `num_requests`."""
+    """Failures among all requests, like `num_requests`."""
     counts: Counts = field(default_factory=Counts)
     opening_s: float = 0.0
     wall_s: float = 0.0

@@ -70,7 +70,7 @@ def _stream(llm: LLM, number: int) -> Any:
 
 
 def _left(llm: LLM, number: int) -> Any:
-    """Of a stream that is let go of after two pieces."""
+    """Two pieces of a stream that is let go of then."""
     pieces = llm.stream(_prompt(number), _params(max_tokens=40))
     return [(str(piece), piece.token_ids) for piece in islice(pieces, 2)]
 
@@ -118,7 +118,7 @@ def switched_often() -> Iterator[None]:
 
 
 def expected(llm: LLM, kinds: dict[str, Ask] | None = None) -> dict[tuple[str, int], Any]:
-    """What each request gets in one thread."""
+    """Answers that each request gets in one thread."""
     return {(name, i): ask(llm, i) for name, ask in (kinds or KINDS).items() for i in range(_NUM_PROMPTS)}
 
 

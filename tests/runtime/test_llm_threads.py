@@ -343,7 +343,7 @@ print("ends")
     ("mode", "beside"), [("leader", "thread"), pytest.param("orchestrator", "nobody", marks=pytest.mark.slow)]
 )
 def test_script_ends_without_a_word(mode: str, beside: str, llama_uncompiled_dir: Path) -> None:
-    """Nobody closes the `LLM`, nobody reads the generators to their end, and a thread may still ask."""
+    """The `LLM` is not closed, the generators are not read to their end, and a thread may still ask."""
     command = [sys.executable, "-c", _ENDS, str(llama_uncompiled_dir), mode, beside]
     result = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert (result.returncode, result.stdout, result.stderr) == (0, "ends\n", "")

@@ -253,7 +253,7 @@ def no_spinning() -> Iterator[None]:
 def test_second_generation_takes_the_room_of_one_that_nobody_reads(
     open_engine: Any, llama: PreTrainedModel, loop: Any
 ) -> None:
-    """Which goes on later, from its tokens."""
+    """The first goes on later, from its tokens."""
     engine = open_engine(max_tokens=64)
     requests = [Request(i, tuple(repetitive_prompt(i, 30)), 12) for i in range(2)]
     first = scheduler.generate(engine, requests[:1])
