@@ -303,7 +303,7 @@ def begin_digests(paths: Iterable[Path]) -> None:
 
 def is_digest_awaited() -> bool:
     """True if a digest that was begun is not found yet: of a file that was not read before."""
-    return not all(begun.done() for begun in _begun.values())
+    return not all(begun.done() for begun in tuple(_begun.values()))  # other threads begin some, and ask for them
 
 
 def _find_digest(path: Path, ranges: Sequence[Range]) -> str:

@@ -4,13 +4,15 @@ Requests that do not fit wait and join as others finish. When blocks run out the
 and is continued later from its tokens, so that the oldest always gets on.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Generator
 from collections.abc import Sequence as Seq
+from functools import partial
 
 from runtime.drafters.protocol import Drafter
-from runtime.drafting import check_requests, commit, propose, raise_first_error, release_all
+from runtime.drafting import check_requests, commit, make_room, propose, raise_first_error, release_all
 from runtime.engine import Engine
 from runtime.request import Request, Sequence
 from runtime.stats import LoopTimes
@@ -36,13 +38,14 @@ def generate(
             yield from leader.step()
         raise_first_error(leader.failed)
     finally:
-        leader.release_all()
+        engine.turns.do_or_leave(leader.release_all)
 
 
 class Scheduler:
     """Running and waiting sequences, both oldest first, and their common step.
 
-    Who calls `step` may add and drop sequences between two steps.
+    Who calls `step` may add and drop sequences between two steps. Several may share an engine, in one thread or in
+    several (`runtime.turns`).
     """
 
     def __init__(
@@ -62,6 +65,8 @@ class Scheduler:
         self.failed: list[Sequence] = []
         """Sequences that failed, by their `error`."""
         self._is_full = False
+        self.asked_s = math.inf
+        """Last time that a step was asked for (`runtime.turns.Holder`)."""
 
     @property
     def has_work(self) -> bool:
@@ -71,13 +76,29 @@ class Scheduler:
         """Let a sequence, whose request has been checked, join as soon as there is room."""
         self.waiting.append(sequence)
 
+    @property
+    def holds_room(self) -> bool:
+        return bool(self.running)
+
     def step(self) -> list[tuple[Sequence, list[int]]]:
         """(sequence, new tokens) of those that go on or are done, which have been released."""
+        self.asked_s = math.inf
+        try:
+            return self.engine.turns.take_with_room(self._step)
+        finally:
+            self.asked_s = time.monotonic()
+
+    def _step(self) -> list[tuple[Sequence, list[int]]] | None:
+        """None where there is no room for any."""
         start, step_time_s = time.perf_counter(), self.engine.step_time_s
+        self.engine.turns.enter(self)
         self._admit()
         self._make_room()
-        if not self.running:
-            self.engine.raise_cache_is_taken(self.waiting[0].request)
+        while not self.running:
+            if not make_room(self.engine, self, self.waiting[0].request):
+                return None
+            self._admit()
+            self._make_room()
         with self.engine.alone():
             ready = self._compute_context()
         drafts_start = time.perf_counter()
@@ -90,10 +111,15 @@ class Scheduler:
         self.times.target_time_s += self.engine.step_time_s - step_time_s
         self.times.num_iterations += 1
         self.times.wall_s += time.perf_counter() - start
+        if not self.has_work:
+            self.engine.turns.leave(self)
         return stepped
 
     def drop(self, sequence: Sequence) -> None:
         """Abort a sequence; its computed blocks stay available to others."""
+        self.engine.turns.take(partial(self._drop, sequence))
+
+    def _drop(self, sequence: Sequence) -> None:
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         else:
@@ -107,7 +133,18 @@ class Scheduler:
         self.running.clear()
         self.waiting.clear()
         self._is_full = False
+        self.engine.turns.leave(self)
         release_all(self.engine, self.drafter, sequences)
+
+    def give_back(self) -> None:
+        """Give back the blocks of all; they go on later from their tokens."""
+        while self.running:
+            self._give_back_youngest()
+
+    def _give_back_youngest(self) -> None:
+        self.engine.release(self.running[-1])
+        self.waiting.appendleft(self.running.pop())
+        self.times.num_preemptions += 1
 
     def _admit(self) -> None:
         """Admit waiting sequences while there is room; after blocks ran out, not until a sequence has finished."""
@@ -120,9 +157,7 @@ class Scheduler:
         """Blocks for the next step of everyone that still runs; the youngest give theirs back if they must."""
         for sequence in list(self.running):
             while sequence in self.running and not self.engine.extend(sequence):
-                self.engine.release(self.running[-1])
-                self.waiting.appendleft(self.running.pop())
-                self.times.num_preemptions += 1
+                self._give_back_youngest()
                 self._is_full = True
 
     def _compute_context(self) -> list[Sequence]:

@@ -10,6 +10,8 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
+import tokenizers
+
 from runtime.bundle import Bundle, check_tokenizer_files, is_engine_dir, read_bundle
 from runtime.cache import digest
 from runtime.chat import chat_templates
@@ -24,7 +26,15 @@ from runtime.models import refuse_sentencepiece, resolve_tokenizer
 from runtime.request import Request, Sequence
 from runtime.tekken import is_tekken_alone, make_tekken_tokenizer
 from runtime.token_text import Texts, texts_after, token_bytes
-from runtime.tokenizer import PROBES, Tokenizer, find_saved_tokenizer, panics_told, save_tokenizer, token_ids
+from runtime.tokenizer import (
+    PROBES,
+    Tokenizer,
+    find_saved_tokenizer,
+    last_tokens,
+    panics_told,
+    save_tokenizer,
+    token_ids,
+)
 
 _MISTRALS = {"mistral", "mistral3", "ministral", "pixtral", "voxtral"}
 
@@ -75,6 +85,9 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
         ) from error
     if pretrained_config is not None and pretrained_config["model_type"] in _MISTRALS:
         _warn_of_first_pattern(tokenizer, directory)
+    if isinstance(backend := getattr(tokenizer, "backend_tokenizer", None), tokenizers.Tokenizer):
+        backend.no_truncation()  # as the first call would, while other threads encode
+        backend.no_padding()
     return cast(Tokenizer, tokenizer)
 
 
@@ -272,6 +285,10 @@ def encode(
     ids = token_ids(tokenizer, prompt, verbose=False)
     if max_length is None or len(ids) <= max_length:
         return ids, False
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if isinstance(backend, tokenizers.Tokenizer):
+        with panics_told():
+            return last_tokens(backend, prompt, max_length), True
     return token_ids(tokenizer, prompt, truncation=True, max_length=max_length), True
 
 

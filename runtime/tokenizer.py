@@ -101,14 +101,10 @@ class SavedTokenizer:
         max_length: int | None = None,
         verbose: bool = True,
     ) -> Mapping[str, Any]:
-        """Truncation keeps a text's end. Without it nothing is set, which another thread's use would forbid."""
+        """Truncation keeps a text's end. Nothing is set, which would change what other threads encode."""
         if not truncation or max_length is None:
             return {"input_ids": self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
-        self._tokenizer.enable_truncation(max_length, direction="left")
-        try:
-            return {"input_ids": self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
-        finally:
-            self._tokenizer.no_truncation()
+        return {"input_ids": last_tokens(self._tokenizer, text, max_length, add_special_tokens=add_special_tokens)}
 
     def decode(
         self, tokens: list[int], /, *, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
@@ -145,6 +141,19 @@ def token_ids(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
     with panics_told():
         ids: list[int] = tokenizer(text, **options)["input_ids"]
     return ids
+
+
+def last_tokens(
+    tokenizer: tokenizers.Tokenizer, text: str, max_length: int, *, add_special_tokens: bool = True
+) -> list[int]:
+    """The last tokens of a text, at most `max_length` with those that mark its start or end, as `tokenizers` truncates.
+
+    Truncation that is set on a tokenizer is set for all threads.
+    """
+    num_special = tokenizer.num_special_tokens_to_add(is_pair=False) if add_special_tokens else 0
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    encoding.truncate(max(max_length - num_special, 0), direction="left")
+    return list(tokenizer.post_process(encoding, add_special_tokens=add_special_tokens).ids)
 
 
 @dataclass(frozen=True)
