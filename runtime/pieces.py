@@ -6,7 +6,7 @@ the next piece has 50.
 """
 
 _MAX_STEPS = 2.5
-_LEAST_TOKENS = 8
+_LEAST_TOKENS = 4
 """Prompts get on, however slow they are."""
 _FIRST_TOKENS = 32
 _WEIGHT = 0.2

@@ -63,7 +63,7 @@ class Scheduler:
         engine.check_draft_len(self.max_draft_len if drafter else 0)
         self.times = times if times is not None else LoopTimes()
         self.num_turns = 0
-        """How often a running sequence made room for another one's turn."""
+        """Number of times that a running sequence made room for another one's turn."""
         self.running: list[Sequence] = []
         self.failed: list[Sequence] = []
         """Sequences that failed, by their `error`."""

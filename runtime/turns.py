@@ -64,11 +64,11 @@ class Turns:
         """Have a sequence wait that has just come. A lower priority comes first."""
         if not self._present:
             self._used.clear()
-        if client not in self._present:
-            least = min((self._used[one] for one in self._present), default=0)
+        least = min((self._used[one] for one in self._present), default=0)
+        self._present[client] += 1
+        if self._present[client] == 1:
             self._used[client] = max(self._used.get(client, 0), least)
             self._forget_clients(least)
-        self._present[client] += 1
         self._tickets[sequence.request.id] = _Ticket(client, priority, self._num_arrived)
         self._num_arrived += 1
         self.wait(sequence)

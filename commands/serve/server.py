@@ -221,7 +221,7 @@ class _Server(uvicorn.Server):
         self._on_ready = on_ready
         self._serving, self._shutdown_timeout_s = loop, shutdown_timeout_s
         self._deadline_s: float | None = None
-        """When unfinished requests are ended, once a signal has come."""
+        """Time at which unfinished requests are ended, once a signal has come."""
         self._is_hurried = self._has_said_so = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -236,12 +236,12 @@ class ServingLoop:
 
     @property
     def num_preemptions(self) -> int:
-        """How often a sequence gave its K/V blocks back before it was over, for want of blocks."""
+        """Number of times that a sequence gave its K/V blocks back before it was over, for want of blocks."""
         return self._scheduler.times.num_preemptions
 
     @property
     def num_turns(self) -> int:
-        """How often a running sequence made room for another one's turn."""
+        """Number of times that a running sequence made room for another one's turn."""
         return self._scheduler.num_turns
 
     @property

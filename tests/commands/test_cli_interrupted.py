@@ -186,7 +186,7 @@ def test_signal_during_the_imports_leaves_no_traceback(
     llama_dir: Path,
     tmp_path: Path,
 ) -> None:
-    """From the first module of ours on: what Python imports before that is out of reach."""
+    """Holds from the first module of ours on: what Python imports before that is out of reach."""
     arguments = [module, signal_number, "convert", "--model-dir", llama_dir, "--output-dir", tmp_path / "ckpt"]
     command = [sys.executable, "-c", AT_IMPORT, *map(str, arguments)]
     ended = subprocess.run(command, env=process_environment, capture_output=True, text=True)
