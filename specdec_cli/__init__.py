@@ -4,8 +4,8 @@ They are loaded when they are first asked for, so that the command line starts w
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # typing's, whose import takes time before `specdec_cli.signals` can set its handlers
 if TYPE_CHECKING:
     from runtime.drafters.specs import *  # noqa: F403
     from runtime.engine import KVCacheConfig as KVCacheConfig
@@ -39,10 +39,10 @@ _DRAFTERS = "runtime.drafters.specs"
 """Module of every drafter's class: its own list of names is the list of drafters."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """PEP 562: import a public name from where it lives."""
     if name == "__all__":
-        return [*_HOME_OF, *import_module(_DRAFTERS).__all__]
+        return _public_names()
     if name in _HOME_OF:
         return getattr(import_module(_HOME_OF[name]), name)
     if name[:1].isupper() and name in import_module(_DRAFTERS).__all__:  # not for each module of this package
@@ -51,4 +51,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__getattr__("__all__")])
+    return sorted([*globals(), *_public_names()])
+
+
+def _public_names() -> list[str]:
+    return [*_HOME_OF, *import_module(_DRAFTERS).__all__]

@@ -172,15 +172,6 @@ class _Command(TyperCommand):
             raise UsageError(f"{what} has an empty value: ''", hint=f"`{ctx.command_path} --help` shows the usage")
         return super().parse_args(ctx, one_value_each(kept, self.name or ""))
 
-    def invoke(self, ctx: Any) -> Any:
-        """Says that the command was interrupted, unless it has shown what it did before and leaves by `typer.Exit`."""
-        try:
-            return super().invoke(ctx)
-        except BaseException as error:
-            if signal.SIGINT in _stopped_by and not isinstance(error, typer.Exit):
-                say_interrupted()
-            raise
-
 
 _SHOWS_ALL = "specdec.shows_all_flags"
 
@@ -283,7 +274,10 @@ def main() -> None:
         exit_code = 0 if is_spare() else app(prog_name="specdec", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:
         if _stopped_by:
-            # Compiled code may have made another error of what the signal raised in it.
+            # Compiled code may have made another error of what the signal raised in it. A command that has shown what
+            # it did before leaves by `typer.Exit`, and nothing is said.
+            if signal.SIGINT in _stopped_by:
+                say_interrupted()
             sys.exit(128 + _stopped_by[-1])
         if os.environ.get("SPECDEC_DEBUG") or not isinstance(error, Exception):
             raise

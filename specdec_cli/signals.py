@@ -6,14 +6,11 @@ handlers of its own, and other programs that import `app` keep theirs.
 
 import os
 import signal
-import threading
-from types import FrameType
-from typing import Any
 
-_before: dict[int, Any] = {}
+_before: dict[int, object] = {}
 
 
-def _end(signal_number: int, frame: FrameType | None) -> None:
+def _end(signal_number: int, frame: object) -> None:
     if signal_number == signal.SIGINT:
         os.write(2, b"interrupted\n")
     os._exit(128 + signal_number)
@@ -22,9 +19,12 @@ def _end(signal_number: int, frame: FrameType | None) -> None:
 def restore() -> None:
     """Set the handlers that were there before the import."""
     for signal_number, handler in _before.items():
-        signal.signal(signal_number, handler)
+        signal.signal(signal_number, handler)  # type: ignore[arg-type]  # as `signal.signal` returned it
     _before.clear()
 
 
-if threading.current_thread() is threading.main_thread():
-    _before |= {number: signal.signal(number, _end) for number in (signal.SIGINT, signal.SIGTERM)}
+try:
+    for _number in (signal.SIGINT, signal.SIGTERM):
+        _before[_number] = signal.signal(_number, _end)
+except ValueError:  # in another thread than the main one no handler can be set
+    pass

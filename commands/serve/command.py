@@ -73,7 +73,7 @@ class ServerOptions:
         ),
     ] = 10.0
     request_timeout: Annotated[
-        float, option(SERVER, "Time limit for an answer, waiting included, in seconds.", min=0.001, metavar="SECONDS")
+        float, option(SERVER, "Time limit for an answer, waiting included, in seconds.", min=0.001, metavar="S")
     ] = 600.0
     shutdown_timeout: Annotated[
         float,
@@ -81,7 +81,7 @@ class ServerOptions:
             SERVER,
             "Time for running answers to finish after SIGTERM or Ctrl-C, in seconds.",
             min=0.0,
-            metavar="SECONDS",
+            metavar="S",
         ),
     ] = 30.0
     tool_call_parser: Annotated[

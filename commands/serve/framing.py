@@ -54,7 +54,7 @@ class _StrictLines(ReceiveBuffer):
             return None
         if self._extracted.count(b"\n") != self._extracted.count(b"\r\n"):
             raise h11.LocalProtocolError("a line ends in LF without CR")
-        if any(line[:1] in (b" ", b"\t") for line in lines):
+        if any(line.startswith((b" ", b"\t")) for line in lines):
             raise h11.LocalProtocolError("a header line is folded, or begins with a space")
         return lines
 
