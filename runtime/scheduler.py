@@ -74,8 +74,9 @@ class Scheduler:
         """Waiting sequences that have blocks."""
 
     @property
-    def num_waiting(self) -> int:
-        return len(self._turns)
+    def waiting(self) -> list[Sequence]:
+        """Sequences that do not run yet, or made room."""
+        return list(self._turns)
 
     @property
     def has_work(self) -> bool:

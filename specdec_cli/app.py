@@ -172,6 +172,16 @@ class _Command(TyperCommand):
             raise UsageError(f"{what} has an empty value: ''", hint=f"`{ctx.command_path} --help` shows the usage")
         return super().parse_args(ctx, one_value_each(kept, self.name or ""))
 
+    def invoke(self, ctx: Any) -> Any:
+        """Says that the command was interrupted, unless it has shown what it did before and leaves by `typer.Exit`."""
+        _invoked.append(self.name or "")
+        try:
+            return super().invoke(ctx)
+        except BaseException as error:
+            if signal.SIGINT in _stopped_by and not isinstance(error, typer.Exit):
+                say_interrupted()
+            raise
+
 
 _SHOWS_ALL = "specdec.shows_all_flags"
 
@@ -274,15 +284,14 @@ def main() -> None:
         exit_code = 0 if is_spare() else app(prog_name="specdec", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:
         if _stopped_by:
-            # Compiled code may have made another error of what the signal raised in it. A command that has shown what
-            # it did before leaves by `typer.Exit`, and nothing is said.
-            if signal.SIGINT in _stopped_by:
-                say_interrupted()
+            # Compiled code may have made another error of what the signal raised in it.
             sys.exit(128 + _stopped_by[-1])
         if os.environ.get("SPECDEC_DEBUG") or not isinstance(error, Exception):
             raise
         sys.exit(_report(error))
     finally:
+        if signal.SIGINT in _stopped_by and not _invoked:
+            say_interrupted()
         # The command has ended. Python's and torch's own end takes a while: Ctrl-C would change nothing, and SIGTERM
         # ends it without a traceback.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -372,6 +381,8 @@ def _show_warning(message: Warning | str, category: type[Warning], *others: Any,
 
 
 _stopped_by: list[int] = []
+_invoked: list[str] = []
+"""Names of the commands that have begun, each of which says itself that it was interrupted."""
 
 
 def _stop(signal_number: int, frame: FrameType | None) -> None:

@@ -247,15 +247,15 @@ class _Server(uvicorn.Server):
         if self._deadline_s is not None and not self.should_exit:
             groups, is_late = unfinished_groups(self._serving), time.monotonic() >= self._deadline_s
             self.should_exit = is_late or not groups
-            if is_late:
-                self._end_unfinished(groups)
-            elif groups and not self._has_said_so:
+            if groups and not self._has_said_so:
                 self._has_said_so = True
                 stderr().print(
                     f"shutting down: waiting for {_requests(len(groups))}, at most {self._shutdown_timeout_s:g} s; "
                     "another Ctrl-C ends them",
                     soft_wrap=True,
                 )
+            if is_late:
+                self._end_unfinished(groups)
         return await super().on_tick(counter)
 
     def _end_unfinished(self, groups: Collection[Group]) -> None:

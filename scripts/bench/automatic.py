@@ -134,7 +134,7 @@ def _token_s(session: Session, requests: list[Request], num_at_once: int = 1) ->
     waiting = deque(Sequence.start(request) for request in requests)
     num_tokens, start = 0, time.perf_counter()
     while True:
-        while waiting and len(leader.running) + leader.num_waiting < num_at_once:
+        while waiting and len(leader.running) + len(leader.waiting) < num_at_once:
             leader.add(waiting.popleft())
         stepped = leader.step()
         num_tokens += sum(len(new_tokens) for _, new_tokens in stepped)

@@ -10,10 +10,14 @@ import clocks
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny import hf_greedy, repetitive_prompt
+from tiny import hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
 from runtime.batch import Row
+from runtime.config import SelfDraft as SelfDraftConfig
+from runtime.drafters.draft_target import SelfDraft
+from runtime.drafters.ngram import NgramLookup
+from runtime.drafters.protocol import Drafter
 from runtime.engine import Engine, KVCacheConfig
 from runtime.pieces import PieceSizes
 from runtime.request import Request, Sequence
@@ -31,9 +35,9 @@ def open_engine(llama_engine_dir: Path) -> Callable[..., Engine]:
 class Loop:
     """A scheduler whose steps and tokens are counted, by client."""
 
-    def __init__(self, engine: Engine, pieces: PieceSizes | None = None) -> None:
+    def __init__(self, engine: Engine, pieces: PieceSizes | None = None, drafter: Drafter | None = None) -> None:
         self.engine = engine
-        self.scheduler = Scheduler(engine, None, 0, pieces=pieces)
+        self.scheduler = Scheduler(engine, drafter, 5 if drafter else 0, pieces=pieces)
         self.num_steps = 0
         self.tokens: Counter[Hashable] = Counter()
         self.first_step: dict[int, int] = {}
@@ -238,6 +242,29 @@ def test_whatever_comes_and_goes_outputs_are_the_models(
                 kept.remove(dropped)
         loop.finish()
     assert_are_the_models(kept, llama)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 220])
+@pytest.mark.parametrize("reuse", [True, False], ids=["reuse", "no reuse"])
+@pytest.mark.parametrize("drafts", ["n-gram", "self-draft"])
+def test_turns_of_a_model_with_states_and_with_drafts(
+    drafts: str, reuse: bool, max_tokens: int | None, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States stay with a sequence that made room, or are computed again."""
+    monkeypatch.setattr("runtime.turns._PATIENCE", 3)
+    model, cache = make_model("lfm2"), KVCacheConfig(max_tokens=max_tokens, block_reuse=reuse)
+    engine = make_engine(model, cache, compiler="none", self_draft=SelfDraftConfig("int8"))
+    drafter = NgramLookup(2) if drafts == "n-gram" else SelfDraft(engine, use_logits=False)
+    loop = Loop(engine, drafter=drafter)
+    sequences = []
+    for i, client in enumerate("aaaabcdefaab"):
+        sequences.append(loop.add(client, num_prompt=20 + i, num_new=60, prompt=i % 5, priority=i % 3))
+        loop.step()
+    loop.finish()
+    assert loop.scheduler.num_turns > 5
+    assert_are_the_models(sequences, model)
+    assert engine._states is not None
+    engine._states.manager.check_integrity()
 
 
 def test_counters_of_clients_that_left_are_bounded(open_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
