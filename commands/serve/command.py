@@ -120,8 +120,9 @@ class ServerOptions:
             named_tool_format(self.tool_call_parser)
         if self.reasoning_parser is not None:
             named_reasoning_format(self.reasoning_parser)
-        for key in [] if self.api_key is None else self.api_key.split(","):
-            if not (key.strip() and key.isascii() and key.isprintable()) or self.api_key != self.api_key.strip():
+        keys = "key" if self.api_key is None else self.api_key
+        for key in keys.split(","):
+            if not (key.strip() and key.isascii() and key.isprintable()) or keys != keys.strip():
                 raise UsageError("an API key has characters that HTTP has no room for", hint="take letters and digits")
         for origin in self.allowed_origins or []:
             if origin != "*" and not _ORIGIN.fullmatch(origin):

@@ -55,7 +55,7 @@ class BoundedProtocol(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.conn = StrictConnection()
+        self.conn: StrictConnection = StrictConnection()
         self._request_due, self._reading_due = _Deadline(self), _Deadline(self)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
