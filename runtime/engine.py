@@ -36,7 +36,7 @@ from runtime.request import Draft, Request, Sequence, VerifyResult
 from runtime.sampling import NoValidToken
 from runtime.states import States, bytes_per_slot, num_slots_of, state_inputs
 from runtime.stats import StateStats
-from runtime.turns import Turns
+from runtime.thread_turns import ThreadTurns
 from runtime.verify import compute_masks_ahead, verify_all
 
 # A prompt is computed in pieces: those that wait for it wait less, and a piece does not look at blocks after it.
@@ -110,7 +110,7 @@ class Engine:
         self.max_num_tokens = max_num_tokens
         self.device = device
         self.block_reuse = kv_cache.block_reuse
-        self.turns = Turns()
+        self.turns = ThreadTurns()
         """Turns of the threads that use it."""
         self.step_time_s = self.copy_time_s = 0.0
         self._is_open = True

@@ -4,6 +4,10 @@
 tell; 130 interrupted.
 """
 
+from specdec_cli.signals import restore  # before the modules that take time to import
+
+# isort: split
+
 import errno
 import inspect
 import io
@@ -172,6 +176,7 @@ class _Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         """Says that the command was interrupted, unless it has shown what it did before and leaves by `typer.Exit`."""
+        _invoked.append(self.name or "")
         if self.name in _COMPUTING:
             check_address_space()
         try:
@@ -272,16 +277,16 @@ def _options(
 
 def main() -> None:
     """The `specdec` command."""
-    collect_rarely()
-    _open_closed_streams()
-    _replace_what_cannot_be_written()
-    _have_waiting_threads_sleep()
-    _keep_out_of_the_common_directory()
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, _stop)
-    warnings.simplefilter("always", SpecDecWarning)
-    warnings.showwarning = _show_warning
     try:
+        for signal_number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signal_number, _stop)
+        collect_rarely()
+        _open_closed_streams()
+        _replace_what_cannot_be_written()
+        _have_waiting_threads_sleep()
+        _keep_out_of_the_common_directory()
+        warnings.simplefilter("always", SpecDecWarning)
+        warnings.showwarning = _show_warning
         exit_code = 0 if is_spare() else app(prog_name="specdec", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:
         if _stopped_by:
@@ -291,8 +296,12 @@ def main() -> None:
             raise
         sys.exit(_report(error))
     finally:
-        # The command has ended. Python's and torch's own end takes a while, and would be killed in it.
+        if signal.SIGINT in _stopped_by and not _invoked:
+            say_interrupted()
+        # The command has ended. Python's and torch's own end takes a while: Ctrl-C would change nothing, and SIGTERM
+        # ends it without a traceback.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.exit(exit_code)
 
 
@@ -391,6 +400,8 @@ def _show_warning(message: Warning | str, category: type[Warning], *others: Any,
 
 
 _stopped_by: list[int] = []
+_invoked: list[str] = []
+"""Names of the commands that have begun, each of which says itself that it was interrupted."""
 
 
 def _stop(signal_number: int, frame: FrameType | None) -> None:
@@ -399,3 +410,6 @@ def _stop(signal_number: int, frame: FrameType | None) -> None:
     if signal_number == signal.SIGINT:
         raise KeyboardInterrupt
     sys.exit(128 + signal_number)
+
+
+restore()

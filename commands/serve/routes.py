@@ -27,6 +27,7 @@ from commands.serve.answers import (
 )
 from commands.serve.anthropic_messages import MessagesReply, chat_of_messages
 from commands.serve.asking import ask_chat, ask_completion
+from commands.serve.clients import client_of
 from commands.serve.completions import ChatReply, CompletionReply
 from commands.serve.conversations import chat_tokens
 from commands.serve.http_errors import HTTPError, as_http_error, fields_named
@@ -125,7 +126,7 @@ class Server:
             return body, ask(self.served, body)
 
         body, asked = await self.aside(prepare)
-        return body, submit(self.served.loop, asked)
+        return body, submit(self.served.loop, asked, client_of(request.scope, body.user))
 
     async def ask_as_chat(
         self, request: Request, model: type[L], translate: Callable[[L], ChatRequest]
@@ -141,7 +142,7 @@ class Server:
                 return body, chat, ask_chat(self.served, chat)
 
         body, chat, asked = await self.aside(prepare)
-        return body, chat, submit(self.served.loop, asked)
+        return body, chat, submit(self.served.loop, asked, client_of(request.scope, chat.user))
 
     async def reply(self, request: Request, body: Generation, group: Group, reply: Any) -> Response:
         waiting = self.waiting(request.receive)
@@ -421,7 +422,7 @@ def _too_long() -> HTTPError:
 def _answered(model: type[Any], answer: type[Any]) -> dict[str, Any]:
     """The same with what a generation answers."""
     described = _body(model)
-    return described | {"responses": described["responses"] | errors(500, 503, 504) | answers(answer)}
+    return described | {"responses": described["responses"] | errors(429, 500, 503, 504) | answers(answer)}
 
 
 def _body(model: type[Any]) -> dict[str, Any]:

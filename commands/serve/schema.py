@@ -47,6 +47,7 @@ StopWords = StopWord | Annotated[list[StopWord], Field(max_length=MAX_STOP_WORDS
 
 
 FunctionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^\s\"\\<>{}\[\]()=,]+$")]
+Priority = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 ConfigText = Annotated[str, Field(max_length=64)]
 ConfigList = Annotated[
@@ -246,7 +247,10 @@ class Generation(Forms):
     logit_bias: (
         Annotated[dict[LaxTokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None
     ) = None
-    user: str | None = None
+    user: str | None = Field(None, description="Who asks, for the turns of clients.")
+    priority: Priority | None = Field(
+        None, description="Place among the requests of one client: the lowest is first, 0 without it."
+    )
     speculative: bool | Speculative | None = Field(
         None, description="false: nothing is drafted for this request; an object: how."
     )
@@ -596,6 +600,10 @@ class CountRequest(Lenient):
     thinking: Thinking | None = None
 
 
+class MessageMetadata(Lenient):
+    user_id: str | None = Field(None, description="Who asks, for the turns of clients.")
+
+
 class MessagesRequest(CountRequest, Forms):
     """Anthropic's Messages. Tools of Anthropic's own servers are not offered to the model."""
 
@@ -610,6 +618,8 @@ class MessagesRequest(CountRequest, Forms):
     top_k: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     speculative: bool | Speculative | None = None
+    metadata: MessageMetadata | None = None
+    priority: Priority | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(None, description="`output_config.format` by its name before.")
 

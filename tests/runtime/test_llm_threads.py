@@ -17,7 +17,7 @@ from runtime.cache import begin_digests, file_digest, is_digest_awaited
 from runtime.errors import SpecDecError
 from runtime.session import Mode
 from runtime.text import encode, load_tokenizer
-from runtime.turns import Turns
+from runtime.thread_turns import ThreadTurns
 from scripts.campaigns.llm_threads import KINDS, expected, faults_of, switched_often
 from specdec_cli import LLM, Draft, DraftTargetDrafter, KVCacheConfig, NgramDrafter, SamplingParams, Sequence
 
@@ -263,7 +263,7 @@ def test_times_are_of_a_threads_own_steps(llama_uncompiled_dir: Path) -> None:
 
 
 def test_who_has_had_a_turn_does_not_come_before_who_waits() -> None:
-    turns, order = Turns(), list[str]()
+    turns, order = ThreadTurns(), list[str]()
 
     def first() -> None:
         order.append("first")
