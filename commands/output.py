@@ -30,7 +30,7 @@ from rich.text import Text
 from commands.options.shared import OUTPUT, option
 from commands.progress import Advance, bytes_done, counting, phases
 from runtime.errors import SpecDecError, UsageError
-from runtime.files import try_new_file
+from runtime.files import check_regular, try_new_file
 
 if TYPE_CHECKING:
     from runtime.tuning.search import FixedLost
@@ -233,6 +233,7 @@ def megabytes(num_bytes: int) -> str:
 def check_readable(paths: list[Path]) -> None:
     """SpecDecError for one that is no file or cannot be read. Nothing is read: a pipe gives what it holds once."""
     for path in paths:
+        check_regular(path)
         reason = None
         if not path.exists():
             reason = "No such file or directory"

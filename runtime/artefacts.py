@@ -7,6 +7,7 @@ Nothing here needs torch.
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,29 +16,28 @@ from typing import Any, Literal, NamedTuple
 from safetensors import SafetensorError
 
 from runtime.bundle import ENGINE, parse_engine_config
-from runtime.cache import cache_dir, read_digest, read_kept_digest, read_sealed
+from runtime.cache import cache_dir, check_private_file, read_digest, read_kept_digest, read_sealed
 from runtime.checkpoint_dir import CHECKPOINT, parse_checkpoint_config
 from runtime.checksums import (
     CONFIG,
-    NOT_RECORDED,
     Artefact,
     check_config,
     content_difference,
     files_in,
+    is_recorded,
     size_difference,
 )
 from runtime.config import FileRecord
 from runtime.corpus import Corpus, is_corpus
 from runtime.errors import SpecDecError
-from runtime.files import read_json, read_json_and_text
+from runtime.files import check_model_files, read_json, read_json_and_text
 from runtime.gguf import check_part, gguf_files, read_gguf
-from runtime.models import MODEL_FILES, read_model_config
+from runtime.models import INDEX, MODEL_FILES, files_of_index, files_of_model, read_model_config
 from runtime.tensor_file import read_header
 from runtime.tuning.profile import read_profile
 
 Kind = Literal["engine", "checkpoint", "corpus", "profile", "traces", "model", "cache"]
 Status = Literal["ok", "no_checksum", "changed", "missing", "unknown", "damaged"]
-_INDEX = "model.safetensors.index.json"
 _LEFT_OVER = "left by a command that was interrupted, or one at work"
 
 
@@ -79,6 +79,7 @@ def check_directory(directory: Path) -> ArtefactCheck:
     """An engine, a checkpoint, a model or a cache; SpecDecError for a directory that is none of them."""
     if not (directory / CONFIG).is_file() and _is_cache(directory):
         return ArtefactCheck("cache", list(_check_cache(directory)))
+    check_model_files(directory)
     data, text = read_json_and_text(directory / CONFIG)
     if "build_config" in data:
         return ArtefactCheck("engine", _check_recorded(directory, data, text, _ENGINE))
@@ -144,7 +145,7 @@ def _check_recorded(directory: Path, data: dict[str, Any], text: str, kind: _Dir
     checks += [_check_record(directory / record.name, record) for record in records]
     recorded = {record.name for record in records}
     for name, path in others.items():
-        if name in NOT_RECORDED:
+        if not is_recorded(name):
             checks.append(_check_unrecorded(path, "may be changed"))
         elif name not in recorded:
             checks.append(FileCheck(name, "unknown", _size(path), f"was not there when {kind.artefact.since}"))
@@ -189,23 +190,25 @@ def _size(path: Path) -> int | None:
 
 def _check_model(directory: Path) -> Iterator[FileCheck]:
     """A Hugging Face model's files, by the digests that the hub's client keeps of what it has downloaded."""
-    names = sorted({path.name for pattern in MODEL_FILES for path in directory.glob(pattern)})
-    for name in names:
-        path = directory / name
+    found = {path for pattern in MODEL_FILES for path in directory.glob(pattern)}
+    with suppress(SpecDecError):  # of the index, which is told below
+        found |= set(files_of_model(directory))
+    for path in sorted(found):
+        name = path.relative_to(directory).as_posix()
         if not path.is_file():
             yield FileCheck(name, "missing", note="the link leads nowhere")
             continue
         recorded = _hub_digest(directory, path)
-        found = None if recorded is None else _git_digest(path) if len(recorded) == 40 else read_digest(path)
-        if found != recorded:
-            note = f"digest {str(found)[:12]}…, downloaded as {str(recorded)[:12]}…"
+        found_digest = None if recorded is None else _git_digest(path) if len(recorded) == 40 else read_digest(path)
+        if found_digest != recorded:
+            note = f"digest {str(found_digest)[:12]}…, downloaded as {str(recorded)[:12]}…"
             yield FileCheck(name, "changed", _size(path), note)
         elif name == CONFIG:
             yield _with_digest(check_file(path, lambda: read_model_config(directory)), recorded)
         else:
-            yield _with_digest(check_file(path, lambda path=path: _check_form(path)), recorded)  # type: ignore[misc]
-    if _INDEX in names:
-        yield from _missing_shards(directory)
+            check = check_file(path, lambda path=path: _check_form(path))  # type: ignore[misc]
+            yield replace(_with_digest(check, recorded), name=name)
+    yield from _missing_shards(directory)
 
 
 def _with_digest(check: FileCheck, recorded: str | None) -> FileCheck:
@@ -216,31 +219,32 @@ def _with_digest(check: FileCheck, recorded: str | None) -> FileCheck:
 
 def _missing_shards(directory: Path) -> Iterator[FileCheck]:
     """Shards that the index names and that are not there, or do not hold what it says."""
-    try:
-        weight_map = read_json(directory / _INDEX).get("weight_map")
-    except SpecDecError:
-        return  # told already
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        yield FileCheck(_INDEX, "damaged", note="it has no `weight_map` from tensors to files")
+    if not (directory / INDEX).is_file():
         return
-    for shard in sorted(set(weight_map.values())):
-        if not (directory / shard).is_file():
-            yield FileCheck(shard, "missing", note=f"{_INDEX} names it")
+    try:
+        files = files_of_index(directory / INDEX)
+    except SpecDecError as error:
+        yield FileCheck(INDEX, "damaged", note=error.message)
+        return
+    for shard in sorted(set(files.values())):
+        name = shard.relative_to(directory).as_posix()
+        if not shard.is_file():
+            yield FileCheck(name, "missing", note=f"{INDEX} names it")
             continue
-        wanted = {tensor for tensor, name in weight_map.items() if name == shard}
+        wanted = {tensor for tensor, file in files.items() if file == shard}
         try:
-            absent = sorted(wanted - _tensor_names(directory / shard))
+            absent = sorted(wanted - _tensor_names(shard))
         except SpecDecError:
             continue  # told already
         if absent:
-            yield FileCheck(shard, "damaged", note=f"it lacks a tensor that {_INDEX} names: {absent[0]}")
+            yield FileCheck(name, "damaged", note=f"it lacks a tensor that {INDEX} names: {absent[0]}")
 
 
 def _hub_digest(directory: Path, path: Path) -> str | None:
     """Digest that the hub reported for a downloaded file: SHA-256 of a large one, git's digest of a small one."""
     target = path.resolve()
     said = target.name if path.is_symlink() and target.parent.name == "blobs" else None
-    metadata = directory / ".cache" / "huggingface" / "download" / f"{path.name}.metadata"
+    metadata = directory / ".cache" / "huggingface" / "download" / f"{path.relative_to(directory)}.metadata"
     if said is None and metadata.is_file():
         said = metadata.read_text(errors="replace").partition("\n")[2].partition("\n")[0]
     return said if said and re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", said) else None
@@ -259,6 +263,7 @@ def _is_cache(directory: Path) -> bool:
 def _check_cache(directory: Path) -> Iterator[FileCheck]:
     for path in _children(directory / "engines"):
         name = f"engines/{path.name}"
+        yield from _check_modes(path, name)
         if path.name.startswith("."):
             yield FileCheck(name, "no_checksum", note=_LEFT_OVER)
         elif path.is_dir():
@@ -267,16 +272,30 @@ def _check_cache(directory: Path) -> Iterator[FileCheck]:
         name = f"digests/{path.name}"
         if path.name.startswith("."):
             yield FileCheck(name, "no_checksum", note=_LEFT_OVER)
+        elif found := list(_check_modes(path, name)):
+            yield from found
         elif read_kept_digest(path) is None:
             yield FileCheck(name, "damaged", _size(path), "does not match its digest; it is ignored")
         else:
             yield FileCheck(name, "ok", _size(path))
     for path in _children(directory):
-        if path.match("kernels-*.so"):
+        if path.is_file() and (found := list(_check_modes(path, path.name))):
+            yield from found
+        elif path.match("kernels-*.so"):
             note = "does not match its digest; it is recompiled" if read_sealed(path) is None else None
             yield FileCheck(path.name, "damaged" if note else "ok", _size(path), note)
         elif path.is_file():
             yield FileCheck(path.name, "no_checksum", _size(path))
+
+
+def _check_modes(path: Path, name: str) -> Iterator[FileCheck]:
+    """Files that others may write, or that belong to them; `name` is the path's in the cache."""
+    for one in (path, *path.rglob("*")):
+        try:
+            check_private_file(one)
+        except SpecDecError as error:
+            inner = one.relative_to(path).as_posix()
+            yield FileCheck(name if one == path else f"{name}/{inner}", "damaged", _size(one), error.message)
 
 
 def _check_entry(engine_dir: Path) -> Iterable[FileCheck]:

@@ -19,7 +19,7 @@ from runtime.checksums import CONFIG, Artefact, check_config, check_contents, ch
 from runtime.config import Compiler, EngineConfig, Mapping, parse
 from runtime.costs import are_measured_when_asked_for, with_kept_costs
 from runtime.errors import SpecDecError
-from runtime.files import Stamp, read_json, read_json_and_text, recover_directory, stamp_of
+from runtime.files import Stamp, check_model_files, read_json, read_json_and_text, recover_directory, stamp_of
 
 LIBRARY = "kernels.so"
 COPY_DIR = "self-draft"
@@ -85,6 +85,7 @@ def read_engine_config(engine_dir: Path) -> EngineConfig:
     if not engine_dir.is_dir():
         problem = "is not a directory" if engine_dir.exists() else "does not exist"
         raise SpecDecError(f"engine directory {problem}: {engine_dir}", hint="build it", code="no_engine")
+    check_model_files(engine_dir)
     data, text = read_json_and_text(engine_dir / CONFIG)
     config = parse_engine_config(data, engine_dir)
     check_config(engine_dir / CONFIG, text, ENGINE)

@@ -36,6 +36,8 @@ _BUILD_CODE = (
     "kv_cache.py", "models.py", "tensor_writer.py", "source.py",
 )  # fmt: skip
 """Sources in `runtime` that determine an engine's content. Code that opens, runs and evaluates engines is excluded."""
+OF_ALL_TO_READ = 0o644
+"""Mode of files in the cache, whatever the umask: one that others may write is refused."""
 COSTS = ".costs"
 """Suffix of the file of measured step costs (`runtime.costs`), beside an engine."""
 
@@ -51,12 +53,16 @@ def cache_dir() -> Path:
 
     SpecDecError if others could have written into it.
     """
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec"
-    directory = Path(os.environ.get("SPECDEC_CACHE_DIR") or default).absolute()
+    directory = _place()
     check_private_dir(directory)
     for name in _PARTS:
         check_private_dir(directory / name, directory)
     return directory
+
+
+def _place() -> Path:
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec"
+    return Path(os.environ.get("SPECDEC_CACHE_DIR") or default).absolute()
 
 
 def build_code() -> list[Path]:
@@ -102,6 +108,43 @@ def check_private_dir(directory: Path, *above: Path) -> None:
             f"others may write into the cache directory, and could have put code into it: {directory}",
             hint=f"remove it, or trust what is there: chmod go-w {directory}",
         )
+
+
+def check_private_file(path: Path) -> None:
+    """`check_private_dir`, of a file or a directory within the cache.
+
+    All users may write into none, wherever it lies. A group may, with umask 002, where nobody gets through the cache's
+    own directory, unless the file has another name elsewhere.
+    """
+    try:
+        stat = path.stat()
+        is_closed = not path.is_symlink() and not _place().stat().st_mode & 0o011 and stat.st_nlink == 1
+    except OSError:
+        return
+    if stat.st_uid not in (os.getuid(), 0):
+        raise SpecDecError(
+            f"a file in the cache belongs to another user (number {stat.st_uid}), who could have put code into it: "
+            f"{path}",
+            hint="remove it",
+        )
+    if stat.st_mode & (0o002 if is_closed else 0o022):
+        raise SpecDecError(
+            f"others may write into a file in the cache, and could have put code into it: {path}",
+            hint=f"remove it, or trust what is there: chmod go-w {path}",
+        )
+
+
+def check_private_entry(entry: Path) -> None:
+    """`check_private_file`, of a directory in the cache and all that is in it."""
+    for path in entry.rglob("*"):
+        check_private_file(path)
+
+
+def make_private(entry: Path) -> None:
+    """Take from others what umask 000 gave them: to write into a directory that this process has just made."""
+    for path in (entry, *entry.rglob("*")):
+        if not path.is_symlink() and (mode := path.stat().st_mode) & 0o022:
+            path.chmod(mode & ~0o022)
 
 
 @contextmanager
@@ -208,7 +251,9 @@ def sealed(data: bytes) -> bytes:
 
 
 def read_sealed(path: Path) -> bytes | None:
-    """Read sealed content; None if it is absent or damaged."""
+    """Read sealed content; None if it is absent or damaged. SpecDecError if others may write it where the cache is."""
+    if path.is_relative_to(_place()):
+        check_private_file(path)
     try:
         data = path.read_bytes()
     except OSError:
@@ -258,7 +303,7 @@ def begin_digests(paths: Iterable[Path]) -> None:
 
 def is_digest_awaited() -> bool:
     """True if a digest that was begun is not found yet: of a file that was not read before."""
-    return not all(begun.done() for begun in _begun.values())
+    return not all(begun.done() for begun in tuple(_begun.values()))  # other threads begin some, and ask for them
 
 
 def _find_digest(path: Path, ranges: Sequence[Range]) -> str:
@@ -294,7 +339,7 @@ def _keep(kept: Path, stamp: Stamp, ranges: Sequence[Range], sha256: str) -> Non
         kept.parent.mkdir(mode=0o700, exist_ok=True)
         for left_over in kept.parent.glob(".*.tmp"):
             remove_if_abandoned(left_over)
-        write_file(kept, f"{sha256} {digest([kept.name, sha256])}".encode())
+        write_file(kept, f"{sha256} {digest([kept.name, sha256])}".encode(), OF_ALL_TO_READ)
 
 
 def _known_as(file: BinaryIO, stamp: Stamp, ranges: Sequence[Range]) -> str:
@@ -313,7 +358,11 @@ def read_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
 
 
 def read_kept_digest(path: Path) -> str | None:
-    """Read a kept digest of `file_digest`: a digest, and one of it and the name. None if not there, or damaged."""
+    """Read a kept digest of `file_digest`: a digest, and one of it and the name. None if not there, or damaged.
+
+    SpecDecError if others may write it.
+    """
+    check_private_file(path)
     try:
         kept, _, check = path.read_text().partition(" ")
     except (OSError, UnicodeDecodeError):

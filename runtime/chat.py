@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any, NoReturn, NotRequired, TypedDict
 
 from runtime.errors import SpecDecError
-from runtime.files import read_json
-from runtime.gguf import CHAT_TEMPLATE, is_gguf, read_gguf
+from runtime.files import check_regular, read_json
+from runtime.gguf import is_gguf, read_gguf, templates_of
+from runtime.tokenizer import template_files
+from runtime.tools.call_formats import ReasoningFormat, ToolFormat, find_reasoning_format, find_tool_format
 
 
 class Message(TypedDict):
@@ -61,15 +63,37 @@ class ChatTemplate:
         return source if isinstance(source, str) else ""
 
     @property
+    def tool_text(self) -> str:
+        """The template for conversations with functions that may be called: the one of its own, else `text`."""
+        source = self.source.get(_TOOL_USE) if isinstance(self.source, dict) else None
+        return source if isinstance(source, str) else self.text
+
+    @property
     def knows_tools(self) -> bool:
         """True if the template writes the functions that may be called into the prompt."""
-        return "tools" in self.text or (isinstance(self.source, dict) and "tool_use" in self.source)
+        return "tools" in self.tool_text or self.tool_text != self.text
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """Format of the calls that the template writes, if it is known."""
+        return find_tool_format(self.tool_text) or find_tool_format(self.text)
+
+    @property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """Format of the reasoning that the template writes, if it is known."""
+        return find_reasoning_format(self.text) or find_reasoning_format(self.tool_text)
 
     @property
     def response_template(self) -> dict[str, Any] | None:
         """The tokenizer's own description of what the model writes, where it has one."""
         found = getattr(self._tokenizer, "response_template", None)
         return found if isinstance(found, dict) else None
+
+    def _text_for(self, *, with_tools: bool) -> str:
+        """The template that transformers takes for a conversation."""
+        if isinstance(self.source, dict):
+            return str(self.source["tool_use" if with_tools and "tool_use" in self.source else _DEFAULT])
+        return str(self.source)
 
     def check_variables(self, variables: Mapping[str, Any]) -> None:
         """SpecDecError for a variable that is transformers' own."""
@@ -79,13 +103,16 @@ class ChatTemplate:
 
     def encode(self, messages: Seq[Message], inputs: "TemplateInputs | None" = None) -> list[int]:
         """The conversation's tokens, up to where the assistant goes on; SpecDecError where the template says no."""
+        from runtime.text import encode_text
+
         text = self.render(messages, inputs)
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+        return encode_text(self._tokenizer, text)
 
     def render(self, messages: Seq[Message], inputs: "TemplateInputs | None" = None) -> str:
         """The conversation's text, up to where the assistant goes on; SpecDecError where the template says no."""
         from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
+
+        from runtime.bounded_templates import compile_bounded
 
         check_messages(messages, "the conversation")
         given = (inputs or TemplateInputs()).arguments()
@@ -93,6 +120,7 @@ class ChatTemplate:
             self.source if isinstance(self.source, dict) else {_DEFAULT: self.source}, self._tokenizer.name_or_path
         )
         try:
+            compile_bounded(self._text_for(with_tools="tools" in given))
             text: str = self._tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=False, **given
             )
@@ -129,12 +157,15 @@ def chat_templates(tokenizer_dir: Path) -> dict[str, Any]:
     They should be texts. `chat_template.json` is that of a processor of images and sounds, which no tokenizer reads.
     """
     if is_gguf(tokenizer_dir):
-        template = read_gguf(tokenizer_dir).metadata.get(CHAT_TEMPLATE)
-    elif (file := tokenizer_dir / "chat_template.jinja").exists():
-        template = file.read_text(encoding="utf-8", errors="replace")
-    else:
-        config = tokenizer_dir / "tokenizer_config.json"
-        template = read_json(config).get("chat_template") if config.is_file() else None
+        return templates_of(read_gguf(tokenizer_dir).metadata)
+    default = tokenizer_dir / "chat_template.jinja"
+    files = {_DEFAULT: default} if default.exists() else {}
+    if files := files | {file.stem: file for file in template_files(tokenizer_dir)}:
+        for file in files.values():
+            check_regular(file)
+        return {name: file.read_text(encoding="utf-8", errors="replace") for name, file in files.items()}
+    config = tokenizer_dir / "tokenizer_config.json"
+    template = read_json(config).get("chat_template") if config.exists() else None
     if isinstance(template, list):
         return {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}
     return {} if template is None else {_DEFAULT: template}
@@ -144,14 +175,16 @@ def check_chat_template(tokenizer_dir: Path, tokenizer: str) -> None:
     """SpecDecError unless it has a chat template for conversations, of which a program can be made: before an engine is
     built. `tokenizer` is the name that the user gave.
     """
-    from jinja2 import Environment, TemplateSyntaxError
+    from jinja2 import TemplateSyntaxError
+
+    from runtime.bounded_templates import BoundedEnvironment
 
     templates = chat_templates(tokenizer_dir)
     if not templates:
         raise_no_chat_template(tokenizer)
     _check_default(templates, tokenizer)
     try:
-        Environment(extensions=["jinja2.ext.loopcontrols", _generation()]).compile(templates[_DEFAULT])
+        BoundedEnvironment(extensions=["jinja2.ext.loopcontrols", _generation()]).compile(templates[_DEFAULT])
     except TemplateSyntaxError as error:
         _raise_broken(error)
 
@@ -218,6 +251,6 @@ def _is_message(message: Any) -> bool:
     )
 
 
-_DEFAULT = "default"
+_DEFAULT, _TOOL_USE = "default", "tool_use"  # transformers' names
 _OTHER = "correct the template, or name a tokenizer with another"
 _FORM = '[{"role": "user", "content": "…"}] is one; roles are system, user and assistant'

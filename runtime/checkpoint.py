@@ -1,7 +1,7 @@
 """Checkpoint directories: `config.json`, `rank{N}.safetensors` and the tokenizer's files.
 
-A checkpoint holds a Hugging Face model's tensors under their own names, cast to one dtype. They are copied one at a
-time, so memory does not grow with the model.
+A checkpoint holds a Hugging Face model's tensors under their own names, cast to one dtype, but for those that
+transformers keeps in float32. They are copied one at a time, so memory does not grow with the model.
 """
 
 import re
@@ -25,11 +25,13 @@ from runtime.compiler.attention import PROBE
 from runtime.compiler.model import (
     ModelKind,
     check_weights,
+    dtypes_of_weights,
     expert_layers,
     fuse_expert_layers,
     fuse_experts,
     has_experts,
     linear_layers,
+    loaded_otherwise,
     missing_weights,
     names_in_whole,
     own_names,
@@ -40,6 +42,8 @@ from runtime.compiler.model import (
     transposed_layers,
 )
 from runtime.compiler.pretrained import (
+    MANY_LAYERS,
+    counts_of_layers,
     layers_that_keep,
     parse_language_model,
     parse_pretrained_config,
@@ -52,14 +56,13 @@ from runtime.generation_config import GENERATION_CONFIG, check_generation_config
 from runtime.gguf import has_tokenizer, is_gguf
 from runtime.gguf_config import generation_config_of
 from runtime.gguf_tokenizer import make_gguf_tokenizer
-from runtime.models import read_model_config, warn_of_adapter
+from runtime.models import WEIGHTS, read_model_config, warn_of_adapter
 from runtime.parallel.tp_layers import Splitting
 from runtime.quantization.formats import check_shapes, find_layers, format_of, without_quantization
 from runtime.quantization.gguf_blocks import ExpertBlocks, read_gguf_tensors
 from runtime.quantization.mxfp4 import codes_of, is_in_codes
 from runtime.quantization.planning import Losses, PrequantizedLayer, Source, plan_pieces, quantize_experts
 from runtime.source import (
-    WEIGHTS,
     SourceTensor,
     check_head,
     check_not_wrapped,
@@ -67,10 +70,14 @@ from runtime.source import (
     load_tensors,
     of_two_models,
     predicts_further,
+    read_file_header,
     read_tensors,
 )
+from runtime.tekken import is_tekken_alone
 from runtime.tensor_file import read_header
 from runtime.tensor_writer import Piece, Progress, write_pieces, write_shares
+from runtime.text import load_tokenizer
+from runtime.tokenizer import TEMPLATE_DIR, template_files
 
 # What a tokenizer or generation needs beside the weights.
 _SIDE_FILES = (
@@ -80,6 +87,7 @@ _SIDE_FILES = (
 
 
 _AS_IT_IS = QuantConfig()
+_MOST_COMPARED = 1 << 21  # numbers of a weight: a router of DeepSeek V3 has 1.8 M
 
 
 @dataclass(frozen=True)
@@ -111,6 +119,32 @@ class Conversion:
             dtype = getattr(torch, self.config.dtype)
             kind = ModelKind(pretrained, dtype, PROBE, self.config.quantization)
             check_weights(kind, directory / weights_files(self.config.mapping)[0], str(self.model_dir))
+        self.compare_with_model(directory)
+
+    def compare_with_model(self, directory: Path) -> None:
+        """SpecDecError where transformers makes other weights of what was written than of the model's own files: of all
+        that are neither quantized nor large, such as norms, biases and routers."""
+        entries = [read_file_header(directory / name) for name in weights_files(self.config.mapping)]
+        ranks = [{one.name: one for one in entry} for entry in entries]
+        small = [
+            source
+            for piece in self.pieces
+            for source in piece.sources[:1]
+            if [*piece.forms] == [source.name] and source.is_float and source.num_elements <= _MOST_COMPARED
+        ]
+        if not small:
+            return
+        theirs = {source.name: load_tensors([source])[0] for source in small}
+        ours = {}
+        for name in theirs:
+            parts = load_tensors([rank[name] for rank in ranks])
+            ours[name] = parts[0] if self.splitting is None else self.splitting.join(name, parts)
+        pretrained = parse_pretrained_config(self.config.pretrained_config, str(self.model_dir))
+        if (other := loaded_otherwise(pretrained, getattr(torch, self.config.dtype), ours, theirs)) is not None:
+            raise SpecDecError(
+                f"`{other}` would not be what transformers loads from the model: {self.model_dir}",
+                hint="the model is not converted correctly and no checkpoint was written; please report it",
+            )
 
     def has_weights_of(self, file: Path) -> bool:
         """True if the file is what would be written: the same tensors, under the same names, and no others."""
@@ -174,6 +208,7 @@ def convert_for_build(conversion: Conversion, directory: Path, *, may_link: bool
         conversion.link(directory, weights)
         return OpenedCheckpoint(directory, conversion.config, unread=weights)
     conversion.write(directory, lambda done, total: None)
+    conversion.compare_with_model(directory)
     conversion.warn_of_losses()
     return OpenedCheckpoint(directory, conversion.config)
 
@@ -199,7 +234,7 @@ def plan_conversion(model_dir: Path, dtype: Dtype | None, precision: QuantConfig
             warnings.warn("experts that are split are dequantized", SpecDecWarning, stacklevel=3)
         source = kept if tp_size == 1 else source
     losses = Losses(getattr(torch, dtype))
-    pieces, quantization = plan_pieces(source, getattr(torch, dtype), precision, losses)
+    pieces, quantization = plan_pieces(source, dtypes_of_weights(pretrained, getattr(torch, dtype)), precision, losses)
     mapping = Mapping(tp_size, tp_size)
     checkpoint = CheckpointConfig(source.config, dtype, quantization, mapping)
     pieces = fuse_experts(pretrained, pieces)  # or a build would have them twice in memory
@@ -214,14 +249,15 @@ def plan_conversion(model_dir: Path, dtype: Dtype | None, precision: QuantConfig
 def read_numbers(
     model_dir: Path, dtype: torch.dtype, wanted: Callable[[str], bool] = lambda name: True
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A model's config, and its weights of `wanted` names as the numbers that they mean, quantized ones too."""
+    """A model's config, and its weights of `wanted` names as the numbers that they mean, quantized ones too: in
+    `dtype`, or in float32 where transformers keeps them so."""
     source = _open_source(model_dir)
+    dtype_of = dtypes_of_weights(parse_pretrained_config(source.config, source.name), dtype)
     tensors = [tensor for tensor in source.tensors if wanted(tensor.name)]
-    numbers = {tensor.name: load_tensors([tensor])[0].to(dtype) for tensor in tensors}
+    numbers = {tensor.name: load_tensors([tensor])[0].to(dtype_of(tensor.name)) for tensor in tensors}
     for name, layer in source.layers.items():
-        if not wanted(f"{name}.weight"):
-            continue
-        numbers[f"{name}.weight"] = layer.load().dequantize(dtype)
+        if wanted(weight := f"{name}.weight"):
+            numbers[weight] = layer.load().dequantize(dtype_of(weight))
     return source.config, numbers
 
 
@@ -287,6 +323,7 @@ def _open_source(model_dir: Path) -> Source:
     where = str(model_dir if is_gguf(model_dir) else model_dir / CONFIG)
     found_format = format_of(config, model_dir)
     whole, config = config, without_quantization(config)
+    _check_number_of_layers(config, model_dir)
     pretrained, inside = parse_language_model(config, where)
     if not is_gguf(model_dir):
         warn_of_unread_keys(pretrained, whole, where)
@@ -303,6 +340,8 @@ def _open_source(model_dir: Path) -> Source:
         layers, tensors = find_layers(tensors, found_format, of_layers, model_dir)
     _check_shapes(tensors, shapes, model_dir)
     linears, head = linear_layers(pretrained)
+    dtype_of = dtypes_of_weights(pretrained, torch.float16)  # transformers' quantizers leave out both of its lists
+    linears = [name for name in linears if dtype_of(f"{name}.weight") == torch.float16]
     names = [*(tensor.name for tensor in tensors), *(f"{name}.weight" for name in layers)]
     names = own_names(pretrained, names)
     check_head(names, config, head, is_tied=getattr(pretrained, "tie_word_embeddings", False))
@@ -310,6 +349,20 @@ def _open_source(model_dir: Path) -> Source:
     format_name = "GGUF" if is_gguf(model_dir) else found_format.name if found_format else None
     name = str(model_dir.resolve())
     return Source(inside or config, tensors, layers, linears, transposed, head, name, format_name)
+
+
+def _check_number_of_layers(config: dict[str, Any], model_dir: Path) -> None:
+    """SpecDecError for so many layers that it would take long to make them, of which the files have no weights.
+
+    A GGUF file's number of layers was compared with its tensors when its metadata was read.
+    """
+    for name, count in counts_of_layers(config):
+        if count > MANY_LAYERS and not is_gguf(model_dir) and count > (found := len(read_tensors(model_dir))):
+            raise SpecDecError(
+                f"config.json and weights are of two models, `{name}` is {count} and the files hold {found} tensors: "
+                f"{model_dir}",
+                hint="correct config.json, or download or save the model again",
+            )
 
 
 def _read_weights(
@@ -359,6 +412,8 @@ def _refuse_quantizing_again(source: Source, precision: QuantConfig) -> None:
 def _keep_tokenizer(model_dir: Path, directory: Path) -> None:
     if not is_gguf(model_dir):
         copy_side_files(model_dir, directory)
+        if is_tekken_alone(model_dir):
+            keep_converted(lambda: load_tokenizer(model_dir, None), directory)
         return
     if sampling := generation_config_of(model_dir):
         write_json(directory / GENERATION_CONFIG, sampling)
@@ -366,16 +421,24 @@ def _keep_tokenizer(model_dir: Path, directory: Path) -> None:
     if not has_tokenizer(model_dir):
         warnings.warn(f"the file has no tokenizer: {model_dir}", SpecDecWarning, stacklevel=3)
         return
+    keep_converted(lambda: make_gguf_tokenizer(model_dir), directory)
+
+
+def keep_converted(make: Callable[[], Any], directory: Path) -> None:
+    """Save a tokenizer made from another form; a warning where it cannot be: some prompts need none."""
     try:
-        make_gguf_tokenizer(model_dir).save_pretrained(directory)
-    except SpecDecError as error:  # there are prompts that need none
-        warnings.warn(f"{error}; {error.hint}", SpecDecWarning, stacklevel=3)
+        make().save_pretrained(directory)
+    except SpecDecError as error:
+        warnings.warn(f"{error}; {error.hint}", SpecDecWarning, stacklevel=4)
 
 
 def copy_side_files(source: Path, destination: Path) -> None:
     for name in _SIDE_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, destination / name)
+    for file in template_files(source):
+        (destination / TEMPLATE_DIR).mkdir(exist_ok=True)
+        shutil.copyfile(file, destination / TEMPLATE_DIR / file.name)
 
 
 def check_side_files(directory: Path) -> None:

@@ -8,7 +8,7 @@ from runtime.bundle import weights_files
 from runtime.checksums import CONFIG, Artefact, check_config, check_contents, check_sizes
 from runtime.config import CheckpointConfig, Mapping, SelfDraft, parse
 from runtime.errors import SpecDecError
-from runtime.files import read_json_and_text, recover_directory
+from runtime.files import check_model_files, read_json_and_text, recover_directory
 
 _CONVERT_AGAIN = "convert the model again"
 CHECKPOINT = Artefact("the model was converted", _CONVERT_AGAIN, code="checkpoint")
@@ -36,6 +36,7 @@ def open_checkpoint(checkpoint_dir: Path) -> CheckpointConfig:
             hint="convert a model",
             code="no_checkpoint",
         )
+    check_model_files(checkpoint_dir)
     data, text = read_json_and_text(checkpoint_dir / CONFIG)
     config = parse_checkpoint_config(data, checkpoint_dir)
     check_config(checkpoint_dir / CONFIG, text, CHECKPOINT)

@@ -15,12 +15,20 @@ from typing import Any, NoReturn
 from runtime.cache import digest, file_digest
 from runtime.config import FileRecord
 from runtime.errors import SpecDecError
-from runtime.tokenizer import SAVED, TOKENIZER_FILES
+from runtime.files import check_regular
+from runtime.tokenizer import SAVED, TEMPLATE_DIR, TOKENIZER_FILES
 
 CONFIG = "config.json"
 NOT_RECORDED = frozenset({CONFIG, "generation_config.json", "chat_template.jinja"})
 """People change them, but for the configuration, which has a digest of its own: how an output ends, and how a
 conversation is written."""
+
+
+def is_recorded(name: str) -> bool:
+    """False for a file that people change."""
+    return name not in NOT_RECORDED and not name.startswith(f"{TEMPLATE_DIR}/")
+
+
 _OF_TOKENIZER = frozenset({*TOKENIZER_FILES, SAVED})
 
 
@@ -51,7 +59,7 @@ def record_files(directory: Path) -> tuple[FileRecord, ...]:
     return tuple(
         FileRecord(name, path.stat().st_size, file_digest(path))
         for name, path in files_in(directory).items()
-        if name not in NOT_RECORDED
+        if is_recorded(name)
     )
 
 
@@ -83,6 +91,7 @@ def check_sizes(directory: Path, records: Iterable[FileRecord], artefact: Artefa
     """SpecDecError for a file that is missing or of another size. Reads none."""
     for record in records:
         path = directory / record.name
+        check_regular(path)
         if not path.is_file():
             raise SpecDecError(f"file is missing: {path}", hint=artefact.hint, code=artefact.code)
         if difference := size_difference(path, record):

@@ -22,8 +22,8 @@ CHECKPOINT_FORMAT_VERSION = 2  # 1: files were not recorded
 # kernels did not sample; 9: the compiler's loops were OpenMP's; 10: a step was one program; 11: all of a step's
 # programs were compiled; 12: layers had no states; 13: layers with keys and values had no numbers; 14:
 # attention had neither soft caps nor sinks nor chunks; 15: the kernels did not know what drafts they choose for;
-# 16: experts were not quantized; 17: attention had no slopes
-ENGINE_FORMAT_VERSION = 18
+# 16: experts were not quantized; 17: attention had no slopes; 18: routers' biases were rounded to 16 bits
+ENGINE_FORMAT_VERSION = 19
 
 # Beyond these nothing useful can be built, and what is asked for is most likely a slip.
 MAX_BATCH_SIZE = 1024

@@ -33,7 +33,7 @@ from runtime.cache import Range, file_digest, read_digest
 from runtime.checksums import document_digest
 from runtime.config import Size, as_json, parse
 from runtime.errors import SpecDecError
-from runtime.files import new_file, stamp_of
+from runtime.files import check_regular, new_file, stamp_of
 from runtime.tensor_file import read_header, read_metadata
 
 DAMAGED = "make it again"
@@ -426,6 +426,7 @@ def suffix_array(tokens: Array) -> Array:
 
 def is_corpus(path: Path) -> bool:
     """True if the file claims to be a corpus, of whatever format and however damaged."""
+    check_regular(path)
     try:
         with path.open("rb") as file:
             return _KEY in read_metadata(file)
@@ -436,6 +437,7 @@ def is_corpus(path: Path) -> bool:
 def _open_file(path: Path) -> BinaryIO:
     if path.is_dir():
         raise SpecDecError(f"a corpus is a file, and this is a directory: {path}", hint="name the file")
+    check_regular(path)
     if not path.is_file():
         raise SpecDecError(f"there is no such corpus: {path}", hint="make one of texts or traces", code="no_corpus")
     return path.open("rb")

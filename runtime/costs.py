@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.cache import COSTS, read_sealed, sealed
+from runtime.cache import COSTS, OF_ALL_TO_READ, read_sealed, sealed
 from runtime.config import EngineConfig, StepCost, as_json, parse
 from runtime.errors import SpecDecError
 from runtime.files import write_file
@@ -131,7 +131,7 @@ class MeasuredCosts:
 def keep_costs(engine_dir: Path, costs: MeasuredCosts) -> None:
     """Write what was measured so far; where that cannot be written it is measured again."""
     with suppress(OSError):
-        write_file(_file(engine_dir), sealed(json.dumps(as_json(costs)).encode()))
+        write_file(_file(engine_dir), sealed(json.dumps(as_json(costs)).encode()), OF_ALL_TO_READ)
 
 
 def are_measured_when_asked_for(engine_dir: Path) -> bool:

@@ -9,6 +9,7 @@ from runtime.engine import Engine
 from runtime.errors import RequestError
 from runtime.request import Draft, Request, Sequence, VerifyResult
 from runtime.sampling import NoValidToken
+from runtime.thread_turns import Holder
 
 
 def check_requests(engine: Engine, drafter: Drafter | None, requests: Iterable[Request]) -> None:
@@ -16,6 +17,17 @@ def check_requests(engine: Engine, drafter: Drafter | None, requests: Iterable[R
     for request in requests:
         engine.check_request(request)
         check_request(drafter, request)
+
+
+def make_room(engine: Engine, holder: Holder | None, request: Request) -> bool:
+    """Take blocks from another generation for a request that found none; False where the others go on first.
+
+    SpecDecError if no others can give any. `holder` as for `ThreadTurns.take_room`.
+    """
+    found = engine.turns.take_room(holder)
+    if found is None:
+        engine.raise_cache_is_taken(request)
+    return found
 
 
 def propose(drafter: Drafter | None, engine: Engine, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -28,12 +29,14 @@ from runtime.heads.head_cache import HeadCache, ReadsStates, bytes_of_head
 from runtime.kv_cache import BlockManager, KVPool, bytes_per_block, kv_dtype
 from runtime.limits import check_cache_size, check_draft_len, check_lengths, check_vocabulary
 from runtime.locks import MODEL_INIT_LOCK
+from runtime.out_of_memory import is_out_of_memory, out_of_memory
 from runtime.parallel.devices import check_device_ids
 from runtime.parallel.ranks import RankedModel, RankedStep, open_ranks
 from runtime.request import Draft, Request, Sequence, VerifyResult
 from runtime.sampling import NoValidToken
 from runtime.states import States, bytes_per_slot, num_slots_of, state_inputs
 from runtime.stats import StateStats
+from runtime.thread_turns import ThreadTurns
 from runtime.verify import compute_masks_ahead, verify_all
 
 # A prompt is computed in pieces: those that wait for it wait less, and a piece does not look at blocks after it.
@@ -107,6 +110,8 @@ class Engine:
         self.max_num_tokens = max_num_tokens
         self.device = device
         self.block_reuse = kv_cache.block_reuse
+        self.turns = ThreadTurns()
+        """Turns of the threads that use it."""
         self.step_time_s = self.copy_time_s = 0.0
         self._is_open = True
         self._step, self._copy_step = step, copy_step
@@ -126,7 +131,10 @@ class Engine:
         )
         block_size = config.build_config.tokens_per_block
         self._blocks = BlockManager(num_blocks, block_size, reuse=kv_cache.block_reuse)
-        self._pool = KVPool(config.layers, num_blocks, block_size, _kv_dtype(config), device)
+        try:
+            self._pool = KVPool(config.layers, num_blocks, block_size, _kv_dtype(config), device)
+        except (RuntimeError, MemoryError, OSError) as error:  # less was there than the system said
+            raise out_of_memory(error) if is_out_of_memory(error) else error from error
         self._heads: list[HeadCache] = []
 
     @classmethod
@@ -183,12 +191,21 @@ class Engine:
 
     def clear_cache(self) -> None:
         """Forget all K/V of released sequences, so that what comes next starts cold."""
+        self.turns.take(self._clear_cache)
+
+    def _clear_cache(self) -> None:
         self._blocks.clear()
         if self._states is not None:
             self._states.manager.clear()
 
     def close(self) -> None:
-        """Give back the memory of the K/V cache and the compiled step. Closed, it can be closed again, and no more."""
+        """Give back the memory of the K/V cache and the compiled step. Closed, it can be closed again, and no more.
+
+        A step of another thread is waited for; its next one is an error.
+        """
+        self.turns.take(self._close)
+
+    def _close(self) -> None:
         if self._is_open:
             self._is_open = False
             if self.ranks is not None:
@@ -217,6 +234,7 @@ class Engine:
     def check_is_open(self) -> None:
         """SpecDecError once it was closed."""
         if not self._is_open:
+            self.turns.wait_if_ended()
             raise SpecDecError("the engine was closed", hint="open it again")
 
     @property
@@ -346,8 +364,8 @@ class Engine:
         for sequence, draft in zip(sequences, drafts, strict=True):
             if len(draft.tokens) > self.max_draft_len_of(sequence):
                 raise SpecDecError(
-                    f"the drafter proposed more than the {self.max_draft_len_of(sequence)} tokens that request "
-                    f"{sequence.request.id} can take: {len(draft.tokens)}"
+                    f"the drafter proposed more than the {self.max_draft_len_of(sequence)} tokens that "
+                    f"{sequence.request.name} can take: {len(draft.tokens)}"
                 )
         for sequence in sequences:
             if self._states is not None:
@@ -386,8 +404,12 @@ class Engine:
                 code="cache_too_large",
             )
         cache = HeadCache(head, self._blocks.num_blocks, block_size, dtype, self.device)
-        self.clear_cache()
-        self._heads.append(cache)
+
+        def add() -> None:
+            self._clear_cache()
+            self._heads.append(cache)
+
+        self.turns.take(add)
         return cache
 
     @property
@@ -401,6 +423,9 @@ class Engine:
         return self._pool
 
     def remove_head(self, cache: HeadCache) -> None:
+        self.turns.take(partial(self._remove_head, cache))
+
+    def _remove_head(self, cache: HeadCache) -> None:
         self._heads = [one for one in self._heads if one is not cache]
 
     def _forward_apart(self, rows: Seq[Row], *, by_copy: bool = False) -> list[Tensor]:
@@ -471,9 +496,13 @@ class Engine:
 
     def time_step(self, rows: list[Row], *, by_copy: bool = False) -> float:
         """Seconds of the compiled step for these rows. Its writes to the K/V cache are unused."""
-        before = self.step_time_s + self.copy_time_s
-        self._forward(rows, by_copy=by_copy)
-        return self.step_time_s + self.copy_time_s - before
+
+        def step() -> float:
+            before = self.step_time_s + self.copy_time_s
+            self._forward(rows, by_copy=by_copy)
+            return self.step_time_s + self.copy_time_s - before
+
+        return self.turns.take(step)
 
     def _forward(self, rows: Seq[Row], *, by_copy: bool = False) -> Tensor:
         """(T, vocab) logits of the rows' last positions."""

@@ -17,12 +17,14 @@ from runtime.bundle import check_step_files, check_tokenizer_files, read_bundle,
 from runtime.cache import (
     cache_dir,
     check_private_dir,
+    check_private_entry,
     digest,
     digests_of_build_code,
     engine_entry,
     file_digest,
     is_digest_awaited,
     locked_entry,
+    make_private,
     remove_left_over,
     remove_unused_entry,
     unwritable,
@@ -48,7 +50,7 @@ from runtime.files import read_json
 from runtime.generation_config import GENERATION_CONFIG
 from runtime.heads.head_config import DraftOutputSettings, HeadConfig
 from runtime.locks import MODEL_INIT_LOCK
-from runtime.models import files_of_model, read_model_config, resolve_model
+from runtime.models import files_of_model, read_model_config, resolve_model, weight_files
 from runtime.temporary import own_temporary_files, temporary_dir
 
 _MAX_SEQ_LEN = 4096  # unless asked for: a K/V cache for all positions of a long-context model would not fit
@@ -185,6 +187,7 @@ def engine_of_checkpoint(checkpoint_dir: Path, build: BuildConfig) -> Iterator[P
 def _entry(entry: Path, source: Path, make: Callable[[Path], object]) -> Iterator[Path]:
     """The cache's entry, made of `source` if it is not there whole, and protected from removal in the block."""
     check_private_dir(entry, cache_dir(), entry.parent)
+    check_private_entry(entry)
     while True:
         if _is_engine(entry, source):
             remove_left_over(entry)
@@ -196,6 +199,7 @@ def _entry(entry: Path, source: Path, make: Callable[[Path], object]) -> Iterato
                     shutil.rmtree(entry, ignore_errors=True)
                     with _room_in_cache():
                         make(entry)
+                        make_private(entry)
         with used_entry(entry) as is_there:
             if is_there:  # and was not removed between the two
                 yield entry
@@ -219,7 +223,10 @@ def _identity(model_dir: Path, settings: EngineSettings, device: torch.device) -
     """A digest of the model's files, the settings, the machine, and the code that builds engines."""
     return digest(
         [
-            *(f"{path.name} {file_digest(path)}" for path in files_of_model(model_dir)),
+            *(
+                f"{path.relative_to(model_dir if model_dir.is_dir() else model_dir.parent)} {file_digest(path)}"
+                for path in files_of_model(model_dir)
+            ),
             *_identity_of_drafts(settings),
             *_identity_here(replace(settings, draft_output=DraftOutputSettings(), heads=()), device),
         ]
@@ -231,7 +238,7 @@ def _identity_of_drafts(settings: EngineSettings) -> list[str]:
     wanted, weights = settings.draft_output, list[Path]()
     vocab = wanted.vocab if wanted.vocab in (None, "auto") else file_digest(Path(wanted.vocab))
     if wanted.is_quantized:
-        weights = sorted(file for head in settings.heads[:1] for file in head.directory.glob("*.safetensors"))
+        weights = [file for head in settings.heads[:1] for file in weight_files(head.directory)]
     reads_output = any(head.reads_target_output for head in settings.heads[:1])
     return [
         repr(replace(wanted, vocab=vocab)),

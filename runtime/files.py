@@ -8,16 +8,29 @@ the directory that it writes, and without that lock the directory is abandoned.
 import contextlib
 import fcntl
 import json
+import math
 import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from runtime.errors import SpecDecError
+
+_MOST_TEXT_BYTES = 1 << 28
+"""Bound of a file that is read whole; the largest vocabularies and indices have a tenth of it."""
+_TEXTS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+_OF_MODELS = (*_TEXTS, ".safetensors", ".gguf")
+_KINDS = {
+    stat.S_ISCHR: "a device",
+    stat.S_ISBLK: "a disk",
+    stat.S_ISFIFO: "a named pipe",
+    stat.S_ISSOCK: "a socket",
+}
 
 
 def check_output_directory(path: Path, *, replace: bool) -> None:
@@ -225,6 +238,34 @@ def _hidden_siblings(path: Path, suffix: str) -> list[Path]:
     return []
 
 
+def check_regular(path: Path, most_bytes: float = math.inf) -> None:
+    """SpecDecError for what is no file and may never end, such as a link to /dev/zero or a named pipe, or is larger.
+
+    What is missing, and a directory, passes: whoever opens it says so. So does a pipe without a name, which a shell's
+    `<(command)` makes: its other end is open.
+    """
+    try:
+        found = path.stat()
+    except OSError:
+        return
+    kind = next((kind for is_of, kind in _KINDS.items() if is_of(found.st_mode)), None)
+    if kind is not None and not (stat.S_ISFIFO(found.st_mode) and not os.path.exists(os.path.realpath(path))):
+        raise SpecDecError(f"not a file, but {kind}: {path}", hint="give a regular file")
+    if found.st_size > most_bytes and stat.S_ISREG(found.st_mode):
+        raise SpecDecError(
+            f"the file is too large for what it should hold, {found.st_size:,} bytes: {path}",
+            hint="check that this is the right file",
+        )
+
+
+def check_model_files(directory: Path) -> None:
+    """`check_regular` of all files in a model's directory that transformers or we might read, by their names."""
+    for inner in (directory, directory / "additional_chat_templates"):
+        with contextlib.suppress(OSError):
+            for path in map(Path, sorted(entry.path for entry in os.scandir(inner) if entry.name.endswith(_OF_MODELS))):
+                check_regular(path, _MOST_TEXT_BYTES if path.suffix in _TEXTS else math.inf)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; SpecDecError names the file if it is missing or damaged."""
     return read_json_and_text(path)[0]
@@ -232,6 +273,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_json_and_text(path: Path) -> tuple[dict[str, Any], str]:
     """`read_json`, and the text that the object was read from."""
+    check_regular(path, _MOST_TEXT_BYTES)
     try:
         text = path.read_text(encoding="utf-8")
         data = json.loads(text)
@@ -255,24 +297,26 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     write_file(path, (json.dumps(data, indent=2) + "\n").encode())
 
 
-def write_file(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Write all of `data`, or leave `path` as it was. What is no regular file, such as a pipe, is written to.
+    A regular file gets `mode`, less what the umask takes.
 
     OSError names `path`, whatever failed.
     """
     try:
-        _write_file(path, data)
+        _write_file(path, data, mode)
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
-def _write_file(path: Path, data: bytes) -> None:
+def _write_file(path: Path, data: bytes, mode: int) -> None:
     if path.exists() and not path.is_file():
         path.write_bytes(data)
         return
     path = path.resolve()
     with _temporary_sibling(path) as directory:
-        (directory / path.name).write_bytes(data)
+        with open(directory / path.name, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            file.write(data)
         _give_name(directory / path.name, path)
 
 

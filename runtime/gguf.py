@@ -6,6 +6,7 @@ Sizes are checked against the file's before anything is allocated or read.
 
 import re
 import struct
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from runtime.errors import SpecDecError
-from runtime.files import Stamp, stamp_of
+from runtime.files import Stamp, check_regular, stamp_of
 
 ORIGINAL = "give the model that it was made of, config.json and safetensors"
 """A hint."""
@@ -90,6 +91,21 @@ def is_gguf(path: Path) -> bool:
     return False
 
 
+def templates_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The chat templates by their names: `default`, and of `tokenizer.chat_template.tool_use` `tool_use`."""
+    others = {
+        key.removeprefix(f"{CHAT_TEMPLATE}."): value
+        for key, value in metadata.items()
+        if key.startswith(f"{CHAT_TEMPLATE}.")
+    }
+    return ({"default": metadata[CHAT_TEMPLATE]} if CHAT_TEMPLATE in metadata else {}) | others
+
+
+def templates_as_one(templates: dict[str, Any]) -> Any:
+    """Chat templates as transformers takes them: by name, one as it is, and None where there is none."""
+    return templates if len(templates) > 1 else next(iter(templates.values()), None)
+
+
 def has_tokenizer(path: Path) -> bool:
     return f"{TOKENIZER}tokens" in read_gguf(path).metadata
 
@@ -132,6 +148,8 @@ def gguf_files(path: Path) -> list[Path]:
             hint="name its parts NAME-00001-of-00002.gguf and so on, as they were",
         )
     paths = [path.with_name(f"{named[1]}-{i:05}-of-{named[3]}.gguf") for i in range(1, count + 1)]
+    for one in paths:
+        check_regular(one)
     missing = [one.name for one in paths if one != path and not one.is_file()]
     if missing:
         raise SpecDecError(

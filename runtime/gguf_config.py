@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import SpecDecError, SpecDecWarning
-from runtime.gguf import ORIGINAL, TOKENIZER, GGUFHeader, GGUFTensor, read_gguf
+from runtime.gguf import ORIGINAL, GGUFHeader, GGUFTensor, read_gguf
+from runtime.gguf_ends import end_ids_of, token_id
 
 _USED = {
     "context_length", "embedding_length", "feed_forward_length", "block_count", "vocab_size", "attention.head_count",
@@ -32,15 +33,6 @@ _NEUTRAL: Mapping[str, Any] = {
     "rope.scaling.yarn_attn_factor": 1, "rope.scaling.yarn_ext_factor": 1,
 }  # fmt: skip
 """The values at which other keys change nothing."""
-USER_DEFINED = 4  # of `tokenizer.ggml.token_type`
-ENDS = {
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "</s>",
-    "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>",
-    "<｜end▁of▁sentence｜>", "<turn|>", "<|tool_response>",
-}  # fmt: skip
-"""Tokens by whose text llama.cpp knows that they end an answer. (Gemma's `</s>` is one of HTML, and ends none.)"""
-_ENDS_AS_TEXT = {"<|tool_response>"}
-"""Ends that files have as text: Gemma 4 waits there for what a tool says."""
 _TOKENS = {"bos_token_id": "bos_token_id", "pad_token_id": "padding_token_id"}
 _GEMMA_PATTERN, _GEMMA_LOCAL_THETA = 6, 10000.0
 _LAYERS_OF_GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # whose attention has a scale of its own
@@ -167,7 +159,7 @@ def config_of(path: Path) -> dict[str, Any]:
             if len(set(model.by_layer(key, 0))) > 1:
                 model.refuse(key)
     for key, name in _TOKENS.items():
-        if (token := _token_id(header.metadata, name)) is not None:
+        if (token := token_id(header.metadata, name)) is not None:
             config[key] = token
     if end_ids := end_ids_of(header.metadata):
         config["eos_token_id"] = end_ids
@@ -178,6 +170,12 @@ def _check_num_blocks(model: _Model) -> None:
     """SpecDecError where there is no layer, or tensors are of one that the metadata do not count."""
     if (num_blocks := model.get("block_count")) < 1:
         model.refuse("block_count")
+    if num_blocks > (num_tensors := len(model.header.tensors)):
+        raise SpecDecError(
+            f"metadata and tensors are of two models, `{model.header.architecture}.block_count` {num_blocks} and "
+            f"{num_tensors} tensors: {model.path}",
+            hint="download it again",
+        )
     for name in model.header.tensors:
         space, _, rest = name.partition(".")
         number = rest.partition(".")[0]
@@ -229,26 +227,6 @@ def _check_size(model: _Model, name: str, axis: int, size: int, *keys: str) -> N
         f"{model.said(*keys)} {wanted}: {model.path}",
         hint="download it again",
     )
-
-
-def end_ids_of(metadata: Mapping[str, Any]) -> list[int]:
-    """The ids that end an answer: those that the file names, and those that llama.cpp knows by their text."""
-    named = [_token_id(metadata, f"{name}_token_id") for name in ("eos", "eot", "eom")]
-    tokens, types = metadata.get(f"{TOKENIZER}tokens", []), metadata.get(f"{TOKENIZER}token_type", [])
-    known = [
-        i
-        for i, token in enumerate(tokens)
-        if token in ENDS and (types[i : i + 1] != [USER_DEFINED] or token in _ENDS_AS_TEXT)
-    ]
-    return sorted({*known, *(i for i in named if i is not None)})
-
-
-def _token_id(metadata: Mapping[str, Any], name: str) -> int | None:
-    """A token's id, or None; SpecDecError for what is no number."""
-    token = metadata.get(f"{TOKENIZER}{name}")
-    if token is not None and (not isinstance(token, int) or isinstance(token, bool)):
-        raise SpecDecError(f"`{TOKENIZER}{name}` has a value that is no number: {token!r}", hint="download it again")
-    return token
 
 
 def _of_llama(model: _Model) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from runtime.errors import SpecDecError, SpecDecWarning
-from runtime.gguf import CHAT_TEMPLATE, TOKENIZER, has_tokenizer, read_gguf
-from runtime.gguf_config import ENDS, USER_DEFINED
+from runtime.gguf import TOKENIZER, has_tokenizer, read_gguf, templates_as_one, templates_of
+from runtime.gguf_ends import MARKS, USER_DEFINED
 
 _CONTRACTIONS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _SPACES = r"|\s+(?!\S)|\s+"
@@ -111,6 +111,8 @@ _DEFAULT_IDS = {  # where the file does not say
     _SENTENCEPIECE: {"bos": 1, "eos": 2, "unknown": 0},
     _GEMMA_4: {},
 }
+_KEEP_SPACES_AFTER = {"<unk>", "<s>", "<|endoftext|>"}
+"""Special tokens of Phi-3 that do not take the white space after them."""
 _USED = {
     "model", "pre", "tokens", "scores", "token_type", "merges", "bos_token_id", "eos_token_id", "eot_token_id",
     "eom_token_id", "unknown_token_id", "padding_token_id", "add_bos_token", "add_eos_token", "add_space_prefix",
@@ -127,7 +129,7 @@ def make_gguf_tokenizer(path: Path) -> Any:
     """transformers' tokenizer of what the file says; SpecDecError for what is not known how llama.cpp reads it."""
     from transformers import PreTrainedTokenizerFast
 
-    said, template = _read(path), read_gguf(path).metadata.get(CHAT_TEMPLATE)
+    said, templates = _read(path), templates_of(read_gguf(path).metadata)
     if not said.says_pre:
         warnings.warn(
             f"the file does not say how its tokenizer splits texts (`{TOKENIZER}pre`), and `{_ASSUMED}` is assumed, as "
@@ -137,6 +139,7 @@ def make_gguf_tokenizer(path: Path) -> Any:
         )
     try:
         backend, special = _make(said)
+        template = templates_as_one(templates)
         return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **special)  # type: ignore[no-untyped-call]
     except SpecDecError:
         raise
@@ -157,7 +160,18 @@ def _read(path: Path) -> "_Said":
     unknown = sorted(set(said) - _USED - _IRRELEVANT)
     if unknown:
         raise SpecDecError(f"unknown tokenizer key, `{TOKENIZER}{unknown[0]}`: {path}", hint=_OTHER)
-    return _Said(said, path)
+    return _Said(said, path, is_phi_3=_is_phi_3(metadata))
+
+
+def _is_phi_3(metadata: Mapping[str, Any]) -> bool:
+    """True for a file of Phi-3, whose special tokens take the white space after them, which no key of a file says.
+
+    llama.cpp looks for `phi-3` and `phi3` in the name, and misses the `Phi 3 Mini` that its converter writes. The
+    architecture `phi3` with SentencePiece's tokens is Phi-3 too; Phi-4, which has it, has byte-level tokens.
+    """
+    name = str(metadata.get("general.name", "")).lower()
+    is_sentencepiece = metadata.get(f"{TOKENIZER}model") == _SENTENCEPIECE
+    return "phi-3" in name or "phi3" in name or (metadata.get("general.architecture") == "phi3" and is_sentencepiece)
 
 
 _OTHER = "name the tokenizer of the model that it was made of, or give token ids"
@@ -166,8 +180,8 @@ _OTHER = "name the tokenizer of the model that it was made of, or give token ids
 class _Said:
     """Metadata of the tokenizer in a file, each value checked on access."""
 
-    def __init__(self, said: Mapping[str, Any], path: Path) -> None:
-        self._said, self.path = said, path
+    def __init__(self, said: Mapping[str, Any], path: Path, *, is_phi_3: bool) -> None:
+        self._said, self.path, self._is_phi_3 = said, path, is_phi_3
         self.model = said.get("model")
         if self.model not in _DEFAULT_IDS:
             raise SpecDecError(f"tokenizers of this kind are not read, `{self.model}`: {path}", hint=_OTHER)
@@ -207,8 +221,13 @@ class _Said:
         types = self.values("token_type", int)
         for i, token in enumerate(self.tokens):
             kind = types[i] if i < len(types) else 1
-            if token in ENDS or kind in (_UNKNOWN, _CONTROL, USER_DEFINED):
-                yield AddedToken(token, normalized=False, special=kind != USER_DEFINED)
+            if token in MARKS or kind in (_UNKNOWN, _CONTROL, USER_DEFINED):
+                yield AddedToken(
+                    token,
+                    normalized=False,
+                    special=kind != USER_DEFINED,
+                    rstrip=self._is_phi_3 and token not in _KEEP_SPACES_AFTER,
+                )
 
 
 def _make(said: _Said) -> tuple[Tokenizer, dict[str, str]]:

@@ -7,56 +7,51 @@ nowhere else. Where nothing can follow, the output ends without one.
 Compiling and each position are bounded: the one in symbols, states and bytes, the other in lexer steps.
 """
 
-import json
 import os
-import re
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
-from threading import Lock
+from threading import Lock, stack_size
 from time import thread_time
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import SpecDecError, UsageError
+from runtime.form_prover import FormProver, FormRefused, FormsBusy
+from runtime.forms import ENDLESS, MOST_FORCED_BYTES, check_forced_text, reason, start_of, written
 from runtime.params import Grammar
 
 if TYPE_CHECKING:  # a request without a grammar does not wait for it
     from llguidance import LLMatcher, LLTokenizer
 
-_JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Style of Python's `json.dumps`: keys and marks are known then. `x-guidance` of a schema changes it."""
-_MOST_COMPILED = 64
-_MOST_FORCED_BYTES = 1 << 14
-"""Longer text that has only one continuation is of a grammar that never ends, or whose every step is slow."""
-_MOST_LEXER_FUEL = 100_000
-"""llguidance's measure of a grammar's size: 130 KB of a schema's names. Of the million that it allows a step can take a
-second, for which all other requests wait.
-"""
-_MOST_ITEMS_IN_ROW, _MOST_ITEMS = 10_000, 250_000
-"""Items of Earley's parser after one byte, and in a step, which takes 12 ms then. An object of 1,000 optional values
-has 4,000 after its brace.
-"""
+_MOST_COMPILED, _MOST_COMPILED_BYTES, _MOST_REFUSED = 64, 256 << 20, 128
+"""Grammars that are kept: in number and in memory, and those that cannot be used."""
+MOST_COMPILING, _MOST_SLOW = 32, 8
+"""Grammars that threads wait for: of all, and of those that take longer than `_QUICK_S` of a core."""
+_QUICK_S = 0.05
+_MOST_LIVE_BYTES = 1 << 30
+"""Memory of all grammars of requests on their way."""
+_STACK_BYTES = 16 << 20
 _MOST_STEP_S = 0.05
 """Seconds of a core for a position's mask, 20 times what forms of real tools take: each token of an ambiguous grammar
 is slower than the one before, in however few items.
 """
+_STACK_LOCK = Lock()
 _SLOW = "its steps take too long, as an ambiguous grammar's do"
-_ENDLESS = "it never ends, or only after a very long text"
-_MOST_REASON = 200
 
 
 class CompiledGrammar:
-    """A grammar for a vocabulary of `vocab_size` ids, and the text's start in it."""
+    """A grammar for a vocabulary of `vocab_size` ids, and the text's start in it, which takes `num_bytes`."""
 
-    def __init__(self, start: "LLMatcher", vocab_size: int, eos_tokens: Seq[int]) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, start: "LLMatcher", vocab_size: int, eos_tokens: Seq[int], num_bytes: int = 0) -> None:
+        self.vocab_size, self.num_bytes = vocab_size, num_bytes
         self.eos_tokens = [token for token in eos_tokens if token < vocab_size]
         self._start = start
 
@@ -75,16 +70,20 @@ class Mask:
         self.indices = np.flatnonzero(~allowed if self.forbids else allowed)
 
 
-_workers: list[ThreadPoolExecutor] = []
+_workers: dict[str, ThreadPoolExecutor] = {}
 
 
-def _start_worker() -> None:
-    _workers[:] = [ThreadPoolExecutor(1, "specdec-masks")]
+def _start_workers() -> None:
+    _workers.update(
+        masks=ThreadPoolExecutor(1, "specdec-masks"),
+        quick=ThreadPoolExecutor(1, "specdec-forms"),
+        slow=ThreadPoolExecutor(1, "specdec-slow-forms"),
+    )
 
 
-_start_worker()
+_start_workers()
 if hasattr(os, "register_at_fork"):  # a child has none of its parent's threads
-    os.register_at_fork(after_in_child=_start_worker)
+    os.register_at_fork(after_in_child=_start_workers)
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ class Matcher:
         These tokens must not change meanwhile. Most of it needs no interpreter lock.
         """
         self._wait()
-        masks = _workers[0].submit(self._allowed, prefix, draft_tokens)
+        masks = _workers["masks"].submit(self._allowed, prefix, draft_tokens)
         self._ahead = _Ahead(prefix, len(prefix), list(draft_tokens), masks)
 
     def allowed(self, prefix: Seq[int], draft_tokens: Seq[int]) -> list[Mask | None]:
@@ -144,13 +143,13 @@ class Matcher:
         masks: list[Mask | None] = [None] * (len(draft_tokens) + 1)
         if not self._follow(prefix):
             if self._matcher.is_error():
-                masks[0] = self._nothing(_reason(self._matcher.get_error()))
+                masks[0] = self._nothing(reason(self._matcher.get_error()))
             elif not self._matcher.is_stopped():
                 masks[0] = self._nothing("the text so far does not match it")
             return masks
         for i, token in enumerate([*draft_tokens, None]):
             if self._matcher.is_error():  # which is stopped too
-                masks[i] = self._nothing(_reason(self._matcher.get_error()))
+                masks[i] = self._nothing(reason(self._matcher.get_error()))
                 break
             if self._matcher.is_stopped():
                 break
@@ -232,13 +231,13 @@ class Matcher:
         if self._is_slow:
             return self._nothing(_SLOW)
         if self._matcher.is_error():
-            return self._nothing(_reason(self._matcher.get_error()))
+            return self._nothing(reason(self._matcher.get_error()))
         if self._last is not None and self._last[1:3] == (bits, is_whole):
             mask = self._last[-1]
         else:
             mask = self._read_mask(bits, is_whole=is_whole)
         if not mask.forbids and len(mask.indices) == 1 and self._forces_too_much():
-            return self._nothing(_ENDLESS)
+            return self._nothing(ENDLESS)
         self._last = list(self._tokens), bits, is_whole, mask
         return mask
 
@@ -250,7 +249,7 @@ class Matcher:
         return Mask(allowed)
 
     def _forces_too_much(self) -> bool:
-        return len(self._matcher.compute_ff_bytes()) > _MOST_FORCED_BYTES
+        return len(self._matcher.compute_ff_bytes()) > MOST_FORCED_BYTES
 
     def _nothing(self, reason: str) -> Mask:
         self.error = reason
@@ -260,51 +259,119 @@ class Matcher:
 class Grammars:
     """Compiler of grammars for a tokenizer and a model, which keeps the last ones. Threads may share it."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int, end_ids: frozenset[int]) -> None:
-        """`tokenizer` as `runtime.tokenizer.Tokenizer`, or None."""
+    def __init__(self, tokenizer: Any, vocab_size: int, end_ids: frozenset[int], *, proves: bool = False) -> None:
+        """`tokenizer` as `runtime.tokenizer.Tokenizer`, or None. `proves`: each grammar is compiled within limits in a
+        process of its own before it is compiled here; without it those of a stranger can take all memory.
+        """
         self._tokenizer, self._vocab_size, self._end_ids = tokenizer, vocab_size, sorted(end_ids)
+        self._proves = proves
+        self._prover: FormProver | None = None
         self._lock = Lock()
         self._vocabulary: LLTokenizer | None = None
-        self._compiled: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
+        self._refused: OrderedDict[Grammar, str] = OrderedDict()
+        self._live: WeakSet[CompiledGrammar] = WeakSet()
+        self._num_compiling = self._num_slow = 0
+        self.while_compiling: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Entered by a thread for as long as it waits for a grammar."""
+
+    def close(self) -> None:
+        """End the process in which grammars are compiled first."""
+        with self._lock:
+            if self._prover is not None:
+                self._prover.close()
+
+    def check(self, grammar: Grammar) -> None:
+        """Raise what `compiled` would raise for this grammar, which is not kept."""
+        with self._lock:
+            why = self._refused.get(grammar)
+            vocabulary = self._read_vocabulary()
+        try:
+            if why is not None:
+                raise FormRefused(why)
+            if self._prover is None:
+                _start_here(vocabulary, grammar)
+            else:
+                with self.while_compiling():
+                    self._prover.prove(grammar.kind, grammar.text)
+        except FormRefused as refused:
+            raise _refused(grammar, str(refused)) from None
 
     def compiled(self, grammar: Grammar) -> CompiledGrammar:
-        """UsageError for a grammar that is none, that no text matches, or that is too large; SpecDecError for a
-        tokenizer whose tokens are not known to stand for bytes.
+        """UsageError for a grammar that is none, that no text matches, or that is too large; FormsBusy where too many
+        are being compiled; SpecDecError for a tokenizer whose tokens are not known to stand for bytes.
         """
         with self._lock:
-            found = self._compiled.get(grammar)
+            if (why := self._refused.get(grammar)) is not None:
+                raise _refused(grammar, why)
+            self._read_vocabulary()
+            found, is_new = self._compiled.get(grammar), grammar not in self._compiled
             if found is None:
-                found = self._compile(grammar)
-                self._compiled[grammar] = found
-                if len(self._compiled) > _MOST_COMPILED:
-                    self._compiled.popitem(last=False)
+                if self._num_compiling >= MOST_COMPILING:
+                    raise FormsBusy
+                self._num_compiling += 1
+                found = self._compiled[grammar] = Future()
             self._compiled.move_to_end(grammar)
-            return found
+        if not found.done():
+            with self.while_compiling():
+                if is_new:
+                    self._compile_for(found, grammar)
+                found.exception()
+        return found.result()
+
+    def _compile_for(self, waiting: "Future[CompiledGrammar]", grammar: Grammar) -> None:
+        """Compile a grammar for all who wait for it, and keep it, or why it cannot be used."""
+        compiled: CompiledGrammar | None = None
+        error: BaseException | None = None
+        why: str | None = None
+        try:
+            compiled = self._compile(grammar)
+        except FormRefused as refused:
+            why = str(refused)
+            error = _refused(grammar, why)
+        except BaseException as other:
+            error = other
+        with self._lock:
+            self._num_compiling -= 1
+            if compiled is not None:
+                self._live.add(compiled)
+            else:
+                self._compiled.pop(grammar, None)
+            if why is not None:
+                self._refused[grammar] = why
+            self._forget_oldest()
+        if compiled is not None:
+            waiting.set_result(compiled)
+        else:
+            waiting.set_exception(error)
+
+    def _forget_oldest(self) -> None:
+        while len(self._refused) > _MOST_REFUSED:
+            self._refused.popitem(last=False)
+        done = [one for one in self._compiled.values() if one.done() and one.exception() is None]
+        num_bytes = sum(one.result().num_bytes for one in done)
+        while len(self._compiled) > _MOST_COMPILED or (num_bytes > _MOST_COMPILED_BYTES and len(self._compiled) > 1):
+            _, oldest = self._compiled.popitem(last=False)
+            num_bytes -= oldest.result().num_bytes if oldest in done else 0
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
-        from llguidance import LLMatcher, LLParserLimits
-
         vocabulary = self._read_vocabulary()
-        limits = LLParserLimits(
-            initial_lexer_fuel=_MOST_LEXER_FUEL,
-            max_items_in_row=_MOST_ITEMS_IN_ROW,
-            step_max_items=_MOST_ITEMS,
-            verbose_errors=False,
-        )
+        if self._prover is None:
+            return CompiledGrammar(_start_here(vocabulary, grammar), self._vocab_size, vocabulary.eos_tokens)
+        proof = self._prover.prove(grammar.kind, grammar.text)
+        is_slow = proof.seconds > _QUICK_S
+        with self._lock:
+            if is_slow and self._num_slow >= _MOST_SLOW:
+                raise FormsBusy
+            if proof.num_bytes + sum(one.num_bytes for one in self._live) > _MOST_LIVE_BYTES:
+                raise FormsBusy
+            self._num_slow += is_slow
         try:
-            matcher = LLMatcher(vocabulary, _written(grammar), log_level=0, limits=limits)
-        except Exception as error:  # the GBNF converter's and llguidance's are derived from nothing else
-            raise _refused(grammar, str(error)) from None
-        if matcher.is_error():
-            raise _refused(grammar, matcher.get_error())
-        matcher.compute_bitmask()  # before forced bytes, which would be computed while other threads wait
-        if matcher.is_error():
-            raise _refused(grammar, "no text matches it")
-        if len(matcher.compute_ff_bytes()) > _MOST_FORCED_BYTES:
-            raise _refused(grammar, _ENDLESS)
-        if matcher.is_error():
-            raise _refused(grammar, matcher.get_error())
-        return CompiledGrammar(matcher, self._vocab_size, vocabulary.eos_tokens)
+            start = _start_aside("slow" if is_slow else "quick", vocabulary, proof.written)
+        finally:
+            with self._lock:
+                self._num_slow -= is_slow
+        return CompiledGrammar(start, self._vocab_size, vocabulary.eos_tokens, proof.num_bytes)
 
     def prepare(self) -> None:
         """Read the vocabulary, for which other threads wait: 1 s for 128,000 tokens."""
@@ -334,7 +401,13 @@ class Grammars:
                     tokenizer.no_padding()
                     tokenizer.no_truncation()
                 size = max(self._vocab_size, max(self._tokenizer.get_vocab().values()) + 1)
-                self._vocabulary = LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=self._end_ids or None)
+                state, end_ids = tokenizer.to_str(), self._end_ids or None
+                if self._proves:  # which reads it at the same time
+                    self._prover = FormProver(state, size, end_ids)
+                    self._prover.start()
+                self._vocabulary = LLTokenizer(state, n_vocab=size, eos_token=end_ids)
+            except SpecDecError:
+                raise
             except Exception as error:  # as above, and tokenizers that have no `tokenizers` behind them
                 raise SpecDecError(
                     f"grammars cannot be used with this tokenizer, whose tokens are not known as bytes: {error}",
@@ -343,68 +416,27 @@ class Grammars:
         return self._vocabulary
 
 
-def _written(grammar: Grammar) -> str:
-    """llguidance's own form."""
-    from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    match grammar.kind:
-        case "json_schema":
-            _check_references(json.loads(grammar.text))
-            return LLMatcher.grammar_from_json_schema(grammar.text, defaults=_JSON_STYLE)
-        case "regex":
-            return LLMatcher.grammar_from_regex(grammar.text)
-        case "choice":
-            choices = " | ".join(json.dumps(choice) for choice in json.loads(grammar.text))
-            return LLMatcher.grammar_from_lark(
-                f"start: CHOICE\nCHOICE: {choices}"
-            )  # a rule would have an item for each
-        case "grammar":
-            return LLMatcher.grammar_from_lark(any_to_lark(_with_characters(grammar.text)))
-        case "lark":
-            return LLMatcher.grammar_from_lark(grammar.text)
+def _start_here(vocabulary: "LLTokenizer", grammar: Grammar) -> "LLMatcher":
+    """FormRefused for a grammar that cannot be used."""
+    try:
+        start = start_of(vocabulary, written(grammar.kind, grammar.text))
+        check_forced_text(start)
+    except Exception as error:  # the GBNF converter's and llguidance's are derived from nothing else
+        raise FormRefused(str(error)) from None
+    return start
 
 
-def _with_characters(text: str) -> str:
-    """A grammar in GBNF with the characters that it writes by number, which llguidance's converter reads wrongly."""
-    if "::=" not in text:
-        return text
-
-    def character(found: re.Match[str]) -> str:
-        code = int(found[1] or found[2] or found[3] or "0", 16)
-        return chr(code) if 0x7F < code < 0x110000 and not 0xD800 <= code < 0xE000 else found[0]
-
-    return re.sub(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|x([0-9A-Fa-f]{2})|.)", character, text)
-
-
-def _check_references(schema: Any) -> None:
-    """Refuse an `$id` beside a `$ref` below the root: from 2019-09 on, as llguidance reads every schema, it is what the
-    `$ref` is relative to, and before it means nothing.
-    """
-    if not isinstance(schema, dict) or "json-schema.org/draft/20" in str(schema.get("$schema")):
-        return
-    left = list(schema.values())
-    while left:
-        value = left.pop()
-        if isinstance(value, dict):
-            if isinstance(value.get("$ref"), str) and isinstance(value.get("$id"), str):
-                raise ValueError(
-                    f"an $id beside a $ref ({value['$ref']}), of which drafts differ; $schema names none since 2019-09"
-                )
-            left += [part for key, part in value.items() if key not in ("const", "enum", "default", "examples")]
-        elif isinstance(value, list):
-            left += value
+def _start_aside(worker: str, vocabulary: "LLTokenizer", form: str) -> "LLMatcher":
+    """The start of a form that is known to have one, in a thread with the stack that this may take."""
+    with _STACK_LOCK:
+        before = stack_size(_STACK_BYTES)
+        start = _workers[worker].submit(start_of, vocabulary, form)
+        stack_size(before)
+    return start.result()
 
 
 def _refused(grammar: Grammar, why: str) -> UsageError:
     return UsageError(
-        f"{grammar.kind} cannot be used: {_reason(why)}",
+        f"{grammar.kind} cannot be used: {reason(why)}",
         hint="docs/structured-output.md has what is supported",
     )
-
-
-def _reason(text: str) -> str:
-    """The reason in one line, of a bounded length: of what `regex` says its last one, of others the first."""
-    found = re.search("^error: (.+)$", text, re.MULTILINE)
-    line = found[1] if found else text.replace("<non-verbose/>", "").strip().partition("\n")[0]
-    return line if len(line) <= _MOST_REASON else f"{line[:_MOST_REASON]}..."

@@ -13,10 +13,12 @@ from collections.abc import Sequence as Seq
 from contextlib import ExitStack, closing
 from functools import cached_property, partial
 from pathlib import Path
+from threading import RLock
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack
 
 import torch
 
+from runtime.at_exit import call_at_exit, closed_at_exit
 from runtime.bundle import Bundle, is_engine_dir, read_bundle
 from runtime.chat import ChatTemplate, Message
 from runtime.checkpoint_dir import check_has_no_head
@@ -46,8 +48,10 @@ from runtime.text import (
     StopWords,
     TextStream,
     bad_word_tokens,
+    check_tokenizer_fits,
     encode,
     find_end_ids,
+    find_own_tokenizer,
     load_tokenizer,
     sequence_text,
     stop_words_of,
@@ -126,6 +130,7 @@ class LLM:
         self._model = str(model) if is_made else None
         self._has_told_penalties = self._has_measured = False
         self._sessions: dict[Speculation, Session] = {}
+        self._opening = RLock()
         with MODEL_INIT_LOCK, ExitStack() as stack:
             self._stack = stack
             self.bundle = model if isinstance(model, Bundle) else read_bundle(self._find_engine(model))
@@ -137,12 +142,15 @@ class LLM:
                 self.tokenizer = tokenizer_of_engine(self.bundle)
             else:
                 self.tokenizer = load_tokenizer(self.tokenizer_dir, config.pretrained_config)
+                own = find_own_tokenizer(self.bundle)
+                check_tokenizer_fits(self.tokenizer, self.tokenizer_dir, own, config.vocab_size)
             end_ids = find_end_ids(self.bundle.directory, config.pretrained_config, self.tokenizer)
             self.end_ids = _within_vocabulary(end_ids, config.vocab_size)
             _tell_what_is_not_done(self.model_defaults)
             engine_of_bundle = Engine.of_bundle(self.bundle, self.device_ids, self.kv_cache, max_num_tokens)
             self.engine = stack.enter_context(engine_of_bundle)
             self._stack = stack.pop_all()
+        call_at_exit(self._end)
 
     def __enter__(self) -> "LLM":
         return self
@@ -151,7 +159,19 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Give back the memory of the engine, and of draft models."""
+        """Give back the memory of the engine, and of draft models.
+
+        Calls of other threads end in an error before their next step.
+        """
+        with self._opening:
+            self.engine.turns.take(self._close)
+
+    def _end(self) -> None:
+        """Close it at the end of the process, if no other thread is in the middle of a step."""
+        if self.engine.turns.end():
+            self._close()
+
+    def _close(self) -> None:
         self._sessions.clear()
         self._stack.close()
 
@@ -184,7 +204,7 @@ class LLM:
         session = self.session(drafter, draft_len_mode)
         asked, requests = self._requests(prompts, sampling_params)
         session.check_requests(requests)
-        return self._pieces(session, requests, asked)
+        return closed_at_exit(self._pieces(session, requests, asked))
 
     def chat(
         self,
@@ -253,14 +273,19 @@ class LLM:
 
     def session_of(self, speculation: Speculation) -> Session:
         """`session`, by one value."""
-        self.engine.check_is_open()  # before a draft model is opened for it
-        if speculation not in self._sessions:
-            self._sessions[speculation] = (
-                self._open_by_default(speculation)
-                if speculation.draft_len_mode is None
-                else self.open_session(speculation, self._stack)
-            )
-        return self._sessions[speculation]
+        self.engine.check_is_open()
+        if (session := self._sessions.get(speculation)) is None:
+            with self._opening:
+                self.engine.check_is_open()  # before a draft model is opened for it
+                session = self._sessions.get(speculation) or self._open_kept(speculation)
+                self._sessions[speculation] = session
+        return session
+
+    def _open_kept(self, speculation: Speculation) -> Session:
+        """Open a session for as long as the `LLM` is open."""
+        if speculation.draft_len_mode is None:
+            return self._open_by_default(speculation)
+        return self.open_session(speculation, self._stack)
 
     def _open_by_default(self, speculation: Speculation) -> Session:
         """Open with automatic draft lengths, if they are the default and step costs are known; else with fixed ones."""
@@ -270,7 +295,7 @@ class LLM:
         except SpecDecError as error:
             if error.code != "no_step_costs":
                 raise
-            warnings.warn(f"drafts are sent whole, as if they paid: {error.message}", SpecDecWarning, stacklevel=2)
+            warnings.warn(f"drafts are sent whole, as if they paid: {error.message}", SpecDecWarning, stacklevel=3)
             return self.open_session(speculation.in_mode("fixed"), self._stack)
 
     def open_session(self, speculation: Speculation, stack: ExitStack) -> Session:
@@ -305,7 +330,7 @@ class LLM:
         if not self._has_measured:
             from runtime.compiler.profile_steps import costs_when_asked_for  # not for a first answer
 
-            self.engine.config = costs_when_asked_for(self.bundle, self.engine)
+            self.engine.config = self.engine.turns.take(partial(costs_when_asked_for, self.bundle, self.engine))
             self.bundle = dataclasses.replace(self.bundle, config=self.engine.config)
             self._has_measured = bool(self.engine.config.step_costs)
 
@@ -348,7 +373,9 @@ class LLM:
     @cached_property
     def grammars(self) -> Grammars:
         """Compiler of grammars for this model."""
-        return Grammars(self.tokenizer, self.bundle.config.vocab_size, self.end_ids)
+        grammars = Grammars(self.tokenizer, self.bundle.config.vocab_size, self.end_ids, proves=True)
+        self._stack.callback(grammars.close)
+        return grammars
 
     def _with_own_penalties(self, params: SamplingParams) -> SamplingParams:
         """Apply the model's penalties if none are given; the first change of an output is reported."""
@@ -418,23 +445,25 @@ class LLM:
         return asked, requests
 
     def _pieces(self, session: Session, requests: list[Request], asked: list[_Asked]) -> Generator[Piece]:
-        texts: dict[int, TextStream] = {}
-        if self.tokenizer is not None:
-            for r in requests:
-                texts[r.id] = TextStream(self.tokenizer, stop_words_of(r), r.prompt_tokens)
-        with closing(session.steps(requests)) as steps:
-            for sequence, new_tokens in steps:
-                request, finished = sequence.request, sequence.finish_reason is not None
-                text = texts[request.id].next_piece(sequence.output_tokens, finished=finished) if texts else ""
-                yield Piece(
-                    text,
-                    new_tokens,
-                    sequence.finish_reason,
-                    sequence.stats.copy(),
-                    sequence.logprobs[-len(new_tokens) :] if request.num_logprobs is not None else None,
-                    asked[request.id].prompt_index,
-                    request.return_index,
-                )
+        with session.unique(requests) as unique:
+            prompt_indices = {r.id: one.prompt_index for r, one in zip(unique, asked, strict=True)}
+            texts: dict[int, TextStream] = {}
+            if self.tokenizer is not None:
+                for r in unique:
+                    texts[r.id] = TextStream(self.tokenizer, stop_words_of(r), r.prompt_tokens)
+            with closing(session.loop(unique)) as steps:
+                for sequence, new_tokens in steps:
+                    request, finished = sequence.request, sequence.finish_reason is not None
+                    text = texts[request.id].next_piece(sequence.output_tokens, finished=finished) if texts else ""
+                    yield Piece(
+                        text,
+                        new_tokens,
+                        sequence.finish_reason,
+                        sequence.stats.copy(),
+                        sequence.logprobs[-len(new_tokens) :] if request.num_logprobs is not None else None,
+                        prompt_indices[request.id],
+                        request.return_index,
+                    )
 
     def _end_ids_of(self, params: SamplingParams) -> frozenset[int]:
         own = frozenset(params.stop_token_ids or ())

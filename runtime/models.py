@@ -1,5 +1,6 @@
 """Resolve the source of a model: a shipped name, a local directory or GGUF file, or the Hugging Face hub."""
 
+import posixpath
 import re
 import warnings
 from functools import cache
@@ -9,16 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import SpecDecError, SpecDecWarning
-from runtime.files import read_json
+from runtime.files import check_model_files, check_regular, read_json
 from runtime.gguf import gguf_files, has_tokenizer, is_gguf, without_later_parts
 from runtime.gguf_config import config_of
-from runtime.tokenizer import TOKENIZER_FILES
+from runtime.tekken import is_tekken_alone
+from runtime.tokenizer import TOKENIZER_FILES, template_files
 
 _SHIPPED = {"demo": "target", "demo-draft": "draft", "demo-hybrid": "hybrid"}
 _SHIPPED_HEADS = {"demo-head": "head"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _ADAPTER = "adapter_config.json"
+WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
 MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+
+
+DOWNLOAD_AGAIN = "download or save the model again"
 
 
 def resolve_model(name: str) -> Path:
@@ -31,7 +38,9 @@ def resolve_model(name: str) -> Path:
         return _shipped(name, _SHIPPED[name])
     path = Path(name).expanduser()
     if path.is_dir():
+        check_model_files(path)
         return _gguf_within(path) or path
+    check_regular(path)
     if is_gguf(path):
         return path
     _check_no_gguf(path)
@@ -49,7 +58,39 @@ def files_of_model(model_dir: Path) -> list[Path]:
     """Files that make the model what it is."""
     if is_gguf(model_dir):
         return gguf_files(model_dir)
-    return sorted(path for pattern in MODEL_FILES for path in model_dir.glob(pattern) if path.is_file())
+    found = {path for pattern in MODEL_FILES for path in model_dir.glob(pattern)}
+    found |= {*template_files(model_dir), *shards_of(model_dir).values()}
+    return sorted(path for path in found if path.is_file())
+
+
+def weight_files(model_dir: Path) -> list[Path]:
+    """The safetensors files among `files_of_model`."""
+    return [path for path in files_of_model(model_dir) if path.suffix == ".safetensors"]
+
+
+def shards_of(model_dir: Path) -> dict[str, Path]:
+    """The file of each tensor by the model's index; empty where the weights are one file, or there is no index.
+
+    SpecDecError as by `files_of_index`.
+    """
+    index = model_dir / INDEX
+    return {} if (model_dir / WEIGHTS).is_file() or not index.is_file() else files_of_index(index)
+
+
+def files_of_index(index: Path) -> dict[str, Path]:
+    """The file of each tensor, which may lie in a subdirectory (`layers/0.safetensors`); `./a.safetensors` is
+    `a.safetensors`.
+
+    SpecDecError for an index without tensors, or with a file outside its directory.
+    """
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values() or [None]):
+        raise SpecDecError(f"`{index}` has no `weight_map` from tensors to files", hint=DOWNLOAD_AGAIN)
+    inner = {name: posixpath.normpath(name) for name in set(weight_map.values())}
+    for name in sorted(inner):
+        if inner[name].startswith(("/", "..")):
+            raise SpecDecError(f"`{index}` names a file outside the model's directory: {name}", hint=DOWNLOAD_AGAIN)
+    return {tensor: index.parent / inner[name] for tensor, name in weight_map.items()}
 
 
 def resolve_head(name: str) -> Path:
@@ -74,7 +115,8 @@ def _gguf_within(directory: Path) -> Path | None:
     """The GGUF file of a directory without weights of another kind, of a model in parts the first; SpecDecError if
     there are several models."""
     found = without_later_parts(sorted(path for path in directory.iterdir() if is_gguf(path)))
-    if not found or any(path.suffix == ".safetensors" for path in directory.iterdir()):
+    has_weights = (directory / INDEX).is_file() or any(directory.glob("*.safetensors"))
+    if not found or has_weights:
         return None
     if len(found) > 1:
         names = ", ".join(path.name for path in found)
@@ -92,9 +134,11 @@ def resolve_tokenizer(path: Path) -> Path:
     """The directory of a tokenizer, or a GGUF file that describes one, which a directory without a tokenizer's files
     may hold; SpecDecError if there is neither."""
     if path.is_dir():
-        has_files = any((path / name).is_file() for name in TOKENIZER_FILES)
+        check_model_files(path)
+        has_files = is_tekken_alone(path) or any((path / name).is_file() for name in TOKENIZER_FILES)
         found = None if has_files else _gguf_within(path)
     else:
+        check_regular(path)
         found = path if is_gguf(path) else None
         if found is None:
             _check_no_gguf(path)
@@ -114,7 +158,7 @@ def refuse_unreadable_tokenizer(path: Path) -> None:
 
         check_gguf_tokenizer(path)
     else:
-        if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        if not is_tekken_alone(path) and not any((path / name).is_file() for name in TOKENIZER_FILES):
             raise SpecDecError(
                 f"there is no tokenizer for texts in: {path}", hint="name one, or give token ids", code="no_tokenizer"
             )
@@ -139,6 +183,7 @@ def read_model_config(model_dir: Path) -> dict[str, Any]:
         return config_of(model_dir)
     if not model_dir.is_dir():
         raise SpecDecError(f"model directory does not exist: {model_dir}", hint="check the path")
+    check_model_files(model_dir)
     check_not_an_adapter(model_dir)
     config = read_json(model_dir / "config.json")
     if "format_version" in config:

@@ -8,9 +8,11 @@ import time
 from collections import deque
 from collections.abc import Generator
 from collections.abc import Sequence as Seq
+from functools import partial
+from typing import Literal
 
 from runtime.drafters.protocol import Drafter
-from runtime.drafting import check_requests, commit, propose, raise_first_error, release_all
+from runtime.drafting import check_requests, commit, make_room, propose, raise_first_error, release_all
 from runtime.engine import Engine
 from runtime.errors import UsageError
 from runtime.request import Draft, Request, Sequence
@@ -41,7 +43,7 @@ def generate(
         try:
             yield from _generate_group(engine, group, drafter, max_draft_len, times)
         finally:
-            release_all(engine, drafter, group)
+            engine.turns.do_or_leave(partial(release_all, engine, drafter, group))
     raise_first_error(sequences)
 
 
@@ -53,13 +55,19 @@ def step_once(engine: Engine, request: Request, tokens: Seq[int], draft: Seq[int
     check_requests(engine, None, [request])
     sequence, drafts = Sequence.start(request), [Draft(list(draft))]
     sequence.tokens = list(tokens)
-    if not engine.admit(sequence):
-        engine.raise_cache_is_taken(request)
-    try:
-        with engine.alone():
-            commit([sequence], drafts, engine.step([sequence], drafts))
-    finally:
-        engine.release(sequence)
+
+    def step() -> Literal[True] | None:
+        while not engine.admit(sequence):
+            if not make_room(engine, None, request):
+                return None
+        try:
+            with engine.alone():
+                commit([sequence], drafts, engine.step([sequence], drafts))
+        finally:
+            engine.release(sequence)
+        return True
+
+    engine.turns.take_with_room(step)
     raise_first_error([sequence])
     return sequence
 
@@ -69,27 +77,36 @@ def _generate_group(
 ) -> Generator[tuple[Sequence, list[int]]]:
     running = deque(group)
     while running:
-        start, step_time_s = time.perf_counter(), engine.step_time_s
-        admitted: list[Sequence] = []
-        try:
+        yield from engine.turns.take_with_room(partial(_step, engine, running, drafter, max_draft_len, times))
+
+
+def _step(
+    engine: Engine, running: deque[Sequence], drafter: Drafter | None, max_draft_len: int, times: LoopTimes
+) -> list[tuple[Sequence, list[int]]] | None:
+    """A step of those at the front of `running` for which there is room; None where there is none for the first."""
+    start, step_time_s = time.perf_counter(), engine.step_time_s
+    admitted: list[Sequence] = []
+    try:
+        _admit(engine, running, admitted)
+        while not admitted:
+            if not make_room(engine, None, running[0].request):
+                return None
             _admit(engine, running, admitted)
-            if not admitted:
-                engine.raise_cache_is_taken(running[0].request)
-            times.num_preemptions += len(running)
-            drafts_start = time.perf_counter()
-            drafts = propose(drafter, engine, admitted, max_draft_len)
-            if drafter is not None:
-                times.draft_time_s += time.perf_counter() - drafts_start
-            with engine.alone():
-                stepped = commit(admitted, drafts, engine.step(admitted, drafts))
-        finally:
-            for sequence in admitted:
-                engine.release(sequence)
-        times.target_time_s += engine.step_time_s - step_time_s
-        times.num_iterations += 1
-        running.extend(s for s in admitted if not s.is_over)
-        times.wall_s += time.perf_counter() - start
-        yield from stepped
+        times.num_preemptions += len(running)
+        drafts_start = time.perf_counter()
+        drafts = propose(drafter, engine, admitted, max_draft_len)
+        if drafter is not None:
+            times.draft_time_s += time.perf_counter() - drafts_start
+        with engine.alone():
+            stepped = commit(admitted, drafts, engine.step(admitted, drafts))
+    finally:
+        for sequence in admitted:
+            engine.release(sequence)
+    times.target_time_s += engine.step_time_s - step_time_s
+    times.num_iterations += 1
+    running.extend(s for s in admitted if not s.is_over)
+    times.wall_s += time.perf_counter() - start
+    return stepped
 
 
 def _admit(engine: Engine, running: deque[Sequence], admitted: list[Sequence]) -> None:

@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from runtime.errors import SpecDecError
+from runtime.files import check_regular
+
+_MOST_BYTES = 1 << 34
 
 
 def read_utf8(path: Path) -> str:
@@ -14,6 +17,7 @@ def read_utf8(path: Path) -> str:
     Raises SpecDecError where the file cannot be read, holds only white space, or is not UTF-8 (naming the
     line and the byte offset from the start of the file).
     """
+    check_regular(path, _MOST_BYTES)
     try:
         data = path.read_bytes()
     except OSError as error:

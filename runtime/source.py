@@ -17,11 +17,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from runtime.errors import SpecDecError, SpecDecWarning
-from runtime.files import Stamp, read_json, stamp_of
+from runtime.files import Stamp, check_regular, stamp_of
+from runtime.models import DOWNLOAD_AGAIN, INDEX, WEIGHTS, shards_of
 from runtime.tensor_file import read_header
 
-WEIGHTS = "model.safetensors"
-_AGAIN = "download or save the model again"
 DTYPES = {  # safetensors' names
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -105,7 +104,7 @@ def of_two_models(name: str, shape: Seq[int], wanted: Seq[int], model: Path) -> 
     said = "the file's metadata" if model.is_file() else "config.json"
     return SpecDecError(
         f"{said} and weights are of two models, `{name}` is {list(shape)} and by {said} {list(wanted)}: {model}",
-        hint=_AGAIN,
+        hint=DOWNLOAD_AGAIN,
     )
 
 
@@ -120,7 +119,7 @@ def read_tensors(model_dir: Path) -> list[SourceTensor]:
 
     Where one file and an index lie side by side, it is the file, as transformers has it.
     """
-    index, single = model_dir / f"{WEIGHTS}.index.json", model_dir / WEIGHTS
+    index, single = model_dir / INDEX, model_dir / WEIGHTS
     if single.is_file():
         if index.is_file():
             warnings.warn(
@@ -128,28 +127,28 @@ def read_tensors(model_dir: Path) -> list[SourceTensor]:
                 SpecDecWarning,
                 stacklevel=3,
             )
-        return _read_header(single)
+        return read_file_header(single)
     if index.is_file():
-        return _read_shards(index)
+        return _read_shards(model_dir)
     shards = sorted(model_dir.glob("*-of-*.safetensors"))
     if shards:
         raise SpecDecError(
-            f"the weights are in shards ({shards[0].name}), and their index is missing: {index}", hint=_AGAIN
+            f"the weights are in shards ({shards[0].name}), and their index is missing: {index}", hint=DOWNLOAD_AGAIN
         )
     _refuse_pickle(model_dir)
-    raise SpecDecError(f"file is missing: {single}", hint=_AGAIN)
+    raise SpecDecError(f"file is missing: {single}", hint=DOWNLOAD_AGAIN)
 
 
-def _read_shards(index: Path) -> list[SourceTensor]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values() or [None]):
-        raise SpecDecError(f"`{index}` has no `weight_map` from tensors to files", hint=_AGAIN)
-    entries = [entry for name in sorted(set(weight_map.values())) for entry in _read_header(index.parent / name)]
+def _read_shards(model_dir: Path) -> list[SourceTensor]:
+    files = shards_of(model_dir)
+    entries = [entry for file in sorted(set(files.values())) for entry in read_file_header(file)]
     # It says which one counts where two shards hold a tensor of the same name.
-    entries = [entry for entry in entries if weight_map.get(entry.name) == entry.file.name]
-    missing = sorted(set(weight_map) - {entry.name for entry in entries})
+    entries = [entry for entry in entries if files.get(entry.name) == entry.file]
+    missing = sorted(set(files) - {entry.name for entry in entries})
     if missing:
-        raise SpecDecError(f"`{index}` names a tensor that no shard holds: {missing[0]}", hint=_AGAIN)
+        raise SpecDecError(
+            f"`{model_dir / INDEX}` names a tensor that no shard holds: {missing[0]}", hint=DOWNLOAD_AGAIN
+        )
     return entries
 
 
@@ -163,14 +162,16 @@ def _refuse_pickle(model_dir: Path) -> None:
         )
 
 
-def _read_header(file: Path) -> list[SourceTensor]:
+def read_file_header(file: Path) -> list[SourceTensor]:
+    """A file's tensors; SpecDecError where it is missing or damaged, or has a dtype that is not read."""
+    check_regular(file)
     if not file.is_file():
-        raise SpecDecError(f"file is missing: {file}", hint=_AGAIN)
+        raise SpecDecError(f"file is missing: {file}", hint=DOWNLOAD_AGAIN)
     try:
         with file.open("rb") as opened:
             stamp, tensors = stamp_of(os.fstat(opened.fileno())), read_header(opened).tensors
     except SafetensorError as error:
-        raise SpecDecError(f"`{file}` is damaged: {error}", hint=_AGAIN) from None
+        raise SpecDecError(f"`{file}` is damaged: {error}", hint=DOWNLOAD_AGAIN) from None
     for tensor in tensors.values():
         if tensor.dtype not in DTYPES:
             raise SpecDecError(

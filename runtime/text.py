@@ -10,19 +10,31 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
+import tokenizers
+
 from runtime.bundle import Bundle, check_tokenizer_files, is_engine_dir, read_bundle
 from runtime.cache import digest
+from runtime.chat import chat_templates
 from runtime.checkpoint_dir import open_checkpoint
 from runtime.checksums import CONFIG
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.files import read_json
 from runtime.generation_config import as_end_ids, read_end_ids
-from runtime.gguf import is_gguf
+from runtime.gguf import is_gguf, templates_as_one
 from runtime.locks import quiet_transformers
 from runtime.models import refuse_sentencepiece, resolve_tokenizer
 from runtime.request import Request, Sequence
+from runtime.tekken import is_tekken_alone, make_tekken_tokenizer
 from runtime.token_text import Texts, texts_after, token_bytes
-from runtime.tokenizer import Tokenizer, find_saved_tokenizer, save_tokenizer
+from runtime.tokenizer import (
+    PROBES,
+    Tokenizer,
+    find_saved_tokenizer,
+    last_tokens,
+    panics_told,
+    save_tokenizer,
+    token_ids,
+)
 
 _MISTRALS = {"mistral", "mistral3", "ministral", "pixtral", "voxtral"}
 
@@ -42,13 +54,17 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
         made = make_gguf_tokenizer(directory)
         made.truncation_side = "left"
         return cast(Tokenizer, made)
+    if is_tekken_alone(directory):
+        made = make_tekken_tokenizer(directory, templates_as_one(chat_templates(directory)))
+        made.truncation_side = "left"
+        return cast(Tokenizer, made)
     if pretrained_config is not None and (model_type := pretrained_config["model_type"]) not in CONFIG_MAPPING:
         raise SpecDecError(
             f"transformers does not know this model type: {model_type}", hint="install the transformers of the build"
         )
     try:
         config = None if pretrained_config is None else _config_for_tokenizer(directory, pretrained_config)
-        with quiet_transformers():
+        with quiet_transformers(), panics_told():
             tokenizer = AutoTokenizer.from_pretrained(
                 directory, config=config, truncation_side="left", local_files_only=True, trust_remote_code=False
             )
@@ -69,6 +85,9 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
         ) from error
     if pretrained_config is not None and pretrained_config["model_type"] in _MISTRALS:
         _warn_of_first_pattern(tokenizer, directory)
+    if isinstance(backend := getattr(tokenizer, "backend_tokenizer", None), tokenizers.Tokenizer):
+        backend.no_truncation()  # as the first call would, while other threads encode
+        backend.no_padding()
     return cast(Tokenizer, tokenizer)
 
 
@@ -120,6 +139,40 @@ def open_tokenizer(directory: Path) -> Tokenizer:
     return load_tokenizer(directory, config if isinstance(config.get("model_type"), str) else None)
 
 
+def check_tokenizer_fits(tokenizer: Tokenizer, directory: Path, own: Tokenizer | None, vocab_size: int) -> None:
+    """Compare a tokenizer that is named beside a model with the model's `own`, if there is one.
+
+    SpecDecError for words with ids past the model's `vocab_size`. A warning where an id, or a text, has another meaning
+    than for the model. Special tokens past the vocabulary are usual (Gemma's for images), and ids that one tokenizer
+    leaves free are too.
+    """
+    words, added = _words_of(tokenizer), tokenizer.added_tokens_decoder
+    past = [i for i in words if i >= vocab_size and i not in added]
+    if past:
+        raise SpecDecError(
+            f"the tokenizer is another model's, it has ids up to {max(past)} and the model {vocab_size}: {directory}",
+            hint="name the tokenizer of the model, or give none, and the engine's own is used",
+        )
+    if own is None:
+        return
+    own_words = _words_of(own)
+    differing = sorted(i for i in words.keys() & own_words.keys() if words[i] != own_words[i])
+    texts = [text for text in PROBES if own(text)["input_ids"] != tokenizer(text)["input_ids"]]
+    if differing:
+        found = f"{len(differing)} of {len(words)} ids are other words, id {differing[0]} {words[differing[0]]!r} for "
+        found += f"{own_words[differing[0]]!r}"
+    elif texts:
+        found = f"a text becomes other ids than by the model's own, {max(texts, key=len)!r}"
+    else:
+        return
+    warnings.warn(f"the tokenizer is not the model's, {found}: {directory}", SpecDecWarning, stacklevel=3)
+
+
+def _words_of(tokenizer: Tokenizer) -> dict[int, str]:
+    """Words by id. A GGUF file has a token of two spaces as it is, and SentencePiece as `▁▁`: they are the same."""
+    return {i: word.replace("▁", " ") for word, i in tokenizer.get_vocab().items()}
+
+
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
     """The same for two tokenizers that mean the same by every token id."""
     vocabulary = sorted((i, token) for token, i in tokenizer.get_vocab().items())
@@ -133,8 +186,7 @@ def tokenizer_vocab_size(tokenizer: Tokenizer) -> int:
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     """The tokens of a text of any length, without those that mark its start or end."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
+    return token_ids(tokenizer, text, add_special_tokens=False, verbose=False)
 
 
 def find_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> Tokenizer | None:
@@ -150,6 +202,14 @@ def tokenizer_of_engine(bundle: Bundle) -> Tokenizer | None:
     """The engine's own tokenizer, or None; SpecDecError if it is another one than the engine was built with."""
     check_tokenizer_files(bundle)
     return _readable_tokenizer(bundle.directory, bundle.config.pretrained_config, bundle.directory)
+
+
+def find_own_tokenizer(bundle: Bundle) -> Tokenizer | None:
+    """The engine's own tokenizer beside another; None where there is none that can be read."""
+    try:
+        return find_tokenizer(bundle.directory, bundle.config.pretrained_config)
+    except SpecDecError:
+        return None
 
 
 def cache_tokenizer(directory: Path, pretrained_config: dict[str, Any], final_directory: Path) -> None:
@@ -175,7 +235,7 @@ def _readable_tokenizer(directory: Path, pretrained_config: dict[str, Any], name
 
 def word_tokens(tokenizer: Tokenizer, name: str, word: str) -> list[int]:
     """The tokens of a word by itself; UsageError if there are none."""
-    tokens: list[int] = tokenizer(word, add_special_tokens=False)["input_ids"]
+    tokens = token_ids(tokenizer, word, add_special_tokens=False)
     if not tokens or not decode(tokenizer, tokens, encode_text(tokenizer, "a")):
         raise UsageError(
             f"{name} has a word that the tokenizer makes nothing of: {word!r}",
@@ -222,10 +282,14 @@ def encode(
         prompt.encode()
     except UnicodeEncodeError:
         raise UsageError(f"a prompt has half a pair of surrogates: {prompt[:100]!r}", hint="leave it out") from None
-    ids: list[int] = tokenizer(prompt, verbose=False)["input_ids"]
+    ids = token_ids(tokenizer, prompt, verbose=False)
     if max_length is None or len(ids) <= max_length:
         return ids, False
-    return tokenizer(prompt, truncation=True, max_length=max_length)["input_ids"], True
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if isinstance(backend, tokenizers.Tokenizer):
+        with panics_told():
+            return last_tokens(backend, prompt, max_length), True
+    return token_ids(tokenizer, prompt, truncation=True, max_length=max_length), True
 
 
 def _check_ids(prompt: Any) -> None:

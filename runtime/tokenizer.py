@@ -5,7 +5,8 @@ Importing transformers takes longer than a short answer. `build` saves what tran
 are the same.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +26,16 @@ TOKENIZER_FILES = (
     "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
 )  # fmt: skip
 # Spaces before words and marks, more than one of them, other alphabets, and characters of several tokens.
-_PROBES = ("", " ", "def f(w, h):\n    return w", "  It's , and don't .  1,234.50 ", "Ünï©ode 漢字 🙂🙂", "<s> </s>")
+PROBES = ("", " ", "def f(w, h):\n    return w", "  It's , and don't .  1,234.50 ", "Ünï©ode 漢字 🙂🙂", "<s> </s>")
+
+
+TEMPLATE_DIR = "additional_chat_templates"
+"""Subdirectory of a tokenizer's chat templates but the default one: `tool_use.jinja` and others."""
+
+
+def template_files(directory: Path) -> list[Path]:
+    """The files of the templates in `TEMPLATE_DIR`, by name."""
+    return sorted(path for path in (directory / TEMPLATE_DIR).glob("*.jinja") if path.is_file())
 
 
 class AddedToken(Protocol):
@@ -91,14 +101,10 @@ class SavedTokenizer:
         max_length: int | None = None,
         verbose: bool = True,
     ) -> Mapping[str, Any]:
-        """Truncation keeps a text's end. Without it nothing is set, which another thread's use would forbid."""
+        """Truncation keeps a text's end. Nothing is set, which would change what other threads encode."""
         if not truncation or max_length is None:
             return {"input_ids": self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
-        self._tokenizer.enable_truncation(max_length, direction="left")
-        try:
-            return {"input_ids": self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
-        finally:
-            self._tokenizer.no_truncation()
+        return {"input_ids": last_tokens(self._tokenizer, text, max_length, add_special_tokens=add_special_tokens)}
 
     def decode(
         self, tokens: list[int], /, *, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
@@ -112,6 +118,42 @@ class SavedTokenizer:
 
     def convert_ids_to_tokens(self, token: int, /) -> str | None:
         return self._tokenizer.id_to_token(token)
+
+
+@contextmanager
+def panics_told() -> Iterator[None]:
+    """SpecDecError where the `tokenizers` package panics, whose exception is no Exception: on a text for which an
+    expression of the tokenizer takes too many steps.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise SpecDecError(
+            f"the tokenizer fails: {str(error).partition(chr(10))[0][:200]}",
+            hint="name another tokenizer, or correct the expressions in its tokenizer.json",
+        ) from None
+
+
+def token_ids(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
+    """The tokens of a text; SpecDecError where the tokenizer fails on it."""
+    with panics_told():
+        ids: list[int] = tokenizer(text, **options)["input_ids"]
+    return ids
+
+
+def last_tokens(
+    tokenizer: tokenizers.Tokenizer, text: str, max_length: int, *, add_special_tokens: bool = True
+) -> list[int]:
+    """The last tokens of a text, at most `max_length` with those that mark its start or end, as `tokenizers` truncates.
+
+    Truncation that is set on a tokenizer is set for all threads.
+    """
+    num_special = tokenizer.num_special_tokens_to_add(is_pair=False) if add_special_tokens else 0
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    encoding.truncate(max(max_length - num_special, 0), direction="left")
+    return list(tokenizer.post_process(encoding, add_special_tokens=add_special_tokens).ids)
 
 
 @dataclass(frozen=True)
@@ -128,7 +170,9 @@ def save_tokenizer(tokenizer: Any, directory: Path) -> None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if isinstance(backend, tokenizers.Tokenizer):
         saved = SavedTokenizer(backend.to_str(), tokenizer.eos_token_id)
-        if _is_same(saved, tokenizer):
+        with panics_told():
+            is_same = _is_same(saved, tokenizer)
+        if is_same:
             record = _Saved(_files_digest(directory), saved.eos_token_id, backend.to_str())
             write_json(directory / SAVED, as_json(record))
 
@@ -141,7 +185,10 @@ def find_saved_tokenizer(directory: Path) -> SavedTokenizer | None:
     if saved.files != _files_digest(directory):
         return None
     try:
-        return SavedTokenizer(saved.state, saved.eos_token_id)
+        with panics_told():
+            return SavedTokenizer(saved.state, saved.eos_token_id)
+    except SpecDecError:
+        raise
     except Exception as error:  # of the package's own making: it is derived from nothing narrower
         raise SpecDecError(
             f"`{directory / SAVED}` is not a tokenizer: {error}", hint="build it again", code="engine"
@@ -159,7 +206,7 @@ def _is_same(saved: SavedTokenizer, tokenizer: Any) -> bool:
     def answers(one: Tokenizer) -> list[Any]:
         found: list[Any] = [one.eos_token_id, one.get_vocab()]
         found += [(i, token.special) for i, token in sorted(one.added_tokens_decoder.items())]
-        for text in _PROBES:
+        for text in PROBES:
             for special in (True, False):
                 ids = one(text, add_special_tokens=special, verbose=False)["input_ids"]
                 texts = [

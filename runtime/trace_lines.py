@@ -5,6 +5,7 @@ from pathlib import Path
 
 from runtime.checksums import document_digest
 from runtime.errors import SpecDecError
+from runtime.files import check_regular
 from runtime.reading import read_json_lines, read_utf8, shown
 
 MAX_TOKEN_ID = 2**63 - 1  # ids travel as int64
@@ -101,6 +102,7 @@ def is_like_traces(path: Path) -> bool:
     """True if a file looks, by its name or its beginning, like JSON lines with prompts, however damaged."""
     if path.suffix.lower() == ".jsonl":
         return True
+    check_regular(path)
     with path.open("rb") as file:
         start = file.read(_NUM_READ)
     return start.lstrip().startswith(b"{") and b'"prompt' in start.partition(b"\n")[0]

@@ -4,12 +4,10 @@ They are loaded when they are first asked for, so that the command line starts w
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
-from runtime.drafters import specs as _specs
-from runtime.drafters.specs import *  # noqa: F403  # every drafter that is described there
-
+TYPE_CHECKING = False  # typing's, whose import takes time before `specdec_cli.signals` can set its handlers
 if TYPE_CHECKING:
+    from runtime.drafters.specs import *  # noqa: F403
     from runtime.engine import KVCacheConfig as KVCacheConfig
     from runtime.errors import SpecDecError as SpecDecError
     from runtime.errors import SpecDecWarning as SpecDecWarning
@@ -37,15 +35,24 @@ _HOMES = {
     "runtime.tuning.profile": ("profile_for",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-__all__ = [*_HOME_OF, *_specs.__all__]
+_DRAFTERS = "runtime.drafters.specs"
+"""Module of every drafter's class: its own list of names is the list of drafters."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """PEP 562: import a public name from where it lives."""
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME_OF[name]), name)
+    if name == "__all__":
+        return _public_names()
+    if name in _HOME_OF:
+        return getattr(import_module(_HOME_OF[name]), name)
+    if name[:1].isupper() and name in import_module(_DRAFTERS).__all__:  # not for each module of this package
+        return getattr(import_module(_DRAFTERS), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME_OF])
+    return sorted([*globals(), *_public_names()])
+
+
+def _public_names() -> list[str]:
+    return [*_HOME_OF, *import_module(_DRAFTERS).__all__]

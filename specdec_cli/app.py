@@ -4,8 +4,13 @@
 tell; 130 interrupted.
 """
 
+from specdec_cli.signals import restore  # before the modules that take time to import
+
+# isort: split
+
 import errno
 import inspect
+import io
 import os
 import signal
 import sys
@@ -41,6 +46,7 @@ from commands.tune.command import tune
 from commands.verify.command import verify
 from runtime.collector import collect_rarely
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
+from runtime.out_of_memory import check_address_space, is_out_of_memory, out_of_memory
 from runtime.temporary import temporary_dir
 
 _EXAMPLES = {
@@ -170,6 +176,9 @@ class _Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         """Says that the command was interrupted, unless it has shown what it did before and leaves by `typer.Exit`."""
+        _invoked.append(self.name or "")
+        if self.name in _COMPUTING:
+            check_address_space()
         try:
             return super().invoke(ctx)
         except BaseException as error:
@@ -178,6 +187,7 @@ class _Command(TyperCommand):
             raise
 
 
+_COMPUTING = {"convert", "build", "run", "chat", "serve", "batch", "summarize", "tune", "train", "doctor"}
 _SHOWS_ALL = "specdec.shows_all_flags"
 
 
@@ -267,15 +277,16 @@ def _options(
 
 def main() -> None:
     """The `specdec` command."""
-    collect_rarely()
-    _open_closed_streams()
-    _have_waiting_threads_sleep()
-    _keep_out_of_the_common_directory()
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, _stop)
-    warnings.simplefilter("always", SpecDecWarning)
-    warnings.showwarning = _show_warning
     try:
+        for signal_number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signal_number, _stop)
+        collect_rarely()
+        _open_closed_streams()
+        _replace_what_cannot_be_written()
+        _have_waiting_threads_sleep()
+        _keep_out_of_the_common_directory()
+        warnings.simplefilter("always", SpecDecWarning)
+        warnings.showwarning = _show_warning
         exit_code = 0 if is_spare() else app(prog_name="specdec", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:
         if _stopped_by:
@@ -285,8 +296,12 @@ def main() -> None:
             raise
         sys.exit(_report(error))
     finally:
-        # The command has ended. Python's and torch's own end takes a while, and would be killed in it.
+        if signal.SIGINT in _stopped_by and not _invoked:
+            say_interrupted()
+        # The command has ended. Python's and torch's own end takes a while: Ctrl-C would change nothing, and SIGTERM
+        # ends it without a traceback.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.exit(exit_code)
 
 
@@ -321,6 +336,15 @@ def _open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
 
 
+def _replace_what_cannot_be_written() -> None:
+    """Write `?` for a character that the encoding of standard output lacks: `日` where a locale has ISO-8859-1.
+
+    Python would raise, after the work is done. Standard error shows such a character as `\\u65e5` already.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
 def _have_waiting_threads_sleep() -> None:
     """GNU's OpenMP reads this when torch is loaded: threads that wait for others keep the cores that those need.
 
@@ -340,8 +364,12 @@ def _keep_out_of_the_common_directory() -> None:
 
 
 def _report(error: Exception) -> int:
-    """Say what went wrong; returns the exit code. What is not the user's to correct is raised again."""
+    """Say what went wrong; returns the exit code. What is not the user's to correct is raised again.
+
+    Memory that ran out is told as that, whatever it was taken for."""
     match error:
+        case _ if is_out_of_memory(error):
+            return _report(out_of_memory(error).with_traceback(None))
         case SpecDecError():
             fail(message_of(error), hint_of(error))
             return 2 if isinstance(error, UsageError) else 1
@@ -372,6 +400,8 @@ def _show_warning(message: Warning | str, category: type[Warning], *others: Any,
 
 
 _stopped_by: list[int] = []
+_invoked: list[str] = []
+"""Names of the commands that have begun, each of which says itself that it was interrupted."""
 
 
 def _stop(signal_number: int, frame: FrameType | None) -> None:
@@ -380,3 +410,6 @@ def _stop(signal_number: int, frame: FrameType | None) -> None:
     if signal_number == signal.SIGINT:
         raise KeyboardInterrupt
     sys.exit(128 + signal_number)
+
+
+restore()

@@ -3,7 +3,7 @@
 from functools import cache
 
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 WORDS = ["ab", "aé", "é", "€€", "b a", "\n", "🙂b", "the dog"]
@@ -59,3 +59,13 @@ def any_byte_level_tokens(draw: st.DrawFn) -> list[int]:
     ids = {*range(len(SPECIALS)), *tokenizer("ab the dogé€🙂\n")["input_ids"]}
     ids |= set(tokenizer.convert_tokens_to_ids(["a", "b", "t", "h", "e", "Ġ"]))
     return draw(st.lists(st.sampled_from(sorted(ids)), max_size=24))
+
+
+def backtracking() -> PreTrainedTokenizerFast:
+    """Splits texts by an expression that takes 2^n steps for n times `x`: the package that matches it gives up, and
+    panics."""
+    tokenizer = byte_level()
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    split = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, backend.pre_tokenizer])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")

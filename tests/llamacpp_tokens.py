@@ -77,7 +77,7 @@ def write_byte_level(path: Path, pre: str, edit: Edit = lambda writer: None) -> 
     return write_file(path, len(vocabulary["tokens"]), write)
 
 
-def write_sentencepiece(path: Path, *, add_space_prefix: bool | None) -> Path:
+def write_sentencepiece(path: Path, *, add_space_prefix: bool | None, edit: Edit = lambda writer: None) -> Path:
     vocabulary = data()["sentencepiece"]
 
     def write(writer: gguf.GGUFWriter) -> None:
@@ -87,6 +87,7 @@ def write_sentencepiece(path: Path, *, add_space_prefix: bool | None) -> Path:
         writer.add_token_scores([-float(i) for i in range(len(vocabulary["tokens"]))])
         if add_space_prefix is not None:
             writer.add_add_space_prefix(add_space_prefix)
+        edit(writer)
 
     return write_file(path, len(vocabulary["tokens"]), write)
 

@@ -7,6 +7,7 @@ results depend on, and how the model is opened, here or on another machine.
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -34,9 +35,9 @@ from runtime.errors import SpecDecError, UsageError
 from runtime.gguf import is_gguf
 from runtime.llm import LLM
 from runtime.models import resolve_tokenizer
-from runtime.serving.loop import RequestHandle, ServeRequest, ServingLoop, StepFailed
+from runtime.serving.loop import LoopLimits, RequestHandle, ServeRequest, ServingLoop, StepFailed
 from runtime.session import Session
-from runtime.tokenizer import TOKENIZER_FILES
+from runtime.tokenizer import TOKENIZER_FILES, template_files
 
 _MAX_QUEUE_LEN = 1 << 14
 _USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
@@ -86,7 +87,7 @@ class BatchModel:
 
     def __init__(self, llm: LLM, session: Session, names: tuple[str, ...], defaults: BatchDefaults) -> None:
         check_can_serve(llm)
-        loop = ServingLoop(session, _MAX_QUEUE_LEN, _notify)
+        loop = ServingLoop(session, LoopLimits(_MAX_QUEUE_LEN, max_gap_s=math.inf), _notify)  # nobody waits for a token
         values = llm.model_defaults.sampling | defaults.sampling | defaults.form.params
         self._served = ServedModel(llm, loop, names, 0, prepare_chat(llm), values)
         self._texts, self._defaults = TokenTexts(self._served), defaults
@@ -298,6 +299,7 @@ def model_digest(engine_dir: Path, tokenizer_dir: Path | None) -> str:
     tokenizer = engine_dir if tokenizer_dir is None else resolve_tokenizer(tokenizer_dir)
     files = [tokenizer] if is_gguf(tokenizer) else [tokenizer / name for name in TOKENIZER_FILES]
     files += [directory / name for name in sorted(NOT_RECORDED) for directory in {engine_dir, tokenizer}]
+    files += [file for directory in {engine_dir, tokenizer} for file in template_files(directory)]
     parts = [config.weights_digest, repr(sorted(config.pretrained_config.items())), config.dtype]
     parts += [repr(config.build_config), repr(config.quantization)]
     return digest([*parts, *(f"{path.name} {read_digest(path)}" for path in files if _is_part(path))])

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from runtime.cache import digest
 from runtime.errors import SpecDecError
-from runtime.files import new_file, remove_left_over
+from runtime.files import check_regular, new_file, remove_left_over
 from runtime.reading import parse_json, raise_unreadable, shown
 
 _FORM = 'write {"custom_id", "method", "url", "body"} as OpenAI has it, or {"prompt": "..."}, one a line'
@@ -82,6 +82,7 @@ def look_through(path: Path, job: str) -> RequestFile:
     places: list[Place] = []
     lines: dict[str, int] = {}
     start = 0
+    check_regular(path)
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -150,12 +151,22 @@ _START = b'{"id":"batch_req_'
 
 
 @dataclass(frozen=True)
+class _Result:
+    """A line of results, as far as it is looked at."""
+
+    id: str
+    custom_id: str
+    is_error: bool
+
+
+@dataclass(frozen=True)
 class _Line:
     """Position of a result."""
 
     path: Path
     start: int
     num_bytes: int
+    is_error: bool
 
 
 class Results:
@@ -179,17 +190,22 @@ class Results:
         return len(self._lines)
 
     @property
+    def num_failed(self) -> int:
+        """Results with an error, those from before this process included."""
+        return sum(line.is_error for line in self._lines.values())
+
+    @property
     def missing(self) -> list[Place]:
         """Requests without a result, in order."""
         return [place for place in self._places if place.id not in self._lines]
 
-    def append(self, request_id: str, line: bytes) -> None:
+    def append(self, request_id: str, line: bytes, *, is_error: bool) -> None:
         """Keep a result: after a kill it is there, and after a power failure if it is older than a second."""
         if request_id in self._lines:
             return
         self._file.write(line + b"\n")
         self._file.flush()
-        self._lines[request_id] = _Line(self._partial, self._end, len(line) + 1)
+        self._lines[request_id] = _Line(self._partial, self._end, len(line) + 1, is_error)
         self._end += len(line) + 1
         if time.monotonic() - self._flushed_s > _FLUSH_INTERVAL_S:
             self.flush()
@@ -233,23 +249,23 @@ class Results:
         start = 0
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                ids = _ids_of(line)
-                if ids is None:
+                result = _result_of(line)
+                if result is None:
                     if number == 1 and not _is_torn(line):
                         raise _not_ours(path, "line 1 is none of a batch")
                     break
-                self._check(ids, number, path)
-                self._lines.setdefault(ids[0], _Line(path, start, len(line)))
+                self._check(result, number, path)
+                self._lines.setdefault(result.id, _Line(path, start, len(line), result.is_error))
                 start += len(line)
         return start
 
-    def _check(self, ids: tuple[str, str], number: int, path: Path) -> None:
-        request_id, custom_id = ids
-        wanted = self._ids.get(custom_id)
+    def _check(self, result: _Result, number: int, path: Path) -> None:
+        answers = f"line {number} answers {shown(result.custom_id)}"
+        wanted = self._ids.get(result.custom_id)
         if wanted is None:
-            raise _not_ours(path, f"line {number} answers {shown(custom_id)}, which is not among the requests")
-        if wanted != request_id:
-            raise _not_ours(path, f"line {number} answers {shown(custom_id)}, asked otherwise or of another model")
+            raise _not_ours(path, f"{answers}, which is not among the requests")
+        if wanted != result.id:
+            raise _not_ours(path, f"{answers}, asked otherwise or of another model")
 
 
 @contextmanager
@@ -304,16 +320,16 @@ def _locked(path: Path) -> Iterator[BinaryIO]:
                     return
 
 
-def _ids_of(line: bytes) -> tuple[str, str] | None:
-    """`id` and `custom_id` of a whole line; None for one that is torn, or no result."""
+def _result_of(line: bytes) -> _Result | None:
+    """The result on a whole line; None for one that is torn, or no result."""
     if not line.endswith(b"\n"):
         return None
     try:
         row = json.loads(line)
-        found = row["id"], row["custom_id"]
+        found = _Result(row["id"], row["custom_id"], is_error=row.get("error") is not None)
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    return found if all(isinstance(one, str) for one in found) else None
+    return found if isinstance(found.id, str) and isinstance(found.custom_id, str) else None
 
 
 def _is_torn(line: bytes) -> bool:

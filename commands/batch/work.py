@@ -32,11 +32,13 @@ from runtime.params import SamplingParams
 
 @dataclass
 class Report:
-    """Summary of this run."""
+    """Summary of a batch, and of the work of this run."""
 
     num_requests: int
     num_done_before: int
-    num_failed: int = 0
+    num_failed_before: int
+    num_failed: int
+    """Failures among all requests, like `num_requests`."""
     counts: Counts = field(default_factory=Counts)
     opening_s: float = 0.0
     wall_s: float = 0.0
@@ -84,9 +86,9 @@ class BatchDocument(Head):
     settings: BatchSettings
     num_requests: Size
     num_done_before: Count = Field(
-        description="requests that had a result when the command began; the other keys cover the rest"
+        description="requests that had a result when the command began; tokens, steps, times, workers: of the rest"
     )
-    num_failed: Count = Field(description="results with an error")
+    num_failed: Count = Field(description="results with an error, of all requests")
     num_prompt_tokens: Count
     num_generated_tokens: Count
     num_steps: Count
@@ -137,7 +139,8 @@ def batch_document(report: Report, files: BatchFiles, job: Job, cluster: Cluster
     return document.as_json()
 
 
-def show(document: dict[str, Any], output: Output) -> None:
+def show(document: dict[str, Any], num_failed_before: int, output: Output) -> None:
+    """The table of this run; `num_failed_before` requests had failed when it began."""
     if not document["workers"]:
         output.result(f"all {document['num_requests']:,} requests are done: {document['output_file']}")
         return
@@ -146,7 +149,7 @@ def show(document: dict[str, Any], output: Output) -> None:
         column.justify = "right"
     table.add_row(
         f"{sum(document['workers'].values()):,}",
-        f"{document['num_failed']:,}",
+        f"{document['num_failed'] - num_failed_before:,}",
         f"{document['num_generated_tokens']:,}",
         number(document["output_tokens_per_second"], 1),
         percent(document["acceptance_rate"]),
@@ -185,7 +188,7 @@ def start_batch(
             open_crew = partial(ray_crew, WorkerJob(job, cluster.checkpoint_dir), cluster)
         report = run_batch(files.input_file, files.output_file, job.digest(), open_crew, output)
     document = batch_document(report, files, job, cluster)
-    show(document, output)
+    show(document, report.num_failed_before, output)
     if report.num_failed:
         output.warning(
             f"{report.num_failed:,} of {report.num_requests:,} requests failed: their results have an `error`"
@@ -213,7 +216,7 @@ def run_batch(
     requests = look_through(input_file, job)
     with open_results(output_file, requests.places) as results:
         missing = results.missing
-        report = Report(len(requests.places), results.num_done)
+        report = Report(len(requests.places), results.num_done, results.num_failed, results.num_failed)
         if report.num_done_before and missing:
             output.result(f"{report.num_done_before:,} of {report.num_requests:,} requests are done: the rest follows")
         try:
@@ -239,9 +242,9 @@ def _answer(
 ) -> None:
     start = time.perf_counter()
     for outcome in answer_all(crew, requests, failed_outcome):
-        results.append(outcome.id, outcome.line)
+        results.append(outcome.id, outcome.line, is_error=outcome.is_error)
         report.counts += outcome.counts
-        report.num_failed += outcome.is_error
+        report.num_failed = results.num_failed
         report.workers[outcome.worker] += 1
         report.wall_s = time.perf_counter() - start
         advance(1, _said(report))

@@ -98,7 +98,7 @@ class BuildOptions:
         option(
             RUNTIME,
             "`aot` compiles ahead of time; `torch-compile` is for models that cannot be exported; `none` runs eagerly.",
-            shown="aot; on a GPU none, unless packages run there",
+            shown="aot; on a GPU none",
         ),
     ] = None
     device: Annotated[

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import SpecDecError
+from runtime.files import check_regular
 from runtime.tools.call_formats import Tool
 
 _MOST_RESULT = 1 << 16
@@ -48,6 +49,7 @@ def open_toolbox(path: Path) -> Toolbox:
     """Run a Python file and take its functions; SpecDecError if it fails or one of them is not described."""
     from transformers.utils.chat_template_utils import get_json_schema
 
+    check_regular(path)
     try:
         spec = importlib.util.spec_from_file_location("specdec_tools", path)
         if spec is None or spec.loader is None or not path.is_file():

@@ -25,7 +25,7 @@ from runtime.grammar import CompiledGrammar
 from runtime.params import Grammar
 from runtime.request import Request, Sequence
 from runtime.text import TextStream, stop_words_of
-from runtime.tools.call_formats import find_reasoning_format, find_tool_format, named_tool_format
+from runtime.tools.call_formats import named_tool_format
 from runtime.tools.call_grammar import Calls, SpecialIds, call_grammar
 from runtime.tools.parser import OutputForm, OutputParser, Said, joined, special_token_ids
 from runtime.tools.prompt import with_tools_as_text
@@ -58,7 +58,7 @@ class Conversation:
         llm = self.setup.llm
         assert llm.tokenizer is not None
         template = llm.chat_template
-        calls = find_tool_format(template.text)
+        calls = template.tool_format
         if self.tool_call_parser is not None:
             calls = named_tool_format(self.tool_call_parser)
         if self.toolbox is not None and (calls is None or (not template.knows_tools and self.tool_call_parser is None)):
@@ -68,7 +68,7 @@ class Conversation:
                 code="no_tools",
             )
         tools = () if self.toolbox is None else self.toolbox.tools
-        return OutputForm.of(calls, find_reasoning_format(template.text), special_token_ids(llm.tokenizer), tools)
+        return OutputForm.of(calls, template.reasoning_format, special_token_ids(llm.tokenizer), tools)
 
     def _prompt(self) -> list[int]:
         template, documents = self.setup.llm.chat_template, () if self.toolbox is None else self.toolbox.documents
@@ -277,7 +277,12 @@ class _MarkedStream:
 def lines_of_user() -> Iterator[str]:
     """Lines typed by the user, with editing and history on a terminal; Ctrl-C discards the line, Ctrl-D ends."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        yield from sys.stdin
+        try:
+            yield from sys.stdin
+        except UnicodeDecodeError as error:
+            raise SpecDecError(
+                f"standard input is not {sys.stdin.encoding}: {error}", hint="convert it, or set PYTHONIOENCODING"
+            ) from None
         return
     from prompt_toolkit import PromptSession
 

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Literal
 
 from runtime.errors import SpecDecError, UsageError
+from runtime.files import check_regular
 from runtime.models import quiet_hub
 from runtime.reading import parse_json, raise_unreadable, read_json_lines, read_utf8, shown
 from runtime.trace_lines import check_text
@@ -216,7 +217,9 @@ def _parse_csv(text: str, path: Path) -> _Table:
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     rows: list[dict[str, object]] = []
     try:
-        header = next(reader)
+        header = next((cells for cells in reader if any(cell.strip() for cell in cells)), None)
+        if header is None:
+            raise SpecDecError(f"the file has no header: {path}", hint="name the columns in its first line")
         if len(set(header)) < len(header):
             raise SpecDecError(
                 f"the header names a column twice, {shown(header)}: {path}", hint="give every column its own name"
@@ -241,6 +244,7 @@ def _parse_csv(text: str, path: Path) -> _Table:
 
 
 def _read_parquet(path: Path) -> _Table:
+    check_regular(path)
     if not os.path.isfile(path):
         raise SpecDecError(f"no such dataset file: {path}", hint="check the path")
     _check_parquet(path)
@@ -274,6 +278,8 @@ def _read_directory(directory: Path, name: str) -> _Table:
     """A directory of data files (a copy of a hub dataset's repository is one), or one of `save_to_disk`."""
     if not os.path.isdir(directory):
         raise SpecDecError(f"no such dataset directory: {directory}", hint="check `--dataset-dir`")
+    for file in directory.rglob("*"):
+        check_regular(file)
     datasets = _datasets()
     path = str(directory)
     with TemporaryDirectory(prefix="specdec-dataset-") as cache:

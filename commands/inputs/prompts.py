@@ -14,6 +14,7 @@ from pathlib import Path
 
 from runtime.chat import Message, check_messages
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
+from runtime.files import check_regular
 from runtime.reading import raise_unreadable, read_json_lines, read_utf8, shown
 from runtime.trace_lines import check_category, check_ids, check_text
 
@@ -157,6 +158,7 @@ def _npy_prompts(path: Path, pad_id: int | None) -> Iterator[Prompt]:
 def _npy_rows(path: Path) -> list[list[int]]:
     import numpy as np
 
+    check_regular(path)
     try:
         with path.open("rb") as file:
             # Not np.load, which would open a .npz archive or a bare pickle under this name as well.

@@ -69,7 +69,7 @@ class ModelEngineOptions:
         option(
             LEADER,
             "Compiler of `--model-dir`'s engine: aot, torch-compile or none.",
-            shown="aot; on a GPU none, unless packages run there",
+            shown="aot; on a GPU none",
             metavar="NAME",
         ),
     ] = None

@@ -46,7 +46,7 @@ def chat_of_messages(served: ServedModel, body: CountRequest) -> ChatRequest:
     if body.thinking is not None and "enable_thinking" in served.template_text:
         chat["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
     if isinstance(body, MessagesRequest):
-        names = ("max_tokens", "stream", "temperature", "top_p", "top_k", "seed")
+        names = ("max_tokens", "stream", "temperature", "top_p", "top_k", "seed", "priority")
         chat |= body.model_dump(by_alias=True, exclude_unset=True, include=set(Forms.model_fields))
         config = body.output_config or OutputConfig()
         if (form := config.format or body.output_format) is not None:
@@ -54,6 +54,7 @@ def chat_of_messages(served: ServedModel, body: CountRequest) -> ChatRequest:
         if config.effort is not None and has_effort(served.template_text):
             chat["reasoning_effort"] = config.effort
         chat |= {name: getattr(body, name) for name in names} | {"stop": body.stop_sequences or None}
+        chat["user"] = None if body.metadata is None else body.metadata.user_id
         speculative: Any = body.speculative
         chat["speculative"] = (
             speculative.model_dump(exclude_unset=True) if hasattr(speculative, "model_dump") else speculative

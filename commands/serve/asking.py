@@ -107,7 +107,15 @@ def _ask(
         for_prompt = template if body.seed is not None else _with_any_seed(template)
         for index in range(n):
             request = for_prompt.with_prompt(served.loop.next_request_id(), prompt, index)
-            asked.append(ServeRequest(request, drafting.by_default, drafting.drafter, counts_output=max_tokens > 0))
+            asked.append(
+                ServeRequest(
+                    request,
+                    drafting.by_default,
+                    drafting.drafter,
+                    counts_output=max_tokens > 0,
+                    priority=body.priority or 0,
+                )
+            )
     return asked
 
 

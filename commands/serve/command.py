@@ -14,6 +14,7 @@ from commands.options.expand import expand_groups
 from commands.options.shared import SERVER, MaxNumTokens, option
 from commands.output import Output
 from runtime.errors import SpecDecError, UsageError
+from runtime.files import check_regular
 from runtime.params import SamplingParams
 from runtime.tools.call_formats import named_reasoning_format, named_tool_format
 
@@ -37,7 +38,8 @@ class ServerOptions:
         str | None,
         option(
             SERVER,
-            "Key that clients must send. Other users can see a command's flags: set it in the environment.",
+            "Key that clients must send, or several, separated by commas, one for each client. Other users can see a "
+            "command's flags: set it in the environment.",
             shown="none is asked for",
             envvar="SPECDEC_API_KEY",
         ),
@@ -57,8 +59,22 @@ class ServerOptions:
         ),
     ] = None
     max_queue_len: Annotated[int, option(SERVER, "Sequences in the queue; further ones get a 503.", min=0)] = 128
+    max_requests_per_client: Annotated[
+        int | None,
+        option(SERVER, "Requests of one client that run or wait; further ones get a 429.", shown="no limit", min=1),
+    ] = None
+    max_gap_ms: Annotated[
+        float,
+        option(
+            SERVER,
+            "Time between two tokens of a running answer while others' prompts are computed, in ms; 2.5 steps if that "
+            "is longer.",
+            min=0.0,
+            metavar="MS",
+        ),
+    ] = 10.0
     request_timeout: Annotated[
-        float, option(SERVER, "Time limit for an answer, waiting included, in seconds.", min=0.001, metavar="SECONDS")
+        float, option(SERVER, "Time limit for an answer, waiting included, in seconds.", min=0.001, metavar="S")
     ] = 600.0
     shutdown_timeout: Annotated[
         float,
@@ -66,7 +82,7 @@ class ServerOptions:
             SERVER,
             "Time for running answers to finish after SIGTERM or Ctrl-C, in seconds.",
             min=0.0,
-            metavar="SECONDS",
+            metavar="S",
         ),
     ] = 30.0
     tool_call_parser: Annotated[
@@ -87,6 +103,10 @@ class ServerOptions:
             metavar="FORMAT",
         ),
     ] = None
+    refuse_special_tokens: Annotated[
+        bool,
+        option(SERVER, "Answer 400 to a message whose text has a special token, such as <|im_end|>."),
+    ] = False
     allowed_origins: Annotated[
         list[str] | None,
         option(
@@ -105,9 +125,10 @@ class ServerOptions:
             named_tool_format(self.tool_call_parser)
         if self.reasoning_parser is not None:
             named_reasoning_format(self.reasoning_parser)
-        key = self.api_key
-        if key is not None and not (key.isascii() and key.isprintable() and key == key.strip()):
-            raise UsageError("the API key has characters that HTTP has no room for", hint="take letters and digits")
+        keys = "key" if self.api_key is None else self.api_key
+        for key in keys.split(","):
+            if not (key.strip() and key.isascii() and key.isprintable()) or keys != keys.strip():
+                raise UsageError("an API key has characters that HTTP has no room for", hint="take letters and digits")
         for origin in self.allowed_origins or []:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise UsageError(
@@ -124,6 +145,8 @@ class ServerOptions:
         import ssl
 
         key = self.ssl_keyfile or self.ssl_certfile
+        for path in (self.ssl_certfile, key):
+            check_regular(path)
         try:
             # A password would be asked for in the terminal.
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.ssl_certfile, self.ssl_keyfile, lambda: "")

@@ -14,7 +14,7 @@ from commands.serve.schema import ChatRequest, CompletionRequest
 from commands.serve.served import ServedModel
 from runtime.cache import digest
 from runtime.serving.loop import RequestHandle
-from runtime.text import decode, encode_text, token_starts
+from runtime.text import decode, token_starts
 from runtime.tools.parser import Said
 
 
@@ -139,6 +139,7 @@ class ChatReply:
         self._arguments = [""] * len(answers)
         """Arguments of the last call of each answer."""
         self._reasoning = [""] * len(answers)
+        self._num_thought = 0
 
     def streams(self) -> list[PieceStream]:
         return chat_streams(self._served, self._body, self.answers)
@@ -157,6 +158,7 @@ class ChatReply:
     def _message(self, index: int, piece: Piece) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
         calls: list[dict[str, Any]] = []
+        self._num_thought += piece.num_thought
         for kind, text in piece.said:
             if kind == "call":
                 calls.append(self._call(index, text) | {"function": {"name": text, "arguments": ""}})
@@ -186,6 +188,7 @@ class ChatReply:
         yield self._chunk([choice | {"logprobs": None, "finish_reason": None}])
 
     def _of_piece(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+        self._num_thought += piece.num_thought
         deltas = [delta for said in piece.said if (delta := self._delta(index, said)) is not None]
         # Log-probabilities and kinds of tokens come with the first chunk, the reason of the end with the last.
         first = piece if len(deltas) < 2 else piece.without_end()
@@ -218,10 +221,8 @@ class ChatReply:
             yield self._chunk([]) | {"usage": self._usage(), "metrics": metrics(self.answers)}
 
     def _usage(self) -> dict[str, Any]:
-        """Tokens of what was thought are counted by its text."""
         counts = usage(self.answers, 1)
-        num_thought = sum(len(encode_text(self._served.tokenizer, text)) for text in self._reasoning if text)
-        counts["completion_tokens_details"]["reasoning_tokens"] = num_thought
+        counts["completion_tokens_details"]["reasoning_tokens"] = self._num_thought
         return counts
 
     def _choice(self, index: int, piece: Piece, name: str, said: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import threading
+import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
@@ -21,6 +22,7 @@ from commands.serve.schema import (
 from commands.serve.served import ServedModel
 from runtime.chat import Message, TemplateInputs
 from runtime.errors import SpecDecError
+from runtime.form_prover import FormsBusy
 from runtime.grammar import CompiledGrammar
 from runtime.params import Grammar
 from runtime.tools.call_formats import Tool, ToolFormat
@@ -30,6 +32,8 @@ from runtime.tools.prompt import with_tools_as_text
 from runtime.tools.response_template import TemplateParser
 
 _TEMPLATE_S = 2.0
+_CHECKS_S = 2.0
+"""Time for finding the tool whose schema cannot be used."""
 _PROMPT_END = 64
 """Tokens of a prompt in which what is thought may have been opened."""
 
@@ -39,10 +43,13 @@ def chat_tokens(served: ServedModel, body: Conversation) -> list[int]:
     if not served.has_chat_template:
         raise HTTPError(400, "the model's tokenizer has no chat template: send a prompt to /v1/completions instead")
     template = served.llm.chat_template
-    messages, inputs = _messages(body), _inputs(template.text, body)
+    text = template.tool_text if body.callable_tools else template.text
+    messages, inputs = _messages(body), _inputs(text, body)
     size = sum(len(one["content"]) for one in messages) + len(json.dumps(inputs.tools))
     served.check_text_len(size, body.said_in)
-    messages = _as_template_has_it(template.text, messages)
+    if served.refuses_special_tokens:
+        served.check_has_no_special_token([messages, inputs.tools, inputs.documents, inputs.variables], body.said_in)
+    messages = _as_template_has_it(text, messages)
     has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
     if (inputs.tools or has_calls) and not template.knows_tools:
         form = served.tool_format
@@ -59,9 +66,9 @@ def chat_tokens(served: ServedModel, body: Conversation) -> list[int]:
         except SpecDecError as error:
             raise as_http_error(error, "tools") from None
         inputs = TemplateInputs((), inputs.documents, inputs.variables)
-    if "alternate" in template.text:
+    if "alternate" in text:
         messages = _alternating(_with_system_first(messages))
-    elif "System message must be at the beginning" in template.text:
+    elif "System message must be at the beginning" in text:
         messages = _with_system_first(messages)
     try:
         template.check_variables(inputs.variables)
@@ -300,9 +307,12 @@ def _compiled_calls(
         special = _special_ids(served)
         text = call_grammar(calls, format_of, form.reasoning, special, in_reasoning=in_reasoning)
         return None if text is None else served.llm.grammars.compiled(Grammar("lark", text))
+    except FormsBusy as busy:
+        raise as_http_error(busy, "tools") from None
     except SpecDecError as error:
+        end = time.monotonic() + _CHECKS_S
         for tool in calls.tools:
-            if calls.choice == "required" or tool.is_strict:
+            if (calls.choice == "required" or tool.is_strict) and time.monotonic() < end:
                 _check_schema(served, tool)
         if calls.choice == "auto" and calls.schema is None and not any(tool.is_strict for tool in calls.tools):
             return None  # nothing was asked for that a grammar has to hold
@@ -311,7 +321,9 @@ def _compiled_calls(
 
 def _check_schema(served: ServedModel, tool: Tool) -> None:
     try:
-        served.llm.grammars.compiled(Grammar("json_schema", json.dumps(tool.parameters)))
+        served.llm.grammars.check(Grammar("json_schema", json.dumps(tool.parameters)))
+    except FormsBusy as busy:
+        raise as_http_error(busy, "tools") from None
     except SpecDecError as error:
         raise HTTPError(
             400, f"tools: the parameters of `{tool.name}`: {error.message}", param="tools", code="invalid_value"

@@ -9,7 +9,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from runtime.errors import SpecDecError
-from runtime.serving.loop import QueueFull, StepFailed, Stopping
+from runtime.form_prover import FormsBusy
+from runtime.serving.loop import ClientFull, QueueFull, StepFailed, Stopping
 
 RETRY_AFTER_S = 1
 _MAX_SHOWN = 80
@@ -39,6 +40,7 @@ _ANTHROPIC_TYPES = {
     403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
+    429: "rate_limit_error",
     503: "overloaded_error",
 }
 
@@ -94,6 +96,10 @@ def as_http_error(error: SpecDecError, param: str | None = None) -> HTTPError:
     message = f"{error.message} ({error.hint})" if error.hint else error.message
     if isinstance(error, QueueFull):
         return HTTPError(503, message, code="queue_full")
+    if isinstance(error, FormsBusy):
+        return HTTPError(503, message, param=param, code="forms_busy")
+    if isinstance(error, ClientFull):
+        return HTTPError(429, message, code="too_many_requests")
     if isinstance(error, Stopping):
         return HTTPError(503, message, code="shutting_down")
     if isinstance(error, StepFailed):

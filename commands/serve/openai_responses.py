@@ -24,7 +24,6 @@ from commands.serve.schema import (
 )
 from commands.serve.served import ServedModel
 from runtime.serving.loop import RequestHandle
-from runtime.text import encode_text
 
 _MOST_STORED, _MOST_STORED_CHARACTERS = 1000, 64 << 20
 _PASSED_ON = frozenset(Generation.model_fields) - {"model", "stream", "stream_options", "n", "max_tokens"}
@@ -190,7 +189,7 @@ class ResponsesReply:
         self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._items: list[dict[str, Any]] = []
         self._is_open = False
-        self._num_calls = self._num_events = 0
+        self._num_calls = self._num_events = self._num_thought = 0
 
     def streams(self) -> list[PieceStream]:
         return chat_streams(self._served, self._chat, self.answers)
@@ -210,6 +209,7 @@ class ResponsesReply:
         yield self._event("response.in_progress", response=self._envelope("in_progress"))
 
     def _of_piece(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+        self._num_thought += piece.num_thought
         for kind, text in piece.said:
             if kind == "call":
                 yield from self._close()
@@ -330,13 +330,11 @@ class ResponsesReply:
 
     def _usage(self) -> dict[str, Any]:
         counts = usage(self.answers, 1)
-        thought = "".join(item["content"][0]["text"] for item in self._items if item["type"] == "reasoning")
-        num_thought = len(encode_text(self._served.tokenizer, thought)) if thought else 0
         return {
             "input_tokens": counts["prompt_tokens"],
             "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": num_thought},
+            "output_tokens_details": {"reasoning_tokens": self._num_thought},
             "total_tokens": counts["total_tokens"],
         }
 

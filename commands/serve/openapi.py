@@ -47,6 +47,7 @@ _STATUSES = {
     404: "another model",
     408: "the body did not come in time",
     413: "the body is too long",
+    429: "the client has as many requests on their way as it may have",
     500: "a step failed",
     503: "the queue is full, or the server shuts down",
     504: "it took too long",
@@ -145,6 +146,14 @@ _TPOT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 
 _E2E_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 600.0)
 
 
+_CLIENT_CLASSES = ("idle", "few", "many")
+
+
+def _client_class(num_before: int, max_batch_size: int) -> str:
+    """Class of a client with so many sequences on their way: none, fewer than run at once, or more."""
+    return "idle" if num_before == 0 else "few" if num_before < max_batch_size else "many"
+
+
 class ServerMetrics:
     """Everything that `/metrics` shows of one model, by vLLM's names. Counters are the loop's: nothing counts twice."""
 
@@ -157,6 +166,15 @@ class ServerMetrics:
             return metric.labels(model_name)
 
         self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", _TTFT_S)
+        by_class = Histogram(
+            "specdec:client_time_to_first_token_seconds",
+            "From arrival to the first token, by how many sequences of the client were on their way at the arrival.",
+            ["model_name", "client_class"],
+            registry=self._registry,
+            buckets=_TTFT_S,
+        )
+        self._ttft_of = {one: by_class.labels(model_name, one) for one in _CLIENT_CLASSES}
+        self._max_batch_size = loop.engine.max_batch_size
         self._tpot = histogram("time_per_output_token_seconds", "Between the first token and the last.", _TPOT_S)
         self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the end.", _E2E_S)
 
@@ -168,9 +186,16 @@ class ServerMetrics:
         for metric, value in ((self._ttft, stats.ttft_s), (self._tpot, stats.tpot_s), (self._e2e, stats.latency_s)):
             if value is not None:
                 metric.observe(value)
+        if stats.ttft_s is not None:
+            self._ttft_of[_client_class(answer.num_before, self._max_batch_size)].observe(stats.ttft_s)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
+
+
+def _full(name: str) -> str:
+    """The name of a metric, vLLM's unless it says otherwise."""
+    return name if ":" in name else f"vllm:{name}"
 
 
 class _LoopCollector(Collector):
@@ -182,20 +207,23 @@ class _LoopCollector(Collector):
         gauges = (
             ("num_requests_running", "Sequences in the running batch.", loop.num_running),
             ("num_requests_waiting", "Sequences that wait to join it.", loop.num_waiting),
+            ("specdec:num_clients", "Clients with sequences on their way.", loop.num_clients),
             ("kv_cache_usage_perc", "Share of the K/V cache that sequences hold, 1 is all.", loop.engine.cache_usage),
             ("gpu_cache_usage_perc", "The same by its former name.", loop.engine.cache_usage),
         )
         for name, help_text, value in gauges:
-            yield self._filled(GaugeMetricFamily(f"vllm:{name}", help_text, labels=["model_name"]), [((), value)])
+            yield self._filled(GaugeMetricFamily(_full(name), help_text, labels=["model_name"]), [((), value)])
         counters = (
             ("prompt_tokens", "Prompt tokens of requests that got their first token.", totals.num_prompt_tokens),
             ("generation_tokens", "Generated tokens.", totals.num_generated_tokens),
+            ("num_preemptions", "How often a sequence gave its K/V blocks back for others.", loop.num_preemptions),
+            ("specdec:num_turns", "How often a running sequence made room for another one's turn.", loop.num_turns),
             ("spec_decode_num_drafts", "Steps with a draft.", totals.num_drafts),
             ("spec_decode_num_draft_tokens", "Drafted tokens.", totals.num_draft_tokens),
             ("spec_decode_num_accepted_tokens", "Drafted tokens that were kept.", totals.num_accepted_tokens),
         )
         for name, help_text, value in counters:
-            yield self._filled(CounterMetricFamily(f"vllm:{name}", help_text, labels=["model_name"]), [((), value)])
+            yield self._filled(CounterMetricFamily(_full(name), help_text, labels=["model_name"]), [((), value)])
         yield self._by_label(
             "spec_decode_num_accepted_tokens_per_pos",
             "Drafted tokens that were kept, by their place in the draft.",

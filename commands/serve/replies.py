@@ -1,7 +1,8 @@
 """An answer as it grows: its text in pieces, with log-probabilities and kinds of tokens where they are asked for."""
 
 import json
-from collections.abc import Callable, Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -33,6 +34,8 @@ class Piece:
     is_last: bool
     said: list[Said]
     """The text as the parts of a message; all of it is content where the answer is read as text alone."""
+    num_thought: int
+    """Tokens of reasoning that are known by now and were not before."""
 
     @property
     def tells_something(self) -> bool:
@@ -79,6 +82,12 @@ class PieceStream:
     _num_read: int = 0
     _num_told: int = 0
     _is_over: bool = False
+    _num_fed: int = 0
+    """Characters that the parser has read."""
+    _num_fed_tokens: int = 0
+    _num_pending: int = 0
+    """Tokens that the parser has read, and told nothing of yet."""
+    _num_thought: int = 0
 
     def __post_init__(self) -> None:
         request = self.answer.request
@@ -103,13 +112,34 @@ class PieceStream:
         first, self._num_told = self._num_told, self._text.num_begun
         logprobs = self.answer.sequence.logprobs[first : self._num_told]
         starts = self._text.starts[first : first + len(logprobs)]
-        return Piece(text, logprobs, starts, marked, self._is_over, self._said(text))
+        num_thought = self._num_thought
+        said = self._said(text)
+        return Piece(text, logprobs, starts, marked, self._is_over, said, self._num_thought - num_thought)
 
     def _said(self, text: str) -> list[Said]:
         if self.parser is None:
             return [Said("content", text)] if text else []
         is_cut = self.answer.progress.finish_reason in ("length", "stop")  # a stop word may be in the middle of a call
-        return joined([*self.parser.feed(text), *(self.parser.end(is_cut=is_cut) if self._is_over else ())])
+        said = [one for part in self._by_tokens(text) for one in self._counted(self.parser.feed(part))]
+        return joined([*said, *(self._counted(self.parser.end(is_cut=is_cut)) if self._is_over else ())])
+
+    def _by_tokens(self, text: str) -> Iterator[str]:
+        """The text, cut where its tokens begin; `_num_pending` grows by the tokens of each part."""
+        starts, end = self._text.starts, self._num_fed + len(text)
+        while self._num_fed < end:
+            first, last = self._num_fed, bisect_right(starts, self._num_fed)
+            self._num_pending += max(last - self._num_fed_tokens, 0)
+            self._num_fed_tokens = max(last, self._num_fed_tokens)
+            self._num_fed = min(starts[last], end) if last < len(starts) else end
+            yield text[first - end :][: self._num_fed - first]
+
+    def _counted(self, said: list[Said]) -> list[Said]:
+        """Take what the parser tells: the tokens read since it last told something are tokens of that kind."""
+        if any(one.kind == "reasoning" for one in said):
+            self._num_thought += self._num_pending
+        if said:
+            self._num_pending = 0
+        return said
 
     def _marked(self, tokens: list[int], start: int, num_steps: int) -> list[dict[str, Any]]:
         """A text and a kind for each new token, and whether the form of the output forced it; text that was held back

@@ -86,10 +86,10 @@ def _wake(groups: Iterable[object]) -> None:
             group.changed.set()
 
 
-def submit(loop: ServingLoop, asked: Seq[ServeRequest]) -> Group:
-    """Submit requests as one group; raises SpecDecError if the loop rejects them."""
+def submit(loop: ServingLoop, asked: Seq[ServeRequest], client: bytes) -> Group:
+    """Submit a client's requests as one group; raises SpecDecError if the loop rejects them."""
     group = Group()
-    group.answers = loop.submit(asked, group)
+    group.answers = loop.submit(asked, group, client)
     return group
 
 

@@ -2,12 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock, get_ident
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
@@ -26,6 +27,7 @@ from commands.serve.answers import (
 )
 from commands.serve.anthropic_messages import MessagesReply, chat_of_messages
 from commands.serve.asking import ask_chat, ask_completion
+from commands.serve.clients import client_of
 from commands.serve.completions import ChatReply, CompletionReply
 from commands.serve.conversations import chat_tokens
 from commands.serve.http_errors import HTTPError, as_http_error, fields_named
@@ -46,6 +48,7 @@ from commands.serve.schema import (
 )
 from commands.serve.served import ServedModel
 from runtime.errors import SpecDecError
+from runtime.grammar import MOST_COMPILING
 from runtime.serving.loop import ServeRequest
 from runtime.text import encode_text
 
@@ -58,6 +61,34 @@ G = TypeVar("G", bound=Generation)
 L = TypeVar("L", ResponsesRequest, MessagesRequest)
 
 
+class Turn:
+    """Lets one thread at a time work on a body. A thread that waits for a grammar leaves its turn to the others."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._owner: int | None = None
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._owner = get_ident()
+
+    def __exit__(self, *error: object) -> None:
+        self._owner = None
+        self._lock.release()
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """Let others work meanwhile, if it is this thread's turn."""
+        if self._owner != get_ident():
+            yield
+            return
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+
 @dataclass(frozen=True)
 class Server:
     """Shared state of the routes."""
@@ -68,11 +99,17 @@ class Server:
     request_timeout_s: float
     texts: TokenTexts
     worker: ThreadPoolExecutor
-    """One thread: bodies are parsed and tokenized beside the event loop, one after the other."""
     writer: ThreadPoolExecutor
+    turn: Turn
 
     async def aside(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.worker, function)
+        """Parse and tokenize beside the event loop, one body after the other."""
+
+        def work() -> T:
+            with self.turn:
+                return function()
+
+        return await asyncio.get_running_loop().run_in_executor(self.worker, work)
 
     def waiting(self, receive: Any) -> Waiting:
         return Waiting(self.served.loop, receive, self.request_timeout_s, self.writer)
@@ -89,7 +126,7 @@ class Server:
             return body, ask(self.served, body)
 
         body, asked = await self.aside(prepare)
-        return body, submit(self.served.loop, asked)
+        return body, submit(self.served.loop, asked, client_of(request.scope, body.user))
 
     async def ask_as_chat(
         self, request: Request, model: type[L], translate: Callable[[L], ChatRequest]
@@ -105,7 +142,7 @@ class Server:
                 return body, chat, ask_chat(self.served, chat)
 
         body, chat, asked = await self.aside(prepare)
-        return body, chat, submit(self.served.loop, asked)
+        return body, chat, submit(self.served.loop, asked, client_of(request.scope, chat.user))
 
     async def reply(self, request: Request, body: Generation, group: Group, reply: Any) -> Response:
         waiting = self.waiting(request.receive)
@@ -119,8 +156,10 @@ def make_app(served: ServedModel, clock: Clock, request_timeout_s: float, versio
     """The application. Its lifespan is the loop's."""
     metrics = ServerMetrics(served.loop, served.name)
     clock.on_progress.append(metrics.observe)
-    worker, writer = ThreadPoolExecutor(1, "specdec-requests"), ThreadPoolExecutor(1, "specdec-answers")
-    server = Server(served, clock, metrics, request_timeout_s, TokenTexts(served), worker, writer)
+    worker = ThreadPoolExecutor(2 * MOST_COMPILING, "specdec-requests")
+    writer, turn = ThreadPoolExecutor(1, "specdec-answers"), Turn()
+    served.llm.grammars.while_compiling = turn.left
+    server = Server(served, clock, metrics, request_timeout_s, TokenTexts(served), worker, writer, turn)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -383,7 +422,7 @@ def _too_long() -> HTTPError:
 def _answered(model: type[Any], answer: type[Any]) -> dict[str, Any]:
     """The same with what a generation answers."""
     described = _body(model)
-    return described | {"responses": described["responses"] | errors(500, 503, 504) | answers(answer)}
+    return described | {"responses": described["responses"] | errors(429, 500, 503, 504) | answers(answer)}
 
 
 def _body(model: type[Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ that asks for nothing (`REFUSED`).
 
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic_core
@@ -47,6 +47,7 @@ StopWords = StopWord | Annotated[list[StopWord], Field(max_length=MAX_STOP_WORDS
 
 
 FunctionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^\s\"\\<>{}\[\]()=,]+$")]
+Priority = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 ConfigText = Annotated[str, Field(max_length=64)]
 ConfigList = Annotated[
@@ -103,6 +104,25 @@ else:
 class TextPart(Lenient):
     type: Literal["text"]
     text: str
+
+
+class RefusalPart(Lenient):
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+def _part_kind(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return "a refusal" if kind == "refusal" else "a text"
+
+
+MessagePart = Annotated[
+    Annotated[TextPart, Tag("a text")] | Annotated[RefusalPart, Tag("a refusal")], Discriminator(_part_kind)
+]
 
 
 class Prediction(Lenient):
@@ -227,7 +247,10 @@ class Generation(Forms):
     logit_bias: (
         Annotated[dict[LaxTokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None
     ) = None
-    user: str | None = None
+    user: str | None = Field(None, description="Who asks, for the turns of clients.")
+    priority: Priority | None = Field(
+        None, description="Place among the requests of one client: the lowest is first, 0 without it."
+    )
     speculative: bool | Speculative | None = Field(
         None, description="false: nothing is drafted for this request; an object: how."
     )
@@ -279,7 +302,10 @@ class MessageCall(Lenient):
 
 class ChatMessage(Lenient):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = Field(None, description="Left out, or null, only where there are calls.")
+    content: str | list[MessagePart] | None = Field(
+        None, description="Left out, or null, only where there are calls or a `refusal`."
+    )
+    refusal: str | None = Field(None, description="An assistant's refusal to answer, which is its text.")
     name: str | None = None
     tool_calls: Annotated[list[MessageCall], Field(max_length=MAX_CALLS)] | None = None
     tool_call_id: str | None = None
@@ -289,15 +315,18 @@ class ChatMessage(Lenient):
 
     @model_validator(mode="after")
     def _says_something(self) -> "ChatMessage":
-        if self.content is None and not self.tool_calls:
+        if self.content is None and not self.tool_calls and self.refusal is None:
             raise pydantic_core.PydanticCustomError("no_content", "a message has no `content`")
         if self.tool_calls and self.role != "assistant":
             raise pydantic_core.PydanticCustomError("no_caller", "a message has `tool_calls`, and is no assistant's")
+        has_part = isinstance(self.content, list) and any(isinstance(part, RefusalPart) for part in self.content)
+        if self.role != "assistant" and (has_part or self.refusal):
+            raise pydantic_core.PydanticCustomError("no_refuser", "a message has a `refusal`, and is no assistant's")
         return self
 
     @property
     def text(self) -> str:
-        return text_of(self.content)
+        return text_of(self.content) + (self.refusal or "")
 
 
 def _of_object(schema: dict[str, Any]) -> dict[str, Any]:
@@ -401,22 +430,13 @@ class ChatRequest(Conversation, Generation):
         return bool(self.logprobs)
 
 
-def text_of(content: str | list[TextPart] | None) -> str:
+def text_of(content: str | Sequence[TextPart | RefusalPart] | None) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
 
 class InputPart(Lenient):
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: str
-
-
-class RefusalPart(Lenient):
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        return self.refusal
 
 
 InputParts = list[InputPart | RefusalPart]
@@ -580,6 +600,10 @@ class CountRequest(Lenient):
     thinking: Thinking | None = None
 
 
+class MessageMetadata(Lenient):
+    user_id: str | None = Field(None, description="Who asks, for the turns of clients.")
+
+
 class MessagesRequest(CountRequest, Forms):
     """Anthropic's Messages. Tools of Anthropic's own servers are not offered to the model."""
 
@@ -594,6 +618,8 @@ class MessagesRequest(CountRequest, Forms):
     top_k: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     speculative: bool | Speculative | None = None
+    metadata: MessageMetadata | None = None
+    priority: Priority | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(None, description="`output_config.format` by its name before.")
 

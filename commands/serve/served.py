@@ -15,8 +15,6 @@ from runtime.tokenizer import Tokenizer
 from runtime.tools.call_formats import (
     ReasoningFormat,
     ToolFormat,
-    find_reasoning_format,
-    find_tool_format,
     named_reasoning_format,
     named_tool_format,
 )
@@ -40,6 +38,8 @@ class ServedModel:
     """Name of the format of tool calls; None: the chat template's."""
     reasoning_parser: str | None = None
     """Name of the format of reasoning; None: the chat template's."""
+    refuses_special_tokens: bool = False
+    """True if no text of a message may have a special token."""
 
     @property
     def name(self) -> str:
@@ -70,7 +70,7 @@ class ServedModel:
         """Format of the model's calls of tools, if it is known."""
         if self.tool_call_parser is not None:
             return named_tool_format(self.tool_call_parser)
-        return find_tool_format(self.template_text)
+        return self.llm.chat_template.tool_format if self.has_chat_template else None
 
     @cached_property
     def response_template(self) -> dict[str, Any] | None:
@@ -84,7 +84,7 @@ class ServedModel:
         """Format of what the model thinks before it answers, if it is known."""
         if self.reasoning_parser is not None:
             return named_reasoning_format(self.reasoning_parser)
-        return find_reasoning_format(self.template_text)
+        return self.llm.chat_template.reasoning_format if self.has_chat_template else None
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
@@ -131,6 +131,16 @@ class ServedModel:
                 param=param,
                 code="context_length_exceeded",
             )
+
+    def check_has_no_special_token(self, texts: Any, param: str) -> None:
+        """HTTPError for a special token in a text, or in a text within a list or an object."""
+        if isinstance(texts, str):
+            found = next((token for token in self.special_tokens if token and token in texts), None)
+            if found is not None:
+                raise HTTPError(400, f"a text has a special token, {found!r}", param=param, code="special_token")
+        elif isinstance(texts, dict | list | tuple):
+            for inner in texts.values() if isinstance(texts, dict) else texts:
+                self.check_has_no_special_token(inner, param)
 
     def check_drafts_fit(self, draft_len: int, param: str) -> None:
         """HTTPError if the engine takes no such drafts."""

@@ -3,24 +3,30 @@
 import asyncio
 import json
 import logging
+import os
 import resource
+import signal
 import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import h11
 import uvicorn
+from fastapi.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from commands.output import stderr
+from commands.serve.framing import StrictConnection
 from commands.serve.http_errors import HTTPError, as_http_error
-from commands.serve.responses import unfinished_groups
+from commands.serve.responses import Group, unfinished_groups
 from runtime.errors import SpecDecError, UsageError
 from runtime.serving.loop import ServingLoop, Stopping
 
@@ -38,7 +44,10 @@ _NUM_FILES = 4096
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 with bounds: on connections, on the time for sending a request, and for reading an answer."""
+    """uvicorn's HTTP/1.1 with bounds: on connections, on the time for sending a request, and for reading an answer.
+
+    Requests that a proxy in front may read otherwise than this server does are refused (`commands.serve.framing`).
+    """
 
     num_refused = 0
     """Connections that were refused and are not closed yet, of all servers of the process."""
@@ -46,6 +55,7 @@ class BoundedProtocol(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.conn: StrictConnection = StrictConnection()
         self._request_due, self._reading_due = _Deadline(self), _Deadline(self)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -65,6 +75,15 @@ class BoundedProtocol(H11Protocol):
         else:
             # Not closed yet: if what the client sends came after that, it would lose what was said.
             self.loop.call_later(_REFUSED_S, transport.close)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse a request that is no HTTP, and close the connection: where a next request begins is not known.
+
+        In the middle of an answer nothing can be said; the connection is closed.
+        """
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.write(_response(HTTPError(400, self.conn.refused_because, code="invalid_http")))
+        self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -126,10 +145,16 @@ class _Deadline:
 
 
 def _refusal() -> bytes:
-    error = HTTPError(503, f"more than {MAX_CONNECTIONS} connections are open", code="too_many_connections")
+    message = f"more than {MAX_CONNECTIONS} connections are open"
+    return _response(HTTPError(503, message, code="too_many_connections"))
+
+
+def _response(error: HTTPError) -> bytes:
+    """The error as a whole response, after which the connection is closed."""
     body = json.dumps(error.body).encode()
     headers = {"Content-Type": "application/json", "Content-Length": len(body), "Connection": "close"}
-    lines = ["HTTP/1.1 503 Service Unavailable", *(f"{k}: {v}" for k, v in (headers | error.headers).items())]
+    first = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"
+    lines = [first, *(f"{k}: {v}" for k, v in (headers | error.headers).items())]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
@@ -196,37 +221,82 @@ class _Server(uvicorn.Server):
         self._on_ready = on_ready
         self._serving, self._shutdown_timeout_s = loop, shutdown_timeout_s
         self._deadline_s: float | None = None
+        """Time at which unfinished requests are ended, once a signal has come."""
+        self._is_hurried = self._has_said_so = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._deadline_s is not None:
-            self.should_exit = self.force_exit = True
-            return
-        self._deadline_s = time.monotonic() + self._shutdown_timeout_s
-        self._serving.refuse_new()
+        """Refuse new requests after the first signal, end unfinished requests after the second.
+
+        Later signals change nothing, unless the end takes longer than it should: then the process ends at once.
+        """
+        now_s = time.monotonic()
+        if self._deadline_s is None:
+            self._deadline_s = now_s + self._shutdown_timeout_s
+            self._serving.refuse_new()
+        elif not self._is_hurried:
+            self._is_hurried, self._deadline_s = True, now_s
+        elif now_s > self._deadline_s + 2 * _SENDING_S:
+            os._exit(128 + sig)
 
     async def on_tick(self, counter: int) -> bool:
         self.should_exit |= self._serving.failure is not None
         if self._deadline_s is not None and not self.should_exit:
-            is_late = time.monotonic() >= self._deadline_s
-            self.should_exit = is_late or not self._serving.unfinished()
+            groups, is_late = unfinished_groups(self._serving), time.monotonic() >= self._deadline_s
+            self.should_exit = is_late or not groups
+            if groups and not self._has_said_so:
+                self._has_said_so = True
+                stderr().print(
+                    f"shutting down: waiting for {_requests(len(groups))}, at most {self._shutdown_timeout_s:g} s; "
+                    "another Ctrl-C ends them",
+                    soft_wrap=True,
+                )
             if is_late:
-                self._end_unfinished()
+                self._end_unfinished(groups)
         return await super().on_tick(counter)
 
-    def _end_unfinished(self) -> None:
+    def _end_unfinished(self, groups: Collection[Group]) -> None:
         """Notify waiting clients: uvicorn would only cut their connections."""
-        groups = unfinished_groups(self._serving)
         for group in groups:
-            cause = Stopping("the server is shutting down, and the answer is not finished", hint="ask again later")
-            group.end(as_http_error(cause))
+            group.end(as_http_error(_stopping()))
         if groups:
-            _LOG.warning(
-                "shutting down: %d requests were not finished within %g s", len(groups), self._shutdown_timeout_s
-            )
+            why = "when the second signal came" if self._is_hurried else f"within {self._shutdown_timeout_s:g} s"
+            _LOG.warning("shutting down: %s not finished %s", _requests(len(groups), " was", " were"), why)
+
+
+def _requests(count: int, verb: str = "", verb_of_many: str = "") -> str:
+    return f"1 request{verb}" if count == 1 else f"{count} requests{verb_of_many}"
+
+
+def _stopping() -> Stopping:
+    return Stopping("the server is shutting down, and the answer is not finished", hint="ask again later")
+
+
+class _EndTold:
+    """An application whose cancelled requests get a 503 instead of uvicorn's 500: at the end it cancels what is left,
+    such as a request whose body has not come."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        has_begun = False
+
+        async def note_and_send(message: Any) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note_and_send)
+        except asyncio.CancelledError:
+            if scope["type"] == "http" and not has_begun:
+                error = as_http_error(_stopping())
+                await JSONResponse(error.body_at(scope["path"]), error.status, error.headers)(scope, receive, send)
+            raise
 
 
 @dataclass(frozen=True)
@@ -245,14 +315,14 @@ def serve(
     on_ready: Callable[[], None],
     certificate: Certificate | None = None,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C; a second one does not wait. `on_ready` is called when connections are taken.
+    """Serve until SIGTERM or Ctrl-C; a second signal does not wait. `on_ready` is called when connections are taken.
 
     SpecDecError when the engine has ended.
     """
     allow_files()
     sys.setswitchinterval(_SWITCH_S)
     config = uvicorn.Config(
-        app,
+        _EndTold(app),
         http=BoundedProtocol,
         log_config=None,
         access_log=False,
@@ -266,6 +336,8 @@ def serve(
     )
     server = _Server(config, loop, shutdown_timeout_s, on_ready)
     server.run(sockets=[bound])
+    for signal_number in (signal.SIGINT, signal.SIGTERM):  # the server has ended, and more of them change nothing
+        signal.signal(signal_number, signal.SIG_IGN)
     if loop.failure is not None:
         raise loop.failure
 

@@ -17,6 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from commands.documents.settings import Setup
 from commands.output import stderr, warn
+from commands.serve.clients import with_key
 from commands.serve.command import ServerOptions
 from commands.serve.http_errors import HTTPError
 from commands.serve.responses import Clock
@@ -25,7 +26,7 @@ from commands.serve.served import ServedModel, check_can_serve, prepare_chat
 from commands.serve.server import Address, Certificate, errors_logged, serve
 from runtime.errors import SpecDecError
 from runtime.llm import LLM
-from runtime.serving.loop import ServingLoop
+from runtime.serving.loop import LoopLimits, ServingLoop
 from runtime.session import Session
 
 _OPEN_PATHS = frozenset({"/", "/health"})
@@ -45,7 +46,7 @@ class Guard:
         self, app: Any, api_key: str | None, allowed_origins: Collection[str], *, is_of_this_machine: bool = False
     ) -> None:
         self._app, self._allowed_origins = app, frozenset(allowed_origins)
-        self._expected = None if api_key is None else api_key.encode()
+        self._expected = [] if api_key is None else split_keys(api_key)
         self._is_of_this_machine = is_of_this_machine
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -53,18 +54,19 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        given = _key_of(headers)
         try:
             self._check_host(headers.get(b"host", b"").decode("latin-1"))
             self._check_origin(headers)
             if scope["path"] not in _OPEN_PATHS and scope["method"] != "OPTIONS":
-                self._check_key(headers)
+                self._check_key(given)
         except HTTPError as error:
             await JSONResponse(error.body_at(scope["path"]), error.status, error.headers)(scope, receive, send)
             return
         if scope["method"] == "HEAD":
             # The routes of GET answer; of their body uvicorn, which has the method that was asked, sends nothing.
             scope = scope | {"method": "GET"}
-        await self._app(scope, receive, send)
+        await self._app(with_key(scope, given, is_checked_apart=len(self._expected) > 1), receive, send)
 
     def _check_host(self, host: str) -> None:
         if (
@@ -87,13 +89,23 @@ class Guard:
         if origin.partition(b"://")[2] != headers.get(b"host", b""):
             raise HTTPError(403, "pages of this origin may not ask here", code="origin_not_allowed")
 
-    def _check_key(self, headers: dict[bytes, bytes]) -> None:
-        """Check either header: Anthropic's clients have one of their own."""
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer":  # in any case, RFC 9110, section 11.1
-            given = headers.get(b"x-api-key", b"")
-        if self._expected is not None and not hmac.compare_digest(given.strip(), self._expected):
+    def _check_key(self, given: bytes) -> None:
+        is_right = [hmac.compare_digest(given, key) for key in self._expected]  # all of them, whichever it is
+        if is_right and not any(is_right):
             raise HTTPError(401, "the API key is missing or wrong", code="invalid_api_key")
+
+
+def split_keys(keys: str) -> list[bytes]:
+    """Keys that are separated by commas."""
+    return [key.strip().encode() for key in keys.split(",")]
+
+
+def _key_of(headers: dict[bytes, bytes]) -> bytes:
+    """The key that was sent, in either header: Anthropic's clients have one of their own."""
+    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() != b"bearer":  # in any case, RFC 9110, section 11.1
+        given = headers.get(b"x-api-key", b"")
+    return given.strip()
 
 
 @dataclass(frozen=True)
@@ -138,7 +150,8 @@ def open_served(
     has_chat_template = prepare_chat(llm)
     with suppress(SpecDecError):  # told to those who ask for one
         llm.grammars.prepare()
-    loop = ServingLoop(session, options.max_queue_len, clock)
+    limits = LoopLimits(options.max_queue_len, options.max_requests_per_client, options.max_gap_ms / 1000)
+    loop = ServingLoop(session, limits, clock)
     return ServedModel(
         llm,
         loop,
@@ -148,6 +161,7 @@ def open_served(
         llm.model_defaults.sampling,
         options.tool_call_parser,
         options.reasoning_parser,
+        options.refuse_special_tokens,
     )
 
 

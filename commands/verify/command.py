@@ -9,6 +9,7 @@ import typer
 from commands.options.expand import expand_groups
 from commands.output import Output
 from runtime.errors import SpecDecError
+from runtime.files import check_regular
 
 if TYPE_CHECKING:  # help needs none of it
     from runtime.artefacts import ArtefactCheck
@@ -58,6 +59,7 @@ def _check(path: Path) -> "ArtefactCheck":
 
     if path.is_dir():
         return check_directory(path)
+    check_regular(path)
     if not path.is_file():
         what = "neither a file nor a directory" if path.exists() else "there is no such file or directory"
         raise SpecDecError(f"{what}: {path}", hint="check the path")

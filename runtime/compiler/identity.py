@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from runtime.bundle import Bundle
 from runtime.cache import digest
+from runtime.compiler.model import dtypes_of_weights
 from runtime.compiler.pretrained import parse_pretrained_config
 from runtime.compiler.weights import present, tensors_of
 from runtime.errors import SpecDecError
@@ -30,11 +31,13 @@ _SUMMED_AT_ONCE = 1 << 20
 
 
 class BitSums:
-    """Sum of the bits of each of a model's weights in `dtype`: as fast as memory, and taken while they are present."""
+    """Sum of the bits of each of a model's weights in `dtype`, or in float32 where transformers keeps it so: as fast as
+    memory, and taken while they are present."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, unread: Path | None = None) -> None:
         """`unread`: a file of weights of which nobody has looked whether they are numbers."""
-        self._weights, self._dtype, self._unread = sorted(model.state_dict().items()), dtype, unread
+        self._weights, self._unread = sorted(model.state_dict().items()), unread
+        self._dtype_of = dtypes_of_weights(model.config, dtype)
         self._names = {_place(weight): name for name, weight in self._weights}
         self._sums: dict[tuple[int, int], int] = {}
 
@@ -46,7 +49,7 @@ class BitSums:
                 if (place := _place(tensor)) in self._names and place not in self._sums:
                     if self._unread is not None:
                         check_numbers(tensor, self._names[place], self._unread)
-                    self._sums[place] = _sum_of_bits(tensor, self._dtype)
+                    self._sums[place] = _sum_of_bits(tensor, self._dtype_of(self._names[place]))
             yield
 
     def digest(self) -> str:

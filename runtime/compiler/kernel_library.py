@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.cache import cache_dir, digest, locked_entry, make_cache_dir, read_sealed, sealed
+from runtime.cache import OF_ALL_TO_READ, cache_dir, digest, locked_entry, make_cache_dir, read_sealed, sealed
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import write_file
 from runtime.temporary import temporary_dir
@@ -244,7 +244,7 @@ def compile_kernels(path: Path, march: str = "native") -> None:
             libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-lc10", "-ltorch_cpu"]
             run_at_once(compiler, [[*_FLAGS, "-shared", "-o", str(path), *objects, *libraries]])
         with contextlib.suppress(OSError):
-            write_file(cached, sealed(path.read_bytes()))
+            write_file(cached, sealed(path.read_bytes()), OF_ALL_TO_READ)
             (cache_dir() / _ERRORS).unlink(missing_ok=True)
 
 

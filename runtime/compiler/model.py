@@ -27,7 +27,14 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    build_glob_alternation,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
 from transformers.pytorch_utils import Conv1D
 
 from runtime.compiler.attention import KERNEL, PROBE, SEE_MODELS, PagedInputs, Recorded, chunks_without_padding
@@ -97,7 +104,10 @@ def _model_without_memory(config: PreTrainedConfig) -> PreTrainedModel:
     key = type(config), config.to_json_string()
     with _on_meta():
         if key not in _models:
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)  # type: ignore[no-untyped-call]
+            # In 16 bits, where it shows what its class makes in float32.
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                copy.deepcopy(config), dtype=torch.bfloat16, trust_remote_code=False
+            )
             _models.clear()
             _models[key] = model
         return _models[key]
@@ -121,6 +131,65 @@ def own_names(config: PreTrainedConfig, names: Iterable[str]) -> list[str]:
     mapping = get_model_conversion_mapping(_model_without_memory(config))
     renamings = [one for one in mapping if type(one) is WeightRenaming]
     return [reduce(lambda found, one: one.rename_source_key(found)[0], renamings, name) for name in names]
+
+
+def dtypes_of_weights(config: PreTrainedConfig, dtype: torch.dtype) -> Callable[[str], torch.dtype]:
+    """The dtype in which transformers has the weight that is stored under a name, in a model of `dtype`.
+
+    It keeps some in float32: those that the model's class lists (`_keep_in_fp32_modules_strict`, and for float16
+    `_keep_in_fp32_modules` too) or makes so. In bfloat16 a router's bias of 8.02 is 8.0, and other experts are chosen.
+    """
+    model = _model_without_memory(config)
+    own, kept, mapping = model.state_dict(), _kept_in_float32(model, dtype), get_model_conversion_mapping(model)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+
+    def dtype_of(name: str) -> torch.dtype:
+        if kept and name not in own:
+            name, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        return torch.float32 if name in kept else dtype
+
+    return dtype_of
+
+
+def _kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
+    """Names of the weights that transformers has in float32 in a model of 16 bits, as `model` is."""
+    if dtype == torch.float32:
+        return set()
+    weights = {name: one for name, one in model.state_dict().items() if one.is_floating_point()}
+    lists = [*model._get_dtype_plan(dtype)]
+    listed, _, _ = build_glob_alternation(lists)
+    return {name for name, one in weights.items() if one.dtype == torch.float32 or (lists and listed.search(name))}
+
+
+def loaded_otherwise(
+    config: PreTrainedConfig, dtype: torch.dtype, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]
+) -> str | None:
+    """A weight that transformers makes in a model of `dtype`, to the last bit, otherwise of our tensors than of theirs.
+
+    Both are stored tensors by the names that they have in files; the other weights of the model take no memory.
+    """
+    with _on_meta():
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)  # type: ignore[no-untyped-call]
+    found = [_loaded_by_transformers(model, dtype, tensors) for tensors in (theirs, ours)]
+    return next((name for name, one in found[0].items() if not _are_same(one, found[1].get(name))), None)
+
+
+def _loaded_by_transformers(
+    model: PreTrainedModel, dtype: torch.dtype, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The weights that transformers puts into a model that has no memory."""
+    plan = model._get_dtype_plan(dtype)
+    mapping = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightConverter | WeightRenaming)]
+    with quiet_transformers():
+        convert_and_load_state_dict_in_model(
+            model, dict(tensors), LoadStateDictConfig(dtype=dtype, dtype_plan=plan, weight_mapping=mapping)
+        )
+    return {name: one for name, one in model.state_dict().items() if not one.is_meta}
+
+
+def _are_same(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and one.dtype == other.dtype and torch.equal(one, other)
 
 
 def missing_weights(config: PreTrainedConfig, names: Iterable[str]) -> list[str]:
@@ -406,6 +475,7 @@ def model_of_weights(kind: ModelKind, state_dict: dict[str, Tensor], where: str)
     choose_vector_math()
     config, splitting = kind.config, kind.splitting
     own_class = model_class(config)
+    _refuse_rounded(kind, state_dict, where)
     quantized = take_quantized(state_dict, present)
     transposed = transposed_layers(config) if quantized else frozenset()
     state_dict |= placeholders(quantized, kind.dtype, transposed, _experts(config) if quantized else {})
@@ -447,6 +517,21 @@ def model_of_weights(kind: ModelKind, state_dict: dict[str, Tensor], where: str)
         compute_together(model, splitting, shares_memory=kind.attention == KERNEL)
     loaded: PreTrainedModel = model.eval()
     return loaded
+
+
+def _refuse_rounded(kind: ModelKind, state_dict: Mapping[str, Tensor], where: str) -> None:
+    """SpecDecError for a weight in 16 bits that transformers keeps in float32: it may have been rounded."""
+    if kind.dtype == torch.float32:
+        return
+    dtype_of = dtypes_of_weights(kind.config, kind.dtype)
+    for name, tensor in state_dict.items():
+        if tensor.is_floating_point() and dtype_of(name) == torch.float32 and tensor.dtype.itemsize == 2:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise SpecDecError(
+                f"`{where}` has a weight in {dtype} that transformers keeps in float32: {name}",
+                hint=_CONVERT_AGAIN,
+                code="checkpoint",
+            )
 
 
 def _declare_no_padding(model: PreTrainedModel) -> None:

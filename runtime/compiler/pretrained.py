@@ -46,6 +46,12 @@ _SIZES = {
 _CAPS = dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"), (0,))
 _FACTORS = ("logits_scaling", "logit_scale", "attention_multiplier", "embedding_multiplier", "residual_multiplier")
 _OF_COMPUTING: dict[str, tuple[int, ...]] = _CAPS | dict.fromkeys(_FACTORS, (0, 1)) | {"alibi": ()}
+_IS_SIZE = re.compile(r"_(size|dim|rank|width|units|channels|groups|heads|experts|layers?)$|^(n|num|d)_")
+_IS_NO_SIZE = re.compile(r"^max_|position|window|ctx|token|chunk|length|seq")
+_LARGEST_SIZE = 2**40
+"""More than any model has of anything: 2 products of them still fit into 64 bits with what else is in a shape."""
+MANY_LAYERS = 1000
+"""More than any published model has."""
 _NUMBERS_OF_EXPERTS = "n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"
 _NUMBERS_OF_CHOSEN = (
     *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts", "moe_k", "moe_top_k"),
@@ -239,6 +245,7 @@ def read_any_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
             else SEE_MODELS
         )
         raise SpecDecError(f"transformers does not know this model type: {model_type}", hint=hint)
+    _refuse_absurd_sizes(data, where)
     for place in (data, data.get("text_config")):
         if isinstance(place, dict):
             _refuse_two_ropes(place, where)
@@ -406,6 +413,33 @@ def _refuse_sizes(data: dict[str, Any], where: str) -> None:
     nan = next((name for name, value in data.items() if isinstance(value, float) and math.isnan(value)), None)
     if nan is not None:
         raise SpecDecError(f"`{where}` has a value that is no number: `{nan}` {math.nan}", hint="correct it")
+
+
+def _refuse_absurd_sizes(data: dict[str, Any], where: str) -> None:
+    """SpecDecError for sizes, of configs inside too, that no memory is large enough for, and for so many layers that
+    to make them without weights would take forever."""
+    for name, size in sizes_of(data):
+        if size > _LARGEST_SIZE:
+            raise SpecDecError(
+                f"`{where}` has a size that no memory is large enough for: `{name}` {size}", hint="correct it"
+            )
+    for name, count in counts_of_layers(data):
+        if count > 10 * MANY_LAYERS:
+            raise SpecDecError(f"`{where}` has more layers than any model: `{name}` {count}", hint="correct it")
+
+
+def sizes_of(data: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """The whole numbers of a config, and of configs inside, that are sizes by their names: `hidden_size` 4096."""
+    for name, value in data.items():
+        if isinstance(value, dict):
+            yield from sizes_of(value)
+        elif _IS_SIZE.search(name) and not _IS_NO_SIZE.search(name):
+            yield from ((name, one) for one in _numbers(value) if type(one) is int)
+
+
+def counts_of_layers(data: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """Sizes of `sizes_of` that are numbers of layers: `num_hidden_layers` 32, or GPT-2's `n_layer` 12."""
+    return ((name, size) for name, size in sizes_of(data) if name.endswith(("layer", "layers")))
 
 
 def _refuse_dtype(data: dict[str, Any], where: str) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule
 
-from runtime.cache import cache_dir, digest, locked_entry, read_sealed, sealed
+from runtime.cache import OF_ALL_TO_READ, cache_dir, digest, locked_entry, read_sealed, sealed
 from runtime.compiler.kernel_library import SOURCES_DIR, compiled_by, cxx_compiler
 from runtime.errors import SpecDecError
 from runtime.files import write_file
@@ -52,7 +52,7 @@ def compile_programs(programs: Seq[GraphModule]) -> list[Files]:
         for entry, files in zip(missing, _compile(list(missing.values()), options), strict=True):
             found[entry] = files
             with suppress(OSError):
-                write_file(entry, sealed(_packed(files)))
+                write_file(entry, sealed(_packed(files)), OF_ALL_TO_READ)
     return [found[entry] for entry in entries]
 
 

@@ -143,34 +143,63 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Choices(TorchFunctionMode):
-    """Keeps the scores of which a model takes the highest, (..., experts), in order of its calls.
+    """Keeps what a model's routers decide by, (..., experts), in order of its calls: the scores of which they take the
+    highest, and how far others are from the bound of those that are almost as high (Phi-3.5).
 
     Rounding decides between experts that score alike, and a right step that takes the other one is far from
     transformers in that token, and in those that see it. With `ties`, a margin for each call, the last one taken and
-    the first one left out change places where they are no farther from each other.
+    the first one left out change places where they are no farther from each other, and so do the sides of a bound;
+    of each `every` tokens in one, if it is above 1, the one of number `turn`.
     """
 
-    def __init__(self, ties: Seq[float] | None = None) -> None:
+    def __init__(self, ties: Seq[float] | None = None, every: int = 1, turn: int = 0) -> None:
         super().__init__()
         self.scores: list[Tensor] = []
-        self._ties = ties
+        self._ties, self._every, self._turn = ties, every, turn
+        self._has_best = False
+        """True if the last decision was for one expert, whose score then gives the bound of others."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        taken = function(*args, **given)
-        if function not in (torch.topk, Tensor.topk):
-            return taken
-        scores: Tensor = args[0] if args else given["input"]
+        decided = function(*args, **given)
+        scores: Any = args[0] if args else given.get("input")
+        if function in (torch.topk, Tensor.topk):
+            return self._of_highest(scores, decided, torch.return_types.topk)
+        if function in (torch.max, Tensor.max) and isinstance(decided, tuple) and given.get("keepdim"):
+            return self._of_highest(scores, decided, torch.return_types.max)
+        if function in (torch.gt, Tensor.gt, Tensor.__gt__) and self._has_best and scores.is_floating_point():
+            self._has_best = False
+            return self._of_bound(scores, args[1], decided)
+        return decided
+
+    def _of_highest(self, scores: Tensor, taken: Any, kind: Any) -> Any:
+        """(values, indices) of the highest scores, (..., k)."""
         if scores.shape[:-1] != taken.indices.shape[:-1] or scores.shape[-1] == (k := taken.indices.shape[-1]):
             return taken
-        self.scores.append(scores.float())
-        if self._ties is None:
+        self._has_best = kind is torch.return_types.max
+        if (margin := self._margin(scores)) is None:
             return taken
         best = scores.topk(k + 1)
-        is_tie = best.values[..., k - 1] - best.values[..., k] <= self._ties[len(self.scores) - 1]
+        is_tie = self._in_turn(best.values[..., k - 1 : k] - best.values[..., k:] <= margin).squeeze(-1)
         indices = best.indices[..., :k].clone()
         indices[..., -1] = best.indices[..., k].where(is_tie, indices[..., -1])
-        return torch.return_types.topk((scores.gather(-1, indices), indices))
+        return kind((scores.gather(-1, indices), indices))
+
+    def _of_bound(self, distances: Tensor, bound: float, decided: Tensor) -> Tensor:
+        """True where the distance from the best expert's score, which is 0 from itself, is above the bound."""
+        if (margin := self._margin(distances)) is None:
+            return decided
+        return decided ^ self._in_turn(((distances - bound).abs() <= margin) & (distances != 0))
+
+    def _margin(self, scores: Tensor) -> float | None:
+        self.scores.append(scores.float())
+        return None if self._ties is None else self._ties[len(self.scores) - 1]
+
+    def _in_turn(self, is_tie: Tensor) -> Tensor:
+        """(..., experts) ties of the tokens whose turn it is."""
+        rows = is_tie.reshape(-1, is_tie.shape[-1])
+        has_turn = torch.arange(len(rows), device=rows.device) % self._every == self._turn
+        return (rows & has_turn[:, None]).view_as(is_tie)
 
 
 def near_ties(rounded: Choices, exact: Choices) -> list[float]:

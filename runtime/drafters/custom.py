@@ -77,7 +77,7 @@ class GuardedDrafter:
         for sequence, tokens in zip(sequences, before, strict=True):
             if sequence.tokens != tokens:
                 raise SpecDecError(
-                    f"the drafter `{self._name}` changed the tokens of request {sequence.request.id}",
+                    f"the drafter `{self._name}` changed the tokens of {sequence.request.name}",
                     hint="work on a copy: `tokens = list(sequence.tokens)`",
                 )
         if isinstance(drafts, list):

@@ -264,7 +264,7 @@ def open_head(engine: Engine, config: HeadConfig) -> tuple[Head, HeadCache]:
         use_kernels(head, arithmetic, step.weights if isinstance(step, PackagedStep) else {})
     if head.reads_target:
         head.read_layers_of(target)
-    if sum(file.stat().st_size for file in config.directory.glob("*.safetensors")) > _LITTLE_BYTES:
+    if sum(file.stat().st_size for file in config.weight_files) > _LITTLE_BYTES:
         trim()  # as much as the weights again: those that were read, and packed
     cache = engine.add_head(head)
     if head.uses_kernels:

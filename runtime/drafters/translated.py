@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from runtime.drafters.draft_target import DraftModel
 from runtime.request import Draft, Request, Sequence
 from runtime.token_text import Texts, texts_after, token_bytes
-from runtime.tokenizer import Tokenizer
+from runtime.tokenizer import Tokenizer, token_ids
 
 
 @dataclass
@@ -102,7 +102,7 @@ class TranslatedDraftModel:
         return None
 
     def _write_anew(self, one: _Translated) -> None:
-        tokens = self.draft_tokenizer(one.text, verbose=False)["input_ids"]
+        tokens = token_ids(self.draft_tokenizer, one.text, verbose=False)
         while tokens and tokens[-1] in self._end_ids:  # as some tokenizers close a text
             tokens = tokens[:-1]
         one.draft = self._read_back(_Written(), tokens, 0)
@@ -147,7 +147,7 @@ def _encode_within(tokenizer: Tokenizer, text: str) -> list[int] | None:
     """
     of_token = token_bytes(tokenizer)
     if of_token is None or not of_token.drops_space:
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return token_ids(tokenizer, text, add_special_tokens=False, verbose=False)
     if not text.startswith(" "):
         return None
-    return list(tokenizer(text[1:], add_special_tokens=False, verbose=False)["input_ids"])
+    return token_ids(tokenizer, text[1:], add_special_tokens=False, verbose=False)

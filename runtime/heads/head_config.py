@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 from runtime.config import DraftOutput, IntFormat
 from runtime.errors import SpecDecError, UsageError
-from runtime.files import read_json
-from runtime.models import read_model_config, resolve_head, resolve_model, shipped_head
+from runtime.files import check_regular, read_json
+from runtime.models import read_model_config, resolve_head, resolve_model, shipped_head, weight_files
 from runtime.reading import raise_unreadable, shown
 
+_MOST_LAYERS, _LARGEST_SIZE = 1000, 2**40
 OF_TWO_HEADS = "config.json and weights are of two heads; download the head again"
 HeadKind = Literal["eagle3", "mtp", "assistant", "dflash"]
 _ASSISTANTS = {"gemma4_assistant": 1536, "gemma4_unified_assistant": 3840}
@@ -91,6 +92,11 @@ class HeadConfig:
     block: BlockConfig | None = None
     num_target_layers: int | None = None
     """Layers of its target, where its config says it."""
+
+    @property
+    def weight_files(self) -> list[Path]:
+        """The safetensors files of the head's directory."""
+        return weight_files(self.directory)
 
     @property
     def reads_target_output(self) -> bool:
@@ -207,6 +213,7 @@ class DraftOutputSettings:
                 hint="leave it out",
             )
         if self.vocab != "auto":
+            check_regular(Path(self.vocab))
             try:
                 with Path(self.vocab).open("rb"):
                     pass
@@ -264,6 +271,7 @@ def _names_in(directory: Path) -> Iterable[str]:
 
     from runtime.tensor_file import read_header
 
+    check_regular(single)
     try:
         with single.open("rb") as file:
             return read_header(file).tensors
@@ -500,7 +508,7 @@ def _num_mtp_layers(config: dict[str, Any]) -> int:
     for record in (config, config.get("text_config")):
         for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
             if isinstance(record, dict) and type(record.get(key)) is int:
-                return int(record[key])
+                return _size(record, key, "config.json") if record[key] > 0 else 0
     return int(config.get("model_type") in _SAY_NOTHING | BY_WEIGHTS)
 
 
@@ -541,6 +549,8 @@ def _size(config: dict[str, Any], key: str, where: str, default: int | None = No
         raise SpecDecError(
             f"`{where}: {key}` must be a whole number of at least 1: {shown(value)}", hint="it is damaged"
         )
+    if value > (most := _MOST_LAYERS if key.endswith("layers") else _LARGEST_SIZE):
+        raise SpecDecError(f"`{where}: {key}` must be at most {most}: {shown(value)}", hint="it is damaged")
     return value
 
 

@@ -25,6 +25,7 @@ from runtime.compiler.attention import PAGED
 from runtime.compiler.model import (
     ModelKind,
     Step,
+    dtypes_of_weights,
     missing_weights,
     model_of_weights,
     own_names,
@@ -297,7 +298,8 @@ def _own_layers(config: HeadConfig) -> list[_OwnLayer]:
     return layers
 
 
-Read = Callable[[dict[str, SourceTensor], HeadConfig, torch.dtype, Mapping[str, tuple[int, ...]]], dict[str, Tensor]]
+DtypeOf = Callable[[str], torch.dtype]
+Read = Callable[[dict[str, SourceTensor], HeadConfig, DtypeOf, Mapping[str, tuple[int, ...]]], dict[str, Tensor]]
 """`_numbers`, or what takes its place."""
 
 
@@ -313,27 +315,28 @@ def _load(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtyp
     shapes = [parameter_shapes(layer.one_layer) for layer in layers]
     for layer, of_layer in zip(layers, shapes, strict=True):
         layer.check_experts(of_layer)
-    known = read(shared, config, dtype, shapes[0])
+    dtypes = [dtypes_of_weights(layer.one_layer, dtype) for layer in layers]
+    known = read(shared, config, dtypes[0], shapes[0])
     if target_embedding is not None:
         _check_likeness(
             config, {(embeddings, tuple(target_embedding.shape)): _some_rows(target_embedding)}, "the target"
         )
         known[embeddings] = target_embedding
-    known.setdefault("lm_head.weight", known[embeddings])
+    known.setdefault("lm_head.weight", known[embeddings].to(dtypes[0]("lm_head.weight")))
     heads = [
-        _mtp_layer(layer, read(layer.entries, config, dtype, of_layer) | known)
-        for layer, of_layer in zip(layers, shapes, strict=True)
+        _mtp_layer(layer, dtype, read(layer.entries, config, dtype_of, of_layer) | known)
+        for layer, dtype_of, of_layer in zip(layers, dtypes, shapes, strict=True)
     ]
     return heads[0] if len(heads) == 1 else ChainedMtp(heads)
 
 
-def _mtp_layer(layer: _OwnLayer, tensors: dict[str, Tensor]) -> MtpHead:
-    config, dtype = layer.config, tensors["lm_head.weight"].dtype
+def _mtp_layer(layer: _OwnLayer, dtype: torch.dtype, tensors: dict[str, Tensor]) -> MtpHead:
+    config = layer.config
     parts = {name: tensors.pop(name) for name in list(tensors) if name.split(".")[0] in _BEFORE_LAYER}
     if layer.reads_state_first and "eh_proj.weight" in parts:
         parts["eh_proj.weight"] = _swapped(parts["eh_proj.weight"])
     if not layer.has_norm:
-        tensors["model.norm.weight"] = torch.ones(config.hidden_size, dtype=dtype)
+        tensors["model.norm.weight"] = torch.ones(config.hidden_size)
     if missing := missing_weights(layer.one_layer, own_names(layer.one_layer, tensors)):
         raise lacks_weights(config, [layer.would_be(name) for name in missing])
     model = model_of_weights(ModelKind(layer.one_layer, dtype, PAGED), tensors, str(config.directory))
@@ -422,7 +425,8 @@ def tensors_of_mtp(head: MtpHead | ChainedMtp, dtype: torch.dtype) -> dict[str, 
     together: of each expert its own, where the checkpoint has them so. SpecDecError where that cannot be."""
     found = dict[str, Tensor]()
     for layer, one in zip(_own_layers(head.config), layers_of_mtp(head), strict=True):
-        learned = {name: weight.detach().to(dtype) for name, weight in learned_weights(one).items()}
+        dtype_of = dtypes_of_weights(layer.one_layer, dtype)
+        learned = {name: weight.detach().to(dtype_of(name)) for name, weight in learned_weights(one).items()}
         found |= layer.as_in_file(revert_weight_conversion(one.step.model, learned))
     return found
 
@@ -459,25 +463,27 @@ def embeddings_of(config: HeadConfig) -> str:
 
 
 def _numbers(
-    entries: dict[str, SourceTensor], config: HeadConfig, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]]
+    entries: dict[str, SourceTensor], config: HeadConfig, dtype_of: DtypeOf, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
     """The numbers that the entries mean, by the names they are given in a model of these `shapes`; SpecDecError for a
     format that is not read."""
     layers, tensors = _in_files(entries, config, shapes)
-    numbers = {one.name: t.to(dtype) for one, t in zip(tensors, load_numbers(tensors), strict=True)}
+    numbers = {one.name: t.to(dtype_of(one.name)) for one, t in zip(tensors, load_numbers(tensors), strict=True)}
     with _of_head(config):
-        return numbers | {f"{name}.weight": layer.load().dequantize(dtype) for name, layer in layers.items()}
+        for name, layer in layers.items():
+            numbers[f"{name}.weight"] = layer.load().dequantize(dtype_of(f"{name}.weight"))
+    return numbers
 
 
 def _zeros(
-    entries: dict[str, SourceTensor], config: HeadConfig, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]]
+    entries: dict[str, SourceTensor], config: HeadConfig, dtype_of: DtypeOf, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
     """Zeros of the same shapes, which are not read, and take no memory."""
     layers, tensors = _in_files(entries, config, shapes)
     found = {one.name: one.shape for one in tensors}
     for name, layer in layers.items():
         found[f"{name}.weight"] = layer.read({part: one.without_values() for part, one in layer.parts.items()}).shape
-    return {name: torch.zeros((), dtype=dtype).expand(shape) for name, shape in found.items()}
+    return {name: torch.zeros((), dtype=dtype_of(name)).expand(shape) for name, shape in found.items()}
 
 
 def _in_files(

@@ -19,6 +19,7 @@ from torch import Tensor
 from runtime.config import QuantAlgo
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import read_json
+from runtime.models import weight_files
 from runtime.quantization.bitsandbytes import numbers_of_4_bits
 from runtime.quantization.mxfp4 import E2M1_TWICE, MXFP4, experts_of_blocks, powers_of
 from runtime.quantization.planning import PrequantizedLayer
@@ -459,7 +460,7 @@ def _torchao(model_dir: Path) -> Format:
 def _torchao_classes(model_dir: Path) -> dict[str, dict[str, Any]]:
     """Read the headers' records of weights, by their names in the files: `_type`, and `_data` with its settings."""
     said = dict[str, Any]()
-    for path in sorted(model_dir.glob("*.safetensors")):
+    for path in weight_files(model_dir):
         with path.open("rb") as file, suppress(SafetensorError):  # a damaged one is told when its tensors are read
             said |= read_metadata(file)
     return {name: json.loads(value) for name, value in said.items() if name.endswith(".weight")}

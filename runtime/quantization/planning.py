@@ -2,6 +2,7 @@
 count of the weights that its dtype is too small for.
 """
 
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from runtime.config import LayersActivations, QuantAlgo, QuantConfig, QuantFormat, Quantization
-from runtime.errors import SpecDecError
+from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.quantization.quantize import group_size_for, quantize_weight
 from runtime.quantization.weight import ACTIVATIONS, QuantizedWeight
 from runtime.source import SourceTensor, load_tensors
@@ -124,18 +125,19 @@ class Source:
 
 
 def plan_pieces(
-    source: Source, dtype: torch.dtype, precision: QuantConfig, losses: Losses
+    source: Source, dtype_of: Callable[[str], torch.dtype], precision: QuantConfig, losses: Losses
 ) -> tuple[list[Piece], Quantization | None]:
-    """Plan the tensors to be written, and the checkpoint's quantization record."""
+    """Plan the tensors to be written, each that is not quantized in the dtype of its name, and the checkpoint's
+    quantization record."""
     quantized = {} if precision.qformat is None else _sizes(source, precision)
     pieces = [
         _quantized(tensor, precision, quantized[name], losses, is_transposed=name in source.transposed)
         if (name := tensor.name.removesuffix(".weight")) in quantized
-        else _copied(tensor, dtype, losses)
+        else _copied(tensor, dtype_of(tensor.name), losses)
         for tensor in source.tensors
     ]
     layers = source.layers | _tied_head(source)
-    read = {name: _read(name, layer, source, dtype) for name, layer in layers.items()}
+    read = {name: _read(name, layer, source, dtype_of(f"{name}.weight")) for name, layer in layers.items()}
     pieces += [piece for piece, _ in read.values()]
     kept = {name: weight for name, (_, weight) in read.items() if weight is not None}
     _check_activations(precision, {precision.qformat} if quantized else {weight.kind for weight in kept.values()})
@@ -204,7 +206,12 @@ def _sizes(source: Source, precision: QuantConfig) -> dict[str, int]:
             else f"the model has no linear layers that can be quantized: {kind}",
             hint="its weights can be converted as they are",
         )
-    if precision.quantize_lm_head and source.head is not None:
+    if precision.quantize_lm_head and source.head is not None and source.head not in source.linears:
+        kind = source.config["model_type"]
+        warnings.warn(
+            f"`{source.head}` is not quantized: transformers keeps it in float32 ({kind})", SpecDecWarning, stacklevel=4
+        )
+    elif precision.quantize_lm_head and source.head is not None:
         names.append(source.head)
         inputs.setdefault(source.head, _tied(source).shape[-1])
     sizes = {name: group_size_for(name, inputs[name], precision.group_size) for name in names}

@@ -7,8 +7,9 @@ what comes later is answered. It ends with its engine, by `failure`.
 """
 
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from runtime.drafters.prediction import CopiedTexts
 from runtime.drafters.protocol import Drafter, check_num_drafts, check_request
 from runtime.drafters.under_grammar import UnderGrammar
 from runtime.errors import SpecDecError
+from runtime.pieces import PieceSizes
 from runtime.request import Draft, Request, Sequence
 from runtime.scheduler import Scheduler
 from runtime.session import Session
@@ -100,6 +102,10 @@ class QueueFull(SpecDecError):
     """More are waiting than may wait."""
 
 
+class ClientFull(SpecDecError):
+    """A client has as many requests on their way as a client may have."""
+
+
 class Stopping(SpecDecError):
     """The server is about to end."""
 
@@ -119,6 +125,8 @@ class ServeRequest:
     """Text of which the output may copy parts, for the server's drafter, beside the prompt."""
     counts_output: bool = True
     """False: only the prompt is scored, and the token generated with it is discarded."""
+    priority: int = 0
+    """Place among the requests of one client: the lowest is first."""
 
 
 @dataclass(frozen=True)
@@ -143,11 +151,16 @@ class Progress:
 
 @dataclass(eq=False)
 class RequestHandle:
-    """One sequence on its way. `owner` is whatever its reader wants to be reminded of when it gets on."""
+    """One sequence on its way. `owner` is whatever its reader wants to be reminded of when it gets on.
+
+    `client` is who asked, and `num_before` the number of that client's sequences that were on their way.
+    """
 
     asked: ServeRequest
     sequence: Sequence
     owner: object = None
+    client: Hashable = None
+    num_before: int = 0
     progress: Progress = field(default_factory=Progress)
     is_cancelled: bool = False
 
@@ -162,26 +175,43 @@ class RequestHandle:
         return self.sequence.tokens[start : start + self.progress.num_tokens]
 
 
+@dataclass(frozen=True)
+class LoopLimits:
+    """Limits of a loop. `max_queue_len`: sequences that wait; `max_requests_per_client`: requests of one client that
+    run or wait; `max_gap_s`: time between two tokens of a sequence while prompts are computed, unless 2.5 steps are
+    longer (`runtime.pieces`); infinite: prompts go first.
+    """
+
+    max_queue_len: int
+    max_requests_per_client: int | None = None
+    max_gap_s: float = 0.0
+
+
 class ServingLoop:
-    """Answers requests with one engine until it is stopped. At most `max_queue_len` sequences wait.
+    """Answers requests with one engine until it is stopped. Clients take turns (`runtime.turns`).
 
     `on_progress` is called in the loop's thread after each step, with the answers that got on.
     """
 
     def __init__(
-        self, session: Session, max_queue_len: int, on_progress: Callable[[list[RequestHandle]], None]
+        self, session: Session, limits: LoopLimits | int, on_progress: Callable[[list[RequestHandle]], None]
     ) -> None:
         self.engine, self._draft_engine = session.engine, session.draft_engine
-        self.max_queue_len = max_queue_len
+        self.limits = LoopLimits(limits) if isinstance(limits, int) else limits
+        self.max_queue_len = self.limits.max_queue_len
         self.totals = EngineStats()
         self._on_progress = on_progress
         self._copied = CopiedTexts()
         self._router = DrafterRouter(_default_drafter(session, self._copied))
-        self._scheduler = Scheduler(session.engine, self._router, session.engine.max_draft_len)
+        gap_s = self.limits.max_gap_s
+        pieces = None if gap_s == math.inf else PieceSizes(session.engine.max_num_tokens, gap_s)
+        self._scheduler = Scheduler(session.engine, self._router, session.engine.max_draft_len, pieces=pieces)
         self._condition = Condition()
         self._arrived: deque[RequestHandle] = deque()
         self._answers: dict[int, RequestHandle] = {}
         """Unfinished answers, by the ids of their requests."""
+        self._num_of: dict[Hashable, Counter[int]] = {}
+        """Numbers of unfinished answers of each client, by their owners' ids."""
         self._has_cancelled = False
         self._is_stopping = False
         self._thread = Thread(target=self._run, name="specdec-serving", daemon=True)
@@ -200,6 +230,21 @@ class ServingLoop:
         return max(len(self._answers) - self.num_running, 0)
 
     @property
+    def num_clients(self) -> int:
+        """Clients with sequences on their way."""
+        return len(self._num_of)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Number of times that a sequence gave its K/V blocks back before it was over, for want of blocks."""
+        return self._scheduler.times.num_preemptions
+
+    @property
+    def num_turns(self) -> int:
+        """Number of times that a running sequence made room for another one's turn."""
+        return self._scheduler.num_turns
+
+    @property
     def capacity(self) -> int:
         """Sequences that can be on their way, running and waiting."""
         return self.engine.max_batch_size + self.max_queue_len
@@ -216,26 +261,55 @@ class ServingLoop:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, asked: Seq[ServeRequest], owner: object = None) -> list[RequestHandle]:
-        """Queue all of them or none. SpecDecError if one can never be served, QueueFull or Stopping if not now."""
+    def submit(self, asked: Seq[ServeRequest], owner: object = None, client: Hashable = None) -> list[RequestHandle]:
+        """Queue all of them or none. SpecDecError if one can never be served; QueueFull, ClientFull or Stopping if not
+        now.
+        """
         for one in asked:
             self.engine.check_request(one.request)
             check_request(self._router.default if one.drafts_by_default else one.drafter, one.request)
-        answers = [RequestHandle(one, Sequence.start(one.request), owner) for one in asked]
         with self._condition:
             if self.failure is not None:
                 raise self.failure
             if self._is_stopping:
                 raise Stopping("the server is shutting down", hint="ask again later")
-            if len(self._answers) + len(answers) > self.capacity:
-                raise QueueFull(
-                    f"the queue is full, {self.num_waiting} requests wait and {self.num_running} run", hint="ask later"
-                )
+            self._check_room(len(asked), client)
+            num_before = self._num_of.get(client, Counter()).total()
+            answers = [RequestHandle(one, Sequence.start(one.request), owner, client, num_before) for one in asked]
             for answer in answers:
                 self._answers[answer.request.id] = answer
+                self._count(answer, 1)
                 self._arrived.append(answer)
             self._condition.notify()
         return answers
+
+    def _check_room(self, num_asked: int, client: Hashable) -> None:
+        """QueueFull or ClientFull if there is no room for more sequences of a client.
+
+        A client that has none is let in beyond the queue's length, by once more that length, if another client alone
+        holds more than half of the room.
+        """
+        most = self.limits.max_requests_per_client
+        if most is not None and len(self._num_of.get(client, ())) >= most:
+            raise ClientFull(f"this client has {most} requests on their way, the most it may have", hint="ask later")
+        room = self.capacity
+        if client is not None and client not in self._num_of:
+            others = (num_of.total() for other, num_of in self._num_of.items() if other is not None)
+            room += self.max_queue_len if max(others, default=0) > room / 2 else 0
+        if len(self._answers) + num_asked > room:
+            raise QueueFull(
+                f"the queue is full, {self.num_waiting} requests wait and {self.num_running} run", hint="ask later"
+            )
+
+    def _count(self, answer: RequestHandle, change: int) -> None:
+        """Count an answer of a client that has come (1), or is over (-1)."""
+        num_of = self._num_of.setdefault(answer.client, Counter())
+        owner = id(answer if answer.owner is None else answer.owner)
+        num_of[owner] += change
+        if not num_of[owner]:
+            del num_of[owner]
+        if not num_of:
+            del self._num_of[answer.client]
 
     def cancel(self, answers: Iterable[RequestHandle]) -> None:
         """Cancel these answers; they are removed before the next step."""
@@ -288,7 +362,7 @@ class ServingLoop:
                 self._router.assign(answer.request.id, answer.asked.drafter)
             if answer.asked.copied_tokens:
                 self._copied.add(answer.request.id, list(answer.asked.copied_tokens))
-            self._scheduler.add(answer.sequence)
+            self._scheduler.add(answer.sequence, answer.client, answer.asked.priority)
         for answer in cancelled:
             self._scheduler.drop(answer.sequence)
             self._end(answer, "abort")
@@ -319,7 +393,7 @@ class ServingLoop:
     def _fail_step(self, error: BaseException) -> None:
         """Fail the answers in the step; if there were none, the one that could not be admitted."""
         cause = StepFailed(f"the step failed: {error or type(error).__name__}", hint="the server's log says where")
-        failed = list(self._scheduler.running) or list(self._scheduler.waiting)[:1]
+        failed = list(self._scheduler.running) or [self._scheduler.first_waiting]
         answers = []
         for sequence in failed:
             with suppress(Exception):  # what failed may fail again when it is told to forget
@@ -346,6 +420,7 @@ class ServingLoop:
         self.totals.count_end(reason)
         with self._condition:
             del self._answers[answer.request.id]
+            self._count(answer, -1)
 
 
 def _default_drafter(session: Session, copied: CopiedTexts) -> Drafter | None:

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -311,6 +312,29 @@ def test_done_requests_are_not_asked_again(batch: Batch, undisturbed: bytes, tmp
     said(batch(requests()).stdout, "24", varying=(tmp_path,))
     assert (tmp_path / "results.jsonl").read_bytes() == undisturbed
     assert tree(tmp_path) == ["requests.jsonl", "results.jsonl"]
+
+
+@pytest.mark.parametrize("num_before", [2, 4])
+def test_failures_from_before_a_resumption_are_counted(num_before: int, batch: Batch, tmp_path: Path) -> None:
+    """Two of four requests name another model. Half of the requests, or all, have a result when the command resumes."""
+    rows = [openai(f"{i}", prompt="dog", max_tokens=2) for i in range(4)]
+    for row in rows[::2]:
+        row["body"]["model"] = "other"
+    batch(rows[:num_before])
+    result = batch(rows, "--json")
+    assert (result.document["num_done_before"], result.document["num_failed"]) == (num_before, 2)
+    assert "2 of 4 requests failed" in result.stderr
+    assert sum(row["error"] is not None for row in results(tmp_path / "results.jsonl")) == 2
+
+
+def test_the_table_counts_failures_of_its_own_run(batch: Batch) -> None:
+    rows = [openai(f"{i}", prompt="dog", max_tokens=2) for i in range(3)]
+    rows[0]["body"]["model"] = rows[2]["body"]["model"] = "other"
+    batch(rows[:2])
+    result = batch(rows)
+    assert "2 of 3 requests failed" in result.stderr
+    (row,) = [line for line in result.stdout.splitlines() if "s │" in line or line.rstrip().endswith("s")][-1:]
+    assert [int(cell) for cell in re.findall(r"\d+", row)[:2]] == [1, 1]
 
 
 def test_what_a_process_left_that_was_killed_as_it_ended_is_removed(

@@ -153,6 +153,48 @@ def test_ctrl_c_after_the_command_changes_nothing(
     assert done.returncode == exit_code, done.stderr
 
 
+AT_IMPORT = """
+import os, signal, sys
+wanted, number, is_new = sys.argv[1], int(sys.argv[2]), True
+def interrupt(event, arguments):
+    global is_new
+    if event == "import" and arguments[0] == wanted and is_new:
+        is_new = False
+        os.kill(os.getpid(), number)
+sys.addaudithook(interrupt)
+sys.argv = ["specdec", *sys.argv[3:]]
+from specdec_cli.app import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "typer",
+        "runtime.config",
+        "commands.verify.command",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("torch", "torch._C", "torch.nn", "transformers")),
+    ],
+)
+@pytest.mark.parametrize(("signal_number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_during_the_imports_leaves_no_traceback(
+    module: str,
+    signal_number: int,
+    exit_code: int,
+    process_environment: dict[str, str],
+    llama_dir: Path,
+    tmp_path: Path,
+) -> None:
+    """Holds from the first module of ours on: what Python imports before that is out of reach."""
+    arguments = [module, signal_number, "convert", "--model-dir", llama_dir, "--output-dir", tmp_path / "ckpt"]
+    command = [sys.executable, "-c", AT_IMPORT, *map(str, arguments)]
+    ended = subprocess.run(command, env=process_environment, capture_output=True, text=True)
+    assert ended.returncode == exit_code, ended.stderr
+    assert "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr
+    assert ended.stderr.splitlines().count("interrupted") == (signal_number == signal.SIGINT)
+
+
 FULL_DISKS = [
     "convert", "build", "build --compiler aot", "build of layers", "run --output-csv", "run --output-npy",
     "run --output-logits-npy", "run --report",

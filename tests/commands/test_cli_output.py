@@ -1,6 +1,8 @@
 """Places and looks of messages: brackets stay, colour and progress only where someone looks."""
 
 import io
+import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -34,6 +36,45 @@ def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Terminal]:
         return terminal
 
     return open_it
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "gbk"])
+@pytest.mark.parametrize("command", ["run", "run table", "summarize", "convert", "verify", "cache", "help"])
+def test_what_standard_output_cannot_have_is_replaced(
+    encoding: str,
+    command: str,
+    specdec: Specdec,
+    llama_dir: Path,
+    llama_engine_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The work is done: no traceback, exit code 0, and all that the encoding has."""
+    named = tmp_path / "the 日本 é 🙂"
+    shutil.copytree(llama_dir, named)
+    (tmp_path / "d.jsonl").write_text(json.dumps({"article": "the 日本 é 🙂", "highlights": "é 日本"}))
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(named / "cache"))
+    run = ["run", "--engine-dir", llama_engine_dir, "--max-output-len", 4]
+    arguments = {
+        "run": [*run, "--input-text", "the 日本 é 🙂", "--stats", "none"],
+        "run table": [*run, "--input-text", "the 日本 é 🙂"],
+        "summarize": [
+            *("summarize", "--engine-dir", llama_engine_dir, "--dataset", tmp_path / "d.jsonl"),
+            *("--test-engine", "--max-ite", 1, "--output-len", 4),
+        ],
+        "convert": ["convert", "--model-dir", named, "--output-dir", named / "out"],
+        "verify": ["verify", named],
+        "cache": ["cache", "list"],
+        "help": ["run", "--help"],
+    }[command]
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding))
+    result = specdec(*arguments)
+    assert result.exit_code == 0 and "Traceback" not in result.stderr, result.stderr
+    sys.stdout.flush()
+    shown = written.getvalue().decode(encoding)
+    if command in ("run", "convert", "verify"):
+        assert "the 日本 é 🙂".encode(encoding, "replace").decode(encoding) in shown
 
 
 def test_errors_and_hints_are_printed_to_the_letter(capsys: pytest.CaptureFixture[str]) -> None:

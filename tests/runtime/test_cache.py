@@ -2,8 +2,10 @@
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,20 @@ from sentences import Said
 from waiting import HANG_S
 
 from runtime import cache as cache_module
-from runtime.cache import cache_dir, digest, file_digest, make_cache_dir
+from runtime.artefacts import check_directory
+from runtime.cache import (
+    OF_ALL_TO_READ,
+    cache_dir,
+    check_private_entry,
+    digest,
+    file_digest,
+    make_cache_dir,
+    make_private,
+    read_sealed,
+    sealed,
+)
 from runtime.errors import SpecDecError
+from runtime.files import write_file
 
 LARGE = 1 << 20
 ROOT = Path(__file__).parents[2]
@@ -197,3 +211,93 @@ def test_no_end_of_a_process_waits_for_a_digest_that_was_begun(tmp_path: Path) -
     code = "import sys\nfrom pathlib import Path\nfrom runtime.cache import begin_digests, is_digest_awaited\n"
     code += "begin_digests([Path(sys.argv[1])])\nassert is_digest_awaited()"
     subprocess.run([sys.executable, "-c", code, tmp_path / "large"], cwd=ROOT, check=True, timeout=HANG_S)
+
+
+def kept_file(cache: Path, kind: str) -> tuple[Path, Callable[[], object]]:
+    """A file of the cache, and what reads it."""
+    make_cache_dir()
+
+    def reread() -> str:
+        be_another_process()
+        return file_digest(cache.parent / "file")
+
+    if kind == "digest":
+        write_settled(cache.parent / "file", bytes(LARGE))
+        file_digest(cache.parent / "file")
+        (path,) = (cache / "digests").iterdir()
+        be_another_process()
+        return path, reread
+    if kind == "engine":
+        path = cache / "engines" / "model-0123" / "step" / "wrapper.so"
+        path.parent.mkdir(parents=True, mode=0o700)
+        path.write_bytes(b"code")
+        return path, lambda: check_private_entry(path.parents[1])
+    path = cache / {"kernels": "kernels-0123.so", "program": "programs/0123", "costs": "engines/model-0123.costs"}[kind]
+    path.parent.mkdir(exist_ok=True, mode=0o700)
+    write_file(path, sealed(b"code"), OF_ALL_TO_READ)
+    return path, lambda: read_sealed(path)
+
+
+KINDS = ["digest", "engine", "kernels", "program", "costs"]
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o622, 0o602])
+@pytest.mark.parametrize("kind", KINDS)
+def test_file_that_all_may_write_is_refused(kind: str, mode: int, cache: Path, said: Said) -> None:
+    path, read = kept_file(cache, kind)
+    read()
+    path.chmod(mode)
+    with pytest.raises(SpecDecError) as error:
+        read()
+    said(error, path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_file_that_a_group_may_write_is_refused_where_it_can_get_there(kind: str, cache: Path) -> None:
+    path, read = kept_file(cache, kind)
+    path.chmod(0o664)
+    read()  # nobody else gets through a cache of mode 0700
+    cache.chmod(0o755)
+    with pytest.raises(SpecDecError, match="others may write"):
+        read()
+    cache.chmod(0o700)
+    os.link(path, cache.parent / "another name")
+    with pytest.raises(SpecDecError, match="others may write"):
+        read()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize("kind", KINDS)
+def test_file_of_another_user_is_refused(kind: str, cache: Path, said: Said) -> None:
+    path, read = kept_file(cache, kind)
+    os.chown(path, 12345, -1)
+    with pytest.raises(SpecDecError) as error:
+        read()
+    said(error, "12345", path)
+
+
+def test_files_are_written_for_their_user_alone_whatever_the_umask(cache: Path) -> None:
+    before = os.umask(0)
+    try:
+        for kind in ("digest", "kernels", "program", "costs"):
+            path, read = kept_file(cache, kind)
+            read()
+            assert path.stat().st_mode & 0o777 == OF_ALL_TO_READ
+            shutil.rmtree(cache)
+        path, read = kept_file(cache, "engine")
+        with pytest.raises(SpecDecError):
+            read()
+        make_private(path.parents[1])
+        read()
+    finally:
+        os.umask(before)
+
+
+def test_verify_names_files_that_others_may_write(cache: Path) -> None:
+    for kind in ("digest", "engine", "kernels"):
+        path, _ = kept_file(cache, kind)
+        path.chmod(0o666)
+        (found,) = [one for one in check_directory(cache).files if one.note and "others may write" in one.note]
+        assert found.name == path.relative_to(cache).as_posix()
+        assert found.status == "damaged"
+        shutil.rmtree(cache)

@@ -21,13 +21,16 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from runtime.artefacts import check_directory
 from runtime.checkpoint import convert
 from runtime.compiler.causal_heads import has_causal_class
 from runtime.compiler.model import parameter_shapes, probe_config
 from runtime.compiler.pretrained import parse_language_model, warn_of_unread_keys
 from runtime.engine import Engine
+from runtime.engine_cache import EngineSettings, _identity
 from runtime.errors import SpecDecError, SpecDecWarning
-from runtime.models import read_model_config
+from runtime.files import write_json
+from runtime.models import files_of_model, read_model_config
 from runtime.orchestrator import generate
 from runtime.quantization.formats import without_quantization
 from runtime.request import Request
@@ -91,6 +94,56 @@ def test_shards_without_an_index_are_named(tmp_path: Path, said: Said) -> None:
     make_model("llama").save_pretrained(tmp_path / "model", max_shard_size="20KB")
     (tmp_path / "model" / "model.safetensors.index.json").unlink()
     said(refusal(tmp_path / "model", tmp_path / "out"), "model.safetensors.index.json")
+
+
+def saved_in_subdirectories(directory: Path) -> Path:
+    """A model with a file for each layer in a directory of its own, of the same name, and `./rest.safetensors`."""
+    saved(directory)
+    weights = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    place = {
+        name: f"{'.'.join(name.split('.')[:3])}/layer.safetensors" if ".layers." in name else "./rest.safetensors"
+        for name in weights
+    }
+    for file in set(place.values()):
+        (directory / file).parent.mkdir(exist_ok=True)
+        save_file({name: weights[name] for name in weights if place[name] == file}, directory / file, {"format": "pt"})
+    write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": place})
+    return directory
+
+
+def test_shards_in_subdirectories_are_read_as_by_transformers(tmp_path: Path) -> None:
+    model_dir = saved_in_subdirectories(tmp_path / "model")
+    assert answer(model_dir, tmp_path / "built") == hugging_face(model_dir)
+
+
+def test_shards_in_subdirectories_are_part_of_the_identity_and_of_the_check(tmp_path: Path) -> None:
+    model_dir = saved_in_subdirectories(tmp_path / "model")
+    settings, device = EngineSettings(None, 4, 128, 10), torch.device("cpu")
+    found, name = files_of_model(model_dir), _identity(model_dir, settings, device)
+    shards = sorted(model_dir.rglob("*.safetensors"))
+    assert len(shards) >= 3 and set(shards) <= set(found)
+    checks = {check.name: check.status for check in check_directory(model_dir).files}
+    assert {str(shard.relative_to(model_dir)) for shard in shards} <= set(checks)
+    first, second = shards[:2]
+    for shard, other in ((first, second), (second, first)):  # the contents of two shards of one name change places
+        shutil.move(shard, shard.with_suffix(".old"))
+        shutil.copyfile(other if other.exists() else other.with_suffix(".old"), shard)
+    assert _identity(model_dir, settings, device) != name
+    second.unlink()
+    assert {check.name: check.status for check in check_directory(model_dir).files}[
+        str(second.relative_to(model_dir))
+    ] == "missing"
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "a/../../other.safetensors", "{outside}/other.safetensors"])
+def test_shards_outside_the_directory_are_refused(name: str, tmp_path: Path, said: Said) -> None:
+    model_dir, name = saved(tmp_path / "model"), name.format(outside=tmp_path)
+    weights = model_dir / "model.safetensors"
+    tensors = list(load_file(weights))
+    weights.rename(tmp_path / "other.safetensors")
+    write_json(model_dir / "model.safetensors.index.json", {"weight_map": dict.fromkeys(tensors, name)})
+    said(refusal(model_dir, tmp_path / "out"), name)
 
 
 def test_masks_that_gpt_2_once_saved_are_no_weights(tmp_path: Path) -> None:

@@ -21,8 +21,9 @@ from tokenizers import pre_tokenizers
 
 from runtime.chat import ChatTemplate
 from runtime.errors import SpecDecError, SpecDecWarning
-from runtime.gguf_config import end_ids_of
+from runtime.gguf_ends import end_ids_of
 from runtime.gguf_tokenizer import PRE_TOKENIZERS, make_gguf_tokenizer
+from runtime.text import load_tokenizer
 
 SMALL = {"spaced": None, "unspaced": False}
 
@@ -106,6 +107,47 @@ def test_tokens_become_the_texts_again(name: str, tmp_path: Path) -> None:
             assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
+PHI_3 = ("<|user|>", "<|end|>", "<|assistant|>", "<|endoftext|>")
+
+
+def write_phi_3(path: Path, name: str, architecture: str = "llama") -> Path:
+    """The small vocabulary with the special tokens of Phi-3, in a file of that name."""
+
+    def edit(writer: Any) -> None:
+        writer.add_name(name)
+        written = writer.kv_data[0]
+        written["general.architecture"].value = architecture
+        for key, more in (("tokens", PHI_3), ("token_type", [3] * len(PHI_3)), ("scores", [-1e4] * len(PHI_3))):
+            written[f"tokenizer.ggml.{key}"].value = [*written[f"tokenizer.ggml.{key}"].value, *more]
+
+    return write_sentencepiece(path, add_space_prefix=None, edit=edit)
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "is_phi_3"),
+    [
+        ("Phi-3-mini-4k-instruct", "llama", True),
+        ("my phi3 tune", "llama", True),
+        ("Phi 3.5 Mini Instruct", "phi3", True),  # as llama.cpp's converter writes the name
+        ("Phi 4 Mini Instruct", "llama", False),
+        ("Llama-2", "llama", False),
+    ],
+)
+def test_special_tokens_of_phi_3_take_the_white_space_after_them(
+    name: str, architecture: str, is_phi_3: bool, tmp_path: Path
+) -> None:
+    """Phi-3's tokenizer.json says so (`rstrip`); llama.cpp knows it by the file's name."""
+    tokenizer = make_gguf_tokenizer(write_phi_3(tmp_path / "model.gguf", name, architecture))
+    kept = ["<s>", "<|user|>", "▁", "\n", "Hello", "<|end|>", "▁▁", "\n", "<|assistant|>", "▁", "\n", "<s>", "▁▁", "a"]
+    without = ["<s>", "<|user|>", "▁", "Hello", "<|end|>", "<|assistant|>", "<s>", "▁▁", "a"]
+    shared = ["▁", "<|endoftext|>", "▁▁", "b", "</s>"]
+    after = ["▁c", "<think>", "▁", "Hello"] if is_phi_3 else ["▁", "\t", "c", "<think>", "▁▁Hello"]
+    text = "<|user|>\nHello<|end|> \n<|assistant|>\n<s> a <|endoftext|> b</s>\tc<think> Hello"
+    tokenizer.save_pretrained(tmp_path / "saved")
+    for one in (tokenizer, load_tokenizer(tmp_path / "saved", {"model_type": "phi3"})):
+        assert one.convert_ids_to_tokens(one(text)["input_ids"]) == [*(without if is_phi_3 else kept), *shared, *after]
+
+
 REFUSED: list[tuple[str, Edit, str]] = [
     ("smollm9", lambda w: None, "`smollm9`"),
     ("gpt-2", lambda w: w.add_array("tokenizer.ggml.suppress_tokens", [1, 2]), "`tokenizer.ggml.suppress_tokens`"),
@@ -154,8 +196,6 @@ def test_ends_are_those_that_are_named_and_those_that_are_known_by_their_text() 
     tokens = ["a", "<|im_end|>", "b", "<|endoftext|>", "<end"]
     assert end_ids_of({"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 3}) == [1, 3]
     assert end_ids_of({"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eot_token_id": 4}) == [1, 3, 4]
-    types = {"tokenizer.ggml.token_type": [1, 4, 1, 3, 1]}  # as Gemma's file has a `</s>` of HTML
-    assert end_ids_of({"tokenizer.ggml.tokens": tokens} | types) == [3]
     assert end_ids_of({}) == []
 
 

@@ -1,6 +1,7 @@
 """The Python API: what users import answers as Hugging Face does, with any drafter, and its errors say what to do."""
 
 import dataclasses
+import json
 import shutil
 import subprocess
 import sys
@@ -183,6 +184,74 @@ def test_without_a_tokenizer_pieces_have_ids(llama_uncompiled_dir: Path, tmp_pat
         (output,) = bare.generate([5, 6, 7], GREEDY)
     assert [token for piece in pieces for token in piece.token_ids] == output.token_ids and output.text is None
     assert {piece.text for piece in pieces} == {""}
+
+
+def edited_tokenizer(source: Path, directory: Path, edit: Callable[[dict[str, Any]], Any]) -> Path:
+    shutil.copytree(source, directory, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    state = json.loads((directory / "tokenizer.json").read_text())
+    edit(state)
+    (directory / "tokenizer.json").write_text(json.dumps(state))
+    return directory
+
+
+def with_words_past_the_vocabulary(state: dict[str, Any]) -> None:
+    state["model"]["vocab"] |= {f"<w{i}>": i for i in range(300, 340)}
+
+
+def with_special_tokens_past_the_vocabulary(state: dict[str, Any]) -> None:
+    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    state["added_tokens"].append({"id": 300, "content": "<image>", **added})
+
+
+def with_two_words_exchanged(state: dict[str, Any]) -> None:
+    vocab = state["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+
+
+OTHER_TOKENIZERS: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[str, ...]]] = {
+    "exchanged": (with_two_words_exchanged, ("2", "'a'", "'b'")),
+    "merges": (lambda state: state["model"].update(merges=[]), ("1,234.50",)),
+    "lower case": (lambda state: state.update(normalizer={"type": "Lowercase"}), ("It's",)),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_TOKENIZERS)
+def test_tokenizer_whose_texts_are_not_the_models_is_told(
+    name: str, llama_engine_dir: Path, llama_dir: Path, tmp_path: Path, said: Said
+) -> None:
+    edit, values = OTHER_TOKENIZERS[name]
+    other = edited_tokenizer(llama_dir, tmp_path / "other", edit)
+    with pytest.warns(SpecDecWarning) as warned, LLM(llama_engine_dir, tokenizer=other):
+        pass
+    said(warned, *values, str(other))
+
+
+@pytest.mark.parametrize("edit", [lambda state: None, with_special_tokens_past_the_vocabulary])
+def test_tokenizer_with_the_models_words_is_not_told(
+    edit: Callable[[dict[str, Any]], Any], llama_engine_dir: Path, llama_dir: Path, tmp_path: Path
+) -> None:
+    other = edited_tokenizer(llama_dir, tmp_path / "other", edit)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SpecDecWarning)
+        with LLM(llama_engine_dir, tokenizer=other) as llm:
+            assert llm.generate(PROMPT, GREEDY)[0].token_ids
+
+
+@pytest.mark.parametrize("has_own", [True, False])
+def test_tokenizer_with_words_past_the_vocabulary_is_refused(
+    has_own: bool, llama_engine_dir: Path, llama_uncompiled_dir: Path, llama_dir: Path, tmp_path: Path, said: Said
+) -> None:
+    engine = llama_engine_dir
+    if not has_own:
+        engine = tmp_path / "engine"
+        shutil.copytree(llama_uncompiled_dir, engine)
+        for path in engine.glob("*tokenizer*"):
+            path.unlink()
+        record_anew(engine)
+    other = edited_tokenizer(llama_dir, tmp_path / "other", with_words_past_the_vocabulary)
+    with pytest.raises(SpecDecError) as error:
+        LLM(engine, tokenizer=other)
+    said(error, "339", "300", str(other))
 
 
 def test_prompts_are_cut_to_their_last_tokens(llm: LLM) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_tokenizers import any_byte_level_tokens, byte_fallback, byte_level, texts
+from byte_tokenizers import any_byte_level_tokens, backtracking, byte_fallback, byte_level, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from logged import logged
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFast
 
 from runtime.errors import SpecDecError, SpecDecWarning
-from runtime.text import bad_word_tokens, encode, find_tokenizer, load_tokenizer
+from runtime.text import bad_word_tokens, encode, encode_text, find_tokenizer, load_tokenizer, word_tokens
 from runtime.tokenizer import SAVED, SavedTokenizer, find_saved_tokenizer, save_tokenizer
 
 STORIES_DIR = Path(__file__).parents[2] / "../shared/data/stories260k"
@@ -218,3 +218,20 @@ def test_mistrals_first_pattern_is_told_of(tmp_path: Path, said: Said) -> None:
     with pytest.warns(SpecDecWarning) as warned:
         load_tokenizer(tmp_path / "model", {"model_type": "mistral"})
     said(warned, tmp_path / "model")
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_tokenizer_that_panics_on_a_text_is_told_in_a_sentence(is_saved: bool, tmp_path: Path, said: Said) -> None:
+    saved, own = stored(backtracking(), tmp_path)
+    tokenizer = saved if is_saved else own
+    assert tokenizer is not None and encode("the dog", tokenizer)[0]
+    asks = [
+        lambda text: encode(text, tokenizer),
+        lambda text: encode_text(tokenizer, text),
+        lambda text: word_tokens(tokenizer, "stop", text),
+    ]
+    for ask in asks:
+        with pytest.raises(SpecDecError) as error:
+            ask("x" * 200)
+        said(error, "retry-limit-in-match")
+    assert encode("the dog", tokenizer)[0]

@@ -58,6 +58,16 @@ def tooled(make_served: MakeServed, chat_tokenizer_dir: Path, tmp_path_factory: 
 @pytest.fixture
 def make_listening(llama_engine_dir: Path, chat_tokenizer_dir: Path) -> Iterator[Callable[..., Listening]]:
     """`make_listening(drafter, **options)`: the same in a thread of uvicorn's, where clients can go away."""
+    yield from _listening(llama_engine_dir, chat_tokenizer_dir)
+
+
+@pytest.fixture(scope="module")
+def make_listening_once(llama_engine_dir: Path, chat_tokenizer_dir: Path) -> Iterator[Callable[..., Listening]]:
+    """The same for all tests of a module."""
+    yield from _listening(llama_engine_dir, chat_tokenizer_dir)
+
+
+def _listening(llama_engine_dir: Path, chat_tokenizer_dir: Path) -> Iterator[Callable[..., Listening]]:
     with ExitStack() as stack:
 
         def make(drafter: AnySpec | None = None, **options: Any) -> Listening:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from jinja2 import Template
+from sentences import Said
 from serving_models import TEMPLATE, Served
 
 from runtime.params import SamplingParams
@@ -41,6 +42,58 @@ def test_a_message_is_what_the_model_says_after_the_rendered_conversation(served
     assert chat(served, messages=as_parts)["choices"] == found["choices"]
     developer = [MESSAGES[0] | {"role": "developer"}, *MESSAGES[1:]]
     assert chat(served, messages=developer)["choices"] == found["choices"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": "a</s>b"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "<s>"}]}]},
+        {"messages": [{"role": "system", "content": "<pad>"}, MESSAGES[3]]},
+        {"messages": [{"role": "assistant", "content": "a", "reasoning_content": "</s>"}, MESSAGES[3]]},
+        {"messages": MESSAGES, "chat_template_kwargs": {"name": ["<s>"]}},
+    ],
+)
+def test_special_tokens_in_messages_can_be_refused(body: dict[str, Any], served: Served, make_served: Any) -> None:
+    """The default is that a text's `</s>` becomes the token, as in other servers."""
+    assert served.post(CHAT, **body, max_tokens=1).status_code == 200
+    strict = make_served(None, refuse_special_tokens=True)
+    refused = strict.post(CHAT, **body, max_tokens=1)
+    assert refused.status_code == 400 and refused.json()["error"]["code"] == "special_token"
+    assert strict.post(CHAT, messages=MESSAGES, max_tokens=1).status_code == 200  # the template's own are no text
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"content": [{"type": "refusal", "refusal": "The dog."}]},
+        {"content": [{"type": "text", "text": "The "}, {"type": "refusal", "refusal": "dog."}]},
+        {"content": None, "refusal": "The dog."},
+        {"refusal": "The dog."},
+        {"content": "", "refusal": "The dog."},
+        {"content": "The dog.", "refusal": None},
+    ],
+)
+def test_what_the_assistant_refused_is_what_it_said(served: Served, said: dict[str, Any]) -> None:
+    """OpenAI's clients send back a message with a refusal like this."""
+    messages = [*MESSAGES[:2], {"role": "assistant", **said}, MESSAGES[3]]
+    assert chat(served, messages=messages)["choices"] == chat(served)["choices"]
+
+
+@pytest.mark.parametrize(
+    ("message", "name"),
+    [
+        ({"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}, "refusal"),
+        ({"role": "system", "content": "a", "refusal": "no"}, "refusal"),
+        ({"role": "assistant", "content": None, "refusal": None}, "content"),
+        ({"role": "assistant", "content": [{"type": "refusal"}]}, "refusal"),
+        ({"role": "assistant", "content": [{"type": "refusal", "refusal": 5}]}, "refusal"),
+    ],
+)
+def test_a_refusal_is_an_assistants_text(served: Served, message: dict[str, Any], name: str, said: Said) -> None:
+    response = served.post(CHAT, messages=[message, MESSAGES[3]])
+    assert response.status_code == 400
+    said(response.json()["error"]["message"], "messages.0", f"`{name}`" if message["role"] != "assistant" else name)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5}])

@@ -275,6 +275,41 @@ def test_what_is_unfinished_at_the_end_is_told_so(forks: Forks, llama_engine_dir
         said(server.stderr.read(), "4")
 
 
+@pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT, signal.SIGINT)])
+def test_second_signal_ends_what_is_unfinished(
+    forks: Forks, llama_engine_dir: Path, gate: Gate, numbers: tuple[int, ...], said: Said
+) -> None:
+    """The first one says what is waited for. Between the second and the third nothing may be lost."""
+    with process(forks, llama_engine_dir, gate=gate) as (server, port):
+        connections = [send(port, LONG | {"stream": stream}) for stream in (True, True, False)]
+        halting = socket.create_connection(("127.0.0.1", port), timeout=HANG_S)
+        halting.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{")
+        wait_until(lambda: len(json.loads(read_all(get(port, "/requests"))[1].split("\r\n\r\n")[1])["data"]) == 3)
+        wait_until(lambda: gate.is_reached)
+        server.send_signal(numbers[0])
+        waits = server.stderr.readline()
+        for number in numbers[1:]:
+            server.send_signal(number)
+        answers = [read_all(connection) for connection in (*connections, halting)]  # while the engine stands still
+        gate.open()
+        assert server.wait(HANG_S) == 0
+        rest = server.stderr.read()
+    said(waits, "3 requests", "30 s")
+    assert [status for status, _ in answers] == [200, 200, 503, 503]
+    for _, raw in answers:
+        assert raw.count('"code":"shutting_down"') == 1 and "Internal Server Error" not in raw
+    assert all(raw.endswith("data: [DONE]\n\n\r\n0\r\n\r\n") for _, raw in answers[:2])
+    assert "Traceback" not in rest and "interrupted" not in rest
+    said(next(line for line in rest.splitlines() if "not finished" in line), "3")
+
+
+def test_signal_without_requests_ends_at_once(forks: Forks, llama_engine_dir: Path) -> None:
+    with process(forks, llama_engine_dir) as (server, _):
+        server.send_signal(signal.SIGINT)
+        assert server.wait(HANG_S) == 0
+        assert server.stderr.read() == ""
+
+
 def test_a_client_that_reads_nothing_leaves_no_traceback_at_the_end(forks: Forks, llama_engine_dir: Path) -> None:
     with process(forks, llama_engine_dir, "--shutdown-timeout", "0.2") as (server, port):
         connection = send(port, LONG | {"n": 128, "stream": True, "logprobs": 20})

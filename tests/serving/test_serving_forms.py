@@ -1,12 +1,20 @@
 """Structured output over HTTP: answers are of the form that any of the fields asks for."""
 
+import http.client
 import json
 import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import jsonschema
+import psutil
 import pytest
-from serving_models import Served
+from serving_models import Listening, Served
+from waiting import HANG_S, wait_until
+
+from scripts.campaigns.hostile_forms import attack, hostile_request, politely
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SCHEMA: dict[str, Any] = {
@@ -83,3 +91,70 @@ def test_text_does_not_depend_on_drafts_or_streaming(served: Served, speculative
     assert text_of(served, COMPLETIONS, form | {"prediction": {"type": "content", "content": expected}}) == expected
     chunks = served.stream(COMPLETIONS, **asked(COMPLETIONS, form))
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
+
+
+def test_nobody_waits_for_a_form_that_takes_long(make_listening: Callable[..., Listening]) -> None:
+    """The process in which forms are compiled stands still: their requests wait, and no others; not for a form that
+    was compiled before either."""
+    listening = make_listening(drafter=None)
+    known = {"prompt": "The", "max_tokens": 4, "guided_regex": "[ab]{2}"}
+
+    def post(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        connection = http.client.HTTPConnection("127.0.0.1", listening.port, timeout=HANG_S)
+        with closing(connection):
+            connection.request("POST", COMPLETIONS, json.dumps(body))
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+
+    assert post(known)[0] == 200
+    prover = listening.model.llm.grammars._prover
+    assert prover is not None
+    process = psutil.Process(prover.pid)
+    process.suspend()
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            waiting = [
+                threads.submit(post, {"prompt": "The", "max_tokens": 4, "guided_json": {"multipleOf": multiple}})
+                for multiple in (7, 99_999_989)
+            ]
+            wait_until(lambda: listening.model.llm.grammars._num_compiling == 2)
+            assert post({"prompt": "The", "max_tokens": 3})[0] == 200
+            assert post(known)[0] == 200
+            assert not any(one.done() for one in waiting)
+            process.resume()
+            harmless, (status, answer) = (one.result() for one in waiting)
+    finally:
+        process.resume()
+    assert (harmless[0], status) == (200, 400)
+    assert answer["error"]["param"] == "guided_json" and "takes more than" in answer["error"]["message"]
+
+
+def test_too_many_forms_are_a_503(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.grammar.MOST_COMPILING", 0)
+    for path, form in [
+        (COMPLETIONS, {"guided_regex": "[xy]{5}"}),
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": 5}}}}),
+    ]:
+        refused = served.post(path, **asked(path, form))
+        assert refused.status_code == 503 and refused.headers["Retry-After"]
+        assert refused.json()["error"]["code"] == "forms_busy"
+
+
+def test_hostile_forms_leave_a_server_that_answers(
+    make_listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of scripts/campaigns/hostile_forms.py, one of each kind twice, beside a polite client."""
+    monkeypatch.setattr("runtime.form_prover.MOST_S", 0.1)
+    listening = make_listening(drafter=None)
+    found: list[tuple[Any, list[str]]] = []
+    waits = politely(listening.port, lambda: found.append(attack(listening.port, range(20), 4)))
+    (counts, wrong), *_ = found
+    assert wrong == [] and waits.failures == []
+    assert counts.total() == 20 and counts[400] > 3 and counts[200] > 3 and waits.seconds
+    assert not listening.model.loop.unfinished() and listening.model.loop.takes_requests
+    assert listening.model.llm.grammars._num_compiling == listening.model.llm.grammars._num_slow == 0
+
+
+def test_hostile_forms_are_the_same_for_the_same_numbers() -> None:
+    assert [hostile_request(i) for i in range(40)] == [hostile_request(i) for i in range(40)]
+    assert len({json.dumps(hostile_request(i)) for i in range(40)}) == 40

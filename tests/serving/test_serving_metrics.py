@@ -124,7 +124,7 @@ def test_openapi_says_what_is_answered(served: Served) -> None:
     assert "422" not in str(schema) and "HTTPValidationError" not in schema["components"]["schemas"]
     for path in ("/v1/completions", "/v1/chat/completions"):
         responses = schema["paths"][path]["post"]["responses"]
-        assert set(responses) == {"200", "400", "401", "403", "404", "408", "413", "500", "503", "504"}
+        assert set(responses) == {"200", "400", "401", "403", "404", "408", "413", "429", "500", "503", "504"}
         assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
         assert responses["400"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/Error"}
     found = set(served.client.get("/v1/models/nobody").json()["error"])

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_tokenizers import byte_fallback
+from byte_tokenizers import backtracking, byte_fallback
 from serving_models import PROMPT, TEMPLATE, MakeServed, Served
 
 from runtime.tokenizer import Tokenizer
@@ -90,3 +90,20 @@ def test_of_what_a_stop_word_cut_off_nothing_is_told(served: Served) -> None:
         num_kept = sum(offset < cut for offset in full["logprobs"]["text_offset"])
         assert choice["logprobs"] == {name: values[:num_kept] for name, values in full["logprobs"].items()}
         assert streamed(served, **body, stop=word) == (choice["text"], choice["logprobs"])
+
+
+def test_a_text_on_which_the_tokenizer_panics_is_refused_and_the_next_one_answered(
+    make_served: MakeServed, tmp_path: Path
+) -> None:
+    backtracking().save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
+    served = make_served(None, tokenizer_dir=tmp_path / "tokenizer")
+    text = "x" * 200
+    for path, body in {
+        "/v1/completions": {"prompt": text},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": text}]},
+        "/tokenize": {"prompt": text},
+    }.items():
+        refused = served.post(path, **body)
+        assert refused.status_code == 400 and "retry-limit-in-match" in refused.json()["error"]["message"]
+    assert served.complete(prompt="the dog", max_tokens=2)["choices"]

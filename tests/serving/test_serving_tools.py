@@ -136,6 +136,29 @@ def test_reasoning_is_told_beside_the_text(tooled: Served) -> None:
     assert as_text["content"].startswith("Hm.\n</think>")
 
 
+@pytest.mark.parametrize("end", ["</think>\n\nI go.", "and so", "</think>"])
+def test_tokens_of_reasoning_are_the_generated_ones(tooled: Served, end: str) -> None:
+    """The model cuts the text into more tokens than the tokenizer would (`Hm` as `H`, `m`): all are counted."""
+    text = f"\nHm, hm. Well then\n{end}"
+    body = {
+        "messages": ASKED, "seed": 3, "guided_choice": [text], "temperature": 2, "chat_template_kwargs": {"think": True}
+    }  # fmt: skip
+    whole = tooled.post(CHAT, **body, logprobs=True, separate_reasoning=False).json()["choices"][0]
+    tokens = [one["token"] for one in whole["logprobs"]["content"]]
+    starts = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
+    thought_end = len("\nHm, hm. Well then") if "</think>" in end else len(text)
+    expected = sum(start < thought_end for start in starts if start < len(text))
+    encoded = tooled.model.llm.tokenizer(text[:thought_end].strip(), add_special_tokens=False)["input_ids"]
+    assert "".join(tokens).startswith(text) and expected > len(encoded)
+    usage = tooled.post(CHAT, **body).json()["usage"]
+    streamed = tooled.stream(CHAT, **body, stream_options={"include_usage": True})[-1]["usage"]
+    assert usage == streamed
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == expected <= usage["completion_tokens"]
+    asked = {key: body[key] for key in ("guided_choice", "temperature", "chat_template_kwargs")}
+    answer = tooled.post("/v1/responses", input="Go", seed=3, **asked).json()
+    assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == expected
+
+
 def test_a_call_comes_after_reasoning(tooled: Served) -> None:
     """Reasoning that the prompt has begun ends with its tag, and the call that must come is after that."""
     stop = tooled.model.llm.tokenizer("</think>", add_special_tokens=False)["input_ids"]

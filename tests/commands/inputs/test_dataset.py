@@ -208,6 +208,22 @@ def test_row_without_text_is_named_by_its_place_in_the_file(
     said(error, f"`{column}`", "9", reason)
 
 
+@pytest.mark.parametrize("blank", ["\n", "\r\n\n", "  \n", "\ufeff\n"])
+def test_blank_lines_before_a_csv_header_are_no_header(blank: str, tmp_path: Path, said: Said) -> None:
+    """pandas and `datasets` skip them too; line numbers count them."""
+    assert [one.text for one in load(write(tmp_path / "d.csv", f"{blank}article,highlights\nA,R\n"))] == ["A"]
+    with pytest.raises(SpecDecError) as error:
+        load(write(tmp_path / "d.csv", f"{blank}article,highlights\nA,R,S\n"))
+    said(error, str(blank.count("\n") + 2), "3", "2")
+
+
+@pytest.mark.parametrize("text", ["\n\n", " \n", ",,\n"])
+def test_csv_file_without_a_header_is_told(text: str, tmp_path: Path, said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
+        load(write(tmp_path / "d.csv", text))
+    said(error, str(tmp_path / "d.csv"))
+
+
 def test_empty_csv_cell_is_named_by_its_row(tmp_path: Path, said: Said) -> None:
     with pytest.raises(SpecDecError) as error:
         load(write(tmp_path / "d.csv", "article,highlights\nA,R\n,R\n"))

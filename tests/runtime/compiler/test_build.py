@@ -42,6 +42,7 @@ from runtime.errors import SpecDecError
 from runtime.orchestrator import generate
 from runtime.request import Request
 from runtime.tokenizer import SAVED
+from scripts.tools import families
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
@@ -337,6 +338,23 @@ def test_right_mixture_is_not_refused_for_near_ties_of_its_routers(family: str, 
     assert check.relative_difference <= check.tolerance or check.from_float32 is not None
 
 
+PHI_MIXTURES = [(0, 0.6), (1, 0.3), (1, 0.6), (2, 0.3)]
+"""Seeds and standard deviations of random Phi-3.5 mixtures that have near ties which bfloat16 decides by chance."""
+
+
+def make_phi_checkpoint(work_dir: Path, seed: int, std: float) -> Path:
+    model = families.random_model(f"phimoe{seed}", families.small_config("phimoe"), std, std)
+    return make_checkpoint(model, work_dir, "bfloat16")
+
+
+@pytest.mark.parametrize(("seed", "std"), PHI_MIXTURES)
+def test_right_mixture_that_chooses_by_the_highest_score_is_not_refused(seed: int, std: float, tmp_path: Path) -> None:
+    """Phi-3.5 takes the best expert, then the second best, and weighs each beside those within 2 % of it."""
+    settings = {"max_batch_size": 4, "max_input_len": 349, "max_seq_len": 384, "max_draft_len": 6}
+    check = build(make_phi_checkpoint(tmp_path, seed, std), tmp_path / "engine", **settings).logits_check
+    assert check.relative_difference <= check.tolerance or check.from_float32 is not None
+
+
 class _WrongExperts(TorchFunctionMode):
     """Takes, where experts are chosen, the next ones by number, or each with the weight of another."""
 
@@ -346,6 +364,8 @@ class _WrongExperts(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = function(*args, **(kwargs or {}))
+        if function is Tensor.max and isinstance(found, tuple):  # Phi-3.5's one expert after the other
+            return torch.return_types.max((found.values, (found.indices + 1) % args[0].shape[-1]))
         if function not in (torch.topk, Tensor.topk):
             return found
         if self.wrong == "weights":
@@ -364,6 +384,18 @@ def test_mixture_by_wrong_experts_is_refused(
 
     monkeypatch.setattr(build_module, "compute", compute_wrongly)
     check_refused(make_mixture_checkpoint(tmp_path, family, 0), tmp_path, said, "0.05", "float32")
+
+
+@pytest.mark.parametrize(("seed", "std"), PHI_MIXTURES)
+def test_mixture_that_chooses_by_the_highest_score_is_refused_by_wrong_experts(
+    seed: int, std: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: Said
+) -> None:
+    def compute_wrongly(*arguments: Any) -> Computed:
+        with _WrongExperts("experts"):
+            return compute(*arguments)
+
+    monkeypatch.setattr(build_module, "compute", compute_wrongly)
+    check_refused(make_phi_checkpoint(tmp_path, seed, std), tmp_path, said, "0.05", "float32")
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["all", "second"])
@@ -392,6 +424,26 @@ def test_near_ties_are_decided_otherwise_and_nothing_else() -> None:
     assert torch.equal(values, scores.gather(-1, indices))
     assert torch.equal(everything.values, scores.sort(descending=True).values)
     assert len(others.scores) == 1 and torch.equal(others.scores[0], scores)
+
+
+def test_near_ties_of_the_best_one_and_of_a_bound_are_decided_otherwise() -> None:
+    """Phi-3.5 decides so: the best expert, and those that are no farther from it than a bound."""
+    scores = torch.tensor([[0.5, 0.1, 0.49], [0.1, 0.2, 0.4]])
+    with Choices([0.02, 0.01]) as others:
+        best, indices = scores.max(dim=-1, keepdim=True)
+        is_far = (best - scores) > 0.195
+        largest = scores.amax(-1)  # is no choice
+    assert (indices.tolist(), best.tolist()) == ([[2], [2]], scores.gather(-1, indices).tolist())
+    # 0.39 is far from the bound of 0.195; 0.4 - 0.2 is above it by 0.005, and is taken for below it.
+    assert is_far.tolist() == [[False, True, False], [True, False, False]]
+    assert len(others.scores) == 2 and torch.equal(largest, scores.max(-1).values)
+
+
+def test_ties_of_every_other_token_alone_are_decided_otherwise() -> None:
+    scores = torch.tensor([[0.5, 0.49]]).repeat(4, 1)
+    with Choices([0.02], every=2, turn=1):
+        indices = scores.topk(1, dim=-1).indices
+    assert indices.flatten().tolist() == [0, 1, 0, 1]
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from runtime.config import DraftOutput
 from runtime.engine import Engine
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.heads.head_config import has_mtp_head, is_head, read_head
-from runtime.heads.mtp_head import check_mtp_is_of, check_mtp_is_trained, load_mtp
+from runtime.heads.mtp_head import check_mtp_is_of, check_mtp_is_trained, layers_of_mtp, load_mtp
 from runtime.training.new_head import write_mtp
 from runtime.training.unrolled import Rows, Schedule, Trainer, accepted_lengths, have_unrolled_attention
 
@@ -639,3 +639,19 @@ def test_a_model_packed_without_its_head(
     with pytest.raises(SpecDecError, match="several layers with one projection is not supported, 2"):
         read_head(tmp_path)
     assert DRAFT_LEN > 1 and not engine._heads
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_head_keeps_its_routers_bias_in_float32(num_layers: int, tmp_path: Path) -> None:
+    """The layers behind a DeepSeek V3 that predict the tokens after the next."""
+    save_with_layers(tmp_path / "model", num_layers)
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    names = [f"model.layers.{2 + i}.mlp.gate.e_score_correction_bias" for i in range(num_layers)]
+    for name in names:
+        tensors[name] = 8 + 0.02 * torch.randn(tensors[name].shape)
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    head = load_mtp(read_head(tmp_path / "model"), None, torch.bfloat16)
+    for name, layer in zip(names, layers_of_mtp(head), strict=True):
+        bias = layer.step.model.state_dict()["model.layers.0.mlp.gate.e_score_correction_bias"]
+        assert bias.dtype == torch.float32 and torch.equal(bias, tensors[name])
+        assert next(layer.decoder.parameters()).dtype == torch.bfloat16

@@ -424,6 +424,16 @@ def test_gguf_that_lacks_a_weight_is_named(tmp_path: Path, said: Said) -> None:
     refuse(path, tmp_path, said, "model.layers.1.input_layernorm.weight")
 
 
+@pytest.mark.filterwarnings("ignore:the file has no tokenizer")
+def test_gguf_of_more_layers_than_tensors_is_refused_before_any_is_made(tmp_path: Path, said: Said) -> None:
+    path = tmp_path / "model.gguf"
+    save_gguf(path, Q.Q8_0)
+    key = b"llama.block_count"
+    start = path.read_bytes().index(key) + len(key) + 4
+    with_bytes(path, start, struct.pack("<I", 2**32 - 1))
+    refuse(path, tmp_path, said, "`llama.block_count` 4294967295", "tensors")
+
+
 @pytest.mark.parametrize("kind", [Q.F32, Q.Q8_0])
 @pytest.mark.parametrize("name", ["blk.0.attn_norm", "blk.0.ffn_gate"])
 def test_gguf_tensor_of_another_shape_is_named_as_in_the_file(name: str, kind: Q, tmp_path: Path, said: Said) -> None:

@@ -175,7 +175,9 @@ def test_linear_layers_that_files_have_by_other_names_are_refused(tmp_path: Path
     source = _open_source(tmp_path / "model")
     others = [tensor for tensor in source.tensors if ".c_" not in tensor.name]
     with pytest.raises(SpecDecError) as error:
-        plan_pieces(replace(source, tensors=others), torch.float32, QuantConfig("int8"), Losses(torch.float32))
+        plan_pieces(
+            replace(source, tensors=others), lambda name: torch.float32, QuantConfig("int8"), Losses(torch.float32)
+        )
     said(error, "gpt2")
 
 

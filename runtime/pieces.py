@@ -1,0 +1,39 @@
+"""Sizes of the pieces in which prompts are computed beside sequences that generate, found by measuring.
+
+A sequence that generates waits for a piece and then for its own step. The piece may take so long that both together
+take 2.5 steps, or `max_gap_s` if that is longer. With steps of 10 ms a piece may take 15 ms: if 100 tokens took 30 ms,
+the next piece has 50.
+"""
+
+_MAX_STEPS = 2.5
+_LEAST_TOKENS = 4
+"""Prompts get on, however slow they are."""
+_FIRST_TOKENS = 32
+_WEIGHT = 0.2
+"""Weight of the last step in the mean of all."""
+
+
+class PieceSizes:
+    """The size of the next piece: `num_tokens`, from what the pieces and steps before took."""
+
+    def __init__(self, max_num_tokens: int, max_gap_s: float) -> None:
+        self._most, self._max_gap_s = max_num_tokens, max_gap_s
+        self.num_tokens = min(_FIRST_TOKENS, max_num_tokens)
+        self._step_s: float | None = None
+
+    def step_took(self, seconds: float) -> None:
+        """Note the time of a step of sequences that generate, without the pieces before it."""
+        before = seconds if self._step_s is None else self._step_s
+        self._step_s = before + _WEIGHT * (seconds - before)
+
+    def piece_took(self, num_tokens: int, seconds: float) -> None:
+        """Note the time of a piece. The next piece is at most twice as long, and at least half as long.
+
+        The last piece of a prompt says little of longer pieces, and is passed over if it is short.
+        """
+        if self._step_s is None or 2 * num_tokens < self.num_tokens:
+            return
+        gap_s = max(_MAX_STEPS * self._step_s, self._max_gap_s)
+        wanted = num_tokens * (gap_s - self._step_s) / max(seconds, 1e-9)
+        size = min(max(wanted, self.num_tokens / 2), 2 * self.num_tokens)
+        self.num_tokens = min(max(round(size), _LEAST_TOKENS), self._most)
