@@ -7,10 +7,8 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, NoReturn, NotRequired, TypedDict
 
+from runtime.chat_templates import _TOOL_USE, DEFAULT, chat_templates
 from runtime.errors import SpecDecError
-from runtime.files import check_regular, read_json
-from runtime.gguf import is_gguf, read_gguf, templates_of
-from runtime.tokenizer import template_files
 from runtime.tools.call_formats import ReasoningFormat, ToolFormat, find_reasoning_format, find_tool_format
 
 
@@ -59,7 +57,7 @@ class ChatTemplate:
     @property
     def text(self) -> str:
         """The template for conversations; nothing if it is no text."""
-        source = self.source.get(_DEFAULT) if isinstance(self.source, dict) else self.source
+        source = self.source.get(DEFAULT) if isinstance(self.source, dict) else self.source
         return source if isinstance(source, str) else ""
 
     @property
@@ -92,7 +90,7 @@ class ChatTemplate:
     def _text_for(self, *, with_tools: bool) -> str:
         """The template that transformers takes for a conversation."""
         if isinstance(self.source, dict):
-            return str(self.source["tool_use" if with_tools and "tool_use" in self.source else _DEFAULT])
+            return str(self.source["tool_use" if with_tools and "tool_use" in self.source else DEFAULT])
         return str(self.source)
 
     def check_variables(self, variables: Mapping[str, Any]) -> None:
@@ -117,7 +115,7 @@ class ChatTemplate:
         check_messages(messages, "the conversation")
         given = (inputs or TemplateInputs()).arguments()
         _check_default(
-            self.source if isinstance(self.source, dict) else {_DEFAULT: self.source}, self._tokenizer.name_or_path
+            self.source if isinstance(self.source, dict) else {DEFAULT: self.source}, self._tokenizer.name_or_path
         )
         try:
             compile_bounded(self._text_for(with_tools="tools" in given))
@@ -151,26 +149,6 @@ def has_chat_template(tokenizer_dir: Path) -> bool:
     return bool(chat_templates(tokenizer_dir))
 
 
-def chat_templates(tokenizer_dir: Path) -> dict[str, Any]:
-    """Chat templates of a GGUF file or a directory by their names, by transformers' rules but without transformers.
-
-    They should be texts. `chat_template.json` is that of a processor of images and sounds, which no tokenizer reads.
-    """
-    if is_gguf(tokenizer_dir):
-        return templates_of(read_gguf(tokenizer_dir).metadata)
-    default = tokenizer_dir / "chat_template.jinja"
-    files = {_DEFAULT: default} if default.exists() else {}
-    if files := files | {file.stem: file for file in template_files(tokenizer_dir)}:
-        for file in files.values():
-            check_regular(file)
-        return {name: file.read_text(encoding="utf-8", errors="replace") for name, file in files.items()}
-    config = tokenizer_dir / "tokenizer_config.json"
-    template = read_json(config).get("chat_template") if config.exists() else None
-    if isinstance(template, list):
-        return {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}
-    return {} if template is None else {_DEFAULT: template}
-
-
 def check_chat_template(tokenizer_dir: Path, tokenizer: str) -> None:
     """SpecDecError unless it has a chat template for conversations, of which a program can be made: before an engine is
     built. `tokenizer` is the name that the user gave.
@@ -184,19 +162,19 @@ def check_chat_template(tokenizer_dir: Path, tokenizer: str) -> None:
         raise_no_chat_template(tokenizer)
     _check_default(templates, tokenizer)
     try:
-        BoundedEnvironment(extensions=["jinja2.ext.loopcontrols", _generation()]).compile(templates[_DEFAULT])
+        BoundedEnvironment(extensions=["jinja2.ext.loopcontrols", _generation()]).compile(templates[DEFAULT])
     except TemplateSyntaxError as error:
         _raise_broken(error)
 
 
 def _check_default(templates: Mapping[str, Any], tokenizer: str) -> None:
     """SpecDecError where none is called the default, or that is no text with something in it."""
-    if _DEFAULT not in templates:
+    if DEFAULT not in templates:
         raise SpecDecError(
             f"none of the tokenizer's chat templates is the default, {', '.join(sorted(templates))}: {tokenizer}",
-            hint=f"name one of them `{_DEFAULT}` in its tokenizer_config.json",
+            hint=f"name one of them `{DEFAULT}` in its tokenizer_config.json",
         )
-    template = templates[_DEFAULT]
+    template = templates[DEFAULT]
     if not isinstance(template, str) or not template.strip():
         raise SpecDecError(f"the chat template is no text, {template!r}: {tokenizer}", hint=_OTHER)
 
@@ -251,6 +229,5 @@ def _is_message(message: Any) -> bool:
     )
 
 
-_DEFAULT, _TOOL_USE = "default", "tool_use"  # transformers' names
 _OTHER = "correct the template, or name a tokenizer with another"
 _FORM = '[{"role": "user", "content": "…"}] is one; roles are system, user and assistant'

@@ -14,7 +14,7 @@ import tokenizers
 
 from runtime.bundle import Bundle, check_tokenizer_files, is_engine_dir, read_bundle
 from runtime.cache import digest
-from runtime.chat import chat_templates
+from runtime.chat_templates import chat_templates
 from runtime.checkpoint_dir import open_checkpoint
 from runtime.checksums import CONFIG
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError

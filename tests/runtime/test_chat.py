@@ -13,7 +13,8 @@ from sentences import Said
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import _cached_compile_jinja_template
 
-from runtime.chat import ChatTemplate, TemplateInputs, chat_templates, check_chat_template, has_chat_template
+from runtime.chat import ChatTemplate, TemplateInputs, check_chat_template, has_chat_template
+from runtime.chat_templates import chat_templates
 from runtime.checkpoint import copy_side_files
 from runtime.checksums import record_files
 from runtime.errors import SpecDecError

@@ -16,7 +16,7 @@ from commands.inputs.dataset import load_samples
 from commands.inputs.prompts import read_prompts
 from runtime.artefacts import check_directory
 from runtime.bundle import read_bundle
-from runtime.chat import chat_templates
+from runtime.chat_templates import chat_templates
 from runtime.checkpoint import plan_conversion
 from runtime.checkpoint_dir import open_checkpoint
 from runtime.config import QuantConfig
