@@ -7,7 +7,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, NoReturn, NotRequired, TypedDict
 
-from runtime.chat_templates import _TOOL_USE, DEFAULT, chat_templates
+from runtime.chat_templates import DEFAULT, TOOL_USE, chat_templates
 from runtime.errors import SpecDecError
 from runtime.tools.call_formats import ReasoningFormat, ToolFormat, find_reasoning_format, find_tool_format
 
@@ -63,7 +63,7 @@ class ChatTemplate:
     @property
     def tool_text(self) -> str:
         """The template for conversations with functions that may be called: the one of its own, else `text`."""
-        source = self.source.get(_TOOL_USE) if isinstance(self.source, dict) else None
+        source = self.source.get(TOOL_USE) if isinstance(self.source, dict) else None
         return source if isinstance(source, str) else self.text
 
     @property

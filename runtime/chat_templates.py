@@ -7,6 +7,9 @@ from runtime.files import check_regular, read_json
 from runtime.gguf import is_gguf, read_gguf, templates_of
 from runtime.tokenizer import template_files
 
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""transformers' names for the template, and for the template of conversations with tools."""
+
 
 def chat_templates(tokenizer_dir: Path) -> dict[str, Any]:
     """Chat templates of a GGUF file or a directory by their names, by transformers' rules but without transformers.
@@ -26,6 +29,3 @@ def chat_templates(tokenizer_dir: Path) -> dict[str, Any]:
     if isinstance(template, list):
         return {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}
     return {} if template is None else {DEFAULT: template}
-
-
-DEFAULT, _TOOL_USE = "default", "tool_use"  # transformers' names
