@@ -66,7 +66,7 @@ def test_a_piece_has_the_log_probabilities_of_its_own_tokens(llm: LLM, llama: Pr
             logits = llama(torch.tensor([generated])).logits[0, -len(piece.token_ids) - 1 : -1].log_softmax(-1)
         for row, one in zip(logits, piece.logprobs, strict=True):
             assert one.logprob == pytest.approx(float(row[one.token]), abs=1e-3)
-    assert 1 < pieces
+    assert pieces > 1
 
 
 # --- batches ---
@@ -91,7 +91,9 @@ def batch_request(number: int, **body: Any) -> BatchRequest:
 
 
 def test_result_is_determined_by_its_request_the_model_and_the_seed(answers: Callable[..., Any]) -> None:
-    requests = [batch_request(i, **({"seed": 3} if i % 3 == 0 else {}), **({"n": 2} if i == 4 else {})) for i in range(7)]
+    requests = [
+        batch_request(i, **({"seed": 3} if i % 3 == 0 else {}), **({"n": 2} if i == 4 else {})) for i in range(7)
+    ]
     lines = {number: outcome.line for number, outcome in answers(requests).items()}
     shuffled = random.Random(0).sample(requests, len(requests))
     assert {number: outcome.line for number, outcome in answers(shuffled).items()} == lines
@@ -170,9 +172,7 @@ class Dying:
         sent, self.sent = self.sent, []
         self.num_free += len(sent)
         is_dead = any(request.id == self.deadly for request in sent)
-        return [
-            NotAnswered(one.id, "died", is_lost=True) if is_dead else Outcome(one.id, b"answered") for one in sent
-        ]
+        return [NotAnswered(one.id, "died", is_lost=True) if is_dead else Outcome(one.id, b"answered") for one in sent]
 
 
 @pytest.mark.parametrize("deadly", [0, 3, 6])

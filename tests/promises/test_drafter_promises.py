@@ -88,7 +88,9 @@ def test_allocation_is_the_best_of_all_and_of_equals_the_shortest(
 
 @given(num_tokens=st.integers(0, 9), at_once=st.booleans())
 def test_model_that_drafts_all_at_once_is_paid_once(num_tokens: int, at_once: bool) -> None:
-    prices = _Prices(2, 64, 8, lambda batch, context, draft_len: 1 + draft_len, lambda batch, context: 0.3, at_once=at_once)
+    prices = _Prices(
+        2, 64, 8, lambda batch, context, draft_len: 1 + draft_len, lambda batch, context: 0.3, at_once=at_once
+    )
     assert prices.drafting_s(num_tokens) == pytest.approx(0.3 * (bool(num_tokens) if at_once else num_tokens))
 
 
@@ -116,10 +118,11 @@ def test_step_with_a_new_prompt_is_no_measurement(joins: list[bool]) -> None:
     now = 0.0
     meter, alone = Meter(lambda: now), Meter(lambda: now)
     sequences = [Sequence.start(Request(0, (1,), 99))]
-    for is_new in joins:
+    for number, is_new in enumerate(joins):
+        price_s = 1.2 + 0.3 * (number % 3)
         for one in (meter, alone):
-            one.sent(sequences, 1.0, 1.5)
-        now += 4.5 if is_new else 1.5
+            one.sent(sequences, 1.0, price_s)
+        now += 3 * price_s if is_new else price_s
         if is_new:
             sequences = [*sequences, Sequence.start(Request(len(sequences), (1,), 99))]
         meter.see(sequences)
@@ -192,7 +195,9 @@ def test_suggestions_change_no_draft_and_leave_room_for_it(seed: int, temperatur
         forward_draft = engine.forward_draft
 
         def watched(states: Any, given: Any, call: Any = forward_draft, length: int = len(prompt)) -> Any:
-            asked_for.extend(len(state.tokens) - length + len(draft.tokens) for state, draft in zip(states, given, strict=True))
+            asked_for.extend(
+                len(state.tokens) - length + len(draft.tokens) for state, draft in zip(states, given, strict=True)
+            )
             return call(states, given)
 
         engine.forward_draft = watched  # type: ignore[method-assign]
@@ -241,7 +246,8 @@ def test_draft_that_begins_elsewhere_is_drawn_by_other_numbers() -> None:
         drawn = []
         for start in (4, 5):
             params = SamplingConfig(top_k=0, random_seed=seed)
-            sequence = Sequence.start(Request(0, tuple(range(start)), 9, sampling=params))
+            sequence = Sequence.start(Request(0, (1, 2), 9, sampling=params))
+            sequence.tokens += [3] * (start - 2)
             state = DraftState(sequence, 9, use_logits=True)
             while len(sequence.tokens) < 7:
                 state.draft_token(torch.zeros(VOCAB_SIZE))

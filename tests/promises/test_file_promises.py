@@ -63,7 +63,12 @@ def test_progress_ends_at_its_total_and_never_goes_back(tp_size: int, tmp_path: 
     make_model("llama").save_pretrained(tmp_path / "model")
     told: list[tuple[int, int]] = []
     convert(
-        tmp_path / "model", tmp_path / "out", None, replace=False, progress=lambda *one: told.append(one), tp_size=tp_size
+        tmp_path / "model",
+        tmp_path / "out",
+        None,
+        replace=False,
+        progress=lambda *one: told.append(one),
+        tp_size=tp_size,
     )
     num_bytes = sum(
         tensor.nbytes for path in (tmp_path / "out").glob("*.safetensors") for tensor in load_file(path).values()
@@ -144,7 +149,9 @@ def test_pieces_are_the_whole_and_compute_what_it_computes(kind: Any, groups: tu
         assert torch.equal(piece, pieces[rank // (tp_size // num_pieces) * (tp_size // num_pieces)])  # neighbours'
     distinct = pieces[:: tp_size // num_pieces]
     assert torch.equal(torch.cat(distinct, 0 if kind == "outputs" else 1), weight)
-    assert torch.equal(split.join("layer.weight", pieces), weight) and torch.equal(split.join("layer.bias", biases), bias)
+    assert torch.equal(split.join("layer.weight", pieces), weight) and torch.equal(
+        split.join("layer.bias", biases), bias
+    )
     x = torch.randn(5, 24, generator=generator)
     whole = torch.nn.functional.linear(x, weight, bias)
     if kind == "outputs":
@@ -152,7 +159,9 @@ def test_pieces_are_the_whole_and_compute_what_it_computes(kind: Any, groups: tu
         made = torch.cat([torch.nn.functional.linear(x, one, its) for one, its in own], -1)
     else:  # what each computes of its inputs is added up, and then the bias, which each has
         assert all(torch.equal(one, bias) for one in biases)
-        made = sum(torch.nn.functional.linear(part, one) for part, one in zip(x.chunk(num_pieces, -1), distinct, strict=True))
+        made = sum(
+            torch.nn.functional.linear(part, one) for part, one in zip(x.chunk(num_pieces, -1), distinct, strict=True)
+        )
         made = made + bias
     torch.testing.assert_close(made, whole)
 
@@ -174,7 +183,13 @@ def test_a_weight_is_there_while_anybody_reads_it(tmp_path: Path, monkeypatch: p
 
 def test_experts_are_put_together_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     """Twelve, of which number 10 comes before number 2 as a text."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
     config = Qwen3MoeConfig(vocab_size=64, intermediate_size=32, moe_intermediate_size=16, num_experts=12, **sizes)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)

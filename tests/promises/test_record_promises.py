@@ -368,7 +368,9 @@ def test_evicted_states_count_where_somebody_missed_one(num_waits: int, num_evic
 
 
 @given(drafts=steps, max_draft_len=st.integers(0, 5))
-def test_seconds_of_a_token_are_those_of_drafts_that_were_cut(drafts: list[tuple[int, int]], max_draft_len: int) -> None:
+def test_seconds_of_a_token_are_those_of_drafts_that_were_cut(
+    drafts: list[tuple[int, int]], max_draft_len: int
+) -> None:
     """By replaying each step with its draft cut: what is accepted of it is cut too."""
     costs = tuple(StepCost(1, 0, n, 1e-3 * (9 + n)) for n in (1, 11))
     made = tuple(DraftedStep(100, drafted, accepted) for drafted, accepted in drafts)
@@ -455,7 +457,9 @@ def test_scores_of_a_category_are_of_its_own_references() -> None:
     samples = samples_of(["b", "a", "b", "a", "b"])
     run = SystemRun("hf", [SampleRun([1], f"reference {i}", 0.1, 0.1, 0.1, 0.1) for i in range(5)])
     samples = [replace(one, reference=f"reference {word}") for one, word in zip(samples, "vwxyz", strict=True)]
-    run.samples = [replace(one, output_text=f"reference {word}") for one, word in zip(run.samples, "vwxyz", strict=True)]
+    run.samples = [
+        replace(one, output_text=f"reference {word}") for one, word in zip(run.samples, "vwxyz", strict=True)
+    ]
     for category, number in (("a", 2), ("b", 3)):
         found = _category(4, samples, [run], category)
         assert found.num_samples == found.num_references == number

@@ -38,7 +38,7 @@ configs = st.builds(
     SamplingConfig,
     temperature=st.sampled_from([0.5, 1.0, 2.0]),
     top_k=st.sampled_from([0, 1, 3]),
-    top_p=st.sampled_from([1e-6, 0.3, 0.9, 1.0]),
+    top_p=st.sampled_from([1e-9, 0.3, 0.9, 1.0]),
     min_p=st.sampled_from([0.0, 0.2]),
     repetition_penalty=st.sampled_from([1.0, 1.5]),
     presence_penalty=st.sampled_from([0.0, 0.7]),
@@ -115,7 +115,9 @@ def test_noise_and_numbers_differ_by_all_that_they_depend_on() -> None:
 
 
 @given(params=configs, prompt=tokens, draft=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=5))
-def test_each_position_of_a_draft_has_its_own_noise(params: SamplingConfig, prompt: list[int], draft: list[int]) -> None:
+def test_each_position_of_a_draft_has_its_own_noise(
+    params: SamplingConfig, prompt: list[int], draft: list[int]
+) -> None:
     sampler = Sampler(params, prompt)
     asked = sampling.Positions(sampler, prompt, draft, logits_of(0, len(draft) + 1))
     _, _, keys, *_ = kernel_arguments([asked])

@@ -66,6 +66,16 @@ def test_a_stream_is_the_text_of_all_tokens_up_to_a_stop_word(
     assert shown == min((whole[: whole.find(word)] for word in stop_words if word in whole), key=len, default=whole)
 
 
+@pytest.mark.parametrize("word", ["ab", "é" * 9, "€€€", "🙂🙂🙂"])
+@pytest.mark.parametrize("before", ["", "a", "€", "ab €"])
+def test_stop_word_of_any_bytes_is_found_at_its_last_token(word: str, before: str) -> None:
+    """Whose tokens are bytes, so that it has up to four times as many as characters."""
+    tokenizer = byte_level()
+    stops, tokens = StopWords((word,), tokenizer), tokenizer(before + word)["input_ids"]
+    found = [end for end in range(1, len(tokens) + 1) if stops([5, 6, *tokens[:end]], 2)]
+    assert found == [len(tokens)]
+
+
 @given(ids=st.lists(st.integers(0, 20), min_size=1, max_size=12), most=st.none() | st.integers(1, 14))
 def test_prompts_keep_their_end_and_are_told_to_be_cut_if_they_are(ids: list[int], most: int | None) -> None:
     kept, is_cut = encode(ids, None, most)
@@ -101,8 +111,9 @@ def test_saved_tokenizer_is_transformers(make: Any, text: str) -> None:
         ids = tokenizer(text, add_special_tokens=special)["input_ids"]
         assert saved(text, add_special_tokens=special)["input_ids"] == ids
         assert saved.decode(ids, skip_special_tokens=special) == tokenizer.decode(ids, skip_special_tokens=special)
-    assert saved(text, truncation=True, max_length=3)["input_ids"] == (
-        tokenizer(text, truncation=True, max_length=3)["input_ids"]
+    assert (
+        saved(text, truncation=True, max_length=3)["input_ids"]
+        == (tokenizer(text, truncation=True, max_length=3)["input_ids"])
     )
     assert saved(text)["input_ids"] == tokenizer(text)["input_ids"]  # nothing of the truncation stays
 
@@ -143,4 +154,3 @@ def test_conversation_has_the_templates_special_tokens_and_no_others(make: Any, 
         assert ids == own.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         has_own = template != "has none"
         assert ids.count(own.bos_token_id) == has_own and ids.count(own.eos_token_id) == has_own * number
-

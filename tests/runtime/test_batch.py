@@ -146,7 +146,10 @@ def test_padding_sizes_to_two_leaves_the_logits(num_rows: int, num_tokens: int, 
 
 
 @given(
-    num_tokens=st.integers(1, 20), num_computed=st.integers(0, 19), draft=st.lists(st.integers(0, 9)), slot=st.integers(0, 9)
+    num_tokens=st.integers(1, 20),
+    num_computed=st.integers(0, 19),
+    draft=st.lists(st.integers(0, 9)),
+    slot=st.integers(0, 9),
 )
 def test_rows_of_a_sequence_have_all_that_is_its_own(
     num_tokens: int, num_computed: int, draft: list[int], slot: int

@@ -53,7 +53,9 @@ class SimulatedPool:
             return False
         assert len(sequence.block_table) == len(set(sequence.block_table)) == num_blocks
         assert sequence.num_computed < len(sequence.tokens)
-        overwritten = published - set(manager._nodes) - {sequence.block_table[(sequence.num_computed - 1) // manager.block_size]}
+        overwritten = (
+            published - set(manager._nodes) - {sequence.block_table[(sequence.num_computed - 1) // manager.block_size]}
+        )
         assert not overwritten or not bare & without_content(manager), "a text was overwritten in place of nothing"
         self.counts["copied"] += len(copies)
         self.counts["taken over"] += sequence.num_computed % manager.block_size != 0 and not copies

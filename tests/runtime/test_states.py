@@ -185,9 +185,7 @@ shapes = st.builds(
     width=st.integers(0, 5),
     num_before=st.integers(1, 4),
     recurrent=st.none()
-    | st.builds(
-        RecurrentShape, num_heads=st.integers(1, 3), key_dim=st.integers(1, 4), value_dim=st.integers(1, 4)
-    ),
+    | st.builds(RecurrentShape, num_heads=st.integers(1, 3), key_dim=st.integers(1, 4), value_dim=st.integers(1, 4)),
 )
 
 
