@@ -1,4 +1,4 @@
-"""The list of planted faults fits the tree, and the program tells those that tests catch from those that they do not."""
+"""The list of planted faults fits the tree, and the program tells which of them tests catch."""
 
 import ast
 import subprocess

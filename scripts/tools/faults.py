@@ -8,8 +8,8 @@ python -m scripts.tools.faults --list                 names them and runs nothin
 `mutate.py` makes faults by operators, in a few files; these were written by hand, as an engineer would make them when
 tired: of state, counts, order, ownership and units. A fault is found by the text that it replaces, which stands in the
 tree once, wherever its file is now. It is planted in a copy of the tree, where its nearest tests have a minute of a
-processor. A test that hangs counts as caught only if its own wait ends it and says what it waited for. Exit 1 unless 90 %
-are caught.
+processor. A test that hangs counts as caught only if its own wait ends it and says what it waited for. Exit 1 unless
+90 % are caught.
 """
 
 import argparse
@@ -35,8 +35,8 @@ _COPIED = (*PACKAGES, "tests", "scripts", "docs", "README.md", "pyproject.toml")
 _SOURCES = {".py", ".h", ".cpp", ".html"}
 _WANTED = 0.9
 _HANG_S, _WALL = 120.0, 5.0
-"""Seconds after which a test's own wait ends (`tests/waiting.py`), and the wall time of tests, by that of a processor: the
-machine may have other work.
+"""Seconds after which a test's own wait ends (`tests/waiting.py`), and the wall time of tests by that of a processor:
+the machine may have other work.
 """
 
 

@@ -1,7 +1,7 @@
 """Promises of weights on their way from a model's files into a step, whatever lies in the files.
 
-- conversion: each tensor once, as the file that the index names has it; the dtype is that of most numbers; progress ends
-  at its total
+- conversion: each tensor once, as the file that the index names has it; the dtype is that of most numbers; progress
+  ends at its total
 - quantization: integers are the nearest for the scales that are stored; columns come back in their own order
 - splits: all ranks' pieces are the whole, in their order; the sum of what they compute is what one computes
 - memory: a weight is there while anybody reads it; what is put together of many is in the order of their numbers

@@ -3,7 +3,7 @@
 - requests and statistics: tokens, keys and counts end at one place; a sum has every count; a copy stays as it was
 - evaluation: a statistic is as large as its degrees of freedom say; intervals are mirrored by exchanging the sides;
   what ran together is one observation
-- tuning: a replay counts what a loop counts, and forgets; a sample is spread over all traces; costs are their definition
+- tuning: a replay counts what a loop counts, and forgets; a sample is spread over all traces; costs are as defined
 - diagnosis: shares are those that NumPy counts; limits are on the right side of what is measured
 - benchmark: peaks, goodput and percentiles are those of brute force over the same answers
 - inputs: only the padding at an end is taken off; each request's place is told by its own line
@@ -14,6 +14,7 @@ import copy
 import random
 from collections import Counter
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -299,7 +300,7 @@ def test_replay_counts_what_the_loop_counts_and_forgets(seed: int) -> None:
 def test_sample_is_spread_over_all_traces(num: int, length: int, most: int) -> None:
     replayer = Replayer([Trace((i,), (1,) * length) for i in range(num)])
     chosen = [trace.prompt_tokens[0] for trace in replayer.thinned(most).traces]
-    gaps = {b - a for a, b in zip(chosen, chosen[1:], strict=False)}
+    gaps = {b - a for a, b in pairwise(chosen)}
     assert chosen[0] == 0 and len(gaps) <= 1 and num - chosen[-1] <= max(gaps, default=num)
     assert len(chosen) * length <= most + length
 

@@ -67,7 +67,7 @@ def test_a_stream_is_the_text_of_all_tokens_up_to_a_stop_word(
 
 
 @pytest.mark.parametrize("word", ["ab", "é" * 9, "€€€", "🙂🙂🙂"])
-@pytest.mark.parametrize("before", ["", "a", "€", "ab €"])
+@pytest.mark.parametrize("before", ["", "x", "xy ü"])
 def test_stop_word_of_any_bytes_is_found_at_its_last_token(word: str, before: str) -> None:
     """Whose tokens are bytes, so that it has up to four times as many as characters."""
     tokenizer = byte_level()
@@ -135,7 +135,8 @@ def test_saved_tokenizer_is_used_while_its_files_are_the_same(tmp_path: Path) ->
 
 
 TEMPLATES = {
-    "begins with <s>": "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}",
+    "begins with <s>": "{{ bos_token }}{% for m in messages %}"
+    "[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}",
     "has none": "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}",
 }
 

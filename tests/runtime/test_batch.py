@@ -154,7 +154,7 @@ def test_padding_sizes_to_two_leaves_the_logits(num_rows: int, num_tokens: int, 
 def test_rows_of_a_sequence_have_all_that_is_its_own(
     num_tokens: int, num_computed: int, draft: list[int], slot: int
 ) -> None:
-    """Promises of rows, whatever is cut of them: each token once, at its position, with its sequence's blocks and slot."""
+    """Promises of rows, whatever is cut: each token once, at its position, with its sequence's blocks and slot."""
     num_computed = min(num_computed, num_tokens - 1)
     sequence = Sequence(Request(0, (1,), 9), list(range(num_tokens)), num_computed, [5, 3, 8], state_slot=slot)
     whole = generation_row(sequence, draft)

@@ -3,8 +3,8 @@
 The simulated pool maps each slot to the tokens up to and including the one whose K/V it holds: K/V depend on all of
 them, so a slot is right for position i of a sequence if and only if it holds the sequence's first i + 1 tokens.
 
-Three promises, whatever is admitted, stepped and released: what is claimed as computed is held; a block is held, or free,
-and given back once; nothing that could be found is overwritten while a block without content is free.
+Three promises, whatever is admitted, stepped and released: what is claimed as computed is held; a block is held, or
+free, and given back once; nothing that could be found is overwritten while a block without content is free.
 """
 
 import copy
