@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _with_an_end(item: pytest.Item) -> Generator[None, object, object]:
-    """What is tried a hundred times as often has a hundred times as long."""
+    """Give a test its limit: with `--slow`, which tries a hundred times as much, a hundred times as long."""
     limit_s = HANG_S * (100 if item.config.getoption("--slow") else 1)
     with with_an_end(item.nodeid, item.config.stash[_STDERR], limit_s):
         return (yield)

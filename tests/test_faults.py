@@ -20,7 +20,7 @@ def sources() -> dict[Path, str]:
 
 
 def test_every_fault_can_be_planted_in_one_place(sources: dict[Path, str]) -> None:
-    """Wherever its file is now. What it becomes is a program too."""
+    """Its file may have moved. The text that replaces it makes a program too."""
     assert len(FAULTS) >= 100
     texts = Counter((fault.before, fault.after) for fault in FAULTS)
     assert max(texts.values()) == 1

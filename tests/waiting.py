@@ -18,7 +18,7 @@ from types import FrameType
 HANG_S = float(os.environ.get("SPECDEC_TEST_HANG_S", "600"))
 """Nothing that tests wait for takes nearly so long, on however slow or busy a machine."""
 _MORE_S = 60.0
-"""What a test has to end in after `Hangs`, before the process does."""
+"""Seconds that a test has to end in after `Hangs`, before the process does."""
 _ROOT = Path(__file__).parents[1]
 
 

@@ -185,7 +185,7 @@ def chosen(faults: list[Fault], only: Iterable[str]) -> Iterator[tuple[int, Faul
 
 
 def _import_what_is_large() -> None:
-    """What tests import of other packages. Nothing of ours, which is imported from the copy of the tree."""
+    """Import the packages of others that tests need; ours is imported from the copy of the tree."""
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.dont_write_bytecode = True  # or a fault's would stay
     os.environ["SPECDEC_TEST_HANG_S"] = str(_HANG_S)

@@ -117,7 +117,7 @@ def test_costs_of_a_result_are_those_of_its_answers(answers: Callable[..., Any])
 def test_results_are_read_from_where_they_were_written(
     lengths: list[int], order: random.Random, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """In any order, by two processes one after the other, and then in the order of the requests."""
+    """Results come in any order, from two processes, and end in the order of the requests."""
     path = tmp_path_factory.mktemp("results") / "results.jsonl"
     places = [Place(f"batch_req_{i}", f"request {i}", i + 1, 0, 0) for i in range(len(lengths))]
     lines = [
@@ -136,7 +136,7 @@ def test_results_are_read_from_where_they_were_written(
 
 
 def test_results_are_of_one_tokenizer(llama_uncompiled_dir: Path, llama_dir: Path, tmp_path: Path) -> None:
-    """By each of its files: another tokenizer makes other prompts, and other texts."""
+    """Each of its files counts: another tokenizer makes other prompts, and other texts."""
     import shutil
 
     directory = tmp_path / "tokenizer"

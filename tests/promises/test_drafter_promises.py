@@ -171,7 +171,7 @@ def test_draft_is_what_the_draft_model_says_of_the_sequences_own_tokens(seed: in
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_suggestions_change_no_draft_and_leave_room_for_it(seed: int, temperature: float) -> None:
-    """Of a copy in a cache that has no slot more than the draft needs."""
+    """A copy drafts in a cache that has no slot more than the draft needs."""
     draw = random.Random(seed)
     max_draft_len = draw.randrange(1, 5)
     prompt = tuple(draw.choices(range(12), k=draw.randrange(2, 9)))
@@ -240,7 +240,7 @@ def test_everybody_who_was_asked_is_told_to_forget(kind: Any, all_tokens: list[l
 
 
 def test_draft_that_begins_elsewhere_is_drawn_by_other_numbers() -> None:
-    """Of a flat distribution: what was rejected at a position would else be drafted there again."""
+    """A flat distribution: a token that was rejected at a position would else be drafted there again."""
     num_same = 0
     for seed in range(100):
         drawn = []

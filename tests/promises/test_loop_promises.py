@@ -80,7 +80,7 @@ def enough_for(requests: list[Request]) -> int:
 
 @dataclass
 class Watch:
-    """What an engine is asked, noted beside it: no count of its own or of a loop's is read."""
+    """Calls of an engine, noted beside it: no count of its own or of a loop's is read."""
 
     engine: CheckedEngine
     held: list[int] = field(default_factory=list)
@@ -183,7 +183,7 @@ def test_leader_mode_serves_the_oldest_first_and_counts_what_it_does(seed: int, 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_prompts_of_a_step_share_what_it_may_compute_and_delay_nobody(seed: int) -> None:
-    """In a cache with room for all. Who generates gets a token in each step, whoever comes."""
+    """The cache has room for all. Whoever generates gets a token in each step, whoever comes."""
     draw = random.Random(seed)
     requests = [Request(i, tuple(draw.choices(range(12), k=draw.randrange(6, 20))), 9) for i in range(8)]
     engine = engine_of(max_num_tokens=draw.randrange(6, 40))
@@ -246,7 +246,7 @@ def cut_of(sequence: Sequence) -> int:
 
 @pytest.mark.parametrize("loop", [orchestrator, scheduler])
 def test_times_are_those_of_its_own_steps_in_both_loops(loop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock on which drafting takes a second and a step ten, of an engine that has been used before."""
+    """Drafting takes a second by this clock and a step ten; the engine has been used before."""
     now, engine, drafter = 0.0, engine_of(), NgramLookup(2)
 
     def takes(seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -389,7 +389,7 @@ def test_admission_that_is_interrupted_claims_nothing(when: Any) -> None:
 
 
 def test_time_of_the_copy_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock on which a step of the target takes 10 s, and of its copy 1 s."""
+    """A step of the target takes 10 s by this clock, and one of its copy 1 s."""
     now, engine = 0.0, engine_of()
 
     def takes(seconds: float, step: Callable[..., Any]) -> Callable[..., Any]:

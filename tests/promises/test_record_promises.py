@@ -233,7 +233,7 @@ def engine_of(batch_size: int) -> CheckedEngine:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 3.0])
 def test_near_ties_are_judged_in_the_models_own_logits(temperature: float) -> None:
-    """Of samples with the noise by which they were chosen, which is so large at this temperature."""
+    """Samples count with the noise by which they were chosen, times the temperature."""
     params = SamplingConfig(temperature=temperature, top_k=0)
     request = Request(0, (1, 2, 3), 9, sampling=params)
     sequence = Sequence.start(request)
@@ -372,7 +372,7 @@ def test_evicted_states_count_where_somebody_missed_one(num_waits: int, num_evic
 def test_seconds_of_a_token_are_those_of_drafts_that_were_cut(
     drafts: list[tuple[int, int]], max_draft_len: int
 ) -> None:
-    """By replaying each step with its draft cut: what is accepted of it is cut too."""
+    """Each step is replayed with its draft cut, and its accepted tokens too."""
     costs = tuple(StepCost(1, 0, n, 1e-3 * (9 + n)) for n in (1, 11))
     made = tuple(DraftedStep(100, drafted, accepted) for drafted, accepted in drafts)
     found = _seconds_of_a_token(Drafting({"ngram": 1}, "fixed", made, LoopTimes(), costs), max_draft_len)

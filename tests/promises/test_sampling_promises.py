@@ -53,7 +53,7 @@ def logits_of(seed: int, num: int = 1) -> Tensor:
 
 
 def expected_scores(params: SamplingConfig, prompt: list[int], output: list[int], logits: Tensor) -> Tensor:
-    """By transformers' processors, and OpenAI's formula for penalties."""
+    """Scores by transformers' processors, and OpenAI's formula for penalties."""
     ids, scores = torch.tensor([[*prompt, *output]]), logits[None].clone()
     if params.repetition_penalty != 1:
         scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(ids, scores)
@@ -132,7 +132,7 @@ def test_each_position_of_a_draft_has_its_own_noise(
 @pytest.mark.parametrize("draft_len", [1, 2])
 @pytest.mark.parametrize("sharpness", [0.5, 3.0])
 def test_kept_tokens_follow_the_targets_distribution_and_counts_are_theirs(draft_len: int, sharpness: float) -> None:
-    """Of three tokens: the joint distribution of the next two, over seeds, whatever the drafts were drawn from."""
+    """The joint distribution of the next two of three tokens, whatever the drafts were drawn from."""
     num, generator = 1500, torch.Generator().manual_seed(1)
     target = torch.randn(draft_len + 1, 3, generator=generator) * 1.5
     drafts = torch.softmax(torch.randn(draft_len, 3, generator=generator).double() * sharpness, -1)
@@ -242,7 +242,7 @@ def test_masks_are_those_of_a_matcher_that_reads_anew(form: Grammar) -> None:
 
 
 def is_of(form: Grammar, text: str) -> bool | None:
-    """By `re` and `json`; None where it is not known."""
+    """Answer of `re` and `json`; None where it is not known."""
     import re
 
     if form.kind == "regex":

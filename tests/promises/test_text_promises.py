@@ -69,7 +69,7 @@ def test_a_stream_is_the_text_of_all_tokens_up_to_a_stop_word(
 @pytest.mark.parametrize("word", ["ab", "é" * 9, "€€€", "🙂🙂🙂"])
 @pytest.mark.parametrize("before", ["", "x", "xy ü"])
 def test_stop_word_of_any_bytes_is_found_at_its_last_token(word: str, before: str) -> None:
-    """Whose tokens are bytes, so that it has up to four times as many as characters."""
+    """Tokens are bytes here, up to four for each character."""
     tokenizer = byte_level()
     stops, tokens = StopWords((word,), tokenizer), tokenizer(before + word)["input_ids"]
     found = [end for end in range(1, len(tokens) + 1) if stops([5, 6, *tokens[:end]], 2)]

@@ -168,7 +168,7 @@ def test_a_slot_holds_a_draft_and_its_copys() -> None:
 
 @pytest.mark.parametrize("num_claimed", range(1, 7))
 def test_state_is_kept_of_the_tokens_that_it_was_computed_of(num_claimed: int) -> None:
-    """Of 4 tokens; one that went back may go on from there, and one that claims more is forgotten."""
+    """Four were computed; one that went back may go on from there, and one that claims more is forgotten."""
     rings, sequence = Rings(), sequence_of([1, 2, 3, 4, 5, 6, 7])
     rings.admit(sequence, 6)
     rings.step(sequence, [], 4)
