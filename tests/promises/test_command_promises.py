@@ -52,7 +52,7 @@ def test_calls_without_a_seed_draw_one_each_and_with_one_the_same(llm: LLM) -> N
 
 
 def test_a_piece_has_the_log_probabilities_of_its_own_tokens(llm: LLM, llama: PreTrainedModel) -> None:
-    """As Hugging Face's model has them, with drafts, so that pieces are of several tokens."""
+    """Hugging Face's model has the same. Drafts make pieces of several tokens."""
     prompt = [5, 6, 7, 8] * 4
     params = SamplingParams(temperature=0, max_tokens=16, logprobs=0, ignore_eos=True)
     from runtime.drafters.specs import NgramDrafter

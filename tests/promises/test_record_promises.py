@@ -13,6 +13,7 @@
 import copy
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -279,15 +280,25 @@ def traces_of(seed: int, num: int) -> list[Trace]:
     return traces
 
 
+class Greedy:
+    """A drafter that drafts as much as it is asked for, whatever the budget."""
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        return [Draft([sequence.tokens[-1]] * max_draft_len) for sequence in sequences]
+
+    def forget(self, request_id: int) -> None: ...
+
+
+@pytest.mark.parametrize("make", [lambda: NgramLookup(2), Greedy], ids=["ngram", "greedy"])
 @pytest.mark.parametrize("seed", range(6))
-def test_replay_counts_what_the_loop_counts_and_forgets(seed: int) -> None:
+def test_replay_counts_what_the_loop_counts_and_forgets(seed: int, make: Callable[[], Any]) -> None:
     traces, batch_size = traces_of(seed, 5), 1 + seed % 3
     engine = engine_of(batch_size)
     requests = [Request(i, one.prompt_tokens, len(one.output_tokens)) for i, one in enumerate(traces)]
     sequences = dict[int, Sequence]()
-    for sequence, _ in orchestrator.generate(engine, requests, NgramLookup(2), 4):
+    for sequence, _ in orchestrator.generate(engine, requests, make(), 4):
         sequences[sequence.request.id] = sequence
-    recorder = Recorder(NgramLookup(2))
+    recorder = Recorder(make())
     replayed = replay_batches(traces, recorder, 4, batch_size)
     assert not recorder.remembered
     for i, stats in enumerate(replayed.stats):

@@ -22,7 +22,7 @@ from runtime.tokenizer import SavedTokenizer, find_saved_tokenizer, save_tokeniz
 
 
 def with_special_tokens() -> PreTrainedTokenizerFast:
-    """As Llama's: a text begins with `<s>` and ends with `</s>`, unless it is said that it does not."""
+    """A tokenizer as Llama's: a text begins with `<s>` and ends with `</s>`, unless it is said that it does not."""
     import copy
 
     tokenizer = copy.deepcopy(byte_level())
