@@ -14,7 +14,7 @@ from waiting import HANG_S, Hangs, with_an_end
 WAITS: dict[str, Callable[[], object]] = {
     "event.wait()": lambda: threading.Event().wait(),
     "thread.join()": lambda: join_for_ever(),
-    "subprocess": lambda: subprocess.run([sys.executable, "-c", "input()"], stdin=subprocess.PIPE),
+    "subprocess": lambda: subprocess.run([sys.executable, "-c", "import signal; signal.pause()"]),
     "loop": lambda: all(True for _ in iter(int, 1)),
 }
 
