@@ -165,7 +165,10 @@ def test_times_of_loops_add_up_in_every_field() -> None:
 
 
 @given(
-    num=st.integers(2, 50), first=st.floats(0.1, 5), each=st.floats(0.01, 2), other=st.integers(1, 50)
+    num=st.integers(2, 50),
+    first=st.floats(0.1, 5, allow_subnormal=False),
+    each=st.floats(0.01, 2, allow_subnormal=False),
+    other=st.integers(1, 50),
 )  # seconds by a clock
 def test_times_for_a_token_leave_out_the_first_and_speedups_are_of_a_token(
     num: int, first: float, each: float, other: int
@@ -192,7 +195,11 @@ def test_statistic_is_as_large_as_its_degrees_of_freedom() -> None:
     assert abs(np.mean([one for one, _ in found]) - freedom) < 5 * (2 * freedom / len(found)) ** 0.5
 
 
-@given(a=st.lists(st.floats(-5, 5), min_size=7, max_size=12), shift=st.floats(-3, 3), seed=st.integers(0, 99))
+@given(
+    a=st.lists(st.floats(-5, 5, allow_subnormal=False), min_size=7, max_size=12),
+    shift=st.floats(-3, 3, allow_subnormal=False),
+    seed=st.integers(0, 99),
+)
 def test_intervals_are_mirrored_by_exchanging_the_sides(a: list[float], shift: float, seed: int) -> None:
     rng = random.Random(seed)
     b = [x + shift + rng.uniform(-1, 1) for x in a]
@@ -203,7 +210,11 @@ def test_intervals_are_mirrored_by_exchanging_the_sides(a: list[float], shift: f
         assert there.low <= there.estimate <= there.high
 
 
-@given(low=st.floats(0.1, 5), width=st.floats(0.0, 3), more=st.floats(0.0, 3))
+@given(
+    low=st.floats(0.1, 5, allow_subnormal=False),
+    width=st.floats(0.0, 3, allow_subnormal=False),
+    more=st.floats(0.0, 3, allow_subnormal=False),
+)
 def test_control_of_a_rate_is_an_interval_too(low: float, width: float, more: float) -> None:
     control = Interval(low + width, low, low + width + more)
     for unit in ("tokens/s", "s"):
@@ -365,7 +376,7 @@ def observations(**given: Any) -> Observations:
     return Observations(**(nothing | {"machine": machine, "steps": ()} | given))
 
 
-@given(num_threads=st.integers(1, 64), cores=st.floats(0.1, 64))
+@given(num_threads=st.integers(1, 64), cores=st.floats(0.1, 64, allow_subnormal=False))
 def test_threads_may_be_as_many_as_cores_that_have_begun(num_threads: int, cores: float) -> None:
     machine = replace(observations().machine, now=MachineSpeed(num_threads, 1e9), num_cores=cores)
     judgement = more_threads_than_cores(observations(machine=machine))

@@ -59,7 +59,7 @@ def test_training_that_goes_on_ends_as_one_that_was_never_interrupted(num_before
         assert torch.equal(one, other)
 
 
-@given(lengths=st.lists(st.integers(1, 5), min_size=1, max_size=5), share=st.floats(0, 1))
+@given(lengths=st.lists(st.integers(1, 5), min_size=1, max_size=5), share=st.floats(0, 1, allow_subnormal=False))
 def test_file_has_whole_texts_wherever_it_was_cut_off(
     lengths: list[int], share: float, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
