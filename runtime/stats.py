@@ -168,6 +168,8 @@ def sum_stats(all_stats: Iterable[RequestStats]) -> RequestStats:
         num_draft_tokens=sum(s.num_draft_tokens for s in stats),
         num_accepted_draft_tokens=sum(s.num_accepted_draft_tokens for s in stats),
         num_reused_tokens=sum(s.num_reused_tokens for s in stats),
+        num_predicted_tokens=sum(s.num_predicted_tokens for s in stats),
+        num_accepted_predicted_tokens=sum(s.num_accepted_predicted_tokens for s in stats),
         acceptance_histogram=_sum_lists(s.acceptance_histogram for s in stats),
         drafted_per_position=_sum_lists(s.drafted_per_position for s in stats),
         accepted_per_position=_sum_lists(s.accepted_per_position for s in stats),

@@ -3,6 +3,7 @@
 import gc
 import os
 import shlex
+from collections.abc import Generator
 
 # Set before torch is imported: with tiny tensors, threads that wait for each other are the whole run time.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -19,6 +20,7 @@ from zlib import crc32
 import pytest
 from hypothesis import settings
 from strength import register_profiles
+from waiting import HANG_S, with_an_end
 
 from runtime.collector import collect_rarely
 
@@ -31,6 +33,7 @@ QUICK = {
     "commands/documents/test_schemas.py",
 }
 """The tests of the core. Those of them that compile nothing are `quick`."""
+_STDERR = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,8 +46,31 @@ def pytest_configure(config: pytest.Config) -> None:
     register_profiles()
     settings.load_profile("slow" if config.getoption("--slow") else "default")
     collect_rarely()
+    config.stash[_STDERR] = os.dup(2)  # which is not captured yet
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         config.pluginmanager.import_plugin("common_fixtures")  # takes seconds, and who has workers runs no test
+
+
+def _with_an_end(item: pytest.Item) -> Generator[None, object, object]:
+    """Give a test its limit: with `--slow`, which tries a hundred times as much, a hundred times as long."""
+    limit_s = HANG_S * (100 if item.config.getoption("--slow") else 1)
+    with with_an_end(item.nodeid, item.config.stash[_STDERR], limit_s):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    return (yield from _with_an_end(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    return (yield from _with_an_end(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    return (yield from _with_an_end(item))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -143,3 +143,25 @@ def test_padding_sizes_to_two_leaves_the_logits(num_rows: int, num_tokens: int, 
     torch.testing.assert_close(outputs[1][: len(outputs[0])], outputs[0], rtol=1e-5, atol=1e-5)
     for ours, theirs in zip(engines[1]._pool.keys, engines[0]._pool.keys, strict=True):
         torch.testing.assert_close(ours[1:], theirs[1:], rtol=1e-5, atol=1e-5)  # but for the null block
+
+
+@given(
+    num_tokens=st.integers(1, 20),
+    num_computed=st.integers(0, 19),
+    draft=st.lists(st.integers(0, 9)),
+    slot=st.integers(0, 9),
+)
+def test_rows_of_a_sequence_have_all_that_is_its_own(
+    num_tokens: int, num_computed: int, draft: list[int], slot: int
+) -> None:
+    """Promises of rows, whatever is cut: each token once, at its position, with its sequence's blocks and slot."""
+    num_computed = min(num_computed, num_tokens - 1)
+    sequence = Sequence(Request(0, (1,), 9), list(range(num_tokens)), num_computed, [5, 3, 8], state_slot=slot)
+    whole = generation_row(sequence, draft)
+    assert [*sequence.tokens[:num_computed], *whole.tokens] == [*sequence.tokens, *draft]
+    assert whole.num_logits == len(draft) + 1
+    for part in (1, num_tokens - num_computed):
+        row = context_row(sequence, part)
+        assert row.tokens == sequence.tokens[num_computed : num_computed + part] and row.num_logits == 1
+        for one in (row, whole):
+            assert (one.start, one.block_table, one.state_slot) == (num_computed, [5, 3, 8], slot)

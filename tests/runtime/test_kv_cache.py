@@ -2,6 +2,9 @@
 
 The simulated pool maps each slot to the tokens up to and including the one whose K/V it holds: K/V depend on all of
 them, so a slot is right for position i of a sequence if and only if it holds the sequence's first i + 1 tokens.
+
+Three promises, whatever is admitted, stepped and released: what is claimed as computed is held; a block is held, or
+free, and given back once; nothing that could be found is overwritten while a block without content is free.
 """
 
 import copy
@@ -41,6 +44,7 @@ class SimulatedPool:
     def admit(self, sequence: Sequence, num_tokens: int) -> bool:
         """Admit, make the copies, and check everything the manager promises."""
         manager, before = self.manager, (copy.deepcopy(vars(self.manager)), copy.deepcopy(sequence))
+        published, bare = set(manager._nodes), without_content(manager)
         copies = manager.admit(sequence, num_tokens)
         num_blocks = manager.num_blocks_for(num_tokens)
         if copies is None:
@@ -49,6 +53,10 @@ class SimulatedPool:
             return False
         assert len(sequence.block_table) == len(set(sequence.block_table)) == num_blocks
         assert sequence.num_computed < len(sequence.tokens)
+        overwritten = (
+            published - set(manager._nodes) - {sequence.block_table[(sequence.num_computed - 1) // manager.block_size]}
+        )
+        assert not overwritten or not bare & without_content(manager), "a text was overwritten in place of nothing"
         self.counts["copied"] += len(copies)
         self.counts["taken over"] += sequence.num_computed % manager.block_size != 0 and not copies
         for block_copy in copies:
@@ -65,7 +73,9 @@ class SimulatedPool:
         """Extend, and check that blocks are added or nothing changes."""
         manager, before = self.manager, (copy.deepcopy(vars(self.manager)), copy.deepcopy(sequence))
         table, num_blocks = list(sequence.block_table), manager.num_blocks_for(num_tokens)
+        published, bare = set(manager._nodes), without_content(manager)
         extended = manager.extend(sequence, num_tokens)
+        assert published <= set(manager._nodes) or not bare & without_content(manager)
         if not extended or num_blocks <= len(table):
             assert (vars(manager), sequence) == before
             assert extended == (num_blocks - len(table) <= manager.num_free_blocks)
@@ -91,6 +101,11 @@ class SimulatedPool:
         for sequence in sequences:
             for position in range(sequence.num_computed):
                 assert self.held.get(self.slot(sequence, position)) == tuple(sequence.tokens[: position + 1])
+
+
+def without_content(manager: BlockManager) -> set[int]:
+    """Free blocks that nothing can be found in."""
+    return set(manager._free) - set(manager._nodes)
 
 
 tokens_of_a_small_alphabet = st.lists(st.integers(1, 2), min_size=1, max_size=14)
@@ -214,6 +229,14 @@ def test_longest_computed_prefix_is_found(a: list[int], b: list[int], block_size
     num_common = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     assert sequence.num_computed == min(num_common, len(b) - 1)
     pool.check([sequence])
+
+
+@given(num_blocks=st.integers(2, 9), block_size=st.integers(1, 5))
+def test_empty_cache_takes_as_many_tokens_as_it_says(num_blocks: int, block_size: int) -> None:
+    manager = BlockManager(num_blocks, block_size, reuse=True)
+    most = manager.num_cache_tokens
+    assert manager.admit(start([1] * (most + 1)), most + 1) is None
+    assert manager.admit(start([1] * most), most) == [] and manager.num_free_blocks == 0
 
 
 @pytest.mark.parametrize(

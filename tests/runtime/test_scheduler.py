@@ -1,7 +1,5 @@
 """The V2 loop: whatever arrives, waits, is put back and continued, each request ends with Hugging Face's tokens."""
 
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ from hypothesis import strategies as st
 from sentences import Said
 from tiny import hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
-from waiting import HANG_S
 
 from runtime import orchestrator, scheduler
 from runtime.drafters.draft_target import DraftModel
@@ -234,21 +231,6 @@ def test_requests_are_checked_before_the_first_step(open_engine: Any, said: Said
     assert engine.step_time_s == 0
 
 
-@pytest.fixture
-def no_spinning() -> Iterator[None]:
-    """A loop that gets nowhere fails its test."""
-
-    def stop(signal_number: int, frame: object) -> None:
-        raise AssertionError("it goes round and round")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(int(HANG_S))
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-
-
-@pytest.mark.usefixtures("no_spinning")
 @pytest.mark.parametrize("loop", [scheduler, orchestrator])
 def test_second_generation_takes_the_room_of_one_that_nobody_reads(
     open_engine: Any, llama: PreTrainedModel, loop: Any
@@ -262,7 +244,6 @@ def test_second_generation_takes_the_room_of_one_that_nobody_reads(
     assert [s.output_tokens for s, _ in first][-1] == expected(llama, requests[:1])[0]
 
 
-@pytest.mark.usefixtures("no_spinning")
 @pytest.mark.parametrize("loop", [scheduler, orchestrator])
 def test_engine_that_drafts_for_itself_without_room_is_an_error(
     open_engine: Any, tokenizer: Any, loop: Any, said: Said

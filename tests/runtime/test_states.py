@@ -1,12 +1,23 @@
-"""Slots of states against what they must hold: rings of positions that are written as a step writes them."""
+"""Slots of states against what they must hold: rings of positions that are written as a step writes them.
+
+Three promises, whatever comes: a step reads what its own tokens left; a slot is free, held or kept, and no text is kept
+twice; bytes and counts are those of the memory and of the admissions that there were.
+"""
 
 import random
 from collections.abc import Callable
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from runtime import scheduler
+from runtime.config import BuildConfig, RecurrentShape, StateShape
+from runtime.engine import KVCacheConfig
 from runtime.request import Request, Sequence
-from runtime.states import NULL_SLOT, StateManager, num_rolled_back
+from runtime.states import NULL_SLOT, StateManager, bytes_per_slot, num_rolled_back, state_pools
+from scripts.campaigns.oracle import CheckedEngine, ExactModel, one_by_one
 
 NUM_BEFORE, NUM_BACK, NUM_SLOTS, MAX_RUNNING = 3, 8, 7, 3
 LENGTH = NUM_BEFORE + NUM_BACK
@@ -86,6 +97,8 @@ def test_what_a_step_reads_is_of_its_own_tokens(seed: int) -> None:
                     num_resumed += 1
                     running.append(sequence)
         rings.manager.check_integrity()
+        texts_kept = [tuple(kept.tokens) for kept in rings.manager._kept.values()]
+        assert len(set(texts_kept)) == len(texts_kept), "two slots are kept of one text"
     assert num_found > 20 and num_resumed > 0
 
 
@@ -151,3 +164,63 @@ def test_a_slot_holds_a_draft_and_its_copys() -> None:
     """The copy computes a token and its draft, goes back, and the target computes the same with one more."""
     for max_draft_len in (0, 10, 256):
         assert num_rolled_back(max_draft_len) >= 2 * max_draft_len + 2
+
+
+@pytest.mark.parametrize("num_claimed", range(1, 7))
+def test_state_is_kept_of_the_tokens_that_it_was_computed_of(num_claimed: int) -> None:
+    """Four were computed; one that went back may go on from there, and one that claims more is forgotten."""
+    rings, sequence = Rings(), sequence_of([1, 2, 3, 4, 5, 6, 7])
+    rings.admit(sequence, 6)
+    rings.step(sequence, [], 4)
+    sequence.num_computed = num_claimed
+    rings.manager.release(sequence)
+    found = rings.manager.find(sequence.tokens, 6)
+    assert found is not None and found.num_tokens == (num_claimed if num_claimed <= 4 else 0)
+    rings.manager.check_integrity()
+
+
+shapes = st.builds(
+    StateShape,
+    layer=st.integers(0, 3),
+    width=st.integers(0, 5),
+    num_before=st.integers(1, 4),
+    recurrent=st.none()
+    | st.builds(RecurrentShape, num_heads=st.integers(1, 3), key_dim=st.integers(1, 4), value_dim=st.integers(1, 4)),
+)
+
+
+@given(states=st.lists(shapes, min_size=1, max_size=4), max_draft_len=st.integers(0, 40), num_slots=st.integers(1, 4))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_of_a_slot_are_those_of_its_memory(
+    dtype: torch.dtype, states: list[StateShape], max_draft_len: int, num_slots: int
+) -> None:
+    pools = state_pools(states, num_slots, num_rolled_back(max_draft_len), dtype, torch.device("cpu"))
+    assert bytes_per_slot(states, max_draft_len, dtype) * num_slots == sum(pool.nbytes for pool in pools)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_hits_and_misses_are_prompts_of_which_something_was_found(seed: int) -> None:
+    """An engine of the exact model: what an admission found is seen beside its counts."""
+    draw = random.Random(seed)
+    build = BuildConfig("none", 2, 100, 140, 4, 4, "draft_tokens_external")
+    interval = draw.choice([3, 8, 8192])
+    model = ExactModel(1, 12, num_before=2)
+    engine = CheckedEngine(model, build, KVCacheConfig(state_checkpoint_interval=interval), 512)
+    text = [draw.randrange(12) for _ in range(40)]
+    admit, counted = engine.admit, [0, 0, 0]
+
+    def watched(sequence: Sequence) -> bool:
+        is_admitted = admit(sequence)
+        if is_admitted and not sequence.num_generated:
+            is_miss = sequence.shared_len > 0
+            counted[0 if is_miss else 1 if sequence.num_computed else 2] += 1
+        return is_admitted
+
+    engine.admit = watched  # type: ignore[method-assign]
+    for i in range(12):
+        tokens = (*text[: draw.randrange(1, 40)], draw.randrange(12))
+        request = Request(i, tokens, draw.randrange(1, 6))
+        *_, (sequence, _) = scheduler.generate(engine, [request], None, 0)
+        assert sequence.output_tokens == one_by_one(model, request)
+    assert [engine.state_stats.num_misses, engine.state_stats.num_hits] == counted[:2]
+    assert sum(counted) == 12 and counted[2]

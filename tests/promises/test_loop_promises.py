@@ -1,0 +1,564 @@
+"""Promises of both loops, the engine, the session and the serving loop on the exact model of `scripts/campaigns`.
+
+Its engine opens within a millisecond, and its outputs are known from the text alone (`one_by_one`). Whatever requests
+come and however small the cache is:
+
+- the loops: each output is the text's own; counts are those that a watch of the engine makes; the oldest get on first
+- the engine: what one admission finds is what others computed; its blocks and times are accounted for; whatever fails
+- the serving loop: totals are sums of its answers, of each prompt once; nothing of a request stays behind
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import pytest
+from waiting import wait_until
+
+from runtime import orchestrator, scheduler
+from runtime.config import BuildConfig
+from runtime.drafters.draft_target import DraftModel
+from runtime.drafters.factory import OpenDrafter
+from runtime.drafters.ngram import NgramLookup
+from runtime.drafters.protocol import Drafter
+from runtime.engine import KVCacheConfig
+from runtime.errors import RequestError, SpecDecError
+from runtime.params import SamplingConfig
+from runtime.request import Draft, Request, Sequence
+from runtime.scheduler import Scheduler
+from runtime.serving.loop import Progress, RequestHandle, ServeRequest, ServingLoop, StepFailed
+from runtime.session import Session
+from runtime.stats import LoopTimes
+from scripts.campaigns.cases import Recorder
+from scripts.campaigns.oracle import CheckedEngine, ExactModel, Failure, Injected, one_by_one
+
+VOCAB_SIZE, MAX_DRAFT_LEN = 12, 4
+MODEL = ExactModel(1, VOCAB_SIZE)
+ALL_BANNED = SamplingConfig(bad_words=tuple((token,) for token in range(VOCAB_SIZE)))
+SEEDS = range(6)
+
+
+def build(max_batch_size: int = 4, block_size: int = 4) -> BuildConfig:
+    return BuildConfig(
+        compiler="none",
+        max_batch_size=max_batch_size,
+        max_input_len=100,
+        max_seq_len=140,
+        max_draft_len=MAX_DRAFT_LEN,
+        tokens_per_block=block_size,
+        speculative_decoding_mode="draft_tokens_external",
+    )
+
+
+def engine_of(
+    max_tokens: int | None = None, model: ExactModel = MODEL, max_num_tokens: int = 512, **settings: int
+) -> CheckedEngine:
+    return CheckedEngine(model, build(**settings), KVCacheConfig(max_tokens=max_tokens), max_num_tokens, copy=model)
+
+
+def requests_of(draw: random.Random, num: int) -> list[Request]:
+    """Prompts of few tokens, which share beginnings."""
+    beginnings = [draw.choices(range(VOCAB_SIZE), k=draw.randrange(1, 20)) for _ in range(2)]
+    return [
+        Request(
+            i,
+            (*draw.choice(beginnings), *draw.choices(range(VOCAB_SIZE), k=draw.randrange(4))),
+            draw.randrange(1, 24),
+            sampling=SamplingConfig(temperature=draw.choice([0.0, 1.0]), top_k=0, random_seed=i),
+        )
+        for i in range(num)
+    ]
+
+
+def enough_for(requests: list[Request]) -> int:
+    return max(len(one.prompt_tokens) + one.max_new_tokens for one in requests)
+
+
+@dataclass
+class Watch:
+    """Calls of an engine, noted beside it: no count of its own or of a loop's is read."""
+
+    engine: CheckedEngine
+    held: list[int] = field(default_factory=list)
+    """Requests that hold blocks, in the order of their admission."""
+    num_reused: Counter[int] = field(default_factory=Counter)
+    first_reused: dict[int, int] = field(default_factory=dict)
+    num_put_back: int = 0
+    num_asked: int = 0
+    """Admissions that were tried; a test sets it back."""
+    num_forwards: int = 0
+    num_prompt_tokens: int = 0
+    """Tokens of prompts, longer than a draft, that were computed; a test sets it back."""
+    steps: list[list[int]] = field(default_factory=list)
+    """Requests of each step."""
+
+    def __post_init__(self) -> None:
+        self._admit, self._release, self._forward = self.engine.admit, self.engine.release, self.engine._forward
+        self._step, self._compute = self.engine.step, self.engine.compute_context
+        self.engine.compute_context = self.compute_context  # type: ignore[method-assign]
+        self.engine.step = self.step  # type: ignore[method-assign]
+        self.engine.admit = self.admit  # type: ignore[method-assign]
+        self.engine.release = self.release  # type: ignore[method-assign]
+        self.engine._forward = self.forward  # type: ignore[method-assign]
+
+    def admit(self, sequence: Sequence) -> bool:
+        number = sequence.request.id
+        self.num_asked += 1
+        if not self._admit(sequence):
+            return False
+        self.held.append(number)
+        self.num_reused[number] += sequence.num_computed
+        self.first_reused.setdefault(number, sequence.num_computed)
+        return True
+
+    def release(self, sequence: Sequence) -> None:
+        if sequence.block_table:
+            self.held.remove(sequence.request.id)
+            self.num_put_back += not sequence.is_over
+        self._release(sequence)
+
+    def forward(self, rows: Any, **by: bool) -> Any:
+        self.num_forwards += 1
+        assert self.num_forwards < 5000, "the loop goes round and round"
+        return self._forward(rows, **by)
+
+    def step(self, sequences: Any, drafts: Any) -> Any:
+        self.steps.append([sequence.request.id for sequence in sequences])
+        missing = [len(sequence.tokens) - sequence.num_computed for sequence in sequences]
+        self.num_prompt_tokens += sum(num for num in missing if num > MAX_DRAFT_LEN + 1)
+        return self._step(sequences, drafts)
+
+    def compute_context(self, sequence: Sequence, num_tokens: int) -> None:
+        self.num_prompt_tokens += num_tokens
+        self._compute(sequence, num_tokens)
+
+    @property
+    def num_steps(self) -> Counter[int]:
+        return Counter(number for step in self.steps for number in step)
+
+
+def drafter_of(kind: str) -> Recorder | None:
+    """`model`: a draft model whose own engine says what is wrong with its K/V."""
+    if kind == "none":
+        return None
+    if kind == "ngram":
+        return Recorder(NgramLookup(2))
+    engine = engine_of(400, ExactModel(2, VOCAB_SIZE))
+    return Recorder(DraftModel(engine, VOCAB_SIZE, use_logits=False))
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_leader_mode_serves_the_oldest_first_and_counts_what_it_does(seed: int, drafter: str) -> None:
+    draw = random.Random(seed)
+    requests = requests_of(draw, draw.randrange(2, 9))
+    engine = engine_of(int(enough_for(requests) * draw.choice([1, 1.5, 3])), max_num_tokens=draw.choice([7, 30]))
+    watch, recorder, times = Watch(engine), drafter_of(drafter), LoopTimes()
+    leader = Scheduler(engine, recorder, MAX_DRAFT_LEN if recorder else 0, times)
+    sequences = [Sequence.start(request) for request in requests]
+    for sequence in sequences:
+        leader.add(sequence)
+    has_ended, num_iterations = True, 0
+    while leader.has_work:
+        unfinished = [one.request.id for one in sequences if not one.is_over]
+        watch.num_asked = 0
+        may_join = bool(leader.waiting) and len(leader.running) < engine.max_batch_size
+        watch.num_prompt_tokens = 0
+        before = sum(one.is_over for one in sequences)
+        num_iterations += 1
+        step = leader.step()
+        assert watch.num_prompt_tokens <= engine.max_num_tokens
+        in_step = {*watch.held, *(one.request.id for one, _ in step)}
+        assert in_step == set(unfinished[: len(in_step)]), "a younger request has blocks, and an older one has none"
+        assert watch.num_asked or not (has_ended and may_join), "a place was left, and nobody was asked"
+        has_ended = sum(one.is_over for one in sequences) > before
+    assert times.num_preemptions == watch.num_put_back
+    assert times.num_iterations == num_iterations
+    check_all(requests, sequences, watch, recorder)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_prompts_of_a_step_share_what_it_may_compute_and_delay_nobody(seed: int) -> None:
+    """The cache has room for all. Whoever generates gets a token in each step, whoever comes."""
+    draw = random.Random(seed)
+    requests = [Request(i, tuple(draw.choices(range(12), k=draw.randrange(6, 20))), 9) for i in range(8)]
+    engine = engine_of(max_num_tokens=draw.randrange(6, 40))
+    watch, leader = Watch(engine), Scheduler(engine, None, 0)
+    waiting = [Sequence.start(request) for request in requests]
+    while leader.has_work or waiting:
+        if (waiting and draw.random() < 0.5) or not leader.has_work:
+            leader.add(waiting.pop())
+        generating = {one.request.id for one in leader.running if one.num_generated}
+        watch.num_prompt_tokens = 0
+        step = leader.step()
+        assert watch.num_prompt_tokens <= engine.max_num_tokens
+        assert generating <= {one.request.id for one, _ in step}
+    engine.check_books()
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_orchestrator_mode_takes_turns_and_counts_who_waits(seed: int, drafter: str) -> None:
+    draw = random.Random(seed)
+    requests = requests_of(draw, draw.randrange(2, 5))
+    engine = engine_of(int(enough_for(requests) * draw.choice([1, 1.5, 3])))
+    watch, recorder, times = Watch(engine), drafter_of(drafter), LoopTimes()
+    sequences: dict[int, Sequence] = {}
+    for sequence, _ in orchestrator.generate(engine, requests, recorder, MAX_DRAFT_LEN if recorder else 0, times):
+        sequences[sequence.request.id] = sequence
+    last = {number: i for i, step in enumerate(watch.steps) for number in step}
+    waiting = [sum(i <= end for end in last.values()) - len(step) for i, step in enumerate(watch.steps)]
+    assert times.num_preemptions == sum(waiting)
+    assert times.num_iterations == len(watch.steps)
+    for i, step in enumerate(watch.steps):
+        num_steps = Counter(number for one in watch.steps[: i + 1] for number in one)
+        unfinished = [number for number, end in last.items() if end > i]
+        assert step and max(num_steps.values()) - min((num_steps[one] for one in unfinished), default=99) <= 1
+    check_all(requests, list(sequences.values()), watch, recorder)
+
+
+def check_all(requests: list[Request], sequences: list[Sequence], watch: Watch, recorder: Recorder | None) -> None:
+    """Outputs, counts and books when all have ended."""
+    assert len(sequences) == len(requests)
+    for sequence in sequences:
+        request, stats = sequence.request, sequence.stats
+        assert sequence.output_tokens == one_by_one(MODEL, request)
+        assert stats.num_reused_tokens == watch.num_reused[request.id]
+        assert stats.num_generated_tokens == len(sequence.output_tokens)
+        assert stats.num_generated_tokens == stats.num_accepted_draft_tokens + stats.num_steps - cut_of(sequence)
+        assert stats.num_draft_tokens == sum(stats.per_step_drafted)
+        assert len(stats.per_step_drafted) == stats.num_steps == watch.num_steps[request.id]
+    watch.engine.check_books()
+    assert watch.engine.cache_usage == 0 and not watch.held
+    if recorder is not None:
+        assert not recorder.remembered
+
+
+def cut_of(sequence: Sequence) -> int:
+    """1 if the budget ended within the tokens that the last step accepted, which then has none of the target's own."""
+    stats = sequence.stats
+    return int(stats.num_accepted_draft_tokens + stats.num_steps > len(sequence.output_tokens))
+
+
+@pytest.mark.parametrize("loop", [orchestrator, scheduler])
+def test_times_are_those_of_its_own_steps_in_both_loops(loop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafting takes a second by this clock and a step ten; the engine has been used before."""
+    now, engine, drafter = 0.0, engine_of(), NgramLookup(2)
+
+    def takes(seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*inputs: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return call(*inputs)
+
+        return timed
+
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    monkeypatch.setattr(engine, "_step", takes(10, engine._step))
+    monkeypatch.setattr(drafter, "propose", takes(1, drafter.propose))
+    for _ in range(2):
+        times = LoopTimes()
+        for _ in loop.generate(engine, [Request(i, (1, 2, i), 8) for i in range(3)], drafter, 4, times):
+            pass
+        n = times.num_iterations
+        assert n > 2 and times == LoopTimes(11.0 * n, float(n), 0.0, 10.0 * n, n)
+
+
+@pytest.mark.parametrize("loop", [orchestrator, scheduler])
+@pytest.mark.parametrize("seed", range(4))
+def test_request_that_cannot_go_on_ends_alone(loop: Any, seed: int) -> None:
+    draw = random.Random(seed)
+    requests = requests_of(draw, 4)
+    fails = draw.randrange(4)
+    requests[fails] = Request(fails, (1, 2), 9, sampling=ALL_BANNED)
+    engine, finished = engine_of(), dict[int, list[int]]()
+    watch = Watch(engine)
+    with pytest.raises(RequestError, match="no token left"):
+        for sequence, _ in loop.generate(engine, requests, None, 0):
+            finished[sequence.request.id] = sequence.output_tokens
+    assert finished == {one.id: one_by_one(MODEL, one) for one in requests if one.id != fails}
+    engine.check_books()
+    assert not watch.held
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_aborted_requests_leave_nothing_to_anybody(seed: int) -> None:
+    draw = random.Random(seed)
+    requests = requests_of(draw, 6)
+    engine = engine_of(int(enough_for(requests) * 1.5))
+    recorder = Recorder(NgramLookup(2))
+    leader = Scheduler(engine, recorder, MAX_DRAFT_LEN)
+    sequences = [Sequence.start(request) for request in requests]
+    for sequence in sequences:
+        leader.add(sequence)
+    aborted = set[int]()
+    while leader.has_work:
+        leader.step()
+        left = [one for one in sequences if not one.is_over and one.request.id not in aborted]
+        if left and draw.random() < 0.3:
+            chosen = draw.choice(left)
+            leader.drop(chosen)
+            aborted.add(chosen.request.id)
+            assert chosen.request.id not in recorder.remembered and not chosen.block_table
+    for sequence in sequences:
+        expected = one_by_one(MODEL, sequence.request)
+        number = len(sequence.output_tokens)
+        assert sequence.output_tokens == expected[:number]
+        assert sequence.request.id in aborted or number == len(expected)
+    assert not recorder.remembered
+    engine.check_books()
+
+
+# --- the engine ---
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_requests_that_fit_are_taken_and_others_are_refused(seed: int) -> None:
+    """The last token's keys are never needed, and the null block holds no token."""
+    draw = random.Random(seed)
+    max_tokens, block_size = draw.randrange(4, 60), draw.choice([1, 3, 4, 16])
+    engine = engine_of(max_tokens, block_size=block_size)
+    room = -(-max_tokens // block_size) * block_size
+    assert engine.num_cache_tokens == room
+    for num_tokens in (room - 1, room, room + 1, room + 2):
+        num_prompt = draw.randrange(1, num_tokens) if num_tokens > 1 else 1
+        request = Request(0, (1,) * num_prompt, max(num_tokens - num_prompt, 1))
+        if len(request.prompt_tokens) + request.max_new_tokens - 1 <= room:
+            engine.check_request(request)
+            (*_, (sequence, _)) = scheduler.generate(engine, [request], None, 0)
+            assert sequence.output_tokens == one_by_one(MODEL, request)
+        else:
+            with pytest.raises(SpecDecError, match=str(room)):
+                engine.check_request(request)
+
+
+def test_usage_is_the_share_of_blocks_that_are_held() -> None:
+    engine = engine_of(40)  # ten blocks of 4
+    sequences = [Sequence.start(Request(i, (i,) * 7, 1)) for i in range(5)]
+    assert engine.cache_usage == 0
+    for number, sequence in enumerate(sequences, 1):
+        assert engine.admit(sequence)
+        assert engine.cache_usage == pytest.approx(number * 2 / 10)
+    assert not engine.admit(Sequence.start(Request(9, (9,), 1)))
+    for sequence in sequences:
+        engine.release(sequence)
+    assert engine.cache_usage == 0
+
+
+def test_cleared_cache_is_as_cold_as_a_new_one() -> None:
+    """Neither keys nor states are found, and no slot is taken by what nobody can find."""
+    model = ExactModel(1, VOCAB_SIZE, num_before=2)
+    engine = CheckedEngine(model, build(), KVCacheConfig(state_checkpoint_interval=5), 512)
+    request = Request(0, tuple(i % 7 for i in range(30)), 4)
+    counts = []
+    for _ in range(2):
+        reused = []
+        for _ in range(2):
+            (*_, (sequence, _)) = scheduler.generate(engine, [request], None, 0)
+            reused.append(sequence.stats.num_reused_tokens)
+        states = engine._states
+        assert states is not None and states.manager._kept
+        counts.append((reused, len(states.manager._kept)))
+        engine.clear_cache()
+        assert not states.manager._kept
+        states.manager.check_integrity()
+    assert counts[0] == counts[1] and counts[0][0][1] > counts[0][0][0] == 0
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_admission_that_is_interrupted_claims_nothing(when: Any) -> None:
+    engine = engine_of()
+    first = Request(0, (1, 2, 3, 4, 5, 6, 7), 1)
+    for _ in scheduler.generate(engine, [first], None, 0):
+        pass
+    second = Sequence.start(Request(1, (1, 2, 3, 4, 5, 9, 9), 3))  # whose second block is a copy of the first's
+    engine.calls.failure = Failure("block copy", engine.calls.numbers["block copy"], when)
+    with pytest.raises(Injected):
+        engine.admit(second)
+    engine.calls.failure = None
+    assert second.num_computed == 0
+    engine.release(second)
+    engine.check_books()
+    for request in (first, second.request):
+        (*_, (sequence, _)) = scheduler.generate(engine, [request], None, 0)
+        assert sequence.output_tokens == one_by_one(MODEL, request)
+
+
+def test_time_of_the_copy_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of the target takes 10 s by this clock, and one of its copy 1 s."""
+    now, engine = 0.0, engine_of()
+
+    def takes(seconds: float, step: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*inputs: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return step(*inputs)
+
+        return timed
+
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    assert engine._copy_step is not None
+    engine._step, engine._copy_step = takes(10, engine._step), takes(1, engine._copy_step)
+    sequence = Sequence.start(Request(0, (1, 2, 3), 9))
+    engine.admit(sequence)
+    for number in range(1, 4):
+        engine.forward_draft([sequence], [Draft([])])
+        assert (engine.step_time_s, engine.copy_time_s) == (10 * (number - 1), number)
+        engine.forward([sequence], [Draft([])])
+        assert (engine.step_time_s, engine.copy_time_s) == (10 * number, number)
+    engine.release(sequence)
+
+
+@pytest.mark.parametrize("num_drafted", range(4))
+def test_kept_logits_are_those_of_each_token(num_drafted: int) -> None:
+    request = Request(0, (1, 2, 3), 9, keep_logits=True)
+    tokens = one_by_one(MODEL, request)
+    engine, sequence = engine_of(), Sequence.start(request)
+    engine.admit(sequence)
+    draft = Draft(tokens[:num_drafted])
+    (verdict,) = engine.step([sequence], [draft])
+    assert len(sequence.commit(draft, verdict)) == len(sequence.logits) == num_drafted + 1  # type: ignore[arg-type]
+    for i, logits in enumerate(sequence.logits):
+        assert logits.equal(MODEL.logits([*request.prompt_tokens, *tokens[:i]])[0])
+    engine.release(sequence)
+
+
+# --- the session ---
+
+
+@pytest.mark.parametrize("mode", ["orchestrator", "leader"])
+@pytest.mark.parametrize("seed", range(4))
+def test_session_gives_outputs_in_the_order_of_its_requests(mode: Any, seed: int) -> None:
+    requests = requests_of(random.Random(seed), 7)
+    requests = [requests[i] for i in random.Random(seed).sample(range(7), 7)]
+    session = Session(engine_of(), mode, opened=OpenDrafter(NgramLookup(2), MAX_DRAFT_LEN))
+    generation = session.run(requests)
+    assert [one.request for one in generation.sequences] == requests
+    assert [one.output_tokens for one in generation.sequences] == [one_by_one(MODEL, one) for one in requests]
+
+
+@pytest.mark.parametrize("mode", ["orchestrator", "leader"])
+def test_run_without_the_drafter_begins_cold_and_takes_no_time_in_a_draft_model(mode: Any) -> None:
+    request = Request(0, tuple(range(10)), 3)
+    session = Session(engine_of(), mode, opened=OpenDrafter(NgramLookup(2), MAX_DRAFT_LEN))
+    session.engine.copy_time_s = 5.0  # of runs before
+
+    def first_reused(sequence: Sequence, tokens: list[int]) -> None:
+        found.append(sequence.stats.num_reused_tokens)
+
+    for again in (False, True):
+        found: list[int] = []
+        run = session.run_without_drafter if again else session.run
+        generation = run([request], on_tokens=first_reused)
+        assert found[0] == 0 and generation.times.draft_model_time_s == 0
+    session.run([request], on_tokens=first_reused)
+    assert found[-3] == 9  # and what it left is found
+
+
+# --- the serving loop ---
+
+
+@contextmanager
+def serving(engine: CheckedEngine, drafter: Drafter | None = None, max_queue_len: int = 100) -> Iterator[ServingLoop]:
+    opened = OpenDrafter(drafter, MAX_DRAFT_LEN) if drafter else None
+    loop = ServingLoop(Session(engine, "leader", opened=opened), max_queue_len, lambda answers: None)
+    loop.start()
+    try:
+        yield loop
+    finally:
+        loop.stop(0)
+    engine.check_books()
+
+
+def wait_for(answers: list[RequestHandle]) -> None:
+    wait_until(lambda: all(answer.progress.is_over for answer in answers))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_totals_of_a_server_are_sums_of_its_answers(seed: int) -> None:
+    draw = random.Random(seed)
+    requests = requests_of(draw, draw.randrange(2, 9))
+    engine = engine_of(int(enough_for(requests) * draw.choice([1, 1.5, 3])))
+    watch = Watch(engine)
+    with serving(engine, NgramLookup(2)) as loop:
+        own = [draw.random() < 0.3 for _ in requests]
+        asked = [
+            ServeRequest(one, drafts_by_default=not is_own, drafter=NgramLookup(1) if is_own else None)
+            for one, is_own in zip(requests, own, strict=True)
+        ]
+        answers = loop.submit(asked)
+        wait_for(answers)
+        assert not loop._router._own and loop.num_running == loop.num_waiting == 0
+        totals = loop.totals
+    for answer in answers:
+        assert answer.output_tokens == one_by_one(MODEL, answer.request)
+        assert answer.progress.num_cached_tokens == watch.first_reused[answer.request.id]
+        assert answer.progress.num_tokens == len(answer.output_tokens)
+    stats = [answer.sequence.stats for answer in answers]
+    assert totals.num_prompt_tokens == sum(len(one.prompt_tokens) for one in requests)
+    assert totals.num_generated_tokens == sum(len(one_by_one(MODEL, one)) for one in requests)
+    assert totals.num_drafts == sum(one.num_spec_steps for one in stats)
+    assert totals.num_draft_tokens == sum(one.num_draft_tokens for one in stats)
+    assert totals.num_accepted_tokens == sum(one.num_accepted_draft_tokens for one in stats)
+    assert sum(totals.num_finished.values()) == len(requests)
+
+
+def test_reader_sees_the_tokens_of_whole_steps_only() -> None:
+    request = Request(0, (1, 2), 9)
+    answer = RequestHandle(ServeRequest(request), Sequence.start(request))
+    answer.sequence.tokens += [3, 4, 5]
+    for number in range(4):
+        answer.progress = Progress(num_tokens=number)
+        assert answer.output_tokens == [3, 4, 5][:number]
+
+
+class FailsOnce:
+    """A drafter that fails in the first step with the request 0."""
+
+    has_failed = False
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        if not self.has_failed and any(sequence.request.id == 0 for sequence in sequences):
+            self.has_failed = True
+            raise RuntimeError("no draft today")
+        return [Draft([])] * len(sequences)
+
+    def forget(self, request_id: int) -> None: ...
+
+
+def test_step_that_fails_ends_those_in_it_alone() -> None:
+    """Two run, as many as may, and four wait."""
+    engine = engine_of(max_batch_size=2)
+    requests = [Request(i, (i, 1), 5) for i in range(6)]
+    with serving(engine, FailsOnce()) as loop:
+        answers = loop.submit([ServeRequest(request) for request in requests])
+        wait_for(answers)
+    failed = [answer for answer in answers if answer.progress.error is not None]
+    assert 1 <= len(failed) <= 2 and answers[0] in failed
+    assert all(isinstance(answer.progress.error, StepFailed) for answer in failed)
+    for answer in answers[2:]:
+        assert answer.output_tokens == one_by_one(MODEL, answer.request)
+
+
+def test_queue_holds_as_many_as_it_says() -> None:
+    engine, ids = engine_of(max_batch_size=2), count()
+
+    def ask(number: int) -> list[ServeRequest]:
+        return [ServeRequest(Request(next(ids), (1, 2), 3)) for _ in range(number)]
+
+    loop = ServingLoop(Session(engine, "leader"), 3, lambda answers: None)  # which has not begun
+    assert loop.capacity == 5
+    loop.submit(ask(4))
+    with pytest.raises(SpecDecError, match="queue is full"):
+        loop.submit(ask(2))
+    last = loop.submit(ask(1))
+    with pytest.raises(SpecDecError, match="queue is full"):
+        loop.submit(ask(1))
+    loop.start()
+    wait_for(last)
+    loop.stop(0)
+    engine.check_books()
