@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from runtime.drafters.draft_target import DraftModel
 from runtime.request import Draft, Request, Sequence
+from runtime.text import encode_text
 from runtime.token_text import Texts, texts_after, token_bytes
 from runtime.tokenizer import Tokenizer, token_ids
 
@@ -147,7 +148,7 @@ def _encode_within(tokenizer: Tokenizer, text: str) -> list[int] | None:
     """
     of_token = token_bytes(tokenizer)
     if of_token is None or not of_token.drops_space:
-        return token_ids(tokenizer, text, add_special_tokens=False, verbose=False)
+        return encode_text(tokenizer, text)
     if not text.startswith(" "):
         return None
-    return token_ids(tokenizer, text[1:], add_special_tokens=False, verbose=False)
+    return encode_text(tokenizer, text[1:])

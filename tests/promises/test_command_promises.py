@@ -129,7 +129,7 @@ def test_results_are_read_from_where_they_were_written(
     for part in (numbers[:half], numbers[half:]):
         with open_results(path, places) as results:
             for i in part:
-                results.append(places[i].id, lines[i])
+                results.append(places[i].id, lines[i], is_error=False)
             if not results.missing:
                 results.finish()
     assert path.read_bytes() == b"".join(line + b"\n" for line in lines)
