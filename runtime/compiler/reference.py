@@ -18,10 +18,10 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.utils import logging as transformers_logging
 
-from runtime.checkpoint import read_numbers
 from runtime.compiler.attention import capped, weights_beside_sinks
 from runtime.compiler.causal_heads import model_class
 from runtime.compiler.pretrained import parse_pretrained_config
+from runtime.compiler.read_model import read_numbers
 from runtime.gguf import is_gguf
 from runtime.kv_cache import KVPool, dequantize_kv, largest_error, quantize_kv
 from runtime.locks import MODEL_INIT_LOCK

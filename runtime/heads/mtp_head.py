@@ -20,7 +20,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from runtime.batch import Batch
-from runtime.checkpoint import read_numbers
 from runtime.compiler.attention import PAGED
 from runtime.compiler.model import (
     ModelKind,
@@ -33,6 +32,7 @@ from runtime.compiler.model import (
     probe_config,
 )
 from runtime.compiler.pretrained import parse_pretrained_config
+from runtime.compiler.read_model import read_numbers
 from runtime.config import LayerShape
 from runtime.errors import SpecDecError
 from runtime.files import read_json

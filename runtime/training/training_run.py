@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from runtime.checkpoint import read_numbers
+from runtime.compiler.read_model import read_numbers
 from runtime.drafters.head_draft import embedding_of
 from runtime.engine import Engine
 from runtime.errors import SpecDecError

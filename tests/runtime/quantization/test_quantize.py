@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from runtime.checkpoint import _open_source, convert
+from runtime.checkpoint import convert
+from runtime.compiler.read_model import open_source
 from runtime.config import CheckpointConfig, QuantConfig, QuantFormat
 from runtime.errors import SpecDecError
 from runtime.quantization.planning import Losses, _are_finite, plan_pieces
@@ -172,7 +173,7 @@ def test_groups_are_halved_where_they_do_not_divide(said: Said) -> None:
 
 def test_linear_layers_that_files_have_by_other_names_are_refused(tmp_path: Path, said: Said) -> None:
     make_model("gpt2").save_pretrained(tmp_path / "model")
-    source = _open_source(tmp_path / "model")
+    source = open_source(tmp_path / "model")
     others = [tensor for tensor in source.tensors if ".c_" not in tensor.name]
     with pytest.raises(SpecDecError) as error:
         plan_pieces(
