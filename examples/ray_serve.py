@@ -14,7 +14,7 @@ from typing import Any
 
 from ray import serve
 
-from commands.serve.command import ServerOptions
+from commands.serve.flags import ServerOptions
 from commands.serve.responses import Clock
 from commands.serve.work import guarded_app, open_served
 from runtime.drafters.specs import NgramDrafter

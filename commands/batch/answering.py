@@ -15,8 +15,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from commands.batch.command import BatchDefaults
 from commands.batch.dispatch import NotAnswered
+from commands.batch.flags import BatchDefaults
 from commands.batch.lines import BatchRequest
 from commands.options.engine_choice import EngineChoice
 from commands.serve.asking import ask_chat, ask_completion

@@ -14,8 +14,8 @@ from pydantic import Field
 from rich.table import Table
 
 from commands.batch.answering import Counts, Job, Outcome, OwnCrew, check_same_everywhere, failed_outcome
-from commands.batch.command import BatchDefaults, BatchFiles
 from commands.batch.dispatch import Crew, answer_all
+from commands.batch.flags import BatchDefaults, BatchFiles
 from commands.batch.lines import BatchRequest, Results, look_through, open_results
 from commands.documents.records import Head, Record, absent, document_head
 from commands.documents.settings import DrafterNames, OutputGrammar, grammar_record

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from pydantic import ConfigDict, Field, model_validator
 from rich.table import Table
 
-from commands.bench.command import BenchPrompts, BenchResults, BenchServer, BenchTraffic, Content, Endpoint
+from commands.bench.flags import BenchPrompts, BenchResults, BenchServer, BenchTraffic, Content, Endpoint
 from commands.documents.records import Head, Positive, Record, absent, document_head
 from commands.html.page import Column, area_chart, column_chart, page
 from commands.output import Output, number

@@ -11,7 +11,7 @@ from commands.options.engine_choice import EngineOptions
 from commands.options.expand import expand_groups
 from commands.options.shared import INPUT, OUTPUT, option
 from commands.output import Output
-from commands.run.command import RunGeneration
+from commands.run.flags import RunGeneration
 from runtime.errors import UsageError
 from runtime.tools.call_formats import named_tool_format
 

@@ -1,44 +1,13 @@
 """`specdec doctor`, its flags: what is wrong with an engine, its drafter and the machine, and a remedy for each."""
 
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
 
+from commands.doctor.flags import DoctorInputs, DoctorOptions
 from commands.inputs.prompts import read_prompts
-from commands.options.engine_choice import USUAL_ENGINE, EngineChoice, EngineDir, KVCacheOptions
+from commands.options.engine_choice import USUAL_ENGINE, EngineChoice, KVCacheOptions
 from commands.options.expand import expand_groups
-from commands.options.leader_flags import Mode, ModelOptions
-from commands.options.shared import INPUT, RUNTIME, InputFile, TokenizerDir, option
 from commands.options.speculation_flags import SpeculationOptions
 from commands.output import Output
-
-
-@dataclass(frozen=True)
-class DoctorInputs:
-    """The engine, and what it is asked."""
-
-    engine_dir: EngineDir = None
-    model: ModelOptions = field(default_factory=ModelOptions)
-    input_text: Annotated[
-        list[str] | None,
-        option(
-            INPUT,
-            "Prompt; repeatable. Real prompts are the most informative.",
-            shown="4 shipped articles, cut to what fits",
-        ),
-    ] = None
-    input_file: InputFile = None
-    tokenizer_dir: TokenizerDir = None
-
-
-@dataclass(frozen=True)
-class DoctorOptions:
-    """Settings for answering the prompts."""
-
-    max_output_len: Annotated[int, option(RUNTIME, "Tokens to generate from a prompt.", min=1)] = 64
-    mode: Annotated[
-        Mode, option(RUNTIME, "The loop: orchestrator (V1) or leader (V2), as for `run`.", metavar="NAME")
-    ] = "orchestrator"
 
 
 @expand_groups

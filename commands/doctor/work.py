@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from commands.doctor.command import DoctorInputs, DoctorOptions
+from commands.doctor.flags import DoctorInputs, DoctorOptions
 from commands.documents.records import Head, Record, document_head
 from commands.documents.settings import DrafterNames
 from commands.inputs.dataset import DEMO, load_samples

@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from commands.documents.settings import Setup
 from commands.output import stderr, warn
 from commands.serve.clients import with_key
-from commands.serve.command import ServerOptions
+from commands.serve.flags import ServerOptions
 from commands.serve.http_errors import HTTPError
 from commands.serve.responses import Clock
 from commands.serve.routes import make_app

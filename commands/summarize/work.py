@@ -24,7 +24,6 @@ from commands.output import (
     warn,
 )
 from commands.sessions import lossless_check
-from commands.summarize.command import EvaluationOptions, SummarizeInputs, SummarizeResults
 from commands.summarize.document import (
     Accuracy,
     Asked,
@@ -37,6 +36,7 @@ from commands.summarize.document import (
     summary_document,
     write_outputs,
 )
+from commands.summarize.flags import EvaluationOptions, SummarizeInputs, SummarizeResults
 from commands.summarize.rouge import ROUGE_TYPES, num_without_letters
 from commands.tables.drafts import show_details
 from commands.tables.lossless_check import exit_if_too_little_to_tell, fail_unless_lossless, lossless_lines

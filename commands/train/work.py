@@ -16,7 +16,7 @@ from commands.inputs.prompts import Prompt, without_padding
 from commands.options.engine_choice import MIN_DRAFT_LEN
 from commands.output import Output, number
 from commands.sessions import engine_settings
-from commands.train.command import (
+from commands.train.flags import (
     FURTHER_LEARNING_RATE,
     NEW_LEARNING_RATE,
     NUM_UNROLLED_STEPS,

@@ -16,7 +16,7 @@ from commands.options.engine_choice import EngineChoice
 from commands.options.shared import end_id_params
 from commands.output import Output, number, percent
 from commands.sessions import open_engine
-from commands.tune.command import DEFAULT_LIVE_PROMPTS, DEFAULT_OUTPUT_LEN, TuneInputs, TuneOptions
+from commands.tune.flags import DEFAULT_LIVE_PROMPTS, DEFAULT_OUTPUT_LEN, TuneInputs, TuneOptions
 from runtime.bundle import read_bundle
 from runtime.config import Measure, Size
 from runtime.drafters.compatibility import check_corpora

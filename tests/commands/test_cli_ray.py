@@ -23,8 +23,8 @@ ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from commands.batch.answering import Job, failed_outcome, model_digest  # noqa: E402
-from commands.batch.command import BatchDefaults  # noqa: E402
 from commands.batch.dispatch import answer_all  # noqa: E402
+from commands.batch.flags import BatchDefaults  # noqa: E402
 from commands.batch.lines import look_through  # noqa: E402
 from commands.batch.ray_workers import RayCrew, WorkerJob, connected, open_anywhere  # noqa: E402
 from commands.options.engine_choice import EngineChoice  # noqa: E402

@@ -16,7 +16,7 @@ from sentences import Said
 from tiny import hf_greedy, make_model
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from commands.serve.command import ServerOptions
+from commands.serve.flags import ServerOptions
 from commands.serve.responses import Clock
 from commands.serve.work import guarded_app, open_served
 from runtime.drafters.specs import NgramDrafter

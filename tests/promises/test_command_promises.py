@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from commands.batch.answering import BatchModel, Outcome, OwnCrew, model_digest
-from commands.batch.command import BatchDefaults
 from commands.batch.dispatch import _MAX_LOST, NotAnswered, answer_all
+from commands.batch.flags import BatchDefaults
 from commands.batch.lines import BatchRequest, Place, open_results
 from commands.serve.replies import usage
 from runtime.llm import LLM

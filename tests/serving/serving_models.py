@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.testclient import TestClient
 
-from commands.serve.command import ServerOptions
+from commands.serve.flags import ServerOptions
 from commands.serve.responses import Clock
 from commands.serve.served import ServedModel
 from commands.serve.work import guarded_app, open_served

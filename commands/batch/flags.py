@@ -1,0 +1,71 @@
+"""Flags of `specdec batch`."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from commands.options.sampling_flags import FormOptions
+from commands.options.shared import INPUT, OUTPUT, SAMPLING, option
+from runtime.errors import SpecDecError, UsageError
+from runtime.params import SamplingConfig, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchFiles:
+    """Request and result files."""
+
+    input_file: Annotated[
+        Path,
+        option(
+            INPUT,
+            "Requests, one per line: OpenAI's batch format, or objects with a `prompt` or `messages`.",
+            "--input-file",
+            "-i",
+        ),
+    ]
+    output_file: Annotated[
+        Path,
+        option(
+            OUTPUT,
+            "Results, one line per request, in OpenAI's format. If the file is partial, the command resumes.",
+            "--output-file",
+            "-o",
+        ),
+    ]
+
+    def check(self) -> None:
+        """SpecDecError unless the requests can be read twice, and the results are another file."""
+        path = self.input_file
+        if path.exists() and not path.is_file():
+            what = "Is a directory" if path.is_dir() else "not a regular file, and it is read twice"
+            raise SpecDecError(f"cannot read the file ({what}): {path}", hint="give a file")
+        if path.exists() and self.output_file.exists() and path.samefile(self.output_file):
+            raise UsageError(f"the output would overwrite an input: {self.output_file}", hint="choose another path")
+
+
+@dataclass(frozen=True)
+class BatchDefaults:
+    """Defaults for requests."""
+
+    max_output_len: Annotated[
+        int | None, option(SAMPLING, "Default for `max_tokens`.", shown="16; in a chat as many as fit", min=1)
+    ] = None
+    temperature: Annotated[
+        float | None, option(SAMPLING, "Default for requests; 0 is greedy.", shown="the model's, or 1")
+    ] = None
+    top_k: Annotated[int | None, option(SAMPLING, "Default for requests.", shown="the model's, or 0")] = None
+    top_p: Annotated[float | None, option(SAMPLING, "Default for requests.", shown="the model's, or 1")] = None
+    random_seed: Annotated[int, option(SAMPLING, "With `custom_id`, determines the seed of requests without one.")] = 0
+    form: FormOptions = field(default_factory=FormOptions, repr=False)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Sampling flags that are given."""
+        values = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def checked(self) -> "BatchDefaults":
+        """The same with the texts of files; SpecDecError for a value that is wrong."""
+        SamplingConfig(**self.sampling)
+        SamplingParams(**self.form.params)
+        return replace(self, form=self.form.read())

@@ -1,0 +1,144 @@
+"""Flags of `specdec serve`."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from commands.options.shared import SERVER, option
+from runtime.errors import UsageError
+from runtime.files import check_regular
+from runtime.tools.call_formats import named_reasoning_format, named_tool_format
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+|null")  # as browsers write it: RFC 6454, section 6.2
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Address, access and time limits of the server."""
+
+    host: Annotated[str, option(SERVER, "Address to listen on; 0.0.0.0 for all interfaces.")] = "127.0.0.1"
+    port: Annotated[int, option(SERVER, "Port to listen on; 0 for any free port.", min=0, max=65535)] = 8000
+    api_key: Annotated[
+        str | None,
+        option(
+            SERVER,
+            "Key that clients must send, or several, separated by commas, one for each client. Other users can see a "
+            "command's flags: set it in the environment.",
+            shown="none is asked for",
+            envvar="SPECDEC_API_KEY",
+        ),
+    ] = None
+    ssl_certfile: Annotated[
+        Path | None, option(SERVER, "Certificate for TLS, with its chain (PEM).", shown="no TLS")
+    ] = None
+    ssl_keyfile: Annotated[
+        Path | None, option(SERVER, "Private key of the certificate (PEM).", shown="in the certificate's file")
+    ] = None
+    served_model_name: Annotated[
+        list[str] | None,
+        option(
+            SERVER,
+            "Name of the model for clients; repeatable, the first appears in answers.",
+            shown="the directory's name",
+        ),
+    ] = None
+    max_queue_len: Annotated[int, option(SERVER, "Sequences in the queue; further ones get a 503.", min=0)] = 128
+    max_requests_per_client: Annotated[
+        int | None,
+        option(SERVER, "Requests of one client that run or wait; further ones get a 429.", shown="no limit", min=1),
+    ] = None
+    max_gap_ms: Annotated[
+        float,
+        option(
+            SERVER,
+            "Time between two tokens of a running answer while others' prompts are computed, in ms; 2.5 steps if that "
+            "is longer.",
+            min=0.0,
+            metavar="MS",
+        ),
+    ] = 10.0
+    request_timeout: Annotated[
+        float, option(SERVER, "Time limit for an answer, waiting included, in seconds.", min=0.001, metavar="S")
+    ] = 600.0
+    shutdown_timeout: Annotated[
+        float,
+        option(
+            SERVER,
+            "Time for running answers to finish after SIGTERM or Ctrl-C, in seconds.",
+            min=0.0,
+            metavar="S",
+        ),
+    ] = 30.0
+    tool_call_parser: Annotated[
+        str | None,
+        option(
+            SERVER,
+            "Format in which the model calls tools: hermes, llama3_json, mistral, ...; none reads no calls.",
+            shown="the chat template's",
+            metavar="FORMAT",
+        ),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        option(
+            SERVER,
+            "Format of what the model thinks first: think, mistral, gemma4; none leaves it in the text.",
+            shown="the chat template's",
+            metavar="FORMAT",
+        ),
+    ] = None
+    refuse_special_tokens: Annotated[
+        bool,
+        option(SERVER, "Answer 400 to a message whose text has a special token, such as <|im_end|>."),
+    ] = False
+    allowed_origins: Annotated[
+        list[str] | None,
+        option(
+            SERVER,
+            "Origin whose pages may send requests, such as https://chat.example.org; `*` is any; repeatable.",
+            shown="the server's own page",
+        ),
+    ] = None
+
+    def check(self) -> None:
+        """UsageError for a key that no header can carry, or an origin that no browser sends: they lock everyone out;
+        and for the name of no format.
+        """
+        self._check_certificate()
+        if self.tool_call_parser is not None:
+            named_tool_format(self.tool_call_parser)
+        if self.reasoning_parser is not None:
+            named_reasoning_format(self.reasoning_parser)
+        keys = "key" if self.api_key is None else self.api_key
+        for key in keys.split(","):
+            if not (key.strip() and key.isascii() and key.isprintable()) or keys != keys.strip():
+                raise UsageError("an API key has characters that HTTP has no room for", hint="take letters and digits")
+        for origin in self.allowed_origins or []:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise UsageError(
+                    f"`--allowed-origins` is no origin: {origin}",
+                    hint="a scheme, a host and perhaps a port, without a path: https://chat.example.org:8000",
+                )
+
+    def _check_certificate(self) -> None:
+        """UsageError for files of TLS that cannot be used: before a model is opened."""
+        if self.ssl_certfile is None:
+            if self.ssl_keyfile is not None:
+                raise UsageError("`--ssl-keyfile` is given without a certificate", hint="name it by `--ssl-certfile`")
+            return
+        import ssl
+
+        key = self.ssl_keyfile or self.ssl_certfile
+        for path in (self.ssl_certfile, key):
+            check_regular(path)
+        try:
+            # A password would be asked for in the terminal.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.ssl_certfile, self.ssl_keyfile, lambda: "")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
+            raise UsageError(
+                f"no certificate and key for TLS ({reason}): {self.ssl_certfile}, {key}",
+                hint="both are PEM files, the key without a password"
+                + ("; name that of the key by `--ssl-keyfile`" if self.ssl_keyfile is None else ""),
+            ) from None

@@ -1,0 +1,124 @@
+"""Flags of `specdec train`."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from commands.options.leader_flags import ModelEngineOptions
+from commands.options.shared import INPUT, OUTPUT, RUNTIME, option
+from runtime.errors import SpecDecError, UsageError
+
+NEW_LEARNING_RATE, FURTHER_LEARNING_RATE = 1e-3, 1e-4
+
+
+NUM_UNROLLED_STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainInputs:
+    """The target, its answers or prompts, and the head to begin with."""
+
+    model_dir: Annotated[str, option(INPUT, "The target: directory, GGUF file, hub id or `demo`. It is not changed.")]
+    draft_model_dir: Annotated[
+        Path | None,
+        option(
+            INPUT,
+            "EAGLE-3 head to train further, or the model's own directory for the MTP head that it has.",
+            shown="a new one, which is weak",
+        ),
+    ] = None
+    traces: Annotated[
+        list[Path] | None, option(INPUT, "Answers of the target, as written by `--output-traces`. Repeatable.")
+    ] = None
+    input_file: Annotated[
+        Path | None, option(INPUT, "Prompts, as `run` takes them, which the target answers first.")
+    ] = None
+    held_out_traces: Annotated[
+        Path | None, option(INPUT, "Answers to measure on, and not to learn from.", shown="one in ten of the others")
+    ] = None
+    max_output_len: Annotated[int, option(RUNTIME, "Tokens of an answer to `--input-file`.", min=3)] = 256
+    apply_chat_template: Annotated[
+        bool, option(INPUT, "Ask the prompts as a user in a chat.", "--apply-chat-template")
+    ] = False
+
+    @property
+    def paths(self) -> list[Path]:
+        """Files to read."""
+        files = [*(self.traces or []), self.input_file, self.held_out_traces]
+        return [path for path in files if path is not None]
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Length and settings of the training; None where they depend."""
+
+    num_epochs: Annotated[int, option(RUNTIME, "Times that each text is seen.", min=1)] = 3
+    learning_rate: Annotated[
+        float | None,
+        option(
+            RUNTIME,
+            "The highest learning rate.",
+            shown=f"{NEW_LEARNING_RATE:g}; {FURTHER_LEARNING_RATE:g} of a given head",
+        ),
+    ] = None
+    num_unrolled_steps: Annotated[
+        int | None,
+        option(
+            RUNTIME,
+            "Tokens that the head drafts in a row while it learns.",
+            shown=f"{NUM_UNROLLED_STEPS}; an MTP head of several layers, one each",
+            min=1,
+            max=8,
+        ),
+    ] = None
+    draft_vocab_size: Annotated[
+        int | None,
+        option(
+            RUNTIME, "Ids that it drafts: those that the answers have most often.", shown="8,192; a given head's", min=2
+        ),
+    ] = None
+    batch_tokens: Annotated[int, option(RUNTIME, "Tokens of an optimizer step.", min=64)] = 2048
+    max_text_len: Annotated[int, option(RUNTIME, "Tokens of a prompt and its answer that are read.", min=16)] = 1024
+    learn_prompts: Annotated[
+        bool,
+        option(
+            RUNTIME,
+            "Learn the target's distribution in prompts too: more to learn from where there are few answers.",
+            "--learn-prompts",
+        ),
+    ] = False
+    random_seed: Annotated[int, option(RUNTIME, "Seed of the weights and of the texts' order.")] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResults:
+    """Directories that are written."""
+
+    output_dir: Annotated[
+        Path, option(OUTPUT, "Directory of the head, in the form of speculators; of an MTP head in its model's.")
+    ]
+    work_dir: Annotated[
+        Path | None,
+        option(
+            OUTPUT,
+            "Hidden states and checkpoints, from which the same command goes on. One that is named is kept.",
+            shown="the output's name and .training, removed in the end",
+        ),
+    ] = None
+    engines: ModelEngineOptions = field(default_factory=ModelEngineOptions)
+
+    @property
+    def working_dir(self) -> Path:
+        return self.work_dir or self.output_dir.with_name(f"{self.output_dir.name}.training")
+
+    def check(self) -> None:
+        """SpecDecError unless the head's directory is new or empty."""
+        path = self.output_dir
+        if path.exists() and not path.is_dir():
+            raise SpecDecError(f"output directory is a file: {path}", hint="choose another name")
+        if path.exists() and any(path.iterdir()):
+            raise SpecDecError(f"output directory is not empty: {path}", hint="choose another, or remove it")
+        if self.working_dir.exists() and not self.working_dir.is_dir():
+            raise SpecDecError(f"the working directory is a file: {self.working_dir}", hint="choose another name")
+        if self.working_dir.resolve() == path.resolve():
+            raise UsageError(f"`--work-dir` and `--output-dir` are the same: {path}", hint="name two")

@@ -1,0 +1,123 @@
+"""Flags of `specdec tune`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from commands.options.leader_flags import ModelOptions
+from commands.options.shared import INPUT, OUTPUT, RUNTIME, SPECULATION, EndId, InputFile, TokenizerDir, option
+from commands.options.speculation_flags import Drafters
+from runtime.drafters.speculation import Speculation
+from runtime.errors import UsageError
+
+DEFAULT_OUTPUT_LEN, DEFAULT_LIVE_PROMPTS = 128, 8
+
+
+@dataclass(frozen=True)
+class TuneInputs:
+    """Inputs of `tune`: traces, or prompts."""
+
+    engine_dir: Annotated[
+        Path | None, option(INPUT, "Engine to tune for; without one, or a model, traces are replayed.")
+    ] = None
+    model: ModelOptions = field(default_factory=ModelOptions)
+    traces: Annotated[Path | None, option(INPUT, "Prompts with outputs, as written by `--output-traces`.")] = None
+    input_text: Annotated[list[str] | None, option(INPUT, "Prompt, answered without a drafter first; repeatable.")] = (
+        None
+    )
+    input_file: InputFile = None
+    tokenizer_dir: TokenizerDir = None
+
+    @property
+    def has_engine(self) -> bool:
+        return self.engine_dir is not None or self.model.model_dir is not None
+
+    @property
+    def paths(self) -> list[Path]:
+        """Paths to read."""
+        paths = (self.engine_dir, self.traces, self.input_file, self.tokenizer_dir)
+        return [path for path in paths if path is not None]
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """Settings of the search, and the output file; None where nothing was given."""
+
+    max_output_len: Annotated[
+        int | None, option(RUNTIME, "Tokens to generate from a prompt.", shown=str(DEFAULT_OUTPUT_LEN), min=1)
+    ] = None
+    end_id: EndId = None
+    batch_size: Annotated[int | None, option(RUNTIME, "Requests answered together.", shown="1", min=1)] = None
+    num_live_prompts: Annotated[
+        int | None,
+        option(RUNTIME, "Requests on which the best candidates are timed.", shown=str(DEFAULT_LIVE_PROMPTS), min=1),
+    ] = None
+    draft_model_dir: Annotated[
+        str | None,
+        option(
+            SPECULATION,
+            "Draft model, as for `--model-dir`, or trained head, to try too; or that of a drafter that is named.",
+            shown="the MTP head of `--model-dir`, if it has one",
+        ),
+    ] = None
+    max_draft_len: Annotated[
+        int | None,
+        option(SPECULATION, "Longest draft to try.", shown="10, or the engine's or the drafter's if shorter", min=1),
+    ] = None
+    drafters: Drafters = None
+    output: Annotated[
+        Path | None,
+        option(
+            OUTPUT, "Write the recommendation, for `run --profile` and `summarize --profile`.", metavar="PROFILE.json"
+        ),
+    ] = None
+
+    def check(self, inputs: TuneInputs, named: Speculation) -> None:
+        """UsageError for nothing to tune for or on, or for options that mean nothing there."""
+        inputs.model.check(inputs.engine_dir)
+        if not inputs.has_engine:
+            self._check_without_engine(inputs.traces)
+            if named and named.lookup is None:
+                raise UsageError(
+                    "a model, or several drafters, cannot be replayed: `--engine-dir` is missing",
+                    hint="name the engine, to run them; without one a lookup is replayed",
+                )
+        if inputs.traces is not None:
+            given = {
+                "--input-text": inputs.input_text,
+                "--input-file": inputs.input_file,
+                "--max-output-len": self.max_output_len,
+            }
+            _refuse("cannot be given with `--traces`, which has prompts and outputs", given, "leave one of the two out")
+        elif not inputs.input_text and inputs.input_file is None:
+            raise UsageError(
+                "nothing to tune on",
+                hint="`--traces` has recorded outputs, `--input-file` and `--input-text` have prompts",
+            )
+        longest = named.max_draft_len
+        if longest and self.max_draft_len is not None and self.max_draft_len > longest:
+            raise UsageError(
+                f"`--max-draft-len` exceeds the drafter's own, {longest}: {self.max_draft_len}",
+                hint="lower it, or raise the drafter's",
+            )
+
+    def _check_without_engine(self, traces: Path | None) -> None:
+        given = {
+            "--output": self.output,
+            "--batch-size": self.batch_size,
+            "--num-live-prompts": self.num_live_prompts,
+            "--end-id": self.end_id,
+            "--draft-model-dir": self.draft_model_dir,
+        }
+        hint = "name the engine, or leave the flag out: recorded outputs alone are counted, not timed"
+        _refuse("needs `--engine-dir`", given, hint)
+        if traces is None:
+            raise UsageError("nothing to tune for", hint="`--engine-dir` names an engine, `--traces` recorded outputs")
+
+
+def _refuse(reason: str, given: Mapping[str, object], hint: str) -> None:
+    """UsageError for the first of these flags that was given."""
+    for flag, value in given.items():
+        if value is not None:
+            raise UsageError(f"`{flag}` {reason}: {value}", hint=hint)
