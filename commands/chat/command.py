@@ -63,7 +63,9 @@ def chat(engine: EngineOptions, chat: ChatOptions, generation: RunGeneration) ->
 
     toolbox = None if chat.tools is None else open_toolbox(chat.tools)
     output = Output()
-    with choice.open(output) as setup:
+    from commands.sessions import open_setup_of_models
+
+    with open_setup_of_models(choice, output) as setup:
         own = setup.llm.model_defaults.sampling
         setup = replace(setup, params=generation.for_chat(own).params(None))
         if setup.params != params:

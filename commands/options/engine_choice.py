@@ -1,10 +1,9 @@
 """Opening an engine from the command line: flags become an `EngineChoice`, which is checked before torch is imported.
 
 choice = engine.choose(params)
-with choice.open(output) as setup: ...
+with open_setup_of_models(choice, output) as setup: ...
 """
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +14,7 @@ from commands.options.drafter_flags import algorithm_flag, example_of
 from commands.options.leader_flags import LeaderOptions, Mode, ModelEngineOptions, ModelOptions
 from commands.options.shared import INPUT, KV_CACHE, TokenizerDir, option
 from commands.options.speculation_flags import SpeculationOptions
-from commands.output import Output, warn
+from commands.output import warn
 from runtime.bundle import Bundle, read_bundle
 from runtime.cache import begin_digests
 from runtime.chat import check_chat_template
@@ -36,7 +35,6 @@ from runtime.parallel.devices import check_device_ids
 from runtime.params import SamplingParams
 
 if TYPE_CHECKING:
-    from commands.documents.settings import Setup
     from runtime.engine import KVCacheConfig
 
 
@@ -216,12 +214,6 @@ class EngineChoice:
         if self.tokenizer_dir is not None:
             return resolve_tokenizer(self.tokenizer_dir)
         return None if self.model_dir is None else resolve_model(self.model_dir)
-
-    def open(self, output: Output) -> "AbstractContextManager[Setup]":
-        """The engine and the drafter; SpecDecError if they cannot serve the choice."""
-        from commands.sessions import open_setup_of_models
-
-        return open_setup_of_models(self, output)
 
 
 @dataclass(frozen=True)

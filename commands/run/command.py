@@ -36,8 +36,9 @@ def run(
         choice.check_tokenizer()
 
     from commands.run.work import answer
+    from commands.sessions import open_setup_of_models
 
-    with choice.open(output) as setup:
+    with open_setup_of_models(choice, output) as setup:
         answer(setup, prompts, inputs, results, output)
 
 

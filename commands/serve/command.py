@@ -40,8 +40,9 @@ def serve(engine: EngineOptions, inputs: ServeInputs, server: ServerOptions) -> 
 
         from commands.serve.server import Address, listen
         from commands.serve.work import Serving, serve_setup
+        from commands.sessions import open_setup_of_models
 
-        with listen(Address(server.host, server.port)) as bound, choice.open(Output()) as setup:
+        with listen(Address(server.host, server.port)) as bound, open_setup_of_models(choice, Output()) as setup:
             address = Address(server.host, bound.getsockname()[1], has_tls=server.ssl_certfile is not None)
             names = tuple(server.served_model_name or [choice.model_name])
             serve_setup(setup, bound, Serving(address, names, server))

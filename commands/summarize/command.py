@@ -51,9 +51,10 @@ def summarize(
         check_new_directory(results.output_dir)
     samples = _load_samples(inputs, evaluation, results)
 
+    from commands.sessions import open_setup_of_models
     from commands.summarize.work import Systems, evaluate
 
-    with choice.open(output) as setup:
+    with open_setup_of_models(choice, output) as setup:
         if choice.bundle is None:
             evaluation.check_fits(setup.llm.bundle.config.build_config, choice.mode)
         systems = Systems(_evaluate_engine(setup, choice, evaluation.cluster), hf_dir)
