@@ -29,11 +29,11 @@ from rich.text import Text
 
 from commands.options.shared import OUTPUT, option
 from commands.progress import Advance, bytes_done, counting, phases
-from runtime.errors import SpecDecError, UsageError
-from runtime.files import check_regular, try_new_file
+from runtime.util.errors import SpecDecError, UsageError
+from runtime.util.files import check_regular, try_new_file
 
 if TYPE_CHECKING:
-    from runtime.tuning.search import FixedLost
+    from runtime.measure.tuning.search import FixedLost
 
 _GAP = 2  # between columns of a table
 _INDENT = 2

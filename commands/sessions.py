@@ -10,16 +10,16 @@ from commands.documents.settings import Setup
 from commands.options.engine_choice import EngineChoice
 from commands.options.leader_flags import ModelEngineOptions
 from commands.output import Output
-from runtime.bundle import read_bundle
-from runtime.config import IntFormat
+from runtime.builder.engine_cache import EngineSettings, engine_of_model
+from runtime.checkpoint.bundle import read_bundle
+from runtime.checkpoint.config import IntFormat
+from runtime.core.request import Request, Sequence
 from runtime.drafters.spec import DrafterSpec
-from runtime.engine import DEFAULT_MAX_NUM_TOKENS
-from runtime.engine_cache import EngineSettings, engine_of_model
-from runtime.evaluation.checks import LosslessCheck
-from runtime.evaluation.lossless import NUM_PREFIXES, check_outputs
+from runtime.engine.engine import DEFAULT_MAX_NUM_TOKENS
 from runtime.llm import LLM
-from runtime.request import Request, Sequence
-from runtime.session import OnTokens, Session
+from runtime.loop.lossless.check import NUM_PREFIXES, check_outputs
+from runtime.loop.lossless.results import LosslessCheck
+from runtime.loop.session import OnTokens, Session
 
 _DEFAULT_MAX_BATCH_SIZE = 4
 

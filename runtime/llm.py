@@ -18,33 +18,30 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack
 
 import torch
 
-from runtime.at_exit import call_at_exit, closed_at_exit
-from runtime.bundle import Bundle, is_engine_dir, read_bundle
-from runtime.chat import ChatTemplate, Message
-from runtime.checkpoint_dir import check_has_no_head
-from runtime.config import Activations, Compiler, Count, Dtype, IntFormat, Size, check_arguments
-from runtime.costs import CostModel
-from runtime.drafters.compatibility import TargetIdentity, check_corpora
-from runtime.drafters.factory import Opening, open_drafter
+from runtime.builder.engine_cache import EngineSettings, engine_of_model
+from runtime.checkpoint.bundle import Bundle, is_engine_dir, read_bundle
+from runtime.checkpoint.checkpoint_dir import check_has_no_head
+from runtime.checkpoint.config import Activations, Compiler, Count, Dtype, IntFormat, Size, check_arguments
+from runtime.checkpoint.costs import CostModel
+from runtime.checkpoint.generation_config import ModelDefaults, read_model_defaults
+from runtime.checkpoint.gguf.reader import is_gguf
+from runtime.checkpoint.resolve import resolve_tokenizer
+from runtime.core.generation import Output, Piece
+from runtime.core.grammar import CompiledGrammar, Grammars
+from runtime.core.params import GREEDY, SamplingParams
+from runtime.core.request import Request, Sequence
+from runtime.drafters.heads.head_config import DraftOutputSettings, has_mtp_head, hidden_states_for, read_head
 from runtime.drafters.protocol import Drafter, DraftFunction
 from runtime.drafters.spec import DraftLenMode
 from runtime.drafters.specs import AnySpec
 from runtime.drafters.speculation import Speculation
-from runtime.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
-from runtime.engine_cache import EngineSettings, engine_of_model
-from runtime.errors import SpecDecError, SpecDecWarning, UsageError
-from runtime.generation import Output, Piece
-from runtime.generation_config import ModelDefaults, read_model_defaults
-from runtime.gguf import is_gguf
-from runtime.grammar import CompiledGrammar, Grammars
-from runtime.heads.head_config import DraftOutputSettings, has_mtp_head, hidden_states_for, read_head
-from runtime.locks import MODEL_INIT_LOCK
-from runtime.models import resolve_tokenizer
-from runtime.parallel.devices import check_device_ids
-from runtime.params import GREEDY, SamplingParams
-from runtime.request import Request, Sequence
-from runtime.session import Mode, Session
-from runtime.text import (
+from runtime.engine.devices import check_device_ids
+from runtime.engine.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
+from runtime.loop.compatibility import TargetIdentity, check_corpora
+from runtime.loop.opening import Opening, open_drafter
+from runtime.loop.session import Mode, Session
+from runtime.text.chat import ChatTemplate, Message
+from runtime.text.text import (
     StopWords,
     TextStream,
     bad_word_tokens,
@@ -58,9 +55,12 @@ from runtime.text import (
     tokenizer_of_engine,
     word_tokens,
 )
+from runtime.util.at_exit import call_at_exit, closed_at_exit
+from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
+from runtime.util.locks import MODEL_INIT_LOCK
 
 if TYPE_CHECKING:
-    from runtime.evaluation.checks import LosslessCheck
+    from runtime.loop.lossless.results import LosslessCheck
 
 Prompt = str | Seq[int]
 """A text, or the ids of its tokens."""
@@ -69,7 +69,7 @@ AnyDrafter = AnySpec | Drafter | DraftFunction
 
 
 class EngineOptions(TypedDict, total=False):
-    """Build options of a model's engine (`runtime.engine_cache.EngineSettings`)."""
+    """Build options of a model's engine (`runtime.builder.engine_cache.EngineSettings`)."""
 
     dtype: Literal["auto"] | Dtype
     max_batch_size: Size
@@ -251,7 +251,7 @@ class LLM:
         A `TokenCheck`, or a `DistributionCheck` for a drafter whose samples follow the target's distribution without
         being the tokens it draws by itself.
         """
-        from runtime.evaluation.lossless import check_outputs
+        from runtime.loop.lossless.check import check_outputs
 
         if drafter is None:
             raise UsageError("a lossless check needs a drafter, and there is none: None", hint="name one")
@@ -328,7 +328,7 @@ class LLM:
     def measure_costs(self) -> None:
         """Have step costs measured, if that was left until they are wanted. The first time it takes a second."""
         if not self._has_measured:
-            from runtime.compiler.profile_steps import costs_when_asked_for  # not for a first answer
+            from runtime.loop.step_costs import costs_when_asked_for  # not for a first answer
 
             self.engine.config = self.engine.turns.take(partial(costs_when_asked_for, self.bundle, self.engine))
             self.bundle = dataclasses.replace(self.bundle, config=self.engine.config)

@@ -122,8 +122,8 @@ def two_engines(setting: Setting) -> Values:
 
 def memory(setting: Setting) -> Values:
     """A K/V cache larger than the memory is one sentence, in Python and on the command line."""
-    from runtime.engine import Engine, KVCacheConfig
-    from runtime.errors import SpecDecError
+    from runtime.engine.engine import Engine, KVCacheConfig
+    from runtime.util.errors import SpecDecError
 
     with _engine(setting, _demo_dir(), "float32") as engine:
         directory = engine.directory
@@ -268,10 +268,10 @@ def _engine(
     """The model's engine, built where no part before has."""
     import torch
 
-    from runtime.checkpoint import convert
-    from runtime.compiler.build import BuildEffort, build_engine
-    from runtime.config import BuildConfig
-    from runtime.engine import Engine, KVCacheConfig
+    from runtime.builder.build import BuildEffort, build_engine
+    from runtime.builder.convert import convert
+    from runtime.checkpoint.config import BuildConfig
+    from runtime.engine.engine import Engine, KVCacheConfig
 
     engine_dir = setting.work / f"engine-{model_dir.name}-{dtype}-{compiler}"
     if not (engine_dir / "config.json").exists():
@@ -289,8 +289,8 @@ def _answer(
     engine: Any, prompts: list[list[int]], drafter: Any = None, num_tokens: int = 32
 ) -> list[tuple[list[int], Any]]:
     """Each prompt's output, and its logits (num_tokens, vocab)."""
-    from runtime.request import Request
-    from runtime.scheduler import generate
+    from runtime.core.request import Request
+    from runtime.loop.scheduler import generate
 
     requests = [Request(i, tuple(prompt), num_tokens, keep_logits=True) for i, prompt in enumerate(prompts)]
     done = {sequence.request.id: sequence for sequence, _ in generate(engine, requests, drafter, 10)}

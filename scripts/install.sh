@@ -34,7 +34,7 @@ if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
 fi
 compile_kernels() { # needs torch alone
     trap 'touch .venv/kernels.done' EXIT
-    .venv/bin/python -m runtime.compiler.kernel_library 2> .venv/kernels.log
+    .venv/bin/python -m runtime.kernels.library 2> .venv/kernels.log
 }
 rm -f .venv/kernels.done
 compile_kernels &

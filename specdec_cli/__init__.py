@@ -7,32 +7,32 @@ from importlib import import_module
 
 TYPE_CHECKING = False  # typing's, whose import takes time before `specdec_cli.signals` can set its handlers
 if TYPE_CHECKING:
+    from runtime.builder.profile import profile_for as profile_for
+    from runtime.core.generation import Output as Output
+    from runtime.core.generation import Piece as Piece
+    from runtime.core.params import SamplingParams as SamplingParams
+    from runtime.core.request import Draft as Draft
+    from runtime.core.request import Sequence as Sequence
+    from runtime.core.stats import TokenLogprobs as TokenLogprobs
     from runtime.drafters.specs import *  # noqa: F403
-    from runtime.engine import KVCacheConfig as KVCacheConfig
-    from runtime.errors import SpecDecError as SpecDecError
-    from runtime.errors import SpecDecWarning as SpecDecWarning
-    from runtime.errors import UsageError as UsageError
-    from runtime.evaluation.checks import DistributionCheck as DistributionCheck
-    from runtime.evaluation.checks import TokenCheck as TokenCheck
-    from runtime.generation import Output as Output
-    from runtime.generation import Piece as Piece
+    from runtime.engine.engine import KVCacheConfig as KVCacheConfig
     from runtime.llm import LLM as LLM
-    from runtime.params import SamplingParams as SamplingParams
-    from runtime.request import Draft as Draft
-    from runtime.request import Sequence as Sequence
-    from runtime.stats import TokenLogprobs as TokenLogprobs
-    from runtime.tuning.profile import profile_for as profile_for
+    from runtime.loop.lossless.results import DistributionCheck as DistributionCheck
+    from runtime.loop.lossless.results import TokenCheck as TokenCheck
+    from runtime.util.errors import SpecDecError as SpecDecError
+    from runtime.util.errors import SpecDecWarning as SpecDecWarning
+    from runtime.util.errors import UsageError as UsageError
 
 _HOMES = {
-    "runtime.engine": ("KVCacheConfig",),
-    "runtime.errors": ("SpecDecError", "SpecDecWarning", "UsageError"),
-    "runtime.evaluation.checks": ("DistributionCheck", "TokenCheck"),
+    "runtime.engine.engine": ("KVCacheConfig",),
+    "runtime.util.errors": ("SpecDecError", "SpecDecWarning", "UsageError"),
+    "runtime.loop.lossless.results": ("DistributionCheck", "TokenCheck"),
     "runtime.llm": ("LLM",),
-    "runtime.generation": ("Output", "Piece"),
-    "runtime.params": ("SamplingParams",),
-    "runtime.request": ("Draft", "Sequence"),
-    "runtime.stats": ("TokenLogprobs",),
-    "runtime.tuning.profile": ("profile_for",),
+    "runtime.core.generation": ("Output", "Piece"),
+    "runtime.core.params": ("SamplingParams",),
+    "runtime.core.request": ("Draft", "Sequence"),
+    "runtime.core.stats": ("TokenLogprobs",),
+    "runtime.builder.profile": ("profile_for",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _DRAFTERS = "runtime.drafters.specs"

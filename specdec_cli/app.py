@@ -44,10 +44,10 @@ from commands.summarize.command import summarize
 from commands.train.command import train
 from commands.tune.command import tune
 from commands.verify.command import verify
-from runtime.collector import collect_rarely
-from runtime.errors import SpecDecError, SpecDecWarning, UsageError
-from runtime.out_of_memory import check_address_space, is_out_of_memory, out_of_memory
-from runtime.temporary import temporary_dir
+from runtime.util.collector import collect_rarely
+from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
+from runtime.util.out_of_memory import check_address_space, is_out_of_memory, out_of_memory
+from runtime.util.temporary import temporary_dir
 
 _EXAMPLES = {
     convert: (

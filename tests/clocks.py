@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from runtime.batch import Row
-from runtime.engine import Engine
+from runtime.core.batch import Row
+from runtime.engine.engine import Engine
 
 _TICK_S = 1e-6  # of each look at it, so that whoever waits for it gets on
 

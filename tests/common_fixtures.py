@@ -18,13 +18,13 @@ from tiny import make_model
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from commands.options.expand import CURRENT_COMMAND
-from runtime.cache import cache_dir, make_cache_dir
-from runtime.checkpoint import convert
-from runtime.compiler import profile_steps
-from runtime.compiler.kernel_library import compile_kernels
-from runtime.config import SelfDraft
-from runtime.engine import Engine, KVCacheConfig
-from runtime.files import write_file
+from runtime.builder.convert import convert
+from runtime.checkpoint.config import SelfDraft
+from runtime.engine.engine import Engine, KVCacheConfig
+from runtime.kernels.library import compile_kernels
+from runtime.loop import step_costs
+from runtime.util.cache import cache_dir, make_cache_dir
+from runtime.util.files import write_file
 
 torch.set_num_threads(1)
 torch.set_num_interop_threads(1)
@@ -53,10 +53,10 @@ def cache_of_its_own(shared: Path) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def steps_measured_in_one_pass() -> Iterator[int]:
     """The number of passes otherwise: repeating them makes up for busy moments, and no test depends on the time."""
-    before = profile_steps._MAX_PASSES
-    profile_steps._MAX_PASSES = 1
+    before = step_costs._MAX_PASSES
+    step_costs._MAX_PASSES = 1
     yield before
-    profile_steps._MAX_PASSES = before
+    step_costs._MAX_PASSES = before
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from hypothesis import settings
 from strength import register_profiles
 from waiting import HANG_S, with_an_end
 
-from runtime.collector import collect_rarely
+from runtime.util.collector import collect_rarely
 
 pytest_plugins = ("sentences",)
 _QUICK_DRAFTERS = "adaptive allocation chain drafter_protocol meter ngram pool predicted_outputs suffix"

@@ -11,8 +11,8 @@ from typing import Any
 
 from waiting import wait_until
 
-from runtime.request import Draft, Sequence
-from runtime.serving.loop import RequestHandle, ServingLoop
+from runtime.core.request import Draft, Sequence
+from runtime.loop.serving import RequestHandle, ServingLoop
 
 _DIRECTORY, _NUM_STEPS = "SPECDEC_TEST_GATE", "SPECDEC_TEST_GATE_STEPS"
 

@@ -14,7 +14,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from runtime.gguf_tokenizer import merges_by_score
+from runtime.checkpoint.gguf.tokenizer import merges_by_score
 
 DATA = Path(__file__).parent / "data" / "llamacpp_tokens.json"
 REAL = Path(os.environ.get("SPECDEC_REAL_DIR", "~/.cache/specdec-real")).expanduser()

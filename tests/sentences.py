@@ -19,7 +19,7 @@ import pytest
 from filelock import FileLock
 
 from runtime.drafters.specs import DRAFTERS
-from runtime.errors import SpecDecWarning
+from runtime.util.errors import SpecDecWarning
 
 DIRECTORY = Path(__file__).parent / "sentences"
 STALE = pytest.StashKey[list[str]]()

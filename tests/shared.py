@@ -13,8 +13,8 @@ import pytest
 from filelock import FileLock
 from tiny import build_tiny
 
-from runtime.checksums import config_digest, record_files
-from runtime.config import as_json
+from runtime.checkpoint.checksums import config_digest, record_files
+from runtime.checkpoint.config import as_json
 
 
 def shared_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:

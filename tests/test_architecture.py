@@ -25,38 +25,48 @@ MAY_IMPORT = {
     "runtime": {"runtime"},
 }
 HEAVY = {"torch", "transformers", "datasets", "evaluate", "safetensors"}
-ATTENTION = "runtime.compiler.attention"
+ATTENTION = "runtime.model.attention"
 MOST_MODULES, MOST_OF_ONE_IMPORTER, MOST_NAMES_TWICE = 260, 66, 8
 NEVER_IN_RUNTIME = {"typer", "click", "rich", "datasets", "evaluate"}
 # The nouns: of runtime's modules they import these and no others.
 NOUNS = {
-    "runtime.errors": set(),
-    "runtime.config": {"runtime.errors", "runtime.reading"},
-    "runtime.stats": set(),
-    "runtime.params": {"runtime.errors"},
-    "runtime.occurrences": {"runtime.params"},
-    "runtime.forms": set(),
-    "runtime.form_prover": {"runtime.errors", "runtime.forms"},
-    "runtime.grammar": {"runtime.errors", "runtime.form_prover", "runtime.forms", "runtime.params"},
-    "runtime.sampling": {
-        "runtime.errors",
-        "runtime.grammar",
-        "runtime.occurrences",
-        "runtime.params",
+    "runtime.util.errors": set(),
+    "runtime.checkpoint.config": {"runtime.util.errors", "runtime.util.reading"},
+    "runtime.core.stats": set(),
+    "runtime.core.params": {"runtime.util.errors"},
+    "runtime.core.occurrences": {"runtime.core.params"},
+    "runtime.core.forms": set(),
+    "runtime.core.form_prover": {"runtime.util.errors", "runtime.core.forms"},
+    "runtime.core.grammar": {
+        "runtime.util.errors",
+        "runtime.core.form_prover",
+        "runtime.core.forms",
+        "runtime.core.params",
     },
-    "runtime.request": {"runtime.grammar", "runtime.params", "runtime.sampling", "runtime.stats"},
-    "runtime.verify": {"runtime.errors", "runtime.request", "runtime.sampling"},
-    "runtime.files": {"runtime.errors"},
-    "runtime.reading": {"runtime.errors", "runtime.files"},
-    "runtime.cache": {"runtime.errors", "runtime.files"},
-    "runtime.tensor_file": set(),
-    "runtime.corpus": {
-        "runtime.cache",
-        "runtime.checksums",
-        "runtime.config",
-        "runtime.errors",
-        "runtime.files",
-        "runtime.tensor_file",
+    "runtime.core.sampling": {
+        "runtime.util.errors",
+        "runtime.core.grammar",
+        "runtime.core.occurrences",
+        "runtime.core.params",
+    },
+    "runtime.core.request": {
+        "runtime.core.grammar",
+        "runtime.core.params",
+        "runtime.core.sampling",
+        "runtime.core.stats",
+    },
+    "runtime.core.verify": {"runtime.util.errors", "runtime.core.request", "runtime.core.sampling"},
+    "runtime.util.files": {"runtime.util.errors"},
+    "runtime.util.reading": {"runtime.util.errors", "runtime.util.files"},
+    "runtime.util.cache": {"runtime.util.errors", "runtime.util.files"},
+    "runtime.util.tensor_file": set(),
+    "runtime.text.corpus": {
+        "runtime.util.cache",
+        "runtime.checkpoint.checksums",
+        "runtime.checkpoint.config",
+        "runtime.util.errors",
+        "runtime.util.files",
+        "runtime.util.tensor_file",
     },
 }
 
@@ -229,32 +239,32 @@ SPECS = (
 def test_drafters_are_described_without_their_algorithms(module: str) -> None:
     """Modules that open one are imported when it is opened: flags and documents are made of specs without torch."""
     ours = {name for name in imports(modules("runtime")[module], at_import_only=True) if name.startswith("runtime")}
-    assert ours <= {"runtime.errors", "runtime.config", *SPECS[:-1]}
+    assert ours <= {"runtime.util.errors", "runtime.checkpoint.config", *SPECS[:-1]}
 
 
 WITH_ENGINES = ("runtime.drafters.draft_target", "runtime.drafters.head_draft")
 # A head reads an engine's K/V cache, of which it has layers.
 OF_HEADS = {
-    "runtime.batch",
-    "runtime.bundle",
+    "runtime.core.batch",
+    "runtime.checkpoint.bundle",
     "runtime.compiler.compilation",
-    "runtime.compiler.memory",
-    "runtime.config",
+    "runtime.kernels.memory",
+    "runtime.checkpoint.config",
 }
-OF_TEXTS = {"runtime.drafters.translated": {"runtime.token_text", "runtime.tokenizer"}}
+OF_TEXTS = {"runtime.drafters.translated": {"runtime.text.token_text", "runtime.checkpoint.tokenizer"}}
 
 
 def test_drafters_know_no_engine_but_their_own() -> None:
-    allowed = {"runtime.corpus", "runtime.errors", "runtime.request", "runtime.sampling"}
+    allowed = {"runtime.text.corpus", "runtime.util.errors", "runtime.core.request", "runtime.core.sampling"}
     makers = {
-        "runtime.drafters.factory",
+        "runtime.loop.opening",
         "runtime.drafters.opened",
-        "runtime.drafters.compatibility",
+        "runtime.loop.compatibility",
         *SPECS,
     }  # they open engines, and hold models together
     for drafter in (name for name in modules("runtime") if name.startswith("runtime.drafters.") and name not in makers):
         ours = {name for name in imports(modules("runtime")[drafter]) if name.startswith("runtime")}
-        engines = {"runtime.engine"} if drafter in WITH_ENGINES else set()
+        engines = {"runtime.engine.engine"} if drafter in WITH_ENGINES else set()
         if drafter == WITH_ENGINES[-1]:
             engines |= OF_HEADS | {name for name in ours if name.startswith("runtime.heads.")}
         known = allowed | engines | OF_TEXTS.get(drafter, set())
@@ -262,28 +272,34 @@ def test_drafters_know_no_engine_but_their_own() -> None:
 
 
 def test_replay_loads_no_engine() -> None:
-    ours = {name for name in imports(modules("runtime")["runtime.tuning.replay"]) if name.startswith("runtime")}
+    ours = {name for name in imports(modules("runtime")["runtime.measure.tuning.replay"]) if name.startswith("runtime")}
     assert {name for name in ours if not name.startswith("runtime.drafters")} <= {
-        "runtime.request",
-        "runtime.stats",
-        "runtime.trace_lines",
+        "runtime.core.request",
+        "runtime.core.stats",
+        "runtime.text.trace_lines",
     }
 
 
 # From the top: what a layer holds is imported by nothing in the layers below it.
 LAYERS = (
-    ("runtime.training", "runtime.evaluation.hugging_face"),
-    ("runtime.tuning", "runtime.evaluation.systems", "runtime.artefacts", "runtime.serving", "runtime.diagnosis"),
+    ("runtime.training", "runtime.measure.evaluation.hugging_face"),
+    (
+        "runtime.tuning",
+        "runtime.measure.evaluation.systems",
+        "runtime.builder.artefacts",
+        "runtime.serving",
+        "runtime.diagnosis",
+    ),
     ("runtime.llm",),
-    ("runtime.evaluation.lossless",),
-    ("runtime.session", "runtime.engine_cache"),
-    ("runtime.draft_ids",),
-    ("runtime.drafters.factory", "runtime.drafters.compatibility"),
-    ("runtime.orchestrator", "runtime.scheduler"),
-    ("runtime.drafting",),
+    ("runtime.loop.lossless.check",),
+    ("runtime.loop.session", "runtime.builder.engine_cache"),
+    ("runtime.builder.draft_ids",),
+    ("runtime.loop.opening", "runtime.loop.compatibility"),
+    ("runtime.loop.orchestrator", "runtime.loop.scheduler"),
+    ("runtime.loop.drafting",),
     ("runtime.drafters.translated",),
     WITH_ENGINES,
-    ("runtime.engine",),
+    ("runtime.engine.engine",),
 )
 
 
@@ -329,7 +345,7 @@ def test_functions_are_short_and_narrow() -> None:
     for package in PACKAGES:
         for module, path in modules(package).items():
             for name, parameters, num_lines in facts(path).functions:
-                if (module, name) != ("runtime.compiler.model", "forward") and module != ATTENTION:
+                if (module, name) != ("runtime.model.model", "forward") and module != ATTENTION:
                     assert len(parameters) <= 7, f"{module}.{name} has {len(parameters)} parameters"
                 assert num_lines <= 60, f"{module}.{name} has {num_lines} lines"
 

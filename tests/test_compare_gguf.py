@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.gguf_tokenizer import make_gguf_tokenizer
-from runtime.text import encode_text
+from runtime.checkpoint.gguf.tokenizer import make_gguf_tokenizer
+from runtime.text.text import encode_text
 from scripts.bench.real import MODELS
 from scripts.tools.compare_gguf import REAL_DIR, greedy_tokens
 

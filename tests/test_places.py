@@ -48,7 +48,7 @@ class EchoDrafter(LookupDrafter):
 '''
 ALGORITHM = '''"""Draft the last token again."""
 
-from runtime.request import Draft, Sequence
+from runtime.core.request import Draft, Sequence
 
 
 class Echo:
@@ -95,7 +95,7 @@ found["summarize"] = specdec(
 tuned = specdec("tune", "--traces", traces, "--json")
 found["tune"] = [one["flags"] for one in tuned["candidates"] if one["drafter"] and one["drafter"]["name"] == "echo"]
 
-from runtime.tuning.profile import drafter_record
+from runtime.builder.profile import drafter_record
 from specdec_cli import LLM, EchoDrafter, SamplingParams
 from commands.serve.schema import Speculative
 from runtime.drafters.speculation import Speculation

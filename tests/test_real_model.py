@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.bundle import read_engine_config
+from runtime.checkpoint.bundle import read_engine_config
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "real_model.sh"
 NO_INDEX = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from runtime.checkpoint import convert
-from runtime.compiler.build import BuildEffort, DraftSource, build_engine
-from runtime.config import BuildConfig, Dtype, KVCacheQuantAlgo, QuantConfig
-from runtime.heads.head_config import read_head
+from runtime.builder.build import BuildEffort, DraftSource, build_engine
+from runtime.builder.convert import convert
+from runtime.checkpoint.config import BuildConfig, Dtype, KVCacheQuantAlgo, QuantConfig
+from runtime.drafters.heads.head_config import read_head
 
 VOCAB_SIZE = 32
 SLIDING_WINDOW = 8

@@ -26,18 +26,18 @@ from commands.serve.replies import TokenTexts
 from commands.serve.schema import ChatRequest, CompletionRequest, Generation, validate_body
 from commands.serve.served import ServedModel, check_can_serve, prepare_chat
 from commands.sessions import open_setup
-from runtime.bundle import read_bundle
-from runtime.cache import digest, read_digest
-from runtime.checksums import NOT_RECORDED
+from runtime.checkpoint.bundle import read_bundle
+from runtime.checkpoint.checksums import NOT_RECORDED
+from runtime.checkpoint.gguf.reader import is_gguf
+from runtime.checkpoint.resolve import resolve_tokenizer
+from runtime.checkpoint.tokenizer import TOKENIZER_FILES, template_files
 from runtime.drafters.spec import DraftLenMode
 from runtime.drafters.speculation import Speculation
-from runtime.errors import SpecDecError, UsageError
-from runtime.gguf import is_gguf
 from runtime.llm import LLM
-from runtime.models import resolve_tokenizer
-from runtime.serving.loop import LoopLimits, RequestHandle, ServeRequest, ServingLoop, StepFailed
-from runtime.session import Session
-from runtime.tokenizer import TOKENIZER_FILES, template_files
+from runtime.loop.serving import LoopLimits, RequestHandle, ServeRequest, ServingLoop, StepFailed
+from runtime.loop.session import Session
+from runtime.util.cache import digest, read_digest
+from runtime.util.errors import SpecDecError, UsageError
 
 _MAX_QUEUE_LEN = 1 << 14
 _USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from commands.options.sampling_flags import FormOptions
 from commands.options.shared import INPUT, OUTPUT, SAMPLING, option
-from runtime.errors import SpecDecError, UsageError
-from runtime.params import SamplingConfig, SamplingParams
+from runtime.core.params import SamplingConfig, SamplingParams
+from runtime.util.errors import SpecDecError, UsageError
 
 
 @dataclass(frozen=True, kw_only=True)

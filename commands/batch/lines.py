@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from runtime.cache import digest
-from runtime.errors import SpecDecError
-from runtime.files import check_regular, new_file, remove_left_over
-from runtime.reading import parse_json, raise_unreadable, shown
+from runtime.util.cache import digest
+from runtime.util.errors import SpecDecError
+from runtime.util.files import check_regular, new_file, remove_left_over
+from runtime.util.reading import parse_json, raise_unreadable, shown
 
 _FORM = 'write {"custom_id", "method", "url", "body"} as OpenAI has it, or {"prompt": "..."}, one a line'
 _ID_LEN = 24

@@ -24,10 +24,10 @@ from commands.options.engine_choice import EngineChoice
 from commands.options.shared import ClusterOptions
 from commands.output import Output, warn
 from commands.sessions import engines_made
-from runtime.bundle import read_bundle
-from runtime.config import BuildConfig
-from runtime.engine_cache import engine_of_checkpoint
-from runtime.errors import SpecDecError
+from runtime.builder.engine_cache import engine_of_checkpoint
+from runtime.checkpoint.bundle import read_bundle
+from runtime.checkpoint.config import BuildConfig
+from runtime.util.errors import SpecDecError
 
 _DEFAULT_NUM_WORKERS = 2
 _MAX_DEATHS = 3

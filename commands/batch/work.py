@@ -24,10 +24,10 @@ from commands.options.shared import ClusterOptions
 from commands.output import Output, number, percent
 from commands.progress import Advance
 from commands.sessions import engines_made
-from runtime.config import Count, Measure, Share, Size
+from runtime.checkpoint.config import Count, Measure, Share, Size
+from runtime.core.params import SamplingParams
 from runtime.drafters.spec import DraftLenMode
-from runtime.errors import SpecDecError
-from runtime.params import SamplingParams
+from runtime.util.errors import SpecDecError
 
 
 @dataclass

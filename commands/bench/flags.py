@@ -12,7 +12,7 @@ from commands.inputs.dataset import DEMO, Columns, EvalTask, load_samples, summa
 from commands.inputs.prompts import Prompt, read_prompts
 from commands.options.shared import INPUT, OUTPUT, RUNTIME, SAMPLING, DatasetDir, InputFile, OutputLen, option
 from commands.output import check_report
-from runtime.errors import SpecDecError, SpecDecWarning, UsageError
+from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
 
 RANDOM = "random"
 
@@ -255,7 +255,7 @@ class BenchResults:
 
     def check(self) -> None:
         """UsageError for an objective or a percentile that is none, or a page by another file's name."""
-        from runtime.benchmark.results import parse_objectives
+        from runtime.measure.benchmark.results import parse_objectives
 
         parse_objectives(self.goodput or [])
         assert self.percentiles

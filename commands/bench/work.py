@@ -16,13 +16,13 @@ from commands.bench.flags import BenchPrompts, BenchResults, BenchServer, BenchT
 from commands.documents.records import Head, Positive, Record, absent, document_head
 from commands.html.page import Column, area_chart, column_chart, page
 from commands.output import Output, number
-from runtime.benchmark.client import Client
-from runtime.benchmark.load_generator import Load, LoadResult, arrival_times, run_load
-from runtime.benchmark.results import Objective, parse_objectives
-from runtime.benchmark.results import results as numbers_of
-from runtime.config import Count, Size
-from runtime.errors import SpecDecError
-from runtime.files import write_file
+from runtime.checkpoint.config import Count, Size
+from runtime.measure.benchmark.client import Client
+from runtime.measure.benchmark.load_generator import Load, LoadResult, arrival_times, run_load
+from runtime.measure.benchmark.results import Objective, parse_objectives
+from runtime.measure.benchmark.results import results as numbers_of
+from runtime.util.errors import SpecDecError
+from runtime.util.files import write_file
 
 Backend = Literal["openai", "openai-chat"]
 _SUMMARY_KEY = r"^(mean|median|std|p[0-9.]+)_(ttft|tpot|itl|e2el)_ms$"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from commands.options.expand import expand_groups
 from commands.options.shared import INPUT, KV_CACHE, OUTPUT, RUNTIME, SPECULATION, DraftOutputOptions, Force, option
 from commands.output import Output, check_new_directory, check_readable
-from runtime.checkpoint_dir import OpenedCheckpoint, check_hidden_states, check_self_draft, open_checkpoint
-from runtime.config import (
+from runtime.checkpoint.checkpoint_dir import OpenedCheckpoint, check_hidden_states, check_self_draft, open_checkpoint
+from runtime.checkpoint.config import (
     MAX_BATCH_SIZE,
     MAX_DRAFT_LEN,
     MAX_SEQ_LEN,
@@ -23,12 +23,12 @@ from runtime.config import (
     SelfDraft,
     SpeculativeDecodingMode,
 )
-from runtime.errors import UsageError
-from runtime.files import check_output_directory, check_output_is_not_input, directory_bytes
-from runtime.heads.head_config import HeadConfig, read_head, states_of_heads
+from runtime.drafters.heads.head_config import HeadConfig, read_head, states_of_heads
+from runtime.util.errors import UsageError
+from runtime.util.files import check_output_directory, check_output_is_not_input, directory_bytes
 
 if TYPE_CHECKING:
-    from runtime.compiler.build import DraftSource
+    from runtime.builder.build import DraftSource
 
 DEFAULT_MAX_INPUT_LEN = 1024
 MAX_WORKERS = 64
@@ -209,7 +209,7 @@ class BuildOptions:
 
 
 def _choose_drafts(options: BuildOptions, checkpoint: OpenedCheckpoint) -> "DraftSource":
-    from runtime.draft_ids import choose_drafts, warn_of_missing_ends
+    from runtime.builder.draft_ids import choose_drafts, warn_of_missing_ends
 
     drafts = choose_drafts(options.draft_output.settings, options.heads, checkpoint)
     warn_of_missing_ends(drafts, checkpoint)
@@ -240,10 +240,10 @@ def build(options: BuildOptions, output: Output) -> None:
     check_output_is_not_input(options.output_dir, options.checkpoint_dir)
 
     from commands.build.report import BuildDocument, built_table
-    from runtime.compiler.build import BuildEffort, build_engine, default_max_seq_len
-    from runtime.compiler.choosing import as_can_be_made, compiler_for
-    from runtime.compiler.quality import measure_quality, quality_text, record_quality
-    from runtime.engine import resolve_device
+    from runtime.builder.build import BuildEffort, build_engine, default_max_seq_len
+    from runtime.builder.choosing import as_can_be_made, compiler_for
+    from runtime.builder.quality import measure_quality, quality_text, record_quality
+    from runtime.engine.engine import resolve_device
 
     checkpoint_dir, output_dir = options.checkpoint_dir, options.output_dir
     drafts = _choose_drafts(options, OpenedCheckpoint(checkpoint_dir, checkpoint))

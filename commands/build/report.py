@@ -7,7 +7,7 @@ from rich.table import Table
 
 from commands.documents.records import Record
 from commands.output import megabytes
-from runtime.config import (
+from runtime.checkpoint.config import (
     CheckpointConfig,
     EngineConfig,
     LogitsCheck,
@@ -66,7 +66,7 @@ def described_checkpoint(config: CheckpointConfig) -> str:
 
 
 def _kv_cache(config: EngineConfig) -> str:
-    from runtime.kv_cache import bytes_per_block, kv_dtype
+    from runtime.core.kv_cache import bytes_per_block, kv_dtype
 
     if not config.layers:
         return "none: no layer has keys and values"
@@ -78,7 +78,7 @@ def _kv_cache(config: EngineConfig) -> str:
 def _states(config: EngineConfig) -> str:
     import torch
 
-    from runtime.states import bytes_per_slot
+    from runtime.core.states import bytes_per_slot
 
     dtype = getattr(torch, config.dtype)
     num_bytes = bytes_per_slot(config.states, config.build_config.max_draft_len, dtype)

@@ -7,7 +7,7 @@ from typing import Annotated
 from commands.options.expand import expand_groups
 from commands.options.shared import RUNTIME, option
 from commands.output import Output
-from runtime.errors import UsageError
+from runtime.util.errors import UsageError
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -24,7 +24,7 @@ class PruneOptions:
 def list_engines(output: Output) -> None:
     """Show the engines in the cache: their size, when they were used last, and whether a process uses them now."""
     from commands.cache.report import cache_list_document, show_cache
-    from runtime.cache import cached_engines, other_bytes
+    from runtime.util.cache import cached_engines, other_bytes
 
     engines, others = cached_engines(), other_bytes()
     show_cache(engines, others, output)
@@ -40,7 +40,7 @@ def prune(options: PruneOptions, output: Output) -> None:
     max_bytes = parse_size(options.max_size)
 
     from commands.cache.report import cache_prune_document, show_pruned
-    from runtime import cache
+    from runtime.util import cache
 
     engines = cache.cached_engines()
     chosen = cache.engines_to_prune(engines, max_bytes)

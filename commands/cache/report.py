@@ -8,8 +8,8 @@ from rich.table import Table
 
 from commands.documents.records import Head, Record, document_head
 from commands.output import Output, megabytes
-from runtime.cache import CachedEngine, cache_dir
-from runtime.config import Count
+from runtime.checkpoint.config import Count
+from runtime.util.cache import CachedEngine, cache_dir
 
 
 class CachedEngineRecord(Record):

@@ -12,8 +12,8 @@ from commands.options.expand import expand_groups
 from commands.options.shared import INPUT, OUTPUT, option
 from commands.output import Output
 from commands.run.flags import RunGeneration
-from runtime.errors import UsageError
-from runtime.tools.call_formats import named_tool_format
+from runtime.text.call_formats import named_tool_format
+from runtime.util.errors import UsageError
 
 
 @dataclass(frozen=True)

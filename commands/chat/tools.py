@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import SpecDecError
-from runtime.files import check_regular
-from runtime.tools.call_formats import Tool
+from runtime.text.call_formats import Tool
+from runtime.util.errors import SpecDecError
+from runtime.util.files import check_regular
 
 _MOST_RESULT = 1 << 16
 """Characters of what a function gives."""

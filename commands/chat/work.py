@@ -18,17 +18,17 @@ from commands.documents.settings import Setup
 from commands.options.hints import hint_of, message_of
 from commands.output import Output, fail, milliseconds, number, visible, warn
 from commands.tables.drafts import Mark, mark_for_stdout, marked_text
-from runtime.chat import Message, TemplateInputs
-from runtime.errors import SpecDecError
-from runtime.evaluation.steps import output_pieces
-from runtime.grammar import CompiledGrammar
-from runtime.params import Grammar
-from runtime.request import Request, Sequence
-from runtime.text import TextStream, stop_words_of
-from runtime.tools.call_formats import named_tool_format
-from runtime.tools.call_grammar import Calls, SpecialIds, call_grammar
-from runtime.tools.parser import OutputForm, OutputParser, Said, joined, special_token_ids
-from runtime.tools.prompt import with_tools_as_text
+from runtime.core.grammar import CompiledGrammar
+from runtime.core.params import Grammar
+from runtime.core.request import Request, Sequence
+from runtime.measure.text_steps import output_pieces
+from runtime.text.call_formats import named_tool_format
+from runtime.text.call_grammar import Calls, SpecialIds, call_grammar
+from runtime.text.chat import Message, TemplateInputs
+from runtime.text.parser import OutputForm, OutputParser, Said, joined, special_token_ids
+from runtime.text.prompt import with_tools_as_text
+from runtime.text.text import TextStream, stop_words_of
+from runtime.util.errors import SpecDecError
 
 _PROMPT_END = 64
 """Tokens of a prompt in which what is thought may have been opened."""

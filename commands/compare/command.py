@@ -7,7 +7,7 @@ import typer
 
 from commands.options.expand import expand_groups
 from commands.output import Output
-from runtime.errors import SpecDecError
+from runtime.util.errors import SpecDecError
 
 
 @expand_groups

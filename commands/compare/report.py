@@ -13,10 +13,10 @@ from commands.documents.records import SCHEMA_VERSION, Head, Record, document_he
 from commands.output import Output, number, percent
 from commands.run.document import RunDocument
 from commands.summarize.document import SummarizeDocument
-from runtime.config import Count, Measure
-from runtime.errors import SpecDecError
-from runtime.evaluation.comparison import Unit, compare_documents
-from runtime.reading import parse_json, read_utf8, shown
+from runtime.checkpoint.config import Count, Measure
+from runtime.measure.evaluation.comparison import Unit, compare_documents
+from runtime.util.errors import SpecDecError
+from runtime.util.reading import parse_json, read_utf8, shown
 
 
 class DifferentSetting(Record):

@@ -10,10 +10,10 @@ import typer
 from commands.options.expand import expand_groups
 from commands.options.shared import INPUT, KV_CACHE, OUTPUT, QUANTIZATION, RUNTIME, Force, option
 from commands.output import Output, check_new_directory, megabytes
-from runtime.config import IntFormat, KVCacheQuantAlgo, QuantConfig, QuantFormat
-from runtime.errors import UsageError
-from runtime.files import check_output_directory, check_output_is_not_input, directory_bytes
-from runtime.models import read_model_config, resolve_model
+from runtime.checkpoint.config import IntFormat, KVCacheQuantAlgo, QuantConfig, QuantFormat
+from runtime.checkpoint.resolve import read_model_config, resolve_model
+from runtime.util.errors import UsageError
+from runtime.util.files import check_output_directory, check_output_is_not_input, directory_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,12 +146,12 @@ def convert(options: ConvertOptions, output: Output) -> None:
     check_output_is_not_input(output_dir, source)
 
     from commands.build.report import ConvertDocument, described_checkpoint
-    from runtime import checkpoint
+    from runtime.builder import convert
 
     start = time.perf_counter()
     with output.byte_progress("converting") as progress:
         dtype = None if options.dtype == "auto" else options.dtype
-        config = checkpoint.convert(
+        config = convert.convert(
             source,
             output_dir,
             dtype,

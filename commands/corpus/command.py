@@ -9,13 +9,13 @@ import typer
 from commands.options.expand import expand_groups
 from commands.options.shared import INPUT, OUTPUT, option
 from commands.output import Output, check_output_files, check_readable
-from runtime.errors import SpecDecError, UsageError
-from runtime.models import resolve_tokenizer
-from runtime.reading import read_json_lines, read_utf8, shown
-from runtime.trace_lines import check_text
+from runtime.checkpoint.resolve import resolve_tokenizer
+from runtime.text.trace_lines import check_text
+from runtime.util.errors import SpecDecError, UsageError
+from runtime.util.reading import read_json_lines, read_utf8, shown
 
 if TYPE_CHECKING:
-    from runtime.tokenizer import Tokenizer
+    from runtime.checkpoint.tokenizer import Tokenizer
 
 _MAX_NGRAM_SIZE = 4
 
@@ -61,7 +61,7 @@ class CorpusFile:
 
     def check(self, inputs: list[Path]) -> None:
         """SpecDecError unless the file can be written, and is new or, with `--force`, a corpus."""
-        from runtime.corpus import is_corpus
+        from runtime.text.corpus import is_corpus
 
         path = self.output_file
         check_output_files([path], inputs)
@@ -88,9 +88,9 @@ def create(inputs: CorpusInputs, corpus_file: CorpusFile, output: Output) -> Non
     check_readable(paths)
 
     from commands.corpus.report import show_written
-    from runtime.corpus import Corpus, write_corpus
-    from runtime.text import open_tokenizer, tokenizer_digest, tokenizer_vocab_size
-    from runtime.traces import read_traces
+    from runtime.text.corpus import Corpus, write_corpus
+    from runtime.text.text import open_tokenizer, tokenizer_digest, tokenizer_vocab_size
+    from runtime.text.traces import read_traces
 
     tokenizer = open_tokenizer(inputs.tokenizer_dir)
     vocab_size, digest = tokenizer_vocab_size(tokenizer), tokenizer_digest(tokenizer)
@@ -119,7 +119,7 @@ def merge(
     if twice is not None:
         raise UsageError(f"the corpora name one file twice: {twice}", hint="name each once")
     from commands.corpus.report import show_written
-    from runtime.corpus import Corpus, merge_corpora
+    from runtime.text.corpus import Corpus, merge_corpora
 
     merge_corpora(corpus_file.output_file, [Corpus.open(path) for path in inputs], replace=corpus_file.force)
     show_written(Corpus.open(corpus_file.output_file), output)
@@ -129,7 +129,7 @@ def merge(
 def stats(corpus_file: Annotated[Path, typer.Argument(metavar="FILE", help="A corpus.")], output: Output) -> None:
     """Say what is in a corpus, and how often its n-grams repeat: what does not repeat cannot be found again."""
     from commands.corpus.report import corpus_document, corpus_table, ngram_record, ngram_table
-    from runtime.corpus import Corpus
+    from runtime.text.corpus import Corpus
 
     corpus = Corpus.open(corpus_file)
     ngrams = [ngram_record(counts) for counts in corpus.ngram_counts(_MAX_NGRAM_SIZE) if counts.num_distinct]
@@ -140,7 +140,7 @@ def stats(corpus_file: Annotated[Path, typer.Argument(metavar="FILE", help="A co
 
 def _read_texts(path: Path, tokenizer: "Tokenizer") -> list[list[int]]:
     """The tokens of each document of a text file."""
-    from runtime.text import encode_text
+    from runtime.text.text import encode_text
 
     content = read_utf8(path)
     texts = [(content, str(path))]

@@ -7,8 +7,8 @@ from rich.table import Table
 
 from commands.documents.records import Record, absent
 from commands.output import Output, megabytes
-from runtime.config import Count, Size
-from runtime.corpus import CORPUS_FORMAT_VERSION, Corpus, NgramCounts
+from runtime.checkpoint.config import Count, Size
+from runtime.text.corpus import CORPUS_FORMAT_VERSION, Corpus, NgramCounts
 
 
 class NgramRecord(Record):

@@ -17,18 +17,18 @@ from commands.options.engine_choice import EngineChoice
 from commands.options.leader_flags import Mode
 from commands.output import Output
 from commands.sessions import open_engine
-from runtime.bundle import read_bundle
-from runtime.config import Size
-from runtime.diagnosis.diagnose import ExpectedAcceptance, Judgement, judge
-from runtime.diagnosis.observe import examine_draft_model, measure
+from runtime.builder.profile import read_profile
+from runtime.checkpoint.bundle import read_bundle
+from runtime.checkpoint.config import Size
+from runtime.core.params import SamplingParams
+from runtime.core.request import Request
 from runtime.drafters.spec import DraftLenMode
 from runtime.drafters.specs import NgramDrafter
 from runtime.drafters.speculation import Speculation
-from runtime.errors import SpecDecError
 from runtime.llm import LLM
-from runtime.params import SamplingParams
-from runtime.request import Request
-from runtime.tuning.profile import read_profile
+from runtime.measure.diagnosis.diagnose import ExpectedAcceptance, Judgement, judge
+from runtime.measure.diagnosis.observe import examine_draft_model, measure
+from runtime.util.errors import SpecDecError
 
 
 class DoctorSettings(Record):

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field
 
 from runtime import specdec_version
-from runtime.config import Count, Measure, Share
-from runtime.evaluation.checks import DistributionCheck, TokenCheck
+from runtime.checkpoint.config import Count, Measure, Share
+from runtime.loop.lossless.results import DistributionCheck, TokenCheck
 
 SchemaVersion = Literal[2]
 SCHEMA_VERSION: SchemaVersion = get_args(SchemaVersion)[0]

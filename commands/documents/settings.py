@@ -13,8 +13,8 @@ from pydantic import AfterValidator, Field, create_model
 from commands.documents.records import Record, Token, absent
 from commands.options.drafter_flags import config_flag
 from commands.options.leader_flags import Mode
-from runtime.bundle import Bundle
-from runtime.config import (
+from runtime.checkpoint.bundle import Bundle
+from runtime.checkpoint.config import (
     Arithmetic,
     BuildConfig,
     Count,
@@ -27,13 +27,13 @@ from runtime.config import (
     Share,
     Size,
 )
+from runtime.core.params import GrammarKind, SamplingParams
 from runtime.drafters.spec import Devices, DrafterSpec, DraftLenMode, Setting, TextForm, with_first_devices
 from runtime.drafters.specs import DRAFTERS
-from runtime.params import GrammarKind, SamplingParams
 
 if TYPE_CHECKING:  # `compare` needs no torch
     from runtime.llm import LLM
-    from runtime.session import Session
+    from runtime.loop.session import Session
 
 Word = Annotated[str, Field(min_length=1)]
 

@@ -12,9 +12,9 @@ from markupsafe import Markup
 from commands.html.page import Column, area_chart, column_chart, page
 from commands.output import number, percent
 from runtime.drafters.specs import DRAFTERS
-from runtime.evaluation.checks import SYSTEM_TITLES
-from runtime.evaluation.steps import TOKEN_KINDS, Piece, tokens_over_time
-from runtime.files import write_file
+from runtime.loop.lossless.results import SYSTEM_TITLES
+from runtime.measure.text_steps import TOKEN_KINDS, Piece, tokens_over_time
+from runtime.util.files import write_file
 
 _DEFINITIONS = {
     "tokens per step": "generated tokens ÷ steps of the target, the one that computes the prompt included",

@@ -20,11 +20,11 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Literal
 
-from runtime.errors import SpecDecError, UsageError
-from runtime.files import check_regular
-from runtime.models import quiet_hub
-from runtime.reading import parse_json, raise_unreadable, read_json_lines, read_utf8, shown
-from runtime.trace_lines import check_text
+from runtime.checkpoint.resolve import quiet_hub
+from runtime.text.trace_lines import check_text
+from runtime.util.errors import SpecDecError, UsageError
+from runtime.util.files import check_regular
+from runtime.util.reading import parse_json, raise_unreadable, read_json_lines, read_utf8, shown
 
 EvalTask = Literal["summarize", "code_completion", "question"]
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.chat import Message, check_messages
-from runtime.errors import SpecDecError, SpecDecWarning, UsageError
-from runtime.files import check_regular
-from runtime.reading import raise_unreadable, read_json_lines, read_utf8, shown
-from runtime.trace_lines import check_category, check_ids, check_text
+from runtime.text.chat import Message, check_messages
+from runtime.text.trace_lines import check_category, check_ids, check_text
+from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
+from runtime.util.files import check_regular
+from runtime.util.reading import raise_unreadable, read_json_lines, read_utf8, shown
 
 
 @dataclass(frozen=True)

@@ -15,27 +15,27 @@ from commands.options.leader_flags import LeaderOptions, Mode, ModelEngineOption
 from commands.options.shared import INPUT, KV_CACHE, TokenizerDir, option
 from commands.options.speculation_flags import SpeculationOptions
 from commands.output import warn
-from runtime.bundle import Bundle, read_bundle
-from runtime.cache import begin_digests
-from runtime.chat import check_chat_template
-from runtime.config import IntFormat
-from runtime.drafters.spec import Devices
-from runtime.drafters.specs import NgramDrafter, SelfDrafter, SuffixDrafter
-from runtime.drafters.speculation import Speculation
-from runtime.errors import UsageError
-from runtime.heads.head_config import DraftOutputSettings, hidden_states_for
-from runtime.models import (
+from runtime.checkpoint.bundle import Bundle, read_bundle
+from runtime.checkpoint.config import IntFormat
+from runtime.checkpoint.resolve import (
     files_of_model,
     read_model_config,
     refuse_unreadable_tokenizer,
     resolve_model,
     resolve_tokenizer,
 )
-from runtime.parallel.devices import check_device_ids
-from runtime.params import SamplingParams
+from runtime.core.params import SamplingParams
+from runtime.drafters.heads.head_config import DraftOutputSettings, hidden_states_for
+from runtime.drafters.spec import Devices
+from runtime.drafters.specs import NgramDrafter, SelfDrafter, SuffixDrafter
+from runtime.drafters.speculation import Speculation
+from runtime.engine.devices import check_device_ids
+from runtime.text.chat import check_chat_template
+from runtime.util.cache import begin_digests
+from runtime.util.errors import UsageError
 
 if TYPE_CHECKING:
-    from runtime.engine import KVCacheConfig
+    from runtime.engine.engine import KVCacheConfig
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class KVCacheOptions:
     ] = None
 
     def config(self) -> "KVCacheConfig":
-        from runtime.engine import KVCacheConfig
+        from runtime.engine.engine import KVCacheConfig
 
         return KVCacheConfig(
             not self.no_kv_cache_enable_block_reuse,
@@ -174,7 +174,7 @@ class EngineChoice:
         """
         bundle, speculation, device_ids = None, self.speculation, self.device_ids
         if self.profile is not None:  # which is refused beside a model
-            from runtime.tuning.profile import profile_for
+            from runtime.builder.profile import profile_for
 
             bundle = read_bundle(self.engine_dir)
             speculation, device_ids = profile_for(self.profile, bundle).speculation, None

@@ -16,9 +16,9 @@ from typer import TyperException
 from commands.options.drafter_flags import as_flag, example_of, users_of
 from commands.options.expand import current_command
 from commands.options.spellings import normalize_name
-from runtime.bundle import DRAFT_VOCAB
+from runtime.checkpoint.bundle import DRAFT_VOCAB
 from runtime.drafters.specs import NgramDrafter
-from runtime.errors import SpecDecError
+from runtime.util.errors import SpecDecError
 
 _BUILD_AGAIN = "run `specdec build` again"
 _CONVERT_AGAIN = "run `specdec convert` again"

@@ -15,9 +15,9 @@ from commands.options.expand import given_flags
 from commands.options.shared import LEADER, DraftOutputOptions, option
 from commands.options.speculation_flags import LeaderFlags, SpeculationOptions, algorithms
 from commands.output import warn
-from runtime.config import MAX_BATCH_SIZE, Activations, Compiler, Dtype, IntFormat
+from runtime.checkpoint.config import MAX_BATCH_SIZE, Activations, Compiler, Dtype, IntFormat
 from runtime.drafters.specs import DRAFTERS
-from runtime.errors import UsageError
+from runtime.util.errors import UsageError
 
 Mode = Literal["orchestrator", "leader"]
 _IN_AUTO = " and ".join(spec.description.title for spec in DRAFTERS.values() if spec.is_in_auto)

@@ -10,9 +10,9 @@ import typer
 
 from commands.options.shared import RUNTIME, SAMPLING, EndId, MaxNumTokens, end_id_params, option
 from commands.output import warn
-from runtime.errors import UsageError
-from runtime.params import SamplingParams
-from runtime.reading import read_utf8
+from runtime.core.params import SamplingParams
+from runtime.util.errors import UsageError
+from runtime.util.reading import read_utf8
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from runtime.config import IntFormat
+from runtime.checkpoint.config import IntFormat
+from runtime.drafters.heads.head_config import DraftOutputSettings
 from runtime.drafters.spec import DrafterSpec
 from runtime.drafters.specs import DRAFTERS
-from runtime.errors import SpecDecError, UsageError
-from runtime.heads.head_config import DraftOutputSettings
+from runtime.util.errors import SpecDecError, UsageError
 
 INPUT, OUTPUT, SPECULATION, SAMPLING = "Input", "Output", "Speculation", "Sampling"
 KV_CACHE, RUNTIME, LEADER, SERVER = "KV cache", "Runtime", "Leader mode (V2)", "Server"

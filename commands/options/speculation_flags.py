@@ -19,7 +19,7 @@ from runtime.drafters.spec import Devices, DrafterSpec, DraftLenMode, Setting
 from runtime.drafters.specs import DRAFTERS, LOOKUPS
 from runtime.drafters.speculation import Speculation
 from runtime.drafters.trtllm import DRAFT_LEN
-from runtime.errors import UsageError
+from runtime.util.errors import UsageError
 
 _AUTO = "AUTO"
 """Suffix matching, n-gram lookup where a flag of its own is given, and the models that are given."""
@@ -98,7 +98,7 @@ class SpeculationOptions:
                 hint="leave one of the two out",
             )
         if model_dir is not None:
-            from runtime.tuning.profile import read_profile
+            from runtime.builder.profile import read_profile
 
             tuned = read_profile(self.profile).engine.engine_dir
             raise UsageError(

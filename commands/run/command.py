@@ -7,7 +7,7 @@ from commands.options.engine_choice import EngineOptions
 from commands.options.expand import expand_groups
 from commands.output import Output
 from commands.run.flags import RunGeneration, RunInputs, RunResults
-from runtime.params import SamplingParams
+from runtime.core.params import SamplingParams
 
 
 @expand_groups

@@ -8,13 +8,13 @@ from pydantic import Field
 from commands.documents.records import Head, Lossless, Record, RequestCounts, Tokens, Total, absent, document_head
 from commands.documents.settings import EngineRecord, SessionSettings, Setup
 from commands.inputs.prompts import Prompt
-from runtime.config import Count, Measure, Size
-from runtime.evaluation.checks import LosslessCheck
-from runtime.stats import FinishReason, TokenLogprobs
+from runtime.checkpoint.config import Count, Measure, Size
+from runtime.core.stats import FinishReason, TokenLogprobs
+from runtime.loop.lossless.results import LosslessCheck
 
 if TYPE_CHECKING:  # `compare` needs no torch
-    from runtime.generation import Generation
-    from runtime.request import Sequence
+    from runtime.core.generation import Generation
+    from runtime.core.request import Sequence
 
 
 class RunRequest(Record):

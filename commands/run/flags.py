@@ -21,8 +21,8 @@ from commands.options.shared import (
     option,
 )
 from commands.output import Output, check_output_files, check_report
-from runtime.errors import SpecDecError, UsageError
-from runtime.params import SamplingParams
+from runtime.core.params import SamplingParams
+from runtime.util.errors import SpecDecError, UsageError
 
 MAX_NUM_RETURN_SEQUENCES = 1024
 

@@ -21,15 +21,15 @@ from commands.run.flags import RunInputs, RunResults
 from commands.sessions import lossless_check, token_progress
 from commands.tables.drafts import counts_line, legend, mark_for_stdout, marked_text, show_details
 from commands.tables.lossless_check import exit_if_too_little_to_tell, fail_unless_lossless, lossless_lines
-from runtime.errors import SpecDecError
-from runtime.evaluation.steps import all_pieces, output_pieces, tokens_per_step
-from runtime.files import write_file
-from runtime.generation import Generation, Interrupted, Unanswered
+from runtime.core.generation import Generation, Interrupted, Unanswered
+from runtime.core.request import Request, Sequence
 from runtime.llm import LLM
-from runtime.request import Request, Sequence
-from runtime.text import StopWords, TextStream, stop_words_of
-from runtime.traces import write_traces
-from runtime.tuning.search import fixed_lost
+from runtime.measure.text_steps import all_pieces, output_pieces, tokens_per_step
+from runtime.measure.tuning.search import fixed_lost
+from runtime.text.text import StopWords, TextStream, stop_words_of
+from runtime.text.traces import write_traces
+from runtime.util.errors import SpecDecError
+from runtime.util.files import write_file
 
 
 class StreamPrinter:

@@ -22,8 +22,8 @@ from commands.serve.schema import (
     validate_chat,
 )
 from commands.serve.served import ServedModel
-from runtime.serving.loop import RequestHandle
-from runtime.text import decode
+from runtime.loop.serving import RequestHandle
+from runtime.text.text import decode
 
 _ACCOUNTING = "x-anthropic-billing-header:"
 _CHOICES = {"auto": None, "any": "required", "none": "none"}

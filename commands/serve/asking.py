@@ -11,6 +11,9 @@ from commands.serve.conversations import chat_tokens, form_grammar, tools_of
 from commands.serve.http_errors import HTTPError, as_http_error
 from commands.serve.schema import ChatRequest, CompletionRequest, Generation, Speculative, text_of
 from commands.serve.served import ServedModel
+from runtime.core.grammar import CompiledGrammar
+from runtime.core.params import GrammarKind, SamplingParams
+from runtime.core.request import Request
 from runtime.drafters.chain import FirstOf
 from runtime.drafters.opened import BoundedDrafter
 from runtime.drafters.prediction import PredictionLookup
@@ -18,13 +21,10 @@ from runtime.drafters.protocol import Drafter
 from runtime.drafters.specs import LOOKUPS, LookupDrafter
 from runtime.drafters.speculation import Speculation
 from runtime.drafters.under_grammar import UnderGrammar
-from runtime.errors import SpecDecError
-from runtime.grammar import CompiledGrammar
-from runtime.params import GrammarKind, SamplingParams
-from runtime.request import Request
-from runtime.serving.loop import ServeRequest
-from runtime.text import encode_text
-from runtime.tools.call_formats import HarmonyCall, JsonCall, NamedCall
+from runtime.loop.serving import ServeRequest
+from runtime.text.call_formats import HarmonyCall, JsonCall, NamedCall
+from runtime.text.text import encode_text
+from runtime.util.errors import SpecDecError
 
 _DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for completions. A chat has as many as fit."""

@@ -11,8 +11,8 @@ from commands.options.expand import expand_groups
 from commands.options.shared import MaxNumTokens
 from commands.output import Output
 from commands.serve.flags import ServerOptions
-from runtime.errors import SpecDecError
-from runtime.params import SamplingParams
+from runtime.core.params import SamplingParams
+from runtime.util.errors import SpecDecError
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from commands.serve.conversations import reader_of
 from commands.serve.replies import Chunks, Piece, PieceStream, TokenTexts, finish_reason, is_cut_call, metrics, usage
 from commands.serve.schema import ChatRequest, CompletionRequest
 from commands.serve.served import ServedModel
-from runtime.cache import digest
-from runtime.serving.loop import RequestHandle
-from runtime.text import decode, token_starts
-from runtime.tools.parser import Said
+from runtime.loop.serving import RequestHandle
+from runtime.text.parser import Said
+from runtime.text.text import decode, token_starts
+from runtime.util.cache import digest
 
 
 class CompletionReply:

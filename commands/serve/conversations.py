@@ -20,16 +20,16 @@ from commands.serve.schema import (
     NamedTool,
 )
 from commands.serve.served import ServedModel
-from runtime.chat import Message, TemplateInputs
-from runtime.errors import SpecDecError
-from runtime.form_prover import FormsBusy
-from runtime.grammar import CompiledGrammar
-from runtime.params import Grammar
-from runtime.tools.call_formats import Tool, ToolFormat
-from runtime.tools.call_grammar import Calls, SpecialIds, call_grammar, schema_grammar
-from runtime.tools.parser import OutputForm, OutputParser, Parser, SpecialTokens
-from runtime.tools.prompt import with_tools_as_text
-from runtime.tools.response_template import TemplateParser
+from runtime.core.form_prover import FormsBusy
+from runtime.core.grammar import CompiledGrammar
+from runtime.core.params import Grammar
+from runtime.text.call_formats import Tool, ToolFormat
+from runtime.text.call_grammar import Calls, SpecialIds, call_grammar, schema_grammar
+from runtime.text.chat import Message, TemplateInputs
+from runtime.text.parser import OutputForm, OutputParser, Parser, SpecialTokens
+from runtime.text.prompt import with_tools_as_text
+from runtime.text.response_template import TemplateParser
+from runtime.util.errors import SpecDecError
 
 _TEMPLATE_S = 2.0
 _CHECKS_S = 2.0

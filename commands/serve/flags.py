@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 from commands.options.shared import SERVER, option
-from runtime.errors import UsageError
-from runtime.files import check_regular
-from runtime.tools.call_formats import named_reasoning_format, named_tool_format
+from runtime.text.call_formats import named_reasoning_format, named_tool_format
+from runtime.util.errors import UsageError
+from runtime.util.files import check_regular
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+|null")  # as browsers write it: RFC 6454, section 6.2
 

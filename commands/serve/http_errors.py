@@ -8,9 +8,9 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from runtime.errors import SpecDecError
-from runtime.form_prover import FormsBusy
-from runtime.serving.loop import ClientFull, QueueFull, StepFailed, Stopping
+from runtime.core.form_prover import FormsBusy
+from runtime.loop.serving import ClientFull, QueueFull, StepFailed, Stopping
+from runtime.util.errors import SpecDecError
 
 RETRY_AFTER_S = 1
 _MAX_SHOWN = 80

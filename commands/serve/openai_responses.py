@@ -23,7 +23,7 @@ from commands.serve.schema import (
     validate_chat,
 )
 from commands.serve.served import ServedModel
-from runtime.serving.loop import RequestHandle
+from runtime.loop.serving import RequestHandle
 
 _MOST_STORED, _MOST_STORED_CHARACTERS = 1000, 64 << 20
 _PASSED_ON = frozenset(Generation.model_fields) - {"model", "stream", "stream_options", "n", "max_tokens"}

@@ -33,7 +33,7 @@ from commands.serve.schema import (
     ResponsesRequest,
     TokenizeRequest,
 )
-from runtime.serving.loop import RequestHandle, ServingLoop
+from runtime.loop.serving import RequestHandle, ServingLoop
 
 _BODIES = (
     CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, CountRequest, TokenizeRequest, DetokenizeRequest,

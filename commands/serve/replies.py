@@ -10,14 +10,14 @@ from typing import Any
 
 from commands.serve.http_errors import HTTPError
 from commands.serve.served import ServedModel
-from runtime.evaluation.steps import TokenKind, forced_places, token_kinds
-from runtime.grammar import Matcher
-from runtime.serving.loop import RequestHandle
-from runtime.stats import FinishReason, TokenLogprobs, sum_stats
-from runtime.text import TextStream, decode, encode_text, stop_words_of
-from runtime.token_text import token_bytes
-from runtime.tokenizer import Tokenizer
-from runtime.tools.parser import Parser, Said, SpecialTokens, joined
+from runtime.checkpoint.tokenizer import Tokenizer
+from runtime.core.grammar import Matcher
+from runtime.core.stats import FinishReason, TokenLogprobs, sum_stats
+from runtime.loop.serving import RequestHandle
+from runtime.measure.text_steps import TokenKind, forced_places, token_kinds
+from runtime.text.parser import Parser, Said, SpecialTokens, joined
+from runtime.text.text import TextStream, decode, encode_text, stop_words_of
+from runtime.text.token_text import token_bytes
 
 
 @dataclass(frozen=True)

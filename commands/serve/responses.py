@@ -17,7 +17,7 @@ from fastapi.responses import Response
 
 from commands.serve.http_errors import HTTPError, as_http_error
 from commands.serve.replies import Chunks, PieceStream
-from runtime.serving.loop import RequestHandle, ServeRequest, ServingLoop
+from runtime.loop.serving import RequestHandle, ServeRequest, ServingLoop
 
 Receive = Callable[[], Any]
 

@@ -47,10 +47,10 @@ from commands.serve.schema import (
     parse_body,
 )
 from commands.serve.served import ServedModel
-from runtime.errors import SpecDecError
-from runtime.grammar import MOST_COMPILING
-from runtime.serving.loop import ServeRequest
-from runtime.text import encode_text
+from runtime.core.grammar import MOST_COMPILING
+from runtime.loop.serving import ServeRequest
+from runtime.text.text import encode_text
+from runtime.util.errors import SpecDecError
 
 _REFUSED = errors(401, 403)
 _MAX_BODY_BYTES = 4 << 20

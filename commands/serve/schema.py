@@ -26,9 +26,9 @@ from pydantic import (
 
 from commands.options.drafter_flags import config_flag
 from commands.serve.http_errors import HTTPError, of_validation
+from runtime.core.params import GrammarKind
 from runtime.drafters.spec import ListForm
 from runtime.drafters.specs import LOOKUPS
-from runtime.params import GrammarKind
 
 MAX_LOGPROBS = 20
 MAX_N = 128

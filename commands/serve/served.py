@@ -5,20 +5,20 @@ from functools import cached_property
 from typing import Any
 
 from commands.serve.http_errors import HTTPError
-from runtime.chat import has_chat_template
-from runtime.errors import SpecDecError
-from runtime.files import read_json
-from runtime.gguf import is_gguf
+from runtime.checkpoint.gguf.reader import is_gguf
+from runtime.checkpoint.tokenizer import Tokenizer
 from runtime.llm import LLM
-from runtime.serving.loop import ServingLoop
-from runtime.tokenizer import Tokenizer
-from runtime.tools.call_formats import (
+from runtime.loop.serving import ServingLoop
+from runtime.text.call_formats import (
     ReasoningFormat,
     ToolFormat,
     named_reasoning_format,
     named_tool_format,
 )
-from runtime.tools.parser import special_token_ids
+from runtime.text.chat import has_chat_template
+from runtime.text.parser import special_token_ids
+from runtime.util.errors import SpecDecError
+from runtime.util.files import read_json
 
 
 @dataclass(frozen=True)

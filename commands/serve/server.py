@@ -27,8 +27,8 @@ from commands.output import stderr
 from commands.serve.framing import StrictConnection
 from commands.serve.http_errors import HTTPError, as_http_error
 from commands.serve.responses import Group, unfinished_groups
-from runtime.errors import SpecDecError, UsageError
-from runtime.serving.loop import ServingLoop, Stopping
+from runtime.loop.serving import ServingLoop, Stopping
+from runtime.util.errors import SpecDecError, UsageError
 
 MAX_CONNECTIONS = 1000
 REQUEST_S = 35

@@ -24,10 +24,10 @@ from commands.serve.responses import Clock
 from commands.serve.routes import make_app
 from commands.serve.served import ServedModel, check_can_serve, prepare_chat
 from commands.serve.server import Address, Certificate, errors_logged, serve
-from runtime.errors import SpecDecError
 from runtime.llm import LLM
-from runtime.serving.loop import LoopLimits, ServingLoop
-from runtime.session import Session
+from runtime.loop.serving import LoopLimits, ServingLoop
+from runtime.loop.session import Session
+from runtime.util.errors import SpecDecError
 
 _OPEN_PATHS = frozenset({"/", "/health"})
 """Paths without a key: the page, which asks for it, and those for load balancers."""

@@ -16,12 +16,12 @@ from commands.options.shared import (
 )
 from commands.output import Output, check_new_directory
 from commands.summarize.flags import EvaluationOptions, SummarizeInputs, SummarizeResults
-from runtime.errors import SpecDecError
-from runtime.models import read_model_config, resolve_model
+from runtime.checkpoint.resolve import read_model_config, resolve_model
+from runtime.util.errors import SpecDecError
 
 if TYPE_CHECKING:
     from commands.documents.settings import Setup
-    from runtime.evaluation.systems import EvaluateEngine
+    from runtime.measure.evaluation.systems import EvaluateEngine
 
 
 @expand_groups
@@ -64,7 +64,7 @@ def summarize(
 def _evaluate_engine(setup: "Setup", choice: EngineChoice, cluster: ClusterOptions) -> "EvaluateEngine":
     """Evaluate in this process, or by workers, who open the engines that were opened here."""
     if cluster.ray is None:
-        from runtime.evaluation.systems import evaluate_engine
+        from runtime.measure.evaluation.systems import evaluate_engine
 
         return evaluate_engine
 

@@ -22,15 +22,15 @@ from commands.documents.records import (
 from commands.documents.settings import EngineRecord, SessionSettings, Setup
 from commands.inputs.dataset import EvalTask, Sample
 from commands.summarize.rouge import rouge_scores
-from runtime.config import Between, Count, Measure, Share, Size
-from runtime.evaluation.checks import LosslessCheck, SystemName
-from runtime.files import write_file, write_json
-from runtime.stats import FinishReason, LoopTimes
+from runtime.checkpoint.config import Between, Count, Measure, Share, Size
+from runtime.core.stats import FinishReason, LoopTimes
+from runtime.loop.lossless.results import LosslessCheck, SystemName
+from runtime.util.files import write_file, write_json
 
 if TYPE_CHECKING:  # `compare` needs no torch
-    from runtime.evaluation.systems import SystemRun
-    from runtime.generation import Work
+    from runtime.core.generation import Work
     from runtime.llm import LLM
+    from runtime.measure.evaluation.systems import SystemRun
 
 Score = Annotated[float, Between(0, 100)]
 
@@ -306,7 +306,7 @@ def _category(max_draft_len: int, samples: list[Sample], runs: list["SystemRun"]
 
 def _counts(max_draft_len: int, answers: list[Any], work: "Work | None") -> dict[str, Any]:
     """Counts of the engine for a category, if it was run."""
-    from runtime.generation import total_record
+    from runtime.core.generation import total_record
 
     if work is None:
         return {}

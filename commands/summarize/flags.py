@@ -23,8 +23,8 @@ from commands.options.shared import (
     option,
 )
 from commands.output import check_output_files, check_report, warn
-from runtime.config import BuildConfig
-from runtime.errors import SpecDecError, UsageError
+from runtime.checkpoint.config import BuildConfig
+from runtime.util.errors import SpecDecError, UsageError
 
 if TYPE_CHECKING:
     pass

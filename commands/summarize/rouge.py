@@ -14,7 +14,7 @@ from functools import lru_cache
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from runtime.errors import SpecDecError
+from runtime.util.errors import SpecDecError
 
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 

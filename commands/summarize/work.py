@@ -40,10 +40,10 @@ from commands.summarize.flags import EvaluationOptions, SummarizeInputs, Summari
 from commands.summarize.rouge import ROUGE_TYPES, num_without_letters
 from commands.tables.drafts import show_details
 from commands.tables.lossless_check import exit_if_too_little_to_tell, fail_unless_lossless, lossless_lines
-from runtime.errors import SpecDecError
-from runtime.evaluation.checks import SYSTEM_TITLES
-from runtime.evaluation.steps import all_pieces, tokens_per_step
-from runtime.evaluation.systems import (
+from runtime.checkpoint.tokenizer import Tokenizer
+from runtime.loop.lossless.results import SYSTEM_TITLES
+from runtime.loop.session import Session
+from runtime.measure.evaluation.systems import (
     Batches,
     EvaluateEngine,
     EvaluationInterrupted,
@@ -53,11 +53,11 @@ from runtime.evaluation.systems import (
     joined,
     places_of,
 )
-from runtime.session import Session
-from runtime.text import encode
-from runtime.tokenizer import Tokenizer
-from runtime.traces import write_traces
-from runtime.tuning.search import fixed_lost
+from runtime.measure.text_steps import all_pieces, tokens_per_step
+from runtime.measure.tuning.search import fixed_lost
+from runtime.text.text import encode
+from runtime.text.traces import write_traces
+from runtime.util.errors import SpecDecError
 
 _NUM_SHOWN = 3  # of the differences between two models
 
@@ -170,7 +170,10 @@ def _run_systems(
             return _Answers(joined(interrupted.answers), [], True, answered)
     differences: list[str] = []
     if hf_dir is not None:
-        from runtime.evaluation.hugging_face import HuggingFace, evaluate_hf  # seconds, which the engine alone saves
+        from runtime.measure.evaluation.hugging_face import (  # seconds, which the engine alone saves
+            HuggingFace,
+            evaluate_hf,
+        )
 
         try:
             hugging_face = HuggingFace.load(hf_dir, question)

@@ -15,8 +15,8 @@ from commands.documents.settings import Setup
 from commands.options.engine_choice import EngineChoice
 from commands.options.shared import ClusterOptions
 from commands.sessions import open_setup
-from runtime.errors import SpecDecError
-from runtime.evaluation.systems import (
+from runtime.loop.session import Session
+from runtime.measure.evaluation.systems import (
     Batches,
     EvaluationInterrupted,
     Question,
@@ -26,7 +26,7 @@ from runtime.evaluation.systems import (
     places_of,
     warm_up,
 )
-from runtime.session import Session
+from runtime.util.errors import SpecDecError
 
 _WINDOW = 2  # the next batch is there when one is done
 

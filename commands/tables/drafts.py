@@ -23,7 +23,7 @@ from rich.text import Text
 
 from commands.documents.records import Total
 from commands.output import Output, number, percent, stdout, visible
-from runtime.evaluation.steps import TOKEN_KINDS, Piece, TokenKind, tokens_over_time
+from runtime.measure.text_steps import TOKEN_KINDS, Piece, TokenKind, tokens_over_time
 
 _BAR_WIDTH, _LEAST_BAR_WIDTH = 40, 8
 _MAX_RANGES = 16

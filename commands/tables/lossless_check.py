@@ -3,8 +3,8 @@
 import typer
 
 from commands.output import warn
-from runtime.errors import SpecDecError
-from runtime.evaluation.checks import Difference, DistributionCheck, LosslessCheck
+from runtime.loop.lossless.results import Difference, DistributionCheck, LosslessCheck
+from runtime.util.errors import SpecDecError
 
 TOO_LITTLE_TO_TELL = 3
 """The exit code of a check that neither passed nor failed."""

@@ -4,9 +4,9 @@ from commands.inputs.prompts import read_prompts
 from commands.options.expand import expand_groups
 from commands.output import Output, check_readable
 from commands.train.flags import TrainInputs, TrainOptions, TrainResults
-from runtime.errors import SpecDecError, UsageError
-from runtime.heads.head_config import HeadConfig, read_head
-from runtime.models import read_model_config, resolve_model
+from runtime.checkpoint.resolve import read_model_config, resolve_model
+from runtime.drafters.heads.head_config import HeadConfig, read_head
+from runtime.util.errors import SpecDecError, UsageError
 
 
 @expand_groups

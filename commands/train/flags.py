@@ -6,7 +6,7 @@ from typing import Annotated
 
 from commands.options.leader_flags import ModelEngineOptions
 from commands.options.shared import INPUT, OUTPUT, RUNTIME, option
-from runtime.errors import SpecDecError, UsageError
+from runtime.util.errors import SpecDecError, UsageError
 
 NEW_LEARNING_RATE, FURTHER_LEARNING_RATE = 1e-3, 1e-4
 

@@ -24,21 +24,19 @@ from commands.train.flags import (
     TrainOptions,
     TrainResults,
 )
-from runtime.cache import digest, file_digest
-from runtime.config import Count, Size
-from runtime.drafters.compatibility import check_head_tokenizer
-from runtime.engine import KVCacheConfig
-from runtime.engine_cache import engine_of_model
-from runtime.errors import SpecDecError
-from runtime.files import new_directory
-from runtime.heads.head_config import HeadConfig, num_layers_of, states_of_heads
-from runtime.heads.mtp_head import check_mtp_is_of, check_mtp_is_trained
+from runtime.builder.engine_cache import engine_of_model
+from runtime.builder.profile import engine_digest
+from runtime.checkpoint.config import Count, Size
+from runtime.checkpoint.resolve import read_model_config, resolve_model
+from runtime.core.params import SamplingParams
+from runtime.core.request import Request
+from runtime.drafters.heads.head_config import HeadConfig, num_layers_of, states_of_heads
+from runtime.drafters.heads.mtp_head import check_mtp_is_of, check_mtp_is_trained
+from runtime.engine.engine import KVCacheConfig
 from runtime.llm import LLM
-from runtime.models import read_model_config, resolve_model
-from runtime.params import SamplingParams
-from runtime.request import Request
-from runtime.trace_lines import Trace
-from runtime.traces import read_traces, trace_line
+from runtime.loop.compatibility import check_head_tokenizer
+from runtime.text.trace_lines import Trace
+from runtime.text.traces import read_traces, trace_line
 from runtime.training.new_head import read_states_of
 from runtime.training.training_run import (
     MIN_OUTPUT_LEN,
@@ -49,7 +47,9 @@ from runtime.training.training_run import (
     TrainingSettings,
     split_traces,
 )
-from runtime.tuning.profile import engine_digest
+from runtime.util.cache import digest, file_digest
+from runtime.util.errors import SpecDecError
+from runtime.util.files import new_directory
 
 
 class AcceptedLength(Record):

@@ -11,10 +11,10 @@ from commands.options.expand import expand_groups, given_flags
 from commands.options.speculation_flags import LeaderFlags, speculation_from_flags
 from commands.output import Output, check_output_files, check_readable
 from commands.tune.flags import TuneInputs, TuneOptions
+from runtime.checkpoint.resolve import resolve_tokenizer
 from runtime.drafters.spec import Devices, DrafterSpec
 from runtime.drafters.speculation import Speculation, head_drafter, model_drafter
-from runtime.errors import UsageError
-from runtime.models import resolve_tokenizer
+from runtime.util.errors import UsageError
 
 
 def model_to_try(inputs: TuneInputs, options: TuneOptions, flags: Any) -> DrafterSpec | None:
@@ -92,7 +92,7 @@ def tune(inputs: TuneInputs, options: TuneOptions, flags: TunedFlags, output: Ou
         check_replay(opened, inputs.tokenizer_dir)
 
     from commands.tune.work import tune_engine, tune_traces
-    from runtime.tuning.tune import Scope
+    from runtime.measure.tuning.tune import Scope
 
     scope = Scope(named, model, flags.ngram_pool == "public", options.max_draft_len)
     if choice is None:

@@ -9,7 +9,7 @@ from commands.options.leader_flags import ModelOptions
 from commands.options.shared import INPUT, OUTPUT, RUNTIME, SPECULATION, EndId, InputFile, TokenizerDir, option
 from commands.options.speculation_flags import Drafters
 from runtime.drafters.speculation import Speculation
-from runtime.errors import UsageError
+from runtime.util.errors import UsageError
 
 DEFAULT_OUTPUT_LEN, DEFAULT_LIVE_PROMPTS = 128, 8
 

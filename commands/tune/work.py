@@ -17,22 +17,31 @@ from commands.options.shared import end_id_params
 from commands.output import Output, number, percent
 from commands.sessions import open_engine
 from commands.tune.flags import DEFAULT_LIVE_PROMPTS, DEFAULT_OUTPUT_LEN, TuneInputs, TuneOptions
-from runtime.bundle import read_bundle
-from runtime.config import Measure, Size
-from runtime.drafters.compatibility import check_corpora
+from runtime.builder.profile import Figures, Profile, ProfileEngine, drafter_record, engine_digest, write_profile
+from runtime.checkpoint.bundle import read_bundle
+from runtime.checkpoint.config import Measure, Size
+from runtime.core.params import SamplingParams
+from runtime.core.request import Request
+from runtime.core.stats import RequestStats, sum_stats
 from runtime.drafters.spec import Devices, DraftLenMode
 from runtime.drafters.speculation import Speculation
 from runtime.llm import LLM
-from runtime.params import SamplingParams
-from runtime.request import Request
-from runtime.stats import RequestStats, sum_stats
-from runtime.text import open_tokenizer, tokenizer_vocab_size
-from runtime.trace_lines import Trace
-from runtime.traces import read_traces
-from runtime.tuning.live import Confirmation, Confirmed, Measured
-from runtime.tuning.profile import Figures, Profile, ProfileEngine, drafter_record, engine_digest, write_profile
-from runtime.tuning.search import Replayed, Search, labels_of
-from runtime.tuning.tune import Answered, Scope, Timing, answer, check_tuning, fitting_requests, replay_alone, tune
+from runtime.loop.compatibility import check_corpora
+from runtime.measure.tuning.live import Confirmation, Confirmed, Measured
+from runtime.measure.tuning.search import Replayed, Search, labels_of
+from runtime.measure.tuning.tune import (
+    Answered,
+    Scope,
+    Timing,
+    answer,
+    check_tuning,
+    fitting_requests,
+    replay_alone,
+    tune,
+)
+from runtime.text.text import open_tokenizer, tokenizer_vocab_size
+from runtime.text.trace_lines import Trace
+from runtime.text.traces import read_traces
 
 
 class Candidate(Record):

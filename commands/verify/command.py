@@ -8,11 +8,11 @@ import typer
 
 from commands.options.expand import expand_groups
 from commands.output import Output
-from runtime.errors import SpecDecError
-from runtime.files import check_regular
+from runtime.util.errors import SpecDecError
+from runtime.util.files import check_regular
 
 if TYPE_CHECKING:  # help needs none of it
-    from runtime.artefacts import ArtefactCheck
+    from runtime.builder.artefacts import ArtefactCheck
 
 _HINTS = {
     "engine": "run `specdec build` again",
@@ -54,8 +54,8 @@ def verify(
 
 
 def _check(path: Path) -> "ArtefactCheck":
-    from runtime.artefacts import check_corpus_or_profile, check_directory, check_model_file
-    from runtime.gguf import is_gguf
+    from runtime.builder.artefacts import check_corpus_or_profile, check_directory, check_model_file
+    from runtime.checkpoint.gguf.reader import is_gguf
 
     if path.is_dir():
         return check_directory(path)
@@ -68,8 +68,8 @@ def _check(path: Path) -> "ArtefactCheck":
 
 def _check_traces(path: Path) -> "ArtefactCheck":
     """SpecDecError for a file that does not look like traces."""
-    from runtime.artefacts import ArtefactCheck, check_file
-    from runtime.trace_lines import check_trace_lines, is_like_traces
+    from runtime.builder.artefacts import ArtefactCheck, check_file
+    from runtime.text.trace_lines import check_trace_lines, is_like_traces
 
     if not is_like_traces(path):
         raise SpecDecError(

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from commands.documents.records import Record
 from commands.output import Output, megabytes
-from runtime.artefacts import ArtefactCheck, Kind, Status
-from runtime.config import Count
+from runtime.builder.artefacts import ArtefactCheck, Kind, Status
+from runtime.checkpoint.config import Count
 
 
 class FileRecord(Record):

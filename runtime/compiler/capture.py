@@ -27,13 +27,13 @@ from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime.batch import Row, pack
-from runtime.config import Shapes
-from runtime.kv_cache import KVPool
-from runtime.states import state_inputs, state_pools
+from runtime.checkpoint.config import Shapes
+from runtime.core.batch import Row, pack
+from runtime.core.kv_cache import KVPool
+from runtime.core.states import state_inputs, state_pools
 
 if TYPE_CHECKING:
-    from runtime.compiler.model import Step
+    from runtime.model.model import Step
 
 _PRIMES = (
     *(100003, 100019, 100043, 100049, 100057, 100069, 100103, 100109, 100129, 100151, 100153, 100169, 100183, 100189),

@@ -24,10 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from runtime.batch import Batch, pad_to_min_2
-from runtime.bundle import uses_kernels
-from runtime.compiler.kernels import flush_denormals_of_openmp
-from runtime.compiler.memory import give_back, trim
+from runtime.checkpoint.bundle import uses_kernels
+from runtime.checkpoint.config import ARITHMETICS, Arithmetic, StepShape, as_json, parse
 from runtime.compiler.programs import (
     LIBRARY,
     Files,
@@ -38,15 +36,17 @@ from runtime.compiler.programs import (
     package_options,
     run_inductor,
 )
-from runtime.compiler.weights import Layout, layout_of, num_bytes_of, present, save_weights, write_weights
-from runtime.config import ARITHMETICS, Arithmetic, StepShape, as_json, parse
-from runtime.kv_cache import kv_dtype
-from runtime.temporary import own_temporary_files
+from runtime.core.batch import Batch, pad_to_min_2
+from runtime.core.kv_cache import kv_dtype
+from runtime.kernels.memory import give_back, trim
+from runtime.kernels.ops import flush_denormals_of_openmp
+from runtime.model.weights import Layout, layout_of, num_bytes_of, present, save_weights, write_weights
+from runtime.util.temporary import own_temporary_files
 
 if TYPE_CHECKING:
     from runtime.compiler.capture import Inputs, Sizes, StepForm
     from runtime.compiler.cutting import CutStep
-    from runtime.compiler.model import Step  # opening an engine must not import model code
+    from runtime.model.model import Step  # opening an engine must not import model code
 
 StepOutput = Tensor | tuple[Tensor, Tensor]
 """(T, vocab) logits, and where a trained drafter is to read them (tokens, width) hidden states."""
@@ -162,7 +162,7 @@ def traced_program(
 
 @contextmanager
 def _capturing(step: "Step", arithmetic: Arithmetic | None) -> Iterator[None]:
-    from runtime.compiler.experts import experts_by_kernel  # not to open an engine
+    from runtime.model.experts import experts_by_kernel  # not to open an engine
 
     with _quiet(), torch.no_grad(), experts_by_kernel(step.model) if arithmetic is not None else nullcontext():
         yield

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from runtime.compiler.attention import PagedInputs
+from runtime.checkpoint.config import Shapes
 from runtime.compiler.capture import Capture, StepForm, attribute_of, open_dims
 from runtime.compiler.linears import use_kernels
 from runtime.compiler.selection import select_early
-from runtime.compiler.weights import Layout, layout_of, num_bytes_of, present
-from runtime.config import Shapes
+from runtime.model.attention import PagedInputs
+from runtime.model.weights import Layout, layout_of, num_bytes_of, present
 
 torch.library.define("specdec_cut::layer", "(Tensor hidden, Tensor[] others, int layer) -> Tensor")
 torch.library.register_fake("specdec_cut::layer", lambda hidden, others, layer: torch.empty_like(hidden))

@@ -1,4 +1,4 @@
-"""A captured step whose linear layers are computed by the CPU kernel of `runtime.compiler.kernels`, in one arithmetic
+"""A captured step whose linear layers are computed by the CPU kernel of `runtime.kernels.ops`, in one arithmetic
 with attention.
 
 Layers that read one input, as query, key and value do, become one. Weights are packed by an operation of the graph,

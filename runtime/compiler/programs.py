@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule
 
-from runtime.cache import OF_ALL_TO_READ, cache_dir, digest, locked_entry, read_sealed, sealed
-from runtime.compiler.kernel_library import SOURCES_DIR, compiled_by, cxx_compiler
-from runtime.errors import SpecDecError
-from runtime.files import write_file
+from runtime.kernels.library import SOURCES_DIR, compiled_by, cxx_compiler
+from runtime.util.cache import OF_ALL_TO_READ, cache_dir, digest, locked_entry, read_sealed, sealed
+from runtime.util.errors import SpecDecError
+from runtime.util.files import write_file
 
 if TYPE_CHECKING:
     from torch._inductor.cpu_vec_isa import VecISA

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from runtime.compiler.attention import KERNEL
+from runtime.checkpoint.config import Activations, BuildConfig, QuantConfig, SelfDraft
+from runtime.checkpoint.quant.quantize import group_size_for, quantize_weight
+from runtime.checkpoint.quant.weight import QuantizedWeight, take_quantized
 from runtime.compiler.compilation import WEIGHTS
-from runtime.compiler.model import Step, linear_layers
-from runtime.compiler.quantized import QuantizedLinear, QuantizedModule, place_quantized
-from runtime.compiler.weights import present, read_weights, save_weights
-from runtime.config import Activations, BuildConfig, QuantConfig, SelfDraft
-from runtime.errors import SpecDecError
-from runtime.quantization.quantize import group_size_for, quantize_weight
-from runtime.quantization.weight import QuantizedWeight, take_quantized
+from runtime.model.attention import KERNEL
+from runtime.model.model import Step, linear_layers
+from runtime.model.quantized import QuantizedLinear, QuantizedModule, place_quantized
+from runtime.model.weights import present, read_weights, save_weights
+from runtime.util.errors import SpecDecError
 
 DRAFT_ACTIVATIONS: Activations = "int8"
 """Activations of layers that draft: drafts are verified, so the fastest format is best."""

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import torch
 
-from runtime.errors import SpecDecError
+from runtime.util.errors import SpecDecError
 
 _TESTED = "2.13"
 # Each with the parameters that it is called with by name.

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import cache
 
-from runtime.request import Draft, Sequence
+from runtime.core.request import Draft, Sequence
 
 _MATCH_LENS = (0, 1, 2, 3, 4, 6, 9, 16)
 """Drafts are told apart by how long their match was: this far, or longer."""

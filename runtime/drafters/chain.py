@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.acceptance_stats import MODEL_PRIOR, AcceptanceStats, Leads
 from runtime.drafters.protocol import Drafter, Suggest, check_drafts, check_num_drafts, check_request, look_ahead
-from runtime.errors import UsageError
-from runtime.request import Draft, Request, Sequence
+from runtime.util.errors import UsageError
 
 _CONTEXT_STEP = 64
 

@@ -15,9 +15,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from runtime.core.request import Sequence
 from runtime.drafters.acceptance_stats import num_common
 from runtime.drafters.draft_state import DraftState
-from runtime.request import Sequence
 
 _NUM_CLASSES = 16
 """Tokens are told apart by how sure the model was of them."""

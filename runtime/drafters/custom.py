@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from runtime.core.request import Draft, Sequence
 from runtime.drafters.protocol import Drafter, DraftFunction
-from runtime.errors import SpecDecError
-from runtime.request import Draft, Sequence
+from runtime.util.errors import SpecDecError
 
 _NUM_SHOWN = 10  # names of a module
 

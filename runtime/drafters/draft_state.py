@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from runtime.request import Draft, Sequence
-from runtime.sampling import NoValidToken, draw
+from runtime.core.request import Draft, Sequence
+from runtime.core.sampling import NoValidToken, draw
 
 
 def is_ready(sequence: Sequence, *, use_logits: bool) -> bool:

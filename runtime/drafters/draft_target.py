@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.draft_state import DraftState, is_ready
 from runtime.drafters.protocol import Suggest
-from runtime.engine import Engine
-from runtime.errors import SpecDecError
-from runtime.request import Draft, Request, Sequence
+from runtime.engine.engine import Engine
+from runtime.util.errors import SpecDecError
 
 
 class DraftModel:

@@ -2,7 +2,7 @@
 
 At the beginning of a draft the head computes what it has not seen yet of the sequence, with the target's own hidden
 states, in one pass: the tokens that were accepted last, or a prompt. Its draft goes on from its own output, token by
-token; what it keeps of that is written over when the target has said which tokens come (`runtime.heads.head_cache`).
+token; what it keeps of that is written over when the target has said which tokens come (`runtime.engine.head_cache`).
 """
 
 import time
@@ -13,22 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.batch import Batch, Row, pack
-from runtime.bundle import uses_kernels
+from runtime.checkpoint.bundle import uses_kernels
+from runtime.checkpoint.config import ARITHMETICS, StepCost
 from runtime.compiler.compilation import PackagedStep
-from runtime.compiler.memory import trim
-from runtime.config import ARITHMETICS, StepCost
+from runtime.core.batch import Batch, Row, pack
+from runtime.core.request import Draft, Sequence
 from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.draft_state import DraftState, is_ready
-from runtime.engine import Engine
-from runtime.errors import SpecDecError
-from runtime.heads.block_head import BlockHead, num_slots
-from runtime.heads.head_cache import HeadCache
-from runtime.heads.head_config import HeadConfig, language_model, num_layers_of
-from runtime.heads.head_model import EagleHead, Head, load_head, set_layers, set_output, use_kernels
-from runtime.heads.head_output import QuantizedLayers, read_quantized, read_target_output
-from runtime.heads.paged_head import hide_first, use_programs
-from runtime.request import Draft, Sequence
+from runtime.drafters.heads.block_head import BlockHead, num_slots
+from runtime.drafters.heads.head_config import HeadConfig, language_model, num_layers_of
+from runtime.drafters.heads.head_model import EagleHead, Head, load_head, set_layers, set_output, use_kernels
+from runtime.drafters.heads.head_output import QuantizedLayers, read_quantized, read_target_output
+from runtime.drafters.heads.paged_head import hide_first, use_programs
+from runtime.engine.engine import Engine
+from runtime.engine.head_cache import HeadCache
+from runtime.kernels.memory import trim
+from runtime.util.errors import SpecDecError
 
 _SHORT_ROW = 32
 _LONG_BLOCK = 8

@@ -9,8 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from runtime.core.request import Draft, Sequence
 from runtime.drafters.pool import NgramPool
-from runtime.request import Draft, Sequence
 
 _NUM_CHARACTERS = 0x110000
 """Ids beyond would share a character: a draft could then be wrong, but is still made of the text's own tokens."""

@@ -8,7 +8,7 @@ drafts should add (least squares; what was long ago fades), and the line's slope
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from runtime.request import Sequence
+from runtime.core.request import Sequence
 
 Clock = Callable[[], float]
 """Seconds, from any beginning."""

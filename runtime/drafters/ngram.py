@@ -9,12 +9,12 @@ ended; the continuation is read from the sequence itself. A public pool is asked
 
 from typing import get_args
 
-from runtime.corpus import Corpus
+from runtime.core.request import Draft, Sequence
 from runtime.drafters.lookup import History, TextLookup, as_characters, cut_at_end_id, most_frequent, num_common_before
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.spec import NgramRanking
-from runtime.errors import UsageError
-from runtime.request import Draft, Sequence
+from runtime.text.corpus import Corpus
+from runtime.util.errors import UsageError
 
 _LONGEST_MATCH = 32
 """Limit on the reported match length, which predicts acceptance."""

@@ -9,18 +9,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.meter import Clock
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter, check_request, look_ahead
-from runtime.request import Draft, Request, Sequence
 
 if TYPE_CHECKING:
-    from runtime.costs import CostModel
+    from runtime.checkpoint.costs import CostModel
     from runtime.drafters.custom import GuardedDrafter
     from runtime.drafters.draft_target import DraftModel, SelfDraft
     from runtime.drafters.head_draft import HeadDraft
-    from runtime.heads.head_config import HeadConfig
+    from runtime.drafters.heads.head_config import HeadConfig
 
 
 @dataclass

@@ -8,8 +8,8 @@ first: what users ask repeats less than what a model answers, and a request has 
 from collections import deque
 from dataclasses import dataclass, field
 
-from runtime.errors import UsageError
-from runtime.request import Sequence
+from runtime.core.request import Sequence
+from runtime.util.errors import UsageError
 
 
 @dataclass(slots=True)

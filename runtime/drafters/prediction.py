@@ -7,8 +7,8 @@ is as predicted.
 
 from dataclasses import dataclass
 
+from runtime.core.request import Draft, Sequence
 from runtime.drafters.lookup import cut_at_end_id
-from runtime.request import Draft, Sequence
 
 _SHORTEST, _LONGEST = 2, 8
 """Tokens of the output that must be found again after it left the prediction, and of which more count no more."""

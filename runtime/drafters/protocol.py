@@ -5,8 +5,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from runtime.errors import SpecDecError
-from runtime.request import Draft, Request, Sequence
+from runtime.core.request import Draft, Request, Sequence
+from runtime.util.errors import SpecDecError
 
 Suggest = Callable[[Sequence, list[int]], list[int]]
 """(sequence, draft so far) -> tokens that may come next."""

@@ -13,11 +13,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
-from runtime.errors import UsageError
+from runtime.util.errors import UsageError
 
 if TYPE_CHECKING:
+    from runtime.drafters.heads.head_config import HeadConfig
     from runtime.drafters.opened import OpenDrafter, Opener
-    from runtime.heads.head_config import HeadConfig
 
 NgramRanking = Literal["oldest", "leftmost", "recent", "frequent"]
 PoolKind = Literal["private", "public"]

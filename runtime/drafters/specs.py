@@ -29,15 +29,15 @@ from runtime.drafters.trtllm import (
     MAX_LEN_FLAG,
     NGRAM_SIZE_FLAG,
 )
-from runtime.errors import SpecDecError, UsageError, draft_engine_errors
+from runtime.util.errors import SpecDecError, UsageError, draft_engine_errors
 
 if TYPE_CHECKING:
-    from runtime.costs import CostModel
+    from runtime.checkpoint.costs import CostModel
+    from runtime.drafters.heads.head_config import HeadConfig
     from runtime.drafters.meter import Clock
     from runtime.drafters.opened import OpenDrafter, Opener
     from runtime.drafters.pool import NgramPool
     from runtime.drafters.protocol import Drafter, DraftFunction
-    from runtime.heads.head_config import HeadConfig
 
 __all__ = [
     "AssistantDrafter",
@@ -193,9 +193,9 @@ class NgramDrafter(LookupDrafter):
         return NgramPool(max_matching_ngram_size=self.max_matching_ngram_size)
 
     def lookup(self, pool: "NgramPool | None") -> "Drafter":
-        from runtime.corpus import Corpus
         from runtime.drafters.chain import FirstOf
         from runtime.drafters.ngram import CorpusLookup, NgramLookup
+        from runtime.text.corpus import Corpus
 
         max_size, min_size = self.max_matching_ngram_size, self.min_matching_ngram_size
         ngram = NgramLookup(max_size, min_matching_ngram_size=min_size, ranking=self.ranking, pool=pool)
@@ -288,8 +288,8 @@ class DraftTargetDrafter(DrafterSpec):
         return replace(self, model=engine_dir)
 
     def with_own_devices(self) -> "DraftTargetDrafter":
-        from runtime.bundle import read_bundle
-        from runtime.parallel.devices import check_device_ids
+        from runtime.checkpoint.bundle import read_bundle
+        from runtime.engine.devices import check_device_ids
 
         with draft_engine_errors():
             tp_size = read_bundle(Path(self.model)).config.mapping.tp_size
@@ -297,7 +297,7 @@ class DraftTargetDrafter(DrafterSpec):
 
     @classmethod
     def reads(cls, model: str | Path) -> bool:
-        from runtime.heads.head_config import is_head
+        from runtime.drafters.heads.head_config import is_head
 
         return not is_head(model)
 
@@ -321,7 +321,7 @@ class HeadDrafter(DrafterSpec):
     use_logits: bool = False
 
     def read_heads(self) -> "list[HeadConfig]":
-        from runtime.heads.head_config import read_head
+        from runtime.drafters.heads.head_config import read_head
 
         if not self.head:
             raise UsageError(
@@ -371,7 +371,7 @@ class EagleDrafter(HeadDrafter):
 
     @classmethod
     def reads(cls, model: str | Path) -> bool:
-        from runtime.heads.head_config import is_assistant, is_block, is_head
+        from runtime.drafters.heads.head_config import is_assistant, is_block, is_head
 
         return is_head(model) and not is_assistant(model) and not is_block(model)
 
@@ -401,7 +401,7 @@ class DFlashDrafter(HeadDrafter):
 
     @classmethod
     def reads(cls, model: str | Path) -> bool:
-        from runtime.heads.head_config import is_block
+        from runtime.drafters.heads.head_config import is_block
 
         return is_block(model)
 
@@ -428,7 +428,7 @@ class AssistantDrafter(HeadDrafter):
 
     @classmethod
     def reads(cls, model: str | Path) -> bool:
-        from runtime.heads.head_config import is_assistant
+        from runtime.drafters.heads.head_config import is_assistant
 
         return is_assistant(model)
 
@@ -473,7 +473,7 @@ class MtpDrafter(HeadDrafter):
 
     @classmethod
     def is_in_model(cls, model: str | Path | None) -> bool:
-        from runtime.heads.head_config import has_mtp_head
+        from runtime.drafters.heads.head_config import has_mtp_head
 
         return model is not None and has_mtp_head(model)
 

@@ -5,16 +5,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runtime.config import MAX_DRAFT_LEN
+from runtime.checkpoint.config import MAX_DRAFT_LEN
 from runtime.drafters.spec import DrafterSpec, DraftLenMode
 from runtime.drafters.specs import DRAFTERS, ChainDrafter, DraftTargetDrafter, LookupDrafter, as_spec
-from runtime.errors import SpecDecError, UsageError, draft_engine_errors
+from runtime.util.errors import SpecDecError, UsageError, draft_engine_errors
 
 if TYPE_CHECKING:
-    from runtime.config import BuildConfig
+    from runtime.checkpoint.config import BuildConfig
+    from runtime.drafters.heads.head_config import HeadConfig
     from runtime.drafters.protocol import Drafter, DraftFunction
     from runtime.drafters.specs import AnySpec
-    from runtime.heads.head_config import HeadConfig
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Speculation:
 
     def check_files(self) -> None:
         """SpecDecError for a model or a corpus that is not there, as far as that is found without torch."""
-        from runtime.corpus import Corpus
+        from runtime.text.corpus import Corpus
 
         for drafter in self.drafters:
             if drafter.draft_model is not None:
@@ -208,8 +208,8 @@ def model_drafter(model: str | Path) -> DrafterSpec:
 
 def _check_draft_model(model: str | Path) -> None:
     """A path is an engine's directory, a name a model."""
-    from runtime.bundle import is_engine_dir, read_bundle
-    from runtime.models import read_model_config, resolve_model
+    from runtime.checkpoint.bundle import is_engine_dir, read_bundle
+    from runtime.checkpoint.resolve import read_model_config, resolve_model
 
     for spec in DRAFTERS.values():
         if spec.reads_states and spec.reads(model):

@@ -1,9 +1,9 @@
 """Drafts by the longest match of any length, followed by what came after it most often (SuffixDecoding, 2411.04975)."""
 
+from runtime.core.request import Draft
 from runtime.drafters.lookup import History, TextLookup, as_characters, cut_at_end_id, most_frequent
 from runtime.drafters.pool import NgramPool
-from runtime.errors import UsageError
-from runtime.request import Draft
+from runtime.util.errors import UsageError
 
 _LONGEST_MATCH = 31
 """Limit on the length of a match, which grows with the draft. SuffixDecoding's trees end at 64."""

@@ -9,11 +9,11 @@ ends there may be another one with what follows. The target verifies the result 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
+from runtime.checkpoint.tokenizer import Tokenizer, token_ids
+from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.draft_target import DraftModel
-from runtime.request import Draft, Request, Sequence
-from runtime.text import encode_text
-from runtime.token_text import Texts, texts_after, token_bytes
-from runtime.tokenizer import Tokenizer, token_ids
+from runtime.text.text import encode_text
+from runtime.text.token_text import Texts, texts_after, token_bytes
 
 
 @dataclass

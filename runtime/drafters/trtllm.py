@@ -3,7 +3,7 @@
 Spelled as in its quickstart_advanced.py. A drafter with a flag of its own has it in its spec.
 """
 
-from runtime.config import MAX_DRAFT_LEN
+from runtime.checkpoint.config import MAX_DRAFT_LEN
 from runtime.drafters.spec import LeaderFlag
 
 DRAFT_LEN = 4

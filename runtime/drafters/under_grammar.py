@@ -4,8 +4,8 @@ A forced token is the only one that the target can choose, so it is always accep
 would otherwise be a step of its own.
 """
 
+from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.protocol import Drafter, check_num_drafts, check_request, look_ahead
-from runtime.request import Draft, Request, Sequence
 
 
 class NothingDrafted:

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from runtime.errors import SpecDecError
-from runtime.files import read_json, write_file, write_json
-from runtime.heads.draft_vocab import rows_by_id
-from runtime.heads.head_config import HeadConfig, num_layers_of
-from runtime.heads.head_model import EagleHead
-from runtime.heads.mtp_head import ChainedMtp, MtpHead, kept_tensors_of_mtp, tensors_of_mtp
-from runtime.quantization.formats import without_quantization
+from runtime.checkpoint.quant.formats import without_quantization
+from runtime.drafters.heads.head_config import HeadConfig, num_layers_of
+from runtime.drafters.heads.head_model import EagleHead
+from runtime.drafters.heads.mtp_head import ChainedMtp, MtpHead, kept_tensors_of_mtp, tensors_of_mtp
+from runtime.engine.draft_vocab import rows_by_id
+from runtime.util.errors import SpecDecError
+from runtime.util.files import read_json, write_file, write_json
 
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 _OTHERS = ("max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "hidden_act")

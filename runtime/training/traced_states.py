@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from runtime.config import LayerShape
-from runtime.engine import Engine
-from runtime.errors import SpecDecError
-from runtime.heads.head_cache import HeadCache
-from runtime.request import Request, Sequence
-from runtime.trace_lines import Trace
+from runtime.checkpoint.config import LayerShape
+from runtime.core.request import Request, Sequence
+from runtime.engine.engine import Engine
+from runtime.engine.head_cache import HeadCache
+from runtime.text.trace_lines import Trace
 from runtime.training.unrolled import Rows
+from runtime.util.errors import SpecDecError
 
 NUM_TOP = 32
 """Tokens that are kept of a distribution."""

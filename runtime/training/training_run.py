@@ -14,16 +14,14 @@ from typing import Any
 
 import torch
 
-from runtime.compiler.read_model import read_numbers
 from runtime.drafters.head_draft import embedding_of
-from runtime.engine import Engine
-from runtime.errors import SpecDecError
-from runtime.files import read_json, write_json
-from runtime.heads.draft_vocab import choose_vocabulary
-from runtime.heads.head_config import HeadConfig, num_layers_of, read_head
-from runtime.heads.head_model import load_head
-from runtime.heads.mtp_head import ChainedMtp, MtpHead
-from runtime.trace_lines import Trace
+from runtime.drafters.heads.head_config import HeadConfig, num_layers_of, read_head
+from runtime.drafters.heads.head_model import load_head
+from runtime.drafters.heads.mtp_head import ChainedMtp, MtpHead
+from runtime.engine.draft_vocab import choose_vocabulary
+from runtime.engine.engine import Engine
+from runtime.model.read_model import read_numbers
+from runtime.text.trace_lines import Trace
 from runtime.training.new_head import (
     TargetWeights,
     drafted_ids,
@@ -45,6 +43,8 @@ from runtime.training.unrolled import (
     have_unrolled_attention,
     steps_of,
 )
+from runtime.util.errors import SpecDecError
+from runtime.util.files import read_json, write_json
 
 MIN_TRACES, MIN_OUTPUT_LEN = 8, 3
 MAX_EVALUATED_LEN = 5

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
-from runtime.compiler.attention import capped, weights_beside_sinks
-from runtime.heads.draft_vocab import rows_by_id
-from runtime.heads.head_model import EagleHead
-from runtime.heads.mtp_head import ChainedMtp, MtpHead, layers_of_mtp, learned_weights
+from runtime.drafters.heads.head_model import EagleHead
+from runtime.drafters.heads.mtp_head import ChainedMtp, MtpHead, layers_of_mtp, learned_weights
+from runtime.engine.draft_vocab import rows_by_id
+from runtime.model.attention import capped, weights_beside_sinks
 
 UNROLLED = "specdec_unrolled"
 TrainedHead = EagleHead | MtpHead | ChainedMtp

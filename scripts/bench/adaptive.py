@@ -15,20 +15,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runtime.bundle import read_engine_config
-from runtime.checkpoint import convert
-from runtime.compiler.build import build_engine
-from runtime.config import BuildConfig
-from runtime.costs import CostModel
+from runtime.builder.build import build_engine
+from runtime.builder.convert import convert
+from runtime.checkpoint.bundle import read_engine_config
+from runtime.checkpoint.config import BuildConfig
+from runtime.checkpoint.costs import CostModel
+from runtime.checkpoint.resolve import resolve_model
+from runtime.core.request import Request
+from runtime.core.stats import LoopTimes, RequestStats, sum_stats
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.suffix import SuffixLookup
-from runtime.engine import Engine, resolve_device
-from runtime.models import resolve_model
-from runtime.request import Request
-from runtime.scheduler import generate
-from runtime.stats import LoopTimes, RequestStats, sum_stats
-from runtime.text import find_end_ids, load_tokenizer
+from runtime.engine.engine import Engine, resolve_device
+from runtime.loop.scheduler import generate
+from runtime.text.text import find_end_ids, load_tokenizer
 
 DRAFT_LEN, MAX_INPUT_LEN, OUTPUT_LEN = 10, 900, 100
 

@@ -25,16 +25,16 @@ from pathlib import Path
 import runtime  # before torch, as commands do: it tells OpenMP how long to wait  # noqa: F401
 
 # isort: split
-from runtime.bundle import is_engine_dir
-from runtime.chat import has_chat_template
+from runtime.checkpoint.bundle import is_engine_dir
+from runtime.core.params import SamplingParams
+from runtime.core.request import Request, Sequence
 from runtime.drafters.specs import AnySpec, ChainDrafter, NgramDrafter, SuffixDrafter
 from runtime.drafters.speculation import NO_SPECULATION, Speculation
-from runtime.errors import SpecDecError
 from runtime.llm import LLM, EngineOptions
-from runtime.params import SamplingParams
-from runtime.request import Request, Sequence
-from runtime.scheduler import Scheduler
-from runtime.session import Session
+from runtime.loop.scheduler import Scheduler
+from runtime.loop.session import Session
+from runtime.text.chat import has_chat_template
+from runtime.util.errors import SpecDecError
 
 KINDS = {"translation": "translation", "summarization": "summarization", "qa": "qa", "rag": "rag"} | {
     "math_reasoning": "maths"

@@ -14,14 +14,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from runtime.corpus import Corpus, write_corpus
+from runtime.core.stats import sum_stats
 from runtime.drafters.chain import FirstOf
 from runtime.drafters.ngram import CorpusLookup, NgramLookup
 from runtime.drafters.protocol import Drafter
-from runtime.stats import sum_stats
-from runtime.trace_lines import Trace
-from runtime.traces import read_traces
-from runtime.tuning.replay import replay
+from runtime.measure.tuning.replay import replay
+from runtime.text.corpus import Corpus, write_corpus
+from runtime.text.trace_lines import Trace
+from runtime.text.traces import read_traces
 
 BLOCK = 40  # lines
 MAX_SIZE, DRAFT_LEN = 3, 10

@@ -20,19 +20,19 @@ from pathlib import Path
 import torch
 
 from commands.inputs.dataset import load_samples, summarization_prompt
-from runtime.batch import Row, pack
-from runtime.checkpoint import convert
-from runtime.compiler.build import build_engine
-from runtime.config import BuildConfig
+from runtime.builder.build import build_engine
+from runtime.builder.convert import convert
+from runtime.checkpoint.config import BuildConfig
+from runtime.checkpoint.resolve import resolve_model
+from runtime.core.batch import Row, pack
+from runtime.core.request import Request, Sequence
+from runtime.core.stats import LoopTimes, RequestStats, sum_stats
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
-from runtime.engine import Engine
-from runtime.models import resolve_model
-from runtime.orchestrator import generate
-from runtime.request import Request, Sequence
-from runtime.stats import LoopTimes, RequestStats, sum_stats
-from runtime.text import find_end_ids, load_tokenizer
+from runtime.engine.engine import Engine
+from runtime.loop.orchestrator import generate
+from runtime.text.text import find_end_ids, load_tokenizer
 from scripts.bench.step import alternate
 
 DRAFT_LEN, CONTEXT, OUTPUT_LEN = 4, 300, 100

@@ -20,17 +20,17 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from runtime.core.request import Request, Sequence
+from runtime.core.stats import RequestStats
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import BestOf, FirstOf
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.suffix import SuffixLookup
-from runtime.errors import SpecDecError
-from runtime.request import Request, Sequence
-from runtime.stats import RequestStats
-from runtime.trace_lines import Trace
-from runtime.tuning.replay import replay
+from runtime.measure.tuning.replay import replay
+from runtime.text.trace_lines import Trace
+from runtime.util.errors import SpecDecError
 
 PRICE = 0.04
 """A draft token's price in steps, about the 101 M model's in float32."""

@@ -19,11 +19,11 @@ import runtime  # before torch, as commands do: it tells OpenMP how long to wait
 # isort: split
 import jsonschema
 
+from runtime.core.grammar import Matcher
+from runtime.core.params import SamplingParams
+from runtime.core.sampling import Sampler
 from runtime.drafters.specs import AnySpec, GrammarDrafter, NgramDrafter, SuffixDrafter
-from runtime.grammar import Matcher
 from runtime.llm import LLM
-from runtime.params import SamplingParams
-from runtime.sampling import Sampler
 
 DRAFTERS: dict[str, AnySpec | None] = {
     "none": None,

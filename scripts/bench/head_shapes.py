@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from runtime.checkpoint import convert
-from runtime.checkpoint_dir import OpenedCheckpoint, open_checkpoint
-from runtime.compiler.build import BuildEffort, DraftSource, build_engine
-from runtime.config import DraftOutput, IntFormat, QuantConfig
+from runtime.builder.build import BuildEffort, DraftSource, build_engine
+from runtime.builder.convert import convert
+from runtime.builder.engine_cache import EngineSettings
+from runtime.checkpoint.checkpoint_dir import OpenedCheckpoint, open_checkpoint
+from runtime.checkpoint.config import DraftOutput, IntFormat, QuantConfig
+from runtime.core.params import SamplingParams
+from runtime.drafters.heads.head_config import read_head, states_of_heads
 from runtime.drafters.specs import AssistantDrafter, EagleDrafter, MtpDrafter
-from runtime.engine_cache import EngineSettings
-from runtime.heads.head_config import read_head, states_of_heads
 from runtime.llm import LLM
-from runtime.params import SamplingParams
 from scripts.bench import heads
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))

@@ -17,14 +17,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from runtime.batch import Row, pack
-from runtime.checkpoint import convert
-from runtime.compiler.build import build_engine
-from runtime.config import BuildConfig, QuantConfig
+from runtime.builder.build import build_engine
+from runtime.builder.convert import convert
+from runtime.checkpoint.config import BuildConfig, QuantConfig
+from runtime.core.batch import Row, pack
+from runtime.core.request import Request, Sequence
 from runtime.drafters.head_draft import HeadDraft, open_head
-from runtime.engine import Engine
-from runtime.heads.head_config import read_head
-from runtime.request import Request, Sequence
+from runtime.drafters.heads.head_config import read_head
+from runtime.engine.engine import Engine
 from scripts.bench.step import alternate, save_random_llama
 
 TARGET = {

@@ -29,11 +29,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from runtime.compiler.kernel_library import compile_kernels, instructions
-from runtime.compiler.kernels import fastest_arithmetic, load_kernels
-from runtime.config import ARITHMETICS
-from runtime.params import GREEDY
-from runtime.sampling import Positions, Sampler, kernel_arguments
+from runtime.checkpoint.config import ARITHMETICS
+from runtime.core.params import GREEDY
+from runtime.core.sampling import Positions, Sampler, kernel_arguments
+from runtime.kernels.library import compile_kernels, instructions
+from runtime.kernels.ops import fastest_arithmetic, load_kernels
 
 FLOOR = 0.9
 TURN, PAUSE = 0.02, 0.03  # seconds of calls, and of rest before them

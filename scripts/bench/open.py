@@ -13,17 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from runtime.bundle import read_bundle
-from runtime.engine import Engine
-from runtime.files import read_json
-from runtime.text import tokenizer_of_engine
-from runtime.tokenizer import SAVED
+from runtime.checkpoint.bundle import read_bundle
+from runtime.checkpoint.tokenizer import SAVED
+from runtime.engine.engine import Engine
+from runtime.text.text import tokenizer_of_engine
+from runtime.util.files import read_json
 
 CHECKS = (
-    "runtime.bundle.check_config",
-    "runtime.bundle.check_sizes",
-    "runtime.bundle.check_contents",
-    "runtime.engine.check_shape",
+    "runtime.checkpoint.bundle.check_config",
+    "runtime.checkpoint.bundle.check_sizes",
+    "runtime.checkpoint.bundle.check_contents",
+    "runtime.engine.engine.check_shape",
 )
 """Besides: whether the engine was replaced meanwhile, and whether the tokenizer was saved of the files beside it."""
 
@@ -34,8 +34,8 @@ def without_checks(engine_dir: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in CHECKS:
             stack.enter_context(mock.patch(name, lambda *_: None))
-        stack.enter_context(mock.patch("runtime.engine.unchanged_while_opened", contextlib.nullcontext))
-        stack.enter_context(mock.patch("runtime.tokenizer._files_digest", lambda _: files))
+        stack.enter_context(mock.patch("runtime.engine.engine.unchanged_while_opened", contextlib.nullcontext))
+        stack.enter_context(mock.patch("runtime.checkpoint.tokenizer._files_digest", lambda _: files))
         yield
 
 

@@ -56,10 +56,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from commands.inputs.dataset import load_samples, summarization_prompt
 from runtime import specdec_version
-from runtime.checkpoint import convert
-from runtime.compiler.build import BuildEffort, build_engine
-from runtime.config import BuildConfig, Compiler, QuantConfig
-from runtime.models import resolve_model
+from runtime.builder.build import BuildEffort, build_engine
+from runtime.builder.convert import convert
+from runtime.checkpoint.config import BuildConfig, Compiler, QuantConfig
+from runtime.checkpoint.resolve import resolve_model
 from scripts.bench.peers_report import METRICS, draw, print_result, print_summary
 from scripts.bench.step import LLAMA_101M, save_random_llama
 

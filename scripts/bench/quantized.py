@@ -19,10 +19,10 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from runtime.compiler.kernel_library import compile_kernels
-from runtime.compiler.kernels import fastest_arithmetic, load_kernels
-from runtime.config import ARITHMETICS, QuantConfig
-from runtime.quantization.quantize import quantize_weight
+from runtime.checkpoint.config import ARITHMETICS, QuantConfig
+from runtime.checkpoint.quant.quantize import quantize_weight
+from runtime.kernels.library import compile_kernels
+from runtime.kernels.ops import fastest_arithmetic, load_kernels
 
 FORMATS = {  # config, inputs per group (None: all), bits of a token's numbers (0: floats)
     "int8, groups of 64": (QuantConfig("int8"), 64, 16),

@@ -16,13 +16,13 @@ from statistics import mean
 
 import torch
 
-import runtime.parallel.operations  # noqa: F401  (declares the sum)
-from runtime.batch import Row, pack
-from runtime.bundle import LIBRARY
-from runtime.compiler.kernels import load_kernels
-from runtime.engine import Engine
-from runtime.parallel.devices import cores_of, pin
-from runtime.parallel.groups import Rendezvous, Way, join, join_by_number
+import runtime.kernels.collectives  # noqa: F401  (declares the sum)
+from runtime.checkpoint.bundle import LIBRARY
+from runtime.core.batch import Row, pack
+from runtime.engine.devices import cores_of, pin
+from runtime.engine.engine import Engine
+from runtime.kernels.groups import Rendezvous, Way, join, join_by_number
+from runtime.kernels.ops import load_kernels
 from scripts.bench.step import CONTEXT, DRAFT_LEN, LLAMA_101M, LLAMA_1100M, make_engine
 
 NUM_FLOATS, NUM_SUMS = 768, 20_000

@@ -36,11 +36,11 @@ from pathlib import Path
 from typing import Any
 
 from runtime import specdec_version
-from runtime.cache import cache_dir
-from runtime.chat import ChatTemplate
-from runtime.engine_cache import EngineSettings, engine_of_model
-from runtime.errors import SpecDecError
+from runtime.builder.engine_cache import EngineSettings, engine_of_model
 from runtime.llm import LLM
+from runtime.text.chat import ChatTemplate
+from runtime.util.cache import cache_dir
+from runtime.util.errors import SpecDecError
 from scripts.bench import peers as bench_peers
 from scripts.bench import real_report
 from scripts.bench.peers import ROOT, SPEC_BENCH, Package, Worker, names_among, once, positive, say

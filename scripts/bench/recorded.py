@@ -15,14 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.core.request import Draft, Sequence
 from runtime.drafters.chain import BestOf, DraftingModel
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.suffix import SuffixLookup
-from runtime.errors import SpecDecError
-from runtime.request import Draft, Sequence
-from runtime.trace_lines import Trace
-from runtime.tuning.replay import replay
+from runtime.measure.tuning.replay import replay
+from runtime.text.trace_lines import Trace
+from runtime.util.errors import SpecDecError
 
 LOOKUP_DRAFT_LEN, HEAD_DRAFT_LEN, LEAST_MATCH = 10, 3, 4
 _WRONG = 2**31 - 2

@@ -21,12 +21,12 @@ import runtime  # before torch, as commands do: it tells OpenMP how long to wait
 import torch
 from torch import Tensor
 
-from runtime.compiler.kernel_library import compile_kernels
-from runtime.compiler.kernels import load_kernels
-from runtime.engine import Engine
-from runtime.params import SamplingConfig
-from runtime.request import Draft, Request, Sequence
-from runtime.sampling import Positions, Sampler, choose_all, warpers
+from runtime.core.params import SamplingConfig
+from runtime.core.request import Draft, Request, Sequence
+from runtime.core.sampling import Positions, Sampler, choose_all, warpers
+from runtime.engine.engine import Engine
+from runtime.kernels.library import compile_kernels
+from runtime.kernels.ops import load_kernels
 from scripts.bench.step import alternate
 
 CUTS: dict[str, dict[str, Any]] = {

@@ -20,17 +20,17 @@ from pathlib import Path
 from torch import Tensor
 
 from commands.inputs.dataset import load_samples, summarization_prompt
-from runtime.batch import Row
-from runtime.bundle import read_bundle, read_engine_config
-from runtime.costs import CostModel
-from runtime.drafters.compatibility import TargetIdentity
-from runtime.drafters.factory import Opening, open_drafter
+from runtime.checkpoint.bundle import read_bundle, read_engine_config
+from runtime.checkpoint.costs import CostModel
+from runtime.core.batch import Row
+from runtime.core.request import Request
 from runtime.drafters.opened import OpenDrafter
 from runtime.drafters.specs import AnySpec, ChainDrafter, NgramDrafter, SelfDrafter
-from runtime.engine import Engine, KVCacheConfig
-from runtime.orchestrator import generate
-from runtime.request import Request
-from runtime.text import find_end_ids, load_tokenizer
+from runtime.engine.engine import Engine, KVCacheConfig
+from runtime.loop.compatibility import TargetIdentity
+from runtime.loop.opening import Opening, open_drafter
+from runtime.loop.orchestrator import generate
+from runtime.text.text import find_end_ids, load_tokenizer
 
 NGRAM = NgramDrafter(10, 2)
 DRAFTERS: dict[str, tuple[AnySpec, bool]] = {  # and whether draft lengths are chosen

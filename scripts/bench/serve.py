@@ -28,14 +28,14 @@ from typing import Any
 import psutil
 import torch
 
-from runtime.checkpoint import convert
-from runtime.compiler.build import build_engine
-from runtime.config import BuildConfig
+from runtime.builder.build import build_engine
+from runtime.builder.convert import convert
+from runtime.checkpoint.config import BuildConfig
+from runtime.core.params import SamplingParams
+from runtime.core.request import Request
 from runtime.drafters.specs import NgramDrafter
 from runtime.llm import LLM
-from runtime.params import SamplingParams
-from runtime.request import Request
-from runtime.session import Session
+from runtime.loop.session import Session
 from scripts.bench.step import LLAMA_101M, save_random_llama
 
 CLIENTS, PROMPT_LEN, OUTPUT_LEN, HISTORY_LEN = 16, 100, 64, 900

@@ -18,16 +18,16 @@ from statistics import median
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from runtime.batch import Row, pack
-from runtime.checkpoint import convert
-from runtime.compiler.attention import CACHE
-from runtime.compiler.build import build_engine
-from runtime.config import BuildConfig
+from runtime.builder.build import build_engine
+from runtime.builder.convert import convert
+from runtime.checkpoint.config import BuildConfig
+from runtime.core.batch import Row, pack
+from runtime.core.request import Request, Sequence
+from runtime.core.stats import LoopTimes
 from runtime.drafters.ngram import NgramLookup
-from runtime.engine import Engine
-from runtime.orchestrator import generate
-from runtime.request import Request, Sequence
-from runtime.stats import LoopTimes
+from runtime.engine.engine import Engine
+from runtime.loop.orchestrator import generate
+from runtime.model.attention import CACHE
 
 CONTEXT, DRAFT_LEN, HISTORY = 1000, 10, 50_000
 LLAMA_101M = {

@@ -17,9 +17,10 @@ from typing import Any, Literal
 import torch
 import transformers.generation.logits_process  # noqa: F401  # takes seconds, which are no case's
 
-from runtime import orchestrator, scheduler
-from runtime.config import BuildConfig
-from runtime.corpus import Corpus, write_corpus
+from runtime.checkpoint.config import BuildConfig
+from runtime.core.params import GREEDY, SamplingConfig
+from runtime.core.request import Draft, Request, Sequence
+from runtime.core.states import num_rolled_back
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import BestOf, DraftingModel, FirstOf
 from runtime.drafters.confidence_stop import ConfidenceStop
@@ -29,10 +30,9 @@ from runtime.drafters.ngram import CorpusLookup, NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter, check_request
 from runtime.drafters.suffix import SuffixLookup
-from runtime.engine import KVCacheConfig
-from runtime.params import GREEDY, SamplingConfig
-from runtime.request import Draft, Request, Sequence
-from runtime.states import num_rolled_back
+from runtime.engine.engine import KVCacheConfig
+from runtime.loop import orchestrator, scheduler
+from runtime.text.corpus import Corpus, write_corpus
 from scripts.campaigns.oracle import (
     CheckedEngine,
     ExactModel,
@@ -189,7 +189,7 @@ class Case:
         choose = self.random.choice
         enough = max(len(r.prompt_tokens) + r.max_new_tokens - 1 for r in self.requests)
         build = BuildConfig(
-            # Steps of compiled engines are folded (`runtime.batch`).
+            # Steps of compiled engines are folded (`runtime.core.batch`).
             compiler=choose(["none", "aot"]),
             max_batch_size=self.random.randint(1, 6),
             max_input_len=100,

@@ -6,7 +6,7 @@ Drafters, fixed and automatic draft lengths, both loops, penalties and cuts, all
 lengths are chosen by are the worst that could be: a draft of one token or of three never pays, one of two always does,
 so what is sent depends on what was drafted. Custom drafters stop at an end id, so their lengths depend on their tokens.
 Each line says the total variation distance that would have been found with a probability of 99 %, of the fault that is
-hardest to find (runtime/evaluation/chi_squared.py). Exit 1 if a distribution is another one (p below 0.00001).
+hardest to find (runtime/loop/lossless/chi_squared.py). Exit 1 if a distribution is another one (p below 0.00001).
 """
 
 import argparse
@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from runtime import orchestrator, scheduler
-from runtime.config import BuildConfig
-from runtime.corpus import Corpus, write_corpus
+from runtime.checkpoint.config import BuildConfig
+from runtime.core.params import SamplingConfig
+from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import BestOf, DraftingModel, FirstOf
 from runtime.drafters.confidence_stop import ConfidenceStop
@@ -35,10 +35,10 @@ from runtime.drafters.ngram import CorpusLookup, NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.suffix import SuffixLookup
-from runtime.engine import Engine, KVCacheConfig
-from runtime.evaluation.chi_squared import detectable_total_variation, p_value_of
-from runtime.params import SamplingConfig
-from runtime.request import Draft, Request, Sequence
+from runtime.engine.engine import Engine, KVCacheConfig
+from runtime.loop import orchestrator, scheduler
+from runtime.loop.lossless.chi_squared import detectable_total_variation, p_value_of
+from runtime.text.corpus import Corpus, write_corpus
 from scripts.campaigns.oracle import ExactModel, engine_config, one_by_one
 
 VOCAB_SIZE, NUM_TOKENS, MAX_DRAFT_LEN = 4, 3, 3

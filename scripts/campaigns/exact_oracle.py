@@ -16,7 +16,7 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-from runtime.corpus import Corpus
+from runtime.text.corpus import Corpus
 from scripts.campaigns import cases
 from scripts.campaigns.faults import FAULTS, planted
 from scripts.campaigns.oracle import Failure, Interrupted

@@ -17,10 +17,10 @@ def import_all() -> None:
 
     import commands.batch.work
     import commands.html.report  # noqa: F401
-    import runtime.checkpoint
-    import runtime.compiler.build
+    import runtime.builder.build
+    import runtime.builder.convert
     import runtime.llm
-    import runtime.tuning.tune  # noqa: F401
+    import runtime.measure.tuning.tune  # noqa: F401
 
     torch.set_num_threads(1)
 

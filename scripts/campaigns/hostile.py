@@ -272,10 +272,10 @@ def _expect_success(home: Path, command: tuple[str, ...]) -> None:
 
 
 def _write_profile(home: Path) -> None:
-    from runtime.bundle import read_engine_config
+    from runtime.builder.profile import Figures, Profile, ProfileEngine, engine_digest, write_profile
+    from runtime.checkpoint.bundle import read_engine_config
     from runtime.drafters.specs import NgramDrafter
     from runtime.drafters.speculation import Speculation
-    from runtime.tuning.profile import Figures, Profile, ProfileEngine, engine_digest, write_profile
 
     digest = engine_digest(read_engine_config(home / "engine"))
     figures = Figures(8, 1, 1.5, 0.25, 0.9, 1.4, 1.0, 1.25)
@@ -311,10 +311,10 @@ def main() -> None:
     forks.import_all()
     import torch
 
-    from runtime.checkpoint import convert
-    from runtime.compiler.build import BuildEffort, build_engine
-    from runtime.config import BuildConfig
-    from runtime.models import resolve_model
+    from runtime.builder.build import BuildEffort, build_engine
+    from runtime.builder.convert import convert
+    from runtime.checkpoint.config import BuildConfig
+    from runtime.checkpoint.resolve import resolve_model
 
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory) / "home"

@@ -20,12 +20,12 @@ from typing import Any
 import jsonschema
 import numpy as np
 
-from runtime.errors import SpecDecError
-from runtime.grammar import Grammars, Matcher
-from runtime.models import resolve_model
-from runtime.params import SamplingParams
-from runtime.text import encode_text, open_tokenizer
-from runtime.tokenizer import Tokenizer
+from runtime.checkpoint.resolve import resolve_model
+from runtime.checkpoint.tokenizer import Tokenizer
+from runtime.core.grammar import Grammars, Matcher
+from runtime.core.params import SamplingParams
+from runtime.text.text import encode_text, open_tokenizer
+from runtime.util.errors import SpecDecError
 
 VALIDATORS = {
     "draft2020-12": jsonschema.Draft202012Validator,

@@ -29,13 +29,13 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.bundle import check_step_files, check_tokenizer_files, read_bundle
-from runtime.cache import read_kept_digest
-from runtime.checkpoint_dir import open_checkpoint
-from runtime.config import BuildConfig
-from runtime.corpus import Corpus
-from runtime.engine_cache import EngineSettings
-from runtime.tuning.profile import read_profile
+from runtime.builder.engine_cache import EngineSettings
+from runtime.builder.profile import read_profile
+from runtime.checkpoint.bundle import check_step_files, check_tokenizer_files, read_bundle
+from runtime.checkpoint.checkpoint_dir import open_checkpoint
+from runtime.checkpoint.config import BuildConfig
+from runtime.text.corpus import Corpus
+from runtime.util.cache import read_kept_digest
 from scripts.campaigns import forks
 from scripts.campaigns.forks import use_directories
 

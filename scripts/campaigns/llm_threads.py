@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
+from runtime.core.generation import Output, Piece
+from runtime.core.params import SamplingParams
 from runtime.drafters.specs import ChainDrafter, DraftTargetDrafter, NgramDrafter, SuffixDrafter
-from runtime.generation import Output, Piece
 from runtime.llm import LLM
-from runtime.params import SamplingParams
-from runtime.session import Mode
+from runtime.loop.session import Mode
 
 Ask = Callable[[LLM, int], Any]
 _NUM_PROMPTS = 5

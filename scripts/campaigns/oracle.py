@@ -23,9 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from runtime.compiler.compilation import StepFunction
-from runtime.compiler.recurrences import linear_attention
-from runtime.config import (
+from runtime.checkpoint.config import (
     BuildConfig,
     EngineConfig,
     Environment,
@@ -34,10 +32,12 @@ from runtime.config import (
     RecurrentShape,
     StateShape,
 )
-from runtime.engine import Engine, KVCacheConfig
-from runtime.request import Draft, Request, Sequence
-from runtime.sampling import Sampler, draw
-from runtime.states import CHUNK_SIZE, StateCopy, StateManager, state_pools
+from runtime.compiler.compilation import StepFunction
+from runtime.core.request import Draft, Request, Sequence
+from runtime.core.sampling import Sampler, draw
+from runtime.core.states import CHUNK_SIZE, StateCopy, StateManager, state_pools
+from runtime.engine.engine import Engine, KVCacheConfig
+from runtime.model.recurrences import linear_attention
 
 Array = NDArray[Any]
 _LAYER = LayerShape(layer=0, num_kv_heads=1, key_head_dim=2, value_head_dim=1, sliding_window=None)
@@ -81,7 +81,7 @@ class ExactModel:
         values: list[Tensor],
         *states_and_slots: Any,
     ) -> Tensor:
-        """An engine's step (`runtime.compiler.model.Step`): write the new keys, then the values, then read all."""
+        """An engine's step (`runtime.model.model.Step`): write the new keys, then the values, then read all."""
         pool_keys, pool_values, at = keys[0].numpy(), values[0].numpy(), positions.numpy()
         assert input_ids.max() < self.vocab_size
         block_size = pool_keys.shape[-1]

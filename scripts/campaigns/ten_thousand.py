@@ -17,16 +17,16 @@ from collections import Counter
 
 import psutil
 
-from runtime import scheduler
-from runtime.config import BuildConfig
+from runtime.checkpoint.config import BuildConfig
+from runtime.core.params import GREEDY, SamplingConfig
+from runtime.core.request import Request
 from runtime.drafters.chain import FirstOf
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.suffix import SuffixLookup
-from runtime.engine import KVCacheConfig
-from runtime.params import GREEDY, SamplingConfig
-from runtime.request import Request
+from runtime.engine.engine import KVCacheConfig
+from runtime.loop import scheduler
 from scripts.campaigns.cases import TARGET, VOCAB_SIZE, StopAt
 from scripts.campaigns.oracle import CheckedEngine, one_by_one
 

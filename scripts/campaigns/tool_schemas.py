@@ -17,14 +17,14 @@ from typing import Any
 
 import jsonschema
 
-from runtime.errors import SpecDecError
-from runtime.grammar import CompiledGrammar, Grammars
+from runtime.core.grammar import CompiledGrammar, Grammars
+from runtime.core.params import Grammar
 from runtime.llm import LLM
-from runtime.params import Grammar
-from runtime.text import TextStream
-from runtime.tools.call_formats import Tool, named_tool_format
-from runtime.tools.call_grammar import Calls, SpecialIds, call_grammar
-from runtime.tools.parser import OutputForm, OutputParser, special_token_ids
+from runtime.text.call_formats import Tool, named_tool_format
+from runtime.text.call_grammar import Calls, SpecialIds, call_grammar
+from runtime.text.parser import OutputForm, OutputParser, special_token_ids
+from runtime.text.text import TextStream
+from runtime.util.errors import SpecDecError
 
 _LONG = 150
 """Tokens after which what ends a text or a list is preferred."""

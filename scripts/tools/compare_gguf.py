@@ -28,17 +28,17 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from runtime.checkpoint import convert
-from runtime.checkpoint_dir import open_checkpoint
-from runtime.compiler.build import BuildEffort, build_engine
-from runtime.compiler.model import ModelKind, load_model
-from runtime.compiler.pretrained import parse_pretrained_config
-from runtime.compiler.reference import load_original
-from runtime.config import Activations, BuildConfig, Compiler, QuantConfig
-from runtime.gguf_tokenizer import make_gguf_tokenizer
+from runtime.builder.build import BuildEffort, build_engine
+from runtime.builder.convert import convert
+from runtime.builder.reference import load_original
+from runtime.checkpoint.checkpoint_dir import open_checkpoint
+from runtime.checkpoint.config import Activations, BuildConfig, Compiler, QuantConfig
+from runtime.checkpoint.gguf.tokenizer import make_gguf_tokenizer
+from runtime.core.params import SamplingParams
 from runtime.llm import LLM
-from runtime.params import SamplingParams
-from runtime.text import encode_text
+from runtime.model.model import ModelKind, load_model
+from runtime.model.pretrained import parse_pretrained_config
+from runtime.text.text import encode_text
 from scripts.bench.peers import ROOT
 from scripts.bench.real import KINDS, MODELS
 

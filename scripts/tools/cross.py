@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.compiler.kernel_library import SOURCES_DIR, instructions
+from runtime.kernels.library import SOURCES_DIR, instructions
 
 STANDALONE = Path(__file__).parents[2] / "tests" / "runtime" / "compiler" / "standalone"
 FLAGS = ("-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-static", "-pthread", "-UNDEBUG")

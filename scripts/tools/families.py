@@ -44,19 +44,19 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging as transformers_logging
 
-from runtime import orchestrator, scheduler
-from runtime.checkpoint import convert
-from runtime.compiler.build import BuildEffort, build_engine
-from runtime.config import BuildConfig, Compiler, Dtype, QuantConfig, QuantFormat
-from runtime.config import SelfDraft as SelfDraftConfig
+from runtime.builder.build import BuildEffort, build_engine
+from runtime.builder.convert import convert
+from runtime.checkpoint.config import BuildConfig, Compiler, Dtype, QuantConfig, QuantFormat
+from runtime.checkpoint.config import SelfDraft as SelfDraftConfig
+from runtime.core.request import Request
+from runtime.core.request import Sequence as Generated
 from runtime.drafters.draft_target import SelfDraft
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
-from runtime.engine import Engine, KVCacheConfig
-from runtime.errors import SpecDecError, SpecDecWarning
-from runtime.files import write_json
-from runtime.request import Request
-from runtime.request import Sequence as Generated
+from runtime.engine.engine import Engine, KVCacheConfig
+from runtime.loop import orchestrator, scheduler
+from runtime.util.errors import SpecDecError, SpecDecWarning
+from runtime.util.files import write_json
 
 ROOT = Path(__file__).parents[2]
 PAGE, RECORDS = ROOT / "docs" / "models.md", ROOT / "tests" / "data" / "families.json"

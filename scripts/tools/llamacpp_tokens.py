@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 import llamacpp_tokens as files
 
-from runtime.gguf_tokenizer import PRE_TOKENIZERS
+from runtime.checkpoint.gguf.tokenizer import PRE_TOKENIZERS
 
 BOS, EOS, THINK = "<｜begin▁of▁sentence｜>", "<|im_end|>", "<think>"
 SPACES = " " * 5  # a token of a text's own spaces, as Gemma's files have them

@@ -1,7 +1,7 @@
 """Plants faults, one at a time, and sees which test catches each: one that survives is a test that is missing.
 
-python -m scripts.tools.mutate runtime/verify.py                                   all faults of a file
-python -m scripts.tools.mutate "runtime/verify.py:verify_tokens compare"           of a function, by one operator
+python -m scripts.tools.mutate runtime/core/verify.py                                   all faults of a file
+python -m scripts.tools.mutate "runtime/core/verify.py:verify_tokens compare"           of a function, by one operator
 python -m scripts.tools.mutate --sample 50                                         some of all
 python -m scripts.tools.mutate --list                                              their names; nothing is run
 python -m scripts.tools.mutate --markdown                                          the table in Markdown
@@ -59,19 +59,19 @@ KERNELS = f"{T}compiler/test_kernels.py"
 ATTENTION = f"{KERNELS} -k 'attention or scores or finite or nan'"
 CHOICES = f"{T}test_sampling_kernels.py"
 TESTS = {
-    "runtime/batch.py": f"{T}test_batch.py -k 'not compute_what_each'",
-    "runtime/cache.py": f"{KERNELS} -k corrupt",
-    "runtime/compiler/attention.py": f"{T}test_families.py -k 'test_greedy and (llama or sliding)'",
-    "runtime/compiler/csrc/attention_products.h": ATTENTION,
-    "runtime/compiler/csrc/cuts.h": CHOICES,
-    "runtime/compiler/csrc/kv_pool.h": ATTENTION,
-    "runtime/compiler/csrc/linear.cpp": f"{KERNELS} -k linear",
-    "runtime/compiler/csrc/paged_attention.cpp": ATTENTION,
-    "runtime/compiler/csrc/products.h": f"{KERNELS} -k 'linear or company'",
-    "runtime/compiler/csrc/sampling.cpp": f"{CHOICES} {KERNELS} -k 'sampling_kernels or argmax'",
-    "runtime/compiler/csrc/softmax.h": ATTENTION,
-    "runtime/compiler/memory.py": f"{T}test_poison.py -k 'none and fork'",
-    "runtime/compiler/weights.py": f"{T}compiler/test_weights.py",
+    "runtime/core/batch.py": f"{T}test_batch.py -k 'not compute_what_each'",
+    "runtime/util/cache.py": f"{KERNELS} -k corrupt",
+    "runtime/model/attention.py": f"{T}test_families.py -k 'test_greedy and (llama or sliding)'",
+    "runtime/kernels/csrc/attention_products.h": ATTENTION,
+    "runtime/kernels/csrc/cuts.h": CHOICES,
+    "runtime/kernels/csrc/kv_pool.h": ATTENTION,
+    "runtime/kernels/csrc/linear.cpp": f"{KERNELS} -k linear",
+    "runtime/kernels/csrc/paged_attention.cpp": ATTENTION,
+    "runtime/kernels/csrc/products.h": f"{KERNELS} -k 'linear or company'",
+    "runtime/kernels/csrc/sampling.cpp": f"{CHOICES} {KERNELS} -k 'sampling_kernels or argmax'",
+    "runtime/kernels/csrc/softmax.h": ATTENTION,
+    "runtime/kernels/memory.py": f"{T}test_poison.py -k 'none and fork'",
+    "runtime/model/weights.py": f"{T}compiler/test_weights.py",
     "runtime/drafters/adaptive.py": f"{T}drafters/test_adaptive.py {T}drafters/test_allocation.py",
     "runtime/drafters/chain.py": f"{T}drafters/test_chain.py {T}drafters/test_best_of.py",
     "runtime/drafters/draft_target.py": f"{T}drafters/test_draft_target.py {T}drafters/test_self_draft.py "
@@ -83,17 +83,17 @@ TESTS = {
     "runtime/drafters/draft_state.py": f"{T}test_rejection.py {T}drafters/test_best_of.py "
     "-k 'whether or texts and similar or sure'",
     "runtime/drafters/suffix.py": f"{T}drafters/test_suffix.py",
-    "runtime/drafting.py": f"{T}drafters/test_drafter_protocol.py",
-    "runtime/engine.py": f"{T}test_engine.py -k 'not aot'",
-    "runtime/kv_cache.py": f"{T}test_kv_cache.py",
-    "runtime/scheduler.py": f"{T}test_scheduler.py",
-    "runtime/occurrences.py": CHOICES,
-    "runtime/orchestrator.py": f"{T}test_orchestrator.py {T}test_scheduler.py -k 'orchestrator or times'",
-    "runtime/request.py": f"{T}test_request.py",
-    "runtime/sampling.py": f"{T}test_sampling.py {T}test_rejection.py -k 'not texts'",
-    "runtime/states.py": f"{T}test_states.py tests/campaigns/test_exact_oracle.py -k 'test_states or random_cases'",
-    "runtime/stats.py": f"{T}test_stats.py",
-    "runtime/verify.py": f"{T}test_verify.py {T}test_rejection.py -k 'not texts'",
+    "runtime/loop/drafting.py": f"{T}drafters/test_drafter_protocol.py",
+    "runtime/engine/engine.py": f"{T}test_engine.py -k 'not aot'",
+    "runtime/core/kv_cache.py": f"{T}test_kv_cache.py",
+    "runtime/loop/scheduler.py": f"{T}test_scheduler.py",
+    "runtime/core/occurrences.py": CHOICES,
+    "runtime/loop/orchestrator.py": f"{T}test_orchestrator.py {T}test_scheduler.py -k 'orchestrator or times'",
+    "runtime/core/request.py": f"{T}test_request.py",
+    "runtime/core/sampling.py": f"{T}test_sampling.py {T}test_rejection.py -k 'not texts'",
+    "runtime/core/states.py": f"{T}test_states.py tests/campaigns/test_exact_oracle.py -k 'test_states or random_cases'",
+    "runtime/core/stats.py": f"{T}test_stats.py",
+    "runtime/core/verify.py": f"{T}test_verify.py {T}test_rejection.py -k 'not texts'",
 }
 """The tests nearest to a file, as pytest's arguments."""
 

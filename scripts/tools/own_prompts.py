@@ -12,9 +12,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from runtime.errors import SpecDecError
+from runtime.core.params import SamplingParams
 from runtime.llm import LLM
-from runtime.params import SamplingParams
+from runtime.util.errors import SpecDecError
 
 _WORD = "specdec-request"
 

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from runtime.compiler.kernel_library import INSTRUCTION_SETS, InstructionSet, compile_objects, library_name
+from runtime.kernels.library import INSTRUCTION_SETS, InstructionSet, compile_objects, library_name
 
 ROOT = Path(__file__).parents[2]
 GLIBC = "2.28"
@@ -93,7 +93,7 @@ def make_wheel(machine: str, sets: Sequence[InstructionSet], to: Path) -> Path:
         for file in filter(None, tracked.split("\0")):
             (tree / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / file, tree / file)
-        make_kernels(machine, sets, tree / "runtime" / "compiler" / "prebuilt")
+        make_kernels(machine, sets, tree / "runtime" / "kernels" / "prebuilt")
         (tree / "setup.py").write_text(SETUP)
         run([sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(made), str(tree)])
         (wheel,) = made.iterdir()

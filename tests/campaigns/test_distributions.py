@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from runtime.corpus import Corpus
-from runtime.request import Draft, Sequence
+from runtime.core.request import Draft, Sequence
+from runtime.text.corpus import Corpus
 from scripts.campaigns.distributions import (
     SAMPLINGS,
     SMALLEST_P_VALUE,

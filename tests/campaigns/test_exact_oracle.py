@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.corpus import Corpus
+from runtime.text.corpus import Corpus
 from scripts.campaigns import cases
 from scripts.campaigns.exact_oracle import count_cases, fail_everywhere, find
 from scripts.campaigns.faults import FAULTS, planted

@@ -6,9 +6,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from runtime.grammar import Grammars
-from runtime.models import resolve_model
-from runtime.text import open_tokenizer
+from runtime.checkpoint.resolve import resolve_model
+from runtime.core.grammar import Grammars
+from runtime.text.text import open_tokenizer
 from scripts.campaigns.json_schemas import Campaign
 
 TREE = {

@@ -14,7 +14,7 @@ import pytest
 from strength import draws
 from waiting import HANG_S, wait_until
 
-from runtime import files
+from runtime.util import files
 from scripts.campaigns import forks, kill
 from scripts.campaigns.kill import Campaign
 
@@ -81,7 +81,7 @@ def test_planted_fault_is_found(
 WRITE = """
 import sys
 from pathlib import Path
-from runtime.files import new_file
+from runtime.util.files import new_file
 
 path, data = Path(sys.argv[1]), b"new" * 20_000_000
 print(flush=True)

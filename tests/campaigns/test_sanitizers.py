@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.compiler.kernel_library import SOURCES_DIR
+from runtime.kernels.library import SOURCES_DIR
 from scripts.campaigns.sanitizers import PROGRAMS, SANITIZERS, find
 
 ROOT = Path(__file__).parents[2]

@@ -16,15 +16,15 @@ from tiny import make_model
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from waiting import HANG_S
 
-from runtime import orchestrator, scheduler
-from runtime.config import BuildConfig
+from runtime.checkpoint.config import BuildConfig
+from runtime.core.params import SamplingConfig
+from runtime.core.request import Request
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
-from runtime.engine import Engine, KVCacheConfig
-from runtime.errors import SpecDecError
-from runtime.params import SamplingConfig
-from runtime.request import Request
+from runtime.engine.engine import Engine, KVCacheConfig
+from runtime.loop import orchestrator, scheduler
+from runtime.util.errors import SpecDecError
 from scripts.campaigns.cases import TARGET, VOCAB_SIZE
 from scripts.campaigns.oracle import CheckedEngine, ExactModel, one_by_one
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.checksums import config_digest
+from runtime.checkpoint.checksums import config_digest
 from scripts.tools.schemas import DOCUMENTS
 
 NGRAM = "[4,2,[0]]"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from runtime.request import Draft, Sequence
+from runtime.core.request import Draft, Sequence
 
 VOCAB_SIZE = 300
 

@@ -503,7 +503,7 @@ def test_ray_that_is_not_installed_is_named(batch: Batch, monkeypatch: pytest.Mo
 
 
 _FAILS = """
-from runtime.request import Draft
+from runtime.core.request import Draft
 
 class FailsForOne:
     def propose(self, sequences, max_draft_len):

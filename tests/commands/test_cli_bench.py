@@ -205,8 +205,8 @@ def test_no_more_are_under_way_than_allowed(bench: Bench) -> None:
 
 def test_requests_are_sent_at_their_times(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sleeps until its own; by a clock that all but stands still they sleep just so long. None is sent before."""
-    from runtime.benchmark import load_generator
-    from runtime.benchmark.load_generator import arrival_times
+    from runtime.measure.benchmark import load_generator
+    from runtime.measure.benchmark.load_generator import arrival_times
 
     planned, slept = arrival_times(4, 20, seed=4), list[float]()
 

@@ -12,9 +12,9 @@ from filelock import FileLock
 from sentences import Said
 from waiting import HANG_S
 
-from runtime.bundle import read_bundle
-from runtime.cache import used_entry
-from runtime.engine_cache import engine_of_checkpoint
+from runtime.builder.engine_cache import engine_of_checkpoint
+from runtime.checkpoint.bundle import read_bundle
+from runtime.util.cache import used_entry
 
 SIZES = {"oldest-1": 3000, "older-2": 2000, "newest-3": 1000}
 

@@ -14,12 +14,12 @@ from shared import record_anew
 from tiny import hf_greedy
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from runtime.chat import ChatTemplate, Message
-from runtime.engine import Engine
-from runtime.errors import SpecDecError
+from runtime.checkpoint.resolve import resolve_model
+from runtime.core.params import SamplingParams
+from runtime.engine.engine import Engine
 from runtime.llm import LLM
-from runtime.models import resolve_model
-from runtime.params import SamplingParams
+from runtime.text.chat import ChatTemplate, Message
+from runtime.util.errors import SpecDecError
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'cat' %}{{ raise_exception('what role?') }}{% endif %}"

@@ -13,8 +13,8 @@ from command_line import PROMPT, PROMPTS, Result, Specdec, assert_valid, each, i
 from test_cli_errors import assert_one_clear_error
 from transformers import PreTrainedTokenizerFast
 
-from runtime.corpus import Corpus
-from runtime.text import tokenizer_digest
+from runtime.text.corpus import Corpus
+from runtime.text.text import tokenizer_digest
 
 TEXT = "The dog looked for the ball in the park, and the dog looked for the ball under the bed."
 TRACES = [
@@ -228,7 +228,7 @@ def test_corpus_of_another_tokenizer_is_refused_before_the_engine_is_opened(
 ) -> None:  # fmt: skip
     other_tokenizer.save_pretrained(directory / "other")
     specdec(*shlex.split(CREATE.replace("tok ", "other ") + "--text text.txt"))
-    monkeypatch.setattr("runtime.engine.Engine.open", lambda *_, **__: pytest.fail("the engine was opened"))
+    monkeypatch.setattr("runtime.engine.engine.Engine.open", lambda *_, **__: pytest.fail("the engine was opened"))
     inputs = ["--input-text", PROMPT] if command == "run" else ["--dataset", articles, "--test-engine"]
     ngram = ["--ngram-config", "[4,2,[0]]", "--ngram-corpus", "c"]
     result = specdec(command, "--engine-dir", llama_engine_dir, *inputs, *ngram)

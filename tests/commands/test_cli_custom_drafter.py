@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 Run = Callable[..., Result]
 REPEATER = """
-from runtime.request import Draft
+from runtime.core.request import Draft
 
 
 class Repeater:

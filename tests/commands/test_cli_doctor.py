@@ -22,11 +22,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from waiting import HANG_S
 
 from commands.doctor.work import REMEDIES
-from runtime.bundle import read_bundle
-from runtime.diagnosis.diagnose import DIAGNOSES
+from runtime.builder.profile import Figures, Profile, ProfileEngine, engine_digest, write_profile
+from runtime.checkpoint.bundle import read_bundle
 from runtime.drafters.specs import NgramDrafter
 from runtime.drafters.speculation import Speculation
-from runtime.tuning.profile import Figures, Profile, ProfileEngine, engine_digest, write_profile
+from runtime.measure.diagnosis.diagnose import DIAGNOSES
 
 NGRAM = ["--ngram-config", "[4,2,[0]]"]
 WITH_COSTS = WITH_DRAFTS | {"measure_costs": True}
@@ -228,7 +228,7 @@ def reuse_turned_off(ward: Ward) -> list[object]:
 
 def fewer_slots_of_states_than_prompts(ward: Ward) -> list[object]:
     """Two are kept, as of a model whose states are large."""
-    ward.monkeypatch.setattr("runtime.states._KEPT_BYTES", 0)
+    ward.monkeypatch.setattr("runtime.core.states._KEPT_BYTES", 0)
     model = make_model("lfm2", vocab_size=ward.vocab_size)
     engine = ward.make_engine_dir(model, **WITH_COSTS | {"max_batch_size": 1})
     prompts = each("--input-text", [4 * prompt for prompt in PROMPTS[:4]])

@@ -143,8 +143,8 @@ FLAGS |= BY_SPEC
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
     """A few sentences and many ids, some of which the model is going to say."""
-    from runtime.corpus import write_corpus
-    from runtime.text import tokenizer_digest
+    from runtime.text.corpus import write_corpus
+    from runtime.text.text import tokenizer_digest
 
     path = tmp_path_factory.mktemp("corpus") / "c"
     documents = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS] + [[i, i % 7 + 3, i] for i in range(3, 300)]

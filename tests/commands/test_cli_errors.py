@@ -21,9 +21,9 @@ from tiny import make_model
 from transformers import PreTrainedTokenizerFast
 from typer.main import get_command
 
-from runtime.config import ENGINE_FORMAT_VERSION
-from runtime.errors import SpecDecError
-from runtime.tokenizer import SAVED
+from runtime.checkpoint.config import ENGINE_FORMAT_VERSION
+from runtime.checkpoint.tokenizer import SAVED
+from runtime.util.errors import SpecDecError
 from specdec_cli.app import app
 
 Damage = Callable[[Path], None]

@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerFast
 
 from commands.batch.answering import model_digest
 from commands.serve.served import ServedModel, prepare_chat
-from runtime.config import BuildConfig
-from runtime.engine_cache import EngineSettings
-from runtime.serving.loop import ServingLoop
+from runtime.builder.engine_cache import EngineSettings
+from runtime.checkpoint.config import BuildConfig
+from runtime.loop.serving import ServingLoop
 from specdec_cli import LLM, DraftTargetDrafter, SamplingParams, SpecDecWarning
 
 PROMPT = "The little dog had a red ball. The"

@@ -21,15 +21,15 @@ from strength import is_full
 from tiny import make_model
 from waiting import HANG_S
 
-from runtime.bundle import read_engine_config
-from runtime.checkpoint import convert
+from runtime.builder.convert import convert
+from runtime.checkpoint.bundle import read_engine_config
 from scripts.campaigns.forks import import_all, start
 
 # A file that may not grow beyond so many bytes fails like a full disk. Ignored, the signal becomes an OSError.
 # Each command is run in a process of its own, which has the modules that take seconds to import from its parent.
 WITH_LIMITS = """
 import json, os, resource, signal, sys
-import runtime.checkpoint, runtime.compiler.build
+import runtime.builder.convert, runtime.builder.build
 from specdec_cli.app import main
 
 def run(limit, environment, arguments, errors):
@@ -172,7 +172,7 @@ main()
     "module",
     [
         "typer",
-        "runtime.config",
+        "runtime.checkpoint.config",
         "commands.verify.command",
         *(pytest.param(one, marks=pytest.mark.slow) for one in ("torch", "torch._C", "torch.nn", "transformers")),
     ],

@@ -121,7 +121,7 @@ def test_trtllms_spellings_of_leader_mode(specdec: Specdec, llama_engine_dir: Pa
 
 
 INTERRUPTED_DRAFTER = """
-from runtime.request import Draft
+from runtime.core.request import Draft
 class Interrupting:
     def propose(self, sequences, max_draft_len):
         if any(s.request.id >= {after} for s in sequences):
@@ -167,7 +167,7 @@ def test_interrupted_run_is_not_checked_and_says_so(leader: Leader, current_dire
 
 DRAFTER_INTERRUPTED_LATER = """
 import torch
-from runtime.request import Draft
+from runtime.core.request import Draft
 class Interrupting:
     def __init__(self):
         self.answered = set()

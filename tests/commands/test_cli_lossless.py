@@ -14,7 +14,7 @@ from tiny import eager_logits, make_model
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from commands.output import speedup_line
-from runtime.bundle import read_engine_config
+from runtime.checkpoint.bundle import read_engine_config
 
 Run = Callable[..., Result]
 LOGITS = "[4,[0],[0],True]"
@@ -342,7 +342,7 @@ def test_too_little_to_tell_is_neither_passed_nor_failed(
     monkeypatch: pytest.MonkeyPatch,
     said: Said,
 ) -> None:
-    monkeypatch.setattr("runtime.evaluation.lossless.NUM_DRAWS_PER_PREFIX", (50,))  # no number would do
+    monkeypatch.setattr("runtime.loop.lossless.check.NUM_DRAWS_PER_PREFIX", (50,))  # no number would do
     call = {"run": run_wide, "summarize": summarize}[command]
     arguments = [*drafters["custom that draws"], *flags, "--check-lossless"]
     result = call(*arguments, "--json")
@@ -362,10 +362,10 @@ def test_draws_begin_where_there_is_something_to_choose(
     run_wide: Run, drafters: dict[str, list[object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Places where the target is not sure are taken."""
-    monkeypatch.setattr("runtime.evaluation.lossless.NUM_DRAWS_PER_PREFIX", (100,))
+    monkeypatch.setattr("runtime.loop.lossless.check.NUM_DRAWS_PER_PREFIX", (100,))
     arguments = [*drafters["custom that draws"], "--temperature", 0.1, "--check-lossless", "--json"]
     chosen = lossless_of(json.loads(run_wide(*arguments).stdout))
-    monkeypatch.setattr("runtime.evaluation.lossless.NUM_CANDIDATES", 8)
+    monkeypatch.setattr("runtime.loop.lossless.check.NUM_CANDIDATES", 8)
     by_chance = lossless_of(json.loads(run_wide(*arguments).stdout))
     assert chosen["num_distributions"] > by_chance["num_distributions"]
 
@@ -379,7 +379,7 @@ def test_small_kv_cache_is_enough_for_the_check(
     run: Run, draft_engine_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Just what the longest request needs: one sequence at a time."""
-    monkeypatch.setattr("runtime.evaluation.lossless.NUM_DRAWS_PER_PREFIX", (20,))
+    monkeypatch.setattr("runtime.loop.lossless.check.NUM_DRAWS_PER_PREFIX", (20,))
     size = ["--max-tokens-in-paged-kv-cache", 32]
     for sampling in ([], SAMPLING):
         flags = [*draft_model(draft_engine_dir, LOGITS), *sampling, *size, "--max-output-len", 12]

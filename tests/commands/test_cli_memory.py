@@ -11,7 +11,7 @@ import pytest
 import torch
 from waiting import HANG_S
 
-from runtime.out_of_memory import LEAST_ADDRESSES, is_out_of_memory, out_of_memory
+from runtime.util.out_of_memory import LEAST_ADDRESSES, is_out_of_memory, out_of_memory
 
 
 def run_within(num_bytes: int, *arguments: str) -> subprocess.CompletedProcess[str]:

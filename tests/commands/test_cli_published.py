@@ -13,8 +13,8 @@ from tiny import hf_greedy
 from transformers import AutoTokenizer
 
 from commands.inputs.dataset import summarization_prompt
-from runtime.config import BuildConfig
-from runtime.engine_cache import EngineSettings
+from runtime.builder.engine_cache import EngineSettings
+from runtime.checkpoint.config import BuildConfig
 from specdec_cli import LLM, SamplingParams
 
 PROMPT = "Once upon a time there was a little dog. The little dog had a red ball. The"

@@ -28,9 +28,9 @@ from commands.batch.flags import BatchDefaults  # noqa: E402
 from commands.batch.lines import look_through  # noqa: E402
 from commands.batch.ray_workers import RayCrew, WorkerJob, connected, open_anywhere  # noqa: E402
 from commands.options.engine_choice import EngineChoice  # noqa: E402
-from runtime.bundle import read_bundle  # noqa: E402
+from runtime.checkpoint.bundle import read_bundle  # noqa: E402
 from runtime.drafters.speculation import NO_SPECULATION  # noqa: E402
-from runtime.errors import SpecDecError  # noqa: E402
+from runtime.util.errors import SpecDecError  # noqa: E402
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 ROOT = Path(__file__).parents[2]
@@ -151,7 +151,7 @@ def test_a_request_that_kills_its_workers_is_told(
 ) -> None:
     """And the others are answered."""
     (tmp_path / "deadly.py").write_text(
-        "import os\nfrom runtime.request import Draft\n\n\n"
+        "import os\nfrom runtime.core.request import Draft\n\n\n"
         "def propose(tokens, max_draft_len):\n"
         "    if tokens[:2] == [7, 7]:\n        os.kill(os.getpid(), 9)\n    return []\n\n\n"
         "class Deadly:\n"
@@ -256,7 +256,7 @@ def test_summarize_counts_and_scores_as_one_process_does(
 DEADLY = """
 import os
 from pathlib import Path
-from runtime.request import Draft
+from runtime.core.request import Draft
 
 
 class Deadly:

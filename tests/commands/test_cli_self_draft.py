@@ -13,8 +13,8 @@ from shared import record_anew
 from tiny import hf_greedy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from runtime.errors import SpecDecError
 from runtime.llm import LLM
+from runtime.util.errors import SpecDecError
 
 DRAFTS = ["--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 6]
 SIZES = ["--max-input-len", 64, "--max-seq-len", 128, "--compiler", "none"]

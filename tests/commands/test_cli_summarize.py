@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from commands.inputs.dataset import Sample, summarization_prompt
 from commands.summarize.rouge import rouge_scores
 from commands.summarize.work import by_category, make_batches
-from runtime.evaluation import systems
+from runtime.measure.evaluation import systems
 
 Summarize = Callable[..., Result]
 

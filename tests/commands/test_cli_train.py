@@ -17,11 +17,11 @@ from test_cli_errors import assert_one_clear_error
 from tiny import make_model
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from runtime.bundle import read_bundle
-from runtime.drafters.compatibility import check_head_tokenizer
-from runtime.heads.head_config import read_head
-from runtime.heads.mtp_head import check_mtp_is_of
-from runtime.models import read_model_config
+from runtime.checkpoint.bundle import read_bundle
+from runtime.checkpoint.resolve import read_model_config
+from runtime.drafters.heads.head_config import read_head
+from runtime.drafters.heads.mtp_head import check_mtp_is_of
+from runtime.loop.compatibility import check_head_tokenizer
 from runtime.training.training_run import TrainingRun
 
 TEXTS = [f"{prompt}{end}" for end in ("", " and", " or") for prompt in PROMPTS]

@@ -14,22 +14,22 @@ from safetensors.torch import load_file
 from sentences import Said
 from test_cli_errors import assert_one_clear_error
 
-from runtime import scheduler
-from runtime.bundle import read_bundle
-from runtime.cache import cache_dir
-from runtime.config import DraftOutput
+from runtime.builder.engine_cache import EngineSettings, engine_of_model
+from runtime.checkpoint.bundle import read_bundle
+from runtime.checkpoint.config import DraftOutput
+from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.head_draft import HeadDraft, open_head
+from runtime.drafters.heads.head_config import is_head, read_head
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.under_grammar import NothingDrafted
-from runtime.engine import Engine
-from runtime.engine_cache import EngineSettings, engine_of_model
-from runtime.errors import UsageError
-from runtime.heads.head_config import is_head, read_head
+from runtime.engine.engine import Engine
 from runtime.llm import LLM
-from runtime.request import Draft, Request, Sequence
-from runtime.text import open_tokenizer
+from runtime.loop import scheduler
+from runtime.text.text import open_tokenizer
+from runtime.util.cache import cache_dir
+from runtime.util.errors import UsageError
 
 ARTICLES = Path(__file__).parents[2] / "runtime/demo/articles.jsonl"
 NUM_TOKENS = 24

@@ -135,10 +135,10 @@ def test_speedups_and_ratio_follow_from_times(tuned: tuple[dict[str, Any], Path]
 
 def test_without_an_engine_traces_are_counted(specdec: Specdec) -> None:
     """The recorded figures are those of `tests/runtime/tuning/test_replay.py`'s own count, by `replay`."""
+    from runtime.core.stats import sum_stats
     from runtime.drafters.ngram import NgramLookup
-    from runtime.stats import sum_stats
-    from runtime.traces import read_traces
-    from runtime.tuning.replay import replay
+    from runtime.measure.tuning.replay import replay
+    from runtime.text.traces import read_traces
 
     arguments = ["--traces", SPEC_BENCH, "--ngram-config", "[10,3,[0]]", "--ngram-ranking", "leftmost"]
     document = specdec("tune", *arguments, "--json").document

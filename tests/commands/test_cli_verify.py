@@ -14,13 +14,13 @@ from sentences import Said
 from shared import record_anew
 from test_cli_errors import assert_one_clear_error
 
-from runtime.cache import file_digest
-from runtime.corpus import write_corpus
+from runtime.builder.profile import Figures, Profile, ProfileEngine, write_profile
 from runtime.drafters.specs import NgramDrafter
 from runtime.drafters.speculation import Speculation
-from runtime.errors import SpecDecError
-from runtime.trace_lines import check_trace_lines, line_digest
-from runtime.tuning.profile import Figures, Profile, ProfileEngine, write_profile
+from runtime.text.corpus import write_corpus
+from runtime.text.trace_lines import check_trace_lines, line_digest
+from runtime.util.cache import file_digest
+from runtime.util.errors import SpecDecError
 
 Change = Callable[[Path], Any]
 
@@ -55,7 +55,7 @@ def artefacts(
 def keep_digest_of(path: Path) -> None:
     """Have the cache know a file, as if it had been there for longer than a moment."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.cache._TIME_STEP_NS", -1)
+        patch.setattr("runtime.util.cache._TIME_STEP_NS", -1)
         file_digest(path)
 
 
@@ -149,7 +149,7 @@ def test_unknown_kept_digests_are_not_believed(artefacts: Path, specdec: Specdec
     ]
     flip(path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.cache.read_kept_digest", lambda kept: record["sha256"])
+        patch.setattr("runtime.util.cache.read_kept_digest", lambda kept: record["sha256"])
         assert file_digest(path) == record["sha256"]
         assert verified(specdec, "engine")[1]["files"][1]["status"] == "changed"
 

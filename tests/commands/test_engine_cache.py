@@ -23,10 +23,10 @@ from tiny import hf_greedy, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from waiting import HANG_S, wait_until
 
-from runtime.cache import cache_dir
-from runtime.config import BuildConfig
-from runtime.engine_cache import EngineSettings
-from runtime.models import resolve_model
+from runtime.builder.engine_cache import EngineSettings
+from runtime.checkpoint.config import BuildConfig
+from runtime.checkpoint.resolve import resolve_model
+from runtime.util.cache import cache_dir
 
 PROMPT = "The little dog had a red ball. The"
 RUN = ["--input-text", PROMPT, "--max-output-len", 12, "--end-id", 299, "--max-seq-len", 128]
@@ -275,8 +275,8 @@ def test_draft_model_is_built_too(run: Run, tmp_path: Path, tokenizer: PreTraine
 
 def test_other_weights_and_other_settings_are_other_engines(run: Run, llama_dir: Path, tmp_path: Path) -> None:
     """Settings that only `build` reads; building is stopped by a model that cannot be built."""
-    from runtime.engine import resolve_device
-    from runtime.engine_cache import EngineSettings, _identity
+    from runtime.builder.engine_cache import EngineSettings, _identity
+    from runtime.engine.engine import resolve_device
 
     device, settings = resolve_device("cpu", 0), EngineSettings(None, 4, 128, 10)
     copy = tmp_path / "model"

@@ -14,15 +14,10 @@ from tiny import make_model
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from runtime.evaluation.chi_squared import (
-    _cells,
-    chi_squared_of,
-    degrees_of_freedom_of,
-    detectable_total_variation,
-    p_value_of,
-    power_of,
-)
-from runtime.evaluation.lossless import (
+from runtime.core.params import GREEDY, SamplingConfig
+from runtime.core.request import Request, Sequence
+from runtime.llm import LLM
+from runtime.loop.lossless.check import (
     P_VALUE_THRESHOLD,
     POWER,
     REQUIRED_TOTAL_VARIATION,
@@ -34,10 +29,15 @@ from runtime.evaluation.lossless import (
     compare_tokens,
     next_logits,
 )
-from runtime.llm import LLM
-from runtime.params import GREEDY, SamplingConfig
-from runtime.request import Request, Sequence
-from runtime.session import Session
+from runtime.loop.lossless.chi_squared import (
+    _cells,
+    chi_squared_of,
+    degrees_of_freedom_of,
+    detectable_total_variation,
+    p_value_of,
+    power_of,
+)
+from runtime.loop.session import Session
 
 PROMPT = (5, 6, 7, 8)
 NUM_TOKENS = 8

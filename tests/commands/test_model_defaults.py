@@ -15,8 +15,8 @@ from shared import record_anew
 from tiny import hf_greedy
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from runtime.engine_cache import EngineSettings
-from runtime.generation_config import read_model_defaults
+from runtime.builder.engine_cache import EngineSettings
+from runtime.checkpoint.generation_config import read_model_defaults
 from specdec_cli import LLM, NgramDrafter, SamplingParams, SpecDecError, SpecDecWarning
 
 PROMPT = "the ball the ball the ball the"

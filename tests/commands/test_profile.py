@@ -10,10 +10,10 @@ import pytest
 from command_line import PROMPT, PROMPTS, Specdec, assert_valid, each, edit_json, ids_of
 from test_cli_errors import assert_one_clear_error
 
-from runtime.bundle import read_engine_config
+from runtime.builder.profile import Figures, Profile, ProfileEngine, engine_digest, read_profile, write_profile
+from runtime.checkpoint.bundle import read_engine_config
 from runtime.drafters.specs import ChainDrafter, DraftTargetDrafter, NgramDrafter, SelfDrafter, SuffixDrafter
 from runtime.drafters.speculation import NO_SPECULATION, Speculation
-from runtime.tuning.profile import Figures, Profile, ProfileEngine, engine_digest, read_profile, write_profile
 
 FIGURES = Figures(8, 1, 1.5, 0.25, 0.9, 1.4, 1.0, 1.25)
 NGRAM = NgramDrafter(4, 3, min_matching_ngram_size=2, ranking="frequent", pool="public")

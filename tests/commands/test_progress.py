@@ -120,7 +120,7 @@ def test_the_lossless_check_shows_how_far_it_is(
     specdec: Specdec, llama_engine_dir: Path, draft_engine_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("runtime.evaluation.lossless.NUM_DRAWS_PER_PREFIX", (50,))  # too few to tell
+    monkeypatch.setattr("runtime.loop.lossless.check.NUM_DRAWS_PER_PREFIX", (50,))  # too few to tell
     where = ["run", "--engine-dir", llama_engine_dir, "--input-text", PROMPT, "--max-output-len", 12]
     flags = [*draft_model(draft_engine_dir, "[4,[0],[0],True]"), "--temperature", 0.9, "--check-lossless"]
     monkeypatch.setattr(sys, "stderr", screen := Screen())

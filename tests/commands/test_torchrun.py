@@ -11,7 +11,7 @@ from sentences import Said
 from tiny import hf_greedy, make_model, repetitive_prompt
 from waiting import HANG_S
 
-from runtime.errors import SpecDecError
+from runtime.util.errors import SpecDecError
 from specdec_cli.app import is_spare
 
 ROOT = Path(__file__).parents[2]

@@ -10,9 +10,9 @@ from command_line import NGRAM, PROMPT, PROMPTS, Result, Specdec, each, ids_of
 from sentences import Said
 from transformers import PreTrainedTokenizerFast
 
-from runtime.errors import SpecDecError
-from runtime.trace_lines import Trace
-from runtime.traces import read_traces
+from runtime.text.trace_lines import Trace
+from runtime.text.traces import read_traces
+from runtime.util.errors import SpecDecError
 
 IDS = '{"prompt_ids": [5, 6], "output_ids": [7]}\n'
 

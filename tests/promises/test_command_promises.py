@@ -25,10 +25,10 @@ from commands.batch.dispatch import _MAX_LOST, NotAnswered, answer_all
 from commands.batch.flags import BatchDefaults
 from commands.batch.lines import BatchRequest, Place, open_results
 from commands.serve.replies import usage
+from runtime.core.params import SamplingParams
+from runtime.core.request import Request, Sequence
 from runtime.llm import LLM
-from runtime.params import SamplingParams
-from runtime.request import Request, Sequence
-from runtime.serving.loop import Progress, RequestHandle, ServeRequest
+from runtime.loop.serving import Progress, RequestHandle, ServeRequest
 
 # --- the API ---
 

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from tiny import make_model
 from torch import Tensor, nn
 
+from runtime.checkpoint.config import QuantConfig
+from runtime.checkpoint.quant.quantize import quantize_weight
 from runtime.compiler.capture import by_trace
 from runtime.compiler.cutting import _structure, _with_places
-from runtime.compiler.kernels import describe_kernels, load_kernels
 from runtime.compiler.linears import use_kernels
-from runtime.compiler.quantized import QuantizedLinear
-from runtime.config import QuantConfig
-from runtime.quantization.quantize import quantize_weight
+from runtime.kernels.ops import describe_kernels, load_kernels
+from runtime.model.quantized import QuantizedLinear
 
 INPUTS = 16
 

@@ -14,7 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.config import BuildConfig
+from runtime.checkpoint.config import BuildConfig
+from runtime.core.params import SamplingConfig
+from runtime.core.request import Draft, Request, Sequence, VerifyResult
 from runtime.drafters.acceptance_stats import AcceptanceStats, _PositionStats
 from runtime.drafters.adaptive import _Prices, allocate
 from runtime.drafters.chain import BestOf, FirstOf, LongestMatch
@@ -23,9 +25,7 @@ from runtime.drafters.draft_state import DraftState
 from runtime.drafters.draft_target import DraftModel, SelfDraft
 from runtime.drafters.meter import Meter
 from runtime.drafters.prediction import CopiedTexts, PredictionLookup
-from runtime.engine import KVCacheConfig
-from runtime.params import SamplingConfig
-from runtime.request import Draft, Request, Sequence, VerifyResult
+from runtime.engine.engine import KVCacheConfig
 from scripts.campaigns.cases import Recorder
 from scripts.campaigns.oracle import CheckedEngine, ExactModel, one_by_one
 

@@ -20,14 +20,14 @@ from tiny import make_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from runtime.checkpoint import convert
-from runtime.compiler import weights as weights_module
-from runtime.compiler.weights import absent_weights, present
-from runtime.config import QuantConfig
-from runtime.parallel.tp_layers import Split, Splitting
-from runtime.quantization.quantize import quantize_weight
-from runtime.quantization.weight import QuantizedWeight
-from runtime.source import is_computed, predicts_further, read_tensors
+from runtime.builder.convert import convert
+from runtime.checkpoint.config import QuantConfig
+from runtime.checkpoint.quant.quantize import quantize_weight
+from runtime.checkpoint.quant.weight import QuantizedWeight
+from runtime.checkpoint.source import is_computed, predicts_further, read_tensors
+from runtime.model import weights as weights_module
+from runtime.model.tp_layers import Split, Splitting
+from runtime.model.weights import absent_weights, present
 
 # --- conversion ---
 

@@ -19,20 +19,20 @@ from typing import Any
 import pytest
 from waiting import wait_until
 
-from runtime import orchestrator, scheduler
-from runtime.config import BuildConfig
+from runtime.checkpoint.config import BuildConfig
+from runtime.core.params import SamplingConfig
+from runtime.core.request import Draft, Request, Sequence
+from runtime.core.stats import LoopTimes
 from runtime.drafters.draft_target import DraftModel
-from runtime.drafters.factory import OpenDrafter
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
-from runtime.engine import KVCacheConfig
-from runtime.errors import RequestError, SpecDecError
-from runtime.params import SamplingConfig
-from runtime.request import Draft, Request, Sequence
-from runtime.scheduler import Scheduler
-from runtime.serving.loop import Progress, RequestHandle, ServeRequest, ServingLoop, StepFailed
-from runtime.session import Session
-from runtime.stats import LoopTimes
+from runtime.engine.engine import KVCacheConfig
+from runtime.loop import orchestrator, scheduler
+from runtime.loop.opening import OpenDrafter
+from runtime.loop.scheduler import Scheduler
+from runtime.loop.serving import Progress, RequestHandle, ServeRequest, ServingLoop, StepFailed
+from runtime.loop.session import Session
+from runtime.util.errors import RequestError, SpecDecError
 from scripts.campaigns.cases import Recorder
 from scripts.campaigns.oracle import CheckedEngine, ExactModel, Failure, Injected, one_by_one
 

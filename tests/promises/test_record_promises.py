@@ -33,13 +33,24 @@ from commands.options.sampling_flags import SamplingOptions
 from commands.summarize.document import _category
 from commands.summarize.work import by_category, make_batches
 from commands.tables.drafts import _histogram_table
-from runtime import orchestrator
-from runtime.benchmark.client import Answer
-from runtime.benchmark.load_generator import LoadResult
-from runtime.benchmark.results import results
-from runtime.config import BuildConfig, MachineSpeed, StepCost
-from runtime.costs import CostModel
-from runtime.diagnosis.diagnose import (
+from runtime.checkpoint.config import BuildConfig, MachineSpeed, StepCost
+from runtime.checkpoint.costs import CostModel
+from runtime.core.generation import Work
+from runtime.core.params import SamplingConfig
+from runtime.core.request import Draft, Request, Sequence, VerifyResult
+from runtime.core.sampling import gumbel
+from runtime.core.stats import LoopTimes, RequestStats, StateStats, sum_stats
+from runtime.drafters.ngram import NgramLookup
+from runtime.engine.engine import KVCacheConfig
+from runtime.loop import orchestrator
+from runtime.loop.lossless.check import _first_difference
+from runtime.loop.lossless.chi_squared import chi_squared_of
+from runtime.loop.opening import OpenDrafter
+from runtime.loop.session import Session
+from runtime.measure.benchmark.client import Answer
+from runtime.measure.benchmark.load_generator import LoadResult
+from runtime.measure.benchmark.results import results
+from runtime.measure.diagnosis.diagnose import (
     DraftedStep,
     Drafting,
     Machine,
@@ -49,24 +60,13 @@ from runtime.diagnosis.diagnose import (
     more_threads_than_cores,
     state_slots_full,
 )
-from runtime.diagnosis.observe import _look_at_weights
-from runtime.drafters.factory import OpenDrafter
-from runtime.drafters.ngram import NgramLookup
-from runtime.engine import KVCacheConfig
-from runtime.evaluation.chi_squared import chi_squared_of
-from runtime.evaluation.comparison import _as, _groups
-from runtime.evaluation.lossless import _first_difference
-from runtime.evaluation.significance import Interval, paired_shift, unpaired_shift
-from runtime.evaluation.systems import SampleRun, SystemRun, evaluate_engine
-from runtime.generation import Work
-from runtime.params import SamplingConfig
-from runtime.request import Draft, Request, Sequence, VerifyResult
-from runtime.sampling import gumbel
-from runtime.session import Session
-from runtime.stats import LoopTimes, RequestStats, StateStats, sum_stats
-from runtime.trace_lines import Trace
-from runtime.tuning.replay import ReplayedStep, replay_batches
-from runtime.tuning.search import Replayer, step_s
+from runtime.measure.diagnosis.observe import _look_at_weights
+from runtime.measure.evaluation.comparison import _as, _groups
+from runtime.measure.evaluation.significance import Interval, paired_shift, unpaired_shift
+from runtime.measure.evaluation.systems import SampleRun, SystemRun, evaluate_engine
+from runtime.measure.tuning.replay import ReplayedStep, replay_batches
+from runtime.measure.tuning.search import Replayer, step_s
+from runtime.text.trace_lines import Trace
 from scripts.campaigns.cases import Recorder
 from scripts.campaigns.oracle import CheckedEngine, ExactModel, one_by_one
 

@@ -24,13 +24,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from runtime import sampling
-from runtime.grammar import Grammars, Matcher
-from runtime.occurrences import Occurrences
-from runtime.params import Grammar, SamplingConfig
-from runtime.request import Draft, Request, Sequence
-from runtime.sampling import Sampler, kernel_arguments
-from runtime.verify import verify
+from runtime.core import sampling
+from runtime.core.grammar import Grammars, Matcher
+from runtime.core.occurrences import Occurrences
+from runtime.core.params import Grammar, SamplingConfig
+from runtime.core.request import Draft, Request, Sequence
+from runtime.core.sampling import Sampler, kernel_arguments
+from runtime.core.verify import verify
 
 VOCAB_SIZE = 8
 tokens = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=12)
@@ -253,7 +253,7 @@ def is_of(form: Grammar, text: str) -> bool | None:
 
 
 def test_grammar_that_was_asked_for_last_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    from runtime import grammar
+    from runtime.core import grammar
 
     monkeypatch.setattr(grammar, "_MOST_COMPILED", 3)
     _, grammars, _ = byte_grammars()

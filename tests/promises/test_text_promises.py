@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from runtime.chat import ChatTemplate
-from runtime.text import StopWords, TextStream, bad_word_tokens, encode
-from runtime.tokenizer import SavedTokenizer, find_saved_tokenizer, save_tokenizer
+from runtime.checkpoint.tokenizer import SavedTokenizer, find_saved_tokenizer, save_tokenizer
+from runtime.text.chat import ChatTemplate
+from runtime.text.text import StopWords, TextStream, bad_word_tokens, encode
 
 
 def with_special_tokens() -> PreTrainedTokenizerFast:

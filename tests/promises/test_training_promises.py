@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import make_model
 
-from runtime.heads.head_config import read_head
-from runtime.heads.head_model import load_head
+from runtime.drafters.heads.head_config import read_head
+from runtime.drafters.heads.head_model import load_head
 from runtime.training.traced_states import StatesFile, record_type
 from runtime.training.unrolled import Rows, Schedule, Trainer, batches, have_unrolled_attention
 

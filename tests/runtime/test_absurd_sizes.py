@@ -10,11 +10,11 @@ from sentences import Said
 from tiny import make_model
 from waiting import ends
 
-from runtime.checkpoint import plan_conversion
-from runtime.compiler.pretrained import read_any_config
-from runtime.config import QuantConfig
-from runtime.errors import SpecDecError
-from runtime.heads.head_config import read_head
+from runtime.builder.convert import plan_conversion
+from runtime.checkpoint.config import QuantConfig
+from runtime.drafters.heads.head_config import read_head
+from runtime.model.pretrained import read_any_config
+from runtime.util.errors import SpecDecError
 
 
 def copy_with(model_dir: Path, directory: Path, **changes: Any) -> Path:

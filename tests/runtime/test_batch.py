@@ -10,9 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import repetitive_prompt
 
-from runtime.batch import Batch, Row, context_row, folded_width, generation_row, pack, pad_to_min_2, split_long_rows
-from runtime.engine import Engine
-from runtime.request import Request, Sequence
+from runtime.core.batch import (
+    Batch,
+    Row,
+    context_row,
+    folded_width,
+    generation_row,
+    pack,
+    pad_to_min_2,
+    split_long_rows,
+)
+from runtime.core.request import Request, Sequence
+from runtime.engine.engine import Engine
 
 CPU = torch.device("cpu")
 

@@ -16,12 +16,12 @@ from strength import examples
 from tiny import VOCAB_SIZE, make_model
 from torch import Tensor
 
-from runtime import orchestrator, scheduler
-from runtime.bundle import read_bundle
-from runtime.config import SelfDraft
+from runtime.checkpoint.bundle import read_bundle
+from runtime.checkpoint.config import SelfDraft
+from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters import draft_target as drafting
-from runtime.engine import Engine, KVCacheConfig
-from runtime.request import Draft, Request, Sequence
+from runtime.engine.engine import Engine, KVCacheConfig
+from runtime.loop import orchestrator, scheduler
 
 MAX_LEN = 900
 WINDOWED = {"num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": 100}

@@ -12,9 +12,9 @@ import pytest
 from sentences import Said
 from waiting import HANG_S
 
-from runtime import cache as cache_module
-from runtime.artefacts import check_directory
-from runtime.cache import (
+from runtime.builder.artefacts import check_directory
+from runtime.util import cache as cache_module
+from runtime.util.cache import (
     OF_ALL_TO_READ,
     cache_dir,
     check_private_entry,
@@ -25,8 +25,8 @@ from runtime.cache import (
     read_sealed,
     sealed,
 )
-from runtime.errors import SpecDecError
-from runtime.files import write_file
+from runtime.util.errors import SpecDecError
+from runtime.util.files import write_file
 
 LARGE = 1 << 20
 ROOT = Path(__file__).parents[2]
@@ -208,7 +208,7 @@ def test_no_end_of_a_process_waits_for_a_digest_that_was_begun(tmp_path: Path) -
     """A mistake may be found meanwhile, and this file would take hours."""
     with (tmp_path / "large").open("wb") as file:
         file.truncate(4 << 40)
-    code = "import sys\nfrom pathlib import Path\nfrom runtime.cache import begin_digests, is_digest_awaited\n"
+    code = "import sys\nfrom pathlib import Path\nfrom runtime.util.cache import begin_digests, is_digest_awaited\n"
     code += "begin_digests([Path(sys.argv[1])])\nassert is_digest_awaited()"
     subprocess.run([sys.executable, "-c", code, tmp_path / "large"], cwd=ROOT, check=True, timeout=HANG_S)
 

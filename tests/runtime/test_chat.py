@@ -13,14 +13,14 @@ from sentences import Said
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import _cached_compile_jinja_template
 
-from runtime.chat import ChatTemplate, TemplateInputs, check_chat_template, has_chat_template
-from runtime.chat_templates import chat_templates
-from runtime.checkpoint import copy_side_files
-from runtime.checksums import record_files
-from runtime.errors import SpecDecError
-from runtime.gguf_tokenizer import make_gguf_tokenizer
-from runtime.tokenizer import TEMPLATE_DIR
-from runtime.tools.call_formats import named_tool_format
+from runtime.builder.convert import copy_side_files
+from runtime.checkpoint.checksums import record_files
+from runtime.checkpoint.gguf.tokenizer import make_gguf_tokenizer
+from runtime.checkpoint.tokenizer import TEMPLATE_DIR
+from runtime.text.call_formats import named_tool_format
+from runtime.text.chat import ChatTemplate, TemplateInputs, check_chat_template, has_chat_template
+from runtime.text.chat_templates import chat_templates
+from runtime.util.errors import SpecDecError
 
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
 TEMPLATES = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": TEMPLATE}]

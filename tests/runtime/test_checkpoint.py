@@ -26,13 +26,13 @@ from transformers import (
     T5Config,
 )
 
-from runtime.checkpoint import convert, convert_for_build, copy_side_files, plan_conversion
-from runtime.checkpoint_dir import open_checkpoint
-from runtime.compiler.model import probe_config
-from runtime.compiler.pretrained import parse_pretrained_config
-from runtime.config import Dtype, QuantConfig
-from runtime.engine_cache import EngineSettings, engine_of_model
-from runtime.errors import SpecDecError, SpecDecWarning
+from runtime.builder.convert import convert, convert_for_build, copy_side_files, plan_conversion
+from runtime.builder.engine_cache import EngineSettings, engine_of_model
+from runtime.checkpoint.checkpoint_dir import open_checkpoint
+from runtime.checkpoint.config import Dtype, QuantConfig
+from runtime.model.model import probe_config
+from runtime.model.pretrained import parse_pretrained_config
+from runtime.util.errors import SpecDecError, SpecDecWarning
 
 ROOT = Path(__file__).parents[2]
 
@@ -513,8 +513,8 @@ PEAK_MEMORY = """
 import sys
 from pathlib import Path
 import torch
-from runtime.checkpoint import convert
-from runtime.compiler.model import probe_config
+from runtime.builder.convert import convert
+from runtime.model.model import probe_config
 from safetensors.torch import load_file
 
 def peak_bytes():

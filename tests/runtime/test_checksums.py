@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from sentences import Said
 
-from runtime import cache
-from runtime.bundle import check_step_files, read_bundle, unchanged_while_opened
-from runtime.cache import cache_dir, file_digest, read_digest
-from runtime.engine import Engine
-from runtime.errors import SpecDecError
-from runtime.text import open_tokenizer
+from runtime.checkpoint.bundle import check_step_files, read_bundle, unchanged_while_opened
+from runtime.engine.engine import Engine
+from runtime.text.text import open_tokenizer
+from runtime.util import cache
+from runtime.util.cache import cache_dir, file_digest, read_digest
+from runtime.util.errors import SpecDecError
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_engine_that_is_replaced_while_it_is_opened_is_an_error(
         engine_dir.rename(tmp_path / "old")
         (tmp_path / "new").rename(engine_dir)
 
-    monkeypatch.setattr("runtime.engine.check_step_files", check_and_replace)
+    monkeypatch.setattr("runtime.engine.engine.check_step_files", check_and_replace)
     with pytest.raises(SpecDecError) as error:
         Engine.open(engine_dir)
     said(error)

@@ -10,7 +10,8 @@ import pytest
 from sentences import Said
 from tiny import make_build
 
-from runtime.config import (
+from runtime.builder.profile import Figures, ProfileEngine
+from runtime.checkpoint.config import (
     ENGINE_FORMAT_VERSION,
     CheckpointConfig,
     EngineConfig,
@@ -24,8 +25,7 @@ from runtime.config import (
     as_json,
     parse,
 )
-from runtime.errors import SpecDecError
-from runtime.tuning.profile import Figures, ProfileEngine
+from runtime.util.errors import SpecDecError
 
 ENGINE = EngineConfig(
     pretrained_config={"model_type": "llama", "rope_parameters": {"rope_theta": 1e4}},

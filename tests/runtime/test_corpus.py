@@ -18,11 +18,11 @@ from sentences import Said
 from strength import examples
 
 from commands.options.hints import hint_of
-from runtime import corpus as corpus_module
-from runtime.corpus import Corpus, merge_corpora, suffix_array, write_corpus
+from runtime.core.request import Request, Sequence
 from runtime.drafters.ngram import CorpusLookup
-from runtime.errors import SpecDecError
-from runtime.request import Request, Sequence
+from runtime.text import corpus as corpus_module
+from runtime.text.corpus import Corpus, merge_corpora, suffix_array, write_corpus
+from runtime.util.errors import SpecDecError
 
 # Their order as numbers is not that of their bytes.
 TOKENS = [0, 1, 2, 255, 256, 65_536, 100_000]

@@ -13,14 +13,14 @@ from shared import MakeEngineDir
 from tiny import make_build, make_model
 from waiting import HANG_S
 
-from runtime.batch import Row
-from runtime.bundle import read_engine_config
-from runtime.compiler.build import build_engine
-from runtime.compiler.profile_steps import cache_for_measuring, measure_steps, time_cell
-from runtime.config import StepCost
-from runtime.costs import CostModel
-from runtime.engine import Engine
-from runtime.errors import SpecDecError
+from runtime.builder.build import build_engine
+from runtime.checkpoint.bundle import read_engine_config
+from runtime.checkpoint.config import StepCost
+from runtime.checkpoint.costs import CostModel
+from runtime.core.batch import Row
+from runtime.engine.engine import Engine
+from runtime.loop.step_costs import cache_for_measuring, measure_steps, time_cell
+from runtime.util.errors import SpecDecError
 
 TABLE = [
     StepCost(batch_size, context_len, num_tokens, 1e-3 * (batch_size * (2 + num_tokens) + context_len / 100))
@@ -165,7 +165,7 @@ def test_a_build_measures_with_little_memory() -> None:
 def test_engine_is_built_where_there_is_no_memory_to_measure_it(
     llama_checkpoint_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.engine._free_memory", lambda device: 1000)
+    monkeypatch.setattr("runtime.engine.engine._free_memory", lambda device: 1000)
     build_engine(
         llama_checkpoint_dir,
         tmp_path / "engine",

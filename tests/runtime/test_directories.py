@@ -21,20 +21,20 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from runtime.artefacts import check_directory
-from runtime.checkpoint import convert
-from runtime.compiler.causal_heads import has_causal_class
-from runtime.compiler.model import parameter_shapes, probe_config
-from runtime.compiler.pretrained import parse_language_model, warn_of_unread_keys
-from runtime.engine import Engine
-from runtime.engine_cache import EngineSettings, _identity
-from runtime.errors import SpecDecError, SpecDecWarning
-from runtime.files import write_json
-from runtime.models import files_of_model, read_model_config
-from runtime.orchestrator import generate
-from runtime.quantization.formats import without_quantization
-from runtime.request import Request
-from runtime.text import find_end_ids, load_tokenizer
+from runtime.builder.artefacts import check_directory
+from runtime.builder.convert import convert
+from runtime.builder.engine_cache import EngineSettings, _identity
+from runtime.checkpoint.quant.formats import without_quantization
+from runtime.checkpoint.resolve import files_of_model, read_model_config
+from runtime.core.request import Request
+from runtime.engine.engine import Engine
+from runtime.loop.orchestrator import generate
+from runtime.model.causal_heads import has_causal_class
+from runtime.model.model import parameter_shapes, probe_config
+from runtime.model.pretrained import parse_language_model, warn_of_unread_keys
+from runtime.text.text import find_end_ids, load_tokenizer
+from runtime.util.errors import SpecDecError, SpecDecWarning
+from runtime.util.files import write_json
 from scripts.tools.families import small_config
 from specdec_cli import LLM, SamplingParams
 
@@ -351,7 +351,7 @@ def test_a_sentencepiece_file_alone_names_the_package_that_is_missing(
 ) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-    monkeypatch.setattr("runtime.models.find_spec", lambda name: None)
+    monkeypatch.setattr("runtime.checkpoint.resolve.find_spec", lambda name: None)
     with pytest.raises(SpecDecError) as error:
         load_tokenizer(tmp_path, {"model_type": "llama"})
     said(error, tmp_path / "tokenizer.model", "pip install sentencepiece")
@@ -360,7 +360,7 @@ def test_a_sentencepiece_file_alone_names_the_package_that_is_missing(
 def test_an_engine_whose_tokenizer_cannot_be_read_takes_token_ids(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
-    monkeypatch.setattr("runtime.models.find_spec", lambda name: None)
+    monkeypatch.setattr("runtime.checkpoint.resolve.find_spec", lambda name: None)
     model_dir = saved(tmp_path / "model")
     (model_dir / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
     with pytest.warns(SpecDecWarning) as warned:

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from runtime.errors import SpecDecError
-from runtime.heads.draft_vocab import default_size, missing_ends, read_ids, training_order
+from runtime.engine.draft_vocab import default_size, missing_ends, read_ids, training_order
+from runtime.util.errors import SpecDecError
 
 IDS = [7, 0, 31, 5]
 

@@ -17,12 +17,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from waiting import HANG_S
 
-from runtime import orchestrator, scheduler
-from runtime.batch import Row
+from runtime.core.batch import Row
+from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.ngram import NgramLookup
-from runtime.engine import Engine, KVCacheConfig, resolve_device
-from runtime.errors import SpecDecError, UsageError
-from runtime.request import Draft, Request, Sequence
+from runtime.engine.engine import Engine, KVCacheConfig, resolve_device
+from runtime.loop import orchestrator, scheduler
+from runtime.util.errors import SpecDecError, UsageError
 
 # float32 against float32: the logits are of the order of 10, and sums are taken in another order.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}

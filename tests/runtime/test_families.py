@@ -20,14 +20,14 @@ from tiny import (
 )
 from transformers import PreTrainedModel
 
-from runtime.compiler.pretrained import parse_pretrained_config
+from runtime.core.request import Request, Sequence
+from runtime.core.stats import sum_stats
 from runtime.drafters.ngram import NgramLookup
-from runtime.engine import Engine
-from runtime.errors import SpecDecError
-from runtime.files import read_json
-from runtime.orchestrator import generate
-from runtime.request import Request, Sequence
-from runtime.stats import sum_stats
+from runtime.engine.engine import Engine
+from runtime.loop.orchestrator import generate
+from runtime.model.pretrained import parse_pretrained_config
+from runtime.util.errors import SpecDecError
+from runtime.util.files import read_json
 from scripts.tools.families import POPULARITY, recorded
 
 # Those that differ in structure.

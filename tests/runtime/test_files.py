@@ -12,8 +12,8 @@ import pytest
 from sentences import Said
 
 from commands.options.hints import hint_of
-from runtime.errors import SpecDecError
-from runtime.files import (
+from runtime.util.errors import SpecDecError
+from runtime.util.files import (
     check_output_directory,
     check_output_is_not_input,
     directory_bytes,
@@ -170,8 +170,8 @@ def replace_until(event: str, output: Path) -> None:
     script = f"""
 import os, signal, sys
 from pathlib import Path
-import runtime.files
-from runtime.files import new_directory, write_json
+import runtime.util.files
+from runtime.util.files import new_directory, write_json
 
 output, num_renames = Path({str(output)!r}), [0]
 rename = Path.rename
@@ -247,7 +247,7 @@ def test_killed_write_leaves_nothing_to_the_next(tmp_path: Path) -> None:
     script = f"""
 import os, signal
 from pathlib import Path
-from runtime.files import new_file
+from runtime.util.files import new_file
 with new_file(Path({str(tmp_path / "a")!r}), replace=False) as temporary:
     temporary.write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)

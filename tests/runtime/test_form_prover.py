@@ -15,10 +15,10 @@ import psutil
 import pytest
 from waiting import wait_until
 
-from runtime.errors import SpecDecError, UsageError
-from runtime.form_prover import FormProver, FormRefused, FormsBusy
-from runtime.grammar import Grammars, Matcher
-from runtime.params import Grammar
+from runtime.core.form_prover import FormProver, FormRefused, FormsBusy
+from runtime.core.grammar import Grammars, Matcher
+from runtime.core.params import Grammar
+from runtime.util.errors import SpecDecError, UsageError
 
 END_IDS = frozenset({2})
 A_CHAIN = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(5000)}
@@ -47,7 +47,7 @@ HARMLESS = [
 
 @pytest.fixture
 def grammars(monkeypatch: pytest.MonkeyPatch) -> Iterator[Grammars]:
-    monkeypatch.setattr("runtime.form_prover.MOST_S", 0.2)
+    monkeypatch.setattr("runtime.core.form_prover.MOST_S", 0.2)
     made = Grammars(byte_tokenizers.byte_level(), 300, END_IDS, proves=True)
     yield made
     made.close()
@@ -108,7 +108,7 @@ def test_the_process_ends_with_its_grammars(grammars: Grammars) -> None:
 
 ASKER = """
 import json, os, sys, time, byte_tokenizers
-from runtime.form_prover import FormProver
+from runtime.core.form_prover import FormProver
 prover = FormProver(byte_tokenizers.byte_level().backend_tokenizer.to_str(), 300, [2])
 prover.prove("regex", "a")
 print(prover.pid, flush=True)
@@ -130,8 +130,8 @@ def test_the_process_ends_with_an_asker_that_is_killed() -> None:
 
 def test_a_form_that_takes_long_makes_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest of those that take long is told to ask later; the next is answered."""
-    monkeypatch.setattr("runtime.form_prover.MOST_S", 3600.0)
-    monkeypatch.setattr("runtime.form_prover.MOST_AT_ONCE", 2)
+    monkeypatch.setattr("runtime.core.form_prover.MOST_S", 3600.0)
+    monkeypatch.setattr("runtime.core.form_prover.MOST_AT_ONCE", 2)
     prover = FormProver(byte_tokenizers.byte_level().backend_tokenizer.to_str(), 300, [2])
     with ThreadPoolExecutor(2) as threads:
         slow = []
@@ -151,7 +151,7 @@ def test_a_form_that_takes_long_makes_room_for_the_next(monkeypatch: pytest.Monk
 
 
 def test_too_many_forms_at_once_are_told_to_come_later(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.grammar.MOST_COMPILING", 1)
+    monkeypatch.setattr("runtime.core.grammar.MOST_COMPILING", 1)
     grammars.compiled(HARMLESS[0])
     process = process_of(grammars)
     assert process is not None

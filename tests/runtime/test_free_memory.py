@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runtime.control_groups import free_memory
+from runtime.util.control_groups import free_memory
 
 MIB = 1 << 20
 

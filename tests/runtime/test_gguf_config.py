@@ -12,9 +12,9 @@ from llamacpp_tokens import write_file
 from quantized import Q, save_gguf
 from sentences import Said
 
-from runtime.compiler.pretrained import parse_language_model
-from runtime.errors import SpecDecError, SpecDecWarning
-from runtime.gguf_config import config_of
+from runtime.checkpoint.gguf.config import config_of
+from runtime.model.pretrained import parse_language_model
+from runtime.util.errors import SpecDecError, SpecDecWarning
 
 Edit = Callable[[gguf.GGUFWriter], None]
 

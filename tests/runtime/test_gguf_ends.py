@@ -12,8 +12,8 @@ import gguf
 import pytest
 from llamacpp_tokens import REAL, write_file
 
-from runtime.gguf import read_gguf
-from runtime.gguf_ends import end_ids_of
+from runtime.checkpoint.gguf.ends import end_ids_of
+from runtime.checkpoint.gguf.reader import read_gguf
 
 WORD, CONTROL, USER = 1, 3, 4
 FAMILIES: list[tuple[str, Mapping[str, int], Mapping[str, str], set[str]]] = [

@@ -12,7 +12,7 @@ import torch
 from quantized import GGUF_FAMILIES, Q, save_gguf, write_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from runtime.compiler.reference import load_original
+from runtime.builder.reference import load_original
 
 FACTOR = 4.0
 

@@ -19,11 +19,11 @@ from llamacpp_tokens import (
 from sentences import Said
 from tokenizers import pre_tokenizers
 
-from runtime.chat import ChatTemplate
-from runtime.errors import SpecDecError, SpecDecWarning
-from runtime.gguf_ends import end_ids_of
-from runtime.gguf_tokenizer import PRE_TOKENIZERS, make_gguf_tokenizer
-from runtime.text import load_tokenizer
+from runtime.checkpoint.gguf.ends import end_ids_of
+from runtime.checkpoint.gguf.tokenizer import PRE_TOKENIZERS, make_gguf_tokenizer
+from runtime.text.chat import ChatTemplate
+from runtime.text.text import load_tokenizer
+from runtime.util.errors import SpecDecError, SpecDecWarning
 
 SMALL = {"spaced": None, "unspaced": False}
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.engine import Engine
-from runtime.request import Request
+from runtime.core.request import Request
+from runtime.engine.engine import Engine
 from scripts.tools import families
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

@@ -16,11 +16,11 @@ import regex
 import torch
 from sentences import Said
 
-from runtime.compiler.kernels import load_kernels
-from runtime.grammar import Grammars, Matcher
-from runtime.params import Grammar, SamplingConfig
-from runtime.sampling import Positions, Sampler, choose_all
-from runtime.token_text import token_bytes
+from runtime.core.grammar import Grammars, Matcher
+from runtime.core.params import Grammar, SamplingConfig
+from runtime.core.sampling import Positions, Sampler, choose_all
+from runtime.kernels.ops import load_kernels
+from runtime.text.token_text import token_bytes
 from specdec_cli import LLM, NgramDrafter, SamplingParams, SpecDecError
 
 PROMPT = "The little dog had a red ball. The"
@@ -280,7 +280,7 @@ def test_a_form_that_grows_too_large_ends_its_request_alone(
     llm: LLM, given: dict[str, Any], drafter: NgramDrafter | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its steps are bounded; the others are answered."""
-    monkeypatch.setattr("runtime.forms._MOST_ITEMS_IN_ROW", 1000)
+    monkeypatch.setattr("runtime.core.forms._MOST_ITEMS_IN_ROW", 1000)
     hostile = SamplingParams(temperature=0, max_tokens=140, **given)
     with pytest.raises(SpecDecError, match="grammar allows no token"):
         llm.generate([PROMPT, PROMPT], [hostile, SamplingParams(temperature=0, max_tokens=4)], drafter=drafter)
@@ -288,7 +288,7 @@ def test_a_form_that_grows_too_large_ends_its_request_alone(
 
 def test_a_form_whose_steps_take_too_long_ends_its_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token of `e: e e | "x"` takes longer than the one before; 400 held a server for two minutes."""
-    monkeypatch.setattr("runtime.grammar._MOST_STEP_S", -1.0)
+    monkeypatch.setattr("runtime.core.grammar._MOST_STEP_S", -1.0)
     hostile = SamplingParams(temperature=0, max_tokens=4, grammar='start: e\ne: e e | "x"')
     with pytest.raises(SpecDecError, match="steps take too long"):
         llm.generate([PROMPT, PROMPT], [hostile, SamplingParams(temperature=0, max_tokens=4)])

@@ -21,17 +21,17 @@ from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrai
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
-from runtime.checkpoint import convert, convert_for_build, plan_conversion
-from runtime.compiler.attention import PAGED
-from runtime.compiler.build import build_engine
-from runtime.compiler.model import ModelKind, load_model, load_whole_model, split_config
-from runtime.compiler.pretrained import parse_language_model, parse_pretrained_config
-from runtime.compiler.reference import load_original
-from runtime.config import Dtype, QuantConfig, QuantFormat
-from runtime.errors import SpecDecError, SpecDecWarning
-from runtime.quantization.planning import Losses, _copied
-from runtime.source import SourceTensor
-from runtime.tensor_writer import Piece
+from runtime.builder.build import build_engine
+from runtime.builder.convert import convert, convert_for_build, plan_conversion
+from runtime.builder.reference import load_original
+from runtime.checkpoint.config import Dtype, QuantConfig, QuantFormat
+from runtime.checkpoint.quant.planning import Losses, _copied
+from runtime.checkpoint.source import SourceTensor
+from runtime.checkpoint.tensor_writer import Piece
+from runtime.model.attention import PAGED
+from runtime.model.model import ModelKind, load_model, load_whole_model, split_config
+from runtime.model.pretrained import parse_language_model, parse_pretrained_config
+from runtime.util.errors import SpecDecError, SpecDecWarning
 from scripts.tools import families
 
 SOURCES = Path(transformers.__file__).parent / "models"
@@ -239,9 +239,9 @@ def copied_of_neighbour(tensor: SourceTensor, dtype: torch.dtype, losses: Losses
 @pytest.mark.parametrize(
     ("place", "fault"),
     [
-        ("runtime.checkpoint.dtypes_of_weights", bfloat16_for_all),
-        ("runtime.quantization.planning._copied", copied_rounded),
-        ("runtime.quantization.planning._copied", copied_of_neighbour),
+        ("runtime.builder.convert.dtypes_of_weights", bfloat16_for_all),
+        ("runtime.checkpoint.quant.planning._copied", copied_rounded),
+        ("runtime.checkpoint.quant.planning._copied", copied_of_neighbour),
     ],
     ids=["dtypes", "numbers", "order"],
 )

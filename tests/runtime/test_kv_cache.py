@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentences import Said
 
-from runtime.config import LayerShape
-from runtime.kv_cache import NULL_BLOCK, BlockCopy, BlockManager, KVPool, bytes_per_block
-from runtime.request import Draft, Request, Sequence, VerifyResult
+from runtime.checkpoint.config import LayerShape
+from runtime.core.kv_cache import NULL_BLOCK, BlockCopy, BlockManager, KVPool, bytes_per_block
+from runtime.core.request import Draft, Request, Sequence, VerifyResult
 
 
 def start(tokens: list[int]) -> Sequence:

@@ -19,9 +19,9 @@ from tiny import eager_logits, hf_greedy, make_model
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import specdec_cli
-from runtime.cache import build_code
+from runtime.builder.profile import Figures, Profile, ProfileEngine, engine_digest, write_profile
 from runtime.drafters.speculation import Speculation
-from runtime.tuning.profile import Figures, Profile, ProfileEngine, engine_digest, write_profile
+from runtime.util.cache import build_code
 from specdec_cli import (
     LLM,
     ChainDrafter,
@@ -525,7 +525,7 @@ def test_type_hints_of_the_api_are_complete(tmp_path: Path) -> None:
 def test_engines_are_named_by_the_code_that_builds_them() -> None:
     """Drafters, loops and sampling are not in them, so a comment there rebuilds nothing; kernels and export are."""
     names = {str(path.relative_to(Path(specdec_cli.__path__[0]).parent / "runtime")) for path in build_code()}
-    assert {"compiler/build.py", "compiler/compilation.py", "compiler/csrc/linear.cpp", "kv_cache.py"} <= names
+    assert {"compiler/build.py", "compiler/compilation.py", "kernels/csrc/linear.cpp", "kv_cache.py"} <= names
     assert not {name for name in names if name.startswith(("drafters", "evaluation", "tuning"))}
     assert not names & {"sampling.py", "leader.py", "orchestrator.py", "llm.py", "verify.py", "stats.py"}
 

@@ -16,11 +16,11 @@ from transformers import (
     Qwen2VLConfig,
 )
 
+from runtime.core.request import Request
 from runtime.drafters.ngram import NgramLookup
-from runtime.engine import Engine
-from runtime.errors import SpecDecError
-from runtime.orchestrator import generate
-from runtime.request import Request
+from runtime.engine.engine import Engine
+from runtime.loop.orchestrator import generate
+from runtime.util.errors import SpecDecError
 
 TEXT: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

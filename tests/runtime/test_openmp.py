@@ -11,13 +11,13 @@ import torch
 from shared import MakeEngineDir
 from tiny import make_model
 
-from runtime import orchestrator
 from runtime.compiler.compilation import PACKAGE
-from runtime.compiler.kernels import openmp_alone
-from runtime.engine import Engine
-from runtime.request import Request, Sequence, VerifyResult
-from runtime.sampling import NoValidToken
-from runtime.verify import verify_all
+from runtime.core.request import Request, Sequence, VerifyResult
+from runtime.core.sampling import NoValidToken
+from runtime.core.verify import verify_all
+from runtime.engine.engine import Engine
+from runtime.kernels.ops import openmp_alone
+from runtime.loop import orchestrator
 
 LISTED = """
 import os
@@ -30,9 +30,9 @@ GENERATE = """
 assert dict(os.environ) == variables
 import sys, torch
 from runtime import scheduler
-from runtime.engine import Engine
-from runtime.params import SamplingConfig
-from runtime.request import Request
+from runtime.engine.engine import Engine
+from runtime.core.params import SamplingConfig
+from runtime.core.request import Request
 
 torch.set_num_threads(4)
 with Engine.open(Path(sys.argv[1])) as engine:
@@ -111,7 +111,7 @@ def test_what_is_around_a_step_is_computed_by_its_thread(
         numbers.append(torch.get_num_threads())
         return verify_all(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("runtime.engine.verify_all", watched)
+    monkeypatch.setattr("runtime.engine.engine.verify_all", watched)
     commit = Sequence.commit
 
     def watched_commit(self: Sequence, *arguments: object) -> list[int]:

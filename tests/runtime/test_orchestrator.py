@@ -9,12 +9,12 @@ from tiny import VOCAB_SIZE, hf_greedy, repetitive_prompt
 from transformers import PreTrainedModel
 
 from commands.options.hints import hint_of
+from runtime.core.request import Draft, Request, Sequence
+from runtime.core.stats import LoopTimes
 from runtime.drafters.ngram import NgramLookup
-from runtime.engine import Engine, KVCacheConfig
-from runtime.errors import SpecDecError, UsageError
-from runtime.orchestrator import generate, step_once
-from runtime.request import Draft, Request, Sequence
-from runtime.stats import LoopTimes
+from runtime.engine.engine import Engine, KVCacheConfig
+from runtime.loop.orchestrator import generate, step_once
+from runtime.util.errors import SpecDecError, UsageError
 
 NUM_NEW_TOKENS = 24
 

@@ -21,11 +21,11 @@ from test_batch_invariance import COMPILED, MAX_LEN, build_model
 from tiny import VOCAB_SIZE
 from torch import Tensor
 
-from runtime import orchestrator, scheduler
-from runtime.engine import Engine
-from runtime.errors import RequestError
-from runtime.params import GREEDY, SamplingConfig
-from runtime.request import Draft, Request, Sequence
+from runtime.core.params import GREEDY, SamplingConfig
+from runtime.core.request import Draft, Request, Sequence
+from runtime.engine.engine import Engine
+from runtime.loop import orchestrator, scheduler
+from runtime.util.errors import RequestError
 
 POISON = 7  # a token
 KINDS = {"NaN": torch.nan, "infinite": torch.inf, "minus infinite": -torch.inf, "huge": None}

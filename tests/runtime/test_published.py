@@ -11,16 +11,16 @@ from published import PUBLISHED, RUN, STDS, load_hugging_face, seed_of, shrunk, 
 from sentences import Said
 from tiny import build_tiny, hf_greedy, repetitive_prompt
 
-from runtime.bundle import read_engine_config
-from runtime.checkpoint import convert
-from runtime.compiler.choosing import compiler_for
+from runtime.builder.choosing import compiler_for
+from runtime.builder.convert import convert
+from runtime.checkpoint.bundle import read_engine_config
+from runtime.checkpoint.config import Compiler, QuantConfig
 from runtime.compiler.compilation import PACKAGE, TOKENWISE
-from runtime.config import Compiler, QuantConfig
+from runtime.core.request import Request
 from runtime.drafters.ngram import NgramLookup
-from runtime.engine import Engine
-from runtime.errors import SpecDecError
-from runtime.orchestrator import generate
-from runtime.request import Request
+from runtime.engine.engine import Engine
+from runtime.loop.orchestrator import generate
+from runtime.util.errors import SpecDecError
 
 NUM_NEW_TOKENS = 24
 LIMIT, PROMPT_LEN = 24, 90

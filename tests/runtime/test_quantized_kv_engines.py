@@ -11,18 +11,18 @@ from tiny import VOCAB_SIZE, make_build, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from runtime import orchestrator, scheduler
-from runtime.bundle import read_bundle
-from runtime.checkpoint import convert
-from runtime.compiler import attention
-from runtime.compiler.build import build_engine
-from runtime.config import KVCacheQuantAlgo, QuantConfig
+from runtime.builder.build import build_engine
+from runtime.builder.convert import convert
+from runtime.checkpoint.bundle import read_bundle
+from runtime.checkpoint.config import KVCacheQuantAlgo, QuantConfig
+from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
-from runtime.engine import Engine, KVCacheConfig
-from runtime.errors import SpecDecError
-from runtime.request import Draft, Request, Sequence
+from runtime.engine.engine import Engine, KVCacheConfig
+from runtime.loop import orchestrator, scheduler
+from runtime.model import attention
+from runtime.util.errors import SpecDecError
 
 ALGORITHMS: tuple[KVCacheQuantAlgo, ...] = ("INT8", "FP8")
 

@@ -12,11 +12,11 @@ from shared import shared_engine
 from tiny import hf_greedy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from runtime import orchestrator, scheduler
-from runtime.engine import Engine
-from runtime.files import read_json
-from runtime.models import resolve_model
-from runtime.request import Request, Sequence
+from runtime.checkpoint.resolve import resolve_model
+from runtime.core.request import Request, Sequence
+from runtime.engine.engine import Engine
+from runtime.loop import orchestrator, scheduler
+from runtime.util.files import read_json
 
 ARTICLES = Path(__file__).parents[2] / "runtime/demo/articles.jsonl"
 STORIES_DIR = Path(__file__).parents[2] / "../shared/data/stories260k"

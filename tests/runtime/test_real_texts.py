@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from strength import examples
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from runtime.evaluation.steps import token_texts
-from runtime.text import StopWords, TextStream, decode, output_text
-from runtime.tokenizer import SavedTokenizer
+from runtime.checkpoint.tokenizer import SavedTokenizer
+from runtime.measure.text_steps import token_texts
+from runtime.text.text import StopWords, TextStream, decode, output_text
 
 REAL_DIR = Path(os.environ.get("SPECDEC_REAL_DIR", "~/.cache/specdec-real")).expanduser()
 DEMO_DIR = Path(__file__).parents[2] / "runtime" / "demo" / "target"

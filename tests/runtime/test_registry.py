@@ -10,8 +10,8 @@ import transformers
 from forked import Forks
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
-from runtime.checkpoint import convert
-from runtime.errors import SpecDecError
+from runtime.builder.convert import convert
+from runtime.util.errors import SpecDecError
 from scripts.tools import families
 
 # An exception's name, or what Python and torch say in one.
@@ -85,7 +85,7 @@ def test_a_sample_of_families_is_equal_to_hugging_face_or_refused(family: str, t
 STEP_BEFORE_AND_AFTER = """
 import torch
 from transformers.models.step3p7 import modeling_step3p7 as theirs
-from runtime.compiler.causal_heads import has_causal_class
+from runtime.model.causal_heads import has_causal_class
 
 config = theirs.Step3p7TextConfig(num_local_experts=4, hidden_size=8, moe_intermediate_size=8)
 before = theirs.Step3p7Experts(config)
@@ -107,7 +107,7 @@ def test_a_model_of_transformers_that_was_made_before_goes_on(forks: Forks) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::runtime.errors.SpecDecWarning")
+@pytest.mark.filterwarnings("ignore::runtime.util.errors.SpecDecWarning")
 @pytest.mark.parametrize("family", [family for family, found in RECORDED.items() if found.ways])
 def test_a_family_runs_in_the_ways_of_the_table(family: str, tmp_path: Path) -> None:
     assert families.try_family(family, tmp_path, ways=tuple(RECORDED[family].ways)) == RECORDED[family]

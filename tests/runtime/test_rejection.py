@@ -21,18 +21,18 @@ from tiny import eager_logits, make_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from runtime.core.params import SamplingConfig
+from runtime.core.request import Draft, Request, Sequence
+from runtime.core.verify import verify
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.draft_state import DraftState
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.head_draft import HeadDraft, open_head
+from runtime.drafters.heads.head_config import read_head
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
-from runtime.engine import Engine
-from runtime.heads.head_config import read_head
-from runtime.orchestrator import generate
-from runtime.params import SamplingConfig
-from runtime.request import Draft, Request, Sequence
-from runtime.verify import verify
+from runtime.engine.engine import Engine
+from runtime.loop.orchestrator import generate
 
 SMALLEST_P_VALUE = 1e-3
 VOCAB_SIZE = 6

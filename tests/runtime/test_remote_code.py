@@ -10,15 +10,15 @@ import pytest
 import torch
 from sentences import Said
 
-from runtime.checkpoint import convert
-from runtime.compiler.model import ModelKind, load_model
-from runtime.compiler.pretrained import parse_pretrained_config
-from runtime.errors import SpecDecError
-from runtime.evaluation.hugging_face import HuggingFace
-from runtime.evaluation.systems import Question
+from runtime.builder.convert import convert
+from runtime.core.params import SamplingParams
 from runtime.llm import LLM
-from runtime.params import SamplingParams
-from runtime.text import load_tokenizer, open_tokenizer
+from runtime.measure.evaluation.hugging_face import HuggingFace
+from runtime.measure.evaluation.systems import Question
+from runtime.model.model import ModelKind, load_model
+from runtime.model.pretrained import parse_pretrained_config
+from runtime.text.text import load_tokenizer, open_tokenizer
+from runtime.util.errors import SpecDecError
 
 CODE = """
 from pathlib import Path

@@ -9,11 +9,11 @@ from tiny import eager_logits, repetitive_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from runtime.core.params import SamplingConfig
+from runtime.core.request import Draft, FinishReason, Request, Sequence, StopCheck, VerifyResult
 from runtime.drafters.ngram import NgramLookup
-from runtime.engine import Engine
-from runtime.orchestrator import generate
-from runtime.params import SamplingConfig
-from runtime.request import Draft, FinishReason, Request, Sequence, StopCheck, VerifyResult
+from runtime.engine.engine import Engine
+from runtime.loop.orchestrator import generate
 
 PROMPT = (1, 2, 3)
 DRAFT = [11, 12, 13]

@@ -8,12 +8,12 @@ from sentences import Said
 from tiny import hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
-from runtime.compiler.causal_heads import has_causal_class
-from runtime.compiler.pretrained import why_positions_end
+from runtime.core.request import Request
 from runtime.drafters.ngram import NgramLookup
-from runtime.errors import SpecDecError
-from runtime.orchestrator import generate
-from runtime.request import Request
+from runtime.loop.orchestrator import generate
+from runtime.model.causal_heads import has_causal_class
+from runtime.model.pretrained import why_positions_end
+from runtime.util.errors import SpecDecError
 from scripts.tools import families
 
 LIMIT = 64  # positions that the scaled models were trained with

@@ -19,15 +19,15 @@ from tiny import VOCAB_SIZE, eager_logits, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from runtime.core.params import SamplingConfig
+from runtime.core.request import Draft, Request, Sequence
+from runtime.core.sampling import OccurrencePenalty, Positions, Sampler, choose_all, draw
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
-from runtime.engine import Engine, KVCacheConfig
-from runtime.errors import SpecDecError, UsageError
-from runtime.orchestrator import generate
-from runtime.params import SamplingConfig
-from runtime.request import Draft, Request, Sequence
-from runtime.sampling import OccurrencePenalty, Positions, Sampler, choose_all, draw
+from runtime.engine.engine import Engine, KVCacheConfig
+from runtime.loop.orchestrator import generate
+from runtime.util.errors import SpecDecError, UsageError
 
 NUM_NEW_TOKENS = 24
 PROMPTS = [tuple(repetitive_prompt(i, 6 + 5 * i)) for i in range(3)]

@@ -29,12 +29,12 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-import runtime.sampling
-from runtime.compiler.kernels import load_kernels
-from runtime.evaluation.chi_squared import chi_squared_of, detectable_total_variation, p_value_of
-from runtime.params import GREEDY, SamplingConfig
-from runtime.request import token_logprobs
-from runtime.sampling import NoValidToken, Positions, Sampler, choose_all, gumbel
+import runtime.core.sampling
+from runtime.core.params import GREEDY, SamplingConfig
+from runtime.core.request import token_logprobs
+from runtime.core.sampling import NoValidToken, Positions, Sampler, choose_all, gumbel
+from runtime.kernels.ops import load_kernels
+from runtime.loop.lossless.chi_squared import chi_squared_of, detectable_total_variation, p_value_of
 
 ROUNDING = 1e-6
 CUTS: list[dict[str, Any]] = [
@@ -154,7 +154,7 @@ def test_of_equal_scores_at_the_cut_of_top_p_the_last_are_left(size: int) -> Non
 
 
 def test_without_kernels_too_the_last_of_equal_scores_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime.sampling, "have_kernels", lambda logits: False)
+    monkeypatch.setattr(runtime.core.sampling, "have_kernels", lambda logits: False)
     left = Sampler(config(top_p=0.301), (5,)).scores([5], torch.zeros(1000)).isfinite().nonzero()[:, 0]
     assert left.tolist() == list(range(1000 - len(left), 1000)) and abs(len(left) - 301) <= 1
 
@@ -314,7 +314,7 @@ def test_both_forms_choose_alike(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
         for row in rows
     ]
     chosen = [list(tokens) for tokens in choose_all(asked)]
-    monkeypatch.setattr(runtime.sampling, "have_kernels", lambda logits: False)
+    monkeypatch.setattr(runtime.core.sampling, "have_kernels", lambda logits: False)
     assert [list(tokens) for tokens in choose_all(asked)] == chosen
 
 

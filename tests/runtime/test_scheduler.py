@@ -10,14 +10,14 @@ from sentences import Said
 from tiny import hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
-from runtime import orchestrator, scheduler
+from runtime.core.params import SamplingConfig
+from runtime.core.request import Request, Sequence
+from runtime.core.stats import LoopTimes
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.ngram import NgramLookup
-from runtime.engine import Engine, KVCacheConfig
-from runtime.errors import SpecDecError
-from runtime.params import SamplingConfig
-from runtime.request import Request, Sequence
-from runtime.stats import LoopTimes
+from runtime.engine.engine import Engine, KVCacheConfig
+from runtime.loop import orchestrator, scheduler
+from runtime.util.errors import SpecDecError
 
 NUM_NEW_TOKENS = 24
 DRAFTERS = ["none", "ngram", "draft model"]

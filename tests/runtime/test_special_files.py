@@ -14,21 +14,21 @@ from commands.batch.lines import look_through
 from commands.chat.tools import open_toolbox
 from commands.inputs.dataset import load_samples
 from commands.inputs.prompts import read_prompts
-from runtime.artefacts import check_directory
-from runtime.bundle import read_bundle
-from runtime.chat_templates import chat_templates
-from runtime.checkpoint import plan_conversion
-from runtime.checkpoint_dir import open_checkpoint
-from runtime.config import QuantConfig
-from runtime.corpus import Corpus, is_corpus
-from runtime.errors import SpecDecError
-from runtime.files import check_model_files, check_regular
-from runtime.heads.head_config import read_head
-from runtime.models import resolve_model
-from runtime.reading import read_utf8
-from runtime.text import load_tokenizer
-from runtime.trace_lines import check_trace_lines
-from runtime.tuning.profile import read_profile
+from runtime.builder.artefacts import check_directory
+from runtime.builder.convert import plan_conversion
+from runtime.builder.profile import read_profile
+from runtime.checkpoint.bundle import read_bundle
+from runtime.checkpoint.checkpoint_dir import open_checkpoint
+from runtime.checkpoint.config import QuantConfig
+from runtime.checkpoint.resolve import resolve_model
+from runtime.drafters.heads.head_config import read_head
+from runtime.text.chat_templates import chat_templates
+from runtime.text.corpus import Corpus, is_corpus
+from runtime.text.text import load_tokenizer
+from runtime.text.trace_lines import check_trace_lines
+from runtime.util.errors import SpecDecError
+from runtime.util.files import check_model_files, check_regular
+from runtime.util.reading import read_utf8
 
 MODEL_FILES = [
     *("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json"),

@@ -10,15 +10,15 @@ from sentences import Said
 from tiny import eager_logits, hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
-from runtime import orchestrator, scheduler
-from runtime.bundle import read_engine_config
-from runtime.compiler.causal_heads import has_causal_class
-from runtime.config import SelfDraft as SelfDraftConfig
+from runtime.checkpoint.bundle import read_engine_config
+from runtime.checkpoint.config import SelfDraft as SelfDraftConfig
+from runtime.core.request import Request, Sequence
 from runtime.drafters.draft_target import DraftModel, SelfDraft
 from runtime.drafters.ngram import NgramLookup
-from runtime.engine import Engine, KVCacheConfig
-from runtime.errors import RequestError, SpecDecError, UsageError
-from runtime.request import Request, Sequence
+from runtime.engine.engine import Engine, KVCacheConfig
+from runtime.loop import orchestrator, scheduler
+from runtime.model.causal_heads import has_causal_class
+from runtime.util.errors import RequestError, SpecDecError, UsageError
 from scripts.tools import families
 
 PROMPTS = [repetitive_prompt(seed, length) for seed, length in ((0, 90), (1, 34), (2, 5), (3, 60), (0, 80), (0, 70))]
@@ -345,7 +345,7 @@ def test_states_that_do_not_fit_are_refused(
     model: PreTrainedModel, make_engine_dir: Any, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine_dir = make_engine_dir(model)
-    monkeypatch.setattr("runtime.engine.free_memory", lambda: 100_000)
+    monkeypatch.setattr("runtime.engine.engine.free_memory", lambda: 100_000)
     with pytest.raises(SpecDecError) as raised:
         Engine.open(engine_dir)
     said(raised, "states", "0.1 MB")

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime import scheduler
-from runtime.config import BuildConfig, RecurrentShape, StateShape
-from runtime.engine import KVCacheConfig
-from runtime.request import Request, Sequence
-from runtime.states import NULL_SLOT, StateManager, bytes_per_slot, num_rolled_back, state_pools
+from runtime.checkpoint.config import BuildConfig, RecurrentShape, StateShape
+from runtime.core.request import Request, Sequence
+from runtime.core.states import NULL_SLOT, StateManager, bytes_per_slot, num_rolled_back, state_pools
+from runtime.engine.engine import KVCacheConfig
+from runtime.loop import scheduler
 from scripts.campaigns.oracle import CheckedEngine, ExactModel, one_by_one
 
 NUM_BEFORE, NUM_BACK, NUM_SLOTS, MAX_RUNNING = 3, 8, 7, 3

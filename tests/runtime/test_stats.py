@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.stats import LoopTimes, RequestStats, sum_stats
+from runtime.core.stats import LoopTimes, RequestStats, sum_stats
 
 VOCABULARY_KEYS = {
     "num_spec_steps",

@@ -9,8 +9,8 @@ from sentences import Said
 from tiny import hf_greedy
 from transformers import PreTrainedModel
 
-from runtime.bundle import read_bundle
-from runtime.cache import remove_unused_entry
+from runtime.checkpoint.bundle import read_bundle
+from runtime.util.cache import remove_unused_entry
 from specdec_cli import LLM, NgramDrafter, SamplingParams, SpecDecWarning
 
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]

@@ -10,9 +10,9 @@ import pytest
 from sentences import Said
 from tiny import make_model
 
-from runtime.errors import SpecDecError
-from runtime.models import refuse_unreadable_tokenizer
-from runtime.text import load_tokenizer
+from runtime.checkpoint.resolve import refuse_unreadable_tokenizer
+from runtime.text.text import load_tokenizer
+from runtime.util.errors import SpecDecError
 from specdec_cli import LLM, SamplingParams
 
 PATTERN = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+"

@@ -11,8 +11,8 @@ import pytest
 from forked import Forks
 from sentences import Said
 
-from runtime.errors import SpecDecError
-from runtime.temporary import own_temporary_files, temporary_dir
+from runtime.util.errors import SpecDecError
+from runtime.util.temporary import own_temporary_files, temporary_dir
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def in_process(code: str, parent: Path) -> subprocess.CompletedProcess[str]:
-    script = f"import os, signal, sys\nfrom runtime.temporary import *\n{code}"
+    script = f"import os, signal, sys\nfrom runtime.util.temporary import *\n{code}"
     return subprocess.run(
         [sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(parent)}, capture_output=True, text=True
     )
@@ -98,7 +98,7 @@ def test_package_is_unpacked_in_it_and_a_kill_leaves_nothing_to_the_next(
     open_it = f"""
 import os, signal, zipfile
 from pathlib import Path
-from runtime.engine import Engine
+from runtime.engine.engine import Engine
 extract = zipfile.ZipFile.extractall
 def extract_and_say(archive, directory):
     print(*Path(directory).parts[-2:], sep="/", flush=True)
@@ -126,8 +126,8 @@ def test_disk_without_room_for_a_package_is_not_told_as_damage(
     code = f"""
 import resource, signal, torch
 from pathlib import Path
-from runtime.bundle import read_bundle
-from runtime.compiler.load import StepKind, open_step
+from runtime.checkpoint.bundle import read_bundle
+from runtime.engine.load import StepKind, open_step
 bundle = read_bundle(Path({str(llama_engine_dir)!r}))
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))

@@ -11,7 +11,7 @@ import pytest
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from runtime.tensor_file import read_header, read_metadata
+from runtime.util.tensor_file import read_header, read_metadata
 
 Forms = dict[str, tuple[str, list[int]]]
 

@@ -10,8 +10,8 @@ from strength import examples
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from runtime.evaluation.steps import token_texts
-from runtime.text import StopWords, TextStream, decode, encode, output_text, word_tokens
+from runtime.measure.text_steps import token_texts
+from runtime.text.text import StopWords, TextStream, decode, encode, output_text, word_tokens
 
 TOKENIZERS = pytest.mark.parametrize("make_tokenizer", [byte_level, byte_fallback])
 

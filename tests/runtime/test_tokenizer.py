@@ -17,9 +17,9 @@ from sentences import Said
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFast
 
-from runtime.errors import SpecDecError, SpecDecWarning
-from runtime.text import bad_word_tokens, encode, encode_text, find_tokenizer, load_tokenizer, word_tokens
-from runtime.tokenizer import SAVED, SavedTokenizer, find_saved_tokenizer, save_tokenizer
+from runtime.checkpoint.tokenizer import SAVED, SavedTokenizer, find_saved_tokenizer, save_tokenizer
+from runtime.text.text import bad_word_tokens, encode, encode_text, find_tokenizer, load_tokenizer, word_tokens
+from runtime.util.errors import SpecDecError, SpecDecWarning
 
 STORIES_DIR = Path(__file__).parents[2] / "../shared/data/stories260k"
 DEMO_DIR = Path(__file__).parents[2] / "runtime/demo/target"
@@ -138,7 +138,7 @@ def test_damage_is_named(tmp_path: Path, said: Said) -> None:
 def test_an_engine_answers_without_transformers(llama_engine_dir: Path) -> None:
     """`none` runs transformers' model: only its tokenizer is looked at."""
     code = (
-        "import sys; from pathlib import Path; from runtime.text import find_tokenizer;"
+        "import sys; from pathlib import Path; from runtime.text.text import find_tokenizer;"
         f"tokenizer = find_tokenizer(Path({str(llama_engine_dir)!r}), {{'model_type': 'llama'}});"
         "print(tokenizer('the dog')['input_ids'], 'transformers' in sys.modules)"
     )
@@ -150,7 +150,7 @@ def test_an_engine_answers_without_transformers(llama_engine_dir: Path) -> None:
 def test_a_tokenizer_that_names_its_class_is_opened_without_model_code(llama_dir: Path) -> None:
     """The class of a model's configuration imports it, and takes two seconds."""
     code = (
-        "import sys; from pathlib import Path; from runtime.text import load_tokenizer;"
+        "import sys; from pathlib import Path; from runtime.text.text import load_tokenizer;"
         f"tokenizer = load_tokenizer(Path({str(llama_dir)!r}), {{'model_type': 'llama'}});"
         "print(type(tokenizer).__name__, 'transformers.activations' in sys.modules)"
     )

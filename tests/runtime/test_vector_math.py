@@ -25,14 +25,14 @@ class Sizes(TorchDispatchMode):
 
 def open_it(what, directory):
     if what == "engine":
-        from runtime.engine import Engine
+        from runtime.engine.engine import Engine
         Engine.open(directory).close()
     else:
-        from runtime.checkpoint_dir import open_checkpoint
-        from runtime.bundle import weights_files
-        from runtime.compiler.model import ModelKind, load_model
-        from runtime.config import ALONE
-        from runtime.compiler.pretrained import parse_pretrained_config
+        from runtime.checkpoint.checkpoint_dir import open_checkpoint
+        from runtime.checkpoint.bundle import weights_files
+        from runtime.model.model import ModelKind, load_model
+        from runtime.checkpoint.config import ALONE
+        from runtime.model.pretrained import parse_pretrained_config
         config = parse_pretrained_config(open_checkpoint(directory).pretrained_config, "config.json")
         model = load_model(ModelKind(config, torch.float32, "eager"), directory / weights_files(ALONE)[0])
         with torch.inference_mode():

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from sentences import Said
 from torch import Tensor
 
-from runtime.params import SamplingConfig
-from runtime.request import Draft, Request, Sequence, VerifyResult
-from runtime.sampling import NoValidToken
-from runtime.verify import verify, verify_tokens
+from runtime.core.params import SamplingConfig
+from runtime.core.request import Draft, Request, Sequence, VerifyResult
+from runtime.core.sampling import NoValidToken
+from runtime.core.verify import verify, verify_tokens
 
 PROMPT = (1, 2, 3)
 NUM_SEEDS = 200

@@ -7,7 +7,7 @@ from jinja2 import Template
 from sentences import Said
 from serving_models import TEMPLATE, Served
 
-from runtime.params import SamplingParams
+from runtime.core.params import SamplingParams
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [

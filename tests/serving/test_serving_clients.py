@@ -11,7 +11,7 @@ from test_serving_metrics import samples
 from waiting import wait_until
 
 from commands.serve.clients import client_of, with_key
-from runtime.serving.loop import LoopLimits, RequestHandle
+from runtime.loop.serving import LoopLimits, RequestHandle
 
 COMPLETIONS = "/v1/completions"
 MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "ball"}]

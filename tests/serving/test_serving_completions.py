@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from serving_models import PROMPT, MakeServed, Served
 
-from runtime.params import SamplingParams
+from runtime.core.params import SamplingParams
 
 PROMPTS = [PROMPT, "Once upon a time", "the ball the ball the ball the ball"]
 SAMPLED = {"temperature": 0.9, "seed": 11, "max_tokens": 30, "ignore_eos": True}

@@ -17,7 +17,7 @@ from commands.serve.conversations import ended_after
 from commands.serve.http_errors import HTTPError, of_validation
 from commands.serve.responses import Document
 from commands.serve.schema import ChatRequest, CompletionRequest, MessagesRequest, refused_field, validate_body
-from runtime.text import encode_text
+from runtime.text.text import encode_text
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "a ball"}]

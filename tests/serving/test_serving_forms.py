@@ -130,7 +130,7 @@ def test_nobody_waits_for_a_form_that_takes_long(make_listening: Callable[..., L
 
 
 def test_too_many_forms_are_a_503(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.grammar.MOST_COMPILING", 0)
+    monkeypatch.setattr("runtime.core.grammar.MOST_COMPILING", 0)
     for path, form in [
         (COMPLETIONS, {"guided_regex": "[xy]{5}"}),
         (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": 5}}}}),
@@ -144,7 +144,7 @@ def test_hostile_forms_leave_a_server_that_answers(
     make_listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some of scripts/campaigns/hostile_forms.py, one of each kind twice, beside a polite client."""
-    monkeypatch.setattr("runtime.form_prover.MOST_S", 0.1)
+    monkeypatch.setattr("runtime.core.form_prover.MOST_S", 0.1)
     listening = make_listening(drafter=None)
     found: list[tuple[Any, list[str]]] = []
     waits = politely(listening.port, lambda: found.append(attack(listening.port, range(20), 4)))

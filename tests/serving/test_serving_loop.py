@@ -13,16 +13,16 @@ from tiny import hf_greedy, repetitive_prompt
 from transformers import PreTrainedModel
 from waiting import HANG_S, wait_until
 
+from runtime.core.params import SamplingConfig
+from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.draft_target import SelfDraft
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.opened import OpenDrafter
 from runtime.drafters.protocol import Drafter
-from runtime.engine import Engine
-from runtime.errors import SpecDecError
-from runtime.params import SamplingConfig
-from runtime.request import Draft, Request, Sequence
-from runtime.serving.loop import QueueFull, RequestHandle, ServeRequest, ServingLoop, StepFailed, Stopping
-from runtime.session import Session
+from runtime.engine.engine import Engine
+from runtime.loop.serving import QueueFull, RequestHandle, ServeRequest, ServingLoop, StepFailed, Stopping
+from runtime.loop.session import Session
+from runtime.util.errors import SpecDecError
 
 NUM_NEW_TOKENS = 24
 

@@ -8,7 +8,7 @@ import pytest
 from byte_tokenizers import backtracking, byte_fallback
 from serving_models import PROMPT, TEMPLATE, MakeServed, Served
 
-from runtime.tokenizer import Tokenizer
+from runtime.checkpoint.tokenizer import Tokenizer
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 

@@ -14,10 +14,10 @@ from serving_models import MakeServed, Served
 
 from commands.serve.asking import ask_chat
 from commands.serve.schema import ChatRequest
+from runtime.core.request import Sequence, VerifyResult
 from runtime.drafters.chain import LongestMatch
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.prediction import CopiedTexts
-from runtime.request import Sequence, VerifyResult
 
 CHAT = "/v1/chat/completions"
 ASKED = [{"role": "user", "content": "Go"}]

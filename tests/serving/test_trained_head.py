@@ -8,9 +8,9 @@ import pytest
 from serving_models import opened
 from starlette.testclient import TestClient
 
+from runtime.builder.engine_cache import EngineSettings, engine_of_model
+from runtime.drafters.heads.head_config import read_head
 from runtime.drafters.specs import EagleDrafter
-from runtime.engine_cache import EngineSettings, engine_of_model
-from runtime.heads.head_config import read_head
 
 ARTICLES = Path(__file__).parents[2] / "runtime/demo/articles.jsonl"
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from runtime.batch import Row, pack
+from runtime.core.batch import Row, pack
+from runtime.core.request import Draft, Request, Sequence
+from runtime.core.stats import LoopTimes
 from runtime.drafters.ngram import NgramLookup
-from runtime.engine import Engine, KVCacheConfig
-from runtime.request import Draft, Request, Sequence
-from runtime.scheduler import generate
-from runtime.stats import LoopTimes
+from runtime.engine.engine import Engine, KVCacheConfig
+from runtime.loop.scheduler import generate
 from scripts.bench.step import alternate
 
 NUM_BYTES_READ = 1_500_000_000  # far more than the caches hold

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from runtime.core.params import GREEDY, SamplingConfig
+from runtime.core.request import Request
 from runtime.drafters.specs import (
     AnySpec,
     ChainDrafter,
@@ -18,11 +20,9 @@ from runtime.drafters.specs import (
     SelfDrafter,
     SuffixDrafter,
 )
-from runtime.engine import KVCacheConfig
+from runtime.engine.engine import KVCacheConfig
 from runtime.llm import LLM
-from runtime.params import GREEDY, SamplingConfig
-from runtime.request import Request
-from runtime.session import Session
+from runtime.loop.session import Session
 from scripts.bench.workers.worker import Job, Variant, by_clock, serve
 
 DRAFTERS: dict[str, Callable[..., AnySpec]] = {

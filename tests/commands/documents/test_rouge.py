@@ -12,7 +12,7 @@ from sentences import Said
 from waiting import HANG_S
 
 from commands.summarize.rouge import ROUGE_TYPES, rouge_scores
-from runtime.errors import SpecDecError
+from runtime.util.errors import SpecDecError
 
 ROOT = Path(__file__).parents[3]
 WORDS = [

@@ -15,7 +15,7 @@ from command_line import NGRAM, PROMPTS, Result, Specdec, each, tree
 from sentences import Said
 
 from commands.html.report import html_report
-from runtime.evaluation.steps import Piece
+from runtime.measure.text_steps import Piece
 
 Document = dict[str, Any]
 Run = Callable[..., Result]

@@ -14,7 +14,7 @@ from waiting import HANG_S
 
 from commands.inputs import dataset
 from commands.inputs.dataset import Columns, EvalTask, Sample, load_samples, summarization_prompt
-from runtime.errors import SpecDecError, UsageError
+from runtime.util.errors import SpecDecError, UsageError
 
 ROOT = Path(__file__).parents[3]
 ROWS: list[dict[str, Any]] = [

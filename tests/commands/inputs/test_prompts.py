@@ -13,7 +13,7 @@ from sentences import Said
 from strength import examples
 
 from commands.inputs.prompts import Prompt, read_prompts
-from runtime.errors import SpecDecError, SpecDecWarning, UsageError
+from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
 
 
 def write(path: Path, content: str | bytes) -> Path:

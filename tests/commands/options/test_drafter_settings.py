@@ -14,7 +14,7 @@ from commands.options.speculation_flags import SpeculationOptions, parse_drafter
 from runtime.drafters.spec import Devices, DrafterSpec
 from runtime.drafters.specs import CustomDrafter, DraftTargetDrafter, NgramDrafter, SelfDrafter, SuffixDrafter
 from runtime.drafters.speculation import Speculation
-from runtime.errors import UsageError
+from runtime.util.errors import UsageError
 
 DRAFT = Path("draft-engine")
 

@@ -10,7 +10,7 @@ from typer.main import get_command
 
 from commands.options.expand import CURRENT_COMMAND, Command
 from commands.options.hints import HINTS, hint_of
-from runtime.errors import SpecDecError
+from runtime.util.errors import SpecDecError
 from specdec_cli.app import app
 
 _TOP: Any = get_command(app)

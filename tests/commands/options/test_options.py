@@ -12,11 +12,11 @@ from commands.options.engine_choice import EngineOptions, KVCacheOptions, check_
 from commands.options.leader_flags import LeaderOptions, ModelEngineOptions
 from commands.options.sampling_flags import GenerationOptions, SamplingOptions
 from commands.options.speculation_flags import SpeculationOptions
+from runtime.core.params import GREEDY, SamplingConfig, SamplingParams
 from runtime.drafters.spec import DraftLenMode
 from runtime.drafters.specs import SuffixDrafter
 from runtime.drafters.speculation import Speculation
-from runtime.errors import SpecDecError, UsageError
-from runtime.params import GREEDY, SamplingConfig, SamplingParams
+from runtime.util.errors import SpecDecError, UsageError
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from tiny import make_model, repetitive_prompt
 from transformers import PreTrainedTokenizerFast
 
 from commands.tables.drafts import _by_brackets
-from runtime.evaluation.steps import StepRange, token_kinds, token_texts, tokens_over_time
-from runtime.request import Draft, Request, Sequence, VerifyResult
-from runtime.text import StopWords, output_text
+from runtime.core.request import Draft, Request, Sequence, VerifyResult
+from runtime.measure.text_steps import StepRange, token_kinds, token_texts, tokens_over_time
+from runtime.text.text import StopWords, output_text
 
 END_ID = 9
 Run = Callable[..., Result]

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from runtime.benchmark.load_generator import arrival_times
+from runtime.measure.benchmark.load_generator import arrival_times
 
 RATE = 7.0
 

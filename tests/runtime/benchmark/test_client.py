@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from openai_server import DONE, Reply, event, running
 
-from runtime.benchmark.client import Answer, Client, certificates_for
+from runtime.measure.benchmark.client import Answer, Client, certificates_for
 
 Chunk = dict[str, Any]
 

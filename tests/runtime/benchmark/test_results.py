@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from sentences import Said
 
-from runtime.benchmark.client import Answer, SpeculationCounts
-from runtime.benchmark.load_generator import LoadResult
-from runtime.benchmark.results import parse_objectives, results
-from runtime.errors import UsageError
+from runtime.measure.benchmark.client import Answer, SpeculationCounts
+from runtime.measure.benchmark.load_generator import LoadResult
+from runtime.measure.benchmark.results import parse_objectives, results
+from runtime.util.errors import UsageError
 
 START_S = 1000.0
 

@@ -1,6 +1,6 @@
 """Accounts of speculation by servers: vLLM's counters and records of responses, as those servers write them."""
 
-from runtime.benchmark.client import (
+from runtime.measure.benchmark.client import (
     SpeculationCounts,
     counts_of_prometheus,
     counts_of_response,

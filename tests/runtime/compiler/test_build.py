@@ -24,24 +24,24 @@ from transformers import AttentionInterface, AutoTokenizer, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from commands.options.hints import hint_of
-from runtime import cache
-from runtime.bundle import read_engine_config
-from runtime.checkpoint import convert
-from runtime.checksums import config_digest
-from runtime.compiler import build as build_module
+from runtime.builder import build as build_module
+from runtime.builder.build import _TOLERANCE, BuildEffort, build_engine
+from runtime.builder.compare_logits import Computed, _logits_in, compute
+from runtime.builder.convert import convert
+from runtime.builder.reference import Choices
+from runtime.checkpoint.bundle import read_engine_config
+from runtime.checkpoint.checksums import config_digest
+from runtime.checkpoint.config import ENGINE_FORMAT_VERSION, EngineConfig, QuantConfig
+from runtime.checkpoint.tokenizer import SAVED
 from runtime.compiler import capture
-from runtime.compiler.attention import PAGED, PagedInputs, paged_attention
-from runtime.compiler.build import _TOLERANCE, BuildEffort, build_engine
-from runtime.compiler.compare_logits import Computed, _logits_in, compute
-from runtime.compiler.load import current_environment
-from runtime.compiler.quantized import QuantizedLinear, place_quantized
-from runtime.compiler.reference import Choices
-from runtime.config import ENGINE_FORMAT_VERSION, EngineConfig, QuantConfig
-from runtime.engine import Engine
-from runtime.errors import SpecDecError
-from runtime.orchestrator import generate
-from runtime.request import Request
-from runtime.tokenizer import SAVED
+from runtime.core.request import Request
+from runtime.engine.engine import Engine
+from runtime.engine.load import current_environment
+from runtime.loop.orchestrator import generate
+from runtime.model.attention import PAGED, PagedInputs, paged_attention
+from runtime.model.quantized import QuantizedLinear, place_quantized
+from runtime.util import cache
+from runtime.util.errors import SpecDecError
 from scripts.tools import families
 
 ROOT = Path(__file__).parents[3]
@@ -483,7 +483,7 @@ def test_layer_whose_kernels_compute_another_product_is_refused(
         place(model, *others, **named)
         wrong[:] = [one for found, one in model.named_modules() if found.endswith(name)]
 
-    monkeypatch.setattr("runtime.compiler.model.place_quantized", find)
+    monkeypatch.setattr("runtime.model.model.place_quantized", find)
     monkeypatch.setattr(QuantizedLinear, "forward", forward)
     with pytest.raises(SpecDecError) as raised:
         build(checkpoint_dir, tmp_path / "engine", compiler="aot")
@@ -1030,9 +1030,9 @@ import torch
 torch.set_num_threads(1)
 from torch._dynamo.utils import counters
 from runtime.drafters.ngram import NgramLookup
-from runtime.engine import Engine
-from runtime.orchestrator import generate
-from runtime.request import Request
+from runtime.engine.engine import Engine
+from runtime.loop.orchestrator import generate
+from runtime.core.request import Request
 
 prompts = json.loads(sys.argv[2])
 outputs = {}

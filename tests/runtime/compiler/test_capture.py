@@ -17,15 +17,15 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_map
 
+from runtime.checkpoint.config import StepShape
 from runtime.compiler import capture
-from runtime.compiler.attention import KERNEL
 from runtime.compiler.capture import CannotBeTraced, by_export, by_trace, is_multiple, split_open, with_open_sizes
 from runtime.compiler.compilation import Made, compile_aot, open_aot
-from runtime.compiler.kernels import describe_kernels, load_kernels
-from runtime.compiler.model import Step, probe_config
 from runtime.compiler.token_program import lower
 from runtime.compiler.vectors import CannotBeLowered
-from runtime.config import StepShape
+from runtime.kernels.ops import describe_kernels, load_kernels
+from runtime.model.attention import KERNEL
+from runtime.model.model import Step, probe_config
 
 ROWS = ({0: "rows", 1: "tokens"},)
 

@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from runtime.compiler import cutting
-from runtime.compiler.attention import KERNEL, PagedInputs
 from runtime.compiler.capture import StepForm, by_trace
 from runtime.compiler.cutting import CannotBeCut, CutStep, cut_step, describe
-from runtime.compiler.experts import experts_by_kernel
-from runtime.compiler.kernels import describe_kernels, load_kernels
-from runtime.compiler.model import Step, probe_config
-from runtime.compiler.weights import num_bytes_of
+from runtime.kernels.ops import describe_kernels, load_kernels
+from runtime.model.attention import KERNEL, PagedInputs
+from runtime.model.experts import experts_by_kernel
+from runtime.model.model import Step, probe_config
+from runtime.model.weights import num_bytes_of
 
 BLOCK_SIZE = 16
 

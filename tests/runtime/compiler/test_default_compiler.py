@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from runtime.compiler.choosing import compiler_for
-from runtime.config import Compiler
+from runtime.builder.choosing import compiler_for
+from runtime.checkpoint.config import Compiler
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", "aot"), ("cuda:0", "none"), ("cuda:3", "none")])

@@ -14,19 +14,19 @@ from transformers import AutoModelForMultimodalLM, GptOssConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from runtime import scheduler
-from runtime.bundle import read_bundle
-from runtime.checkpoint import convert
-from runtime.compiler.build import build_engine
-from runtime.compiler.experts import experts_by_kernel, kernel_experts
-from runtime.compiler.kernels import load_kernels
-from runtime.compiler.model import expert_layers
-from runtime.compiler.quantized import QuantizedExperts, QuantizedLinear
-from runtime.config import Activations, Compiler, QuantConfig, QuantFormat
-from runtime.engine import Engine
-from runtime.quantization.quantize import quantize_weight
-from runtime.quantization.weight import take_quantized
-from runtime.request import Draft, Request, Sequence
+from runtime.builder.build import build_engine
+from runtime.builder.convert import convert
+from runtime.checkpoint.bundle import read_bundle
+from runtime.checkpoint.config import Activations, Compiler, QuantConfig, QuantFormat
+from runtime.checkpoint.quant.quantize import quantize_weight
+from runtime.checkpoint.quant.weight import take_quantized
+from runtime.core.request import Draft, Request, Sequence
+from runtime.engine.engine import Engine
+from runtime.kernels.ops import load_kernels
+from runtime.loop import scheduler
+from runtime.model.experts import experts_by_kernel, kernel_experts
+from runtime.model.model import expert_layers
+from runtime.model.quantized import QuantizedExperts, QuantizedLinear
 from scripts.tools import families
 from specdec_cli import LLM, SamplingParams, SpecDecWarning
 

@@ -5,7 +5,7 @@ import struct
 import pytest
 import torch
 
-from runtime.compiler.identity import _SUMMED_AT_ONCE, BitSums, _sum_of_bits
+from runtime.builder.identity import _SUMMED_AT_ONCE, BitSums, _sum_of_bits
 from scripts.tools import families
 
 FORMS = {torch.float32: "<i", torch.float64: "<q", torch.int8: "<b", torch.int64: "<q"}

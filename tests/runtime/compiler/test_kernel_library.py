@@ -18,9 +18,9 @@ import torch
 from sentences import Said
 from waiting import wait_until
 
-from runtime.bundle import read_engine_config
-from runtime.compiler import kernel_library
-from runtime.compiler.kernel_library import (
+from runtime.checkpoint.bundle import read_engine_config
+from runtime.kernels import library
+from runtime.kernels.library import (
     INSTRUCTION_SETS,
     MARK,
     InstructionSet,
@@ -34,7 +34,7 @@ from runtime.compiler.kernel_library import (
     run_at_once,
     write_kernels,
 )
-from runtime.errors import SpecDecError, SpecDecWarning
+from runtime.util.errors import SpecDecError, SpecDecWarning
 
 # Linux's names of what GNU's compiler says by macros: `__AVX512BW__` is avx512bw; these have other names.
 LINUX_NAMES = {
@@ -163,7 +163,7 @@ def test_a_wheel_for_another_torch_says_so_where_a_compiler_is_wanted(
 
 def test_a_library_that_is_cut_off_is_not_taken(kernels: Path, tmp_path: Path) -> None:
     """Its mark may stand in what is left of it, and to load it would end the process."""
-    whole, sources = kernels.read_bytes(), kernel_library._sources()
+    whole, sources = kernels.read_bytes(), library._sources()
     mark = f"{MARK}{sources}".encode()
     least = whole.index(mark) + len(mark)
     for num_bytes, is_taken in ((len(whole), True), (max(least, len(whole) // 2), False), (least, False)):
@@ -177,9 +177,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory, kernels: Path) -> Path:
     """The packages as a wheel installs them, with kernels for what every processor of this kind has."""
     root = tmp_path_factory.mktemp("installed")
     for package in ("specdec_cli", "commands", "runtime"):
-        source = Path(kernel_library.__file__).parents[2] / package
+        source = Path(library.__file__).parents[2] / package
         shutil.copytree(source, root / package, ignore=shutil.ignore_patterns("demo", "prebuilt"))
-    directory = root / "runtime" / "compiler" / "prebuilt"
+    directory = root / "runtime" / "kernels" / "prebuilt"
     directory.mkdir()
     shutil.copyfile(kernels, directory / library_name(platform.machine(), INSTRUCTION_SETS[platform.machine()][-1]))
     return root
@@ -253,7 +253,7 @@ def test_sums_are_fused_whatever_processor_the_compiler_tunes_for(processor: str
     """GNU's splits some loops' multiply-add for a Zen, and not the same sum where it is unrolled: bits would differ."""
     command = [
         *shlex.split(cxx_compiler()),
-        *kernel_library._FLAGS,
+        *library._FLAGS,
         f"-march={processor}",
         "-S",
         "-x",
@@ -311,7 +311,7 @@ def test_kernels_outlive_their_compiler(tmp_path: Path, monkeypatch: pytest.Monk
     check_kernels_can_be_made()
     write_kernels(tmp_path / "second.so")
     assert (tmp_path / "first.so").read_text() == (tmp_path / "second.so").read_text() == "made\n"
-    monkeypatch.setattr(kernel_library, "_sources", lambda: "other")
+    monkeypatch.setattr(library, "_sources", lambda: "other")
     for make in (check_kernels_can_be_made, lambda: write_kernels(tmp_path / "third.so")):
         with pytest.raises(SpecDecError) as raised:
             make()

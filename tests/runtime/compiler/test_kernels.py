@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from sentences import Said
 from torch import Tensor, nn
 
-from runtime.compiler.kernel_library import compile_kernels
-from runtime.compiler.kernels import describe_kernels, load_kernels
+from runtime.checkpoint.config import QuantConfig, QuantFormat
+from runtime.checkpoint.quant.quantize import quantize_weight
 from runtime.compiler.linears import use_kernels
-from runtime.compiler.quantized import QuantizedLinear
-from runtime.config import QuantConfig, QuantFormat
-from runtime.errors import SpecDecError
-from runtime.quantization.quantize import quantize_weight
+from runtime.kernels.library import compile_kernels
+from runtime.kernels.ops import describe_kernels, load_kernels
+from runtime.model.quantized import QuantizedLinear
+from runtime.util.errors import SpecDecError
 
 CHOOSING = str(Path(__file__).parents[1] / "test_sampling_kernels.py")
 
@@ -545,7 +545,7 @@ def test_every_thread_takes_numbers_close_to_0_for_0(kernels: Path) -> None:
     code = """
 import sys, torch
 from pathlib import Path
-from runtime.compiler.kernels import flush_denormals, load_kernels
+from runtime.kernels.ops import flush_denormals, load_kernels
 torch.set_num_threads(4)
 torch.ones(1 << 20).exp()  # begins the threads
 load_kernels(Path(sys.argv[1]))
@@ -682,7 +682,7 @@ def test_cached_kernels_of_another_processor_are_not_taken(
     """A home directory is shared by machines: each finds its own, and never what it may be unable to execute."""
     libraries = [compiled(tmp_path / "here.so"), compiled(tmp_path / "here.so")]
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr("runtime.compiler.kernel_library._processor_flags", lambda: ["avx2", "fma"])
+        elsewhere.setattr("runtime.kernels.library._processor_flags", lambda: ["avx2", "fma"])
         libraries += [compiled(tmp_path / "there.so"), compiled(tmp_path / "there.so")]
     assert [*libraries, compiled(tmp_path / "here.so")] == [1, 1, 2, 2, 1]
 

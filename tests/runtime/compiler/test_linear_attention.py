@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from tiny import make_model
 from torch import Tensor
 
-from runtime.compiler.kernels import load_kernels
-from runtime.compiler.mixers import place_states
-from runtime.compiler.recurrences import linear_attention, selective_scan
-from runtime.config import RecurrentShape, StateShape
-from runtime.states import CHUNK_SIZE, state_pools
+from runtime.checkpoint.config import RecurrentShape, StateShape
+from runtime.core.states import CHUNK_SIZE, state_pools
+from runtime.kernels.ops import load_kernels
+from runtime.model.mixers import place_states
+from runtime.model.recurrences import linear_attention, selective_scan
 
 NUM_SLOTS, NUM_BACK = 4, 32
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}

@@ -10,12 +10,12 @@ import pytest
 import torch
 from tiny import make_model
 
-from runtime.compiler.memory import zeros
+from runtime.kernels.memory import zeros
 
 # Each in a fork of a process that has imported torch.
 PROGRAM = """
 import ctypes, json, os, resource, sys, torch
-from runtime.compiler.memory import keep_freed_memory
+from runtime.kernels.memory import keep_freed_memory
 torch.set_num_threads(1)
 for what, environment in json.loads(sys.argv[1]):
     if os.fork() == 0:
@@ -59,9 +59,9 @@ def test_what_is_freed_is_kept_unless_the_environment_says_otherwise() -> None:
 BUILD = """
 import sys, torch
 from pathlib import Path
-from runtime.compiler.build import BuildEffort, build_engine
-from runtime.checkpoint import convert
-from runtime.config import BuildConfig
+from runtime.builder.build import BuildEffort, build_engine
+from runtime.builder.convert import convert
+from runtime.checkpoint.config import BuildConfig
 torch.set_num_threads(1)
 model_dir, work_dir = Path(sys.argv[1]), Path(sys.argv[2])
 def memory(kind):

@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 
 from runtime.compiler import programs
 from runtime.compiler.compilation import _quiet
-from runtime.compiler.kernels import load_kernels
 from runtime.compiler.programs import compile_programs
-from runtime.engine import Engine
-from runtime.request import Request
-from runtime.scheduler import generate
+from runtime.core.request import Request
+from runtime.engine.engine import Engine
+from runtime.kernels.ops import load_kernels
+from runtime.loop.scheduler import generate
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +141,7 @@ def test_what_is_damaged_is_compiled_again(cache: Path, pretended: list[int]) ->
     assert pretended == [1] * 4
 
 
-@pytest.mark.parametrize("of", ["torch.__version__", "runtime.compiler.kernel_library._sources"])
+@pytest.mark.parametrize("of", ["torch.__version__", "runtime.kernels.library._sources"])
 def test_what_another_version_compiled_is_not_taken(
     of: str, cache: Path, pretended: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +173,7 @@ def test_a_disk_that_is_full_leaves_no_half_of_a_program(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as full:
-        full.setattr("runtime.files._flush", fail)
+        full.setattr("runtime.util.files._flush", fail)
         assert compile_programs([graph(8)]) == [{programs.LIBRARY: b"1"}]
     assert entries(cache) == []
     compile_programs([graph(8)])

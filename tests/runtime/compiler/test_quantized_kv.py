@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.kv_cache import are_quantizable, dequantize_kv, largest_error, quantize_kv
+from runtime.core.kv_cache import are_quantizable, dequantize_kv, largest_error, quantize_kv
 
 
 def rows() -> Tensor:

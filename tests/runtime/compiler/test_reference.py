@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from runtime.compiler import reference
-from runtime.compiler.reference import WideProducts
+from runtime.builder import reference
+from runtime.builder.reference import WideProducts
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

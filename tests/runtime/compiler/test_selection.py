@@ -8,11 +8,11 @@ import torch
 from tiny import FAMILIES, make_model
 from torch.fx import GraphModule
 
-from runtime.batch import pack
-from runtime.compiler.attention import PAGED
 from runtime.compiler.capture import StepForm, by_export, example_pool, example_rows, example_states
-from runtime.compiler.model import Step, probe_config
 from runtime.compiler.selection import select_early
+from runtime.core.batch import pack
+from runtime.model.attention import PAGED
+from runtime.model.model import Step, probe_config
 
 BLOCK_SIZE = 16
 # Linear layers after the last attention, the output layer aside. Who folds tokens into another shape keeps them all.

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.compiler.kernels import load_kernels
-from runtime.compiler.recurrences import short_conv
+from runtime.kernels.ops import load_kernels
+from runtime.model.recurrences import short_conv
 
 NUM_SLOTS, CHANNELS = 5, 300  # more than one thread takes together, and no multiple of a vector
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}

@@ -12,7 +12,7 @@ from forked import Forks
 from torch import Tensor
 from waiting import HANG_S
 
-from runtime.compiler.kernels import load_kernels
+from runtime.kernels.ops import load_kernels
 
 THREADS = 3
 

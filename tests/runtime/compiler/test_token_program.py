@@ -16,8 +16,6 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from runtime.batch import pack
-from runtime.compiler.attention import KERNEL
 from runtime.compiler.capture import (
     Capture,
     StepForm,
@@ -28,11 +26,13 @@ from runtime.compiler.capture import (
     example_states,
 )
 from runtime.compiler.cutting import CutStep, cut_step, whole_step
-from runtime.compiler.experts import experts_by_kernel
-from runtime.compiler.kernels import describe_kernels, load_kernels
-from runtime.compiler.model import Step, probe_config
 from runtime.compiler.token_program import lower
 from runtime.compiler.vectors import CannotBeLowered
+from runtime.core.batch import pack
+from runtime.kernels.ops import describe_kernels, load_kernels
+from runtime.model.attention import KERNEL
+from runtime.model.experts import experts_by_kernel
+from runtime.model.model import Step, probe_config
 from scripts.tools.families import random_model, small_config
 
 BLOCK_SIZE = 16

@@ -10,9 +10,9 @@ import torch
 from sentences import Said
 from tiny import make_build
 
-from runtime.compiler.build import build_engine
+from runtime.builder.build import build_engine
 from runtime.compiler.torch_internals import PRIVATE, check_names
-from runtime.errors import SpecDecError
+from runtime.util.errors import SpecDecError
 
 RUNTIME = Path(__file__).parents[3] / "runtime"
 

@@ -15,10 +15,10 @@ from tiny import FAMILIES, MIXTURES, eager_logits, make_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from runtime.checkpoint import convert
-from runtime.compiler import weights as module
-from runtime.compiler.model import ModelKind, load_absent
-from runtime.compiler.weights import (
+from runtime.builder.convert import convert
+from runtime.model import weights as module
+from runtime.model.model import ModelKind, load_absent
+from runtime.model.weights import (
     Layout,
     absent_weights,
     is_absent,
@@ -30,7 +30,7 @@ from runtime.compiler.weights import (
     save_weights,
     write_weights,
 )
-from runtime.errors import SpecDecError
+from runtime.util.errors import SpecDecError
 
 
 @pytest.fixture

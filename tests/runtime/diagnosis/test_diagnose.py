@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from sentences import Said
 
-from runtime.config import MachineSpeed, StepCost
-from runtime.diagnosis import diagnose
-from runtime.diagnosis.diagnose import (
+from runtime.checkpoint.config import MachineSpeed, StepCost
+from runtime.core.stats import LoopTimes, StateStats
+from runtime.measure.diagnosis import diagnose
+from runtime.measure.diagnosis.diagnose import (
     CacheUse,
     DraftedStep,
     Drafting,
@@ -22,7 +23,6 @@ from runtime.diagnosis.diagnose import (
     Weights,
     judge,
 )
-from runtime.stats import LoopTimes, StateStats
 
 MS = 1e-3
 # 10 ms for one token, 1 ms more for each further one, whatever the context.

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.control_groups import cores, num_cores
-from runtime.diagnosis.observe import huge_pages, num_numa_nodes
+from runtime.measure.diagnosis.observe import huge_pages, num_numa_nodes
+from runtime.util.control_groups import cores, num_cores
 
 NUM_CORES = len(os.sched_getaffinity(0))
 

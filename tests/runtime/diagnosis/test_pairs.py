@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from runtime.diagnosis.observe import _rope_differences
+from runtime.measure.diagnosis.observe import _rope_differences
 
 DEFAULT = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 

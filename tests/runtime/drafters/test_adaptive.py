@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.adaptive import AdaptiveDrafter, IterationSeconds
 from runtime.drafters.suffix import SuffixLookup
-from runtime.request import Draft, Request, Sequence
-from runtime.trace_lines import Trace
-from runtime.tuning.replay import replay, replay_batches
+from runtime.measure.tuning.replay import replay, replay_batches
+from runtime.text.trace_lines import Trace
 
 TRACES = Path(__file__).parents[3].parent / "shared/data/spec_bench/vicuna_traces.jsonl"
 
@@ -185,7 +185,7 @@ def test_forgotten_request_leaves_nothing_of_its_own() -> None:
 @pytest.mark.skipif(not TRACES.exists(), reason="../shared/data/spec_bench is not here")
 def test_a_quarter_is_accepted_at_the_best_lengths_yield() -> None:
     """The issue's figure: at 97 % of the tokens per step of drafts of 10, at least 0.25 of what is sent is accepted."""
-    from runtime.traces import read_traces
+    from runtime.text.traces import read_traces
 
     traces = read_traces(TRACES, None)
     rates = {}

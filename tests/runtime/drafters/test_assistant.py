@@ -13,12 +13,12 @@ from test_eagle import DRAFT_LEN, GREEDY, SAMPLED, Recording, answer, drafter, e
 from tiny import make_model
 from transformers import PreTrainedModel
 
-from runtime.config import DraftOutput, QuantConfig
+from runtime.checkpoint.config import DraftOutput, QuantConfig
 from runtime.drafters.chain import BestOf, DraftingModel
+from runtime.drafters.heads.head_config import DraftOutputSettings, is_assistant, is_head, read_head
 from runtime.drafters.ngram import NgramLookup
-from runtime.engine import Engine, KVCacheConfig
-from runtime.errors import SpecDecError, UsageError
-from runtime.heads.head_config import DraftOutputSettings, is_assistant, is_head, read_head
+from runtime.engine.engine import Engine, KVCacheConfig
+from runtime.util.errors import SpecDecError, UsageError
 
 DENSE = {"enable_moe_block": False, "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None}
 KINDS = ["sliding_attention", "full_attention"]

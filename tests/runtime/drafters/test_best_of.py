@@ -10,8 +10,9 @@ from sentences import Said
 from tiny import VOCAB_SIZE, hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
-from runtime import orchestrator, scheduler
-from runtime.config import SelfDraft as SelfDraftConfig
+from runtime.checkpoint.config import SelfDraft as SelfDraftConfig
+from runtime.core.params import SamplingConfig
+from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import BestOf, DraftingModel, FirstOf
 from runtime.drafters.confidence_stop import ConfidenceStop
@@ -20,10 +21,9 @@ from runtime.drafters.draft_target import SelfDraft
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.opened import BoundedDrafter
 from runtime.drafters.protocol import Drafter
-from runtime.engine import Engine
-from runtime.errors import SpecDecError, UsageError
-from runtime.params import SamplingConfig
-from runtime.request import Draft, Request, Sequence
+from runtime.engine.engine import Engine
+from runtime.loop import orchestrator, scheduler
+from runtime.util.errors import SpecDecError, UsageError
 
 LOOPS: dict[str, Callable[..., Any]] = {"orchestrator": orchestrator.generate, "leader": scheduler.generate}
 NUM_NEW_TOKENS, DRAFT_LEN = 24, 6

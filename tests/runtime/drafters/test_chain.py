@@ -9,13 +9,13 @@ from sentences import Said
 from tiny import hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
-from runtime import orchestrator, scheduler
+from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.chain import FirstOf, LongestMatch
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.ngram import NgramLookup
-from runtime.engine import Engine
-from runtime.errors import SpecDecError, UsageError
-from runtime.request import Draft, Request, Sequence
+from runtime.engine.engine import Engine
+from runtime.loop import orchestrator, scheduler
+from runtime.util.errors import SpecDecError, UsageError
 
 
 class Recorder:

@@ -24,15 +24,15 @@ from tiny import make_model
 from torch import Tensor
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, PreTrainedModel
 
-from runtime.config import DraftOutput
+from runtime.checkpoint.config import DraftOutput
 from runtime.drafters.chain import BestOf, DraftingModel
 from runtime.drafters.confidence_stop import ConfidenceStop
-from runtime.drafters.factory import warn_of_short_blocks
+from runtime.drafters.heads.head_config import is_block, is_head, read_head
+from runtime.drafters.heads.head_model import PackedLinear, PackedQuantized
 from runtime.drafters.ngram import NgramLookup
-from runtime.engine import Engine, KVCacheConfig
-from runtime.errors import SpecDecError, SpecDecWarning
-from runtime.heads.head_config import is_block, is_head, read_head
-from runtime.heads.head_model import PackedLinear, PackedQuantized
+from runtime.engine.engine import Engine, KVCacheConfig
+from runtime.loop.opening import warn_of_short_blocks
+from runtime.util.errors import SpecDecError, SpecDecWarning
 
 STATES, SIZE = (1, 3, 5), 5
 

@@ -17,13 +17,13 @@ from tiny import VOCAB_SIZE, eager_logits, hf_greedy, make_model, repetitive_pro
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from runtime.core.params import SamplingConfig
+from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.protocol import Drafter
-from runtime.engine import Engine, KVCacheConfig
-from runtime.errors import SpecDecError
-from runtime.orchestrator import generate
-from runtime.params import SamplingConfig
-from runtime.request import Draft, Request, Sequence
+from runtime.engine.engine import Engine, KVCacheConfig
+from runtime.loop.orchestrator import generate
+from runtime.util.errors import SpecDecError
 
 # float32 against float32: the logits are of the order of 10, and sums are taken in another order.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}

@@ -10,12 +10,12 @@ from tiny import hf_greedy
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from runtime.core.params import SamplingConfig
+from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.protocol import check_drafts
-from runtime.engine import Engine
-from runtime.errors import SpecDecError
-from runtime.orchestrator import generate
-from runtime.params import SamplingConfig
-from runtime.request import Draft, Request, Sequence
+from runtime.engine.engine import Engine
+from runtime.loop.orchestrator import generate
+from runtime.util.errors import SpecDecError
 
 VOCAB_SIZE = 6
 GOOD = Draft([1, 5])

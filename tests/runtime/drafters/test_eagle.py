@@ -18,19 +18,19 @@ from tiny import hf_greedy, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from runtime import orchestrator, scheduler
-from runtime.batch import Row
-from runtime.config import DraftOutput, QuantConfig
+from runtime.checkpoint.config import DraftOutput, QuantConfig
+from runtime.checkpoint.quant.weight import take_quantized
+from runtime.core.batch import Row
+from runtime.core.params import SamplingConfig
+from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.chain import BestOf, DraftingModel
 from runtime.drafters.head_draft import HeadDraft, open_head
+from runtime.drafters.heads.head_config import is_head, read_head
 from runtime.drafters.ngram import NgramLookup
-from runtime.engine import Engine, KVCacheConfig
-from runtime.errors import SpecDecError
-from runtime.heads.head_config import is_head, read_head
-from runtime.params import SamplingConfig
-from runtime.quantization.weight import take_quantized
-from runtime.request import Draft, Request, Sequence
-from runtime.scheduler import Scheduler
+from runtime.engine.engine import Engine, KVCacheConfig
+from runtime.loop import orchestrator, scheduler
+from runtime.loop.scheduler import Scheduler
+from runtime.util.errors import SpecDecError
 
 LOOPS: dict[str, Callable[..., Any]] = {"orchestrator": orchestrator.generate, "leader": scheduler.generate}
 ON_LOOPS = pytest.mark.parametrize("loop", LOOPS)
@@ -496,8 +496,8 @@ from pathlib import Path
 import torch
 from runtime.compiler.capture import by_trace
 from runtime.drafters.head_draft import open_head
-from runtime.engine import Engine
-from runtime.heads.head_config import read_head
+from runtime.engine.engine import Engine
+from runtime.drafters.heads.head_config import read_head
 
 def used() -> int:
     gc.collect()

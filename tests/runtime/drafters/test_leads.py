@@ -1,8 +1,8 @@
 """A lookup that adds nothing to another rests; where each is right in its own places both go on."""
 
+from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.acceptance_stats import LOOK_INTERVAL
 from runtime.drafters.chain import BestOf
-from runtime.request import Draft, Request, Sequence
 
 PROBE = LOOK_INTERVAL
 """A request that is looked at by those that rest too."""

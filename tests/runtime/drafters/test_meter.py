@@ -6,11 +6,11 @@ from math import ceil
 import numpy as np
 import pytest
 
+from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.meter import Meter
-from runtime.request import Draft, Request, Sequence
-from runtime.trace_lines import Trace
-from runtime.tuning.replay import replay
+from runtime.measure.tuning.replay import replay
+from runtime.text.trace_lines import Trace
 
 
 class Watch:

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
-from runtime.config import DraftOutput
-from runtime.engine import Engine
-from runtime.errors import SpecDecError, SpecDecWarning
-from runtime.heads.head_config import has_mtp_head, is_head, read_head
-from runtime.heads.mtp_head import check_mtp_is_of, check_mtp_is_trained, layers_of_mtp, load_mtp
+from runtime.checkpoint.config import DraftOutput
+from runtime.drafters.heads.head_config import has_mtp_head, is_head, read_head
+from runtime.drafters.heads.mtp_head import check_mtp_is_of, check_mtp_is_trained, layers_of_mtp, load_mtp
+from runtime.engine.engine import Engine
 from runtime.training.new_head import write_mtp
 from runtime.training.unrolled import Rows, Schedule, Trainer, accepted_lengths, have_unrolled_attention
+from runtime.util.errors import SpecDecError, SpecDecWarning
 
 OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 OF_MIMO = ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from runtime.config import StepCost
-from runtime.costs import CostModel
+from runtime.checkpoint.config import StepCost
+from runtime.checkpoint.costs import CostModel
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import BestOf
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.suffix import SuffixLookup
-from runtime.trace_lines import Trace
-from runtime.tuning.replay import replay_batches
-from runtime.tuning.search import step_s
+from runtime.measure.tuning.replay import replay_batches
+from runtime.measure.tuning.search import step_s
+from runtime.text.trace_lines import Trace
 
 DATA = Path(__file__).parents[2] / "data"
 PRICES = json.loads((DATA / "step_prices.json").read_text())

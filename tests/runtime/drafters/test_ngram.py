@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from sentences import Said
 from strength import examples
 
+from runtime.core.request import Request, Sequence
 from runtime.drafters.lookup import MAX_OCCURRENCES
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.spec import NgramRanking
-from runtime.errors import UsageError
-from runtime.request import Request, Sequence
+from runtime.util.errors import UsageError
 
 RANKINGS: list[NgramRanking] = ["oldest", "leftmost", "recent", "frequent"]
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from sentences import Said
 from strength import examples
 
+from runtime.core.request import Request, Sequence
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.suffix import SuffixLookup
-from runtime.errors import UsageError
-from runtime.request import Request, Sequence
+from runtime.util.errors import UsageError
 
 Text = tuple[list[int], list[int]]
 """Prompt and output."""

@@ -3,8 +3,8 @@
 import random
 from itertools import pairwise
 
+from runtime.core.request import Draft, Request, Sequence, VerifyResult
 from runtime.drafters.prediction import CopiedTexts, PredictionLookup
-from runtime.request import Draft, Request, Sequence, VerifyResult
 
 PROMPT = (1, 2, 3)
 END = 0

@@ -13,13 +13,13 @@ from tiny import hf_greedy, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from runtime import orchestrator, scheduler
-from runtime.config import DraftOutput
-from runtime.config import SelfDraft as SelfDraftConfig
+from runtime.checkpoint.config import DraftOutput
+from runtime.checkpoint.config import SelfDraft as SelfDraftConfig
+from runtime.core.params import SamplingConfig
+from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.draft_target import SelfDraft
-from runtime.engine import Engine, KVCacheConfig
-from runtime.params import SamplingConfig
-from runtime.request import Draft, Request, Sequence
+from runtime.engine.engine import Engine, KVCacheConfig
+from runtime.loop import orchestrator, scheduler
 
 LOOPS: dict[str, Callable[..., Any]] = {"orchestrator": orchestrator.generate, "leader": scheduler.generate}
 NUM_NEW_TOKENS = 24
@@ -281,9 +281,9 @@ def test_a_copy_of_nan_changes_nothing(poisoned: str, loop: str, uncompiled: Eng
 
 @pytest.mark.parametrize("uncompiled", ["int4", "int8"], indirect=True)
 def test_copys_weights_are_quantized_as_a_conversion_quantizes_them(uncompiled: Engine, model: PreTrainedModel) -> None:
-    from runtime.compiler.quantized import QuantizedLinear
-    from runtime.config import QuantConfig
-    from runtime.quantization.quantize import quantize_weight
+    from runtime.checkpoint.config import QuantConfig
+    from runtime.checkpoint.quant.quantize import quantize_weight
+    from runtime.model.quantized import QuantizedLinear
 
     copied: Any = uncompiled._copy_step
     self_draft = uncompiled.config.build_config.self_draft

@@ -10,11 +10,11 @@ from occurrences import followers, longest_match, most_frequent
 from sentences import Said
 from strength import examples
 
+from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.lookup import MAX_OCCURRENCES
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.suffix import SuffixLookup
-from runtime.errors import UsageError
-from runtime.request import Draft, Request, Sequence
+from runtime.util.errors import UsageError
 
 PUBLIC_MARGIN = 2
 LONGEST_MATCH = 31

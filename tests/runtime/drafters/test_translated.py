@@ -16,13 +16,13 @@ from tiny import make_model
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
+from runtime.checkpoint.resolve import resolve_model
+from runtime.core.params import SamplingParams
+from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.specs import DraftTargetDrafter
 from runtime.drafters.translated import TranslatedDraftModel
-from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.llm import LLM
-from runtime.models import resolve_model
-from runtime.params import SamplingParams
-from runtime.request import Draft, Request, Sequence
+from runtime.util.errors import SpecDecError, SpecDecWarning
 
 TEXT = "the dog ate a bad dog. 🙂 be the dog,\n  the good  dog é€ ate; the dogdog the hot bead\nabba"
 TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {"bytes": byte_level, "SentencePiece": byte_fallback}

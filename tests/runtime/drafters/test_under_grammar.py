@@ -16,14 +16,14 @@ from strength import draws
 from tiny import make_model
 from transformers import PreTrainedTokenizerFast
 
-from runtime.config import SelfDraft
+from runtime.checkpoint.config import SelfDraft
+from runtime.core.grammar import Grammars
+from runtime.core.params import Grammar, SamplingConfig
+from runtime.core.request import Draft, Request
+from runtime.core.request import Sequence as RequestSequence
+from runtime.core.verify import verify
 from runtime.drafters.under_grammar import UnderGrammar
-from runtime.evaluation.chi_squared import chi_squared_of, detectable_total_variation, p_value_of
-from runtime.grammar import Grammars
-from runtime.params import Grammar, SamplingConfig
-from runtime.request import Draft, Request
-from runtime.request import Sequence as RequestSequence
-from runtime.verify import verify
+from runtime.loop.lossless.chi_squared import chi_squared_of, detectable_total_variation, p_value_of
 from specdec_cli import (
     LLM,
     ChainDrafter,

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from runtime.evaluation.significance import (
+from runtime.measure.evaluation.significance import (
     Interval,
     _rank_sum_distribution,
     _signed_rank_distribution,
@@ -97,8 +97,8 @@ def test_large_samples_have_the_exact_interval_nearly(monkeypatch: pytest.Monkey
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=60), rng.normal(0.3, 1.0, size=60)
     exact = [paired_shift(a, b), unpaired_shift(a, b)]
-    monkeypatch.setattr("runtime.evaluation.significance._MAX_EXACT_PAIRS", 0)
-    monkeypatch.setattr("runtime.evaluation.significance._MAX_EXACT_PRODUCT", 0)
+    monkeypatch.setattr("runtime.measure.evaluation.significance._MAX_EXACT_PAIRS", 0)
+    monkeypatch.setattr("runtime.measure.evaluation.significance._MAX_EXACT_PRODUCT", 0)
     for one, other in zip(exact, [paired_shift(a, b), unpaired_shift(a, b)], strict=True):
         assert one is not None and other is not None
         assert (one.low, one.high) == pytest.approx((other.low, other.high), abs=0.02)

@@ -10,15 +10,15 @@ import torch
 from tiny import make_build
 from torch import Tensor
 
-from runtime.checkpoint import convert
-from runtime.compiler.attention import KERNEL, PAGED
-from runtime.compiler.load import current_environment
-from runtime.compiler.model import ModelKind, Step, load_model, probe_config, split_config
-from runtime.compiler.pretrained import parse_pretrained_config
-from runtime.config import EngineConfig, LogitsCheck
-from runtime.engine import Engine, KVCacheConfig
-from runtime.kv_cache import KVPool
-from runtime.parallel.groups import RankGroup, Rendezvous, Way, join, join_by_number
+from runtime.builder.convert import convert
+from runtime.checkpoint.config import EngineConfig, LogitsCheck
+from runtime.core.kv_cache import KVPool
+from runtime.engine.engine import Engine, KVCacheConfig
+from runtime.engine.load import current_environment
+from runtime.kernels.groups import RankGroup, Rendezvous, Way, join, join_by_number
+from runtime.model.attention import KERNEL, PAGED
+from runtime.model.model import ModelKind, Step, load_model, probe_config, split_config
+from runtime.model.pretrained import parse_pretrained_config
 
 Done = TypeVar("Done")
 CPU = torch.device("cpu")

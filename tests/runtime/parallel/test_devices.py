@@ -4,10 +4,10 @@ import os
 
 import pytest
 
-from runtime.parallel.devices import check_device_ids, cores_of, equal_shares
-from runtime.parallel.ranks import Place
+from runtime.engine.devices import check_device_ids, cores_of, equal_shares
+from runtime.engine.ranks import Place
 
-pytestmark = pytest.mark.filterwarnings("ignore::runtime.errors.SpecDecWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::runtime.util.errors.SpecDecWarning")
 
 
 def test_cores_are_shared_out_equally() -> None:

@@ -10,11 +10,11 @@ from ranks_as_threads import together
 from torch import Tensor
 from waiting import HANG_S
 
-from runtime.compiler.kernels import load_kernels
-from runtime.config import Compiler
-from runtime.parallel.groups import _WAITS, Rendezvous, Way, join, way_of
-from runtime.parallel.operations import all_reduce, gather_columns, own_columns, own_embeddings
-from runtime.parallel.ranks import rank_devices
+from runtime.checkpoint.config import Compiler
+from runtime.engine.ranks import rank_devices
+from runtime.kernels.collectives import all_reduce, gather_columns, own_columns, own_embeddings
+from runtime.kernels.groups import _WAITS, Rendezvous, Way, join, way_of
+from runtime.kernels.ops import load_kernels
 
 WAYS: tuple[Way, ...] = ("shared", "gloo")
 

@@ -11,8 +11,8 @@ import pytest
 from sentences import Said
 from waiting import wait_until
 
-from runtime.errors import SpecDecError
-from runtime.parallel.processes import do_at_once
+from runtime.util.errors import SpecDecError
+from runtime.util.processes import do_at_once
 
 ROOT = Path(__file__).parents[3]
 
@@ -36,7 +36,7 @@ def test_a_process_that_ends_is_an_error(said: Said) -> None:
 def test_none_outlives_who_asks(tmp_path: Path) -> None:
     script = tmp_path / "asks.py"
     script.write_text(
-        "import time\nfrom runtime.parallel.processes import do_at_once\n"
+        "import time\nfrom runtime.util.processes import do_at_once\n"
         "if __name__ == '__main__':\n    do_at_once(time.sleep, [600, 600], 2)\n"
     )
     with subprocess.Popen([sys.executable, script], env=os.environ | {"PYTHONPATH": str(ROOT)}) as asking:

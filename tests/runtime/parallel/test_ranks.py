@@ -21,30 +21,30 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from waiting import HANG_S, wait_until
 
-from runtime.batch import Batch, Row, pack
-from runtime.checkpoint import convert
-from runtime.compiler.attention import KERNEL, PAGED
-from runtime.compiler.kernels import load_kernels
-from runtime.compiler.model import ModelKind, Step, load_model, probe_config, split_config
-from runtime.compiler.pretrained import parse_pretrained_config
+from runtime.builder.convert import convert
+from runtime.core.batch import Batch, Row, pack
+from runtime.core.kv_cache import KVPool
+from runtime.core.params import SamplingParams
 from runtime.drafters.specs import DraftTargetDrafter, NgramDrafter
-from runtime.engine import Engine
-from runtime.errors import SpecDecError, UsageError
-from runtime.kv_cache import KVPool
+from runtime.engine.devices import cores_of
+from runtime.engine.engine import Engine
+from runtime.kernels.groups import Way
+from runtime.kernels.ops import load_kernels
 from runtime.llm import LLM
-from runtime.parallel import processes
-from runtime.parallel.devices import cores_of
-from runtime.parallel.groups import Way
-from runtime.params import SamplingParams
-from runtime.serving.loop import ServingLoop
-from runtime.session import Session
+from runtime.loop.serving import ServingLoop
+from runtime.loop.session import Session
+from runtime.model.attention import KERNEL, PAGED
+from runtime.model.model import ModelKind, Step, load_model, probe_config, split_config
+from runtime.model.pretrained import parse_pretrained_config
+from runtime.util import processes
+from runtime.util.errors import SpecDecError, UsageError
 
 ROOT = Path(__file__).parents[3]
 PROMPTS = [repetitive_prompt(seed, length) for seed, length in ((1, 30), (2, 60), (3, 7))]
 GREEDY = SamplingParams(temperature=0, max_tokens=30)
 CPU = torch.device("cpu")
 SPLIT = [family for family in FAMILIES if family not in ("gpt2", "opt", "lfm2", "qwen3.5")]
-pytestmark = pytest.mark.filterwarnings("ignore::runtime.errors.SpecDecWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::runtime.util.errors.SpecDecWarning")
 
 
 def pids_of(llm: LLM) -> list[int]:
@@ -279,7 +279,7 @@ import signal, sys, warnings
 warnings.simplefilter("ignore")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell begins in the background ignores it
 from runtime.llm import LLM
-from runtime.params import SamplingParams
+from runtime.core.params import SamplingParams
 from pathlib import Path
 with LLM(Path(sys.argv[1])) as llm:
     print(*llm.engine.ranks.pids, flush=True)

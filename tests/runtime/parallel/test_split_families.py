@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from ranks_as_threads import split_engine
 
+from runtime.core.request import Request
 from runtime.drafters.ngram import NgramLookup
-from runtime.engine import Engine
-from runtime.request import Request
-from runtime.scheduler import generate
+from runtime.engine.engine import Engine
+from runtime.loop.scheduler import generate
 from scripts.tools import families
 
 SPLIT = [
@@ -39,7 +39,7 @@ def outputs(engine: Engine, *, ngram: bool) -> list[list[int]]:
 ALWAYS = {("deepseek_v3", 2), ("qwen3_next", 2)}
 
 
-@pytest.mark.filterwarnings("ignore::runtime.errors.SpecDecWarning")
+@pytest.mark.filterwarnings("ignore::runtime.util.errors.SpecDecWarning")
 @pytest.mark.parametrize(
     ("family", "tp_size"),
     [

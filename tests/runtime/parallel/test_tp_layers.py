@@ -12,12 +12,12 @@ from test_split_families import SPLIT
 from tiny import FAMILIES, make_config, make_model
 from torch import Tensor
 
-from runtime.checkpoint import convert
-from runtime.checkpoint_dir import open_checkpoint
-from runtime.compiler.model import probe_config, split_config
-from runtime.compiler.pretrained import parse_language_model
-from runtime.config import Mapping, QuantConfig
-from runtime.errors import SpecDecError, SpecDecWarning
+from runtime.builder.convert import convert
+from runtime.checkpoint.checkpoint_dir import open_checkpoint
+from runtime.checkpoint.config import Mapping, QuantConfig
+from runtime.model.model import probe_config, split_config
+from runtime.model.pretrained import parse_language_model
+from runtime.util.errors import SpecDecError, SpecDecWarning
 from scripts.tools import families
 
 REFUSED = {
@@ -63,7 +63,7 @@ def put_together(name: str, whole: Tensor, pieces: list[Tensor]) -> bool:
     return False
 
 
-@pytest.mark.filterwarnings("ignore::runtime.errors.SpecDecWarning")
+@pytest.mark.filterwarnings("ignore::runtime.util.errors.SpecDecWarning")
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("tp_size", [2, 4])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in {*REFUSED, *AS_IT_MAY_BE}])

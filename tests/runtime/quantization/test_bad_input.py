@@ -29,12 +29,12 @@ from sentences import Said
 from tiny import make_model
 from torch import Tensor
 
-from runtime.artefacts import check_directory, check_model_file
-from runtime.checkpoint import convert
-from runtime.config import QuantConfig
-from runtime.errors import SpecDecError
-from runtime.models import resolve_model
-from runtime.tensor_file import read_metadata
+from runtime.builder.artefacts import check_directory, check_model_file
+from runtime.builder.convert import convert
+from runtime.checkpoint.config import QuantConfig
+from runtime.checkpoint.resolve import resolve_model
+from runtime.util.errors import SpecDecError
+from runtime.util.tensor_file import read_metadata
 
 Q_PROJ, DOWN_PROJ = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}

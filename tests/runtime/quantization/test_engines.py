@@ -27,22 +27,22 @@ from tiny import VOCAB_SIZE, eager_logits, hf_greedy, make_build, make_model, re
 from torch import nn
 from transformers import PreTrainedModel
 
-from runtime.checkpoint import convert
-from runtime.compiler.build import BuildEffort, build_engine
-from runtime.compiler.kernels import load_kernels
-from runtime.compiler.model import ModelKind, load_model
-from runtime.compiler.pretrained import parse_pretrained_config
-from runtime.compiler.quality import measure_quality, quality_text
-from runtime.compiler.quantized import QuantizedLinear
-from runtime.config import Activations, CheckpointConfig, EngineConfig, QuantConfig
+from runtime.builder.build import BuildEffort, build_engine
+from runtime.builder.convert import convert
+from runtime.builder.quality import measure_quality, quality_text
+from runtime.checkpoint.config import Activations, CheckpointConfig, EngineConfig, QuantConfig
+from runtime.checkpoint.gguf.blocks import read_blocks
+from runtime.checkpoint.gguf.reader import TYPES
+from runtime.checkpoint.quant.weight import QuantizedWeight, from_integers, take_quantized
+from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.ngram import NgramLookup
-from runtime.engine import Engine
-from runtime.errors import SpecDecError, SpecDecWarning
-from runtime.gguf import TYPES
-from runtime.orchestrator import generate
-from runtime.quantization.gguf_blocks import read_blocks
-from runtime.quantization.weight import QuantizedWeight, from_integers, take_quantized
-from runtime.request import Draft, Request, Sequence
+from runtime.engine.engine import Engine
+from runtime.kernels.ops import load_kernels
+from runtime.loop.orchestrator import generate
+from runtime.model.model import ModelKind, load_model
+from runtime.model.pretrained import parse_pretrained_config
+from runtime.model.quantized import QuantizedLinear
+from runtime.util.errors import SpecDecError, SpecDecWarning
 
 CPU = torch.device("cpu")
 
@@ -487,7 +487,7 @@ def test_quality_is_what_the_probabilities_say(quantized_dirs: dict[str, Path], 
 
 
 def test_text_to_compare_on_needs_an_unquantized_model(llama_checkpoint_dir: Path, tmp_path: Path, said: Said) -> None:
-    from runtime.checkpoint_dir import open_checkpoint
+    from runtime.checkpoint.checkpoint_dir import open_checkpoint
 
     (tmp_path / "text").write_text(TEXT)
     checkpoint = open_checkpoint(llama_checkpoint_dir)

@@ -32,14 +32,14 @@ from tiny import VOCAB_SIZE, hf_greedy, make_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from runtime.checkpoint import convert
-from runtime.compiler.causal_heads import has_causal_class
-from runtime.config import CheckpointConfig, QuantConfig
-from runtime.errors import SpecDecError, SpecDecWarning
-from runtime.gguf_config import config_of
-from runtime.models import resolve_model
-from runtime.quantization.weight import take_quantized
-from runtime.text import load_tokenizer
+from runtime.builder.convert import convert
+from runtime.checkpoint.config import CheckpointConfig, QuantConfig
+from runtime.checkpoint.gguf.config import config_of
+from runtime.checkpoint.quant.weight import take_quantized
+from runtime.checkpoint.resolve import resolve_model
+from runtime.model.causal_heads import has_causal_class
+from runtime.text.text import load_tokenizer
+from runtime.util.errors import SpecDecError, SpecDecWarning
 from scripts.tools import families
 from specdec_cli import LLM, NgramDrafter, SamplingParams
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from runtime.checkpoint import convert
-from runtime.compiler.kernels import load_kernels
-from runtime.compiler.quantized import QuantizedLinear
-from runtime.config import Activations, QuantConfig
-from runtime.errors import SpecDecError
-from runtime.quantization.mxfp4 import codes_of, dequantize
-from runtime.quantization.weight import from_integers, take_quantized
+from runtime.builder.convert import convert
+from runtime.checkpoint.config import Activations, QuantConfig
+from runtime.checkpoint.quant.mxfp4 import codes_of, dequantize
+from runtime.checkpoint.quant.weight import from_integers, take_quantized
+from runtime.kernels.ops import load_kernels
+from runtime.model.quantized import QuantizedLinear
+from runtime.util.errors import SpecDecError
 from specdec_cli import LLM, SamplingParams
 
 EXPERTS = "model.layers.1.mlp.experts.gate_up_proj"

@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from runtime.checkpoint import convert
-from runtime.compiler.read_model import open_source
-from runtime.config import CheckpointConfig, QuantConfig, QuantFormat
-from runtime.errors import SpecDecError
-from runtime.quantization.planning import Losses, _are_finite, plan_pieces
-from runtime.quantization.quantize import group_size_for, quantize_weight
-from runtime.quantization.weight import QuantizedWeight, from_integers, take_quantized
+from runtime.builder.convert import convert
+from runtime.checkpoint.config import CheckpointConfig, QuantConfig, QuantFormat
+from runtime.checkpoint.quant.planning import Losses, _are_finite, plan_pieces
+from runtime.checkpoint.quant.quantize import group_size_for, quantize_weight
+from runtime.checkpoint.quant.weight import QuantizedWeight, from_integers, take_quantized
+from runtime.model.read_model import open_source
+from runtime.util.errors import SpecDecError
 
 
 def run_convert(model_dir: Path, output_dir: Path, precision: QuantConfig) -> CheckpointConfig:
@@ -213,8 +213,8 @@ def test_weights_that_are_no_numbers_are_not_quantized(tmp_path: Path, said: Sai
 PEAK_MEMORY = """
 import sys
 from pathlib import Path
-from runtime.checkpoint import convert
-from runtime.config import QuantConfig
+from runtime.builder.convert import convert
+from runtime.checkpoint.config import QuantConfig
 
 def peak_bytes():
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024

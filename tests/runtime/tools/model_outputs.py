@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from runtime.tools.call_formats import Tool
-from runtime.tools.parser import OutputForm, OutputParser, Said, joined
+from runtime.text.call_formats import Tool
+from runtime.text.parser import OutputForm, OutputParser, Said, joined
 
 WEATHER = Tool(
     "get_weather",

@@ -11,12 +11,12 @@ from model_outputs import NOW, OUTPUTS, TOOLS, WEATHER, WRITTEN, said_of
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from runtime.grammar import Grammars
-from runtime.params import Grammar
-from runtime.text import TextStream
-from runtime.tools.call_formats import REASONING_FORMATS, TOOL_FORMATS, Tool, named_tool_format
-from runtime.tools.call_grammar import Calls, SpecialIds, call_grammar, schema_of
-from runtime.tools.parser import OutputForm, Said, tags_of
+from runtime.core.grammar import Grammars
+from runtime.core.params import Grammar
+from runtime.text.call_formats import REASONING_FORMATS, TOOL_FORMATS, Tool, named_tool_format
+from runtime.text.call_grammar import Calls, SpecialIds, call_grammar, schema_of
+from runtime.text.parser import OutputForm, Said, tags_of
+from runtime.text.text import TextStream
 
 THINK = REASONING_FORMATS[0]
 NAMES = [one.name for one in TOOL_FORMATS]

@@ -5,10 +5,10 @@ import random
 import pytest
 from model_outputs import NOW, OUTPUTS, SPECIAL, TOOLS, Parts, said_of
 
-from runtime.errors import SpecDecError, UsageError
-from runtime.tools.call_formats import REASONING_FORMATS, find_tool_format, named_tool_format
-from runtime.tools.parser import OutputForm, OutputParser, Said, SpecialTokens, joined
-from runtime.tools.response_template import TemplateParser
+from runtime.text.call_formats import REASONING_FORMATS, find_tool_format, named_tool_format
+from runtime.text.parser import OutputForm, OutputParser, Said, SpecialTokens, joined
+from runtime.text.response_template import TemplateParser
+from runtime.util.errors import SpecDecError, UsageError
 
 
 def form_of(name: str, tools: tuple[object, ...] = TOOLS) -> OutputForm:

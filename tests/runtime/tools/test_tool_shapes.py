@@ -11,8 +11,8 @@ import pytest
 from model_outputs import said_of
 from test_tool_parser import form_of
 
-from runtime.tools.call_formats import Tool
-from runtime.tools.parser import OutputParser, Said, joined
+from runtime.text.call_formats import Tool
+from runtime.text.parser import OutputParser, Said, joined
 
 Calls = list[tuple[str, dict[str, Any]]]
 TOKYO: Calls = [("get_weather", {"city": "Tokyo"})]

@@ -14,15 +14,14 @@ from tiny import hf_greedy, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from runtime import scheduler
+from runtime.core.request import Request
 from runtime.drafters.head_draft import HeadDraft, open_head
-from runtime.engine import Engine, KVCacheConfig
-from runtime.errors import SpecDecError
-from runtime.heads.draft_vocab import choose_vocabulary
-from runtime.heads.head_config import read_head
-from runtime.heads.head_model import EagleHead, load_head
-from runtime.request import Request
-from runtime.trace_lines import Trace
+from runtime.drafters.heads.head_config import read_head
+from runtime.drafters.heads.head_model import EagleHead, load_head
+from runtime.engine.draft_vocab import choose_vocabulary
+from runtime.engine.engine import Engine, KVCacheConfig
+from runtime.loop import scheduler
+from runtime.text.trace_lines import Trace
 from runtime.training.new_head import drafted_ids, tensors_of, with_vocabulary, write_head
 from runtime.training.traced_states import StatesFile, likeliest, record_type
 from runtime.training.training_run import Target, Texts, TrainingRun, TrainingSettings, split_traces
@@ -36,6 +35,7 @@ from runtime.training.unrolled import (
     losses_of,
     steps_of,
 )
+from runtime.util.errors import SpecDecError
 
 STATES, NUM_STEPS, LENGTH = (1, 3, 5), 3, 14
 FORMS: dict[str, dict[str, Any]] = {

@@ -3,15 +3,15 @@
 import pytest
 from tiny import repetitive_prompt
 
-from runtime.config import StepCost
-from runtime.costs import CostModel
+from runtime.checkpoint.config import StepCost
+from runtime.checkpoint.costs import CostModel
+from runtime.core.request import Draft, Sequence
+from runtime.core.stats import sum_stats
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
-from runtime.request import Draft, Sequence
-from runtime.stats import sum_stats
-from runtime.trace_lines import Trace
-from runtime.tuning.replay import ReplayedBatches, ReplayedStep, replay, replay_batches
-from runtime.tuning.search import LoopSeconds, predict, step_s
+from runtime.measure.tuning.replay import ReplayedBatches, ReplayedStep, replay, replay_batches
+from runtime.measure.tuning.search import LoopSeconds, predict, step_s
+from runtime.text.trace_lines import Trace
 
 MS = 1e-3
 # Batches of 1 and 2: 10 and 16 ms, 1 ms more for each further token of a row, 2 ms more after 100 tokens of context.

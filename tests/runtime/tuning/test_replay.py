@@ -14,15 +14,15 @@ from tiny import hf_greedy, repetitive_prompt
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from runtime import orchestrator, scheduler
+from runtime.core.request import Draft, Request, Sequence
+from runtime.core.stats import RequestStats, sum_stats
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.suffix import SuffixLookup
-from runtime.engine import Engine
-from runtime.errors import SpecDecError
-from runtime.request import Draft, Request, Sequence
-from runtime.stats import RequestStats, sum_stats
-from runtime.trace_lines import Trace
-from runtime.tuning.replay import replay
+from runtime.engine.engine import Engine
+from runtime.loop import orchestrator, scheduler
+from runtime.measure.tuning.replay import replay
+from runtime.text.trace_lines import Trace
+from runtime.util.errors import SpecDecError
 from scripts.bench import drafters as bench_drafters
 from scripts.bench import recorded as bench_recorded
 from scripts.bench.drafters import read_traces

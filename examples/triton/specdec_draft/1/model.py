@@ -9,7 +9,7 @@ import json
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from runtime.orchestrator import step_once
+from runtime.loop.orchestrator import step_once
 from specdec_cli import LLM, SamplingParams
 
 

@@ -1,0 +1,565 @@
+"""Make an engine directory from a checkpoint: load, compile, compare with transformers, write.
+
+The compiled step is opened again and compared before anything is written, so an engine that exists gave the same
+logits as transformers' own eager attention on the machine that built it.
+"""
+
+import dataclasses
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from runtime.builder.compare_logits import (
+    TOLERANCE_OF_8_BITS,
+    Computed,
+    check_logits,
+    compute,
+    is_batch_invariant,
+    sample_for,
+)
+from runtime.builder.convert import check_side_files, copy_side_files
+from runtime.builder.identity import BitSums
+from runtime.checkpoint.bundle import COPY_DIR, DRAFT_VOCAB, LIBRARY, uses_kernels, weights_files
+from runtime.checkpoint.checkpoint_dir import OpenedCheckpoint, check_hidden_states, check_self_draft, open_checkpoint
+from runtime.checkpoint.checksums import config_digest, record_files
+from runtime.checkpoint.config import (
+    Arithmetic,
+    BuildConfig,
+    CheckpointConfig,
+    EngineConfig,
+    LayersActivations,
+    LogitsCheck,
+    StepShape,
+    as_json,
+)
+from runtime.compiler.compilation import (
+    CACHE,
+    PACKAGE,
+    CompiledStep,
+    PackagedStep,
+    StepFunction,
+    compile_aot,
+    raise_interrupt,
+)
+from runtime.compiler.quantized_copy import DRAFT_ACTIVATIONS, copy_of, output_weight, quantize_layers, write_layers
+from runtime.compiler.torch_internals import check_torch
+from runtime.core.kv_cache import bytes_per_block, kv_dtype
+from runtime.drafters.heads.head_config import HeadConfig
+from runtime.drafters.heads.head_model import Head, load_head
+from runtime.drafters.heads.head_output import write_quantized, write_target_output
+from runtime.engine.engine import Engine
+from runtime.engine.load import current_environment, leave_step, open_copy
+from runtime.engine.ranks import RankedModel, RankedStep, open_ranks
+from runtime.kernels.library import no_compiler, says_no_compiler, write_kernels
+from runtime.kernels.memory import keep_freed_memory, trim, what_is_there_stays
+from runtime.kernels.ops import describe_kernels, fastest_arithmetic, flush_denormals, load_kernels
+from runtime.loop.step_costs import cache_for_measuring, costs_at_build
+from runtime.model.attention import KERNEL, PAGED
+from runtime.model.model import ModelKind, Step, load_absent, load_whole_model, probe_config, split_config
+from runtime.model.pretrained import num_positions, parse_pretrained_config, why_positions_end
+from runtime.model.quantized import pack_layers
+from runtime.model.tp_layers import Splitting
+from runtime.model.weights import present, written_meanwhile
+from runtime.text.text import cache_tokenizer
+from runtime.util.errors import SpecDecError, SpecDecWarning
+from runtime.util.files import check_output_directory, check_output_is_not_input, new_directory, write_file, write_json
+from runtime.util.locks import MODEL_INIT_LOCK
+from runtime.util.processes import do_at_once
+from runtime.util.temporary import own_temporary_files
+
+# Largest norm of the difference between two rows of logits, over the norm of the row.
+_TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+# Where tokens are quantized to 8 bits, a difference in the last bit makes another integer of a number between two of
+# them, and behind it of others: as much as quantization itself changes. What is wired wrongly differs by the whole
+# norm, and that quantized layers compute as tightly as any is checked one by one. Of 16 bits it is little, and more
+# than other differences in float32. Keys and values that are quantized are compared as an engine has stored them;
+# those of ranks other than 0 are in other processes.
+_QUANTIZED_TOLERANCE = {"int8": TOLERANCE_OF_8_BITS, "int16": 5e-2, "mixed": TOLERANCE_OF_8_BITS}
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """Result of compiling a step: the effective settings, the reason for a fallback, and the matmul kernel."""
+
+    build: BuildConfig
+    note: str | None = None
+    arithmetic: Arithmetic | None = None
+    why_whole: str | None = None
+
+
+Phase = Callable[[str], None]
+"""Called with the name of the phase that begins."""
+
+
+@dataclass(frozen=True)
+class DraftSource:
+    """Source of an output layer that drafts, as `BuildConfig.draft_output` has it."""
+
+    ids: tuple[int, ...] = ()
+    """Ids that are drafted; none: all."""
+    head: HeadConfig | None = None
+    """Trained head whose layers are quantized."""
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """(n,) int64 ids."""
+        return torch.tensor(self.ids) if self.ids else None
+
+
+@dataclass(frozen=True)
+class BuildEffort:
+    """Build options beside the step's settings."""
+
+    measure_costs: bool = True
+    """False if step costs will not be needed, or measured later."""
+    num_workers: int = 1
+    """Processes that make ranks' steps at once, each with the memory that a rank's weights take."""
+    drafts: DraftSource = DraftSource()
+    leaves_step: bool = False
+    """True if who opens the engine next, in this process, is to have the step that is open already."""
+
+
+_USUAL = BuildEffort()
+_ONE_PACKAGE = "a step that is split is not compiled ahead of time for GPUs"
+
+
+def build_engine(
+    source: Path | OpenedCheckpoint,
+    output_dir: Path,
+    build: BuildConfig,
+    device: torch.device,
+    *,
+    replace: bool,
+    phase: Phase,
+    effort: BuildEffort = _USUAL,
+) -> EngineConfig:
+    """Write the engine directory of a checkpoint, with what its steps cost.
+
+    Raises SpecDecError if the settings do not fit the model, or the compiled step's logits differ from transformers';
+    then nothing is written. A model that cannot be exported has `torch-compile`, and `compiler_note` says why.
+    """
+    opened = _opened(source, output_dir, replace=replace)
+    pretrained = _parse_fitting(opened.config, opened.directory, build)
+    _tell_slow_weights(opened.config, build, device)
+    weights = _Weights(opened, pretrained, device, uses_kernels(build.compiler, device.type))
+    phase("loading the checkpoint")
+    model = weights.whole_model(build)
+    ids = effort.drafts.tensor
+    quantized = quantize_layers(model, pretrained, build, ids)
+    Step(model).to(device)
+    with (
+        MODEL_INIT_LOCK,
+        what_is_there_stays(),
+        own_temporary_files(),
+        new_directory(output_dir, replace=replace) as directory,
+        written_meanwhile() if weights.splitting is None else nullcontext(lambda: None) as finish_writing,
+        ExitStack() as stack,
+    ):
+        _copy_tokenizer(opened, directory, output_dir)
+        phase("compiling the step")
+        check = weights.check(model, build)
+        compiled = _compile_all(weights, model, check, directory, effort.num_workers)
+        if compiled.build.compiler != "aot":  # the step is the model
+            stack.enter_context(present(model))
+        phase("checking the logits")
+        step = _built_step(weights, model, weights.shape(compiled.build), directory)
+        if isinstance(step, RankedStep):
+            stack.callback(step.close)
+        config = _checked(step, check, weights.checkpoint, compiled)
+        _write_draft_output(model, build, effort.drafts, directory, phase)
+        copied = None
+        if quantized:
+            phase("compiling the copy that drafts")
+            config, copied = _with_copy(config, copy_of(model, quantized, ids), step, directory, ids)
+        if effort.measure_costs:
+            weights.trim()
+            phase("measuring steps")
+            config = _with_costs(config, step, copied, device, ids)
+        phase("writing the engine")
+        if isinstance(step, RankedStep) and isinstance(step.own, CompiledStep):
+            shutil.copytree(step.own.cache_dir, directory / CACHE, dirs_exist_ok=True)
+        finish_writing()
+        config = _finish(config, directory)
+    if effort.leaves_step and isinstance(step, PackagedStep):
+        leave_step(output_dir, step)
+    return config
+
+
+def _opened(source: Path | OpenedCheckpoint, output_dir: Path, *, replace: bool) -> OpenedCheckpoint:
+    """The source, opened if it is a directory, after the output directory was found fit."""
+    checkpoint_dir = source.directory if isinstance(source, OpenedCheckpoint) else source
+    check_output_is_not_input(output_dir, checkpoint_dir)
+    check_output_directory(output_dir, replace=replace)
+    return source if isinstance(source, OpenedCheckpoint) else OpenedCheckpoint(source, open_checkpoint(source))
+
+
+def _copy_tokenizer(opened: OpenedCheckpoint, directory: Path, output_dir: Path) -> None:
+    copy_side_files(opened.directory, directory)
+    cache_tokenizer(directory, opened.config.pretrained_config, output_dir)
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """A checkpoint's, as models that have them."""
+
+    opened: OpenedCheckpoint
+    pretrained: PreTrainedConfig
+    device: torch.device
+    with_kernels: bool
+
+    @property
+    def checkpoint(self) -> CheckpointConfig:
+        return self.opened.config
+
+    @cached_property
+    def splitting(self) -> Splitting | None:
+        return split_config(self.pretrained, self.checkpoint.mapping.tp_size)
+
+    def check(self, model: PreTrainedModel, build: BuildConfig) -> "_Check":
+        """The check of a step of the model, which reads all weights and adds them up."""
+        quantization = self.checkpoint.quantization
+        activations = None if quantization is None else quantization.activations
+        sums = BitSums(model, getattr(torch, self.checkpoint.dtype), self.opened.unread)
+        return _Check(model, self.shape(build), activations, sums)
+
+    @property
+    def paths(self) -> list[Path]:
+        return [self.opened.directory / name for name in weights_files(self.checkpoint.mapping)]
+
+    def whole_model(self, build: BuildConfig) -> PreTrainedModel:
+        """The model that the step is compared with, of all ranks' weights."""
+        if self.splitting is None and build.compiler == "aot" and self.device.type == "cpu":
+            return load_absent(self._kind, self.paths[0])
+        return load_whole_model(self._kind, self.paths)
+
+    def trim(self) -> None:
+        """Let the system have what is free, if that may be much."""
+        trim(sum(path.stat().st_size for path in self.paths))
+
+    def model_of(self, rank: int) -> PreTrainedModel:
+        return load_absent(self._kind, self.paths[rank])
+
+    def shape(self, build: BuildConfig) -> StepShape:
+        """Shape of a rank's step."""
+        quantization = self.checkpoint.quantization
+        kv_cache = None if quantization is None else quantization.kv_cache_quant_algo
+        shapes, vocab_size = probe_config(self.pretrained, self.splitting), self.pretrained.vocab_size
+        return StepShape(self.checkpoint.dtype, vocab_size, shapes.layers, build, kv_cache, shapes.states)
+
+    @property
+    def _kind(self) -> ModelKind:
+        dtype, attention = getattr(torch, self.checkpoint.dtype), KERNEL if self.with_kernels else PAGED
+        return ModelKind(self.pretrained, dtype, attention, self.checkpoint.quantization, self.splitting)
+
+
+def _parse_fitting(checkpoint: CheckpointConfig, checkpoint_dir: Path, build: BuildConfig) -> PreTrainedConfig:
+    """The config of the checkpoint's model; SpecDecError where no such engine can be built of it."""
+    check_hidden_states(checkpoint, build.hidden_states)
+    check_self_draft(checkpoint, build.self_draft)
+    check_side_files(checkpoint_dir)
+    pretrained = parse_pretrained_config(checkpoint.pretrained_config, str(checkpoint_dir / "config.json"))
+    _check_settings(build, pretrained)
+    return pretrained
+
+
+def _write_draft_output(
+    model: PreTrainedModel, build: BuildConfig, drafts: DraftSource, directory: Path, phase: Phase
+) -> None:
+    """Write the ids that are drafted, a head's layers in fewer bits, and the model's output layer for a head that has
+    none, as far as there are any. Embeddings that are tied to it are at hand."""
+    if drafts.ids:
+        write_file(directory / DRAFT_VOCAB, "".join(f"{i}\n" for i in drafts.ids).encode())
+    if drafts.head is not None and build.draft_output.is_quantized:
+        phase("quantizing the head")
+        write_quantized(
+            drafts.head, build.draft_output, drafts.tensor, partial(_head_of, drafts.head, model), directory
+        )
+    if drafts.head is not None and drafts.head.reads_target_output and not model.config.tie_word_embeddings:
+        write_target_output(output_weight(model), directory)
+
+
+def _head_of(config: HeadConfig, model: PreTrainedModel) -> Head:
+    """The model's head, with its weights."""
+    embeddings: Any = model.get_input_embeddings()
+    with present(embeddings):
+        weight = embeddings.weight.detach() if isinstance(embeddings, nn.Embedding) else None
+        output = output_weight(model) if config.reads_target_output else None
+        return load_head(config, weight, next(model.parameters()).dtype, output)
+
+
+def _finish(config: EngineConfig, directory: Path) -> EngineConfig:
+    """Write `config.json`, with a record of all that is there."""
+    config = dataclasses.replace(config, files=record_files(directory))
+    config = dataclasses.replace(config, config_digest=config_digest(as_json(config)))
+    write_json(directory / "config.json", as_json(config))
+    return config
+
+
+def _make_kernels(library: Path) -> None:
+    write_kernels(library)
+    load_kernels(library)
+    describe_kernels()
+
+
+@contextmanager
+def _machine_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        _raise_machine_error(error)
+        raise
+
+
+def _built_step(weights: _Weights, model: PreTrainedModel, shape: StepShape, directory: Path) -> StepFunction:
+    """Open the compiled step as an engine does; `torch-compile` compiles when it is called."""
+    checkpoint, compiler = weights.checkpoint, shape.build_config.compiler
+    if compiler == "torch-compile" and weights.splitting is not None:
+        (directory / CACHE).mkdir()  # for what rank 0 compiles
+    if compiler == "aot" or weights.splitting is not None:
+        ranks = RankedModel(
+            directory,
+            compiler,
+            checkpoint.pretrained_config,
+            checkpoint.dtype,
+            checkpoint.quantization,
+            shape.layers,
+            checkpoint.mapping.tp_size,
+            shape.build_config.hidden_states,
+            shape.states,
+            shape.build_config.max_draft_len,
+        )
+        return open_ranks(ranks, weights.device, range(ranks.tp_size))
+    step = Step(model, shape.build_config.hidden_states)
+    return _compiled_step(step, directory / CACHE) if compiler == "torch-compile" else step
+
+
+def _compiled_step(step: Step, cache_dir: Path) -> CompiledStep:
+    pack_layers(step.model)
+    torch.compiler.reset()  # or what this process has compiled for another engine would not be in this one's directory
+    return CompiledStep(step, cache_dir)
+
+
+class _Check:
+    """Comparison of steps with transformers' own computation of their model, whose weights are added up by it."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        shape: StepShape,
+        activations: LayersActivations | None,
+        sums: BitSums | None = None,
+    ) -> None:
+        self._model, self.shape, self._activations, self.sums = model, shape, activations, sums
+        self._have = present if sums is None else sums.present
+        self._sample = sample_for(model, shape)
+        self._product_tolerance = _TOLERANCE[shape.dtype]
+
+    def of(self, step: StepFunction) -> tuple[LogitsCheck, Computed]:
+        tolerance = max(self._product_tolerance, _QUANTIZED_TOLERANCE.get(self._activations or "float", 0))
+        if self.shape.kv_cache is not None and isinstance(step, RankedStep):
+            tolerance = _QUANTIZED_TOLERANCE["int8"]
+        with _machine_errors():  # `torch-compile` compiles with the first step
+            computed = compute(step, self._sample)
+        check = check_logits(computed, self._model, tolerance, self._product_tolerance, self._have)
+        return check, computed
+
+
+def _checked(step: StepFunction, check: _Check, checkpoint: CheckpointConfig, compiled: _Compiled) -> EngineConfig:
+    """Engine config, after the step's logits have been checked, and whether weights are numbers."""
+    logits_check, computed = check.of(step)
+    assert check.sums is not None
+    shape = computed.sample.shape
+    return EngineConfig(
+        pretrained_config=checkpoint.pretrained_config,
+        dtype=checkpoint.dtype,
+        build_config=compiled.build,
+        layers=shape.layers,
+        states=shape.states,
+        vocab_size=shape.vocab_size,
+        environment=current_environment(computed.sample.device),
+        logits_check=logits_check,
+        weights_digest=check.sums.digest(),
+        quantization=checkpoint.quantization,
+        compiler_note=compiled.note,
+        why_whole=compiled.why_whole,
+        arithmetic=compiled.arithmetic,
+        batch_invariant=bool(compiled.arithmetic) and is_batch_invariant(computed),
+        mapping=checkpoint.mapping,
+    )
+
+
+def _with_copy(
+    config: EngineConfig, copied: PreTrainedModel, step: StepFunction, directory: Path, ids: Tensor | None
+) -> tuple[EngineConfig, StepFunction]:
+    """Compile and check the copy that drafts, whose step stands beside the target's; write what opens it."""
+    compiler, own_dir = config.build_config.compiler, directory / COPY_DIR
+    own_dir.mkdir()
+    if isinstance(step, PackagedStep):
+        arithmetic = config.arithmetic or _arithmetic(copied, config.build_config)
+        try:
+            compile_aot(Step(copied), config.step_shape, own_dir, arithmetic, step.weights)
+        except Exception as error:  # as of the target, which could be compiled
+            _raise_machine_error(error)
+            raise SpecDecError(
+                f"the copy that drafts cannot be compiled ahead of time: {type(error).__name__}",
+                hint="build with torch-compile, or without the copy",
+            ) from error
+    else:
+        write_layers(copied, own_dir)
+    if compiler == "torch-compile":
+        copy_step: StepFunction = _compiled_step(Step(copied), own_dir / CACHE)
+    else:
+        copy_step = open_copy(step, directory, next(copied.parameters()).device, ids)
+    check, _ = _Check(copied, config.step_shape, DRAFT_ACTIVATIONS).of(copy_step)
+    return dataclasses.replace(config, self_draft_check=check), copy_step
+
+
+def _with_costs(
+    config: EngineConfig,
+    step: StepFunction,
+    copy_step: StepFunction | None,
+    device: torch.device,
+    ids: Tensor | None,
+) -> EngineConfig:
+    """The config with what steps cost, or without where there is no memory to measure them: it may still run."""
+    shape, block_size = config.step_shape, config.build_config.tokens_per_block
+    block_bytes = bytes_per_block(shape.layers, block_size, kv_dtype(shape.dtype, shape.kv_cache))
+    cache = cache_for_measuring(config.build_config, block_bytes)
+    try:
+        with Engine(config, step, device, cache, copy_step=copy_step, draft_ids=ids) as engine:
+            return costs_at_build(engine, has_copy=copy_step is not None)
+    except SpecDecError:
+        return config
+
+
+def positions_of(checkpoint: OpenedCheckpoint) -> int | None:
+    """The number of positions the checkpoint's model has; None where its config does not say, as Mamba's."""
+    where = str(checkpoint.directory / "config.json")
+    return num_positions(parse_pretrained_config(checkpoint.config.pretrained_config, where))
+
+
+def default_max_seq_len(checkpoint: OpenedCheckpoint) -> int:
+    """The number of positions the checkpoint's model has. SpecDecError where its config does not say."""
+    positions = positions_of(checkpoint)
+    if positions is None:
+        raise SpecDecError(
+            "the model's config does not say how many positions it has", hint="give max_seq_len", code="no_positions"
+        )
+    return positions
+
+
+def _check_settings(build: BuildConfig, config: PreTrainedConfig) -> None:
+    if build.compiler != "none":
+        check_torch()
+    if build.max_input_len >= build.max_request_len:
+        raise SpecDecError(
+            f"max_input_len leaves no room for output in max_seq_len {build.max_request_len}: {build.max_input_len}",
+            hint="raise max_seq_len or lower max_input_len",
+            code="no_room_for_output",
+        )
+    positions = num_positions(config)
+    if positions is not None and build.max_request_len > positions:
+        raise SpecDecError(
+            f"max_seq_len exceeds the {positions} positions {why_positions_end(config)}: {build.max_request_len}",
+            hint=f"max_seq_len {positions} is the most",
+            code="positions",
+            max_seq_len=positions,
+        )
+
+
+def _tell_slow_weights(checkpoint: CheckpointConfig, build: BuildConfig, device: torch.device) -> None:
+    """SpecDecWarning for weights of few bits where only kernels multiply by them."""
+    quantized = checkpoint.quantization is not None and checkpoint.quantization.quant_algo is not None
+    drafts_quantized = build.self_draft is not None or build.draft_output.is_quantized
+    if (quantized or drafts_quantized) and not uses_kernels(build.compiler, device.type):
+        warnings.warn(
+            "a model that is not compiled dequantizes its weights in each step, which may take tens of times as long",
+            SpecDecWarning,
+            stacklevel=3,
+        )
+
+
+def _arithmetic(model: PreTrainedModel, build: BuildConfig) -> Arithmetic | None:
+    """Matmul kernel of linear layers compiled ahead of time."""
+    parameter = next(model.parameters())
+    if build.compiler != "aot" or parameter.device.type != "cpu":
+        return None
+    return fastest_arithmetic(parameter.dtype, 1 + build.max_draft_len)
+
+
+def _compile(model: PreTrainedModel, shape: StepShape, directory: Path, rank: int = 0) -> _Compiled:
+    """Compile ahead of time if asked; if that cannot be, say why, for `torch-compile` when the step is called."""
+    build = shape.build_config
+    if build.compiler != "aot":
+        return _Compiled(build)
+    arithmetic = _arithmetic(model, build)
+    try:
+        made = compile_aot(Step(model, build.hidden_states), shape, directory, arithmetic, rank=rank)
+    except Exception as error:  # export and Inductor raise many kinds; each means: not this model
+        _raise_machine_error(error)
+        (directory / PACKAGE).unlink(missing_ok=True)
+        message = next(iter(str(error).strip().splitlines()), "")
+        note = f"cannot be compiled ahead of time: {type(error).__name__}: {message}"
+        return _Compiled(dataclasses.replace(build, compiler="torch-compile"), note)
+    return _Compiled(build, None, arithmetic if made.uses_kernels else None, made.why_whole)
+
+
+def _compile_all(
+    weights: _Weights, model: PreTrainedModel, check: "_Check", directory: Path, num_workers: int
+) -> _Compiled:
+    """Write all that an opened step needs, of each rank."""
+    if weights.with_kernels:
+        _make_kernels(directory / LIBRARY)
+    if weights.device.type == "cpu":
+        flush_denormals()
+        keep_freed_memory()
+    if weights.splitting is None:
+        compiled = _compile(model, check.shape, directory)
+    else:
+        compiled = _compile_ranks(weights, check.shape, directory, num_workers)
+    if compiled.build.compiler != "aot":
+        for path in weights.paths:
+            shutil.copyfile(path, directory / path.name)
+    return compiled
+
+
+def _compile_ranks(weights: _Weights, shape: StepShape, directory: Path, num_workers: int) -> _Compiled:
+    """The step that all ranks have, and each one's weights as it wants them."""
+    if shape.build_config.compiler != "aot":
+        return _Compiled(shape.build_config)
+    if weights.device.type != "cpu":  # a package for a GPU has its weights inside
+        return _Compiled(dataclasses.replace(shape.build_config, compiler="torch-compile"), _ONE_PACKAGE)
+    ranks = list(range(weights.checkpoint.mapping.tp_size))
+    compiled = do_at_once(partial(_compile_rank, weights, shape, directory), ranks, num_workers)
+    if (failed := next((one for one in compiled if one.note is not None), None)) is not None:
+        (directory / PACKAGE).unlink(missing_ok=True)
+        return failed
+    return compiled[0]  # whose step it is
+
+
+def _compile_rank(weights: _Weights, shape: StepShape, directory: Path, rank: int) -> _Compiled:
+    """Compile a rank's step, in this process or in a fresh one."""
+    load_kernels(directory / LIBRARY)
+    describe_kernels()
+    flush_denormals()
+    with own_temporary_files():
+        return _compile(weights.model_of(rank), shape, directory, rank)
+
+
+def _raise_machine_error(error: Exception) -> None:
+    """Raise what is not the model's fault: Ctrl-C, a full disk, no memory, or no C++ compiler."""
+    raise_interrupt(error)
+    cause = getattr(error, "inner_exception", error)  # of Inductor's wrapper
+    if says_no_compiler(cause):
+        raise no_compiler() from error
+    if isinstance(cause, OSError | MemoryError):
+        raise cause

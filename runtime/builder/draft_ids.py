@@ -1,0 +1,78 @@
+"""Ids that drafts have: listed in a file, the most frequent of traces or a corpus, or those that a tokenizer learned
+first."""
+
+import warnings
+from collections.abc import Sequence as Seq
+from pathlib import Path
+
+from runtime.builder.build import DraftSource
+from runtime.checkpoint.checkpoint_dir import OpenedCheckpoint
+from runtime.checkpoint.tokenizer import Tokenizer
+from runtime.drafters.heads.head_config import DraftOutputSettings, HeadConfig
+from runtime.engine.draft_vocab import choose_vocabulary, default_size, missing_ends, read_ids, training_order
+from runtime.loop.compatibility import check_corpus, check_head_tokenizer
+from runtime.model.pretrained import parse_pretrained_config
+from runtime.text.corpus import Corpus, is_corpus
+from runtime.text.text import find_end_ids, find_tokenizer
+from runtime.text.trace_lines import is_like_traces
+from runtime.text.traces import read_traces
+from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
+
+
+def choose_drafts(wanted: DraftOutputSettings, heads: Seq[HeadConfig], checkpoint: OpenedCheckpoint) -> DraftSource:
+    """Source of the output layer by which the first of these heads drafts, and a copy, for a checkpoint's model.
+
+    SpecDecError for a head of another tokenizer.
+    """
+    directory, config = checkpoint.directory, checkpoint.config.pretrained_config
+    for head in heads:
+        check_head_tokenizer(head.directory, directory, lambda: find_tokenizer(directory, config))
+    return DraftSource(tuple(_choose_ids(wanted.vocab, wanted.vocab_size, checkpoint)), heads[0] if heads else None)
+
+
+def _choose_ids(source: str | None, size: int | None, checkpoint: OpenedCheckpoint) -> list[int]:
+    """The ids that a `DraftOutputSettings.vocab` means for a checkpoint's model; none of None. Of listed ones the first
+    `size`."""
+    if source is None:
+        return []
+    directory, config = checkpoint.directory, checkpoint.config.pretrained_config
+    vocab_size: int = parse_pretrained_config(config, str(directory / "config.json")).vocab_size
+    if size is not None and size >= vocab_size:
+        raise UsageError(
+            f"drafts of fewer ids than the vocabulary's {vocab_size} are cheaper: {size}",
+            hint="lower it, or draft all ids",
+            code="draft_vocab_size",
+            vocab_size=vocab_size,
+            size=size,
+        )
+    tokenizer = find_tokenizer(directory, config)
+    end_ids = find_end_ids(directory, config, tokenizer)
+    if source == "auto" or is_corpus(Path(source)) or is_like_traces(Path(source)):
+        texts = [] if source == "auto" else _read_texts(Path(source), tokenizer, vocab_size)
+        if tokenizer is None and not texts:
+            raise SpecDecError(
+                f"the checkpoint has no tokenizer, by which ids could be chosen: {directory}",
+                hint="list them in a file",
+                code="no_tokenizer_for_ids",
+            )
+        order = range(vocab_size) if tokenizer is None else training_order(tokenizer, vocab_size)
+        ends = [i for i in end_ids if i < vocab_size]
+        return choose_vocabulary(texts, order, size or default_size(vocab_size), ends)
+    return sorted(read_ids(Path(source), vocab_size)[:size])
+
+
+def warn_of_missing_ends(drafts: DraftSource, checkpoint: OpenedCheckpoint) -> None:
+    """Warn where no end id is among the ids that are drafted, as it is said again when they are (`open_drafter`)."""
+    directory, config = checkpoint.directory, checkpoint.config.pretrained_config
+    end_ids = find_end_ids(directory, config, find_tokenizer(directory, config)) if drafts.ids else ()
+    if (warning := missing_ends(drafts.ids, end_ids)) is not None:
+        warnings.warn(warning, SpecDecWarning, stacklevel=2)
+
+
+def _read_texts(path: Path, tokenizer: Tokenizer | None, vocab_size: int) -> list[tuple[Seq[int], Seq[int]]]:
+    """Prompts and outputs; of a corpus each document is an output."""
+    if not is_corpus(path):
+        return [(trace.prompt_tokens, trace.output_tokens) for trace in read_traces(path, tokenizer, vocab_size)]
+    corpus = Corpus.open(path)
+    check_corpus(corpus, tokenizer, vocab_size)
+    return [((), document.tolist()) for document in corpus.documents()]

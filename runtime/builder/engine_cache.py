@@ -1,0 +1,355 @@
+"""Engines of models: converted and built once, then found in the cache by all that went into them."""
+
+import errno
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+
+from runtime.builder.choosing import as_can_be_made, compiler_for
+from runtime.checkpoint.bundle import check_step_files, check_tokenizer_files, read_bundle, uses_kernels
+from runtime.checkpoint.checkpoint_dir import check_not_split
+from runtime.checkpoint.checksums import CONFIG, NOT_RECORDED
+from runtime.checkpoint.config import Activations, BuildConfig, Compiler, Dtype, IntFormat, QuantConfig, SelfDraft
+from runtime.checkpoint.costs import MeasuredCosts, keep_costs
+from runtime.checkpoint.generation_config import GENERATION_CONFIG
+from runtime.checkpoint.resolve import files_of_model, read_model_config, resolve_model, weight_files
+from runtime.drafters.heads.head_config import DraftOutputSettings, HeadConfig
+from runtime.engine.engine import resolve_device
+from runtime.engine.load import current_environment, take_step
+from runtime.kernels.library import (
+    begin_kernels,
+    check_kernels_can_be_made,
+    has_compiler,
+    kernels_can_wait,
+    no_compiler,
+    processor,
+)
+from runtime.util.cache import (
+    cache_dir,
+    check_private_dir,
+    check_private_entry,
+    digest,
+    digests_of_build_code,
+    engine_entry,
+    file_digest,
+    is_digest_awaited,
+    locked_entry,
+    make_private,
+    remove_left_over,
+    remove_unused_entry,
+    unwritable,
+    used_entry,
+)
+from runtime.util.errors import SpecDecError, SpecDecWarning, errors_about
+from runtime.util.files import read_json
+from runtime.util.locks import MODEL_INIT_LOCK
+from runtime.util.temporary import own_temporary_files, temporary_dir
+
+_MAX_SEQ_LEN = 4096  # unless asked for: a K/V cache for all positions of a long-context model would not fit
+_MOST_BYTES_WITHOUT_KERNELS = 1 << 30
+Phases = Callable[[], AbstractContextManager[Callable[[str], None]]]
+"""Opens a display of phases, which is called with the name of each that begins."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Build settings of a model's engine; None: the model's own dtype, and its positions up to 4,096, or 4,096 where it
+    states none."""
+
+    dtype: Dtype | None = None
+    max_batch_size: int = 4
+    max_seq_len: int | None = None
+    max_draft_len: int = 10
+    """0: takes no drafts (a draft model's engine)."""
+    self_draft: IntFormat | None = None
+    """Quantization of the self-draft copy; None: there is none."""
+    tp_size: int = 1
+    hidden_states: tuple[int, ...] = ()
+    """Hidden states that the step gives, for a trained drafter (`BuildConfig`)."""
+    activations: Activations | None = None
+    """Activation format for quantized layers; None: as `QuantConfig` chooses."""
+    compiler: Compiler | None = None
+    """None: what the device's default is (`runtime.builder.choosing`)."""
+    draft_output: DraftOutputSettings = field(default_factory=DraftOutputSettings)
+    """Output layer of what drafts: the copy, and the first of the heads."""
+    heads: tuple[HeadConfig, ...] = ()
+    """Trained drafters that the engine is for."""
+
+    def build_config(self, num_positions: int | None) -> BuildConfig:
+        """Build config from settings that name a compiler."""
+        assert self.compiler is not None
+        max_seq_len = self.max_seq_len or min(num_positions or _MAX_SEQ_LEN, _MAX_SEQ_LEN)
+        return BuildConfig(
+            compiler=self.compiler,
+            max_batch_size=self.max_batch_size,
+            max_input_len=max_seq_len - 1,
+            max_seq_len=max_seq_len + self.max_draft_len,
+            max_draft_len=self.max_draft_len,
+            tokens_per_block=32,
+            speculative_decoding_mode="draft_tokens_external" if self.max_draft_len else "none",
+            self_draft=None if self.self_draft is None else SelfDraft(self.self_draft),
+            hidden_states=self.hidden_states,
+        )
+
+
+def no_phases() -> AbstractContextManager[Callable[[str], None]]:
+    return nullcontext(lambda name: None)
+
+
+@contextmanager
+def engine_of_model(
+    name: str,
+    settings: EngineSettings,
+    *,
+    use_cache: bool = True,
+    phases: Phases = no_phases,
+    answers_first: bool = False,
+) -> Iterator[Path]:
+    """The engine's directory of a model (directory, hub id or shipped name), built if it is not in the cache.
+
+    Without the cache it is built anew, and gone when the block ends. `answers_first`: of a small model it may be one
+    without kernels, where these are still to be compiled; they are for later, when the block has ended.
+    """
+    model_dir = resolve_model(name)
+    device = resolve_device("auto", 0)
+    if is_digest_awaited():  # of a new model, whose engine will not be there: what builds it is imported meanwhile
+        _import_builder()
+    asked, settings = settings.compiler, replace(settings, compiler=compiler_for(device, settings.compiler))
+    if settings.self_draft is not None:
+        check_not_split(settings.tp_size)
+
+    @cache
+    def entry_by(compiler: Compiler) -> Path:
+        return engine_entry(Path(name), _identity(model_dir, replace(settings, compiler=compiler), device))
+
+    def is_made(compiler: Compiler) -> bool:
+        return use_cache and _is_engine(entry_by(compiler), model_dir)
+
+    @contextmanager
+    def made(compiler: Compiler) -> Iterator[Path]:
+        wanted = replace(settings, compiler=compiler)
+        make = partial(_make_engine, model_dir, settings=wanted, device=device, phases=phases)
+        if use_cache:
+            with _entry(entry_by(compiler), model_dir, make) as entry:
+                yield entry
+        else:
+            with tempfile.TemporaryDirectory(dir=temporary_dir()) as directory:
+                yield make(Path(directory) / "engine")
+
+    with ExitStack() as stack:
+
+        def make_and_enter(compiler: Compiler) -> Path:
+            has_slower_one = compiler != "none" and asked is None and not is_made(compiler) and is_made("none")
+            if has_slower_one and not has_compiler():
+                raise no_compiler()  # as was found when it was made
+            entry = stack.enter_context(made(compiler))
+            if has_slower_one:
+                remove_unused_entry(entry_by("none"))  # which gave a first answer
+            return entry
+
+        assert settings.compiler is not None
+        compiler = settings.compiler
+        may_wait = answers_first and asked is None and use_cache and not is_made(settings.compiler)
+        if may_wait and _needs_no_kernels(model_dir, settings) and kernels_can_wait():
+            _say_that_kernels_come_later()
+            stack.callback(begin_kernels)
+            compiler = "none"
+        engine_dir = as_can_be_made(asked, compiler, make_and_enter)
+        stack.callback(take_step, engine_dir)
+        yield engine_dir
+
+
+@contextmanager
+def engine_of_checkpoint(checkpoint_dir: Path, build: BuildConfig) -> Iterator[Path]:
+    """The engine's directory of a checkpoint, for this machine, built if it is not in the cache."""
+    with own_temporary_files():  # torch makes a directory for its compiler when it is imported
+        from runtime.builder.build import build_engine  # not to open an engine: it takes seconds
+
+    device = resolve_device("auto", 0)
+    identity = digest([repr(read_json(checkpoint_dir / "config.json")), *_identity_here(build, device)])
+
+    def make(entry: Path) -> None:
+        build_engine(checkpoint_dir, entry, build, device, replace=False, phase=lambda name: None)
+
+    with _entry(engine_entry(checkpoint_dir, identity), checkpoint_dir, make) as entry:
+        yield entry
+
+
+@contextmanager
+def _entry(entry: Path, source: Path, make: Callable[[Path], object]) -> Iterator[Path]:
+    """The cache's entry, made of `source` if it is not there whole, and protected from removal in the block."""
+    check_private_dir(entry, cache_dir(), entry.parent)
+    check_private_entry(entry)
+    while True:
+        if _is_engine(entry, source):
+            remove_left_over(entry)
+        else:
+            with MODEL_INIT_LOCK, locked_entry(entry, _say_that_it_waits):
+                if damage := _damage(entry, source):  # another process may have built it in the meantime
+                    if entry.exists():
+                        warnings.warn(f"the engine in the cache is built again: {damage}", SpecDecWarning, stacklevel=3)
+                    shutil.rmtree(entry, ignore_errors=True)
+                    with _room_in_cache():
+                        make(entry)
+                        make_private(entry)
+        with used_entry(entry) as is_there:
+            if is_there:  # and was not removed between the two
+                yield entry
+                return
+
+
+def _say_that_it_waits() -> None:
+    warnings.warn("another process is building this engine: waiting for it", SpecDecWarning, stacklevel=2)
+
+
+def _say_that_kernels_come_later() -> None:
+    warnings.warn(
+        "there are no kernels yet: the model is computed as it is, more slowly, and where two tokens are nearly as "
+        "likely the output may be another than later; a process of their own compiles them for later starts",
+        SpecDecWarning,
+        stacklevel=2,
+    )
+
+
+def _identity(model_dir: Path, settings: EngineSettings, device: torch.device) -> str:
+    """A digest of the model's files, the settings, the machine, and the code that builds engines."""
+    return digest(
+        [
+            *(
+                f"{path.relative_to(model_dir if model_dir.is_dir() else model_dir.parent)} {file_digest(path)}"
+                for path in files_of_model(model_dir)
+            ),
+            *_identity_of_drafts(settings),
+            *_identity_here(replace(settings, draft_output=DraftOutputSettings(), heads=()), device),
+        ]
+    )
+
+
+def _identity_of_drafts(settings: EngineSettings) -> list[str]:
+    """The output layer that drafts, by the contents of the files that it is made of."""
+    wanted, weights = settings.draft_output, list[Path]()
+    vocab = wanted.vocab if wanted.vocab in (None, "auto") else file_digest(Path(wanted.vocab))
+    if wanted.is_quantized:
+        weights = [file for head in settings.heads[:1] for file in weight_files(head.directory)]
+    reads_output = any(head.reads_target_output for head in settings.heads[:1])
+    return [
+        repr(replace(wanted, vocab=vocab)),
+        *["target's output"] * reads_output,
+        *(file_digest(file) for file in weights),
+    ]
+
+
+def _identity_here(settings: EngineSettings | BuildConfig, device: torch.device) -> list[str]:
+    """The settings, the machine, and the code that builds engines."""
+    return [*digests_of_build_code(), repr(settings), repr(current_environment(device)), processor()]
+
+
+def _is_engine(entry: Path, source: Path) -> bool:
+    return _damage(entry, source) is None
+
+
+def _damage(entry: Path, source: Path) -> str | None:
+    """The reason why the entry is not the engine that was built of `source`; None if it is.
+
+    Files that people change are not recorded: one is damaged if it is cut, which is to say the beginning of the
+    source's, or no JSON.
+    """
+    try:
+        bundle = read_bundle(entry)
+        check_step_files(bundle)
+        check_tokenizer_files(bundle)
+        if (entry / GENERATION_CONFIG).is_file():
+            read_json(entry / GENERATION_CONFIG)
+    except SpecDecError as error:
+        return error.message
+    cut = (entry / name for name in sorted(NOT_RECORDED - {CONFIG}) if _is_cut(entry / name, source / name))
+    return next((f"`{path}` is cut" for path in cut), None)
+
+
+def _is_cut(path: Path, original: Path) -> bool:
+    if not path.is_file() or not original.is_file() or path.stat().st_size >= original.stat().st_size:
+        return False
+    return original.read_bytes().startswith(path.read_bytes())
+
+
+@contextmanager
+def _room_in_cache() -> Iterator[None]:
+    """A full disk is told as one of the cache, unless a file elsewhere is named."""
+    try:
+        yield
+    except OSError as error:
+        named = error.filename2 or error.filename  # of a copy the second is what could not be written
+        is_elsewhere = named and not Path(str(named)).is_relative_to(cache_dir())
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or is_elsewhere:
+            raise
+        raise unwritable(error) from error
+
+
+def _needs_no_kernels(model_dir: Path, settings: EngineSettings) -> bool:
+    """True for a model that answers in seconds without them: a small one, of numbers that torch multiplies."""
+    if settings.compiler != "aot" or model_dir.is_file() or "quantization_config" in read_model_config(model_dir):
+        return False
+    drafts_quantized = settings.self_draft is not None or settings.draft_output.is_quantized
+    is_plain = not drafts_quantized and settings.tp_size == 1
+    return is_plain and sum(path.stat().st_size for path in files_of_model(model_dir)) <= _MOST_BYTES_WITHOUT_KERNELS
+
+
+def _import_builder() -> None:
+    """Import what opens no engine: it takes seconds."""
+    with own_temporary_files():
+        import runtime.builder.build  # noqa: F401
+
+
+def _make_engine(
+    model_dir: Path, engine_dir: Path, settings: EngineSettings, device: torch.device, phases: Phases
+) -> Path:
+    """Convert and build; the checkpoint between them is not kept."""
+    _import_builder()
+    from runtime.builder.build import BuildEffort, build_engine, positions_of
+    from runtime.builder.convert import convert_for_build, plan_conversion
+    from runtime.builder.draft_ids import choose_drafts
+
+    assert settings.compiler is not None
+    if uses_kernels(settings.compiler, device.type):
+        check_kernels_can_be_made()  # not found out after the model was converted
+    with (
+        tempfile.TemporaryDirectory(prefix=f".{engine_dir.name}.", dir=engine_dir.parent) as directory,
+        errors_about(str(model_dir), directory),
+        phases() as phase,
+    ):
+        phase("converting the model")
+        by_parts = settings.compiler == "aot" and device.type == "cpu"  # each weight is read when it is wanted
+        precision = QuantConfig(activations=settings.activations)
+        with _no_word_of_own_head(settings.heads, model_dir):
+            conversion = plan_conversion(model_dir, settings.dtype, precision, settings.tp_size)
+        checkpoint = convert_for_build(conversion, Path(directory), may_link=by_parts)
+        build = settings.build_config(positions_of(checkpoint))
+        drafts = choose_drafts(settings.draft_output, settings.heads, checkpoint)
+        build = replace(build, draft_output=settings.draft_output.output(drafts.ids))
+        # A GPU's memory is given away when an engine is opened, and ranks measure together.
+        at_once = BuildEffort(
+            measure_costs=settings.tp_size > 1 or device.type != "cpu", drafts=drafts, leaves_step=True
+        )
+        config = build_engine(checkpoint, engine_dir, build, device, replace=False, phase=phase, effort=at_once)
+    if not at_once.measure_costs:
+        keep_costs(engine_dir, MeasuredCosts())
+    if config.compiler_note:
+        warnings.warn(f"built with torch-compile: the model {config.compiler_note}", SpecDecWarning, stacklevel=2)
+    return engine_dir
+
+
+@contextmanager
+def _no_word_of_own_head(heads: Seq[HeadConfig], model_dir: Path) -> Iterator[None]:
+    """Ignore the warning of layers that are no part of the engine where it is built for the head that they are."""
+    with warnings.catch_warnings():
+        if any(head.kind == "mtp" and head.directory.resolve() == model_dir.resolve() for head in heads):
+            warnings.filterwarnings("ignore", r"layers that predict more than the next token", SpecDecWarning)
+        yield

@@ -1,0 +1,172 @@
+"""Profiles: what `tune` recommends for an engine, in a file that `run` and `summarize` read."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime import specdec_version
+from runtime.checkpoint.bundle import Bundle
+from runtime.checkpoint.checksums import document_digest
+from runtime.checkpoint.config import EngineConfig, Measure, Share, Size, as_json, parse
+from runtime.drafters.spec import DrafterSpec, DraftLenMode, fields_of
+from runtime.drafters.specs import DRAFTERS, AnySpec
+from runtime.drafters.speculation import Speculation
+from runtime.util.cache import digest
+from runtime.util.errors import SpecDecError, UsageError
+from runtime.util.files import write_json
+from runtime.util.reading import parse_json, read_utf8
+
+PROFILE_FORMAT_VERSION = 3  # 2: without a digest
+_IDENTITY = ("pretrained_config", "dtype", "build_config", "environment", "vocab_size")
+_CHAIN = "chain"
+_AGAIN = "tune again"
+
+
+@dataclass(frozen=True)
+class ProfileEngine:
+    """Engine of the profile; the directory is for messages only."""
+
+    engine_dir: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Measured benefit of the recommendation, and the number of prompts at a time."""
+
+    num_prompts: Size
+    batch_size: Size
+    tokens_per_step: Measure
+    draft_acceptance_rate: Share | None
+    predicted_s: Measure | None
+    """None where it could only be run."""
+    predicted_speedup: Measure | None
+    measured_s: Measure
+    measured_speedup: Measure
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """A profile's file without its drafter, whose form depends on its name."""
+
+    engine: ProfileEngine
+    draft_len_mode: DraftLenMode
+    figures: Figures
+    specdec_version: str | None
+    digest: str = ""
+    """Digest of all other fields, as written."""
+    format_version: int = PROFILE_FORMAT_VERSION
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Recommended drafting for an engine; without drafters nothing pays."""
+
+    engine: ProfileEngine
+    speculation: Speculation
+    figures: Figures
+
+    @property
+    def drafter(self) -> AnySpec | None:
+        """Drafter for `LLM.generate`."""
+        return self.speculation.drafter
+
+    @property
+    def draft_len_mode(self) -> DraftLenMode:
+        return self.speculation.draft_len_mode or "fixed"
+
+
+def engine_digest(config: EngineConfig) -> str:
+    """The same for engines of the same model's shape, built alike for the same machine. Measured times do not count."""
+    record = as_json(config)
+    return digest([json.dumps({key: record[key] for key in _IDENTITY}, sort_keys=True)])
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    speculation = profile.speculation
+    rest = _Rest(profile.engine, speculation.draft_len_mode or "fixed", profile.figures, specdec_version())
+    record = dataclasses.asdict(rest) | {"drafter": drafter_record(speculation)}
+    write_json(path, record | {"digest": document_digest(record, "digest")})
+
+
+def drafter_record(speculation: Speculation) -> dict[str, Any] | None:
+    """Name and settings of the drafter, for JSON; those of each where there are several."""
+    records = [_one_record(drafter) for drafter in speculation]
+    if len(records) > 1:
+        return {"name": _CHAIN, "drafters": records}
+    return records[0] if records else None
+
+
+def _one_record(drafter: DrafterSpec) -> dict[str, Any]:
+    """Paths are absolute, because the reader's working directory may differ."""
+    record = dataclasses.asdict(drafter)  # type: ignore[call-overload]  # every spec is a dataclass
+    for name, setting in drafter.settings().items():
+        if setting.is_path and record[name] is not None:
+            record[name] = str(Path(record[name]).absolute())
+    return {"name": drafter.name, **record}
+
+
+def read_profile(path: Path) -> Profile:
+    """SpecDecError for a file that is missing, damaged, of another format or something else."""
+    data = parse_json(read_utf8(path), path)
+    if not isinstance(data, dict) or "engine" not in data or "format_version" not in data:
+        raise SpecDecError(f"not a profile: {path}", hint=_AGAIN, code="profile")
+    recorded, found = data.get("digest"), document_digest(data, "digest")
+    record = data.pop("drafter", {})
+    try:
+        rest = parse(_Rest, data, str(path))
+        drafters = _parse_drafters(record, f"{path}: drafter")
+    except SpecDecError as error:
+        raise SpecDecError(error.message, hint=_AGAIN, code="profile") from error
+    if recorded != found:
+        raise SpecDecError(f"the profile has changed since it was written: {path}", hint=_AGAIN, code="profile")
+    if rest.draft_len_mode == "auto" and not drafters:
+        raise SpecDecError(
+            f"the profile has no drafter for its draft_len_mode, auto: {path}", hint=_AGAIN, code="profile"
+        )
+    return Profile(rest.engine, Speculation(drafters, rest.draft_len_mode), rest.figures)
+
+
+def _parse_drafters(record: Any, where: str) -> tuple[DrafterSpec, ...]:
+    if record is None:
+        return ()
+    if isinstance(record, dict) and record.get("name") == _CHAIN:
+        drafters = record.get("drafters")
+        if set(record) != {"name", "drafters"} or not isinstance(drafters, list) or not drafters:
+            raise SpecDecError(f"`{where}` is a chain without a list of drafters: {drafters!r}")
+        return tuple(_parse_one(one, f"{where} {i}") for i, one in enumerate(drafters, 1))
+    return (_parse_one(record, where),)
+
+
+def _parse_one(record: Any, where: str) -> DrafterSpec:
+    kinds = {name: spec for name, spec in DRAFTERS.items() if spec.description.is_tuned}
+    kind = kinds.get(str(record.get("name"))) if isinstance(record, dict) else None
+    if kind is None:
+        name = record.get("name") if isinstance(record, dict) else record
+        raise SpecDecError(f"`{where}` names no drafter that a profile can have ({', '.join(kinds)}): {name}")
+    missing = [field.name for field in fields_of(kind) if field.name not in record]
+    if missing:
+        raise SpecDecError(f"`{where}` lacks the key: {missing[0]}")
+    settings = {key: value for key, value in record.items() if key != "name"}
+    try:
+        drafter = parse(kind, settings, where)
+        # JSON has no paths; a profile's draft model is a directory, never a name.
+        return drafter if drafter.draft_model is None else drafter.with_draft_model(Path(drafter.draft_model))
+    except UsageError as error:
+        raise SpecDecError(f"`{where}` has numbers that no drafter can have: {settings}") from error
+
+
+def profile_for(path: str | Path, bundle: Bundle) -> Profile:
+    """The profile, if it is of this engine; SpecDecError otherwise."""
+    profile = read_profile(Path(path))
+    if profile.engine.digest != engine_digest(bundle.config):
+        raise SpecDecError(
+            f"the profile is of another engine, {profile.engine.engine_dir}, and not of {bundle.directory}: {path}",
+            hint="tune this one",
+            code="profile_of_another_engine",
+            engine_dir=bundle.directory,
+            profile=path,
+        )
+    return profile

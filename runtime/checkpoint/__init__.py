@@ -1,0 +1,1 @@
+"""Files of models, checkpoints and engines: read, checked, written; their configs, tokenizers and formats."""

@@ -1,0 +1,149 @@
+"""Engine directories: `config.json`, the compiled step of each rank and the tokenizer's files.
+
+What stands for the step depends on the compiler: `rank0.pt2` with `rank0.safetensors`, the weights as it wants them
+(aot); the model's own weights with `rank0.cache`, the compiler's cache (torch-compile); or the weights alone (none).
+In `self-draft` the same of the copy that drafts, if there is one, with those weights that are not the target's.
+Where a model is split there is one step for all ranks, and a file of weights for each.
+A compiled step is machine code: open only bundles you would run as a program.
+
+Nothing here needs torch: what is wrong with a directory is said before torch is imported.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from runtime.checkpoint.checksums import CONFIG, Artefact, check_config, check_contents, check_sizes, is_of_tokenizer
+from runtime.checkpoint.config import Compiler, EngineConfig, Mapping, parse
+from runtime.checkpoint.costs import are_measured_when_asked_for, with_kept_costs
+from runtime.util.errors import SpecDecError
+from runtime.util.files import Stamp, check_model_files, read_json, read_json_and_text, recover_directory, stamp_of
+
+LIBRARY = "kernels.so"
+COPY_DIR = "self-draft"
+"""Subdirectory of the self-draft copy: its compiled step, and the weights that it does not share with the target."""
+DRAFT_VOCAB, HEAD_OUTPUT = "draft_vocab.txt", "head_output.safetensors"
+"""Ids that are drafted, and a trained head's quantized layers, where an engine has them."""
+TARGET_OUTPUT = "target_output.safetensors"
+"""The target's output layer for a trained head that has none of its own."""
+_BUILD_AGAIN = "build it again"
+ENGINE = Artefact("the engine was built", _BUILD_AGAIN, code="engine")
+
+
+def step_files(config: EngineConfig) -> list[str]:
+    build = config.build_config
+    library = [LIBRARY] if uses_kernels(build.compiler, config.environment.device) else []
+    made = {"aot": ["rank0.pt2"], "torch-compile": ["rank0.cache"], "none": []}[build.compiler]
+    of_copy = [] if build.self_draft is None else [f"{COPY_DIR}/{name}" for name in ("rank0.safetensors", *made)]
+    of_drafts = [DRAFT_VOCAB] if build.draft_output.vocab_size is not None else []
+    if build.draft_output.is_quantized and build.hidden_states:
+        of_drafts.append(HEAD_OUTPUT)
+    return [*weights_files(config.mapping), *made, *of_copy, *of_drafts, *library]
+
+
+def weights_files(mapping: Mapping) -> list[str]:
+    """The files of weights, one of each rank."""
+    return [f"rank{rank}.safetensors" for rank in range(mapping.tp_size)]
+
+
+def uses_kernels(compiler: Compiler, device: str) -> bool:
+    """True if attention is our kernel: where the step is compiled, on the CPU."""
+    return compiler != "none" and device == "cpu"
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An engine's directory, and its configuration: read once, and checked."""
+
+    directory: Path
+    config: EngineConfig
+
+    @property
+    def has_costs(self) -> bool:
+        """True if it is known what steps cost, or will be when somebody asks."""
+        return bool(self.config.step_costs) or are_measured_when_asked_for(self.directory)
+
+
+def read_bundle(engine_dir: Path) -> Bundle:
+    """SpecDecError names what is missing or wrong."""
+    return Bundle(engine_dir, read_engine_config(engine_dir))
+
+
+def is_engine_dir(directory: Path) -> bool:
+    """True if the directory claims to be an engine's, whatever else may be wrong with it."""
+    try:
+        return directory.is_dir() and "build_config" in read_json(directory / CONFIG)
+    except SpecDecError:
+        return False
+
+
+def read_engine_config(engine_dir: Path) -> EngineConfig:
+    """Parse and check an engine directory; SpecDecError names what is missing or wrong."""
+    recover_directory(engine_dir)
+    if not engine_dir.is_dir():
+        problem = "is not a directory" if engine_dir.exists() else "does not exist"
+        raise SpecDecError(f"engine directory {problem}: {engine_dir}", hint="build it", code="no_engine")
+    check_model_files(engine_dir)
+    data, text = read_json_and_text(engine_dir / CONFIG)
+    config = parse_engine_config(data, engine_dir)
+    check_config(engine_dir / CONFIG, text, ENGINE)
+    check_sizes(engine_dir, [record for record in config.files if not is_of_tokenizer(record)], ENGINE)
+    return with_kept_costs(config, engine_dir)
+
+
+def parse_engine_config(data: dict[str, Any], engine_dir: Path) -> EngineConfig:
+    """Parse the `config.json` of an engine directory; SpecDecError if it is invalid."""
+    if "build_config" not in data:
+        raise SpecDecError(f"this is not an engine directory: {engine_dir}", hint="build one", code="not_an_engine")
+    config = parse(EngineConfig, data, str(engine_dir / CONFIG))
+    if not isinstance(config.pretrained_config.get("model_type"), str):
+        raise SpecDecError(f"`{engine_dir / CONFIG}` names no `model_type`", hint=_BUILD_AGAIN, code="engine")
+    if config.mapping != Mapping(config.mapping.tp_size, config.mapping.tp_size):
+        raise SpecDecError(
+            f"the engine is split over devices in a way that this version does not read: {engine_dir}",
+            hint=_BUILD_AGAIN,
+            code="engine",
+        )
+    recorded = {record.name for record in config.files}
+    recorded |= {parent.as_posix() for name in recorded for parent in PurePosixPath(name).parents}
+    for name in step_files(config):
+        if name not in recorded:
+            raise SpecDecError(
+                f"`{engine_dir / CONFIG}` has no record of the file: {name}", hint=_BUILD_AGAIN, code="engine"
+            )
+    return config
+
+
+def check_step_files(bundle: Bundle) -> None:
+    """SpecDecError unless the step's files are what was built. A file that is the same as last time is not read."""
+    check_contents(bundle.directory, [one for one in bundle.config.files if not is_of_tokenizer(one)], ENGINE)
+
+
+@contextmanager
+def unchanged_while_opened(bundle: Bundle) -> Iterator[None]:
+    """SpecDecError if the step's files are others when the block ends: what it has opened may be half of another
+    engine."""
+    names = [CONFIG, *(record.name for record in bundle.config.files if not is_of_tokenizer(record))]
+    paths = [bundle.directory / name for name in names]
+    before = [_stamp(path) for path in paths]
+    yield
+    if [_stamp(path) for path in paths] != before:
+        raise SpecDecError(
+            f"the engine was replaced while it was opened: {bundle.directory}", hint="start again when it is written"
+        )
+
+
+def _stamp(path: Path) -> Stamp | None:
+    try:
+        return stamp_of(path.stat())
+    except FileNotFoundError:
+        return None
+
+
+def check_tokenizer_files(bundle: Bundle) -> None:
+    """SpecDecError unless the tokenizer is what the engine was built with."""
+    records = [record for record in bundle.config.files if is_of_tokenizer(record)]
+    check_sizes(bundle.directory, records, ENGINE)
+    check_contents(bundle.directory, records, ENGINE)

@@ -1,0 +1,122 @@
+"""Checkpoint directories as `build` finds them; `runtime.builder.convert` writes them. Imports no torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime.checkpoint.bundle import weights_files
+from runtime.checkpoint.checksums import CONFIG, Artefact, check_config, check_contents, check_sizes
+from runtime.checkpoint.config import CheckpointConfig, Mapping, SelfDraft, parse
+from runtime.util.errors import SpecDecError
+from runtime.util.files import check_model_files, read_json_and_text, recover_directory
+
+_CONVERT_AGAIN = "convert the model again"
+CHECKPOINT = Artefact("the model was converted", _CONVERT_AGAIN, code="checkpoint")
+
+
+@dataclass(frozen=True)
+class OpenedCheckpoint:
+    """A checkpoint whose files were checked, or written by this process for what it does next."""
+
+    directory: Path
+    config: CheckpointConfig
+    unread: Path | None = None
+    """File of the model's that is the checkpoint's weights, of which nobody has looked whether they are numbers."""
+
+
+def open_checkpoint(checkpoint_dir: Path) -> CheckpointConfig:
+    """Parse and check a checkpoint directory; SpecDecError names what is missing or wrong.
+
+    A file that is the same as last time is not read.
+    """
+    recover_directory(checkpoint_dir)
+    if not checkpoint_dir.is_dir():
+        raise SpecDecError(
+            f"checkpoint directory does not exist: {checkpoint_dir}",
+            hint="convert a model",
+            code="no_checkpoint",
+        )
+    check_model_files(checkpoint_dir)
+    data, text = read_json_and_text(checkpoint_dir / CONFIG)
+    config = parse_checkpoint_config(data, checkpoint_dir)
+    check_config(checkpoint_dir / CONFIG, text, CHECKPOINT)
+    check_sizes(checkpoint_dir, config.files, CHECKPOINT)
+    check_contents(checkpoint_dir, config.files, CHECKPOINT)
+    return config
+
+
+def parse_checkpoint_config(data: dict[str, Any], checkpoint_dir: Path) -> CheckpointConfig:
+    """Parse the `config.json` of a checkpoint directory; SpecDecError if it is invalid."""
+    if "build_config" in data:
+        raise SpecDecError(
+            f"this is an engine directory, not a checkpoint: {checkpoint_dir}",
+            hint="give the directory of a converted model",
+            code="engine_for_checkpoint",
+        )
+    if "model_type" in data:
+        raise SpecDecError(
+            f"this is a Hugging Face model, not a checkpoint: {checkpoint_dir}",
+            hint="convert it first",
+            code="model_for_checkpoint",
+            model_dir=checkpoint_dir,
+        )
+    config = parse(CheckpointConfig, data, str(checkpoint_dir / CONFIG))
+    if config.mapping != Mapping(config.mapping.tp_size, config.mapping.tp_size):
+        raise SpecDecError(
+            f"the checkpoint is split over devices in a way that this version does not read: {checkpoint_dir}",
+            hint=_CONVERT_AGAIN,
+            code="checkpoint",
+        )
+    recorded = {record.name for record in config.files}
+    for name in weights_files(config.mapping):
+        if name not in recorded:
+            raise SpecDecError(
+                f"`{checkpoint_dir / CONFIG}` has no record of the file: {name}", hint=_CONVERT_AGAIN, code="checkpoint"
+            )
+    return config
+
+
+_BITS = {"W8A16": 8, "W8A16_GPTQ": 8, "FP8": 8, "FP8_PER_CHANNEL_PER_TOKEN": 8, "FP8_BLOCK_SCALES": 8}
+
+
+def check_self_draft(checkpoint: CheckpointConfig, self_draft: SelfDraft | None) -> None:
+    """SpecDecError for a copy that drafts of a split model, or with weights in no fewer bits than the checkpoint's."""
+    if self_draft is None:
+        return
+    check_not_split(checkpoint.mapping.tp_size)
+    quantization = checkpoint.quantization
+    if quantization is None or quantization.quant_algo in (None, "MIXED_PRECISION"):
+        return
+    bits = _BITS.get(str(quantization.quant_algo), 4)
+    if bits <= int(self_draft.qformat.removeprefix("int")):
+        raise SpecDecError(
+            f"the checkpoint's weights are in {bits} bits already ({quantization.quant_algo}), so a copy in "
+            f"{self_draft.qformat} would draft no faster than they do",
+            hint="build it without a copy that drafts, or convert the model with weights of more bits",
+            code="self_draft_bits",
+        )
+
+
+def check_hidden_states(checkpoint: CheckpointConfig, hidden_states: tuple[int, ...]) -> None:
+    """SpecDecError for hidden states of a split model."""
+    if hidden_states:
+        check_has_no_head(checkpoint.mapping.tp_size)
+
+
+def check_has_no_head(tp_size: int) -> None:
+    """SpecDecError where a trained drafter is to read a model that is split over devices."""
+    if tp_size > 1:
+        raise SpecDecError(
+            f"a model that is split over devices has no trained drafter: tp_size {tp_size}",
+            hint="build it without one, or convert the model for one device",
+        )
+
+
+def check_not_split(tp_size: int) -> None:
+    """SpecDecError where a model that is to draft for itself is split over devices."""
+    if tp_size > 1:
+        raise SpecDecError(
+            f"a model that is split over devices has no copy that drafts: tp_size {tp_size}",
+            hint="build it without a copy, or convert the model for one device",
+            code="self_draft_split",
+        )

@@ -1,0 +1,115 @@
+"""Checksums: what an artefact records of its files and of itself when it is written, and whether that still holds.
+
+A directory's `config.json` records size and SHA-256 of the files beside it, and in `config_digest` a digest of all that
+it says itself; a document that is a file of its own has its digest under `digest`. They find damage and mistakes, not
+malice: who can change a file can change what is recorded of it.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+from runtime.checkpoint.config import FileRecord
+from runtime.checkpoint.tokenizer import SAVED, TEMPLATE_DIR, TOKENIZER_FILES
+from runtime.util.cache import digest, file_digest
+from runtime.util.errors import SpecDecError
+from runtime.util.files import check_regular
+
+CONFIG = "config.json"
+NOT_RECORDED = frozenset({CONFIG, "generation_config.json", "chat_template.jinja"})
+"""People change them, but for the configuration, which has a digest of its own: how an output ends, and how a
+conversation is written."""
+
+
+def is_recorded(name: str) -> bool:
+    """False for a file that people change."""
+    return name not in NOT_RECORDED and not name.startswith(f"{TEMPLATE_DIR}/")
+
+
+_OF_TOKENIZER = frozenset({*TOKENIZER_FILES, SAVED})
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """Wording of errors about it: the origin of its files, and the remedy if they have changed."""
+
+    since: str
+    hint: str
+    code: str
+
+    def raise_changed(self, path: Path, how: str) -> NoReturn:
+        raise SpecDecError(f"`{path}` has changed since {self.since}: {how}", hint=self.hint, code=self.code)
+
+
+def document_digest(data: dict[str, Any], key: str) -> str:
+    """Digest of a JSON document without its own digest under `key`, independent of layout."""
+    return digest([json.dumps({name: value for name, value in data.items() if name != key}, sort_keys=True)])
+
+
+def config_digest(data: dict[str, Any]) -> str:
+    """Digest of a directory's `config.json`."""
+    return document_digest(data, "config_digest")
+
+
+def record_files(directory: Path) -> tuple[FileRecord, ...]:
+    """The files that are there, as they are now."""
+    return tuple(
+        FileRecord(name, path.stat().st_size, file_digest(path))
+        for name, path in files_in(directory).items()
+        if is_recorded(name)
+    )
+
+
+def files_in(directory: Path) -> dict[str, Path]:
+    """Every file of a directory, hidden ones too, by its name in it."""
+    paths = sorted(path for path in directory.rglob("*") if not path.is_dir())
+    return {path.relative_to(directory).as_posix(): path for path in paths}
+
+
+def is_of_tokenizer(record: FileRecord) -> bool:
+    return record.name in _OF_TOKENIZER
+
+
+def check_config(path: Path, text: str, artefact: Artefact) -> None:
+    """SpecDecError unless a `config.json` says what was written; `text` is all that is in it."""
+    recorded, found = _digests_of_config(text)
+    if recorded != found:
+        artefact.raise_changed(path, f"digest {found[:12]}…, written with {recorded[:12] or 'none'}…")
+
+
+@lru_cache(maxsize=16)
+def _digests_of_config(text: str) -> tuple[str, str]:
+    """The one that it records and its own. Kept by the whole text: what has been opened once is often opened again."""
+    data = json.loads(text)
+    return str(data.get("config_digest", "")), config_digest(data)
+
+
+def check_sizes(directory: Path, records: Iterable[FileRecord], artefact: Artefact) -> None:
+    """SpecDecError for a file that is missing or of another size. Reads none."""
+    for record in records:
+        path = directory / record.name
+        check_regular(path)
+        if not path.is_file():
+            raise SpecDecError(f"file is missing: {path}", hint=artefact.hint, code=artefact.code)
+        if difference := size_difference(path, record):
+            artefact.raise_changed(path, difference)
+
+
+def check_contents(directory: Path, records: Iterable[FileRecord], artefact: Artefact) -> None:
+    """SpecDecError for a file that is not what was written. One that is the same as last time is not read."""
+    for record in records:
+        if difference := content_difference(directory / record.name, record, file_digest):
+            artefact.raise_changed(directory / record.name, difference)
+
+
+def size_difference(path: Path, record: FileRecord) -> str | None:
+    num_bytes = path.stat().st_size
+    return None if num_bytes == record.num_bytes else f"{num_bytes:,} bytes, written with {record.num_bytes:,}"
+
+
+def content_difference(path: Path, record: FileRecord, digest_of: Callable[[Path], str]) -> str | None:
+    found = digest_of(path)
+    return None if found == record.sha256 else f"SHA-256 {found[:12]}…, written with {record.sha256[:12]}…"

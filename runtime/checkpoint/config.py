@@ -1,0 +1,456 @@
+"""The settings that travel in `config.json` of checkpoint and engine directories, frozen once parsed.
+
+`as_json` and `parse` are inverse; parsing checks every key, so that a damaged or foreign file is an error that names
+the file and the key and not a crash later.
+"""
+
+import dataclasses
+import json
+import sys
+import typing
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+from runtime.util.errors import SpecDecError, UsageError
+from runtime.util.reading import shown
+
+CHECKPOINT_FORMAT_VERSION = 2  # 1: files were not recorded
+# 1: K/V blocks were laid out token by token; 2: linear layers were torch's; 3: the package held the weights; 4: neither
+# files nor weights were recorded; 5: a token's bits depended on the size of its step; 6: the package did not say what
+# it was compiled for; 7: layers said whether they quantize what they read, not to how many bits; 8: the
+# kernels did not sample; 9: the compiler's loops were OpenMP's; 10: a step was one program; 11: all of a step's
+# programs were compiled; 12: layers had no states; 13: layers with keys and values had no numbers; 14:
+# attention had neither soft caps nor sinks nor chunks; 15: the kernels did not know what drafts they choose for;
+# 16: experts were not quantized; 17: attention had no slopes; 18: routers' biases were rounded to 16 bits
+ENGINE_FORMAT_VERSION = 19
+
+# Beyond these nothing useful can be built, and what is asked for is most likely a slip.
+MAX_BATCH_SIZE = 1024
+MAX_DRAFT_LEN = 256
+MAX_TOKENS_PER_BLOCK = 1024
+MAX_SEQ_LEN = 2**24
+
+
+@dataclass(frozen=True)
+class Between:
+    """Bounds of a number that is read from a document, both included."""
+
+    least: float
+    most: float = sys.float_info.max
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        """The same bounds for records, which pydantic checks."""
+        from pydantic import Field
+
+        most = self.most if self.most < sys.float_info.max else None
+        schema = handler(Annotated[source, Field(ge=self.least, le=most)])
+        return schema | {"allow_inf_nan": False} if schema["type"] == "float" else schema
+
+
+Count = Annotated[int, Between(0)]
+Size = Annotated[int, Between(1)]
+Measure = Annotated[float, Between(0)]
+Share = Annotated[float, Between(0, 1)]
+Seconds = Annotated[float, Between(0, 10**6)]
+"""Time of one step: sums and products of them are finite."""
+
+Dtype = Literal["float32", "float16", "bfloat16"]
+Compiler = Literal["aot", "torch-compile", "none"]
+Arithmetic = Literal["float32", "avx512_bf16", "amx_bf16"]
+"""Matmul kernel (ISA path) for 16-bit numbers; results differ in the last bits."""
+ARITHMETICS: tuple[Arithmetic, ...] = typing.get_args(Arithmetic)  # in the order of the kernels' numbers
+SpeculativeDecodingMode = Literal["none", "draft_tokens_external"]
+IntFormat = Literal["int8", "int4"]
+QuantFormat = Literal[IntFormat, "fp8"]
+QuantAlgo = Literal[
+    "W8A16", "W4A16", "W4A16_AWQ", "W4A16_GPTQ", "W8A16_GPTQ", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_BLOCK_SCALES",
+    "W4A16_MXFP4", "NVFP4", "MIXED_PRECISION",
+]  # fmt: skip
+"""TensorRT-LLM's names of how weights are quantized."""
+KVCacheQuantAlgo = Literal["INT8", "FP8"]
+Activations = Literal["float", "int8", "int16"]
+LayersActivations = Literal[Activations, "mixed"]
+"""`mixed`: int8 for weights of 4 bits, int16 for those of 8."""
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """Distribution of a model over devices. A directory holds all ranks: its `rank` is 0."""
+
+    world_size: Size = 1
+    tp_size: Size = 1
+    rank: Count = 0
+
+
+ALONE = Mapping()
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file of a directory as it was written; `name` is its path in it."""
+
+    name: str
+    num_bytes: Count
+    sha256: str
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """Quantization format of a conversion. Without a format weights stay as they are."""
+
+    qformat: QuantFormat | None = None
+    group_size: int | None = None
+    """Inputs that share a scale; None: all of an output's."""
+    quantize_lm_head: bool = False
+    kv_cache: KVCacheQuantAlgo | None = None
+    activations: Activations | None = None
+    """None: what is fastest and changes no more than the weights' quantization does."""
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Quantization of a checkpoint's linear layers. Each layer's tensors describe themselves; this covers all."""
+
+    quant_algo: QuantAlgo | None
+    kv_cache_quant_algo: KVCacheQuantAlgo | None = None
+    group_size: Size | None = None
+    """Inputs that share a scale; None: all of an output's, or it differs."""
+    has_zero_point: bool = False
+    pre_quant_scale: bool = False
+    exclude_modules: tuple[str, ...] = ()
+    """Linear layers that are not quantized."""
+    activations: LayersActivations = "float"
+    """Activation format for quantized layers; `mixed`: int8 for weights of 4 bits, int16 for those of 8."""
+    source: str = "rounded"
+    """Origin of the quantized weights: quantized by the conversion, or read from a format of this name."""
+    unrounded: str | None = None
+    """The model that was quantized, by its shipped name or directory; None where it is not known."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """`config.json` of a checkpoint directory. `pretrained_config` is Hugging Face's own."""
+
+    pretrained_config: dict[str, Any]
+    dtype: Dtype
+    quantization: Quantization | None = None
+    mapping: Mapping = Mapping()
+    files: tuple[FileRecord, ...] = ()
+    """All but those that people change; none until they are written."""
+    config_digest: str = ""
+    """Digest of all other fields, as written."""
+    format_version: int = CHECKPOINT_FORMAT_VERSION
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """K/V shape of one attention layer, and how far back it sees: a window, or to the beginning of the query's chunk;
+    everything if both are None."""
+
+    layer: Count
+    num_kv_heads: Size
+    key_head_dim: Size
+    value_head_dim: Size
+    sliding_window: Size | None
+    attention_chunk_size: Size | None = None
+
+    def first_seen(self, position: int) -> int:
+        """The first key that a query at this position sees."""
+        if self.attention_chunk_size is not None:
+            return position // self.attention_chunk_size * self.attention_chunk_size
+        return 0 if self.sliding_window is None else max(0, position + 1 - self.sliding_window)
+
+
+@dataclass(frozen=True)
+class RecurrentShape:
+    """Recurrent state of one layer: of each head a matrix from keys to values."""
+
+    num_heads: Size
+    key_dim: Size
+    value_dim: Size
+    num_decays: Size = 1
+    """Decays of a token: one, or one for each number of a key."""
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """State of one layer: the last tokens' inputs of its convolution, `width` numbers of each; 0 if it has none."""
+
+    layer: Count
+    width: Count
+    num_before: Count
+    """Tokens before one that its convolution depends on."""
+    recurrent: RecurrentShape | None = None
+    """None: its output depends on these tokens alone."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Shapes of what a model's layers keep of the tokens before: keys and values, a state, both or nothing."""
+
+    layers: tuple[LayerShape, ...]
+    states: tuple[StateShape, ...] = ()
+
+    def of(self, layer: int) -> tuple[LayerShape | StateShape, ...]:
+        return tuple(one for one in self.layers + self.states if one.layer == layer)
+
+
+@dataclass(frozen=True)
+class SelfDraft:
+    """Quantization of the linear weights of a self-draft copy."""
+
+    qformat: IntFormat
+    group_size: Size | None = 64
+    """Inputs that share a scale; None: all of an output's."""
+
+
+@dataclass(frozen=True)
+class DraftOutput:
+    """Output layer of a trained head and of a self-draft copy: of fewer ids, or in fewer bits. Nothing is verified by
+    it."""
+
+    qformat: IntFormat | None = None
+    """None: as the model has it."""
+    vocab_size: Size | None = None
+    """Ids that are drafted; None: all."""
+    layers: IntFormat | None = None
+    """Quantization of the head's other linear layers; None: as the head has them."""
+
+    @property
+    def is_quantized(self) -> bool:
+        return (self.qformat or self.layers) is not None
+
+
+@dataclass(frozen=True)
+class BuildConfig:
+    """Limits fixed by `build`; `run` may not exceed them.
+
+    `max_seq_len` includes `max_draft_len`, as in TensorRT-LLM: prompt and output together may have
+    `max_request_len` tokens.
+    """
+
+    compiler: Compiler
+    max_batch_size: Annotated[int, Between(1, MAX_BATCH_SIZE)]
+    max_input_len: Annotated[int, Between(1, MAX_SEQ_LEN)]
+    max_seq_len: Annotated[int, Between(2, MAX_SEQ_LEN + MAX_DRAFT_LEN)]
+    max_draft_len: Annotated[int, Between(0, MAX_DRAFT_LEN)]
+    tokens_per_block: Annotated[int, Between(1, MAX_TOKENS_PER_BLOCK)]
+    speculative_decoding_mode: SpeculativeDecodingMode
+    self_draft: SelfDraft | None = None
+    """None: there is no copy that drafts."""
+    hidden_states: tuple[Count, ...] = ()
+    """Hidden states that the step gives for a trained drafter, by transformers' numbers: what enters layer i, or after
+    the final norm where i is the number of layers."""
+    draft_output: DraftOutput = DraftOutput()
+
+    @property
+    def max_request_len(self) -> int:
+        return self.max_seq_len - self.max_draft_len
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Shape that a step is compiled for."""
+
+    dtype: Dtype
+    vocab_size: Size
+    layers: tuple[LayerShape, ...]
+    build_config: BuildConfig
+    kv_cache: KVCacheQuantAlgo | None = None
+    """Quantization of keys and values; None: they are of the dtype."""
+    states: tuple[StateShape, ...] = ()
+
+    @property
+    def shapes(self) -> Shapes:
+        return Shapes(self.layers, self.states)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Environment that a compiled step was built for; it runs nowhere else."""
+
+    torch: str
+    transformers: str
+    device: Literal["cpu", "cuda"]
+    capability: str
+    instructions: tuple[str, ...] = ()
+    """Sets of instructions that the CPU's code may use, by Linux's names."""
+
+
+@dataclass(frozen=True)
+class LogitsCheck:
+    """Largest difference between the engine's logits and transformers' eager attention, when it was built."""
+
+    max_abs_difference: Measure
+    relative_difference: Measure
+    tolerance: Measure
+    from_float32: Measure | None = None
+    """The engine's relative difference from the same weights in float32: measured where 16 bits exceed `tolerance`."""
+    transformers_from_float32: Measure | None = None
+    from_float64: Measure | None = None
+    """Error relative to float64, measured if the one relative to float32 exceeds `tolerance`."""
+    transformers_from_float64: Measure | None = None
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Quantization error on a text of `num_tokens`: unquantized probabilities against quantized ones."""
+
+    num_tokens: Size
+    mean_kl: Annotated[float, Between(-1)]
+    """Mean Kullback-Leibler divergence, in nats; rounding may take one that is near 0 below it."""
+    top1_agreement: Share
+    """Share of positions where both have the same token most probable."""
+    unrounded: str
+    text: str
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Time of a step at build, with `num_tokens` in each of `batch_size` rows, after `context_len`."""
+
+    batch_size: Size
+    context_len: Count
+    num_tokens: Size
+    seconds: Seconds
+
+
+@dataclass(frozen=True)
+class MachineSpeed:
+    """Speed of the machine when the engine's steps were measured."""
+
+    num_threads: Size
+    memory_bytes_per_s: Measure
+    """Read and written, by all threads, in a copy that is larger than the caches."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """`config.json` of an engine directory."""
+
+    pretrained_config: dict[str, Any]
+    dtype: Dtype
+    build_config: BuildConfig
+    layers: tuple[LayerShape, ...]
+    vocab_size: Size
+    environment: Environment
+    logits_check: LogitsCheck
+    weights_digest: str
+    files: tuple[FileRecord, ...] = ()
+    """All but those that people change; none until they are written."""
+    step_costs: tuple[StepCost, ...] = ()
+    host_s: Seconds = 0.0
+    """Seconds of a loop's turn beside the compiled step."""
+    self_draft_check: LogitsCheck | None = None
+    """Logits check of the self-draft copy, against the same quantized weights."""
+    self_draft_costs: tuple[StepCost, ...] = ()
+    """Step times of the self-draft copy."""
+    states: tuple[StateShape, ...] = ()
+    machine: MachineSpeed | None = None
+    """Machine on which steps were measured."""
+    quantization: Quantization | None = None
+    quality: Quality | None = None
+    compiler_note: str | None = None
+    why_whole: str | None = None
+    """Reason why a step compiled ahead of time for a CPU is one program; None where each kind of layer is one."""
+    arithmetic: Arithmetic | None = None
+    """Matmul kernel of linear layers; None without our kernels."""
+    batch_invariant: bool = False
+    """True if a token's logits are bitwise independent of the rest of its step: batch, draft, piece of a prompt."""
+    mapping: Mapping = Mapping()
+    config_digest: str = ""
+    """Digest of all other fields, as written."""
+    format_version: int = ENGINE_FORMAT_VERSION
+
+    @property
+    def step_shape(self) -> StepShape:
+        kv_cache = None if self.quantization is None else self.quantization.kv_cache_quant_algo
+        return StepShape(self.dtype, self.vocab_size, self.layers, self.build_config, kv_cache, self.states)
+
+
+Config = TypeVar("Config")
+_DAMAGED = "the file was changed or is damaged; make the directory again"
+
+
+def as_json(config: Any) -> dict[str, Any]:
+    return dataclasses.asdict(config)
+
+
+def parse(kind: type[Config], data: Any, where: str) -> Config:
+    """Build the dataclass `kind` from parsed JSON; SpecDecError names `where` and the key that is wrong."""
+    if not isinstance(data, dict):
+        raise SpecDecError(f"`{where}` is not a JSON object: {type(data).__name__}", hint=_DAMAGED)
+    version, readable = data.get("format_version"), getattr(kind, "format_version", None)
+    if readable is not None and version != readable:
+        raise SpecDecError(
+            f"`{where}` has a format this version cannot read (it reads {readable}): {shown(version)}",
+            hint="make it again with this version of specdec, or install the version that wrote it",
+        )
+    from pydantic import ValidationError  # which `--help` need not wait for
+
+    try:
+        config: Config = _adapter(cast(Any, kind)).validate_json(json.dumps(data), strict=True, extra="forbid")
+    except ValidationError as error:
+        raise SpecDecError(_complaint(error.errors()[0], where), hint=_DAMAGED) from None
+    return config
+
+
+def check_arguments(kind: Any, given: typing.Mapping[str, Any]) -> None:
+    """UsageError for an argument whose value is not of the type that `kind` (a dataclass, a TypedDict) gives it."""
+    from pydantic import ValidationError
+
+    types = typing.get_type_hints(kind, include_extras=True)
+    for name, value in given.items():
+        if name not in types:
+            continue  # Python's own error says so
+        try:
+            _adapter(types[name]).validate_python(value, strict=True)
+        except ValidationError as error:
+            forms = dict.fromkeys(filter(None, map(_form, error.errors())))
+            raise UsageError(
+                f"{name} must be {' or '.join(forms)}: {value!r:.100}", hint="leave it out, or give it as one"
+            ) from None
+
+
+def _form(error: Any) -> str | None:
+    """Form that a value should have by an error of pydantic's; None where it is not worth naming."""
+    bounds = error.get("ctx", {})
+    match error["type"]:
+        case "none_required" | "is_instance_of":
+            return None
+        case "literal_error":
+            return str(bounds["expected"])
+        case "greater_than_equal":
+            return f"at least {bounds['ge']:,.10g}"
+        case "less_than_equal":
+            return f"at most {bounds['le']:,.10g}"
+    forms = {"int_type": "an integer", "float_type": "a number", "bool_type": "True or False", "string_type": "a text"}
+    return forms.get(error["type"], "of another type")
+
+
+@cache
+def _adapter(kind: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+def _complaint(error: Any, where: str) -> str:
+    """The sentence for an error of pydantic's."""
+    *places, key = error["loc"]
+    outer = ": ".join([where, *(place for place in places if isinstance(place, str))])
+    inner = f"{outer}: {key}" if isinstance(key, str) else outer
+    value, bounds = shown(error["input"]), error.get("ctx", {})
+    match error["type"]:
+        case "missing":
+            return f"`{outer}` lacks the key: {key}"
+        case "unexpected_keyword_argument":
+            return f"`{outer}` has an unknown key: {key}"
+        case "dataclass_type":
+            return f"`{inner}` is not a JSON object: {type(error['input']).__name__}"
+        case "greater_than_equal":
+            return f"`{inner}` must be at least {bounds['ge']:,.10g}: {value}"
+        case "less_than_equal":
+            return f"`{inner}` must be at most {bounds['le']:,.10g}: {value}"
+    return f"`{inner}` has a value it cannot have: {value}"

@@ -1,0 +1,154 @@
+"""Cost model of a step on the machine an engine was built on, interpolated from measurements.
+
+The time of a step grows with the sequences in it, with their context, and with the tokens of each. On a CPU a draft is
+not free: a step of eleven tokens may take twice as long as a step of one.
+
+`build` measures, and writes the costs into `config.json`. Those of an engine that is made of a model are measured when
+somebody asks for them, so that the first answer does not wait, and kept in a file beside the engine's directory, which
+tells too that they are measured in this way.
+"""
+
+import dataclasses
+import json
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.checkpoint.config import EngineConfig, StepCost, as_json, parse
+from runtime.util.cache import COSTS, OF_ALL_TO_READ, read_sealed, sealed
+from runtime.util.errors import SpecDecError
+from runtime.util.files import write_file
+
+Grid = dict[int, dict[int, float]]
+"""Seconds by context length and by tokens of a row, for one batch size."""
+
+
+class CostModel:
+    """Seconds of a step, on straight lines between what was measured, and beyond.
+
+    With 10 ms for 1 token and 14 ms for 5, 3 tokens take 12 ms. No step is taken to be slower than a measured one of as
+    many sequences and tokens, after as long contexts, or more: a busy moment can only have made it look so.
+    """
+
+    def __init__(self, costs: Iterable[StepCost], host_s: float) -> None:
+        self.host_s = host_s
+        self._grids: dict[int, Grid] = {}
+        for cost, seconds in _without_busy_moments(list(costs)):
+            self._grids.setdefault(cost.batch_size, {}).setdefault(cost.context_len, {})[cost.num_tokens] = seconds
+        if not self._grids:
+            raise SpecDecError(
+                "the engine's step costs are unknown",
+                hint="build it again, with memory free for a K/V cache to measure them with",
+                code="no_step_costs",
+            )
+        self._known: dict[tuple[int, int, float], float] = {}
+
+    def step_s(self, batch_size: int, context_len: int, num_tokens: float) -> float:
+        """The compiled step for `batch_size` sequences of `context_len` tokens, `num_tokens` more in each of them.
+
+        Or on average: rows are folded (`runtime.core.batch`), so that short ones among long ones cost little.
+        """
+        key = (batch_size, context_len, num_tokens)
+        if key not in self._known:
+            most = max(self._grids)
+            if batch_size > most and len(self._grids) > 1:
+                self._known[key] = self._beyond(most, batch_size, context_len, num_tokens)
+            else:
+                by_batch = {b: _in_grid(grid, context_len, num_tokens) for b, grid in self._grids.items()}
+                self._known[key] = _on_lines(by_batch, batch_size)
+        return self._known[key]
+
+    def _beyond(self, most: int, batch_size: int, context_len: int, num_tokens: float) -> float:
+        """Cost of a batch larger than all measured ones, the largest of which has `most` rows.
+
+        As many tokens in `most` rows, and what each further row adds to a step of so many. Not the line through batches
+        of the same rows: from some number of tokens on other kernels compute a step, and its price jumps.
+        """
+        fewer = max(size for size in self._grids if size < most)
+        alone_s, together_s = (_in_grid(self._grids[size], context_len, most / size) for size in (most, fewer))
+        row_s = max(alone_s - together_s, 0.0) / (most - fewer)
+        seconds = _in_grid(self._grids[most], context_len, num_tokens * batch_size / most)
+        return seconds + (batch_size - most) * row_s
+
+    def iteration_s(self, batch_size: int, context_len: int, draft_len: float) -> float:
+        """A whole turn of a loop whose drafts have `draft_len` tokens, on average, without the drafting."""
+        return self.step_s(batch_size, context_len, draft_len + 1) + self.host_s
+
+    def context_s(self, num_tokens: int, max_num_tokens: int) -> float:
+        """Computing a prompt, `max_num_tokens` at a time; the last piece gives the first token."""
+        starts = range(0, num_tokens, max_num_tokens)
+        return sum(self.step_s(1, start, min(max_num_tokens, num_tokens - start)) for start in starts)
+
+
+def _without_busy_moments(costs: list[StepCost]) -> Iterator[tuple[StepCost, float]]:
+    """Each cost with the least time of any step that has no less to do."""
+    import numpy as np  # which `--help` need not wait for
+
+    sizes = np.array([(cost.batch_size, cost.context_len, cost.num_tokens) for cost in costs]).reshape(-1, 1, 3)
+    seconds = np.array([cost.seconds for cost in costs])
+    has_as_much = (sizes.reshape(1, -1, 3) >= sizes).all(axis=-1)
+    return zip(costs, np.where(has_as_much, seconds, np.inf).min(axis=-1, initial=np.inf).tolist(), strict=True)
+
+
+def _in_grid(grid: Grid, context_len: int, num_tokens: float) -> float:
+    """Pieces of prompts are measured after fewer contexts than generation steps; between those they are looked up."""
+    rows = {c: row for c, row in grid.items() if max(row) >= num_tokens} or grid
+    return _on_lines({c: _on_lines(row, num_tokens) for c, row in rows.items()}, context_len)
+
+
+def _on_lines(points: dict[int, float], x: float) -> float:
+    """The value at x on the line through the two points beside it, or through the last two before it.
+
+    At least half of the smallest value: what noise makes of a line must not come out as nothing.
+    """
+    xs = sorted(points)
+    if len(xs) == 1:
+        return points[xs[0]]
+    i = min(max(bisect_left(xs, x), 1), len(xs) - 1)
+    left, right = xs[i - 1], xs[i]
+    value = points[left] + (points[right] - points[left]) * (x - left) / (right - left)
+    return max(value, min(points.values()) / 2)
+
+
+# --- costs that are measured when they are asked for ---
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """The fields of an engine's configuration that are measured."""
+
+    step_costs: tuple[StepCost, ...] = ()
+    host_s: float = 0.0
+    self_draft_costs: tuple[StepCost, ...] = ()
+
+    @staticmethod
+    def of(config: EngineConfig) -> "MeasuredCosts":
+        return MeasuredCosts(config.step_costs, config.host_s, config.self_draft_costs)
+
+
+def keep_costs(engine_dir: Path, costs: MeasuredCosts) -> None:
+    """Write what was measured so far; where that cannot be written it is measured again."""
+    with suppress(OSError):
+        write_file(_file(engine_dir), sealed(json.dumps(as_json(costs)).encode()), OF_ALL_TO_READ)
+
+
+def are_measured_when_asked_for(engine_dir: Path) -> bool:
+    return _file(engine_dir).is_file()
+
+
+def with_kept_costs(config: EngineConfig, engine_dir: Path) -> EngineConfig:
+    """The configuration with what was measured since the engine was built. What is damaged is measured again."""
+    data = read_sealed(_file(engine_dir))
+    if data is None:
+        return config
+    try:
+        costs = parse(MeasuredCosts, json.loads(data), str(_file(engine_dir)))
+    except (ValueError, SpecDecError):  # of another version
+        return config
+    return dataclasses.replace(config, **vars(costs))
+
+
+def _file(engine_dir: Path) -> Path:
+    return engine_dir.with_name(f"{engine_dir.name}{COSTS}")

@@ -1,0 +1,127 @@
+"""generation_config.json: how a model's outputs end, and how it would be sampled. People edit it, so what it says is
+checked wherever it is read."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runtime.util.errors import SpecDecError
+from runtime.util.files import read_json
+
+GENERATION_CONFIG = "generation_config.json"
+
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda value: value >= 0, "at least 0"),
+    "top_p": (lambda value: 0 < value <= 1, "more than 0 and at most 1"),
+    "top_k": (lambda value: value >= -1, "at least -1"),
+    "min_p": (lambda value: 0 <= value <= 1, "between 0 and 1"),
+    "repetition_penalty": (lambda value: value > 0, "more than 0"),
+    "no_repeat_ngram_size": (lambda value: value >= 0, "at least 0"),
+}
+_PENALTIES = ("repetition_penalty", "no_repeat_ngram_size")
+_COUNTS = ("top_k", "no_repeat_ngram_size")
+_NOT_DONE: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "bad_words_ids": ([],),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "sequence_bias": ({}, []),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "encoder_repetition_penalty": (1,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "exponential_decay_length_penalty": (),
+    "guidance_scale": (1,),
+    "penalty_alpha": (0,),
+    "dola_layers": (),
+    "watermarking_config": (),
+    "stop_strings": ([],),
+    "typical_p": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "top_h": (),
+}
+"""Settings of transformers' `generate` that change outputs but are not supported -> values without effect."""
+
+
+@dataclass(frozen=True)
+class ModelDefaults:
+    """Sampling defaults in a model's generation_config.json."""
+
+    penalties: dict[str, float] = field(default_factory=dict)
+    """`repetition_penalty` and `no_repeat_ngram_size`, which transformers' `generate` applies to greedy outputs too."""
+    sampling: dict[str, float] = field(default_factory=dict)
+    """`temperature`, `top_k`, `top_p` and `min_p`, for chats; temperature 0 alone where `do_sample` is false."""
+    not_done: tuple[str, ...] = ()
+    """Unsupported settings in the file."""
+
+    @property
+    def all(self) -> dict[str, float]:
+        return self.sampling | self.penalties
+
+
+def read_end_ids(directory: Path) -> frozenset[int] | None:
+    """The ids that end an output; None where the file says nothing of them, or is not there."""
+    ids = _read(directory).get("eos_token_id")
+    return None if ids is None else as_end_ids(ids, directory)
+
+
+def as_end_ids(ids: Any, directory: Path) -> frozenset[int]:
+    """One id or a list of them; SpecDecError for what is no token id, and the file in `directory` could correct."""
+    found = ids if isinstance(ids, list) else [ids]
+    foreign = [i for i in found if not isinstance(i, int) or isinstance(i, bool) or i < 0]
+    if foreign:
+        raise SpecDecError(
+            f"`eos_token_id` of the model is no token id: {foreign[0]!r}",
+            hint=f"correct `{directory / GENERATION_CONFIG}`, or build the engine again",
+        )
+    return frozenset(found)
+
+
+def read_model_defaults(directory: Path) -> ModelDefaults:
+    """SpecDecError for a value that is no number, or out of range.
+
+    A `top_k` that the file does not name is none, where transformers' `generate` takes 50.
+    """
+    config = _read(directory)
+    found = {name: _number(name, config[name], directory) for name in _RANGES if config.get(name) is not None}
+    do_sample = config.get("do_sample")
+    if do_sample is not None and not isinstance(do_sample, bool):
+        raise SpecDecError(
+            f"`do_sample` of the model is neither true nor false: {do_sample!r}", hint=_correct(directory)
+        )
+    sampling = {name: value for name, value in found.items() if name not in _PENALTIES}
+    return ModelDefaults(
+        {name: found[name] for name in _PENALTIES if name in found},
+        {"temperature": 0.0} if do_sample is False else sampling,
+        tuple(name for name, neutral in _NOT_DONE.items() if config.get(name) not in (None, False, *neutral)),
+    )
+
+
+def _number(name: str, value: Any, directory: Path) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise SpecDecError(f"`{name}` of the model is no number: {value!r}", hint=_correct(directory))
+    is_valid, form = _RANGES[name]
+    if not is_valid(value) or (name in _COUNTS and value != int(value)):
+        whole = "a whole number, " if name in _COUNTS else ""
+        raise SpecDecError(f"`{name}` of the model must be {whole}{form}: {value!r}", hint=_correct(directory))
+    return max(int(value), 0) if name in _COUNTS else float(value)
+
+
+def _correct(directory: Path) -> str:
+    return f"correct `{directory / GENERATION_CONFIG}`"
+
+
+def check_generation_config(directory: Path) -> None:
+    """SpecDecError for a file that cannot be read, or whose values nothing could be generated by."""
+    read_end_ids(directory)
+    read_model_defaults(directory)
+
+
+def _read(directory: Path) -> dict[str, Any]:
+    path = directory / GENERATION_CONFIG
+    return read_json(path) if path.is_file() else {}

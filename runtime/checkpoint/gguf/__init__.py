@@ -1,0 +1,1 @@
+"""GGUF files: their header, weights, config and tokenizer."""

@@ -1,0 +1,282 @@
+"""GGUF files: what their header says, read without torch and with nothing trusted that it says.
+
+A file is a header (counts, metadata, a table of tensors) and then the tensors, each at a multiple of the alignment.
+Sizes are checked against the file's before anything is allocated or read.
+"""
+
+import re
+import struct
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from runtime.util.errors import SpecDecError
+from runtime.util.files import Stamp, check_regular, stamp_of
+
+ORIGINAL = "give the model that it was made of, config.json and safetensors"
+"""A hint."""
+_MAGIC, _VERSIONS = b"GGUF", (2, 3)
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_TEXT, _ARRAY = 8, 9
+TOKENIZER, CHAT_TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
+"""Name of one of a model's files."""
+_MAX_ENTRIES = 2**20  # of metadata and of tensors each
+_MAX_ITEMS = 2**24  # of an array: a vocabulary has fewer
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """Storage format of numbers: `num_numbers` in blocks of `num_bytes`."""
+
+    name: str
+    num_numbers: int
+    num_bytes: int
+
+
+TYPES = {
+    0: BlockType("F32", 1, 4), 1: BlockType("F16", 1, 2), 30: BlockType("BF16", 1, 2), 8: BlockType("Q8_0", 32, 34),
+    2: BlockType("Q4_0", 32, 18), 3: BlockType("Q4_1", 32, 20), 6: BlockType("Q5_0", 32, 22),
+    7: BlockType("Q5_1", 32, 24),
+    10: BlockType("Q2_K", 256, 84), 11: BlockType("Q3_K", 256, 110), 12: BlockType("Q4_K", 256, 144),
+    13: BlockType("Q5_K", 256, 176), 14: BlockType("Q6_K", 256, 210),
+    20: BlockType("IQ4_NL", 32, 18), 23: BlockType("IQ4_XS", 256, 136), 39: BlockType("MXFP4", 32, 17),
+}  # fmt: skip
+"""Block types by their numbers in files."""
+_NOT_READ = {
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """One tensor, in the file `path`; `shape` is rows first."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: BlockType
+    path: Path
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) // self.type.num_numbers * self.type.num_bytes
+
+
+@dataclass(frozen=True)
+class GGUFHeader:
+    """Header of a file, before its tensors; of a model in several files the first one's, with all tensors."""
+
+    metadata: dict[str, Any]
+    tensors: dict[str, GGUFTensor]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture"))
+
+
+def is_gguf(path: Path) -> bool:
+    """True for a file that is named as one, or begins as one: a hub's blobs have names of their own."""
+    if not path.is_file():
+        return False
+    if path.suffix.lower() == ".gguf":
+        return True
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+    return False
+
+
+def templates_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The chat templates by their names: `default`, and of `tokenizer.chat_template.tool_use` `tool_use`."""
+    others = {
+        key.removeprefix(f"{CHAT_TEMPLATE}."): value
+        for key, value in metadata.items()
+        if key.startswith(f"{CHAT_TEMPLATE}.")
+    }
+    return ({"default": metadata[CHAT_TEMPLATE]} if CHAT_TEMPLATE in metadata else {}) | others
+
+
+def templates_as_one(templates: dict[str, Any]) -> Any:
+    """Chat templates as transformers takes them: by name, one as it is, and None where there is none."""
+    return templates if len(templates) > 1 else next(iter(templates.values()), None)
+
+
+def has_tokenizer(path: Path) -> bool:
+    return f"{TOKENIZER}tokens" in read_gguf(path).metadata
+
+
+def read_gguf(path: Path) -> GGUFHeader:
+    """The header; SpecDecError for a file that is none, or cut, or of types that are not read, or one of several of
+    which others are missing."""
+    files = gguf_files(path)
+    headers = [_read(file, stamp_of(file.stat())) for file in files]
+    first = headers[0]
+    for i, header in enumerate(headers[1:], 1):
+        said = [header.metadata.get(key) for key in ("split.no", "split.count")]
+        if said != [i, len(files)]:
+            raise SpecDecError(
+                f"the files are not of one GGUF model: `{files[i]}` is part {said[0]} of {said[1]}, counted from 0",
+                hint="download them again",
+            )
+    tensors = {name: tensor for header in headers for name, tensor in header.tensors.items()}
+    num_tensors = sum(len(header.tensors) for header in headers)
+    if {len(tensors), first.metadata.get("split.tensors.count", num_tensors)} != {num_tensors}:
+        raise SpecDecError(
+            f"the files of a GGUF model have {num_tensors} tensors, {len(tensors)} of them different, where the first "
+            f"speaks of {first.metadata.get('split.tensors.count', num_tensors)}: {path}",
+            hint="download them again",
+        )
+    return GGUFHeader(first.metadata, tensors)
+
+
+def gguf_files(path: Path) -> list[Path]:
+    """All files of the model, of which this is the first or the only one; SpecDecError where it is not, or some are
+    missing."""
+    metadata = _read(path, stamp_of(path.stat())).metadata
+    count, number, named = metadata.get("split.count", 0), metadata.get("split.no", 0), _PART.fullmatch(path.name)
+    if count in (0, 1):
+        return [path]
+    if named is None or [int(named[2]) - 1, int(named[3])] != [number, count]:
+        raise SpecDecError(
+            f"the file is part {number} of {count} of a GGUF model, counted from 0, and its name does not say so: "
+            f"{path}",
+            hint="name its parts NAME-00001-of-00002.gguf and so on, as they were",
+        )
+    paths = [path.with_name(f"{named[1]}-{i:05}-of-{named[3]}.gguf") for i in range(1, count + 1)]
+    for one in paths:
+        check_regular(one)
+    missing = [one.name for one in paths if one != path and not one.is_file()]
+    if missing:
+        raise SpecDecError(
+            f"of {count} files of a GGUF model {len(missing)} are missing: {', '.join(missing[:3])}",
+            hint=f"download them into {path.parent}",
+        )
+    if number != 0:
+        raise SpecDecError(f"the file is not the first of its GGUF model: {path}", hint=f"give {paths[0]}")
+    return paths
+
+
+def without_later_parts(paths: list[Path]) -> list[Path]:
+    """The paths, in their order, with one of each model's files."""
+    models = {(named[1], named[3]) if (named := _PART.fullmatch(path.name)) else path: path for path in reversed(paths)}
+    return list(models.values())[::-1]
+
+
+def check_part(path: Path) -> None:
+    """SpecDecError for one file of a model that is damaged by itself, whatever the others are."""
+    _read(path, stamp_of(path.stat()))
+
+
+@cache  # one command asks several times
+def _read(path: Path, stamp: Stamp) -> GGUFHeader:
+    num_bytes = stamp.num_bytes
+    with path.open("rb") as file:
+        reader = _Reader(file, path, num_bytes)
+        if reader.take(4) != _MAGIC:
+            raise SpecDecError(
+                f"this is not a GGUF file: {path}", hint="it does not begin with `GGUF`; download it again"
+            )
+        version = reader.number("I")
+        if version not in _VERSIONS:
+            raise SpecDecError(f"GGUF files of version {version} are not read: {path}", hint="versions 2 and 3 are")
+        num_tensors, num_entries = reader.count(_MAX_ENTRIES), reader.count(_MAX_ENTRIES)
+        metadata = dict(reader.entry() for _ in range(num_entries))
+        table = [reader.tensor() for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            reader.fail(f"`general.alignment` is no power of 2, {alignment}")
+        start = -(-file.tell() // alignment) * alignment
+    if not all(isinstance(metadata.get(key, 0), int) for key in ("split.count", "split.no")):
+        reader.fail("the number of its model's files is none")
+    for name, _, _, offset in table:
+        if offset % alignment:
+            reader.fail(f"`{name}` begins at {offset:,}, no multiple of its alignment, {alignment}")
+    tensors = {name: _placed(name, shape, number, start + offset, path) for name, shape, number, offset in table}
+    for tensor in tensors.values():
+        if tensor.offset + tensor.num_bytes > num_bytes:
+            reader.fail(f"it ends before `{tensor.name}` does")
+    return GGUFHeader(metadata, tensors)
+
+
+def _placed(name: str, shape: tuple[int, ...], number: int, offset: int, path: Path) -> GGUFTensor:
+    if number not in TYPES:
+        said = _NOT_READ.get(number, f"the number {number}")
+        read = ", ".join(one.name for one in TYPES.values())
+        raise SpecDecError(f"`{name}` is of a type that is not read, {said}: {path}", hint=f"{read} are")
+    if not shape or shape[-1] % TYPES[number].num_numbers:
+        raise SpecDecError(
+            f"`{path}` is damaged: `{name}` of {list(shape)} is not made of whole blocks", hint="download it again"
+        )
+    return GGUFTensor(name, shape, TYPES[number], path, offset)
+
+
+class _Reader:
+    """Reads values one after the other, no further than the file goes."""
+
+    def __init__(self, file: BinaryIO, path: Path, num_bytes: int) -> None:
+        self._file, self._path, self._num_bytes = file, path, num_bytes
+
+    def fail(self, how: str) -> None:
+        raise SpecDecError(f"`{self._path}` is damaged: {how}", hint="download it again")
+
+    def take(self, count: int) -> bytes:
+        data = self._file.read(min(count, self._num_bytes))
+        if len(data) < count:
+            self.fail("it ends within its header")
+        return data
+
+    def number(self, kind: str) -> Any:
+        return struct.unpack(f"<{kind}", self.take(struct.calcsize(f"<{kind}")))[0]
+
+    def count(self, most: int) -> int:
+        found = int(self.number("Q"))
+        if found > most:
+            self.fail(f"it says that it holds {found:,} of something")
+        return found
+
+    def text(self) -> str:
+        return self.texts(1)[0]
+
+    def texts(self, length: int) -> list[str]:
+        """Read so many texts, of a vocabulary hundreds of thousands."""
+        read, most, texts = self._file.read, self._num_bytes, list[str]()
+        for _ in range(length):
+            number = read(8)
+            size = int.from_bytes(number, "little")
+            if size > most:
+                self.fail(f"it says that it holds {size:,} of something")
+            text = read(size)
+            if len(number) + len(text) < 8 + size:
+                self.fail("it ends within its header")
+            texts.append(text.decode("utf-8", errors="replace"))
+        return texts
+
+    def entry(self) -> tuple[str, Any]:
+        return self.text(), self._value(self.number("I"))
+
+    def _value(self, kind: int) -> Any:
+        if kind == _TEXT:
+            return self.text()
+        if kind == _ARRAY:
+            item, length = self.number("I"), self.count(_MAX_ITEMS)
+            if item in _NUMBERS:
+                form = _NUMBERS[item]
+                return list(struct.unpack(f"<{length}{form}", self.take(struct.calcsize(f"<{length}{form}"))))
+            if item == _TEXT:
+                return self.texts(length)
+            self.fail(f"an array of values of the kind {item}")
+        if kind not in _NUMBERS:
+            self.fail(f"a value of the kind {kind}")
+        return self.number(_NUMBERS[kind])
+
+    def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        name, num_dims = self.text(), self.number("I")
+        if num_dims > 4:
+            self.fail(f"`{name}` has {num_dims} dimensions")
+        shape = tuple(reversed([self.count(2**40) for _ in range(num_dims)]))
+        return name, shape, self.number("I"), self.number("Q")

@@ -1,0 +1,1 @@
+"""Quantized weights: the formats of others, and quantizing to ours."""

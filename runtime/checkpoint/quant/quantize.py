@@ -1,0 +1,93 @@
+"""Quantize a weight to few bits: to the nearest, by the scale of each group that leaves the smallest squared error.
+
+No data is needed: a few scales are tried, from the one that just holds the group's largest number downwards, and the
+best is refined. Cutting off what is rare makes the rest finer.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from runtime.checkpoint.config import QuantConfig
+from runtime.checkpoint.quant.weight import QuantizedWeight, pack_int4
+from runtime.util.errors import SpecDecError
+
+_CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
+_REFINEMENTS = 2
+_MIN_GROUP = 16
+_E4M3_MAX = 448.0
+_ROWS_BYTES = 2**21  # of the weight that is quantized at a time: several as large stay in the cache
+
+
+def group_size_for(name: str, inputs: int, wanted: int | None) -> int:
+    """The size of the groups of a layer: the one that is wanted, or the largest power of two in it that divides.
+
+    None: one group of all inputs. SpecDecError where none is at least 16.
+    """
+    if wanted is None:
+        return inputs
+    size = math.gcd(inputs, wanted)
+    if size < min(_MIN_GROUP, wanted):
+        raise SpecDecError(
+            f"groups of {wanted} do not divide the {inputs} inputs of `{name}`",
+            hint="quantize whole rows, or to int8",
+            code="group_size",
+        )
+    return size
+
+
+def quantize_weight(weight: Tensor, precision: QuantConfig, group_size: int) -> QuantizedWeight:
+    """The (outputs, inputs) weight in the format that is asked for."""
+    if weight.is_meta:
+        return _form(weight, precision, group_size)
+    rows = max(1, _ROWS_BYTES // (4 * weight.shape[1]))
+    pieces = [_quantize_rows(piece.float(), precision, group_size) for piece in torch.split(weight, rows)]
+    return QuantizedWeight(torch.cat([values for values, _ in pieces]), torch.cat([scales for _, scales in pieces]))
+
+
+def _form(weight: Tensor, precision: QuantConfig, group_size: int) -> QuantizedWeight:
+    """The same without values: to search for scales on `meta` would take as many operations of Python's."""
+    scales = weight.reshape(len(weight), -1, group_size)[:, :, 0].to(torch.float16)
+    if precision.qformat == "fp8":
+        return QuantizedWeight(weight.to(torch.float8_e4m3fn), scales.float())
+    integers = weight.to(torch.int8)
+    return QuantizedWeight(pack_int4(integers) if precision.qformat == "int4" else integers, scales)
+
+
+def _quantize_rows(weight: Tensor, precision: QuantConfig, group_size: int) -> tuple[Tensor, Tensor]:
+    """Values, and scales: of integers float16, of e4m3 float32."""
+    outputs, inputs = weight.shape
+    groups = weight.reshape(outputs, -1, group_size)
+    if precision.qformat == "fp8":
+        scales = groups.abs().amax(-1) / _E4M3_MAX
+        values = (groups / _without_zeros(scales)[:, :, None]).clamp(-_E4M3_MAX, _E4M3_MAX)
+        return values.to(torch.float8_e4m3fn).view(outputs, inputs), scales
+    lowest, highest = (-8, 7) if precision.qformat == "int4" else (-127, 127)
+    # The number of the largest size becomes the lowest integer, of which 4 bits have one more than of the highest.
+    extremes = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[:, :, 0]
+    best, best_error = torch.zeros_like(extremes), torch.full_like(extremes, torch.inf)
+    for clip in _CLIPS:
+        scales = (extremes * (clip / lowest)).half().float()  # rounded first: what is stored is what is measured
+        rounded = _nearest(groups, scales, lowest, highest) * scales[:, :, None]
+        error = (rounded - groups).square_().sum(-1)
+        best, best_error = torch.where(error < best_error, scales, best), torch.minimum(error, best_error)
+    for _ in range(_REFINEMENTS):
+        scales = _fitted(groups, _nearest(groups, best, lowest, highest))
+        error = (_nearest(groups, scales, lowest, highest) * scales[:, :, None] - groups).square_().sum(-1)
+        best, best_error = torch.where(error < best_error, scales, best), torch.minimum(error, best_error)
+    integers = _nearest(groups, best, lowest, highest).to(torch.int8).view(outputs, inputs)
+    return (pack_int4(integers) if precision.qformat == "int4" else integers), best.half()
+
+
+def _fitted(groups: Tensor, integers: Tensor) -> Tensor:
+    """The scale of least squares for integers that are chosen, which may then be others."""
+    return ((groups * integers).sum(-1) / integers.square().sum(-1).clamp(min=1)).half().float()
+
+
+def _nearest(groups: Tensor, scales: Tensor, lowest: int, highest: int) -> Tensor:
+    return (groups / _without_zeros(scales)[:, :, None]).round_().clamp_(lowest, highest)
+
+
+def _without_zeros(scales: Tensor) -> Tensor:
+    return torch.where(scales == 0, 1.0, scales)

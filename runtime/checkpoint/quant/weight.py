@@ -1,0 +1,227 @@
+"""A linear layer's low-bit weight: its form in a checkpoint, from any quantizer, and the numbers it stands for.
+
+    weight[n, k] = scales[n, g] x (values[n, j] - zeros[n, g])                    zeros are 0 where there are none, or
+    weight[n, k] = scales[n, g] x (values[n, j] + 2^(bits - 1)) + offsets[n, g]   where there are offsets, or
+    weight[n, k] = scales[n, g] x book[values[n, j]]                              where there is a code book
+
+of the group g = j // group_size; k is j, or `order[j]` where inputs were reordered. All in float32; then rounded to the
+dtype that is asked for.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from runtime.checkpoint.config import Activations, QuantFormat
+from runtime.util.errors import SpecDecError
+
+ACTIVATIONS: dict[QuantFormat, Activations] = {"int8": "int16", "int4": "int8", "fp8": "float"}
+"""Defaults: integers are faster; quantizing to 8 bits changes little beside weights of 4 bits, much beside 8."""
+SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_PREFIX = "weight_"
+_VALUES = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "fp8"}
+_LOST = "the model is damaged, or its config.json is another model's; download it again"
+Present = Callable[..., AbstractContextManager[object]]
+"""Context in which the numbers of tensors are in memory."""
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Positions in a word of eight neighbouring numbers in AWQ."""
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """Integers of 8 or 4 bits, or e4m3, with scales for groups of inputs."""
+
+    values: Tensor
+    """(outputs, inputs) int8 or e4m3; (outputs, inputs / 2) uint8: two of 4 bits plus 8, the first is lower."""
+    scales: Tensor
+    """(outputs, groups) float32, float16 or bfloat16, never 0 but for groups that are; may be negative."""
+    zeros: Tensor | None = None
+    """(outputs, groups) int16."""
+    offsets: Tensor | None = None
+    """(outputs, groups) float32; then there are no zeros."""
+    order: Tensor | None = None
+    """(inputs,) int32: which of the layer's inputs each column is of."""
+    book: Tensor | None = None
+    """(16,) int8: the numbers that values of 4 bits stand for; then there are no zeros and no offsets."""
+
+    @property
+    def kind(self) -> QuantFormat:
+        return _VALUES[self.values.dtype]  # type: ignore[return-value]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(outputs, inputs)."""
+        outputs, columns = self.values.shape
+        return outputs, columns * 2 if self.kind == "int4" else columns
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.kind == "int4" else 8
+
+    @property
+    def group_size(self) -> int:
+        return self.shape[1] // self.scales.shape[1]
+
+    def integers(self) -> Tensor:
+        """(outputs, inputs): the values one by one, int8, or e4m3 as it is."""
+        if self.kind != "int4":
+            return self.values
+        halves = torch.stack((self.values & 15, self.values >> 4), dim=-1).flatten(1)
+        return halves.view(torch.int8).sub_(8) if self.book is None else self.book[halves.int()]
+
+    def in_stored_order(self) -> Tensor:
+        """(outputs, inputs) float32: the weight, its columns as they are stored."""
+        outputs, inputs = self.shape
+        weight = self.integers().float().view(outputs, -1, self.group_size)  # a copy, which is written over
+        scales = self.scales.float()[:, :, None]
+        if self.offsets is not None:
+            weight.add_(self._half_range).mul_(scales).add_(self.offsets[:, :, None])
+        elif self.zeros is not None:
+            weight.sub_(self.zeros.float()[:, :, None]).mul_(scales)
+        else:
+            weight.mul_(scales)
+        return weight.view(outputs, inputs)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """(outputs, inputs): the numbers that it means."""
+        weight = self.in_stored_order()
+        if self.order is not None:
+            weight = torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
+        return weight.to(dtype)
+
+    @property
+    def _half_range(self) -> int:
+        return 8 if self.kind == "int4" else 128
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors by the suffixes of their names in a file."""
+        named = {f"{_PREFIX}{field.name}": getattr(self, field.name) for field in fields(self)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def by_output(self) -> dict[str, Tensor]:
+        """Parts that have a row for each output."""
+        parts = {"values": self.values, "scales": self.scales, "zeros": self.zeros, "offsets": self.offsets}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def rows(self, order: Tensor) -> "QuantizedWeight":
+        """The same with its outputs in another order."""
+        return replace(self, **{name: part[order] for name, part in self.by_output().items()})
+
+    def check(self, name: str) -> None:
+        """SpecDecError, naming the layer, where shapes and dtypes do not fit each other or numbers are none."""
+        self._check_forms(name)
+        if self.values.is_meta:
+            return
+        for part in ("scales", "offsets"):
+            tensor = getattr(self, part)
+            if tensor is not None and not bool(tensor.isfinite().all()):
+                share = float((~tensor.isfinite()).sum()) / tensor.numel()
+                raise SpecDecError(f"{share:.2%} of the {part} of `{name}` are NaN or infinite", hint=_LOST)
+        if self.kind == "fp8" and bool(self.values.isnan().any()):
+            raise SpecDecError(f"numbers of `{name}` are NaN, in 8 bits", hint=_LOST)
+        if self.zeros is not None and int(self.zeros.abs().max()) > self._half_range:
+            raise SpecDecError(
+                f"a zero point of `{name}` is out of the range of {self.kind}: {int(self.zeros.abs().max())}",
+                hint=_LOST,
+            )
+        if self.book is not None and (self.book.shape != (16,) or self.zeros is not None or self.offsets is not None):
+            raise SpecDecError(f"the code book of `{name}` is none: {list(self.book.shape)}", hint=_LOST)
+        inputs = self.shape[1]
+        if self.order is not None and not torch.equal(
+            self.order.sort().values, torch.arange(inputs, dtype=torch.int32)
+        ):
+            raise SpecDecError(f"the order of inputs of `{name}` does not name each of {inputs} once", hint=_LOST)
+
+    def _check_forms(self, name: str) -> None:
+        (outputs, inputs), groups = self.shape, self.scales.shape[-1]
+        grouped = [self.scales, *(part for part in (self.zeros, self.offsets) if part is not None)]
+        if any(part.shape != (outputs, groups) for part in grouped) or not groups or inputs % groups:
+            raise SpecDecError(
+                f"the scales of `{name}` do not fit its {outputs} x {inputs} values: {list(self.scales.shape)}",
+                hint=_LOST,
+            )
+        if self.scales.dtype not in SCALE_DTYPES:
+            raise SpecDecError(f"the scales of `{name}` are no floating-point numbers: {self.scales.dtype}", hint=_LOST)
+        if self.order is not None and self.order.shape != (inputs,):
+            raise SpecDecError(
+                f"the order of inputs of `{name}` is not of {inputs}: {list(self.order.shape)}", hint=_LOST
+            )
+
+
+def pack_int4(integers: Tensor) -> Tensor:
+    """(outputs, inputs / 2) uint8 of (outputs, inputs) int8 from -8 to 7."""
+    counts = (integers + 8).to(torch.uint8)
+    return counts[:, ::2] | counts[:, 1::2] << 4
+
+
+def from_integers(
+    integers: Tensor, scales: Tensor, *, bits: int, zeros: Tensor | None = None, order: Tensor | None = None
+) -> QuantizedWeight:
+    """Build a weight from (outputs, inputs) int8 that fit into `bits`, 4 or 8."""
+    values = pack_int4(integers) if bits == 4 else integers.contiguous()
+    return QuantizedWeight(values, scales.contiguous(), zeros=zeros, order=order)
+
+
+def take_quantized(
+    tensors: dict[str, Tensor], present: Present = lambda *_: nullcontext()
+) -> dict[str, QuantizedWeight]:
+    """Take the tensors of quantized weights out of a checkpoint's, by the names of their layers.
+
+    They are looked at in the context `present` of each layer's tensors.
+    """
+    parts: dict[str, dict[str, Tensor]] = {}
+    suffixes = {f".{_PREFIX}{field.name}": field.name for field in fields(QuantizedWeight)}
+    for name in list(tensors):
+        for suffix, field in suffixes.items():
+            if name.endswith(suffix):
+                parts.setdefault(name.removesuffix(suffix), {})[field] = tensors.pop(name)
+    return {name: _from_parts(name, found, present) for name, found in parts.items()}
+
+
+def _from_parts(name: str, parts: Mapping[str, Tensor], present: Present) -> QuantizedWeight:
+    if not {"values", "scales"} <= parts.keys() or parts["values"].dtype not in _VALUES:
+        raise SpecDecError(f"values or scales are missing of the layer: {name}", hint="convert the model again")
+    weight = QuantizedWeight(**parts)
+    looked_at = [part for key, part in parts.items() if key != "values" or weight.kind == "fp8"]
+    with present(*looked_at):
+        weight.check(name)
+    return weight
+
+
+# Integers out of the words that checkpoints pack them into. Values are never looked at: shapes are found on `meta`.
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """(rows, numbers) uint8 of (rows, words) int32 in which numbers of 4 or 8 bits lie, the first lowest."""
+    numbers: Tensor = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return numbers
+    halves: Tensor = torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(1)
+    return halves
+
+
+def unpack_awq(words: Tensor) -> Tensor:
+    """Unpack 4 bits in AWQ's order, like `unpack`."""
+    numbers = unpack(words, 4)
+    ordered: Tensor = numbers.view(numbers.shape[0], -1, 8)[:, :, list(AWQ_ORDER)].flatten(1)
+    return ordered
+
+
+def signed(numbers: Tensor, bits: int) -> Tensor:
+    """int8 of counts from 0: half of their range less."""
+    centred: Tensor = numbers.to(torch.int16) - 2 ** (bits - 1)
+    return centred.to(torch.int8)
+
+
+def scales_of(scales: Tensor, outputs: int, block_rows: int = 1) -> Tensor:
+    """(outputs, groups) of scales for a whole weight, for each output, or for blocks of outputs and groups."""
+    if scales.numel() == 1:
+        return scales.reshape(1, 1).expand(outputs, 1)
+    if scales.dim() == 1:
+        return scales[:, None]
+    if scales.shape[0] != outputs and block_rows > 1:
+        return scales.repeat_interleave(block_rows, 0)[:outputs]
+    return scales

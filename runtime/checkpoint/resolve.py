@@ -1,0 +1,246 @@
+"""Resolve the source of a model: a shipped name, a local directory or GGUF file, or the Hugging Face hub."""
+
+import posixpath
+import re
+import warnings
+from functools import cache
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from runtime.checkpoint.gguf.config import config_of
+from runtime.checkpoint.gguf.reader import gguf_files, has_tokenizer, is_gguf, without_later_parts
+from runtime.checkpoint.tekken import is_tekken_alone
+from runtime.checkpoint.tokenizer import TOKENIZER_FILES, template_files
+from runtime.util.errors import SpecDecError, SpecDecWarning
+from runtime.util.files import check_model_files, check_regular, read_json
+
+_SHIPPED = {"demo": "target", "demo-draft": "draft", "demo-hybrid": "hybrid"}
+_SHIPPED_HEADS = {"demo-head": "head"}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_ADAPTER = "adapter_config.json"
+WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
+MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+
+
+DOWNLOAD_AGAIN = "download or save the model again"
+
+
+def resolve_model(name: str) -> Path:
+    """The directory of a Hugging Face model, or a GGUF file, which a directory may hold. A shipped name wins; `./demo`
+    is a directory of that name.
+
+    Raises SpecDecError if there is no such directory, or the hub does not have or give it.
+    """
+    if name in _SHIPPED:
+        return _shipped(name, _SHIPPED[name])
+    path = Path(name).expanduser()
+    if path.is_dir():
+        check_model_files(path)
+        return _gguf_within(path) or path
+    check_regular(path)
+    if is_gguf(path):
+        return path
+    _check_no_gguf(path)
+    if path.exists():
+        raise SpecDecError(f"model is a file, not a directory: {name}", hint="give the directory that holds it")
+    if not _HUB_ID.fullmatch(name):
+        raise SpecDecError(
+            f"model directory does not exist: {name}",
+            hint="check the path; shipped names are `demo`, `demo-draft` and `demo-hybrid`, of a head `demo-head`",
+        )
+    return _download(name)
+
+
+def files_of_model(model_dir: Path) -> list[Path]:
+    """Files that make the model what it is."""
+    if is_gguf(model_dir):
+        return gguf_files(model_dir)
+    found = {path for pattern in MODEL_FILES for path in model_dir.glob(pattern)}
+    found |= {*template_files(model_dir), *shards_of(model_dir).values()}
+    return sorted(path for path in found if path.is_file())
+
+
+def weight_files(model_dir: Path) -> list[Path]:
+    """The safetensors files among `files_of_model`."""
+    return [path for path in files_of_model(model_dir) if path.suffix == ".safetensors"]
+
+
+def shards_of(model_dir: Path) -> dict[str, Path]:
+    """The file of each tensor by the model's index; empty where the weights are one file, or there is no index.
+
+    SpecDecError as by `files_of_index`.
+    """
+    index = model_dir / INDEX
+    return {} if (model_dir / WEIGHTS).is_file() or not index.is_file() else files_of_index(index)
+
+
+def files_of_index(index: Path) -> dict[str, Path]:
+    """The file of each tensor, which may lie in a subdirectory (`layers/0.safetensors`); `./a.safetensors` is
+    `a.safetensors`.
+
+    SpecDecError for an index without tensors, or with a file outside its directory.
+    """
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values() or [None]):
+        raise SpecDecError(f"`{index}` has no `weight_map` from tensors to files", hint=DOWNLOAD_AGAIN)
+    inner = {name: posixpath.normpath(name) for name in set(weight_map.values())}
+    for name in sorted(inner):
+        if inner[name].startswith(("/", "..")):
+            raise SpecDecError(f"`{index}` names a file outside the model's directory: {name}", hint=DOWNLOAD_AGAIN)
+    return {tensor: index.parent / inner[name] for tensor, name in weight_map.items()}
+
+
+def resolve_head(name: str) -> Path:
+    """The directory of a trained drafter, or of a model that has one: as `resolve_model`, and shipped heads."""
+    directory = shipped_head(name) or Path(name).expanduser()
+    return directory if directory.is_dir() else resolve_model(name)
+
+
+def shipped_head(name: str) -> Path | None:
+    """The directory of a shipped trained drafter; None for another name."""
+    return _shipped(name, _SHIPPED_HEADS[name]) if name in _SHIPPED_HEADS else None
+
+
+def _shipped(name: str, directory_name: str) -> Path:
+    directory = Path(str(files("runtime") / "demo" / directory_name))
+    if not directory.is_dir():
+        raise SpecDecError(f"the shipped model is missing from this installation: {name}", hint="install it again")
+    return directory
+
+
+def _gguf_within(directory: Path) -> Path | None:
+    """The GGUF file of a directory without weights of another kind, of a model in parts the first; SpecDecError if
+    there are several models."""
+    found = without_later_parts(sorted(path for path in directory.iterdir() if is_gguf(path)))
+    has_weights = (directory / INDEX).is_file() or any(directory.glob("*.safetensors"))
+    if not found or has_weights:
+        return None
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise SpecDecError(f"the directory holds several GGUF files: {names}", hint=f"name one: {found[0]}")
+    return found[0]
+
+
+def _check_no_gguf(path: Path) -> None:
+    """SpecDecError for the name of a GGUF file that is not there."""
+    if path.suffix.lower() == ".gguf":
+        raise SpecDecError(f"GGUF file does not exist: {path}", hint="check the path")
+
+
+def resolve_tokenizer(path: Path) -> Path:
+    """The directory of a tokenizer, or a GGUF file that describes one, which a directory without a tokenizer's files
+    may hold; SpecDecError if there is neither."""
+    if path.is_dir():
+        check_model_files(path)
+        has_files = is_tekken_alone(path) or any((path / name).is_file() for name in TOKENIZER_FILES)
+        found = None if has_files else _gguf_within(path)
+    else:
+        check_regular(path)
+        found = path if is_gguf(path) else None
+        if found is None:
+            _check_no_gguf(path)
+            raise SpecDecError(
+                f"tokenizer directory does not exist: {path}",
+                hint="give the directory of a Hugging Face tokenizer, or a GGUF file",
+            )
+    if found is not None and not has_tokenizer(found):
+        raise SpecDecError(f"the file has no tokenizer: {found}", hint="name the tokenizer of the model it was made of")
+    return found or path
+
+
+def refuse_unreadable_tokenizer(path: Path) -> None:
+    """SpecDecError for a directory's or a GGUF file's tokenizer that cannot be read here, as far as files tell."""
+    if is_gguf(path):
+        from runtime.checkpoint.gguf.tokenizer import check_gguf_tokenizer
+
+        check_gguf_tokenizer(path)
+    else:
+        if not is_tekken_alone(path) and not any((path / name).is_file() for name in TOKENIZER_FILES):
+            raise SpecDecError(
+                f"there is no tokenizer for texts in: {path}", hint="name one, or give token ids", code="no_tokenizer"
+            )
+        refuse_sentencepiece(path)
+
+
+def refuse_sentencepiece(directory: Path) -> None:
+    """SpecDecError for a tokenizer that is a SentencePiece file alone, where the package that reads one is missing."""
+    alone = (directory / "tokenizer.model").is_file() and not (directory / "tokenizer.json").is_file()
+    if alone and find_spec("sentencepiece") is None:
+        raise SpecDecError(
+            f"the tokenizer is a SentencePiece file alone, and the package that reads one is not installed: "
+            f"{directory / 'tokenizer.model'}",
+            hint="`pip install sentencepiece protobuf`; or save it with transformers elsewhere, and add its "
+            "tokenizer.json",
+        )
+
+
+def read_model_config(model_dir: Path) -> dict[str, Any]:
+    """`config.json` of a Hugging Face model; SpecDecError for a directory that holds none, or something else."""
+    if is_gguf(model_dir):
+        return config_of(model_dir)
+    if not model_dir.is_dir():
+        raise SpecDecError(f"model directory does not exist: {model_dir}", hint="check the path")
+    check_model_files(model_dir)
+    check_not_an_adapter(model_dir)
+    config = read_json(model_dir / "config.json")
+    if "format_version" in config:
+        raise SpecDecError(
+            f"this is a directory that specdec wrote, not a Hugging Face model: {model_dir}",
+            hint="an engine is built of a checkpoint, and an engine answers prompts",
+            code="already_converted",
+        )
+    return config
+
+
+def quiet_hub() -> None:
+    """Keep the hub client from talking of its retries; what comes of them is said once."""
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+
+
+@cache  # asked before torch is imported, and again for what is made of it
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    quiet_hub()
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=MODEL_FILES))
+    except GatedRepoError:
+        raise SpecDecError(f"the hub asks for permission for this model: {hub_id}", hint="`hf auth login`") from None
+    except RepositoryNotFoundError:
+        raise SpecDecError(
+            f"neither a directory here nor a model on the hub: {hub_id}",
+            hint=f"shipped names are {', '.join(f'`{n}`' for n in _SHIPPED)}; a private model needs `hf auth login`",
+        ) from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise SpecDecError(
+            f"no directory of this name, and the hub cannot be reached for: {hub_id}",
+            hint=f"give the path of a local model, or a shipped name ({', '.join(_SHIPPED)}); the hub said: "
+            f"{str(error).splitlines()[0]}",
+        ) from None
+
+
+def check_not_an_adapter(model_dir: Path) -> None:
+    """SpecDecError for a directory of what changes a model (PEFT), without the model."""
+    if (model_dir / _ADAPTER).is_file() and not (model_dir / "config.json").is_file():
+        base = read_json(model_dir / _ADAPTER).get("base_model_name_or_path")
+        raise SpecDecError(
+            f"this is an adapter and no model (PEFT), made for {base}: {model_dir}",
+            hint="merge it into its model and save that: PEFT's `merge_and_unload` and `save_pretrained`",
+        )
+
+
+def warn_of_adapter(model_dir: Path) -> None:
+    """A warning where an adapter lies beside the model: transformers loads it too, where PEFT is installed."""
+    if (model_dir / _ADAPTER).is_file():
+        warnings.warn(
+            f"an adapter next to the model is ignored: {model_dir / _ADAPTER}; to have it answer, merge it "
+            "into the model (PEFT's `merge_and_unload`)",
+            SpecDecWarning,
+            stacklevel=4,
+        )

@@ -1,0 +1,1 @@
+"""A model's step, captured and compiled: token programs, AOTInductor, torch.compile."""

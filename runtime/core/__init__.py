@@ -1,0 +1,1 @@
+"""The nouns that an engine computes with: requests, batches, K/V cache, states, sampling, grammars, verification."""

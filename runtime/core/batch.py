@@ -1,0 +1,143 @@
+"""All index arithmetic of a step: sequences and drafts in, the tensors the compiled step takes out."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from runtime.core.kv_cache import NULL_BLOCK
+from runtime.core.request import Sequence
+
+_ROW_CONTEXT, _CONTEXT_STEP = 4096, 256
+"""One more row costs as much as a token after a context of this length, whose K/V its attention reads again."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence's part of a step: tokens to compute, the position of the first, and how many logits to return."""
+
+    tokens: list[int]
+    start: int
+    block_table: list[int]
+    num_logits: int  # of the last tokens
+    state_slot: int = 0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs of the compiled step, and nothing else. B rows, padded to the longest: Q tokens, N blocks.
+
+    Several rows may be of one sequence, because all K/V are written before any is read; layers with states take rows in
+    their order.
+
+    Example, block_size 4: a row of tokens at positions 5, 6 with blocks [7, 2] in a batch with Q = 3:
+    positions [5, 6, 0], slot_mapping [9, 10, 0] (block 2, offsets 1 and 2; padding goes to the null block).
+    """
+
+    input_ids: Tensor  # (B, Q) int64
+    positions: Tensor  # (B, Q) int64
+    slot_mapping: Tensor  # (B, Q) int64
+    block_tables: Tensor  # (B, N) int64
+    logit_indices: Tensor  # (T,) int64 into the flattened (B, Q)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.input_ids, self.positions, self.slot_mapping, self.block_tables, self.logit_indices
+
+
+def generation_row(sequence: Sequence, draft_tokens: Seq[int]) -> Row:
+    """The uncomputed tail and the draft; logits of the last committed token and of every draft token."""
+    tokens = [*sequence.tokens[sequence.num_computed :], *draft_tokens]
+    return Row(tokens, sequence.num_computed, sequence.block_table, len(draft_tokens) + 1, sequence.state_slot)
+
+
+def context_row(sequence: Sequence, num_tokens: int) -> Row:
+    """The next `num_tokens` of a long uncomputed tail. One logit, because a step returns at least one."""
+    start = sequence.num_computed
+    return Row(sequence.tokens[start : start + num_tokens], start, sequence.block_table, 1, sequence.state_slot)
+
+
+def pack(rows: Seq[Row], block_size: int, device: torch.device) -> Batch:
+    """The rows' batch. A step has few tokens: lists are faster than a dozen operations on small tensors."""
+    Q = max(len(row.tokens) for row in rows)
+    N = max(-(-(row.start + len(row.tokens)) // block_size) for row in rows)
+    positions: list[list[int]] = []
+    slots: list[list[int]] = []
+    logit_indices: list[int] = []
+    for b, row in enumerate(rows):
+        own = range(row.start, row.start + len(row.tokens))
+        positions.append(_padded(list(own), Q, 0))
+        own_slots = [row.block_table[position // block_size] * block_size + position % block_size for position in own]
+        slots.append(_padded(own_slots, Q, NULL_BLOCK * block_size))
+        end = b * Q + len(row.tokens)
+        logit_indices += range(end - row.num_logits, end)
+    input_ids = [_padded(row.tokens, Q, 0) for row in rows]
+    block_tables = [_padded(row.block_table[:N], N, NULL_BLOCK) for row in rows]
+    fields = (input_ids, positions, slots, block_tables, logit_indices)
+    batch = Batch(*(torch.from_numpy(np.array(values, dtype=np.int64)) for values in fields))
+    if device.type == "cpu":
+        return batch
+    return Batch(*(tensor.to(device) for tensor in batch.tensors()))
+
+
+def split_long_rows(rows: Seq[Row]) -> Seq[Row]:
+    """The rows, long ones as several where that leaves less padding: 11, 1 and 1 tokens as 13 rows of one."""
+    lengths = sorted(len(row.tokens) for row in rows)
+    if lengths[0] == lengths[-1]:
+        return rows
+    context_len = max(row.start for row in rows)
+    width = folded_width(tuple(lengths), context_len // _CONTEXT_STEP * _CONTEXT_STEP)
+    if all(len(row.tokens) <= width for row in rows):
+        return rows
+    return [piece for row in rows for piece in _pieces(row, width)]
+
+
+@lru_cache(maxsize=4096)
+def folded_width(lengths: tuple[int, ...], context_len: int) -> int:
+    """Tokens of the longest row after folding rows of these lengths. Rows of one length stay as they are."""
+    longest, row_cost = max(lengths), context_len / _ROW_CONTEXT
+    if longest == min(lengths):
+        return longest
+    return min(range(longest, 0, -1), key=lambda width: _folded_height(lengths, width) * (width + row_cost))
+
+
+def _folded_height(lengths: Seq[int], width: int) -> int:
+    """Rows after folding to at most `width` tokens."""
+    return sum(-(-length // width) for length in lengths)
+
+
+def _pieces(row: Row, width: int) -> Iterator[Row]:
+    num_tokens = len(row.tokens)
+    for i in range(0, num_tokens, width):
+        tokens = row.tokens[i : i + width]
+        num_after = num_tokens - i - len(tokens)
+        num_logits = min(max(row.num_logits - num_after, 0), len(tokens))
+        yield Row(tokens, row.start + i, row.block_table, num_logits, row.state_slot)
+
+
+def pad_to_min_2(batch: Batch) -> Batch:
+    """The same step with B, Q, N and T of at least 2, for a compiler that treats sizes of 1 apart.
+
+    Padding goes to the null block; logits beyond the first T are of padding. With Q = 1 token i moves from i to 2 i.
+    """
+    (B, Q), N, T = batch.input_ids.shape, batch.block_tables.shape[1], len(batch.logit_indices)
+
+    def padded(tensor: Tensor, num_columns: int) -> Tensor:
+        return F.pad(tensor, (0, num_columns - tensor.shape[1], 0, max(B, 2) - B))
+
+    logit_indices = batch.logit_indices // Q * max(Q, 2) + batch.logit_indices % Q
+    return Batch(
+        padded(batch.input_ids, max(Q, 2)),
+        padded(batch.positions, max(Q, 2)),
+        padded(batch.slot_mapping, max(Q, 2)),
+        padded(batch.block_tables, max(N, 2)),
+        F.pad(logit_indices, (0, max(T, 2) - T)),
+    )
+
+
+def _padded(values: list[int], length: int, padding: int) -> list[int]:
+    return values + [padding] * (length - len(values))

@@ -1,0 +1,117 @@
+"""Forms of outputs in llguidance's notation, and the start of a text in one. Imports neither torch nor numpy.
+
+Whoever proves a form (`runtime.core.form_prover`) and whoever then uses it construct the same start, within the same limits.
+"""
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # a request without a grammar does not wait for it
+    from llguidance import LLMatcher, LLTokenizer
+
+_JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Style of Python's `json.dumps`: keys and marks are known then. `x-guidance` of a schema changes it."""
+MOST_FORCED_BYTES = 1 << 14
+"""Longer text that has only one continuation is of a grammar that never ends, or whose every step is slow."""
+_MOST_LEXER_FUEL = 100_000
+"""llguidance's measure of a grammar's size: 130 KB of a schema's names. Of the million that it allows a step can take a
+second, for which all other requests wait.
+"""
+_MOST_ITEMS_IN_ROW, _MOST_ITEMS = 5_000, 250_000
+"""Items of Earley's parser after one byte, and in a step, which takes 12 ms then. An object of 1,000 optional values
+has 4,000 after its brace.
+"""
+ENDLESS = "it never ends, or only after a very long text"
+_MOST_REASON = 200
+
+
+def written(kind: str, text: str) -> str:
+    """A form of `runtime.core.params.Grammar` as llguidance reads it; any exception for a form that is none."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    match kind:
+        case "json_schema":
+            _check_references(json.loads(text))
+            return LLMatcher.grammar_from_json_schema(text, defaults=_JSON_STYLE)
+        case "regex":
+            return LLMatcher.grammar_from_regex(text)
+        case "choice":
+            choices = " | ".join(json.dumps(choice) for choice in json.loads(text))
+            return LLMatcher.grammar_from_lark(
+                f"start: CHOICE\nCHOICE: {choices}"
+            )  # a rule would have an item for each
+        case "grammar":
+            return LLMatcher.grammar_from_lark(any_to_lark(_with_characters(text)))
+        case "lark":
+            return LLMatcher.grammar_from_lark(text)
+    raise ValueError(f"no kind of a form: {kind}")
+
+
+def start_of(vocabulary: "LLTokenizer", form: str) -> "LLMatcher":
+    """The start of a text in a form that `written` gives, with its first mask; ValueError for a form that is none.
+
+    Its time and memory have no bound: 14 GB for the multiples of 99999989.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(
+        initial_lexer_fuel=_MOST_LEXER_FUEL,
+        max_items_in_row=_MOST_ITEMS_IN_ROW,
+        step_max_items=_MOST_ITEMS,
+        verbose_errors=False,
+    )
+    start = LLMatcher(vocabulary, form, log_level=0, limits=limits)
+    if start.is_error():
+        raise ValueError(start.get_error())
+    start.compute_bitmask()  # before forced bytes, which would be computed while other threads wait
+    if start.is_error():
+        raise ValueError("no text matches it")
+    return start
+
+
+def check_forced_text(start: "LLMatcher") -> None:
+    """ValueError where the text begins with more forced bytes than any answer has."""
+    if len(start.compute_ff_bytes()) > MOST_FORCED_BYTES:
+        raise ValueError(ENDLESS)
+    if start.is_error():
+        raise ValueError(start.get_error())
+
+
+def reason(text: str) -> str:
+    """The reason in one line, of a bounded length: of what `regex` says its last one, of others the first."""
+    found = re.search("^error: (.+)$", text, re.MULTILINE)
+    line = found[1] if found else text.replace("<non-verbose/>", "").strip().partition("\n")[0]
+    return line if len(line) <= _MOST_REASON else f"{line[:_MOST_REASON]}..."
+
+
+def _with_characters(text: str) -> str:
+    """A grammar in GBNF with the characters that it writes by number, which llguidance's converter reads wrongly."""
+    if "::=" not in text:
+        return text
+
+    def character(found: re.Match[str]) -> str:
+        code = int(found[1] or found[2] or found[3] or "0", 16)
+        return chr(code) if 0x7F < code < 0x110000 and not 0xD800 <= code < 0xE000 else found[0]
+
+    return re.sub(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|x([0-9A-Fa-f]{2})|.)", character, text)
+
+
+def _check_references(schema: Any) -> None:
+    """Refuse an `$id` beside a `$ref` below the root: from 2019-09 on, as llguidance reads every schema, it is what the
+    `$ref` is relative to, and before it means nothing.
+    """
+    if not isinstance(schema, dict) or "json-schema.org/draft/20" in str(schema.get("$schema")):
+        return
+    left = list(schema.values())
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            if isinstance(value.get("$ref"), str) and isinstance(value.get("$id"), str):
+                raise ValueError(
+                    f"an $id beside a $ref ({value['$ref']}), of which drafts differ; $schema names none since 2019-09"
+                )
+            left += [part for key, part in value.items() if key not in ("const", "enum", "default", "examples")]
+        elif isinstance(value, list):
+            left += value

@@ -1,0 +1,121 @@
+"""Results: of a run, finished sequences and where the time went; of the Python API, whole outputs and their pieces."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from runtime.core.request import Sequence
+from runtime.core.stats import FinishReason, LoopTimes, RequestStats, TokenLogprobs, sum_stats
+from runtime.util.errors import RequestError, SpecDecError
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Finished sequences and where the time went."""
+
+    sequences: list[Sequence]
+    times: LoopTimes
+
+    @property
+    def work(self) -> "Work":
+        return Work(self.times.wall_s, sum(sequence.num_generated for sequence in self.sequences))
+
+    def total(self, max_draft_len: int) -> dict[str, Any]:
+        """Counts over all requests, the rates derived from them, and the times."""
+        return total_record(self.sequences, self.times, max_draft_len)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, with what had finished by then."""
+
+    def __init__(self, finished: Generation) -> None:
+        super().__init__()
+        self.finished = finished
+
+
+class Unanswered(SpecDecError):
+    """A request could not go on, with what the others came to."""
+
+    def __init__(self, error: RequestError, finished: Generation) -> None:
+        super().__init__(error.message, hint=error.hint, code=error.code, **error.values)
+        self.finished = finished
+
+
+@dataclass(frozen=True)
+class Work:
+    """Time taken by a number of tokens."""
+
+    wall_s: float
+    num_tokens: int
+
+    def speedup_over(self, other: "Work") -> float:
+        """The other's time for a token over this one's; of wall times, where both made as many tokens."""
+        return other.wall_s / self.wall_s * (self.num_tokens / other.num_tokens)
+
+
+def total_record(sequences: Seq[Sequence], times: LoopTimes, max_draft_len: int) -> dict[str, Any]:
+    """The `total` of a document: counts, rates and times."""
+    stats = [sequence.stats for sequence in sequences]
+    record = sum_stats(stats).counts(max_draft_len)
+    num_tokens = sum(s.num_generated_tokens for s in stats)
+    return {
+        "num_requests": len(sequences),
+        **record,
+        "wall_s": times.wall_s,
+        "output_tokens_per_second": num_tokens / times.wall_s if times.wall_s else None,
+        "draft_time_s": times.draft_time_s,
+        "draft_model_time_s": times.draft_model_time_s,
+        "target_time_s": times.target_time_s,
+        "host_time_s": times.host_time_s,
+        "num_iterations": times.num_iterations,
+        **{f"{part}_time_per_step_s": _per_step(times, part) for part in ("draft", "draft_model", "target", "host")},
+    }
+
+
+def _per_step(times: LoopTimes, part: str) -> float | None:
+    seconds: float = getattr(times, f"{part}_time_s")
+    return seconds / times.num_iterations if times.num_iterations else None
+
+
+@dataclass(frozen=True)
+class Output:
+    """Output of a prompt."""
+
+    index: int
+    """Among the `n` outputs of its prompt."""
+    prompt: str | None
+    """None where it was given as token ids."""
+    prompt_token_ids: list[int]
+    text: str | None
+    """Without end ids and what follows a stop word; None without a tokenizer."""
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    stats: RequestStats
+    logprobs: list[TokenLogprobs] | None
+    """Log-probabilities of each token, if `SamplingParams.logprobs` asks for them."""
+    generation_logits: Tensor | None = None
+    """(num_tokens, vocab) float32, where `SamplingParams.return_generation_logits` asks for them."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens that one step adds to an output. Printed, it is its text."""
+
+    text: str
+    """Empty where the step's tokens end inside a character or may begin a stop word, and without a tokenizer."""
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    """None but in the last piece of an output."""
+    stats: RequestStats
+    """Statistics of the request so far."""
+    logprobs: Seq[TokenLogprobs] | None
+    """Log-probabilities of these tokens, if `SamplingParams.logprobs` asks for them."""
+    prompt_index: int = 0
+    """Index of the prompt."""
+    index: int = 0
+    """Index of the output among the prompt's `n`."""
+
+    def __str__(self) -> str:
+        return self.text

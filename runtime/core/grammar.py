@@ -1,0 +1,442 @@
+"""Grammars of outputs: compiled for a vocabulary by llguidance, and which tokens may come next in a text.
+
+A grammar is part of the target's distribution, like a bias of minus infinity: what it allows at a position depends on
+the tokens before and on nothing else, so drafts change no text. An end id is allowed where the text is whole, and
+nowhere else. Where nothing can follow, the output ends without one.
+
+Compiling and each position are bounded: the one in symbols, states and bytes, the other in lexer steps.
+"""
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
+from dataclasses import dataclass
+from threading import Lock, stack_size
+from time import thread_time
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.core.form_prover import FormProver, FormRefused, FormsBusy
+from runtime.core.forms import ENDLESS, MOST_FORCED_BYTES, check_forced_text, reason, start_of, written
+from runtime.core.params import Grammar
+from runtime.util.errors import SpecDecError, UsageError
+
+if TYPE_CHECKING:  # a request without a grammar does not wait for it
+    from llguidance import LLMatcher, LLTokenizer
+
+_MOST_COMPILED, _MOST_COMPILED_BYTES, _MOST_REFUSED = 64, 256 << 20, 128
+"""Grammars that are kept: in number and in memory, and those that cannot be used."""
+MOST_COMPILING, _MOST_SLOW = 32, 8
+"""Grammars that threads wait for: of all, and of those that take longer than `_QUICK_S` of a core."""
+_QUICK_S = 0.05
+_MOST_LIVE_BYTES = 1 << 30
+"""Memory of all grammars of requests on their way."""
+_STACK_BYTES = 16 << 20
+_MOST_STEP_S = 0.05
+"""Seconds of a core for a position's mask, 20 times what forms of real tools take: each token of an ambiguous grammar
+is slower than the one before, in however few items.
+"""
+_STACK_LOCK = Lock()
+_SLOW = "its steps take too long, as an ambiguous grammar's do"
+
+
+class CompiledGrammar:
+    """A grammar for a vocabulary of `vocab_size` ids, and the text's start in it, which takes `num_bytes`."""
+
+    def __init__(self, start: "LLMatcher", vocab_size: int, eos_tokens: Seq[int], num_bytes: int = 0) -> None:
+        self.vocab_size, self.num_bytes = vocab_size, num_bytes
+        self.eos_tokens = [token for token in eos_tokens if token < vocab_size]
+        self._start = start
+
+    def start(self) -> "LLMatcher":
+        return self._start.deep_copy()
+
+
+class Mask:
+    """Tokens that may come next at a position. `indices` are those of them, or of the others, that are fewer."""
+
+    def __init__(self, allowed: NDArray[np.bool_]) -> None:
+        self.allowed = allowed
+        num_allowed = int(np.count_nonzero(allowed))
+        self.forbids = 2 * num_allowed > len(allowed)
+        """True if the indices are those of forbidden tokens."""
+        self.indices = np.flatnonzero(~allowed if self.forbids else allowed)
+
+
+_workers: dict[str, ThreadPoolExecutor] = {}
+
+
+def _start_workers() -> None:
+    _workers.update(
+        masks=ThreadPoolExecutor(1, "specdec-masks"),
+        quick=ThreadPoolExecutor(1, "specdec-forms"),
+        slow=ThreadPoolExecutor(1, "specdec-slow-forms"),
+    )
+
+
+_start_workers()
+if hasattr(os, "register_at_fork"):  # a child has none of its parent's threads
+    os.register_at_fork(after_in_child=_start_workers)
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """Masks after a prefix and a draft that are being computed in a thread."""
+
+    prefix: Seq[int]
+    num_tokens: int
+    draft_tokens: list[int]
+    masks: "Future[list[Mask | None]]"
+
+    def is_of(self, prefix: Seq[int], draft_tokens: Seq[int]) -> bool:
+        return self.prefix is prefix and self.num_tokens == len(prefix) and self.draft_tokens == list(draft_tokens)
+
+
+class Matcher:
+    """State of one request's output in its grammar. Calls may pass any tokens, but are fastest if they go on from the
+    previous ones; the prompt is no part of the text. One thread may call it, whatever `compute_ahead` has begun.
+    """
+
+    def __init__(self, grammar: CompiledGrammar, num_prompt_tokens: int, end_ids: frozenset[int]) -> None:
+        self.error: str | None = None
+        """Reason why the last position that was asked for allows nothing."""
+        self._grammar, self._num_prompt_tokens = grammar, num_prompt_tokens
+        self._end_ids, self._ends = end_ids, sorted(end_ids)
+        self._matcher = grammar.start()
+        self._tokens: list[int] = []
+        self._is_slow = False
+        self._last: tuple[list[int], bytes, bool, Mask] | None = None
+        """The last position and its mask: an output's end is looked for before its next token is chosen, and within a
+        text masks do not change."""
+        self._ahead: _Ahead | None = None
+
+    def compute_ahead(self, prefix: Seq[int], draft_tokens: Seq[int]) -> None:
+        """Begin to compute what `allowed` is about to be asked for, in a thread, beside a step of the target.
+
+        These tokens must not change meanwhile. Most of it needs no interpreter lock.
+        """
+        self._wait()
+        masks = _workers["masks"].submit(self._allowed, prefix, draft_tokens)
+        self._ahead = _Ahead(prefix, len(prefix), list(draft_tokens), masks)
+
+    def allowed(self, prefix: Seq[int], draft_tokens: Seq[int]) -> list[Mask | None]:
+        """(vocab,) masks after `prefix`, and after each token of a draft; None beyond the end or an illegal token.
+
+        Nobody asks for tokens there: the end is the output's, and the target rejects what is illegal.
+        """
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            masks = ahead.masks.result()
+            if ahead.is_of(prefix, draft_tokens):
+                return masks
+        return self._allowed(prefix, draft_tokens)
+
+    def _allowed(self, prefix: Seq[int], draft_tokens: Seq[int]) -> list[Mask | None]:
+        self.error = None
+        masks: list[Mask | None] = [None] * (len(draft_tokens) + 1)
+        if not self._follow(prefix):
+            if self._matcher.is_error():
+                masks[0] = self._nothing(reason(self._matcher.get_error()))
+            elif not self._matcher.is_stopped():
+                masks[0] = self._nothing("the text so far does not match it")
+            return masks
+        for i, token in enumerate([*draft_tokens, None]):
+            if self._matcher.is_error():  # which is stopped too
+                masks[i] = self._nothing(reason(self._matcher.get_error()))
+                break
+            if self._matcher.is_stopped():
+                break
+            masks[i] = self._mask()
+            if self.error is not None or token is None or token in self._end_ids or not self._consume([token]):
+                break
+        return masks
+
+    def is_over(self, tokens: Seq[int]) -> bool:
+        """True if nothing can follow these tokens."""
+        self._wait()
+        if not self._follow(tokens) or self._matcher.is_error():
+            return False
+        if self._matcher.is_stopped():
+            return True
+        if not self._matcher.is_accepting():
+            return False
+        allowed = self._mask().allowed.copy()
+        allowed[self._ends] = False
+        return not allowed.any() and self.error is None
+
+    def num_legal(self, prefix: Seq[int], draft_tokens: Seq[int]) -> int:
+        """Number of a draft's tokens before the first that cannot come, or that nothing can precede."""
+        self._wait()
+        if not self._follow(prefix):
+            return 0
+        for i, token in enumerate(draft_tokens):
+            if token in self._end_ids:
+                return i + self._matcher.is_accepting()
+            if self._matcher.is_stopped() or not self._consume([token]):
+                return i
+        return len(draft_tokens)
+
+    def forced(self, prefix: Seq[int], drafted: Seq[int]) -> list[int]:
+        """Tokens that must come after `prefix` and a draft; none where there is a choice."""
+        self._wait()
+        if not self._follow([*prefix, *drafted]) or self._matcher.is_stopped() or self._matcher.is_accepting():
+            return []
+        return [] if self._matcher.is_error() else self._matcher.compute_ff_tokens()
+
+    def _wait(self) -> None:
+        """Let what is computed ahead be done: nobody has asked for it."""
+        if self._ahead is not None:
+            self._ahead.masks.exception()
+            self._ahead = None
+
+    def _follow(self, tokens: Seq[int]) -> bool:
+        """Stand after these tokens; False if the grammar does not allow them all."""
+        if self._matcher.is_error():  # from which there is no way back
+            self._matcher, self._tokens = self._grammar.start(), []
+        output = list(tokens[self._num_prompt_tokens :])
+        num_kept = len(self._tokens)
+        while self._tokens[:num_kept] != output[:num_kept]:  # by a draft's length at most
+            num_kept -= 1
+        if num_kept < len(self._tokens):
+            self._matcher.rollback(len(self._tokens) - num_kept)
+            del self._tokens[num_kept:]
+        return self._consume(output[num_kept:])
+
+    def _consume(self, tokens: list[int]) -> bool:
+        with self._watched(len(tokens)):
+            num_taken = self._matcher.try_consume_tokens(tokens) if tokens else 0
+        self._tokens += tokens[:num_taken]
+        return num_taken == len(tokens)
+
+    @contextmanager
+    def _watched(self, num_tokens: int) -> Iterator[None]:
+        """Time of this thread alone: a busy machine ends no request."""
+        start = thread_time()
+        yield
+        self._is_slow |= thread_time() - start > _MOST_STEP_S * max(num_tokens, 1)
+
+    def _mask(self) -> Mask:
+        """Tokens that may come next."""
+        if self._last is not None and self._last[0] == self._tokens:
+            return self._last[-1]
+        with self._watched(1):
+            bits, is_whole = self._matcher.compute_bitmask(), self._matcher.is_accepting()
+        if self._is_slow:
+            return self._nothing(_SLOW)
+        if self._matcher.is_error():
+            return self._nothing(reason(self._matcher.get_error()))
+        if self._last is not None and self._last[1:3] == (bits, is_whole):
+            mask = self._last[-1]
+        else:
+            mask = self._read_mask(bits, is_whole=is_whole)
+        if not mask.forbids and len(mask.indices) == 1 and self._forces_too_much():
+            return self._nothing(ENDLESS)
+        self._last = list(self._tokens), bits, is_whole, mask
+        return mask
+
+    def _read_mask(self, bits: bytes, *, is_whole: bool) -> Mask:
+        packed = np.frombuffer(bits, np.uint8)
+        allowed = np.unpackbits(packed, count=self._grammar.vocab_size, bitorder="little").view(np.bool_)
+        allowed[self._grammar.eos_tokens] = False
+        allowed[self._ends] = is_whole
+        return Mask(allowed)
+
+    def _forces_too_much(self) -> bool:
+        return len(self._matcher.compute_ff_bytes()) > MOST_FORCED_BYTES
+
+    def _nothing(self, reason: str) -> Mask:
+        self.error = reason
+        return Mask(np.zeros(self._grammar.vocab_size, np.bool_))
+
+
+class Grammars:
+    """Compiler of grammars for a tokenizer and a model, which keeps the last ones. Threads may share it."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, end_ids: frozenset[int], *, proves: bool = False) -> None:
+        """`tokenizer` as `runtime.checkpoint.tokenizer.Tokenizer`, or None. `proves`: each grammar is compiled within limits in a
+        process of its own before it is compiled here; without it those of a stranger can take all memory.
+        """
+        self._tokenizer, self._vocab_size, self._end_ids = tokenizer, vocab_size, sorted(end_ids)
+        self._proves = proves
+        self._prover: FormProver | None = None
+        self._lock = Lock()
+        self._vocabulary: LLTokenizer | None = None
+        self._compiled: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
+        self._refused: OrderedDict[Grammar, str] = OrderedDict()
+        self._live: WeakSet[CompiledGrammar] = WeakSet()
+        self._num_compiling = self._num_slow = 0
+        self.while_compiling: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Entered by a thread for as long as it waits for a grammar."""
+
+    def close(self) -> None:
+        """End the process in which grammars are compiled first."""
+        with self._lock:
+            if self._prover is not None:
+                self._prover.close()
+
+    def check(self, grammar: Grammar) -> None:
+        """Raise what `compiled` would raise for this grammar, which is not kept."""
+        with self._lock:
+            why = self._refused.get(grammar)
+            vocabulary = self._read_vocabulary()
+        try:
+            if why is not None:
+                raise FormRefused(why)
+            if self._prover is None:
+                _start_here(vocabulary, grammar)
+            else:
+                with self.while_compiling():
+                    self._prover.prove(grammar.kind, grammar.text)
+        except FormRefused as refused:
+            raise _refused(grammar, str(refused)) from None
+
+    def compiled(self, grammar: Grammar) -> CompiledGrammar:
+        """UsageError for a grammar that is none, that no text matches, or that is too large; FormsBusy where too many
+        are being compiled; SpecDecError for a tokenizer whose tokens are not known to stand for bytes.
+        """
+        with self._lock:
+            if (why := self._refused.get(grammar)) is not None:
+                raise _refused(grammar, why)
+            self._read_vocabulary()
+            found, is_new = self._compiled.get(grammar), grammar not in self._compiled
+            if found is None:
+                if self._num_compiling >= MOST_COMPILING:
+                    raise FormsBusy
+                self._num_compiling += 1
+                found = self._compiled[grammar] = Future()
+            self._compiled.move_to_end(grammar)
+        if not found.done():
+            with self.while_compiling():
+                if is_new:
+                    self._compile_for(found, grammar)
+                found.exception()
+        return found.result()
+
+    def _compile_for(self, waiting: "Future[CompiledGrammar]", grammar: Grammar) -> None:
+        """Compile a grammar for all who wait for it, and keep it, or why it cannot be used."""
+        compiled: CompiledGrammar | None = None
+        error: BaseException | None = None
+        why: str | None = None
+        try:
+            compiled = self._compile(grammar)
+        except FormRefused as refused:
+            why = str(refused)
+            error = _refused(grammar, why)
+        except BaseException as other:
+            error = other
+        with self._lock:
+            self._num_compiling -= 1
+            if compiled is not None:
+                self._live.add(compiled)
+            else:
+                self._compiled.pop(grammar, None)
+            if why is not None:
+                self._refused[grammar] = why
+            self._forget_oldest()
+        if compiled is not None:
+            waiting.set_result(compiled)
+        else:
+            waiting.set_exception(error)
+
+    def _forget_oldest(self) -> None:
+        while len(self._refused) > _MOST_REFUSED:
+            self._refused.popitem(last=False)
+        done = [one for one in self._compiled.values() if one.done() and one.exception() is None]
+        num_bytes = sum(one.result().num_bytes for one in done)
+        while len(self._compiled) > _MOST_COMPILED or (num_bytes > _MOST_COMPILED_BYTES and len(self._compiled) > 1):
+            _, oldest = self._compiled.popitem(last=False)
+            num_bytes -= oldest.result().num_bytes if oldest in done else 0
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        vocabulary = self._read_vocabulary()
+        if self._prover is None:
+            return CompiledGrammar(_start_here(vocabulary, grammar), self._vocab_size, vocabulary.eos_tokens)
+        proof = self._prover.prove(grammar.kind, grammar.text)
+        is_slow = proof.seconds > _QUICK_S
+        with self._lock:
+            if is_slow and self._num_slow >= _MOST_SLOW:
+                raise FormsBusy
+            if proof.num_bytes + sum(one.num_bytes for one in self._live) > _MOST_LIVE_BYTES:
+                raise FormsBusy
+            self._num_slow += is_slow
+        try:
+            start = _start_aside("slow" if is_slow else "quick", vocabulary, proof.written)
+        finally:
+            with self._lock:
+                self._num_slow -= is_slow
+        return CompiledGrammar(start, self._vocab_size, vocabulary.eos_tokens, proof.num_bytes)
+
+    def prepare(self) -> None:
+        """Read the vocabulary, for which other threads wait: 1 s for 128,000 tokens."""
+        with self._lock:
+            self._read_vocabulary()
+
+    def special_tokens(self) -> dict[str, int]:
+        """Tokens that stand for no text of a grammar, by name; SpecDecError as for a grammar."""
+        with self._lock:
+            vocabulary = self._read_vocabulary()
+        added = self._tokenizer.added_tokens_decoder
+        names = {token: str(self._tokenizer.convert_ids_to_tokens(token)) for token in added}
+        return {name: token for token, name in names.items() if vocabulary.is_special_token(token)}
+
+    def _read_vocabulary(self) -> "LLTokenizer":
+        from llguidance import LLTokenizer
+
+        if self._vocabulary is None:
+            if self._tokenizer is None:
+                raise SpecDecError(
+                    "grammars need a tokenizer, and the engine has none", hint="name one", code="no_tokenizer"
+                )
+            try:
+                tokenizer = self._tokenizer.backend_tokenizer
+                if tokenizer.padding is not None or tokenizer.truncation is not None:
+                    tokenizer = copy(tokenizer)
+                    tokenizer.no_padding()
+                    tokenizer.no_truncation()
+                size = max(self._vocab_size, max(self._tokenizer.get_vocab().values()) + 1)
+                state, end_ids = tokenizer.to_str(), self._end_ids or None
+                if self._proves:  # which reads it at the same time
+                    self._prover = FormProver(state, size, end_ids)
+                    self._prover.start()
+                self._vocabulary = LLTokenizer(state, n_vocab=size, eos_token=end_ids)
+            except SpecDecError:
+                raise
+            except Exception as error:  # as above, and tokenizers that have no `tokenizers` behind them
+                raise SpecDecError(
+                    f"grammars cannot be used with this tokenizer, whose tokens are not known as bytes: {error}",
+                    hint="leave the grammar out, or name a tokenizer that has a tokenizer.json",
+                ) from None
+        return self._vocabulary
+
+
+def _start_here(vocabulary: "LLTokenizer", grammar: Grammar) -> "LLMatcher":
+    """FormRefused for a grammar that cannot be used."""
+    try:
+        start = start_of(vocabulary, written(grammar.kind, grammar.text))
+        check_forced_text(start)
+    except Exception as error:  # the GBNF converter's and llguidance's are derived from nothing else
+        raise FormRefused(str(error)) from None
+    return start
+
+
+def _start_aside(worker: str, vocabulary: "LLTokenizer", form: str) -> "LLMatcher":
+    """The start of a form that is known to have one, in a thread with the stack that this may take."""
+    with _STACK_LOCK:
+        before = stack_size(_STACK_BYTES)
+        start = _workers[worker].submit(start_of, vocabulary, form)
+        stack_size(before)
+    return start.result()
+
+
+def _refused(grammar: Grammar, why: str) -> UsageError:
+    return UsageError(
+        f"{grammar.kind} cannot be used: {reason(why)}",
+        hint="docs/structured-output.md has what is supported",
+    )

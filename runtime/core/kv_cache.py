@@ -1,0 +1,317 @@
+"""The paged K/V cache: which block holds which tokens, and who may use it.
+
+`BlockManager` does the bookkeeping and never touches a tensor; `KVPool` is the memory. Blocks are found again by
+content: a trie keyed by (parent node, tokens of the block). Keys are the tokens themselves, so there are no hash
+collisions, and node ids are never used twice, so a block whose parent was overwritten can't be found by mistake.
+
+Only computed tokens are ever inserted. A freed block keeps its content until it is needed for something else: being
+free and being cached are the same list, oldest first.
+
+Of keys and values in 8 bits a token's key, and its value, has a scale in each head: its largest number over the largest
+that the format has. What is stored is the nearest to a number over its scale, of two as near the even one. The CPU's
+kernel rounds in the same way.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runtime.checkpoint.config import KVCacheQuantAlgo, LayerShape
+from runtime.core.request import Sequence
+from runtime.kernels.memory import zeros
+
+NULL_BLOCK = 0
+_ROOT = 0
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A cached block: where it hangs in the trie, and the tokens whose K/V it holds."""
+
+    id: int
+    parent: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BlockCopy:
+    """Copy this block's K/V before the step that follows an admission."""
+
+    source: int
+    destination: int
+
+
+class BlockManager:
+    """Hands out, shares and frees blocks of `block_size` tokens. Block 0, the null block, is never handed out."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, reuse: bool) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self._reuse = reuse
+        self._ref_counts = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, num_blocks))
+        self._nodes: dict[int, _Node] = {}  # block -> its node
+        self._children: dict[int, dict[tuple[int, ...], int]] = {}  # node -> tokens -> block
+        self._next_node_id = _ROOT + 1
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cache_tokens(self) -> int:
+        """Tokens that fit into an otherwise empty cache."""
+        return (self.num_blocks - 1) * self.block_size
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def match_len(self, sequence: Sequence) -> int:
+        """Number of the sequence's first tokens whose K/V are known, of those it may reuse."""
+        shared, num_matched = self._match(sequence.tokens, sequence.max_reused)
+        return len(shared) * self.block_size + (num_matched[1] if num_matched else 0)
+
+    def admit(self, sequence: Sequence, num_tokens: int, max_reused: int | None = None) -> list[BlockCopy] | None:
+        """Give `sequence` blocks for `num_tokens` tokens, those whose K/V are known first, of at most `max_reused`
+        where that is fewer than the sequence may reuse.
+
+        Sets its block table and `num_computed`, which stays below the number of its tokens, because the last one
+        must be computed for its logits, and lower where others' logits are wanted. Returns the copies to make, or None
+        (and changes nothing) if there are too few free blocks.
+        """
+        shared, partial = self._match(sequence.tokens, sequence.max_reused if max_reused is None else max_reused)
+        start = len(shared) * self.block_size
+        num_new = self.num_blocks_for(num_tokens) - len(shared)
+        num_revived = sum(self._ref_counts[block] == 0 for block in shared)
+        if num_new + num_revived > len(self._free):
+            return None
+        for block in shared:
+            self._hold(block)
+        sequence.block_table = shared
+        sequence.num_computed = start
+        copies = []
+        if partial is not None:
+            source, num_matched = partial
+            sequence.num_computed += num_matched
+            sequence.block_table.append(self._reuse_partial_block(source, num_matched))
+            if sequence.block_table[-1] != source:
+                copies.append(BlockCopy(source, sequence.block_table[-1]))
+        self.extend(sequence, num_tokens)
+        return copies
+
+    def extend(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Give an admitted sequence the blocks it lacks for `num_tokens` tokens; False (and no change) without room."""
+        num_new = self.num_blocks_for(num_tokens) - len(sequence.block_table)
+        if num_new > len(self._free):
+            return False
+        sequence.block_table.extend(self._allocate() for _ in range(num_new))
+        return True
+
+    def release(self, sequence: Sequence) -> None:
+        """Insert the sequence's computed tokens and free its blocks; the last ones are evicted first."""
+        if self._reuse:
+            self._insert(sequence)
+        for block in reversed(sequence.block_table):
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
+                self._free[block] = None
+                if block not in self._nodes:
+                    self._free.move_to_end(block, last=False)
+        sequence.block_table = []
+        sequence.num_computed = 0
+
+    def clear(self) -> None:
+        """Evict the content of every free block."""
+        for block in self._free:
+            self._evict(block)
+
+    def check_integrity(self) -> None:
+        """Assert what must always hold; for tests and debugging."""
+        assert NULL_BLOCK not in self._free and self._ref_counts[NULL_BLOCK] == 0
+        for block in range(1, self.num_blocks):
+            assert self._ref_counts[block] >= 0
+            assert (block in self._free) == (self._ref_counts[block] == 0), f"block {block} is neither free nor held"
+        cached = {block for children in self._children.values() for block in children.values()}
+        assert cached == set(self._nodes), "the trie and the blocks disagree"
+        for block, node in self._nodes.items():
+            assert self._children[node.parent][node.tokens] == block
+            assert 0 < len(node.tokens) <= self.block_size
+        assert all(self._children.values()), "an empty level of the trie was kept"
+
+    def _match(self, tokens: list[int], most: int) -> tuple[list[int], tuple[int, int] | None]:
+        """Published blocks that hold the first tokens, and one that begins with some of those that follow."""
+        shared, parent = self._match_prefix(tokens[: most + 1])
+        start = len(shared) * self.block_size
+        return shared, self._find_partial_block(parent, tokens[start : min(start + self.block_size, most)])
+
+    def _match_prefix(self, tokens: list[int]) -> tuple[list[int], int]:
+        """Published blocks that hold the sequence's first tokens, and the node of the last one."""
+        blocks: list[int] = []
+        node = _ROOT
+        for start in range(0, len(tokens) - self.block_size, self.block_size):
+            block = self._children.get(node, {}).get(tuple(tokens[start : start + self.block_size]))
+            if block is None:
+                break
+            blocks.append(block)
+            node = self._nodes[block].id
+        return blocks, node
+
+    def _find_partial_block(self, parent: int, tokens: Seq[int]) -> tuple[int, int] | None:
+        """(block, n): of the blocks below `parent` one that shares most first tokens with `tokens`, and how many."""
+        best = None
+        for candidate, block in self._children.get(parent, {}).items():
+            num_matched = _common_prefix_len(candidate, tokens)
+            if num_matched > (best[1] if best else 0):
+                best = (block, num_matched)
+        return best
+
+    def _reuse_partial_block(self, source: int, num_matched: int) -> int:
+        """A block of our own that starts with the first `num_matched` tokens of `source`: itself, or one to copy to.
+
+        The source itself if its ref count is 0 and nothing is lost (all its tokens match), or nothing else is free.
+        """
+        unheld = self._ref_counts[source] == 0
+        if unheld and (num_matched == len(self._nodes[source].tokens) or len(self._free) == 1):
+            self._evict(source)
+            self._hold(source)
+            return source
+        if unheld:
+            self._free.move_to_end(source)  # or the allocation could hand out what it is to be copied from
+        return self._allocate()
+
+    def _insert(self, sequence: Sequence) -> None:
+        parent = _ROOT
+        for i, block in enumerate(sequence.block_table):
+            end = min((i + 1) * self.block_size, sequence.num_computed)
+            tokens = tuple(sequence.tokens[i * self.block_size : end])
+            if not tokens:
+                return
+            existing = self._children.get(parent, {}).get(tokens)
+            if existing is None:
+                self._evict(block)
+                self._nodes[block] = _Node(self._next_node_id, parent, tokens)
+                self._children.setdefault(parent, {})[tokens] = block
+                self._next_node_id += 1
+                existing = block
+            parent = self._nodes[existing].id
+
+    def _evict(self, block: int) -> None:
+        """Remove the block's content from the trie."""
+        node = self._nodes.pop(block, None)
+        if node is not None:
+            del self._children[node.parent][node.tokens]
+            if not self._children[node.parent]:
+                del self._children[node.parent]
+
+    def _allocate(self) -> int:
+        block = next(iter(self._free))
+        self._evict(block)
+        self._hold(block)
+        return block
+
+    def _hold(self, block: int) -> None:
+        self._free.pop(block, None)
+        self._ref_counts[block] += 1
+
+
+def _common_prefix_len(a: Seq[int], b: Seq[int]) -> int:
+    n = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        n += 1
+    return n
+
+
+_QUANTIZED: dict[KVCacheQuantAlgo, torch.dtype] = {"INT8": torch.int8, "FP8": torch.float8_e4m3fn}
+_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+def kv_dtype(dtype: str, algorithm: KVCacheQuantAlgo | None) -> torch.dtype:
+    """Torch dtype in which the K/V cache of a model of this dtype is stored."""
+    kept: torch.dtype = getattr(torch, dtype) if algorithm is None else _QUANTIZED[algorithm]
+    return kept
+
+
+class KVPool:
+    """The memory of the cache: per layer one tensor for keys and one for values.
+
+    A block holds the keys of each head transposed, (num_blocks, Hk, D, block_size), and the values as they are,
+    (num_blocks, Hk, block_size, Dv): both products of attention then run along contiguous memory. Keys and values that
+    are not finite are stored as a key of NaN and a value of zeros, so that they reach only who sees them.
+
+    In 8 bits (`runtime.core.kv_cache`) a third tensor has the scales of a token's keys and values in each head,
+    (num_blocks, Hk, 2, block_size) float32; that of the keys is then what is NaN.
+    """
+
+    def __init__(
+        self, layers: Seq[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        def pool(num_kv_heads: int, rows: int, columns: int, dtype: torch.dtype = dtype) -> Tensor:
+            return zeros((num_blocks, num_kv_heads, rows, columns), dtype, device)
+
+        self.keys = [pool(layer.num_kv_heads, layer.key_head_dim, block_size) for layer in layers]
+        self.values = [pool(layer.num_kv_heads, block_size, layer.value_head_dim) for layer in layers]
+        self.scales: list[Tensor] = []
+        self.places = {layer.layer: place for place, layer in enumerate(layers)}
+        if is_quantized(dtype):
+            self.scales = [pool(layer.num_kv_heads, 2, block_size, torch.float32) for layer in layers]
+
+    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Cache tensors of the step: keys, and values with the scales behind them."""
+        return self.keys, [*self.values, *self.scales]
+
+    def occupy(self, blocks: range) -> None:
+        """Write all over them. Pages never written to are one page of zeros, which is read faster than memory."""
+        for pool in (*self.keys, *self.values, *self.scales):
+            pool[blocks.start : blocks.stop].zero_()
+
+    def copy_block(self, copy: BlockCopy) -> None:
+        for pool in (*self.keys, *self.values, *self.scales):
+            pool[copy.destination] = pool[copy.source]
+
+
+def is_quantized(dtype: torch.dtype) -> bool:
+    """True if keys and values of this dtype have scales."""
+    return dtype in _QUANTIZED.values()
+
+
+def bytes_per_block(layers: Seq[LayerShape], block_size: int, dtype: torch.dtype) -> int:
+    elements = sum(layer.num_kv_heads * (layer.key_head_dim + layer.value_head_dim) for layer in layers)
+    num_scales = sum(2 * layer.num_kv_heads for layer in layers) if is_quantized(dtype) else 0
+    return block_size * (elements * dtype.itemsize + num_scales * torch.float32.itemsize)
+
+
+def quantize_kv(numbers: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(..., D) finite numbers as (..., D) of `dtype`, and (...) float32 scales."""
+    largest = _LARGEST[dtype]
+    scales = _scales(numbers, largest)
+    over_scale = numbers.float() / scales.where(scales > 0, torch.inf).unsqueeze(-1)
+    over_scale = over_scale.clamp(-largest, largest)  # a scale that is hardly more than 0 has few bits
+    return (over_scale.round() if dtype == torch.int8 else over_scale).to(dtype), scales
+
+
+def _scales(numbers: Tensor, largest: float) -> Tensor:
+    return numbers.float().abs().amax(-1) / largest
+
+
+def dequantize_kv(stored: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dequantize stored values to `dtype`."""
+    return (stored.float() * scales.unsqueeze(-1)).to(dtype)
+
+
+def largest_error(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """(..., D) the largest that rounding may change each number by."""
+    scales = _scales(numbers, _LARGEST[dtype]).unsqueeze(-1)
+    if dtype == torch.int8:
+        return scales.expand_as(numbers) / 2
+    return torch.maximum(numbers.float().abs() / 16, scales * 2.0**-10)
+
+
+def are_quantizable(numbers: Tensor) -> Tensor:
+    """(...) whether the largest of (..., D) numbers is still finite when it is multiplied by its scale again."""
+    largest_again = [_scales(numbers, largest) * largest for largest in _LARGEST.values()]
+    return torch.stack(largest_again).isfinite().all(0)

@@ -1,0 +1,99 @@
+"""Limits of an engine: each check raises SpecDecError for a request that it never could."""
+
+import math
+from collections.abc import Callable
+
+from runtime.checkpoint.config import BuildConfig
+from runtime.core.request import Request
+from runtime.util.errors import SpecDecError
+
+
+def check_lengths(request: Request, build: BuildConfig, num_positions: Callable[[], int | None]) -> None:
+    """The prompt, and the prompt with its output, are no longer than what the engine was built for.
+
+    `num_positions`: those that the model has, for an error: no engine can be built for more.
+    """
+    num_prompt = len(request.prompt_tokens)
+    if num_prompt == 0:
+        raise SpecDecError(f"prompt is empty: {request.name}", hint="give it at least one token")
+    if num_prompt > build.max_input_len:
+        said = f"prompt of {request.name} is longer than "
+        if num_prompt >= (positions := num_positions() or math.inf):
+            raise SpecDecError(
+                f"{said}the model's {positions} positions have room for, output included: {num_prompt} tokens",
+                hint="give a shorter one",
+                code="prompt_past_positions",
+            )
+        raise SpecDecError(
+            f"{said}the engine's max_input_len {build.max_input_len}: {num_prompt} tokens",
+            hint="give a shorter one, or build with a larger max_input_len",
+            code="prompt_too_long",
+        )
+    if request.max_new_tokens < 1:
+        raise SpecDecError(
+            f"number of tokens to generate must be at least 1: {request.max_new_tokens}", hint="ask for one or more"
+        )
+    if num_prompt + request.max_new_tokens > build.max_request_len:
+        if num_prompt + request.max_new_tokens > (positions := num_positions() or math.inf):
+            raise SpecDecError(
+                f"prompt and output of {request.name} exceed the model's {positions} positions: "
+                f"{num_prompt} + {request.max_new_tokens}",
+                hint="ask for fewer tokens",
+                code="request_past_positions",
+            )
+        raise SpecDecError(
+            f"prompt and output of {request.name} exceed the engine's {build.max_request_len} tokens: "
+            f"{num_prompt} + {request.max_new_tokens}",
+            hint="ask for fewer tokens, or build with a larger max_seq_len",
+            code="request_too_long",
+        )
+
+
+def check_cache_size(request: Request, num_tokens: int, num_cache_tokens: int) -> None:
+    """An empty K/V cache could hold this many tokens of the request."""
+    if num_tokens > num_cache_tokens:
+        raise SpecDecError(
+            f"K/V cache of {num_cache_tokens} tokens is too small for {request.name}: it needs {num_tokens}",
+            hint="raise max_tokens or free_gpu_memory_fraction of the K/V cache",
+            code="cache_too_small",
+        )
+
+
+def check_vocabulary(request: Request, vocab_size: int) -> None:
+    """All token ids of the request are in the vocabulary, and top_k is no more than it has."""
+    for what, tokens in (
+        ("prompt", request.prompt_tokens),
+        ("bad words", [token for word in request.sampling.bad_words for token in word]),
+        ("logit bias", [token for token, _ in request.sampling.logit_bias]),
+    ):
+        foreign = next((token for token in tokens if not 0 <= token < vocab_size), None)
+        if foreign is not None:
+            raise SpecDecError(
+                f"{what} of {request.name} has a token id outside the vocabulary of {vocab_size}: {foreign}",
+                hint="use the tokenizer that the model was trained with",
+            )
+    num_logprobs = max(request.num_logprobs or 0, request.num_prompt_logprobs or 0)
+    if num_logprobs > vocab_size:
+        raise SpecDecError(
+            f"logprobs of more tokens than the vocabulary of {vocab_size} has: {num_logprobs}",
+            hint="ask for fewer",
+        )
+    if request.sampling.top_k > vocab_size:
+        raise SpecDecError(
+            f"top_k exceeds the vocabulary of {vocab_size}: {request.sampling.top_k}",
+            hint="0 leaves the whole vocabulary",
+            code="top_k",
+            size=vocab_size,
+            top_k=request.sampling.top_k,
+        )
+
+
+def check_draft_len(max_draft_len: int, engine_max_draft_len: int) -> None:
+    """The engine was built for drafts as long as these."""
+    if max_draft_len > engine_max_draft_len:
+        raise SpecDecError(
+            f"draft length exceeds the engine's max_draft_len {engine_max_draft_len}: {max_draft_len}",
+            hint=f"lower it, or build with a max_draft_len of {max_draft_len}",
+            code="draft_len",
+            max_draft_len=max_draft_len,
+        )

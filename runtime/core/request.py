@@ -1,0 +1,240 @@
+"""The nouns of generation: what was asked, the sequence that answers it, drafts and verdicts.
+
+A sequence is its tokens plus one number, `num_computed`: tokens below it have valid K/V. Everything a step
+does is to shrink the tail beyond it, and rejecting a draft is to leave `num_computed` where it was.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from runtime.core.grammar import CompiledGrammar, Matcher
+from runtime.core.params import GREEDY, SamplingConfig
+from runtime.core.sampling import NoValidToken, Sampler, have_kernels
+from runtime.core.stats import FinishReason, RequestStats, TokenLogprobs
+
+
+class StopCheck(Protocol):
+    """Finds stop words in generated tokens; owned by code that knows the tokenizer."""
+
+    def __call__(self, tokens: list[int], num_prompt_tokens: int) -> bool:
+        """True if the last of `tokens` completed a stop word."""
+        ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """Request of a user. Generation ends at one of `end_ids`, at a stop word, or after `max_new_tokens`.
+
+    `return_index` tells sampling requests with the same prompt and the same seed apart.
+    """
+
+    id: int
+    prompt_tokens: tuple[int, ...]
+    max_new_tokens: int
+    end_ids: frozenset[int] = frozenset()
+    stop_check: StopCheck | None = None
+    sampling: SamplingConfig = GREEDY
+    return_index: int = 0
+    keep_logits: bool = False
+    num_logprobs: int | None = None
+    """Log-probabilities of this many best tokens are kept for each generated token, and its own; None: none are."""
+    num_prompt_logprobs: int | None = None
+    """The same for each token of the prompt after the first."""
+    grammar: CompiledGrammar | None = None
+    """Form that the text of the output has."""
+    text_start: int | None = None
+    """Place in the tokens where the output begins, if not after the prompt: a prompt may hold a part of an output."""
+    label: str | None = None
+    """User's name for the request, such as a row of a file."""
+
+    @property
+    def name(self) -> str:
+        """Name for errors."""
+        return self.label or f"request {self.id}"
+
+    def with_prompt(self, request_id: int, prompt_tokens: Seq[int], return_index: int = 0) -> "Request":
+        """The same asked of another prompt."""
+        return replace(self, id=request_id, prompt_tokens=tuple(prompt_tokens), return_index=return_index)
+
+    @property
+    def output_start(self) -> int:
+        """Place in the tokens where the output begins."""
+        return len(self.prompt_tokens) if self.text_start is None else self.text_start
+
+    @property
+    def wants_logits(self) -> bool:
+        return self.keep_logits or self.num_logprobs is not None
+
+
+def token_logprobs(logits: Tensor, tokens: Seq[int], num_top: int) -> list[TokenLogprobs]:
+    """Log-probabilities of each token from its row of (num_tokens, vocab) logits, and of the `num_top` best."""
+    num_top, chosen = min(num_top, logits.shape[-1]), torch.tensor(tokens)
+    if have_kernels(logits):
+        own, ids, values = torch.ops.specdec.logprobs(logits, chosen, num_top)
+    else:
+        all_logprobs = torch.log_softmax(logits.to("cpu", torch.float32), dim=-1)
+        values, ids = all_logprobs.topk(num_top)
+        own = all_logprobs.gather(-1, chosen[:, None])[:, 0]
+    return [
+        TokenLogprobs(token, logprob, tuple(zip(top_ids, top_values, strict=True)))
+        for token, logprob, top_ids, top_values in zip(tokens, own.tolist(), ids.tolist(), values.tolist(), strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One proposal for one sequence in one step."""
+
+    tokens: list[int]
+    probs: Tensor | None = None
+    """(draft_len, vocab) float64, the distribution each token was drawn from; None: a lookup, one-hot."""
+    match_len: int = field(default=0, compare=False)
+    """Tokens of the pattern whose continuation this is: a lookup's confidence. 0: not a lookup."""
+    survivals: list[float] | None = field(default=None, compare=False)
+    """P(at least 1 accepted), P(at least 2 accepted), ..., where the drafter has learned how often it is right."""
+    num_predicted: int = field(default=0, compare=False)
+    """Tokens at its start that come from the output which the request predicts."""
+
+    def cut(self, max_len: int) -> "Draft":
+        """The first `max_len` tokens. A length that does not depend on the tokens leaves verification exact."""
+        if len(self.tokens) <= max_len:
+            return self
+        probs = None if self.probs is None else self.probs[:max_len]
+        return Draft(self.tokens[:max_len], probs, self.match_len, num_predicted=min(self.num_predicted, max_len))
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """Result of verifying a draft: the number of accepted tokens, then a token of the target's own.
+
+    `next_token` is the recovered token after a rejection, the bonus token after a draft accepted whole.
+    """
+
+    num_accepted: int
+    next_token: int
+    logits: Tensor | None = field(default=None, compare=False)
+    """(num_accepted + 1, vocab) the target's own, where the request keeps them."""
+
+
+@dataclass
+class Sequence:
+    """A request in flight; finished, it is the result."""
+
+    request: Request
+    tokens: list[int]
+    num_computed: int = 0
+    block_table: list[int] = field(default_factory=list)
+    stats: RequestStats = field(default_factory=RequestStats)
+    finish_reason: FinishReason | None = None
+    error: NoValidToken | None = None
+    """Why it cannot go on."""
+    logits: list[Tensor] = field(default_factory=list)
+    """Generation logits, if requested: (vocab,) float32 on the CPU, per generated token."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Log-probabilities per generated token, if requested."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Log-probabilities per prompt token after the first, if requested."""
+    state_slot: int = 0
+    """Slot of the states of layers without attention; 0: none."""
+    shared_len: int = 0
+    """Tokens that begin another sequence too, whose state is to be kept once they are computed; 0: none."""
+
+    @classmethod
+    def start(cls, request: Request) -> "Sequence":
+        sequence = cls(request, list(request.prompt_tokens))
+        sequence.stats.start()
+        return sequence
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        request = self.request
+        matcher = None
+        if request.grammar is not None:
+            matcher = Matcher(request.grammar, request.output_start, request.end_ids)
+        return Sampler(request.sampling, request.prompt_tokens, request.return_index, matcher)
+
+    @property
+    def is_over(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+    @property
+    def num_unscored(self) -> int:
+        """Tokens of the prompt whose log-probabilities are asked for and not known yet."""
+        if self.request.num_prompt_logprobs is None:
+            return 0
+        return len(self.request.prompt_tokens) - 1 - len(self.prompt_logprobs)
+
+    @property
+    def max_reused(self) -> int:
+        """Tokens whose K/V may be found instead of computed: what is scored needs its logits."""
+        return len(self.prompt_logprobs) if self.num_unscored else len(self.tokens) - 1
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - len(self.request.prompt_tokens)
+
+    @property
+    def num_remaining(self) -> int:
+        return self.request.max_new_tokens - self.num_generated
+
+    @property
+    def max_draft_len(self) -> int:
+        """Tokens a draft may have: the target adds a token of its own to whatever it accepts, within the budget."""
+        return max(self.num_remaining - 1, 0)
+
+    @property
+    def output_tokens(self) -> list[int]:
+        return self.tokens[len(self.request.prompt_tokens) :]
+
+    def commit(self, draft: Draft, verdict: VerifyResult) -> list[int]:
+        """Append the accepted tokens and the target's own, cut where generation ends, and count.
+
+        The cut is looked for token by token (end id, then stop word, then budget), so that tokens, K/V and
+        counters end at the same place. Returns the tokens that were kept.
+        """
+        start = len(self.tokens)
+        for token in [*draft.tokens[: verdict.num_accepted], verdict.next_token]:
+            self.tokens.append(token)
+            self.finish_reason = self._finish_reason()
+            if self.finish_reason is not None:
+                break
+        new_tokens = self.tokens[start:]
+        self.num_computed = min(self.num_computed, len(self.tokens))
+        if verdict.logits is not None:
+            self._keep(verdict.logits[: len(new_tokens)], new_tokens)
+        num_accepted = min(verdict.num_accepted, len(new_tokens))
+        self.stats.record_step(len(draft.tokens), num_accepted, len(new_tokens))
+        self.stats.num_predicted_tokens += draft.num_predicted
+        self.stats.num_accepted_predicted_tokens += min(num_accepted, draft.num_predicted)
+        if self.finish_reason is not None:
+            self.stats.finish()
+        return new_tokens
+
+    def _keep(self, logits: Tensor, tokens: list[int]) -> None:
+        """Store the requested parts of (num_tokens, vocab) logits; row i is the one that token i was chosen from."""
+        if self.request.keep_logits:
+            self.logits.extend(logits.to("cpu", torch.float32, copy=True))
+        if self.request.num_logprobs is not None:
+            self.logprobs += token_logprobs(logits, tokens, self.request.num_logprobs)
+
+    def score(self, logits: Tensor) -> None:
+        """Keep the log-probabilities of the next of the prompt's tokens; row i of (n, vocab) is the i-th's."""
+        start = len(self.prompt_logprobs) + 1
+        tokens = self.request.prompt_tokens[start : start + len(logits)]
+        assert self.request.num_prompt_logprobs is not None
+        self.prompt_logprobs += token_logprobs(logits, tokens, self.request.num_prompt_logprobs)
+
+    def _finish_reason(self) -> FinishReason | None:
+        if self.tokens[-1] in self.request.end_ids:
+            return "end_id"
+        stop_check = self.request.stop_check
+        if stop_check is not None and stop_check(self.tokens, len(self.request.prompt_tokens)):
+            return "stop"
+        if self.sampler.matcher is not None and self.sampler.matcher.is_over(self.tokens):
+            return "stop"
+        return "length" if self.num_remaining <= 0 else None

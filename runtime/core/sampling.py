@@ -1,0 +1,472 @@
+"""Sampling of a request: the distribution its parameters make of the target's logits, and draws from it.
+
+A draw is a function of (random_seed, prompt, return_index, position) and of nothing else. So the same request gets the
+same text with any drafter or none, in any batch, with K/V found or computed again. A token is chosen as the argmax of
+scores and Gumbel noise, which makes it a sample; a draft model that uses the same noise chooses the same token almost
+as often as their distributions allow (Daliri et al., arXiv 2408.07978). Noise is a function of the position and of the
+token, so that none is needed for what penalties, bans and cuts have left out.
+
+On a CPU the kernels choose (`csrc/sampling.cpp`), at all positions of a step side by side; elsewhere transformers' own
+processors do, one position after the other.
+"""
+
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from runtime.core.grammar import Mask, Matcher
+from runtime.core.occurrences import NO_ENTRIES, Adjustments, Occurrences
+from runtime.core.params import GREEDY, SamplingConfig
+from runtime.util.errors import SpecDecError
+
+Purpose = Literal["target", "accept"]
+"""Purpose of a uniform number in rejection sampling. Numbers of one position are independent between purposes."""
+
+Processor = Callable[..., Tensor]
+"""Logits processor with transformers' interface: (1, n) int64 prefix, (1, vocab) scores -> (1, vocab) scores."""
+
+
+_NOTHING = Adjustments(NO_ENTRIES, NO_ENTRIES, [])
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NO_NUMBERS, _NOT_ASKED = -1, -3  # in place of a token; every other negative one says that no token is left
+
+
+class NoValidToken(SpecDecError):
+    """No token can be chosen at a position, whatever is drafted."""
+
+    def __init__(self, position: int, message: str, *, hint: str, code: str | None = None) -> None:
+        super().__init__(f"{message}: position {position}", hint=hint, code=code)
+        self.position = position
+
+
+def no_token_left(position: int) -> NoValidToken:
+    return NoValidToken(
+        position,
+        "there is no token left to choose, penalties and bans leave none",
+        hint="relax the penalties, no_repeat_ngram_size or bad_words",
+        code="no_token_left",
+    )
+
+
+def no_numbers(position: int) -> NoValidToken:
+    return NoValidToken(
+        position,
+        "the model's logits are NaN or infinite",
+        hint="its weights or this text make numbers too large for its dtype: try another dtype or another text",
+    )
+
+
+def out_of_grammar(position: int, reason: str) -> NoValidToken:
+    return NoValidToken(
+        position,
+        f"the grammar allows no token: {reason}",
+        hint="simplify it; docs/structured-output.md has its limits",
+    )
+
+
+class OccurrencePenalty:
+    """Subtracts `presence` from the score of a token that occurred, and `frequency` for each time it did.
+
+    Tokens before `start` are not looked at.
+    """
+
+    def __init__(self, presence: float, frequency: float, start: int = 0) -> None:
+        self.presence, self.frequency, self.start = presence, frequency, start
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        input_ids = input_ids[:, self.start :]
+        counts = torch.zeros_like(scores).scatter_add_(1, input_ids, torch.ones_like(input_ids, dtype=scores.dtype))
+        return scores - self.presence * (counts > 0) - self.frequency * counts
+
+
+class LogitBias:
+    """Adds to the scores of tokens what (token, bias) pairs say."""
+
+    def __init__(self, biases: Seq[tuple[int, float]]) -> None:
+        self.tokens = torch.tensor([token for token, _ in biases])
+        self.biases = torch.tensor([bias for _, bias in biases])
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        biases = self.biases.to(scores.device, scores.dtype)
+        return scores.index_add(1, self.tokens.to(scores.device), biases[None])
+
+
+class TopP:
+    """transformers' `TopPLogitsWarper`, whose sort leaves open which of equal scores comes first; here the first does.
+
+    So of equal ones at the cut the last are kept.
+    """
+
+    def __init__(self, top_p: float) -> None:
+        self.top_p = top_p
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        ascending, tokens = torch.sort(scores, dim=-1, stable=True)
+        is_cut = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - self.top_p
+        is_cut[:, -1] = False
+        return scores.masked_fill(is_cut.scatter(1, tokens, is_cut), -math.inf)
+
+
+def has_penalties(params: SamplingConfig) -> bool:
+    """True if there are biases, penalties or bans."""
+    neutral = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "bad_words")
+    return any(getattr(params, name) != getattr(GREEDY, name) for name in (*neutral, "logit_bias"))
+
+
+def penalties(params: SamplingConfig, num_prompt_tokens: int = 0) -> list[Processor]:
+    """Biases, and what depends on the tokens before, in the order of transformers' `generate`.
+
+    It has no occurrence penalty.
+    """
+    if not has_penalties(params):
+        return []  # before transformers is imported, which plain requests do not need
+    from transformers.generation.logits_process import (
+        NoBadWordsLogitsProcessor,
+        NoRepeatNGramLogitsProcessor,
+        RepetitionPenaltyLogitsProcessor,
+    )
+
+    processors: list[Processor] = [LogitBias(params.logit_bias)] if params.logit_bias else []
+    if params.repetition_penalty != 1.0:
+        processors.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
+    if params.presence_penalty or params.frequency_penalty:
+        start = 0 if params.penalize_prompt else num_prompt_tokens
+        processors.append(OccurrencePenalty(params.presence_penalty, params.frequency_penalty, start))
+    if params.no_repeat_ngram_size:
+        processors.append(NoRepeatNGramLogitsProcessor(params.no_repeat_ngram_size))
+    if params.bad_words:
+        processors.append(NoBadWordsLogitsProcessor([list(word) for word in params.bad_words]))
+    return processors
+
+
+def warpers(params: SamplingConfig) -> list[Processor]:
+    """Processors that shape the distribution, in the order of transformers' `generate`; none for greedy requests."""
+    if params.is_greedy:
+        return []
+    from transformers.generation.logits_process import (
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+    )
+
+    processors: list[Processor] = []
+    if params.temperature != 1.0:
+        processors.append(TemperatureLogitsWarper(float(params.temperature)))
+    if params.top_k:
+        processors.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1.0:
+        processors.append(TopP(params.top_p))
+    if params.min_p:
+        processors.append(MinPLogitsWarper(params.min_p))
+    return processors
+
+
+class Sampler:
+    """Chooses the tokens of one request. Identical requests choose alike unless their `return_index` differs."""
+
+    def __init__(
+        self,
+        params: SamplingConfig,
+        prompt_tokens: Seq[int],
+        return_index: int = 0,
+        matcher: Matcher | None = None,
+    ) -> None:
+        self.is_greedy = params.is_greedy
+        self.matcher = matcher
+        """State in the grammar of the output, if it has one."""
+        self._params, self._num_prompt_tokens = params, len(prompt_tokens)
+        identity = repr((params.random_seed, return_index, tuple(prompt_tokens)))
+        self._key = hashlib.blake2b(identity.encode(), digest_size=16).digest()
+        self.rules = (
+            *(float(params.is_greedy), params.temperature, params.top_k, params.top_p, params.min_p),
+            *(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
+        )
+        """The kernels' `Rules` for this request."""
+
+    @cached_property
+    def _penalties(self) -> list[Processor]:
+        return penalties(self._params, self._num_prompt_tokens)
+
+    @cached_property
+    def _warpers(self) -> list[Processor]:
+        return warpers(self._params)
+
+    @cached_property
+    def _occurrences(self) -> Occurrences | None:
+        """None where a choice depends on nothing but the logits."""
+        return Occurrences(self._params, self._num_prompt_tokens) if has_penalties(self._params) else None
+
+    def adjustments(self, prefix: list[int], draft_tokens: Seq[int]) -> Iterable[Adjustments]:
+        """Score adjustments after `prefix`, and after each token of a draft that follows it."""
+        if self._occurrences is None:
+            return itertools.repeat(_NOTHING, len(draft_tokens) + 1)
+        return self._occurrences.at(prefix, draft_tokens)
+
+    def legal(self, prefix: list[int], draft_tokens: Seq[int], logits: Tensor, *, in_place: bool = False) -> Tensor:
+        """(draft_len + 1, vocab) logits after `prefix` and each token of a draft; -inf where the grammar forbids."""
+        if self.matcher is None:
+            return logits
+        with torch.inference_mode():  # as the step, whose logits could not be written to elsewhere
+            masks, logits = self.matcher.allowed(prefix, draft_tokens), logits if in_place else logits.clone()
+            for row, mask in zip(logits, masks, strict=True):
+                if mask is not None:
+                    _apply_mask(mask, row)
+        return logits
+
+    def no_choice(self, code: int, position: int) -> NoValidToken:
+        """Reason for an error code that kernels return instead of a token."""
+        if self.matcher is not None and self.matcher.error is not None:
+            return out_of_grammar(position, self.matcher.error)
+        return no_numbers(position) if code == _NO_NUMBERS else no_token_left(position)
+
+    def noise_key(self, position: int) -> int:
+        """64-bit key of a position's noise; the noise is unused in greedy decoding."""
+        return 0 if self.is_greedy else self._number(position, "noise")
+
+    def scores(self, prefix: list[int], logits: Tensor) -> Tensor:
+        """(vocab,) float32 after penalties, bans and cuts; -inf for what cannot be chosen. `logits` is (vocab,).
+
+        NoValidToken if nothing can. Of logits -inf is one that is never chosen.
+        """
+        if have_kernels(logits):
+            kept: tuple[Tensor, Tensor] = torch.ops.specdec.scores(
+                *kernel_arguments([Positions(self, prefix, [], logits[None])])
+            )
+            if (code := int(kept[1])) < 0:
+                raise self.no_choice(code, len(prefix))
+            return kept[0][0]
+        scores = self.legal(prefix, [], logits[None]).float()
+        if not math.isfinite(scores.max()):
+            raise self.no_choice(_NO_NUMBERS, len(prefix))
+        if self._penalties:
+            scores = _apply(self._penalties, torch.tensor([prefix], device=logits.device), scores)
+        if self._warpers:
+            scores = _apply(self._warpers, torch.empty((1, 0), dtype=torch.int64, device=logits.device), scores)
+        if not math.isfinite(scores.max()):
+            raise no_token_left(len(prefix))
+        return scores[0]
+
+    def probs(self, prefix: list[int], logits: Tensor) -> Tensor:
+        """(vocab,) float64 distribution of the token after `prefix`; one-hot for a greedy request."""
+        scores = self.scores(prefix, logits)
+        if self.is_greedy:
+            return torch.nn.functional.one_hot(scores.argmax(), len(scores)).double()
+        numbers, left = _left(scores)
+        weights, probs = np.exp(numbers - numbers.max()), np.zeros(len(scores))
+        probs[left] = weights / weights.sum()
+        return torch.from_numpy(probs).to(scores.device)
+
+    def choose(self, prefix: list[int], logits: Tensor) -> int:
+        """The request's own token after `prefix`: the argmax, or a sample that depends on nothing but the position."""
+        return next(iter(choose_all([Positions(self, prefix, [], logits[None])])[0]))
+
+    def ranking(self, prefix: list[int], logits: Tensor) -> Tensor:
+        """(vocab,) what `choose` takes the largest of: scores, with the position's noise unless greedy."""
+        scores = self.scores(prefix, logits)
+        if self.is_greedy:
+            return scores
+        numbers, left = _left(scores)
+        noise, ranking = gumbel(self.noise_key(len(prefix)), left.astype(np.uint32)), np.full(len(scores), -np.inf)
+        ranking[left] = numbers - numbers.max() + noise
+        return torch.from_numpy(ranking).to(scores.device)
+
+    def choices(self, prefix: list[int], draft_tokens: Seq[int], logits: Tensor) -> Iterator[int]:
+        """The request's own tokens after `prefix` and each token of a draft; `logits` is (draft_len + 1, vocab).
+
+        One after the other, as they are asked for, without the kernels.
+        """
+        if self.is_greedy and not has_penalties(self._params):
+            yield from self._argmaxes(prefix, self.legal(prefix, draft_tokens, logits))
+            return
+        prefix = list(prefix)
+        for row, next_token in zip(logits, [*draft_tokens, None], strict=True):
+            yield int(self.ranking(prefix, row).argmax())
+            prefix += [] if next_token is None else [next_token]
+
+    def _argmaxes(self, prefix: list[int], logits: Tensor) -> Iterator[int]:
+        """Argmax of each row, on a CPU by NumPy: torch looks at one number after the other."""
+        if logits.device.type == "cpu":
+            rows = logits.float().numpy()
+            tokens = rows.argmax(axis=-1).tolist()
+            is_number = [math.isfinite(row[token]) for row, token in zip(rows, tokens, strict=True)]
+        else:
+            chosen = logits.argmax(dim=-1)
+            is_number = logits.gather(-1, chosen[:, None])[:, 0].isfinite().tolist()
+            tokens = chosen.tolist()
+        for row, token in enumerate(tokens):
+            if not is_number[row]:
+                raise self.no_choice(_NO_NUMBERS, len(prefix) + row)
+            yield token
+
+    def draft_uniform(self, position: int, start: int) -> float:
+        """Uniform number for drawing a draft's token; it differs between drafts, which begin at position `start`.
+
+        What was drafted before, and rejected, may decide whether and how much is drafted now (`runtime.drafters`): were
+        its numbers used again, drafts would not follow their distribution.
+        """
+        return self._uniform(position, f"draft from {start}")
+
+    def uniform(self, position: int, purpose: Purpose) -> float:
+        """Uniform number in [0, 1), the same for the same arguments. 52 bits: times a sum of probabilities it stays
+        below the sum.
+        """
+        return self._uniform(position, purpose)
+
+    def _uniform(self, position: int, purpose: str) -> float:
+        return (self._number(position, purpose) >> 12) * 2.0**-52
+
+    def _number(self, position: int, purpose: str) -> int:
+        """64 bits."""
+        digest = hashlib.blake2b(f"{position} {purpose}".encode(), key=self._key, digest_size=8).digest()
+        return int.from_bytes(digest, "little")
+
+
+def _apply_mask(mask: Mask, logits: Tensor) -> None:
+    """Set (vocab,) logits to -inf where they are not allowed, by functions for which torch wakes no threads."""
+    indices = torch.from_numpy(mask.indices).to(logits.device)
+    if mask.forbids:
+        logits.index_fill_(0, indices, -math.inf)
+    else:
+        values = logits.index_select(0, indices)
+        logits.fill_(-math.inf).index_copy_(0, indices, values)
+
+
+def _left(scores: Tensor) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+    """Scores of the tokens that can be chosen, and which they are; by NumPy: torch's threads take longer to come."""
+    numbers = scores.cpu().numpy()
+    left = np.flatnonzero(np.isfinite(numbers))
+    return numbers[left].astype(np.float64), left
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Positions of one request at which it is to choose: after a prefix, and after each token of a draft."""
+
+    sampler: Sampler
+    prefix: list[int]
+    draft_tokens: Seq[int]
+    logits: Tensor
+    """(draft_len + 1, vocab)"""
+    is_spare: bool = False
+    """True if the logits may be overwritten: a copy takes longer than what a grammar changes."""
+
+    @property
+    def legal_logits(self) -> Tensor:
+        """Logits of the legal tokens; -inf for others."""
+        return self.sampler.legal(self.prefix, self.draft_tokens, self.logits, in_place=self.is_spare)
+
+
+def choose_all(asked: Seq[Positions]) -> list[Iterator[int]]:
+    """Choose each request's tokens at its positions; behind the first that its draft does not have some may be missing.
+
+    NoValidToken comes when the first is asked for that has none.
+    """
+    if not all(have_kernels(positions.logits) for positions in asked):
+        return [one.sampler.choices(one.prefix, one.draft_tokens, one.logits) for one in asked]
+    if not asked:
+        return []
+    draft_tokens = torch.tensor([token for one in asked for token in (*one.draft_tokens, -1)])
+    tokens = iter(torch.ops.specdec.choose(*kernel_arguments(asked), draft_tokens).tolist())
+    chosen = [list(itertools.islice(tokens, len(one.logits))) for one in asked]
+    return [_checked(of_one, one) for of_one, one in zip(chosen, asked, strict=True)]
+
+
+def _checked(tokens: list[int], asked: Positions) -> Iterator[int]:
+    for position, token in enumerate(tokens, start=len(asked.prefix)):
+        if token == _NOT_ASKED:
+            return
+        if token < 0:
+            raise asked.sampler.no_choice(token, position)
+        yield token
+
+
+def have_kernels(logits: Tensor) -> bool:
+    """True if an engine of this process has loaded kernels that accept the logits."""
+    is_taken = logits.device.type == "cpu" and logits.dtype in _DTYPES and logits.stride(-1) == 1
+    return is_taken and hasattr(torch.ops.specdec, "choose")
+
+
+def kernel_arguments(asked: Seq[Positions]) -> tuple[list[Tensor], *tuple[Tensor, ...]]:
+    """Arguments of the kernels."""
+    keys, bounds, bans = list[int](), list[tuple[int, ...]](), list[int]()
+    entries, num_entries = list[NDArray[np.int32]](), 0
+    for one in asked:
+        own_start = num_entries
+        for row, adjustments in enumerate(one.sampler.adjustments(one.prefix, one.draft_tokens)):
+            if row == 0:
+                entries.append(adjustments.entries)
+                num_entries += len(adjustments.entries)
+            own = own_start, own_start + len(adjustments.entries)
+            later = num_entries, num_entries + len(adjustments.later)
+            bounds.append((*own, *later, len(bans), len(bans) + len(adjustments.bans)))
+            entries.append(adjustments.later)
+            num_entries += len(adjustments.later)
+            bans += adjustments.bans
+            keys.append(one.sampler.noise_key(len(one.prefix) + row))
+    rules = [one.sampler.rules for one in asked for _ in range(len(one.draft_tokens) + 1)]
+    arrays = (
+        np.array(rules, np.float64),
+        np.array(keys, np.uint64).view(np.int64),
+        np.concatenate(entries),
+        np.array(bans, np.int32),
+        np.array(bounds, np.int64),
+    )
+    return [one.legal_logits for one in asked], *map(torch.from_numpy, arrays)
+
+
+def draw(weights: Tensor, uniform: float) -> int:
+    """Inverse CDF of (vocab,) float64 weights, which need not add up to one. Never a token of weight zero.
+
+    On the CPU, whose sums never decrease; a GPU adds them up in parallel.
+    """
+    sums = weights.cpu().cumsum(dim=-1)
+    total = float(sums[-1])
+    if not 0 < total < math.inf:
+        raise SpecDecError(f"these are no weights to draw a token by, their sum is: {total}")
+    return int(torch.searchsorted(sums, uniform * total, right=True))
+
+
+def _apply(processors: Iterable[Processor], prefix: Tensor, scores: Tensor) -> Tensor:
+    for processor in processors:
+        scores = processor(prefix, scores)
+    return scores
+
+
+def gumbel(key: int, tokens: NDArray[np.uint32]) -> NDArray[np.float64]:
+    """Gumbel noise of each token, from the 64 bits of its position's key: -log(-log(1 - v)) for 52-bit v in (0, 1).
+
+    `noise.h` of the kernels computes the same: integers are exact, and of the logarithms, which two libraries may round
+    differently, a last bit decides only between two tokens whose scores and noise are equal to 15 digits.
+    Small v are large noise, and where v is small it is finest: probabilities down to 1e-15 are drawn with.
+    """
+    first, second = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
+    upper, lower = _bits(tokens, first, second), _bits(tokens, second, first)
+    bits = (upper.astype(np.uint64) << np.uint64(32) | lower) >> np.uint64(12)
+    v = (2 * bits + 1).astype(np.float64) * 2.0**-53
+    return -np.log(-np.log(1.0 - v))
+
+
+def _bits(tokens: NDArray[np.uint32], first: np.uint32, second: np.uint32) -> NDArray[np.uint32]:
+    """32 bits of each token by the halves of the key; with the halves exchanged, 32 others."""
+    return _mixed(_mixed(tokens ^ first) ^ second)
+
+
+def _mixed(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """A permutation of 32 bits of which each bit changes every bit of the result about half the time.
+
+    Two rounds of shifting and multiplying, with the constants that Wellons' search found to be least biased
+    (github.com/skeeto/hash-prospector).
+    """
+    x = (x ^ x >> np.uint32(16)) * np.uint32(0x21F0AAAD)
+    x = (x ^ x >> np.uint32(15)) * np.uint32(0x735A2D97)
+    return x ^ x >> np.uint32(15)

@@ -1,0 +1,306 @@
+"""States of sequences: what layers without attention read of the tokens before the next one.
+
+Such a layer keeps its inputs of a sequence's last tokens in the sequence's slot, that of position p in place p modulo
+the slot's length. What a rejected draft left there is overwritten when its positions are computed again, so rolling
+back moves a number and copies nothing. A step may begin at any position that the slot still has the tokens before.
+
+A recurrent state is kept as of the first positions of the last few chunks of `CHUNK_SIZE`, and beside it what each
+token of these chunks adds to it, by position too (`runtime.model.recurrences`). It is read once in a step, and
+written where a chunk begins.
+
+Slots of released sequences are kept, the oldest until its slot is needed, and found again by the tokens that they are
+the state of. So is a copy of the state after tokens that two sequences begin with, such as a system prompt.
+`StateManager` does the bookkeeping and never touches a tensor; `States` has the memory too.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runtime.checkpoint.config import BuildConfig, RecurrentShape, StateShape
+from runtime.core.batch import Row
+from runtime.core.request import Sequence
+from runtime.core.stats import StateStats
+from runtime.kernels.memory import zeros
+
+NULL_SLOT = 0
+CHUNK_SIZE = 32
+"""Positions of which the first ones have a recurrent state."""
+_MORE_KEPT, _LEAST_KEPT, _KEPT_BYTES = 8, 2, 1 << 29  # half a gigabyte, which no more than the least exceed
+_LEAST_ROLLED_BACK = 32  # a draft model rolls back by the drafts of its target
+
+
+@dataclass
+class _Span:
+    """Positions at which a step may begin with a slot: from `first` to `end`, before which all tokens are computed."""
+
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A released sequence's slot: its computed tokens, and the first position at which another may go on."""
+
+    tokens: list[int]
+    first: int
+    is_over: bool
+
+    def match_len(self, tokens: Seq[int], most: int) -> int:
+        """Length of the longest common prefix, of at most `most` tokens, that a sequence can go on from; or 0."""
+        first, most = self.first, min(most, len(self.tokens))
+        if (
+            first > most
+            or (first and tokens[first - 1] != self.tokens[first - 1])
+            or tokens[:first] != self.tokens[:first]
+        ):
+            return 0
+        while first < most and tokens[first] == self.tokens[first]:
+            first += 1
+        return first
+
+
+@dataclass(frozen=True)
+class Found:
+    """Kept state of a sequence's first `num_tokens` tokens; none of 0."""
+
+    slot: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class StateCopy:
+    """Copy this slot before the step that follows an admission."""
+
+    source: int
+    destination: int
+
+
+class StateManager:
+    """Hands out, keeps and finds slots. Slot 0, the null slot, is never handed out.
+
+    A step may begin `num_back` positions before the last one that was computed.
+    """
+
+    def __init__(self, num_slots: int, num_back: int, *, reuse: bool) -> None:
+        self.num_slots = num_slots
+        self.stats = StateStats()
+        self._num_back = num_back
+        self._reuse = reuse
+        self._free = list(range(num_slots - 1, NULL_SLOT, -1))
+        self._held: dict[int, _Span] = {}
+        self._kept: OrderedDict[int, _Kept] = OrderedDict()  # oldest first
+
+    @property
+    def is_full(self) -> bool:
+        """True if running sequences hold all slots."""
+        return not self._free and not self._kept
+
+    def find(self, tokens: Seq[int], most: int) -> Found | None:
+        """The kept state with which fewest tokens must be computed, of the first `most`; None if no slot is left."""
+        if self.is_full:
+            self.count(num_waits=1)
+            return None
+        best = Found(NULL_SLOT, 0)
+        for slot, kept in reversed(self._kept.items()):
+            num_tokens = kept.match_len(tokens, most)
+            if num_tokens > best.num_tokens:
+                best = Found(slot, num_tokens)
+        return best
+
+    def admit(self, sequence: Sequence, found: Found) -> StateCopy | None:
+        """Give the sequence a slot, with the state that was just found. Returns the copy to make.
+
+        A sequence that was released before it was over gets its own back; others' stay as they are, if there is room.
+        """
+        kept = self._kept.get(found.slot, _Kept([], 0, is_over=True))
+        goes_on = not kept.is_over and found.num_tokens == len(kept.tokens)
+        slot = found.slot if goes_on else self._allocate(found.slot)
+        self._kept.pop(slot, None)
+        if found.slot in self._kept:
+            self._kept.move_to_end(found.slot)  # as the last one that was used
+        self._held[slot] = _Span(kept.first, found.num_tokens)
+        sequence.state_slot = slot
+        return None if found.slot in (slot, NULL_SLOT) else StateCopy(found.slot, slot)
+
+    def release(self, sequence: Sequence) -> None:
+        """Take the slot back, and keep its state for sequences that begin with the same computed tokens."""
+        slot, num_tokens = sequence.state_slot, sequence.num_computed
+        span = self._held.pop(slot)
+        sequence.state_slot = NULL_SLOT
+        if not self._reuse or not num_tokens or not span.first <= num_tokens <= span.end:
+            self._free.append(slot)
+            return
+        self._put(slot, _Kept(sequence.tokens[:num_tokens], span.first, sequence.is_over))
+
+    def keep(self, sequence: Sequence) -> StateCopy | None:
+        """Keep the state of a running sequence's computed tokens. Returns the copy to make; None if no slot is left."""
+        if not self._reuse or self.is_full:
+            return None
+        slot = self._allocate(NULL_SLOT)
+        self._kept.pop(slot, None)
+        first = self._held[sequence.state_slot].first
+        self._put(slot, _Kept(sequence.tokens[: sequence.num_computed], first, is_over=True))
+        return StateCopy(sequence.state_slot, slot)
+
+    def drop(self, slot: int) -> None:
+        """Forget what a kept slot holds."""
+        del self._kept[slot]
+        self._free.append(slot)
+
+    def _put(self, slot: int, kept: _Kept) -> None:
+        """Keep a slot, and no other of the same tokens."""
+        for other in [one for one, its in self._kept.items() if its.tokens == kept.tokens]:
+            self.drop(other)
+        self._kept[slot] = kept
+
+    def advance(self, slot: int, start: int, num_tokens: int) -> None:
+        """Note that a step computes tokens from position `start` on; those before `num_back` of them are gone."""
+        if slot != NULL_SLOT:
+            span = self._held[slot]
+            span.end = start + num_tokens
+            span.first = max(span.first, span.end - self._num_back) if start else max(0, span.end - self._num_back)
+
+    def can_begin(self, sequence: Sequence) -> bool:
+        """True if the sequence's next step may begin behind its computed tokens."""
+        span = self._held[sequence.state_slot]
+        return span.first <= sequence.num_computed <= span.end
+
+    def count(self, **counts: int) -> None:
+        """Add to the statistics."""
+        self.stats = self.stats.plus(**counts)
+
+    def clear(self) -> None:
+        """Forget all that is kept."""
+        self._free += self._kept
+        self._kept.clear()
+
+    def check_integrity(self) -> None:
+        """Assert what must always hold; for tests and debugging."""
+        slots = [*self._free, *self._held, *self._kept]
+        assert sorted(slots) == list(range(1, self.num_slots)), "a slot is lost, or in two places"
+        assert all(span.first <= span.end for span in self._held.values())
+        assert all(0 <= kept.first <= len(kept.tokens) for kept in self._kept.values())
+
+    def _allocate(self, source: int) -> int:
+        """A free slot, or the oldest that is kept, the source of a copy last."""
+        if self._free:
+            return self._free.pop()
+        self.count(num_evictions=1)
+        return next((slot for slot in self._kept if slot != source), source)
+
+
+def state_pools(
+    states: Seq[StateShape], num_slots: int, num_back: int, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """The memory of states: of layers with a convolution (num_slots, num_before + num_back, width), and then, of layers
+    with a recurrent one, (num_slots, num_heads, numbers of a head) in float32."""
+    sizes = [(num_slots, state.num_before + num_back, state.width) for state in states if state.width]
+    matrices = [(num_slots, one.num_heads, _numbers_of_head(one, num_back)) for one in _recurrent(states)]
+    return [zeros(size, dtype, device) for size in sizes] + [zeros(size, torch.float32, device) for size in matrices]
+
+
+def _recurrent(states: Seq[StateShape]) -> list[RecurrentShape]:
+    return [state.recurrent for state in states if state.recurrent is not None]
+
+
+def _numbers_of_head(shape: RecurrentShape, num_back: int) -> int:
+    """Numbers of as many chunks as `num_back` positions touch, and of the one before: of each its state, and of each of
+    its tokens a key, a value and decays."""
+    of_tokens = CHUNK_SIZE * (shape.key_dim + shape.value_dim + shape.num_decays)
+    return (1 + math.ceil(num_back / CHUNK_SIZE)) * (shape.key_dim * shape.value_dim + of_tokens)
+
+
+def state_inputs(rows: Seq[Row], pools: list[Tensor]) -> tuple[()] | tuple[Tensor, list[Tensor]]:
+    """Inputs of a step beside its batch and K/V, of a model with states: (B,) each row's slot, and the pools."""
+    return (torch.tensor([row.state_slot for row in rows], device=pools[0].device), pools) if pools else ()
+
+
+def copy_slot(pools: Seq[Tensor], copy: StateCopy) -> None:
+    for pool in pools:
+        pool[copy.destination] = pool[copy.source]
+
+
+class States:
+    """The slots of an engine: one for each sequence that runs at once, and others to keep, as far as memory goes.
+
+    Of prompts states are kept after each `interval` tokens. None: nothing is kept. Every copy is told to `copied`, if
+    it is given.
+    """
+
+    def __init__(
+        self,
+        states: Seq[StateShape],
+        build: BuildConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        interval: int | None,
+        copied: Callable[[StateCopy], None] | None = None,
+    ) -> None:
+        self._interval, self._copied = interval, copied
+        num_slots, num_back = num_slots_of(states, build, dtype), num_rolled_back(build.max_draft_len)
+        self.manager = StateManager(num_slots, num_back, reuse=interval is not None)
+        self.pools = state_pools(states, num_slots, num_back, dtype, device)
+
+    def admit(self, sequence: Sequence, found: Found) -> None:
+        """Give the sequence a slot, with the state that was found."""
+        self._copy(self.manager.admit(sequence, found))
+        is_prompt, is_miss = not sequence.num_generated, sequence.shared_len > 0
+        self.manager.count(
+            num_hits=is_prompt and not is_miss and found.num_tokens > 0, num_misses=is_prompt and is_miss
+        )
+
+    def next_kept(self, sequence: Sequence) -> int:
+        """Position in the uncomputed part of a prompt at which its state is kept next, or 0."""
+        computed = sequence.num_computed
+        ends = [sequence.shared_len]
+        if self._interval is not None:
+            ends.append((computed // self._interval + 1) * self._interval)
+        return min((end for end in ends if computed < end < len(sequence.tokens)), default=0)
+
+    def keep(self, sequence: Sequence) -> None:
+        copy = self.manager.keep(sequence)
+        try:
+            self._copy(copy)
+        except BaseException:  # Ctrl-C between two layers
+            if copy is not None:
+                self.manager.drop(copy.destination)
+            raise
+
+    def _copy(self, copy: StateCopy | None) -> None:
+        if copy is not None:
+            copy_slot(self.pools, copy)
+            if self._copied is not None:
+                self._copied(copy)
+
+    def rewind(self, sequence: Sequence) -> None:
+        """Have a sequence that went back by more than its slot holds be computed anew."""
+        if not self.manager.can_begin(sequence):
+            sequence.num_computed = 0
+
+    def advance(self, rows: Seq[Row]) -> None:
+        for row in rows:
+            self.manager.advance(row.state_slot, row.start, len(row.tokens))
+
+
+def num_slots_of(states: Seq[StateShape], build: BuildConfig, dtype: torch.dtype) -> int:
+    """Slots of an engine, the null slot included."""
+    num_kept = min(build.max_batch_size + _MORE_KEPT, _KEPT_BYTES // bytes_per_slot(states, build.max_draft_len, dtype))
+    return 1 + build.max_batch_size + max(num_kept, _LEAST_KEPT)
+
+
+def bytes_per_slot(states: Seq[StateShape], max_draft_len: int, dtype: torch.dtype) -> int:
+    """Memory of one sequence's states."""
+    num_back = num_rolled_back(max_draft_len)
+    inputs = sum((state.num_before + num_back) * state.width for state in states) * dtype.itemsize
+    return inputs + 4 * sum(one.num_heads * _numbers_of_head(one, num_back) for one in _recurrent(states))
+
+
+def num_rolled_back(max_draft_len: int) -> int:
+    """Positions that steps go back at most: the copy that drafts computes a draft, and then the target the same."""
+    return max(2 * (max_draft_len + 1), _LEAST_ROLLED_BACK)

@@ -1,0 +1,184 @@
+"""Turns of clients: they share an engine by tokens, and the requests of one client go by priority and arrival.
+
+The counters are those of "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024): a client's counter
+grows by every token that is computed for it, of a prompt or generated, and the client with the lowest counter comes
+first. A client that comes, or comes back, begins at the lowest counter of the clients that are there: absence earns
+nothing.
+Further than the paper goes, a running sequence makes room for a waiting one (`Turns.leaving`), so that the first token
+of a client does not wait for the last one of another client.
+
+With 4 places and 64 requests of client A, a request of B gets a place in the next step, and A keeps 3. If B sends 64
+too, places change hands until both counters grow equally.
+"""
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from runtime.core.request import Sequence
+
+_PATIENCE = 64
+"""Tokens by which a client must be ahead of another before it makes room for a request that has run before."""
+_MAX_REMEMBERED = 4096
+"""Clients without requests whose counters are kept."""
+
+
+@dataclass
+class _Ticket:
+    """One sequence's place in the order. `num_charged`: its tokens that its client's counter has."""
+
+    client: Hashable
+    priority: int
+    arrival: int
+    num_charged: int = 0
+    has_run: bool = False
+
+
+class Turns:
+    """Waiting sequences, and the order of all that are on their way.
+
+    Of one client and one priority it is the order of arrival.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[Hashable, list[Sequence]] = {}
+        """Each client's waiting sequences, in order; none is empty."""
+        self._tickets: dict[int, _Ticket] = {}
+        self._used: dict[Hashable, int] = {}
+        """Each client's counter."""
+        self._num_arrived = 0
+        self._present: Counter[Hashable] = Counter()
+        """Numbers of each client's sequences that are on their way."""
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """All waiting sequences."""
+        return (sequence for queue in self._queues.values() for sequence in queue)
+
+    def __len__(self) -> int:
+        """Number of waiting sequences."""
+        return sum(map(len, self._queues.values()))
+
+    def add(self, sequence: Sequence, client: Hashable = None, priority: int = 0) -> None:
+        """Have a sequence wait that has just come. A lower priority comes first."""
+        if not self._present:
+            self._used.clear()
+        least = min((self._used[one] for one in self._present), default=0)
+        self._present[client] += 1
+        if self._present[client] == 1:
+            self._used[client] = max(self._used.get(client, 0), least)
+            self._forget_clients(least)
+        self._tickets[sequence.request.id] = _Ticket(client, priority, self._num_arrived)
+        self._num_arrived += 1
+        self.wait(sequence)
+
+    def wait(self, sequence: Sequence) -> None:
+        """Have a sequence wait that ran."""
+        insort(self._queues.setdefault(self._ticket(sequence).client, []), sequence, key=self._rank)
+
+    def run(self, sequence: Sequence) -> None:
+        """Take a sequence that runs from here on from those that wait.
+
+        Tokens whose K/V were found at its first admission are free.
+        """
+        ticket = self._ticket(sequence)
+        self._take(sequence)
+        if not ticket.has_run:
+            ticket.has_run, ticket.num_charged = True, sequence.num_computed
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence that runs and has ended, or that was dropped."""
+        self._take(sequence)
+        ticket = self._tickets.pop(sequence.request.id)
+        self._present[ticket.client] -= 1
+        if not self._present[ticket.client]:
+            del self._present[ticket.client]
+
+    def _take(self, sequence: Sequence) -> None:
+        """Take a sequence out of its client's queue, if it is there."""
+        client = self._ticket(sequence).client
+        queue = self._queues.get(client, [])
+        place = bisect_left(queue, self._rank(sequence), key=self._rank)
+        if queue[place : place + 1] and queue[place] is sequence:
+            del queue[place]
+            if not queue:
+                del self._queues[client]
+
+    def charge(self, running: Iterable[Sequence]) -> None:
+        """Add the tokens that a step has computed to the clients' counters; none is counted twice."""
+        for sequence in running:
+            ticket = self._ticket(sequence)
+            num_new = sequence.num_computed - ticket.num_charged
+            if num_new > 0:
+                self._used[ticket.client] += num_new
+                ticket.num_charged = sequence.num_computed
+
+    def in_order(self, sequences: Seq[Sequence]) -> list[Sequence]:
+        """The sequences, those of the client with the lowest counter first."""
+        if len(self._present) == 1:
+            return sorted(sequences, key=self._rank)
+        num_of = self._count(sequences)
+
+        def place(sequence: Sequence) -> tuple[int, int, int, int]:
+            client = self._ticket(sequence).client
+            return self._used[client], num_of[client], *self._rank(sequence)
+
+        return sorted(sequences, key=place)
+
+    def candidates(self, running: Iterable[Sequence]) -> list[Sequence]:
+        """The first waiting sequence of each client, those of clients without a running one before the others'."""
+        has_running = {self._ticket(sequence).client for sequence in running}
+
+        def place(client: Hashable) -> tuple[bool, int, tuple[int, int]]:
+            return client in has_running, self._used[client], self._rank(self._queues[client][0])
+
+        return [self._queues[client][0] for client in sorted(self._queues, key=place)]
+
+    def leaving(self, sequence: Sequence, running: Seq[Sequence]) -> Sequence | None:
+        """The running sequence that makes room for a waiting one; None if it has to wait.
+
+        1. A sequence of the same client whose priority is worse.
+        2. For a client that runs nothing: the last sequence of a client that runs several.
+        3. The last sequence of the client with the highest counter, if it is far enough ahead. A client keeps its only
+        place unless the other has none. How far: not at all for a request that runs for the first time, and by as many
+        tokens as may have to be computed again where the waiting sequence has lost its K/V.
+        """
+        own, num_of = self._ticket(sequence), self._count(running)
+        mine = [one for one in running if self._ticket(one).client == own.client]
+        if mine and self._ticket(worst := self._last(mine)).priority > own.priority:
+            return worst
+        others = [client for client in num_of if client != own.client]
+        crowded = [client for client in others if num_of[client] > 1]
+        asked = crowded if mine or crowded else others
+        if not asked:
+            return None
+        client = max(asked, key=lambda one: self._used[one])
+        patience = _PATIENCE if sequence.block_table else max(_PATIENCE, len(sequence.tokens))
+        if not mine:
+            patience = 0 if not own.has_run else patience
+        if (not mine and crowded) or self._used[own.client] + patience <= self._used[client]:
+            return self._last([one for one in running if self._ticket(one).client == client])
+        return None
+
+    def _last(self, sequences: Seq[Sequence]) -> Sequence:
+        return max(sequences, key=self._rank)
+
+    def _rank(self, sequence: Sequence) -> tuple[int, int]:
+        """Order among the sequences of one client."""
+        ticket = self._ticket(sequence)
+        return ticket.priority, ticket.arrival
+
+    def _ticket(self, sequence: Sequence) -> _Ticket:
+        return self._tickets[sequence.request.id]
+
+    def _count(self, sequences: Iterable[Sequence]) -> Counter[Hashable]:
+        return Counter(self._ticket(sequence).client for sequence in sequences)
+
+    def _forget_clients(self, least: int) -> None:
+        """Keep few counters of clients that have left: none that a return would raise to `least`, nor the low ones."""
+        if len(self._used) > _MAX_REMEMBERED + len(self._present):
+            absent = sorted((one for one in self._used if one not in self._present), key=lambda one: self._used[one])
+            high = [one for one in absent if self._used[one] > least]
+            for client in {*absent} - {*high[-_MAX_REMEMBERED // 2 :]}:
+                del self._used[client]

@@ -1,0 +1,105 @@
+"""Compare drafts with the target's logits, so that what is kept follows the target's own distribution.
+
+By tokens: the target chooses its own token at every position, and a draft token is accepted while it is that token. By
+probabilities, for a sampling request whose draft tells the distribution it was drawn from: modified rejection sampling
+(Chen et al., arXiv 2302.01318, Algorithm 2).
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+from torch import Tensor
+
+from runtime.core.request import Draft, Sequence, VerifyResult
+from runtime.core.sampling import NoValidToken, Positions, Sampler, choose_all, draw
+from runtime.util.errors import SpecDecError
+
+
+def verify_all(
+    sequences: Seq[Sequence], drafts: Seq[Draft], all_logits: Seq[Tensor]
+) -> list[VerifyResult | NoValidToken]:
+    """The verdict on a draft of each sequence; row i of its logits, (draft_len + 1, vocab), is after i draft tokens.
+
+    NoValidToken where the sequence cannot go on. What is compared by tokens is chosen for all at once. Logits of a
+    request with a grammar are overwritten, unless it keeps them.
+    """
+    by_tokens = [i for i, draft in enumerate(drafts) if not _is_by_probs(sequences[i], draft)]
+    asked = [_positions(sequences[i], drafts[i], all_logits[i]) for i in by_tokens]
+    chosen = dict(zip(by_tokens, choose_all(asked), strict=True))
+    return [
+        _verdict(*of_one, chosen.get(i)) for i, of_one in enumerate(zip(sequences, drafts, all_logits, strict=True))
+    ]
+
+
+def compute_masks_ahead(sequences: Seq[Sequence], drafts: Seq[Draft]) -> None:
+    """Begin to compute the masks that `verify_all` of these applies, while the target computes."""
+    for sequence, draft in zip(sequences, drafts, strict=True):
+        matcher = sequence.sampler.matcher
+        if matcher is not None and not _is_by_probs(sequence, draft):
+            matcher.compute_ahead(sequence.tokens, draft.tokens)
+
+
+def verify(sequence: Sequence, draft: Draft, logits: Tensor) -> VerifyResult:
+    """`verify_all` of one; NoValidToken is raised."""
+    (verdict,) = verify_all([sequence], [draft], [logits.clone()])
+    if isinstance(verdict, NoValidToken):
+        raise verdict
+    return verdict
+
+
+def _positions(sequence: Sequence, draft: Draft, logits: Tensor) -> Positions:
+    is_spare = not sequence.request.wants_logits
+    return Positions(sequence.sampler, sequence.tokens, draft.tokens, logits, is_spare)
+
+
+def _is_by_probs(sequence: Sequence, draft: Draft) -> bool:
+    return draft.probs is not None and bool(draft.tokens) and not sequence.sampler.is_greedy
+
+
+def _verdict(
+    sequence: Sequence, draft: Draft, logits: Tensor, chosen: Iterable[int] | None
+) -> VerifyResult | NoValidToken:
+    try:
+        if chosen is None:
+            return _verify_probs(sequence.sampler, sequence.tokens, draft, logits)
+        return verify_tokens(draft.tokens, chosen)
+    except NoValidToken as error:
+        num_kept = error.position - len(sequence.tokens)
+        if num_kept == 0:
+            return error
+        # The output may end before that position; if it does not, the next step has none.
+        return VerifyResult(num_kept - 1, draft.tokens[num_kept - 1])
+
+
+def verify_tokens(draft_tokens: Seq[int], target_tokens: Iterable[int]) -> VerifyResult:
+    """The i-th of `target_tokens` is the target's choice after i draft tokens; asked for no further than needed.
+
+    verify_tokens([5, 6, 7], [5, 6, 9, 4]) accepts 5 and 6 and recovers 9;
+    verify_tokens([5, 6, 7], [5, 6, 7, 4]) accepts all and adds the bonus token 4.
+    """
+    for num_accepted, token in enumerate(target_tokens):
+        if num_accepted == len(draft_tokens) or token != draft_tokens[num_accepted]:
+            return VerifyResult(num_accepted, token)
+    raise AssertionError("the target chose fewer tokens than were drafted")
+
+
+def _verify_probs(sampler: Sampler, prefix: list[int], draft: Draft, logits: Tensor) -> VerifyResult:
+    """Accept a draft token with probability min(1, target / draft), else draw from the residual."""
+    assert draft.probs is not None
+    prefix = list(prefix)
+    for i, token in enumerate(draft.tokens):
+        target_probs, draft_probs = sampler.probs(prefix, logits[i]), draft.probs[i].to(logits.device)
+        draft_prob = float(draft_probs[token])
+        if not draft_prob > 0:
+            raise SpecDecError(
+                f"the drafter says that token {token} has the probability {draft_prob}, and proposed it",
+                hint="`Draft.probs` must be the distribution the tokens were drawn from",
+            )
+        if sampler.uniform(len(prefix), "accept") * draft_prob >= float(target_probs[token]):
+            residual = (target_probs - draft_probs).clamp(min=0)
+            # Equal up to rounding: nothing is left of the residual, and either distribution is right.
+            weights = residual if float(residual.sum()) > 0 else target_probs
+            return VerifyResult(i, draw(weights, sampler.uniform(len(prefix), "target")))
+        prefix.append(token)
+    bonus_probs = sampler.probs(prefix, logits[len(draft.tokens)])
+    return VerifyResult(len(draft.tokens), draw(bonus_probs, sampler.uniform(len(prefix), "target")))

@@ -1,0 +1,1 @@
+"""Trained drafters that read the target's hidden states: MTP, EAGLE-3, assistants, DFlash."""

@@ -1,0 +1,141 @@
+"""DFlash and DSpark: heads that draft a block in one pass (arXiv 2602.06036, 2607.05147).
+
+Of every token that the target has computed each layer has a key and a value, which it makes of the target's hidden
+states, reduced, by its own projections. A block is the embedding of the sequence's last token, the anchor, and those of
+mask tokens behind it. Its tokens see all of these keys and each other, in layers with a window what is before them
+alone; their own keys are written over when the target has said which tokens come.
+
+DSpark adds to a slot's logits what the token before it makes likely, token by token, and predicts how likely a slot's
+token is to be accepted.
+"""
+
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runtime.checkpoint.config import LayerShape
+from runtime.core.batch import Batch
+from runtime.core.kv_cache import KVPool
+from runtime.drafters.heads.head_config import BlockConfig, HeadConfig
+from runtime.engine.draft_vocab import among_all
+from runtime.model.attention import KERNEL, PagedInputs, write_kv
+
+
+class BlockHead(nn.Module):
+    """`model` has the layers, the norm and the rotary embedding, without memory for numbers."""
+
+    uses_kernels = reads_target = False
+    attention, first_token, keeps_outputs, drafts_at_once = KERNEL, 0, False, True
+    embedding: Tensor
+    draft_ids: Tensor | None
+
+    def __init__(self, config: HeadConfig, model: Any) -> None:
+        super().__init__()
+        assert config.block is not None and config.hidden_states is not None and config.block.size is not None
+        self.config, self.block = config, config.block
+        self.longest_draft = self.block.num_drafts(config.block.size)
+        own, num_states, rank = config.hidden_size, len(config.hidden_states), self.block.markov_rank
+        self.rotary_emb = type(model.rotary_emb)(model.config)  # with numbers
+        with torch.device("meta"):
+            self.layers, self.norm = model.layers, model.norm
+            self.fc = nn.Linear(num_states * config.target_hidden_size, own, bias=False)
+            self.hidden_norm = type(model.norm)(own, eps=model.config.rms_norm_eps)
+            self.lm_head = nn.Linear(own, config.draft_vocab_size, bias=False)
+            if rank:
+                self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+                self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
+            if self.block.markov == "gated":
+                self.gate_proj = nn.Linear(own + rank, rank)
+            if self.block.confidence != "none":
+                self.confidence = nn.Linear(own + rank * (self.block.confidence == "markov"), 1)
+        self.register_buffer("embedding", None, persistent=False)
+        self.register_buffer("draft_ids", None, persistent=False)
+
+    @property
+    def state_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def kv_layers(self) -> tuple[LayerShape, ...]:
+        shapes = []
+        for i, layer in enumerate(self.layers):
+            attention, dim = layer.self_attn, layer.self_attn.head_dim
+            shapes.append(LayerShape(i, attention.config.num_key_value_heads, dim, dim, None))
+        return tuple(shapes)
+
+    def reduce(self, states: Tensor) -> Tensor:
+        reduced: Tensor = self.hidden_norm(self.fc(states))
+        return reduced
+
+    def see(self, batch: Batch, states: Tensor, pool: KVPool) -> None:
+        """Write keys and values of a batch's tokens, of which the target has (B x Q, state_size) reduced states."""
+        cos, sin = self.rotary_emb(states[None], batch.positions.reshape(1, -1))
+        paged = _pages(batch, pool, batch.positions)
+        for place, layer in enumerate(self.layers):
+            attention = layer.self_attn
+            key, value = (
+                one(states).view(1, len(states), -1, attention.head_dim) for one in (attention.k_proj, attention.v_proj)
+            )
+            key = attention.k_norm(key) if hasattr(attention, "k_norm") else key
+            rotated = _rotary_function(attention)(key.transpose(1, 2), key.transpose(1, 2), cos, sin)[1]
+            write_kv(paged, place, rotated[0], value.transpose(1, 2)[0])
+
+    def forward(self, batch: Batch, states: Tensor, pool: KVPool, num_drafted: int = 0) -> Tensor:
+        """(B x Q, hidden) outputs of blocks, one in each row; `states` are not read: `see` has made keys of them."""
+        hidden = F.embedding(batch.input_ids.reshape(1, -1), self.embedding)
+        last = batch.positions.amax(1, keepdim=True).expand_as(batch.positions)
+        both_ways, one_way = _pages(batch, pool, last.contiguous()), _pages(batch, pool, batch.positions)
+        rotary = self.rotary_emb(hidden, batch.positions.reshape(1, -1))
+        for layer in self.layers:
+            has_window = getattr(layer.self_attn, "sliding_window", None) is not None
+            paged = one_way if has_window else both_ways
+            hidden = layer(hidden, attention_mask=None, position_embeddings=rotary, paged=paged)
+        normed: Tensor = self.norm(hidden)[0]
+        return normed
+
+    def logits(self, outputs: Tensor, num_drafted: int = 0) -> Tensor:
+        """Without what the tokens before make likely (`behind`)."""
+        return among_all(self.lm_head(outputs), self.draft_ids, self.config.vocab_size)
+
+    def behind(self, logits: Tensor, outputs: Tensor, last_ids: Tensor) -> Tensor:
+        """Add what the (T,) tokens before make likely to these logits."""
+        if not self.block.markov_rank:
+            return logits
+        before = self.markov_w1(last_ids)
+        if self.block.markov == "gated":
+            before = torch.sigmoid(self.gate_proj(torch.cat([outputs, before], -1))) * before
+        return logits + among_all(self.markov_w2(before), self.draft_ids, self.config.vocab_size)
+
+    def confidences(self, outputs: Tensor, last_ids: Tensor) -> list[float] | None:
+        """Chance of each of the next tokens to be accepted, if the head predicts it."""
+        if self.block.confidence == "none":
+            return None
+        features = [outputs] if self.block.confidence == "hidden" else [outputs, self.markov_w1(last_ids)]
+        chances: list[float] = torch.sigmoid(self.confidence(torch.cat(features, -1)).float())[:, 0].tolist()
+        return chances
+
+
+def num_slots(block: BlockConfig, num_drafts: int, room: int) -> int:
+    """Slots of a block for so many tokens, of the `room` that a sequence has for its draft and the token before it."""
+    assert block.size is not None
+    wanted = block.size if not block.is_cut else num_drafts + (not block.starts_at_anchor)
+    return min(wanted, block.size, room)
+
+
+def own_name(name: str) -> str:
+    """Name of a weight here, by that which DeepSpec, z-lab or `speculators` give it."""
+    name = name.removeprefix("model.").removeprefix("markov_head.")
+    return f"confidence.{name.removeprefix('confidence_head.proj.')}" if name.startswith("confidence_head.") else name
+
+
+def _pages(batch: Batch, pool: KVPool, seen: Tensor) -> PagedInputs:
+    layers = tuple(range(len(pool.keys)))
+    return PagedInputs(pool.keys, pool.values, [], seen, batch.slot_mapping, batch.block_tables, layers)
+
+
+def _rotary_function(attention: nn.Module) -> Any:
+    """The function of transformers' that turns queries and keys of such layers."""
+    return sys.modules[type(attention).__module__].apply_rotary_pos_emb

@@ -1,0 +1,625 @@
+"""Configs of trained drafters (heads): recognised, read and checked without torch.
+
+EAGLE-3 heads are published with two kinds of configs and names: those of SafeAILab, SpecForge and NVIDIA, and those of
+`speculators`. Which hidden states of the target they read is said in three ways (`_eagle3_states`). Heads for the next
+tokens but one (MTP) are in the directory of the model itself.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from runtime.checkpoint.config import DraftOutput, IntFormat
+from runtime.checkpoint.resolve import read_model_config, resolve_head, resolve_model, shipped_head, weight_files
+from runtime.util.errors import SpecDecError, UsageError
+from runtime.util.files import check_regular, read_json
+from runtime.util.reading import raise_unreadable, shown
+
+_MOST_LAYERS, _LARGEST_SIZE = 1000, 2**40
+OF_TWO_HEADS = "config.json and weights are of two heads; download the head again"
+HeadKind = Literal["eagle3", "mtp", "assistant", "dflash"]
+_ASSISTANTS = {"gemma4_assistant": 1536, "gemma4_unified_assistant": 3840}
+"""Model types of assistants, and the widths of their targets where a config does not say it."""
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_SAY_NOTHING = {"qwen3_next"}
+"""Models whose configs do not say that there is a head of one layer."""
+BY_WEIGHTS = {"mimo_v2_flash"}
+"""Models whose weights alone say it. They may have several layers, of which the first drafts: of the others it is
+disputed what they read."""
+_SHARE_PARTS = ("mtp_num_hidden_layers", "mtp_layers_block_type")
+"""Keys of configs whose heads have one projection and one norm, however many layers."""
+_BLOCKS = {"DFlashDraftModel": "dflash", "Qwen3DSparkModel": "dspark", "DSparkDraftModel": "dspark"}
+"""Classes of heads that draft blocks, where a config names no `speculators_model_type`."""
+_MASKS = ("mask_token_id", "pard_token", "ptd_token_id", "dspark_noise_token_id")
+_OTHERS = {
+    "dflash2": "DFlash 2",
+    "dflare": "DFlare",
+    "eagle": "EAGLE-1",
+    "mlp": "an MLP speculator",
+    "mtp": "a multi-token prediction head in a file of its own",
+}
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """A head that drafts several tokens in one pass: the last token of a sequence and mask tokens behind it."""
+
+    size: int | None
+    """Slots that it was trained for, the last token's included; None of P-EAGLE, which has no number."""
+    mask_token_id: int
+    starts_at_anchor: bool
+    """True if the last token's slot drafts the next token, and False if the first mask does."""
+    markov: Literal["none", "vanilla", "gated"] = "none"
+    """Kind of what the token before adds to a slot's logits (DSpark)."""
+    markov_rank: int = 0
+    confidence: Literal["none", "hidden", "markov"] = "none"
+    """Source of the chance that a slot's token is accepted, if the head predicts it (DSpark)."""
+
+    @property
+    def is_cut(self) -> bool:
+        """True if a draft of fewer tokens has a shorter block. DSpark's are computed as long as they were trained:
+        their output is garbled otherwise (vLLM's `SpeculativeConfig`)."""
+        return self.markov == "none"
+
+    def num_drafts(self, num_slots: int) -> int:
+        """Tokens that a block of so many slots drafts."""
+        return num_slots - (not self.starts_at_anchor)
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Config of a head. Hidden states by transformers' numbers, as in `BuildConfig.hidden_states`."""
+
+    directory: Path
+    kind: HeadKind
+    layers: dict[str, Any]
+    """transformers' config of its layers."""
+    hidden_size: int
+    target_hidden_size: int
+    num_layers: int
+    vocab_size: int
+    """The target's."""
+    draft_vocab_size: int
+    hidden_states: tuple[int, ...] | None
+    """None: by the number of the target's layers."""
+    flags: frozenset[str] = frozenset()
+    """Flags that are on, of `_FLAGS`; of an assistant `centroids`, by which it chooses ids."""
+    logit_scale: float = 1.0
+    max_draft_len: int | None = None
+    """Tokens that its config proposes to draft."""
+    block: BlockConfig | None = None
+    num_target_layers: int | None = None
+    """Layers of its target, where its config says it."""
+
+    @property
+    def weight_files(self) -> list[Path]:
+        """The safetensors files of the head's directory."""
+        return weight_files(self.directory)
+
+    @property
+    def reads_target_output(self) -> bool:
+        """True if it has no output layer, and drafts by its target's."""
+        return "target_output" in self.flags
+
+    @property
+    def is_chain(self) -> bool:
+        """True for MTP layers in a row, each of which drafts one token."""
+        return self.kind == "mtp" and self.num_layers > 1
+
+    @property
+    def drafts_all_ids(self) -> bool:
+        """True if it has no vocabulary of its own."""
+        return self.draft_vocab_size == self.vocab_size
+
+    def hidden_states_of(self, num_layers: int) -> tuple[int, ...]:
+        """The hidden states that it reads of a target of this many layers. SpecDecError if one is not there."""
+        if self.kind not in ("eagle3", "dflash"):
+            return (num_layers,)
+        wanted = (2, num_layers // 2, num_layers - 3) if self.hidden_states is None else self.hidden_states
+        end = num_layers + (self.kind == "dflash")  # what leaves the last one, behind the target's norm
+        if any(not 0 <= one < end for one in wanted) or self.num_target_layers not in (None, num_layers):
+            raise SpecDecError(
+                f"the head reads what enters layers {', '.join(map(str, wanted))}"
+                f"{'' if self.num_target_layers is None else f' of {self.num_target_layers}'}, and the target has "
+                f"{num_layers} layers: {self.directory}",
+                hint="it was trained for another target",
+            )
+        return wanted
+
+    def check_target(self, config: dict[str, Any], vocab_size: int | None) -> None:
+        """SpecDecError for a target, by its `pretrained_config`, that the head was not trained for."""
+        if self.kind == "assistant" and not str(config.get("model_type")).startswith("gemma4"):
+            raise SpecDecError(
+                f"an assistant reads keys and values of a Gemma 4, and the target is of the type "
+                f"{shown(config.get('model_type'))}: {self.directory}",
+                hint="it was trained for another target",
+            )
+        found = language_model(config).get("hidden_size"), vocab_size
+        for what, own, its in zip(("hidden size", "vocabulary"), self._target, found, strict=True):
+            if own != its:
+                raise SpecDecError(
+                    f"the head was trained for a target with a {what} of {own}, and this one's is {its}: "
+                    f"{self.directory}",
+                    hint="take the head of this model",
+                )
+        self.hidden_states_of(num_layers_of(config))
+
+    @property
+    def _target(self) -> tuple[int, int]:
+        return self.target_hidden_size, self.vocab_size
+
+
+@dataclass(frozen=True)
+class DraftOutputSettings:
+    """Output layer of a trained head and of a self-draft copy, as it is asked for; None: as the model has it."""
+
+    vocab: str | None = None
+    """Ids that are drafted: `auto`, or a file of ids, traces or a corpus."""
+    vocab_size: int | None = None
+    """Number of them."""
+    qformat: IntFormat | None = None
+    layers: IntFormat | None = None
+    """Quantization of the head's other linear layers."""
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.output(()).is_quantized
+
+    def output(self, ids: Seq[int]) -> DraftOutput:
+        """The same, of the ids that were chosen; none: all."""
+        return DraftOutput(self.qformat, len(ids) or None, self.layers)
+
+    def check(self, heads: "Seq[HeadConfig]", *, has_copy: bool) -> None:
+        """UsageError where nothing drafts by such a layer; SpecDecError for a file that cannot be read."""
+        for name, value in (("draft_vocab", self.vocab), ("draft_output_layer", self.qformat)):
+            if value is not None and not heads and not has_copy:
+                raise UsageError(
+                    f"{name} is of a trained head, or of a copy that drafts: {value}",
+                    hint="name a head, or have a copy made",
+                    code="no_layer_that_drafts",
+                    name=name,
+                    value=value,
+                )
+        if self.layers is not None and not heads:
+            raise UsageError(
+                f"draft_layers is of a trained head: {self.layers}",
+                hint="name a head",
+                code="no_head_of_layers",
+                name="draft_layers",
+                value=self.layers,
+            )
+        if self.vocab_size is not None and self.vocab is None:
+            raise UsageError(
+                f"draft_vocab_size is of a vocabulary of drafts: {self.vocab_size}",
+                hint="have one chosen",
+                code="size_of_no_vocab",
+                size=self.vocab_size,
+            )
+        if (self.vocab or self.qformat) is not None and any("centroids" in one.flags for one in heads) and not has_copy:
+            raise UsageError(
+                f"the assistant computes few of its ids by itself, and is given no other output layer: "
+                f"{self.vocab or self.qformat}",
+                hint="leave it out",
+            )
+        if self.vocab is None:
+            return
+        own = next((head for head in heads if not head.drafts_all_ids), None)
+        if own is not None and not has_copy:
+            raise UsageError(
+                f"the head has a vocabulary of its own, of {own.draft_vocab_size:,} ids, and is given none: "
+                f"{self.vocab}",
+                hint="leave it out",
+            )
+        if self.vocab != "auto":
+            check_regular(Path(self.vocab))
+            try:
+                with Path(self.vocab).open("rb"):
+                    pass
+            except OSError as error:
+                raise_unreadable(Path(self.vocab), error)
+
+
+def language_model(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a target's language model, which one that reads images has within its own."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
+
+
+def num_layers_of(config: dict[str, Any]) -> int:
+    """Number of a target's layers; of one that reads images too, its language model's."""
+    text = language_model(config)
+    found = text.get("num_hidden_layers")
+    kinds = next((text[key] for key in ("layers_block_type", "layer_types") if isinstance(text.get(key), list)), ())
+    return found if type(found) is int else len(kinds)
+
+
+def is_head(directory: Path | str) -> bool:
+    """True for a directory with the config of a trained drafter, one that is not supported included."""
+    shipped = shipped_head(str(directory))
+    config_file = (shipped or Path(directory).expanduser()) / "config.json"
+    if not config_file.is_file():
+        return False
+    try:
+        return _is_config_of_head(read_json(config_file))
+    except SpecDecError:
+        return False
+
+
+def has_mtp_head(model: Path | str) -> bool:
+    """True for a model whose config speaks of a head that can draft, and whose files have its weights."""
+    try:
+        directory = resolve_model(str(model))
+        config = read_model_config(directory)
+        if not _num_mtp_layers(config):
+            return False
+        layer = f".layers.{num_layers_of(config)}."
+        _read_mtp(config, _num_mtp_layers(config), directory, str(directory))
+        return any(n.startswith(("mtp.", "model.mtp_", "model.mtp.")) or layer in n for n in _names_in(directory))
+    except SpecDecError:
+        return False
+
+
+def _names_in(directory: Path) -> Iterable[str]:
+    """Names of a model's weights."""
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if not single.is_file():
+        names: dict[str, str] = read_json(index).get("weight_map") or {}
+        return names
+    from safetensors import SafetensorError
+
+    from runtime.util.tensor_file import read_header
+
+    check_regular(single)
+    try:
+        with single.open("rb") as file:
+            return read_header(file).tensors
+    except (OSError, SafetensorError):
+        return ()
+
+
+def _is_config_of_head(config: dict[str, Any]) -> bool:
+    is_assistant = str(config.get("model_type")).endswith("_assistant")
+    is_named = any(key in config for key in ("speculators_model_type", "draft_vocab_size", "dflash_config"))
+    return is_assistant or is_named or _names_eagle3(config) or _kind_of_block(config) is not None
+
+
+def _kind_of_block(config: dict[str, Any]) -> str | None:
+    """`dflash` or `dspark` of a head of such a kind."""
+    if (kind := config.get("speculators_model_type")) is not None:
+        return kind if kind in _BLOCKS.values() else None
+    names = config.get("architectures")
+    found = next((kind for name, kind in _BLOCKS.items() if isinstance(names, list) and name in names), None)
+    return found or ("dflash" if "dflash_config" in config else None)
+
+
+def _names_eagle3(config: dict[str, Any]) -> bool:
+    names = config.get("architectures")
+    return isinstance(names, list) and any("eagle3" in str(name).lower() for name in names)
+
+
+def read_head(head: Path | str) -> HeadConfig:
+    """The config of a head's directory, or of a model's that has one; SpecDecError for what cannot draft here."""
+    directory = resolve_head(str(head))
+    if directory.is_file():
+        raise SpecDecError(
+            f"this file is no trained drafter: {directory}",
+            hint="name a directory; GGUF files leave the head out, the original model has it",
+        )
+    where = directory / "config.json"
+    config = read_json(where)
+    if not _is_config_of_head(config) and (num_mtp_layers := _num_mtp_layers(config)):
+        return _read_mtp(config, num_mtp_layers, directory, str(where))
+    if not _is_config_of_head(config):
+        raise SpecDecError(
+            f"this is no trained drafter by its config.json: {directory}",
+            hint="an EAGLE-3 head's has `draft_vocab_size`, or names its class, and a model with an MTP head has "
+            "`num_nextn_predict_layers` or `mtp_num_hidden_layers`; a draft model is another drafter",
+        )
+    if config.get("model_type") in _ASSISTANTS:
+        return _read_assistant(config, directory, str(where))
+    if (block := _kind_of_block(config)) is not None:
+        return _read_block(config, block, directory, str(where))
+    kind = config.get("speculators_model_type", "eagle3")
+    if str(config.get("model_type")).endswith("_assistant"):
+        kind = config["model_type"]
+    if kind not in ("eagle3", "peagle"):
+        raise SpecDecError(
+            f"a head of this kind is not supported, {_OTHERS.get(str(kind), shown(kind))}: {directory}",
+            hint="EAGLE-3 and P-EAGLE, DFlash and DSpark, and Gemma 4's assistants are",
+        )
+    return _read_eagle3(config, directory, str(where))
+
+
+def _read_eagle3(config: dict[str, Any], directory: Path, where: str) -> HeadConfig:
+    own = config.get("eagle_config") or {}
+    if not isinstance(own, dict):
+        raise SpecDecError(f"`{where}: eagle_config` is not a JSON object: {shown(own)}", hint="it is damaged")
+    if own.get("use_aux_hidden_state") is False:
+        raise SpecDecError(
+            f"an EAGLE-3 head that reads the last hidden state only is not supported: {directory}",
+            hint="take one that reads three layers of its target",
+        )
+    layers = config.get("transformer_layer_config", config)
+    if not isinstance(layers, dict):
+        raise SpecDecError(f"`{where}: transformer_layer_config` is not a JSON object: {shown(layers)}")
+    layers = {"model_type": "llama"} | layers
+    hidden_size = _size(layers, "hidden_size", where)
+    vocab_size = _size(layers, "vocab_size", where)
+    return HeadConfig(
+        directory=directory.expanduser(),
+        kind="eagle3",
+        layers=layers,
+        hidden_size=hidden_size,
+        target_hidden_size=_size(config, "target_hidden_size", where, hidden_size),
+        num_layers=_size(layers, "num_hidden_layers", where, 1),
+        vocab_size=vocab_size,
+        draft_vocab_size=_size(config, "draft_vocab_size", where, vocab_size),
+        hidden_states=_eagle3_states(config, own, where),
+        flags=frozenset(name for name in _FLAGS if (config.get(name) or own.get(name)) is True),
+        logit_scale=_scale(config, where),
+        max_draft_len=_proposed_len(config),
+        block=_parallel_block(config, vocab_size, where),
+    )
+
+
+def _parallel_block(config: dict[str, Any], vocab_size: int, where: str) -> BlockConfig | None:
+    """P-EAGLE's mask token, by which EAGLE-3 drafts all tokens in one pass; None of plain EAGLE-3."""
+    is_parallel = config.get("speculators_model_type") == "peagle" or config.get("parallel_drafting") is True
+    if not is_parallel and not any(key in config for key in ("pard_token", "ptd_token_id")):
+        return None
+    return BlockConfig(None, _mask_token(config, {}, vocab_size, where), starts_at_anchor=True)
+
+
+def _read_block(config: dict[str, Any], kind: str, directory: Path, where: str) -> HeadConfig:
+    own = config.get("dflash_config") or {}
+    layers = config.get("transformer_layer_config", config)
+    if not isinstance(own, dict) or not isinstance(layers, dict):
+        raise SpecDecError(f"`{where}` is not the config of a DFlash head", hint="it is damaged")
+    layers = {"model_type": "qwen3"} | layers
+    _refuse_other_blocks(config, own, layers, where)
+    hidden_size, vocab_size = (_size(layers, key, where) for key in ("hidden_size", "vocab_size"))
+    return HeadConfig(
+        directory=directory.expanduser(),
+        kind="dflash",
+        layers=layers,
+        hidden_size=hidden_size,
+        target_hidden_size=_size(config, "target_hidden_size", where, hidden_size),
+        num_layers=_size(layers, "num_hidden_layers", where),
+        vocab_size=vocab_size,
+        draft_vocab_size=_size(config, "draft_vocab_size", where, vocab_size),
+        hidden_states=_block_states(config, own, where),
+        flags=frozenset() if "lm_head.weight" in _own_names(directory) else frozenset({"target_output"}),
+        max_draft_len=_proposed_len(config),
+        block=_block_of(config, own, kind, vocab_size, where),
+        num_target_layers=config.get("num_target_layers"),
+    )
+
+
+def _own_names(directory: Path) -> set[str]:
+    return {name.removeprefix("model.") for name in _names_in(directory)}
+
+
+def _block_of(config: dict[str, Any], own: dict[str, Any], kind: str, vocab_size: int, where: str) -> BlockConfig:
+    sizes = own if "block_size" in own else config
+    size, is_dspark = (
+        _size(sizes, "block_size", where, 8 if "speculators_model_type" in config else None),
+        kind == "dspark",
+    )
+    if size < 2 - is_dspark:
+        raise SpecDecError(f"`{where}: block_size` leaves no slot to draft: {size}", hint="it is damaged")
+    anchor = config.get("sample_from_anchor", is_dspark and "speculators_model_type" not in config)
+    rank = config.get("markov_rank") or 0
+    if type(rank) is not int or rank < 0:
+        raise SpecDecError(f"`{where}: markov_rank` must be a whole number: {shown(rank)}", hint="it is damaged")
+    has_confidence = is_dspark and config.get("enable_confidence_head") is True
+    reads: Literal["hidden", "markov"] = "markov" if config.get("confidence_head_with_markov") is True else "hidden"
+    return BlockConfig(
+        size,
+        _mask_token(config, own, vocab_size, where),
+        anchor is True,
+        config.get("markov_head_type", "vanilla") if rank else "none",
+        rank,
+        reads if has_confidence else "none",
+    )
+
+
+def _refuse_other_blocks(config: dict[str, Any], own: dict[str, Any], layers: dict[str, Any], where: str) -> None:
+    """SpecDecError for heads that compute more, or otherwise, than DFlash and DSpark do."""
+    markov = config.get("markov_head_type", "vanilla")
+    refused = {
+        "with Domino's correction": config.get("projector_type", "dflash") != "dflash",
+        f"with a Markov head of the type {shown(markov)}": markov not in ("vanilla", "gated"),
+        "with labels shifted by one": config.get("shift_label") is True,
+        "that see both ways in windows": (config.get("sliding_window_non_causal") is True or own.get("causal") is False)
+        and "sliding_attention" in (layers.get("layer_types") or ()),
+        f"with layers of {shown(layers['model_type'])}": layers["model_type"] not in ("qwen3", "llama"),
+    }
+    for what, is_so in refused.items():
+        if is_so:
+            raise SpecDecError(
+                f"DFlash heads {what} are not supported: {where}", hint="take another head of this model"
+            )
+
+
+def _mask_token(config: dict[str, Any], own: dict[str, Any], vocab_size: int, where: str) -> int:
+    found = next((record[key] for record in (own, config) for key in _MASKS if record.get(key) is not None), None)
+    found = int(found) if isinstance(found, str) and found.isdigit() else found
+    if type(found) is not int or not 0 <= found < vocab_size:
+        raise SpecDecError(
+            f"`{where}: mask_token_id` is no id of the vocabulary of {vocab_size}: {shown(found)}", hint="it is damaged"
+        )
+    return found
+
+
+def _block_states(config: dict[str, Any], own: dict[str, Any], where: str) -> tuple[int, ...]:
+    """z-lab and DeepSpec count what leaves a layer, -1 being the embeddings; `speculators` what enters one."""
+    keys = (own, "target_layer_ids", 1), (config, "target_layer_ids", 1), (config, "aux_hidden_state_layer_ids", 0)
+    record, key, after = next((one for one in keys if one[0].get(one[1]) is not None), keys[0])
+    ids = record.get(key)
+    if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
+        raise SpecDecError(f"`{where}` has no list of layers in `{key}`: {shown(ids)}", hint="it is damaged")
+    return tuple(one + after for one in ids)
+
+
+def is_block(directory: Path | str) -> bool:
+    """True for the directory of a head that drafts blocks, DFlash or DSpark."""
+    return is_head(directory) and _kind_of_block(read_json(resolve_head(str(directory)) / "config.json")) is not None
+
+
+def _read_assistant(config: dict[str, Any], directory: Path, where: str) -> HeadConfig:
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise SpecDecError(f"`{where}: text_config` is not a JSON object: {shown(text)}", hint="it is damaged")
+    vocab_size = _size(text, "vocab_size", where, 262144)
+    flags = frozenset({"centroids"} if config.get("use_ordered_embeddings") is True else ())
+    if flags:
+        num_centroids = _size(config, "num_centroids", where, 2048)
+        num_chosen = _size(config, "centroid_intermediate_top_k", where, 32)
+        if vocab_size % num_centroids or num_chosen > num_centroids:
+            raise SpecDecError(
+                f"`{where}` has {num_centroids} centroids for {vocab_size} ids, of which {num_chosen} are taken",
+                hint="it is damaged",
+            )
+    return HeadConfig(
+        directory.expanduser(),
+        "assistant",
+        config,
+        _size(text, "hidden_size", where),
+        _size(config, "backbone_hidden_size", where, _ASSISTANTS[config["model_type"]]),
+        _size(text, "num_hidden_layers", where),
+        vocab_size,
+        vocab_size,
+        hidden_states=None,
+        flags=flags,
+    )
+
+
+def is_assistant(directory: Path | str) -> bool:
+    """True for the directory of a Gemma 4's assistant."""
+    return (
+        is_head(directory) and read_json(resolve_head(str(directory)) / "config.json").get("model_type") in _ASSISTANTS
+    )
+
+
+def _num_mtp_layers(config: dict[str, Any]) -> int:
+    """Number of layers behind the model's own, as DeepSeek and GLM say it, or Qwen; 0 without any."""
+    for record in (config, config.get("text_config")):
+        for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
+            if isinstance(record, dict) and type(record.get(key)) is int:
+                return _size(record, key, "config.json") if record[key] > 0 else 0
+    return int(config.get("model_type") in _SAY_NOTHING | BY_WEIGHTS)
+
+
+def _read_mtp(config: dict[str, Any], num_layers: int, directory: Path, where: str) -> HeadConfig:
+    inner = config.get("text_config")
+    layers = inner if isinstance(inner, dict) else config
+    if num_layers > 1 and any(key in record for record in (config, layers) for key in _SHARE_PARTS):
+        raise SpecDecError(
+            f"an MTP head of several layers with one projection is not supported, {num_layers}: {directory}",
+            hint="one of one layer is",
+        )
+    hidden_size, vocab_size = (_size(layers, key, where) for key in ("hidden_size", "vocab_size"))
+    sizes = hidden_size, hidden_size, num_layers, vocab_size, vocab_size
+    return HeadConfig(directory, "mtp", layers, *sizes, hidden_states=None)
+
+
+def _eagle3_states(config: dict[str, Any], own: dict[str, Any], where: str) -> tuple[int, ...] | None:
+    """`speculators` counts what enters a layer, as transformers' `hidden_states`; SpecForge and NVIDIA what leaves one.
+
+    SafeAILab says nothing: what enters layers 2, L // 2 and L - 3.
+    """
+    key = "eagle_aux_hidden_state_layer_ids"
+    for record, after in ((config, 0), (own, 1)):
+        ids = record.get(key)
+        if ids is None:
+            continue
+        if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
+            raise SpecDecError(f"`{where}: {key}` is no list of layers: {shown(ids)}", hint="it is damaged")
+        return tuple(one + after for one in ids)
+    return None
+
+
+def _size(config: dict[str, Any], key: str, where: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None and default is not None:
+        return default
+    if type(value) is not int or value < 1:
+        raise SpecDecError(
+            f"`{where}: {key}` must be a whole number of at least 1: {shown(value)}", hint="it is damaged"
+        )
+    if value > (most := _MOST_LAYERS if key.endswith("layers") else _LARGEST_SIZE):
+        raise SpecDecError(f"`{where}: {key}` must be at most {most}: {shown(value)}", hint="it is damaged")
+    return value
+
+
+def _scale(config: dict[str, Any], where: str) -> float:
+    value = config.get("logit_scale")
+    if value is None:
+        return 1.0
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise SpecDecError(f"`{where}: logit_scale` must be a number: {shown(value)}", hint="it is damaged")
+    return float(value)
+
+
+def _proposed_len(config: dict[str, Any]) -> int | None:
+    """Draft length of a `speculators` config's first proposal."""
+    try:
+        length = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    except (KeyError, IndexError, TypeError):
+        return None
+    return length if type(length) is int and length >= 1 else None
+
+
+def states_of_heads(heads: Seq[HeadConfig], pretrained_config: dict[str, Any]) -> tuple[int, ...]:
+    """The hidden states that a target's step must give for these heads, which must agree."""
+    wanted = {head.hidden_states_of(num_layers_of(pretrained_config)) for head in heads}
+    if len(wanted) > 1:
+        raise SpecDecError(f"heads read different hidden states of one target: {sorted(wanted)}", hint="give one head")
+    return wanted.pop() if wanted else ()
+
+
+def hidden_states_for(heads: Seq[HeadConfig], model: str) -> tuple[int, ...]:
+    """The hidden states that these trained drafters read of a model; SpecDecError, as far as its config tells, for
+    another model than theirs."""
+    if not heads:
+        return ()
+    config = read_model_config(resolve_model(model))
+    text = language_model(config)
+    if "hidden_size" in text and "vocab_size" in text:  # of others an engine's config says it
+        for head in heads:
+            head.check_target(config, text["vocab_size"])
+    return states_of_heads(heads, config)
+
+
+def check_weights(
+    config: HeadConfig,
+    wanted: Mapping[str, Seq[int]],
+    found: Mapping[str, Seq[int]],
+    name_in_file: Callable[[str], str] = str,
+) -> None:
+    """SpecDecError unless the weights that are `wanted` are `found`, by names and shapes."""
+    if missing := sorted(wanted.keys() - found.keys()):
+        raise lacks_weights(config, [name_in_file(name) for name in missing])
+    layers = sorted(name for name in found.keys() - wanted.keys() if name.startswith("layers."))
+    if layers:
+        raise SpecDecError(
+            f"the head has {len(layers)} weights that its config does not speak of, such as "
+            f"{name_in_file(layers[0])}: {config.directory}",
+            hint=OF_TWO_HEADS,
+        )
+    for name, shape in wanted.items():
+        if shape != found[name]:
+            raise SpecDecError(
+                f"the head has {name_in_file(name)} of {list(found[name])}, and by its config it is of "
+                f"{list(shape)}: {config.directory}",
+                hint=OF_TWO_HEADS,
+            )
+
+
+def lacks_weights(config: HeadConfig, names: Seq[str]) -> SpecDecError:
+    """Error for a head without these, by the names that its files would have for them."""
+    return SpecDecError(
+        f"the head lacks {len(names)} of its weights, such as {names[0]}: {config.directory}", hint=OF_TWO_HEADS
+    )

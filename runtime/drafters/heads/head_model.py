@@ -1,0 +1,449 @@
+"""Trained drafters (heads) as modules: layers of transformers' own, over the pages of a `HeadCache`.
+
+Of a token a head takes the pair of its embedding and what it knows of the token before: the target's hidden states, or
+in a draft its own output. It gives its output, from which `logits` predicts the next token, and which takes the place
+of the hidden states when the draft goes on.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+
+from runtime.checkpoint.config import LayerShape
+from runtime.checkpoint.quant.planning import load_numbers
+from runtime.checkpoint.quant.weight import QuantizedWeight
+from runtime.checkpoint.source import SourceTensor, read_tensors
+from runtime.compiler.quantized_copy import DRAFT_ACTIVATIONS, rows_of
+from runtime.core.batch import Batch
+from runtime.core.kv_cache import KVPool
+from runtime.drafters.heads.assistant import load_assistant
+from runtime.drafters.heads.block_head import BlockHead, own_name
+from runtime.drafters.heads.head_config import OF_TWO_HEADS, HeadConfig, check_weights
+from runtime.drafters.heads.mtp_head import ChainedMtp, MtpHead, embeddings_of, load_mtp, shapes_of, shared_with_target
+from runtime.drafters.heads.paged_head import HEAD, PagedHead, PagedPairs, for_kernels, paged_pairs
+from runtime.engine.draft_vocab import among_all
+from runtime.model.attention import PAGED
+from runtime.model.model import is_quantizable
+from runtime.model.quantized import QuantizedLinear
+from runtime.util.errors import SpecDecError
+from runtime.util.locks import MODEL_INIT_LOCK, quiet_transformers
+
+
+class PackedQuantized(nn.Module):
+    """A quantized linear layer by the CPU's kernel, in the kernel's layout alone."""
+
+    packed: Tensor
+
+    def __init__(self, layer: QuantizedLinear, arithmetic: int) -> None:
+        super().__init__()
+        self.register_buffer("packed", layer.pack(), persistent=False)
+        self.bias, self.num_outputs = layer.bias, layer.out_features
+        self.arithmetic, self.token_bits = arithmetic, layer.token_bits
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = torch.ops.specdec.quantized_linear(
+            x, self.packed, self.bias, self.num_outputs, self.arithmetic, self.token_bits
+        )
+        return outputs
+
+
+class PackedLinear(nn.Module):
+    """A linear layer by the CPU's kernel. `known` are weights of the target's step, of which one may be the same."""
+
+    packed: Tensor
+
+    def __init__(self, layer: nn.Linear, arithmetic: int, known: dict[str, Tensor]) -> None:
+        super().__init__()
+        packed: Tensor = torch.ops.specdec.pack_linear(layer.weight.detach())
+        same = (one for one in known.values() if one.shape == packed.shape and one.dtype == packed.dtype)
+        same_one = next((one for one in same if torch.equal(one, packed)), packed)
+        self.register_buffer("packed", same_one, persistent=False)
+        self.bias, self.num_outputs, self.arithmetic = layer.bias, layer.out_features, arithmetic
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = torch.ops.specdec.linear(x, self.packed, self.bias, self.num_outputs, self.arithmetic)
+        return outputs
+
+
+class FusedNorm(nn.Module):
+    """An RMSNorm by torch's fused operation: a family's own has seven, which take longer to call than to compute."""
+
+    scale: Tensor
+
+    def __init__(self, scale: Tensor, eps: float, weight: Tensor) -> None:
+        super().__init__()
+        self.eps, self.weight = eps, weight  # of which layers ask the dtype
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.scale.shape, self.scale, self.eps).to(x.dtype)
+
+
+def _fused_norm(norm: nn.Module) -> FusedNorm | None:
+    """The same of an RMSNorm, whatever its family makes of the weight: w, or 1 + w. None of other modules."""
+    weight = getattr(norm, "weight", None)
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if not type(norm).__name__.endswith("RMSNorm") or weight is None or eps is None:
+        return None
+    with torch.no_grad():
+        x = torch.linspace(1, 2, weight.numel(), device=weight.device)
+        fused = FusedNorm(norm(x) / F.rms_norm(x, weight.shape, eps=eps), eps, weight)
+        return fused if torch.allclose(fused(-x), norm(-x)) else None
+
+
+def use_kernels(head: nn.Module, arithmetic: int, known: dict[str, Tensor]) -> None:
+    """Have the CPU's kernels, which must be loaded, compute the head's attention and linear layers, and fuse norms."""
+    for module in list(head.modules()):
+        for name, child in list(module.named_children()):
+            if (norm := _fused_norm(child)) is not None:
+                setattr(module, name, norm)
+            elif type(child) is nn.Linear and child.in_features % 2 == 0:
+                setattr(module, name, PackedLinear(child, arithmetic, known))
+            elif type(child) is QuantizedLinear:
+                setattr(module, name, PackedQuantized(child, arithmetic))
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            config._attn_implementation = str(head.attention)
+    head.uses_kernels = True  # type: ignore[assignment]
+
+
+class Head(Protocol):
+    """A head in memory."""
+
+    uses_kernels: bool
+    """True if the CPU's kernels compute it: `hide_first` is for those."""
+
+    reads_target: bool
+    """True if it has no keys and values, and reads the target's, at the position of a sequence's last token."""
+
+    config: HeadConfig
+    attention: str
+    """Name of its attention where kernels compute it."""
+
+    first_token: int
+    """The first token of a sequence that it has keys and values of."""
+
+    keeps_outputs: bool
+    """True if its outputs for a sequence's own tokens are read again."""
+
+    drafts_at_once: bool
+    """True if one pass drafts all tokens."""
+
+    longest_draft: int | None
+    """Tokens that it can draft in a row; None: as many as are asked for."""
+
+    draft_ids: Tensor | None
+    """(n,) the target's ids of the output layer's rows; None: all of them, in order."""
+
+    @property
+    def state_size(self) -> int: ...
+
+    @property
+    def kv_layers(self) -> tuple[LayerShape, ...]: ...
+
+    def reduce(self, states: Tensor) -> Tensor:
+        """Compute what is kept of a token's hidden states: the first numbers of a state. Those behind them are of the
+        head's own output."""
+        ...
+
+    def to(self, device: torch.device) -> "Head": ...
+
+    def __call__(self, batch: Batch, states: Tensor, pool: KVPool, num_drafted: int = 0) -> Tensor:
+        """(B x Q, state_size) outputs of the batch's tokens, whose states before them are (B x Q, state_size).
+
+        The tokens are the last ones of drafts of `num_drafted`, or the sequences' own.
+        """
+        ...
+
+    def logits(self, outputs: Tensor, num_drafted: int = 0) -> Tensor:
+        """(T, vocab) of (T, state_size) outputs; -inf for tokens that it never drafts."""
+        ...
+
+
+class EagleHead(PagedHead):
+    """An EAGLE-3 head (arXiv 2503.01840): its first layer attends over embedding and hidden state side by side."""
+
+    uses_kernels = reads_target = False
+    attention, first_token, keeps_outputs = HEAD, 1, False
+    embedding: Tensor
+    draft_ids: Tensor | None
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.drafts_at_once = config.block is not None
+        self.longest_draft = config.max_draft_len if self.drafts_at_once else None
+        with torch.device("meta"):
+            model = _layers_of(config)
+            self.layers, self.norm = model.layers, model.norm
+            first, own, size = self.layers[0], config.hidden_size, config.target_hidden_size
+            for name in ("q_proj", "k_proj", "v_proj"):
+                layer = getattr(first.self_attn, name)
+                wide = nn.Linear(2 * own, layer.out_features, bias=layer.bias is not None)
+                setattr(first.self_attn, name, wide)
+            norm = type(first.input_layernorm)
+            eps: float = model.config.rms_norm_eps
+            first.hidden_norm = norm(own, eps=eps)
+            num_states = 3 if config.hidden_states is None else len(config.hidden_states)
+            self.fc = nn.Linear(num_states * size, own, bias=False)
+            self.lm_head = nn.Linear(own, config.draft_vocab_size, bias=False)
+            if self.drafts_at_once:
+                self.mask_hidden = nn.Parameter(torch.empty(num_states * size))
+            if "norm_before_fc" in config.flags:
+                self.input_norm = norm(num_states * size, eps=eps)
+            if "fc_norm" in config.flags:
+                self.fc_norm = nn.ModuleList(norm(size, eps=eps) for _ in range(num_states))
+        self.rotary_emb = _rotary_of(model)
+        self.register_buffer("embedding", None, persistent=False)
+        self.register_buffer("draft_ids", None, persistent=False)
+
+    @property
+    def state_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def kv_layers(self) -> tuple[LayerShape, ...]:
+        shapes = tuple(_kv_shape(layer.self_attn, i) for i, layer in enumerate(self.layers))
+        return for_kernels(shapes) if self.uses_kernels else shapes
+
+    def reduce(self, states: Tensor) -> Tensor:
+        if "norm_before_fc" in self.config.flags:
+            states = self.input_norm(states)
+        if "fc_norm" in self.config.flags:
+            parts = states.chunk(len(self.fc_norm), -1)
+            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        reduced: Tensor = self.fc(states)
+        return reduced
+
+    @property
+    def mask_state(self) -> Tensor:
+        """(state_size,) state of what nothing is known of (P-EAGLE)."""
+        return self.reduce(self.mask_hidden)
+
+    def pages(self, batch: Batch, pool: KVPool) -> PagedPairs:
+        return paged_pairs(batch, pool, tuple(range(len(pool.keys))))
+
+    def outputs(self, ids: Tensor, states: Tensor, attention: dict[str, Any]) -> Tensor:
+        """(B, T, hidden) outputs for (B, T) tokens and the (B, T, hidden) states before them; `attention` is what its
+        layers take besides."""
+        first = self.layers[0]
+        normed = first.hidden_norm(states)
+        residual = states if "norm_before_residual" not in self.config.flags else normed
+        embedded = F.embedding(ids, self.embedding)
+        pairs = torch.cat([first.input_layernorm(embedded), normed], -1)
+        attended, _ = first.self_attn(hidden_states=pairs, **attention)
+        hidden: Tensor = residual + attended
+        hidden = hidden + first.mlp(first.post_attention_layernorm(hidden))
+        for layer in list(self.layers)[1:]:
+            hidden = layer(hidden, **attention)
+        if "norm_output" in self.config.flags:
+            hidden = self.norm(hidden)
+        return hidden
+
+    def outputs_at(self, ids: Tensor, states: Tensor, positions: Tensor, **attention: Any) -> Tensor:
+        rotary = self.rotary_emb(states, positions)
+        return self.outputs(ids, states, {"position_embeddings": rotary, "attention_mask": None, **attention})
+
+    def logits(self, outputs: Tensor, num_drafted: int = 0) -> Tensor:
+        return among_all(self.own_logits(outputs), self.draft_ids, self.config.vocab_size)
+
+    def own_logits(self, outputs: Tensor) -> Tensor:
+        """(..., draft vocabulary) of (..., hidden) outputs."""
+        normed = outputs if "norm_output" in self.config.flags else self.norm(outputs)
+        drafted: Tensor = self.lm_head(normed)
+        return drafted if self.config.logit_scale == 1 else drafted * self.config.logit_scale
+
+
+def output_tensor(config: HeadConfig) -> SourceTensor:
+    """The (rows, hidden) weight of the head's output layer, in its files; of an MTP head it is the model's own."""
+    entries = read_tensors(config.directory)
+    named = {_own_name(one.name): one for one in entries}
+    if config.kind == "mtp":
+        named = shared_with_target(entries, embeddings_of(config))
+    tied = ("model.embed_tokens.weight", "model.embeddings.weight", "embed_tokens.weight")
+    is_there = any(name.startswith("lm_head.") for name in named)  # as one that is quantized may be
+    found = next((named[name] for name in (("lm_head.weight",) if is_there else tied) if name in named), None)
+    if found is None or not found.is_float or config.reads_target_output:
+        raise SpecDecError(
+            f"the head has no output layer that could be quantized: {config.directory}", hint="draft with it as it is"
+        )
+    return found
+
+
+def set_output(head: Head, ids: Tensor | None, quantized: QuantizedWeight | None) -> None:
+    """Have a head with all ids draft (n,) `ids` alone, and any head by a quantized output layer, of these rows."""
+    if (ids is None and quantized is None) or "centroids" in head.config.flags:
+        return
+    is_mtp = isinstance(head, MtpHead | ChainedMtp)
+    owner: Any = head.step.model if isinstance(head, MtpHead | ChainedMtp) else head
+    output: nn.Linear = owner.get_output_embeddings() if is_mtp else owner.lm_head
+    if ids is not None:
+        head.draft_ids = ids
+        if isinstance(head, BlockHead) and head.block.markov_rank:
+            head.markov_w2 = rows_of(head.markov_w2, ids).requires_grad_(requires_grad=False)
+    if quantized is not None:
+        made: nn.Module = QuantizedLinear(quantized, output.bias, DRAFT_ACTIVATIONS, with_kernels=False)
+    else:
+        assert ids is not None
+        made = rows_of(output, ids)
+    made.requires_grad_(requires_grad=False)
+    if is_mtp:
+        owner.set_output_embeddings(made)
+    else:
+        owner.lm_head = made
+
+
+def quantizable_layers(head: Head) -> dict[str, nn.Linear]:
+    """A head's linear layers, but for those that compute logits of ids, and that weigh or choose."""
+    parts = cast(nn.Module, head)
+    output = head.step.model.get_output_embeddings() if isinstance(head, MtpHead | ChainedMtp) else None  # type: ignore[no-untyped-call]
+    linear = {name: one for name, one in parts.named_modules() if type(one) is nn.Linear and one is not output}
+    return {name: one for name, one in linear.items() if name not in _OF_LOGITS and is_quantizable(name)}
+
+
+_OF_LOGITS = ("lm_head", "centroids", "markov_w2", "gate_proj", "confidence")
+
+
+def set_layers(head: Head, layers: Mapping[str, QuantizedWeight]) -> None:
+    """Have quantized layers in the place of a head's own."""
+    parts = cast(nn.Module, head)
+    for name, weight in layers.items():
+        made = QuantizedLinear(weight, parts.get_submodule(name).bias, DRAFT_ACTIVATIONS, with_kernels=False)  # type: ignore[arg-type]
+        parts.set_submodule(name, made.requires_grad_(requires_grad=False))
+
+
+def load_head(
+    config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype, target_output: Tensor | None = None
+) -> Head:
+    """The head with its weights on the CPU; `target_embedding` (vocab, hidden) for one that has none of its own, and
+    `target_output` of the same shape for one that has no output layer.
+
+    SpecDecError where weights are missing, or do not have the shapes that its config says.
+    """
+    with torch.no_grad():
+        load: Any = {"mtp": load_mtp, "assistant": load_assistant}.get(config.kind)
+        head: Any = (
+            load(config, target_embedding, dtype)
+            if load is not None
+            else _load_layers(config, target_embedding, dtype, target_output)
+        )
+    made: Head = head.requires_grad_(requires_grad=False).eval()
+    return made
+
+
+def _load_layers(
+    config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype, target_output: Tensor | None
+) -> EagleHead | BlockHead:
+    """A head of layers in files of its own."""
+    is_block = config.kind == "dflash"
+    entries = {(own_name if is_block else _own_name)(one.name): one for one in read_tensors(config.directory)}
+    tensors = dict(zip(entries, load_numbers(list(entries.values())), strict=True))
+    head = BlockHead(config, _layers_of(config)) if is_block else EagleHead(config)
+    if config.reads_target_output and target_output is not None:
+        tensors["lm_head.weight"] = target_output
+    if "mask_hidden" in tensors:
+        tensors["mask_hidden"] = tensors["mask_hidden"].flatten()
+    if is_block and "confidence.weight" in tensors:  # DeepSeek V4's has none
+        tensors.setdefault("confidence.bias", torch.zeros(1))
+    embedding, offsets = tensors.pop("embed_tokens.weight", None), tensors.pop("d2t", None)
+    wanted = dict(head.named_parameters())
+    in_files = {one.name for one in entries.values()}
+    name_in_file: Callable[[str], str] = str if is_block else partial(_name_in_files, in_files)
+    check_weights(config, shapes_of(wanted), shapes_of(tensors), name_in_file)
+    head.load_state_dict({name: tensors[name].to(dtype) for name in wanted}, assign=True)
+    head.embedding = _embedding(config, embedding, target_embedding).to(dtype)
+    head.draft_ids = _draft_ids(config, offsets)
+    return head
+
+
+def _own_name(name: str) -> str:
+    name = name.removeprefix("model.")
+    return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
+
+
+def _name_in_files(in_files: Collection[str], name: str) -> str:
+    """Name that a file of such names has for a weight of EAGLE-3's (`_own_name`)."""
+    if name.startswith("layers.0.") and any("midlayer." in one for one in in_files):
+        name = f"midlayer.{name.removeprefix('layers.0.')}"
+    is_inside = name != "lm_head.weight" and any(one.startswith("model.") for one in in_files)
+    return f"model.{name}" if is_inside else name
+
+
+def _embedding(config: HeadConfig, own: Tensor | None, target: Tensor | None) -> Tensor:
+    found = target if own is None else own
+    if found is None:
+        raise SpecDecError(
+            f"the head has no embeddings, and its target's are not to be had as they are: {config.directory}",
+            hint="take a head with `embed_tokens.weight`",
+        )
+    if tuple(found.shape) != (config.vocab_size, config.hidden_size):
+        raise SpecDecError(
+            f"the head reads embeddings of {[config.vocab_size, config.hidden_size]}, and "
+            f"{'the target has' if own is None else 'its own are'} of {list(found.shape)}: {config.directory}",
+            hint="it was trained for another target" if own is None else OF_TWO_HEADS,
+        )
+    return found
+
+
+def _draft_ids(config: HeadConfig, offsets: Tensor | None) -> Tensor | None:
+    """The target's ids by the head's: `d2t` has the distance of each."""
+    size = config.draft_vocab_size
+    if offsets is None:
+        if size == config.vocab_size:
+            return None
+        raise SpecDecError(
+            f"the head drafts {size} of {config.vocab_size} ids, and has no `d2t` that says which: {config.directory}",
+            hint=OF_TWO_HEADS,
+        )
+    if offsets.shape != (size,) or offsets.is_floating_point():
+        raise SpecDecError(
+            f"the head's `d2t` is {str(offsets.dtype).removeprefix('torch.')} {list(offsets.shape)}, and not a whole "
+            f"number for each of {size} ids: {config.directory}",
+            hint=OF_TWO_HEADS,
+        )
+    ids = torch.arange(size) + offsets.long()
+    outside = ids[(ids < 0) | (ids >= config.vocab_size)]
+    if len(outside):
+        raise SpecDecError(
+            f"the head's `d2t` points outside the target's vocabulary of {config.vocab_size}: {int(outside[0])}, "
+            f"in {config.directory}",
+            hint="it was trained for another target",
+        )
+    if len(set(ids.tolist())) < size:
+        raise SpecDecError(f"the head's `d2t` names an id of the target twice: {config.directory}", hint=OF_TWO_HEADS)
+    return ids
+
+
+def _layers_of(config: HeadConfig) -> Any:
+    """A model without memory, of which the layers, the norm and the rotary embedding are taken."""
+    settings = {key: value for key, value in config.layers.items() if key not in ("model_type", "architectures")}
+    try:
+        pretrained = AutoConfig.for_model(str(config.layers["model_type"]), **settings)
+        with MODEL_INIT_LOCK, quiet_transformers():
+            model: PreTrainedModel = AutoModel.from_config(pretrained, attn_implementation=PAGED)  # type: ignore[no-untyped-call]
+        first: Any = model.layers[0]  # type: ignore[index]
+        assert all(hasattr(first, name) for name in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"))
+    except Exception as error:  # whatever transformers says of a config
+        raise SpecDecError(
+            f"the head's layers cannot be made by its config.json, which is of {config.layers['model_type']}: "
+            f"{config.directory}",
+            hint="layers as Llama's and Qwen3's are supported",
+        ) from error
+    return model
+
+
+def _rotary_of(model: Any) -> nn.Module:
+    """Its own, with numbers: those of a model without memory have none."""
+    rotary: nn.Module = type(model.rotary_emb)(model.config)
+    return rotary
+
+
+def _kv_shape(attention: Any, layer: int) -> LayerShape:
+    config: PreTrainedConfig = attention.config
+    heads: int = config.num_key_value_heads
+    return LayerShape(layer, heads, attention.head_dim, attention.head_dim, None)

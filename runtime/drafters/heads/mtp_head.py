@@ -1,0 +1,571 @@
+"""Heads that models have for the tokens after the next (MTP): made of layers of the model's own, and their names.
+
+Checkpoints name them in a dozen ways. `_name_in_mtp` has these in one place, for loading and for writing what was
+trained: a tensor is written under the name that it was read by.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from runtime.checkpoint.config import LayerShape
+from runtime.checkpoint.quant.formats import find_layers, format_of, without_quantization
+from runtime.checkpoint.quant.planning import PrequantizedLayer, load_numbers
+from runtime.checkpoint.source import SourceTensor, load_tensors, read_tensors
+from runtime.core.batch import Batch
+from runtime.core.kv_cache import KVPool
+from runtime.drafters.heads.head_config import BY_WEIGHTS, HeadConfig, check_weights, lacks_weights, num_layers_of
+from runtime.drafters.heads.paged_head import HEAD, PagedHead, PagedPairs, for_kernels, paged_pairs
+from runtime.engine.draft_vocab import among_all
+from runtime.model.attention import PAGED
+from runtime.model.model import (
+    ModelKind,
+    Step,
+    dtypes_of_weights,
+    missing_weights,
+    model_of_weights,
+    own_names,
+    parameter_shapes,
+    probe_config,
+)
+from runtime.model.pretrained import parse_pretrained_config
+from runtime.model.read_model import read_numbers
+from runtime.util.errors import SpecDecError
+from runtime.util.files import read_json
+
+
+class MtpHead(PagedHead):
+    """A head of one layer of the target's own, which reads embedding and last hidden state as one projection.
+
+    `model` is a model of that layer, with the target's embeddings and output layer and the head's own norm; `parts` are
+    the weights before it. As transformers' `MtpLayer` and vLLM have it, its hidden states are behind the target's norm,
+    and behind its own where a draft goes on.
+    """
+
+    uses_kernels = reads_target = False
+    attention, first_token, keeps_outputs, drafts_at_once, longest_draft = HEAD, 1, False, False, None
+    draft_ids: Tensor | None
+    depth = 0
+    """Its number among several."""
+
+    def __init__(
+        self,
+        config: HeadConfig,
+        model: PreTrainedModel,
+        parts: dict[str, Tensor],
+        name_in_file: Callable[[str], str],
+        *,
+        has_norm: bool = True,
+    ) -> None:
+        super().__init__()
+        self.config, self.step = config, Step(model)
+        self.register_buffer("draft_ids", None, persistent=False)
+        self._shapes = probe_config(model.config).layers
+        decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
+        self.decoder = decoder
+        last = next(name for name in ("norm", "norm_f") if hasattr(decoder, name))
+        norms = (copy.deepcopy(getattr(decoder, last)) for _ in range(2))
+        self.enorm, self.hnorm = norms
+        if not has_norm:
+            setattr(decoder, last, nn.Identity())
+        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        wanted = {name: one for name, one in self.named_parameters() if name.split(".")[0] in _BEFORE_LAYER}
+        check_weights(config, shapes_of(wanted), shapes_of(parts), name_in_file)
+        self.load_state_dict(parts, assign=True, strict=False)
+
+    @property
+    def state_size(self) -> int:
+        return self.config.hidden_size
+
+    def reduce(self, states: Tensor) -> Tensor:
+        return states
+
+    def pages(self, batch: Batch, pool: KVPool) -> PagedPairs:
+        return paged_pairs(batch, pool, tuple(one.layer for one in self._shapes), self.depth)
+
+    def outputs_at(self, ids: Tensor, states: Tensor, positions: Tensor, **attention: Any) -> Tensor:
+        embedded = self.decoder.get_input_embeddings()(ids)
+        pairs = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(states)], -1))
+        output = self.decoder(inputs_embeds=pairs, position_ids=positions, use_cache=False, **attention)
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+    def logits(self, outputs: Tensor, num_drafted: int = 0) -> Tensor:
+        return among_all(self.own_logits(outputs), self.draft_ids, self.config.vocab_size)
+
+    def own_logits(self, outputs: Tensor) -> Tensor:
+        """(..., vocabulary) of (..., hidden) outputs."""
+        logits: Tensor = self.step.model.get_output_embeddings()(outputs)  # type: ignore[no-untyped-call]
+        return logits
+
+    @property
+    def kv_layers(self) -> tuple[LayerShape, ...]:
+        return for_kernels(self._shapes) if self.uses_kernels else self._shapes
+
+
+class ChainedMtp(nn.Module):
+    """Several MTP layers in a row, the first of which drafts the first token of a draft, the second the second one.
+
+    Each reads the output of the one below it where that read the target's hidden state: layer k the pair of token j
+    and of what layer k - 1 made of token j - 1. So its first pair is that of token k + 1. As transformers' `MtpModel`.
+
+    A state has the hidden state of a token, and behind it the outputs of all layers but the last for it. A draft has no
+    hidden states; there the last layer's output lies in their place.
+    """
+
+    uses_kernels = reads_target = False
+    attention, first_token, keeps_outputs, drafts_at_once = HEAD, 1, True, False
+    draft_ids: Tensor | None
+    longest_draft: int | None
+
+    def __init__(self, heads: Seq[MtpHead]) -> None:
+        super().__init__()
+        self.config, self.longest_draft = heads[0].config, len(heads)
+        self.heads: Any = nn.ModuleList(heads)
+        self.register_buffer("draft_ids", None, persistent=False)
+        for depth, head in enumerate(heads):
+            head.depth = depth
+            if depth > 0:
+                head.step.model.set_output_embeddings(nn.Identity())  # type: ignore[no-untyped-call]
+
+    @property
+    def step(self) -> Step:
+        """The model that has the output layer."""
+        found: Step = self.heads[0].step
+        return found
+
+    @property
+    def state_size(self) -> int:
+        return len(self.heads) * self.config.hidden_size
+
+    @property
+    def kv_layers(self) -> tuple[LayerShape, ...]:
+        shapes = tuple(shape for head in self.heads for shape in head._shapes)
+        return for_kernels(shapes) if self.uses_kernels else shapes
+
+    def reduce(self, states: Tensor) -> Tensor:
+        return states
+
+    def forward(self, batch: Batch, states: Tensor, pool: KVPool, num_drafted: int = 0) -> Tensor:
+        (B, Q), before = batch.input_ids.shape, list(states.chunk(len(self.heads), -1))
+        outputs = [*before[1:], before[0]]
+        for depth, head in enumerate(self.heads):
+            if depth < num_drafted:
+                continue  # it has drafted, and what it would make of these tokens is not read again
+            if depth > num_drafted and Q > 1:
+                below = outputs[depth - 1].view(B, Q, -1)[:, :-1]
+                before[depth] = torch.cat([before[depth].view(B, Q, -1)[:, :1], below], 1).flatten(0, 1)
+            is_there = (batch.positions > depth).view(-1, 1)
+            outputs[depth] = head(batch, before[depth].where(is_there, 0), pool)
+        return torch.cat([outputs[-1], *outputs[:-1]], -1)
+
+    def own_logits(self, outputs: Tensor) -> Tensor:
+        """(..., vocabulary) of (..., hidden) outputs of one layer."""
+        logits: Tensor = self.heads[0].own_logits(outputs)
+        return logits
+
+    def logits(self, outputs: Tensor, num_drafted: int = 0) -> Tensor:
+        parts = outputs.chunk(len(self.heads), -1)
+        drafted: Tensor = self.heads[0].logits(parts[(num_drafted + 1) % len(parts)])
+        return among_all(drafted, self.draft_ids, self.config.vocab_size)
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(one.shape) for name, one in tensors.items()}
+
+
+_MAKE_EAGLE = "leave it out, and an EAGLE-3 head is made"
+_NOT_LEARNED = ("e_score_correction_bias", "expert_bias")
+_COPIES = ("embed_tokens.", "shared_head.head.")
+"""Copies beside the layer of what the target has."""
+_OF_EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
+_NUM_COMPARED, _LEAST_LIKENESS = 16, 0.8
+_BEFORE_LAYER = ("enorm", "hnorm", "eh_proj")
+_QWENS = {"mtp.fc.": "eh_proj.", "mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm."}
+_QWENS |= {"mtp.layers.": "model.layers.", "mtp.norm.": "model.norm."}
+_ERNIES = {"model.mtp_emb_norm.N.": "enorm.", "model.mtp_hidden_norm.N.": "hnorm."}
+_ERNIES |= {"model.mtp_linear_proj.N.": "eh_proj.", "model.mtp_block.N.": "model.layers.0."}
+_MIMO_FLASHES = {f"model.mtp.layers.N.{name}.": f"{name}." for name in _BEFORE_LAYER}
+_MIMO_FLASHES |= {"model.mtp.layers.N.pre_mlp_layernorm.": "model.layers.0.post_attention_layernorm."}
+_MIMO_FLASHES |= {"model.mtp.layers.N.final_layernorm.": "model.norm.", "model.mtp.layers.N.": "model.layers.0."}
+_STATE_FIRST = "model.mtp_layers."  # MiMo 7B's: its projection is of [state, embedding]
+_MIMOS = {f"{_STATE_FIRST}N.token_layernorm.": "enorm.", f"{_STATE_FIRST}N.hidden_layernorm.": "hnorm."}
+_MIMOS |= {f"{_STATE_FIRST}N.input_proj.": "eh_proj.", f"{_STATE_FIRST}N.final_layernorm.": "model.norm."}
+_MIMOS |= {f"{_STATE_FIRST}N.": "model.layers.0."}
+_TABLES = (_QWENS, _ERNIES, _MIMO_FLASHES, _MIMOS)
+"""Beginnings of names in files, and what stands for them in a model of the layer alone; the longest come first."""
+
+
+@dataclass(frozen=True)
+class _OwnLayer:
+    """One layer of a head as the files have it, by the names of a model of that layer alone."""
+
+    config: HeadConfig
+    depth: int
+    entries: dict[str, SourceTensor]
+    one_layer: PreTrainedConfig
+
+    @property
+    def has_norm(self) -> bool:
+        """False of Ernie's: none is behind the layer."""
+        return not any(one.name.startswith("model.mtp_block.") for one in self.entries.values())
+
+    @property
+    def reads_state_first(self) -> bool:
+        return any(one.name.startswith(_STATE_FIRST) for one in self.entries.values())
+
+    def name_in_file(self, name: str) -> str | None:
+        """Name in the checkpoint of a weight, of a quantized one what it would be otherwise; None if there is none."""
+        if name in self.entries:
+            return self.entries[name].name
+        stem = name.removesuffix("weight")
+        part = next((own for own in self.entries if own.startswith(stem)), None)
+        if part is None:
+            return None
+        return self.entries[part].name.removesuffix(part.removeprefix(stem)) + name.removeprefix(stem)
+
+    def would_be(self, name: str) -> str:
+        """Name that the checkpoint would have for a weight that it lacks."""
+        if _is_nemotron(self.config):
+            last = len(self.one_layer.layer_types) - 1
+            own = name.replace("model.norm_f.", f"model.layers.{last}.final_layernorm.")
+            is_inside = own.startswith("model.layers.")
+            return f"mtp.layers.{own.removeprefix('model.layers.') if is_inside else f'0.{own}'}"
+        names = [one.name for one in self.entries.values()]
+        for table in _TABLES:
+            prefixes = {theirs.replace(".N.", f".{self.depth}."): ours for theirs, ours in table.items()}
+            if any(one.startswith(tuple(prefixes)) for one in names):
+                found = (theirs + name.removeprefix(ours) for theirs, ours in prefixes.items() if name.startswith(ours))
+                return next(found, name)
+        own = name.replace("model.norm.", "shared_head.norm.").removeprefix("model.layers.0.")
+        return f"model.layers.{num_layers_of(self.config.layers) + self.depth}.{own}"
+
+    def check_experts(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """SpecDecError where one of the experts lacks a tensor, of those that a model of these `shapes` has as one."""
+        parts: dict[tuple[str, str], SourceTensor] = {}
+        for name, entry in self.entries.items():
+            if (found := _OF_EXPERT.fullmatch(name)) is not None:
+                parts[found[1], found[3]] = entry
+        missing = []
+        for (experts, part), entry in parts.items():
+            joined = (shape[0] for name, shape in shapes.items() if name.startswith(experts) and len(shape) == 3)
+            for number in range(next(joined, 0)):
+                if f"{experts}{number}{part}" not in self.entries:
+                    missing.append(re.sub(r"(\.experts\.)\d+", rf"\g<1>{number}", entry.name))
+        if missing:
+            raise lacks_weights(self.config, missing)
+
+    def as_in_file(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The same by the checkpoint's names; SpecDecError for one that the checkpoint has not, or in another shape."""
+        found = dict[str, Tensor]()
+        for own, weight in weights.items():
+            name, entry = self.name_in_file(own), self.entries.get(own)
+            if name is None or (entry is not None and entry.is_float and entry.shape != weight.shape):
+                raise SpecDecError(
+                    f"an MTP head is not trained here whose weights the model has in another form, {own}: "
+                    f"{self.config.directory}",
+                    hint=_MAKE_EAGLE,
+                )
+            is_swapped = own == "eh_proj.weight" and self.reads_state_first
+            found[name] = _swapped(weight) if is_swapped else weight
+        return found
+
+
+def _own_layers(config: HeadConfig) -> list[_OwnLayer]:
+    """SpecDecError if the files do not have as many as the config says."""
+    entries, layers = read_tensors(config.directory), []
+    for depth in range(config.num_layers):
+        number = num_layers_of(config.layers) + depth
+        own = {name: one for one in entries if (name := _name_in_mtp(one.name, number, depth)) is not None}
+        if not own:
+            which = "no MTP head" if depth == 0 else f"{depth} MTP layers and not {config.num_layers}"
+            raise SpecDecError(
+                f"the model's weights have {which}, of which its config.json speaks: {config.directory}",
+                hint="some who pack models anew leave it out; take the original",
+            )
+        layers.append(_OwnLayer(config, depth, own, _config_of_one_layer(config, own)))
+    return layers
+
+
+DtypeOf = Callable[[str], torch.dtype]
+Read = Callable[[dict[str, SourceTensor], HeadConfig, DtypeOf, Mapping[str, tuple[int, ...]]], dict[str, Tensor]]
+"""`_numbers`, or what takes its place."""
+
+
+def load_mtp(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype) -> MtpHead | ChainedMtp:
+    return _load(config, target_embedding, dtype, _numbers)
+
+
+def _load(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype, read: Read) -> MtpHead | ChainedMtp:
+    layers, embeddings = _own_layers(config), embeddings_of(config)
+    shared = shared_with_target(read_tensors(config.directory), embeddings)
+    if target_embedding is not None:
+        shared.pop(embeddings, None)
+    shapes = [parameter_shapes(layer.one_layer) for layer in layers]
+    for layer, of_layer in zip(layers, shapes, strict=True):
+        layer.check_experts(of_layer)
+    dtypes = [dtypes_of_weights(layer.one_layer, dtype) for layer in layers]
+    known = read(shared, config, dtypes[0], shapes[0])
+    if target_embedding is not None:
+        _check_likeness(
+            config, {(embeddings, tuple(target_embedding.shape)): _some_rows(target_embedding)}, "the target"
+        )
+        known[embeddings] = target_embedding
+    known.setdefault("lm_head.weight", known[embeddings].to(dtypes[0]("lm_head.weight")))
+    heads = [
+        _mtp_layer(layer, dtype, read(layer.entries, config, dtype_of, of_layer) | known)
+        for layer, dtype_of, of_layer in zip(layers, dtypes, shapes, strict=True)
+    ]
+    return heads[0] if len(heads) == 1 else ChainedMtp(heads)
+
+
+def _mtp_layer(layer: _OwnLayer, dtype: torch.dtype, tensors: dict[str, Tensor]) -> MtpHead:
+    config = layer.config
+    parts = {name: tensors.pop(name) for name in list(tensors) if name.split(".")[0] in _BEFORE_LAYER}
+    if layer.reads_state_first and "eh_proj.weight" in parts:
+        parts["eh_proj.weight"] = _swapped(parts["eh_proj.weight"])
+    if not layer.has_norm:
+        tensors["model.norm.weight"] = torch.ones(config.hidden_size)
+    if missing := missing_weights(layer.one_layer, own_names(layer.one_layer, tensors)):
+        raise lacks_weights(config, [layer.would_be(name) for name in missing])
+    model = model_of_weights(ModelKind(layer.one_layer, dtype, PAGED), tensors, str(config.directory))
+    return MtpHead(config, model, parts, layer.would_be, has_norm=layer.has_norm)
+
+
+def _swapped(projection: Tensor) -> Tensor:
+    """A projection of [state, embedding] as one of [embedding, state], and the other way round."""
+    return torch.cat(projection.chunk(2, -1)[::-1], -1)
+
+
+def layers_of_mtp(head: MtpHead | ChainedMtp) -> list[MtpHead]:
+    return [head] if isinstance(head, MtpHead) else list(head.heads)
+
+
+def learned_weights(head: MtpHead) -> dict[str, nn.Parameter]:
+    """The layer's weights, by names in a model of that layer alone, but those that no gradient reaches: biases by which
+    a router chooses experts and does not weigh them. Embeddings and output layer are the target's."""
+    model: Any = head.step.model
+    parts = model.get_input_embeddings(), model.get_output_embeddings()
+    shared = {id(one) for part in parts for one in part.parameters()}
+    named = dict(head.named_parameters())
+    before = {name: one for name, one in named.items() if name.split(".")[0] in _BEFORE_LAYER}
+    found = {name: one for name, one in model.named_parameters() if id(one) not in shared}
+    return before | {name: one for name, one in found.items() if not name.endswith(_NOT_LEARNED)}
+
+
+def check_mtp_is_trained(config: HeadConfig) -> None:
+    """SpecDecError for an MTP head that could not be written when it was trained. No weight is read."""
+    with torch.no_grad():
+        tensors_of_mtp(_load(config, None, torch.bfloat16, _zeros), torch.bfloat16)
+
+
+def check_mtp_is_of(config: HeadConfig, model: Path) -> None:
+    """SpecDecError unless the model that the head is in has the embeddings and the output layer of this `model`, as far
+    as a few rows tell. Those of a model that was trained further, or is quantized, are much the same."""
+    if model.resolve() != config.directory.resolve():
+        _check_likeness(config, _tables_of(model, embeddings_of(config)), str(model))
+
+
+Tables = dict[tuple[str, tuple[int, ...]], Tensor]
+"""Some rows of embeddings and output layer, by name and whole shape."""
+
+
+def _check_likeness(config: HeadConfig, targets: Tables, target: str) -> None:
+    own = _tables_of(config.directory, embeddings_of(config))
+    for name, shape in sorted(own.keys() & targets.keys()):  # of other sizes the configs tell
+        theirs, ours = own[name, shape].flatten(), targets[name, shape].flatten()
+        if float(F.cosine_similarity(theirs, ours, dim=0)) < _LEAST_LIKENESS:
+            raise SpecDecError(
+                f"the head is another model's, of which `{name}` differs from that of {target}: {config.directory}",
+                hint="take the head of this model, or one that was trained with its embeddings",
+            )
+
+
+def _tables_of(model: Path, embeddings: str) -> Tables:
+    """A few rows of the model's embeddings and output layer, as far as they are numbers in its files, by name and whole
+    shape; of a GGUF file, where they are not, of its embeddings."""
+    if model.is_file():
+        _, numbers = read_numbers(model, torch.bfloat16, lambda name: name == embeddings)
+        return {(name, tuple(one.shape)): _some_rows(one) for name, one in numbers.items()}
+    entries = shared_with_target(read_tensors(model), embeddings)
+    tables = {name: one for name, one in entries.items() if one.is_float and one.is_as_in_file and len(one.shape) == 2}
+    return {(name, one.shape): _rows_alone(one) for name, one in tables.items()}
+
+
+def _some_of(num_rows: int) -> range:
+    return range(0, num_rows, max(1, num_rows // _NUM_COMPARED))
+
+
+def _some_rows(table: Tensor) -> Tensor:
+    return table[list(_some_of(len(table)))].float()
+
+
+def _rows_alone(entry: SourceTensor) -> Tensor:
+    """A few rows, which are read without the others."""
+    num_rows, width = entry.shape
+    num_bytes = width * entry.dtype.itemsize
+    places = _some_of(num_rows)
+    rows = [replace(entry, shape=(1, width), offset=entry.offset + place * num_bytes) for place in places]
+    return torch.cat(load_tensors(rows)).float()
+
+
+def tensors_of_mtp(head: MtpHead | ChainedMtp, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights that are learned, by the names that the head's checkpoint has for them, taken apart as they were put
+    together: of each expert its own, where the checkpoint has them so. SpecDecError where that cannot be."""
+    found = dict[str, Tensor]()
+    for layer, one in zip(_own_layers(head.config), layers_of_mtp(head), strict=True):
+        dtype_of = dtypes_of_weights(layer.one_layer, dtype)
+        learned = {name: weight.detach().to(dtype_of(name)) for name, weight in learned_weights(one).items()}
+        found |= layer.as_in_file(revert_weight_conversion(one.step.model, learned))
+    return found
+
+
+def kept_tensors_of_mtp(config: HeadConfig, learned: Container[str], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Tensors that are written beside the `learned` weights, by the checkpoint's names: embeddings and output layer,
+    and all else of the head's layers. They are as in the files; a quantized output layer is its numbers."""
+    layers, entries = _own_layers(config), read_tensors(config.directory)
+    kept = [one for one in entries if _is_copy(one, config)]
+    shared = _OwnLayer(config, 0, shared_with_target(entries, embeddings_of(config)), layers[0].one_layer)
+    for layer in (shared, *layers):
+        plain = _in_files(layer.entries, config, parameter_shapes(layer.one_layer))[1]
+        kept += [layer.entries[one.name] for one in plain if layer.name_in_file(one.name) not in learned]
+    quantized, _ = _in_files(shared.entries, config, parameter_shapes(shared.one_layer))
+    numbers = {f"{name}.weight": layer.load().dequantize(dtype) for name, layer in quantized.items()}
+    tensors = zip((one.name for one in kept), load_tensors(kept), strict=True)
+    return dict(tensors) | shared.as_in_file(numbers)
+
+
+def _is_copy(entry: SourceTensor, config: HeadConfig) -> bool:
+    """True for a copy of the target's embeddings or output layer beside the head's layer. Quantized ones are none: what
+    is written is not."""
+    first = num_layers_of(config.layers)
+    beside = (f".layers.{first + depth}.{part}weight" for depth in range(config.num_layers) for part in _COPIES)
+    return entry.is_float and entry.name.endswith(tuple(beside))
+
+
+def _is_nemotron(config: HeadConfig) -> bool:
+    return config.layers.get("model_type") == "nemotron_h"
+
+
+def embeddings_of(config: HeadConfig) -> str:
+    return "model.embeddings.weight" if _is_nemotron(config) else "model.embed_tokens.weight"
+
+
+def _numbers(
+    entries: dict[str, SourceTensor], config: HeadConfig, dtype_of: DtypeOf, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """The numbers that the entries mean, by the names they are given in a model of these `shapes`; SpecDecError for a
+    format that is not read."""
+    layers, tensors = _in_files(entries, config, shapes)
+    numbers = {one.name: t.to(dtype_of(one.name)) for one, t in zip(tensors, load_numbers(tensors), strict=True)}
+    with _of_head(config):
+        for name, layer in layers.items():
+            numbers[f"{name}.weight"] = layer.load().dequantize(dtype_of(f"{name}.weight"))
+    return numbers
+
+
+def _zeros(
+    entries: dict[str, SourceTensor], config: HeadConfig, dtype_of: DtypeOf, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """Zeros of the same shapes, which are not read, and take no memory."""
+    layers, tensors = _in_files(entries, config, shapes)
+    found = {one.name: one.shape for one in tensors}
+    for name, layer in layers.items():
+        found[f"{name}.weight"] = layer.read({part: one.without_values() for part, one in layer.parts.items()}).shape
+    return {name: torch.zeros((), dtype=dtype_of(name)).expand(shape) for name, shape in found.items()}
+
+
+def _in_files(
+    entries: dict[str, SourceTensor], config: HeadConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, PrequantizedLayer], list[SourceTensor]]:
+    """Quantized layers and other tensors, by the entries' names."""
+    tensors = [replace(one, name=name) for name, one in entries.items()]
+    few = next((one.source_name for one in tensors if not one.is_float), None)
+    if few is None:
+        return {}, tensors
+    found = format_of(read_json(config.directory / "config.json"), config.directory)
+    if found is None:
+        raise SpecDecError(
+            f"the head's weights are quantized, and config.json does not say how: {few}, in {config.directory}",
+            hint="take the model as it was published",
+        )
+    with _of_head(config):
+        return find_layers(tensors, found, shapes, config.directory)
+
+
+@contextmanager
+def _of_head(config: HeadConfig) -> Iterator[None]:
+    """Have an error of quantized weights say that they are the head's."""
+    try:
+        yield
+    except SpecDecError as error:
+        raise SpecDecError(f"{error.message}, in the head of {config.directory}", hint=error.hint) from error
+
+
+def shared_with_target(entries: list[SourceTensor], embeddings: str) -> dict[str, SourceTensor]:
+    """The target's embeddings and output layer, of a quantized one its parts; copies beside the head's layer are the
+    same."""
+    found = dict[str, SourceTensor]()
+    for one in entries:
+        if ".layers." in one.name or one.name.startswith("mtp."):
+            continue
+        _, is_output, part = f".{one.name}".rpartition(".lm_head.")
+        if is_output:
+            found.setdefault(f"lm_head.{part}", one)
+        elif one.name.endswith(f".{embeddings.removeprefix('model.')}"):
+            found.setdefault(embeddings, one)
+    return found
+
+
+def _name_in_mtp(name: str, number: int, depth: int) -> str | None:
+    """Name in a model of that layer alone, the model's layer `number` and its head's `depth`, or of what is before it;
+    None for what is of the target, or of another of the head's layers."""
+    for theirs, ours in (item for table in _TABLES for item in table.items()):
+        prefix = theirs.replace(".N.", f".{depth}.")
+        if name.startswith(prefix):
+            own = ours + name.removeprefix(prefix)
+            place, _, part = own.removeprefix("model.layers.").partition(".")  # Nemotron-H's stand in its layers
+            if place.isdigit() and part.startswith("final_layernorm."):
+                return f"model.norm_f.{part.removeprefix('final_layernorm.')}"
+            return part if place.isdigit() and part.split(".")[0] in _BEFORE_LAYER else own
+    _, is_there, own = name.partition(f".layers.{number}.")
+    if not is_there or own.startswith(_COPIES) or ".mtp.layers." in name:
+        return None
+    if own.startswith("shared_head.norm."):
+        return f"model.norm.{own.removeprefix('shared_head.norm.')}"
+    return own if own.split(".")[0] in _BEFORE_LAYER else f"model.layers.0.{own}"
+
+
+def _config_of_one_layer(config: HeadConfig, own: Iterable[str]) -> PreTrainedConfig:
+    """The target's config with one layer, of the kind that the head has by its `own` names: full attention, and experts
+    if there are. Nemotron-H says itself of which blocks its own is made."""
+    layers = without_quantization(config.layers)
+    one: Any = copy.deepcopy(parse_pretrained_config(layers, str(config.directory / "config.json")))
+    if _is_nemotron(config):
+        one.layer_types = list(one.mtp_layers_block_type)
+        return one  # type: ignore[no-any-return]
+    has_experts = any(".mlp.experts." in name for name in own)
+    is_mimo = config.layers.get("model_type") in BY_WEIGHTS
+    settings = {
+        "moe_layer_start_index": 0 if has_experts else 1,  # Ernie's
+        "layer_types": ["sliding_attention" if is_mimo else "full_attention"],
+        "mlp_layer_types": ["dense" if is_mimo else (getattr(one, "mlp_layer_types", None) or ["dense"])[-1]],
+        "first_k_dense_replace": 0,
+        "mlp_only_layers": [],
+        "num_hidden_layers": 1,
+    }
+    for name, value in settings.items():
+        if getattr(one, name, None) is not None:
+            setattr(one, name, value)
+    return one  # type: ignore[no-any-return]

@@ -1,0 +1,204 @@
+"""A head's attention over the pages of a `HeadCache`, and its pass, module by module or as one program.
+
+The program (`runtime.compiler.token_program`) is what the layers compute, without a call from Python for each
+operation: beside a small or quantized target these take longer than the weights.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from runtime.checkpoint.config import LayerShape
+from runtime.compiler.compilation import TOKENWISE, add_program, raise_interrupt, traced_program
+from runtime.compiler.cutting import CutStep
+from runtime.compiler.programs import Files
+from runtime.core.batch import Batch, pack
+from runtime.core.kv_cache import KVPool
+from runtime.kernels.ops import describe_kernels
+from runtime.model.attention import PagedInputs, kernel_attention
+
+_NOT_SEEN = -3e4
+"""Score, before it is scaled, of what no query sees."""
+
+
+@dataclass
+class PagedPairs(PagedInputs):
+    """Inputs of a head's attention: a sequence's first token has no pair, and no key that a query may see.
+
+    The kernel knows no such key. So it is handed queries and keys with two more numbers, `_EXTRA`, by which the first
+    token's key, of which nothing else is there, has a score of `_NOT_SEEN`. And so have those of `num_hidden` - 1
+    tokens behind it, of layers that begin later.
+    """
+
+    num_hidden: int = 1
+
+    def mask(self, sliding_window: int | None, attention_chunk: int | None, num_groups: int) -> Tensor:
+        visible = super().mask(sliding_window, attention_chunk, num_groups)
+        return visible & (torch.arange(visible.shape[-1], device=visible.device) >= self.num_hidden)
+
+
+_EXTRA = 2
+HEAD = "specdec_head"
+
+
+def head_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attention of a head over its pages, by the kernel (`runtime.model.attention`)."""
+    if kwargs.get("scaling") is None:
+        kwargs["scaling"] = query.shape[-1] ** -0.5
+    paged: PagedPairs = kwargs["paged"]
+    ones, zeros = (torch.zeros_like(one[..., :1]) for one in (query, key))
+    ones, scores = ones + 1, zeros
+    if paged.num_hidden > 1:
+        is_seen = paged.positions.view(1, 1, -1, 1) + zeros > paged.num_hidden - 1
+        scores = zeros.masked_fill(~is_seen, _NOT_SEEN)
+    query = torch.cat([query, ones, torch.zeros_like(ones)], -1)
+    key = torch.cat([key, scores, zeros], -1)
+    return kernel_attention(module, query, key, value, attention_mask, **kwargs)
+
+
+AttentionInterface.register(HEAD, head_attention)
+
+
+def hide_first(pool: KVPool, block: int) -> None:
+    """Give the first token of a sequence that begins with this block a key that no query sees."""
+    for keys, values in zip(pool.keys, pool.values, strict=True):
+        keys[block, :, :, 0], values[block, :, 0] = 0, 0
+        keys[block, :, -_EXTRA, 0] = _NOT_SEEN
+
+
+def for_kernels(shapes: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
+    return tuple(replace(one, key_head_dim=one.key_head_dim + _EXTRA) for one in shapes)
+
+
+def paged_pairs(batch: Batch, pool: KVPool, layers: tuple[int, ...], depth: int = 0) -> PagedPairs:
+    """Inputs of a head's `layers`, the `depth`th of several heads that have as many."""
+    own = slice(depth * len(layers), (depth + 1) * len(layers))
+    return PagedPairs(
+        pool.keys[own],
+        pool.values[own],
+        [],
+        batch.positions,
+        batch.slot_mapping,
+        batch.block_tables,
+        layers,
+        num_hidden=depth + 1,
+    )
+
+
+class PagedHead(nn.Module, ABC):
+    """A head of layers that attend over pages of K/V."""
+
+    program: "HeadProgram | None" = None
+    """Its pass, where it is one program."""
+
+    @abstractmethod
+    def pages(self, batch: Batch, pool: KVPool) -> PagedInputs:
+        """Inputs of its attention."""
+
+    @abstractmethod
+    def outputs_at(self, ids: Tensor, states: Tensor, positions: Tensor, **attention: Any) -> Tensor:
+        """(B, T, state_size) outputs for (B, T) tokens at these (B or 1, T) positions and the (B, T, state_size) states
+        before them; `attention` is what its layers take besides."""
+
+    def forward(self, batch: Batch, states: Tensor, pool: KVPool, num_drafted: int = 0) -> Tensor:
+        paged = self.pages(batch, pool)
+        if self.program is not None:
+            return self.program(batch, states, paged)
+        return _outputs(self, batch.input_ids, batch.positions, states, paged)
+
+
+def _outputs(head: PagedHead, ids: Tensor, positions: Tensor, states: Tensor, paged: PagedInputs) -> Tensor:
+    """(B x Q, state_size) outputs of (B, Q) tokens, whose states are (B x Q, state_size)."""
+    return head.outputs_at(ids.reshape(1, -1), states[None], positions.reshape(1, -1), paged=paged)[0]
+
+
+class HeadProgram:
+    """A head's pass as one program."""
+
+    def __init__(self, head_pass: "_Pass", cut: CutStep, files: Seq[Files]) -> None:
+        self._pass = head_pass  # whose weights it reads
+        self._step: Any = torch.classes.specdec.CutStep()
+        for call in cut.calls:
+            add_program(self._step, files[call.program][TOKENWISE], dict(call.weights()), (call.inputs, call.outputs))
+
+    def __call__(self, batch: Batch, states: Tensor, paged: PagedInputs) -> Tensor:
+        """(B x Q, state_size) outputs, of states as many."""
+        own = states[:, : self._pass.width].contiguous()  # behind them an assistant has what it drafts from
+        outputs: Tensor = self._step.run(_tensors(batch, own, paged))[0]
+        return outputs
+
+
+def use_programs(head: nn.Module, pool: KVPool, dtype: torch.dtype, arithmetic: int) -> None:
+    """Have programs compute the passes of a head of kernels over this pool, as far as there are any."""
+    for part in head.modules():
+        if isinstance(part, PagedHead):
+            part.program = _program_of(part, pool, dtype, arithmetic)
+
+
+def _program_of(head: PagedHead, pool: KVPool, dtype: torch.dtype, arithmetic: int) -> HeadProgram | None:
+    """None if it is none: some layers have operations that programs do not have."""
+    from runtime.compiler.capture import example_rows  # with torch's compiler
+
+    block_size = pool.keys[0].shape[3]
+    rows = example_rows([5, 3], 2 * block_size + 1, 2 * block_size + 1 + 5, block_size, 2)
+    batch = pack(rows, block_size, torch.device("cpu"))
+    paged = head.pages(batch, pool)
+    head_pass = _Pass(head, paged)
+    states = torch.zeros(batch.input_ids.numel(), head_pass.width, dtype=dtype)
+    inputs = _tensors(batch, states, _with_pools(paged, (_few(one) for one in _pools(paged))))
+    of_tokens, of_pools = {0: "rows", 1: "tokens"}, [{0: "num_blocks"}] * (len(inputs) - _NUM_BEFORE_POOLS)
+    sizes = (*[of_tokens] * (_NUM_BEFORE_POOLS - 1), {0: "rows", 1: "blocks of a row"}, *of_pools)
+    describe_kernels()
+    try:
+        return HeadProgram(head_pass, *traced_program(head_pass, tuple(inputs), sizes, arithmetic))
+    except Exception as error:  # whatever it is about the head, its layers do without
+        raise_interrupt(error)
+        return None
+
+
+_NUM_BEFORE_POOLS, _FEW_BLOCKS = 6, 7
+
+
+def _tensors(batch: Batch, states: Tensor, paged: PagedInputs) -> list[Tensor]:
+    """Inputs of the program."""
+    own = batch.input_ids, batch.positions, states.view(*batch.input_ids.shape, -1)
+    return [*own, paged.positions, paged.slot_mapping, paged.block_tables, *_pools(paged)]
+
+
+def _pools(paged: PagedInputs) -> list[Tensor]:
+    return [*paged.key_pools, *paged.value_pools, *paged.scale_pools]
+
+
+def _with_pools(paged: PagedInputs, pools: Iterator[Tensor]) -> PagedInputs:
+    """The same with others in their place."""
+    keys, values, scales = (
+        list(islice(pools, len(theirs))) for theirs in (paged.key_pools, paged.value_pools, paged.scale_pools)
+    )
+    return replace(paged, key_pools=keys, value_pools=values, scale_pools=scales, masks={})
+
+
+def _few(pool: Tensor) -> Tensor:
+    """The same of few blocks, with memory of its own: to trace views of other memory takes long."""
+    return torch.empty((_FEW_BLOCKS, *pool.shape[1:]), dtype=pool.dtype)
+
+
+class _Pass(nn.Module):
+    """A head's pass, called with tensors only."""
+
+    def __init__(self, head: PagedHead, paged: PagedInputs) -> None:
+        super().__init__()
+        self.head, self._paged, self.width = head, paged, cast(int, head.state_size)
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        ids, positions, states, seen, slots, tables, *pools = tensors
+        paged = replace(_with_pools(self._paged, iter(pools)), positions=seen, slot_mapping=slots, block_tables=tables)
+        return _outputs(self.head, ids, positions, states.flatten(0, 1), paged)

@@ -1,0 +1,1 @@
+"""An opened engine: its step, its memory, its ranks and its devices."""

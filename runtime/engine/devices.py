@@ -1,0 +1,88 @@
+"""Devices of a CPU: the i-th NUMA node, or where there is one node the i-th equal share of the cores.
+
+Only cores count that this process may use. Nothing here needs torch.
+"""
+
+import os
+import warnings
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from functools import cache
+from pathlib import Path
+
+from runtime.util.errors import SpecDecWarning, UsageError
+
+_NODES_DIR = Path("/sys/devices/system/node")
+
+
+def check_device_ids(device_ids: Seq[int] | None, tp_size: int) -> tuple[int, ...]:
+    """The devices of an engine's ranks, by default the first; UsageError unless there is one for each."""
+    if device_ids is None:
+        return tuple(range(tp_size))
+    if len(device_ids) != tp_size:
+        raise UsageError(
+            f"the list of devices is not as long as the engine's tp_size {tp_size}: it has {len(device_ids)}, "
+            f"{list(device_ids)}",
+            hint=f"name {tp_size} device{'s' if tp_size > 1 else ''}, one for each rank",
+        )
+    if len(set(device_ids)) < len(device_ids):
+        raise UsageError(
+            f"a device is named twice, and each has one rank of an engine: {list(device_ids)}", hint="name each once"
+        )
+    return tuple(device_ids)
+
+
+def cores_of(device_ids: Seq[int]) -> list[list[int]]:
+    """The cores of each device; UsageError where there is no such NUMA node."""
+    usable = usable_cores()
+    nodes = [sorted(usable & cores) for cores in _numa_nodes() if usable & cores]
+    if len(nodes) > 1:
+        if max(device_ids) >= len(nodes):
+            raise UsageError(
+                f"there is no such device (a CPU's are its {len(nodes)} NUMA nodes): {max(device_ids)}",
+                hint="they are numbered from 0",
+            )
+        return [nodes[device_id] for device_id in device_ids]
+    return equal_shares(sorted(usable), device_ids)
+
+
+def equal_shares(cores: Seq[int], device_ids: Seq[int]) -> list[list[int]]:
+    """Split cores into as many shares as the largest id needs. Cores that are too few for that are shared by
+    neighbours.
+    """
+    count, num_cores = max(device_ids) + 1, len(cores)
+    if count > num_cores:
+        warnings.warn(
+            f"{count} devices share {num_cores} cores: they wait for each other", SpecDecWarning, stacklevel=2
+        )
+    starts = [device_id * num_cores // count for device_id in device_ids]
+    ends = [(device_id + 1) * num_cores // count for device_id in device_ids]
+    return [list(cores[start : max(end, start + 1)]) for start, end in zip(starts, ends, strict=True)]
+
+
+@cache
+def usable_cores() -> frozenset[int]:
+    """Cores that this process may use, as found before it was pinned to some of them."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def pin(cores: Iterable[int]) -> None:
+    """Keep this thread, and those that it begins, to these cores."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+
+
+def _numa_nodes() -> list[set[int]]:
+    paths = sorted(_NODES_DIR.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name.removeprefix("node")))
+    return [_parse_cores(path.read_text()) for path in paths]
+
+
+def _parse_cores(text: str) -> set[int]:
+    """Linux's list, such as 0-3,8."""
+    cores: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores |= set(range(int(first), int(last or first) + 1))
+    return cores

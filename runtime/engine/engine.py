@@ -1,0 +1,618 @@
+"""An opened engine: sequences are admitted, stepped and released; the K/V cache is behind it.
+
+Between `admit` and `release` a sequence owns blocks. `step` computes what each sequence has not computed yet and its
+draft, and says what the target made of it; committing the verdict is the caller's, so that both loops share one engine.
+"""
+
+import dataclasses
+import time
+from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor
+
+from runtime.checkpoint.bundle import Bundle, check_step_files, read_bundle, unchanged_while_opened, uses_kernels
+from runtime.checkpoint.config import EngineConfig, Share, Size, check_arguments
+from runtime.compiler.compilation import StepFunction, logits_of
+from runtime.core.batch import Row, context_row, generation_row, pack, split_long_rows
+from runtime.core.kv_cache import BlockManager, KVPool, bytes_per_block, kv_dtype
+from runtime.core.limits import check_cache_size, check_draft_len, check_lengths, check_vocabulary
+from runtime.core.request import Draft, Request, Sequence, VerifyResult
+from runtime.core.sampling import NoValidToken
+from runtime.core.states import States, bytes_per_slot, num_slots_of, state_inputs
+from runtime.core.stats import StateStats
+from runtime.core.verify import compute_masks_ahead, verify_all
+from runtime.engine.devices import check_device_ids
+from runtime.engine.draft_vocab import among_all, read_draft_ids
+from runtime.engine.head_cache import HeadCache, ReadsStates, bytes_of_head
+from runtime.engine.load import check_environment, check_shape, open_copy
+from runtime.engine.ranks import RankedModel, RankedStep, open_ranks
+from runtime.kernels.ops import flush_denormals, openmp_alone
+from runtime.util.control_groups import free_memory
+from runtime.util.errors import SpecDecError, UsageError
+from runtime.util.locks import MODEL_INIT_LOCK
+from runtime.util.out_of_memory import is_out_of_memory, out_of_memory
+from runtime.util.thread_turns import ThreadTurns
+
+# A prompt is computed in pieces: those that wait for it wait less, and a piece does not look at blocks after it.
+DEFAULT_MAX_NUM_TOKENS = 512
+_SHORT_ROW = 32
+_MAX_LOGITS = 1 << 23  # computed at once of a prompt that is scored
+
+
+_STATE_CHECKPOINT_INTERVAL = 8192
+
+
+@dataclass(frozen=True)
+class KVCacheConfig:
+    """Size of the K/V cache, and whether released blocks are reused.
+
+    `max_tokens` bounds it on any device. Without it a CPU gets what max_batch_size sequences of max_seq_len tokens
+    need, and a GPU `free_gpu_memory_fraction` of the memory that is free once the engine is open. A model's states,
+    if it has any, are kept after each `state_checkpoint_interval` tokens of a prompt, for others that begin alike;
+    None: 8,192. For a model without states, and where nothing is reused, it is an error.
+    """
+
+    block_reuse: bool = True
+    max_tokens: Size | None = None
+    free_gpu_memory_fraction: Share = 0.9
+    state_checkpoint_interval: int | None = None
+
+    def __post_init__(self) -> None:
+        check_arguments(KVCacheConfig, vars(self))
+
+    def interval(self, *, has_states: bool) -> int | None:
+        """Tokens of prompts after which states are kept; None where they are not. UsageError for one that nothing
+        reads."""
+        interval = self.state_checkpoint_interval
+        if interval is None:
+            return _STATE_CHECKPOINT_INTERVAL if self.block_reuse else None
+        if interval < 1:
+            raise UsageError(
+                f"states are kept at intervals of at least one token: {interval}",
+                hint="raise `state_checkpoint_interval`",
+            )
+        if not has_states or not self.block_reuse:
+            why = "nothing is reused" if has_states else "the model has no states"
+            raise UsageError(
+                f"states are kept along prompts for requests that reuse them, and {why}: state_checkpoint_interval "
+                f"{interval}",
+                hint="leave it out",
+                code="state_interval",
+                why=why,
+                interval=interval,
+            )
+        return interval
+
+
+class Engine:
+    """Open one with `Engine.open`; use it as a context manager or `close` it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        step: StepFunction,
+        device: torch.device,
+        kv_cache: KVCacheConfig,
+        max_num_tokens: int = DEFAULT_MAX_NUM_TOKENS,
+        copy_step: StepFunction | None = None,
+        draft_ids: Tensor | None = None,
+    ) -> None:
+        if max_num_tokens < 1:
+            raise UsageError(f"at least one token is computed at a time: {max_num_tokens}", hint="raise it")
+        interval = kv_cache.interval(has_states=bool(config.states))
+        self.config = config
+        self.max_num_tokens = max_num_tokens
+        self.device = device
+        self.block_reuse = kv_cache.block_reuse
+        self.turns = ThreadTurns()
+        """Turns of the threads that use it."""
+        self.step_time_s = self.copy_time_s = 0.0
+        self._is_open = True
+        self._step, self._copy_step = step, copy_step
+        self.draft_ids = draft_ids
+        """(n,) int64 ids that drafts have, of a copy and of heads without ids of their own; None: all."""
+        self._ids_of_copy = None if draft_ids is None else draft_ids.to(device)
+        self.directory: Path | None = None
+        self.ranks = step if isinstance(step, RankedStep) else None
+        # Elsewhere each row has its K/V gathered first, and a GPU computes padding while it waits for its memory.
+        self._reads_in_place = uses_kernels(config.build_config.compiler, device.type)
+        num_blocks = _num_blocks(config, kv_cache, device)
+        copied = None if self.ranks is None else self.ranks.copy_slot
+        self._states = (
+            States(config.states, config.build_config, getattr(torch, config.dtype), device, interval, copied)
+            if config.states
+            else None
+        )
+        block_size = config.build_config.tokens_per_block
+        self._blocks = BlockManager(num_blocks, block_size, reuse=kv_cache.block_reuse)
+        try:
+            self._pool = KVPool(config.layers, num_blocks, block_size, _kv_dtype(config), device)
+        except (RuntimeError, MemoryError, OSError) as error:  # less was there than the system said
+            raise out_of_memory(error) if is_out_of_memory(error) else error from error
+        self._heads: list[HeadCache] = []
+
+    @classmethod
+    def open(
+        cls,
+        engine_dir: Path,
+        device_ids: Seq[int] | None = None,
+        kv_cache: KVCacheConfig | None = None,
+        max_num_tokens: int = DEFAULT_MAX_NUM_TOKENS,
+    ) -> "Engine":
+        """Open an engine directory on a device for each of its ranks, by default the first ones.
+
+        An engine for the CPU is of one rank on all cores, which are device 0, or of several, each on its own.
+        Prompts are computed `max_num_tokens` tokens at a time. Raises SpecDecError if the directory is damaged or was
+        built for another environment, or the cache does not fit.
+        """
+        return cls.of_bundle(read_bundle(engine_dir), device_ids, kv_cache, max_num_tokens)
+
+    @classmethod
+    def of_bundle(
+        cls,
+        bundle: Bundle,
+        device_ids: Seq[int] | None = None,
+        kv_cache: KVCacheConfig | None = None,
+        max_num_tokens: int = DEFAULT_MAX_NUM_TOKENS,
+    ) -> "Engine":
+        """`open`, of a directory whose configuration has been read."""
+        config, engine_dir = bundle.config, bundle.directory
+        device_ids = check_device_ids(device_ids, config.mapping.tp_size)
+        if config.environment.device == "cuda" and not torch.cuda.is_available():
+            check_environment(config, engine_dir, torch.device("cpu"))
+        device = _first_device(config.environment.device, device_ids)
+        check_environment(config, engine_dir, device)
+        with MODEL_INIT_LOCK, unchanged_while_opened(bundle):
+            check_step_files(bundle)
+            check_shape(config, engine_dir)
+            step = open_ranks(RankedModel.of(config, engine_dir), device, device_ids)
+            draft_ids = read_draft_ids(bundle)
+            copy_step = open_copy(step, engine_dir, device, draft_ids) if config.build_config.self_draft else None
+        try:
+            engine = cls(config, step, device, kv_cache or KVCacheConfig(), max_num_tokens, copy_step, draft_ids)
+            engine.directory = engine_dir
+            return engine
+        except BaseException:
+            if isinstance(step, RankedStep):
+                step.close()
+            raise
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def clear_cache(self) -> None:
+        """Forget all K/V of released sequences, so that what comes next starts cold."""
+        self.turns.take(self._clear_cache)
+
+    def _clear_cache(self) -> None:
+        self._blocks.clear()
+        if self._states is not None:
+            self._states.manager.clear()
+
+    def close(self) -> None:
+        """Give back the memory of the K/V cache and the compiled step. Closed, it can be closed again, and no more.
+
+        A step of another thread is waited for; its next one is an error.
+        """
+        self.turns.take(self._close)
+
+    def _close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            if self.ranks is not None:
+                self.ranks.close()
+            del self._step, self._copy_step, self._pool
+            self._heads.clear()
+            if self._states is not None:
+                self._states.pools.clear()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # the next engine's cache is sized by what is free
+
+    @property
+    def failure(self) -> SpecDecError | None:
+        """Why it computes no more steps, such as a rank that has ended; None while it does."""
+        return None if self.ranks is None else self.ranks.failure
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Context for code around a step, such as sampling: torch's loops there wake none of its OpenMP's threads.
+
+        They would wait for more work on the cores of a step that does not need them. Other steps share their own loops
+        among them.
+        """
+        is_packaged = self.config.build_config.compiler == "aot" and self.device.type == "cpu"
+        return openmp_alone() if is_packaged else nullcontext()
+
+    def check_is_open(self) -> None:
+        """SpecDecError once it was closed."""
+        if not self._is_open:
+            self.turns.wait_if_ended()
+            raise SpecDecError("the engine was closed", hint="open it again")
+
+    @property
+    def max_draft_len(self) -> int:
+        return self.config.build_config.max_draft_len
+
+    @property
+    def max_batch_size(self) -> int:
+        return self.config.build_config.max_batch_size
+
+    @property
+    def cache_usage(self) -> float:
+        """Share of the K/V cache's blocks that sequences hold."""
+        return 1 - self._blocks.num_free_blocks / (self._blocks.num_blocks - 1)
+
+    @property
+    def num_cache_tokens(self) -> int:
+        """Tokens whose K/V fit."""
+        return self._blocks.num_cache_tokens
+
+    @property
+    def num_state_slots(self) -> int:
+        """Slots for states of sequences; 0 of a model without states."""
+        return 0 if self._states is None else self._states.manager.num_slots - 1
+
+    @property
+    def state_stats(self) -> StateStats:
+        """Counts of the slots' use so far."""
+        return StateStats() if self._states is None else self._states.manager.stats
+
+    @property
+    def num_cache_bytes(self) -> int:
+        """Bytes of a full K/V cache."""
+        block_bytes = bytes_per_block(self.config.layers, self._blocks.block_size, _kv_dtype(self.config))
+        return self._blocks.num_blocks * block_bytes
+
+    def check_request(self, request: Request) -> None:
+        """SpecDecError if the engine cannot serve the request whatever else runs."""
+        self.check_is_open()
+        self.check_lengths(request)
+        check_vocabulary(request, self.config.vocab_size)
+
+    def check_lengths(self, request: Request) -> None:
+        """SpecDecError if the request is longer than what the engine was built for, or than its K/V cache."""
+        check_lengths(request, self.config.build_config, self._num_positions)
+        # The last token's K/V are never needed.
+        num_tokens = len(request.prompt_tokens) + request.max_new_tokens - 1
+        check_cache_size(request, num_tokens, self._blocks.num_cache_tokens)
+
+    def _num_positions(self) -> int | None:
+        from runtime.model.pretrained import num_positions, parse_pretrained_config
+
+        return num_positions(parse_pretrained_config(self.config.pretrained_config, "config.json"))
+
+    def check_draft_len(self, max_draft_len: int) -> None:
+        """SpecDecError if the engine was built for shorter drafts."""
+        check_draft_len(max_draft_len, self.max_draft_len)
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Give the sequence blocks for its tokens and a draft, finding K/V that is already known.
+
+        False: no room now, nothing changed. SpecDecError: it would not fit an empty cache either.
+        """
+        self.check_is_open()
+        num_tokens = len(sequence.tokens) + self.max_draft_len_of(sequence)
+        found = None
+        if self._states is not None:
+            num_known = self._blocks.match_len(sequence)
+            found = self._states.manager.find(sequence.tokens, num_known)
+            if found is None:
+                return False
+            is_worth_keeping = num_known - found.num_tokens >= self._blocks.block_size
+            sequence.shared_len = num_known if is_worth_keeping else 0
+        copies = self._blocks.admit(sequence, num_tokens, None if found is None else found.num_tokens)
+        if copies is None:
+            check_cache_size(sequence.request, num_tokens, self._blocks.num_cache_tokens)
+            return False
+        try:
+            if self._states is not None and found is not None:
+                self._states.admit(sequence, found)
+            for copy in copies:
+                self._pool.copy_block(copy)
+                for head in self._heads:
+                    head.copy_block(copy)
+                if self.ranks is not None:
+                    self.ranks.copy_block(copy)
+        except BaseException:  # Ctrl-C between two layers: what was found is there in part
+            sequence.num_computed = 0
+            raise
+        for head in self._heads:
+            head.forget(sequence.block_table, sequence.num_computed)
+        sequence.stats.num_reused_tokens += sequence.num_computed
+        return True
+
+    def extend(self, sequence: Sequence) -> bool:
+        """Give an admitted sequence that grew blocks for all its tokens and a draft. False: no room, no change."""
+        num_blocks = len(sequence.block_table)
+        if not self._blocks.extend(sequence, len(sequence.tokens) + self.max_draft_len_of(sequence)):
+            return False
+        for head in self._heads:
+            head.forget(sequence.block_table, num_blocks * self._blocks.block_size)
+        return True
+
+    def step(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> list[VerifyResult | NoValidToken]:
+        """One target forward for admitted sequences, each with a draft of at most max_draft_len tokens (or empty).
+
+        Leaves every sequence's tokens as they are and `num_computed` at what the verdict makes valid. A sequence with
+        NoValidToken cannot go on; the others can.
+        """
+        compute_masks_ahead(sequences, drafts)
+        all_logits = self.forward(sequences, drafts)
+        verdicts = verify_all(sequences, drafts, all_logits)
+        for i, (sequence, verdict) in enumerate(zip(sequences, verdicts, strict=True)):
+            if isinstance(verdict, NoValidToken):
+                continue
+            if sequence.request.wants_logits:
+                verdicts[i] = dataclasses.replace(verdict, logits=all_logits[i][: verdict.num_accepted + 1])
+            sequence.num_computed = len(sequence.tokens) + verdict.num_accepted
+        return verdicts
+
+    def forward(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Seq[Tensor]:
+        """Compute what admitted sequences have not computed yet, and their drafts.
+
+        Returns (draft_len + 1, vocab) logits of each: row i is after i draft tokens. `num_computed` stays below the
+        last token; the caller that accepts tokens advances it.
+        """
+        for sequence, draft in zip(sequences, drafts, strict=True):
+            if len(draft.tokens) > self.max_draft_len_of(sequence):
+                raise SpecDecError(
+                    f"the drafter proposed more than the {self.max_draft_len_of(sequence)} tokens that "
+                    f"{sequence.request.name} can take: {len(draft.tokens)}"
+                )
+        for sequence in sequences:
+            if self._states is not None:
+                self._states.rewind(sequence)
+            while sequence.num_unscored:
+                self.compute_context(sequence, min(sequence.num_unscored, self.max_num_tokens))
+            while len(sequence.tokens) - sequence.num_computed > self.max_num_tokens:
+                self.compute_context(sequence, self.max_num_tokens)
+            while self._states is not None and (end := self._states.next_kept(sequence)):
+                self.compute_context(sequence, end - sequence.num_computed)
+        return self._forward_apart([generation_row(s, d.tokens) for s, d in zip(sequences, drafts, strict=True)])
+
+    def forward_draft(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Seq[Tensor]:
+        """Run the self-draft copy like `forward`: into the same K/V cache, and of no more tokens than fit a draft.
+
+        Its K/V never count: `num_computed` of a sequence that is stepped or released must stay at what the target has
+        computed, whose step computes these tokens again, and overwrites their K/V before it reads.
+        """
+        rows = [generation_row(s, d.tokens) for s, d in zip(sequences, drafts, strict=True)]
+        ids, size = self._ids_of_copy, self.config.vocab_size
+        return [among_all(logits, ids, size) for logits in self._forward_apart(rows, by_copy=True)]
+
+    def add_head(self, head: ReadsStates) -> HeadCache:
+        """Keep from now on what this head reads of the target's tokens, until it is removed.
+
+        The K/V of released sequences are forgotten: of their tokens there is nothing for it.
+        """
+        self.check_is_open()
+        block_size, dtype = self._blocks.block_size, getattr(torch, self.config.dtype)
+        needed = self._blocks.num_blocks * bytes_of_head(head, block_size, dtype)
+        if needed > (free_bytes := _free_memory(self.device)):
+            raise SpecDecError(
+                f"what a trained drafter keeps of tokens needs {needed / 1e6:,.1f} MB, and {self.device} has free: "
+                f"{free_bytes / 1e6:,.1f} MB",
+                hint="lower max_tokens of the K/V cache, or free memory",
+                code="cache_too_large",
+            )
+        cache = HeadCache(head, self._blocks.num_blocks, block_size, dtype, self.device)
+
+        def add() -> None:
+            self._clear_cache()
+            self._heads.append(cache)
+
+        self.turns.take(add)
+        return cache
+
+    @property
+    def target_step(self) -> Any:
+        """The compiled step, for whoever shares its weights."""
+        return self._step
+
+    @property
+    def kv_pool(self) -> KVPool:
+        """The target's keys and values, for a head that reads them."""
+        return self._pool
+
+    def remove_head(self, cache: HeadCache) -> None:
+        self.turns.take(partial(self._remove_head, cache))
+
+    def _remove_head(self, cache: HeadCache) -> None:
+        self._heads = [one for one in self._heads if one is not cache]
+
+    def _forward_apart(self, rows: Seq[Row], *, by_copy: bool = False) -> list[Tensor]:
+        """The logits of each row by itself."""
+        logits: dict[int, Tensor] = {}
+        for group in _similar_lengths(rows):
+            together = self._forward([rows[i] for i in group], by_copy=by_copy)
+            # One at a time needs no division, which takes 50 us where the step has emptied the caches.
+            parts = [together] if len(group) == 1 else together.split_with_sizes([rows[i].num_logits for i in group])
+            logits.update(zip(group, parts, strict=True))
+        return [logits[i] for i in range(len(rows))]
+
+    def release(self, sequence: Sequence) -> None:
+        """Take the sequence's blocks back; with block reuse its K/V can be found until they are needed."""
+        if self._states is not None and sequence.state_slot:
+            self._states.manager.release(sequence)
+        self._blocks.release(sequence)
+
+    def max_draft_len_of(self, sequence: Sequence) -> int:
+        """Tokens that a draft may have for the engine and for the sequence's budget."""
+        return min(self.max_draft_len, sequence.max_draft_len)
+
+    def raise_cache_is_taken(self, request: Request) -> NoReturn:
+        """Report that other requests hold what this one needs, and do not release it while it waits."""
+        if self._states is not None and self._states.manager.is_full:
+            raise SpecDecError(
+                f"no room for {request.name}: sequences of another generation hold all slots of states: "
+                f"{self.num_state_slots}",
+                hint="finish or close other generations on this engine; a draft model needs an engine of its own",
+            )
+        raise SpecDecError(
+            f"no room for {request.name} in the K/V cache: {self._blocks.num_free_blocks} of "
+            f"{self._blocks.num_blocks - 1} blocks are free, and sequences of another generation hold the rest",
+            hint="finish or close other generations on this engine; a draft model needs an engine of its own",
+        )
+
+    def compute_context(self, sequence: Sequence, num_tokens: int) -> None:
+        """Compute the next `num_tokens` of an admitted sequence's uncomputed tail, which must be longer.
+
+        Of a prompt that is scored no more than are unscored, in pieces, because each of these tokens has logits.
+        """
+        while num_tokens:
+            num_known = len(sequence.prompt_logprobs) - sequence.num_computed
+            is_scored = sequence.num_unscored > 0 and num_known <= 0
+            most = max(_MAX_LOGITS // self.config.vocab_size, 1) if is_scored else max(num_known, 0) or num_tokens
+            kept = 0 if self._states is None else self._states.next_kept(sequence)
+            most = min(most, kept - sequence.num_computed) if kept else most
+            row = context_row(sequence, min(num_tokens, most))
+            if is_scored:
+                sequence.score(self._forward([dataclasses.replace(row, num_logits=len(row.tokens))]))
+            else:
+                self._forward([row])
+            sequence.num_computed += len(row.tokens)
+            num_tokens -= len(row.tokens)
+            if self._states is not None and sequence.num_computed == kept:
+                self._states.keep(sequence)
+
+    def forward_context(self, sequence: Sequence, num_tokens: int) -> Tensor:
+        """Compute the next `num_tokens` of an admitted sequence; (num_tokens, vocab) logits after each of them."""
+        logits = self._forward([dataclasses.replace(context_row(sequence, num_tokens), num_logits=num_tokens)])
+        sequence.num_computed += num_tokens
+        return logits
+
+    def occupy_cache(self, blocks: range) -> None:
+        """Have these blocks of the K/V cache in memory, as if they were in use: for measuring."""
+        self.check_is_open()
+        self._pool.occupy(blocks)
+
+    def time_step(self, rows: list[Row], *, by_copy: bool = False) -> float:
+        """Seconds of the compiled step for these rows. Its writes to the K/V cache are unused."""
+
+        def step() -> float:
+            before = self.step_time_s + self.copy_time_s
+            self._forward(rows, by_copy=by_copy)
+            return self.step_time_s + self.copy_time_s - before
+
+        return self.turns.take(step)
+
+    def _forward(self, rows: Seq[Row], *, by_copy: bool = False) -> Tensor:
+        """(T, vocab) logits of the rows' last positions."""
+        self.check_is_open()
+        step = self._copy_step if by_copy else self._step
+        assert step is not None
+        if self._reads_in_place:
+            rows = split_long_rows(rows)
+        batch = pack(rows, self._blocks.block_size, self.device)
+        if self.device.type == "cpu":
+            flush_denormals()
+        if self._states is not None:
+            self._states.advance(rows)  # before they are written, or a step that fails leaves slots that say otherwise
+        start = time.perf_counter()
+        with torch.inference_mode():
+            states = () if self._states is None else state_inputs(rows, self._states.pools)
+            output = step(*batch.tensors(), *self._pool.tensors(), *states)
+            if isinstance(output, tuple) and not by_copy:
+                for head in self._heads:
+                    head.keep(batch.slot_mapping.flatten(), output[1])
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if by_copy:
+            self.copy_time_s += time.perf_counter() - start
+        else:
+            self.step_time_s += time.perf_counter() - start
+        return logits_of(output)
+
+
+def _similar_lengths(rows: Seq[Row]) -> list[list[int]]:
+    """Indices of rows to compute together: prompts each by itself, because rows are padded to the longest.
+
+    A prompt beside three rows of a draft's length would be computed four times over. By itself it fills the machine.
+    """
+    short = [i for i, row in enumerate(rows) if len(row.tokens) <= _SHORT_ROW]
+    return [*([i] for i, row in enumerate(rows) if len(row.tokens) > _SHORT_ROW), *([short] if short else [])]
+
+
+def resolve_device(kind: Literal["cpu", "cuda", "auto"], device_id: int) -> torch.device:
+    """The device an id names (`auto`: a GPU where there is one); UsageError if this machine has none of that id."""
+    if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
+        count = torch.cuda.device_count()
+        if count == 0:
+            raise SpecDecError("this machine has no GPU to run on", hint="build for the CPU", code="no_gpu")
+        if device_id >= count:
+            raise UsageError(
+                f"there is no such GPU (this machine has {count}): {device_id}", hint="GPUs are numbered from 0"
+            )
+        return torch.device("cuda", device_id)
+    if device_id != 0:
+        raise UsageError(
+            f"there is no such device (the engine runs on the CPU, device 0): {device_id}", hint="the CPU is device 0"
+        )
+    return torch.device("cpu")
+
+
+def _first_device(kind: Literal["cpu", "cuda"], device_ids: Seq[int]) -> torch.device:
+    """First device of rank 0. A processor's devices are its cores, and are looked up where there are several ranks."""
+    if kind == "cpu" and len(device_ids) > 1:
+        return torch.device("cpu")
+    devices = [resolve_device(kind, device_id) for device_id in device_ids]  # and the others are there too
+    return devices[0]
+
+
+def _kv_dtype(config: EngineConfig) -> torch.dtype:
+    return kv_dtype(config.dtype, config.step_shape.kv_cache)
+
+
+def _num_blocks(config: EngineConfig, kv_cache: KVCacheConfig, device: torch.device) -> int:
+    """Blocks in the pool, the null block included; SpecDecError, with the numbers, if memory is too small for them."""
+    build = config.build_config
+    block_bytes = bytes_per_block(config.layers, build.tokens_per_block, _kv_dtype(config))
+    num_blocks = build.max_batch_size * -(-build.max_seq_len // build.tokens_per_block)
+    if kv_cache.max_tokens is not None:
+        num_blocks = -(-kv_cache.max_tokens // build.tokens_per_block)
+    free_bytes = _free_memory(device) - _bytes_of_states(config, device)
+    usable_bytes, hint, code = free_bytes, "lower max_tokens of the K/V cache, or free memory", "cache_too_large"
+    if device.type == "cuda" and block_bytes:
+        usable_bytes = int(free_bytes * kv_cache.free_gpu_memory_fraction)
+        fitting = usable_bytes // block_bytes - 1  # one is the null block
+        num_blocks = min(num_blocks, fitting) if kv_cache.max_tokens is not None else fitting
+        num_blocks = max(num_blocks, 1)
+        hint, code = "raise free_gpu_memory_fraction, or free memory on the device", "cache_too_large_for_gpu"
+    if (num_blocks + 1) * block_bytes > usable_bytes:
+        raise SpecDecError(
+            f"a K/V cache of {num_blocks * build.tokens_per_block} tokens needs "
+            f"{(num_blocks + 1) * block_bytes / 1e6:,.1f} MB, and {device} has for it: "
+            f"{usable_bytes / 1e6:,.1f} MB of {free_bytes / 1e6:,.1f} MB free",
+            hint=hint,
+            code=code,
+        )
+    return num_blocks + 1
+
+
+def _bytes_of_states(config: EngineConfig, device: torch.device) -> int:
+    """Memory of all slots of states; SpecDecError, with the numbers, if there is less."""
+    if not config.states:
+        return 0
+    build, dtype = config.build_config, getattr(torch, config.dtype)
+    num_slots = num_slots_of(config.states, build, dtype)
+    needed = num_slots * bytes_per_slot(config.states, build.max_draft_len, dtype)
+    if needed > (free_bytes := _free_memory(device)):
+        raise SpecDecError(
+            f"the states of {build.max_batch_size} sequences, and those kept for others, need {needed / 1e6:,.1f} MB, "
+            f"and {device} has free: {free_bytes / 1e6:,.1f} MB",
+            hint="build with a lower max_batch_size or max_draft_len, or free memory",
+        )
+    return needed
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes that can be had on the device now."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_memory()

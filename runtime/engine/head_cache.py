@@ -1,0 +1,111 @@
+"""Memory of a trained drafter (a head), by the slots of its target's K/V cache.
+
+A slot of token j has the hidden state that the head reads of it, as soon as the target has computed it, and the keys
+and values that the head makes of the pair (token j, hidden state of token j - 1). Both depend on nothing behind token
+j, as the target's own keys and values do. So they are found again, copied, handed on and given back with these, and a
+head that is behind, after a lookup's drafts or in a prompt that another request has computed, computes what it lacks.
+
+Slot 0 of a sequence has no pair, and no query of the head sees it. A head that drafts blocks takes no pairs: its keys
+and values of token j are made of that token's own hidden state, slot 0's too.
+"""
+
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.checkpoint.config import LayerShape
+from runtime.core.kv_cache import BlockCopy, KVPool, bytes_per_block
+from runtime.kernels.memory import zeros
+
+
+class ReadsStates(Protocol):
+    """The part of a head that an engine calls."""
+
+    @property
+    def state_size(self) -> int: ...
+
+    @property
+    def kv_layers(self) -> Seq[LayerShape]: ...
+
+    @property
+    def first_token(self) -> int:
+        """The first token of a sequence that it has keys and values of: 1 where it takes pairs."""
+        ...
+
+    def reduce(self, states: Tensor) -> Tensor:
+        """(tokens, state_size) of the (tokens, width) hidden states that the target's step gives."""
+        ...
+
+
+def bytes_of_head(head: ReadsStates, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of a block."""
+    return bytes_per_block(head.kv_layers, block_size, dtype) + block_size * head.state_size * dtype.itemsize
+
+
+class HeadCache:
+    """The memory of one head; `num_blocks` and `block_size` are the engine's."""
+
+    def __init__(
+        self, head: ReadsStates, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._reduce, self.block_size, self._first = head.reduce, block_size, head.first_token
+        self.states = zeros((num_blocks, block_size, head.state_size), dtype, device)
+        self.pool = KVPool(head.kv_layers, num_blocks, block_size, dtype, device)
+        self._has_state = np.zeros((num_blocks, block_size), dtype=bool)
+        self._has_kv = np.zeros((num_blocks, block_size), dtype=bool)
+
+    def keep(self, slots: Tensor, states: Tensor) -> None:
+        """Keep the (tokens, width) hidden states of the tokens of (tokens,) slots."""
+        reduced = self._reduce(states).to(self.states.dtype)
+        self.states.flatten(0, 1)[slots, : reduced.shape[-1]] = reduced
+        self._has_state.reshape(-1)[slots.cpu().numpy()] = True
+
+    def copy_block(self, copy: BlockCopy) -> None:
+        self.pool.copy_block(copy)
+        for tensor in (self.states, self._has_state, self._has_kv):
+            tensor[copy.destination] = tensor[copy.source]
+
+    def forget(self, block_table: Seq[int], start: int) -> None:
+        """Forget what the slots of a sequence from position `start` on had of others."""
+        first, offset = divmod(start, self.block_size)
+        for has in (self._has_state, self._has_kv):
+            has[block_table[first : first + 1], offset:] = False
+            has[block_table[first + 1 :]] = False
+
+    def num_known(self, block_table: Seq[int], num_tokens: int) -> int | None:
+        """Leading tokens of a sequence whose keys and values the head has, at least 1 where it takes pairs: of the
+        first it needs none.
+
+        Of the `num_tokens` that the target has computed; all of them for a head that has none of its own. None where a
+        hidden state of the others is not there.
+        """
+        own = list(block_table[: -(-num_tokens // self.block_size)])
+        has_kv, has_state = (has[own].reshape(-1)[:num_tokens] for has in (self._has_kv, self._has_state))
+        first = self._first
+        lacks = np.flatnonzero(~has_kv[first:])
+        start = int(lacks[0]) + first if len(lacks) and self.pool.keys else num_tokens
+        return start if has_state[start - first :].all() else None
+
+    def mark_known(self, block_table: Seq[int], start: int, end: int) -> None:
+        """The head has made keys and values of the sequence's tokens `start` to `end` - 1."""
+        self._has_kv.reshape(-1)[self.slots(block_table, start, end)] = True
+
+    def keep_own(self, block_table: Seq[int], start: int, outputs: Tensor, width: int) -> None:
+        """Keep what the head has made of the sequence's tokens from `start` on, beside their hidden states: the numbers
+        of its (tokens, state_size) outputs behind the first `width`."""
+        slots = torch.tensor(self.slots(block_table, start, start + len(outputs)), device=self.states.device)
+        self.states.flatten(0, 1)[slots, width:] = outputs[:, width:]
+
+    def states_for(self, block_table: Seq[int], start: int, end: int) -> Tensor:
+        """(end - start, state_size) hidden states of the tokens before each of tokens `start` to `end` - 1, or of these
+        themselves where the head takes no pairs."""
+        first = self._first
+        slots = torch.tensor(self.slots(block_table, start - first, end - first), device=self.states.device)
+        return self.states.flatten(0, 1)[slots]
+
+    def slots(self, block_table: Seq[int], start: int, end: int) -> list[int]:
+        size = self.block_size
+        return [block_table[i // size] * size + i % size for i in range(start, end)]

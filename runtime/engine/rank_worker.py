@@ -1,0 +1,88 @@
+"""The process of a rank other than 0: it computes the batches that rank 0 sends, and knows of nothing else.
+
+It ends with rank 0's process, however that ends: a pipe that only that process can write to is at its end then.
+"""
+
+import json
+import os
+import sys
+import threading
+from typing import Any
+
+from runtime.util.collector import collect_rarely
+
+
+def main() -> None:
+    """Begin as the first line on standard input says; batches follow it."""
+    collect_rarely()
+    job = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_end_with, args=(job["life"],), daemon=True).start()
+    if job["cores"] and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, job["cores"])  # before torch, which counts them
+    with os.fdopen(job["status"], "w") as status:
+        try:
+            _compute(job, status)
+        except Exception as error:
+            print(json.dumps(_words(error)), file=status, flush=True)
+            sys.exit(1)
+
+
+def _words(error: Exception) -> dict[str, Any]:
+    from runtime.util.errors import SpecDecError
+
+    if isinstance(error, SpecDecError):
+        return {"message": error.message, "hint": error.hint}
+    return {"message": f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"}
+
+
+def _end_with(life: int) -> None:
+    os.read(life, 1)
+    os._exit(0)
+
+
+def _compute(job: dict[str, Any], status: Any) -> None:
+    from pathlib import Path
+
+    import torch
+
+    from runtime.checkpoint.config import LayerShape, Mapping, Quantization, StateShape, parse
+    from runtime.core.kv_cache import BlockCopy, KVPool, kv_dtype
+    from runtime.core.states import StateCopy, copy_slot, num_rolled_back, state_pools
+    from runtime.engine.load import StepKind, open_step
+    from runtime.kernels.groups import COPY_BLOCK, COPY_SLOT, POOL, join_by_number, receive, to_batch
+    from runtime.kernels.ops import flush_denormals
+
+    device = torch.device(job["device"])
+    if job["cores"]:
+        torch.set_num_threads(min(torch.get_num_threads(), len(job["cores"])))
+    mapping = Mapping(job["tp_size"], job["tp_size"], job["rank"])
+    directory = Path(job["directory"])
+    quantization = None if job["quantization"] is None else parse(Quantization, job["quantization"], "quantization")
+    own = StepKind(job["compiler"], job["pretrained_config"], job["dtype"], quantization)
+    step = open_step(own, directory, device, mapping)
+    join_by_number(job["way"], job["meeting"], mapping.rank, mapping.tp_size).use()
+    layers = tuple(parse(LayerShape, layer, "layers") for layer in job["layers"])
+    states = tuple(parse(StateShape, state, "states") for state in job["states"])
+    num_back, dtype = num_rolled_back(job["max_draft_len"]), getattr(torch, job["dtype"])
+    kv_cache = None if quantization is None else quantization.kv_cache_quant_algo
+    kept_as = kv_dtype(job["dtype"], kv_cache)
+    flush_denormals()
+    print("{}", file=status, flush=True)
+    pool: KVPool | None = None
+    slots: list[torch.Tensor] = []
+    with torch.inference_mode():
+        while (message := receive(sys.stdin.buffer)) is not None:
+            kind = int(message[0])
+            if kind == POOL:
+                pool, slots = None, []  # before there are others
+                pool = KVPool(layers, int(message[1]), int(message[2]), kept_as, device)
+                slots = state_pools(states, int(message[3]), num_back, dtype, device)
+            elif kind == COPY_BLOCK:
+                assert pool is not None
+                pool.copy_block(BlockCopy(int(message[1]), int(message[2])))
+            elif kind == COPY_SLOT:
+                copy_slot(slots, StateCopy(int(message[1]), int(message[2])))
+            else:
+                assert pool is not None
+                *batch, last = to_batch(message, device)
+                step(*batch, *((*pool.tensors(), last, slots) if slots else (last, *pool.tensors())))

@@ -1,0 +1,248 @@
+"""Rank 0 of an engine that is split: its step, which the other ranks' processes compute with it.
+
+They get the tensors of a batch, and do with their K/V what this one does. Drafting, sampling and accounting are rank
+0's alone.
+"""
+
+import dataclasses
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.checkpoint.bundle import LIBRARY
+from runtime.checkpoint.config import Compiler, Dtype, EngineConfig, LayerShape, Mapping, Quantization, StateShape
+from runtime.compiler.compilation import StepFunction, logits_of
+from runtime.core.kv_cache import BlockCopy
+from runtime.core.states import StateCopy
+from runtime.engine.devices import cores_of, pin, usable_cores
+from runtime.engine.load import StepKind, open_step
+from runtime.kernels.groups import COPY_BLOCK, COPY_SLOT, POOL, RankGroup, Rendezvous, join, of_batch, send, way_of
+from runtime.kernels.ops import load_kernels
+from runtime.util.errors import SpecDecError
+from runtime.util.processes import Processes
+
+_lock = threading.Lock()
+_here = threading.local()
+_open: set["Place"] = set()
+
+
+class Place:
+    """CPU placement of one engine's rank 0: whatever thread calls its step is kept to the cores of its first device.
+
+    One process is rank 0 of all engines, so it goes from one's device to another's; when the last has closed, it has
+    all cores back.
+    """
+
+    def __init__(self, cores: Seq[int]) -> None:
+        self._cores = cores
+        with _lock:
+            self._threads: int = next(iter(_open))._threads if _open else torch.get_num_threads()
+            _open.add(self)
+
+    def take(self) -> None:
+        """Keep this thread, and those that it begins, to the cores."""
+        if getattr(_here, "place", None) is not self:
+            pin(self._cores)
+            torch.set_num_threads(min(self._threads, len(self._cores)))
+            _here.place = self
+
+    def leave(self) -> None:
+        """Left, it can be left again, and not be taken any more."""
+        with _lock:
+            is_last = _open == {self}
+            _open.discard(self)
+        if is_last:
+            pin(usable_cores())
+            torch.set_num_threads(self._threads)
+            _here.place = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RankedModel:
+    """Model as opened by a rank."""
+
+    directory: Path
+    compiler: Compiler
+    pretrained_config: dict[str, Any]
+    dtype: Dtype
+    quantization: Quantization | None
+    layers: tuple[LayerShape, ...]
+    """Layers of a rank."""
+    tp_size: int
+    hidden_states: tuple[int, ...] = ()
+    """Given by the step, of one rank only (`BuildConfig`)."""
+    states: tuple[StateShape, ...] = ()
+    max_draft_len: int = 0
+
+    @classmethod
+    def of(cls, config: EngineConfig, directory: Path) -> "RankedModel":
+        build, tp_size = config.build_config, config.mapping.tp_size
+        kind = config.pretrained_config, config.dtype, config.quantization
+        states = config.states, build.max_draft_len
+        return cls(directory, build.compiler, *kind, config.layers, tp_size, build.hidden_states, *states)
+
+
+def open_ranks(model: RankedModel, device: torch.device, device_ids: Seq[int]) -> StepFunction:
+    """The step of an engine's directory: this process's, or where there are several ranks a `RankedStep`."""
+    mapping = Mapping(model.tp_size, model.tp_size)
+    kind = StepKind(model.compiler, model.pretrained_config, model.dtype, model.quantization, model.hidden_states)
+    open_own = partial(open_step, kind, model.directory, device, mapping)
+    if model.tp_size == 1:
+        return open_own()
+    return RankedStep(model, device, device_ids, open_own)
+
+
+class RankedStep:
+    """The step of all ranks. One at a time, in any thread; `close` ends the other ranks."""
+
+    def __init__(
+        self, model: RankedModel, device: torch.device, device_ids: Seq[int], open_own: Callable[[], StepFunction]
+    ) -> None:
+        cores = cores_of(device_ids) if device.type == "cpu" else [[] for _ in device_ids]
+        way = way_of(model.compiler, device.type)
+        if way == "shared":
+            load_kernels(model.directory / LIBRARY)
+        self._pool: weakref.ref[Tensor] | None = None
+        rendezvous = Rendezvous(way, model.tp_size)
+        try:
+            self._group = join(rendezvous, 0, model.tp_size)
+            jobs = _jobs(model, rendezvous, cores, rank_devices(device.type, device_ids))
+            try:
+                self._processes = Processes(jobs, rendezvous.files, self._group.stop)
+            except BaseException:
+                self._group.leave()
+                raise
+            self._place = Place(cores[0]) if cores[0] else None
+            self._close = weakref.finalize(self, _close, self._processes, self._group, self._place)
+            try:
+                self._take_place()
+                self.own = open_own()
+                self._processes.wait_until_ready()
+            except BaseException:
+                self.close()
+                raise
+        finally:
+            rendezvous.close()
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        """Run a step like `Step.forward`. SpecDecError if a rank has ended; then all have."""
+        batch, (keys, _, *states) = inputs[:5], inputs[5:]
+        self._take_place()
+        try:
+            with _uninterrupted():
+                self._follow(keys, len(states[1][0]) if states else 0)
+                self._send(*of_batch([*batch, *states[:1]]))
+                self._group.use()
+                return self._settled(logits_of(self.own(*inputs)))
+        except KeyboardInterrupt:  # the step is over
+            raise
+        except BaseException as error:
+            if isinstance(error, OSError | RuntimeError):
+                self._processes.raise_failure()
+            self.close()  # the others wait in the middle of a step
+            raise
+
+    def copy_block(self, copy: BlockCopy) -> None:
+        """Copy a block in the other ranks' pools like `KVPool.copy_block`."""
+        self._copy(COPY_BLOCK, copy)
+
+    def copy_slot(self, copy: StateCopy) -> None:
+        """Copy a slot in the other ranks' pools like `runtime.core.states.copy_slot`."""
+        self._copy(COPY_SLOT, copy)
+
+    def _copy(self, kind: int, copy: BlockCopy | StateCopy) -> None:
+        if self._pool is not None:  # or there is nothing yet to copy
+            try:
+                self._send((kind, copy.source, copy.destination))
+            except OSError:
+                self._processes.raise_failure()
+                raise
+
+    @property
+    def failure(self) -> SpecDecError | None:
+        """Why no step can be computed any more; None while they can."""
+        if self._processes.failure is not None or self._close.alive:
+            return self._processes.failure
+        return SpecDecError("the engine's other ranks have ended", hint="open the engine again")
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the other ranks."""
+        return self._processes.pids
+
+    def close(self) -> None:
+        """Closed, it can be closed again."""
+        self._close()
+
+    def _take_place(self) -> None:
+        if self._place is not None:
+            self._place.take()
+
+    def _settled(self, logits: Tensor) -> Tensor:
+        """Once they are there: a GPU goes on with what it has where another rank has ended."""
+        if logits.is_cuda:
+            torch.cuda.synchronize(logits.device)
+            if self._processes.failure is not None:
+                raise self._processes.failure
+        return logits
+
+    def _send(self, *parts: Seq[int] | Tensor) -> None:
+        if (failure := self.failure) is not None:
+            raise failure
+        for pipe in self._processes.pipes():
+            send(pipe, *parts)
+
+    def _follow(self, keys: list[Tensor], num_slots: int) -> None:
+        """Have the others make a K/V pool like this one, and slots for states, once for each."""
+        if self._pool is None or self._pool() is not keys[0]:
+            self._send((POOL, keys[0].shape[0], keys[0].shape[3], num_slots))
+            self._pool = weakref.ref(keys[0])
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until a step is over: in the middle of it other ranks would wait for this one."""
+    answer = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(answer):
+        yield  # no interrupts here
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, answer)
+    if came:
+        answer(*came[0])
+
+
+def rank_devices(device_type: str, device_ids: Seq[int]) -> list[str]:
+    """torch's names of the ranks' devices: a processor has one for all, and its cores tell them apart."""
+    return [device_type if device_type == "cpu" else f"{device_type}:{device_id}" for device_id in device_ids]
+
+
+def _jobs(model: RankedModel, rendezvous: Rendezvous, cores: Seq[Seq[int]], devices: Seq[str]) -> list[dict[str, Any]]:
+    said = dataclasses.asdict(model) | {
+        "directory": str(model.directory.resolve()),
+        "way": rendezvous.way,
+        "meeting": rendezvous.number,
+    }
+    return [said | {"rank": rank, "cores": cores[rank], "device": devices[rank]} for rank in range(1, model.tp_size)]
+
+
+def _close(processes: Processes, group: RankGroup, place: Place | None) -> None:
+    group.stop()
+    processes.close()
+    group.leave()
+    if place is not None:
+        place.leave()

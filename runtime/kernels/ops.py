@@ -1,0 +1,184 @@
+"""The CPU's kernels for attention and linear layers (`csrc`): loaded once per process, described to the compiler, and
+measured. Importing this module loads nothing; `kernel_library.py` is where the library comes from.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from runtime.checkpoint.config import ARITHMETICS, Arithmetic
+from runtime.kernels.library import MARK
+from runtime.util.errors import SpecDecError
+
+_MOST_COLUMNS = 128
+_MEASURED_SIZE = 2048  # of the layer that is measured, inputs and outputs
+_MANY_TOKENS = 256
+_PASSES = 3
+# Of MKL (VML), which torch takes for cosines, exponentials and the like on the CPU.
+_VECTOR_FUNCTIONS = (
+    *(torch.acos, torch.asin, torch.atan, torch.cos, torch.erf, torch.erfc, torch.exp, torch.expm1, torch.log),
+    *(torch.log10, torch.log1p, torch.log2, torch.sin, torch.sqrt, torch.tan, torch.tanh),
+)
+
+
+def load_kernels(path: Path) -> None:
+    """Make `torch.ops.specdec` available. The first library of a process serves all engines that have the same one.
+
+    SpecDecError if the library cannot be loaded, or is of other sources than the process's, whose layouts may differ.
+    """
+    if hasattr(torch.ops.specdec, "linear"):
+        if f"{MARK}{torch.ops.specdec.sources()}".encode() not in path.read_bytes():
+            raise SpecDecError(
+                f"this process has loaded other kernels than those of: {path}",
+                hint="build its engines with one version, or open them in processes of their own",
+            )
+        return
+    try:
+        torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+    except OSError as error:
+        raise SpecDecError(f"`{path}` cannot be loaded: {error}", hint="build it again", code="engine") from error
+
+
+@contextmanager
+def openmp_alone() -> Iterator[None]:
+    """Torch's own loops are computed by this thread, and its OpenMP's others sleep; the kernels' threads do not.
+
+    After a loop they wait for more work on the cores that the kernels want: a prompt takes up to 1.6 times as long.
+    """
+    if not hasattr(torch.ops.specdec, "keep_openmp_alone"):  # a step that is no package's, as campaigns have it
+        yield
+        return
+    before = torch.ops.specdec.keep_openmp_alone(True)
+    try:
+        yield
+    finally:
+        torch.ops.specdec.keep_openmp_alone(before)
+
+
+_of_this_thread = threading.local()
+
+
+def flush_denormals() -> None:
+    """Take numbers close to 0 for 0, in this thread and in the kernels' threads that help it.
+
+    Without it single steps take 50 to 100 times as long; and a number's bits must not depend on which thread computes
+    it.
+    """
+    torch.set_flush_denormal(True)
+
+
+def flush_denormals_of_openmp() -> None:
+    """The same in this thread's OpenMP threads, for a step whose loops they compute."""
+    if not getattr(_of_this_thread, "others_flush", False):
+        torch.ops.specdec.flush_denormals_of_openmp()
+        _of_this_thread.others_flush = True
+
+
+def kernel_group_size(group_size: int) -> int:
+    """Columns that the kernels take together: those of a weight's group, or the largest part that is short enough."""
+    return next(size for size in range(min(group_size, _MOST_COLUMNS), 0, -1) if group_size % size == 0)
+
+
+def describe_kernels() -> None:
+    """Tell the compiler the shapes of what the kernels return; needed to export or compile, not to run."""
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *others: object, **more: object) -> Tensor:
+        return query.new_empty(query.shape[2], query.shape[1], value.shape[3])
+
+    panel = torch.ops.specdec.panel()
+
+    def pack_linear(weight: Tensor) -> Tensor:
+        return weight.new_empty(-(-weight.shape[0] // panel), weight.shape[1], panel)
+
+    def linear(x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int, arithmetic: int) -> Tensor:
+        return x.new_empty(*x.shape[:-1], num_outputs)
+
+    def experts_linear(x: Tensor, packed: Tensor, chosen: Tensor, num_outputs: int, *settings: int) -> Tensor:
+        return x.new_empty(chosen.shape[0], num_outputs)
+
+    def short_conv(inputs: Tensor, *others: object) -> Tensor:  # and a scan of what is added
+        return torch.empty_like(inputs)
+
+    def linear_attention(query: Tensor, key: Tensor, value: Tensor, *others: object) -> Tensor:
+        return value.new_empty(value.shape)
+
+    torch.library.register_fake("specdec::linear_attention", linear_attention, allow_override=True)
+    torch.library.register_fake("specdec::short_conv", short_conv, allow_override=True)
+    torch.library.register_fake("specdec::selective_scan", short_conv, allow_override=True)
+    torch.library.register_fake("specdec::experts_linear", experts_linear, allow_override=True)
+    torch.library.register_fake("specdec::paged_attention", attention, allow_override=True)
+    torch.library.register_fake("specdec::pack_linear", pack_linear, allow_override=True)
+    torch.library.register_fake("specdec::linear", linear, allow_override=True)
+
+    def pack_quantized(values: Tensor, scales: Tensor, zeros: Tensor | None, offsets: Tensor | None) -> Tensor:
+        bits = 4 if values.dtype == torch.uint8 else 8
+        num_inputs = values.shape[1] * 8 // bits
+        columns = kernel_group_size(num_inputs // scales.shape[1])
+        beside = (2 if scales.dtype == torch.float16 else 4) + (0 if zeros is None and offsets is None else 4)
+        num_bytes = panel * (-(-columns // 4) * 4 * bits // 8 + beside)
+        return values.new_empty(-(-values.shape[0] // panel), num_inputs // columns, num_bytes)
+
+    def pack_codes(values: Tensor, scales: Tensor, book: Tensor) -> Tensor:
+        num_inputs = values.shape[1] * 2
+        columns = kernel_group_size(num_inputs // scales.shape[1])
+        num_bytes = book.shape[0] + panel * (-(-columns // 4) * 2 + (2 if scales.dtype == torch.float16 else 4))
+        shape = (-(-values.shape[0] // panel), num_inputs // columns, num_bytes // 2)
+        return values.new_empty(shape, dtype=torch.int16)
+
+    torch.library.register_fake("specdec::pack_codes", pack_codes, allow_override=True)
+
+    def quantized_linear(
+        x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int, arithmetic: int, token_bits: int
+    ) -> Tensor:
+        return x.new_empty(*x.shape[:-1], num_outputs)
+
+    torch.library.register_fake("specdec::pack_quantized", pack_quantized, allow_override=True)
+    torch.library.register_fake("specdec::quantized_linear", quantized_linear, allow_override=True)
+
+
+def fastest_arithmetic(dtype: torch.dtype, num_tokens: int) -> Arithmetic:
+    """The kernels' fastest for steps of `num_tokens` and for prompts, which count the same; they must be loaded.
+
+    By measurement, because processors differ in it by factors: vdpbf16ps has half the rate of float32 on Intel's
+    Sapphire Rapids and twice that on AMD's Zen 5. One arithmetic serves steps of few and of many tokens, or a token's
+    logits would depend on the company it is computed in.
+    """
+    choices = torch.ops.specdec.arithmetics() if dtype == torch.bfloat16 else [0]
+    if len(choices) == 1:
+        return ARITHMETICS[choices[0]]
+    seconds = {choice: _matmul_seconds(choice, dtype, num_tokens) for choice in choices}
+    return ARITHMETICS[min(choices, key=lambda choice: prod(seconds[choice]))]
+
+
+def _matmul_seconds(arithmetic: int, dtype: torch.dtype, num_tokens: int) -> list[float]:
+    """The shortest of a few calls, for few tokens and for many."""
+    packed = torch.ops.specdec.pack_linear(torch.full((_MEASURED_SIZE, _MEASURED_SIZE), 1.0, dtype=dtype))
+    shortest = []
+    for count in (num_tokens, _MANY_TOKENS):
+        x, times = torch.full((count, _MEASURED_SIZE), 1.0, dtype=dtype), []
+        for _ in range(_PASSES + 1):  # the first warms up
+            start = time.perf_counter()
+            torch.ops.specdec.linear(x, packed, None, _MEASURED_SIZE, arithmetic)
+            times.append(time.perf_counter() - start)
+        shortest.append(min(times[1:]))
+    return shortest
+
+
+@cache
+def choose_vector_math() -> None:
+    """Have MKL choose each of its functions while one thread asks for it, for all of this process's life.
+
+    Where two threads are the first to ask, one may get a function of low accuracy for that one time: rotary angles of a
+    process's first prompt were wrong in the fourth digit (https://github.com/pytorch/pytorch/issues/188792).
+    """
+    for dtype in (torch.float32, torch.float64):
+        number = torch.full((1,), 0.5, dtype=dtype, device="cpu")
+        for function in _VECTOR_FUNCTIONS:
+            function(number)

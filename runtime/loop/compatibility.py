@@ -1,0 +1,132 @@
+"""Compatibility of drafter and target in their token ids, checked before anything is opened."""
+
+import filecmp
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.checkpoint.bundle import Bundle
+from runtime.checkpoint.tokenizer import Tokenizer
+from runtime.drafters.speculation import Speculation
+from runtime.text.corpus import Corpus
+from runtime.text.text import open_tokenizer, tokenizer_digest, tokenizer_of_engine
+from runtime.util.errors import SpecDecError, SpecDecWarning, draft_engine_errors
+
+_MOST_DIFFERING = 0.01
+"""Share of a head's tokens that may have other ids: revisions of a model rename a few that are special."""
+Tokenizers = tuple[Tokenizer, Tokenizer]
+"""The draft model's and the target's."""
+
+
+@dataclass(frozen=True)
+class TargetIdentity:
+    """Properties of the target that a drafter must match."""
+
+    bundle: Bundle
+    tokenizer_dir: Path
+    tokenizer: Tokenizer | None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.bundle.config.vocab_size
+
+
+def check_corpora(speculation: Speculation, tokenizer: Tokenizer | None, target_vocab_size: int) -> None:
+    """SpecDecError unless the corpora can be read, and mean the same by every token id as the target."""
+    for path in speculation.corpora:
+        check_corpus(Corpus.open(path), tokenizer, target_vocab_size)
+
+
+def check_corpus(corpus: Corpus, tokenizer: Tokenizer | None, target_vocab_size: int) -> None:
+    """The same of one corpus."""
+    path, info = corpus.path, corpus.info
+    if tokenizer is not None and tokenizer_digest(tokenizer) != info.tokenizer_digest:
+        raise SpecDecError(
+            f"the corpus is of another tokenizer: {path}",
+            hint="recreate it, with the target's tokenizer",
+            code="corpus_tokenizer",
+        )
+    if info.vocab_size > target_vocab_size:
+        raise SpecDecError(
+            f"the corpus has a vocabulary of {info.vocab_size}, and the target one of {target_vocab_size}: {path}",
+            hint="recreate it, with the target's tokenizer",
+        )
+    if tokenizer is None:
+        warnings.warn("corpus and target cannot be compared: the engine has no tokenizer", SpecDecWarning, stacklevel=2)
+
+
+def check_draft_engine(draft: Bundle, target: TargetIdentity, *, use_logits: bool) -> Tokenizers | None:
+    """None if draft and target model mean the same by every token id, or the tokenizers to translate drafts by.
+
+    The models' own vocabularies may be padded to different sizes. Without tokenizers to compare, the sizes must be
+    equal. SpecDecError where they are not, or drafts by probabilities would have to be translated.
+    """
+    if draft.directory.resolve() == target.bundle.directory.resolve():
+        warnings.warn(
+            "the draft model is the target itself: every draft costs more than it can save",
+            SpecDecWarning,
+            stacklevel=2,
+        )
+    config = draft.config
+    sizes = f"{config.vocab_size} ids in {draft.directory}, {target.vocab_size} in {target.bundle.directory}"
+    with draft_engine_errors():
+        tokenizer = tokenizer_of_engine(draft)
+    if tokenizer is None or target.tokenizer is None:
+        if config.vocab_size != target.vocab_size:
+            raise SpecDecError(
+                f"draft and target model have different vocabularies, and no tokenizers to compare: {sizes}",
+                hint="use models that share a tokenizer, and build engines from checkpoints that have it",
+            )
+        warnings.warn(
+            "draft and target model cannot be compared: an engine has no tokenizer", SpecDecWarning, stacklevel=2
+        )
+        return None
+    if _same_file(draft.directory / "tokenizer.json", target.tokenizer_dir / "tokenizer.json"):
+        return None
+    vocabulary, target_vocabulary = tokenizer.get_vocab(), target.tokenizer.get_vocab()
+    if vocabulary == target_vocabulary:
+        return None
+    differing = [token for token, i in vocabulary.items() if target_vocabulary.get(token) != i]
+    example = f", for one {min(differing, key=vocabulary.__getitem__)!r}" if differing else ""
+    said = (
+        f"draft and target model have different tokenizers: {len(vocabulary)} tokens in {draft.directory}, "
+        f"{len(target_vocabulary)} in {target.tokenizer_dir}; {len(differing)} of the draft's differ{example}"
+    )
+    if use_logits:
+        raise SpecDecError(
+            f"{said}; drafts by probabilities need the target's own",
+            hint="without `use_logits` drafts are translated by their text",
+        )
+    warnings.warn(f"drafts are translated by their text: {said}", SpecDecWarning, stacklevel=2)
+    return tokenizer, target.tokenizer
+
+
+def check_head_tokenizer(directory: Path, tokenizer_dir: Path, find: Callable[[], Tokenizer | None]) -> None:
+    """SpecDecError for a trained head beside which lies another tokenizer than the target's, which `find` opens, if
+    there is one to read.
+
+    It reads and drafts ids: those of another tokenizer are other words.
+    """
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if not any((directory / name).is_file() for name in names):
+        return  # of a config alone transformers makes tokenizers, of one token
+    if _same_file(directory / "tokenizer.json", tokenizer_dir / "tokenizer.json") or (target := find()) is None:
+        return
+    try:
+        tokenizer = open_tokenizer(directory)
+    except SpecDecError as error:
+        warnings.warn(f"the head's tokenizer is not compared with the target's: {error.message}", SpecDecWarning, 2)
+        return
+    vocabulary, target_vocabulary = tokenizer.get_vocab(), target.get_vocab()
+    differing = [token for token, i in vocabulary.items() if target_vocabulary.get(token) != i]
+    if len(differing) > _MOST_DIFFERING * len(vocabulary):
+        raise SpecDecError(
+            f"the head has another tokenizer than the target: {len(differing)} of its {len(vocabulary)} tokens are not "
+            f"those of {tokenizer_dir}, for one {min(differing, key=vocabulary.__getitem__)!r}: {directory}",
+            hint="take the head of this model",
+        )
+
+
+def _same_file(a: Path, b: Path) -> bool:
+    return a.is_file() and b.is_file() and filecmp.cmp(a, b, shallow=False)

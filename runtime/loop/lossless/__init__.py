@@ -1,0 +1,1 @@
+"""The check that drafts change no token and no distribution."""

@@ -1,0 +1,290 @@
+"""Lossless check of speculation: compared token by token, or by distribution.
+
+By tokens wherever the target draws its own tokens: greedy, and sampling with one seed. Where two outputs part, the
+target's logits at that place say how near the two tokens are. Rejection sampling follows the target's distribution with
+other draws; there, many next tokens are drawn from the same texts and counted against that distribution.
+"""
+
+import math
+import random
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from runtime.core.grammar import CompiledGrammar
+from runtime.core.request import Draft, Request, Sequence
+from runtime.engine.engine import Engine
+from runtime.loop.lossless.chi_squared import (
+    chi_squared_of,
+    degrees_of_freedom_of,
+    detectable_total_variation,
+    p_value_of,
+)
+from runtime.loop.lossless.results import Difference, DistributionCheck, LosslessCheck, TokenCheck
+from runtime.loop.session import Session
+from runtime.util.errors import SpecDecWarning
+
+P_VALUE_THRESHOLD = 1e-4
+POWER, REQUIRED_TOTAL_VARIATION = 0.99, 0.15
+MIN_DISTRIBUTIONS = 4
+"""A check that would not have found so large a fault so surely, or looks at fewer places, has too little to tell."""
+NUM_PREFIXES, NUM_CANDIDATES = 8, 32
+NUM_DRAWS_PER_PREFIX = (250, 500)  # as many as it takes
+_MIN_DRAWS_OF_A_TEXT = 50  # fewer say nothing about a distribution
+
+
+def check_outputs(
+    session: Session, sequences: Seq[Sequence], without_drafter: Seq[Sequence], advance: Callable[[], None]
+) -> LosslessCheck:
+    """The `lossless` check by the rule that fits; `advance` is called up to NUM_PREFIXES times."""
+    if session.draws_by_probs(sequences):
+        return check_distribution(session, sequences, advance)
+    return compare_tokens(session, sequences, without_drafter)
+
+
+def compare_tokens(session: Session, sequences: Seq[Sequence], without_drafter: Seq[Sequence]) -> TokenCheck:
+    """The `lossless` check by tokens. A near tie, where rounding decides, fails in float32, and with an engine whose
+    logits are the same bits in any step."""
+    differences = [
+        _first_difference(session.engine, a, b)
+        for a, b in zip(sequences, without_drafter, strict=True)
+        if a.output_tokens != b.output_tokens
+    ]
+    if not any(sequence.stats.num_draft_tokens for sequence in sequences):
+        warnings.warn(
+            f"no drafts were verified, so that the lossless check shows nothing about them ({len(sequences)} outputs): "
+            "automatic draft lengths draft where it pays, and an output of one token has no room for a draft",
+            SpecDecWarning,
+            stacklevel=3,
+        )
+    config = session.engine.config
+    near_ties_pass = config.dtype != "float32" and not config.batch_invariant
+    num_near_ties = sum(d.is_near_tie for d in differences)
+    return TokenCheck(
+        rule="tokens",
+        num_samples=len(sequences),
+        num_identical=len(sequences) - len(differences),
+        num_near_ties=num_near_ties,
+        num_different=len(differences) - num_near_ties,
+        dtype=config.dtype,
+        batch_invariant=config.batch_invariant,
+        differences=tuple(differences),
+        passed=not differences or (near_ties_pass and num_near_ties == len(differences)),
+    )
+
+
+def _first_difference(engine: Engine, a: Sequence, b: Sequence) -> Difference:
+    """`b` is without the drafter. The logits are computed again, without a draft."""
+    tokens_a, tokens_b = a.output_tokens, b.output_tokens
+    position = 0
+    while position < min(len(tokens_a), len(tokens_b)) and tokens_a[position] == tokens_b[position]:
+        position += 1
+    token_a, token_b = (t[position] if position < len(t) else None for t in (tokens_a, tokens_b))
+    prefix = a.tokens[: len(a.request.prompt_tokens) + position]
+    logits = next_logits(engine, a.request, prefix)
+    rounding = max(_unit_in_the_last_place(logits, engine.config.dtype), engine.config.logits_check.max_abs_difference)
+    margin, is_near_tie = None, False
+    if token_a is not None and token_b is not None:
+        ranking = a.sampler.ranking(prefix, logits)
+        temperature = 1.0 if a.sampler.is_greedy else a.request.sampling.temperature
+        margin = float((ranking[token_b] - ranking[token_a]).abs()) * temperature
+        is_near_tie = margin <= 2 * rounding  # each of the two may be off
+        if not math.isfinite(margin):  # one of them is cut
+            margin, is_near_tie = None, _is_chosen_within(a, prefix, logits, token_a, rounding)
+    return Difference(a.request.id, position, token_a, token_b, margin, rounding, is_near_tie)
+
+
+def _unit_in_the_last_place(logits: Tensor, dtype: str) -> float:
+    """The spacing of numbers of this dtype at the largest logit."""
+    largest = float(logits.abs().max())
+    return float(torch.finfo(getattr(torch, dtype)).eps * 2.0 ** math.floor(math.log2(max(largest, 1e-30))))
+
+
+def _is_chosen_within(sequence: Sequence, prefix: list[int], logits: Tensor, token: int, rounding: float) -> bool:
+    """True if the token is also chosen under random changes of the logits by at most `rounding`.
+
+    For tokens at a cut (top_k, top_p, min_p), which moves with the logits.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(64):
+        noise = (torch.rand(logits.shape, generator=generator) * 2 - 1) * rounding
+        if sequence.sampler.choose(prefix, logits.float() + noise.to(logits.device)) == token:
+            return True
+    return False
+
+
+def next_logits(engine: Engine, request: Request, prefix: list[int]) -> Tensor:
+    """(vocab,) the target's logits after `prefix`, from a step without a draft, nothing reused."""
+    engine.clear_cache()
+    sequence = Sequence(request, list(prefix))
+    admitted = engine.admit(sequence)
+    assert admitted, "nothing else is running"
+    try:
+        return engine.forward([sequence], [Draft([])])[0][0]
+    finally:
+        engine.release(sequence)
+
+
+def check_distribution(session: Session, sequences: Seq[Sequence], advance: Callable[[], None]) -> DistributionCheck:
+    """The `lossless` check by distribution: chi-squared over speculated tokens after prefixes of these outputs.
+
+    Every draw is one step from a prefix, with its own random numbers. The tokens of a step with a draft are counted by
+    the text before them, and compared with the distribution that a step without a draft gives for that text.
+    `passed` is None where there was too little to tell.
+    """
+    like = sequences[0].request
+    prefixes, num_draws = _choose_prefixes(session, sequences)
+    counts: dict[_Prefix, Counter[int]] = defaultdict(Counter)
+    for prefix in prefixes:
+        for start in range(0, num_draws, session.engine.max_batch_size):
+            draws = range(start, min(start + session.engine.max_batch_size, num_draws))
+            for tokens, num_new in _draw_once(session, like, prefix, draws):
+                for i in range(len(tokens) - num_new, len(tokens)):
+                    counts[replace(prefix, tokens=tuple(tokens[:i]), max_new_tokens=1)][tokens[i]] += 1
+        advance()
+    chi_squared, degrees_of_freedom, num_distributions, num_counted = 0.0, 0, 0, 0
+    for text, counter in counts.items():
+        if counter.total() < _MIN_DRAWS_OF_A_TEXT:
+            continue
+        statistic, freedom = chi_squared_of(counter, _distribution(session, like, text))
+        if freedom:
+            chi_squared += statistic
+            degrees_of_freedom += freedom
+            num_distributions += 1
+            num_counted += counter.total()
+    p_value = p_value_of(chi_squared, degrees_of_freedom)
+    detectable = _detectable(num_counted, degrees_of_freedom)
+    return DistributionCheck(
+        rule="distribution",
+        num_prefixes=len(prefixes),
+        num_draws=len(prefixes) * num_draws,
+        num_distributions=num_distributions,
+        num_tokens=num_counted,
+        chi_squared=chi_squared if math.isfinite(chi_squared) else None,
+        degrees_of_freedom=degrees_of_freedom,
+        p_value=p_value,
+        threshold=P_VALUE_THRESHOLD,
+        power=POWER,
+        detectable_total_variation=detectable,
+        required_total_variation=REQUIRED_TOTAL_VARIATION,
+        passed=_verdict(p_value, detectable, num_distributions),
+    )
+
+
+def _verdict(p_value: float, detectable: float | None, num_distributions: int) -> bool | None:
+    """Result of the check; None for too little to tell."""
+    if p_value < P_VALUE_THRESHOLD:
+        return False
+    return True if num_distributions >= MIN_DISTRIBUTIONS and _is_enough(detectable) else None
+
+
+def _detectable(num_tokens: int, degrees_of_freedom: int) -> float | None:
+    return detectable_total_variation(num_tokens, degrees_of_freedom, P_VALUE_THRESHOLD, POWER)
+
+
+def _is_enough(detectable: float | None) -> bool:
+    return detectable is not None and detectable <= REQUIRED_TOTAL_VARIATION
+
+
+def _num_draws_per_prefix(distributions: list[Tensor]) -> int:
+    """Number of draws needed if only the first token of each step is informative; the minimum if no number suffices."""
+    for num_draws in NUM_DRAWS_PER_PREFIX:
+        freedoms = [degrees_of_freedom_of(distribution, num_draws) for distribution in distributions]
+        if _is_enough(_detectable(num_draws * sum(freedom > 0 for freedom in freedoms), sum(freedoms))):
+            return num_draws
+    return NUM_DRAWS_PER_PREFIX[0]
+
+
+def _distribution(session: Session, like: Request, prefix: "_Prefix") -> Tensor:
+    """(vocab,) the target's, of the token after the text, from a step without a draft."""
+    request, text = replace(prefix.request(like), max_new_tokens=1), list(prefix.tokens)
+    logits = next_logits(session.engine, request, text)
+    return Sequence.start(request).sampler.probs(text, logits)
+
+
+@dataclass(frozen=True)
+class _Prefix:
+    """A text to draw from, and how many tokens may follow it: the request it is of has no more."""
+
+    tokens: tuple[int, ...]
+    max_new_tokens: int
+    grammar: CompiledGrammar | None
+    text_start: int
+    """Place where the output begins."""
+
+    def request(self, like: Request) -> Request:
+        """Ask for what follows, in the grammar of the output."""
+        return replace(
+            like,
+            prompt_tokens=self.tokens,
+            max_new_tokens=self.max_new_tokens,
+            grammar=self.grammar,
+            text_start=self.text_start,
+        )
+
+
+def _choose_prefixes(session: Session, sequences: Seq[Sequence]) -> tuple[list[_Prefix], int]:
+    """Choose texts after which the target is uncertain of the next token, and the number of draws from each.
+
+    Chosen by the target's distributions alone, before anything is drawn, which leaves the p-value what it is. Where it
+    is sure nearly everywhere, draws can still find tokens that it would never choose.
+    """
+    like, candidates = sequences[0].request, _candidates(session, sequences)
+    distributions = {prefix: _distribution(session, like, prefix) for prefix in candidates}
+    unsure = [prefix for prefix in candidates if degrees_of_freedom_of(distributions[prefix], NUM_DRAWS_PER_PREFIX[0])]
+    chosen = (unsure if len(unsure) >= MIN_DISTRIBUTIONS else candidates)[:NUM_PREFIXES]
+    return chosen, _num_draws_per_prefix([distributions[prefix] for prefix in chosen])
+
+
+def _candidates(session: Session, sequences: Seq[Sequence]) -> list[_Prefix]:
+    """Prompts with some of their outputs, no longer than a prompt may be."""
+    rng = random.Random(sequences[0].request.sampling.random_seed)
+    engines = [session.engine, *([session.draft_engine] if session.draft_engine else [])]
+    max_input_len = min(engine.config.build_config.max_input_len for engine in engines)
+    found: dict[_Prefix, None] = {}
+    for i in range(NUM_CANDIDATES):
+        sequence = sequences[i % len(sequences)]
+        num_prompt, max_new_tokens = len(sequence.request.prompt_tokens), sequence.request.max_new_tokens
+        # Two tokens must have room after it, or nothing is drafted.
+        last = max(min(len(sequence.tokens) - 1, max_input_len, num_prompt + max_new_tokens - 2), num_prompt)
+        length = rng.randint(num_prompt, last)
+        num_left = num_prompt + max_new_tokens - length
+        most = min(num_left, session.max_draft_len + 1)
+        grammar = sequence.request.grammar
+        # Some drafters draft nothing where an output begins: without a grammar, which begins there, that is elsewhere.
+        text_start = 0 if grammar is None else num_prompt
+        found[_Prefix(tuple(sequence.tokens[:length]), most, grammar, text_start)] = None
+    return list(found)
+
+
+def _draw_once(session: Session, like: Request, prefix: _Prefix, draws: range) -> list[tuple[list[int], int]]:
+    """(tokens, how many of them are new) after one speculated step from the prefix, for each draw that had a draft.
+
+    The requests are like the given one, but that stop words are left out.
+    """
+    requests = [
+        replace(
+            prefix.request(like),
+            id=i,
+            return_index=i,
+            stop_check=None,
+            keep_logits=False,
+            num_logprobs=None,
+        )
+        for i in draws
+    ]
+    first: dict[int, tuple[list[int], int]] = {}
+    with closing(session.steps(requests)) as steps:
+        for sequence, new_tokens in steps:  # some may step again before others begin
+            if sequence.request.id not in first:
+                had_draft = sequence.stats.num_draft_tokens > 0
+                first[sequence.request.id] = (list(sequence.tokens), len(new_tokens) if had_draft else 0)
+            if len(first) == len(requests):
+                break
+    return [(tokens, num_new) for tokens, num_new in first.values() if num_new]

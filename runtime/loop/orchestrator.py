@@ -1,0 +1,115 @@
+"""Orchestrator mode (V1): the loop drafts, and calls the target as a stateless request once per step.
+
+Between steps no sequence owns blocks; block reuse gives its K/V back. That is what makes this loop easy to change and a
+little slower than one that keeps them.
+"""
+
+import time
+from collections import deque
+from collections.abc import Generator
+from collections.abc import Sequence as Seq
+from functools import partial
+from typing import Literal
+
+from runtime.core.request import Draft, Request, Sequence
+from runtime.core.stats import LoopTimes
+from runtime.drafters.protocol import Drafter
+from runtime.engine.engine import Engine
+from runtime.loop.drafting import check_requests, commit, make_room, propose, raise_first_error, release_all
+from runtime.util.errors import UsageError
+
+
+def generate(
+    engine: Engine,
+    requests: Seq[Request],
+    drafter: Drafter | None = None,
+    max_draft_len: int | None = None,
+    times: LoopTimes | None = None,
+) -> Generator[tuple[Sequence, list[int]]]:
+    """Yield (sequence, new tokens) after every step of every request, in groups of the engine's max_batch_size.
+
+    A sequence whose `finish_reason` is set is done. All requests are checked before the first step. `times` is added to
+    as the loop goes. Of a request that cannot go on RequestError is raised when all others are done.
+    """
+    if not engine.block_reuse:
+        raise UsageError("orchestrator mode needs block reuse", hint="leave it on", code="block_reuse")
+    max_draft_len = engine.max_draft_len if max_draft_len is None else max_draft_len
+    engine.check_draft_len(max_draft_len if drafter else 0)
+    check_requests(engine, drafter, requests)
+    times = times if times is not None else LoopTimes()
+    sequences = [Sequence.start(request) for request in requests]  # their clocks run while they wait for their group
+    for start in range(0, len(sequences), engine.max_batch_size):
+        group = sequences[start : start + engine.max_batch_size]
+        try:
+            yield from _generate_group(engine, group, drafter, max_draft_len, times)
+        finally:
+            engine.turns.do_or_leave(partial(release_all, engine, drafter, group))
+    raise_first_error(sequences)
+
+
+def step_once(engine: Engine, request: Request, tokens: Seq[int], draft: Seq[int]) -> Sequence:
+    """One step of a request of which nothing was kept: `tokens` are its prompt's and what it has generated.
+
+    For callers that draft elsewhere, such as by another server's model. The returned sequence owns no blocks.
+    """
+    check_requests(engine, None, [request])
+    sequence, drafts = Sequence.start(request), [Draft(list(draft))]
+    sequence.tokens = list(tokens)
+
+    def step() -> Literal[True] | None:
+        while not engine.admit(sequence):
+            if not make_room(engine, None, request):
+                return None
+        try:
+            with engine.alone():
+                commit([sequence], drafts, engine.step([sequence], drafts))
+        finally:
+            engine.release(sequence)
+        return True
+
+    engine.turns.take_with_room(step)
+    raise_first_error([sequence])
+    return sequence
+
+
+def _generate_group(
+    engine: Engine, group: Seq[Sequence], drafter: Drafter | None, max_draft_len: int, times: LoopTimes
+) -> Generator[tuple[Sequence, list[int]]]:
+    running = deque(group)
+    while running:
+        yield from engine.turns.take_with_room(partial(_step, engine, running, drafter, max_draft_len, times))
+
+
+def _step(
+    engine: Engine, running: deque[Sequence], drafter: Drafter | None, max_draft_len: int, times: LoopTimes
+) -> list[tuple[Sequence, list[int]]] | None:
+    """A step of those at the front of `running` for which there is room; None where there is none for the first."""
+    start, step_time_s = time.perf_counter(), engine.step_time_s
+    admitted: list[Sequence] = []
+    try:
+        _admit(engine, running, admitted)
+        while not admitted:
+            if not make_room(engine, None, running[0].request):
+                return None
+            _admit(engine, running, admitted)
+        times.num_preemptions += len(running)
+        drafts_start = time.perf_counter()
+        drafts = propose(drafter, engine, admitted, max_draft_len)
+        if drafter is not None:
+            times.draft_time_s += time.perf_counter() - drafts_start
+        with engine.alone():
+            stepped = commit(admitted, drafts, engine.step(admitted, drafts))
+    finally:
+        for sequence in admitted:
+            engine.release(sequence)
+    times.target_time_s += engine.step_time_s - step_time_s
+    times.num_iterations += 1
+    running.extend(s for s in admitted if not s.is_over)
+    times.wall_s += time.perf_counter() - start
+    return stepped
+
+
+def _admit(engine: Engine, running: deque[Sequence], admitted: list[Sequence]) -> None:
+    """Take the sequences from the front of `running` that fit. The others come first in the next step."""
+    while running and engine.admit(running[0]):
+        admitted.append(running.popleft())

@@ -1,0 +1,284 @@
+"""Leader mode (V2): one loop for all requests, in which a sequence keeps its blocks until it is done.
+
+Requests that do not fit wait and join as others finish, or as others make room by the clients' turns
+(`runtime.core.turns`): a sequence that made room waits with its blocks. When blocks run out waiting sequences give theirs
+back first, then the running sequence that is the last in order. Both are continued later from their tokens, and the
+first in order always gets on.
+"""
+
+import math
+import time
+from collections.abc import Generator, Hashable
+from collections.abc import Sequence as Seq
+from functools import partial
+
+from runtime.core.pieces import PieceSizes
+from runtime.core.request import Request, Sequence
+from runtime.core.stats import LoopTimes
+from runtime.core.turns import Turns
+from runtime.drafters.protocol import Drafter
+from runtime.engine.engine import Engine
+from runtime.loop.drafting import check_requests, commit, make_room, propose, raise_first_error, release_all
+
+
+def generate(
+    engine: Engine,
+    requests: Seq[Request],
+    drafter: Drafter | None = None,
+    max_draft_len: int | None = None,
+    times: LoopTimes | None = None,
+) -> Generator[tuple[Sequence, list[int]]]:
+    """Yield (sequence, new tokens) after every step of every request, with at most max_batch_size of them in a step.
+
+    The same promises as `runtime.loop.orchestrator.generate`, for engines without block reuse too.
+    """
+    leader = Scheduler(engine, drafter, max_draft_len, times)
+    check_requests(engine, drafter, requests)
+    for request in requests:
+        leader.add(Sequence.start(request))
+    try:
+        while leader.has_work:
+            yield from leader.step()
+        raise_first_error(leader.failed)
+    finally:
+        engine.turns.do_or_leave(leader.release_all)
+
+
+class Scheduler:
+    """Running and waiting sequences, and the step of all that run.
+
+    Who calls `step` may add and drop sequences between two steps. Several schedulers may share an engine, in one thread
+    or in several (`runtime.util.thread_turns`). `pieces` bounds the time for which sequences that generate wait for prompts;
+    None: pieces have max_num_tokens.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        drafter: Drafter | None = None,
+        max_draft_len: int | None = None,
+        times: LoopTimes | None = None,
+        pieces: PieceSizes | None = None,
+    ) -> None:
+        self.engine = engine
+        self.drafter = drafter
+        self.max_draft_len = engine.max_draft_len if max_draft_len is None else max_draft_len
+        engine.check_draft_len(self.max_draft_len if drafter else 0)
+        self.times = times if times is not None else LoopTimes()
+        self.num_turns = 0
+        """Number of times that a running sequence made room for another one's turn."""
+        self.running: list[Sequence] = []
+        self.failed: list[Sequence] = []
+        """Sequences that failed, by their `error`."""
+        self._is_full = False
+        self.asked_s = math.inf
+        """Last time that a step was asked for (`runtime.util.thread_turns.Holder`)."""
+        self._pieces = pieces
+        self._turns = Turns()
+        self._holding: list[Sequence] = []
+        """Waiting sequences that have blocks."""
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """Sequences that do not run yet, or made room."""
+        return list(self._turns)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self._turns)
+
+    def add(self, sequence: Sequence, client: Hashable = None, priority: int = 0) -> None:
+        """Let a sequence, whose request has been checked, join when it is its turn."""
+        self._turns.add(sequence, client, priority)
+
+    @property
+    def first_waiting(self) -> Sequence:
+        """The waiting sequence whose turn is next."""
+        return self._turns.candidates(self.running)[0]
+
+    @property
+    def holds_room(self) -> bool:
+        return bool(self.running or self._holding)
+
+    def step(self) -> list[tuple[Sequence, list[int]]]:
+        """(sequence, new tokens) of those that go on or are done, which have been released."""
+        self.asked_s = math.inf
+        try:
+            return self.engine.turns.take_with_room(self._step)
+        finally:
+            self.asked_s = time.monotonic()
+
+    def _step(self) -> list[tuple[Sequence, list[int]]] | None:
+        """None where there is no room for any."""
+        start, step_time_s = time.perf_counter(), self.engine.step_time_s
+        self.engine.turns.enter(self)
+        self._admit()
+        self._make_room()
+        while not self.running:
+            if not make_room(self.engine, self, self.first_waiting.request):
+                return None
+            self._admit()
+            self._make_room()
+        with self.engine.alone():
+            context_start = time.perf_counter()
+            ready = self._compute_context()
+        drafts_start = time.perf_counter()
+        drafts = propose(self.drafter, self.engine, ready, self.max_draft_len)
+        if self.drafter is not None:
+            self.times.draft_time_s += time.perf_counter() - drafts_start
+        is_short = all(map(self._generates, ready))
+        with self.engine.alone():
+            stepped = commit(ready, drafts, self.engine.step(ready, drafts)) if ready else []
+        self._turns.charge(self.running)
+        self._release_finished()
+        self.times.target_time_s += self.engine.step_time_s - step_time_s
+        self.times.num_iterations += 1
+        seconds = time.perf_counter() - start
+        self.times.wall_s += seconds
+        if self._pieces is not None and ready and is_short:
+            self._pieces.step_took(seconds - (drafts_start - context_start))
+        if not self.has_work:
+            self.engine.turns.leave(self)
+        return stepped
+
+    def drop(self, sequence: Sequence) -> None:
+        """Abort a sequence; its computed blocks stay available to others."""
+        self.engine.turns.take(partial(self._drop, sequence))
+
+    def _drop(self, sequence: Sequence) -> None:
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self._is_full = False
+        elif sequence in self._holding:
+            self._holding.remove(sequence)
+        self._turns.remove(sequence)
+        release_all(self.engine, self.drafter, [sequence])
+
+    def release_all(self) -> None:
+        """Drop all, as after a step that failed."""
+        sequences = [*self.running, *self._turns]
+        self.running.clear()
+        self._holding.clear()
+        self._turns = Turns()
+        self._is_full = False
+        self.engine.turns.leave(self)
+        release_all(self.engine, self.drafter, sequences)
+
+    def give_back(self) -> None:
+        """Give back the blocks of all; they go on later from their tokens."""
+        while self._release_waiting():
+            pass
+        while self.running:
+            self._give_back_last()
+
+    def _give_back_last(self) -> None:
+        """Have the running sequence that is the last in order give its blocks back, and wait."""
+        last = self._turns.in_order(self.running)[-1]
+        self.engine.release(last)
+        self.running.remove(last)
+        self._turns.wait(last)
+        self.times.num_preemptions += 1
+
+    def _admit(self) -> None:
+        """Let waiting sequences run while there is room, or while others make room for their turns."""
+        while self._turns and self._admit_one():
+            pass
+
+    def _admit_one(self) -> bool:
+        """Let one waiting sequence run; False if none can. After blocks ran out there is no room until one has ended.
+
+        Nobody overtakes the first in order for lack of blocks.
+        """
+        has_room = len(self.running) < self.engine.max_batch_size and not (self._is_full and self.running)
+        for sequence in self._turns.candidates(self.running):
+            if has_room and self._enter(sequence):
+                return True
+            leaving = self._turns.leaving(sequence, self.running)
+            if leaving is not None:
+                self.running.remove(leaving)
+                self._turns.wait(leaving)
+                self._holding.append(leaving)
+                self.num_turns += 1
+                return self._enter(sequence)
+            if has_room:
+                return False
+        return False
+
+    def _enter(self, sequence: Sequence) -> bool:
+        """Let a waiting sequence run. False: there are too few blocks, also without those of waiting sequences."""
+        while not sequence.block_table and not self.engine.admit(sequence):
+            if not self._release_waiting():
+                return False
+        if sequence in self._holding:
+            self._holding.remove(sequence)
+        self.running.append(sequence)
+        self._turns.run(sequence)
+        return True
+
+    def _release_waiting(self) -> bool:
+        """Take the blocks of the last waiting sequence that has some; False if none has."""
+        if not self._holding:
+            return False
+        last = self._turns.in_order(self._holding)[-1]
+        self._holding.remove(last)
+        self.engine.release(last)
+        self.times.num_preemptions += 1
+        return True
+
+    def _make_room(self) -> None:
+        """Blocks for the next step of everyone that still runs; the last in order give theirs back if they must."""
+        for sequence in self._turns.in_order(self.running):
+            while sequence in self.running and not self.engine.extend(sequence):
+                if self._release_waiting():
+                    continue
+                self._give_back_last()
+                self._is_full = True
+
+    def _generates(self, sequence: Sequence) -> bool:
+        """True if the sequence's next step has no more than a token and a draft to compute."""
+        num_missing = len(sequence.tokens) - sequence.num_computed
+        return not sequence.num_unscored and sequence.num_generated > 0 and num_missing <= self.engine.max_draft_len + 1
+
+    def _compute_context(self) -> list[Sequence]:
+        """Spend max_num_tokens on prompts, in order; returns the sequences whose next step gives a token.
+
+        A generation step is never delayed: its few tokens are computed regardless of the remaining budget. Where there
+        is one, prompts have no more tokens than keep it from waiting too long.
+        """
+        budget, ready, start = self.engine.max_num_tokens, [], time.perf_counter()
+        pieces = self._pieces if any(map(self._generates, self.running)) else None
+        if pieces is not None:
+            budget = min(budget, pieces.num_tokens)
+        num_tokens = 0
+        for sequence in self._turns.in_order(self.running):
+            if sequence.num_unscored and budget > 0:
+                num_scored = min(sequence.num_unscored, budget)
+                self.engine.compute_context(sequence, num_scored)
+                num_tokens += num_scored
+                budget -= num_scored
+            if sequence.num_unscored:
+                continue
+            num_missing = len(sequence.tokens) - sequence.num_computed
+            if num_missing <= self.engine.max_draft_len + 1:
+                ready.append(sequence)
+            elif num_missing <= budget:
+                ready.append(sequence)
+                budget -= num_missing
+            elif budget > 0:
+                self.engine.compute_context(sequence, budget)
+                num_tokens += budget
+                budget = 0
+        if pieces is not None and num_tokens:
+            pieces.piece_took(num_tokens, time.perf_counter() - start)
+        return ready
+
+    def _release_finished(self) -> None:
+        for sequence in [s for s in self.running if s.is_over]:
+            self.engine.release(sequence)
+            self._is_full = False
+            if self.drafter:
+                self.drafter.forget(sequence.request.id)
+            self.running.remove(sequence)
+            self._turns.remove(sequence)
+            if sequence.error is not None:
+                self.failed.append(sequence)

@@ -1,0 +1,220 @@
+"""Measure what an engine's steps cost: when it is built, or when somebody first asks (`runtime.checkpoint.costs`)."""
+
+import time
+from contextlib import closing
+from dataclasses import replace
+from itertools import count, islice
+from random import Random
+from statistics import median
+
+import torch
+
+from runtime.checkpoint.bundle import Bundle
+from runtime.checkpoint.config import BuildConfig, EngineConfig, MachineSpeed, StepCost
+from runtime.checkpoint.costs import CostModel, MeasuredCosts, are_measured_when_asked_for, keep_costs
+from runtime.core.batch import Row
+from runtime.core.request import Request
+from runtime.core.stats import LoopTimes
+from runtime.engine.engine import Engine, KVCacheConfig
+from runtime.loop.scheduler import generate
+
+_CONTEXT_LENS = (64, 512, 2048)
+_CONTEXT_NUM_TOKENS = (64, 256, 512)
+"""Pieces of prompts, beside the short rows of generation steps."""
+_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+_MAX_CONTEXT_TOKENS = 8 * 2048
+"""Limit on the context tokens of all rows together. Beyond what is measured, and between, the cost model goes on in
+lines: memory and time for measuring stay bounded.
+"""
+_MAX_KV_BYTES = 288 << 20
+"""The same for a build, which takes little more memory than its weights."""
+_MAX_PASSES = 5
+_NUM_HOST_STEPS, _NUM_FIRST_STEPS, _MIN_HOST_STEPS, _MAX_HOST_S = 24, 2, 2, 0.3
+_COPIED_BYTES, _NUM_COPIES = 64 << 20, 4
+_AT_BUILD_S, _WHEN_ASKED_S = 1.2, 0.8
+_ANY = Random(0)
+
+Cell = tuple[int, int, int]
+"""batch_size, context_len, num_tokens"""
+
+
+def costs_at_build(engine: Engine, *, has_copy: bool) -> EngineConfig:
+    """The engine's configuration with what its steps cost, and how fast the machine is."""
+    machine = measure_machine()  # by the threads that an engine has: a rank is pinned to its cores
+    steps = measure_steps(engine, _AT_BUILD_S)
+    copy = measure_steps(engine, _AT_BUILD_S, by_copy=True) if has_copy else ()
+    return replace(engine.config, step_costs=steps, host_s=measure_host(engine), self_draft_costs=copy, machine=machine)
+
+
+def costs_when_asked_for(bundle: Bundle, engine: Engine, max_s: float = _WHEN_ASKED_S) -> EngineConfig:
+    """The opened bundle's configuration with what steps cost: what is known of it, and a little more, which is kept.
+
+    Nothing is measured of an engine that was measured when it was built, or that is answering. Of others the K/V of
+    released sequences are forgotten.
+    """
+    if not are_measured_when_asked_for(bundle.directory) or engine.cache_usage > 0:
+        return bundle.config
+    known = MeasuredCosts.of(bundle.config)
+    measured = MeasuredCosts(
+        measure_steps(engine, max_s, known.step_costs),
+        known.host_s or measure_host(engine),
+        measure_steps(engine, max_s, known.self_draft_costs, by_copy=True)
+        if bundle.config.build_config.self_draft
+        else (),
+    )
+    engine.clear_cache()
+    if measured != known:
+        keep_costs(bundle.directory, measured)
+    return replace(bundle.config, **vars(measured))
+
+
+def cache_for_measuring(build: BuildConfig, block_bytes: int) -> KVCacheConfig:
+    """Room for what `measure_steps` does, or for as much of it as little memory is enough for."""
+    first, *others = (max(_num_blocks(build, cell) for cell in group) for group in _groups(build))
+    num_blocks = max(first, *(number for number in others if number * block_bytes <= _MAX_KV_BYTES), 0)
+    return KVCacheConfig(max_tokens=num_blocks * build.tokens_per_block)
+
+
+def measure_steps(
+    engine: Engine, max_s: float, known: tuple[StepCost, ...] = (), *, by_copy: bool = False
+) -> tuple[StepCost, ...]:
+    """The time of steps of 1 to max_draft_len + 1 tokens, for several batch sizes and contexts, and of prompts' pieces,
+    beside those that are `known`.
+
+    In passes through all of them, so that a busy moment of the machine does not fall on one; pieces of prompts take
+    most of the time and vary least, and are in one pass. After `max_s` seconds it ends, and what is expected to take
+    longer than the rest of them is passed over, but for the first. What most depends on is measured first.
+    """
+    build = engine.config.build_config
+    have = {(cost.batch_size, cost.context_len, cost.num_tokens) for cost in known}
+    room = engine.num_cache_tokens // build.tokens_per_block
+    groups = [
+        group
+        for group in _groups(build)
+        if not have.issuperset(group)
+        and all(_num_blocks(build, cell) <= room for cell in group)
+        and not (by_copy and _is_piece(build, group[-1]))
+    ]
+    seconds: dict[Cell, list[float]] = {}
+    start, num_occupied = time.perf_counter(), 1
+    for i in range(_MAX_PASSES):
+        for group in groups:
+            costs = (*known, *_costs(seconds))
+            passed_s = time.perf_counter() - start
+            if costs and passed_s + _expected_s(costs, group, is_first=i == 0) > max_s:
+                continue
+            if i > 0 and _is_piece(build, group[-1]):
+                continue
+            num_blocks = max(_num_blocks(build, cell) for cell in group) + 1
+            engine.occupy_cache(range(num_occupied, num_blocks))
+            num_occupied = max(num_occupied, num_blocks)
+            for cell in group:
+                if i == 0 and not _is_piece(build, cell):
+                    time_cell(engine, *cell, by_copy=by_copy)  # warms up
+                seconds.setdefault(cell, []).append(time_cell(engine, *cell, by_copy=by_copy))
+    measured = _costs(seconds)
+    return (*(cost for cost in known if (cost.batch_size, cost.context_len, cost.num_tokens) not in seconds), *measured)
+
+
+def _costs(seconds: dict[Cell, list[float]]) -> tuple[StepCost, ...]:
+    return tuple(StepCost(*cell, median(times)) for cell, times in seconds.items())
+
+
+def _expected_s(costs: tuple[StepCost, ...], group: list[Cell], *, is_first: bool) -> float:
+    model = CostModel(costs, 0.0)
+
+    def step_s(batch_size: int, context_len: int, num_tokens: int) -> float:
+        as_one_row = model.step_s(1, context_len, batch_size * num_tokens)
+        return max(model.step_s(batch_size, context_len, num_tokens), as_one_row)
+
+    return sum(step_s(*cell) for cell in group) * (2 if is_first else 1)
+
+
+def time_cell(engine: Engine, batch_size: int, context_len: int, num_tokens: int, *, by_copy: bool = False) -> float:
+    """Seconds of one step; it overwrites K/V, so the cache must hold none that are needed."""
+    num_logits = num_tokens if num_tokens <= engine.max_draft_len + 1 else 1
+    return engine.time_step(_rows(engine, batch_size, context_len, num_tokens, num_logits), by_copy=by_copy)
+
+
+def measure_machine() -> MachineSpeed:
+    """The fastest of several copies, so that a busy moment does not count."""
+    source, destination = (torch.ones(_COPIED_BYTES, dtype=torch.uint8) for _ in range(2))
+    seconds = []
+    for _ in range(_NUM_COPIES):
+        start = time.perf_counter()
+        destination.copy_(source)
+        seconds.append(time.perf_counter() - start)
+    return MachineSpeed(torch.get_num_threads(), 2 * _COPIED_BYTES / min(seconds))
+
+
+def measure_host(engine: Engine) -> float:
+    """Seconds that a turn of the loop takes beside the compiled step, one sequence at a time and nothing drafted.
+
+    The first turns warm up. Of a slow model there are few.
+    """
+    build = engine.config.build_config
+    prompt = tuple(range(min(8, build.max_input_len, engine.config.vocab_size)))
+    num_steps = min(_NUM_FIRST_STEPS + _NUM_HOST_STEPS, build.max_request_len - len(prompt))
+    times, first_s, first_steps, start = LoopTimes(), 0.0, 0, time.perf_counter()
+    with closing(generate(engine, [Request(0, prompt, num_steps)], times=times)) as steps:
+        for _ in steps:
+            if times.num_iterations <= min(_NUM_FIRST_STEPS, num_steps - 1):
+                first_s, first_steps = times.host_time_s, times.num_iterations
+            elif times.num_iterations >= first_steps + _MIN_HOST_STEPS and time.perf_counter() - start > _MAX_HOST_S:
+                break
+    return (times.host_time_s - first_s) / (times.num_iterations - first_steps)
+
+
+def _groups(build: BuildConfig) -> list[list[Cell]]:
+    """Cells that are measured together or not at all, the most wanted ones first.
+
+    The shortest and the longest rows of a batch size and a context first, between which costs lie on lines; then the
+    others, and pieces of prompts.
+    """
+    most = max(build.max_request_len - build.max_draft_len - 1, 0)
+    contexts = sorted({min(context_len, most) for context_len in _CONTEXT_LENS})
+    sizes = sorted({min(batch_size, build.max_batch_size) for batch_size in _BATCH_SIZES})
+    grids = [(b, c) for c in contexts for b in (sizes[0], *reversed(sizes[1:])) if b * c <= _MAX_CONTEXT_TOKENS]
+    longest = build.max_draft_len + 1
+    groups = [[(b, c, n) for n in sorted({1, longest})] for b, c in grids]
+    between = [[[(b, c, n)] for n in range(2, longest)] for b, c in grids]
+    groups += between[0] if between else []
+    groups += _pieces(0)
+    groups += [group for one in between[1:] for group in one]
+    groups += _pieces(contexts[-1])
+    fitting = [[cell for cell in group if cell[1] + cell[2] <= build.max_request_len] for group in groups]
+    return [group for group in fitting if group]
+
+
+def _pieces(context_len: int) -> list[list[Cell]]:
+    """Pieces of prompts, each by itself: what a long one takes is known from those before it, and may be too much."""
+    first, *others = _CONTEXT_NUM_TOKENS
+    return [[(1, context_len, 1), (1, context_len, first)], *([(1, context_len, n)] for n in others)]
+
+
+def _is_piece(build: BuildConfig, cell: Cell) -> bool:
+    """True if it is longer than a draft's row: a piece of a prompt."""
+    return cell[2] > build.max_draft_len + 1
+
+
+def _num_blocks(build: BuildConfig, cell: Cell) -> int:
+    """Blocks of all rows together."""
+    batch_size, context_len, num_tokens = cell
+    return batch_size * _blocks_of_row(build, context_len + num_tokens)
+
+
+def _blocks_of_row(build: BuildConfig, num_tokens: int) -> int:
+    return -(-num_tokens // build.tokens_per_block)
+
+
+def _rows(engine: Engine, batch_size: int, context_len: int, num_tokens: int, num_logits: int) -> list[Row]:
+    """Rows of sequences that own blocks of their own, as long as there are such.
+
+    Their tokens are any, for in a mixture each reads experts of its own.
+    """
+    num_blocks = _blocks_of_row(engine.config.build_config, context_len + num_tokens)
+    starts = islice(count(1, num_blocks), batch_size)
+    words = range(engine.config.vocab_size)
+    return [
+        Row(_ANY.choices(words, k=num_tokens), context_len, list(range(s, s + num_blocks)), num_logits) for s in starts
+    ]

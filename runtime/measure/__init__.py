@@ -1,0 +1,1 @@
+"""Measurements that commands report; nothing that generates imports them."""

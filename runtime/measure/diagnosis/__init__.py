@@ -1,0 +1,1 @@
+"""Diagnosis: what limits the speed on this machine, measured and explained."""

@@ -1,0 +1,151 @@
+"""Answer batches of prompts by transformers' own `generate`, timed as the engine is.
+
+Apart from the engine's side, which needs no transformers: importing it takes seconds.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from runtime.builder.identity import differences
+from runtime.builder.reference import load_original
+from runtime.core.sampling import Processor, penalties, warpers
+from runtime.measure.evaluation.systems import Batches, Question, SampleRun, SystemRun
+from runtime.text.text import output_text, stop_words_of
+from runtime.util.errors import SpecDecError
+
+
+class HuggingFace:
+    """The same model run by transformers' `generate`, with the same sampling, its default attention and K/V cache.
+
+    Where it is another one, `differences` says in what.
+    """
+
+    def __init__(self, model: PreTrainedModel, question: Question, differences: list[str]) -> None:
+        self.model, self.differences = model, differences
+        self.tokenizer, self.template = question.llm.tokenizer, question.template
+        self.stop_words = stop_words_of(question.template)
+
+    @classmethod
+    def load(cls, model_dir: Path, question: Question) -> "HuggingFace":
+        """Load in the engine's dtype, on the engine's device."""
+        engine = question.llm.engine
+        dtype = getattr(torch, engine.config.dtype)
+        try:
+            model = load_original(model_dir, dtype)
+        except SpecDecError:
+            raise
+        except Exception as error:  # transformers raises many kinds; the user needs the directory
+            raise SpecDecError(f"transformers cannot load: {model_dir}", hint=_why_not(error)) from error
+        if model.config.vocab_size != engine.config.vocab_size:
+            raise SpecDecError(
+                f"this is another model, its vocabulary has {model.config.vocab_size} tokens and the "
+                f"engine's {engine.config.vocab_size}",
+                hint="give the model that the engine was made from",
+                code="other_model",
+            )
+        found = differences(model, model_dir, question.llm.bundle, question.llm.tokenizer, dtype)
+        # What a model suggests for sampling (penalties, least lengths) changes greedy output too.
+        model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
+        model.train(False)
+        torch.nn.Module.to(model, engine.device)
+        return cls(model, question, found)
+
+    def answer(self, batch: list[list[int]], run: SystemRun) -> None:
+        """Left-padded generation of one batch; the times of its tokens are taken as they are chosen."""
+        longest = max(map(len, batch))
+        pad = min(self.template.end_ids, default=0)
+        ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in batch], device=self.model.device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in batch], device=self.model.device)
+        clock, sampling = _TokenClock(), self.template.sampling
+        start = time.perf_counter()
+        with torch.inference_mode():
+            output = self.model.generate(  # type: ignore[operator]  # a mixin's method, untyped
+                ids,
+                attention_mask=mask,
+                max_new_tokens=self.template.max_new_tokens,
+                do_sample=not sampling.is_greedy,
+                top_k=None if sampling.is_greedy else 0,  # the processors have the request's own
+                num_beams=1,
+                logits_processor=LogitsProcessorList(
+                    [_WithoutPadding(penalties(sampling), longest, batch), *warpers(sampling)]
+                ),
+                eos_token_id=sorted(self.template.end_ids) or -1,
+                pad_token_id=pad,
+                stopping_criteria=StoppingCriteriaList([clock]),
+            )
+        wall_s = time.perf_counter() - start
+        run.times.wall_s += wall_s
+        for prompt, row in zip(batch, output[:, longest:].tolist(), strict=True):
+            tokens = self._cut(prompt, row)
+            last = clock.times[len(tokens) - 1]
+            tpot_s = (last - clock.times[0]) / (len(tokens) - 1) if len(tokens) > 1 else None
+            text = output_text(self.tokenizer, tokens, self.stop_words, prompt) or ""
+            ttft_s, latency_s = clock.times[0] - start, last - start
+            run.samples.append(SampleRun(tokens, text, ttft_s, tpot_s, latency_s, wall_s / len(batch)))
+
+    def _cut(self, prompt: list[int], tokens: list[int]) -> list[int]:
+        """The output's tokens up to the first that ends the output: an end id, or one that completes a stop word."""
+        for i, token in enumerate(tokens):
+            ended = token in self.template.end_ids
+            if ended or (self.stop_words and self.stop_words([*prompt, *tokens[: i + 1]], len(prompt))):
+                return tokens[: i + 1]
+        return tokens
+
+
+def _why_not(error: Exception) -> str:
+    """Transformers' error in one line; if it advises running a model's code or unpickling, our own."""
+    said = " ".join(str(error).split())
+    if "trust_remote_code" in said:
+        return "it is code of its own (`auto_map`), which is not run: name a model that transformers has a class for"
+    if "torch.load" in said:
+        return "its weights are pickled, and not read: save the model again, in safetensors"
+    return f"transformers said: {said}"
+
+
+class _WithoutPadding:
+    """Penalties that see each row's own tokens, and not the padding before them."""
+
+    def __init__(self, processors: list[Processor], longest: int, batch: list[list[int]]) -> None:
+        self._processors = processors
+        self._num_padding = [longest - len(prompt) for prompt in batch]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        rows = []
+        for ids, row, num_padding in zip(input_ids, scores, self._num_padding, strict=True):
+            row = row[None]
+            for processor in self._processors:
+                row = processor(ids[None, num_padding:], row)
+            rows.append(row)
+        return torch.cat(rows)
+
+
+class _TokenClock(StoppingCriteria):
+    """Never stops anything; notes when each token was chosen."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.times.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def evaluate_hf(hugging_face: HuggingFace, batches: Batches, advance: Callable[[], None]) -> SystemRun:
+    run = SystemRun("hf")
+    torch.manual_seed(hugging_face.template.sampling.random_seed)
+    hugging_face.answer(batches[0][:1], SystemRun("hf"))
+    for batch in batches:
+        hugging_face.answer(batch, run)
+        advance()
+    return run

@@ -1,0 +1,1 @@
+"""The search for the settings that pay, by replay and live."""

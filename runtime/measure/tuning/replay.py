@@ -1,0 +1,133 @@
+"""Replay recorded outputs through a drafter, without a model: what a greedy loop would have counted.
+
+A target that generates greedily says after every prefix of its output what it said when the output was recorded, so the
+record is all that is needed to accept or reject a draft. Steps and drafts are those of `runtime.loop.orchestrator` and
+`runtime.loop.scheduler`: the step that computes the prompt carries a draft too, drafts are cut to the budget, and the
+last step yields less where the output ends.
+"""
+
+import sys
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from runtime.core.request import Draft, Request, Sequence, VerifyResult
+from runtime.core.stats import RequestStats
+from runtime.drafters.protocol import Drafter, check_drafts, check_num_drafts
+from runtime.text.trace_lines import Trace
+
+
+@dataclass(frozen=True)
+class ReplayedStep:
+    """A step of sequences in lockstep: what each had before it (its prompt, in the first), and its draft's length."""
+
+    num_tokens: tuple[int, ...]
+    draft_lens: tuple[int, ...]
+    is_first: bool
+
+
+@dataclass
+class ReplayedBatches:
+    """Counts and computed tokens of a replayed loop, and the drafter's own time."""
+
+    stats: list[RequestStats] = field(default_factory=list)
+    steps: list[ReplayedStep] = field(default_factory=list)
+    draft_time_s: float = 0.0
+
+
+def replay(
+    traces: Iterable[Trace], drafter: Drafter, max_draft_len: int, *, max_new_tokens: int | None = None
+) -> list[RequestStats]:
+    """Statistics of each trace; they are replayed one after the other, and forgotten before the next.
+
+    The budget of each request is its output's length. `max_new_tokens` gives all of them that budget instead, and an
+    output shorter than it ends where it was recorded to end, which no drafter can know: that changes no number of
+    steps, but what is drafted in the last ones. Spec-Bench counts so, with 1,024.
+    """
+    all_stats = []
+    for i, trace in enumerate(traces):
+        sequence = _start(trace, i, max_new_tokens)
+        while not _is_done(sequence, trace):
+            (draft,) = _propose(drafter, [sequence], max_draft_len)
+            sequence.commit(draft, _verify(draft.tokens, _remaining(trace, sequence)))
+        drafter.forget(i)
+        all_stats.append(sequence.stats)
+    return all_stats
+
+
+def replay_batches(
+    traces: Seq[Trace],
+    drafter: Drafter | None,
+    max_draft_len: int,
+    batch_size: int = 1,
+    *,
+    max_new_tokens: int | None = None,
+    end_ids: frozenset[int] = frozenset(),
+) -> ReplayedBatches:
+    """The traces in groups of `batch_size` that step together, as orchestrator mode answers them; None drafts nothing.
+
+    A group is forgotten when all of it is done. Drafters do not draft `end_ids`; the budget is as in `replay`.
+    """
+    replayed = ReplayedBatches()
+    for start in range(0, len(traces), batch_size):
+        group = traces[start : start + batch_size]
+        sequences = [_start(trace, start + i, max_new_tokens, end_ids) for i, trace in enumerate(group)]
+        running = [i for i, sequence in enumerate(sequences) if not _is_done(sequence, group[i])]
+        is_first = True
+        while running:
+            rows = [sequences[i] for i in running]
+            before = time.perf_counter()
+            drafts = _propose(drafter, rows, max_draft_len)
+            replayed.draft_time_s += time.perf_counter() - before
+            num_tokens = tuple(len(sequence.tokens) for sequence in rows)
+            replayed.steps.append(ReplayedStep(num_tokens, tuple(len(draft.tokens) for draft in drafts), is_first))
+            for i, draft in zip(running, drafts, strict=True):
+                sequences[i].commit(draft, _verify(draft.tokens, _remaining(group[i], sequences[i])))
+            running = [i for i in running if not _is_done(sequences[i], group[i])]
+            is_first = False
+        if drafter is not None:
+            for sequence in sequences:
+                drafter.forget(sequence.request.id)
+        replayed.stats += [sequence.stats for sequence in sequences]
+    return replayed
+
+
+def _start(
+    trace: Trace, request_id: int, max_new_tokens: int | None, end_ids: frozenset[int] = frozenset()
+) -> Sequence:
+    def has_ended(tokens: list[int], num_prompt_tokens: int) -> bool:
+        return len(tokens) - num_prompt_tokens >= len(trace.output_tokens)
+
+    budget = len(trace.output_tokens) if max_new_tokens is None else max_new_tokens
+    stop_check = None if max_new_tokens is None else has_ended
+    return Sequence.start(Request(request_id, trace.prompt_tokens, budget, end_ids, stop_check))
+
+
+def _is_done(sequence: Sequence, trace: Trace) -> bool:
+    return sequence.finish_reason is not None or not trace.output_tokens
+
+
+def _remaining(trace: Trace, sequence: Sequence) -> Seq[int]:
+    return trace.output_tokens[sequence.num_generated :]
+
+
+def _propose(drafter: Drafter | None, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+    """Checked drafts, cut to the budget as before a step. A greedy target asks for no probabilities."""
+    if drafter is None:
+        return [Draft([])] * len(sequences)
+    drafts = drafter.propose(sequences, max_draft_len)
+    check_num_drafts(drafts, len(sequences))
+    drafts = [Draft(draft.tokens) for draft in drafts]
+    check_drafts(drafts, len(sequences), max_draft_len, vocab_size=sys.maxsize)
+    return [draft.cut(s.max_draft_len) for s, draft in zip(sequences, drafts, strict=True)]
+
+
+def _verify(draft_tokens: list[int], target_tokens: Seq[int]) -> VerifyResult:
+    """Result of verifying a draft if a greedy target is going to generate `target_tokens`."""
+    pairs = zip(draft_tokens, target_tokens, strict=False)
+    num_accepted = next((i for i, (drafted, right) in enumerate(pairs) if drafted != right), None)
+    if num_accepted is None:
+        num_accepted = min(len(draft_tokens), len(target_tokens))
+    # Beyond the output's end there is no next token, and whatever stands here is cut off with it.
+    return VerifyResult(num_accepted, target_tokens[num_accepted] if num_accepted < len(target_tokens) else -1)

@@ -1,0 +1,241 @@
+"""Tuning: from recorded outputs, or prompts, to a recommended drafter and draft length.
+
+Lookups are replayed, and the best of them timed. What a model would draft no record tells: drafters with one are run.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+
+from runtime.checkpoint.costs import CostModel
+from runtime.core.request import Request
+from runtime.drafters.spec import DrafterSpec
+from runtime.drafters.specs import DRAFTERS
+from runtime.drafters.speculation import NO_SPECULATION, Speculation
+from runtime.llm import LLM
+from runtime.loop.compatibility import check_corpora
+from runtime.measure.tuning.live import Confirmation, LiveRun, Measured, confirm, fitting, spread
+from runtime.measure.tuning.search import (
+    DRAFT_LENS,
+    NUM_LIVE,
+    Advance,
+    Cost,
+    Replayer,
+    Search,
+    all_lengths,
+    best_candidates,
+    fixed,
+    is_replayable,
+)
+from runtime.text.trace_lines import Trace
+from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
+
+_LARGEST_FACTOR = 1.25
+"""Largest factor between the machine's speeds now and at build without a warning."""
+_LONGEST_DRAFT = 1000
+"""Without an engine nothing else bounds the drafts that a replay proposes at every position."""
+
+Progress = Callable[[str, int], AbstractContextManager[Advance]]
+"""Opens a display of that many things to do, under that name."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Candidates to try. `named` is what to tune, without drafters the grid; `max_draft_len` None: up to 10.
+
+    With the grid go the target's own copy, where the engine has one, and a draft `model` or trained head, each by
+    itself and with the best lookup.
+    """
+
+    named: Speculation = NO_SPECULATION
+    model: DrafterSpec | None = None
+    tries_public: bool = False
+    max_draft_len: int | None = None
+
+    def longest_draft(self, engine_max_draft_len: int | None) -> int:
+        """The longest draft to try; SpecDecError if the engine takes no such."""
+        wanted = self.max_draft_len or self.named.max_draft_len or None
+        if engine_max_draft_len is None:
+            if wanted is not None and wanted > _LONGEST_DRAFT:
+                raise UsageError(
+                    f"drafts of more than {_LONGEST_DRAFT} tokens are not replayed: {wanted}", hint="lower it"
+                )
+            return wanted or DRAFT_LENS[-1]
+        if engine_max_draft_len == 0:
+            raise SpecDecError(
+                "the engine was built without drafts, so there is nothing to tune",
+                hint="build it with a max_draft_len of 10",
+                code="no_drafts_to_tune",
+            )
+        if wanted is not None and wanted > engine_max_draft_len:
+            raise SpecDecError(
+                f"the engine takes drafts of at most {engine_max_draft_len} tokens, and this asks for: {wanted}",
+                hint="lower it, or build with a larger max_draft_len",
+                code="tune_draft_len",
+            )
+        return wanted or min(DRAFT_LENS[-1], engine_max_draft_len)
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Requests that fit an engine, and what it answers, or was recorded to have answered."""
+
+    requests: list[Request]
+    traces: list[Trace]
+    max_new_tokens: int | None
+    """The budget of all requests; None where each had its own, which is what its output has."""
+
+
+def replay_alone(traces: Sequence[Trace], scope: Scope, progress: Progress) -> Search:
+    """Without an engine: what each candidate would have counted. For drafters that can be replayed."""
+    assert is_replayable(scope.named)
+    return _search(Replayer(traces), scope, scope.longest_draft(None), progress)
+
+
+def check_tuning(llm: LLM, scope: Scope, batch_size: int) -> None:
+    """SpecDecError for what cannot be tuned on this engine."""
+    scope.longest_draft(llm.engine.max_draft_len)
+    if batch_size > llm.engine.max_batch_size:
+        raise SpecDecError(
+            f"the batch size exceeds the engine's max_batch_size {llm.engine.max_batch_size}: {batch_size}",
+            hint="lower it, or build with a larger max_batch_size",
+            code="batch_size",
+            max_batch_size=llm.engine.max_batch_size,
+            batch_size=batch_size,
+        )
+    check_corpora(scope.named, llm.tokenizer, llm.engine.config.vocab_size)
+
+
+def fitting_requests(llm: LLM, requests: Sequence[Request], scope: Scope) -> list[int]:
+    """Indices of the requests that engine and drafter take; a warning counts the others."""
+    with ExitStack() as stack:
+        speculation = scope.named.in_mode("auto" if scope.named else "fixed")  # "auto" needs what steps cost
+        kept = fitting(llm.open_session(speculation, stack), requests)
+    if len(kept) < len(requests):
+        left_out = len(requests) - len(kept)
+        _warn(f"left out, because they do not fit the engine: {left_out} of {len(requests)}")
+    return kept
+
+
+def answer(llm: LLM, requests: Sequence[Request], categories: Sequence[str | None], progress: Progress) -> list[Trace]:
+    """Traces of the engine's own answers, without a drafter."""
+    session = llm.session()
+    session.check_requests(requests)
+    traces = []
+    with progress("answering", len(requests)) as advance:
+        for request, category in zip(requests, categories, strict=True):
+            (sequence,) = session.run([request]).sequences
+            traces.append(Trace(request.prompt_tokens, tuple(sequence.output_tokens), category))
+            advance()
+    return traces
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Timing of candidates: how many requests at a time, and on how many."""
+
+    batch_size: int = 1
+    num_live_prompts: int = 8
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """Candidates that were replayed, those that were run once, and the results for the best."""
+
+    search: Search
+    tried: list[Measured]
+    confirmation: Confirmation
+
+
+def tune(llm: LLM, answered: Answered, scope: Scope, timing: Timing, progress: Progress) -> Tuned:
+    """Predict by replay or run once, time the best in turn, recommend."""
+    llm.measure_costs()
+    config = llm.engine.config
+    cost = Cost(CostModel(config.step_costs, config.host_s), llm.engine.max_num_tokens)
+    end_ids = answered.requests[0].end_ids
+    replayer = Replayer(answered.traces, timing.batch_size, cost, end_ids, answered.max_new_tokens)
+    longest = scope.longest_draft(llm.engine.max_draft_len)
+    search = _search(replayer, scope, longest, progress)
+    chosen = spread(len(answered.requests), timing.num_live_prompts)
+    live = LiveRun(llm, [replace(answered.requests[i], id=n) for n, i in enumerate(chosen)], timing.batch_size)
+    best = best_candidates(search.replayed)
+    tried = _try_models(live, scope, longest, best, progress)
+    sample = replace(replayer, traces=[answered.traces[i] for i in chosen])
+    fastest = [one.candidate for one in sorted(tried, key=lambda one: one.seconds)[:NUM_LIVE]]
+    return Tuned(search, tried, _confirm(live, sample, [NO_SPECULATION, *best], fastest, progress))
+
+
+def _search(replayer: Replayer, scope: Scope, max_draft_len: int, progress: Progress) -> Search:
+    search = Search(replayer, max_draft_len, scope.named, scope.tries_public)
+    with progress("replaying", search.most) as advance:
+        search.run(advance)
+    return search
+
+
+def _try_models(
+    live: LiveRun, scope: Scope, max_draft_len: int, lookups: Sequence[Speculation], progress: Progress
+) -> list[Measured]:
+    """Run candidates that cannot be replayed, with drafts of each length: the named drafter, or copy and model.
+
+    These also with the best lookup, once the best length of their own drafts is known.
+    """
+    if scope.named:
+        owns = [] if is_replayable(scope.named) else [scope.named]
+    else:
+        has_copy = live.llm.engine.config.build_config.self_draft is not None
+        owns = [fixed(spec(max_draft_len)) for spec in DRAFTERS.values() if has_copy and spec.needs_copy]  # type: ignore[call-arg]
+        owns += [fixed(scope.model).with_length(max_draft_len)] if scope.model else []
+    tried: list[Measured] = []
+    for own in owns:
+        candidates = all_lengths(own, max_draft_len)
+        with progress("trying", len(candidates)) as advance:
+            runs = live.try_once(candidates, advance)
+        tried += runs
+        chains = [] if scope.named else _chains(lookups, min(runs, key=lambda one: one.seconds).candidate)
+        with progress("trying", len(chains)) as advance:
+            tried += live.try_once(chains, advance)
+    return tried
+
+
+def _chains(lookups: Sequence[Speculation], own: Speculation) -> list[Speculation]:
+    """The best lookup beside the target's own copy, or the draft model."""
+    best = next((one.lookup for one in lookups if one.lookup is not None), None)
+    if best is None:
+        return []
+    chain = fixed(best, *own)
+    return [chain, chain.in_mode("auto")]
+
+
+def _confirm(
+    live: LiveRun,
+    sample: Replayer,
+    replayable: Sequence[Speculation],
+    others: Sequence[Speculation],
+    progress: Progress,
+) -> Confirmation:
+    """The candidates on some of the requests: replayed once more where they can be, and run."""
+    replayed = [sample.replay(candidate) for candidate in replayable]
+    with progress("timing", live.num_rounds) as advance:
+        measured = live.measure([*replayable, *others], advance)
+    _warn_of_other_outputs(sample.traces, measured[0])
+    confirmation = confirm(replayed, measured)
+    for what, factor in (("prompts", confirmation.factors.prompts), ("steps", confirmation.factors.others)):
+        if not 1 / _LARGEST_FACTOR <= factor <= _LARGEST_FACTOR:
+            _warn(
+                f"{what} take {factor:.2f} times as long as when they were measured; if that is to last, build the "
+                "engine again"
+            )
+    return confirmation
+
+
+def _warn_of_other_outputs(traces: Sequence[Trace], measured: Measured) -> None:
+    """Traces may be another model's; then predictions are not about what is run."""
+    answers = [tuple(sequence.output_tokens) for sequence in measured.generation.sequences]
+    num_other = sum(one != t.output_tokens for one, t in zip(answers, traces, strict=True))
+    if num_other:
+        _warn(f"the engine does not answer as in the traces, so predictions are off: {num_other} of {len(traces)}")
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, SpecDecWarning, stacklevel=3)

@@ -1,0 +1,139 @@
+"""Causal language models that transformers has inside others alone: a text model of its own, and an output layer.
+
+They are registered with transformers by the text model's config, so that they are found as all others are.
+"""
+
+import importlib
+import sys
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationMixin, PreTrainedConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter
+from transformers.integrations.moe import use_experts_implementation
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from runtime.model.attention import CACHE, KERNEL, PAGED, PROBE
+
+# By type of model: a text model, or a causal language model that transformers does not list as one.
+_CLASSES = {
+    "cosmos3_edge_text": "Cosmos3EdgeTextModel",
+    "deepseek_ocr2_text": "DeepseekOcr2TextModel",
+    "ernie4_5_vl_moe_text": "Ernie4_5_VLMoeTextModel",
+    "granite4_vision_text": "Granite4VisionTextModel",
+    "molmo2_text": "Molmo2TextModel",
+    "step3p5": "Step3p7TextModel",
+    "emu3_text_model": "Emu3ForCausalLM",
+    "glm4v_text": "Glm4vTextModel",
+    "glm4v_moe_text": "Glm4vMoeTextModel",
+    "glm5_next_text": "Glm5NextTextModel",
+    "glm_ocr_text": "GlmOcrTextModel",
+    "granite_docling_text": "GraniteDoclingTextModel",
+    "hunyuan_vl_text": "HunYuanVLTextModel",
+    "mistral4": "Mistral4ForCausalLM",
+    "mistral_large4_text": "MistralLarge4TextModel",
+    "mllama_text_model": "MllamaForCausalLM",
+    "muse_glimmer_text": "MuseGlimmerTextModel",
+    "muse_spark_text": "MuseSparkTextModel",
+    "paddleocr_vl_text": "PaddleOCRTextModel",
+    "qwen2_5_omni_text": "Qwen2_5OmniThinkerTextModel",
+    "qwen3_omni_moe_text": "Qwen3OmniMoeThinkerTextModel",
+}
+
+# Experts that compute as transformers' interface for them could, and that it does not offer them.
+_EXPERTS = {"step3p5": "Step3p7Experts"}
+# Types of which weights lie in files, in pieces, as transformers says of another type alone.
+_WEIGHTS_AS_IN = {
+    "deepseek_ocr2_text": "deepseek_ocr2",
+    "dots3_note_text": "qwen2_moe",
+    "ernie4_5_vl_moe_text": "ernie4_5_vl_moe",
+    "glm4v_moe_text": "glm4v_moe",
+    "minimax_m3_vl_text": "minimax_m3_vl",
+    "molmo2_text": "molmo2",
+    "step3p5": "step3p7",
+}
+# Of those, types of models that are published by themselves too, with the names that files have inside of layers.
+_BY_THEMSELVES = {"step3p5"}
+
+
+def has_causal_class(model_type: str) -> bool:
+    """True if there is a causal language model of this type; one of ours is registered then."""
+    if model_type not in CONFIG_MAPPING:
+        return False
+    config_class = CONFIG_MAPPING[model_type]
+    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING and model_type in _CLASSES:
+        module = importlib.import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
+        found = getattr(module, _CLASSES[model_type])
+        if model_type in _EXPERTS:
+            name = _EXPERTS[model_type]
+            # A class of its own: models that were made before keep theirs, whose experts know no implementation.
+            ours = type(name, (getattr(module, name),), {"__module__": module.__name__})
+            setattr(module, name, use_experts_implementation(ours))
+            for one in (found, found.__bases__[0]):
+                one._can_set_experts_implementation_cached_value = True  # which transformers reads in their code
+        is_causal = _CLASSES[model_type].endswith("ForCausalLM")
+        made = found if is_causal else _with_head(found, config_class)
+        # Without `exist_ok` transformers registers nothing for configs of its own.
+        MODEL_FOR_CAUSAL_LM_MAPPING.register(config_class, made, exist_ok=True)  # type: ignore[arg-type]
+    if model_type in _WEIGHTS_AS_IN and get_checkpoint_conversion_mapping(model_type) is None:  # type: ignore[no-untyped-call]
+        mapping = get_checkpoint_conversion_mapping(_WEIGHTS_AS_IN[model_type])  # type: ignore[no-untyped-call]
+        # Names of one inside another are those of the language model by itself (`model.names_in_whole`).
+        names = (one for one in mapping if not isinstance(one, WeightConverter))
+        inside = [one for one in names if model_type in _BY_THEMSELVES and not one.source_patterns[0].startswith("^")]
+        pieces: list[Any] = [one for one in mapping if isinstance(one, WeightConverter)]
+        register_checkpoint_conversion_mapping(model_type, [*inside, *pieces])
+    return config_class in MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def model_class(config: PreTrainedConfig) -> Any:
+    """The class of the config's model, which can be made with attention of ours."""
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    for name, by_implementation in vars(sys.modules[found.__module__]).items():
+        if name.endswith("_ATTENTION_CLASSES"):  # of GPT-J and GPT-Neo: one for each implementation that they know
+            for ours in (KERNEL, PAGED, PROBE):
+                by_implementation.setdefault(ours, by_implementation["eager"])
+    return found
+
+
+def _with_head(text_model: type[Any], config_class: type[PreTrainedConfig]) -> type[Any]:
+    """The causal language model of a text model's class."""
+    (base, *_) = text_model.__bases__
+
+    class WithHead(_Causal, base, GenerationMixin):  # type: ignore[misc, valid-type]
+        def __init__(self, config: PreTrainedConfig) -> None:
+            super().__init__(config)
+            self.model = text_model(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+    WithHead.__name__ = WithHead.__qualname__ = f"{text_model.__name__}WithHead"
+    WithHead.__module__ = text_model.__module__  # transformers looks there for what the model can do
+    WithHead.config_class = config_class
+    return WithHead
+
+
+class _Causal:
+    base_model_prefix = "model"
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+    config: Any
+    model: nn.Module
+    lm_head: nn.Linear
+
+    def forward(
+        self, input_ids: Tensor | None = None, *, logits_to_keep: int | Tensor = 0, **kwargs: Any
+    ) -> CausalLMOutputWithPast:
+        output = self.model(input_ids=input_ids, **kwargs)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(output.last_hidden_state[:, kept])
+        kept_states: dict[str, Any] = {CACHE: getattr(output, CACHE, None)}
+        return CausalLMOutputWithPast(logits=_scaled(logits, self.config), **kept_states)
+
+
+def _scaled(logits: Tensor, config: Any) -> Tensor:
+    """Logits as the whole models have them: Granite's are divided, Muse's multiplied and capped."""
+    logits = logits * getattr(config, "output_multiplier", 1) / getattr(config, "logits_scaling", 1)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -1,0 +1,102 @@
+"""Experts of a mixture by the CPU kernel, registered with transformers: a token's products are those of a linear layer,
+and their bits do not depend on which experts others ask.
+
+Only what is compiled ahead of time has them: weights are packed in the graph, which the compiler does once.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
+
+from runtime.model.quantized import EXPERTS_KERNEL, QuantizedExperts
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@contextmanager
+def experts_by_kernel(model: PreTrainedModel) -> Iterator[None]:
+    """Compute a model's experts by the kernel, which must be loaded, in the block."""
+    before, of_config = model.get_experts_implementation(), model.config._experts_implementation_internal
+    model.set_experts_implementation(EXPERTS_KERNEL)
+    model.config._experts_implementation_internal = (
+        EXPERTS_KERNEL  # transformers leaves it where experts are ours (Llama 4)
+    )
+    try:
+        yield
+    finally:
+        model.config._experts_implementation_internal = of_config
+        model.set_experts_implementation(before)
+
+
+def computes_by_kernel(config: PreTrainedConfig) -> bool:
+    return bool(config._experts_implementation == EXPERTS_KERNEL)
+
+
+def kernel_experts(
+    experts: nn.Module,
+    hidden_states: Tensor,  # (S, C)
+    top_k_index: Tensor,  # (S, k) int64
+    top_k_weights: Tensor,  # (S, k)
+) -> Tensor:  # (S, C)
+    """Replacement of transformers' `batched_mm_experts_forward`, which copies a token's experts for each token."""
+    names = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
+    if not all(_can_serve(experts, name) for name in names):
+        output: Tensor = batched_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
+        return output
+    chosen = top_k_index.reshape(-1)
+    x = expert_product(experts, names[0], hidden_states, chosen)
+    x = experts._apply_gate(x) if experts.has_gate else experts.act_fn(x)  # type: ignore[operator]
+    x = expert_product(experts, names[1], x, chosen)
+    if experts.has_post_expert_norm:
+        x = experts.post_expert_norm(x)  # type: ignore[operator]
+    weighted = x * top_k_weights.reshape(-1, 1)
+    return weighted.reshape(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)
+
+
+def _can_serve(experts: nn.Module, name: str) -> bool:
+    if isinstance(getattr(experts, name), QuantizedExperts):
+        return True
+    weight = _rows(experts, name)
+    return weight.dtype in _DTYPES and weight.shape[2] % 2 == 0
+
+
+def _rows(experts: nn.Module, name: str) -> Tensor:
+    """(E, outputs, inputs)."""
+    weight = getattr(experts, name)
+    assert isinstance(weight, Tensor)
+    # Llama 4's do not say how they lie, and have no biases.
+    return weight.transpose(1, 2) if getattr(experts, "is_transposed", True) else weight
+
+
+def expert_product(experts: nn.Module, name: str, x: Tensor, chosen: Tensor) -> Tensor:
+    """(S x k, outputs), of a token by each expert that it has chosen; `x` is (S, inputs), or (S x k, inputs)."""
+    own = getattr(experts, name)
+    products = own(x, chosen) if isinstance(own, QuantizedExperts) else _product(_rows(experts, name), x, chosen)
+    return products + getattr(experts, f"{name}_bias")[chosen] if getattr(experts, "has_bias", False) else products
+
+
+def chosen_product(config: PreTrainedConfig, weight: Tensor, x: Tensor, chosen: Tensor) -> Tensor:
+    """`expert_product` of weights (E, outputs, inputs). Without the kernel it copies a token's experts for each token,
+    as transformers' `batched_mm`."""
+    if computes_by_kernel(config) and weight.dtype in _DTYPES and weight.shape[2] % 2 == 0:
+        return _product(weight, x, chosen)
+    each = x.repeat_interleave(chosen.shape[0] // x.shape[0], 0).unsqueeze(-1)
+    return (weight[chosen].to(x.dtype) @ each).squeeze(-1)
+
+
+def _product(weight: Tensor, x: Tensor, chosen: Tensor) -> Tensor:
+    kernels = torch.ops.specdec
+    num_outputs = weight.shape[1]
+    whole_panels = F.pad(weight, (0, 0, 0, -num_outputs % kernels.panel()))
+    packed = kernels.pack_linear(whole_panels.flatten(0, 1))
+    # The arithmetic is what `runtime.compiler.linears` sets.
+    products: Tensor = kernels.experts_linear(x.to(weight.dtype), packed, chosen, num_outputs, 0, 0)
+    return products
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS_KERNEL, kernel_experts)

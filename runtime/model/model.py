@@ -1,0 +1,663 @@
+"""The transformers model behind an engine: from a config without weights (probe), or from a checkpoint.
+
+Model code is transformers' own. Ours is only the check that a model is one we run correctly, and `Step`, which
+gives the compiled function its signature.
+"""
+
+import copy
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributions import Distribution
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    build_glob_alternation,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.pytorch_utils import Conv1D
+
+from runtime.checkpoint.config import LayerShape, Quantization, Shapes
+from runtime.checkpoint.quant.planning import PrequantizedLayer
+from runtime.checkpoint.quant.weight import take_quantized
+from runtime.checkpoint.tensor_writer import Piece
+from runtime.kernels.ops import choose_vector_math
+from runtime.model.attention import KERNEL, PROBE, SEE_MODELS, PagedInputs, Recorded, chunks_without_padding
+from runtime.model.causal_heads import model_class
+from runtime.model.fusing import fuse, fuse_layers, fused_names
+from runtime.model.mixers import place_states
+from runtime.model.pretrained import last_words, layers_that_keep, wrong_turns
+from runtime.model.quantized import place_quantized, placeholders
+from runtime.model.replaced import is_linear, place_modules
+from runtime.model.split import compute_together, place_pieces, placeholders_of_pieces
+from runtime.model.tp_layers import Splitting, split_model
+from runtime.model.weights import absent_weights, is_absent, present, read_weights
+from runtime.util.errors import SpecDecError
+from runtime.util.locks import MODEL_INIT_LOCK, lock_transformers, quiet_transformers
+
+_CONVERT_AGAIN = "convert the model again"
+_LEFT_OUT = {"gate", "router", "shared_expert_gate", "wg", "dt_proj", "weights_proj"}
+# What Python and torch say of code, which says nothing of a config.
+_OF_CODE = re.compile(
+    r"\w(Error|Exception)\b|has no attribute|unexpected keyword|meta tensor|NoneType|unsupported operand"
+)
+
+_OF_SIZES = re.compile(r"\bshape|\bsizes?\b|dimension|divi|modulo")
+
+_models: dict[tuple[type[PreTrainedConfig], str], PreTrainedModel] = {}
+_probed: dict[tuple[type[PreTrainedConfig], str], Shapes] = {}
+_MOST_PROBED = 16
+
+lock_transformers()
+
+
+def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of each weight that the config gives the model."""
+    model = _model_without_memory(config)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def linear_layers(config: PreTrainedConfig) -> tuple[list[str], str | None]:
+    """The linear layers of the model that can be quantized, and the one that computes logits if it is among them.
+
+    What chooses experts, and what makes Mamba's step sizes, is left out: a few numbers that decide much.
+    """
+    model = _model_without_memory(config)
+    names = [name for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D) or is_linear(module)]
+    output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    head = next((name for name in names if model.get_submodule(name) is output), None)
+    return [name for name in names if is_quantizable(name)], head
+
+
+def is_quantizable(name: str) -> bool:
+    """False of a linear layer that chooses experts, or makes Mamba's step sizes."""
+    return name.rpartition(".")[2] not in _LEFT_OUT and ".router." not in name
+
+
+def transposed_layers(config: PreTrainedConfig) -> frozenset[str]:
+    """The linear layers whose weights the model has as (inputs, outputs): GPT-2's."""
+    return frozenset(name for name, one in _model_without_memory(config).named_modules() if type(one) is Conv1D)
+
+
+def _model_without_memory(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model to look at, not to change: the last one is kept, because a conversion asks for it eight times."""
+    key = type(config), config.to_json_string()
+    with _on_meta():
+        if key not in _models:
+            # In 16 bits, where it shows what its class makes in float32.
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                copy.deepcopy(config), dtype=torch.bfloat16, trust_remote_code=False
+            )
+            _models.clear()
+            _models[key] = model
+        return _models[key]
+
+
+@contextmanager
+def _on_meta() -> Iterator[None]:
+    """Make models without memory. torch warns of weights of no elements, which an error tells of in words of ours."""
+    with MODEL_INIT_LOCK, torch.device("meta"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Initializing zero-element tensors", UserWarning)
+        yield
+
+
+def renames_weights(config: PreTrainedConfig) -> bool:
+    """True if transformers may load the model's weights from other names than its own."""
+    return get_checkpoint_conversion_mapping(config.model_type) is not None  # type: ignore[no-untyped-call]
+
+
+def own_names(config: PreTrainedConfig, names: Iterable[str]) -> list[str]:
+    """Model's names of weights stored under these names, as far as transformers only renames them."""
+    mapping = get_model_conversion_mapping(_model_without_memory(config))
+    renamings = [one for one in mapping if type(one) is WeightRenaming]
+    return [reduce(lambda found, one: one.rename_source_key(found)[0], renamings, name) for name in names]
+
+
+def dtypes_of_weights(config: PreTrainedConfig, dtype: torch.dtype) -> Callable[[str], torch.dtype]:
+    """The dtype in which transformers has the weight that is stored under a name, in a model of `dtype`.
+
+    It keeps some in float32: those that the model's class lists (`_keep_in_fp32_modules_strict`, and for float16
+    `_keep_in_fp32_modules` too) or makes so. In bfloat16 a router's bias of 8.02 is 8.0, and other experts are chosen.
+    """
+    model = _model_without_memory(config)
+    own, kept, mapping = model.state_dict(), _kept_in_float32(model, dtype), get_model_conversion_mapping(model)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+
+    def dtype_of(name: str) -> torch.dtype:
+        if kept and name not in own:
+            name, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        return torch.float32 if name in kept else dtype
+
+    return dtype_of
+
+
+def _kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
+    """Names of the weights that transformers has in float32 in a model of 16 bits, as `model` is."""
+    if dtype == torch.float32:
+        return set()
+    weights = {name: one for name, one in model.state_dict().items() if one.is_floating_point()}
+    lists = [*model._get_dtype_plan(dtype)]
+    listed, _, _ = build_glob_alternation(lists)
+    return {name for name, one in weights.items() if one.dtype == torch.float32 or (lists and listed.search(name))}
+
+
+def loaded_otherwise(
+    config: PreTrainedConfig, dtype: torch.dtype, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]
+) -> str | None:
+    """A weight that transformers makes in a model of `dtype`, to the last bit, otherwise of our tensors than of theirs.
+
+    Both are stored tensors by the names that they have in files; the other weights of the model take no memory.
+    """
+    with _on_meta():
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)  # type: ignore[no-untyped-call]
+    found = [_loaded_by_transformers(model, dtype, tensors) for tensors in (theirs, ours)]
+    return next((name for name, one in found[0].items() if not _are_same(one, found[1].get(name))), None)
+
+
+def _loaded_by_transformers(
+    model: PreTrainedModel, dtype: torch.dtype, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The weights that transformers puts into a model that has no memory."""
+    plan = model._get_dtype_plan(dtype)
+    mapping = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightConverter | WeightRenaming)]
+    with quiet_transformers():
+        convert_and_load_state_dict_in_model(
+            model, dict(tensors), LoadStateDictConfig(dtype=dtype, dtype_plan=plan, weight_mapping=mapping)
+        )
+    return {name: one for name, one in model.state_dict().items() if not one.is_meta}
+
+
+def _are_same(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def missing_weights(config: PreTrainedConfig, names: Iterable[str]) -> list[str]:
+    """Weights of the model that are not among these, its own names, nor made of them. Of two that are one, either may
+    be missing."""
+    model = _model_without_memory(config)
+    found = {*fused_names(model, names)}
+    for pair in model.all_tied_weights_keys.items():
+        if found & set(pair):
+            found |= set(pair)
+    passed = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
+    wanted = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return sorted(name for name in wanted - found if not any(pattern.search(name) for pattern in passed))
+
+
+def names_in_whole(model_type: str, names: Iterable[str]) -> list[str]:
+    """Names that a whole model of several kinds of input has for weights stored under these names."""
+    mapping = get_checkpoint_conversion_mapping(model_type) or []  # type: ignore[no-untyped-call]
+    renamings = [one for one in mapping if type(one) is WeightRenaming]
+    return [reduce(lambda found, one: one.rename_source_key(found)[0], renamings, name) for name in names]
+
+
+def has_experts(config: PreTrainedConfig) -> bool:
+    return bool(_experts(config))
+
+
+def fuse_experts(config: PreTrainedConfig, pieces: Seq[Piece]) -> list[Piece]:
+    """The pieces, with the weights of experts as the model has them, which are those of all experts of a layer."""
+    experts = _experts(config)
+    return fuse(_model_without_memory(config), pieces, experts) if experts else list(pieces)
+
+
+def fuse_expert_layers(
+    config: PreTrainedConfig, layers: Mapping[str, PrequantizedLayer]
+) -> tuple[dict[str, PrequantizedLayer], dict[str, PrequantizedLayer]]:
+    """Quantized experts that are one weight of a layer, as the model has them, in their bits; and the other layers."""
+    shapes = _experts(config)
+    wanted = {name: shapes[name] for name, is_transposed in expert_layers(config).items() if not is_transposed}
+    return fuse_layers(_model_without_memory(config), layers, wanted) if wanted else ({}, dict(layers))
+
+
+def expert_layers(config: PreTrainedConfig) -> dict[str, bool]:
+    """Weights of experts that can be quantized, by name; True where the model has them as (experts, inputs, outputs).
+
+    Those whose products are not transformers' own to choose are left out (Llama 4).
+    """
+    return {
+        f"{name}.{part}": bool(module.is_transposed)
+        for name, module in _model_without_memory(config).named_modules()
+        if hasattr(module, "has_post_expert_norm")
+        for part, weight in module.named_parameters(recurse=False)
+        if weight.dim() == 3
+    }
+
+
+def _experts(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights of experts, by name: (experts, outputs, inputs) or (experts, inputs, outputs)."""
+    return {name: shape for name, shape in parameter_shapes(config).items() if len(shape) == 3}
+
+
+def split_config(config: PreTrainedConfig, tp_size: int) -> Splitting | None:
+    """Split of the config's model over `tp_size` ranks; None for one. SpecDecError where it is not."""
+    if tp_size == 1:
+        return None
+    with _on_meta():
+        model = _model_without_weights(config)
+    splitting = split_model(model, probe_config(config).layers, tp_size)
+    probe_config(config, splitting)
+    return splitting
+
+
+def probe_config(config: PreTrainedConfig, splitting: Splitting | None = None) -> Shapes:
+    """The K/V shape or the state's of every layer, found by a forward without weights or memory (`meta` device).
+
+    Of a model that is split it is a rank's. Those of a few models are kept: a conversion, a build and an engine ask.
+    """
+    if splitting is not None:
+        return _probe(config, splitting)
+    key = type(config), config.to_json_string()
+    found = _probed.get(key)
+    if found is None:
+        found = _probe(config, None)
+        if len(_probed) >= _MOST_PROBED:
+            _probed.clear()
+        _probed[key] = found
+    return found
+
+
+def _probe(config: PreTrainedConfig, splitting: Splitting | None) -> Shapes:
+    recorded = Recorded()
+    with _on_meta(), torch.no_grad(), _distributions_unchecked(), chunks_without_padding():
+        model = _model_without_weights(config)
+        if splitting is not None:
+            place_pieces(model, splitting)
+            compute_together(model, splitting, shares_memory=False)
+        tokens = torch.zeros(1, 2, dtype=torch.long)
+        # With a mask, or transformers looks for several sequences in one row, at values that meta has none of.
+        everything = torch.ones(1, 2, dtype=torch.long, device="cpu")  # layers with states look at its values
+        try:
+            model(input_ids=tokens, position_ids=tokens, attention_mask=everything, use_cache=False, paged=recorded)
+        except SpecDecError:
+            raise
+        except Exception as error:  # any failure means the same to the user: not a model that can be served
+            raise _not_served(error, config) from error
+    with_kv, with_state = layers_that_keep(config)
+    if not with_kv and not with_state:
+        raise SpecDecError(f"the model has no layers: {config.model_type}", hint="its config.json is damaged")
+    if (*sorted(recorded.layers), *sorted(recorded.states)) != (*with_kv, *with_state):
+        raise SpecDecError(
+            f"only {len(recorded.layers) + len(recorded.states)} of {len(with_kv) + len(with_state)} layers hand their "
+            f"attention over, so the output would be wrong: {config.model_type}",
+            hint="its attention does not go through transformers' AttentionInterface",
+        )
+    _refuse_forgetful_cache(config, recorded.layers)
+    layers, states = (tuple(one[i] for i in sorted(one)) for one in (recorded.layers, recorded.states))
+    return Shapes(layers, states)  # type: ignore[arg-type]
+
+
+def _refuse_forgetful_cache(config: PreTrainedConfig, layers: dict[int, LayerShape]) -> None:
+    """SpecDecError where transformers' own cache drops keys that attention would see: its outputs then depend on which
+    tokens were computed in one step (Moshi). One that keeps as many as the model has positions drops none."""
+    positions = getattr(config, "max_position_embeddings", None) or math.inf
+    for i, layer in enumerate(DynamicCache(config=config).layers):
+        kept = getattr(layer, "sliding_window", None)
+        window = (layers[i].sliding_window or layers[i].attention_chunk_size) if i in layers else None
+        if i in layers and kept not in (None, window) and kept < positions:
+            raise SpecDecError(
+                f"transformers keeps {kept} keys of layer {i}, and its attention asks for "
+                f"{window or 'all'}: {config.model_type}",
+                hint=SEE_MODELS,
+            )
+
+
+def _model_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
+    model_class(config)
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            copy.deepcopy(config), attn_implementation=PROBE, trust_remote_code=False
+        )
+    except Exception as error:  # whatever the family's code stumbles over
+        words = last_words(error)
+        said = "" if _OF_CODE.search(words) else f" ({words})"
+        raise SpecDecError(
+            f"transformers cannot make a model of this config: {config.model_type}{said}{_suspects(config, error)}",
+            hint="a value that the model needs is missing or wrong in config.json; download or save the model again",
+        ) from error
+    if hasattr(model, "set_experts_implementation"):
+        # The default mixture of experts looks at values, which a meta tensor has none of.
+        model.set_experts_implementation("batched_mm")
+    _declare_no_padding(model)
+    _fix_rotary_factors(model)
+    place_states(model)
+    place_modules(model)
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        raise SpecDecError(
+            f"the model counts positions from its padding token's id, not from 0: {config.model_type}", hint=SEE_MODELS
+        )
+    model.train(False)  # or Mamba-2's modules call a function of another library, where that is there
+    return model
+
+
+def _suspects(config: PreTrainedConfig, error: Exception) -> str:
+    """Name what a config has that may have led to an error: whole numbers below 1 where its class has others, no size
+    being one; what is no key of a table; lists with fewer entries than there are layers."""
+    configs = [config, *(one for one in vars(config).values() if isinstance(one, PreTrainedConfig))]
+    missing, num_layers = error.args[:1] if isinstance(error, KeyError) else (), getattr(config, "num_hidden_layers", 0)
+    found = [
+        f"`{name}` {value!r}"
+        for one in configs
+        for name, value in vars(one).items()
+        if (type(value) is int and value < 1 and value != getattr(type(one), name, value) and "token_id" not in name)
+        or (isinstance(value, str) and value in missing)
+        or (isinstance(error, IndexError) and isinstance(value, list) and 0 < len(value) < num_layers)
+    ]
+    return f": {', '.join(found)}" if found else ""
+
+
+def _not_served(error: Exception, config: PreTrainedConfig) -> SpecDecError:
+    kind = config.model_type
+    # `meta` has no values: torch says so by the one for shapes that depend on them (nonzero), by the other for items.
+    if isinstance(error, NotImplementedError) or "meta tensor" in str(error):
+        why = "the model looks at values while it computes, which a compiled step cannot"
+        return SpecDecError(f"{why}: {kind}", hint=SEE_MODELS)
+    if _OF_SIZES.search(words := last_words(error)):
+        words = wrong_turns(config) or words
+        return SpecDecError(
+            f"transformers cannot compute with the sizes of this config: {kind} ({words}){_suspects(config, error)}",
+            hint="correct config.json, or download or save the model again",
+        )
+    return SpecDecError(
+        f"the model does not run with attention from outside: {kind}{_suspects(config, error)}", hint=SEE_MODELS
+    )
+
+
+@contextmanager
+def _distributions_unchecked() -> Iterator[None]:
+    """Keep torch's distributions from looking at their parameters, at values that meta has none of (Gemma 3n)."""
+    checks = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(checks)
+
+
+def _fix_rotary_factors(model: PreTrainedModel) -> None:
+    """Keep the model from choosing rotary factors by the largest position of a step, drafts and neighbours included.
+
+    Within `num_positions` the factors that it begins with are those that transformers has for a sequence by itself.
+    """
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, str):
+            module.rope_type = "fixed"  # type: ignore[assignment]  # what transformers puts on rotary modules
+        elif isinstance(kind, dict):
+            module.rope_type = dict.fromkeys(kind, "fixed")  # type: ignore[assignment]
+        _fix_rotary_scale(module)
+
+
+def _fix_rotary_scale(module: Any) -> None:
+    """The same where a model makes its factors anew in each step, and chooses their scale so (PhiMoE)."""
+    ropes = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+    if hasattr(module, "rope_init_fn") and "short_mscale" in ropes:
+        module.config = copy.deepcopy(module.config)
+        module.config.rope_parameters["rope_type"] = "default"  # it takes the scale that comes with the factors
+        module.rope_init_fn = lambda config: (module.inv_freq, ropes["short_mscale"])
+
+
+@dataclass(frozen=True)
+class ModelKind:
+    """A model but for the numbers of its weights: its config, and how it computes."""
+
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    attention: str
+    quantization: Quantization | None = None
+    splitting: Splitting | None = None
+    """If there is one, weights are those of one rank."""
+
+
+def load_model(kind: ModelKind, weights: Path) -> PreTrainedModel:
+    """The model with a checkpoint's weights, on the CPU; transformers maps names, ties weights, fills buffers."""
+    return model_of_weights(kind, _read_weights(weights, read_weights), str(weights))
+
+
+def load_absent(kind: ModelKind, weights: Path) -> PreTrainedModel:
+    """`load_model`, with weights that are in memory while they are `present`.
+
+    Those of a model that makes others of them, when it is loaded, are there all the time.
+    """
+    model = model_of_weights(kind, _read_weights(weights, absent_weights), str(weights))
+    if all(is_absent(tensor) for tensor in model.state_dict(keep_vars=True).values()):
+        return model
+    return load_model(kind, weights)
+
+
+def check_weights(kind: ModelKind, weights: Path, where: str) -> None:
+    """SpecDecError where a checkpoint lacks weights of its model. None is read."""
+    model_of_weights(kind, _read_weights(weights, absent_weights), where)
+
+
+def _read_weights(weights: Path, read: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:
+    try:
+        return read(weights)
+    except FileNotFoundError:
+        raise SpecDecError(f"file is missing: {weights}", hint=_CONVERT_AGAIN, code="checkpoint") from None
+    except SafetensorError as error:
+        raise SpecDecError(f"`{weights}` is damaged: {error}", hint=_CONVERT_AGAIN, code="checkpoint") from None
+
+
+def load_whole_model(kind: ModelKind, ranks: Seq[Path]) -> PreTrainedModel:
+    """The model of all ranks' weights."""
+    splitting = kind.splitting
+    if splitting is None:
+        return load_model(kind, ranks[0])
+    pieces = [_read_weights(path, read_weights) for path in ranks]
+    whole = {name: splitting.join(name, [piece[name] for piece in pieces]) for name in pieces[0]}
+    return model_of_weights(replace(kind, splitting=None), whole, str(ranks[0].parent))
+
+
+def model_of_weights(kind: ModelKind, state_dict: dict[str, Tensor], where: str) -> PreTrainedModel:
+    """`load_model`, of tensors that have been read."""
+    choose_vector_math()
+    config, splitting = kind.config, kind.splitting
+    own_class = model_class(config)
+    _refuse_rounded(kind, state_dict, where)
+    quantized = take_quantized(state_dict, present)
+    transposed = transposed_layers(config) if quantized else frozenset()
+    state_dict |= placeholders(quantized, kind.dtype, transposed, _experts(config) if quantized else {})
+    pieces = (
+        placeholders_of_pieces(state_dict, splitting, parameter_shapes(config), kind.dtype)
+        if splitting is not None
+        else {}
+    )
+    with MODEL_INIT_LOCK, quiet_transformers():
+        model, report = own_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=state_dict,
+            dtype=kind.dtype,
+            attn_implementation=kind.attention,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    # Other weights that the model does not have mean nothing: some files have them for other uses.
+    layers_beyond = [name for name in report["unexpected_keys"] if re.search(r"\.\d+\.", name)]
+    for problem, names in (
+        ("lacks {} of the model's weights", report["missing_keys"]),
+        ("has the wrong shape of {} of the model's weights", report["mismatched_keys"]),
+        ("has {} weights of layers that the model does not have", layers_beyond),
+    ):
+        if names:
+            raise SpecDecError(
+                f"`{where}` {problem.format(len(names))}, such as: {sorted(names)[0]}",
+                hint="config.json and weights are of two models; download or correct the model, and convert it again",
+                code="checkpoint_of_two_models",
+            )
+    _declare_no_padding(model)
+    _fix_rotary_factors(model)
+    if splitting is not None:
+        place_pieces(model, splitting, pieces)
+    activations = "float" if kind.quantization is None else kind.quantization.activations
+    place_quantized(model, quantized, activations, with_kernels=kind.attention == KERNEL)
+    if splitting is not None:
+        compute_together(model, splitting, shares_memory=kind.attention == KERNEL)
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+def _refuse_rounded(kind: ModelKind, state_dict: Mapping[str, Tensor], where: str) -> None:
+    """SpecDecError for a weight in 16 bits that transformers keeps in float32: it may have been rounded."""
+    if kind.dtype == torch.float32:
+        return
+    dtype_of = dtypes_of_weights(kind.config, kind.dtype)
+    for name, tensor in state_dict.items():
+        if tensor.is_floating_point() and dtype_of(name) == torch.float32 and tensor.dtype.itemsize == 2:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise SpecDecError(
+                f"`{where}` has a weight in {dtype} that transformers keeps in float32: {name}",
+                hint=_CONVERT_AGAIN,
+                code="checkpoint",
+            )
+
+
+def _declare_no_padding(model: PreTrainedModel) -> None:
+    """Keep the model from looking for padding: on `meta` that fails (GPT-2), elsewhere it warns without cause."""
+    object.__setattr__(model.config, "pad_token_id", None)  # some configs let only a number through
+
+
+_MIX_POSITIONS = {
+    *("Qwen3_5TextRotaryEmbedding", "Qwen3_5MoeTextRotaryEmbedding", "Qwen3OmniMoeThinkerTextRotaryEmbedding"),
+    "Cosmos3EdgeTextRotaryEmbedding",
+}
+
+
+def _take_equal_positions(model: nn.Module) -> None:
+    """Have Qwen 3.5, Qwen3-Omni and Cosmos 3 mix no frequencies of positions in time, height and width: of text they
+    are one."""
+    for module in model.modules():
+        if type(module).__name__ in _MIX_POSITIONS:
+            module.recomposition_frequencies = _of_time  # type: ignore[assignment]
+
+
+def _of_time(frequencies: Tensor) -> Tensor:
+    """(B, T, 2 D) of (3, B, T, D)."""
+    return torch.cat((frequencies[0], frequencies[0]), dim=-1)
+
+
+class Step(nn.Module):
+    """The function that is compiled: one step's tokens in, the logits that are needed out; K/V pools in place.
+
+    With `hidden_states` (`BuildConfig`) it gives these of all its tokens too.
+    """
+
+    def __init__(self, model: PreTrainedModel, hidden_states: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.hidden_states = hidden_states
+        self._kept = kept_hidden_states(model, hidden_states) if hidden_states else {}
+        place_states(model)
+        place_modules(model)
+        _take_equal_positions(model)
+        self.model = model
+        self.layers = layers_that_keep(model.config)
+        self.stand_ins: list[int] | None = None
+        """While few pools are given: the number of the one that stands for each layer's."""
+
+    def forward(
+        self,
+        input_ids: Tensor,  # (B, Q) int64
+        positions: Tensor,  # (B, Q) int64
+        slot_mapping: Tensor,  # (B, Q) int64
+        block_tables: Tensor,  # (B, N) int64
+        logit_indices: Tensor,  # (T,) int64 into the flattened (B x Q)
+        key_pools: list[Tensor],  # per layer (num_blocks, Hk, D, block_size)
+        value_pools: list[Tensor],  # per layer (num_blocks, Hk, block_size, Dv); then, in 8 bits, per layer scales
+        state_slots: Tensor | None = None,  # (B,) int64, of a model with states
+        state_pools: Seq[Tensor] = (),  # per layer with a state (num_slots, length, width)
+    ) -> Tensor | tuple[Tensor, Tensor]:  # (T, vocab), and hidden states (B x Q, all beside each other)
+        value_pools, scale_pools = value_pools[: len(key_pools)], value_pools[len(key_pools) :]
+        if self.stand_ins is not None:
+            given = key_pools, value_pools, scale_pools
+            key_pools, value_pools, scale_pools = ([part[i] for i in self.stand_ins if part] for part in given)
+        pools, rows = (key_pools, value_pools, scale_pools), (positions, slot_mapping, block_tables)
+        paged = PagedInputs(*pools, *rows, *self.layers, state_slots, list(state_pools))
+        B, Q = input_ids.shape
+        _declare_equal(B, positions.shape[0], slot_mapping.shape[0], block_tables.shape[0])
+        if state_slots is not None:
+            _declare_equal(B, state_slots.shape[0])
+            _declare_equal(state_pools[0].shape[0], *(pool.shape[0] for pool in state_pools))
+        _declare_equal(Q, positions.shape[1], slot_mapping.shape[1])
+        if key_pools:
+            num_blocks, block_size = key_pools[0].shape[0], key_pools[0].shape[3]
+            _declare_equal(num_blocks, *(pool.shape[0] for pool in (*key_pools, *value_pools, *scale_pools)))
+            _declare_equal(block_size, *(pool.shape[3] for pool in key_pools), *(pool.shape[2] for pool in value_pools))
+        # One row of B x Q tokens, so that the model's own `logits_to_keep` picks positions across rows.
+        output = self.model(
+            input_ids=input_ids.reshape(1, B * Q),
+            position_ids=positions.reshape(1, B * Q),
+            use_cache=False,
+            logits_to_keep=logit_indices,
+            paged=paged,
+        )
+        logits: Tensor = output.logits[0]
+        if not self.hidden_states:
+            return logits
+        states = torch.cat([self._kept[number] for number in self.hidden_states], -1)[0]
+        self._kept.clear()
+        return logits, states
+
+
+class _Kept(dict[int, Tensor]):
+    """Hidden states by number. The exporter copies plain dictionaries of modules, and hooks would know the original."""
+
+
+def kept_hidden_states(model: PreTrainedModel, numbers: Iterable[int]) -> dict[int, Tensor]:
+    """A dictionary into which every forward of the model puts these hidden states, (1, tokens, hidden size).
+
+    By hooks, which stay: transformers' own `output_hidden_states` cannot be compiled. SpecDecError for numbers that the
+    model has no layers for.
+    """
+    kept: dict[int, Tensor] = model.__dict__.setdefault("_kept_hidden_states", _Kept())
+    hooked: set[int] = model.__dict__.setdefault("_hooked_hidden_states", set())
+    decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
+    layers: Any = getattr(decoder, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise SpecDecError(f"a trained drafter cannot read this model's hidden states: {type(model).__name__}")
+
+    def entering(number: int) -> Callable[..., None]:
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            kept[number] = args[0] if args else kwargs["hidden_states"]
+
+        return keep
+
+    def keep_last(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        kept[len(layers)] = output.last_hidden_state
+
+    for number in set(numbers) - hooked:
+        if number > len(layers):
+            raise SpecDecError(f"a drafter reads hidden state {number} of a target of {len(layers)} layers")
+        if number == len(layers):
+            decoder.register_forward_hook(keep_last)
+        else:
+            layers[number].register_forward_pre_hook(entering(number), with_kwargs=True)
+        hooked.add(number)
+    return kept
+
+
+def _declare_equal(size: int, *others: int) -> None:
+    """Tell the compiler; otherwise it computes indices by division in every inner loop, at half the speed."""
+    for other in others:
+        torch._check(other == size)  # type: ignore[no-untyped-call]

@@ -1,0 +1,763 @@
+"""Model configurations, and the check that specdec supports them.
+
+transformers reads them; ours is only the check that it is of a model that we run correctly.
+"""
+
+import dataclasses
+import inspect
+import itertools
+import math
+import re
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, get_args
+
+import torch
+from transformers import GenerationConfig, PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+from runtime.model.attention import SEE_MODELS, refuse_own_attention
+from runtime.model.causal_heads import has_causal_class, model_class
+from runtime.util.errors import SpecDecError, SpecDecWarning
+from runtime.util.locks import quiet_transformers
+from runtime.util.reading import shown
+
+# Sizes of which there is no model with fewer than one.
+_SIZES = {
+    "max_position_embeddings": "positions",
+    "hidden_size": "hidden units",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "attention heads",
+    "num_key_value_heads": "heads of keys and values",
+    "vocab_size": "words",
+    "chunk_size": "tokens in a chunk",
+    "mamba_chunk_size": "tokens in a chunk",
+    "state_size": "state dimensions",
+    "mamba_d_state": "state dimensions",
+    "ssm_state_size": "state dimensions",
+    "n_groups": "groups",
+    "mamba_n_groups": "groups",
+    "mamba_ngroups": "groups",
+}
+# Keys that some families compute with, and the values that change nothing in a family that ignores the key.
+_CAPS = dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"), (0,))
+_FACTORS = ("logits_scaling", "logit_scale", "attention_multiplier", "embedding_multiplier", "residual_multiplier")
+_OF_COMPUTING: dict[str, tuple[int, ...]] = _CAPS | dict.fromkeys(_FACTORS, (0, 1)) | {"alibi": ()}
+_IS_SIZE = re.compile(r"_(size|dim|rank|width|units|channels|groups|heads|experts|layers?)$|^(n|num|d)_")
+_IS_NO_SIZE = re.compile(r"^max_|position|window|ctx|token|chunk|length|seq")
+_LARGEST_SIZE = 2**40
+"""More than any model has of anything: 2 products of them still fit into 64 bits with what else is in a shape."""
+MANY_LAYERS = 1000
+"""More than any published model has."""
+_NUMBERS_OF_EXPERTS = "n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"
+_NUMBERS_OF_CHOSEN = (
+    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts", "moe_k", "moe_top_k"),
+)
+_PATTERN = "sliding_window_pattern"
+# What of a rope is a number, or a list of them, above 0.
+_OF_ROPES = (
+    *("rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings", "attention_factor"),
+    *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
+)
+# What transformers once called a type of rope, and kept beside the name that it has now.
+_ALSO_CALLED = {"longrope": ("su",), "default": ("mrope",)}
+_INDEXED = "indexed_attention"  # which sees the keys that an index chooses
+_WITH_KV = {"full_attention", "sliding_attention", "hybrid", _INDEXED}
+_WITH_STATE = {"conv", "linear_attention", "hybrid"}
+# Models some of whose layers have a state, by `runtime.model.mixers`: their types of such layers, and of layers that
+# keep nothing.
+_OF_STATES = {
+    "lfm2 lfm2_moe lfm3": {"conv"},
+    "qwen3_next qwen3_5_text qwen3_5_moe_text olmo_hybrid bamba granitemoehybrid kimi_linear glm5_next_text": {
+        "linear_attention"
+    },
+    "minimax mamba mamba2 falcon_mamba jamba recurrent_gemma": {"linear_attention"},
+    "nemotron_h": {"linear_attention", "mlp", "moe"},
+    "falcon_h1 zamba zamba2": {"linear_attention", "hybrid"},
+}
+_TYPES_OF = {kind: types for kinds, types in _OF_STATES.items() for kind in kinds.split()}
+_HAND_OVER = {
+    *("biogpt", "bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "nemotron", "stablelm"),
+}
+# Language models inside others that have no class of their own. Of text alone, where positions in time, height and
+# width are one, they compute what a model of such a config does.
+_SAME_ON_TEXT: dict[str, dict[str, Any]] = {
+    "qwen2_vl_text": {"model_type": "qwen2"},
+    "qwen2_5_vl_text": {"model_type": "qwen2"},
+    "qwen3_vl_text": {"model_type": "qwen3"},
+    "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},
+}
+
+_DIVISORS = ("final_logit_softcapping", "floor_scale")
+_PUBLISHED_AS = {"mimo": "qwen2"}
+"""Types that are published with code of their own, which computes what a type of transformers does."""
+
+# Keys that nobody need read: of training, multi-token prediction, files and programs, by a part of the name.
+_OF_NO_MODEL = re.compile(
+    r"^_|init|dropout|loss|dtype|version|mtp|nextn|pretrain|train|auto_map|compress|quant|token|hub"
+    r"|^summary_|verbose|ignore_index|video|image|vision|audio_output"
+)
+_OF_OTHERS = {
+    # what transformers once wrote into every config
+    *("add_cross_attention", "finetuning_task", "is_decoder", "is_encoder_decoder", "prefix", "pruned_heads"),
+    *("task_specific_params", "tf_legacy_loss", "tie_encoder_decoder", "torchscript", "use_bfloat16", "use_cache"),
+    # of how a program computes, not of what
+    *("ep_size", "num_logits_to_keep", "use_mamba_kernels", "use_flash_attn", "for_llm_compressor", "seq_aux"),
+    *("chunk_size_feed_forward", "output_router_logits", "use_mem_eff_path", "moe_shared_expert_overlap"),
+    # read by nobody without `use_sliding_window`
+    "max_window_layers",
+}
+# What a model's published configs say besides of what its code always does.
+_ALWAYS_SO: dict[str, dict[str, Any]] = {
+    "qwen3_5_text qwen3_5_moe_text": {"attn_output_gate": True},
+    "lfm2": {"block_use_swiglu": True, "use_pos_enc": True},
+    "mamba2": {"norm_before_gate": True, "rms_norm": True, "time_step_scale": 1.0},
+    "starcoder2": {"mlp_type": "default"},
+    "gemma4_unified_text": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 262144},
+    "gemma2 gemma3_text": {"hidden_act": "gelu_pytorch_tanh"},
+    "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    "bloom": {
+        "attention_softmax_in_fp32": True,
+        "masked_softmax_fusion": True,
+        "offset_alibi": 100,
+        "skip_bias_add": True,
+    },
+    "gptj": {"scale_attn_weights": True},
+    "qwen3_omni_moe_text": {"use_qk_norm": True},
+    "step3p5": {
+        **{"att_impl_type": "GQA", "use_qk_norm": True, "zero_centered": True, "use_head_wise_attn_gate": True},
+        **{"yarn_only_types": ["full_attention"], "use_moe": True, "moe_layer_offset": 0, "moe_every_n_layer": 1},
+        **{"moe_router_activation": "sigmoid", "use_moe_router_bias": True, "norm_expert_weight": True},
+        **{"need_fp32_gate": True},
+    },
+}
+_ALWAYS_SO_OF = {kind: values for kinds, values in _ALWAYS_SO.items() for kind in kinds.split()}
+_WITHIN = ("thinker_config", "text_config", "attn_config", "ffn_config")
+"""Configs inside of what the language model computes."""
+_ROPES_SAID = ("rope_scaling", "rope_parameters")
+# By family: keys that transformers' code reads by `getattr`, so that no field of the config's class names them, and
+# keys from earlier versions of the family whose meaning a field with another name has.
+_READ_BESIDE = {
+    "mamba falcon_mamba mamba2 solar_open kolibri1": {"intermediate_size"},
+    "qwen3_next qwen3_5_text qwen3_5_moe_text qwen4_exp_text": {"full_attention_interval"},
+    "gemma4_text gemma4_unified_text": {"global_head_dim", "num_global_key_value_heads", "audio_config"},
+    "gemma3_text gemma3n_text": {"rope_local_base_freq", "sliding_window_pattern"},
+    "cohere2 cohere_compass_text": {"sliding_window_pattern"},
+    "glm4v_text glm_ocr_text": {"attention_bias"},
+    "lfm2 lfm2_moe": {"block_ff_dim", "num_heads", "tie_embedding"},
+    "gptj": {"rotary"},
+    "gpt_neox gpt_neox_japanese": {"rotary_pct", "rotary_emb_base"},
+    "nemotron_h": {
+        *("mamba_chunk_size", "mamba_conv_bias", "mamba_d_conv", "mamba_dt_init_floor", "mamba_dt_limit"),
+        *("mamba_dt_max", "mamba_dt_min", "mamba_expand", "mamba_n_groups", "rope_theta", "partial_rotary_factor"),
+    },
+    "zamba2": {"attention_hidden_size", "hybrid_layer_ids", "mamba_headdim"},
+    "longcat_flash": {"router_bias"},
+    "axk1 axk2 cohere2_moe": {"first_k_dense_replace"},
+    "bailing_hybrid": {"linear_conv_kernel_dim", "linear_head_dim", "linear_num_heads"},
+    "dbrx": {"ffn_act_fn", "ffn_hidden_size", "rope_theta"},
+    "ministral3 mistral4": {"llama_4_scaling_beta"},
+    "deepseek_v4": {"compress_rate_csa", "compress_rate_hca", "compress_ratios", "qk_rope_head_dim"},
+    "gpt_neo": {"attention_layers"},
+    "hunyuan_vl_text mllama_text_model": {"attention_heads", "cross_attention_layers"},
+    "olmoe": {"sliding_window"},
+    "qwen3_omni_moe_text": {
+        *("shared_expert_intermediate_size", "seconds_per_chunk", "position_id_per_seconds", "interleaved"),
+    },
+    "qwen2_5_omni_text": {"seconds_per_chunk", "position_id_per_seconds", "enable_talker"},
+    "step3p5": {"attention_other_setting", "max_seq_len", "moe_layers_enum", "partial_rotary_factors"},
+}
+_READ_BESIDE_OF = {kind: keys for kinds, keys in _READ_BESIDE.items() for kind in kinds.split()}
+# Fields of a family's config class that transformers' model does not compute with, whatever they say.
+_COMPUTED_WITHOUT = {
+    "biogpt": {"layer_norm_eps"},
+    "deepseek_v2": {"norm_topk_prob"},
+    "deepseek_v32 glm_moe_dsa": {"mlp_bias"},
+    "deepseek_v4": {"attention_bias", "n_shared_experts", "norm_topk_prob"},
+    "gpt_oss": {"hidden_act"},
+    "inkling_text": {"shared_expert_sink", "rms_norm_eps_moe_gate"},
+    "minimax_m3_vl_text": {"rotary_dim"},
+    "mpt": {"logit_scale", "no_bias", "expansion_ratio", "norm_type", "learned_pos_emb", "embedding_fraction"},
+    "nemotron_h": {"attention_bias", "mamba_proj_bias", "n_shared_experts"},
+    "qwen4_exp_text": {"split_ngram_parts"},
+}
+_COMPUTED_WITHOUT_OF = {kind: keys for kinds, keys in _COMPUTED_WITHOUT.items() for kind in kinds.split()}
+# A `head_dim` that contradicts the weights is an error by itself; a request's settings are read by `generation_config`.
+_ALWAYS_READ = {"head_dim", *vars(GenerationConfig())}  # type: ignore[no-untyped-call]
+_OF_EVERY_ROPE = {
+    *("rope_theta", "partial_rotary_factor", "max_position_embeddings", "original_max_position_embeddings"),
+}
+# Keys that only the processor of images reads, from the config of a model that takes images.
+_OF_IMAGES = {
+    *("downsample_factor", "encoder_patch_size", "max_pixels_tolerance", "max_tiles", "min_tiles", "tile_size"),
+    *("use_thumbnail", "patch_size"),
+}
+# Keys by which the programs that quantize note how they did it, and which readers of weights need not know.
+_NOTES_OF_QUANTIZERS = {
+    *("fmt", "static_groups", "model_name_or_path", "model_file_base_name", "producer", "provider", "pack_dtype"),
+    *("is_marlin_format", "damp_auto_increment", "failsafe", "rotation", "parallel_packing", "v2", "do_fuse"),
+    *("exclude_modules", "kv_cache_quant_algo", "quant_type_kwargs", "version", "checkpoint_format", "lm_head"),
+    # auto-round's: the search for rounded weights
+    *("autoround_version", "iters", "lr", "minmax_lr", "nsamples", "seqlen", "low_gpu_mem_usage", "amp"),
+    *("gradient_accumulate_steps", "enable_quanted_input", "enable_minmax_tuning", "enable_norm_bias_tuning"),
+    *("enable_torch_compile", "enable_alg_ext", "not_use_best_mse", "to_quant_block_names", "packing_format"),
+}
+# Keys that transformers computes a type of rope with (`modeling_rope_utils`), beside the base and the share of a head.
+_OF_SCALED = {"factor", "attention_factor", "original_max_position_embeddings"}
+_KEYS_OF_ROPES = {
+    "default": {"mrope_section", "mrope_interleaved"},
+    "linear": {"factor"},
+    "proportional": {"factor"},
+    "dynamic": {"factor", "original_max_position_embeddings", "alpha"},
+    "yarn": _OF_SCALED | {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+    "longrope": _OF_SCALED | {"short_factor", "long_factor", "short_mscale", "long_mscale"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+}
+_ALWAYS_SO_OF_QUANTIZERS = {"data_type": "int", "act_bits": 16, "act_data_type": "float", "super_bits": None}
+_READ_OF_QUANTIZERS = {
+    # by the readers of `runtime.quantization`, beside the parameters of transformers' classes
+    *("quant_method", "dynamic", "quant_algo", "config_groups", "w_bit", "q_group_size", "sparsity_config"),
+    *("transform_config", "quantization", "_load_in_4bit", "_load_in_8bit", "modules_to_convert"),
+}
+
+
+def parse_pretrained_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
+    """A Hugging Face config from its JSON; SpecDecError where transformers has no decoder-only model for it."""
+    config = read_any_config(data, where)
+    _refuse_unsupported(config)
+    return config
+
+
+def read_any_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
+    """`parse_pretrained_config`, of what transformers has any class for."""
+    if (same := _PUBLISHED_AS.get(str(data.get("model_type")))) is not None:
+        data = data | {"model_type": same}
+    model_type = data.get("model_type")
+    if model_type is None:
+        raise SpecDecError(f"`{where}` names no `model_type`", hint="it should be a Hugging Face model's config.json")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        hint = (
+            "models with code of their own (`trust_remote_code`) are not supported"
+            if "auto_map" in data
+            else SEE_MODELS
+        )
+        raise SpecDecError(f"transformers does not know this model type: {model_type}", hint=hint)
+    _refuse_absurd_sizes(data, where)
+    for place in (data, data.get("text_config")):
+        if isinstance(place, dict):
+            _refuse_two_ropes(place, where)
+            _refuse_sizes(place, where)
+            _refuse_dtype(place, where)
+    try:
+        # transformers writes infinity as `{"__float__": "Infinity"}`, and reads it so in `from_pretrained` alone.
+        values = _with_decimals(CONFIG_MAPPING[model_type], PreTrainedConfig._decode_special_floats(data))
+        if model_type == "dbrx" and "rope_parameters" not in data:  # transformers looks for it there alone
+            values |= {name: value for name, value in (data.get("attn_config") or {}).items() if name == "rope_theta"}
+        with quiet_transformers():
+            config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
+    except Exception as error:  # transformers raises whatever its validators do; the user needs the file's name
+        _refuse_pattern_alone(data, where)
+        raise SpecDecError(
+            f"`{where}` is not a valid {model_type} config: {_with_values(last_words(error), data)}",
+            hint="correct it, or download or save the model again",
+        ) from error
+    for rope in _ropes(config):
+        _check_rope(rope, where)
+    within = ((getattr(config, name, None), data.get(name)) for name in ("text_config", "ffn_config"))  # DBRX's experts
+    for one, said in ((config, data), *within):
+        if isinstance(one, PreTrainedConfig) and isinstance(said, dict):
+            _refuse_unread(one, said, where)
+            _refuse_windows(one, said, where)
+            _refuse_patterns(said, where)
+            _refuse_experts(one, said, where)
+    return config
+
+
+def _with_decimals(kind: type[Any], data: dict[str, Any]) -> dict[str, Any]:
+    """The values, with 1 as 1.0 where transformers takes decimals alone, as in DBRX's own config.json it does not."""
+    kinds = {one.name: get_args(one.type) or (one.type,) for one in dataclasses.fields(kind)}
+    values = dict(data)
+    for name, value in data.items():
+        inner = kind.sub_configs.get(name)
+        if isinstance(value, dict) and dataclasses.is_dataclass(inner) and isinstance(inner, type):
+            values[name] = _with_decimals(inner, value)
+        elif type(value) is int and float in kinds.get(name, ()) and int not in kinds[name]:
+            values[name] = float(value)
+    return values
+
+
+def _refuse_unread(config: PreTrainedConfig, said: dict[str, Any], where: str) -> None:
+    """SpecDecError for a value that other families compute with and that transformers' class of this family ignores,
+    such as `clip_qkv` 1.0 in a Llama: the model was made to compute otherwise."""
+    known = inspect.signature(type(config)).parameters.keys() | config.attribute_map.keys()
+    for name, neutral in _OF_COMPUTING.items():
+        is_read = name in known or hasattr(type(config), name)
+        if not is_read and (value := said.get(name)) is not None and value is not False and value not in neutral:
+            raise SpecDecError(
+                f"`{where}` has a value that transformers' {config.model_type} does not compute with: `{name}` "
+                f"{said[name]!r}",
+                hint="leave it out if the model was trained without it; else the model is of another type",
+            )
+
+
+def _refuse_windows(config: PreTrainedConfig, said: dict[str, Any], where: str) -> None:
+    """SpecDecError for layers that see a window of no tokens, or windows of which no layer has any."""
+    window, types = vars(config).get("sliding_window"), said.get("layer_types")
+    uses = "use_sliding_window"
+    sees = "`layer_types` has sliding_attention" if "sliding_attention" in (types or ()) else ""
+    sees = sees or (f"`{uses}` is true" if said.get(uses) else "")
+    if sees and (window is None or (isinstance(window, int) and window < 1)):
+        raise SpecDecError(
+            f"`{where}` has contradicting windows: {sees}, and `sliding_window` is {said.get('sliding_window')!r}",
+            hint="correct it, or download or save the model again",
+        )
+    chunk, chunked = vars(config).get("attention_chunk_size", 1), "chunked_attention"
+    if chunked in (vars(config).get("layer_types") or ()) and (not isinstance(chunk, int) or chunk < 1):
+        raise SpecDecError(
+            f"`{where}` has layers of {chunked}, and `attention_chunk_size` is {chunk!r}",
+            hint="correct it, or download or save the model again",
+        )
+    if said.get(uses) and isinstance(types, list) and "sliding_attention" not in types:
+        raise SpecDecError(
+            f"`{where}` has contradicting windows: `{uses}` is true, and `layer_types` has no sliding_attention",
+            hint="correct it, or download or save the model again",
+        )
+
+
+def _refuse_pattern_alone(data: dict[str, Any], where: str) -> None:
+    """SpecDecError for windows by a pattern of which transformers makes no types of layers: letters as EXAONE 4's, or
+    none, which it divides by."""
+    for said in (data, data.get("text_config")):
+        if not isinstance(said, dict) or said.get("layer_types"):
+            continue
+        model_type, pattern = str(said.get("model_type")), said.get(_PATTERN, 1)
+        divides = model_type in CONFIG_MAPPING and hasattr(CONFIG_MAPPING[model_type], _PATTERN)
+        if divides and (not isinstance(pattern, int) or pattern == 0 or said.get("sliding_window", 1) is None):
+            of_windows = ", ".join(f"`{name}` {said[name]!r}" for name in (_PATTERN, "sliding_window") if name in said)
+            raise SpecDecError(
+                f"`{where}` has windows by a pattern that transformers does not read: {of_windows}, and no "
+                "`layer_types`",
+                hint="add `layer_types`, sliding_attention or full_attention for each layer",
+            )
+
+
+def _refuse_patterns(said: dict[str, Any], where: str) -> None:
+    """SpecDecError for types of layers, which count, that are not those of a pattern beside them: of every so many
+    layers the last one sees everything, or letters, L and G, say which. The model's last one may see all by either."""
+    pattern, types = said.get(_PATTERN), said.get("layer_types")
+    if not isinstance(types, list) or not set(types) <= {"sliding_attention", "full_attention"}:
+        return
+    letters = "L" * (pattern - 1) + "G" if isinstance(pattern, int) and pattern > 0 else pattern
+    if not isinstance(letters, str) or not letters or set(letters) - {"L", "G"}:
+        return
+    for i, kind in enumerate(types[:-1]):
+        if (kind == "sliding_attention") != (letters[i % len(letters)] == "L"):
+            raise SpecDecError(
+                f"`{where}` has contradicting windows: `{_PATTERN}` {pattern!r}, and layer {i} of `layer_types` is "
+                f"{kind}",
+                hint="leave out the one that is wrong",
+            )
+
+
+def _refuse_experts(config: PreTrainedConfig, said: dict[str, Any], where: str) -> None:
+    """SpecDecError for two numbers of experts, more chosen than there are, or none, or groups that do not divide
+    them."""
+
+    def two_of(names: tuple[str, ...], least: int) -> tuple[tuple[str, int], tuple[str, int]] | None:
+        counts = [(name, said[name]) for name in names if isinstance(said.get(name), int) and said[name] >= least]
+        return next((pair for pair in itertools.pairwise(counts) if pair[0][1] != pair[1][1]), None)
+
+    def number_of(names: tuple[str, ...]) -> tuple[str, int]:
+        found = ((name, getattr(config, name, None)) for name in names)
+        return next(((name, size) for name, size in found if isinstance(size, int) and size > 0), ("", 0))
+
+    (of_experts, count), (of_chosen, chosen) = number_of(_NUMBERS_OF_EXPERTS), number_of(_NUMBERS_OF_CHOSEN)
+    (of_groups, groups), (of_chosen_groups, chosen_groups) = number_of(("n_group",)), number_of(("topk_group",))
+    two, two_chosen = two_of(_NUMBERS_OF_EXPERTS, 0), two_of(_NUMBERS_OF_CHOSEN, 1)
+    none = next((name for name in _NUMBERS_OF_CHOSEN if isinstance(said.get(name), int) and said[name] < 1), "")
+    for is_wrong, what, (first, one), (second, other) in (
+        (two, "has two numbers of experts", *(two or (("", 0), ("", 0)))),
+        (two_chosen, "has two numbers of experts that a token chooses", *(two_chosen or (("", 0), ("", 0)))),
+        (count and none, "chooses no experts", (none, said.get(none)), (of_experts, count)),
+        (chosen > count > 0, "chooses more experts than there are", (of_chosen, chosen), (of_experts, count)),
+        (count and groups and count % groups, "has groups of experts that do not divide them", (of_groups, groups),
+         (of_experts, count)),
+        (count and chosen_groups > groups > 0, "chooses more groups of experts than there are",
+         (of_chosen_groups, chosen_groups), (of_groups, groups)),
+    ):  # fmt: skip
+        if is_wrong:
+            raise SpecDecError(
+                f"`{where}` {what}: `{first}` {one}, `{second}` {other}",
+                hint="correct it, or download or save the model again",
+            )
+
+
+def _refuse_sizes(data: dict[str, Any], where: str) -> None:
+    """SpecDecError for a size below 1, and for NaN, which JSON does not have and Python writes."""
+    for name, what in _SIZES.items():
+        if isinstance(size := data.get(name), int) and size < 1:
+            raise SpecDecError(f"`{where}` has an invalid number of {what}: {size}", hint="correct it")
+    for name in _DIVISORS:
+        if data.get(name) == 0:
+            raise SpecDecError(
+                f"`{where}` has a value that nothing can be divided by: `{name}` {data[name]}",
+                hint="correct it; null is none",
+            )
+    roots = {name: value for name, value in data.items() if name.endswith(("eps", "epsilon"))}
+    below = next((name for name, value in roots.items() if isinstance(value, int | float) and value < 0), None)
+    if below is not None:
+        raise SpecDecError(f"`{where}` has a value below 0 under a root: `{below}` {data[below]}", hint="correct it")
+    nan = next((name for name, value in data.items() if isinstance(value, float) and math.isnan(value)), None)
+    if nan is not None:
+        raise SpecDecError(f"`{where}` has a value that is no number: `{nan}` {math.nan}", hint="correct it")
+
+
+def _refuse_absurd_sizes(data: dict[str, Any], where: str) -> None:
+    """SpecDecError for sizes, of configs inside too, that no memory is large enough for, and for so many layers that
+    to make them without weights would take forever."""
+    for name, size in sizes_of(data):
+        if size > _LARGEST_SIZE:
+            raise SpecDecError(
+                f"`{where}` has a size that no memory is large enough for: `{name}` {size}", hint="correct it"
+            )
+    for name, count in counts_of_layers(data):
+        if count > 10 * MANY_LAYERS:
+            raise SpecDecError(f"`{where}` has more layers than any model: `{name}` {count}", hint="correct it")
+
+
+def sizes_of(data: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """The whole numbers of a config, and of configs inside, that are sizes by their names: `hidden_size` 4096."""
+    for name, value in data.items():
+        if isinstance(value, dict):
+            yield from sizes_of(value)
+        elif _IS_SIZE.search(name) and not _IS_NO_SIZE.search(name):
+            yield from ((name, one) for one in _numbers(value) if type(one) is int)
+
+
+def counts_of_layers(data: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """Sizes of `sizes_of` that are numbers of layers: `num_hidden_layers` 32, or GPT-2's `n_layer` 12."""
+    return ((name, size) for name, size in sizes_of(data) if name.endswith(("layer", "layers")))
+
+
+def _refuse_dtype(data: dict[str, Any], where: str) -> None:
+    for name in ("dtype", "torch_dtype"):
+        value = data.get(name)
+        if isinstance(value, str) and not isinstance(getattr(torch, value.removeprefix("torch."), None), torch.dtype):
+            raise SpecDecError(
+                f"`{where}` has a `{name}` that torch does not know: {value}",
+                hint="correct it: float32, bfloat16 or float16",
+            )
+
+
+def _check_rope(rope: dict[str, Any], where: str) -> None:
+    """SpecDecError for what no positions can be computed of. transformers warns of some of it, and takes it."""
+    if _type(rope) not in (known := {"default", *ROPE_INIT_FUNCTIONS}):
+        raise SpecDecError(
+            f"`{where}` has a rope of a type that transformers does not know: {_type(rope)}",
+            hint=f"it knows {', '.join(sorted(known))}",
+        )
+    for name in _OF_ROPES:
+        for value in [None] if name == "rope_theta" and rope.get(name, 0) is None else _numbers(rope.get(name)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise SpecDecError(
+                    f"`{where}` has a rope whose `{name}` is no number above 0: {value!r}", hint="correct it"
+                )
+
+
+def _numbers(value: Any) -> Iterator[Any]:
+    """Yield what is said: nothing, one number, or those of a list."""
+    if isinstance(value, list):
+        yield from value
+    elif value is not None:
+        yield value
+
+
+def _refuse_two_ropes(data: dict[str, Any], where: str) -> None:
+    """SpecDecError for a rope that is no object, or said twice and differently: transformers takes one without a word.
+
+    `rope_theta` and `rope_scaling` stand at the top of a config that transformers 4 wrote, `rope_parameters` in one of
+    transformers 5; what a type of layer has for itself may differ.
+    """
+    for name in _ROPES_SAID:
+        if not isinstance(rope := data.get(name) or {}, dict):
+            raise SpecDecError(f"`{where}` has a rope that is no object: `{name}` {rope!r}", hint="correct it")
+    scaling, parameters = data.get("rope_scaling") or {}, data.get("rope_parameters") or {}
+    found = [
+        (f"rope_scaling.{name}", scaling[name], f"rope_parameters.{name}", parameters[name])
+        for name in scaling
+        if name in parameters
+    ]
+    for within, rope in (("rope_scaling", scaling), ("rope_parameters", parameters)):
+        for name in ("rope_theta", "original_max_position_embeddings"):
+            if name in data and name in rope and not any(isinstance(value, dict) for value in rope.values()):
+                found.append((name, data[name], f"{within}.{name}", rope[name]))
+        if {"type", "rope_type"} <= set(rope) and rope["type"] not in _ALSO_CALLED.get(str(rope["rope_type"]), ()):
+            found.append((f"{within}.type", rope["type"], f"{within}.rope_type", rope["rope_type"]))
+    for first, one, second, other in found:
+        if one != other:
+            raise SpecDecError(
+                f"`{where}` has two conflicting ropes: `{first}` is {one!r}, and `{second}` {other!r}",
+                hint="leave out the one that is wrong",
+            )
+
+
+def warn_of_unread_keys(config: PreTrainedConfig, data: dict[str, Any], where: str) -> None:
+    """Warn of each key in a model's JSON, `data`, that changes nothing in its language model, whose `config` this is.
+
+    Whoever wrote the key had a model that computes differently, or misspelled a key that is read. A key means something
+    if transformers' config class of the model has a field for it, or if a table above lists it.
+    """
+    if found := list(_unread(config, data)):
+        warnings.warn(
+            f"`{where}` has values that neither transformers' {config.model_type} nor specdec reads, and that "
+            f"change nothing: {', '.join(found)}",
+            SpecDecWarning,
+            stacklevel=4,
+        )
+
+
+def _unread(config: PreTrainedConfig, data: dict[str, Any], inside: str = "") -> Iterator[str]:
+    """Yield each key that nothing reads, with its value; a key inside `text_config` as `text_config.KEY`.
+
+    `num_experts` 8 in a Llama's config.json is yielded, since `LlamaConfig` has no such field.
+    """
+    known = _keys_read(config, data, inside)
+    always = _ALWAYS_SO_OF.get(config.model_type, {})
+    for name, value in data.items():
+        says_nothing = value is None or value is False or value in ([], {}, "")
+        if name in _WITHIN and isinstance(value, dict):
+            yield from _unread(config, value, f"{inside}{name}.")
+        elif name in _ROPES_SAID and isinstance(value, dict):
+            yield from _unread_of_rope(config.model_type, value, f"{inside}{name}.")
+        elif name in ("quantization_config", "compression_config") and isinstance(value, dict):
+            yield from _unread_of_quantizer(value, f"{inside}{name}.")
+        elif name in _COMPUTED_WITHOUT_OF.get(config.model_type, ()):
+            if not says_nothing and value != getattr(type(config), name, None):
+                yield f"`{inside}{name}` {shown(value)}"
+        elif not (says_nothing or name in known or _OF_NO_MODEL.search(name) or value == always.get(name)):
+            yield f"`{inside}{name}` {shown(value)}"
+
+
+def _keys_read(config: PreTrainedConfig, data: dict[str, Any], inside: str) -> set[str]:
+    """Keys of config.json for which transformers' classes of this model have a field, or which its code reads."""
+    model_type, own = str(data.get("model_type")), type(config)
+    within = getattr(config, inside.rstrip(".").rpartition(".")[2], config) if inside else config
+    whole = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else type(within)
+    known = _OF_OTHERS | _ALWAYS_READ | _READ_BESIDE_OF.get(config.model_type, set())
+    kinds: list[Any] = [own, whole, type(within)]
+    for kind in kinds:
+        if issubclass(kind, PreTrainedConfig):
+            known |= _attributes_of(kind)
+    if hasattr(config, "rope_parameters"):
+        known |= _OF_EVERY_ROPE
+    return known | _OF_IMAGES if "vision_config" in data else known
+
+
+@cache
+def _attributes_of(kind: Any) -> set[str]:
+    """Fields of a config's class, their other names, and what an instance computes from them (`qk_head_dim`)."""
+    try:
+        computed = set(vars(kind()))
+    except Exception:  # a class without an instance for its defaults: its validators raise what they like
+        computed = set()
+    renamed = {*kind.attribute_map, *kind.attribute_map.values()}
+    return {*inspect.signature(kind).parameters, *dir(kind), *kind.sub_configs} | renamed | computed
+
+
+def _unread_of_rope(model_type: str, rope: dict[str, Any], inside: str) -> Iterator[str]:
+    """A rope without a type is taken for `default`, as transformers takes it."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    known = set(_KEYS_OF_ROPES.get(kind) or itertools.chain(*_KEYS_OF_ROPES.values()))
+    known |= {"rope_type", "type", *_OF_EVERY_ROPE} | _READ_BESIDE_OF.get(model_type, set())
+    for name, value in rope.items():
+        if isinstance(value, dict):  # a rope for one type of layers
+            yield from _unread_of_rope(model_type, value, f"{inside}{name}.")
+        elif value is not None and name not in known:
+            yield f"`{inside}{name}` {shown(value)} in a rope of the type `{kind}`"
+
+
+def _unread_of_quantizer(said: dict[str, Any], inside: str) -> Iterator[str]:
+    known = _READ_OF_QUANTIZERS | _NOTES_OF_QUANTIZERS | _fields_of_quantizers()
+    for name, value in said.items():
+        says_nothing = value is None or value in ([], {}, "") or value == _ALWAYS_SO_OF_QUANTIZERS.get(name, ...)
+        if name not in known and not says_nothing:
+            yield f"`{inside}{name}` {shown(value)}"
+
+
+@cache
+def _fields_of_quantizers() -> set[str]:
+    """Parameters of transformers' classes for `quantization_config`."""
+    kinds = AUTO_QUANTIZATION_CONFIG_MAPPING.values()
+    return {name for kind in kinds for name in inspect.signature(kind).parameters} - {"kwargs"}
+
+
+def last_words(error: Exception) -> str:
+    """Message of a validator of transformers, without the names of those that pass it on."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+    return re.sub(r"^\w+Error: ", "", line).partition(". Errors:")[0]
+
+
+def _with_values(words: str, data: dict[str, Any]) -> str:
+    """The words of a validator, with the values of what it names."""
+    named = dict.fromkeys(re.findall(r"`(\w+)`", words))
+    values = [f"`{name}` {data[name]!r}" for name in named if name in data and repr(data[name]) not in words]
+    return f"{words}: {', '.join(values)}" if values else words
+
+
+def _refuse_unsupported(config: PreTrainedConfig) -> None:
+    kind = config.model_type
+    if config.is_encoder_decoder:
+        raise SpecDecError(f"encoder-decoder models are not supported: {kind}", hint=SEE_MODELS)
+    inner = getattr(config, "text_config", None)
+    if inner is not None and inner.model_type != kind:  # else it would have been taken
+        raise SpecDecError(
+            f"transformers has no class for the language model inside {kind} alone: {inner.model_type}", hint=SEE_MODELS
+        )
+    if not has_causal_class(kind):
+        raise SpecDecError(f"transformers has no causal language model for this model type: {kind}", hint=SEE_MODELS)
+    if getattr(config, "quantization_config", None):
+        raise SpecDecError(f"quantized weights are not supported: {kind}", hint="convert the unquantized model")
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # of images alone
+        raise SpecDecError(f"bidirectional attention is not supported: {kind}", hint=SEE_MODELS)
+    if kind == "falcon" and config.alibi:
+        raise SpecDecError(
+            f"transformers adds the bias of positions (`alibi`) once by its default attention and twice by its eager "
+            f"one, so that a right output is not known: {kind}",
+            hint=SEE_MODELS,
+        )
+    num_shared, per_layer = (
+        getattr(config, name, None) for name in ("num_kv_shared_layers", "hidden_size_per_layer_input")
+    )
+    if num_shared and per_layer == 0:
+        raise SpecDecError(
+            f"transformers cannot compute a {kind} whose last {num_shared} layers share keys and values, and whose "
+            f"layers have no inputs of their own: `hidden_size_per_layer_input` {per_layer}",
+            hint=SEE_MODELS,
+        )
+    known = {"full_attention", "sliding_attention", "chunked_attention"} | _TYPES_OF.get(kind, set())
+    if chooses_all_of_few(config):
+        known.add(_INDEXED)
+    foreign = sorted(set(getattr(config, "layer_types", None) or []) - known)
+    if foreign:
+        raise SpecDecError(f"layers of this type are not supported in {kind}: {foreign[0]}", hint=SEE_MODELS)
+    own_class = model_class(config)
+    if own_class._is_stateful and kind not in _TYPES_OF:
+        raise SpecDecError(f"state-space models are not supported: {kind}", hint=SEE_MODELS)
+    # Some that do, those with states among them, do not say so; their layers are counted, as everybody's.
+    if not own_class._supports_attention_backend and kind not in _TYPES_OF and kind not in _HAND_OVER:
+        refuse_own_attention(kind)
+    if "logits_to_keep" not in inspect.signature(own_class.forward).parameters:
+        raise SpecDecError(
+            f"the model cannot compute logits of chosen positions (`logits_to_keep`): {kind}", hint=SEE_MODELS
+        )
+
+
+def layers_that_keep(config: PreTrainedConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Numbers of the layers that have keys and values, and of those that have a state."""
+    config = config.get_text_config(decoder=True)
+    types = getattr(config, "layer_types", None) if config.model_type in _TYPES_OF else None
+    if types is None:
+        idle = getattr(config, "cross_attention_layers", None) or ()  # on text
+        return tuple(i for i in range(getattr(config, "num_hidden_layers", 0)) if i not in idle), ()
+    with_kv, with_state = (tuple(i for i, one in enumerate(types) if one in known) for known in (_WITH_KV, _WITH_STATE))
+    return with_kv, with_state
+
+
+def parse_language_model(data: dict[str, Any], where: str) -> tuple[PreTrainedConfig, dict[str, Any] | None]:
+    """Parse like `parse_pretrained_config`, but return for a multimodal model, such as Gemma 3, the config of the
+    language model inside, and its JSON.
+    """
+    if isinstance(data.get("thinker_config"), dict):  # of Qwen-Omni, beside what speaks
+        data = data["thinker_config"]
+    config = read_any_config(data, where)
+    inner = _language_model_inside(config, data)
+    if inner is not None:
+        return parse_pretrained_config(inner, where), inner
+    _refuse_unsupported(config)
+    return config, None
+
+
+def _language_model_inside(config: PreTrainedConfig, data: dict[str, Any]) -> dict[str, Any] | None:
+    """None where there is none that has a class of its own, or where the model is one itself."""
+    inner = getattr(config, "text_config", None)
+    if not isinstance(inner, PreTrainedConfig) or inner.model_type == config.model_type:
+        return None
+    same = _SAME_ON_TEXT.get(inner.model_type, {"model_type": inner.model_type})
+    model_type = same["model_type"]
+    if not has_causal_class(model_type):
+        return None
+    given = data.get("text_config") or {}
+    tokens = ("eos_token_id", "bos_token_id", "pad_token_id")
+    outside = {key: data[key] for key in tokens if key in data and key not in given}
+    # Whether the whole model's embeddings are its last layer too is said outside.
+    tied = {key: data[key] for key in ("tie_word_embeddings",) if key in data}
+    values: dict[str, Any] = PreTrainedConfig._encode_special_floats(inner.to_dict())
+    return values | outside | tied | same
+
+
+def chooses_all_of_few(config: PreTrainedConfig) -> bool:
+    """True if an index chooses all of as many keys as it chooses at most: GLM-5.3's may leave out the last few."""
+    return bool(getattr(config, "index_topk", None) and getattr(config, "index_kpool_always_select_tail", True))
+
+
+def num_positions(config: PreTrainedConfig) -> int | None:
+    """Positions that can be served; None where the config does not say.
+
+    They end where rotary factors stop being a function of a token's own position. `longrope` has two sets of factors,
+    and transformers changes the set of a whole sequence, K/V computed before included, when it grows past
+    `original_max_position_embeddings`; `dynamic` changes them with every token past `max_position_embeddings`. PhiMoE
+    keeps its first set, and changes their scale: to the same, as published. And they end where an index would choose
+    among keys.
+    """
+    limits = [getattr(config, "max_position_embeddings", None), _positions_of_biases(config)]
+    limits += [rope.get("original_max_position_embeddings") for rope in _ropes(config) if _changes(rope, config)]
+    if _INDEXED in (getattr(config, "layer_types", None) or ()):
+        limits.append(config.index_topk)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _positions_of_biases(config: PreTrainedConfig) -> int | None:
+    """Positions that transformers' MPT has biases for."""
+    return config.max_seq_len if config.model_type == "mpt" else None
+
+
+def _changes(rope: dict[str, Any], config: PreTrainedConfig) -> bool:
+    """True if `longrope` has other factors for long sequences in transformers' model."""
+    if config.model_type == "phimoe":
+        return _type(rope) == "longrope" and rope.get("long_mscale") != rope.get("short_mscale")
+    return _type(rope) == "longrope"
+
+
+def why_positions_end(config: PreTrainedConfig) -> str:
+    """Reason for the limit `num_positions`, for an error."""
+    if num_positions(config) in (getattr(config, "max_position_embeddings", None), _positions_of_biases(config)):
+        return "the model has"
+    chooses = num_positions(config) == getattr(config, "index_topk", None)
+    return "its attention sees before an index chooses among them" if chooses else "before its longrope factors change"
+
+
+def wrong_turns(config: PreTrainedConfig) -> str:
+    """Say what of a config's rotary positions turns no heads, or nothing."""
+    if isinstance(odd := getattr(config, "rotary_dim", None), int) and odd % 2:
+        return f"`rotary_dim` {odd} is odd, and positions turn pairs of numbers"
+    rope = getattr(config, "rope_parameters", None) or {}
+    sections = rope.get("mrope_section")
+    if not isinstance(sections, list) or not all(isinstance(one, int) for one in sections):
+        return ""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    pairs = int(head_dim * rope.get("partial_rotary_factor", 1)) // 2
+    different = f"`mrope_section` {sections} is of {sum(sections)} pairs of numbers, and positions turn {pairs}"
+    return different if sum(sections) != pairs else ""
+
+
+def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """The config's rotary parameters: one set for all layers, or one for each type of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return [parameters] if "rope_type" in parameters else [one for one in parameters.values() if isinstance(one, dict)]
+
+
+def _type(rope: dict[str, Any]) -> str:
+    return str(rope.get("rope_type", "default"))

@@ -1,0 +1,141 @@
+"""A model that has one rank's piece of its weights, and computes what the whole one does together with the others."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from runtime.kernels.collectives import all_reduce, gather_columns, own_columns, own_embeddings
+from runtime.model.tp_layers import Split, Splitting
+from runtime.util.errors import SpecDecError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Ranks that compute a layer together."""
+
+    tp_size: int
+    shares_memory: bool
+    """True if the ranks' collectives are the kernels', and not torch.distributed's."""
+
+
+class SummedLinear(nn.Module):
+    """A layer that has some of the inputs: the ranks' outputs are added up, and the bias after them."""
+
+    def __init__(self, layer: nn.Module, bias: nn.Parameter | None, ranks: Ranks, *, has_all_inputs: bool) -> None:
+        super().__init__()
+        self.layer, self.bias, self.ranks, self.has_all_inputs = layer, bias, ranks, has_all_inputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        tp_size, shares_memory = self.ranks.tp_size, self.ranks.shares_memory
+        own = own_columns(x, tp_size, shares_memory=shares_memory) if self.has_all_inputs else x
+        outputs = all_reduce(self.layer(own), shares_memory=shares_memory)
+        return outputs if self.bias is None else outputs + self.bias
+
+
+class GatheredLinear(nn.Module):
+    """A layer that has some of the outputs, and returns those of all ranks."""
+
+    def __init__(self, layer: nn.Module, ranks: Ranks) -> None:
+        super().__init__()
+        self.layer, self.ranks = layer, ranks
+
+    @property
+    def weight(self) -> Tensor:
+        """This rank's, of which models ask the dtype (Hunyuan 4)."""
+        weight = self.layer.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gather_columns(self.layer(x), self.ranks.tp_size, shares_memory=self.ranks.shares_memory)
+
+
+class SplitEmbedding(nn.Module):
+    """Embeddings of some of the vocabulary: the sum over ranks is that of the one rank that has the token's."""
+
+    def __init__(self, weight: nn.Parameter, ranks: Ranks) -> None:
+        super().__init__()
+        self.weight, self.ranks = weight, ranks
+
+    def forward(self, ids: Tensor) -> Tensor:
+        shares_memory = self.ranks.shares_memory
+        return all_reduce(own_embeddings(ids, self.weight, shares_memory=shares_memory), shares_memory=shares_memory)
+
+
+def placeholders_of_pieces(
+    state_dict: dict[str, Tensor], splitting: Splitting, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Take a rank's pieces of split weights out of its tensors: they come back, by name, and tensors of the whole
+    shapes and no memory are in their place for as long as the model is loaded."""
+    pieces = {name: state_dict.pop(name) for name in list(state_dict) if splitting.is_cut(name)}
+    for name, piece in pieces.items():
+        wanted = shapes.get(name)
+        if wanted is None or splitting.form(name, wanted) != tuple(piece.shape):
+            raise SpecDecError(
+                f"a piece of a weight is {list(piece.shape)}, and not what {splitting.tp_size} devices have of "
+                f"{list(wanted or ())}: {name}",
+                hint="convert the model again",
+                code="checkpoint",
+            )
+        state_dict[name] = torch.zeros((), dtype=dtype).expand(wanted)
+    return pieces
+
+
+def place_pieces(model: PreTrainedModel, splitting: Splitting, pieces: dict[str, Tensor] | None = None) -> None:
+    """Put pieces of the weights in their places; without them, on `meta`, tensors of their shapes."""
+    placed: dict[int, nn.Parameter] = {}  # by the parameters that they replace: some are shared
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if not splitting.is_cut(name):
+            continue
+        if id(parameter) not in placed:
+            if pieces is None:
+                piece = parameter.new_empty(splitting.form(name, tuple(parameter.shape)))
+            else:
+                found = _names_of(model, parameter)
+                piece = next(pieces[one] for one in found if one in pieces)
+            placed[id(parameter)] = nn.Parameter(piece, requires_grad=False)
+        layer_name, _, part = name.rpartition(".")
+        layer = model.get_submodule(layer_name)
+        setattr(layer, part, placed[id(parameter)])
+        if part == "weight" and isinstance(layer, nn.Linear):
+            layer.out_features, layer.in_features = placed[id(parameter)].shape
+
+
+def _names_of(model: PreTrainedModel, parameter: nn.Parameter) -> Iterator[str]:
+    return (name for name, one in model.named_parameters(remove_duplicate=False) if one is parameter)
+
+
+def compute_together(model: PreTrainedModel, splitting: Splitting, *, shares_memory: bool) -> None:
+    """Replace the layers whose outputs are one rank's by such as ask the others."""
+    ranks = Ranks(splitting.tp_size, shares_memory)
+    for name, split in splitting.layers.items():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, _together(model.get_submodule(name), split, ranks))
+
+
+def _summed(ranks: Ranks, experts: nn.Module, inputs: object, outputs: Tensor) -> Tensor:
+    return all_reduce(outputs, shares_memory=ranks.shares_memory)
+
+
+def _together(layer: nn.Module, split: Split, ranks: Ranks) -> nn.Module:
+    match split.kind:
+        case "outputs" | "heads":
+            return layer
+        case "gathered_outputs":
+            return GatheredLinear(layer, ranks)
+        case "vocabulary":
+            weight = layer.weight
+            assert isinstance(weight, nn.Parameter)
+            return SplitEmbedding(weight, ranks)
+        case "experts":  # which others ask for what they are
+            layer.register_forward_hook(partial(_summed, ranks))
+            return layer
+        case "inputs" | "own_inputs":
+            bias = layer.bias
+            assert bias is None or isinstance(bias, nn.Parameter)
+            layer.bias = None  # type: ignore[assignment]
+            return SummedLinear(layer, bias, ranks, has_all_inputs=split.kind == "own_inputs")

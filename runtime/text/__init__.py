@@ -1,0 +1,1 @@
+"""Texts: encoding, decoding, stop words, chat templates, tool calls, traces, corpora."""

@@ -1,0 +1,366 @@
+"""Grammars of outputs that call tools: what comes before a call is free, and a call is of its format and its schema.
+
+The grammar covers the whole output, so a call may begin anywhere in a draft. With `auto` the text is free up to the tag
+that opens a call; a format without such a tag is not held to anything. Arguments in JSON are valid by the schema of
+their tool. In formats with notations of their own the names of arguments are, which of them must come, and each
+value's kind.
+
+Text is in llguidance's dialect of Lark.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from runtime.text.call_formats import (
+    BareCall,
+    HarmonyCall,
+    JsonCall,
+    NamedCall,
+    PythonCalls,
+    ReasoningFormat,
+    TaggedCall,
+    Tool,
+    ToolFormat,
+    types_of,
+)
+
+_META = re.compile(r"[\\.+*?()|\[\]{}^$/]")
+_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Style of Python's `json.dumps`, with which templates write calls."""
+_FLEXIBLE = {"whitespace_flexible": True}
+_CLOSED = ("anyOf", "oneOf", "allOf", "$ref", "additionalProperties", "patternProperties", "unevaluatedProperties")
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Calls that an output may have. `auto`: none too, and text; `required`: nothing but calls."""
+
+    tools: tuple[Tool, ...]
+    choice: Literal["auto", "required"]
+    are_parallel: bool = True
+    schema: Mapping[str, Any] | None = None
+    """Schema of an output that has no call."""
+
+
+@dataclass(frozen=True)
+class SpecialIds:
+    """Tokens of a vocabulary that are no text: added ones by name, and those of them that end an output."""
+
+    by_name: Mapping[str, int]
+    end_ids: frozenset[int]
+
+
+def call_grammar(
+    calls: Calls, form: ToolFormat, reasoning: ReasoningFormat | None, special: SpecialIds, *, in_reasoning: bool
+) -> str | None:
+    """The grammar of an output, after what it thinks; None if nothing is held to anything."""
+    if calls.choice == "auto" and form.starts_output and calls.schema is None:
+        return None
+    writer = _Writer(special, form, is_free=calls.choice == "auto")
+    sections = writer.section(calls)
+    if isinstance(form.call, HarmonyCall):
+        start = writer.harmony(sections, calls)
+    elif calls.choice == "required":
+        start = f"{writer.thought(reasoning, in_reasoning=in_reasoning)} {sections.whole}"
+    elif calls.schema is not None:
+        text = writer.json(calls.schema, _STYLE)
+        start = f"{writer.thought(reasoning, in_reasoning=in_reasoning)} ({sections.whole} | {text})"
+    else:
+        start = f"{writer.thought(reasoning, in_reasoning=in_reasoning)} {writer.around(sections, calls)}"
+    return writer.text(start)
+
+
+def schema_grammar(schema: str, reasoning: ReasoningFormat, special: SpecialIds) -> str:
+    """The grammar of JSON by a schema after what is thought, which the prompt has opened."""
+    writer = _Writer(special, None, is_free=False)
+    return writer.text(f"{writer.thought(reasoning, in_reasoning=True)} {writer.json(json.loads(schema), _STYLE)}")
+
+
+def schema_of(tool: Tool) -> dict[str, Any]:
+    """Schema of a tool's arguments: an object, with no others than are named, unless it says that there may be."""
+    schema = dict(tool.parameters)
+    schema.setdefault("type", "object")
+    if not any(name in schema for name in _CLOSED):
+        schema.setdefault("properties", {})
+        schema["additionalProperties"] = False
+    return schema
+
+
+@dataclass(frozen=True)
+class _Section:
+    """Calls of an output: what opens them, the rest, and the rules that hold both."""
+
+    open: str
+    rest: str
+    whole: str
+
+
+class _Writer:
+    """Writes the rules of a grammar."""
+
+    def __init__(self, special: SpecialIds, form: ToolFormat | None, *, is_free: bool) -> None:
+        self._special, self._form, self._is_free = special, form, is_free
+        self._rules: dict[str, str] = {}
+        names = sorted(special.by_name, key=len, reverse=True)
+        self._split = re.compile("|".join(map(re.escape, names))) if names else None
+
+    def text(self, start: str) -> str:
+        rules = {"start": start} | self._rules
+        return "%llguidance {}\n" + "\n".join(f"{name}: {body}" for name, body in rules.items()) + "\n"
+
+    def _rule(self, name: str, body: str) -> str:
+        """Add a rule, once; its name. `name[lazy]` is a rule that ends as soon as it can."""
+        self._rules[name] = body
+        return name.partition("[")[0]
+
+    # Terminals
+
+    def literal(self, text: str) -> str:
+        """A text, with special tokens where it has their names."""
+        parts, at = [], 0
+        for match in self._split.finditer(text) if self._split is not None else ():
+            parts += [_quoted(text[at : match.start()]), f"<[{self._special.by_name[match[0]]}]>"]
+            at = match.end()
+        return " ".join(part for part in [*parts, _quoted(text[at:])] if part)
+
+    def _is_token(self, tag: str) -> bool:
+        return tag in self._special.by_name
+
+    def json(self, schema: Any, style: Mapping[str, Any]) -> str:
+        return f"%json {json.dumps({'x-guidance': style} | schema)}"
+
+    def _others(self, *tags: str) -> str | None:
+        """Special tokens that are none of these and end nothing, as one rule."""
+        used = {self._special.by_name[tag] for tag in tags if self._is_token(tag)} | self._special.end_ids
+        ids = sorted(set(self._special.by_name.values()) - used)
+        return f"<[{','.join(map(str, ids))}]>" if ids else None
+
+    def _through(self, name: str, tag: str) -> str:
+        """Any text and the tag that ends it."""
+        if not self._is_token(tag):
+            return self._rule(f"{name}[lazy]", f"/(?s:.*){_pattern(tag)}/")
+        others = self._others(tag)
+        self._rule("FREE", "/(?s:.+)/")
+        gaps = f"({others} FREE?)*" if others else ""
+        return self._rule(name, f"FREE? {gaps} {self.literal(tag)}")
+
+    # What comes before
+
+    def thought(self, reasoning: ReasoningFormat | None, *, in_reasoning: bool) -> str:
+        if reasoning is None:
+            return ""
+        through = self._through("thought", reasoning.close)
+        self._rule("GAP", r"/[ \n]{1,4}/")
+        return f"{through} GAP?" if in_reasoning else f"({self.literal(reasoning.open)} {through} GAP?)?"
+
+    def around(self, section: _Section, calls: Calls) -> str:
+        """Free text with calls in it: after the tag that opens one, nothing else."""
+        assert self._form is not None
+        tag = self._form.begin or self._form.open
+        others = self._others(tag)
+        if self._is_token(tag):
+            self._rule("FREE", "/(?s:.+)/")
+            gap = f"{others} | " if others else ""
+            if calls.are_parallel:
+                return f"FREE? (({gap}{section.whole}) FREE?)*"
+            return f"FREE? ({others} FREE?)* {section.whole}?" if others else f"FREE? {section.whole}?"
+        opened = self._rule("opened[lazy]", f"/(?s:.*){_pattern(tag)}/")
+        self._rule("UNCALLED", f"/(?s:.+)/ & ~/(?s:.*){_pattern(tag)}(?s:.*)/")
+        gap = f"UNCALLED? {others}" if others else ""
+        if calls.are_parallel:
+            return f"({f'{gap} | ' if gap else ''}{opened} {section.rest})* UNCALLED?"
+        return f"{f'({gap})*' if gap else ''} (UNCALLED | {opened} {section.rest})?"
+
+    # Calls
+
+    def section(self, calls: Calls) -> _Section:
+        """All calls of an output."""
+        assert self._form is not None
+        form, call = self._form, self._form.call
+        one = self._rule("call", " | ".join(self._call(i, tool) for i, tool in enumerate(calls.tools)))
+        if isinstance(call, HarmonyCall):
+            return _Section("", one, one)
+        if (isinstance(call, JsonCall) and call.is_list) or isinstance(call, PythonCalls):
+            more = f'(", " {one})*' if calls.are_parallel else ""
+            rest = f'"[" {one} {more} "]" {self.literal(form.close)}'
+            if isinstance(call, PythonCalls):
+                rest = f'"[" {one} {more} "]"'
+                return _Section("", rest, self._rule("calls", rest))
+            return _Section(form.open, self._rule("list", rest), self._rule("calls", f"{self.literal(form.open)} list"))
+        if form.starts_output:
+            more = f"({_quoted(form.between)} {one})*" if calls.are_parallel else ""
+            return _Section("", one, self._rule("calls", f"{one} {more}"))
+        rest = self._rule("rest", f"{_quoted(form.space)} {one} {self.literal(form.space + form.close)}")
+        again = self._rule("again", f"{self.literal(form.between + form.open)} {rest}") if calls.are_parallel else ""
+        more = f"{again}*" if again else ""
+        if form.begin:
+            after = f"{self.literal(form.open)} {rest} {more} {self.literal(form.end)}"
+            return _Section(form.begin, after, self._rule("calls", f"{self.literal(form.begin)} {after}"))
+        after = f"{rest} {more}"
+        return _Section(form.open, after, self._rule("calls", f"{self.literal(form.open)} {after}"))
+
+    def harmony(self, section: _Section, calls: Calls) -> str:
+        """Messages of gpt-oss's, the last of which is a call, or may be."""
+        self._rule("FREE", "/(?s:.+)/")
+        kinds = '("analysis" | "commentary")' if calls.choice == "auto" else '"analysis"'
+        channel, message = self.literal("<|channel|>"), self.literal("<|message|>")
+        before = f"({channel} {kinds} {message} FREE? {self.literal('<|end|><|start|>assistant')})*"
+        text = "FREE?" if calls.schema is None else self.json(calls.schema, _FLEXIBLE)
+        final = f'{channel} "final" {message} {text}'
+        return f"{before} ({section.whole} | {final})" if calls.choice == "auto" else f"{before} {section.whole}"
+
+    def _call(self, index: int, tool: Tool) -> str:
+        assert self._form is not None
+        name, is_free = tool.name, self._is_free and not tool.is_strict
+        match self._form.call:
+            case JsonCall(key):
+                before = _quoted(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ')
+                return f'{before} {self._arguments(tool, is_free=is_free)} "}}"'
+            case NamedCall(mark, before, after):
+                arguments = self._arguments(tool, is_free=is_free)
+                return f"{self.literal(before)} {_quoted(name)} {self.literal(mark)} {arguments} {self.literal(after)}"
+            case TaggedCall() as tags:
+                opening = f"{self.literal(tags.name_open)} {_quoted(name)}"
+                inner = self._tagged(index, tool, tags, is_free=is_free)
+                return f"{opening} {inner} {self.literal(tags.end)}"
+            case PythonCalls():
+                return f'{_quoted(name + "(")} {self._pairs(index, tool, _python_pair(self))} ")"'
+            case BareCall(quote, before):
+                opening = _quoted(before + name + "{")
+                pairs = self._bare_pairs(quote) if is_free else self._pairs(index, tool, _bare_pair(self, quote), ",")
+                return f'{opening} {pairs} "}}"'
+            case HarmonyCall():
+                arguments = self._arguments(tool, is_free=is_free, style=_FLEXIBLE)
+                to, message = f"to=functions.{name}", f"{self.literal('<|message|>')} {arguments}"
+                usual = f"{self.literal(f'<|channel|>commentary {to} <|constrain|>json')} {message}"
+                other = (
+                    f'{self.literal(f" {to}<|channel|>commentary ")} {self.literal("<|constrain|>")}? "json" {message}'
+                )
+                return f"{usual} | {other}"
+
+    def _arguments(self, tool: Tool, *, is_free: bool, style: Mapping[str, Any] = _STYLE) -> str:
+        """Arguments as JSON."""
+        if is_free:
+            return self._rule("any_object", self.json({"type": "object"}, _FLEXIBLE))
+        return self.json(schema_of(tool), style)
+
+    # Notations of their own
+
+    def _tagged(self, index: int, tool: Tool, tags: TaggedCall, *, is_free: bool) -> str:
+        space = tags.value_space
+        name_close = tags.name_close if tags.name_close == "\n" else tags.name_close + space
+        between = "\n" if not tags.value_space else ""
+        if is_free:
+            self._rule("KEY", "/[^<>\\n]+/")
+            value = self._text_value(tags)
+            pair = (
+                f"{self.literal(tags.key_open)} KEY {self.literal(tags.key_close + between + tags.value_open + space)}"
+            )
+            return f"{self.literal(name_close)} ({pair} {value})*"
+        parts = [self.literal(name_close)]
+        for key, schema in tool.properties().items():
+            head = self.literal(f"{tags.key_open}{key}{tags.key_close}{between}{tags.value_open}{space}")
+            tail = f"{space}{tags.value_close}\n"
+            if types_of(schema) - {"string"} or not types_of(schema):
+                body = f"{self.json(_with_definitions(schema, tool), _STYLE)} {self.literal(tail)}"
+            elif choices := _text_choices(schema):
+                body = f"({' | '.join(map(_quoted, choices))}) {self.literal(tail)}"
+            else:
+                body = self._text_value(tags)
+            parts.append(f"({head} {body}){'' if key in tool.required() else '?'}")
+        return " ".join(parts)
+
+    def _text_value(self, tags: TaggedCall) -> str:
+        """Any text as a value, and the tag that ends it."""
+        if self._is_token(tags.value_close):
+            return f"{self._through('value', tags.value_close)} {_quoted(chr(10))}"
+        return self._rule("value[lazy]", f"/(?s:.*){_pattern(tags.value_space + tags.value_close)}\\n/")
+
+    def _pairs(self, index: int, tool: Tool, pair_of: Any, separator: str = ", ") -> str:
+        """Arguments in the order of the schema, with separators between those that are there."""
+        rest = {True: "", False: ""}
+        for i, (key, schema) in reversed(list(enumerate(tool.properties().items()))):
+            pair, after = pair_of(key, _with_definitions(schema, tool)), rest[False]
+            new = {}
+            for is_first in (True, False):
+                body = f"{'' if is_first else _quoted(separator)} {pair} {after}"
+                if key not in tool.required():
+                    skipped = rest[is_first]
+                    body = f"({body}) | {skipped}" if skipped else f"({body})?"
+                new[is_first] = self._rule(f"pairs_{index}_{i}_{'first' if is_first else 'later'}", body)
+            rest = new
+        return rest[True]
+
+    def _bare_pairs(self, quote: str) -> str:
+        value = self.bare_value(quote)
+        self._rule("KEY", "/[A-Za-z_][A-Za-z0-9_]*/")
+        return self._rule("bare_pairs", f'(KEY ":" {value} ("," KEY ":" {value})*)?')
+
+    def bare_value(self, quote: str) -> str:
+        """Any value in the notation without quotes."""
+        text = self.bare_text(quote)
+        self._rule("KEY", "/[A-Za-z_][A-Za-z0-9_]*/")
+        self._rule("bare_object", '"{" (KEY ":" bare_value ("," KEY ":" bare_value)*)? "}"')
+        self._rule("bare_list", '"[" (bare_value ("," bare_value)*)? "]"')
+        scalar = self.json({"type": ["number", "boolean", "null"]}, _STYLE)
+        return self._rule("bare_value", f"{text} | {scalar} | bare_object | bare_list")
+
+    def bare_text(self, quote: str) -> str:
+        return self._rule("bare_text", f"{self.literal(quote)} {self._through('bare_rest', quote)}")
+
+    def quoted_choices(self, choices: Seq[str], quote: str) -> str:
+        return f"{self.literal(quote)} ({' | '.join(map(_quoted, choices))}) {self.literal(quote)}"
+
+
+def _python_pair(writer: _Writer) -> Any:
+    def pair(key: str, schema: Any) -> str:
+        types = types_of(schema)
+        value = writer.json(schema, _STYLE)
+        if types == {"boolean"}:
+            value = '("True" | "False")'
+        elif types == {"null"}:
+            value = '"None"'
+        return f"{_quoted(key + '=')} {value}"
+
+    return pair
+
+
+def _bare_pair(writer: _Writer, quote: str) -> Any:
+    def pair(key: str, schema: Any) -> str:
+        types = types_of(schema)
+        if types == {"string"}:
+            choices = _text_choices(schema)
+            value = writer.quoted_choices(choices, quote) if choices else writer.bare_text(quote)
+        elif types and types <= {"number", "integer", "boolean", "null"}:
+            value = writer.json(schema, _STYLE)
+        else:
+            value = writer.bare_value(quote)
+        return f"{_quoted(key + ':')} {value}"
+
+    return pair
+
+
+def _with_definitions(schema: Any, tool: Tool) -> dict[str, Any]:
+    """A part of a tool's schema by itself: what it refers to comes with it."""
+    own = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
+    return (own if isinstance(schema, Mapping) and own else {}) | (dict(schema) if isinstance(schema, Mapping) else {})
+
+
+def _text_choices(schema: Any) -> list[str]:
+    found = schema.get("enum") if isinstance(schema, Mapping) else None
+    if isinstance(schema, Mapping) and isinstance(const := schema.get("const"), str):
+        found = [const]
+    return found if isinstance(found, list) and all(isinstance(one, str) and one for one in found) else []
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _pattern(text: str) -> str:
+    """A regular expression for a text."""
+    return _META.sub(lambda match: "\\" + match[0], text).replace("\n", "\\n")

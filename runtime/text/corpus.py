@@ -1,0 +1,502 @@
+"""A store of token sequences on disk in which any n-gram's occurrences are found by binary search.
+
+A corpus is one safetensors file with two tensors. `tokens` is int32: the documents one after the other, each closed by
+-1. `suffix_array` has where each suffix of each document starts, sorted by the suffixes' bytes as they lie in the file.
+That order is not the order of the ids, but any order brings the occurrences of an n-gram together, and bytes of the
+file are compared without being made numbers first. The closing -1 is all ones: it sorts behind every token, so in a
+range of occurrences those that nothing follows stand last and are left out.
+
+A file of up to 256 MB is read into memory, where nothing that happens to it matters any more. Of a larger one a lookup
+reads what it needs, some bytes at a time. It is not mapped: where a mapped file is cut, looking at it ends the process.
+"""
+
+import hashlib
+import json
+import os
+import struct
+import weakref
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from dataclasses import replace as replace_fields
+from functools import lru_cache
+from itertools import groupby, takewhile
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, NoReturn, overload
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from runtime.checkpoint.checksums import document_digest
+from runtime.checkpoint.config import Size, as_json, parse
+from runtime.util.cache import Range, file_digest, read_digest
+from runtime.util.errors import SpecDecError
+from runtime.util.files import check_regular, new_file, stamp_of
+from runtime.util.tensor_file import read_header, read_metadata
+
+DAMAGED = "make it again"
+"""The hint for a file that is not what was written."""
+_CHUNK_BYTES = 2**30
+
+
+class CorpusFile:
+    """A file whose bytes are read as they are now, fewer where it was cut: who has read looks at whether it is the
+    same."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path, self._descriptor = path, os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._descriptor)
+        self._stamp = stamp_of(os.fstat(self._descriptor))
+
+    def reader(self, num_bytes: int, base: int) -> Callable[[int], bytes]:
+        """Reader of bytes at a position, which is counted in units of four bytes from `base` on."""
+        pread, descriptor = os.pread, self._descriptor
+
+        def read(position: int) -> bytes:
+            try:
+                return pread(descriptor, num_bytes, base + 4 * position)
+            except OSError as error:  # by a row that is none of what was opened, too
+                self.check_is_the_same()
+                raise SpecDecError(
+                    f"the corpus cannot be read ({error.strerror}): {self._path}", hint=DAMAGED, code="damaged_corpus"
+                ) from error
+
+        return read
+
+    def read(self, start: int, end: int) -> bytes:
+        """One call does not read more than 2 GB."""
+        starts = range(start, end, _CHUNK_BYTES)
+        return b"".join(self.reader(min(_CHUNK_BYTES, end - i), i)(0) for i in starts)
+
+    def check_is_the_same(self) -> None:
+        if self._stamp.is_written_over(os.fstat(self._descriptor)):
+            raise_replaced(self._path)
+
+
+class Rows(Sequence[int]):
+    """The rows of a suffix array in an open file."""
+
+    def __init__(self, file: CorpusFile, start: int, num_rows: int, row_bytes: int) -> None:
+        self._read, self._num_rows, self._scale = file.reader(row_bytes, start), num_rows, row_bytes // 4
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    @overload
+    def __getitem__(self, row: int) -> int: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> list[int]: ...
+
+    def __getitem__(self, row: int | slice) -> int | list[int]:
+        if isinstance(row, slice):
+            return [self[one] for one in range(*row.indices(self._num_rows))]
+        return int.from_bytes(self._read(row * self._scale), "little", signed=True)
+
+
+def raise_replaced(path: Path) -> NoReturn:
+    raise SpecDecError(f"the corpus was written over while it was read: {path}", hint="start again when it is written")
+
+
+CORPUS_FORMAT_VERSION = 2  # 1: what it says of itself had no digest
+_CLOSING = b"\xff\xff\xff\xff"
+_TOKEN_BYTES = 4
+_MIN_SHARE = 8  # one in this many
+_NUM_READ = 32  # rows read one by one
+_NUM_KEPT = 4096
+_MAX_BYTES_COPIED = 256 * 2**20  # takes a quarter of a second to open
+_DTYPES = {"tokens": ("I32",), "suffix_array": ("I32", "I64")}
+_KEY = "specdec_corpus"  # of the file's metadata
+_INFO_DIGEST = "info_digest"
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class CorpusInfo:
+    """Metadata of a corpus. `content_digest` covers both tensors, `info_digest` all other fields."""
+
+    vocab_size: Size
+    tokenizer_digest: str
+    num_documents: Size
+    num_tokens: Size
+    content_digest: str
+    info_digest: str = ""
+    format_version: int = CORPUS_FORMAT_VERSION
+
+
+class Match(NamedTuple):
+    """The occurrences of an n-gram that something follows: rows `start` to `end` of the suffix array."""
+
+    ngram_size: int
+    start: int
+    end: int
+
+    @property
+    def num_occurrences(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class NgramCounts:
+    """The n-grams of one size. `num_repeated` of the different ones occur more than once."""
+
+    ngram_size: int
+    num_occurrences: int
+    num_distinct: int
+    num_repeated: int
+
+
+class Continuation(NamedTuple):
+    """A token that followed a match, and how often."""
+
+    token: int
+    num_occurrences: int
+
+
+class _Run(NamedTuple):
+    """Rows in which the same token follows."""
+
+    token: int
+    start: int
+    end: int
+
+
+class Corpus:
+    """An open corpus. Lookups read what they need of it and nothing else."""
+
+    def __init__(self, path: Path, info: CorpusInfo, file: BinaryIO, offsets: dict[str, Range]) -> None:
+        self.path, self.info = path, info
+        self._offsets, (self._first, _) = offsets, offsets["tokens"]
+        self.num_bytes = max(end for _, end in offsets.values())
+        start, end = offsets["suffix_array"]
+        row_bytes = (end - start) // info.num_tokens
+        open_file = CorpusFile(path, file)
+        self._bytes: bytes | CorpusFile = open_file
+        self._rows: Sequence[int] = Rows(open_file, start, info.num_tokens, row_bytes)
+        if self.num_bytes <= _MAX_BYTES_COPIED:
+            self._bytes = open_file.read(0, self.num_bytes)
+            if len(self._bytes) < self.num_bytes:  # it is shorter by now
+                raise_replaced(path)
+            self._rows = memoryview(self._bytes)[start:end].cast("i" if row_bytes == 4 else "q")
+        # What follows the most frequent n-grams takes longest to find, and is asked for most often.
+        self._runs = lru_cache(_NUM_KEPT)(self._find_runs)
+        self._rows_of = lru_cache(None)(self._find_rows)  # as many as there are tokens
+
+    @classmethod
+    def open(cls, path: Path) -> "Corpus":
+        """SpecDecError if there is no such file, or if it is no corpus, of another format, or not what was written.
+
+        A file that is the same as last time is not read whole.
+        """
+        with _open_file(path) as file:
+            stamp = stamp_of(os.fstat(file.fileno()))
+            info, offsets = _read_info(file, path)
+            if file_digest(path, _content_ranges(offsets)) != info.content_digest:
+                _raise_changed(path)
+            corpus = cls(path, info, file, offsets)
+            if stamp_of(path.stat()) != stamp:
+                raise_replaced(path)
+            return corpus
+
+    def check_is_the_same(self) -> None:
+        """SpecDecError for a large file that was cut or written over since it was opened: its bytes are read as they
+        are now. One in its place is no matter."""
+        if isinstance(self._bytes, CorpusFile):
+            self._bytes.check_is_the_same()
+
+    def check_content(self) -> None:
+        """SpecDecError unless every byte is as it was written. Reads the whole file, whatever is known of it."""
+        if read_digest(self.path, _content_ranges(self._offsets)) != self.info.content_digest:
+            _raise_changed(self.path)
+
+    def documents(self) -> list[Array]:
+        """The token ids of each document."""
+        tokens = self._array("tokens")
+        ends = np.flatnonzero(tokens < 0)
+        return [document[:-1] for document in np.split(tokens, ends[:-1] + 1)]
+
+    def ngram_counts(self, max_size: int) -> list[NgramCounts]:
+        """Counts of n-grams, by size up to `max_size`. Reads the whole file."""
+        counts, text, rows = [], self._array("tokens"), self._array("suffix_array")
+        is_whole = np.ones(self.info.num_tokens, dtype=bool)  # rows whose documents continue for this many tokens
+        is_same = np.append(False, is_whole[1:])  # rows that share this many tokens with the one before
+        for size in range(1, max_size + 1):
+            tokens = text[np.minimum(rows + (size - 1), len(text) - 1)]
+            is_whole &= tokens >= 0
+            is_same &= is_whole & (tokens == np.roll(tokens, 1))
+            num_occurrences, num_same = int(is_whole.sum()), int(is_same.sum())
+            starts_run = is_same & ~np.roll(is_same, 1)
+            counts.append(NgramCounts(size, num_occurrences, num_occurrences - num_same, int(starts_run.sum())))
+        return counts
+
+    def longest_match(self, tail: Sequence[int], max_size: int, min_size: int = 1) -> Match | None:
+        """Find occurrences with a continuation of the longest suffix of `tail` that has `min_size` to `max_size`
+        tokens.
+
+        If an n-gram occurs so do its ends, so the size is found by bisection. SpecDecError if the file has changed.
+        """
+        encoded = _encode(tail[-max_size:])
+        longest = len(encoded) // _TOKEN_BYTES
+        found: tuple[int, int] | None = None
+        low, high = min_size, longest
+        size = longest
+        while low <= high:
+            start = self._first_row(encoded, size)
+            if start is None:
+                high = size - 1
+            else:
+                found, low = (size, start), size + 1
+            size = (low + high + 1) // 2
+        match = None
+        if found is not None:
+            size, start = found
+            match = Match(size, start, self._end_row(encoded[-_TOKEN_BYTES * size :], start))
+        self.check_is_the_same()  # now: what was read before was of the file that was opened
+        return match
+
+    def continuation(self, match: Match, max_len: int) -> list[Continuation]:
+        """Draft the most frequent continuation: the most frequent token, then the most frequent after that one.
+
+        It ends where documents end, and before a token that followed in less than one eighth of the occurrences.
+        """
+        found: list[Continuation] = []
+        while match.num_occurrences and len(found) < max_len:
+            common = self._common_tokens(match, max_len - len(found))
+            found += [Continuation(token, match.num_occurrences) for token in common]
+            match = self._without_ends(match._replace(ngram_size=match.ngram_size + len(common)))
+            if len(found) == max_len or not match.num_occurrences:
+                break
+            runs = self._runs(match)
+            if not runs:
+                break
+            best = runs[0]
+            found.append(Continuation(best.token, best.end - best.start))
+            match = self._without_ends(Match(match.ngram_size + 1, best.start, best.end))
+        self.check_is_the_same()
+        return found
+
+    def _first_row(self, encoded: bytes, size: int) -> int | None:
+        """The first row of the last `size` tokens of `encoded`, None if nothing ever follows them."""
+        pattern = encoded[len(encoded) - _TOKEN_BYTES * size :]
+        start, stop = self._rows_of(pattern[:_TOKEN_BYTES])
+        row = bisect_left(self._rows, pattern, start, stop, key=self._reader(len(pattern)))
+        if row == stop:
+            return None
+        here = self._reader(len(pattern) + _TOKEN_BYTES)(self._rows[row])
+        return row if here.startswith(pattern) and not here.endswith(_CLOSING) else None
+
+    def _end_row(self, pattern: bytes, start: int) -> int:
+        """One past the last row from `start` on in which a token follows the pattern."""
+        closed = pattern + _CLOSING
+        _, stop = self._rows_of(pattern[:_TOKEN_BYTES])
+        return bisect_left(self._rows, closed, start, stop, key=self._reader(len(closed)))
+
+    def _find_rows(self, token: bytes) -> tuple[int, int]:
+        """The first row of a token, and one past its last."""
+        read = self._reader(_TOKEN_BYTES)
+        start = bisect_left(self._rows, token, key=read)
+        return start, bisect_right(self._rows, token, start, key=read)
+
+    def _without_ends(self, match: Match) -> Match:
+        """The same without those that a document ends with."""
+        read = self._reader(_TOKEN_BYTES, match.ngram_size)
+        if read(self._rows[match.end - 1]) != _CLOSING:
+            return match
+        return match._replace(end=bisect_left(self._rows, _CLOSING, match.start, match.end, key=read))
+
+    def _common_tokens(self, match: Match, max_len: int) -> list[int]:
+        """Tokens common to all continuations: rows are sorted, so comparing the first and the last suffices."""
+        read = self._reader(_TOKEN_BYTES * max_len, match.ngram_size)
+        first, last = (_decode(read(self._rows[row])) for row in (match.start, match.end - 1))
+        common = list(takewhile(lambda pair: pair[0] == pair[1] >= 0, zip(first, last, strict=False)))
+        return [token for token, _ in common]
+
+    def _find_runs(self, match: Match) -> list[_Run]:
+        """Rows are sorted, so that those with the same next token are a run; the longest first.
+
+        A run of an eighth of the rows cannot lie between probes that are no further apart.
+        """
+        read = self._reader(_TOKEN_BYTES, match.ngram_size)
+        step = match.num_occurrences // _MIN_SHARE if match.num_occurrences > _NUM_READ else 1
+        next_tokens = [read(position) for position in self._rows[match.start : match.end : step]]
+        runs, probe = [], match.start
+        for token, group in groupby(next_tokens):
+            start, probe = probe, probe + step * len(list(group))
+            end = min(probe, match.end)
+            if step > 1:
+                start = bisect_left(self._rows, token, max(match.start, start - step), start, key=read)
+                end = bisect_right(self._rows, token, probe - step, end, key=read)
+            if (end - start) * _MIN_SHARE >= match.num_occurrences:
+                runs.append(_Run(int.from_bytes(token, "little"), start, end))
+        return sorted(runs, key=lambda run: (run.start - run.end, run.token))
+
+    def _reader(self, num_bytes: int, depth: int = 0) -> Callable[[int], bytes]:
+        """Reader of a suffix's bytes, `depth` tokens into it."""
+        data, base = self._bytes, self._first + _TOKEN_BYTES * depth
+        if isinstance(data, CorpusFile):
+            return data.reader(num_bytes, base)
+        return lambda position: data[(start := base + 4 * position) : start + num_bytes]
+
+    def _array(self, name: str) -> Array:
+        """A whole tensor, in memory."""
+        start, end = self._offsets[name]
+        data = self._bytes.read(start, end) if isinstance(self._bytes, CorpusFile) else self._bytes[start:end]
+        self.check_is_the_same()
+        num_values = self.info.num_tokens + (self.info.num_documents if name == "tokens" else 0)
+        return np.frombuffer(data, dtype=f"<i{(end - start) // num_values}")
+
+
+def write_corpus(
+    path: Path, documents: Iterable[Sequence[int] | Array], *, vocab_size: int, tokenizer_digest: str, replace: bool
+) -> CorpusInfo:
+    """Write a corpus of these documents, whole or not at all; SpecDecError for one that cannot be in it."""
+    pieces = []
+    for number, document in enumerate(documents, 1):
+        tokens = np.asarray(document, dtype=np.int64)
+        if not len(tokens):
+            raise SpecDecError(f"document {number} has no tokens", hint="leave it out")
+        if tokens.min() < 0 or tokens.max() >= vocab_size:
+            outside = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
+            raise SpecDecError(
+                f"document {number} has an id outside the vocabulary of {vocab_size}: {outside}",
+                hint="a corpus holds tokens of one tokenizer",
+            )
+        pieces.append(np.append(tokens, -1).astype("<i4"))
+    if not pieces:
+        raise SpecDecError(f"a corpus needs a document: {path}", hint="give it a text or traces")
+    tokens = np.concatenate(pieces)
+    rows = suffix_array(tokens)
+    digest = _content_digest(tokens, rows)
+    info = CorpusInfo(vocab_size, tokenizer_digest, len(pieces), len(rows), digest)
+    info = replace_fields(info, info_digest=document_digest(as_json(info), _INFO_DIGEST))
+    metadata = {_KEY: json.dumps(as_json(info))}
+    with new_file(path, replace=replace) as temporary:
+        save_file({"tokens": tokens, "suffix_array": rows}, temporary, metadata=metadata)
+    return info
+
+
+def merge_corpora(path: Path, corpora: Sequence[Corpus], *, replace: bool) -> CorpusInfo:
+    """Write the documents of several corpora as one; SpecDecError unless they have the same tokenizer."""
+    first = corpora[0]
+    for corpus in corpora:
+        if corpus.info.tokenizer_digest != first.info.tokenizer_digest:
+            raise SpecDecError(
+                f"the corpora have different tokenizers: {first.path} and {corpus.path}",
+                hint="make them with the same tokenizer",
+                code="corpora_of_two_tokenizers",
+            )
+    return write_corpus(
+        path,
+        [document for corpus in corpora for document in corpus.documents()],
+        vocab_size=first.info.vocab_size,
+        tokenizer_digest=first.info.tokenizer_digest,
+        replace=replace,
+    )
+
+
+def suffix_array(tokens: Array) -> Array:
+    """Start positions of the suffixes of the documents in `tokens`, in byte order; int32 if that is enough.
+
+    By prefix doubling: suffixes sorted by their first n tokens are sorted by 2n by the ranks of the two halves, and
+    those that are told apart stay where they are. A closing -1 differs from every other, so that no comparison goes on
+    into the next document, and equal suffixes keep the documents' order.
+    """
+    active, closings = np.flatnonzero(tokens >= 0), np.flatnonzero(tokens < 0)
+    num_rows, num_compared = len(active), 1
+    rows, suffixes = np.arange(num_rows), np.empty(num_rows, dtype=np.int64)
+    ranks = np.empty(len(tokens), dtype=np.int64)
+    ranks[closings] = num_rows + np.arange(len(closings))
+    keys = tokens[active].astype("<u4").view(">u4").astype(np.int64)  # compared as bytes are
+    while True:
+        order = np.argsort(keys)
+        active, keys = active[order], keys[order]
+        is_first = np.append(True, keys[1:] != keys[:-1])
+        suffixes[rows] = active
+        ranks[active] = rows[np.maximum.accumulate(np.where(is_first, np.arange(len(rows)), 0))]
+        is_tied = ~(is_first & np.append(is_first[1:], True))
+        rows, active = rows[is_tied], active[is_tied]
+        if not len(rows):
+            return suffixes.astype("<i4" if len(tokens) < 2**31 else "<i8")
+        keys = ranks[active] * len(tokens) + ranks[active + num_compared]
+        num_compared *= 2
+
+
+def is_corpus(path: Path) -> bool:
+    """True if the file claims to be a corpus, of whatever format and however damaged."""
+    check_regular(path)
+    try:
+        with path.open("rb") as file:
+            return _KEY in read_metadata(file)
+    except (OSError, SafetensorError):
+        return False
+
+
+def _open_file(path: Path) -> BinaryIO:
+    if path.is_dir():
+        raise SpecDecError(f"a corpus is a file, and this is a directory: {path}", hint="name the file")
+    check_regular(path)
+    if not path.is_file():
+        raise SpecDecError(f"there is no such corpus: {path}", hint="make one of texts or traces", code="no_corpus")
+    return path.open("rb")
+
+
+def _read_info(file: BinaryIO, path: Path) -> tuple[CorpusInfo, dict[str, Range]]:
+    """Read the open file's metadata and the positions of its tensors."""
+    try:
+        header = read_header(file)
+    except SafetensorError as error:
+        whole = "the corpus is damaged or cut off" if is_corpus(path) else "this is not a corpus"
+        raise SpecDecError(f"{whole} ({error}): {path}", hint=DAMAGED, code="damaged_corpus") from None
+    if _KEY not in header.metadata:
+        raise SpecDecError(f"this is not a corpus: {path}", hint="make one of texts or traces", code="no_corpus")
+    try:
+        record = json.loads(header.metadata[_KEY])
+        info = parse(CorpusInfo, record, str(path))
+    except (ValueError, RecursionError) as error:
+        raise SpecDecError(f"the corpus is damaged ({error}): {path}", hint=DAMAGED, code="damaged_corpus") from None
+    except SpecDecError as error:
+        raise SpecDecError(error.message, hint=DAMAGED, code="damaged_corpus") from None
+    if info.info_digest != document_digest(record, _INFO_DIGEST):
+        raise SpecDecError(
+            f"the corpus is damaged, its metadata has changed: {path}", hint=DAMAGED, code="damaged_corpus"
+        )
+    offsets = {}
+    lengths = {"tokens": info.num_tokens + info.num_documents, "suffix_array": info.num_tokens}
+    for name, dtypes in _DTYPES.items():
+        tensor = header.tensors.get(name)
+        if tensor is None or tensor.dtype not in dtypes or tensor.shape != (lengths[name],) or not info.num_tokens:
+            raise SpecDecError(
+                f"the corpus is damaged, `{name}` is not what it should be: {path}",
+                hint=DAMAGED,
+                code="damaged_corpus",
+            )
+        offsets[name] = (tensor.start, tensor.end)
+    return info, offsets
+
+
+def _content_ranges(offsets: dict[str, Range]) -> list[Range]:
+    """Byte ranges covered by `content_digest`."""
+    return [offsets["tokens"], offsets["suffix_array"]]
+
+
+def _raise_changed(path: Path) -> NoReturn:
+    raise SpecDecError(f"the corpus is damaged, its content has changed: {path}", hint=DAMAGED, code="damaged_corpus")
+
+
+def _content_digest(tokens: Array, rows: Array) -> str:
+    sha256 = hashlib.sha256(np.ascontiguousarray(tokens).data)
+    sha256.update(np.ascontiguousarray(rows).data)
+    return sha256.hexdigest()
+
+
+def _encode(tokens: Sequence[int]) -> bytes:
+    """Tokens as they lie in the file."""
+    return struct.pack(f"<{len(tokens)}i", *tokens)
+
+
+def _decode(data: bytes) -> list[int]:
+    """The reverse; what is left of a token that is cut off is none."""
+    return list(struct.unpack_from(f"<{len(data) // _TOKEN_BYTES}i", data))

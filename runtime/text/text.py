@@ -1,0 +1,446 @@
+"""Between text and tokens: the tokenizer, the ids that end an output, stop words, and text that arrives in pieces."""
+
+import warnings
+from bisect import bisect_left
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from functools import cached_property
+from numbers import Integral
+from pathlib import Path
+from typing import Any, cast
+
+import tokenizers
+
+from runtime.checkpoint.bundle import Bundle, check_tokenizer_files, is_engine_dir, read_bundle
+from runtime.checkpoint.checkpoint_dir import open_checkpoint
+from runtime.checkpoint.checksums import CONFIG
+from runtime.checkpoint.generation_config import as_end_ids, read_end_ids
+from runtime.checkpoint.gguf.reader import is_gguf, templates_as_one
+from runtime.checkpoint.resolve import refuse_sentencepiece, resolve_tokenizer
+from runtime.checkpoint.tekken import is_tekken_alone, make_tekken_tokenizer
+from runtime.checkpoint.tokenizer import (
+    PROBES,
+    Tokenizer,
+    find_saved_tokenizer,
+    last_tokens,
+    panics_told,
+    save_tokenizer,
+    token_ids,
+)
+from runtime.core.request import Request, Sequence
+from runtime.text.chat_templates import chat_templates
+from runtime.text.token_text import Texts, texts_after, token_bytes
+from runtime.util.cache import digest
+from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
+from runtime.util.files import read_json
+from runtime.util.locks import quiet_transformers
+
+_MISTRALS = {"mistral", "mistral3", "ministral", "pixtral", "voxtral"}
+
+
+def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) -> Tokenizer:
+    """transformers' tokenizer in `directory`, or of a GGUF file; SpecDecError for none. Prompts are cut at the front.
+
+    Without the model's configuration the tokenizer's own files have to say what it is.
+    """
+    from transformers import AutoTokenizer
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    directory = resolve_tokenizer(directory)
+    if is_gguf(directory):
+        from runtime.checkpoint.gguf.tokenizer import make_gguf_tokenizer
+
+        made = make_gguf_tokenizer(directory)
+        made.truncation_side = "left"
+        return cast(Tokenizer, made)
+    if is_tekken_alone(directory):
+        made = make_tekken_tokenizer(directory, templates_as_one(chat_templates(directory)))
+        made.truncation_side = "left"
+        return cast(Tokenizer, made)
+    if pretrained_config is not None and (model_type := pretrained_config["model_type"]) not in CONFIG_MAPPING:
+        raise SpecDecError(
+            f"transformers does not know this model type: {model_type}", hint="install the transformers of the build"
+        )
+    try:
+        config = None if pretrained_config is None else _config_for_tokenizer(directory, pretrained_config)
+        with quiet_transformers(), panics_told():
+            tokenizer = AutoTokenizer.from_pretrained(
+                directory, config=config, truncation_side="left", local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:  # transformers raises many kinds; each means: no usable tokenizer here
+        if "trust_remote_code" in str(error):
+            raise SpecDecError(
+                f"the tokenizer is code of its own (`auto_map`), which is not run: {directory}",
+                hint="name a tokenizer that transformers has a class for",
+                code="tokenizer_is_code",
+            ) from None
+        refuse_sentencepiece(directory)
+        reason = " ".join(str(error).split())
+        raise SpecDecError(
+            f"no usable tokenizer in: {directory}",
+            hint=f"name another; transformers said: {reason}",
+            code="bad_tokenizer",
+            reason=reason,
+        ) from error
+    if pretrained_config is not None and pretrained_config["model_type"] in _MISTRALS:
+        _warn_of_first_pattern(tokenizer, directory)
+    if isinstance(backend := getattr(tokenizer, "backend_tokenizer", None), tokenizers.Tokenizer):
+        backend.no_truncation()  # as the first call would, while other threads encode
+        backend.no_padding()
+    return cast(Tokenizer, tokenizer)
+
+
+def _warn_of_first_pattern(tokenizer: Any, directory: Path) -> None:
+    """A warning where words are split by the pattern that Mistral's first files had, as transformers gives it. In a
+    directory of ours it would take every model for one of Mistral's."""
+    if getattr(getattr(tokenizer, "backend_tokenizer", None), "fix_mistral_regex", None) is False:
+        warnings.warn(
+            f"the tokenizer splits texts by a pattern that Mistral has corrected since: {directory}; "
+            "`fix_mistral_regex` in its tokenizer_config.json, set to true, corrects it",
+            SpecDecWarning,
+            stacklevel=3,
+        )
+
+
+def _config_for_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> Any:
+    """The configuration by which transformers chooses a class for the tokenizer: the model's type, and the classes that
+    the model's configuration names.
+
+    Nothing else of the model's is in it, which need not be valid to read a text. Where the tokenizer's own files name a
+    class, the model's class of configurations is not needed: it would import model code, a third of the time that
+    opening an engine takes.
+    """
+    from transformers import PreTrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    own = directory / "tokenizer_config.json"
+    named = read_json(own) if own.is_file() else {}
+    is_named = named.get("tokenizer_class") is not None and "auto_map" not in named
+    kind = PreTrainedConfig if is_named else CONFIG_MAPPING[pretrained_config["model_type"]]
+    config = kind.__new__(kind)  # without values, which would be checked
+    config.model_type = pretrained_config["model_type"]  # type: ignore[misc]
+    for name in ("tokenizer_class", "model_name"):
+        if isinstance(value := pretrained_config.get(name), str):
+            setattr(config, name, value)
+    return config
+
+
+def open_tokenizer(directory: Path) -> Tokenizer:
+    """The tokenizer of an engine, checkpoint or model directory, of one that holds nothing else, or of a GGUF file."""
+    config: dict[str, Any] = {}
+    if (directory / CONFIG).is_file():
+        config = read_json(directory / CONFIG)
+        if is_engine_dir(directory):
+            check_tokenizer_files(read_bundle(directory))
+        elif "format_version" in config:
+            open_checkpoint(directory)
+        config = config.get("pretrained_config", config)
+    return load_tokenizer(directory, config if isinstance(config.get("model_type"), str) else None)
+
+
+def check_tokenizer_fits(tokenizer: Tokenizer, directory: Path, own: Tokenizer | None, vocab_size: int) -> None:
+    """Compare a tokenizer that is named beside a model with the model's `own`, if there is one.
+
+    SpecDecError for words with ids past the model's `vocab_size`. A warning where an id, or a text, has another meaning
+    than for the model. Special tokens past the vocabulary are usual (Gemma's for images), and ids that one tokenizer
+    leaves free are too.
+    """
+    words, added = _words_of(tokenizer), tokenizer.added_tokens_decoder
+    past = [i for i in words if i >= vocab_size and i not in added]
+    if past:
+        raise SpecDecError(
+            f"the tokenizer is another model's, it has ids up to {max(past)} and the model {vocab_size}: {directory}",
+            hint="name the tokenizer of the model, or give none, and the engine's own is used",
+        )
+    if own is None:
+        return
+    own_words = _words_of(own)
+    differing = sorted(i for i in words.keys() & own_words.keys() if words[i] != own_words[i])
+    texts = [text for text in PROBES if own(text)["input_ids"] != tokenizer(text)["input_ids"]]
+    if differing:
+        found = f"{len(differing)} of {len(words)} ids are other words, id {differing[0]} {words[differing[0]]!r} for "
+        found += f"{own_words[differing[0]]!r}"
+    elif texts:
+        found = f"a text becomes other ids than by the model's own, {max(texts, key=len)!r}"
+    else:
+        return
+    warnings.warn(f"the tokenizer is not the model's, {found}: {directory}", SpecDecWarning, stacklevel=3)
+
+
+def _words_of(tokenizer: Tokenizer) -> dict[int, str]:
+    """Words by id. A GGUF file has a token of two spaces as it is, and SentencePiece as `▁▁`: they are the same."""
+    return {i: word.replace("▁", " ") for word, i in tokenizer.get_vocab().items()}
+
+
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
+    """The same for two tokenizers that mean the same by every token id."""
+    vocabulary = sorted((i, token) for token, i in tokenizer.get_vocab().items())
+    return digest(f"{i} {token}" for i, token in vocabulary)
+
+
+def tokenizer_vocab_size(tokenizer: Tokenizer) -> int:
+    """One more than the highest id."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text of any length, without those that mark its start or end."""
+    return token_ids(tokenizer, text, add_special_tokens=False, verbose=False)
+
+
+def find_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> Tokenizer | None:
+    """The tokenizer that an engine directory has, or None; without transformers if it was saved so."""
+    if saved := find_saved_tokenizer(directory):
+        return saved
+    if any((directory / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")):
+        return load_tokenizer(directory, pretrained_config)
+    return None
+
+
+def tokenizer_of_engine(bundle: Bundle) -> Tokenizer | None:
+    """The engine's own tokenizer, or None; SpecDecError if it is another one than the engine was built with."""
+    check_tokenizer_files(bundle)
+    return _readable_tokenizer(bundle.directory, bundle.config.pretrained_config, bundle.directory)
+
+
+def find_own_tokenizer(bundle: Bundle) -> Tokenizer | None:
+    """The engine's own tokenizer beside another; None where there is none that can be read."""
+    try:
+        return find_tokenizer(bundle.directory, bundle.config.pretrained_config)
+    except SpecDecError:
+        return None
+
+
+def cache_tokenizer(directory: Path, pretrained_config: dict[str, Any], final_directory: Path) -> None:
+    """Have `find_tokenizer` find the tokenizer of an engine's directory without transformers, if that gives the same.
+
+    One that cannot be loaded stays as it is, and the warning names where the directory will be.
+    """
+    if tokenizer := _readable_tokenizer(directory, pretrained_config, final_directory):
+        save_tokenizer(tokenizer, directory)
+
+
+def _readable_tokenizer(directory: Path, pretrained_config: dict[str, Any], named: Path) -> Tokenizer | None:
+    """`find_tokenizer`; None, with a warning, where what is there cannot be read: there are prompts that need none."""
+    try:
+        return find_tokenizer(directory, pretrained_config)
+    except SpecDecError as error:
+        if error.code == "engine":  # what was saved of it is damaged
+            raise
+        why = f"{error.message} ({error.hint})".replace(str(directory), str(named))
+        warnings.warn(f"the engine takes token ids only: {why}", SpecDecWarning, stacklevel=3)
+        return None
+
+
+def word_tokens(tokenizer: Tokenizer, name: str, word: str) -> list[int]:
+    """The tokens of a word by itself; UsageError if there are none."""
+    tokens = token_ids(tokenizer, word, add_special_tokens=False)
+    if not tokens or not decode(tokenizer, tokens, encode_text(tokenizer, "a")):
+        raise UsageError(
+            f"{name} has a word that the tokenizer makes nothing of: {word!r}",
+            hint="leave it out",
+            code="foreign_word",
+            name=name,
+            word=word,
+        )
+    return tokens
+
+
+def bad_word_tokens(tokenizer: Tokenizer, words: Seq[str]) -> tuple[tuple[int, ...], ...]:
+    """The token sequences to ban: each word as it starts a text, and after a space."""
+    variants = [tuple(word_tokens(tokenizer, "bad_words", text)) for word in words for text in (word, f" {word}")]
+    return tuple(dict.fromkeys(variants))
+
+
+def find_end_ids(engine_dir: Path, pretrained_config: dict[str, Any], tokenizer: Tokenizer | None) -> frozenset[int]:
+    """The model's end ids: generation_config.json's, else config.json's, else the tokenizer's."""
+    if (ids := read_end_ids(engine_dir)) is not None:
+        return ids
+    own = pretrained_config.get("eos_token_id")
+    if own is None and tokenizer is not None:
+        own = tokenizer.eos_token_id
+    return frozenset() if own is None else as_end_ids(own, engine_dir)
+
+
+def encode(
+    prompt: str | Seq[int], tokenizer: Tokenizer | None, max_length: int | None = None
+) -> tuple[list[int], bool]:
+    """The tokens of a prompt, text or ids, and whether only its last `max_length` were kept.
+
+    UsageError for what is neither, and for text that no tokenizer takes.
+    """
+    if not isinstance(prompt, str):
+        _check_ids(prompt)
+        kept = list(prompt)[-max_length:] if max_length else list(prompt)
+        return kept, len(kept) < len(prompt)
+    if tokenizer is None:
+        raise SpecDecError(
+            "the engine has no tokenizer for a prompt of text", hint="name one, or give token ids", code="no_tokenizer"
+        )
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"a prompt has half a pair of surrogates: {prompt[:100]!r}", hint="leave it out") from None
+    ids = token_ids(tokenizer, prompt, verbose=False)
+    if max_length is None or len(ids) <= max_length:
+        return ids, False
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if isinstance(backend, tokenizers.Tokenizer):
+        with panics_told():
+            return last_tokens(backend, prompt, max_length), True
+    return token_ids(tokenizer, prompt, truncation=True, max_length=max_length), True
+
+
+def _check_ids(prompt: Any) -> None:
+    """UsageError for a prompt that is no sequence of whole numbers."""
+    is_sequence = isinstance(prompt, Seq) and not isinstance(prompt, bytes)
+    if not is_sequence or any(type(one) is bool or not isinstance(one, int | Integral) for one in prompt):
+        raise UsageError(f"a prompt is a text, or token ids: {str(prompt)[:100]}", hint="`[1, 2, 3]` is one of ids")
+
+
+def decode(tokenizer: Tokenizer, tokens: Seq[int], before: Seq[int] = ()) -> str:
+    """The text of tokens, to the letter, without end ids and their like.
+
+    It is what they add to the text of the tokens `before` them: by themselves SentencePiece's lose the space in front.
+    A character that begins before belongs to them.
+    """
+    texts = texts_after(tokenizer, before)
+    return "".join(map(texts.add, tokens)) + texts.end()
+
+
+@dataclass(frozen=True)
+class StopWords:
+    """Ends an output at text, however it was cut into tokens. Meets `runtime.core.request.StopCheck`."""
+
+    words: tuple[str, ...]
+    tokenizer: Tokenizer
+
+    def __call__(self, tokens: list[int], num_prompt_tokens: int) -> bool:
+        """True if the last token completed a stop word: it is in the text now and was not before."""
+        start = self._window_start(tokens, num_prompt_tokens)
+        texts = texts_after(self.tokenizer, tokens, start)
+        *earlier, last = map(texts.add, tokens[start:])
+        before = "".join(earlier)
+        return self._is_in(before + last) and not self._is_in(before)
+
+    def cut(self, text: str) -> str:
+        """The text before the first stop word."""
+        return text[: min([i for word in self.words if (i := text.find(word)) >= 0], default=len(text))]
+
+    def _is_in(self, text: str) -> bool:
+        return any(word in text for word in self.words)
+
+    def _window_start(self, tokens: list[int], num_prompt_tokens: int) -> int:
+        """Start of the last tokens that can contain a stop word and the character before it.
+
+        A token has at least one byte of text, unless it is special: those are not counted.
+        """
+        start, num_missing = len(tokens), self._longest_bytes + 4
+        while start > num_prompt_tokens and num_missing:
+            start -= 1
+            num_missing -= self._has_text(tokens[start])
+        return start
+
+    def _has_text(self, token: int) -> bool:
+        of_token = token_bytes(self.tokenizer)
+        return token not in self._special_ids if of_token is None else bool(of_token(token))
+
+    @cached_property
+    def _longest_bytes(self) -> int:
+        return max(len(word.encode()) for word in self.words)
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special)
+
+
+@dataclass
+class TextStream:
+    """Turns a growing output into text, piece by piece; never shows half a character or half a stop word."""
+
+    tokenizer: Tokenizer
+    stop_words: StopWords | None = None
+    before: Seq[int] = ()
+    """The prompt's tokens."""
+    shown: Mapping[int, str] = field(default_factory=dict)
+    """Special tokens that show, and how."""
+    starts: list[int] = field(default_factory=list, init=False)
+    """Start of each token's characters in the text."""
+    _texts: Texts = field(init=False)
+    _num_decoded: int = field(default=0, init=False)
+    _num_shown: int = field(default=0, init=False)
+    _held_back: str = field(default="", init=False)
+    _is_whole: bool = field(default=False, init=False)
+    _is_cut: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._texts = texts_after(self.tokenizer, self.before)
+
+    @property
+    def num_begun(self) -> int:
+        """Tokens whose text has begun to be shown; in the end all but those that a stop word cut off."""
+        if self._is_whole and not self._is_cut:
+            return len(self.starts)
+        return bisect_left(self.starts, self._num_shown)
+
+    def next_piece(self, output_tokens: Seq[int], *, finished: bool) -> str:
+        for token in output_tokens[len(self.starts) :]:
+            self.starts.append(self._num_decoded)
+            mark = self.shown.get(token)
+            self._take(self._texts.add(token) if mark is None else self._texts.end() + mark)
+        if finished and not self._is_whole:
+            self._is_whole = True
+            self._take(self._texts.end())
+        piece = "" if self._is_cut else self._without_stop_word()
+        self._held_back = self._held_back[len(piece) :]
+        self._num_shown += len(piece)
+        return piece
+
+    def _take(self, text: str) -> None:
+        self._num_decoded += len(text)
+        self._held_back += text
+
+    def _without_stop_word(self) -> str:
+        """Part of the text that may be shown: nothing that is, or may become, a stop word."""
+        text = self._held_back
+        if self.stop_words is None:
+            return text
+        cut = self.stop_words.cut(text)
+        self._is_cut = len(cut) < len(text)
+        return cut if self._is_whole or self._is_cut else text[: len(text) - self._num_of_stop_word(text)]
+
+    def _num_of_stop_word(self, text: str) -> int:
+        """Characters at the end that may be the start of a stop word."""
+        words = self.stop_words.words if self.stop_words else ()
+        return max((n for word in words for n in range(1, len(word)) if text.endswith(word[:n])), default=0)
+
+
+def token_starts(tokenizer: Tokenizer, tokens: Seq[int]) -> list[int]:
+    """Start of the characters of each token of a text."""
+    stream = TextStream(tokenizer)
+    stream.next_piece(tokens, finished=True)
+    return stream.starts
+
+
+def output_text(
+    tokenizer: Tokenizer | None, tokens: list[int], stop_words: StopWords | None, before: Seq[int] = ()
+) -> str | None:
+    """The text of an output after the prompt `before`, without end ids and what follows a stop word.
+
+    None without a tokenizer.
+    """
+    if tokenizer is None:
+        return None
+    text = decode(tokenizer, tokens, before)
+    return stop_words.cut(text) if stop_words else text
+
+
+def stop_words_of(request: Request) -> StopWords | None:
+    return request.stop_check if isinstance(request.stop_check, StopWords) else None
+
+
+def sequence_text(tokenizer: Tokenizer | None, sequence: Sequence) -> str | None:
+    """`output_text` of a sequence."""
+    request = sequence.request
+    return output_text(tokenizer, sequence.output_tokens, stop_words_of(request), request.prompt_tokens)

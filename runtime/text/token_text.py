@@ -1,0 +1,178 @@
+"""Decoding of tokens to text: the bytes that each token stands for, read as UTF-8.
+
+A character may be made by several tokens, each with some of its bytes. So text is decoded from the bytes of the tokens,
+one token after the other: read in pieces, however they are cut, it is the text that it is as a whole. `tokenizers`
+itself decodes Llama 2's byte tokens by runs, and a run that is no text as a whole to nothing but U+FFFD.
+"""
+
+import codecs
+import json
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from functools import cache
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from runtime.checkpoint.tokenizer import Tokenizer
+
+REPLACEMENT = "\ufffd"  # what bytes that are no UTF-8 decode to
+_MAX_PENDING = 3  # bytes of an unfinished character
+_CONTEXT = 16  # tokens that others are decoded after, where tokens do not stand for bytes
+_SPACE = "▁"
+
+
+class Texts(Protocol):
+    """The text of tokens that come one after the other."""
+
+    def add(self, token: int) -> str:
+        """Text that the token adds. A character comes with the token that completes it."""
+
+    def end(self) -> str:
+        """Remaining bytes of an incomplete character."""
+
+
+def texts_after(tokenizer: Tokenizer, before: Seq[int], num_before: int | None = None) -> Texts:
+    """Make the texts of the tokens after the first `num_before` of these, or of all: a character that begins there is
+    completed here.
+    """
+    num_before = len(before) if num_before is None else num_before
+    of_token = token_bytes(tokenizer)
+    if of_token is None:
+        return _InContext(tokenizer, list(before[max(num_before - _CONTEXT, 0) : num_before]))
+    return _OfBytes(of_token, before, num_before)
+
+
+class TokenBytes:
+    """The bytes of each token, which are none for a special one. `drops_space`: the first of a text, if it is one."""
+
+    def __init__(self, tokenizer: Tokenizer, bytes_of: Callable[[str], bytes], *, drops_space: bool) -> None:
+        self.drops_space = drops_space
+        special = {token: b"" for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        name_of = tokenizer.convert_ids_to_tokens
+        self._known: dict[int, bytes] = special
+        self._find: Callable[[int], bytes] = lambda token: bytes_of(str(name_of(token) or ""))
+
+    def __call__(self, token: int) -> bytes:
+        found = self._known.get(token)
+        if found is None:
+            found = self._known[token] = self._find(token)
+        return found
+
+
+_of_tokenizers: "WeakKeyDictionary[Tokenizer, TokenBytes | None]" = WeakKeyDictionary()
+
+
+def token_bytes(tokenizer: Tokenizer) -> TokenBytes | None:
+    """None for a tokenizer whose tokens make text in another way, as words of BERT's do."""
+    if tokenizer not in _of_tokenizers:
+        _of_tokenizers[tokenizer] = _token_bytes(tokenizer)
+    return _of_tokenizers[tokenizer]
+
+
+def _token_bytes(tokenizer: Tokenizer) -> TokenBytes | None:
+    """Decode by the steps of the decoder of `tokenizers`: GPT-2's alphabet of bytes, or SentencePiece's spaces and
+    bytes.
+    """
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    if decoder is None:
+        return None
+    state = json.loads(decoder.__getstate__())
+    match state.get("decoders", [state]):
+        case [{"type": "ByteLevel"}]:
+            return TokenBytes(tokenizer, _byte_level, drops_space=False)
+        case [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, *steps]:
+            kinds = [step["type"] for step in steps if step["type"] != "Strip"]
+            strips = [step for step in steps if step["type"] == "Strip"]
+            is_known = kinds in (["ByteFallback", "Fuse"], ["Fuse"]) and strips in ([], [_STRIPS_ONE])
+            if is_known:
+                bytes_of = _byte_fallback if "ByteFallback" in kinds else _sentence_piece
+                return TokenBytes(tokenizer, bytes_of, drops_space=bool(strips))
+    return None
+
+
+_STRIPS_ONE: dict[str, Any] = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+@cache
+def _alphabet() -> dict[str, int]:
+    """GPT-2's character for each byte: its own if it shows, else the next one from U+0100 on."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+def _byte_level(token: str) -> bytes:
+    """An added token that is not written in the alphabet stands for itself."""
+    alphabet = _alphabet()
+    found = [alphabet.get(character) for character in token]
+    return bytes(one for one in found if one is not None) if None not in found else token.encode()
+
+
+def _sentence_piece(token: str) -> bytes:
+    return token.replace(_SPACE, " ").encode()
+
+
+def _byte_fallback(token: str) -> bytes:
+    """`<0xE4>` is a byte."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return bytes.fromhex(token[3:5])
+        except ValueError:
+            pass
+    return _sentence_piece(token)
+
+
+class _OfBytes:
+    """Decoder by the tokens' bytes."""
+
+    def __init__(self, bytes_of: TokenBytes, before: Seq[int], num_before: int) -> None:
+        self._bytes_of = bytes_of
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        last, i = b"", num_before
+        while i and len(last) <= _MAX_PENDING:
+            i -= 1
+            last = bytes_of(before[i]) + last
+        self._decoder.decode(last[-_MAX_PENDING:])
+        self._shown_before = self._decoder.getstate()[0].decode("utf-8", "replace")
+        self._drops_space = bytes_of.drops_space and not last
+
+    def add(self, token: int) -> str:
+        data = self._bytes_of(token)
+        if self._drops_space and data:
+            self._drops_space = False
+            data = data.removeprefix(b" ")
+        return self._own(self._decoder.decode(data))
+
+    def end(self) -> str:
+        return self._own(self._decoder.decode(b"", final=True))
+
+    def _own(self, text: str) -> str:
+        """Without what shows a character that had begun before, and comes to nothing: that is text of those before."""
+        if text:
+            text, self._shown_before = text.removeprefix(self._shown_before), ""
+        return text
+
+
+class _InContext:
+    """Decoder by the tokenizer, of each token after those before it."""
+
+    def __init__(self, tokenizer: Tokenizer, before: list[int]) -> None:
+        self._tokenizer, self._before, self._pending = tokenizer, before, list[int]()
+
+    def add(self, token: int) -> str:
+        self._pending.append(token)
+        text = self._pending_text()
+        if text.endswith(REPLACEMENT):
+            return ""
+        self._before, self._pending = [*self._before, *self._pending][-_CONTEXT:], []
+        return text
+
+    def end(self) -> str:
+        return self._pending_text() if self._pending else ""
+
+    def _pending_text(self) -> str:
+        shown, together = self._decode(self._before), self._decode([*self._before, *self._pending])
+        return together[len(shown if together.startswith(shown) else shown.rstrip(REPLACEMENT)) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))

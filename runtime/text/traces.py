@@ -1,0 +1,86 @@
+"""Traces: what a model was asked and what it answered, one JSON object a line.
+
+`{"prompt_ids": [...], "output_ids": [...], "category": "..."}`; `prompt` and `output` are the same as text, and the
+category may be left out. Those that commands write have ids, so that what is read back is what was generated, and a
+digest of each line in it: lines may be taken out, mixed and put together, and one that is damaged is noticed. A line
+without `digest` is a user's own.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from runtime.checkpoint.tokenizer import Tokenizer
+from runtime.core.request import Sequence
+from runtime.text.text import encode, encode_text
+from runtime.text.trace_lines import (
+    Trace,
+    check_category,
+    check_digest,
+    check_ids,
+    check_one_form,
+    check_text,
+    line_digest,
+)
+from runtime.util.errors import SpecDecError
+from runtime.util.files import write_file
+from runtime.util.reading import read_json_lines, read_utf8, shown
+
+
+def read_traces(path: Path, tokenizer: Tokenizer | None, vocab_size: int | None = None) -> list[Trace]:
+    """The traces of a file, at least one; SpecDecError names the line of what is none.
+
+    Texts need the tokenizer; ids must be below `vocab_size`.
+    """
+    traces = []
+    for number, row in read_json_lines(read_utf8(path), path):
+        where = f"line {number} of {path}"
+        check_digest(row, where)
+        prompt = _read_tokens(row, "prompt", where, tokenizer, vocab_size)
+        output = _read_tokens(row, "output", where, tokenizer, vocab_size)
+        traces.append(Trace(prompt, output, check_category(row, f"`category` on {where}")))
+    return traces
+
+
+def write_traces(path: Path, answers: Iterable[tuple[Sequence, str | None]]) -> None:
+    """Finished sequences, each with its category, or None. The file is whole or as it was."""
+    write_file(path, "".join(trace_line(sequence, category) for sequence, category in answers).encode())
+
+
+def trace_line(sequence: Sequence, category: str | None) -> str:
+    """A finished sequence's line."""
+    row: dict[str, object] = {"prompt_ids": list(sequence.request.prompt_tokens)}
+    row["output_ids"] = sequence.output_tokens
+    if category is not None:
+        row["category"] = category
+    return json.dumps(row | {"digest": line_digest(row)}) + "\n"
+
+
+def _read_tokens(
+    row: dict[str, object], name: str, where: str, tokenizer: Tokenizer | None, vocab_size: int | None
+) -> tuple[int, ...]:
+    """The ids under `name`_ids, or those of the text under `name`."""
+    check_one_form(row, name, where)
+    if name in row:
+        return _encode(check_text(row[name], f"`{name}` on {where}"), name, where, tokenizer)
+    ids = check_ids(row[f"{name}_ids"], f"`{name}_ids` on {where}")
+    if vocab_size is not None and max(ids) >= vocab_size:
+        raise SpecDecError(
+            f"`{name}_ids` on {where} has an id outside the vocabulary of {vocab_size}: {max(ids)}",
+            hint="traces and tokenizer must belong together",
+        )
+    return ids
+
+
+def _encode(text: str, name: str, where: str, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    if tokenizer is None:
+        raise SpecDecError(
+            f"there is no tokenizer for a text, `{name}` on {where}: {shown(text)}",
+            hint="name one",
+            code="no_tokenizer",
+        )
+    # A prompt as `run` reads it; an output goes on from there and has no start of its own.
+    tokens = encode(text, tokenizer)[0] if name == "prompt" else encode_text(tokenizer, text)
+    if not tokens:
+        raise SpecDecError(f"the tokenizer makes nothing of `{name}` on {where}: {shown(text)}", hint="leave it out")
+    return tuple(tokens)

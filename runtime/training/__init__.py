@@ -1,0 +1,1 @@
+"""Training of heads: the unrolled loss, hidden states, a run that can be interrupted."""

@@ -1,0 +1,436 @@
+"""The cache directory: what can be made again from its inputs, named after a digest of all of them.
+
+Code is in it that is run, and digests that stand for files: it must be the user's own, writable by nobody else.
+
+The process that makes an entry holds its lock, so that the others wait for it. An entry is written
+whole or not at all; a process that is killed leaves at most a hidden directory, which the next one removes.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import BinaryIO
+
+from filelock import FileLock, Timeout
+
+from runtime.util.errors import SpecDecError
+from runtime.util.files import Stamp, directory_bytes, remove_if_abandoned, stamp_of, write_file
+
+_CHUNK_BYTES = 1 << 22
+_NUM_SAMPLES, _SAMPLE_BYTES = 16, 512
+_TIME_STEP_NS = 100_000_000  # longer than a step of any clock that files are dated by
+_SHA256 = re.compile("[0-9a-f]{64}")
+_PARTS = ("engines", "digests", "programs")
+_BUILD_CODE = (
+    "compiler/**/*", "parallel/*", "quantization/*", "batch.py", "bundle.py", "checkpoint*.py", "config.py", "gguf*.py",
+    "kv_cache.py", "models.py", "tensor_writer.py", "source.py",
+)  # fmt: skip
+"""Sources in `runtime` that determine an engine's content. Code that opens, runs and evaluates engines is excluded."""
+OF_ALL_TO_READ = 0o644
+"""Mode of files in the cache, whatever the umask: one that others may write is refused."""
+COSTS = ".costs"
+"""Suffix of the file of measured step costs (`runtime.checkpoint.costs`), beside an engine."""
+
+Range = tuple[int, int]
+"""Bytes of a file: the first, and one past the last."""
+_seen: dict[tuple[Stamp | Range, ...], str] = {}  # by this process
+_begun: dict[Stamp, "Future[str]"] = {}
+_LARGE_BYTES = 16 << 20
+
+
+def cache_dir() -> Path:
+    """`SPECDEC_CACHE_DIR`, else `specdec` in the user's cache directory. It need not be there.
+
+    SpecDecError if others could have written into it.
+    """
+    directory = _place()
+    check_private_dir(directory)
+    for name in _PARTS:
+        check_private_dir(directory / name, directory)
+    return directory
+
+
+def _place() -> Path:
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec"
+    return Path(os.environ.get("SPECDEC_CACHE_DIR") or default).absolute()
+
+
+def build_code() -> list[Path]:
+    """The files of `runtime` that an engine's content depends on."""
+    package = Path(__file__).parent
+    found = {path for pattern in _BUILD_CODE for path in package.glob(pattern)}
+    return sorted(path for path in found if path.suffix in (".py", ".cpp", ".h"))
+
+
+def digests_of_build_code() -> list[str]:
+    """Their names and digests."""
+    return [f"{path.name} {digest([path.read_text()])}" for path in build_code()]
+
+
+def make_cache_dir() -> Path:
+    """The same, made if it was not there; OSError if that cannot be."""
+    directory = cache_dir()
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(mode=0o700, exist_ok=True)
+    return cache_dir()
+
+
+def check_private_dir(directory: Path, *above: Path) -> None:
+    """SpecDecError for a directory of another user (root's is everybody's), or one that others may write into.
+
+    They may not where they do not get through one `above`: with umask 002 a group may write into all parts of a cache,
+    which itself has mode 0700. A link's target they may reach otherwise.
+    """
+    try:
+        stat = directory.stat()
+        is_closed = not directory.is_symlink() and any(not parent.stat().st_mode & 0o011 for parent in above)
+    except OSError:
+        return
+    if stat.st_uid not in (os.getuid(), 0):
+        raise SpecDecError(
+            f"the cache directory belongs to another user (number {stat.st_uid}), who could have put code into it: "
+            f"{directory}",
+            hint="SPECDEC_CACHE_DIR names another",
+            code="cache_of_others",
+        )
+    if stat.st_mode & 0o022 and not is_closed:
+        raise SpecDecError(
+            f"others may write into the cache directory, and could have put code into it: {directory}",
+            hint=f"remove it, or trust what is there: chmod go-w {directory}",
+        )
+
+
+def check_private_file(path: Path) -> None:
+    """`check_private_dir`, of a file or a directory within the cache.
+
+    All users may write into none, wherever it lies. A group may, with umask 002, where nobody gets through the cache's
+    own directory, unless the file has another name elsewhere.
+    """
+    try:
+        stat = path.stat()
+        is_closed = not path.is_symlink() and not _place().stat().st_mode & 0o011 and stat.st_nlink == 1
+    except OSError:
+        return
+    if stat.st_uid not in (os.getuid(), 0):
+        raise SpecDecError(
+            f"a file in the cache belongs to another user (number {stat.st_uid}), who could have put code into it: "
+            f"{path}",
+            hint="remove it",
+        )
+    if stat.st_mode & (0o002 if is_closed else 0o022):
+        raise SpecDecError(
+            f"others may write into a file in the cache, and could have put code into it: {path}",
+            hint=f"remove it, or trust what is there: chmod go-w {path}",
+        )
+
+
+def check_private_entry(entry: Path) -> None:
+    """`check_private_file`, of a directory in the cache and all that is in it."""
+    for path in entry.rglob("*"):
+        check_private_file(path)
+
+
+def make_private(entry: Path) -> None:
+    """Take from others what umask 000 gave them: to write into a directory that this process has just made."""
+    for path in (entry, *entry.rglob("*")):
+        if not path.is_symlink() and (mode := path.stat().st_mode) & 0o022:
+            path.chmod(mode & ~0o022)
+
+
+@contextmanager
+def locked_entry(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Be the only process that makes the cache's entry `path`; what a killed one left of it is gone.
+
+    Calls `on_wait` if another process is at it. SpecDecError if the cache cannot be written.
+    """
+    try:
+        make_cache_dir()
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        lock = FileLock(path.with_name(f"{path.name}.lock"))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            on_wait()
+            lock.acquire()
+    except OSError as error:
+        raise unwritable(error) from error
+    try:
+        for left_over in path.parent.glob(f".{path.name}.*"):
+            shutil.rmtree(left_over, ignore_errors=True)
+        yield
+    finally:
+        lock.release()
+
+
+def unwritable(error: OSError) -> SpecDecError:
+    return SpecDecError(
+        f"the cache directory cannot be written ({error.strerror or error}): {cache_dir()}",
+        hint="SPECDEC_CACHE_DIR names another",
+        code="cache_unwritable",
+    )
+
+
+@contextmanager
+def used_entry(path: Path) -> Iterator[bool]:
+    """Yield whether the cache's entry `path` exists; if so, mark it as used and keep it in the block."""
+    with _flocked(path, fcntl.LOCK_SH) as is_there:
+        if is_there:
+            with contextlib.suppress(OSError):  # a cache that is only read
+                os.utime(path)
+        yield is_there
+
+
+def remove_unused_entry(path: Path) -> bool:
+    """Remove an entry unless a process uses it or makes it; returns whether it is gone."""
+    lock = FileLock(path.with_name(f"{path.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return False
+    try:
+        with _flocked(path, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_unused:
+            if is_unused:
+                # A partial entry must never be visible. After a kill, the next process to make it cleans up.
+                removed = path.with_name(f".{path.name}.{os.getpid()}.old")
+                path.rename(removed)
+                shutil.rmtree(removed, ignore_errors=True)
+                path.with_name(f"{path.name}{COSTS}").unlink(missing_ok=True)
+            return is_unused
+    finally:
+        lock.release()
+
+
+def is_used(path: Path) -> bool:
+    """True if a process uses an entry now."""
+    with _flocked(path, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_unused:
+        return not is_unused
+
+
+@contextmanager
+def _flocked(path: Path, operation: int) -> Iterator[bool]:
+    """Lock the directory; yields whether that succeeded and it still has that name."""
+    close = os.close  # `os` is gone from here when the interpreter ends with an `LLM` that nobody closed
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, operation)
+            is_same = os.path.samestat(os.fstat(descriptor), path.stat())
+        except (BlockingIOError, FileNotFoundError):
+            is_same = False
+        except OSError:  # some file systems have no locks: what lies there is used, and never removed
+            is_same = operation == fcntl.LOCK_SH
+        yield is_same
+    finally:
+        close(descriptor)
+
+
+def remove_left_over(path: Path) -> None:
+    """Remove what a process left behind that was killed after the cache's entry `path` existed."""
+    if any(path.parent.glob(f".{path.name}.*")):
+        with contextlib.suppress(SpecDecError), locked_entry(path, lambda: None):
+            pass
+
+
+def sealed(data: bytes) -> bytes:
+    """A file of the cache that is found whole or not at all: with its SHA-256 behind it."""
+    return data + hashlib.sha256(data).digest()
+
+
+def read_sealed(path: Path) -> bytes | None:
+    """Read sealed content; None if it is absent or damaged. SpecDecError if others may write it where the cache is."""
+    if path.is_relative_to(_place()):
+        check_private_file(path)
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    size = len(data) - hashlib.sha256().digest_size
+    return data[:size] if size > 0 and sealed(data[:size]) == data else None
+
+
+def digest(parts: Iterable[str]) -> str:
+    """A name for what is made of `parts`."""
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def file_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
+    """`read_digest`, which is kept, so that a large file is read again only if it is another one or has changed.
+
+    That is seen by its size, its times and a sample of its bytes. Under which name it lies does not matter: an engine's
+    directory is renamed when it is whole. The time of change cannot be set back, but it has steps: a file that was just
+    written may be written again in the same one, and its digest is not kept yet. One that this process has seen is not
+    even opened.
+    """
+    stamp = stamp_of(path.stat())
+    if (seen := _seen.get((stamp, *ranges))) is not None:
+        return seen
+    if not ranges and (begun := _begun.pop(stamp, None)) is not None:
+        return begun.result()
+    return _find_digest(path, ranges)
+
+
+def begin_digests(paths: Iterable[Path]) -> None:
+    """Have a thread find the `file_digest` of large files that will soon be asked for. No end of the process waits."""
+    begun: dict[Stamp, tuple[Path, Future[str]]] = {}
+    for path in paths:
+        if (stamp := stamp_of(path.stat())).num_bytes > _LARGE_BYTES and stamp not in _begun:
+            begun[stamp] = path, Future()
+
+    def find() -> None:
+        for path, future in begun.values():
+            try:
+                future.set_result(_find_digest(path, ()))
+            except BaseException as error:  # told to who asks
+                future.set_exception(error)
+
+    _begun.update({stamp: future for stamp, (_, future) in begun.items()})
+    Thread(target=find, daemon=True).start()
+
+
+def is_digest_awaited() -> bool:
+    """True if a digest that was begun is not found yet: of a file that was not read before."""
+    return not all(begun.done() for begun in tuple(_begun.values()))  # other threads begin some, and ask for them
+
+
+def _find_digest(path: Path, ranges: Sequence[Range]) -> str:
+    with path.open("rb") as file:
+        stamp = stamp_of(os.fstat(file.fileno()))
+        kept = cache_dir() / "digests" / _known_as(file, stamp, ranges)
+        if (found := read_kept_digest(kept)) is not None:
+            _seen[stamp, *ranges] = found
+            return found
+        sha256 = _digest_of(file, ranges)
+        # Neither a file that is written at the same time, nor one that may be without its time becoming another.
+        is_settled = time.time_ns() - max(stamp.mtime_ns, stamp.ctime_ns) > _TIME_STEP_NS
+        if not is_settled or stamp_of(os.fstat(file.fileno())) != stamp:
+            return sha256
+    _keep(kept, stamp, ranges, sha256)
+    return sha256
+
+
+def keep_digest(path: Path, sha256: str) -> None:
+    """Have `file_digest` know the SHA-256 of a file that this process has just written, and nobody else writes."""
+    with path.open("rb") as file:
+        stamp = stamp_of(os.fstat(file.fileno()))
+        # Or its time would not tell it from what is written into it next.
+        time.sleep(max(stamp.mtime_ns + _TIME_STEP_NS - time.time_ns(), 0) / 1e9)
+        kept = cache_dir() / "digests" / _known_as(file, stamp, ())
+    _keep(kept, stamp, (), sha256)
+
+
+def _keep(kept: Path, stamp: Stamp, ranges: Sequence[Range], sha256: str) -> None:
+    _seen[stamp, *ranges] = sha256
+    with contextlib.suppress(OSError):  # kept for the next time only
+        make_cache_dir()
+        kept.parent.mkdir(mode=0o700, exist_ok=True)
+        for left_over in kept.parent.glob(".*.tmp"):
+            remove_if_abandoned(left_over)
+        write_file(kept, f"{sha256} {digest([kept.name, sha256])}".encode(), OF_ALL_TO_READ)
+
+
+def _known_as(file: BinaryIO, stamp: Stamp, ranges: Sequence[Range]) -> str:
+    """The name that the digest of a file in this state is kept under."""
+    sample = hashlib.sha256()
+    for start in range(0, stamp.num_bytes, max(stamp.num_bytes // _NUM_SAMPLES, 1)):
+        file.seek(start)
+        sample.update(file.read(_SAMPLE_BYTES))
+    return digest([*map(str, (*stamp, *ranges)), sample.hexdigest()])
+
+
+def read_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
+    """SHA-256 of a file, or of these pieces of it one after the other: read, whatever is kept."""
+    with path.open("rb") as file:
+        return _digest_of(file, ranges)
+
+
+def read_kept_digest(path: Path) -> str | None:
+    """Read a kept digest of `file_digest`: a digest, and one of it and the name. None if not there, or damaged.
+
+    SpecDecError if others may write it.
+    """
+    check_private_file(path)
+    try:
+        kept, _, check = path.read_text().partition(" ")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return kept if _SHA256.fullmatch(kept) and check == digest([path.name, kept]) else None
+
+
+def _digest_of(file: BinaryIO, ranges: Sequence[Range]) -> str:
+    sha256 = hashlib.sha256()
+    whole = (0, os.fstat(file.fileno()).st_size)
+    for start, end in ranges or [whole]:
+        file.seek(start)
+        while chunk := file.read(min(_CHUNK_BYTES, end - file.tell())):
+            sha256.update(chunk)
+    return sha256.hexdigest()
+
+
+@dataclass(frozen=True)
+class CachedEngine:
+    """An entry of the cache."""
+
+    path: Path
+    num_bytes: int
+    used_s: float
+    """Time of last use, in seconds since 1970."""
+    is_used: bool
+    """True if a process uses it now."""
+
+
+def engine_entry(name: Path, identity: str) -> Path:
+    """The place of a model's engine, by the model's path and a digest of all that the engine is made of."""
+    return cache_dir() / "engines" / f"{_readable(name)}-{identity[:16]}"
+
+
+def _readable(name: Path) -> str:
+    return re.sub(r"[^\w.-]", "_", name.expanduser().resolve().name)
+
+
+def cached_engines() -> list[CachedEngine]:
+    """Complete engines, the last used first."""
+    directory = cache_dir() / "engines"
+    paths = [path for path in directory.iterdir() if _is_entry(path)] if directory.is_dir() else []
+    found = [CachedEngine(path, directory_bytes(path), path.stat().st_mtime, is_used(path)) for path in paths]
+    return sorted(found, key=lambda engine: (engine.used_s, engine.path), reverse=True)
+
+
+def other_bytes() -> int:
+    """Size of everything else in the cache: compiled kernels, digests, and what interrupted commands have left."""
+    directory = cache_dir()
+    whole = directory_bytes(directory) if directory.is_dir() else 0
+    return whole - sum(engine.num_bytes for engine in cached_engines())
+
+
+def engines_to_prune(engines: list[CachedEngine], max_bytes: int) -> list[CachedEngine]:
+    """Engines to remove so that the rest take no more than `max_bytes`; those in use are passed over."""
+    num_bytes = sum(engine.num_bytes for engine in engines)
+    chosen = []
+    for engine in reversed(engines):
+        if num_bytes > max_bytes and not engine.is_used:
+            chosen.append(engine)
+            num_bytes -= engine.num_bytes
+    return chosen
+
+
+def prune(engines: list[CachedEngine]) -> list[CachedEngine]:
+    """Remove these; returns those that are gone: who has begun to use one in the meantime keeps it."""
+    return [engine for engine in engines if remove_unused_entry(engine.path)]
+
+
+def _is_entry(path: Path) -> bool:
+    return path.is_dir() and not path.name.startswith(".")

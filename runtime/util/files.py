@@ -1,0 +1,342 @@
+"""Directories that are whole or absent, and JSON that is valid or an error.
+
+Output is written to a hidden sibling, given to the disk and renamed, so a directory that exists is complete; an
+interrupted command leaves nothing behind. What a killed one leaves, the next one removes: a process holds a lock on
+the directory that it writes, and without that lock the directory is abandoned.
+"""
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from runtime.util.errors import SpecDecError
+
+_MOST_TEXT_BYTES = 1 << 28
+"""Bound of a file that is read whole; the largest vocabularies and indices have a tenth of it."""
+_TEXTS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+_OF_MODELS = (*_TEXTS, ".safetensors", ".gguf")
+_KINDS = {
+    stat.S_ISCHR: "a device",
+    stat.S_ISBLK: "a disk",
+    stat.S_ISFIFO: "a named pipe",
+    stat.S_ISSOCK: "a socket",
+}
+
+
+def check_output_directory(path: Path, *, replace: bool) -> None:
+    """SpecDecError unless `path` can be written: absent, empty, or (with `replace`) one of our own directories."""
+    recover_directory(path)
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise SpecDecError(f"output directory is not a directory: {path}", hint="choose another name")
+    if path.exists() and any(path.iterdir()):
+        if not replace:
+            raise SpecDecError(
+                f"output directory is not empty: {path}",
+                hint="allow it to be replaced, or choose another",
+                code="exists",
+            )
+        try:
+            ours = "format_version" in read_json(path / "config.json")
+        except SpecDecError:
+            ours = False
+        if not ours:
+            raise SpecDecError(
+                f"output directory holds something other than a checkpoint or engine: {path}",
+                hint="only specdec's own output is replaced; choose another directory or remove this one",
+                code="not_ours",
+            )
+
+
+def check_output_is_not_input(output: Path, source: Path) -> None:
+    """SpecDecError if replacing `output` would take `source` away."""
+    output, source = output.resolve(), source.resolve()
+    if output == source or output in source.parents:
+        raise SpecDecError(
+            f"the input is in the output directory, which would replace it: {output}",
+            hint="write to a directory of its own",
+        )
+
+
+@contextmanager
+def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
+    """Yield a temporary directory that becomes `path` when the block ends without an exception."""
+    check_output_directory(path, replace=replace)
+    path = path.absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _temporary_sibling(path) as temporary:
+        yield temporary
+        _flush_tree(temporary)
+        if path.exists():
+            path.rename(_hidden_sibling(path, "old"))
+        temporary.rename(path)
+        _flush(path.parent)
+        for old in _hidden_siblings(path, "old"):
+            shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _temporary_sibling(path: Path) -> Iterator[Path]:
+    """A directory beside `path` for the length of the block; what killed processes left of theirs is gone."""
+    remove_left_over(path)
+    temporary = _hidden_sibling(path, "tmp")
+    try:
+        with locked_directory(temporary):
+            yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_left_over(path: Path) -> None:
+    """Remove what processes that were killed while they wrote `path` left beside it."""
+    for left_over in _hidden_siblings(path, "tmp"):
+        remove_if_abandoned(left_over)
+
+
+def recover_directory(path: Path) -> None:
+    """Give a directory its name back, where a process was killed that had taken it to put another in its place."""
+    path = path.absolute()
+    if path.is_symlink() or path.exists():
+        return
+    old = _hidden_siblings(path, "old")
+    if old and all(_is_abandoned(directory) for directory in _hidden_siblings(path, "tmp")):
+        with contextlib.suppress(OSError):  # another process was faster, or it may not be written here
+            old[0].rename(path)
+
+
+@contextmanager
+def locked_directory(directory: Path, mode: int = 0o777) -> Iterator[None]:
+    """Make a directory and hold its lock, which goes with the process, however that ends."""
+    while (descriptor := _make_locked(directory, mode)) is None:
+        pass
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _make_locked(directory: Path, mode: int) -> int | None:
+    """The descriptor that holds the lock; None if another process removed the directory before it was locked."""
+    directory.mkdir(mode)
+    descriptor = None
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.path.samestat(os.fstat(descriptor), directory.stat()):
+            return descriptor
+    except FileNotFoundError:
+        pass
+    if descriptor is not None:
+        os.close(descriptor)
+    return None
+
+
+def remove_if_abandoned(directory: Path) -> None:
+    """Remove a directory that a process had locked which is no more."""
+    with _abandoned(directory) as is_abandoned:
+        if is_abandoned:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def _abandoned(directory: Path) -> Iterator[bool]:
+    """Try to lock the directory; yields whether that succeeded (False without locks), and keeps the lock.
+
+    What was opened may be gone by then, and another process have made a directory of that name: that is not abandoned.
+    """
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_same = os.path.samestat(os.fstat(descriptor), directory.stat())
+        except OSError:
+            is_same = False
+        yield is_same
+    finally:
+        os.close(descriptor)
+
+
+def _is_abandoned(directory: Path) -> bool:
+    with _abandoned(directory) as is_abandoned:
+        return is_abandoned
+
+
+def _flush_tree(directory: Path) -> None:
+    """Have a directory on the disk with all that is in it."""
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            _flush(Path(parent) / name)
+        _flush(Path(parent))
+
+
+def _flush(path: Path) -> None:
+    """Have a file or a directory's names on the disk: a name must not come there before what it stands for."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def new_file(path: Path, *, replace: bool) -> Iterator[Path]:
+    """Yield the name of a temporary file that becomes `path` when the block ends without an exception."""
+    if path.exists() and not replace:
+        raise SpecDecError(
+            f"output file exists: {path}", hint="allow it to be replaced, or choose another", code="exists"
+        )
+    path = path.resolve()
+    with _temporary_sibling(path) as directory:
+        yield directory / path.name
+        (directory / path.name).chmod(0o666 & ~_umask())  # safetensors' files are their writer's own
+        _give_name(directory / path.name, path)
+
+
+def try_new_file(path: Path) -> None:
+    """OSError unless a file can be made at `path`. Never makes it: a process that is killed now leaves none."""
+    with _temporary_sibling(path.resolve()) as directory:
+        (directory / path.name).touch()
+
+
+def _give_name(written: Path, path: Path) -> None:
+    _flush(written)
+    written.replace(path)
+    _flush(path.parent)
+
+
+def _umask() -> int:
+    """Read the umask of this process, which is possible only by setting it."""
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
+
+
+def _hidden_sibling(path: Path, suffix: str) -> Path:
+    """A unique name. It is known before anything of that name exists, so nothing is left behind."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{suffix}")
+
+
+def _hidden_siblings(path: Path, suffix: str) -> list[Path]:
+    """Existing ones of any process."""
+    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.{suffix}")
+    with contextlib.suppress(OSError):
+        return [sibling for sibling in path.parent.iterdir() if name.fullmatch(sibling.name)]
+    return []
+
+
+def check_regular(path: Path, most_bytes: float = math.inf) -> None:
+    """SpecDecError for what is no file and may never end, such as a link to /dev/zero or a named pipe, or is larger.
+
+    What is missing, and a directory, passes: whoever opens it says so. So does a pipe without a name, which a shell's
+    `<(command)` makes: its other end is open.
+    """
+    try:
+        found = path.stat()
+    except OSError:
+        return
+    kind = next((kind for is_of, kind in _KINDS.items() if is_of(found.st_mode)), None)
+    if kind is not None and not (stat.S_ISFIFO(found.st_mode) and not os.path.exists(os.path.realpath(path))):
+        raise SpecDecError(f"not a file, but {kind}: {path}", hint="give a regular file")
+    if found.st_size > most_bytes and stat.S_ISREG(found.st_mode):
+        raise SpecDecError(
+            f"the file is too large for what it should hold, {found.st_size:,} bytes: {path}",
+            hint="check that this is the right file",
+        )
+
+
+def check_model_files(directory: Path) -> None:
+    """`check_regular` of all files in a model's directory that transformers or we might read, by their names."""
+    for inner in (directory, directory / "additional_chat_templates"):
+        with contextlib.suppress(OSError):
+            for path in map(Path, sorted(entry.path for entry in os.scandir(inner) if entry.name.endswith(_OF_MODELS))):
+                check_regular(path, _MOST_TEXT_BYTES if path.suffix in _TEXTS else math.inf)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; SpecDecError names the file if it is missing or damaged."""
+    return read_json_and_text(path)[0]
+
+
+def read_json_and_text(path: Path) -> tuple[dict[str, Any], str]:
+    """`read_json`, and the text that the object was read from."""
+    check_regular(path, _MOST_TEXT_BYTES)
+    try:
+        text = path.read_text(encoding="utf-8")
+        data = json.loads(text)
+    except FileNotFoundError:
+        raise SpecDecError(
+            f"file is missing: {path}", hint="the directory is incomplete; make or download it again"
+        ) from None
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits; thousands of brackets
+        raise SpecDecError(
+            f"`{path}` is not valid JSON: {error}", hint="the file is damaged; make or download it again"
+        ) from None
+    if not isinstance(data, dict):
+        raise SpecDecError(
+            f"`{path}` is not a JSON object: {type(data).__name__}",
+            hint="the file is damaged; make or download it again",
+        )
+    return data, text
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    write_file(path, (json.dumps(data, indent=2) + "\n").encode())
+
+
+def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write all of `data`, or leave `path` as it was. What is no regular file, such as a pipe, is written to.
+    A regular file gets `mode`, less what the umask takes.
+
+    OSError names `path`, whatever failed.
+    """
+    try:
+        _write_file(path, data, mode)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def _write_file(path: Path, data: bytes, mode: int) -> None:
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
+    path = path.resolve()
+    with _temporary_sibling(path) as directory:
+        with open(directory / path.name, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            file.write(data)
+        _give_name(directory / path.name, path)
+
+
+class Stamp(NamedTuple):
+    """Identity and version of a file: another stamp means another content."""
+
+    device: int
+    inode: int
+    num_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+    def is_written_over(self, now: os.stat_result) -> bool:
+        """Since, and not only linked or its mode changed."""
+        return (now.st_size, now.st_mtime_ns) != (self.num_bytes, self.mtime_ns)
+
+
+def stamp_of(stat: os.stat_result) -> Stamp:
+    return Stamp(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
+def directory_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -1,0 +1,243 @@
+"""Processes of ranks other than 0, as rank 0 sees them, and those that do pieces of work at once.
+
+Of ranks, whatever ends one ends all; memory that they share has no name, so none is left behind. Of those at work none
+outlives the one that asks.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+from runtime.util.errors import SpecDecError
+
+_LOOKS_S = 0.1
+_STOPPED_S = 4.0
+"""A process that is stopped for longer is given up."""
+_ENDS_S = 2.0
+_START = "from runtime.engine.rank_worker import main; main()"
+
+
+def shared_memory(num_bytes: int) -> int:
+    """A file of zeros without a name, by its descriptor, which the caller closes."""
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create("specdec", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as opened:
+            file = os.dup(opened.fileno())
+    os.ftruncate(file, num_bytes)
+    return file
+
+
+class Processes:
+    """Processes of ranks 1 to N - 1, which inherit `files`. `on_failure` is called, in a thread of its own, if one
+    ends.
+    """
+
+    def __init__(self, jobs: list[dict[str, Any]], files: Seq[int], on_failure: Callable[[], None]) -> None:
+        self.failure: SpecDecError | None = None
+        self._on_failure = on_failure
+        self._lock = threading.Lock()
+        self._is_closed = self._is_ready = False
+        life, self._life = os.pipe()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._status: list[Any] = []
+        try:
+            for job in jobs:
+                self._begin(job, files, life)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(life)
+        self._tp_size = len(jobs) + 1
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+
+    def _begin(self, job: dict[str, Any], files: Seq[int], life: int) -> None:
+        read, write = os.pipe()
+        self._status.append(os.fdopen(read))
+        paths = [os.path.abspath(path) for path in sys.path]
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _START],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(*files, life, write),
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"},
+                process_group=0,  # Ctrl-C is rank 0's to answer
+                bufsize=0,
+            )
+        finally:
+            os.close(write)
+        self._processes.append(process)
+        line = json.dumps(job | {"life": life, "status": write}).encode() + b"\n"
+        with suppress(OSError):  # who has ended already is found out soon
+            assert process.stdin is not None
+            process.stdin.write(line)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def pipes(self) -> list[int]:
+        """Pipes from which the ranks read."""
+        return [process.stdin.fileno() for process in self._processes if process.stdin is not None]
+
+    def wait_until_ready(self) -> None:
+        """SpecDecError, in a rank's own words, if one cannot open its part of the engine."""
+        for status in self._status:
+            line = status.readline()
+            if line.strip() != "{}":
+                process = self._processes[self._status.index(status)]
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_ENDS_S)
+                self._fail(process, line)
+                self.raise_failure()
+        self._is_ready = True
+
+    def raise_failure(self) -> None:
+        """Raise why the ranks have ended, if they have; it may be told a moment later than it is noticed."""
+        end = time.monotonic() + _ENDS_S
+        while self.failure is None and time.monotonic() < end and not self._is_closed:
+            time.sleep(_LOOKS_S / 10)
+        if self.failure is not None:
+            raise self.failure
+
+    def close(self) -> None:
+        """End all of them. Closed, it can be closed again."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        os.close(self._life)  # which they wait for
+        end = time.monotonic() + _ENDS_S
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(end - time.monotonic(), 0.01))
+            self._kill(process)
+        for status in self._status:
+            status.close()
+
+    def _kill(self, process: subprocess.Popen[bytes]) -> None:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        if process.stdin is not None:
+            with suppress(OSError):
+                process.stdin.close()
+
+    def _watch(self) -> None:
+        looks_stopped = dict.fromkeys(self.pids, 0)
+        while not self._is_closed:
+            for process in self._processes:
+                stopped = process.poll() is None and _is_stopped(process.pid)
+                looks_stopped[process.pid] = looks_stopped[process.pid] + 1 if stopped else 0
+                has_hung = looks_stopped[process.pid] * _LOOKS_S >= _STOPPED_S
+                # Until it is ready, its last words are read by who waits for them.
+                if has_hung or (self._is_ready and process.poll() is not None):
+                    self._fail(process)
+                    return
+            time.sleep(_LOOKS_S)
+
+    def _fail(self, process: subprocess.Popen[bytes], said: str | None = None) -> None:
+        with self._lock:
+            if self.failure is not None or self._is_closed:
+                return
+            code = process.poll()
+            if said is None and code is not None:
+                said = self._status[self._processes.index(process)].readline()
+            self.failure = self._error(self._processes.index(process) + 1, code, said)
+        for one in self._processes:
+            one.kill()
+        self._on_failure()
+
+    def _error(self, rank: int, code: int | None, said: str | None) -> SpecDecError:
+        which = f"rank {rank} of {self._tp_size}"
+        told = json.loads(said) if said and said.strip() else {}
+        if "hint" in told:
+            return SpecDecError(f"{which}: {told['message']}", hint=told["hint"])
+        if told.get("message"):
+            return SpecDecError(f"{which} has failed: {told['message']}", hint="open the engine again")
+        if code is None:
+            return SpecDecError(f"{which} was stopped for {_STOPPED_S:g} s", hint="open the engine again")
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return SpecDecError(f"{which} has ended: {how}", hint="open the engine again; memory may have run out")
+
+
+def _is_stopped(pid: int) -> bool:
+    """True if Linux reports the process as stopped; elsewhere False."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False
+
+
+Piece = TypeVar("Piece")
+Done = TypeVar("Done")
+
+
+def do_at_once(work: Callable[[Piece], Done], pieces: Seq[Piece], num_processes: int) -> list[Done]:
+    """Apply `work` to each piece, in order: here, one after the other, unless there are several processes.
+
+    `work` and what it takes and returns are sent, so it is a function of a module. What it raises is raised.
+    SpecDecError if a process ends.
+    """
+    num_processes = min(num_processes, len(pieces))
+    if num_processes == 1:
+        return [work(piece) for piece in pieces]
+    context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+    begun = []
+    try:
+        for i in range(num_processes):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_do_share, args=(theirs, work, pieces[i::num_processes]), daemon=True)
+            begun.append((process, ours))
+            process.start()
+            theirs.close()  # so that its end is noticed
+        shares: list[list[Done]] = [_receive(ours) for _, ours in begun]
+    finally:
+        for process, ours in begun:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+            ours.close()
+    return [shares[i % num_processes][i // num_processes] for i in range(len(pieces))]
+
+
+def _receive(pipe: Connection) -> list[Done]:
+    try:
+        answer: list[Done] | Exception = pipe.recv()
+    except EOFError:
+        raise SpecDecError(
+            "a process that was to do a part of the work has ended", hint="memory may have run out: have fewer at once"
+        ) from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _do_share(pipe: Connection, work: Callable[[Piece], Done], pieces: Seq[Piece]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is answered by who asks
+    threading.Thread(target=_end_with_who_asks, daemon=True).start()
+    try:
+        pipe.send([work(piece) for piece in pieces])
+    except Exception as error:
+        pipe.send(error)
+
+
+def _end_with_who_asks() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -1,0 +1,143 @@
+"""Threads that share an engine take turns at it, in the order in which they come, a step at a time.
+
+Nothing of an engine, of its K/V cache or of its drafters is used outside a turn once requests are on their way. So each
+generation has its own steps, and the tokens that it has alone. Between its steps a generation may hold blocks that
+another needs: `take_room` decides which of the two goes on.
+"""
+
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from runtime.util.errors import SpecDecWarning
+
+_WAIT_S, _LAST_STEP_S = 0.001, 5.0
+T = TypeVar("T")
+_IDLE_S = 0.05
+"""A generation that nobody has asked for a step for so long does not keep others waiting for its blocks."""
+
+
+class Holder(Protocol):
+    """A generation that keeps blocks between its steps."""
+
+    @property
+    def holds_room(self) -> bool: ...
+
+    @property
+    def asked_s(self) -> float:
+        """Last time that a step was asked for, in `time.monotonic` seconds; infinity while a thread waits for one."""
+        ...
+
+    def give_back(self) -> None:
+        """Give back all blocks, to go on later from the tokens that there are."""
+        ...
+
+
+class ThreadTurns:
+    """Turns at one engine."""
+
+    def __init__(self) -> None:
+        # The thread that holds `_next` is the one to which `_now` goes: who has just had a turn cannot be before it.
+        self._next, self._now = threading.Lock(), threading.RLock()
+        self._left: deque[Callable[[], None]] = deque()
+        self._holders: list[Holder] = []
+        """Oldest first."""
+        self._num_inside = 0
+        """Turns inside the turn that is taken: a drafter may generate with its target."""
+        self._has_ended = False
+
+    @property
+    def is_mine(self) -> bool:
+        """True inside a turn of this thread."""
+        return bool(self._now._is_owned())  # type: ignore[attr-defined]
+
+    def take(self, work: Callable[[], T]) -> T:
+        """Call `work` when it is this thread's turn, inside a turn at once, and return its result.
+
+        Ctrl-C may come at any place, and leaves no turn taken.
+        """
+        if self.is_mine:
+            self._num_inside += 1
+            try:
+                return work()
+            finally:
+                self._num_inside -= 1
+        try:
+            with self._next:
+                self._now.acquire()
+            self._do_what_was_left()
+            result = work()
+        except BaseException:
+            if self.is_mine:
+                self._now.release()
+            raise
+        self._now.release()
+        return result
+
+    def take_with_room(self, work: Callable[[], T | None]) -> T:
+        """`take`, again and again while `work` finds no room beside other generations, which None says."""
+        while (result := self.take(work)) is None:
+            time.sleep(_WAIT_S)
+        return result
+
+    def do_or_leave(self, work: Callable[[], None]) -> None:
+        """Call `work` now, or if a turn is taken before the next one: for what must not wait.
+
+        A generator is closed where it is collected: in any thread, in the middle of whatever that thread does.
+        """
+        is_free = False
+        try:
+            is_free = not self.is_mine and self._now.acquire(blocking=False)
+            if is_free:
+                work()
+            else:
+                self._left.append(work)
+        finally:
+            if is_free:
+                self._now.release()
+
+    def _do_what_was_left(self) -> None:
+        while self._left:
+            try:
+                self._left.popleft()()
+            except Exception as error:  # of another thread's generation, which has ended
+                warnings.warn(f"a generation that was left could not be ended: {error}", SpecDecWarning, stacklevel=2)
+
+    def end(self) -> bool:
+        """Take the last turn, after which other threads wait for the process to end; False if another does not end."""
+        self._has_ended = self.is_mine or self._now.acquire(timeout=_LAST_STEP_S)
+        return self._has_ended
+
+    def wait_if_ended(self) -> None:
+        """Let nothing be computed, and no error be told, while the interpreter ends."""
+        if self._has_ended and not self.is_mine:
+            threading.Event().wait()
+
+    def enter(self, holder: Holder) -> None:
+        """Count a generation among those that may hold blocks, until it leaves. Inside a turn."""
+        if holder not in self._holders:
+            self._holders.append(holder)
+
+    def leave(self, holder: Holder) -> None:
+        if holder in self._holders:
+            self._holders.remove(holder)
+
+    def take_room(self, asking: Holder | None) -> bool | None:
+        """Have another generation give back its blocks: one that nobody asks for steps, or one younger than `asking`.
+
+        A generation that is not entered, or None, is the youngest. Returns False if the others are to go on first, and
+        None if no others hold blocks, or this turn is inside another, which they would wait for.
+        """
+        others = [one for one in self._holders if one is not asking and one.holds_room]
+        if not others or self._num_inside:
+            return None
+        younger = self._holders[self._holders.index(asking) + 1 :] if asking in self._holders else []
+        idle_since_s = time.monotonic() - _IDLE_S
+        for one in reversed(others):
+            if one in younger or one.asked_s < idle_since_s:
+                one.give_back()
+                return True
+        return False
