@@ -15,7 +15,7 @@ from typing import Any
 from ray import serve
 
 from commands.serve.flags import ServerOptions
-from commands.serve.responses import Clock
+from commands.serve.http.bodies import Clock
 from commands.serve.work import guarded_app, open_served
 from runtime.drafters.specs import NgramDrafter
 from runtime.llm import LLM

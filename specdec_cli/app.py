@@ -34,16 +34,16 @@ from commands.compare.command import compare
 from commands.convert.command import convert
 from commands.corpus.command import create, merge, stats
 from commands.doctor.command import doctor
+from commands.integrity.command import verify
 from commands.options.hints import hint_of, message_of, usage_message
 from commands.options.shared import COMMON, sort_by_panel
 from commands.options.spellings import empty_value, normalize_name, one_value_each, split_flags_without_effect
-from commands.output import fail, say_interrupted, warn
+from commands.output.output import fail, say_interrupted, warn
 from commands.run.command import run
 from commands.serve.command import serve
 from commands.summarize.command import summarize
 from commands.train.command import train
 from commands.tune.command import tune
-from commands.verify.command import verify
 from runtime.util.collector import collect_rarely
 from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.util.out_of_memory import check_address_space, is_out_of_memory, out_of_memory

@@ -27,7 +27,7 @@ _SERVER = """
 import atexit, gc, json, os, select, signal, socket, sys, tempfile, threading
 from contextlib import suppress
 from scripts.campaigns import forks
-import commands.serve.server, specdec_cli.app
+import commands.serve.http.server, specdec_cli.app
 import pygments.lexers, rich.markdown, typer.rich_utils  # what help and errors are shown by
 from transformers import AutoModelForCausalLM, PreTrainedModel  # for tests
 

@@ -97,7 +97,7 @@ found["tune"] = [one["flags"] for one in tuned["candidates"] if one["drafter"] a
 
 from runtime.builder.profile import drafter_record
 from specdec_cli import LLM, EchoDrafter, SamplingParams
-from commands.serve.schema import Speculative
+from commands.serve.protocol.schema import Speculative
 from runtime.drafters.speculation import Speculation
 
 found["serve"] = "echo_config" in Speculative.model_fields

@@ -19,13 +19,13 @@ from commands.batch.dispatch import NotAnswered
 from commands.batch.flags import BatchDefaults
 from commands.batch.lines import BatchRequest
 from commands.options.engine_choice import EngineChoice
+from commands.options.sessions import open_setup
 from commands.serve.asking import ask_chat, ask_completion
-from commands.serve.completions import ChatReply, CompletionReply
-from commands.serve.http_errors import HTTPError, as_http_error
-from commands.serve.replies import TokenTexts
-from commands.serve.schema import ChatRequest, CompletionRequest, Generation, validate_body
+from commands.serve.http.errors import HTTPError, as_http_error
+from commands.serve.protocol.completions import ChatReply, CompletionReply
+from commands.serve.protocol.replies import TokenTexts
+from commands.serve.protocol.schema import ChatRequest, CompletionRequest, Generation, validate_body
 from commands.serve.served import ServedModel, check_can_serve, prepare_chat
-from commands.sessions import open_setup
 from runtime.checkpoint.bundle import read_bundle
 from runtime.checkpoint.checksums import NOT_RECORDED
 from runtime.checkpoint.gguf.reader import is_gguf

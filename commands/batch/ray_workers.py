@@ -21,9 +21,9 @@ from ray.exceptions import RayActorError, RayError
 from commands.batch.answering import model_digest
 from commands.batch.dispatch import Crew, NotAnswered
 from commands.options.engine_choice import EngineChoice
+from commands.options.sessions import engines_made
 from commands.options.shared import ClusterOptions
-from commands.output import Output, warn
-from commands.sessions import engines_made
+from commands.output.output import Output, warn
 from runtime.builder.engine_cache import engine_of_checkpoint
 from runtime.checkpoint.bundle import read_bundle
 from runtime.checkpoint.config import BuildConfig

@@ -17,13 +17,13 @@ from commands.batch.answering import Counts, Job, Outcome, OwnCrew, check_same_e
 from commands.batch.dispatch import Crew, answer_all
 from commands.batch.flags import BatchDefaults, BatchFiles
 from commands.batch.lines import BatchRequest, Results, look_through, open_results
-from commands.documents.records import Head, Record, absent, document_head
-from commands.documents.settings import DrafterNames, OutputGrammar, grammar_record
 from commands.options.engine_choice import EngineChoice
+from commands.options.sessions import engines_made
 from commands.options.shared import ClusterOptions
-from commands.output import Output, number, percent
-from commands.progress import Advance
-from commands.sessions import engines_made
+from commands.output.documents.records import Head, Record, absent, document_head
+from commands.output.documents.settings import DrafterNames, OutputGrammar, grammar_record
+from commands.output.output import Output, number, percent
+from commands.output.progress import Advance
 from runtime.checkpoint.config import Count, Measure, Share, Size
 from runtime.core.params import SamplingParams
 from runtime.drafters.spec import DraftLenMode

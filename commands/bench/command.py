@@ -2,7 +2,7 @@
 
 from commands.bench.flags import BenchPrompts, BenchResults, BenchServer, BenchTraffic
 from commands.options.expand import expand_groups
-from commands.output import Output, check_output_files
+from commands.output.output import Output, check_output_files
 
 
 @expand_groups

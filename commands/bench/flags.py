@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from commands.inputs.dataset import DEMO, Columns, EvalTask, load_samples, summarization_prompt
 from commands.inputs.prompts import Prompt, read_prompts
 from commands.options.shared import INPUT, OUTPUT, RUNTIME, SAMPLING, DatasetDir, InputFile, OutputLen, option
-from commands.output import check_report
+from commands.output.output import check_report
 from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
 
 RANDOM = "random"

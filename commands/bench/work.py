@@ -13,9 +13,9 @@ from pydantic import ConfigDict, Field, model_validator
 from rich.table import Table
 
 from commands.bench.flags import BenchPrompts, BenchResults, BenchServer, BenchTraffic, Content, Endpoint
-from commands.documents.records import Head, Positive, Record, absent, document_head
-from commands.html.page import Column, area_chart, column_chart, page
-from commands.output import Output, number
+from commands.output.documents.records import Head, Positive, Record, absent, document_head
+from commands.output.html.page import Column, area_chart, column_chart, page
+from commands.output.output import Output, number
 from runtime.checkpoint.config import Count, Size
 from runtime.measure.benchmark.client import Client
 from runtime.measure.benchmark.load_generator import Load, LoadResult, arrival_times, run_load

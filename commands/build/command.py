@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from commands.options.expand import expand_groups
 from commands.options.shared import INPUT, KV_CACHE, OUTPUT, RUNTIME, SPECULATION, DraftOutputOptions, Force, option
-from commands.output import Output, check_new_directory, check_readable
+from commands.output.output import Output, check_new_directory, check_readable
 from runtime.checkpoint.checkpoint_dir import OpenedCheckpoint, check_hidden_states, check_self_draft, open_checkpoint
 from runtime.checkpoint.config import (
     MAX_BATCH_SIZE,

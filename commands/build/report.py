@@ -5,8 +5,8 @@ from pathlib import Path
 from pydantic import Field
 from rich.table import Table
 
-from commands.documents.records import Record
-from commands.output import megabytes
+from commands.output.documents.records import Record
+from commands.output.output import megabytes
 from runtime.checkpoint.config import (
     CheckpointConfig,
     EngineConfig,

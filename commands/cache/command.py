@@ -6,7 +6,7 @@ from typing import Annotated
 
 from commands.options.expand import expand_groups
 from commands.options.shared import RUNTIME, option
-from commands.output import Output
+from commands.output.output import Output
 from runtime.util.errors import UsageError
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}

@@ -6,8 +6,8 @@ from typing import Any, Literal
 from pydantic import Field
 from rich.table import Table
 
-from commands.documents.records import Head, Record, document_head
-from commands.output import Output, megabytes
+from commands.output.documents.records import Head, Record, document_head
+from commands.output.output import Output, megabytes
 from runtime.checkpoint.config import Count
 from runtime.util.cache import CachedEngine, cache_dir
 

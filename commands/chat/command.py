@@ -10,7 +10,7 @@ import typer
 from commands.options.engine_choice import EngineOptions
 from commands.options.expand import expand_groups
 from commands.options.shared import INPUT, OUTPUT, option
-from commands.output import Output
+from commands.output.output import Output
 from commands.run.flags import RunGeneration
 from runtime.text.call_formats import named_tool_format
 from runtime.util.errors import UsageError
@@ -63,7 +63,7 @@ def chat(engine: EngineOptions, chat: ChatOptions, generation: RunGeneration) ->
 
     toolbox = None if chat.tools is None else open_toolbox(chat.tools)
     output = Output()
-    from commands.sessions import open_setup_of_models
+    from commands.options.sessions import open_setup_of_models
 
     with open_setup_of_models(choice, output) as setup:
         own = setup.llm.model_defaults.sampling

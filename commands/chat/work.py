@@ -14,10 +14,10 @@ from rich.panel import Panel
 from rich.text import Text
 
 from commands.chat.tools import Toolbox
-from commands.documents.settings import Setup
 from commands.options.hints import hint_of, message_of
-from commands.output import Output, fail, milliseconds, number, visible, warn
-from commands.tables.drafts import Mark, mark_for_stdout, marked_text
+from commands.output.documents.settings import Setup
+from commands.output.output import Output, fail, milliseconds, number, visible, warn
+from commands.output.tables.drafts import Mark, mark_for_stdout, marked_text
 from runtime.core.grammar import CompiledGrammar
 from runtime.core.params import Grammar
 from runtime.core.request import Request, Sequence

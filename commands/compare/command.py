@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from commands.options.expand import expand_groups
-from commands.output import Output
+from commands.output.output import Output
 from runtime.util.errors import SpecDecError
 
 

@@ -9,8 +9,8 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 from rich.table import Table
 
-from commands.documents.records import SCHEMA_VERSION, Head, Record, document_head
-from commands.output import Output, number, percent
+from commands.output.documents.records import SCHEMA_VERSION, Head, Record, document_head
+from commands.output.output import Output, number, percent
 from commands.run.document import RunDocument
 from commands.summarize.document import SummarizeDocument
 from runtime.checkpoint.config import Count, Measure

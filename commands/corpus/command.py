@@ -8,7 +8,7 @@ import typer
 
 from commands.options.expand import expand_groups
 from commands.options.shared import INPUT, OUTPUT, option
-from commands.output import Output, check_output_files, check_readable
+from commands.output.output import Output, check_output_files, check_readable
 from runtime.checkpoint.resolve import resolve_tokenizer
 from runtime.text.trace_lines import check_text
 from runtime.util.errors import SpecDecError, UsageError

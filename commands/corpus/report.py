@@ -5,8 +5,8 @@ from typing import Annotated, Any
 from pydantic import Field
 from rich.table import Table
 
-from commands.documents.records import Record, absent
-from commands.output import Output, megabytes
+from commands.output.documents.records import Record, absent
+from commands.output.output import Output, megabytes
 from runtime.checkpoint.config import Count, Size
 from runtime.text.corpus import CORPUS_FORMAT_VERSION, Corpus, NgramCounts
 

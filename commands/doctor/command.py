@@ -7,7 +7,7 @@ from commands.inputs.prompts import read_prompts
 from commands.options.engine_choice import USUAL_ENGINE, EngineChoice, KVCacheOptions
 from commands.options.expand import expand_groups
 from commands.options.speculation_flags import SpeculationOptions
-from commands.output import Output
+from commands.output.output import Output
 
 
 @expand_groups
@@ -42,7 +42,7 @@ def doctor(
         choice.check_tokenizer()
 
     from commands.doctor.work import diagnose
-    from commands.sessions import engines_made
+    from commands.options.sessions import engines_made
 
     with engines_made(choice, output) as made:
         diagnose(made, inputs, options, prompts, output)

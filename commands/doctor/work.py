@@ -8,15 +8,15 @@ from typing import Any, Literal
 from pydantic import Field
 
 from commands.doctor.flags import DoctorInputs, DoctorOptions
-from commands.documents.records import Head, Record, document_head
-from commands.documents.settings import DrafterNames
 from commands.inputs.dataset import DEMO, load_samples
 from commands.inputs.prompts import Prompt, without_padding
 from commands.options.drafter_flags import as_flag
 from commands.options.engine_choice import EngineChoice
 from commands.options.leader_flags import Mode
-from commands.output import Output
-from commands.sessions import open_engine
+from commands.options.sessions import open_engine
+from commands.output.documents.records import Head, Record, document_head
+from commands.output.documents.settings import DrafterNames
+from commands.output.output import Output
 from runtime.builder.profile import read_profile
 from runtime.checkpoint.bundle import read_bundle
 from runtime.checkpoint.config import Size

@@ -14,7 +14,7 @@ from commands.options.drafter_flags import algorithm_flag, example_of
 from commands.options.leader_flags import LeaderOptions, Mode, ModelEngineOptions, ModelOptions
 from commands.options.shared import INPUT, KV_CACHE, TokenizerDir, option
 from commands.options.speculation_flags import SpeculationOptions
-from commands.output import warn
+from commands.output.output import warn
 from runtime.checkpoint.bundle import Bundle, read_bundle
 from runtime.checkpoint.config import IntFormat
 from runtime.checkpoint.resolve import (

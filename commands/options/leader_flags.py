@@ -14,7 +14,7 @@ from commands.options.drafter_flags import (
 from commands.options.expand import given_flags
 from commands.options.shared import LEADER, DraftOutputOptions, option
 from commands.options.speculation_flags import LeaderFlags, SpeculationOptions, algorithms
-from commands.output import warn
+from commands.output.output import warn
 from runtime.checkpoint.config import MAX_BATCH_SIZE, Activations, Compiler, Dtype, IntFormat
 from runtime.drafters.specs import DRAFTERS
 from runtime.util.errors import UsageError

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from commands.options.shared import RUNTIME, SAMPLING, EndId, MaxNumTokens, end_id_params, option
-from commands.output import warn
+from commands.output.output import warn
 from runtime.core.params import SamplingParams
 from runtime.util.errors import UsageError
 from runtime.util.reading import read_utf8

@@ -5,7 +5,7 @@ from dataclasses import replace
 from commands.inputs.prompts import read_prompts
 from commands.options.engine_choice import EngineOptions
 from commands.options.expand import expand_groups
-from commands.output import Output
+from commands.output.output import Output
 from commands.run.flags import RunGeneration, RunInputs, RunResults
 from runtime.core.params import SamplingParams
 
@@ -35,8 +35,8 @@ def run(
     elif any(prompt.text is not None for prompt in prompts):
         choice.check_tokenizer()
 
+    from commands.options.sessions import open_setup_of_models
     from commands.run.work import answer
-    from commands.sessions import open_setup_of_models
 
     with open_setup_of_models(choice, output) as setup:
         answer(setup, prompts, inputs, results, output)

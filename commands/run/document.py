@@ -5,9 +5,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from commands.documents.records import Head, Lossless, Record, RequestCounts, Tokens, Total, absent, document_head
-from commands.documents.settings import EngineRecord, SessionSettings, Setup
 from commands.inputs.prompts import Prompt
+from commands.output.documents.records import (
+    Head,
+    Lossless,
+    Record,
+    RequestCounts,
+    Tokens,
+    Total,
+    absent,
+    document_head,
+)
+from commands.output.documents.settings import EngineRecord, SessionSettings, Setup
 from runtime.checkpoint.config import Count, Measure, Size
 from runtime.core.stats import FinishReason, TokenLogprobs
 from runtime.loop.lossless.results import LosslessCheck

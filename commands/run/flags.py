@@ -20,7 +20,7 @@ from commands.options.shared import (
     Stats,
     option,
 )
-from commands.output import Output, check_output_files, check_report
+from commands.output.output import Output, check_output_files, check_report
 from runtime.core.params import SamplingParams
 from runtime.util.errors import SpecDecError, UsageError
 

@@ -11,16 +11,24 @@ import torch
 import typer
 from rich.table import Table
 
-from commands.documents.records import Total
-from commands.documents.settings import Setup
-from commands.html.report import write_report
 from commands.inputs.prompts import Prompt, without_padding
-from commands.output import Output, columns_with_values, fixed_lost_line, milliseconds, number, percent, speedup_line
+from commands.options.sessions import lossless_check, token_progress
+from commands.output.documents.records import Total
+from commands.output.documents.settings import Setup
+from commands.output.html.report import write_report
+from commands.output.output import (
+    Output,
+    columns_with_values,
+    fixed_lost_line,
+    milliseconds,
+    number,
+    percent,
+    speedup_line,
+)
+from commands.output.tables.drafts import counts_line, legend, mark_for_stdout, marked_text, show_details
+from commands.output.tables.lossless_check import exit_if_too_little_to_tell, fail_unless_lossless, lossless_lines
 from commands.run.document import Compared, run_document
 from commands.run.flags import RunInputs, RunResults
-from commands.sessions import lossless_check, token_progress
-from commands.tables.drafts import counts_line, legend, mark_for_stdout, marked_text, show_details
-from commands.tables.lossless_check import exit_if_too_little_to_tell, fail_unless_lossless, lossless_lines
 from runtime.core.generation import Generation, Interrupted, Unanswered
 from runtime.core.request import Request, Sequence
 from runtime.llm import LLM

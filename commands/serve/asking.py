@@ -7,9 +7,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from commands.serve.conversations import chat_tokens, form_grammar, tools_of
-from commands.serve.http_errors import HTTPError, as_http_error
-from commands.serve.schema import ChatRequest, CompletionRequest, Generation, Speculative, text_of
+from commands.serve.http.errors import HTTPError, as_http_error
+from commands.serve.protocol.conversations import chat_tokens, form_grammar, tools_of
+from commands.serve.protocol.schema import ChatRequest, CompletionRequest, Generation, Speculative, text_of
 from commands.serve.served import ServedModel
 from runtime.core.grammar import CompiledGrammar
 from runtime.core.params import GrammarKind, SamplingParams

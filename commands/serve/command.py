@@ -9,7 +9,7 @@ from importlib import import_module
 from commands.options.engine_choice import EngineOptions
 from commands.options.expand import expand_groups
 from commands.options.shared import MaxNumTokens
-from commands.output import Output
+from commands.output.output import Output
 from commands.serve.flags import ServerOptions
 from runtime.core.params import SamplingParams
 from runtime.util.errors import SpecDecError
@@ -38,9 +38,9 @@ def serve(engine: EngineOptions, inputs: ServeInputs, server: ServerOptions) -> 
         choice = engine.choose(SamplingParams(), inputs.max_num_tokens, "leader", requests_draft=True)
         choice.check_tokenizer()
 
-        from commands.serve.server import Address, listen
+        from commands.options.sessions import open_setup_of_models
+        from commands.serve.http.server import Address, listen
         from commands.serve.work import Serving, serve_setup
-        from commands.sessions import open_setup_of_models
 
         with listen(Address(server.host, server.port)) as bound, open_setup_of_models(choice, Output()) as setup:
             address = Address(server.host, bound.getsockname()[1], has_tls=server.ssl_certfile is not None)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from commands.serve.http_errors import HTTPError
+from commands.serve.http.errors import HTTPError
 from runtime.checkpoint.gguf.reader import is_gguf
 from runtime.checkpoint.tokenizer import Tokenizer
 from runtime.llm import LLM

@@ -15,15 +15,15 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from starlette.middleware.cors import CORSMiddleware
 
-from commands.documents.settings import Setup
-from commands.output import stderr, warn
-from commands.serve.clients import with_key
+from commands.output.documents.settings import Setup
+from commands.output.output import stderr, warn
 from commands.serve.flags import ServerOptions
-from commands.serve.http_errors import HTTPError
-from commands.serve.responses import Clock
-from commands.serve.routes import make_app
+from commands.serve.http.bodies import Clock
+from commands.serve.http.clients import with_key
+from commands.serve.http.errors import HTTPError
+from commands.serve.http.routes import make_app
+from commands.serve.http.server import Address, Certificate, errors_logged, serve
 from commands.serve.served import ServedModel, check_can_serve, prepare_chat
-from commands.serve.server import Address, Certificate, errors_logged, serve
 from runtime.llm import LLM
 from runtime.loop.serving import LoopLimits, ServingLoop
 from runtime.loop.session import Session

@@ -14,13 +14,13 @@ from commands.options.expand import expand_groups
 from commands.options.shared import (
     ClusterOptions,
 )
-from commands.output import Output, check_new_directory
+from commands.output.output import Output, check_new_directory
 from commands.summarize.flags import EvaluationOptions, SummarizeInputs, SummarizeResults
 from runtime.checkpoint.resolve import read_model_config, resolve_model
 from runtime.util.errors import SpecDecError
 
 if TYPE_CHECKING:
-    from commands.documents.settings import Setup
+    from commands.output.documents.settings import Setup
     from runtime.measure.evaluation.systems import EvaluateEngine
 
 
@@ -51,7 +51,7 @@ def summarize(
         check_new_directory(results.output_dir)
     samples = _load_samples(inputs, evaluation, results)
 
-    from commands.sessions import open_setup_of_models
+    from commands.options.sessions import open_setup_of_models
     from commands.summarize.work import Systems, evaluate
 
     with open_setup_of_models(choice, output) as setup:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from commands.documents.records import (
+from commands.inputs.dataset import EvalTask, Sample
+from commands.output.documents.records import (
     Head,
     Lossless,
     OthersTotal,
@@ -19,8 +20,7 @@ from commands.documents.records import (
     absent,
     document_head,
 )
-from commands.documents.settings import EngineRecord, SessionSettings, Setup
-from commands.inputs.dataset import EvalTask, Sample
+from commands.output.documents.settings import EngineRecord, SessionSettings, Setup
 from commands.summarize.rouge import rouge_scores
 from runtime.checkpoint.config import Between, Count, Measure, Share, Size
 from runtime.core.stats import FinishReason, LoopTimes

@@ -22,7 +22,7 @@ from commands.options.shared import (
     Stats,
     option,
 )
-from commands.output import check_output_files, check_report, warn
+from commands.output.output import check_output_files, check_report, warn
 from runtime.checkpoint.config import BuildConfig
 from runtime.util.errors import SpecDecError, UsageError
 

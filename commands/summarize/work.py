@@ -8,11 +8,12 @@ import typer
 from rich.table import Table
 
 from commands.build.report import described_quality
-from commands.documents.records import Total
-from commands.documents.settings import Setup
-from commands.html.report import write_report
 from commands.inputs.dataset import EvalTask, Sample, summarization_prompt
-from commands.output import (
+from commands.options.sessions import lossless_check
+from commands.output.documents.records import Total
+from commands.output.documents.settings import Setup
+from commands.output.html.report import write_report
+from commands.output.output import (
     Output,
     columns_with_values,
     fixed_lost_line,
@@ -23,7 +24,8 @@ from commands.output import (
     visible,
     warn,
 )
-from commands.sessions import lossless_check
+from commands.output.tables.drafts import show_details
+from commands.output.tables.lossless_check import exit_if_too_little_to_tell, fail_unless_lossless, lossless_lines
 from commands.summarize.document import (
     Accuracy,
     Asked,
@@ -38,8 +40,6 @@ from commands.summarize.document import (
 )
 from commands.summarize.flags import EvaluationOptions, SummarizeInputs, SummarizeResults
 from commands.summarize.rouge import ROUGE_TYPES, num_without_letters
-from commands.tables.drafts import show_details
-from commands.tables.lossless_check import exit_if_too_little_to_tell, fail_unless_lossless, lossless_lines
 from runtime.checkpoint.tokenizer import Tokenizer
 from runtime.loop.lossless.results import SYSTEM_TITLES
 from runtime.loop.session import Session

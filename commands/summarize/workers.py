@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from commands.batch.dispatch import answer_all
 from commands.batch.ray_workers import WorkerJob, ray_crew
-from commands.documents.settings import Setup
 from commands.options.engine_choice import EngineChoice
+from commands.options.sessions import open_setup
 from commands.options.shared import ClusterOptions
-from commands.sessions import open_setup
+from commands.output.documents.settings import Setup
 from runtime.loop.session import Session
 from runtime.measure.evaluation.systems import (
     Batches,

@@ -2,7 +2,7 @@
 
 from commands.inputs.prompts import read_prompts
 from commands.options.expand import expand_groups
-from commands.output import Output, check_readable
+from commands.output.output import Output, check_readable
 from commands.train.flags import TrainInputs, TrainOptions, TrainResults
 from runtime.checkpoint.resolve import read_model_config, resolve_model
 from runtime.drafters.heads.head_config import HeadConfig, read_head

@@ -11,11 +11,11 @@ from typing import Annotated, Any
 from pydantic import Field
 from rich.table import Table
 
-from commands.documents.records import Head, Positive, Record, document_head
 from commands.inputs.prompts import Prompt, without_padding
 from commands.options.engine_choice import MIN_DRAFT_LEN
-from commands.output import Output, number
-from commands.sessions import engine_settings
+from commands.options.sessions import engine_settings
+from commands.output.documents.records import Head, Positive, Record, document_head
+from commands.output.output import Output, number
 from commands.train.flags import (
     FURTHER_LEARNING_RATE,
     NEW_LEARNING_RATE,

@@ -9,7 +9,7 @@ from commands.options.drafter_flags import TunedFlags, chooses_drafter
 from commands.options.engine_choice import EngineChoice
 from commands.options.expand import expand_groups, given_flags
 from commands.options.speculation_flags import LeaderFlags, speculation_from_flags
-from commands.output import Output, check_output_files, check_readable
+from commands.output.output import Output, check_output_files, check_readable
 from commands.tune.flags import TuneInputs, TuneOptions
 from runtime.checkpoint.resolve import resolve_tokenizer
 from runtime.drafters.spec import Devices, DrafterSpec
@@ -99,7 +99,7 @@ def tune(inputs: TuneInputs, options: TuneOptions, flags: TunedFlags, output: Ou
         tune_traces(inputs, options, scope, output)
         return
 
-    from commands.sessions import engines_made
+    from commands.options.sessions import engines_made
 
     with engines_made(choice, output) as made:
         drafters = made.speculation.drafters

@@ -8,14 +8,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from rich.table import Table
 
-from commands.documents.records import Counts, Head, Positive, Record, document_head
-from commands.documents.settings import DeviceIds, TunedDrafter
 from commands.inputs.prompts import Prompt, without_padding
 from commands.options.drafter_flags import written_flags
 from commands.options.engine_choice import EngineChoice
+from commands.options.sessions import open_engine
 from commands.options.shared import end_id_params
-from commands.output import Output, number, percent
-from commands.sessions import open_engine
+from commands.output.documents.records import Counts, Head, Positive, Record, document_head
+from commands.output.documents.settings import DeviceIds, TunedDrafter
+from commands.output.output import Output, number, percent
 from commands.tune.flags import DEFAULT_LIVE_PROMPTS, DEFAULT_OUTPUT_LEN, TuneInputs, TuneOptions
 from runtime.builder.profile import Figures, Profile, ProfileEngine, drafter_record, engine_digest, write_profile
 from runtime.checkpoint.bundle import read_bundle

@@ -16,7 +16,7 @@ def import_all() -> None:
     from transformers import AutoTokenizer  # noqa: F401
 
     import commands.batch.work
-    import commands.html.report  # noqa: F401
+    import commands.output.html.report  # noqa: F401
     import runtime.builder.build
     import runtime.builder.convert
     import runtime.llm

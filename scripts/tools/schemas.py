@@ -15,12 +15,12 @@ from commands.cache.report import CacheListDocument, CachePruneDocument
 from commands.compare.report import CompareDocument
 from commands.corpus.report import CorpusDocument
 from commands.doctor.work import DoctorDocument
-from commands.documents.records import Record
+from commands.integrity.report import VerifyDocument
+from commands.output.documents.records import Record
 from commands.run.document import RunDocument
 from commands.summarize.document import SummarizeDocument
 from commands.train.work import TrainDocument
 from commands.tune.work import TuneDocument
-from commands.verify.report import VerifyDocument
 
 DIRECTORY = Path(__file__).parents[2] / "commands" / "schemas"
 DOCUMENTS: dict[str, type[Record]] = {

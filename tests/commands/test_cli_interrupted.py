@@ -173,7 +173,7 @@ main()
     [
         "typer",
         "runtime.checkpoint.config",
-        "commands.verify.command",
+        "commands.integrity.command",
         *(pytest.param(one, marks=pytest.mark.slow) for one in ("torch", "torch._C", "torch.nn", "transformers")),
     ],
 )

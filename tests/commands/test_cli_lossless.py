@@ -13,7 +13,7 @@ from sentences import Said
 from tiny import eager_logits, make_model
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from commands.output import speedup_line
+from commands.output.output import speedup_line
 from runtime.checkpoint.bundle import read_engine_config
 
 Run = Callable[..., Result]

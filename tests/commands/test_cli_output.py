@@ -13,7 +13,7 @@ from command_line import Specdec
 from rich.table import Table
 from sentences import Said
 
-from commands.output import Output, check_output_file, fail, megabytes, milliseconds, number, percent, warn
+from commands.output.output import Output, check_output_file, fail, megabytes, milliseconds, number, percent, warn
 
 MARKUP = "[10,2,[0]] [bold]b[/bold] [/] \\[x] :smile: [link=a]"
 

@@ -17,7 +17,7 @@ from tiny import hf_greedy, make_model
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from commands.serve.flags import ServerOptions
-from commands.serve.responses import Clock
+from commands.serve.http.bodies import Clock
 from commands.serve.work import guarded_app, open_served
 from runtime.drafters.specs import NgramDrafter
 from specdec_cli import LLM, SamplingParams

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from command_line import Result, Specdec
 
-from commands.output import Output, visible
+from commands.output.output import Output, visible
 
 CONTROLS = "a\x1b[31mb\x00c\rd\x9be\x7f"
 SHOWN = "a\\x1b[31mb\\x00c\\x0dd\\x9be\\x7f"

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 from waiting import HANG_S, wait_until
 
-from commands import progress
+from commands.output import progress
 
 
 class Screen(io.StringIO):

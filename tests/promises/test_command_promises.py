@@ -24,7 +24,7 @@ from commands.batch.answering import BatchModel, Outcome, OwnCrew, model_digest
 from commands.batch.dispatch import _MAX_LOST, NotAnswered, answer_all
 from commands.batch.flags import BatchDefaults
 from commands.batch.lines import BatchRequest, Place, open_results
-from commands.serve.replies import usage
+from commands.serve.protocol.replies import usage
 from runtime.core.params import SamplingParams
 from runtime.core.request import Request, Sequence
 from runtime.llm import LLM

@@ -30,9 +30,9 @@ from safetensors.torch import save_file
 from commands.inputs.dataset import Sample, load_samples
 from commands.inputs.prompts import read_prompts
 from commands.options.sampling_flags import SamplingOptions
+from commands.output.tables.drafts import _histogram_table
 from commands.summarize.document import _category
 from commands.summarize.work import by_category, make_batches
-from commands.tables.drafts import _histogram_table
 from runtime.checkpoint.config import BuildConfig, MachineSpeed, StepCost
 from runtime.checkpoint.costs import CostModel
 from runtime.core.generation import Work

@@ -13,7 +13,7 @@ import uvicorn
 from serving_models import TEMPLATE, TOOL_TEMPLATE, Listening, MakeServed, Served, opened
 from starlette.testclient import TestClient
 
-from commands.serve.server import BoundedProtocol
+from commands.serve.http.server import BoundedProtocol
 from runtime.drafters.specs import AnySpec, NgramDrafter
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.testclient import TestClient
 
 from commands.serve.flags import ServerOptions
-from commands.serve.responses import Clock
+from commands.serve.http.bodies import Clock
 from commands.serve.served import ServedModel
 from commands.serve.work import guarded_app, open_served
 from runtime.drafters.specs import AnySpec, CustomDrafter

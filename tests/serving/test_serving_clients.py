@@ -10,7 +10,7 @@ from serving_models import PROMPT, WAITS, MakeServed, Served
 from test_serving_metrics import samples
 from waiting import wait_until
 
-from commands.serve.clients import client_of, with_key
+from commands.serve.http.clients import client_of, with_key
 from runtime.loop.serving import LoopLimits, RequestHandle
 
 COMPLETIONS = "/v1/completions"

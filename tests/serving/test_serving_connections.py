@@ -22,7 +22,7 @@ from sentences import Said
 from serving_models import PROMPT, WAITS, Listening
 from waiting import HANG_S, wait_until
 
-from commands.serve.server import BoundedProtocol
+from commands.serve.http.server import BoundedProtocol
 
 LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 120, "ignore_eos": True, "temperature": 0}
 
@@ -111,7 +111,7 @@ def test_an_answer_is_the_same_alone_and_among_many(make_listening: Callable[...
 def test_connections_beyond_the_bound_are_refused_politely(
     make_listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("commands.serve.server.MAX_CONNECTIONS", 5)
+    monkeypatch.setattr("commands.serve.http.server.MAX_CONNECTIONS", 5)
     listening = make_listening()
     held = [socket.create_connection(("127.0.0.1", listening.port), timeout=HANG_S) for _ in range(5)]
     wait_until(lambda: read_all(get(listening.port, "/health"))[0] == 503)
@@ -125,9 +125,9 @@ def test_connections_beyond_the_bound_are_refused_politely(
 def test_nobody_waits_for_those_refused_when_they_are_many(
     make_listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("commands.serve.server.MAX_CONNECTIONS", 5)
-    monkeypatch.setattr("commands.serve.server._MAX_REFUSED", 2)
-    monkeypatch.setattr("commands.serve.server._REFUSED_S", 60)
+    monkeypatch.setattr("commands.serve.http.server.MAX_CONNECTIONS", 5)
+    monkeypatch.setattr("commands.serve.http.server._MAX_REFUSED", 2)
+    monkeypatch.setattr("commands.serve.http.server._REFUSED_S", 60)
     listening = make_listening()
     opened = [socket.create_connection(("127.0.0.1", listening.port), timeout=HANG_S) for _ in range(15)]
     for refused in opened[7:]:
@@ -145,7 +145,7 @@ def test_nobody_waits_for_those_refused_when_they_are_many(
 def test_a_connection_that_says_nothing_is_ended(
     make_listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("commands.serve.server.REQUEST_S", 0.2)
+    monkeypatch.setattr("commands.serve.http.server.REQUEST_S", 0.2)
     listening = make_listening()
     silent = socket.create_connection(("127.0.0.1", listening.port), timeout=HANG_S)
     halting = socket.create_connection(("127.0.0.1", listening.port), timeout=HANG_S)
@@ -162,7 +162,7 @@ def test_a_request_that_trickles_is_ended(
     begun: bytes, make_listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after another one, whether it is answered before all of it has come or not."""
-    monkeypatch.setattr("commands.serve.server.REQUEST_S", 0.5)
+    monkeypatch.setattr("commands.serve.http.server.REQUEST_S", 0.5)
     listening = make_listening()
     with socket.create_connection(("127.0.0.1", listening.port), timeout=HANG_S) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
@@ -187,7 +187,7 @@ def is_ended_by(connection: socket.socket, byte: bytes) -> bool:
 def test_an_answer_that_nobody_reads_is_given_up(
     stream: bool, make_listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("commands.serve.server.READING_S", 0.2)
+    monkeypatch.setattr("commands.serve.http.server.READING_S", 0.2)
     listening = make_listening()
     body = LONG | {
         "prompt": "the dog " * 10,

@@ -13,10 +13,10 @@ from sentences import Said
 from serving_models import PROMPT, WAITS, MakeServed, Served
 from waiting import wait_until
 
-from commands.serve.conversations import ended_after
-from commands.serve.http_errors import HTTPError, of_validation
-from commands.serve.responses import Document
-from commands.serve.schema import ChatRequest, CompletionRequest, MessagesRequest, refused_field, validate_body
+from commands.serve.http.bodies import Document
+from commands.serve.http.errors import HTTPError, of_validation
+from commands.serve.protocol.conversations import ended_after
+from commands.serve.protocol.schema import ChatRequest, CompletionRequest, MessagesRequest, refused_field, validate_body
 from runtime.text.text import encode_text
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -305,7 +305,7 @@ def test_a_full_queue_is_refused_with_when_to_come_again(make_served: MakeServed
 
 def asked_of(served: Served, max_tokens: int) -> list[Any]:
     from commands.serve.asking import ask_completion
-    from commands.serve.schema import CompletionRequest
+    from commands.serve.protocol.schema import CompletionRequest
 
     body = CompletionRequest(prompt=PROMPT, max_tokens=max_tokens, ignore_eos=True)
     return ask_completion(served.model, body)
@@ -391,7 +391,7 @@ def test_a_long_list_costs_neither_time_nor_a_long_answer(
         found.append(error.error_count())
         return of_validation(error, value)
 
-    monkeypatch.setattr("commands.serve.schema.of_validation", watched)
+    monkeypatch.setattr("commands.serve.protocol.schema.of_validation", watched)
     with pytest.raises(HTTPError) as caught:
         validate_body(body, CompletionRequest)
     assert 1 <= found[0] < 10
@@ -451,7 +451,7 @@ def test_a_chat_template_that_does_not_end_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
     said: Said,
 ) -> None:
-    monkeypatch.setattr("commands.serve.conversations._TEMPLATE_S", 0.2)
+    monkeypatch.setattr("commands.serve.protocol.conversations._TEMPLATE_S", 0.2)
     shutil.copytree(chat_tokenizer_dir, tmp_path / "tokenizer")
     loops = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}"
     text = loops + "{% set d = 1 %}" + "{% endfor %}" * 3
@@ -464,7 +464,7 @@ def test_a_chat_template_that_does_not_end_is_given_up(
 
 
 def test_answers_that_wait_to_be_read_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
-    monkeypatch.setattr("commands.serve.responses._MAX_HELD", 100)
+    monkeypatch.setattr("commands.serve.http.bodies._MAX_HELD", 100)
     error = check_error(served.post(COMPLETIONS, prompt=PROMPT, max_tokens=1), 503)
     assert error["code"] == "answers_unread"
     said(error["message"])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from serving_models import PROMPT, MakeServed, Served
 from strength import examples
 
-from commands.serve.schema import (
+from commands.serve.protocol.schema import (
     REFUSED,
     ChatRequest,
     CompletionRequest,

@@ -91,7 +91,7 @@ def test_tokenizer_info_has_what_clients_probe_for(served: Served) -> None:
 
 def test_requests_on_their_way_are_listed(served: Served) -> None:
     from commands.serve.asking import ask_completion
-    from commands.serve.schema import CompletionRequest
+    from commands.serve.protocol.schema import CompletionRequest
 
     assert served.client.get("/requests").json() == {"data": []}
     body = CompletionRequest(prompt=PROMPT, max_tokens=120, ignore_eos=True, n=8)

@@ -146,9 +146,9 @@ def test_a_response_goes_on_from_one_that_is_kept(tooled: Served) -> None:
 
 
 def test_kept_responses_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from commands.serve.openai_responses import ResponseStore
+    from commands.serve.protocol.openai_responses import ResponseStore
 
-    monkeypatch.setattr("commands.serve.openai_responses._MOST_STORED_CHARACTERS", 1000)
+    monkeypatch.setattr("commands.serve.protocol.openai_responses._MOST_STORED_CHARACTERS", 1000)
     store = ResponseStore()
     for i in range(20):
         store.add({"id": str(i)}, [{"role": "user", "content": "x" * 100}])

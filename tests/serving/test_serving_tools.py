@@ -13,7 +13,7 @@ from sentences import Said
 from serving_models import MakeServed, Served
 
 from commands.serve.asking import ask_chat
-from commands.serve.schema import ChatRequest
+from commands.serve.protocol.schema import ChatRequest
 from runtime.core.request import Sequence, VerifyResult
 from runtime.drafters.chain import LongestMatch
 from runtime.drafters.ngram import NgramLookup

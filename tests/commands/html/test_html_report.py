@@ -14,7 +14,7 @@ import pytest
 from command_line import NGRAM, PROMPTS, Result, Specdec, each, tree
 from sentences import Said
 
-from commands.html.report import html_report
+from commands.output.html.report import html_report
 from runtime.measure.text_steps import Piece
 
 Document = dict[str, Any]

@@ -11,7 +11,7 @@ from command_line import NGRAM, PROMPTS, Specdec, each
 from rich.console import Console
 from rich.table import Table
 
-from commands.output import Output, fitted
+from commands.output.output import Output, fitted
 
 WIDTHS = [40, 50, 60, 72, 80, 100, 120, 200]
 LINES_AND_BARS = re.compile(r"[\u2500-\u259f]+")  # of boxes, and blocks

@@ -16,7 +16,7 @@ from strength import examples
 from tiny import make_model, repetitive_prompt
 from transformers import PreTrainedTokenizerFast
 
-from commands.tables.drafts import _by_brackets
+from commands.output.tables.drafts import _by_brackets
 from runtime.core.request import Draft, Request, Sequence, VerifyResult
 from runtime.measure.text_steps import StepRange, token_kinds, token_texts, tokens_over_time
 from runtime.text.text import StopWords, output_text

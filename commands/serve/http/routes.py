@@ -17,7 +17,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from commands.serve.answers import (
+from commands.serve.asking import ask_chat, ask_completion
+from commands.serve.http.bodies import ClientGone, Clock, EventStream, Group, Waiting, document, submit, whole
+from commands.serve.http.clients import client_of
+from commands.serve.http.errors import HTTPError, as_http_error, fields_named
+from commands.serve.http.openapi import ServerMetrics, answers, errors, openapi_schema, page_response
+from commands.serve.protocol.answers import (
     ChatAnswer,
     CompletionAnswer,
     MessageAnswer,
@@ -25,17 +30,12 @@ from commands.serve.answers import (
     ModelsAnswer,
     ResponseAnswer,
 )
-from commands.serve.anthropic_messages import MessagesReply, chat_of_messages
-from commands.serve.asking import ask_chat, ask_completion
-from commands.serve.clients import client_of
-from commands.serve.completions import ChatReply, CompletionReply
-from commands.serve.conversations import chat_tokens
-from commands.serve.http_errors import HTTPError, as_http_error, fields_named
-from commands.serve.openai_responses import ResponsesReply, ResponseStore, chat_of_responses, messages_of
-from commands.serve.openapi import ServerMetrics, answers, errors, openapi_schema, page_response
-from commands.serve.replies import TokenTexts
-from commands.serve.responses import ClientGone, Clock, EventStream, Group, Waiting, document, submit, whole
-from commands.serve.schema import (
+from commands.serve.protocol.anthropic_messages import MessagesReply, chat_of_messages
+from commands.serve.protocol.completions import ChatReply, CompletionReply
+from commands.serve.protocol.conversations import chat_tokens
+from commands.serve.protocol.openai_responses import ResponsesReply, ResponseStore, chat_of_responses, messages_of
+from commands.serve.protocol.replies import TokenTexts
+from commands.serve.protocol.schema import (
     ChatRequest,
     CompletionRequest,
     CountRequest,

@@ -9,8 +9,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from commands.html.page import Column, area_chart, column_chart, page
-from commands.output import number, percent
+from commands.output.html.page import Column, area_chart, column_chart, page
+from commands.output.output import number, percent
 from runtime.drafters.specs import DRAFTERS
 from runtime.loop.lossless.results import SYSTEM_TITLES
 from runtime.measure.text_steps import TOKEN_KINDS, Piece, tokens_over_time

@@ -6,10 +6,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from commands.documents.settings import Setup
 from commands.options.engine_choice import EngineChoice
 from commands.options.leader_flags import ModelEngineOptions
-from commands.output import Output
+from commands.output.documents.settings import Setup
+from commands.output.output import Output
 from runtime.builder.engine_cache import EngineSettings, engine_of_model
 from runtime.checkpoint.bundle import read_bundle
 from runtime.checkpoint.config import IntFormat

@@ -28,7 +28,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from commands.options.shared import OUTPUT, option
-from commands.progress import Advance, bytes_done, counting, phases
+from commands.output.progress import Advance, bytes_done, counting, phases
 from runtime.util.errors import SpecDecError, UsageError
 from runtime.util.files import check_regular, try_new_file
 

@@ -2,7 +2,7 @@
 
 import typer
 
-from commands.output import warn
+from commands.output.output import warn
 from runtime.loop.lossless.results import Difference, DistributionCheck, LosslessCheck
 from runtime.util.errors import SpecDecError
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from commands.serve.completions import call_id, chat_streams
-from commands.serve.conversations import has_effort
-from commands.serve.replies import Chunks, Piece, PieceStream, usage
-from commands.serve.schema import (
+from commands.serve.protocol.completions import call_id, chat_streams
+from commands.serve.protocol.conversations import has_effort
+from commands.serve.protocol.replies import Chunks, Piece, PieceStream, usage
+from commands.serve.protocol.schema import (
     AnthropicBlock,
     AnthropicMessage,
     ChatRequest,

@@ -21,8 +21,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from commands.documents.records import Total
-from commands.output import Output, number, percent, stdout, visible
+from commands.output.documents.records import Total
+from commands.output.output import Output, number, percent, stdout, visible
 from runtime.measure.text_steps import TOKEN_KINDS, Piece, TokenKind, tokens_over_time
 
 _BAR_WIDTH, _LEAST_BAR_WIDTH = 40, 8

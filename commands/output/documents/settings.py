@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hi
 
 from pydantic import AfterValidator, Field, create_model
 
-from commands.documents.records import Record, Token, absent
 from commands.options.drafter_flags import config_flag
 from commands.options.leader_flags import Mode
+from commands.output.documents.records import Record, Token, absent
 from runtime.checkpoint.bundle import Bundle
 from runtime.checkpoint.config import (
     Arithmetic,

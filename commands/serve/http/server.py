@@ -23,10 +23,10 @@ import uvicorn
 from fastapi.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from commands.output import stderr
-from commands.serve.framing import StrictConnection
-from commands.serve.http_errors import HTTPError, as_http_error
-from commands.serve.responses import Group, unfinished_groups
+from commands.output.output import stderr
+from commands.serve.http.bodies import Group, unfinished_groups
+from commands.serve.http.errors import HTTPError, as_http_error
+from commands.serve.http.framing import StrictConnection
 from runtime.loop.serving import ServingLoop, Stopping
 from runtime.util.errors import SpecDecError, UsageError
 
@@ -46,7 +46,7 @@ _NUM_FILES = 4096
 class BoundedProtocol(H11Protocol):
     """uvicorn's HTTP/1.1 with bounds: on connections, on the time for sending a request, and for reading an answer.
 
-    Requests that a proxy in front may read otherwise than this server does are refused (`commands.serve.framing`).
+    Requests that a proxy in front may read otherwise than this server does are refused (`commands.serve.http.framing`).
     """
 
     num_refused = 0

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from commands.output import milliseconds, number, percent
+from commands.output.output import milliseconds, number, percent
 
 _WIDTH, _HEIGHT = 360, 168
 _LEFT, _TOP, _BOTTOM = 24, 16, 34  # room for a scale, for a value above a column, and for names with the axis

@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import Field
 from rich.table import Table
 
-from commands.documents.records import Record
-from commands.output import Output, megabytes
+from commands.output.documents.records import Record
+from commands.output.output import Output, megabytes
 from runtime.builder.artefacts import ArtefactCheck, Kind, Status
 from runtime.checkpoint.config import Count
 

@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from commands.options.drafter_flags import config_flag
-from commands.serve.http_errors import HTTPError, of_validation
+from commands.serve.http.errors import HTTPError, of_validation
 from runtime.core.params import GrammarKind
 from runtime.drafters.spec import ListForm
 from runtime.drafters.specs import LOOKUPS

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from fastapi.responses import Response
 
-from commands.serve.http_errors import HTTPError, as_http_error
-from commands.serve.replies import Chunks, PieceStream
+from commands.serve.http.errors import HTTPError, as_http_error
+from commands.serve.protocol.replies import Chunks, PieceStream
 from runtime.loop.serving import RequestHandle, ServeRequest, ServingLoop
 
 Receive = Callable[[], Any]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from commands.serve.http_errors import HTTPError
+from commands.serve.http.errors import HTTPError
 from commands.serve.served import ServedModel
 from runtime.checkpoint.tokenizer import Tokenizer
 from runtime.core.grammar import Matcher

@@ -9,8 +9,8 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from commands.serve.http_errors import HTTPError, as_http_error
-from commands.serve.schema import (
+from commands.serve.http.errors import HTTPError, as_http_error
+from commands.serve.protocol.schema import (
     AllowedTools,
     ChatMessage,
     ChatRequest,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commands.options.expand import expand_groups
-from commands.output import Output
+from commands.output.output import Output
 from runtime.util.errors import SpecDecError
 from runtime.util.files import check_regular
 
@@ -39,7 +39,7 @@ def verify(
 
     Exits with 1 if a file is damaged, missing, or was not there then. What it is, is found out.
     """
-    from commands.verify.report import show, verify_document
+    from commands.integrity.report import show, verify_document
 
     found = _check(path)
     show(path, found, output)

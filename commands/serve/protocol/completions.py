@@ -8,9 +8,18 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from commands.serve.conversations import reader_of
-from commands.serve.replies import Chunks, Piece, PieceStream, TokenTexts, finish_reason, is_cut_call, metrics, usage
-from commands.serve.schema import ChatRequest, CompletionRequest
+from commands.serve.protocol.conversations import reader_of
+from commands.serve.protocol.replies import (
+    Chunks,
+    Piece,
+    PieceStream,
+    TokenTexts,
+    finish_reason,
+    is_cut_call,
+    metrics,
+    usage,
+)
+from commands.serve.protocol.schema import ChatRequest, CompletionRequest
 from commands.serve.served import ServedModel
 from runtime.loop.serving import RequestHandle
 from runtime.text.parser import Said

@@ -15,7 +15,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from pydantic.json_schema import models_json_schema
 
-from commands.serve.answers import (
+from commands.serve.http.errors import ANTHROPIC_PATH
+from commands.serve.protocol.answers import (
     ChatAnswer,
     CompletionAnswer,
     MessageAnswer,
@@ -23,8 +24,7 @@ from commands.serve.answers import (
     ModelsAnswer,
     ResponseAnswer,
 )
-from commands.serve.http_errors import ANTHROPIC_PATH
-from commands.serve.schema import (
+from commands.serve.protocol.schema import (
     ChatRequest,
     CompletionRequest,
     CountRequest,

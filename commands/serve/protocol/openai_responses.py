@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from threading import Lock
 from typing import Any
 
-from commands.serve.completions import call_id, chat_streams
-from commands.serve.conversations import has_effort
-from commands.serve.http_errors import HTTPError
-from commands.serve.replies import Chunks, Piece, PieceStream, is_cut_call, usage
-from commands.serve.schema import (
+from commands.serve.http.errors import HTTPError
+from commands.serve.protocol.completions import call_id, chat_streams
+from commands.serve.protocol.conversations import has_effort
+from commands.serve.protocol.replies import Chunks, Piece, PieceStream, is_cut_call, usage
+from commands.serve.protocol.schema import (
     ChatRequest,
     Generation,
     InputCall,
