@@ -28,7 +28,7 @@ from runtime.checkpoint.gguf.reader import is_gguf
 from runtime.checkpoint.resolve import resolve_tokenizer
 from runtime.core.generation import Output, Piece
 from runtime.core.grammar import CompiledGrammar, Grammars
-from runtime.core.params import GREEDY, SamplingParams
+from runtime.core.params import GREEDY, Mode, SamplingParams
 from runtime.core.request import Request, Sequence
 from runtime.drafters.heads.head_config import DraftOutputSettings, has_mtp_head, hidden_states_for, read_head
 from runtime.drafters.protocol import Drafter, DraftFunction
@@ -39,7 +39,7 @@ from runtime.engine.devices import check_device_ids
 from runtime.engine.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
 from runtime.loop.compatibility import TargetIdentity, check_corpora
 from runtime.loop.opening import Opening, open_drafter
-from runtime.loop.session import Mode, Session
+from runtime.loop.session import Session
 from runtime.text.chat import ChatTemplate, Message
 from runtime.text.text import (
     StopWords,

@@ -36,8 +36,9 @@ from commands.corpus.command import create, merge, stats
 from commands.doctor.command import doctor
 from commands.integrity.command import verify
 from commands.options.hints import hint_of, message_of, usage_message
-from commands.options.shared import COMMON, sort_by_panel
+from commands.options.shared import COMMON
 from commands.options.spellings import empty_value, normalize_name, one_value_each, split_flags_without_effect
+from commands.output.help import sort_by_panel
 from commands.output.output import fail, say_interrupted, warn
 from commands.run.command import run
 from commands.serve.command import serve

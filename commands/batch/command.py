@@ -6,7 +6,8 @@ from typing import Annotated
 from commands.batch.flags import BatchDefaults, BatchFiles
 from commands.options.engine_choice import EngineOptions
 from commands.options.expand import expand_groups
-from commands.options.shared import INPUT, RUNTIME, ClusterOptions, option
+from commands.options.shared import ClusterOptions
+from commands.output.help import INPUT, RUNTIME, option
 from commands.output.output import Output, check_output_files, check_readable
 from runtime.core.params import SamplingParams
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from commands.options.sampling_flags import FormOptions
-from commands.options.shared import INPUT, OUTPUT, SAMPLING, option
+from commands.output.help import INPUT, OUTPUT, SAMPLING, option
 from runtime.core.params import SamplingConfig, SamplingParams
 from runtime.util.errors import SpecDecError, UsageError
 

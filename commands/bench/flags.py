@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 from commands.inputs.dataset import DEMO, Columns, EvalTask, load_samples, summarization_prompt
 from commands.inputs.prompts import Prompt, read_prompts
-from commands.options.shared import INPUT, OUTPUT, RUNTIME, SAMPLING, DatasetDir, InputFile, OutputLen, option
+from commands.options.shared import DatasetDir, InputFile, OutputLen
+from commands.output.help import INPUT, OUTPUT, RUNTIME, SAMPLING, option
 from commands.output.output import check_report
 from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
 

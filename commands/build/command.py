@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from commands.options.expand import expand_groups
-from commands.options.shared import INPUT, KV_CACHE, OUTPUT, RUNTIME, SPECULATION, DraftOutputOptions, Force, option
+from commands.options.shared import DraftOutputOptions, Force
+from commands.output.help import INPUT, KV_CACHE, OUTPUT, RUNTIME, SPECULATION, option
 from commands.output.output import Output, check_new_directory, check_readable
 from runtime.checkpoint.checkpoint_dir import OpenedCheckpoint, check_hidden_states, check_self_draft, open_checkpoint
 from runtime.checkpoint.config import (

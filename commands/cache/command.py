@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from commands.options.expand import expand_groups
-from commands.options.shared import RUNTIME, option
+from commands.output.help import RUNTIME, option
 from commands.output.output import Output
 from runtime.util.errors import UsageError
 

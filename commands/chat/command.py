@@ -9,7 +9,7 @@ import typer
 
 from commands.options.engine_choice import EngineOptions
 from commands.options.expand import expand_groups
-from commands.options.shared import INPUT, OUTPUT, option
+from commands.output.help import INPUT, OUTPUT, option
 from commands.output.output import Output
 from commands.run.flags import RunGeneration
 from runtime.text.call_formats import named_tool_format

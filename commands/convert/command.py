@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 import typer
 
 from commands.options.expand import expand_groups
-from commands.options.shared import INPUT, KV_CACHE, OUTPUT, QUANTIZATION, RUNTIME, Force, option
+from commands.options.shared import Force
+from commands.output.help import INPUT, KV_CACHE, OUTPUT, QUANTIZATION, RUNTIME, option
 from commands.output.output import Output, check_new_directory, megabytes
 from runtime.checkpoint.config import IntFormat, KVCacheQuantAlgo, QuantConfig, QuantFormat
 from runtime.checkpoint.resolve import read_model_config, resolve_model

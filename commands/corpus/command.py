@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commands.options.expand import expand_groups
-from commands.options.shared import INPUT, OUTPUT, option
+from commands.output.help import INPUT, OUTPUT, option
 from commands.output.output import Output, check_output_files, check_readable
 from runtime.checkpoint.resolve import resolve_tokenizer
 from runtime.text.trace_lines import check_text

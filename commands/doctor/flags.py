@@ -4,8 +4,10 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from commands.options.engine_choice import EngineDir
-from commands.options.leader_flags import Mode, ModelOptions
-from commands.options.shared import INPUT, RUNTIME, InputFile, TokenizerDir, option
+from commands.options.leader_flags import ModelOptions
+from commands.options.shared import InputFile, TokenizerDir
+from commands.output.help import INPUT, RUNTIME, option
+from runtime.core.params import Mode
 
 
 @dataclass(frozen=True)

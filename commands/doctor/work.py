@@ -10,17 +10,16 @@ from pydantic import Field
 from commands.doctor.flags import DoctorInputs, DoctorOptions
 from commands.inputs.dataset import DEMO, load_samples
 from commands.inputs.prompts import Prompt, without_padding
-from commands.options.drafter_flags import as_flag
 from commands.options.engine_choice import EngineChoice
-from commands.options.leader_flags import Mode
 from commands.options.sessions import open_engine
 from commands.output.documents.records import Head, Record, document_head
 from commands.output.documents.settings import DrafterNames
+from commands.output.help import as_flag
 from commands.output.output import Output
 from runtime.builder.profile import read_profile
 from runtime.checkpoint.bundle import read_bundle
 from runtime.checkpoint.config import Size
-from runtime.core.params import SamplingParams
+from runtime.core.params import Mode, SamplingParams
 from runtime.core.request import Request
 from runtime.drafters.spec import DraftLenMode
 from runtime.drafters.specs import NgramDrafter

@@ -6,20 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-from commands.options.shared import LEADER, SPECULATION, option
+from commands.output.help import LEADER, SPECULATION, as_flag, config_flag, option
 from runtime.drafters.spec import DrafterSpec, Setting, fields_of
 from runtime.drafters.specs import DRAFTERS
 from runtime.drafters.speculation import Speculation
-
-
-def as_flag(name: str) -> str:
-    """`ngram_config` as it is written on the command line."""
-    return f"--{name.replace('_', '-')}"
-
-
-def config_flag(spec: type[DrafterSpec]) -> str:
-    """The flag that chooses the drafter."""
-    return as_flag(spec.description.flag)
 
 
 def example_of(spec: type[DrafterSpec]) -> str:

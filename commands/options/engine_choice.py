@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commands.options.drafter_flags import algorithm_flag, example_of
-from commands.options.leader_flags import LeaderOptions, Mode, ModelEngineOptions, ModelOptions
-from commands.options.shared import INPUT, KV_CACHE, TokenizerDir, option
+from commands.options.leader_flags import LeaderOptions, ModelEngineOptions, ModelOptions
+from commands.options.shared import TokenizerDir
 from commands.options.speculation_flags import SpeculationOptions
+from commands.output.help import INPUT, KV_CACHE, option
 from commands.output.output import warn
 from runtime.checkpoint.bundle import Bundle, read_bundle
 from runtime.checkpoint.config import IntFormat
@@ -24,7 +25,7 @@ from runtime.checkpoint.resolve import (
     resolve_model,
     resolve_tokenizer,
 )
-from runtime.core.params import SamplingParams
+from runtime.core.params import Mode, SamplingParams
 from runtime.drafters.heads.head_config import DraftOutputSettings, hidden_states_for
 from runtime.drafters.spec import Devices
 from runtime.drafters.specs import NgramDrafter, SelfDrafter, SuffixDrafter

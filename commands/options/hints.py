@@ -13,9 +13,10 @@ from typing import Any
 
 from typer import TyperException
 
-from commands.options.drafter_flags import as_flag, example_of, users_of
+from commands.options.drafter_flags import example_of, users_of
 from commands.options.expand import current_command
 from commands.options.spellings import normalize_name
+from commands.output.help import as_flag
 from runtime.checkpoint.bundle import DRAFT_VOCAB
 from runtime.drafters.specs import NgramDrafter
 from runtime.util.errors import SpecDecError

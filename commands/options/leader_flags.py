@@ -4,22 +4,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from commands.options.drafter_flags import (
-    LeaderDrafterFlags,
-    as_flag,
-    chooses_drafter,
-    leader_settings,
-    users_of,
-)
+from commands.options.drafter_flags import LeaderDrafterFlags, chooses_drafter, leader_settings, users_of
 from commands.options.expand import given_flags
-from commands.options.shared import LEADER, DraftOutputOptions, option
+from commands.options.shared import DraftOutputOptions
 from commands.options.speculation_flags import LeaderFlags, SpeculationOptions, algorithms
+from commands.output.help import LEADER, as_flag, option
 from commands.output.output import warn
 from runtime.checkpoint.config import MAX_BATCH_SIZE, Activations, Compiler, Dtype, IntFormat
+from runtime.core.params import Mode
 from runtime.drafters.specs import DRAFTERS
 from runtime.util.errors import UsageError
 
-Mode = Literal["orchestrator", "leader"]
 _IN_AUTO = " and ".join(spec.description.title for spec in DRAFTERS.values() if spec.is_in_auto)
 
 

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from commands.options.shared import RUNTIME, SAMPLING, EndId, MaxNumTokens, end_id_params, option
+from commands.options.shared import EndId, MaxNumTokens, end_id_params
+from commands.output.help import RUNTIME, SAMPLING, option
 from commands.output.output import warn
 from runtime.core.params import SamplingParams
 from runtime.util.errors import UsageError

@@ -4,18 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
-
+from commands.output.help import CLUSTER, INPUT, OUTPUT, RUNTIME, SPECULATION, option
 from runtime.checkpoint.config import IntFormat
 from runtime.drafters.heads.head_config import DraftOutputSettings
 from runtime.drafters.spec import DrafterSpec
 from runtime.drafters.specs import DRAFTERS
 from runtime.util.errors import SpecDecError, UsageError
-
-INPUT, OUTPUT, SPECULATION, SAMPLING = "Input", "Output", "Speculation", "Sampling"
-KV_CACHE, RUNTIME, LEADER, SERVER = "KV cache", "Runtime", "Leader mode (V2)", "Server"
-QUANTIZATION, CLUSTER = "Quantization", "Cluster"
-PANELS = (INPUT, SERVER, CLUSTER, RUNTIME, QUANTIZATION, SPECULATION, SAMPLING, KV_CACHE, LEADER, OUTPUT)
 
 _COMMON = frozenset(
     {
@@ -42,17 +36,6 @@ def _flags_that_choose(spec: type[DrafterSpec]) -> set[str]:
 
 COMMON = _COMMON.union(*(_flags_that_choose(spec) for spec in DRAFTERS.values() if spec.description.is_common))
 """Flags that `--help` shows for a command with many; `--help-all` shows all."""
-
-
-def option(panel: str, help_text: str, *names: str, shown: str | bool = True, **others: Any) -> Any:
-    """A flag, in a panel of `--help`, where `shown` stands in the place of its default."""
-    return typer.Option(*names, help=help_text, rich_help_panel=panel, show_default=shown, **others)
-
-
-def sort_by_panel(params: list[Any]) -> list[Any]:
-    """A command's parameters in the order of their panels; arguments and what has no panel first."""
-    places = {panel: i for i, panel in enumerate(PANELS)}
-    return sorted(params, key=lambda param: places.get(getattr(param, "rich_help_panel", None) or "", -1))
 
 
 InputFile = Annotated[Path | None, option(INPUT, "Prompts in a file, as `run` takes it.")]

@@ -5,16 +5,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from commands.options.drafter_flags import (
-    DrafterFlags,
-    algorithm_flag,
-    as_flag,
-    config_flag,
-    example_of,
-    users_of,
-)
+from commands.options.drafter_flags import DrafterFlags, algorithm_flag, example_of, users_of
 from commands.options.expand import given_flags
-from commands.options.shared import SPECULATION, option
+from commands.output.help import SPECULATION, as_flag, config_flag, option
 from runtime.drafters.spec import Devices, DrafterSpec, DraftLenMode, Setting
 from runtime.drafters.specs import DRAFTERS, LOOKUPS
 from runtime.drafters.speculation import Speculation

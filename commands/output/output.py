@@ -27,7 +27,7 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
-from commands.options.shared import OUTPUT, option
+from commands.output.help import OUTPUT, option
 from commands.output.progress import Advance, bytes_done, counting, phases
 from runtime.util.errors import SpecDecError, UsageError
 from runtime.util.files import check_regular, try_new_file

@@ -8,18 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from commands.options.sampling_flags import GenerationOptions
-from commands.options.shared import (
-    INPUT,
-    OUTPUT,
-    RUNTIME,
-    SAMPLING,
-    CheckLossless,
-    OutputLen,
-    OutputTraces,
-    Report,
-    Stats,
-    option,
-)
+from commands.options.shared import CheckLossless, OutputLen, OutputTraces, Report, Stats
+from commands.output.help import INPUT, OUTPUT, RUNTIME, SAMPLING, option
 from commands.output.output import Output, check_output_files, check_report
 from runtime.core.params import SamplingParams
 from runtime.util.errors import SpecDecError, UsageError

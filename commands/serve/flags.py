@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from commands.options.shared import SERVER, option
+from commands.output.help import SERVER, option
 from runtime.text.call_formats import named_reasoning_format, named_tool_format
 from runtime.util.errors import UsageError
 from runtime.util.files import check_regular

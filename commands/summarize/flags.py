@@ -5,25 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from commands.inputs.dataset import DEMO, EvalTask
-from commands.options.drafter_flags import as_flag
-from commands.options.leader_flags import Mode
 from commands.options.sampling_flags import GenerationOptions
-from commands.options.shared import (
-    INPUT,
-    OUTPUT,
-    RUNTIME,
-    SAMPLING,
-    CheckLossless,
-    ClusterOptions,
-    DatasetDir,
-    OutputLen,
-    OutputTraces,
-    Report,
-    Stats,
-    option,
-)
+from commands.options.shared import CheckLossless, ClusterOptions, DatasetDir, OutputLen, OutputTraces, Report, Stats
+from commands.output.help import INPUT, OUTPUT, RUNTIME, SAMPLING, as_flag, option
 from commands.output.output import check_output_files, check_report, warn
 from runtime.checkpoint.config import BuildConfig
+from runtime.core.params import Mode
 from runtime.util.errors import SpecDecError, UsageError
 
 if TYPE_CHECKING:

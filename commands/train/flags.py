@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from commands.options.leader_flags import ModelEngineOptions
-from commands.options.shared import INPUT, OUTPUT, RUNTIME, option
+from commands.output.help import INPUT, OUTPUT, RUNTIME, option
 from runtime.util.errors import SpecDecError, UsageError
 
 NEW_LEARNING_RATE, FURTHER_LEARNING_RATE = 1e-3, 1e-4

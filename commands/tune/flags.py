@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 from commands.options.leader_flags import ModelOptions
-from commands.options.shared import INPUT, OUTPUT, RUNTIME, SPECULATION, EndId, InputFile, TokenizerDir, option
+from commands.options.shared import EndId, InputFile, TokenizerDir
 from commands.options.speculation_flags import Drafters
+from commands.output.help import INPUT, OUTPUT, RUNTIME, SPECULATION, option
 from runtime.drafters.speculation import Speculation
 from runtime.util.errors import UsageError
 

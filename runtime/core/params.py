@@ -22,6 +22,9 @@ _HINTS = {
     "repetition_penalty": "1 is no effect",
 }
 
+Mode = Literal["orchestrator", "leader"]
+"""Loop that answers: TensorRT-LLM's V1, which releases a sequence after each step, or V2, which keeps it."""
+
 
 GrammarKind = Literal["json_schema", "regex", "grammar", "choice"]
 _MOST_GRAMMAR = 1 << 18

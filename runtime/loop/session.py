@@ -5,9 +5,9 @@ from collections.abc import Sequence as Seq
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Literal
 
 from runtime.core.generation import Generation, Interrupted, Unanswered
+from runtime.core.params import Mode
 from runtime.core.request import Draft, Request, Sequence
 from runtime.core.stats import LoopTimes
 from runtime.drafters.opened import OpenDrafter
@@ -20,7 +20,6 @@ from runtime.util.at_exit import closed_at_exit
 from runtime.util.errors import RequestError
 
 OnTokens = Callable[[Sequence, list[int]], None]
-Mode = Literal["orchestrator", "leader"]
 _fresh_ids = count(1 << 62)
 _LOOPS = {"orchestrator": orchestrator.generate, "leader": scheduler.generate}
 

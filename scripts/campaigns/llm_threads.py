@@ -19,10 +19,9 @@ from itertools import islice
 from typing import Any
 
 from runtime.core.generation import Output, Piece
-from runtime.core.params import SamplingParams
+from runtime.core.params import Mode, SamplingParams
 from runtime.drafters.specs import ChainDrafter, DraftTargetDrafter, NgramDrafter, SuffixDrafter
 from runtime.llm import LLM
-from runtime.loop.session import Mode
 
 Ask = Callable[[LLM, int], Any]
 _NUM_PROMPTS = 5

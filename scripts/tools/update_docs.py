@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import typer.main
 
-from commands.options.shared import sort_by_panel
+from commands.output.help import sort_by_panel
 from scripts.tools import schemas
 from specdec_cli.app import app
 

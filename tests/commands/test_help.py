@@ -6,7 +6,8 @@ import pytest
 import typer.main
 from command_line import Specdec
 
-from commands.options.shared import COMMON, PANELS
+from commands.options.shared import COMMON
+from commands.output.help import PANELS
 from specdec_cli.app import app
 
 LONG = ["run", "chat", "serve", "batch", "doctor", "tune", "summarize"]

@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 from waiting import HANG_S, wait_until
 
-from runtime.loop.session import Mode
+from runtime.core.params import Mode
 from runtime.text.text import encode, load_tokenizer
 from runtime.util.cache import begin_digests, file_digest, is_digest_awaited
 from runtime.util.errors import SpecDecError

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hi
 
 from pydantic import AfterValidator, Field, create_model
 
-from commands.options.drafter_flags import config_flag
-from commands.options.leader_flags import Mode
 from commands.output.documents.records import Record, Token, absent
+from commands.output.help import config_flag
 from runtime.checkpoint.bundle import Bundle
 from runtime.checkpoint.config import (
     Arithmetic,
@@ -27,7 +26,7 @@ from runtime.checkpoint.config import (
     Share,
     Size,
 )
-from runtime.core.params import GrammarKind, SamplingParams
+from runtime.core.params import GrammarKind, Mode, SamplingParams
 from runtime.drafters.spec import Devices, DrafterSpec, DraftLenMode, Setting, TextForm, with_first_devices
 from runtime.drafters.specs import DRAFTERS
 

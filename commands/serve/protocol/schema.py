@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from commands.options.drafter_flags import config_flag
+from commands.output.help import config_flag
 from commands.serve.http.errors import HTTPError, of_validation
 from runtime.core.params import GrammarKind
 from runtime.drafters.spec import ListForm

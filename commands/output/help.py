@@ -1,0 +1,39 @@
+"""Help: the panels of `--help`, in the order of all commands, and how a flag is declared and written."""
+
+from typing import Any
+
+import typer
+
+from runtime.drafters.spec import DrafterSpec
+
+INPUT, OUTPUT, SPECULATION, SAMPLING = "Input", "Output", "Speculation", "Sampling"
+
+
+KV_CACHE, RUNTIME, LEADER, SERVER = "KV cache", "Runtime", "Leader mode (V2)", "Server"
+
+
+QUANTIZATION, CLUSTER = "Quantization", "Cluster"
+
+
+PANELS = (INPUT, SERVER, CLUSTER, RUNTIME, QUANTIZATION, SPECULATION, SAMPLING, KV_CACHE, LEADER, OUTPUT)
+
+
+def option(panel: str, help_text: str, *names: str, shown: str | bool = True, **others: Any) -> Any:
+    """A flag, in a panel of `--help`, where `shown` stands in the place of its default."""
+    return typer.Option(*names, help=help_text, rich_help_panel=panel, show_default=shown, **others)
+
+
+def sort_by_panel(params: list[Any]) -> list[Any]:
+    """A command's parameters in the order of their panels; arguments and what has no panel first."""
+    places = {panel: i for i, panel in enumerate(PANELS)}
+    return sorted(params, key=lambda param: places.get(getattr(param, "rich_help_panel", None) or "", -1))
+
+
+def as_flag(name: str) -> str:
+    """`ngram_config` as it is written on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def config_flag(spec: type[DrafterSpec]) -> str:
+    """The flag that chooses the drafter."""
+    return as_flag(spec.description.flag)
