@@ -1,13 +1,13 @@
-"""Imports go one way: specdec_cli -> commands -> runtime, and within runtime from engines down to nouns."""
+"""Imports go one way: specdec_cli -> commands -> runtime, and from room to room within runtime and commands."""
 
 import ast
 import functools
 import itertools
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +16,7 @@ import pytest
 from setuptools import find_namespace_packages
 
 from commands.options.hints import HINTS
+from runtime.util.cache import build_code, digests_of_build_code, is_left_out
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("specdec_cli", "commands", "runtime")
@@ -25,50 +26,19 @@ MAY_IMPORT = {
     "runtime": {"runtime"},
 }
 HEAVY = {"torch", "transformers", "datasets", "evaluate", "safetensors"}
-ATTENTION = "runtime.model.attention"
-MOST_MODULES, MOST_OF_ONE_IMPORTER, MOST_NAMES_TWICE = 260, 66, 8
 NEVER_IN_RUNTIME = {"typer", "click", "rich", "datasets", "evaluate"}
-# The nouns: of runtime's modules they import these and no others.
-NOUNS = {
-    "runtime.util.errors": set(),
-    "runtime.checkpoint.config": {"runtime.util.errors", "runtime.util.reading"},
-    "runtime.core.stats": set(),
-    "runtime.core.params": {"runtime.util.errors"},
-    "runtime.core.occurrences": {"runtime.core.params"},
-    "runtime.core.forms": set(),
-    "runtime.core.form_prover": {"runtime.util.errors", "runtime.core.forms"},
-    "runtime.core.grammar": {
-        "runtime.util.errors",
-        "runtime.core.form_prover",
-        "runtime.core.forms",
-        "runtime.core.params",
-    },
-    "runtime.core.sampling": {
-        "runtime.util.errors",
-        "runtime.core.grammar",
-        "runtime.core.occurrences",
-        "runtime.core.params",
-    },
-    "runtime.core.request": {
-        "runtime.core.grammar",
-        "runtime.core.params",
-        "runtime.core.sampling",
-        "runtime.core.stats",
-    },
-    "runtime.core.verify": {"runtime.util.errors", "runtime.core.request", "runtime.core.sampling"},
-    "runtime.util.files": {"runtime.util.errors"},
-    "runtime.util.reading": {"runtime.util.errors", "runtime.util.files"},
-    "runtime.util.cache": {"runtime.util.errors", "runtime.util.files"},
-    "runtime.util.tensor_file": set(),
-    "runtime.text.corpus": {
-        "runtime.util.cache",
-        "runtime.checkpoint.checksums",
-        "runtime.checkpoint.config",
-        "runtime.util.errors",
-        "runtime.util.files",
-        "runtime.util.tensor_file",
-    },
-}
+# The rooms of `runtime` from the bottom: a room imports itself and those before it, inside functions and for types too.
+ROOMS = (
+    *("util", "checkpoint", "kernels", "core", "text", "model", "compiler", "engine", "drafters", "loop", "builder"),
+    *("llm", "measure", "training"),
+)
+# The same for `commands`: what commands share, then the commands. A command may import those that stand before it.
+SHARED_ROOMS = ("output", "options", "inputs")
+COMMANDS = (
+    *("build", "cache", "convert", "corpus", "integrity", "run", "chat", "serve", "batch", "bench", "summarize"),
+    *("compare", "doctor", "train", "tune"),
+)
+ROOT_ENTRIES = {*ROOMS[:-3], "llm.py", "measure", "training", "demo", "__init__.py", "py.typed"}
 
 
 class Named(NamedTuple):
@@ -77,12 +47,6 @@ class Named(NamedTuple):
     line: int
     text: str
     names: frozenset[str] = frozenset()
-
-
-class Function(NamedTuple):
-    name: str
-    parameters: tuple[str, ...]
-    num_lines: int
 
 
 class Facts(NamedTuple):
@@ -94,7 +58,6 @@ class Facts(NamedTuple):
     bound: frozenset[str]
     strings: tuple[Named, ...]
     docstrings: tuple[Named, ...]
-    functions: tuple[Function, ...]
 
 
 @functools.cache
@@ -116,7 +79,6 @@ def facts(path: Path) -> Facts:
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         ),
         docstrings=tuple(docstrings(nodes)),
-        functions=tuple(function_of(node) for node in nodes if isinstance(node, ast.FunctionDef)),
     )
 
 
@@ -156,16 +118,17 @@ def docstrings(nodes: Sequence[ast.AST]) -> Iterator[Named]:
                     yield Named(statement.lineno, value)
 
 
-def function_of(node: ast.FunctionDef) -> Function:
-    parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-    parameters += [one for one in (node.args.vararg, node.args.kwarg) if one is not None]
-    names = tuple(one.arg for one in parameters if one.arg not in ("self", "cls"))
-    return Function(node.name, names, (node.end_lineno or node.lineno) - node.lineno + 1)
-
-
 def imports(path: Path, *, at_import_only: bool = False) -> frozenset[str]:
     """Modules a file imports, anywhere in it; `from a.b import c` is a.b, since c may be a name."""
     return facts(path).at_import if at_import_only else facts(path).imports
+
+
+@functools.cache
+def modules_imported(path: Path) -> frozenset[str]:
+    """Modules of ours that a file imports, anywhere in it; `from a import b` is `a.b` where that is a module."""
+    ours = {name for package in PACKAGES for name in modules(package)}
+    named = {f"{one.text}.{name}" for one in facts(path).names_imported for name in one.names}
+    return (imports(path) | named) & ours
 
 
 @functools.cache
@@ -221,12 +184,6 @@ def test_nobody_imports_click() -> None:
             assert "click" not in {name.split(".")[0] for name in imports(path)}, module
 
 
-@pytest.mark.parametrize("noun", NOUNS)
-def test_nouns_import_only_nouns(noun: str) -> None:
-    ours = {name for name in imports(modules("runtime")[noun]) if name.split(".")[0] == "runtime"}
-    assert ours <= NOUNS[noun]
-
-
 SPECS = (
     "runtime.drafters.spec",
     "runtime.drafters.trtllm",
@@ -242,82 +199,71 @@ def test_drafters_are_described_without_their_algorithms(module: str) -> None:
     assert ours <= {"runtime.util.errors", "runtime.checkpoint.config", *SPECS[:-1]}
 
 
-WITH_ENGINES = ("runtime.drafters.draft_target", "runtime.drafters.head_draft")
-# A head reads an engine's K/V cache, of which it has layers.
-OF_HEADS = {
-    "runtime.core.batch",
-    "runtime.checkpoint.bundle",
-    "runtime.compiler.compilation",
-    "runtime.kernels.memory",
-    "runtime.checkpoint.config",
-}
-OF_TEXTS = {"runtime.drafters.translated": {"runtime.text.token_text", "runtime.checkpoint.tokenizer"}}
+def room_of(module: str) -> str:
+    """The room of a module: `checkpoint` for `runtime.checkpoint.gguf.config`."""
+    return module.split(".")[1]
 
 
-def test_drafters_know_no_engine_but_their_own() -> None:
-    allowed = {"runtime.text.corpus", "runtime.util.errors", "runtime.core.request", "runtime.core.sampling"}
-    makers = {
-        "runtime.loop.opening",
-        "runtime.drafters.opened",
-        "runtime.loop.compatibility",
-        *SPECS,
-    }  # they open engines, and hold models together
-    for drafter in (name for name in modules("runtime") if name.startswith("runtime.drafters.") and name not in makers):
-        ours = {name for name in imports(modules("runtime")[drafter]) if name.startswith("runtime")}
-        engines = {"runtime.engine.engine"} if drafter in WITH_ENGINES else set()
-        if drafter == WITH_ENGINES[-1]:
-            engines |= OF_HEADS | {name for name in ours if name.startswith("runtime.heads.")}
-        known = allowed | engines | OF_TEXTS.get(drafter, set())
-        assert {name for name in ours if not name.startswith("runtime.drafters")} <= known, drafter
+@pytest.mark.parametrize(("package", "rooms"), [("runtime", ROOMS), ("commands", (*SHARED_ROOMS, *COMMANDS))])
+def test_rooms_import_downwards_only(package: str, rooms: Sequence[str]) -> None:
+    """Imports in functions and for types alone count too."""
+    place = {room: number for number, room in enumerate(rooms)}
+    inside = {name: path for name, path in modules(package).items() if name.count(".") > 0 and "__init__" not in name}
+    assert {room_of(name) for name in inside} == set(rooms)
+    for module, path in inside.items():
+        for name in modules_imported(path) & inside.keys():
+            assert place[room_of(name)] <= place[room_of(module)], f"{module} imports {name}, from a room above"
 
 
-def test_replay_loads_no_engine() -> None:
-    ours = {name for name in imports(modules("runtime")["runtime.measure.tuning.replay"]) if name.startswith("runtime")}
-    assert {name for name in ours if not name.startswith("runtime.drafters")} <= {
-        "runtime.core.request",
-        "runtime.core.stats",
-        "runtime.text.trace_lines",
-    }
+def test_the_root_of_runtime_is_its_rooms() -> None:
+    listed = subprocess.run(["git", "ls-files", "runtime"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert {line.split("/")[1] for line in listed.stdout.splitlines()} == ROOT_ENTRIES
 
 
-# From the top: what a layer holds is imported by nothing in the layers below it.
-LAYERS = (
-    ("runtime.training", "runtime.measure.evaluation.hugging_face"),
-    (
-        "runtime.tuning",
-        "runtime.measure.evaluation.systems",
-        "runtime.builder.artefacts",
-        "runtime.serving",
-        "runtime.diagnosis",
-    ),
-    ("runtime.llm",),
-    ("runtime.loop.lossless.check",),
-    ("runtime.loop.session", "runtime.builder.engine_cache"),
-    ("runtime.builder.draft_ids",),
-    ("runtime.loop.opening", "runtime.loop.compatibility"),
-    ("runtime.loop.orchestrator", "runtime.loop.scheduler"),
-    ("runtime.loop.drafting",),
-    ("runtime.drafters.translated",),
-    WITH_ENGINES,
-    ("runtime.engine.engine",),
-)
+def test_no_circle_of_modules() -> None:
+    """Imports inside functions, and those for types, are counted too."""
+    graph = {name: modules_imported(path) & everywhere().keys() for name, path in everywhere().items()}
+    done: set[str] = set()
+
+    def visit(module: str, above: tuple[str, ...]) -> None:
+        assert module not in above, f"a circle of imports: {' -> '.join([*above, module])}"
+        if module not in done:
+            for name in sorted(graph[module]):
+                visit(name, (*above, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+    assert done == set(graph)
 
 
-def layer_of(module: str) -> int:
-    """The number of its layer; a module in none of them is below all."""
-    for number, names in enumerate(LAYERS):
-        if any(module == name or module.startswith(f"{name}.") for name in names):
-            return number
-    return len(LAYERS)
+def test_what_builds_an_engine_is_in_its_identity() -> None:
+    """All that the builder imports, and what that imports, is digested or left out by name."""
+    graph = {name: modules_imported(path) for name, path in modules("runtime").items()}
+    reached, left = set[str](), ["runtime.builder.build", "runtime.builder.convert", "runtime.builder.draft_ids"]
+    while left:
+        module = left.pop()
+        if module in graph and module not in reached:
+            reached.add(module)
+            left += graph[module]
+    digested = set(build_code())
+    for module in sorted(reached):
+        path = modules("runtime")[module]
+        assert (path in digested) != is_left_out(path.relative_to(ROOT / "runtime")), module
+    sources = {path for path in (ROOT / "runtime" / "kernels").rglob("*") if path.suffix in (".cpp", ".h")}
+    assert sources and sources <= digested
 
 
-def test_layers_of_runtime_import_downwards_only() -> None:
-    """`build` opens the engine that it has made, to measure it: the compiler stands beside the layers."""
-    for module, path in modules("runtime").items():
-        if module.startswith("runtime.compiler."):
-            continue
-        for name in imports(path, at_import_only=module in SPECS):
-            assert layer_of(name) >= layer_of(module) or not name.startswith("runtime"), f"{module} imports {name}"
+@pytest.mark.parametrize("room", sorted(path.name for path in (ROOT / "runtime").iterdir() if path.suffix != ".typed"))
+def test_a_change_in_a_room_makes_another_engine_or_is_left_out(room: str, tmp_path: Path) -> None:
+    if room in ("__pycache__", "demo"):
+        return
+    source, copy = ROOT / "runtime" / room, tmp_path / room
+    shutil.copytree(source, copy) if source.is_dir() else shutil.copyfile(source, copy)
+    for changed in [copy] if copy.is_file() else sorted(copy.rglob("*.py")):
+        before = digests_of_build_code(tmp_path)
+        changed.write_text(changed.read_text() + "\n# changed")
+        assert (digests_of_build_code(tmp_path) != before) != is_left_out(changed.relative_to(tmp_path)), changed
 
 
 def test_runtime_names_no_flag_and_no_command() -> None:
@@ -339,29 +285,8 @@ def test_every_code_of_an_error_has_its_hint() -> None:
     assert stated == {*HINTS, "other_environment"}
 
 
-def test_functions_are_short_and_narrow() -> None:
-    """Limits: 60 lines and 7 parameters; `self` and `cls` are none. Attention's are transformers'
-    own, and a step's are its inputs."""
-    for package in PACKAGES:
-        for module, path in modules(package).items():
-            for name, parameters, num_lines in facts(path).functions:
-                if (module, name) != ("runtime.model.model", "forward") and module != ATTENTION:
-                    assert len(parameters) <= 7, f"{module}.{name} has {len(parameters)} parameters"
-                assert num_lines <= 60, f"{module}.{name} has {num_lines} lines"
-
-
 def everywhere() -> dict[str, Path]:
     return {name: path for package in PACKAGES for name, path in modules(package).items()}
-
-
-def test_places_are_few() -> None:
-    """Limits on lines and parameters are easily met by scattering code; these hold that a change has one place."""
-    paths = everywhere()
-    importers = Counter(name for path in paths.values() for name in imports(path) & paths.keys())
-    names = Counter(path.name for path in paths.values())
-    assert len(paths) <= MOST_MODULES
-    assert sum(num > 1 for num in names.values()) <= MOST_NAMES_TWICE
-    assert sum(num == 1 for num in importers.values()) <= MOST_OF_ONE_IMPORTER
 
 
 def test_what_scripts_and_tests_import_is_there() -> None:
@@ -385,23 +310,6 @@ def test_what_scripts_and_tests_import_is_there() -> None:
 def imported_at_once() -> dict[str, frozenset[str]]:
     """Module -> the modules that it imports when it is imported."""
     return {module: imports(path, at_import_only=True) for module, path in everywhere().items()}
-
-
-def test_no_import_cycle() -> None:
-    """Imports inside functions are left out: they run later."""
-    graph = imported_at_once()
-    done: set[str] = set()
-
-    def visit(module: str, above: tuple[str, ...]) -> None:
-        assert module not in above, f"import cycle: {' -> '.join([*above, module])}"
-        if module in graph and module not in done:
-            for name in graph[module]:
-                visit(name, (*above, module))
-            done.add(module)
-
-    for module in graph:
-        visit(module, ())
-    assert done == set(graph)
 
 
 @pytest.mark.parametrize("command", [name for name in modules("commands") if name.endswith(".command")])

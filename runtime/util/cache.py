@@ -30,12 +30,18 @@ _CHUNK_BYTES = 1 << 22
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 512
 _TIME_STEP_NS = 100_000_000  # longer than a step of any clock that files are dated by
 _SHA256 = re.compile("[0-9a-f]{64}")
+_PACKAGE = Path(__file__).parents[1]
 _PARTS = ("engines", "digests", "programs")
-_BUILD_CODE = (
-    "compiler/**/*", "parallel/*", "quantization/*", "batch.py", "bundle.py", "checkpoint*.py", "config.py", "gguf*.py",
-    "kv_cache.py", "models.py", "tensor_writer.py", "source.py",
-)  # fmt: skip
-"""Sources in `runtime` that determine an engine's content. Code that opens, runs and evaluates engines is excluded."""
+LEFT_OUT = {
+    "demo": "models and articles: an engine's identity has the digests of its model's files",
+    "drafters": "drafts are made while an engine runs; `drafters/heads`, which engines are built for, is not left out",
+    "llm.py": "opens engines",
+    "loop": "runs engines; the costs of steps lie beside an engine, and are measured again by another version",
+    "measure": "measures engines",
+    "training": "writes the files of heads, whose digests are in an engine's identity",
+}
+"""Parts of `runtime` that do not determine an engine's content, and why. Every other source is in its identity."""
+_BUT = ("drafters/heads",)
 OF_ALL_TO_READ = 0o644
 """Mode of files in the cache, whatever the umask: one that others may write is refused."""
 COSTS = ".costs"
@@ -65,16 +71,20 @@ def _place() -> Path:
     return Path(os.environ.get("SPECDEC_CACHE_DIR") or default).absolute()
 
 
-def build_code() -> list[Path]:
-    """The files of `runtime` that an engine's content depends on."""
-    package = Path(__file__).parent
-    found = {path for pattern in _BUILD_CODE for path in package.glob(pattern)}
-    return sorted(path for path in found if path.suffix in (".py", ".cpp", ".h"))
+def build_code(package: Path = _PACKAGE) -> list[Path]:
+    """Sources in `runtime` that an engine's content depends on: all but those `LEFT_OUT`."""
+    found = [path for path in package.rglob("*") if path.suffix in (".py", ".cpp", ".h")]
+    return sorted(path for path in found if not is_left_out(path.relative_to(package)))
 
 
-def digests_of_build_code() -> list[str]:
-    """Their names and digests."""
-    return [f"{path.name} {digest([path.read_text()])}" for path in build_code()]
+def is_left_out(path: Path) -> bool:
+    """True for a source, by its path in `runtime`, that does not determine an engine's content."""
+    return path.parts[0] in LEFT_OUT and not any(path.is_relative_to(folder) for folder in _BUT)
+
+
+def digests_of_build_code(package: Path = _PACKAGE) -> list[str]:
+    """Names and digests of these sources."""
+    return [f"{path.relative_to(package)} {digest([path.read_text()])}" for path in build_code(package)]
 
 
 def make_cache_dir() -> Path:

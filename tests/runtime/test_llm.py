@@ -21,7 +21,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 import specdec_cli
 from runtime.builder.profile import Figures, Profile, ProfileEngine, engine_digest, write_profile
 from runtime.drafters.speculation import Speculation
-from runtime.util.cache import build_code
 from specdec_cli import (
     LLM,
     ChainDrafter,
@@ -520,14 +519,6 @@ def test_type_hints_of_the_api_are_complete(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert all((root / package / "py.typed").is_file() for package in ("specdec_cli", "commands", "runtime"))
-
-
-def test_engines_are_named_by_the_code_that_builds_them() -> None:
-    """Drafters, loops and sampling are not in them, so a comment there rebuilds nothing; kernels and export are."""
-    names = {str(path.relative_to(Path(specdec_cli.__path__[0]).parent / "runtime")) for path in build_code()}
-    assert {"compiler/build.py", "compiler/compilation.py", "kernels/csrc/linear.cpp", "kv_cache.py"} <= names
-    assert not {name for name in names if name.startswith(("drafters", "evaluation", "tuning"))}
-    assert not names & {"sampling.py", "leader.py", "orchestrator.py", "llm.py", "verify.py", "stats.py"}
 
 
 def test_closed_it_says_so(llama_engine_dir: Path, draft_engine_dir: Path, said: Said) -> None:
