@@ -1,6 +1,7 @@
 """Forms of outputs in llguidance's notation, and the start of a text in one. Imports neither torch nor numpy.
 
-Whoever proves a form (`runtime.core.form_prover`) and whoever then uses it construct the same start, within the same limits.
+The process that proves a form (`runtime.core.form_prover`) and the process that then uses it construct the same start,
+within the same limits.
 """
 
 import json

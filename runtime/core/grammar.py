@@ -260,8 +260,8 @@ class Grammars:
     """Compiler of grammars for a tokenizer and a model, which keeps the last ones. Threads may share it."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_ids: frozenset[int], *, proves: bool = False) -> None:
-        """`tokenizer` as `runtime.checkpoint.tokenizer.Tokenizer`, or None. `proves`: each grammar is compiled within limits in a
-        process of its own before it is compiled here; without it those of a stranger can take all memory.
+        """`tokenizer` as `runtime.checkpoint.tokenizer.Tokenizer`, or None. `proves`: each grammar is compiled within
+        limits in a process of its own before it is compiled here; otherwise a stranger's grammar can take all memory.
         """
         self._tokenizer, self._vocab_size, self._end_ids = tokenizer, vocab_size, sorted(end_ids)
         self._proves = proves

@@ -62,8 +62,8 @@ def allocate(survivals: Seq[Seq[float]], costs: Seq[float]) -> list[int]:
     survivals[i][k] is the probability that the first k + 1 tokens of row i's draft are accepted, which falls with k;
     costs[n] is what n draft tokens in the step cost, in accepted tokens too.
 
-    A step's cost depends on how many tokens it has in all its rows together, not on whose they are (`runtime.core.batch`
-    folds rows). And a draft token is accepted no oftener than the one before it. So of any number of tokens the
+    A step's cost depends on how many tokens it has in all its rows together, not on whose tokens they are
+    (`runtime.core.batch` folds rows). And a draft token is accepted no oftener than the one before it. So of any number of tokens the
     likeliest are the best, they are beginnings of drafts, and of all allocations only one for each number has to be
     looked at.
 

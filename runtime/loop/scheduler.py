@@ -1,8 +1,8 @@
 """Leader mode (V2): one loop for all requests, in which a sequence keeps its blocks until it is done.
 
 Requests that do not fit wait and join as others finish, or as others make room by the clients' turns
-(`runtime.core.turns`): a sequence that made room waits with its blocks. When blocks run out waiting sequences give theirs
-back first, then the running sequence that is the last in order. Both are continued later from their tokens, and the
+(`runtime.core.turns`): a sequence that made room waits with its blocks. When blocks run out, waiting sequences give
+their blocks back first, then the running sequence that is the last in order. Both are continued later from their tokens, and the
 first in order always gets on.
 """
 
@@ -47,9 +47,9 @@ def generate(
 class Scheduler:
     """Running and waiting sequences, and the step of all that run.
 
-    Who calls `step` may add and drop sequences between two steps. Several schedulers may share an engine, in one thread
-    or in several (`runtime.util.thread_turns`). `pieces` bounds the time for which sequences that generate wait for prompts;
-    None: pieces have max_num_tokens.
+    The caller of `step` may add and drop sequences between two steps. Several schedulers may share an engine, in one
+    thread or in several (`runtime.util.thread_turns`). `pieces` bounds the time for which sequences that generate wait
+    for prompts; None: pieces have max_num_tokens.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Jinja's sandbox with bounds on single operations: a chat template is a program that comes with a model.
 
-A loop of a template can be ended between two of its operations (`commands.serve.protocol.conversations.ended_after`), but no
+A loop in a template can be ended between two of its operations (`ended_after` in the server's conversations), but no
 operation can: `9 ** (9 ** 9)`, `"a" * 10 ** 10` and `"%9999999999d" % 1` would hold the interpreter, or take all
 memory. Joining texts (`~`, `join`, `replace`) is not bounded: texts that are doubled again and again are ended by time.
 """

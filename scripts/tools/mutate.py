@@ -91,7 +91,7 @@ TESTS = {
     "runtime/loop/orchestrator.py": f"{T}test_orchestrator.py {T}test_scheduler.py -k 'orchestrator or times'",
     "runtime/core/request.py": f"{T}test_request.py",
     "runtime/core/sampling.py": f"{T}test_sampling.py {T}test_rejection.py -k 'not texts'",
-    "runtime/core/states.py": f"{T}test_states.py tests/campaigns/test_exact_oracle.py -k 'test_states or random_cases'",
+    "runtime/core/states.py": f"{T}test_states.py tests/campaigns/test_exact_oracle.py -k 'states or random_cases'",
     "runtime/core/stats.py": f"{T}test_stats.py",
     "runtime/core/verify.py": f"{T}test_verify.py {T}test_rejection.py -k 'not texts'",
 }
