@@ -136,11 +136,12 @@ _MAY_BE_NONE = {
 class SamplingParams:
     """Sampling parameters of a prompt, with vLLM's names and defaults.
 
-    Temperature 0 is greedy; top_k 0 (or -1) and top_p 1.0 leave the whole vocabulary. Without a `seed` every call draws
-    one. Penalties and `no_repeat_ngram_size` see the prompt too; a `repetition_penalty` or `no_repeat_ngram_size` of
-    None is the model's own (`runtime.checkpoint.generation_config`). `stop` is text that ends an output and is not part
-    of the output. `logprobs` asks for the log-probabilities of that many best tokens and of the chosen one, by the model's own
-    logits, before any penalty or cut. UsageError if a value is out of range.
+    Temperature 0 is greedy; top_k 0 (or -1) and top_p 1.0 leave the whole vocabulary. Without a `seed` every call
+    draws one. Penalties and `no_repeat_ngram_size` see the prompt too; a `repetition_penalty` or
+    `no_repeat_ngram_size` of None is the model's own (`runtime.checkpoint.generation_config`). `stop` is text that
+    ends an output and is not part of the output. `logprobs` asks for the log-probabilities of that many best tokens
+    and of the chosen one, by the model's own logits, before any penalty or cut. UsageError if a value is out of
+    range.
     """
 
     n: int = 1

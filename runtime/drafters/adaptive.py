@@ -63,11 +63,10 @@ def allocate(survivals: Seq[Seq[float]], costs: Seq[float]) -> list[int]:
     costs[n] is what n draft tokens in the step cost, in accepted tokens too.
 
     A step's cost depends on how many tokens it has in all its rows together, not on whose tokens they are
-    (`runtime.core.batch` folds rows). And a draft token is accepted no oftener than the one before it. So of any number of tokens the
-    likeliest are the best, they are beginnings of drafts, and of all allocations only one for each number has to be
-    looked at.
-
-    With survivals of (0.9, 0.2) and (0.5, 0.4) and 0.3 for a token, 0.9, 0.5 and 0.4 are worth it: lengths 1 and 2.
+    (`runtime.core.batch` folds rows). And a draft token is accepted no oftener than the one before it. So of any
+    number of tokens the likeliest are the best, they are beginnings of drafts, and of all allocations only one for
+    each number has to be looked at. With survivals of (0.9, 0.2) and (0.5, 0.4) and 0.3 for a token, 0.9, 0.5 and 0.4
+    are worth it: lengths 1 and 2.
     """
     offers = sorted(((p, -i) for i, row in enumerate(survivals) for p in row), reverse=True)
     best_num, best_value, promised = 0, -costs[0], 0.0

@@ -2,8 +2,8 @@
 
 Requests that do not fit wait and join as others finish, or as others make room by the clients' turns
 (`runtime.core.turns`): a sequence that made room waits with its blocks. When blocks run out, waiting sequences give
-their blocks back first, then the running sequence that is the last in order. Both are continued later from their tokens, and the
-first in order always gets on.
+their blocks back first, then the running sequence that is the last in order. Both are continued later from their
+tokens, and the first in order always gets on.
 """
 
 import math
