@@ -23,6 +23,8 @@ from specdec_cli.app import app
 ROOT = Path(__file__).parents[1]
 PAGES = update_docs.read_pages()
 OTHERS_FLAGS = {
+    "budget-s",
+    "scale",
     "weight-format",
     "outtype",
     "num",

@@ -36,6 +36,8 @@ OTHERS = {
     "tokenizer_backend": "lm-evaluation-harness's", "add_bos_token": "lm-evaluation-harness's",
     "python3": "a command",
     "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "a variable of the environment, which Claude Code reads",
+    "_keep_in_fp32_modules": "transformers'", "_keep_in_fp32_modules_strict": "transformers'",
+    "num_preemptions_total": "a metric", "num_turns_total": "a metric",
     "modules_to_not_convert": "transformers' quantization_config",
     "vdpbf16ps": "an instruction",
     "dependentRequired": "JSON Schema's", "dependentSchemas": "JSON Schema's", "propertyNames": "JSON Schema's",

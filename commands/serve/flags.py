@@ -90,7 +90,11 @@ class ServerOptions:
     ] = None
     refuse_special_tokens: Annotated[
         bool,
-        option(SERVER, "Answer 400 to a message whose text has a special token, such as <|im_end|>."),
+        option(
+            SERVER,
+            "Answer 400 to a message whose text has a special token, such as <|im_end|>.",
+            "--refuse-special-tokens",
+        ),
     ] = False
     allowed_origins: Annotated[
         list[str] | None,

@@ -40,7 +40,7 @@ _BY_FUNCTION = {
     "scheduler:Scheduler._make_room": "drop 0, without 1",
     "scheduler:Scheduler._release_finished": "drop 0, drop 2",
     "scheduler:Scheduler.release_all": "without 0, without 1",
-    "orchestrator:_generate_group": "drop 4",
+    "orchestrator:_step": "drop 4",
     "orchestrator:generate": "drop 2",
     "request:Sequence._finish_reason": "constant 0, compare 2",
     "request:Sequence.commit": "drop 2, jump 0",

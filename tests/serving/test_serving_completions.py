@@ -121,7 +121,7 @@ def test_samples_without_a_seed_are_not_the_same(served: Served) -> None:
 def test_a_client_that_says_nothing_gets_samples_of_16_tokens(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     loop, submitted = served.model.loop, list[Any]()
     submit = loop.submit
-    monkeypatch.setattr(loop, "submit", lambda asked, owner=None: [submitted.extend(asked), submit(asked, owner)][1])
+    monkeypatch.setattr(loop, "submit", lambda asked, *who: [submitted.extend(asked), submit(asked, *who)][1])
     response = served.post("/v1/completions", prompt=PROMPT, max_tokens=None, ignore_eos=True, foreign_field=7)
     assert response.json()["usage"]["completion_tokens"] == 16
     assert [one.request.sampling.temperature for one in submitted] == [1.0]

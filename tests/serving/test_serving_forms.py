@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import jsonschema
@@ -111,6 +111,9 @@ def test_nobody_waits_for_a_form_that_takes_long(make_listening: Callable[..., L
     assert prover is not None
     process = psutil.Process(prover.pid)
     process.suspend()
+    children = process.children()  # forked for the next form
+    for child in children:
+        child.suspend()
     try:
         with ThreadPoolExecutor(3) as threads:
             waiting = [
@@ -121,10 +124,13 @@ def test_nobody_waits_for_a_form_that_takes_long(make_listening: Callable[..., L
             assert post({"prompt": "The", "max_tokens": 3})[0] == 200
             assert post(known)[0] == 200
             assert not any(one.done() for one in waiting)
-            process.resume()
+            for stopped in (*children, process):
+                stopped.resume()
             harmless, (status, answer) = (one.result() for one in waiting)
     finally:
-        process.resume()
+        for stopped in (*children, process):
+            with suppress(psutil.NoSuchProcess):
+                stopped.resume()
     assert (harmless[0], status) == (200, 400)
     assert answer["error"]["param"] == "guided_json" and "takes more than" in answer["error"]["message"]
 
