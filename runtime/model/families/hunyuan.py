@@ -1,0 +1,8 @@
+"""Hunyuan V4, with an index of keys, and the language model inside Hunyuan's models of images."""
+
+from runtime.model.families.family import Family
+
+FAMILIES = (
+    Family("hy_v4"),
+    Family("hunyuan_vl_text", causal_class="HunYuanVLTextModel", reads={"attention_heads", "cross_attention_layers"}),
+)

@@ -1,0 +1,9 @@
+"""Ministral 3, Mistral 4 and Mistral Large 4."""
+
+from runtime.model.families.family import Family
+
+FAMILIES = (
+    Family("ministral3", reads={"llama_4_scaling_beta"}),
+    Family("mistral4", causal_class="Mistral4ForCausalLM", reads={"llama_4_scaling_beta"}),
+    Family("mistral_large4_text", causal_class="MistralLarge4TextModel"),
+)
