@@ -333,11 +333,14 @@ def _refuse_absurd_sizes(data: dict[str, Any], where: str) -> None:
 
 
 def sizes_of(data: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """The whole numbers of a config, and of configs inside, that are sizes by their names: `hidden_size` 4096."""
+    """The whole numbers of a config, and of configs inside, that are sizes by their names: `hidden_size` 4096.
+
+    Keys of a config that transformers wrote into a dictionary need not be names: those of `id2label` are numbers.
+    """
     for name, value in data.items():
         if isinstance(value, dict):
             yield from sizes_of(value)
-        elif _IS_SIZE.search(name) and not _IS_NO_SIZE.search(name):
+        elif isinstance(name, str) and _IS_SIZE.search(name) and not _IS_NO_SIZE.search(name):
             yield from ((name, one) for one in _numbers(value) if type(one) is int)
 
 
