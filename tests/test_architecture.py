@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 from setuptools import find_namespace_packages
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from commands.options.hints import HINTS
 from runtime.util.cache import build_code, digests_of_build_code, is_left_out
@@ -353,3 +354,16 @@ def test_docstrings_begin_with_a_verb_or_a_noun(folder: str) -> None:
         if HEADLESS.match(one.text)
     }
     assert found == set()
+
+
+MECHANISMS = ("causal_heads", "mixers", "model", "placing", "pretrained", "replaced")
+
+
+def test_mechanisms_name_no_family() -> None:
+    """What is special about a family stands in its `Family` row, where whoever asks about it looks."""
+    types = set(CONFIG_MAPPING_NAMES)
+    assert {"llama", "zamba2", "qwen3_next"} <= types
+    for module in MECHANISMS:
+        strings = (one.text for one in facts(modules("runtime")[f"runtime.model.{module}"]).strings)
+        lists = (text.split() for text in strings if re.fullmatch(r"[\w-]+( [\w-]+)*", text))  # "mamba mamba2" too
+        assert not {word for words in lists for word in words} & types, module

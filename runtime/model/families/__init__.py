@@ -1,1 +1,1 @@
-"""What is special about a family of models: one file for each family, or for families that share it."""
+"""Families of models that have something special: one file for each family, or for families that share it."""

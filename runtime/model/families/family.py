@@ -1,8 +1,10 @@
-"""What specdec knows of a family of models beside its config class and its model class in transformers."""
+"""A family of models: all that specdec knows of it beside its config class and its model class in transformers."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from runtime.model.replaced import Replaced
 
 
 @dataclass(frozen=True)
@@ -59,3 +61,7 @@ class Family:
     """The model type for which transformers says how weights lie in files, in pieces, where it does not for this."""
     is_published_alone: bool = False
     """True if files have the language model by itself too, with the names inside of layers that `weights_as` has."""
+    replaced: Mapping[str, type[Replaced]] = field(default_factory=dict)
+    """Classes of the model's modules, by name, and the class that stands for each."""
+    linear_classes: Collection[str] = ()
+    """Linear layers that differ from torch's in the order of a product's sum alone."""

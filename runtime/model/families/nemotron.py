@@ -1,11 +1,14 @@
 """Nemotron, and Nemotron-H with Mamba 2's mixers."""
 
 from runtime.model.families.family import Family
+from runtime.model.mixers import Mamba2
+from runtime.model.replaced import Layer
 
 FAMILIES = (
-    Family("nemotron", hands_over=True),
+    Family("nemotron", replaced={"NemotronDecoderLayer": Layer}, hands_over=True),
     Family(
         "nemotron_h",
+        replaced={"NemotronHMamba2Mixer": Mamba2},
         layer_types={"linear_attention", "mlp", "moe"},
         reads={
             "mamba_chunk_size",

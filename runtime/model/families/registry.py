@@ -44,6 +44,7 @@ from runtime.model.families import (
     zamba,
 )
 from runtime.model.families.family import Family
+from runtime.model.replaced import Replaced
 from runtime.util.errors import SpecDecError
 
 _FILES = (
@@ -90,20 +91,31 @@ _FILES = (
     zamba,
 )
 _families: dict[str, Family] = {}
+_replaced: dict[str, type[Replaced]] = {}
 
 
 def register(family: Family) -> None:
-    """Have the family be one of those that specdec knows; SpecDecError where its model type is taken."""
+    """Have the family be one that specdec knows; SpecDecError where its model type is taken, or a class replaced."""
     if family.model_type in _families:
         raise SpecDecError(
             f"a family of this model type is there already: {family.model_type}", hint="give it another `model_type`"
         )
+    for name, ours in family.replaced.items():
+        if _replaced.get(name, ours) is not ours:
+            raise SpecDecError(
+                f"two families have a replacement for the same class of transformers: {name}",
+                hint="give the module another class",
+            )
     _families[family.model_type] = family
+    _replaced.update(family.replaced)
 
 
 def unregister(model_type: str) -> None:
     """Forget a family that `register` added."""
     del _families[model_type]
+    _replaced.clear()
+    for family in _families.values():
+        _replaced.update(family.replaced)
 
 
 def family_of(model_type: str) -> Family:
@@ -114,6 +126,16 @@ def family_of(model_type: str) -> Family:
 def published_type(model_type: str) -> str:
     """The type of transformers that computes what models published as `model_type` do: `qwen2` for `mimo`."""
     return next((name for name, one in _families.items() if model_type in one.also_called), model_type)
+
+
+def replacement_of(class_name: str) -> type[Replaced] | None:
+    """The class that stands for a class of transformers' modules, if a family has one."""
+    return _replaced.get(class_name)
+
+
+def are_linear(class_name: str) -> bool:
+    """True for a class of linear layers that a family names as equal to torch's."""
+    return any(class_name in family.linear_classes for family in _families.values())
 
 
 for _file in _FILES:

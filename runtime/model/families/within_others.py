@@ -1,9 +1,14 @@
 """Language models inside models of images or sounds, which need nothing but an output layer."""
 
 from runtime.model.families.family import Family
+from runtime.model.replaced import EqualPositions
 
 FAMILIES = (
-    Family("cosmos3_edge_text", causal_class="Cosmos3EdgeTextModel"),
+    Family(
+        "cosmos3_edge_text",
+        replaced={"Cosmos3EdgeTextRotaryEmbedding": EqualPositions},
+        causal_class="Cosmos3EdgeTextModel",
+    ),
     Family("granite4_vision_text", causal_class="Granite4VisionTextModel"),
     Family("granite_docling_text", causal_class="GraniteDoclingTextModel"),
     Family("molmo2_text", causal_class="Molmo2TextModel", weights_as="molmo2"),
