@@ -5,6 +5,7 @@ transformers' attention functions, so that no step can hand it a paged cache.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,13 +13,14 @@ import torch
 from sentences import Said
 from test_families import check_greedy
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, repeat_kv
 
 from runtime.model.families.family import Family, Refusal
 from runtime.model.families.registry import register, unregister
+from runtime.model.model import probe_config
 from runtime.model.pretrained import parse_pretrained_config, warn_of_unread_keys
 from runtime.model.replaced import Replaced, attends_by_ours
 from runtime.util.errors import SpecDecError
@@ -108,6 +110,7 @@ def known_to_transformers() -> Iterator[None]:
     CONFIG_MAPPING.register("sinkhole", SinkholeConfig)
     yield
     del CONFIG_MAPPING._extra_content["sinkhole"]
+    MODEL_FOR_CAUSAL_LM_MAPPING._extra_content.pop(SinkholeConfig, None)
 
 
 @pytest.fixture
@@ -145,6 +148,16 @@ def test_a_family_with_attention_of_its_own_is_served_by_one_row(
 def test_without_its_row_the_family_is_refused(known_to_transformers: None, said: Said) -> None:
     with pytest.raises(SpecDecError) as error:
         parse_pretrained_config(sinkhole_config().to_dict(), "config.json")
+    said(error, "sinkhole")
+
+
+def test_without_its_class_the_attention_is_refused(known_to_transformers: None, said: Said) -> None:
+    register(replace(FAMILY, replaced={}))
+    try:
+        with pytest.raises(SpecDecError) as error:
+            probe_config(parse_pretrained_config(sinkhole_config().to_dict(), "config.json"))
+    finally:
+        unregister("sinkhole")
     said(error, "sinkhole")
 
 
