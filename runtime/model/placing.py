@@ -17,9 +17,9 @@ def place_modules(model: PreTrainedModel) -> None:
         ours = replacement_of(type(module).__name__)
         if ours is None or isinstance(module, ours) or not ours.fits(module):
             continue
-        module.model_config = model.config  # type: ignore[assignment]
+        module.model_config = model.config
         module.__class__ = _placed(type(module), ours)  # type: ignore[arg-type]
-        module.prepare(name, model)  # type: ignore[operator]
+        module.prepare(name, model)
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -102,7 +102,7 @@ def _rotate_real_numbers(module: Any) -> None:
         return tuple(_rotated(one, factors[:, :, None]) for one in (query, key))
 
     apply_rotary_emb.of_complex = theirs  # type: ignore[attr-defined]
-    module.apply_rotary_emb = apply_rotary_emb  # type: ignore[attr-defined]
+    module.apply_rotary_emb = apply_rotary_emb
 
 
 def _rotated(heads: Tensor, factors: Tensor) -> Tensor:
