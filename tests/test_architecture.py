@@ -356,14 +356,17 @@ def test_docstrings_begin_with_a_verb_or_a_noun(folder: str) -> None:
     assert found == set()
 
 
-MECHANISMS = ("causal_heads", "mixers", "model", "placing", "pretrained", "replaced")
+MECHANISMS = (
+    *(f"model.{name}" for name in ("causal_heads", "mixers", "model", "placing", "pretrained", "replaced")),
+    *(f"checkpoint.gguf.{name}" for name in ("blocks", "config", "metadata", "reader", "ropes")),
+)
 
 
 def test_mechanisms_name_no_family() -> None:
-    """What is special about a family stands in its `Family` row, where whoever asks about it looks."""
+    """A family is described in its row (`model/families`, `checkpoint/gguf/families.py`), and nowhere else."""
     types = set(CONFIG_MAPPING_NAMES)
     assert {"llama", "zamba2", "qwen3_next"} <= types
     for module in MECHANISMS:
-        strings = (one.text for one in facts(modules("runtime")[f"runtime.model.{module}"]).strings)
+        strings = (one.text for one in facts(modules("runtime")[f"runtime.{module}"]).strings)
         lists = (text.split() for text in strings if re.fullmatch(r"[\w-]+( [\w-]+)*", text))  # "mamba mamba2" too
         assert not {word for words in lists for word in words} & types, module

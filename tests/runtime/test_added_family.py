@@ -32,7 +32,7 @@ class SinkholeConfig(LlamaConfig):
 
 
 class SinkholeAttention(LlamaAttention):
-    """What the family's authors would publish."""
+    """The family's attention as its authors would publish it."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -106,7 +106,7 @@ FAMILY = Family(
 
 @pytest.fixture
 def known_to_transformers() -> Iterator[None]:
-    """As the package of the family's authors would have it; a model class is what specdec finds by the row."""
+    """Config class, as the package of the family's authors registers it; its model class is found by the row."""
     CONFIG_MAPPING.register("sinkhole", SinkholeConfig)
     yield
     del CONFIG_MAPPING._extra_content["sinkhole"]
