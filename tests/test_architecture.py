@@ -359,6 +359,7 @@ def test_docstrings_begin_with_a_verb_or_a_noun(folder: str) -> None:
 MECHANISMS = (
     *(f"model.{name}" for name in ("causal_heads", "mixers", "model", "placing", "pretrained", "replaced")),
     *(f"checkpoint.gguf.{name}" for name in ("blocks", "config", "metadata", "reader", "ropes")),
+    *(f"drafters.heads.{name}" for name in ("assistant", "head_config", "head_model", "mtp_head")),
 )
 
 
