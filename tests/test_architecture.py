@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 from setuptools import find_namespace_packages
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from commands.options.hints import HINTS
 from runtime.util.cache import build_code, digests_of_build_code, is_left_out
@@ -353,3 +354,20 @@ def test_docstrings_begin_with_a_verb_or_a_noun(folder: str) -> None:
         if HEADLESS.match(one.text)
     }
     assert found == set()
+
+
+MECHANISMS = (
+    *(f"model.{name}" for name in ("causal_heads", "mixers", "model", "placing", "pretrained", "replaced")),
+    *(f"checkpoint.gguf.{name}" for name in ("blocks", "config", "metadata", "reader", "ropes")),
+    *(f"drafters.heads.{name}" for name in ("assistant", "head_config", "head_model", "mtp_head")),
+)
+
+
+def test_mechanisms_name_no_family() -> None:
+    """A family is described in its row (`model/families`, `checkpoint/gguf/families.py`), and nowhere else."""
+    types = set(CONFIG_MAPPING_NAMES)
+    assert {"llama", "zamba2", "qwen3_next"} <= types
+    for module in MECHANISMS:
+        strings = (one.text for one in facts(modules("runtime")[f"runtime.{module}"]).strings)
+        lists = (text.split() for text in strings if re.fullmatch(r"[\w-]+( [\w-]+)*", text))  # "mamba mamba2" too
+        assert not {word for words in lists for word in words} & types, module

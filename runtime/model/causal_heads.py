@@ -17,72 +17,31 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from runtime.model.attention import CACHE, KERNEL, PAGED, PROBE
-
-# By type of model: a text model, or a causal language model that transformers does not list as one.
-_CLASSES = {
-    "cosmos3_edge_text": "Cosmos3EdgeTextModel",
-    "deepseek_ocr2_text": "DeepseekOcr2TextModel",
-    "ernie4_5_vl_moe_text": "Ernie4_5_VLMoeTextModel",
-    "granite4_vision_text": "Granite4VisionTextModel",
-    "molmo2_text": "Molmo2TextModel",
-    "step3p5": "Step3p7TextModel",
-    "emu3_text_model": "Emu3ForCausalLM",
-    "glm4v_text": "Glm4vTextModel",
-    "glm4v_moe_text": "Glm4vMoeTextModel",
-    "glm5_next_text": "Glm5NextTextModel",
-    "glm_ocr_text": "GlmOcrTextModel",
-    "granite_docling_text": "GraniteDoclingTextModel",
-    "hunyuan_vl_text": "HunYuanVLTextModel",
-    "mistral4": "Mistral4ForCausalLM",
-    "mistral_large4_text": "MistralLarge4TextModel",
-    "mllama_text_model": "MllamaForCausalLM",
-    "muse_glimmer_text": "MuseGlimmerTextModel",
-    "muse_spark_text": "MuseSparkTextModel",
-    "paddleocr_vl_text": "PaddleOCRTextModel",
-    "qwen2_5_omni_text": "Qwen2_5OmniThinkerTextModel",
-    "qwen3_omni_moe_text": "Qwen3OmniMoeThinkerTextModel",
-}
-
-# Experts that compute as transformers' interface for them could, and that it does not offer them.
-_EXPERTS = {"step3p5": "Step3p7Experts"}
-# Types of which weights lie in files, in pieces, as transformers says of another type alone.
-_WEIGHTS_AS_IN = {
-    "deepseek_ocr2_text": "deepseek_ocr2",
-    "dots3_note_text": "qwen2_moe",
-    "ernie4_5_vl_moe_text": "ernie4_5_vl_moe",
-    "glm4v_moe_text": "glm4v_moe",
-    "minimax_m3_vl_text": "minimax_m3_vl",
-    "molmo2_text": "molmo2",
-    "step3p5": "step3p7",
-}
-# Of those, types of models that are published by themselves too, with the names that files have inside of layers.
-_BY_THEMSELVES = {"step3p5"}
+from runtime.model.families.registry import family_of
 
 
 def has_causal_class(model_type: str) -> bool:
     """True if there is a causal language model of this type; one of ours is registered then."""
     if model_type not in CONFIG_MAPPING:
         return False
-    config_class = CONFIG_MAPPING[model_type]
-    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING and model_type in _CLASSES:
+    config_class, family = CONFIG_MAPPING[model_type], family_of(model_type)
+    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING and family.causal_class is not None:
         module = importlib.import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
-        found = getattr(module, _CLASSES[model_type])
-        if model_type in _EXPERTS:
-            name = _EXPERTS[model_type]
+        found = getattr(module, family.causal_class)
+        if (name := family.experts_class) is not None:
             # A class of its own: models that were made before keep theirs, whose experts know no implementation.
             ours = type(name, (getattr(module, name),), {"__module__": module.__name__})
             setattr(module, name, use_experts_implementation(ours))
             for one in (found, found.__bases__[0]):
                 one._can_set_experts_implementation_cached_value = True  # which transformers reads in their code
-        is_causal = _CLASSES[model_type].endswith("ForCausalLM")
-        made = found if is_causal else _with_head(found, config_class)
+        made = found if family.causal_class.endswith("ForCausalLM") else _with_head(found, config_class)
         # Without `exist_ok` transformers registers nothing for configs of its own.
         MODEL_FOR_CAUSAL_LM_MAPPING.register(config_class, made, exist_ok=True)  # type: ignore[arg-type]
-    if model_type in _WEIGHTS_AS_IN and get_checkpoint_conversion_mapping(model_type) is None:  # type: ignore[no-untyped-call]
-        mapping = get_checkpoint_conversion_mapping(_WEIGHTS_AS_IN[model_type])  # type: ignore[no-untyped-call]
+    if family.weights_as is not None and get_checkpoint_conversion_mapping(model_type) is None:  # type: ignore[no-untyped-call]
+        mapping = get_checkpoint_conversion_mapping(family.weights_as)  # type: ignore[no-untyped-call]
         # Names of one inside another are those of the language model by itself (`model.names_in_whole`).
         names = (one for one in mapping if not isinstance(one, WeightConverter))
-        inside = [one for one in names if model_type in _BY_THEMSELVES and not one.source_patterns[0].startswith("^")]
+        inside = [one for one in names if family.is_published_alone and not one.source_patterns[0].startswith("^")]
         pieces: list[Any] = [one for one in mapping if isinstance(one, WeightConverter)]
         register_checkpoint_conversion_mapping(model_type, [*inside, *pieces])
     return config_class in MODEL_FOR_CAUSAL_LM_MAPPING

@@ -45,10 +45,9 @@ from runtime.kernels.ops import choose_vector_math
 from runtime.model.attention import KERNEL, PROBE, SEE_MODELS, PagedInputs, Recorded, chunks_without_padding
 from runtime.model.causal_heads import model_class
 from runtime.model.fusing import fuse, fuse_layers, fused_names
-from runtime.model.mixers import place_states
+from runtime.model.placing import is_linear, place_modules
 from runtime.model.pretrained import last_words, layers_that_keep, wrong_turns
 from runtime.model.quantized import place_quantized, placeholders
-from runtime.model.replaced import is_linear, place_modules
 from runtime.model.split import compute_together, place_pieces, placeholders_of_pieces
 from runtime.model.tp_layers import Splitting, split_model
 from runtime.model.weights import absent_weights, is_absent, present, read_weights
@@ -341,7 +340,6 @@ def _model_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
         model.set_experts_implementation("batched_mm")
     _declare_no_padding(model)
     _fix_rotary_factors(model)
-    place_states(model)
     place_modules(model)
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         raise SpecDecError(
@@ -539,25 +537,6 @@ def _declare_no_padding(model: PreTrainedModel) -> None:
     object.__setattr__(model.config, "pad_token_id", None)  # some configs let only a number through
 
 
-_MIX_POSITIONS = {
-    *("Qwen3_5TextRotaryEmbedding", "Qwen3_5MoeTextRotaryEmbedding", "Qwen3OmniMoeThinkerTextRotaryEmbedding"),
-    "Cosmos3EdgeTextRotaryEmbedding",
-}
-
-
-def _take_equal_positions(model: nn.Module) -> None:
-    """Have Qwen 3.5, Qwen3-Omni and Cosmos 3 mix no frequencies of positions in time, height and width: of text they
-    are one."""
-    for module in model.modules():
-        if type(module).__name__ in _MIX_POSITIONS:
-            module.recomposition_frequencies = _of_time  # type: ignore[assignment]
-
-
-def _of_time(frequencies: Tensor) -> Tensor:
-    """(B, T, 2 D) of (3, B, T, D)."""
-    return torch.cat((frequencies[0], frequencies[0]), dim=-1)
-
-
 class Step(nn.Module):
     """The function that is compiled: one step's tokens in, the logits that are needed out; K/V pools in place.
 
@@ -568,9 +547,7 @@ class Step(nn.Module):
         super().__init__()
         self.hidden_states = hidden_states
         self._kept = kept_hidden_states(model, hidden_states) if hidden_states else {}
-        place_states(model)
         place_modules(model)
-        _take_equal_positions(model)
         self.model = model
         self.layers = layers_that_keep(model.config)
         self.stand_ins: list[int] | None = None

@@ -21,6 +21,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from runtime.model.attention import SEE_MODELS, refuse_own_attention
 from runtime.model.causal_heads import has_causal_class, model_class
+from runtime.model.families.registry import family_of, published_type
 from runtime.util.errors import SpecDecError, SpecDecWarning
 from runtime.util.locks import quiet_transformers
 from runtime.util.reading import shown
@@ -67,34 +68,8 @@ _ALSO_CALLED = {"longrope": ("su",), "default": ("mrope",)}
 _INDEXED = "indexed_attention"  # which sees the keys that an index chooses
 _WITH_KV = {"full_attention", "sliding_attention", "hybrid", _INDEXED}
 _WITH_STATE = {"conv", "linear_attention", "hybrid"}
-# Models some of whose layers have a state, by `runtime.model.mixers`: their types of such layers, and of layers that
-# keep nothing.
-_OF_STATES = {
-    "lfm2 lfm2_moe lfm3": {"conv"},
-    "qwen3_next qwen3_5_text qwen3_5_moe_text olmo_hybrid bamba granitemoehybrid kimi_linear glm5_next_text": {
-        "linear_attention"
-    },
-    "minimax mamba mamba2 falcon_mamba jamba recurrent_gemma": {"linear_attention"},
-    "nemotron_h": {"linear_attention", "mlp", "moe"},
-    "falcon_h1 zamba zamba2": {"linear_attention", "hybrid"},
-}
-_TYPES_OF = {kind: types for kinds, types in _OF_STATES.items() for kind in kinds.split()}
-_HAND_OVER = {
-    *("biogpt", "bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "nemotron", "stablelm"),
-}
-# Language models inside others that have no class of their own. Of text alone, where positions in time, height and
-# width are one, they compute what a model of such a config does.
-_SAME_ON_TEXT: dict[str, dict[str, Any]] = {
-    "qwen2_vl_text": {"model_type": "qwen2"},
-    "qwen2_5_vl_text": {"model_type": "qwen2"},
-    "qwen3_vl_text": {"model_type": "qwen3"},
-    "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},
-}
 
 _DIVISORS = ("final_logit_softcapping", "floor_scale")
-_PUBLISHED_AS = {"mimo": "qwen2"}
-"""Types that are published with code of their own, which computes what a type of transformers does."""
-
 # Keys that nobody need read: of training, multi-token prediction, files and programs, by a part of the name.
 _OF_NO_MODEL = re.compile(
     r"^_|init|dropout|loss|dtype|version|mtp|nextn|pretrain|train|auto_map|compress|quant|token|hub"
@@ -110,81 +85,9 @@ _OF_OTHERS = {
     # read by nobody without `use_sliding_window`
     "max_window_layers",
 }
-# What a model's published configs say besides of what its code always does.
-_ALWAYS_SO: dict[str, dict[str, Any]] = {
-    "qwen3_5_text qwen3_5_moe_text": {"attn_output_gate": True},
-    "lfm2": {"block_use_swiglu": True, "use_pos_enc": True},
-    "mamba2": {"norm_before_gate": True, "rms_norm": True, "time_step_scale": 1.0},
-    "starcoder2": {"mlp_type": "default"},
-    "gemma4_unified_text": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 262144},
-    "gemma2 gemma3_text": {"hidden_act": "gelu_pytorch_tanh"},
-    "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
-    "bloom": {
-        "attention_softmax_in_fp32": True,
-        "masked_softmax_fusion": True,
-        "offset_alibi": 100,
-        "skip_bias_add": True,
-    },
-    "gptj": {"scale_attn_weights": True},
-    "qwen3_omni_moe_text": {"use_qk_norm": True},
-    "step3p5": {
-        **{"att_impl_type": "GQA", "use_qk_norm": True, "zero_centered": True, "use_head_wise_attn_gate": True},
-        **{"yarn_only_types": ["full_attention"], "use_moe": True, "moe_layer_offset": 0, "moe_every_n_layer": 1},
-        **{"moe_router_activation": "sigmoid", "use_moe_router_bias": True, "norm_expert_weight": True},
-        **{"need_fp32_gate": True},
-    },
-}
-_ALWAYS_SO_OF = {kind: values for kinds, values in _ALWAYS_SO.items() for kind in kinds.split()}
 _WITHIN = ("thinker_config", "text_config", "attn_config", "ffn_config")
 """Configs inside of what the language model computes."""
 _ROPES_SAID = ("rope_scaling", "rope_parameters")
-# By family: keys that transformers' code reads by `getattr`, so that no field of the config's class names them, and
-# keys from earlier versions of the family whose meaning a field with another name has.
-_READ_BESIDE = {
-    "mamba falcon_mamba mamba2 solar_open kolibri1": {"intermediate_size"},
-    "qwen3_next qwen3_5_text qwen3_5_moe_text qwen4_exp_text": {"full_attention_interval"},
-    "gemma4_text gemma4_unified_text": {"global_head_dim", "num_global_key_value_heads", "audio_config"},
-    "gemma3_text gemma3n_text": {"rope_local_base_freq", "sliding_window_pattern"},
-    "cohere2 cohere_compass_text": {"sliding_window_pattern"},
-    "glm4v_text glm_ocr_text": {"attention_bias"},
-    "lfm2 lfm2_moe": {"block_ff_dim", "num_heads", "tie_embedding"},
-    "gptj": {"rotary"},
-    "gpt_neox gpt_neox_japanese": {"rotary_pct", "rotary_emb_base"},
-    "nemotron_h": {
-        *("mamba_chunk_size", "mamba_conv_bias", "mamba_d_conv", "mamba_dt_init_floor", "mamba_dt_limit"),
-        *("mamba_dt_max", "mamba_dt_min", "mamba_expand", "mamba_n_groups", "rope_theta", "partial_rotary_factor"),
-    },
-    "zamba2": {"attention_hidden_size", "hybrid_layer_ids", "mamba_headdim"},
-    "longcat_flash": {"router_bias"},
-    "axk1 axk2 cohere2_moe": {"first_k_dense_replace"},
-    "bailing_hybrid": {"linear_conv_kernel_dim", "linear_head_dim", "linear_num_heads"},
-    "dbrx": {"ffn_act_fn", "ffn_hidden_size", "rope_theta"},
-    "ministral3 mistral4": {"llama_4_scaling_beta"},
-    "deepseek_v4": {"compress_rate_csa", "compress_rate_hca", "compress_ratios", "qk_rope_head_dim"},
-    "gpt_neo": {"attention_layers"},
-    "hunyuan_vl_text mllama_text_model": {"attention_heads", "cross_attention_layers"},
-    "olmoe": {"sliding_window"},
-    "qwen3_omni_moe_text": {
-        *("shared_expert_intermediate_size", "seconds_per_chunk", "position_id_per_seconds", "interleaved"),
-    },
-    "qwen2_5_omni_text": {"seconds_per_chunk", "position_id_per_seconds", "enable_talker"},
-    "step3p5": {"attention_other_setting", "max_seq_len", "moe_layers_enum", "partial_rotary_factors"},
-}
-_READ_BESIDE_OF = {kind: keys for kinds, keys in _READ_BESIDE.items() for kind in kinds.split()}
-# Fields of a family's config class that transformers' model does not compute with, whatever they say.
-_COMPUTED_WITHOUT = {
-    "biogpt": {"layer_norm_eps"},
-    "deepseek_v2": {"norm_topk_prob"},
-    "deepseek_v32 glm_moe_dsa": {"mlp_bias"},
-    "deepseek_v4": {"attention_bias", "n_shared_experts", "norm_topk_prob"},
-    "gpt_oss": {"hidden_act"},
-    "inkling_text": {"shared_expert_sink", "rms_norm_eps_moe_gate"},
-    "minimax_m3_vl_text": {"rotary_dim"},
-    "mpt": {"logit_scale", "no_bias", "expansion_ratio", "norm_type", "learned_pos_emb", "embedding_fraction"},
-    "nemotron_h": {"attention_bias", "mamba_proj_bias", "n_shared_experts"},
-    "qwen4_exp_text": {"split_ngram_parts"},
-}
-_COMPUTED_WITHOUT_OF = {kind: keys for kinds, keys in _COMPUTED_WITHOUT.items() for kind in kinds.split()}
 # A `head_dim` that contradicts the weights is an error by itself; a request's settings are read by `generation_config`.
 _ALWAYS_READ = {"head_dim", *vars(GenerationConfig())}  # type: ignore[no-untyped-call]
 _OF_EVERY_ROPE = {
@@ -233,9 +136,9 @@ def parse_pretrained_config(data: dict[str, Any], where: str) -> PreTrainedConfi
 
 def read_any_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
     """`parse_pretrained_config`, of what transformers has any class for."""
-    if (same := _PUBLISHED_AS.get(str(data.get("model_type")))) is not None:
-        data = data | {"model_type": same}
     model_type = data.get("model_type")
+    if isinstance(model_type, str) and (same := published_type(model_type)) != model_type:
+        data, model_type = data | {"model_type": same}, same
     if model_type is None:
         raise SpecDecError(f"`{where}` names no `model_type`", hint="it should be a Hugging Face model's config.json")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
@@ -254,8 +157,9 @@ def read_any_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
     try:
         # transformers writes infinity as `{"__float__": "Infinity"}`, and reads it so in `from_pretrained` alone.
         values = _with_decimals(CONFIG_MAPPING[model_type], PreTrainedConfig._decode_special_floats(data))
-        if model_type == "dbrx" and "rope_parameters" not in data:  # transformers looks for it there alone
-            values |= {name: value for name, value in (data.get("attn_config") or {}).items() if name == "rope_theta"}
+        inside = family_of(model_type).rope_theta_within
+        if inside is not None and "rope_parameters" not in data:  # transformers looks for it there alone
+            values |= {name: value for name, value in (data.get(inside) or {}).items() if name == "rope_theta"}
         with quiet_transformers():
             config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
     except Exception as error:  # transformers raises whatever its validators do; the user needs the file's name
@@ -429,7 +333,10 @@ def _refuse_absurd_sizes(data: dict[str, Any], where: str) -> None:
 
 
 def sizes_of(data: dict[Any, Any]) -> Iterator[tuple[str, int]]:
-    """The whole numbers of a config, and of configs inside, that are sizes by their names: `hidden_size` 4096."""
+    """The whole numbers of a config, and of configs inside, that are sizes by their names: `hidden_size` 4096.
+
+    Keys of a config that transformers wrote into a dictionary need not be names: those of `id2label` are numbers.
+    """
     for name, value in data.items():
         if isinstance(value, dict):
             yield from sizes_of(value)
@@ -508,7 +415,7 @@ def warn_of_unread_keys(config: PreTrainedConfig, data: dict[str, Any], where: s
     """Warn of each key in a model's JSON, `data`, that changes nothing in its language model, whose `config` this is.
 
     Whoever wrote the key had a model that computes differently, or misspelled a key that is read. A key means something
-    if transformers' config class of the model has a field for it, or if a table above lists it.
+    if transformers' config class of the model has a field for it, or if a table above, or the model's family, lists it.
     """
     if found := list(_unread(config, data)):
         warnings.warn(
@@ -524,8 +431,7 @@ def _unread(config: PreTrainedConfig, data: dict[str, Any], inside: str = "") ->
 
     `num_experts` 8 in a Llama's config.json is yielded, since `LlamaConfig` has no such field.
     """
-    known = _keys_read(config, data, inside)
-    always = _ALWAYS_SO_OF.get(config.model_type, {})
+    known, family = _keys_read(config, data, inside), family_of(config.model_type)
     for name, value in data.items():
         says_nothing = value is None or value is False or value in ([], {}, "")
         if name in _WITHIN and isinstance(value, dict):
@@ -534,10 +440,10 @@ def _unread(config: PreTrainedConfig, data: dict[str, Any], inside: str = "") ->
             yield from _unread_of_rope(config.model_type, value, f"{inside}{name}.")
         elif name in ("quantization_config", "compression_config") and isinstance(value, dict):
             yield from _unread_of_quantizer(value, f"{inside}{name}.")
-        elif name in _COMPUTED_WITHOUT_OF.get(config.model_type, ()):
+        elif name in family.ignores:
             if not says_nothing and value != getattr(type(config), name, None):
                 yield f"`{inside}{name}` {shown(value)}"
-        elif not (says_nothing or name in known or _OF_NO_MODEL.search(name) or value == always.get(name)):
+        elif not (says_nothing or name in known or _OF_NO_MODEL.search(name) or value == family.always.get(name)):
             yield f"`{inside}{name}` {shown(value)}"
 
 
@@ -546,7 +452,7 @@ def _keys_read(config: PreTrainedConfig, data: dict[str, Any], inside: str) -> s
     model_type, own = str(data.get("model_type")), type(config)
     within = getattr(config, inside.rstrip(".").rpartition(".")[2], config) if inside else config
     whole = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else type(within)
-    known = _OF_OTHERS | _ALWAYS_READ | _READ_BESIDE_OF.get(config.model_type, set())
+    known = {*_OF_OTHERS, *_ALWAYS_READ, *family_of(config.model_type).reads}
     kinds: list[Any] = [own, whole, type(within)]
     for kind in kinds:
         if issubclass(kind, PreTrainedConfig):
@@ -571,7 +477,7 @@ def _unread_of_rope(model_type: str, rope: dict[str, Any], inside: str) -> Itera
     """A rope without a type is taken for `default`, as transformers takes it."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     known = set(_KEYS_OF_ROPES.get(kind) or itertools.chain(*_KEYS_OF_ROPES.values()))
-    known |= {"rope_type", "type", *_OF_EVERY_ROPE} | _READ_BESIDE_OF.get(model_type, set())
+    known |= {"rope_type", "type", *_OF_EVERY_ROPE, *family_of(model_type).reads}
     for name, value in rope.items():
         if isinstance(value, dict):  # a rope for one type of layers
             yield from _unread_of_rope(model_type, value, f"{inside}{name}.")
@@ -608,7 +514,7 @@ def _with_values(words: str, data: dict[str, Any]) -> str:
 
 
 def _refuse_unsupported(config: PreTrainedConfig) -> None:
-    kind = config.model_type
+    kind, family = config.model_type, family_of(config.model_type)
     if config.is_encoder_decoder:
         raise SpecDecError(f"encoder-decoder models are not supported: {kind}", hint=SEE_MODELS)
     inner = getattr(config, "text_config", None)
@@ -622,12 +528,9 @@ def _refuse_unsupported(config: PreTrainedConfig) -> None:
         raise SpecDecError(f"quantized weights are not supported: {kind}", hint="convert the unquantized model")
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # of images alone
         raise SpecDecError(f"bidirectional attention is not supported: {kind}", hint=SEE_MODELS)
-    if kind == "falcon" and config.alibi:
-        raise SpecDecError(
-            f"transformers adds the bias of positions (`alibi`) once by its default attention and twice by its eager "
-            f"one, so that a right output is not known: {kind}",
-            hint=SEE_MODELS,
-        )
+    for refusal in family.refusals:
+        if getattr(config, refusal.key, None) not in refusal.allowed:
+            raise SpecDecError(f"{refusal.words}: {kind}", hint=SEE_MODELS)
     num_shared, per_layer = (
         getattr(config, name, None) for name in ("num_kv_shared_layers", "hidden_size_per_layer_input")
     )
@@ -637,17 +540,17 @@ def _refuse_unsupported(config: PreTrainedConfig) -> None:
             f"layers have no inputs of their own: `hidden_size_per_layer_input` {per_layer}",
             hint=SEE_MODELS,
         )
-    known = {"full_attention", "sliding_attention", "chunked_attention"} | _TYPES_OF.get(kind, set())
+    known = {"full_attention", "sliding_attention", "chunked_attention", *family.layer_types}
     if chooses_all_of_few(config):
         known.add(_INDEXED)
     foreign = sorted(set(getattr(config, "layer_types", None) or []) - known)
     if foreign:
         raise SpecDecError(f"layers of this type are not supported in {kind}: {foreign[0]}", hint=SEE_MODELS)
     own_class = model_class(config)
-    if own_class._is_stateful and kind not in _TYPES_OF:
+    if own_class._is_stateful and not family.layer_types:
         raise SpecDecError(f"state-space models are not supported: {kind}", hint=SEE_MODELS)
     # Some that do, those with states among them, do not say so; their layers are counted, as everybody's.
-    if not own_class._supports_attention_backend and kind not in _TYPES_OF and kind not in _HAND_OVER:
+    if not (own_class._supports_attention_backend or family.layer_types or family.hands_over):
         refuse_own_attention(kind)
     if "logits_to_keep" not in inspect.signature(own_class.forward).parameters:
         raise SpecDecError(
@@ -658,7 +561,7 @@ def _refuse_unsupported(config: PreTrainedConfig) -> None:
 def layers_that_keep(config: PreTrainedConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Numbers of the layers that have keys and values, and of those that have a state."""
     config = config.get_text_config(decoder=True)
-    types = getattr(config, "layer_types", None) if config.model_type in _TYPES_OF else None
+    types = getattr(config, "layer_types", None) if family_of(config.model_type).layer_types else None
     if types is None:
         idle = getattr(config, "cross_attention_layers", None) or ()  # on text
         return tuple(i for i in range(getattr(config, "num_hidden_layers", 0)) if i not in idle), ()
@@ -685,7 +588,7 @@ def _language_model_inside(config: PreTrainedConfig, data: dict[str, Any]) -> di
     inner = getattr(config, "text_config", None)
     if not isinstance(inner, PreTrainedConfig) or inner.model_type == config.model_type:
         return None
-    same = _SAME_ON_TEXT.get(inner.model_type, {"model_type": inner.model_type})
+    same = family_of(inner.model_type).same_on_text or {"model_type": inner.model_type}
     model_type = same["model_type"]
     if not has_causal_class(model_type):
         return None
@@ -695,7 +598,7 @@ def _language_model_inside(config: PreTrainedConfig, data: dict[str, Any]) -> di
     # Whether the whole model's embeddings are its last layer too is said outside.
     tied = {key: data[key] for key in ("tie_word_embeddings",) if key in data}
     values: dict[str, Any] = PreTrainedConfig._encode_special_floats(inner.to_dict())
-    return values | outside | tied | same
+    return values | outside | tied | dict(same)
 
 
 def chooses_all_of_few(config: PreTrainedConfig) -> bool:
@@ -720,13 +623,14 @@ def num_positions(config: PreTrainedConfig) -> int | None:
 
 
 def _positions_of_biases(config: PreTrainedConfig) -> int | None:
-    """Positions that transformers' MPT has biases for."""
-    return config.max_seq_len if config.model_type == "mpt" else None
+    """The positions that transformers' model has biases for, where only so many have a bias (MPT)."""
+    key = family_of(config.model_type).key_of_positions
+    return None if key is None else getattr(config, key)
 
 
 def _changes(rope: dict[str, Any], config: PreTrainedConfig) -> bool:
     """True if `longrope` has other factors for long sequences in transformers' model."""
-    if config.model_type == "phimoe":
+    if family_of(config.model_type).longrope_changes_scale_alone:
         return _type(rope) == "longrope" and rope.get("long_mscale") != rope.get("short_mscale")
     return _type(rope) == "longrope"
 

@@ -12,17 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.checkpoint.gguf.config import (
-    EXPERTS,
-    LONGROPE,
-    ROPE_FACTORS,
-    SHARED_EXPERT_GATE,
-    experts_alternate,
-    name_of,
-    rows_of,
-    shift_of,
-)
+from runtime.checkpoint.gguf.config import experts_alternate, name_of, rows_of, shift_of
+from runtime.checkpoint.gguf.families import EXPERTS, SHARED_EXPERT_GATE
 from runtime.checkpoint.gguf.reader import ORIGINAL, BlockType, GGUFTensor, read_gguf
+from runtime.checkpoint.gguf.ropes import LONGROPE, ROPE_FACTORS
 from runtime.checkpoint.quant.mxfp4 import E2M1_TWICE, half_powers
 from runtime.checkpoint.quant.planning import PrequantizedLayer
 from runtime.checkpoint.quant.weight import QuantizedWeight, pack_int4, signed

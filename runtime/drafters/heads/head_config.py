@@ -13,6 +13,13 @@ from typing import Any, Literal
 
 from runtime.checkpoint.config import DraftOutput, IntFormat
 from runtime.checkpoint.resolve import read_model_config, resolve_head, resolve_model, shipped_head, weight_files
+from runtime.drafters.heads.mtp_families import (
+    ASSISTANTS,
+    BLOCK_LAYERS,
+    EAGLE_LAYERS,
+    TARGETS_OF_ASSISTANTS,
+    mtp_family,
+)
 from runtime.util.errors import SpecDecError, UsageError
 from runtime.util.files import check_regular, read_json
 from runtime.util.reading import raise_unreadable, shown
@@ -20,14 +27,7 @@ from runtime.util.reading import raise_unreadable, shown
 _MOST_LAYERS, _LARGEST_SIZE = 1000, 2**40
 OF_TWO_HEADS = "config.json and weights are of two heads; download the head again"
 HeadKind = Literal["eagle3", "mtp", "assistant", "dflash"]
-_ASSISTANTS = {"gemma4_assistant": 1536, "gemma4_unified_assistant": 3840}
-"""Model types of assistants, and the widths of their targets where a config does not say it."""
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-_SAY_NOTHING = {"qwen3_next"}
-"""Models whose configs do not say that there is a head of one layer."""
-BY_WEIGHTS = {"mimo_v2_flash"}
-"""Models whose weights alone say it. They may have several layers, of which the first drafts: of the others it is
-disputed what they read."""
 _SHARE_PARTS = ("mtp_num_hidden_layers", "mtp_layers_block_type")
 """Keys of configs whose heads have one projection and one norm, however many layers."""
 _BLOCKS = {"DFlashDraftModel": "dflash", "Qwen3DSparkModel": "dspark", "DSparkDraftModel": "dspark"}
@@ -130,7 +130,7 @@ class HeadConfig:
 
     def check_target(self, config: dict[str, Any], vocab_size: int | None) -> None:
         """SpecDecError for a target, by its `pretrained_config`, that the head was not trained for."""
-        if self.kind == "assistant" and not str(config.get("model_type")).startswith("gemma4"):
+        if self.kind == "assistant" and not str(config.get("model_type")).startswith(TARGETS_OF_ASSISTANTS):
             raise SpecDecError(
                 f"an assistant reads keys and values of a Gemma 4, and the target is of the type "
                 f"{shown(config.get('model_type'))}: {self.directory}",
@@ -317,7 +317,7 @@ def read_head(head: Path | str) -> HeadConfig:
             hint="an EAGLE-3 head's has `draft_vocab_size`, or names its class, and a model with an MTP head has "
             "`num_nextn_predict_layers` or `mtp_num_hidden_layers`; a draft model is another drafter",
         )
-    if config.get("model_type") in _ASSISTANTS:
+    if config.get("model_type") in ASSISTANTS:
         return _read_assistant(config, directory, str(where))
     if (block := _kind_of_block(config)) is not None:
         return _read_block(config, block, directory, str(where))
@@ -344,7 +344,7 @@ def _read_eagle3(config: dict[str, Any], directory: Path, where: str) -> HeadCon
     layers = config.get("transformer_layer_config", config)
     if not isinstance(layers, dict):
         raise SpecDecError(f"`{where}: transformer_layer_config` is not a JSON object: {shown(layers)}")
-    layers = {"model_type": "llama"} | layers
+    layers = {"model_type": EAGLE_LAYERS} | layers
     hidden_size = _size(layers, "hidden_size", where)
     vocab_size = _size(layers, "vocab_size", where)
     return HeadConfig(
@@ -377,7 +377,7 @@ def _read_block(config: dict[str, Any], kind: str, directory: Path, where: str) 
     layers = config.get("transformer_layer_config", config)
     if not isinstance(own, dict) or not isinstance(layers, dict):
         raise SpecDecError(f"`{where}` is not the config of a DFlash head", hint="it is damaged")
-    layers = {"model_type": "qwen3"} | layers
+    layers = {"model_type": BLOCK_LAYERS} | layers
     _refuse_other_blocks(config, own, layers, where)
     hidden_size, vocab_size = (_size(layers, key, where) for key in ("hidden_size", "vocab_size"))
     return HeadConfig(
@@ -434,7 +434,7 @@ def _refuse_other_blocks(config: dict[str, Any], own: dict[str, Any], layers: di
         "with labels shifted by one": config.get("shift_label") is True,
         "that see both ways in windows": (config.get("sliding_window_non_causal") is True or own.get("causal") is False)
         and "sliding_attention" in (layers.get("layer_types") or ()),
-        f"with layers of {shown(layers['model_type'])}": layers["model_type"] not in ("qwen3", "llama"),
+        f"with layers of {shown(layers['model_type'])}": layers["model_type"] not in (BLOCK_LAYERS, EAGLE_LAYERS),
     }
     for what, is_so in refused.items():
         if is_so:
@@ -487,7 +487,7 @@ def _read_assistant(config: dict[str, Any], directory: Path, where: str) -> Head
         "assistant",
         config,
         _size(text, "hidden_size", where),
-        _size(config, "backbone_hidden_size", where, _ASSISTANTS[config["model_type"]]),
+        _size(config, "backbone_hidden_size", where, ASSISTANTS[config["model_type"]]),
         _size(text, "num_hidden_layers", where),
         vocab_size,
         vocab_size,
@@ -499,7 +499,7 @@ def _read_assistant(config: dict[str, Any], directory: Path, where: str) -> Head
 def is_assistant(directory: Path | str) -> bool:
     """True for the directory of a Gemma 4's assistant."""
     return (
-        is_head(directory) and read_json(resolve_head(str(directory)) / "config.json").get("model_type") in _ASSISTANTS
+        is_head(directory) and read_json(resolve_head(str(directory)) / "config.json").get("model_type") in ASSISTANTS
     )
 
 
@@ -509,7 +509,7 @@ def _num_mtp_layers(config: dict[str, Any]) -> int:
         for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
             if isinstance(record, dict) and type(record.get(key)) is int:
                 return _size(record, key, "config.json") if record[key] > 0 else 0
-    return int(config.get("model_type") in _SAY_NOTHING | BY_WEIGHTS)
+    return int(mtp_family(config.get("model_type")).is_unsaid)
 
 
 def _read_mtp(config: dict[str, Any], num_layers: int, directory: Path, where: str) -> HeadConfig:

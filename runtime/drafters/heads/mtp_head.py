@@ -25,7 +25,15 @@ from runtime.checkpoint.quant.planning import PrequantizedLayer, load_numbers
 from runtime.checkpoint.source import SourceTensor, load_tensors, read_tensors
 from runtime.core.batch import Batch
 from runtime.core.kv_cache import KVPool
-from runtime.drafters.heads.head_config import BY_WEIGHTS, HeadConfig, check_weights, lacks_weights, num_layers_of
+from runtime.drafters.heads.head_config import HeadConfig, check_weights, lacks_weights, num_layers_of
+from runtime.drafters.heads.mtp_families import (
+    BEFORE_LAYER,
+    NAMES_IN_FILES,
+    STATE_FIRST,
+    WITHOUT_NORM,
+    MtpFamily,
+    mtp_family,
+)
 from runtime.drafters.heads.paged_head import HEAD, PagedHead, PagedPairs, for_kernels, paged_pairs
 from runtime.engine.draft_vocab import among_all
 from runtime.model.attention import PAGED
@@ -80,7 +88,7 @@ class MtpHead(PagedHead):
         if not has_norm:
             setattr(decoder, last, nn.Identity())
         self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        wanted = {name: one for name, one in self.named_parameters() if name.split(".")[0] in _BEFORE_LAYER}
+        wanted = {name: one for name, one in self.named_parameters() if name.split(".")[0] in BEFORE_LAYER}
         check_weights(config, shapes_of(wanted), shapes_of(parts), name_in_file)
         self.load_state_dict(parts, assign=True, strict=False)
 
@@ -191,20 +199,6 @@ _COPIES = ("embed_tokens.", "shared_head.head.")
 """Copies beside the layer of what the target has."""
 _OF_EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 _NUM_COMPARED, _LEAST_LIKENESS = 16, 0.8
-_BEFORE_LAYER = ("enorm", "hnorm", "eh_proj")
-_QWENS = {"mtp.fc.": "eh_proj.", "mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm."}
-_QWENS |= {"mtp.layers.": "model.layers.", "mtp.norm.": "model.norm."}
-_ERNIES = {"model.mtp_emb_norm.N.": "enorm.", "model.mtp_hidden_norm.N.": "hnorm."}
-_ERNIES |= {"model.mtp_linear_proj.N.": "eh_proj.", "model.mtp_block.N.": "model.layers.0."}
-_MIMO_FLASHES = {f"model.mtp.layers.N.{name}.": f"{name}." for name in _BEFORE_LAYER}
-_MIMO_FLASHES |= {"model.mtp.layers.N.pre_mlp_layernorm.": "model.layers.0.post_attention_layernorm."}
-_MIMO_FLASHES |= {"model.mtp.layers.N.final_layernorm.": "model.norm.", "model.mtp.layers.N.": "model.layers.0."}
-_STATE_FIRST = "model.mtp_layers."  # MiMo 7B's: its projection is of [state, embedding]
-_MIMOS = {f"{_STATE_FIRST}N.token_layernorm.": "enorm.", f"{_STATE_FIRST}N.hidden_layernorm.": "hnorm."}
-_MIMOS |= {f"{_STATE_FIRST}N.input_proj.": "eh_proj.", f"{_STATE_FIRST}N.final_layernorm.": "model.norm."}
-_MIMOS |= {f"{_STATE_FIRST}N.": "model.layers.0."}
-_TABLES = (_QWENS, _ERNIES, _MIMO_FLASHES, _MIMOS)
-"""Beginnings of names in files, and what stands for them in a model of the layer alone; the longest come first."""
 
 
 @dataclass(frozen=True)
@@ -219,11 +213,11 @@ class _OwnLayer:
     @property
     def has_norm(self) -> bool:
         """False of Ernie's: none is behind the layer."""
-        return not any(one.name.startswith("model.mtp_block.") for one in self.entries.values())
+        return not any(one.name.startswith(WITHOUT_NORM) for one in self.entries.values())
 
     @property
     def reads_state_first(self) -> bool:
-        return any(one.name.startswith(_STATE_FIRST) for one in self.entries.values())
+        return any(one.name.startswith(STATE_FIRST) for one in self.entries.values())
 
     def name_in_file(self, name: str) -> str | None:
         """Name in the checkpoint of a weight, of a quantized one what it would be otherwise; None if there is none."""
@@ -237,13 +231,13 @@ class _OwnLayer:
 
     def would_be(self, name: str) -> str:
         """Name that the checkpoint would have for a weight that it lacks."""
-        if _is_nemotron(self.config):
+        if _family(self.config).lists_its_blocks:
             last = len(self.one_layer.layer_types) - 1
             own = name.replace("model.norm_f.", f"model.layers.{last}.final_layernorm.")
             is_inside = own.startswith("model.layers.")
             return f"mtp.layers.{own.removeprefix('model.layers.') if is_inside else f'0.{own}'}"
         names = [one.name for one in self.entries.values()]
-        for table in _TABLES:
+        for table in NAMES_IN_FILES:
             prefixes = {theirs.replace(".N.", f".{self.depth}."): ours for theirs, ours in table.items()}
             if any(one.startswith(tuple(prefixes)) for one in names):
                 found = (theirs + name.removeprefix(ours) for theirs, ours in prefixes.items() if name.startswith(ours))
@@ -332,7 +326,7 @@ def _load(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtyp
 
 def _mtp_layer(layer: _OwnLayer, dtype: torch.dtype, tensors: dict[str, Tensor]) -> MtpHead:
     config = layer.config
-    parts = {name: tensors.pop(name) for name in list(tensors) if name.split(".")[0] in _BEFORE_LAYER}
+    parts = {name: tensors.pop(name) for name in list(tensors) if name.split(".")[0] in BEFORE_LAYER}
     if layer.reads_state_first and "eh_proj.weight" in parts:
         parts["eh_proj.weight"] = _swapped(parts["eh_proj.weight"])
     if not layer.has_norm:
@@ -359,7 +353,7 @@ def learned_weights(head: MtpHead) -> dict[str, nn.Parameter]:
     parts = model.get_input_embeddings(), model.get_output_embeddings()
     shared = {id(one) for part in parts for one in part.parameters()}
     named = dict(head.named_parameters())
-    before = {name: one for name, one in named.items() if name.split(".")[0] in _BEFORE_LAYER}
+    before = {name: one for name, one in named.items() if name.split(".")[0] in BEFORE_LAYER}
     found = {name: one for name, one in model.named_parameters() if id(one) not in shared}
     return before | {name: one for name, one in found.items() if not name.endswith(_NOT_LEARNED)}
 
@@ -454,12 +448,12 @@ def _is_copy(entry: SourceTensor, config: HeadConfig) -> bool:
     return entry.is_float and entry.name.endswith(tuple(beside))
 
 
-def _is_nemotron(config: HeadConfig) -> bool:
-    return config.layers.get("model_type") == "nemotron_h"
+def _family(config: HeadConfig) -> MtpFamily:
+    return mtp_family(config.layers.get("model_type"))
 
 
 def embeddings_of(config: HeadConfig) -> str:
-    return "model.embeddings.weight" if _is_nemotron(config) else "model.embed_tokens.weight"
+    return _family(config).embeddings
 
 
 def _numbers(
@@ -531,20 +525,20 @@ def shared_with_target(entries: list[SourceTensor], embeddings: str) -> dict[str
 def _name_in_mtp(name: str, number: int, depth: int) -> str | None:
     """Name in a model of that layer alone, the model's layer `number` and its head's `depth`, or of what is before it;
     None for what is of the target, or of another of the head's layers."""
-    for theirs, ours in (item for table in _TABLES for item in table.items()):
+    for theirs, ours in (item for table in NAMES_IN_FILES for item in table.items()):
         prefix = theirs.replace(".N.", f".{depth}.")
         if name.startswith(prefix):
             own = ours + name.removeprefix(prefix)
             place, _, part = own.removeprefix("model.layers.").partition(".")  # Nemotron-H's stand in its layers
             if place.isdigit() and part.startswith("final_layernorm."):
                 return f"model.norm_f.{part.removeprefix('final_layernorm.')}"
-            return part if place.isdigit() and part.split(".")[0] in _BEFORE_LAYER else own
+            return part if place.isdigit() and part.split(".")[0] in BEFORE_LAYER else own
     _, is_there, own = name.partition(f".layers.{number}.")
     if not is_there or own.startswith(_COPIES) or ".mtp.layers." in name:
         return None
     if own.startswith("shared_head.norm."):
         return f"model.norm.{own.removeprefix('shared_head.norm.')}"
-    return own if own.split(".")[0] in _BEFORE_LAYER else f"model.layers.0.{own}"
+    return own if own.split(".")[0] in BEFORE_LAYER else f"model.layers.0.{own}"
 
 
 def _config_of_one_layer(config: HeadConfig, own: Iterable[str]) -> PreTrainedConfig:
@@ -552,15 +546,15 @@ def _config_of_one_layer(config: HeadConfig, own: Iterable[str]) -> PreTrainedCo
     if there are. Nemotron-H says itself of which blocks its own is made."""
     layers = without_quantization(config.layers)
     one: Any = copy.deepcopy(parse_pretrained_config(layers, str(config.directory / "config.json")))
-    if _is_nemotron(config):
+    if _family(config).lists_its_blocks:
         one.layer_types = list(one.mtp_layers_block_type)
         return one  # type: ignore[no-any-return]
     has_experts = any(".mlp.experts." in name for name in own)
-    is_mimo = config.layers.get("model_type") in BY_WEIGHTS
+    is_windowed = _family(config).is_windowed
     settings = {
         "moe_layer_start_index": 0 if has_experts else 1,  # Ernie's
-        "layer_types": ["sliding_attention" if is_mimo else "full_attention"],
-        "mlp_layer_types": ["dense" if is_mimo else (getattr(one, "mlp_layer_types", None) or ["dense"])[-1]],
+        "layer_types": ["sliding_attention" if is_windowed else "full_attention"],
+        "mlp_layer_types": ["dense" if is_windowed else (getattr(one, "mlp_layer_types", None) or ["dense"])[-1]],
         "first_k_dense_replace": 0,
         "mlp_only_layers": [],
         "num_hidden_layers": 1,

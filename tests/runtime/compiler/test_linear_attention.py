@@ -14,7 +14,7 @@ from torch import Tensor
 from runtime.checkpoint.config import RecurrentShape, StateShape
 from runtime.core.states import CHUNK_SIZE, state_pools
 from runtime.kernels.ops import load_kernels
-from runtime.model.mixers import place_states
+from runtime.model.placing import place_modules
 from runtime.model.recurrences import linear_attention, selective_scan
 
 NUM_SLOTS, NUM_BACK = 4, 32
@@ -320,7 +320,7 @@ def test_what_is_not_finite_stays_in_its_scan(scan: Any) -> None:
 def test_decays_of_a_model_of_16_bits_are_those_of_its_config() -> None:
     """MiniMax's are numbers that transformers computes; rounded to 16 bits they are off by more with every token."""
     exact, rounded = make_model("minimax"), make_model("minimax").bfloat16()
-    place_states(rounded)
+    place_modules(rounded)
     for whole, half in zip(exact.model.layers, rounded.model.layers, strict=True):
         if hasattr(whole.self_attn, "slope_rate"):
             assert half.self_attn.slopes.dtype == torch.float32

@@ -1,0 +1,383 @@
+"""Families of models as llama.cpp stores them: what the config of each says, and the names of its tensors."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from runtime.checkpoint.gguf.metadata import WIDTHS, Metadata
+from runtime.checkpoint.gguf.reader import ORIGINAL, GGUFHeader
+from runtime.checkpoint.gguf.ropes import (
+    ATTENTION_FACTOR,
+    LONG,
+    LONGROPE,
+    ORIGINAL_CONTEXT,
+    ROPE_FACTORS,
+    SHORT,
+    numbers_of,
+    rope_of,
+)
+from runtime.util.errors import SpecDecError
+
+_GEMMA_PATTERN, _GEMMA_LOCAL_THETA = 6, 10000.0
+_LAYERS_OF_GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # whose attention has a scale of its own
+
+
+def _of_llama(model: Metadata) -> dict[str, Any]:
+    tensors = model.header.tensors
+    return {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
+
+
+def _of_qwen3_moe(model: Metadata) -> dict[str, Any]:
+    """Every layer has experts, whose shares are of those that were chosen."""
+    return {
+        "num_experts": model.get("expert_count"),
+        "num_experts_per_tok": model.get("expert_used_count"),
+        "moe_intermediate_size": model.get("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _of_qwen2_moe(model: Metadata) -> dict[str, Any]:
+    """An expert for all tokens besides, and shares that are not of those that were chosen alone."""
+    shared = model.get("expert_shared_feed_forward_length")
+    return _of_qwen3_moe(model) | {"shared_expert_intermediate_size": shared, "norm_topk_prob": False}
+
+
+def _of_mixtral(model: Metadata) -> dict[str, Any]:
+    return {
+        "num_local_experts": model.get("expert_count"),
+        "num_experts_per_tok": model.get("expert_used_count"),
+        "sliding_window": None,
+    }
+
+
+def _of_gpt_oss(model: Metadata) -> dict[str, Any]:
+    """Every other layer sees a window, the first one too. The ranges of its rotary positions are no whole numbers."""
+    num_layers = int(model.get("block_count"))
+    rope = rope_of(model)
+    return {
+        "num_local_experts": model.get("expert_count"),
+        "num_experts_per_tok": model.get("expert_used_count"),
+        "intermediate_size": model.get("expert_feed_forward_length"),
+        "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)],
+        "sliding_window": model.get("attention.sliding_window"),
+        "rope_parameters": rope | ({"truncate": False} if rope["rope_type"] == "yarn" else {}),
+    }
+
+
+def _of_mistral_3(model: Metadata) -> dict[str, Any]:
+    """Queries whose temperature changes with every original context, and yarn, of which the config speaks too."""
+    rope = rope_of(model)
+    own = {
+        "llama_4_scaling_beta": model.get("attention.temperature_scale", 0.0),
+        "original_max_position_embeddings": model.get(ORIGINAL_CONTEXT, model.get("context_length")),
+    }
+    if rope["rope_type"] == "yarn":
+        own |= {"mscale": 1.0, "mscale_all_dim": model.get("rope.scaling.yarn_log_multiplier", 0.0)}
+    return {"rope_parameters": rope | own, "sliding_window": None}
+
+
+def _of_phi_3(model: Metadata) -> dict[str, Any]:
+    """A window in all layers, or in none; and an original context, of which the config says the same twice."""
+    return {
+        "sliding_window": model.get("attention.sliding_window", 0) or None,
+        "original_max_position_embeddings": model.get(ORIGINAL_CONTEXT, model.get("context_length")),
+    }
+
+
+def _of_glm_4(model: Metadata) -> dict[str, Any]:
+    return {"attention_bias": "blk.0.attn_q.bias" in model.header.tensors}
+
+
+def _of_granite(model: Metadata) -> dict[str, Any]:
+    """Multipliers, of which none, as 0, is the usual one."""
+    return {
+        "attention_multiplier": model.get("attention.scale", 0) or model.head_dim**-0.5,
+        "embedding_multiplier": model.get("embedding_scale", 0) or 1.0,
+        "residual_multiplier": model.get("residual_scale", 0) or 1.0,
+        "logits_scaling": model.get("logit_scale", 0) or 1.0,
+    }
+
+
+def _of_gemma_2(model: Metadata) -> dict[str, Any]:
+    """Every other layer sees a window, the first one too."""
+    num_layers = int(model.get("block_count"))
+    return _of_gemma(model) | {
+        "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)],
+        "sliding_window": model.get("attention.sliding_window", 4096),
+        "final_logit_softcapping": model.get("final_logit_softcapping", 30.0) or None,
+        "attn_logit_softcapping": model.get("attn_logit_softcapping", 50.0) or None,
+    }
+
+
+def _of_gemma_3(model: Metadata) -> dict[str, Any]:
+    """Layers that see a window, each kind with positions of its own."""
+    num_layers = int(model.get("block_count"))
+    pattern = model.find("attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        sliding = [bool(one) for one in pattern[:num_layers]]
+    else:
+        every = int(model.get("attention.sliding_window_pattern", _GEMMA_PATTERN))
+        sliding = [every > 0 and (i + 1) % every != 0 for i in range(num_layers)]
+    local = {"rope_type": "default", "rope_theta": model.get("rope.freq_base_swa", _GEMMA_LOCAL_THETA)}
+    return _of_gemma(model) | {
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in sliding],
+        "sliding_window": model.get("attention.sliding_window"),
+        "rope_parameters": {"full_attention": _rope_without_yarn(model), "sliding_attention": local},
+        "final_logit_softcapping": model.get("final_logit_softcapping", 0) or None,
+        "attn_logit_softcapping": None,
+    }
+
+
+def _rope_without_yarn(model: Metadata) -> dict[str, Any]:
+    return rope_of(model, has_yarn=False)
+
+
+def _of_gemma(model: Metadata) -> dict[str, Any]:
+    is_27b = model.get("block_count") == _LAYERS_OF_GEMMA_27B[model.header.architecture]
+    per_head = model.get("embedding_length") // model.get("attention.head_count")
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": per_head if is_27b else model.head_dim,
+    }
+
+
+def _of_gemma_4(model: Metadata) -> dict[str, Any]:
+    """Layers that see a window, with heads of another size than the others'; the last ones may have no keys and values
+    of their own, and a wider network."""
+    tensors, num_layers = model.header.tensors, int(model.get("block_count"))
+    sliding = [bool(one) for one in model.by_layer("attention.sliding_window_pattern")]
+    if sliding[-1] or not any(sliding):
+        model.refuse("attention.sliding_window_pattern")
+    num_shared = int(model.get("attention.shared_kv_layers", 0))
+    with_kv = num_layers - num_shared
+    of_kind = [
+        {heads for heads, one in zip(model.by_layer("attention.head_count_kv"), sliding, strict=True) if one == kind}
+        for kind in (True, False)
+    ]
+    widths = model.by_layer("feed_forward_length")
+    is_wide = num_shared > 0 and widths[-1] == 2 * widths[0]
+    wanted = [widths[0] * (2 if is_wide and i >= with_kv else 1) for i in range(num_layers)]
+    for is_other, key in ((max(map(len, of_kind)) > 1, "attention.head_count_kv"), (widths != wanted, WIDTHS)):
+        if is_other:
+            model.refuse(key)
+    per_layer = int(model.get("embedding_length_per_layer_input", 0))
+    settings = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": _head_dim_of_windows(model),
+        "global_head_dim": model.head_dim,
+        "num_key_value_heads": of_kind[0].pop(),
+        "num_global_key_value_heads": of_kind[1].pop(),
+        "attention_k_eq_v": any(f"blk.{i}.attn_v.weight" not in tensors for i in range(with_kv) if not sliding[i]),
+        "num_kv_shared_layers": num_shared,
+        "use_double_wide_mlp": is_wide,
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in sliding],
+        "sliding_window": model.get("attention.sliding_window"),
+        "final_logit_softcapping": model.get("final_logit_softcapping", 0) or None,
+        "hidden_size_per_layer_input": per_layer,
+    }
+    if per_layer and (embeddings := tensors.get("per_layer_token_embd.weight")) is not None:
+        settings["vocab_size_per_layer_input"] = embeddings.shape[0]
+    if model.find("expert_count"):
+        settings |= {
+            "enable_moe_block": True,
+            "num_experts": model.get("expert_count"),
+            "top_k_experts": model.get("expert_used_count"),
+            "moe_intermediate_size": model.get("expert_feed_forward_length"),
+        }
+    return settings
+
+
+def _head_dim_of_windows(model: Metadata) -> int:
+    size = int(model.get("attention.key_length_swa"))
+    for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        if model.get(key, size) != size:
+            model.refuse(key)
+    return size
+
+
+def _rope_of_gemma_4(model: Metadata) -> dict[str, Any]:
+    """Full layers turn the first numbers of each half of a head, which the file says by factors of 1, and of `_STILL`
+    for the rest."""
+    if model.find("rope.scaling.type") not in (None, "none"):
+        model.refuse("rope.scaling.type")
+    if ROPE_FACTORS not in model.header.tensors:
+        raise SpecDecError(f"`{model.path}` lacks the tensor: {ROPE_FACTORS}", hint="download it again")
+    found = numbers_of(model.header.tensors[ROPE_FACTORS], model.path)
+    num_turned = sum(one == 1 for one in found)
+    still = [math.isclose(one, _STILL, rel_tol=1e-6) for one in found[num_turned:]]
+    if len(found) != model.head_dim // 2 or set(found[:num_turned]) != {1.0} or not all(still):
+        raise SpecDecError(f"GGUF models with rotary factors of their own are not read: {model.path}", hint=ORIGINAL)
+    share, theta = num_turned / len(found), model.get("rope.freq_base", 10000.0)
+    local = {"rope_type": "default", "rope_theta": model.get("rope.freq_base_swa", _GEMMA_LOCAL_THETA)}
+    full = {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": share}
+    return {"full_attention": full, "sliding_attention": local}
+
+
+_STILL = 1e30
+
+
+def _rope_of_phi_3(model: Metadata) -> dict[str, Any]:
+    """Two sets of factors, for sequences within the original context and beyond it."""
+    tensors = model.header.tensors
+    missing = sorted(LONGROPE - tensors.keys())
+    if len(missing) == len(LONGROPE):
+        if model.get(ATTENTION_FACTOR, 1.0) != 1:
+            model.refuse(ATTENTION_FACTOR)
+        return rope_of(model)
+    if missing:
+        raise SpecDecError(f"`{model.path}` lacks the tensor: {missing[0]}", hint="download it again")
+    factors = {name: numbers_of(tensors[name], model.path) for name in sorted(LONGROPE)}
+    wanted = int(model.get("rope.dimension_count", model.head_dim)) // 2
+    for name, found in factors.items():
+        if len(found) != wanted:
+            raise SpecDecError(
+                f"`{name}` has {len(found)} rotary factors, and the model {wanted}: {model.path}",
+                hint="download it again",
+            )
+    if model.find("rope.scaling.type") not in (None, "none", "longrope"):
+        model.refuse("rope.scaling.type")
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": model.get("rope.freq_base", 10000.0),
+        "original_max_position_embeddings": model.get(ORIGINAL_CONTEXT),
+    }
+    if model.find(ATTENTION_FACTOR):
+        rope["attention_factor"] = float(model.get(ATTENTION_FACTOR))
+    return rope | {"long_factor": factors[LONG], "short_factor": factors[SHORT]}
+
+
+_OF_BLOCK = {
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+_OF_GEMMA_BLOCK = _OF_BLOCK | {
+    "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GGUFFamily:
+    """A family of models as llama.cpp stores it, `model_type` for Hugging Face."""
+
+    model_type: str
+    settings: Callable[[Metadata], dict[str, Any]] = lambda model: {}
+    """Settings of the config that others do not have."""
+    used: frozenset[str] = frozenset()
+    """Further keys that `settings` reads."""
+    of_block: Mapping[str, str] = field(default_factory=lambda: _OF_BLOCK)
+    """Names of a block's tensors, and of the modules that they are of."""
+    is_interleaved: bool = False
+    """True if the rows of queries and keys are stored in another order."""
+    shift: float = 0.0
+    """Offset of the norms' numbers: llama.cpp keeps those of Gemma with the 1 that its model adds."""
+    is_partial: bool = False
+    """True if positions may turn a part of each head."""
+    rope: Callable[[Metadata], dict[str, Any]] = rope_of
+    experts: str = "mlp.experts"
+    """Name of a block's module of experts."""
+    layers_differ: bool = False
+    """True if `settings` reads numbers of each layer."""
+    alternates: bool = False
+    """True if of an expert's outputs in the model gates and others alternate, and its weights have inputs first."""
+
+
+SINKS = "self_attn.sinks"
+LAYER_SCALE = "layer_scalar"
+ROUTER_SCALES = {"ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale"}
+"""Scales of Gemma 4's mixtures, by names in a block."""
+SHARED_EXPERT_GATE = "mlp.shared_expert_gate"
+"""A matrix of one row, which llama.cpp may keep as a vector."""
+EXPERTS = {
+    "ffn_gate_up_exps": "gate_up_proj", "ffn_gate_exps": "gate_up_proj", "ffn_up_exps": "gate_up_proj",
+    "ffn_down_exps": "down_proj",
+}  # fmt: skip
+"""Tensors of all experts of a layer, and the parameters that they are of, in this order."""
+_WITH_ROUTER = {"ffn_gate_inp": "mlp.gate"}
+_OF_PHI_3_BLOCK = _OF_BLOCK | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_OF_GLM_4_BLOCK = _OF_BLOCK | {
+    "ffn_up": "mlp.gate_up_proj", "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+}  # fmt: skip
+_OF_HUNYUAN_BLOCK = _OF_BLOCK | {
+    "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm",
+}  # fmt: skip
+_OF_GPT_OSS_BLOCK = _OF_BLOCK | {
+    "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router", "attn_sinks": SINKS,
+}  # fmt: skip
+_OF_QWEN_2_MOE_BLOCK = _OF_BLOCK | _WITH_ROUTER | {
+    "ffn_gate_inp_shexp": SHARED_EXPERT_GATE, "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}  # fmt: skip
+_OF_GEMMA_4_BLOCK = _OF_GEMMA_BLOCK | {
+    "layer_output_scale": LAYER_SCALE, "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm", "ffn_gate_inp": "router.proj",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+}  # fmt: skip
+_OF_MIXTURE = frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"})
+_SCALES = frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"})
+_OF_GEMMA_2 = frozenset({"attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"})
+_OF_GEMMA_3 = frozenset({
+    "attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa", "final_logit_softcapping",
+})  # fmt: skip
+_OF_GEMMA_4 = _OF_GEMMA_3 | _OF_MIXTURE | {
+    "attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa", "attention.shared_kv_layers",
+    "embedding_length_per_layer_input",
+}  # fmt: skip
+FAMILIES = {
+    "llama": GGUFFamily("llama", _of_llama, is_interleaved=True),
+    "qwen2": GGUFFamily("qwen2"),
+    "qwen3": GGUFFamily("qwen3"),
+    "qwen2moe": GGUFFamily(
+        "qwen2_moe", _of_qwen2_moe, _OF_MIXTURE | {"expert_shared_feed_forward_length"}, _OF_QWEN_2_MOE_BLOCK
+    ),
+    "qwen3moe": GGUFFamily("qwen3_moe", _of_qwen3_moe, _OF_MIXTURE, _OF_BLOCK | _WITH_ROUTER),
+    "gemma2": GGUFFamily("gemma2", _of_gemma_2, _OF_GEMMA_2, _OF_GEMMA_BLOCK, shift=-1.0, rope=_rope_without_yarn),
+    "gemma3": GGUFFamily("gemma3_text", _of_gemma_3, _OF_GEMMA_3, _OF_GEMMA_BLOCK, shift=-1.0, rope=_rope_without_yarn),
+    "gemma4": GGUFFamily(
+        *("gemma4_text", _of_gemma_4, _OF_GEMMA_4, _OF_GEMMA_4_BLOCK),
+        rope=_rope_of_gemma_4,
+        experts="experts",
+        layers_differ=True,
+    ),
+    "granite": GGUFFamily("granite", _of_granite, _SCALES, is_interleaved=True),
+    "smollm3": GGUFFamily("smollm3", is_interleaved=True),
+    "olmo2": GGUFFamily("olmo2", of_block=_OF_GEMMA_BLOCK),
+    "ernie4_5": GGUFFamily("ernie4_5"),
+    "phi3": GGUFFamily(
+        *("phi3", _of_phi_3, frozenset({"attention.sliding_window", ATTENTION_FACTOR}), _OF_PHI_3_BLOCK),
+        is_partial=True,
+        rope=_rope_of_phi_3,
+    ),
+    "glm4": GGUFFamily("glm4", _of_glm_4, of_block=_OF_GLM_4_BLOCK, is_partial=True),
+    "mistral3": GGUFFamily(
+        *("ministral3", _of_mistral_3, frozenset({"rope.scaling.yarn_log_multiplier", "attention.temperature_scale"})),
+        is_interleaved=True,
+    ),
+    "gpt-oss": GGUFFamily(
+        *("gpt_oss", _of_gpt_oss, _OF_MIXTURE | {"attention.sliding_window"}, _OF_GPT_OSS_BLOCK),
+        alternates=True,
+    ),
+    "hunyuan-dense": GGUFFamily("hunyuan_v1_dense", of_block=_OF_HUNYUAN_BLOCK),
+}
+_MIXTRAL = GGUFFamily("mixtral", _of_mixtral, _OF_MIXTURE, _OF_BLOCK | _WITH_ROUTER, is_interleaved=True)
+"""Stored as a `llama` with experts."""
+
+
+def family_in(header: GGUFHeader) -> GGUFFamily:
+    """Family of a file, whose architecture is known."""
+    if header.architecture == "llama" and header.metadata.get("llama.expert_count"):
+        return _MIXTRAL
+    return FAMILIES[header.architecture]
+
+
+def family_of(config: Mapping[str, Any]) -> GGUFFamily:
+    families = (*FAMILIES.values(), _MIXTRAL)
+    return next(family for family in families if family.model_type == config["model_type"])

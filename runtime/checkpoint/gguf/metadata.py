@@ -1,0 +1,80 @@
+"""The metadata of a GGUF file: each value checked where it is asked for."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from runtime.checkpoint.gguf.reader import ORIGINAL, GGUFHeader
+from runtime.util.errors import SpecDecError
+
+WIDTHS, EXPERT_WIDTHS = "feed_forward_length", "expert_feed_forward_length"
+SHARED_WIDTH, EXPERT_COUNT = "expert_shared_feed_forward_length", "expert_count"
+HEADS, KV_HEADS, LOCAL_HEAD_DIM = "attention.head_count", "attention.head_count_kv", "attention.key_length_swa"
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """The metadata of one model, each value checked where it is asked for."""
+
+    header: GGUFHeader
+    path: Path
+    may_turn_a_part: bool = False
+    """True if positions may turn a part of each head."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A number; SpecDecError for a key that is missing, where there is no default, or something else."""
+        name = f"{self.header.architecture}.{key}"
+        value = self.header.metadata.get(name, default)
+        if value is None:
+            raise SpecDecError(f"`{self.path}` lacks a value of its model: {name}", hint="download it again")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise SpecDecError(f"`{self.path}` has a value that is no number: {name}", hint="download it again")
+        return value
+
+    def by_layer(self, key: str, default: Any = None) -> list[int]:
+        """A number of each layer, of which a file may have one for all; SpecDecError as by `get`."""
+        num_layers = int(self.get("block_count"))
+        if isinstance(found := self.find(key), list):
+            if len(found) != num_layers or not all(isinstance(one, int) for one in found):
+                self.refuse(key)
+            return [int(one) for one in found]
+        return [int(self.get(key, default))] * num_layers
+
+    def find(self, key: str) -> Any:
+        return self.header.metadata.get(f"{self.header.architecture}.{key}")
+
+    @cached_property
+    def head_dim(self) -> int:
+        """SpecDecError where keys, values and rotary positions are not all of that size."""
+        size = self.size_of_heads(self.of_head_dim)
+        is_partial = self.may_turn_a_part and 0 < self.get("rope.dimension_count", size) < size
+        for key in ("attention.value_length", "rope.dimension_count"):
+            if self.get(key, size) != size and not (is_partial and key == "rope.dimension_count"):
+                self.refuse(key, *self.of_head_dim)
+        return size
+
+    def size_of_heads(self, keys: tuple[str, ...]) -> int:
+        """Size that one key says, or the width of all heads and their number."""
+        size, *number = (int(self.get(key)) for key in keys)
+        return size // max(number[0], 1) if number else size
+
+    @property
+    def of_head_dim(self) -> tuple[str, ...]:
+        """The keys that `head_dim` comes of."""
+        own = "attention.key_length"
+        return ("embedding_length", "attention.head_count") if self.find(own) is None else (own,)
+
+    def said(self, *keys: str) -> str:
+        """The keys with their values."""
+        values = {f"{self.header.architecture}.{key}": self.find(key) for key in dict.fromkeys(keys)}
+        return ", ".join(f"`{name}` {'none' if value is None else value}" for name, value in values.items())
+
+    def refuse(self, key: str, *beside: str) -> None:
+        """SpecDecError for a value, which may be one only beside those of other keys."""
+        also = f" beside {self.said(*beside)}" if beside else ""
+        raise SpecDecError(
+            f"GGUF models with this value are not read, {self.said(key)}{also}: {self.path}",
+            hint=ORIGINAL,
+        )

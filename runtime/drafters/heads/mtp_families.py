@@ -1,0 +1,61 @@
+"""Families of models by the heads that are published for them: MTP layers in their files, and assistants beside them.
+
+Torch-free, since a head is recognised before torch is imported.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MtpFamily:
+    """A family whose MTP head has anything special, by the `model_type` of its target."""
+
+    model_type: str
+    is_unsaid: bool = False
+    """True if config.json does not say that there is a head: its weights alone do. Its first layer drafts; of further
+    layers, which MiMo Flash has, it is disputed what they read."""
+    lists_its_blocks: bool = False
+    """True if the config lists the blocks of which the head is made (`mtp_layers_block_type`)."""
+    is_windowed: bool = False
+    """True if the head's layer sees a window, and has a dense network where the target has experts."""
+    embeddings: str = "model.embed_tokens.weight"
+    """Name of the target's embeddings."""
+
+
+_MTP_FAMILIES = {
+    one.model_type: one
+    for one in (
+        MtpFamily("qwen3_next", is_unsaid=True),
+        MtpFamily("mimo_v2_flash", is_unsaid=True, is_windowed=True),
+        MtpFamily("nemotron_h", lists_its_blocks=True, embeddings="model.embeddings.weight"),
+    )
+}
+ASSISTANTS = {"gemma4_assistant": 1536, "gemma4_unified_assistant": 3840}
+"""Model types of assistants, and the widths of their targets where a config does not say it."""
+TARGETS_OF_ASSISTANTS = "gemma4"
+"""Beginning of the model types that have assistants."""
+EAGLE_LAYERS, BLOCK_LAYERS = "llama", "qwen3"
+"""Model types of a head's layers where its config does not say it: of EAGLE-3, and of heads that draft blocks."""
+
+
+def mtp_family(model_type: object) -> MtpFamily:
+    """The family of a target's model type; one with nothing special where none is listed."""
+    return _MTP_FAMILIES.get(str(model_type)) or MtpFamily(str(model_type))
+
+
+BEFORE_LAYER = ("enorm", "hnorm", "eh_proj")
+_QWENS = {"mtp.fc.": "eh_proj.", "mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm."}
+_QWENS |= {"mtp.layers.": "model.layers.", "mtp.norm.": "model.norm."}
+_ERNIES = {"model.mtp_emb_norm.N.": "enorm.", "model.mtp_hidden_norm.N.": "hnorm."}
+_ERNIES |= {"model.mtp_linear_proj.N.": "eh_proj.", "model.mtp_block.N.": "model.layers.0."}
+_MIMO_FLASHES = {f"model.mtp.layers.N.{name}.": f"{name}." for name in BEFORE_LAYER}
+_MIMO_FLASHES |= {"model.mtp.layers.N.pre_mlp_layernorm.": "model.layers.0.post_attention_layernorm."}
+_MIMO_FLASHES |= {"model.mtp.layers.N.final_layernorm.": "model.norm.", "model.mtp.layers.N.": "model.layers.0."}
+STATE_FIRST = "model.mtp_layers."  # MiMo 7B's: its projection is of [state, embedding]
+_MIMOS = {f"{STATE_FIRST}N.token_layernorm.": "enorm.", f"{STATE_FIRST}N.hidden_layernorm.": "hnorm."}
+_MIMOS |= {f"{STATE_FIRST}N.input_proj.": "eh_proj.", f"{STATE_FIRST}N.final_layernorm.": "model.norm."}
+_MIMOS |= {f"{STATE_FIRST}N.": "model.layers.0."}
+NAMES_IN_FILES = (_QWENS, _ERNIES, _MIMO_FLASHES, _MIMOS)
+"""Beginnings of names in files, and what stands for them in a model of the layer alone; the longest come first."""
+WITHOUT_NORM = "model.mtp_block."
+"""Beginning of the names of a head that has no norm behind its layer: Ernie's."""

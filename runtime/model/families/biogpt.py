@@ -1,0 +1,5 @@
+"""BioGPT."""
+
+from runtime.model.families.family import Family
+
+FAMILIES = (Family("biogpt", hands_over=True, ignores={"layer_norm_eps"}),)

@@ -1,0 +1,12 @@
+"""dots 3 note: an index of keys."""
+
+from runtime.model.families.family import Family
+from runtime.model.replaced import Indexed, Indexer
+
+FAMILIES = (
+    Family(
+        "dots3_note_text",
+        replaced={"Dots3NoteTextIndexer": Indexer, "Dots3NoteTextAttention": Indexed},
+        weights_as="qwen2_moe",
+    ),
+)

@@ -1,0 +1,5 @@
+"""gpt-oss."""
+
+from runtime.model.families.family import Family
+
+FAMILIES = (Family("gpt_oss", ignores={"hidden_act"}),)

@@ -1,0 +1,44 @@
+"""LFM 2 and 3: short convolutions between layers of attention."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from runtime.model.attention import PagedInputs, Recorded
+from runtime.model.families.family import Family
+from runtime.model.mixers import Mixer
+
+
+class ShortConv(Mixer):
+    """The forward of `Lfm2ShortConv` and its like, of one row of B x Q tokens."""
+
+    in_proj: nn.Linear
+    out_proj: nn.Linear
+    conv: nn.Conv1d
+
+    def forward(self, hidden_states: Tensor, *, paged: PagedInputs | Recorded | None = None, **kwargs: Any) -> Tensor:
+        if paged is None:
+            output: Tensor = super().forward(hidden_states, **kwargs)
+            return output
+        before, after, x = self.in_proj(hidden_states).chunk(3, dim=-1)
+        convolved = self.states(paged).convolve(before * x, self.conv.weight.squeeze(1), self.conv.bias)
+        mixed: Tensor = self.out_proj(after * convolved)
+        return mixed
+
+
+FAMILIES = (
+    Family(
+        "lfm2",
+        replaced={"Lfm2ShortConv": ShortConv},
+        layer_types={"conv"},
+        reads={"block_ff_dim", "num_heads", "tie_embedding"},
+        always={"block_use_swiglu": True, "use_pos_enc": True},
+    ),
+    Family(
+        "lfm2_moe",
+        replaced={"Lfm2MoeShortConv": ShortConv},
+        layer_types={"conv"},
+        reads={"block_ff_dim", "num_heads", "tie_embedding"},
+    ),
+    Family("lfm3", replaced={"Lfm3ShortConv": ShortConv}, layer_types={"conv"}),
+)

@@ -1,0 +1,69 @@
+"""MPT: a logit loses with each token between query and key."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from runtime.model.families.family import Family
+from runtime.model.replaced import Biased, OwnAttentionModel, own_module, taken_from
+
+
+class MptAttention(Biased):
+    n_heads: int
+    softmax_scale: float
+    clip_qkv: float | None
+    Wqkv: nn.Linear
+    out_proj: nn.Linear
+
+    def prepare(self, name: str, model: PreTrainedModel) -> None:
+        super().prepare(name, model)
+        _mask_anyway(own_module(self))
+
+    def slopes_of_heads(self, device: torch.device) -> Tensor:
+        of_last_two: Tensor = own_module(self).build_mpt_alibi_tensor(self.n_heads, 2, device=device)
+        return -of_last_two[:, 0, 0]
+
+    def forward(self, hidden_states: Tensor, *arguments: Any, **kwargs: Any) -> Any:
+        if not (taken := taken_from(kwargs)):
+            return super().forward(hidden_states, *arguments, **kwargs)
+        mixed = self.Wqkv(hidden_states)
+        if self.clip_qkv:
+            mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
+        heads = [part.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for part in mixed.chunk(3, dim=2)]
+        mask = None if "paged" in taken else _added(kwargs.get("attention_mask"), mixed.dtype)
+        return self.out_proj(self.attended(heads, mask, self.softmax_scale, taken)), None
+
+
+def _mask_anyway(module: Any) -> None:
+    """Have MPT's model, which asks its mask for another dtype, get one where attention takes none."""
+    theirs: Callable[..., Tensor | None] = module.create_causal_mask
+    if hasattr(theirs, "or_none"):
+        return
+
+    @wraps(theirs)
+    def create_causal_mask(**kwargs: Any) -> Tensor:
+        mask, embedded = theirs(**kwargs), kwargs["inputs_embeds"]
+        return embedded.new_zeros(1, 1, 1, 1) if mask is None else mask
+
+    create_causal_mask.or_none = theirs  # type: ignore[attr-defined]
+    module.create_causal_mask = create_causal_mask
+
+
+def _added(hidden: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Mask that is added to scores, of MPT's, which is True for keys that are not seen."""
+    return None if hidden is None else torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, -torch.inf)
+
+
+FAMILIES = (
+    Family(
+        "mpt",
+        replaced={"MptAttention": MptAttention, "MptForCausalLM": OwnAttentionModel},
+        hands_over=True,
+        ignores={"embedding_fraction", "expansion_ratio", "learned_pos_emb", "logit_scale", "no_bias", "norm_type"},
+        key_of_positions="max_seq_len",
+    ),
+)

@@ -1,0 +1,143 @@
+"""All families of models that have anything special, by model type, and what their classes become."""
+
+from runtime.model.families import (
+    axk,
+    bailing,
+    bamba,
+    biogpt,
+    bloom,
+    cohere,
+    dbrx,
+    deepseek,
+    diffllama,
+    dots3,
+    ernie,
+    falcon,
+    gemma,
+    glm,
+    gpt_oss,
+    gptj,
+    hrm,
+    hunyuan,
+    inkling,
+    jamba,
+    jetmoe,
+    kimi_linear,
+    lfm2,
+    llama4,
+    longcat,
+    mamba,
+    minimax,
+    mistral,
+    mpt,
+    nemotron,
+    olmo,
+    phimoe,
+    qwen,
+    qwen3_next,
+    recurrent_gemma,
+    solar,
+    stablelm,
+    starcoder2,
+    step3,
+    within_others,
+    zamba,
+)
+from runtime.model.families.family import Family
+from runtime.model.replaced import Replaced
+from runtime.util.errors import SpecDecError
+
+_FILES = (
+    axk,
+    bailing,
+    bamba,
+    biogpt,
+    bloom,
+    cohere,
+    dbrx,
+    deepseek,
+    diffllama,
+    dots3,
+    ernie,
+    falcon,
+    gemma,
+    glm,
+    gpt_oss,
+    gptj,
+    hrm,
+    hunyuan,
+    inkling,
+    jamba,
+    jetmoe,
+    kimi_linear,
+    lfm2,
+    llama4,
+    longcat,
+    mamba,
+    minimax,
+    mistral,
+    mpt,
+    nemotron,
+    olmo,
+    phimoe,
+    qwen,
+    qwen3_next,
+    recurrent_gemma,
+    solar,
+    stablelm,
+    starcoder2,
+    step3,
+    within_others,
+    zamba,
+)
+_families: dict[str, Family] = {}
+_replaced: dict[str, type[Replaced]] = {}
+
+
+def register(family: Family) -> None:
+    """Have the family be one that specdec knows; SpecDecError where its model type is taken, or a class replaced."""
+    if family.model_type in _families:
+        raise SpecDecError(
+            f"a family of this model type is there already: {family.model_type}", hint="give it another `model_type`"
+        )
+    for name, ours in family.replaced.items():
+        if _replaced.get(name, ours) is not ours:
+            raise SpecDecError(
+                f"two families have a replacement for the same class of transformers: {name}",
+                hint="give the module another class",
+            )
+    _families[family.model_type] = family
+    _replaced.update(family.replaced)
+
+
+def unregister(model_type: str) -> None:
+    """Forget a family that `register` added."""
+    del _families[model_type]
+    _replaced.clear()
+    for family in _families.values():
+        _replaced.update(family.replaced)
+
+
+def family_of(model_type: str) -> Family:
+    """The family of a model type; one with nothing special where none is registered."""
+    return _families.get(model_type) or Family(model_type)
+
+
+def published_type(model_type: str) -> str:
+    """The type of transformers that computes what models published as `model_type` do: `qwen2` for `mimo`."""
+    return next((name for name, one in _families.items() if model_type in one.also_called), model_type)
+
+
+def replacement_of(class_name: str) -> type[Replaced] | None:
+    """The class that stands for a class of transformers' modules, if a family has one."""
+    return _replaced.get(class_name)
+
+
+def are_linear(class_name: str) -> bool:
+    """True for a class of linear layers that a family names as equal to torch's."""
+    return any(class_name in family.linear_classes for family in _families.values())
+
+
+for _file in _FILES:
+    for _family in _file.FAMILIES:
+        register(_family)

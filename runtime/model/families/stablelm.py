@@ -1,0 +1,6 @@
+"""StableLM: layers do not hand keywords on to their attention."""
+
+from runtime.model.families.family import Family
+from runtime.model.replaced import Layer
+
+FAMILIES = (Family("stablelm", replaced={"StableLmDecoderLayer": Layer}, hands_over=True),)

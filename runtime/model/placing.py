@@ -1,0 +1,33 @@
+"""A model's modules, given the classes that its family has for them (`runtime.model.families`)."""
+
+from functools import cache
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from runtime.model.families.registry import are_linear, replacement_of
+from runtime.model.replaced import Replaced
+
+
+def place_modules(model: PreTrainedModel) -> None:
+    """Have the model's modules compute as a step needs it. Without paged inputs they compute as transformers' do."""
+    for name, module in model.named_modules():
+        if is_linear(module):
+            module.__class__ = nn.Linear
+        ours = replacement_of(type(module).__name__)
+        if ours is None or isinstance(module, ours) or not ours.fits(module):
+            continue
+        module.model_config = model.config
+        module.__class__ = _placed(type(module), ours)  # type: ignore[arg-type]
+        module.prepare(name, model)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """True for linear layers with a class of their own, such as Falcon's, which differ from torch's in the order of a
+    product's sum alone."""
+    return are_linear(type(module).__name__)
+
+
+@cache
+def _placed(module_class: type[nn.Module], ours: type[Replaced]) -> type[nn.Module]:
+    return type(module_class.__name__, (ours, module_class), {})
