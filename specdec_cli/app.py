@@ -41,6 +41,7 @@ from commands.options.spellings import empty_value, normalize_name, one_value_ea
 from commands.output.help import sort_by_panel
 from commands.output.output import fail, say_interrupted, warn
 from commands.run.command import run
+from commands.schema.command import schema
 from commands.serve.command import serve
 from commands.summarize.command import summarize
 from commands.train.command import train
@@ -117,6 +118,7 @@ _EXAMPLES = {
         '"[4,[0],[0],False]"',
     ),
     verify: ("specdec verify engine", "specdec verify ~/.cache/specdec --json"),
+    schema: ("specdec schema", "specdec schema run > run.schema.json"),
 }
 
 
@@ -222,7 +224,7 @@ app = typer.Typer(
     name="specdec",
     cls=_Group,
     help="Speculative decoding for Hugging Face models: convert, build, run, chat, serve, batch, summarize, compare, "
-    "tune, train, doctor; corpora; the cache; verify; bench.",
+    "tune, train, doctor; corpora; the cache; verify; schema; bench.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -249,7 +251,22 @@ def _register(command: Callable[..., None], group: typer.Typer = app, name: str 
     group.command(name, cls=_Command, epilog=epilog, context_settings=names)(shown)
 
 
-for _command in (convert, build, run, chat, serve, batch, summarize, compare, tune, train, doctor, verify, bench):
+for _command in (
+    convert,
+    build,
+    run,
+    chat,
+    serve,
+    batch,
+    summarize,
+    compare,
+    tune,
+    train,
+    doctor,
+    verify,
+    schema,
+    bench,
+):
     _register(_command)
 for _corpus_command in (create, merge, stats):
     _register(_corpus_command, corpus_app)

@@ -36,7 +36,7 @@ ROOMS = (
 SHARED_ROOMS = ("output", "options", "inputs")
 COMMANDS = (
     *("build", "cache", "convert", "corpus", "integrity", "run", "chat", "serve", "batch", "bench", "summarize"),
-    *("compare", "doctor", "train", "tune"),
+    *("compare", "doctor", "train", "tune", "schema"),
 )
 ROOT_ENTRIES = {*ROOMS[:-3], "llm.py", "measure", "training", "demo", "__init__.py", "py.typed"}
 
