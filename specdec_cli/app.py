@@ -46,6 +46,7 @@ from commands.serve.command import serve
 from commands.summarize.command import summarize
 from commands.train.command import train
 from commands.tune.command import tune
+from runtime.drafters.plugins import tell_problems
 from runtime.util.collector import collect_rarely
 from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.util.out_of_memory import check_address_space, is_out_of_memory, out_of_memory
@@ -305,6 +306,8 @@ def main() -> None:
         _keep_out_of_the_common_directory()
         warnings.simplefilter("always", SpecDecWarning)
         warnings.showwarning = _show_warning
+        if "_SPECDEC_COMPLETE" not in os.environ:
+            tell_problems()
         exit_code = 0 if is_spare() else app(prog_name="specdec", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:
         if _stopped_by:

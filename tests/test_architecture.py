@@ -187,6 +187,7 @@ def test_nobody_imports_click() -> None:
 SPECS = (
     "runtime.drafters.spec",
     "runtime.drafters.trtllm",
+    "runtime.drafters.plugins",
     "runtime.drafters.specs",
     "runtime.drafters.speculation",
 )

@@ -51,8 +51,8 @@ class _Schema(GenerateJsonSchema):
     def dataclass_schema(self, schema: Any) -> JsonSchemaValue:
         """Add the descriptions: the strings after its fields."""
         made = super().dataclass_schema(schema)
-        kind = schema["cls"]
-        described = TypeAdapter(list[kind], config=ConfigDict(use_attribute_docstrings=True)).json_schema()
+        kind, config = schema["cls"], ConfigDict(use_attribute_docstrings=True)
+        described = TypeAdapter(list[kind], config=config).json_schema()  # type: ignore[valid-type]
         for name, field in described["$defs"][kind.__name__]["properties"].items():
             if "description" in field:
                 made["properties"][name]["description"] = re.sub(r"\bNone\b", "null", field["description"])

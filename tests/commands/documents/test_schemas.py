@@ -50,7 +50,7 @@ def test_a_name_without_a_document_is_told_with_the_names(specdec: Specdec) -> N
 
 
 def test_a_schema_is_printed_without_torch(specdec_process: Specdec) -> None:
-    """Of every document: all of their modules are imported."""
+    """The modules of all documents are imported for any of them."""
     result = specdec_process("schema", "tune", environment={"PYTHONPROFILEIMPORTTIME": "1"})
     assert result.exit_code == 0 and json.loads(result.stdout)["title"] == "specdec tune --json"
     loaded = {line.split("|")[-1].strip() for line in result.stderr.splitlines() if "|" in line}
