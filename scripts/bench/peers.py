@@ -60,8 +60,8 @@ from runtime.builder.build import BuildEffort, build_engine
 from runtime.builder.convert import convert
 from runtime.checkpoint.config import BuildConfig, Compiler, QuantConfig
 from runtime.checkpoint.resolve import resolve_model
+from scripts.bench.llamas import LLAMA_101M, save_random_llama
 from scripts.bench.peers_report import METRICS, draw, print_result, print_summary
-from scripts.bench.step import LLAMA_101M, save_random_llama
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC_BENCH = ROOT.parent / "shared" / "data" / "spec_bench"

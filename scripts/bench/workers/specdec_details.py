@@ -21,7 +21,7 @@ from runtime.core.stats import LoopTimes
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine.engine import Engine, KVCacheConfig
 from runtime.loop.scheduler import generate
-from scripts.bench.step import alternate
+from scripts.bench.llamas import alternate
 
 NUM_BYTES_READ = 1_500_000_000  # far more than the caches hold
 
