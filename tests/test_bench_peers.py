@@ -19,7 +19,7 @@ from scripts.bench import peers_report as report
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = [sys.executable, "-m", "scripts.bench.peers"]
-SETTINGS = "--models tiny --dtypes float32 --prompts 1 --runs 1 --prompt-len 64 --output-len 8 --threads 1 --no-details"
+SETTINGS = "--models tiny --dtypes float32 --prompts 1 --runs 1 --prompt-len 64 --output-len 8 --threads 1"
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,6 @@ def test_the_chart_is_a_png(output_dir: Path) -> None:
         ("--dtypes float64", "float64"),
         ("--peers vllm", "vllm"),
         ("--prompt-len 5000", "1536"),
-        ("--requests 3", "4"),
     ],
 )
 def test_what_it_does_not_know_is_wrong_usage(
