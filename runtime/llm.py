@@ -31,6 +31,7 @@ from runtime.core.grammar import CompiledGrammar, Grammars
 from runtime.core.params import GREEDY, Mode, SamplingParams
 from runtime.core.request import Request, Sequence
 from runtime.drafters.heads.head_config import DraftOutputSettings, has_mtp_head, hidden_states_for, read_head
+from runtime.drafters.plugins import tell_problems
 from runtime.drafters.protocol import Drafter, DraftFunction
 from runtime.drafters.spec import DraftLenMode
 from runtime.drafters.specs import AnySpec
@@ -115,6 +116,7 @@ class LLM:
     ) -> None:
         if unknown := sorted(engine.keys() - EngineOptions.__annotations__.keys()):
             raise TypeError(f"LLM.__init__() got an unexpected keyword argument '{unknown[0]}'")
+        tell_problems()
         check_arguments(EngineOptions, engine)
         check_arguments(LLM.__init__, {"mode": mode, "max_num_tokens": max_num_tokens})
         if not isinstance(model, str | Path | Bundle) or not str(model):

@@ -41,10 +41,12 @@ from commands.options.spellings import empty_value, normalize_name, one_value_ea
 from commands.output.help import sort_by_panel
 from commands.output.output import fail, say_interrupted, warn
 from commands.run.command import run
+from commands.schema.command import schema
 from commands.serve.command import serve
 from commands.summarize.command import summarize
 from commands.train.command import train
 from commands.tune.command import tune
+from runtime.drafters.plugins import tell_problems
 from runtime.util.collector import collect_rarely
 from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.util.out_of_memory import check_address_space, is_out_of_memory, out_of_memory
@@ -117,6 +119,7 @@ _EXAMPLES = {
         '"[4,[0],[0],False]"',
     ),
     verify: ("specdec verify engine", "specdec verify ~/.cache/specdec --json"),
+    schema: ("specdec schema", "specdec schema run > run.schema.json"),
 }
 
 
@@ -222,7 +225,7 @@ app = typer.Typer(
     name="specdec",
     cls=_Group,
     help="Speculative decoding for Hugging Face models: convert, build, run, chat, serve, batch, summarize, compare, "
-    "tune, train, doctor; corpora; the cache; verify; bench.",
+    "tune, train, doctor; corpora; the cache; verify; schema; bench.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -249,7 +252,22 @@ def _register(command: Callable[..., None], group: typer.Typer = app, name: str 
     group.command(name, cls=_Command, epilog=epilog, context_settings=names)(shown)
 
 
-for _command in (convert, build, run, chat, serve, batch, summarize, compare, tune, train, doctor, verify, bench):
+for _command in (
+    convert,
+    build,
+    run,
+    chat,
+    serve,
+    batch,
+    summarize,
+    compare,
+    tune,
+    train,
+    doctor,
+    verify,
+    schema,
+    bench,
+):
     _register(_command)
 for _corpus_command in (create, merge, stats):
     _register(_corpus_command, corpus_app)
@@ -288,6 +306,8 @@ def main() -> None:
         _keep_out_of_the_common_directory()
         warnings.simplefilter("always", SpecDecWarning)
         warnings.showwarning = _show_warning
+        if "_SPECDEC_COMPLETE" not in os.environ:
+            tell_problems()
         exit_code = 0 if is_spare() else app(prog_name="specdec", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:
         if _stopped_by:

@@ -1,7 +1,7 @@
 """Vocabularies in GGUF files, texts, and the tokens that llama.cpp makes of them (`data/llamacpp_tokens.json`).
 
-`scripts/tools/llamacpp_tokens.py` made the data. The small vocabularies were learned from the texts without splitting
-them, so that hardly a split is without a trace in the tokens.
+`14d0ecb4:scripts/tools/llamacpp_tokens.py` made the data. The small vocabularies were learned from the texts
+without splitting them, so that hardly a split is without a trace in the tokens.
 """
 
 import json
@@ -22,7 +22,7 @@ REAL_FILES = {
     "smollm2": "smollm2.gguf", "gemma3": "gemma-3-270m.gguf", "deepseek_coder": "vocab-deepseek-coder.gguf",
     "deepseek_llm": "vocab-deepseek-llm.gguf", "deepseek_r1_qwen": "vocab-deepseek-r1-qwen.gguf",
 }  # fmt: skip
-"""Published files; `scripts/tools/real_vocabularies.py` makes those of DeepSeek."""
+"""Published files; `14d0ecb4:scripts/tools/real_vocabularies.py` makes those of DeepSeek."""
 REAL_TOKENIZERS = {
     "llama3_1": "llama-bpe", "qwen3": "qwen2", "deepseek_v3": "deepseek-v3", "gptoss": "gpt-4o", "llama2": None,
 }  # fmt: skip

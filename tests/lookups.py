@@ -11,7 +11,7 @@ from runtime.drafters.chain import FirstOf
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter
-from runtime.drafters.specs import LOOKUPS
+from runtime.drafters.specs import lookups
 from runtime.drafters.suffix import SuffixLookup
 
 MAKE_DRAFTER: dict[str, Callable[[], Drafter]] = {
@@ -38,4 +38,4 @@ def by_spec(spec: Callable[..., Any]) -> Callable[[], Drafter]:
 
 
 _NAMED = {type(make()) for make in MAKE_DRAFTER.values()}
-MAKE_DRAFTER |= {spec.description.name: make for spec in LOOKUPS if type((make := by_spec(spec))()) not in _NAMED}
+MAKE_DRAFTER |= {spec.description.name: make for spec in lookups() if type((make := by_spec(spec))()) not in _NAMED}

@@ -36,6 +36,8 @@ OTHERS_FLAGS = {
     "output-len",
     "max-new-tokens",
     "llamacpp-python",
+    "echo-config",
+    "echo-loudness",
     "update-sentences",
     "walk",
     "check",
@@ -48,7 +50,7 @@ OTHERS_FLAGS = {
     "nnodes",
     "config",
 }
-"""Flags of scripts, of torchrun, and of Continue's."""
+"""Flags of scripts, of torchrun, of Continue's, and of the drafter that an example adds."""
 
 
 NUM_SAMPLES = draws(20, 4)

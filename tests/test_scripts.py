@@ -1,21 +1,15 @@
-"""Scripts: what `install.sh` says while it works, with a pip that only pretends; the kernels' benchmark in small."""
+"""Scripts: what `install.sh` says while it works, with a pip that only pretends; the faults that campaigns plant."""
 
 import ast
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
-from forked import Forks
 from waiting import HANG_S
 
-from scripts.bench.kernels import torch_held_to
-from scripts.bench.quantized import FORMATS
-from scripts.tools.mutate import TESTS
-from scripts.tools.mutations import cpp_mutations, mutations
+from scripts.tools.mutations import mutations
 
 ROOT = Path(__file__).parents[1]
 
@@ -70,50 +64,6 @@ def test_an_installation_that_fails_ends_there(checkout: Path) -> None:
     assert "no such package" in done.stderr and "specdec and what it needs" not in done.stderr
 
 
-def bench_kernels(*arguments: str) -> subprocess.CompletedProcess[str]:
-    sizes = "--sets native --rows 1 3 --layer 64 96 --context 40 --vocab-size 100 --seconds 0"
-    command = [sys.executable, "-m", "scripts.bench.kernels", *sizes.split(), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-
-@pytest.mark.slow
-def test_every_kernel_has_a_line_beside_torchs_own(kernels: Path) -> None:
-    done = bench_kernels("--margin", "0.9")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("passed: every kernel has 0.00 of torch's speed or more\n")
-    lines = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| ")][1:]
-    for dtype in ("float32", "bfloat16", "float16"):
-        names = [kernel.split(",")[0].strip() for kernel, name, *_ in lines if name.strip() == dtype]
-        assert sorted(set(names)) == ["argmax", "attention", "linear"]
-    assert all(float(cell) > 0 for _, _, *cells in lines for cell in cells)
-
-
-@pytest.mark.slow
-def test_a_slow_kernel_is_named_and_ends_in_an_exit_code(kernels: Path) -> None:
-    done = bench_kernels("--dtypes", "float32", "--margin", "-1000")
-    assert done.returncode == 1
-    verdict, *slow = done.stdout.splitlines()[-7:]
-    assert verdict == "failed: below 1000.90 of torch's speed"
-    assert all(re.fullmatch(r"this processor, .+, float32, [13] rows: [\d.]+", line) for line in slow)
-
-
-def test_every_format_of_quantized_weights_is_measured(kernels: Path, forks: Forks) -> None:
-    sizes = "--layers 64x96 --rows 1 3 --seconds 0 --megabytes 1"
-    program = "import runpy; runpy.run_module('scripts.bench.quantized', run_name='__main__')"
-    done = forks.run(*sizes.split(), program=program)
-    assert done.returncode == 0, done.stderr
-    lines = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| 64x96")]
-    assert [name.strip() for _, name, *_ in lines] == ["bfloat16", *FORMATS]
-    assert all(float(cell) > 0 for _, _, *cells in lines for cell in cells)
-
-
-@pytest.mark.skipif("AVX" not in torch.backends.cpu.get_cpu_capability(), reason="x86-64's sets of instructions")
-def test_torch_is_held_to_a_set_of_instructions() -> None:
-    ask = [sys.executable, "-c", "import torch; print(torch.backends.cpu.get_cpu_capability())"]
-    said = subprocess.run(ask, env=torch_held_to("x86-64"), capture_output=True, text=True, check=True).stdout.strip()
-    assert said != torch.backends.cpu.get_cpu_capability() and "AVX" not in said
-
-
 SOURCE = """
 class Cache:
     def release(self, sequence: int) -> None:
@@ -139,10 +89,3 @@ def test_faults_are_made_by_structure_and_every_one_is_another_program() -> None
 def test_names_and_layout_change_no_address() -> None:
     renamed = SOURCE.replace("block", "b").replace("sequence", "s").replace("self.publish(", "self.publish(\n  ")
     assert [m.address for m in mutations(renamed)] == [m.address for m in mutations(SOURCE)]
-
-
-@pytest.mark.parametrize("file", TESTS)
-def test_files_to_change_and_the_tests_that_shall_notice_exist(file: str) -> None:
-    source = (ROOT / file).read_text(encoding="utf-8")
-    assert any(True for _ in (mutations if file.endswith(".py") else cpp_mutations)(source))
-    assert all((ROOT / word).is_file() for word in TESTS[file].split() if word.startswith("tests/"))

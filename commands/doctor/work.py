@@ -3,65 +3,27 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field
-
+from commands.doctor.document import Diagnosis, DoctorDocument, DoctorSettings
 from commands.doctor.flags import DoctorInputs, DoctorOptions
 from commands.inputs.dataset import DEMO, load_samples
 from commands.inputs.prompts import Prompt, without_padding
 from commands.options.engine_choice import EngineChoice
 from commands.options.sessions import open_engine
-from commands.output.documents.records import Head, Record, document_head
-from commands.output.documents.settings import DrafterNames
+from commands.output.documents.records import document_head
 from commands.output.help import as_flag
 from commands.output.output import Output
 from runtime.builder.profile import read_profile
 from runtime.checkpoint.bundle import read_bundle
-from runtime.checkpoint.config import Size
-from runtime.core.params import Mode, SamplingParams
+from runtime.core.params import SamplingParams
 from runtime.core.request import Request
-from runtime.drafters.spec import DraftLenMode
 from runtime.drafters.specs import NgramDrafter
 from runtime.drafters.speculation import Speculation
 from runtime.llm import LLM
 from runtime.measure.diagnosis.diagnose import ExpectedAcceptance, Judgement, judge
 from runtime.measure.diagnosis.observe import examine_draft_model, measure
 from runtime.util.errors import SpecDecError
-
-
-class DoctorSettings(Record):
-    """Settings of the command."""
-
-    drafters: DrafterNames
-    draft_len_mode: DraftLenMode
-    profile: str | None = Field(description="the file that the drafter's settings are from")
-    mode: Mode
-    max_output_len: Size
-
-
-class Diagnosis(Record):
-    """A number beside its limit."""
-
-    name: str
-    status: Literal["ok", "found", "not_judged"] = Field(
-        description="not_judged: there was nothing to measure, or too little"
-    )
-    number: int | float | None = Field(description="what was measured")
-    limit: int | float | None = Field(description="threshold of a fault")
-    message: str | None = Field(description="what the number is of")
-    remedy: str | None = Field(description="remedy; null unless it was found")
-
-
-class DoctorDocument(Head):
-    """Document of `specdec doctor --json`."""
-
-    command: Literal["doctor"]
-    engine_dir: str = Field(description="as given")
-    settings: DoctorSettings
-    num_prompts: Size
-    is_healthy: bool = Field(description="whether nothing was found; the exit code is 1 if not")
-    diagnoses: list[Diagnosis]
 
 
 def doctor_document(

@@ -9,7 +9,7 @@ from commands.options.drafter_flags import DrafterFlags, algorithm_flag, example
 from commands.options.expand import given_flags
 from commands.output.help import SPECULATION, as_flag, config_flag, option
 from runtime.drafters.spec import Devices, DrafterSpec, DraftLenMode, Setting
-from runtime.drafters.specs import DRAFTERS, LOOKUPS
+from runtime.drafters.specs import DRAFTERS, lookups
 from runtime.drafters.speculation import Speculation
 from runtime.drafters.trtllm import DRAFT_LEN
 from runtime.util.errors import UsageError
@@ -180,15 +180,15 @@ class _Flags:
         if self.leader is None:
             names = {*self.configs}
         else:
-            lookups = (name for name, spec in DRAFTERS.items() if spec.is_in_auto or self._has_own_flag(spec))
-            names = {*(self.configs or lookups)}
+            asked = (name for name, spec in DRAFTERS.items() if spec.is_in_auto or self._has_own_flag(spec))
+            names = {*(self.configs or asked)}
             names |= {*self._with_model()}
             names |= {name for name, spec in DRAFTERS.items() if spec.needs_copy and self.leader.drafts_by_copy}
             names |= {name for name, spec in DRAFTERS.items() if spec.is_in_model(self.leader.model_dir)}
         if not names:
             raise UsageError(
                 "`--drafters auto` chooses among the drafters that are given, and there is none",
-                hint=f"`{' '.join(example_of(spec) for spec in LOOKUPS[:2])}` are two",
+                hint=f"`{' '.join(example_of(spec) for spec in lookups()[:2])}` are two",
             )
         return [name for name in DRAFTERS if name in names]
 

@@ -18,7 +18,7 @@ from runtime.drafters.chain import FirstOf
 from runtime.drafters.opened import BoundedDrafter
 from runtime.drafters.prediction import PredictionLookup
 from runtime.drafters.protocol import Drafter
-from runtime.drafters.specs import LOOKUPS, LookupDrafter
+from runtime.drafters.specs import LookupDrafter, lookups
 from runtime.drafters.speculation import Speculation
 from runtime.drafters.under_grammar import UnderGrammar
 from runtime.loop.serving import ServeRequest
@@ -223,7 +223,7 @@ def _own_drafter(served: ServedModel, asked: Speculative) -> Drafter | None:
 
 def _own_lookup(asked: Speculative) -> LookupDrafter | None:
     """The lookup that a request names."""
-    configs = {spec: getattr(asked, spec.description.flag) for spec in LOOKUPS}
+    configs = {spec: getattr(asked, spec.description.flag) for spec in lookups()}
     named = {spec: config for spec, config in configs.items() if config is not None}
     if len(named) > 1:
         flags = " and ".join(f"`{spec.description.flag}`" for spec in named)

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
 from rich.table import Table
 
 from commands.inputs.prompts import Prompt, without_padding
 from commands.options.engine_choice import MIN_DRAFT_LEN
 from commands.options.sessions import engine_settings
-from commands.output.documents.records import Head, Positive, Record, document_head
+from commands.output.documents.records import document_head
 from commands.output.output import Output, number
+from commands.train.document import AcceptedLength, TrainDocument, TrainSettings
 from commands.train.flags import (
     FURTHER_LEARNING_RATE,
     NEW_LEARNING_RATE,
@@ -26,7 +26,6 @@ from commands.train.flags import (
 )
 from runtime.builder.engine_cache import engine_of_model
 from runtime.builder.profile import engine_digest
-from runtime.checkpoint.config import Count, Size
 from runtime.checkpoint.resolve import read_model_config, resolve_model
 from runtime.core.params import SamplingParams
 from runtime.core.request import Request
@@ -50,45 +49,6 @@ from runtime.training.training_run import (
 from runtime.util.cache import digest, file_digest
 from runtime.util.errors import SpecDecError
 from runtime.util.files import new_directory
-
-
-class AcceptedLength(Record):
-    """Steps that the held-out texts would take with greedy drafts of one length."""
-
-    draft_len: Size
-    num_steps_before: Size = Field(description="steps of the target with the head as it was, or new")
-    num_steps_after: Size = Field(description="the same with the trained head")
-    tokens_per_step_before: Annotated[float, Field(ge=1)]
-    tokens_per_step_after: Annotated[float, Field(ge=1)]
-
-
-class TrainSettings(Record):
-    """Settings of a training."""
-
-    model_dir: str
-    draft_model_dir: str | None
-    num_epochs: Size
-    learning_rate: Positive
-    num_unrolled_steps: Size
-    draft_vocab_size: Size
-    batch_tokens: Size
-    max_text_len: Size
-    learn_prompts: bool
-    random_seed: int
-
-
-class TrainDocument(Head):
-    """Document of `specdec train --json`."""
-
-    settings: TrainSettings
-    output_dir: str
-    num_texts: Size = Field(description="texts learned from")
-    num_held_out_texts: Size
-    num_left_out_texts: Count = Field(description="texts without room for an output")
-    num_tokens: Size = Field(description="tokens of the texts learned from, prompts included")
-    num_optimizer_steps: Size
-    num_held_out_tokens: Size = Field(description="tokens of the held-out outputs")
-    held_out_tokens_per_step: Annotated[list[AcceptedLength], Field(min_length=1)]
 
 
 def train_document(**fields: Any) -> dict[str, Any]:

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import Field
 from rich.table import Table
 
 from commands.inputs.prompts import Prompt, without_padding
@@ -13,17 +12,25 @@ from commands.options.drafter_flags import written_flags
 from commands.options.engine_choice import EngineChoice
 from commands.options.sessions import open_engine
 from commands.options.shared import end_id_params
-from commands.output.documents.records import Counts, Head, Positive, Record, document_head
-from commands.output.documents.settings import DeviceIds, TunedDrafter
+from commands.output.documents.records import Counts, document_head
 from commands.output.output import Output, number, percent
+from commands.tune.document import (
+    Candidate,
+    Factors,
+    ReplayedCandidate,
+    Screened,
+    Timed,
+    Tried,
+    TuneDocument,
+    TuneSettings,
+)
 from commands.tune.flags import DEFAULT_LIVE_PROMPTS, DEFAULT_OUTPUT_LEN, TuneInputs, TuneOptions
 from runtime.builder.profile import Figures, Profile, ProfileEngine, drafter_record, engine_digest, write_profile
 from runtime.checkpoint.bundle import read_bundle
-from runtime.checkpoint.config import Measure, Size
 from runtime.core.params import SamplingParams
 from runtime.core.request import Request
 from runtime.core.stats import RequestStats, sum_stats
-from runtime.drafters.spec import Devices, DraftLenMode
+from runtime.drafters.spec import Devices
 from runtime.drafters.speculation import Speculation
 from runtime.llm import LLM
 from runtime.loop.compatibility import check_corpora
@@ -42,96 +49,6 @@ from runtime.measure.tuning.tune import (
 from runtime.text.text import open_tokenizer, tokenizer_vocab_size
 from runtime.text.trace_lines import Trace
 from runtime.text.traces import read_traces
-
-
-class Candidate(Record):
-    """A way to draft."""
-
-    drafter: TunedDrafter = Field(description="null for no drafter")
-    draft_len_mode: DraftLenMode
-    flags: str = Field(description="flags for `run`; empty for no drafter")
-
-
-class Screened(Candidate):
-    """A candidate on some of the traces."""
-
-    num_traces: Size
-    total: Counts
-
-
-class ReplayedCandidate(Candidate):
-    """A candidate on all traces."""
-
-    total: Counts
-    by_category: dict[str, Counts]
-    num_iterations: Size = Field(description="steps of requests that are answered together count once")
-    draft_time_s: Measure = Field(description="measured while replaying")
-    predicted_s: Positive | None = Field(description="null without an engine; not scaled")
-
-
-class Tried(Candidate):
-    """A candidate that was run once."""
-
-    num_requests: Size
-    measured: Counts
-    measured_s: Positive
-
-
-class Factors(Record):
-    """Ratios of the measured to the predicted time without a drafter, which scale predictions."""
-
-    prompts: Positive
-    steps: Positive
-
-
-class Timed(Candidate):
-    """A candidate that was timed on the engine."""
-
-    num_requests: Size
-    replayed: Counts | None = Field(description="null if it cannot be replayed")
-    measured: Counts
-    batches_s: Annotated[list[Annotated[list[Positive], Field(min_length=1)]], Field(min_length=3)] = Field(
-        description="of each round, the wall time of each batch"
-    )
-    measured_s: Positive = Field(description="sum over batches of the median over rounds")
-    measured_speedup: Positive
-    predicted_s: Positive | None = Field(description="scaled by factor; null if it cannot be replayed")
-    predicted_speedup: Positive | None
-    ratio: Positive | None = Field(description="predicted_s / measured_s")
-
-
-class TuneSettings(Record):
-    """Settings of the command."""
-
-    engine_dir: str | None
-    device_ids: DeviceIds | None = Field(description="the target's, one for each of its ranks")
-    traces: str | None
-    max_output_len: Size | None
-    batch_size: Size
-    num_live_prompts: Size | None
-    profile: str | None = Field(description="where --output wrote the recommendation")
-
-
-class TuneDocument(Head):
-    """Document of `specdec tune --json`."""
-
-    command: Literal["tune"]
-    num_traces: Size
-    num_output_tokens: Size
-    mean_prompt_len: Positive
-    screened: list[Screened] = Field(description="the grid on some of the traces, where there are many; best first")
-    candidates: list[ReplayedCandidate] = Field(
-        min_length=1, description="on all traces, best first: by predicted_s, or without an engine by steps"
-    )
-    tried: list[Tried] = Field(
-        description="candidates that cannot be replayed, run once: draft models, self-drafting, chains"
-    )
-    factors: Factors | None = Field(description="null without an engine")
-    timed: Annotated[list[Timed], Field(min_length=2)] | None = Field(
-        description="no drafter and the best candidates on the engine; null without one"
-    )
-    recommended: Candidate | None = Field(description="null without an engine")
-    settings: TuneSettings
 
 
 @dataclass(frozen=True)

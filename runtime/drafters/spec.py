@@ -265,8 +265,17 @@ class DrafterSpec(ABC):
     """True if the target's engine must have a self-draft copy."""
 
     def __init_subclass__(cls) -> None:
-        if "description" in vars(cls):
-            DRAFTERS[cls.description.name] = cls
+        """Make a class with a `description` known by its name. UsageError if another class has the name."""
+        if "description" not in vars(cls):
+            return
+        name = cls.description.name
+        known = DRAFTERS.setdefault(name, cls)
+        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise UsageError(
+                f"there is a drafter of this name already, {known.__module__}:{known.__qualname__}: {name}",
+                hint="give it another name",
+            )
+        DRAFTERS[name] = cls  # of a dataclass with slots Python makes a second class
 
     def __post_init__(self) -> None:
         for name, setting in self.settings().items():

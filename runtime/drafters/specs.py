@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from runtime.drafters.plugins import load_plugins
 from runtime.drafters.spec import DRAFTERS as DRAFTERS
 from runtime.drafters.spec import (
     Description,
@@ -590,7 +591,12 @@ class InlineDrafter(DrafterSpec):
         return opening.guarded(guarded_drafter(name, self.drafter), self.max_draft_len)
 
 
-LOOKUPS = [spec for spec in DRAFTERS.values() if issubclass(spec, LookupDrafter)]
+load_plugins()  # here, where all that they import from this module is there
+
+
+def lookups() -> list[type[LookupDrafter]]:
+    """The drafters that find drafts in tokens that there were, those of other packages included."""
+    return [spec for spec in DRAFTERS.values() if issubclass(spec, LookupDrafter)]
 
 
 @dataclass(frozen=True, init=False)

@@ -29,7 +29,7 @@ name, and nothing is fetched: on a machine without a network the wheels are enou
     python -m scripts.bench.peers --openvino-python ov/bin/python --llamacpp-python llama/bin/python [--models 101m]
         [--dtypes float32] [--work-dir DIR] [--json FILE]
 
-A short run is `--prompts 1 --runs 1 --requests 4`. `python -m scripts.bench.peers_report FILE...` prints one table of
+A short run is `--prompts 1 --runs 1`. `python -m scripts.bench.peers_report FILE...` prints one table of
 several machines' JSON files.
 """
 
@@ -60,8 +60,8 @@ from runtime.builder.build import BuildEffort, build_engine
 from runtime.builder.convert import convert
 from runtime.checkpoint.config import BuildConfig, Compiler, QuantConfig
 from runtime.checkpoint.resolve import resolve_model
+from scripts.bench.llamas import LLAMA_101M, save_random_llama
 from scripts.bench.peers_report import METRICS, draw, print_result, print_summary
-from scripts.bench.step import LLAMA_101M, save_random_llama
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC_BENCH = ROOT.parent / "shared" / "data" / "spec_bench"
@@ -148,16 +148,15 @@ PEERS = ("hugging-face", *PACKAGES)
 
 @dataclass(frozen=True)
 class Model:
-    """`shape`: fields of a random Llama's config, None for the demo. A step is timed after each of `contexts`."""
+    """`shape`: fields of a random Llama's config, None for the demo."""
 
     shape: dict[str, int] | None
     compiler: Compiler = "aot"
     max_input_len: int = MAX_INPUT_LEN
     max_request_len: int = MAX_REQUEST_LEN
-    contexts: tuple[int, int] = (500, 1500)
 
 
-_LONG: dict[str, Any] = {"max_input_len": 4200, "max_request_len": 4608, "contexts": (500, 4000)}
+_LONG: dict[str, Any] = {"max_input_len": 4200, "max_request_len": 4608}
 MODELS = {
     "demo": Model(None),
     "101m": Model(LLAMA_101M | {"max_position_embeddings": 8192}, **_LONG),
@@ -474,16 +473,6 @@ def divide(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return ratios
 
 
-def measure_details(settings: dict[str, Any]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "scripts.bench.workers.specdec_details", json.dumps(settings)]
-    env = environment(settings["num_threads"])
-    done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
-    if done.returncode != 0:
-        raise SystemExit(f"specdec_details ended with exit status {done.returncode}")
-    details: dict[str, Any] = json.loads(done.stdout)
-    return details
-
-
 def plan_workers(settings: dict[str, Any], pythons: dict[str, Path], work_dir: Path) -> list[Worker]:
     """A process for specdec and every peer in `pythons`, started; two for OpenVINO.
 
@@ -549,10 +538,9 @@ def bench(
     name: str, format_name: str, pythons: dict[str, Path], work_dir: Path, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Everything about one model in one format."""
-    model = MODELS[name]
     max_request_tokens = arguments.prompt_len + arguments.output_len + NGRAM_DRAFT_LEN
     settings = prepare(name, format_name, work_dir, max_request_tokens, arguments.threads)
-    num_prompts = max(arguments.prompts, arguments.requests)
+    num_prompts = arguments.prompts
     sets = load_prompts(name, Path(settings["model_dir"]), num_prompts, arguments.prompt_len)
     measured = {set_name: prompts[: arguments.prompts] for set_name, prompts in sets.items()}
     with ExitStack() as stack:
@@ -571,20 +559,6 @@ def bench(
         "ratios": divide(records),
         "records": records,
     }
-    if arguments.details:
-        num_of_each = -(-arguments.requests // len(sets))
-        prompts = [ids for prompts in sets.values() for ids in prompts[:num_of_each]][: arguments.requests]
-        more = {
-            "prompts": prompts,
-            "batch_size": BATCH,
-            "output_len": arguments.output_len,
-            "runs": arguments.runs,
-            "contexts": model.contexts,
-            "max_cache_tokens": max(
-                len(prompts) * settings["max_cache_tokens"] // BATCH, sum(model.contexts) + 4 * BLOCK
-            ),
-        }
-        result["specdec_details"] = measure_details(settings | more)
     return result
 
 
@@ -659,18 +633,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-len", type=positive, default=900, help="longer prompts keep their last tokens")
     parser.add_argument("--output-len", type=positive, default=128)
     parser.add_argument("--runs", type=positive, default=3, help="after a warm-up")
-    parser.add_argument("--requests", type=positive, default=12, help="that specdec's throughput is measured with")
     parser.add_argument("--threads", type=positive, default=os.cpu_count())
     add_python_flags(parser)
-    parser.add_argument("--no-details", dest="details", action="store_false", help="leave out what is specdec's only")
     parser.add_argument("--work-dir", type=Path, help="keeps models and engines; remove it when specdec has changed")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--png", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     if arguments.prompt_len > MAX_INPUT_LEN or arguments.prompt_len + arguments.output_len > MAX_REQUEST_LEN:
         parser.error(f"prompts may have {MAX_INPUT_LEN} tokens, with the output {MAX_REQUEST_LEN}")
-    if arguments.requests < BATCH:
-        parser.error(f"throughput is measured with at least {BATCH} requests")
     for file in (arguments.json, arguments.png):
         if file and not file.parent.is_dir():
             parser.error(f"no such directory: {file.parent}")
@@ -715,7 +685,6 @@ def main() -> None:
             "output_len": arguments.output_len,
             "num_prompts_of_each_set": arguments.prompts,
             "num_runs": arguments.runs,
-            "num_requests": arguments.requests,
             "ngram": {"max_draft_len": NGRAM_DRAFT_LEN, "max_matching_ngram_size": NGRAM_SIZE},
             "draft_target": {"max_draft_len": DRAFT_MODEL_DRAFT_LEN},
         },

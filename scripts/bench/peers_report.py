@@ -30,7 +30,7 @@ def print_result(result: dict[str, Any]) -> None:
         print(
             "| | TTFT ms | TPOT ms | step ms | tokens/s | tokens per step | peak memory MB | ids equal | differ from |"
         )
-        print("|---|---|---|---|---|---|---|---|---|")
+        print("|---|---|---|---|---|---|---|")
         for row in (row for row in result["systems"] if row["set"] == set_name):
             print(
                 f"| {row['name']} | {cell(row['ttft_s'], 1e3, 1)} | {cell(row['tpot_s'], 1e3, 2)} "
@@ -43,25 +43,6 @@ def print_result(result: dict[str, Any]) -> None:
     for row in result["ratios"]:
         cells = " | ".join(cell(row[metric], 1, 2) for metric in METRICS)
         print(f"| {row['numerator']} ÷ {row['denominator']} | {cells} |")
-    if "specdec_details" in result:
-        print_details(result["specdec_details"])
-
-
-def print_details(details: dict[str, Any]) -> None:
-    print("\n| specdec only | |\n|---|---|")
-    for context, ms in details["step_ms"].items():
-        print(f"| 1-token step after {int(context):,} tokens | {ms:.2f} ms |")
-    print(f"| longer ÷ shorter context | {details['step_long_over_short']:.2f} |")
-    print(f"| reading memory, in turn with the steps | {details['read_bandwidth_bytes_per_s'] / 1e9:.1f} GB/s |")
-    print(f"| weights a step reads | {details['weight_bytes'] / 1e6:,.1f} MB |")
-    print(f"| weights ÷ bandwidth | {details['weights_over_bandwidth_ms']:.2f} ms |")
-    print(f"| weights ÷ bandwidth ÷ step at the shorter context | {details['bound_over_step']:.2f} |")
-    for batch_size, values in details["host_ms_per_step"].items():
-        print(f"| host per step beyond the compiled step, n-gram, batch {batch_size} | {cell(values, 1, 2)} ms |")
-    batch = details["batch"]
-    what = f"throughput of {batch['num_requests']} requests, n-gram V2, batch {batch['batch_size']} ÷ batch 1"
-    print(f"| {what} | {batch['throughput_ratio']:.2f} |")
-    print(f"| the same with prompts in the cache | {batch['generation_throughput_ratio']:.2f} |")
 
 
 def print_summary(document: dict[str, Any]) -> None:
@@ -72,9 +53,9 @@ def print_summary(document: dict[str, Any]) -> None:
     print(f"Prompts of at most {settings['max_prompt_len']} tokens, {settings['output_len']} of output.\n")
     print(
         "| model, dtype, system | TTFT ms | TPOT plain ms | TPOT n-gram ms | TTFT ÷ ours | TPOT plain ÷ ours "
-        "| TPOT n-gram ÷ ours | host ms per step, batch 1 / 4 | batch 4 ÷ batch 1, prompts included / known |"
+        "| TPOT n-gram ÷ ours |"
     )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|")
     for result in document["results"]:
         for row in summary_rows(result):
             print(f"| {result['model']}, {result['dtype']}, {' | '.join(row)} |")
@@ -82,13 +63,13 @@ def print_summary(document: dict[str, Any]) -> None:
 
 def summary_rows(result: dict[str, Any]) -> list[list[str]]:
     """specdec in leader mode, then its peers."""
-    rows = [["specdec", *figures(result, "specdec", "none-v2", "ngram-v2"), *["1"] * 3, *own_details(result)]]
+    rows = [["specdec", *figures(result, "specdec", "none-v2", "ngram-v2"), *["1"] * 3]]
     for system in dict.fromkeys(record["system"] for record in result["records"]):
         if system != "specdec":
             over = {row["numerator"]: row for row in result["ratios"] if row["denominator"].endswith("-v2")}
             plain, ngram = over[f"{system} none"], over[f"{system} ngram"]
             ratios = [cell(values, 1, 2) for values in (plain["ttft_s"], plain["tpot_s"], ngram["tpot_s"])]
-            rows.append([system, *figures(result, system, "none", "ngram"), *ratios, "-", "-"])
+            rows.append([system, *figures(result, system, "none", "ngram"), *ratios])
     return rows
 
 
@@ -101,15 +82,6 @@ def figures(result: dict[str, Any], system: str, plain: str, ngram: str) -> list
 
     ttft, tpot, tpot_ngram = middle(plain, "ttft_s"), middle(plain, "tpot_s"), middle(ngram, "tpot_s")
     return [f"{ttft:,.1f}", f"{tpot:,.2f}", f"{tpot_ngram:,.2f}"]
-
-
-def own_details(result: dict[str, Any]) -> list[str]:
-    if "specdec_details" not in result:
-        return ["-", "-"]
-    details = result["specdec_details"]
-    batch = details["batch"]
-    host = " / ".join(f"{values['median']:.2f}" for values in details["host_ms_per_step"].values())
-    return [host, f"{batch['throughput_ratio']:.2f} / {batch['generation_throughput_ratio']:.2f}"]
 
 
 def draw(results: list[dict[str, Any]], file: Path) -> None:

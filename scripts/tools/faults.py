@@ -5,11 +5,10 @@ python -m scripts.tools.faults --only 3 17 20-29      by their numbers
 python -m scripts.tools.faults --only kv_cache        by their room
 python -m scripts.tools.faults --list                 names them and runs nothing
 
-`mutate.py` makes faults by operators, in a few files; these were written by hand, as an engineer would make them when
-tired: of state, counts, order, ownership and units. A fault is found by the text that it replaces, which stands in the
-tree once, wherever its file is now. It is planted in a copy of the tree, where its nearest tests have a minute of a
-processor. A test that hangs counts as caught only if its own wait ends it and says what it waited for. Exit 1 unless
-90 % are caught.
+They were written by hand, as an engineer would make them when tired: of state, counts, order, ownership and units. A
+fault is found by the text that it replaces, which stands in the tree once, wherever its file is now. It is planted in a
+copy of the tree, where its nearest tests have a minute of a processor. A test that hangs counts as caught only if its
+own wait ends it and says what it waited for. Exit 1 unless 90 % are caught.
 """
 
 import argparse

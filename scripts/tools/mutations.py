@@ -1,12 +1,11 @@
 """Small faults, made by operators on a syntax tree: no name inside a function matters, and no layout.
 
 An address is a function, an operator and which of its places: `BlockManager.release drop 0` leaves out the first
-statement of that method that can be left out. In C++ operators work on the text, and places are counted per file.
+statement of that method that can be left out.
 """
 
 import ast
 import copy
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -186,16 +185,3 @@ _CPP_OPERATORS: dict[str, tuple[str, dict[str, str]]] = {
     "bound": (r"\b(std::min|std::max)\(", {"std::min": "std::max", "std::max": "std::min"}),
     "drop": (r"(?m)^ +((?!return|throw)[\w.>-]+\([^;{}]*\);)$", {}),
 }
-
-
-def cpp_mutations(source: str) -> Iterator[tuple[str, str, str]]:
-    """Address, what changes, and the file's text with it."""
-    for operator, (pattern, others) in _CPP_OPERATORS.items():
-        code = [found for found in re.finditer(pattern, source) if not _is_comment(source, found.start())]
-        for i, found in enumerate(code):
-            new = others.get(found[1], ";")
-            yield f"{operator} {i}", f"{found[1]} → {new}", source[: found.start(1)] + new + source[found.end(1) :]
-
-
-def _is_comment(source: str, position: int) -> bool:
-    return "//" in source[source.rfind("\n", 0, position) + 1 : position + 1]

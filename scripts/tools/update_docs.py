@@ -1,9 +1,8 @@
-"""Keeps README.md, docs/ and commands/schemas/ true: flag tables come from the commands, schemas from the records of
-documents, the walk's output from running it.
+"""Keeps README.md and docs/ true: flag tables come from the commands, the walk's output from running it.
 
-python -m scripts.tools.update_docs           flag tables and schemas
+python -m scripts.tools.update_docs           flag tables
 python -m scripts.tools.update_docs --walk    the same, and the output of the walk's commands, run in a new directory
-python -m scripts.tools.update_docs --check   exit 1 if flag tables or schemas are not up to date
+python -m scripts.tools.update_docs --check   exit 1 if flag tables are not up to date
 
 The walk: every ```bash block between `<!-- walk -->` and `<!-- end walk -->`, in the order of the pages in `WALK`, all
 in one directory. What a block prints is pasted after it where `<!-- output: NAME -->` ... `<!-- end -->` asks for it.
@@ -22,7 +21,6 @@ from typing import Any, NamedTuple
 import typer.main
 
 from commands.output.help import sort_by_panel
-from scripts.tools import schemas
 from specdec_cli.app import app
 
 ROOT = Path(__file__).parents[2]
@@ -132,7 +130,6 @@ def main() -> None:
     updated = {page: with_tables(text) for page, text in pages.items()}
     if "--check" in sys.argv[1:]:
         stale = [page for page in pages if updated[page] != pages[page]]
-        stale += [str(path.relative_to(ROOT)) for path in schemas.stale_schemas()]
         sys.exit(f"out of date: {', '.join(stale)}; run scripts/tools/update_docs.py" if stale else 0)
     if "--walk" in sys.argv[1:]:
         with tempfile.TemporaryDirectory() as directory:
@@ -140,7 +137,6 @@ def main() -> None:
         updated = {page: with_walk(text, outputs) for page, text in updated.items()}
     for page, text in updated.items():
         (ROOT / page).write_text(text, encoding="utf-8")
-    schemas.write_schemas()
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def test_wrong_probabilities_are_found() -> None:
 
 @pytest.mark.parametrize(
     "fault",
-    ["verify:_verify_probs without 0", pytest.param("verify:_verify_probs drop 0", marks=pytest.mark.slow)],
+    ["core.verify:_verify_probs without 0", pytest.param("core.verify:_verify_probs drop 0", marks=pytest.mark.slow)],
 )
 def test_planted_fault_is_found(fault: str, corpus: Corpus) -> None:
     """Penalties apply, which the draft's own tokens change."""

@@ -8,24 +8,24 @@ from scripts.campaigns.exact_oracle import count_cases, fail_everywhere, find
 from scripts.campaigns.faults import FAULTS, planted
 
 QUICKLY_FOUND = (
-    "batch:pack without 12",
-    "drafting:release_all drop 1",
-    "engine:Engine._forward drop 2",
-    "engine:Engine.step one-more 1",
-    "kv_cache:BlockManager._allocate drop 0",
-    "kv_cache:BlockManager._insert without 0",
-    "states:StateManager.admit without 4",
-    "states:StateManager.keep without 2",
-    "states:copy_slot exchange 0",
-    "states:_Kept.match_len without 14",
-    "verify:_verify_probs exchange 0",
-    "verify:verify_tokens without 1",
+    "core.batch:pack without 12",
+    "loop.drafting:release_all drop 1",
+    "engine.engine:Engine._forward drop 2",
+    "engine.engine:Engine.step one-more 1",
+    "core.kv_cache:BlockManager._allocate drop 0",
+    "core.kv_cache:BlockManager._insert without 0",
+    "core.states:StateManager.admit without 4",
+    "core.states:StateManager.keep without 2",
+    "core.states:copy_slot exchange 0",
+    "core.states:_Kept.match_len without 14",
+    "core.verify:_verify_probs exchange 0",
+    "core.verify:verify_tokens without 1",
 )
 FOUND_LATER = (
     "drafters.draft_target:DraftModel._draft_tokens one-more 2",
-    "engine:Engine.forward drop 0",
-    "scheduler:Scheduler._make_room drop 0",
-    "request:Sequence.commit drop 2",
+    "engine.engine:Engine.forward drop 0",
+    "loop.scheduler:Scheduler._make_room drop 0",
+    "core.request:Sequence.commit drop 2",
 )
 
 

@@ -3,11 +3,14 @@
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from jsonschema import Draft202012Validator
+
+from commands.schema.schemas import DOCUMENTS, schema_of
 from runtime.checkpoint.checksums import config_digest
-from scripts.tools.schemas import DOCUMENTS
 
 NGRAM = "[4,2,[0]]"
 NGRAM_RECORD: dict[str, Any] = {
@@ -65,8 +68,16 @@ def texts_of(document: dict[str, Any]) -> list[str]:
 
 
 def assert_valid(command: str, document: dict[str, Any]) -> None:
-    """Check that the document is as its record says, which is what its schema says."""
+    """Check the document by its record, and by its JSON schema with `jsonschema`."""
     DOCUMENTS[command].model_validate_json(json.dumps(document))
+    _validator(command).validate(document)
+
+
+@cache
+def _validator(command: str) -> Draft202012Validator:
+    schema = schema_of(command)
+    Draft202012Validator.check_schema(schema)
+    return Draft202012Validator(schema)
 
 
 def line_of(text: str, beginning: str) -> str:

@@ -109,6 +109,7 @@ def test_completion_in_bash_knows_commands_and_all_flags(specdec_process: Specde
             "train",
             "doctor",
             "verify",
+            "schema",
             "bench",
             "corpus",
             "cache",

@@ -1,7 +1,7 @@
 """Building blocks of documents: records, whose fields describe their keys, and those common to several documents.
 
-The schemas in `commands/schemas/` are made of them (`scripts/tools/schemas.py`). Nothing here, nor any document's own
-module, imports torch: `compare` reads documents without it.
+`specdec schema` makes JSON schemas from them (`commands/schema/schemas.py`). Nothing here, nor any document's own
+module, imports torch: `compare` and `schema` run without it.
 """
 
 from typing import Annotated, Any, Literal, get_args

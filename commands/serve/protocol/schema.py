@@ -28,7 +28,7 @@ from commands.output.help import config_flag
 from commands.serve.http.errors import HTTPError, of_validation
 from runtime.core.params import GrammarKind
 from runtime.drafters.spec import ListForm
-from runtime.drafters.specs import LOOKUPS
+from runtime.drafters.specs import lookups
 
 MAX_LOGPROBS = 20
 MAX_N = 128
@@ -77,7 +77,7 @@ class OwnLength(Lenient):
 def _config_fields() -> dict[str, Any]:
     """A field for each lookup: what its flag takes."""
     fields: dict[str, Any] = {}
-    for spec in LOOKUPS:
+    for spec in lookups():
         form = spec.description.form
         assert isinstance(form, ListForm)
         kind = ConfigText | ConfigList | Count | None if form.least == 1 else ConfigText | ConfigList | None

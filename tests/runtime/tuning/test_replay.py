@@ -23,13 +23,16 @@ from runtime.loop import orchestrator, scheduler
 from runtime.measure.tuning.replay import replay
 from runtime.text.trace_lines import Trace
 from runtime.util.errors import SpecDecError
-from scripts.bench import drafters as bench_drafters
-from scripts.bench import recorded as bench_recorded
-from scripts.bench.drafters import read_traces
 
 SAMPLE = Path(__file__).parents[2] / "data" / "traces.jsonl"
 """Greedy outputs of the shipped model `demo`: its first articles, and one that is not let end and repeats itself."""
 SPEC_BENCH = Path(__file__).parents[3] / "../shared/data/spec_bench/vicuna_traces.jsonl"
+
+
+def read_traces(path: Path) -> list[Trace]:
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [Trace(tuple(one["prompt_ids"]), tuple(one["output_ids"]), one.get("category")) for one in records]
+
 
 LOOPS: dict[str, Any] = {"orchestrator": orchestrator, "leader": scheduler}
 
@@ -218,50 +221,3 @@ def test_what_the_drafters_are_worth_on_a_quarter_of_spec_bench(
 )
 def test_what_the_drafters_are_worth_on_spec_bench(drafter: str, least: float, spec_bench: list[Trace]) -> None:
     assert tokens_per_step(replay(spec_bench, MAKE_DRAFTER[drafter](), 10)) > least
-
-
-def test_bench_prints_a_row_for_each_drafter(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(bench_drafters, "HISTORY", 500)
-    monkeypatch.setattr(bench_drafters, "NUM_TIMED", 5)
-    monkeypatch.setattr("sys.argv", ["drafters.py", str(SAMPLE)])
-    bench_drafters.main()
-    header, _, *rows = capsys.readouterr().out.splitlines()
-    assert "digest" in header and len(rows) == len(bench_drafters.DRAFTERS)
-    leftmost = sum_stats(replay(read_traces(SAMPLE), NgramLookup(3, ranking="leftmost"), 10)).counts(10)
-    assert f"| {leftmost['tokens_per_step']:.3f} |" in rows[0]
-
-
-def test_recorded_lengths_are_a_heads_and_lookups_go_on_behind_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Steps of the head yield 1 token with the prompt, then 3 and, with a draft of three, no more than 4."""
-    record = {
-        "prompt_token_ids": [1, 2, 21, 22, 23, 24, 25, 26],
-        "generated_token_ids": [11, 12, 13, 21, 22, 23, 24, 25],
-        "acc_eagle": {"acc_len": [1, 3, 1, 1, 9, 3, 2, 1]},
-    }
-    of_two_runs = record | {"acc_eagle": {"acc_len": [1, 3]}}
-    path = tmp_path / "combined_hand.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in (record, of_two_runs)))
-    monkeypatch.setattr("sys.argv", ["recorded.py", str(path)])
-    bench_recorded.main()
-    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
-    figures = ["2.67", "1.60", "2.67", "2.67", "2.67"]
-    assert rows[2:] == [["hand", "2", "1", "8", *figures], ["all", "1", "1", "8", *figures]]
-    monkeypatch.setattr("sys.argv", ["recorded.py", str(path), "--all"])
-    bench_recorded.main()
-    assert "| hand | 2 | 2 | 10 |" in capsys.readouterr().out
-    path.write_text("{}")
-    with pytest.raises(SpecDecError, match="combined_hand"):
-        bench_recorded.read_records(path)
-
-
-def test_file_without_traces_is_refused(tmp_path: Path, said: Said) -> None:
-    path = tmp_path / "traces.jsonl"
-    for text in ("", "{}", "[1]"):
-        path.write_text(text)
-        with pytest.raises(SpecDecError) as raised:
-            read_traces(path)
-        said(raised, path)

@@ -1,0 +1,32 @@
+"""`specdec schema`: prints the JSON schema of a command's `--json` document."""
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from commands.options.expand import expand_groups
+from runtime.util.errors import UsageError
+
+
+@expand_groups
+def schema(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME]", help="Document, such as `run` or `cache-list`; without a name all names."),
+    ] = None,
+) -> None:
+    """Print the JSON schema of a command's `--json` document, or the names of the documents that have one.
+
+    UsageError for a name that no document has.
+    """
+    from commands.schema.schemas import DOCUMENTS, schema_of
+
+    if name is None:
+        print("\n".join(DOCUMENTS))
+        return
+    known = name.replace("-", "_").replace(" ", "_")
+    if known not in DOCUMENTS:
+        raise UsageError(f"no JSON document has this name: {name}", hint=f"there are {', '.join(DOCUMENTS)}")
+    sys.stdout.write(json.dumps(schema_of(known), indent=2, ensure_ascii=False) + "\n")
