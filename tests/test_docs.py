@@ -98,6 +98,15 @@ def test_flag_tables_are_those_of_the_commands(page: str) -> None:
     assert update_docs.with_tables(PAGES[page]) == PAGES[page], "run scripts/tools/update_docs.py"
 
 
+def test_every_room_is_described() -> None:
+    """A folder with Python files has an `__init__.py`, whose docstring is the folder's line of docs/structure.md."""
+    page = PAGES["docs/structure.md"]
+    rooms = {path.parent for package in ("runtime", "commands") for path in (ROOT / package).glob("*/**/*.py")}
+    listed = re.findall(r"^\| `([\w/]+)/` \| (.+) \|$", page, re.MULTILINE)
+    assert sorted(name for name, _ in listed) == sorted(str(room.relative_to(ROOT)) for room in rooms)
+    assert {name for name, line in listed if line == "None"} == set()
+
+
 def test_every_command_has_its_flag_table() -> None:
     tables = re.findall(r"<!-- flags: ([\w ]+) -->", PAGES["docs/cli.md"])
     assert sorted(tables) == sorted(command_names())
