@@ -36,6 +36,8 @@ OTHERS_FLAGS = {
     "llamacpp-python",
     "update-sentences",
     "walk",
+    "scale",
+    "budget-s",
     "check",
     "slow",
     "write",
@@ -102,7 +104,7 @@ def test_every_room_is_described() -> None:
     """A folder with Python files has an `__init__.py`, whose docstring is the folder's line of docs/structure.md."""
     page = PAGES["docs/structure.md"]
     rooms = {path.parent for package in ("runtime", "commands") for path in (ROOT / package).glob("*/**/*.py")}
-    listed = re.findall(r"^\| `([\w/]+)/` \| (.+) \|$", page, re.MULTILINE)
+    listed = re.findall(r"^\| `((?:runtime|commands)/[\w/]+)/` \| (.+) \|$", page, re.MULTILINE)
     assert sorted(name for name, _ in listed) == sorted(str(room.relative_to(ROOT)) for room in rooms)
     assert {name for name, line in listed if line == "None"} == set()
 
@@ -222,7 +224,7 @@ def test_flags_in_the_text_exist() -> None:
         command: Any = typer.main.get_command(app)
         for part in name.split():
             command = command.commands[part]
-        known |= {option.lstrip("-") for param in command.params for option in param.opts}
+        known |= {option.lstrip("-") for param in command.params for option in (*param.opts, *param.secondary_opts)}
     named = {
         (page, flag)
         for page, text in PAGES.items()
