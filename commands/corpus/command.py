@@ -158,5 +158,5 @@ def _read_texts(path: Path, tokenizer: "Tokenizer") -> list[list[int]]:
     for document, where in texts:
         documents.append(encode_text(tokenizer, document))
         if not documents[-1]:
-            raise SpecDecError(f"the tokenizer makes nothing of the text: {where}", hint="leave it out")
+            raise SpecDecError(f"the tokenizer finds no tokens in the text: {where}", hint="leave it out")
     return documents

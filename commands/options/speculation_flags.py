@@ -170,7 +170,7 @@ class _Flags:
         algorithm = self.leader.algorithm.upper().replace("-", "_")
         if algorithm not in (*algorithms(), _AUTO):
             raise UsageError(
-                f"`--spec-decode-algo` names no algorithm of specdec's: {self.leader.algorithm}",
+                f"unknown `--spec-decode-algo`: {self.leader.algorithm}",
                 hint=f"there are {', '.join((*algorithms(), _AUTO))}; without the flag nothing is drafted",
             )
         return algorithm

@@ -332,7 +332,7 @@ class HeadDrafter(DrafterSpec):
         found = read_head(self.head)
         if found.kind != self.kind:
             raise UsageError(
-                f"this is no {self.description.title}: {self.head}", hint="it is another drafter by its config.json"
+                f"this is no {self.description.title}: {self.head}", hint="its config.json describes another drafter"
             )
         return [found]
 
