@@ -1,0 +1,1 @@
+"""The command line: from flags to requests, and from records to tables, JSON documents and pages."""

@@ -256,7 +256,7 @@ class LLM:
         from runtime.loop.lossless.check import check_outputs
 
         if drafter is None:
-            raise UsageError("a lossless check needs a drafter, and there is none: None", hint="name one")
+            raise UsageError("a lossless check needs a drafter, and there is none: None", hint="name a drafter")
         session = self.session(drafter, draft_len_mode)
         _, requests = self._requests(prompts, sampling_params)
         if not requests:
@@ -487,7 +487,7 @@ class LLM:
         if self.tokenizer is None:
             raise SpecDecError(
                 "stop words and bad words need a tokenizer, and the engine has none",
-                hint="name one",
+                hint="name a tokenizer",
                 code="no_tokenizer",
             )
         return self.tokenizer

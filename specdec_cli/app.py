@@ -206,7 +206,7 @@ def _with_help_all(command: Callable[..., None]) -> Callable[..., None]:
     """The command with a flag that it never hears of."""
     help_all = typer.Option(
         "--help-all",
-        help="Show all flags, those that are seldom needed too, and exit.",
+        help="Show all flags, also the seldom used ones, and exit.",
         is_eager=True,
         callback=_show_all_flags,
     )
@@ -235,7 +235,7 @@ app = typer.Typer(
 
 corpus_app = typer.Typer(
     cls=_Group,
-    help="Make, merge and describe corpora: text that n-gram lookup finds continuations in.",
+    help="Make, merge and describe corpora: files of text in which n-gram lookup searches.",
     no_args_is_help=True,
 )
 app.add_typer(corpus_app, name="corpus")

@@ -39,6 +39,7 @@ OTHERS = {
     "_keep_in_fp32_modules": "transformers'", "_keep_in_fp32_modules_strict": "transformers'",
     "num_preemptions_total": "a metric", "num_turns_total": "a metric",
     "modules_to_not_convert": "transformers' quantization_config",
+    "_keep_in_fp32_modules": "transformers'", "_keep_in_fp32_modules_strict": "transformers'",
     "vdpbf16ps": "an instruction",
     "dependentRequired": "JSON Schema's", "dependentSchemas": "JSON Schema's", "propertyNames": "JSON Schema's",
     "unevaluatedItems": "JSON Schema's", "unevaluatedProperties": "JSON Schema's", "uniqueItems": "JSON Schema's",
@@ -63,7 +64,9 @@ def own_names() -> frozenset[str]:
     for text in PAGES.values():  # what examples define, which `test_python_runs` runs
         names.update(Path(name).stem for name in re.findall(r"<!-- file: ([\w.]+) -->", text))
     names |= {
-        f"{name}_total" for name in names if name.startswith(("spec_decode_", "request_", "prompt_", "generation_"))
+        f"{name}_total"
+        for name in names
+        if name.startswith(("spec_decode_", "request_", "prompt_", "generation_", "num_"))
     }
     return frozenset(names | {path.name for directory in DIRECTORIES for path in (ROOT / directory).rglob("*/")})
 

@@ -36,7 +36,7 @@ def batch(
 ) -> None:
     """Answer a file of requests, with speculation in a running batch, on this machine or with Ray on many.
 
-    Started again after a kill or Ctrl-C it goes on where it was, and in the end the results are the same bytes.
+    After a kill or Ctrl-C the same command resumes, and the finished file of results has the same bytes.
     """
     files.check()
     defaults = model.defaults.checked()

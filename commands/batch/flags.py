@@ -55,7 +55,10 @@ class BatchDefaults:
     ] = None
     top_k: Annotated[int | None, option(SAMPLING, "Default for requests.", shown="the model's, or 0")] = None
     top_p: Annotated[float | None, option(SAMPLING, "Default for requests.", shown="the model's, or 1")] = None
-    random_seed: Annotated[int, option(SAMPLING, "With `custom_id`, determines the seed of requests without one.")] = 0
+    random_seed: Annotated[
+        int,
+        option(SAMPLING, "Seed for requests that have none; each gets a seed made from this one and its `custom_id`."),
+    ] = 0
     form: FormOptions = field(default_factory=FormOptions, repr=False)
 
     @property

@@ -144,7 +144,7 @@ class BenchPrompts:
         EvalTask | None,
         option(
             INPUT,
-            "What the dataset asks for, as in `summarize`.",
+            "Task of the dataset, as in `summarize`.",
             shown="question; summarize for `demo`",
             metavar="[summarize|code_completion|question]",
         ),
@@ -210,10 +210,18 @@ class BenchTraffic:
     num_warmups: Annotated[int, option(RUNTIME, "Requests before the clock starts.", min=0)] = 1
     output_len: OutputLen = 128
     ignore_eos: Annotated[
-        bool, option(RUNTIME, "Request all tokens (`ignore_eos` of vLLM and others).", "--ignore-eos")
+        bool,
+        option(
+            RUNTIME,
+            "Have the server generate all `--output-len` tokens, past the end of the answer (vLLM's field "
+            "`ignore_eos`).",
+            "--ignore-eos",
+        ),
     ] = False
     temperature: Annotated[float, option(SAMPLING, "Temperature to request; 0 is greedy.", min=0.0)] = 0.0
-    seed: Annotated[int, option(RUNTIME, "Seed of arrivals, of the order of prompts, and of random ones.", min=0)] = 0
+    seed: Annotated[
+        int, option(RUNTIME, "Seed for arrival times, the order of prompts, and random prompts.", min=0)
+    ] = 0
     extra_body: Annotated[
         str | None, option(RUNTIME, 'More fields for every request, such as `{"speculative": false}`.', metavar="JSON")
     ] = None
@@ -246,7 +254,11 @@ class BenchResults:
 
     goodput: Annotated[
         list[str] | None,
-        option(OUTPUT, "Objectives for goodput: `ttft:200 tpot:50 e2el:2000`, in milliseconds.", metavar="METRIC:MS"),
+        option(
+            OUTPUT,
+            "Limits that a request must keep to count for goodput: `ttft:200 tpot:50 e2el:2000`, in milliseconds.",
+            metavar="METRIC:MS",
+        ),
     ] = None
     metric_percentiles: Annotated[str, option(OUTPUT, "Percentiles of each metric.", metavar="P,…")] = "90,95,99"
     report: Annotated[

@@ -41,12 +41,12 @@ class BuildOptions:
 
     checkpoint_dir: Annotated[Path, option(INPUT, "Checkpoint made by `convert`.")]
     output_dir: Annotated[Path, option(OUTPUT, "Engine directory to write.")]
-    max_batch_size: Annotated[int, option(RUNTIME, "Sequences per step.", min=1, max=MAX_BATCH_SIZE)] = 4
+    max_batch_size: Annotated[int, option(RUNTIME, "Most requests in one step.", min=1, max=MAX_BATCH_SIZE)] = 4
     max_input_len: Annotated[
         int | None,
         option(
             RUNTIME,
-            "Tokens in a prompt.",
+            "Most tokens in a prompt.",
             shown="1024, or three quarters of max_seq_len where that is less",
             min=1,
             max=MAX_SEQ_LEN,
@@ -56,13 +56,15 @@ class BuildOptions:
         int | None,
         option(
             RUNTIME,
-            "Tokens in prompt and output together; max_draft_len is added to it.",
+            "Most tokens in a prompt and its output together. Room for a draft is added.",
             shown="the model's positions",
             min=2,
             max=MAX_SEQ_LEN,
         ),
     ] = None
-    max_draft_len: Annotated[int, option(SPECULATION, "Tokens in a draft; 0 for none.", min=0, max=MAX_DRAFT_LEN)] = 0
+    max_draft_len: Annotated[
+        int, option(SPECULATION, "Most tokens in a draft; 0 builds an engine without drafts.", min=0, max=MAX_DRAFT_LEN)
+    ] = 0
     self_draft: Annotated[
         Literal["none", IntFormat],
         option(
@@ -73,10 +75,20 @@ class BuildOptions:
     ] = "none"
     self_draft_group_size: Annotated[
         int | None,
-        option(SPECULATION, "Inputs per scale in the copy's layers; -1: one scale per output.", shown="64", min=-1),
+        option(
+            SPECULATION,
+            "Inputs that share a scale in the self-draft copy's layers; -1 for one scale per output.",
+            shown="64",
+            min=-1,
+        ),
     ] = None
     draft_model_dir: Annotated[
-        Path | None, option(SPECULATION, "Trained head that will draft: steps give it their hidden states.")
+        Path | None,
+        option(
+            SPECULATION,
+            "Trained head that will draft with this engine. The engine then hands out the hidden states that the "
+            "head reads.",
+        ),
     ] = None
     draft_output: DraftOutputOptions = field(default_factory=DraftOutputOptions)
     speculative_decoding_mode: Annotated[
@@ -89,7 +101,7 @@ class BuildOptions:
         ),
     ] = None
     use_paged_context_fmha: Annotated[
-        Literal["enable", "disable"], option(KV_CACHE, "Attention over the paged K/V cache; drafts need it.")
+        Literal["enable", "disable"], option(KV_CACHE, "Let attention read the paged K/V cache; drafts need it.")
     ] = "enable"
     tokens_per_block: Annotated[
         int, option(KV_CACHE, "Tokens in a K/V block; a power of two.", min=1, max=MAX_TOKENS_PER_BLOCK)
@@ -109,7 +121,7 @@ class BuildOptions:
         int,
         option(
             RUNTIME,
-            "Parallel build processes for a model split over devices: each holds a rank's weights.",
+            "Number of build processes for a model split over devices; each holds one rank's weights.",
             min=1,
             max=MAX_WORKERS,
         ),

@@ -22,7 +22,7 @@ class PruneOptions:
 
 @expand_groups
 def list_engines(output: Output) -> None:
-    """Show the engines in the cache: their size, when they were used last, and whether a process uses them now."""
+    """Show the engines in the cache: size, time of last use, and whether a process is using the engine."""
     from commands.cache.report import cache_list_document, show_cache
     from runtime.util.cache import cached_engines, other_bytes
 
@@ -33,9 +33,9 @@ def list_engines(output: Output) -> None:
 
 @expand_groups
 def prune(options: PruneOptions, output: Output) -> None:
-    """Remove engines from the cache, those first that were not used for longest, and none that is in use.
+    """Remove engines from the cache, the least recently used first. Engines in use stay.
 
-    What is removed is built again when it is needed.
+    A removed engine is built again when a command needs it.
     """
     max_bytes = parse_size(options.max_size)
 

@@ -24,7 +24,7 @@ class ChatOptions:
     tools: Annotated[
         Path | None,
         option(
-            INPUT, "Python file whose functions the model may call; each call is asked for first.", metavar="FILE.py"
+            INPUT, "Python file whose functions the model may call. You are asked before each call.", metavar="FILE.py"
         ),
     ] = None
     tool_call_parser: Annotated[
@@ -45,9 +45,9 @@ class ChatOptions:
 def chat(engine: EngineOptions, chat: ChatOptions, generation: RunGeneration) -> None:
     """Talk with a model that was trained for conversations, and watch it speculate.
 
-    `/stats` has the last answer's numbers, `/reset` forgets the conversation, `/quit` leaves; Ctrl-C ends an answer.
-    What was said before is found in the K/V cache. Without flags of sampling answers are sampled as the model's
-    generation_config.json says, and are greedy where it says nothing.
+    `/stats` shows the last answer's numbers, `/reset` forgets the conversation, `/quit` leaves; Ctrl-C ends an answer.
+    Earlier messages are not computed again: their keys and values stay in the cache. Without sampling flags, answers
+    are sampled as the model's generation_config.json says, or greedily if it says nothing.
     """
     generation.common.check()
     params = generation.params(None)

@@ -18,7 +18,8 @@ def compare(
 ) -> None:
     """Compare two documents: settings, metrics, and which differences are more than noise.
 
-    Counts such as tokens per step are exact for greedy output. Times are compared request by request, and need six.
+    Counts such as tokens per step are exact for greedy output. Times are compared request by request, which needs at
+    least six requests.
     """
     from commands.compare.report import compare_document, read_document, show
 

@@ -40,7 +40,11 @@ class ConvertOptions:
     ] = "full_prec"
     group_size: Annotated[
         int | None,
-        option(QUANTIZATION, "Inputs per scale: 32, 64 or 128; -1 for one scale per output.", shown="64, for fp8 -1"),
+        option(
+            QUANTIZATION,
+            "Inputs that share a scale: 32, 64 or 128; -1 for one scale per output.",
+            shown="64, for fp8 -1",
+        ),
     ] = None
     quantize_lm_head: Annotated[bool, option(QUANTIZATION, "Quantize the output layer too.", "--quantize-lm-head")] = (
         False
@@ -52,13 +56,14 @@ class ConvertOptions:
         IntFormat | None, option(QUANTIZATION, "Format for `--use-weight-only`.", shown="int8")
     ] = None
     kv_cache_dtype: Annotated[
-        Literal["auto", "int8", "fp8"], option(KV_CACHE, "Dtype of keys and values; `auto` is the weights'.")
+        Literal["auto", "int8", "fp8"],
+        option(KV_CACHE, "Number format of keys and values in the K/V cache; `auto` is the weights' dtype."),
     ] = "auto"
     activations: Annotated[
         Literal["float", "int8", "int16"] | None,
         option(
             QUANTIZATION,
-            "Activation format for quantized layers.",
+            "Number format in which quantized layers read their inputs.",
             shown="int8 for weights in int4, int16 for int8, float for fp8",
         ),
     ] = None
@@ -134,9 +139,9 @@ _KV_CACHE: dict[str, KVCacheQuantAlgo | None] = {"auto": None, "int8": "INT8", "
 
 @expand_groups
 def convert(options: ConvertOptions, output: Output) -> None:
-    """Convert a Hugging Face model into a checkpoint: config.json, and rank0.safetensors of each device.
+    """Convert a Hugging Face model into a checkpoint: config.json, and one rankN.safetensors per device.
 
-    Weights are copied tensor by tensor, so a model larger than memory converts.
+    Weights are copied tensor by tensor, so the model may be larger than memory.
     """
     options.check()
     output_dir = options.output_dir

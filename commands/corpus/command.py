@@ -78,9 +78,9 @@ class CorpusFile:
 
 @expand_groups
 def create(inputs: CorpusInputs, corpus_file: CorpusFile, output: Output) -> None:
-    """Make a corpus of texts, or of what a model has answered before.
+    """Make a corpus from texts, or from a model's earlier answers.
 
-    `run` and `summarize` draft from it with `--ngram-corpus`.
+    With `--ngram-corpus` other commands draft from it.
     """
     paths = inputs.paths()
     corpus_file.check(paths)
@@ -110,7 +110,7 @@ def merge(
     corpus_file: CorpusFile,
     output: Output,
 ) -> None:
-    """Make one corpus of several."""
+    """Merge several corpora into one."""
     if len(inputs) < 2:
         raise UsageError(f"there is nothing to merge it with: {inputs[0]}", hint="name two corpora or more")
     corpus_file.check(inputs)
@@ -127,7 +127,7 @@ def merge(
 
 @expand_groups
 def stats(corpus_file: Annotated[Path, typer.Argument(metavar="FILE", help="A corpus.")], output: Output) -> None:
-    """Say what is in a corpus, and how often its n-grams repeat: what does not repeat cannot be found again."""
+    """Show a corpus's size, and how often its n-grams repeat. Only repeated n-grams give drafts."""
     from commands.corpus.report import corpus_document, corpus_table, ngram_record, ngram_table
     from runtime.text.corpus import Corpus
 
@@ -158,5 +158,5 @@ def _read_texts(path: Path, tokenizer: "Tokenizer") -> list[list[int]]:
     for document, where in texts:
         documents.append(encode_text(tokenizer, document))
         if not documents[-1]:
-            raise SpecDecError(f"the tokenizer makes nothing of the text: {where}", hint="leave it out")
+            raise SpecDecError(f"the tokenizer finds no tokens in the text: {where}", hint="leave it out")
     return documents

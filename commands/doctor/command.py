@@ -20,8 +20,9 @@ def doctor(
 ) -> None:
     """Look for what makes an engine slow or speculation useless, and say what to do about it.
 
-    Answers a few prompts without the drafter, with it, and without it again, times steps beside those of the build, and
-    looks at the draft model, the K/V cache, the weights and the machine. Exits with 1 if something is found. Greedy.
+    Answers a few prompts without the drafter, with it, and without it again. Compares step times with the build's.
+    Checks the draft model, the K/V cache, the weights and the machine. Exits with 1 if it finds a fault. Decoding is
+    greedy.
     """
     speculation.check_profile((), inputs.model.model_dir)
     named, device_ids = speculation.resolve()

@@ -68,7 +68,7 @@ def show(judgements: Mapping[str, Judgement | None], output: Output) -> None:
         if judgement is not None and not judgement.is_fault:
             output.result(f"ok     {name}: {judgement.message}")
     if unknown := [name for name, judgement in judgements.items() if judgement is None]:
-        output.result(f"nothing to judge by: {', '.join(unknown)}")
+        output.result(f"not checked: {', '.join(unknown)}")
     for name in found:
         judgement = judgements[name]
         assert judgement is not None

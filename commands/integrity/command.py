@@ -35,9 +35,9 @@ def verify(
     ],
     output: Output,
 ) -> None:
-    """Read every file of an artefact, and compare it with the checksums made when it was written.
+    """Read every file of an engine, checkpoint or other artefact, and compare it with its recorded checksum.
 
-    Exits with 1 if a file is damaged, missing, or was not there then. What it is, is found out.
+    Exits with 1 if a file is damaged, missing, or not in the record. The kind of artefact is detected.
     """
     from commands.integrity.report import show, verify_document
 

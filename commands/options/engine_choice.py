@@ -50,7 +50,7 @@ class KVCacheOptions:
         bool,
         option(
             KV_CACHE,
-            "Reuse K/V of common prefixes. Orchestrator mode needs it.",
+            "Reuse keys and values of a prefix that was computed before. Orchestrator mode needs it.",
             "--kv-cache-enable-block-reuse",
             shown="on",
         ),
@@ -69,7 +69,7 @@ class KVCacheOptions:
         int | None,
         option(
             KV_CACHE,
-            "Tokens of a prompt after which the states of a model that has them are kept for others.",
+            "Keep a recurrent state for reuse every this many prompt tokens (models with recurrent states only).",
             shown="8192",
             min=1,
         ),

@@ -32,20 +32,21 @@ class ModelEngineOptions:
         Activations | None,
         option(
             LEADER,
-            "Activation format of `--model-dir`'s quantized layers: float, int8 or int16.",
+            "Number format in which quantized layers of `--model-dir`'s engine read their inputs: float, int8 or "
+            "int16.",
             shown="as for `convert`",
             metavar="NAME",
         ),
     ] = None
     max_batch_size: Annotated[
         int | None,
-        option(LEADER, "Sequences per step of `--model-dir`'s engine.", shown="4", min=1, max=MAX_BATCH_SIZE),
+        option(LEADER, "Most requests in one step of `--model-dir`'s engine.", shown="4", min=1, max=MAX_BATCH_SIZE),
     ] = None
     max_seq_len: Annotated[
         int | None,
         option(
             LEADER,
-            "Tokens in prompt and output together of `--model-dir`'s engine.",
+            "Most tokens in a prompt and its output together, for `--model-dir`'s engine.",
             shown="the model's positions, at most 4,096",
             min=2,
         ),
@@ -105,13 +106,15 @@ class LeaderOptions:
         str | None,
         option(
             LEADER,
-            f"Drafter: {', '.join(algorithms())}; AUTO: {_IN_AUTO}, and the models that are given.",
+            f"Drafter: {', '.join(algorithms())}; AUTO: {_IN_AUTO}, and the draft model or head if given.",
             shown="no drafter",
             metavar="NAME",
         ),
     ] = None
     drafters: LeaderDrafterFlags = field(default_factory=LeaderDrafterFlags)
-    disable_kv_cache_reuse: Annotated[bool, option(LEADER, "Do not reuse K/V.", "--disable-kv-cache-reuse")] = False
+    disable_kv_cache_reuse: Annotated[
+        bool, option(LEADER, "Do not reuse keys and values of earlier prompts.", "--disable-kv-cache-reuse")
+    ] = False
     disable_overlap_scheduler: Annotated[
         bool, option(LEADER, "Accepted without effect (docs/leader-mode.md).", "--disable-overlap-scheduler")
     ] = False

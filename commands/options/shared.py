@@ -91,8 +91,9 @@ class DraftOutputOptions:
         str | None,
         option(
             SPECULATION,
-            "Ids that the copy, and a head without a vocabulary of its own, draft: those in a file, the most "
-            "frequent of traces or a corpus, or `auto`, those that the tokenizer learned first.",
+            "Token ids that a self-draft copy or a head may draft: a file of ids, traces or a corpus (their most "
+            "frequent ids), or `auto` (the ids that the tokenizer learned first). A head with a vocabulary of its "
+            "own keeps it.",
             shown="all",
             metavar="FILE|auto",
         ),
@@ -101,20 +102,25 @@ class DraftOutputOptions:
         int | None,
         option(
             SPECULATION,
-            "Number of these ids.",
+            "Number of token ids in `--draft-vocab`, such as 32000.",
             shown="all listed; else a quarter of the vocabulary, up to 32,768",
             min=1,
         ),
     ] = None
     draft_output_layer: Annotated[
         Literal["none", IntFormat] | None,
-        option(SPECULATION, "Quantize the output layer that drafts: int8, int4 or none.", shown="none", metavar="NAME"),
+        option(
+            SPECULATION,
+            "Number format of the output layer with which a head or a self-draft copy drafts: int8, int4 or none.",
+            shown="none",
+            metavar="NAME",
+        ),
     ] = None
     draft_layers: Annotated[
         Literal["none", IntFormat] | None,
         option(
             SPECULATION,
-            "Quantize the other linear layers of a trained head: int8, int4 or none.",
+            "Number format of a trained head's other linear layers: int8, int4 or none.",
             shown="none",
             metavar="NAME",
         ),

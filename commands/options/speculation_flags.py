@@ -21,8 +21,8 @@ Drafters = Annotated[
     str | None,
     option(
         SPECULATION,
-        f"Several drafters; each sequence gets the most profitable draft: {', '.join(DRAFTERS)}, "
-        "each with its own flag; `auto` takes all that are given.",
+        f"Use several drafters; each sequence gets the most profitable draft. Names: {', '.join(DRAFTERS)}, "
+        "each with its own flag. `auto` uses every drafter whose flag you give.",
         metavar="NAME,NAME",
     ),
 ]
@@ -55,8 +55,8 @@ class SpeculationOptions:
         DraftLenMode | None,
         option(
             SPECULATION,
-            "`auto` shortens each draft to the length expected to save time, from measured step costs and "
-            "acceptance so far; it may be 0. `fixed` sends all of it.",
+            "`auto` shortens each draft to the length that should save most time, judged by measured step times "
+            "and by acceptance so far; the length may be 0. `fixed` sends drafts whole.",
             shown="auto in leader mode, fixed in orchestrator mode",
             metavar="[fixed|auto]",
         ),
@@ -170,7 +170,7 @@ class _Flags:
         algorithm = self.leader.algorithm.upper().replace("-", "_")
         if algorithm not in (*algorithms(), _AUTO):
             raise UsageError(
-                f"`--spec-decode-algo` names no algorithm of specdec's: {self.leader.algorithm}",
+                f"unknown `--spec-decode-algo`: {self.leader.algorithm}",
                 hint=f"there are {', '.join((*algorithms(), _AUTO))}; without the flag nothing is drafted",
             )
         return algorithm

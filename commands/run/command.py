@@ -16,11 +16,11 @@ def run(
 ) -> None:
     """Generate from prompts, speculating with a drafter if one is given.
 
-    In orchestrator mode (V1) unless flags of leader mode (V2) are given: then requests join and leave a running batch.
-    `--mode` chooses, and the flags of either drafter work in both.
+    Runs in orchestrator mode (V1), or in leader mode (V2) if you give one of its flags: then requests join and leave a
+    running batch. `--mode` chooses the mode; flags that choose a drafter work in both.
 
-    Greedy unless sampling is asked for. Greedy output is exactly what the model generates without speculation, and so
-    is sampled output with the same seed; with `use_logits` sampled output has the same distribution.
+    Decoding is greedy unless you give a sampling flag. Greedy output is exactly the model's output without speculation,
+    and so is sampled output with the same seed. With `use_logits`, sampled output has the same distribution.
     """
     generation.common.check()
     results.check(output)

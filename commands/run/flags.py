@@ -34,11 +34,15 @@ class RunInputs:
         ),
     ] = None
     max_input_length: Annotated[
-        int | None, option(INPUT, "Keep this many last tokens of a prompt.", shown="all", min=1)
+        int | None, option(INPUT, "Cut longer prompts at the beginning, to this many tokens.", shown="all", min=1)
     ] = None
     apply_chat_template: Annotated[
         bool,
-        option(INPUT, "Wrap each prompt as a user message, by the tokenizer's chat template.", "--apply-chat-template"),
+        option(
+            INPUT,
+            "Send each prompt as a user's message, in the form of the model's chat template.",
+            "--apply-chat-template",
+        ),
     ] = False
 
     @property
@@ -80,7 +84,7 @@ class RunResults:
     streaming: Annotated[bool, option(OUTPUT, "Print text as it is generated.", "--streaming")] = False
     streaming_interval: Annotated[int | None, option(OUTPUT, "Steps between prints.", shown="5", min=1)] = None
     output_csv: Annotated[Path | None, option(OUTPUT, "Write prompt and output ids, padded with the end id.")] = None
-    output_npy: Annotated[Path | None, option(OUTPUT, "The same as int32 array.")] = None
+    output_npy: Annotated[Path | None, option(OUTPUT, "Write prompt and output ids as a NumPy array of int32.")] = None
     output_generation_logits: Annotated[
         bool,
         option(
@@ -90,11 +94,16 @@ class RunResults:
         ),
     ] = False
     output_logits_npy: Annotated[
-        Path | None, option(OUTPUT, "The same, to this name with `_generation` inserted, as in TensorRT-LLM.")
+        Path | None,
+        option(OUTPUT, "Write these logits to a file of this name with `_generation` inserted, as TensorRT-LLM does."),
     ] = None
     logprobs: Annotated[
         int | None,
-        option(OUTPUT, "Log-probabilities of each generated token and of this many best ones, in `--json`.", min=0),
+        option(
+            OUTPUT,
+            "In `--json`, write the log-probability of each generated token, and of this many most likely tokens.",
+            min=0,
+        ),
     ] = None
     output_traces: OutputTraces = None
     check_lossless: CheckLossless = False

@@ -48,7 +48,7 @@ class StreamPrinter:
     ) -> None:
         if llm.tokenizer is None:
             raise SpecDecError(
-                "streaming needs a tokenizer, and the engine has none", hint="name one", code="no_tokenizer"
+                "streaming needs a tokenizer, and the engine has none", hint="name a tokenizer", code="no_tokenizer"
             )
         tokenizer = llm.tokenizer
         self._streams: dict[int, TextStream] = {}

@@ -29,7 +29,7 @@ _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 def serve(engine: EngineOptions, inputs: ServeInputs, server: ServerOptions) -> None:
     """Serve a model over HTTP, as OpenAI's clients expect it, with speculation in a running batch.
 
-    Only this machine can reach it unless `--host` says otherwise. A page to try it is at `/`, metrics at `/metrics`.
+    Only this machine can reach the server unless `--host` opens it. `/` is a page to try it, `/metrics` has metrics.
     """
     server.check()
     _check_packages()

@@ -43,17 +43,24 @@ class ServerOptions:
             shown="the directory's name",
         ),
     ] = None
-    max_queue_len: Annotated[int, option(SERVER, "Sequences in the queue; further ones get a 503.", min=0)] = 128
+    max_queue_len: Annotated[
+        int, option(SERVER, "Most requests that may wait; a further request gets a 503.", min=0)
+    ] = 128
     max_requests_per_client: Annotated[
         int | None,
-        option(SERVER, "Requests of one client that run or wait; further ones get a 429.", shown="no limit", min=1),
+        option(
+            SERVER,
+            "Most requests that one client may have running or waiting; a further request gets a 429.",
+            shown="no limit",
+            min=1,
+        ),
     ] = None
     max_gap_ms: Annotated[
         float,
         option(
             SERVER,
-            "Time between two tokens of a running answer while others' prompts are computed, in ms; 2.5 steps if that "
-            "is longer.",
+            "Longest time between two tokens of a running answer while other requests' prompts are computed, in "
+            "ms, but at least 2.5 steps.",
             min=0.0,
             metavar="MS",
         ),
@@ -83,7 +90,7 @@ class ServerOptions:
         str | None,
         option(
             SERVER,
-            "Format of what the model thinks first: think, mistral, gemma4; none leaves it in the text.",
+            "Format of the model's reasoning before the answer: think, mistral or gemma4; none leaves it in the text.",
             shown="the chat template's",
             metavar="FORMAT",
         ),

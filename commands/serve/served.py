@@ -163,7 +163,9 @@ def _content(token: Any) -> str | None:
 def check_can_serve(llm: LLM) -> None:
     """SpecDecError for an engine without a tokenizer: clients send texts, and read them."""
     if llm.tokenizer is None:
-        raise SpecDecError("serving needs a tokenizer, and the engine has none", hint="name one", code="no_tokenizer")
+        raise SpecDecError(
+            "serving needs a tokenizer, and the engine has none", hint="name a tokenizer", code="no_tokenizer"
+        )
 
 
 def prepare_chat(llm: LLM) -> bool:

@@ -34,8 +34,8 @@ def summarize(
 ) -> None:
     """Measure quality and speed on a dataset: ROUGE, acceptance, latency and throughput, by category.
 
-    The first sample is a warm-up and is run once more. Greedy unless sampling is asked for. In orchestrator mode (V1)
-    unless flags of leader mode (V2) are given.
+    The first sample is a warm-up, and runs once more for the results. Decoding is greedy unless you give a sampling
+    flag. Runs in orchestrator mode (V1), or in leader mode (V2) if you give one of its flags.
     """
     inputs.check()
     evaluation.check(inputs.hf_model_dir)

@@ -35,15 +35,27 @@ class SummarizeInputs:
     ] = DEMO
     dataset_dir: DatasetDir = None
     eval_task: Annotated[
-        EvalTask, option(INPUT, "What the dataset asks for.", metavar="[summarize|code_completion|question]")
+        EvalTask,
+        option(
+            INPUT,
+            "Task of the dataset, which decides how a text becomes a prompt.",
+            metavar="[summarize|code_completion|question]",
+        ),
     ] = "summarize"
-    text_column: Annotated[str | None, option(INPUT, "The dataset's column of texts.", shown="article, prompt, …")] = (
-        None
-    )
-    reference_column: Annotated[
-        str | None, option(INPUT, "The dataset's column of references.", shown="highlights, reference, …")
+    text_column: Annotated[
+        str | None, option(INPUT, "Dataset column with the texts to summarize.", shown="article, prompt, …")
     ] = None
-    max_input_length: Annotated[int, option(INPUT, "Keep this many last tokens of a prompt.", min=1)] = 923
+    reference_column: Annotated[
+        str | None,
+        option(
+            INPUT,
+            "Dataset column with the references, which outputs are scored against.",
+            shown="highlights, reference, …",
+        ),
+    ] = None
+    max_input_length: Annotated[
+        int, option(INPUT, "Cut longer prompts at the beginning, to this many tokens.", min=1)
+    ] = 923
 
     @property
     def paths(self) -> list[Path]:
@@ -131,13 +143,14 @@ class SummarizeResults:
         False
     )
     rouge1_threshold: Annotated[
-        float | None, option(OUTPUT, "ROUGE-1 x 100 to reach.", shown="15.0", min=0.0, max=100.0)
+        float | None,
+        option(OUTPUT, "With `--check-accuracy`: lowest ROUGE-1 x 100 that passes.", shown="15.0", min=0.0, max=100.0),
     ] = None
     rouge1_max_loss: Annotated[
         float | None,
         option(
             OUTPUT,
-            "With `--check-accuracy` and `--test-hf`: allowed loss in ROUGE-1 x 100 against Hugging Face.",
+            "With `--check-accuracy` and `--test-hf`: largest loss of ROUGE-1 x 100 against Hugging Face that passes.",
             shown="no limit",
             min=0.0,
             max=100.0,

@@ -11,11 +11,11 @@ from runtime.util.errors import SpecDecError, UsageError
 
 @expand_groups
 def train(inputs: TrainInputs, options: TrainOptions, results: TrainResults, output: Output) -> None:
-    """Train a model's head further, on the model's own answers, or make one.
+    """Train a drafting head on the model's own answers: a new EAGLE-3 head, or one that exists further.
 
-    That is an EAGLE-3 head, or the MTP head in the model's own checkpoint. The model is frozen; its hidden states are
-    computed once, and kept in the working directory. A new head, of EAGLE-3, is weak: published ones have seen hundreds
-    of thousands of answers. Stopped and started again, it goes on where it was.
+    An existing head is an EAGLE-3 head or the MTP head in the model's own checkpoint. The model itself does not change.
+    Its hidden states are computed once, and kept in the working directory. A new head is weak: published heads have
+    seen hundreds of thousands of answers. If the command is stopped, the same command resumes.
     """
     if not inputs.traces and inputs.input_file is None:
         raise UsageError(

@@ -31,14 +31,21 @@ class TrainInputs:
         list[Path] | None, option(INPUT, "Answers of the target, as written by `--output-traces`. Repeatable.")
     ] = None
     input_file: Annotated[
-        Path | None, option(INPUT, "Prompts, as `run` takes them, which the target answers first.")
+        Path | None,
+        option(
+            INPUT,
+            "Prompts in a file, as `run` takes it. The target answers them first, and the head learns from the "
+            "answers.",
+        ),
     ] = None
     held_out_traces: Annotated[
         Path | None, option(INPUT, "Answers to measure on, and not to learn from.", shown="one in ten of the others")
     ] = None
-    max_output_len: Annotated[int, option(RUNTIME, "Tokens of an answer to `--input-file`.", min=3)] = 256
+    max_output_len: Annotated[
+        int, option(RUNTIME, "Most tokens in an answer to a prompt of `--input-file`.", min=3)
+    ] = 256
     apply_chat_template: Annotated[
-        bool, option(INPUT, "Ask the prompts as a user in a chat.", "--apply-chat-template")
+        bool, option(INPUT, "Send each prompt as a user's message of a chat.", "--apply-chat-template")
     ] = False
 
     @property
@@ -52,7 +59,7 @@ class TrainInputs:
 class TrainOptions:
     """Length and settings of the training; None where they depend."""
 
-    num_epochs: Annotated[int, option(RUNTIME, "Times that each text is seen.", min=1)] = 3
+    num_epochs: Annotated[int, option(RUNTIME, "Number of passes over the texts.", min=1)] = 3
     learning_rate: Annotated[
         float | None,
         option(
@@ -65,7 +72,7 @@ class TrainOptions:
         int | None,
         option(
             RUNTIME,
-            "Tokens that the head drafts in a row while it learns.",
+            "Number of tokens that the head drafts in a row while it learns.",
             shown=f"{NUM_UNROLLED_STEPS}; an MTP head of several layers, one each",
             min=1,
             max=8,
@@ -74,16 +81,21 @@ class TrainOptions:
     draft_vocab_size: Annotated[
         int | None,
         option(
-            RUNTIME, "Ids that it drafts: those that the answers have most often.", shown="8,192; a given head's", min=2
+            RUNTIME,
+            "Number of token ids that the head drafts: the ids that are most frequent in the answers.",
+            shown="8,192; a given head's",
+            min=2,
         ),
     ] = None
     batch_tokens: Annotated[int, option(RUNTIME, "Tokens of an optimizer step.", min=64)] = 2048
-    max_text_len: Annotated[int, option(RUNTIME, "Tokens of a prompt and its answer that are read.", min=16)] = 1024
+    max_text_len: Annotated[
+        int, option(RUNTIME, "Read at most this many tokens of a prompt and its answer together.", min=16)
+    ] = 1024
     learn_prompts: Annotated[
         bool,
         option(
             RUNTIME,
-            "Learn the target's distribution in prompts too: more to learn from where there are few answers.",
+            "Learn from the tokens of prompts as well as answers; useful if there are few answers.",
             "--learn-prompts",
         ),
     ] = False
@@ -95,13 +107,19 @@ class TrainResults:
     """Directories that are written."""
 
     output_dir: Annotated[
-        Path, option(OUTPUT, "Directory of the head, in the form of speculators; of an MTP head in its model's.")
+        Path,
+        option(
+            OUTPUT,
+            "Directory to write the head to: an EAGLE-3 head in the format of vLLM's speculators, an MTP head in "
+            "its model's.",
+        ),
     ]
     work_dir: Annotated[
         Path | None,
         option(
             OUTPUT,
-            "Hidden states and checkpoints, from which the same command goes on. One that is named is kept.",
+            "Directory for hidden states and checkpoints, from which the same command resumes. A directory that "
+            "you name is kept.",
             shown="the output's name and .training, removed in the end",
         ),
     ] = None

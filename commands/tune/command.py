@@ -64,12 +64,12 @@ def check_replay(named: Speculation, tokenizer_dir: Path | None) -> None:
 
 @expand_groups
 def tune(inputs: TuneInputs, options: TuneOptions, flags: TunedFlags, output: Output) -> None:
-    """Find the drafter and the draft length that pay.
+    """Find the drafter and the draft length that save most time, if any does.
 
-    Replays what was generated through many drafters, which needs no model. With an engine it predicts from what its
-    steps cost how long each would take, times the best three and no drafter, and recommends the fastest. Greedy.
-    What a draft model, a trained head or the model's own copy drafts no record tells: those are run with drafts of each
-    length. Flags that name a drafter, or several, tune that only; a model alone, as `--draft-model-dir`, is tried too.
+    Replays recorded outputs through many lookups, which needs no model. With an engine, it predicts each one's time
+    from the engine's step costs, times the best three and no drafter, and recommends the fastest. Decoding is greedy.
+    Draft models, trained heads and self-drafting cannot be replayed, so they are run with drafts of each length.
+    Name a drafter to tune only that one. With `--draft-model-dir` alone, that model is tried as well.
     """
     model = model_to_try(inputs, options, flags)
     named, device_ids = named_drafter(inputs, options, flags, model)

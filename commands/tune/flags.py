@@ -24,9 +24,9 @@ class TuneInputs:
     ] = None
     model: ModelOptions = field(default_factory=ModelOptions)
     traces: Annotated[Path | None, option(INPUT, "Prompts with outputs, as written by `--output-traces`.")] = None
-    input_text: Annotated[list[str] | None, option(INPUT, "Prompt, answered without a drafter first; repeatable.")] = (
-        None
-    )
+    input_text: Annotated[
+        list[str] | None, option(INPUT, "Prompt to tune for, answered first without a drafter; repeatable.")
+    ] = None
     input_file: InputFile = None
     tokenizer_dir: TokenizerDir = None
 
@@ -52,13 +52,15 @@ class TuneOptions:
     batch_size: Annotated[int | None, option(RUNTIME, "Requests answered together.", shown="1", min=1)] = None
     num_live_prompts: Annotated[
         int | None,
-        option(RUNTIME, "Requests on which the best candidates are timed.", shown=str(DEFAULT_LIVE_PROMPTS), min=1),
+        option(
+            RUNTIME, "Number of requests on which the best settings are timed.", shown=str(DEFAULT_LIVE_PROMPTS), min=1
+        ),
     ] = None
     draft_model_dir: Annotated[
         str | None,
         option(
             SPECULATION,
-            "Draft model, as for `--model-dir`, or trained head, to try too; or that of a drafter that is named.",
+            "A draft model or trained head to try as well: a directory, GGUF file or hub id.",
             shown="the MTP head of `--model-dir`, if it has one",
         ),
     ] = None

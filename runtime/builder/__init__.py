@@ -1,1 +1,1 @@
-"""Convert and build: from a model's files to an engine, checked against transformers and kept in the cache."""
+"""Convert and build: from a model's files to a checkpoint and an engine, which is checked and kept in the cache."""

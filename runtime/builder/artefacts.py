@@ -88,8 +88,8 @@ def check_directory(directory: Path) -> ArtefactCheck:
     if "model_type" in data:
         return ArtefactCheck("model", list(_check_model(directory)))
     raise SpecDecError(
-        f"neither an engine, a checkpoint, a model nor a cache, by its config.json: {directory}",
-        hint="if it was one of them, config.json is damaged: make or download the directory again",
+        f"config.json is not that of an engine, checkpoint, model or cache: {directory}",
+        hint="if the directory was one of these, config.json is damaged: make or download the directory again",
     )
 
 

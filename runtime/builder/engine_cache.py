@@ -207,13 +207,14 @@ def _entry(entry: Path, source: Path, make: Callable[[Path], object]) -> Iterato
 
 
 def _say_that_it_waits() -> None:
-    warnings.warn("another process is building this engine: waiting for it", SpecDecWarning, stacklevel=2)
+    warnings.warn("waiting for another process, which is building this engine", SpecDecWarning, stacklevel=2)
 
 
 def _say_that_kernels_come_later() -> None:
     warnings.warn(
-        "there are no kernels yet: the model is computed as it is, more slowly, and where two tokens are nearly as "
-        "likely the output may be another than later; a process of their own compiles them for later starts",
+        "there are no kernels yet: the CPU kernels are being compiled in the background, for later starts. Until "
+        "then the model runs several times slower, and where two tokens are nearly equally likely, later outputs "
+        "may differ",
         SpecDecWarning,
         stacklevel=2,
     )

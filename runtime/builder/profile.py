@@ -163,7 +163,7 @@ def profile_for(path: str | Path, bundle: Bundle) -> Profile:
     profile = read_profile(Path(path))
     if profile.engine.digest != engine_digest(bundle.config):
         raise SpecDecError(
-            f"the profile is of another engine, {profile.engine.engine_dir}, and not of {bundle.directory}: {path}",
+            f"the profile was made for another engine, {profile.engine.engine_dir}, not for {bundle.directory}: {path}",
             hint="tune this one",
             code="profile_of_another_engine",
             engine_dir=bundle.directory,

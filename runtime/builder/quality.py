@@ -69,7 +69,7 @@ def measure_quality(checkpoint_dir: Path, text: str, name: str) -> Quality:
     pretrained = parse_pretrained_config(checkpoint.pretrained_config, str(checkpoint_dir / CONFIG))
     tokens = encode_text(load_tokenizer(checkpoint_dir, checkpoint.pretrained_config), text)[:_NUM_TOKENS]
     if len(tokens) < 2:
-        raise SpecDecError(f"the text has too few tokens to compare on: {len(tokens)}", hint="give a longer one")
+        raise SpecDecError(f"the text has too few tokens for a comparison: {len(tokens)}", hint="give a longer text")
     algorithm = checkpoint.quantization.kv_cache_quant_algo
     attention = "eager" if algorithm is None else QUANTIZED_KV
     ranks = [checkpoint_dir / name for name in weights_files(checkpoint.mapping)]

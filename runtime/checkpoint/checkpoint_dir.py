@@ -108,7 +108,7 @@ def check_has_no_head(tp_size: int) -> None:
     if tp_size > 1:
         raise SpecDecError(
             f"a model that is split over devices has no trained drafter: tp_size {tp_size}",
-            hint="build it without one, or convert the model for one device",
+            hint="build it without a head, or convert the model for one device",
         )
 
 

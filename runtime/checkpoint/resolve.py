@@ -49,7 +49,8 @@ def resolve_model(name: str) -> Path:
     if not _HUB_ID.fullmatch(name):
         raise SpecDecError(
             f"model directory does not exist: {name}",
-            hint="check the path; shipped names are `demo`, `demo-draft` and `demo-hybrid`, of a head `demo-head`",
+            hint="check the path; shipped models are `demo`, `demo-draft` and `demo-hybrid`; the shipped head is "
+            "`demo-head`",
         )
     return _download(name)
 
@@ -160,7 +161,9 @@ def refuse_unreadable_tokenizer(path: Path) -> None:
     else:
         if not is_tekken_alone(path) and not any((path / name).is_file() for name in TOKENIZER_FILES):
             raise SpecDecError(
-                f"there is no tokenizer for texts in: {path}", hint="name one, or give token ids", code="no_tokenizer"
+                f"there is no tokenizer for texts in: {path}",
+                hint="name a tokenizer, or give token ids",
+                code="no_tokenizer",
             )
         refuse_sentencepiece(path)
 

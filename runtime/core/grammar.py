@@ -392,7 +392,7 @@ class Grammars:
         if self._vocabulary is None:
             if self._tokenizer is None:
                 raise SpecDecError(
-                    "grammars need a tokenizer, and the engine has none", hint="name one", code="no_tokenizer"
+                    "grammars need a tokenizer, and the engine has none", hint="name a tokenizer", code="no_tokenizer"
                 )
             try:
                 tokenizer = self._tokenizer.backend_tokenizer

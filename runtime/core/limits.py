@@ -81,7 +81,7 @@ def check_vocabulary(request: Request, vocab_size: int) -> None:
     if request.sampling.top_k > vocab_size:
         raise SpecDecError(
             f"top_k exceeds the vocabulary of {vocab_size}: {request.sampling.top_k}",
-            hint="0 leaves the whole vocabulary",
+            hint="give at most the size of the vocabulary, or 0 for all tokens",
             code="top_k",
             size=vocab_size,
             top_k=request.sampling.top_k,
@@ -93,7 +93,7 @@ def check_draft_len(max_draft_len: int, engine_max_draft_len: int) -> None:
     if max_draft_len > engine_max_draft_len:
         raise SpecDecError(
             f"draft length exceeds the engine's max_draft_len {engine_max_draft_len}: {max_draft_len}",
-            hint=f"lower it, or build with a max_draft_len of {max_draft_len}",
+            hint=f"lower the draft length, or build with a max_draft_len of {max_draft_len}",
             code="draft_len",
             max_draft_len=max_draft_len,
         )

@@ -53,7 +53,7 @@ def no_token_left(position: int) -> NoValidToken:
     return NoValidToken(
         position,
         "there is no token left to choose, penalties and bans leave none",
-        hint="relax the penalties, no_repeat_ngram_size or bad_words",
+        hint="lower the penalties, or drop no_repeat_ngram_size or some bad_words",
         code="no_token_left",
     )
 

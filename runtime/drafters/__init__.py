@@ -1,1 +1,1 @@
-"""Drafters: one spec for each, one file for each algorithm, and what pays."""
+"""Drafters: the settings of each, one file for each algorithm, and the choice of a draft's length."""

@@ -37,15 +37,15 @@ def guarded_drafter(name: str, drafter: Any) -> "GuardedDrafter":
     """SpecDecError for an object that is no drafter; a function becomes one."""
     if isinstance(drafter, type):
         raise SpecDecError(
-            f"what `{name}` gives is a class, and no drafter: {drafter.__name__}",
-            hint=f"make one: {drafter.__name__}()",
+            f"`{name}` is a class, not a drafter: {drafter.__name__}",
+            hint=f"make an object of the class: {drafter.__name__}()",
         )
     missing = [method for method in ("propose", "forget") if not callable(getattr(drafter, method, None))]
     if missing == ["propose", "forget"] and callable(drafter):
         return GuardedDrafter(name, _FunctionDrafter(drafter))
     if missing:
         raise SpecDecError(
-            f"what `{name}` gives is no drafter, it lacks `{'` and `'.join(missing)}`: {type(drafter).__name__}",
+            f"`{name}` is not a drafter, it lacks `{'` and `'.join(missing)}`: {type(drafter).__name__}",
             hint="a drafter has `propose(sequences, max_draft_len)` and `forget(request_id)`",
         )
     return GuardedDrafter(name, drafter)

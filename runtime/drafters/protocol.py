@@ -65,7 +65,7 @@ def check_drafts(drafts: Any, num_sequences: int, max_draft_len: int, vocab_size
         for token in draft.tokens:
             if not isinstance(token, int) or not 0 <= token < vocab_size:
                 raise SpecDecError(
-                    f"the drafter proposed what is no token id of the vocabulary of {vocab_size}: {token!r}",
+                    f"the drafter proposed a value that is not a token id of the vocabulary of {vocab_size}: {token!r}",
                     hint="ids are `int`s of the target's own tokenizer",
                 )
         if draft.probs is not None:

@@ -137,7 +137,8 @@ class NgramDrafter(LookupDrafter):
     ranking: Annotated[
         NgramRanking,
         Setting(
-            "Earlier occurrence that n-gram lookup continues: oldest, leftmost, recent or frequent.",
+            "If the n-gram occurred several times, draft the continuation of the oldest, leftmost, recent or "
+            "(most) frequent occurrence.",
             flag="ngram_ranking",
         ),
     ] = "oldest"
@@ -250,7 +251,7 @@ class DraftTargetDrafter(DrafterSpec):
     description = Description(
         "draft-target",
         "draft model",
-        help="Draft by a draft model",
+        help="Draft with a draft model",
         flag="draft_target_model_config",
         form=ListForm(
             (
@@ -262,7 +263,7 @@ class DraftTargetDrafter(DrafterSpec):
             ("[4,[0],[0],False]", "4"),
         ),
         algorithm="DRAFT_TARGET",
-        note=" use_logits chooses rejection sampling over comparing tokens.",
+        note=" use_logits True accepts tokens by rejection sampling, False by comparing them.",
         is_common=True,
     )
     is_model = True
@@ -332,7 +333,7 @@ class HeadDrafter(DrafterSpec):
         found = read_head(self.head)
         if found.kind != self.kind:
             raise UsageError(
-                f"this is no {self.description.title}: {self.head}", hint="it is another drafter by its config.json"
+                f"this is no {self.description.title}: {self.head}", hint="its config.json describes another drafter"
             )
         return [found]
 
@@ -360,7 +361,7 @@ class EagleDrafter(HeadDrafter):
     description = Description(
         "eagle",
         "EAGLE-3 head",
-        help="Draft by an EAGLE-3 head",
+        help="Draft with an EAGLE-3 head",
         flag="eagle_config",
         form=_form_of_model(4),
         algorithm="EAGLE3",
@@ -387,7 +388,7 @@ class DFlashDrafter(HeadDrafter):
     description = Description(
         "dflash",
         "DFlash head",
-        help="Draft by a DFlash or DSpark head",
+        help="Draft with a DFlash or DSpark head",
         flag="dflash_config",
         form=_form_of_model(7),
         algorithm="DFLASH",
@@ -417,7 +418,7 @@ class AssistantDrafter(HeadDrafter):
     description = Description(
         "assistant",
         "Gemma 4 assistant",
-        help="Draft by a Gemma 4's assistant",
+        help="Draft with a Gemma 4 assistant",
         flag="assistant_config",
         form=_form_of_model(4),
         algorithm="ASSISTANT",
@@ -445,7 +446,7 @@ class MtpDrafter(HeadDrafter):
     description = Description(
         "mtp",
         "MTP head",
-        help="Draft by the model's own MTP head",
+        help="Draft with the MTP head that is part of the model",
         flag="mtp_config",
         form=_form_of_model(3),
         algorithm="MTP",
@@ -518,7 +519,7 @@ class GrammarDrafter(DrafterSpec):
     description = Description(
         "grammar",
         "forced tokens of a grammar",
-        help="Draft what the grammar of an output forces, and nothing else",
+        help="Draft only the tokens that an output's grammar forces",
         flag="grammar_config",
         form=_FORM_OF_LENGTH,
         algorithm="GRAMMAR",

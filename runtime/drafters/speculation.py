@@ -184,8 +184,8 @@ class Speculation:
             takes = f"takes drafts of at most {engine_max_draft_len} tokens"
             built = takes if engine_max_draft_len else "was built without drafts"
             raise SpecDecError(
-                f"the engine {built}, and the drafter's are of up to: {wanted or 'any number'}",
-                hint=f"lower it, or build with a max_draft_len of {wanted or 10}",
+                f"the engine {built}, and the drafter's drafts have up to: {wanted or 'any number'}",
+                hint=f"lower the draft length, or build with a max_draft_len of {wanted or 10}",
                 code="draft_len",
                 max_draft_len=wanted or 10,
                 build=build,
@@ -214,7 +214,7 @@ def _check_draft_model(model: str | Path) -> None:
     for spec in DRAFTERS.values():
         if spec.reads_states and spec.reads(model):
             raise SpecDecError(
-                f"this is a trained head, and no draft model: {model}",
+                f"this is a trained head, not a draft model: {model}",
                 hint=f"it is another drafter, {spec.description.algorithm} by its name",
             )
 

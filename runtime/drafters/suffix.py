@@ -23,7 +23,9 @@ class SuffixLookup(TextLookup):
 
     def __init__(self, *, growth: float | None = None, pool: NgramPool | None = None) -> None:
         if growth is not None and not growth > 0:
-            raise UsageError(f"growth is not above 0: {growth}", hint="tokens of a draft for each one of its match")
+            raise UsageError(
+                f"growth must be above 0: {growth}", hint="give the draft tokens per matched token, such as 2"
+            )
         super().__init__(pool)
         self.growth = growth
         self._longest_match = _LONGEST_MATCH

@@ -13,7 +13,7 @@ LONGEST_OF_BLOCKS = 7
 
 MAX_LEN_FLAG = LeaderFlag(
     "spec_decode_max_draft_len",
-    "Tokens in a draft, at most.",
+    "Most tokens in a draft.",
     shown=f"{DRAFT_LEN}; {LONGEST_OF_BLOCKS} of blocks; {LONGEST_LOOKUP} of lookups, unless lengths are fixed",
     at_most=MAX_DRAFT_LEN,
 )

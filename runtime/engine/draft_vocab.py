@@ -86,7 +86,7 @@ def read_ids(path: Path, vocab_size: int) -> list[int]:
     """
     values = list(_read_values(path))
     if not values:
-        raise SpecDecError(f"the file lists no ids to draft: {path}", hint="it has one at least")
+        raise SpecDecError(f"the file lists no token ids to draft: {path}", hint="list at least one token id")
     foreign = next((one for one in values if type(one) is not int), None)
     if foreign is not None:
         raise SpecDecError(f"`{path}` lists something that is no id: {shown(foreign)}", hint="ids are whole numbers")

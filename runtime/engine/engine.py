@@ -104,7 +104,7 @@ class Engine:
         draft_ids: Tensor | None = None,
     ) -> None:
         if max_num_tokens < 1:
-            raise UsageError(f"at least one token is computed at a time: {max_num_tokens}", hint="raise it")
+            raise UsageError(f"max_num_tokens must be at least 1: {max_num_tokens}", hint="raise it")
         interval = kv_cache.interval(has_states=bool(config.states))
         self.config = config
         self.max_num_tokens = max_num_tokens
@@ -398,7 +398,8 @@ class Engine:
         needed = self._blocks.num_blocks * bytes_of_head(head, block_size, dtype)
         if needed > (free_bytes := _free_memory(self.device)):
             raise SpecDecError(
-                f"what a trained drafter keeps of tokens needs {needed / 1e6:,.1f} MB, and {self.device} has free: "
+                f"the keys, values and hidden states of a trained drafter need {needed / 1e6:,.1f} MB, and "
+                f"{self.device} has free: "
                 f"{free_bytes / 1e6:,.1f} MB",
                 hint="lower max_tokens of the K/V cache, or free memory",
                 code="cache_too_large",
@@ -606,8 +607,8 @@ def _bytes_of_states(config: EngineConfig, device: torch.device) -> int:
     needed = num_slots * bytes_per_slot(config.states, build.max_draft_len, dtype)
     if needed > (free_bytes := _free_memory(device)):
         raise SpecDecError(
-            f"the states of {build.max_batch_size} sequences, and those kept for others, need {needed / 1e6:,.1f} MB, "
-            f"and {device} has free: {free_bytes / 1e6:,.1f} MB",
+            f"the states of {build.max_batch_size} sequences, and the states kept for reuse, need "
+            f"{needed / 1e6:,.1f} MB, and {device} has free: {free_bytes / 1e6:,.1f} MB",
             hint="build with a lower max_batch_size or max_draft_len, or free memory",
         )
     return needed

@@ -1,1 +1,1 @@
-"""The kernels in C++ (`csrc`), the library that they are compiled to, and its calls as operations in torch."""
+"""The kernels in C++ (`csrc`), the library that they are compiled to, and their registration as torch operations."""

@@ -249,7 +249,11 @@ def compile_kernels(path: Path, march: str = "native") -> None:
 
 
 def _say_that_it_waits() -> None:
-    warnings.warn("another process is compiling the kernels: waiting for it", SpecDecWarning, stacklevel=2)
+    warnings.warn(
+        "waiting for another process, which is compiling the kernels (about 2 minutes, once)",
+        SpecDecWarning,
+        stacklevel=2,
+    )
 
 
 def cxx_compiler() -> str:

@@ -1,1 +1,1 @@
-"""Draft, step, verify, commit: orchestrator and leader mode, serving, and sessions above them."""
+"""The loop: draft, step, verify, commit. Orchestrator mode, leader mode, serving, and sessions above them."""

@@ -43,7 +43,7 @@ def check_corpus(corpus: Corpus, tokenizer: Tokenizer | None, target_vocab_size:
     path, info = corpus.path, corpus.info
     if tokenizer is not None and tokenizer_digest(tokenizer) != info.tokenizer_digest:
         raise SpecDecError(
-            f"the corpus is of another tokenizer: {path}",
+            f"the corpus was made with another tokenizer: {path}",
             hint="recreate it, with the target's tokenizer",
             code="corpus_tokenizer",
         )

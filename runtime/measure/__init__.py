@@ -1,1 +1,1 @@
-"""Measurements that commands report; nothing that generates imports them."""
+"""Measurements that commands report. Rooms that generate text do not import them."""

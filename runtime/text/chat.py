@@ -131,7 +131,9 @@ class ChatTemplate:
         except TemplateSyntaxError as error:  # a filter that there is none of, too
             _raise_broken(error)
         except UndefinedError as error:
-            raise SpecDecError(f"the chat template asks for what no conversation has: {error}", hint=_OTHER) from None
+            raise SpecDecError(
+                f"the chat template uses a value that no conversation has: {error}", hint=_OTHER
+            ) from None
         except Exception as error:  # a template is a program that comes with a model, and fails as programs do
             if type(error) is TemplateError:  # what a template says itself; jinja's own are kinds of it
                 raise SpecDecError(

@@ -238,7 +238,7 @@ def word_tokens(tokenizer: Tokenizer, name: str, word: str) -> list[int]:
     tokens = token_ids(tokenizer, word, add_special_tokens=False)
     if not tokens or not decode(tokenizer, tokens, encode_text(tokenizer, "a")):
         raise UsageError(
-            f"{name} has a word that the tokenizer makes nothing of: {word!r}",
+            f"{name} has a word that the tokenizer turns into no tokens: {word!r}",
             hint="leave it out",
             code="foreign_word",
             name=name,
@@ -276,7 +276,9 @@ def encode(
         return kept, len(kept) < len(prompt)
     if tokenizer is None:
         raise SpecDecError(
-            "the engine has no tokenizer for a prompt of text", hint="name one, or give token ids", code="no_tokenizer"
+            "the engine has no tokenizer for a prompt of text",
+            hint="name a tokenizer, or give token ids",
+            code="no_tokenizer",
         )
     try:
         prompt.encode()

@@ -76,11 +76,11 @@ def _encode(text: str, name: str, where: str, tokenizer: Tokenizer | None) -> tu
     if tokenizer is None:
         raise SpecDecError(
             f"there is no tokenizer for a text, `{name}` on {where}: {shown(text)}",
-            hint="name one",
+            hint="name a tokenizer",
             code="no_tokenizer",
         )
     # A prompt as `run` reads it; an output goes on from there and has no start of its own.
     tokens = encode(text, tokenizer)[0] if name == "prompt" else encode_text(tokenizer, text)
     if not tokens:
-        raise SpecDecError(f"the tokenizer makes nothing of `{name}` on {where}: {shown(text)}", hint="leave it out")
+        raise SpecDecError(f"the tokenizer finds no tokens in `{name}` on {where}: {shown(text)}", hint="leave it out")
     return tuple(tokens)

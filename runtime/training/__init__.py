@@ -1,1 +1,1 @@
-"""Training of heads: the unrolled loss, hidden states, a run that can be interrupted."""
+"""Training of heads: the unrolled loss, the file of hidden states, runs that can be interrupted and resumed."""

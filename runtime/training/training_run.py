@@ -116,7 +116,7 @@ def split_traces(traces: Seq[Trace], max_len: int, held_out: Seq[Trace] | None) 
     if len(usable) < MIN_TRACES:
         raise SpecDecError(
             f"there are too few traces to train with, at least {MIN_TRACES} of at most {max_len} tokens: {len(usable)}",
-            hint="give more, or write longer ones; a thousand answers are a beginning",
+            hint="give more traces, or longer traces; about 1,000 answers are a start",
         )
     left_out = len(traces) - len(usable)
     if held_out is None:
@@ -126,7 +126,7 @@ def split_traces(traces: Seq[Trace], max_len: int, held_out: Seq[Trace] | None) 
     if not measured:
         raise SpecDecError(
             f"none of the held-out traces has an output within {max_len} tokens: {len(held_out)}",
-            hint="give others, or allow longer ones",
+            hint="give other traces, or allow longer outputs",
         )
     return Texts(usable, measured), left_out + len(held_out) - len(measured)
 

@@ -110,7 +110,7 @@ def check_private_dir(directory: Path, *above: Path) -> None:
         raise SpecDecError(
             f"the cache directory belongs to another user (number {stat.st_uid}), who could have put code into it: "
             f"{directory}",
-            hint="SPECDEC_CACHE_DIR names another",
+            hint="name another directory in SPECDEC_CACHE_DIR",
             code="cache_of_others",
         )
     if stat.st_mode & 0o022 and not is_closed:
@@ -185,7 +185,7 @@ def locked_entry(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
 def unwritable(error: OSError) -> SpecDecError:
     return SpecDecError(
         f"the cache directory cannot be written ({error.strerror or error}): {cache_dir()}",
-        hint="SPECDEC_CACHE_DIR names another",
+        hint="name another directory in SPECDEC_CACHE_DIR",
         code="cache_unwritable",
     )
 

@@ -30,7 +30,8 @@ def temporary_dir() -> Path:
         return _made_in(Path(tempfile.gettempdir()))
     except OSError as error:
         raise SpecDecError(
-            f"no directory for temporary files can be made: {error.strerror or error}", hint="TMPDIR names another"
+            f"no directory for temporary files can be made: {error.strerror or error}",
+            hint="name another directory in TMPDIR",
         ) from error
 
 
@@ -39,7 +40,7 @@ def _made_in(parent: Path) -> Path:
     if (found := parent.stat()).st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
         raise SpecDecError(
             f"other users may replace files in the directory for temporary files: {parent}",
-            hint=f"TMPDIR names another, or `chmod +t {parent}`",
+            hint=f"name another directory in TMPDIR, or `chmod +t {parent}`",
         )
     for left_over in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):

@@ -1,8 +1,9 @@
-"""Keeps README.md and docs/ true: flag tables come from the commands, the walk's output from running it.
+"""Keeps README.md and docs/ true: flag tables come from the commands, the list of rooms from the packages' docstrings,
+and the walk's output from running the walk.
 
-python -m scripts.tools.update_docs           flag tables
+python -m scripts.tools.update_docs           flag tables and rooms
 python -m scripts.tools.update_docs --walk    the same, and the output of the walk's commands, run in a new directory
-python -m scripts.tools.update_docs --check   exit 1 if flag tables are not up to date
+python -m scripts.tools.update_docs --check   exit 1 if flag tables or rooms are not up to date
 
 The walk: every ```bash block between `<!-- walk -->` and `<!-- end walk -->`, in the order of the pages in `WALK`, all
 in one directory. What a block prints is pasted after it where `<!-- output: NAME -->` ... `<!-- end -->` asks for it.
@@ -11,6 +12,7 @@ begins with `│ ROUGE-2` to the one before `│ latency`, and those from `By ca
 for them.
 """
 
+import ast
 import re
 import subprocess
 import sys
@@ -65,8 +67,17 @@ def _default(option: Any) -> str:
     return "on" if option.default is True else f"`{option.default}`"
 
 
+def room_table(package: str) -> str:
+    """A Markdown table of a package's rooms: every folder with an `__init__.py`, and its docstring."""
+    rows = [
+        f"| `{path.parent.relative_to(ROOT)}/` | {ast.get_docstring(ast.parse(path.read_text(encoding='utf-8')))} |"
+        for path in sorted((ROOT / package).rglob("*/__init__.py"), key=lambda path: path.parent)
+    ]
+    return "\n".join(["| room | holds |", "|---|---|", *rows])
+
+
 def with_tables(text: str) -> str:
-    """A page with every block between `<!-- flags: NAME -->` and `<!-- end -->` made anew."""
+    """A page with every block from `<!-- flags: NAME -->` or `<!-- rooms: PACKAGE -->` to `<!-- end -->` made anew."""
 
     def table(match: re.Match[str]) -> str:
         command: Any = typer.main.get_command(app)
@@ -74,6 +85,10 @@ def with_tables(text: str) -> str:
             command = command.commands[name]
         return f"<!-- flags: {match[1]} -->\n\n{flag_table(command)}\n\n<!-- end -->"
 
+    def rooms(match: re.Match[str]) -> str:
+        return f"<!-- rooms: {match[1]} -->\n\n{room_table(match[1])}\n\n<!-- end -->"
+
+    text = re.sub(r"<!-- rooms: (\w+) -->\n.*?<!-- end -->", rooms, text, flags=re.DOTALL)
     return re.sub(r"<!-- flags: ([\w ]+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
 
 
@@ -130,7 +145,7 @@ def main() -> None:
     updated = {page: with_tables(text) for page, text in pages.items()}
     if "--check" in sys.argv[1:]:
         stale = [page for page in pages if updated[page] != pages[page]]
-        sys.exit(f"out of date: {', '.join(stale)}; run scripts/tools/update_docs.py" if stale else 0)
+        sys.exit(f"out of date: {', '.join(stale)}; run python -m scripts.tools.update_docs" if stale else 0)
     if "--walk" in sys.argv[1:]:
         with tempfile.TemporaryDirectory() as directory:
             outputs = run_walk(walk_blocks(pages), Path(directory))

@@ -233,7 +233,7 @@ def test_corpus_of_another_tokenizer_is_refused_before_the_engine_is_opened(
     ngram = ["--ngram-config", "[4,2,[0]]", "--ngram-corpus", "c"]
     result = specdec(command, "--engine-dir", llama_engine_dir, *inputs, *ngram)
     assert_one_clear_error(
-        result, 1, ("the corpus is of another tokenizer: c", "`specdec corpus create --tokenizer-dir`")
+        result, 1, ("the corpus was made with another tokenizer: c", "`specdec corpus create --tokenizer-dir`")
     )
 
 

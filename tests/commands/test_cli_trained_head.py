@@ -236,7 +236,7 @@ def test_a_models_engine_has_the_output_layer_that_is_asked_for(
         result = specdec(*flags, *extra)
         assert result.exit_code == (1 if "none" in str(value) else 2)
         said(result, value)
-    with pytest.raises(UsageError, match="draft_vocab is of a trained head, or of a copy that drafts: auto"):
+    with pytest.raises(UsageError, match="draft_vocab needs a trained head or a self-draft copy: auto"):
         LLM("demo", draft_vocab="auto")
     result = specdec("run", "--engine-dir", mtp_dirs[0], "--draft-vocab", "auto", "--input-text", "x")
     assert result.exit_code == 2

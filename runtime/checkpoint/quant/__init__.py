@@ -1,1 +1,1 @@
-"""Quantized weights: the formats of others, and quantizing to ours."""
+"""Quantized weights: reading other tools' formats, and quantizing to our own."""

@@ -176,7 +176,7 @@ class DraftOutputSettings:
         for name, value in (("draft_vocab", self.vocab), ("draft_output_layer", self.qformat)):
             if value is not None and not heads and not has_copy:
                 raise UsageError(
-                    f"{name} is of a trained head, or of a copy that drafts: {value}",
+                    f"{name} needs a trained head or a self-draft copy: {value}",
                     hint="name a head, or have a copy made",
                     code="no_layer_that_drafts",
                     name=name,
@@ -184,7 +184,7 @@ class DraftOutputSettings:
                 )
         if self.layers is not None and not heads:
             raise UsageError(
-                f"draft_layers is of a trained head: {self.layers}",
+                f"draft_layers needs a trained head: {self.layers}",
                 hint="name a head",
                 code="no_head_of_layers",
                 name="draft_layers",
@@ -192,7 +192,7 @@ class DraftOutputSettings:
             )
         if self.vocab_size is not None and self.vocab is None:
             raise UsageError(
-                f"draft_vocab_size is of a vocabulary of drafts: {self.vocab_size}",
+                f"draft_vocab_size needs a draft_vocab: {self.vocab_size}",
                 hint="have one chosen",
                 code="size_of_no_vocab",
                 size=self.vocab_size,
@@ -339,7 +339,7 @@ def _read_eagle3(config: dict[str, Any], directory: Path, where: str) -> HeadCon
     if own.get("use_aux_hidden_state") is False:
         raise SpecDecError(
             f"an EAGLE-3 head that reads the last hidden state only is not supported: {directory}",
-            hint="take one that reads three layers of its target",
+            hint="take a head that reads three layers of the target",
         )
     layers = config.get("transformer_layer_config", config)
     if not isinstance(layers, dict):

@@ -381,7 +381,7 @@ def _check_likeness(config: HeadConfig, targets: Tables, target: str) -> None:
         theirs, ours = own[name, shape].flatten(), targets[name, shape].flatten()
         if float(F.cosine_similarity(theirs, ours, dim=0)) < _LEAST_LIKENESS:
             raise SpecDecError(
-                f"the head is another model's, of which `{name}` differs from that of {target}: {config.directory}",
+                f"the head belongs to another model, `{name}` differs from {target}'s: {config.directory}",
                 hint="take the head of this model, or one that was trained with its embeddings",
             )
 

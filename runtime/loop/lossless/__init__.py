@@ -1,1 +1,1 @@
-"""The check that drafts change no token and no distribution."""
+"""The check that drafts change no token, and no distribution of sampled tokens."""

@@ -1,1 +1,1 @@
-"""Load on a server: arrivals, an HTTP client, results."""
+"""The load that `bench` sends to a server: arrival times, an HTTP client, results."""

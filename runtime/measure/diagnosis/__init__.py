@@ -1,1 +1,1 @@
-"""Diagnosis: what limits the speed on this machine, measured and explained."""
+"""Diagnosis of what limits the speed on this machine: `observe.py` measures, `diagnose.py` judges."""

@@ -248,7 +248,7 @@ def drafts_longer_than_pays(observed: Observations) -> Judgement | None:
     seconds = [_seconds_of_a_token(drafting, length) for length in range(longest + 1)]
     best = seconds.index(min(seconds))
     ratio = seconds[longest] / seconds[best]
-    message = f"drafts of up to {longest} tokens take {ratio:.2f} times as long for a token as drafts of up to {best}"
+    message = f"drafts of up to {longest} tokens take {ratio:.2f} times as long per token as drafts of up to {best}"
     return Judgement(ratio, 1.3, ratio > 1.3, message)
 
 
@@ -374,7 +374,7 @@ def cache_preempts(observed: Observations) -> Judgement | None:
     cache = observed.cache
     number = cache.num_preemptions
     message = (
-        f"sequences that gave their K/V back for want of room: {number} times in {cache.num_iterations:,} steps, in a "
+        f"sequences preempted because the K/V cache was full: {number} times in {cache.num_iterations:,} steps, in a "
         f"cache of {cache.num_blocks:,} blocks"
     )
     return Judgement(number, 0, number > 0, message)
@@ -423,7 +423,7 @@ def speculation_changes_output(observed: Observations) -> Judgement | None:
     if outputs is None or observed.drafting is None or outputs.num_unrepeatable:
         return None
     number = outputs.num_changed
-    message = f"outputs that are others with the drafter than without: {number} of {outputs.num_requests}"
+    message = f"outputs that the drafter changed: {number} of {outputs.num_requests}"
     return Judgement(number, 0, number > 0, message)
 
 
@@ -432,7 +432,7 @@ def output_not_repeatable(observed: Observations) -> Judgement | None:
     if outputs is None:
         return None
     number = outputs.num_unrepeatable
-    message = f"outputs that are others the second time, both without a drafter: {number} of {outputs.num_requests}"
+    message = f"outputs that differ between two runs without a drafter: {number} of {outputs.num_requests}"
     return Judgement(number, 0, number > 0, message)
 
 

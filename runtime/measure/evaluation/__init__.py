@@ -1,1 +1,1 @@
-"""Systems compared on the same prompts: scores, noise, speed."""
+"""Comparisons of systems on the same prompts: scores, noise, speed."""

@@ -1,1 +1,1 @@
-"""The search for the settings that pay, by replay and live."""
+"""The search for settings that pay: by replay of recorded outputs, then by running the best."""

@@ -223,7 +223,7 @@ def _confirm(
     for what, factor in (("prompts", confirmation.factors.prompts), ("steps", confirmation.factors.others)):
         if not 1 / _LARGEST_FACTOR <= factor <= _LARGEST_FACTOR:
             _warn(
-                f"{what} take {factor:.2f} times as long as when they were measured; if that is to last, build the "
+                f"{what} take {factor:.2f} times as long as when they were measured; if this persists, build the "
                 "engine again"
             )
     return confirmation

@@ -1,0 +1,1 @@
+"""`specdec bench`: sends load to a server and reports latency and throughput."""

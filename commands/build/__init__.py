@@ -1,0 +1,1 @@
+"""`specdec build`: a checkpoint becomes an engine."""

@@ -1,0 +1,1 @@
+"""`specdec cache`: lists the engines that `--model-dir` made, and removes the oldest."""

@@ -1,0 +1,1 @@
+"""`specdec chat`: a conversation in the terminal."""

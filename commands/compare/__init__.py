@@ -1,0 +1,1 @@
+"""`specdec compare`: two JSON documents side by side."""

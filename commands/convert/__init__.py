@@ -1,0 +1,1 @@
+"""`specdec convert`: a model becomes a checkpoint."""

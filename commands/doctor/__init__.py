@@ -1,0 +1,1 @@
+"""`specdec doctor`: measures what limits the speed, and names a remedy for each finding."""

@@ -1,0 +1,1 @@
+"""Prompts and datasets that commands read."""

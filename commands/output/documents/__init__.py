@@ -1,0 +1,1 @@
+"""Records of the JSON documents (`--json`), from which the schemas are generated."""

@@ -1,0 +1,1 @@
+"""Pages that `--report` writes, by Jinja templates."""

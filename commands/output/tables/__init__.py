@@ -1,0 +1,1 @@
+"""Tables in the terminal that several commands show: drafts, and the lossless check."""

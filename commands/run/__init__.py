@@ -1,0 +1,1 @@
+"""`specdec run`: answers prompts, and reports how drafts did."""

@@ -1,0 +1,1 @@
+"""HTTP alone: routes, limits on bodies, errors, and the OpenAPI document."""

@@ -1,0 +1,1 @@
+"""`specdec summarize`: scores and times an engine on a dataset, beside Hugging Face."""

@@ -1,0 +1,1 @@
+"""`specdec train`: trains a drafting head on the model's own answers."""

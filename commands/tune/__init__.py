@@ -1,0 +1,1 @@
+"""`specdec tune`: finds the drafter and the draft length that pay."""
