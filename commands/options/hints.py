@@ -96,7 +96,8 @@ HINTS: dict[str, str | tuple[str, ...]] = {
         "leave `--quality-text` out",
         "convert the model again: `specdec convert --qformat FORMAT`",
     ),
-    "no_token_left": "relax the penalties, `--no-repeat-ngram-size` or `--bad-words`",
+    "no_token_left": "relax the penalties, `--no-repeat-ngram-size`, `--bad-words`, `--min-tokens` or "
+    "`--allowed-token-ids`",
     "no_tokenizer": "`--tokenizer-dir` names one",
     "none_fits": "give shorter ones, or build for longer ones: `specdec build --max-input-len N --max-seq-len N`",
     "nothing_to_quantize": "leave `--self-draft` out",

@@ -40,6 +40,10 @@ class RunInputs:
         bool,
         option(INPUT, "Wrap each prompt as a user message, by the tokenizer's chat template.", "--apply-chat-template"),
     ] = False
+    continue_final_message: Annotated[
+        bool,
+        option(INPUT, "Go on from the last of a prompt's `messages`, which stays open.", "--continue-final-message"),
+    ] = False
 
     @property
     def paths(self) -> list[Path]:
