@@ -28,7 +28,7 @@ from runtime.checkpoint.gguf.reader import is_gguf
 from runtime.checkpoint.resolve import resolve_tokenizer
 from runtime.core.generation import Output, Piece
 from runtime.core.grammar import CompiledGrammar, Grammars
-from runtime.core.params import GREEDY, Mode, SamplingParams
+from runtime.core.params import GREEDY, MODEL_DEFAULTS, Mode, SamplingParams
 from runtime.core.request import Request, Sequence
 from runtime.drafters.heads.head_config import DraftOutputSettings, has_mtp_head, hidden_states_for, read_head
 from runtime.drafters.plugins import tell_problems
@@ -41,7 +41,7 @@ from runtime.engine.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
 from runtime.loop.compatibility import TargetIdentity, check_corpora
 from runtime.loop.opening import Opening, open_drafter
 from runtime.loop.session import Session
-from runtime.text.chat import ChatTemplate, Message
+from runtime.text.chat import ChatTemplate, Message, TemplateInputs
 from runtime.text.text import (
     StopWords,
     TextStream,
@@ -215,12 +215,15 @@ class LLM:
         *,
         drafter: AnyDrafter | None = None,
         draft_len_mode: DraftLenMode | None = None,
+        continue_final_message: bool = False,
     ) -> list[Output]:
         """Generate the assistant's next message, by the tokenizer's chat template; SpecDecError if it has none.
+        `continue_final_message`: the output goes on from the last message, as `The answer is` of the assistant.
 
         Without parameters it is sampled as the model's generation_config.json says (`chat_params`).
         """
-        prompt, params = self.chat_template.encode(messages), sampling_params or self.chat_params()
+        inputs = TemplateInputs(continues_last=continue_final_message)
+        prompt, params = self.chat_template.encode(messages, inputs), sampling_params or self.chat_params()
         return self.generate(prompt, params, drafter=drafter, draft_len_mode=draft_len_mode)
 
     def stream_chat(
@@ -230,9 +233,11 @@ class LLM:
         *,
         drafter: AnyDrafter | None = None,
         draft_len_mode: DraftLenMode | None = None,
+        continue_final_message: bool = False,
     ) -> Generator[Piece]:
         """`chat`, step by step."""
-        prompt, params = self.chat_template.encode(messages), sampling_params or self.chat_params()
+        inputs = TemplateInputs(continues_last=continue_final_message)
+        prompt, params = self.chat_template.encode(messages, inputs), sampling_params or self.chat_params()
         return self.stream(prompt, params, drafter=drafter, draft_len_mode=draft_len_mode)
 
     @cached_property
@@ -339,7 +344,7 @@ class LLM:
     @cached_property
     def model_defaults(self) -> ModelDefaults:
         """Sampling defaults in the model's generation_config.json, whose `top_k` may be more than the vocabulary."""
-        defaults = read_model_defaults(self.bundle.directory)
+        defaults = read_model_defaults(self.bundle.directory, MODEL_DEFAULTS)
         bounds = {"top_k": self.bundle.config.vocab_size}
         sampling = {name: min(value, bounds.get(name, value)) for name, value in defaults.sampling.items()}
         return dataclasses.replace(defaults, sampling=sampling)
@@ -402,11 +407,20 @@ class LLM:
         tokenizer = self._tokenizer_for_words()
         for word in params.stop_words:
             word_tokens(tokenizer, "stop", word)
-        return StopWords(params.stop_words, tokenizer)
+        return StopWords(params.stop_words, tokenizer, params.min_tokens)
 
     def encode(self, prompt: Prompt, max_length: int | None = None) -> tuple[list[int], bool]:
         """The prompt's tokens, and whether only its last `max_length` were kept."""
         return encode(prompt, self.tokenizer, max_length)
+
+    def max_prompt_len(self, params: SamplingParams) -> int | None:
+        """Most tokens that are kept of a prompt, the last; None: all. For -1 as many as leave room for the output, or
+        for one token of an output without a limit.
+        """
+        if params.truncate_prompt_tokens != -1:
+            return params.truncate_prompt_tokens
+        build = self.bundle.config.build_config
+        return max(min(build.max_input_len, build.max_request_len - (params.max_tokens or 1)), 1)
 
     def text(self, sequence: Sequence) -> str | None:
         """The text of an output without end ids and what follows a stop word; None without a tokenizer."""
@@ -437,7 +451,7 @@ class LLM:
         for prompt_index, (prompt, one) in enumerate(zip(given, params, strict=True)):
             if one.seed is None:
                 one = dataclasses.replace(one, seed=secrets.randbits(63))
-            template, tokens = self.request_of(one), self.encode(prompt, one.truncate_prompt_tokens)[0]
+            template, tokens = self.request_of(one), self.encode(prompt, self.max_prompt_len(one))[0]
             if one.max_tokens is None:
                 room = self.bundle.config.build_config.max_request_len - len(tokens)
                 template = dataclasses.replace(template, max_new_tokens=max(room, 1))

@@ -40,8 +40,6 @@ OTHERS_FLAGS = {
     "echo-loudness",
     "update-sentences",
     "walk",
-    "scale",
-    "budget-s",
     "check",
     "slow",
     "write",

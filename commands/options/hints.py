@@ -100,7 +100,8 @@ HINTS: dict[str, str | tuple[str, ...]] = {
         "leave `--quality-text` out",
         "convert the model again: `specdec convert --qformat FORMAT`",
     ),
-    "no_token_left": "lower the penalties, or drop `--no-repeat-ngram-size` or some `--bad-words`",
+    "no_token_left": "relax the penalties, `--no-repeat-ngram-size`, `--bad-words`, `--min-tokens` or "
+    "`--allowed-token-ids`",
     "no_tokenizer": "name a tokenizer with `--tokenizer-dir`",
     "none_fits": "give shorter prompts, or build for longer prompts: `specdec build --max-input-len N --max-seq-len N`",
     "nothing_to_quantize": "leave `--self-draft` out",

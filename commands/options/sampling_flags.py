@@ -1,17 +1,18 @@
 """The flags of generation that `run`, `chat` and `summarize` share: sampling, and what ends an output."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 
 from commands.options.shared import EndId, MaxNumTokens, end_id_params
 from commands.output.help import RUNTIME, SAMPLING, option
 from commands.output.output import warn
-from runtime.core.params import SamplingParams
+from runtime.core.params import FIELDS, SamplingParams
 from runtime.util.errors import UsageError
 from runtime.util.reading import read_utf8
 
@@ -48,64 +49,40 @@ class FormOptions:
         return {name: value for name, value in vars(self.read()).items() if value is not None}
 
 
-@dataclass(frozen=True)
-class SamplingOptions:
-    """Parameters that shape the distribution of tokens; None where nothing was given. The seed is the command's."""
+def _flag_of(name: str) -> tuple[str, Any, Any]:
+    """Field of `SamplingOptions`: its name, its type with the flag, and its default, None unless the help shows it."""
+    hint, described = FIELDS[name]
+    assert described.flag is not None
+    (kind,) = (one for one in get_args(hint) or (hint,) if one is not NoneType)
+    kind = list[get_args(kind)[0]] if get_origin(kind) is Sequence else kind  # type: ignore[misc]  # of a value
+    shown = described.flag.shown
+    flag = option(SAMPLING, described.flag.help, shown=True if shown is None else shown)
+    default = getattr(SamplingParams, name)
+    return (name, Annotated[kind, flag], default) if shown is None else (name, Annotated[kind | None, flag], None)
 
-    temperature: Annotated[
-        float | None, option(SAMPLING, "Divides the logits; 0 is greedy.", shown="1.0; a chat's: the model's")
-    ] = None
-    top_k: Annotated[
-        int | None,
-        option(
-            SAMPLING,
-            "Sample among this many best tokens; 1 is greedy, 0 leaves all.",
-            shown="1; 0 with --temperature, --top-p or --min-p; a chat's: the model's",
-        ),
-    ] = None
-    top_p: Annotated[
-        float | None,
-        option(
-            SAMPLING,
-            "Sample among the best tokens of this total probability; 1.0 is off.",
-            shown="1.0; a chat's: the model's",
-        ),
-    ] = None
-    min_p: Annotated[
-        float | None,
-        option(
-            SAMPLING,
-            "Leave out tokens below this share of the best one's probability; 0.0 is off.",
-            shown="0.0; a chat's: the model's",
-        ),
-    ] = None
-    repetition_penalty: Annotated[
-        float | None,
-        option(
-            SAMPLING,
-            "Divides positive scores of tokens that occurred, and multiplies negative ones; 1.0 is off.",
-            shown="the model's, or 1.0",
-        ),
-    ] = None
-    presence_penalty: Annotated[float, option(SAMPLING, "Subtracted from the score of tokens that occurred.")] = 0.0
-    frequency_penalty: Annotated[float, option(SAMPLING, "Subtracted from a token's score for each occurrence.")] = 0.0
-    no_repeat_ngram_size: Annotated[
-        int | None,
-        option(
-            SAMPLING, "No n-gram of this size occurs twice, the prompt included; 0 is off.", shown="the model's, or 0"
-        ),
-    ] = None
-    bad_words: Annotated[
-        list[str] | None,
-        option(SAMPLING, "Text whose tokens are banned, with or without a space before it; repeatable.", shown="none"),
-    ] = None
+
+_FLAGS = [name for name, (_, described) in FIELDS.items() if described.flag is not None]
+
+if TYPE_CHECKING:
+
+    @dataclass(frozen=True)
+    class _ParamFlags:
+        def __getattr__(self, name: str) -> Any: ...
+else:
+    _ParamFlags = make_dataclass("_ParamFlags", map(_flag_of, _FLAGS), frozen=True)
+
+
+@dataclass(frozen=True)
+class SamplingOptions(_ParamFlags):
+    """The flags of `SamplingParams` (`RequestField.flag`); None where nothing was given. The seed is the command's."""
+
     form: FormOptions = field(default_factory=FormOptions)
 
     def for_chat(self, defaults: Mapping[str, Any]) -> "SamplingOptions":
         """Parameters for a chat, with the model's own values where none are given, unless greedy was asked for, or the
         model is greedy.
         """
-        given = {name for name in ("temperature", "top_k", "top_p", "min_p") if getattr(self, name) is not None}
+        given = {name for name in _FLAGS if FIELDS[name][1].greedy_ignores and getattr(self, name) is not None}
         if self.temperature == 0 or self.top_k == 1 or (given and defaults.get("temperature") == 0):
             return self
         return replace(self, **{name: value for name, value in defaults.items() if name not in given})
@@ -122,19 +99,8 @@ class SamplingOptions:
             warn("`--top-k 1` is greedy: `--temperature`, `--top-p` and `--min-p` have no effect")
         if self.temperature == 0 and (top_k > 1 or self.top_p is not None or self.min_p):
             warn("`--temperature 0` is greedy: `--top-k`, `--top-p` and `--min-p` have no effect")
-        return SamplingParams(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=top_k,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            min_p=self.min_p or 0.0,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            no_repeat_ngram_size=self.no_repeat_ngram_size,
-            bad_words=self.bad_words,
-            **self.form.params,
-            **others,
-        )
+        given = {name: value for name in _FLAGS if (value := getattr(self, name)) is not None}
+        return SamplingParams(**given | {"top_k": top_k} | self.form.params | others)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ _ALIASES = {
     "prompt": "input-text",
     "max-tokens": "max-output-len",
     "max-new-tokens": "max-output-len",
+    "truncate-prompt-tokens": "max-input-length",
     "num-draft-tokens": "spec-decode-max-draft-len",
     "draft-model": "draft-model-dir",
     "model": "model-dir",

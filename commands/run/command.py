@@ -8,6 +8,7 @@ from commands.options.expand import expand_groups
 from commands.output.output import Output
 from commands.run.flags import RunGeneration, RunInputs, RunResults
 from runtime.core.params import SamplingParams
+from runtime.util.errors import UsageError
 
 
 @expand_groups
@@ -32,6 +33,11 @@ def run(
     choice = replace(choice, answers_first=params.config().is_greedy)
     if inputs.apply_chat_template or any(prompt.messages for prompt in prompts):
         choice.check_chat_template()
+    elif inputs.continue_final_message:
+        raise UsageError(
+            "`--continue-final-message` needs conversations, and the prompts have no `messages`",
+            hint="give them in a .jsonl file with `--input-file`",
+        )
     elif any(prompt.text is not None for prompt in prompts):
         choice.check_tokenizer()
 

@@ -44,6 +44,10 @@ class RunInputs:
             "--apply-chat-template",
         ),
     ] = False
+    continue_final_message: Annotated[
+        bool,
+        option(INPUT, "Go on from the last of a prompt's `messages`, which stays open.", "--continue-final-message"),
+    ] = False
 
     @property
     def paths(self) -> list[Path]:

@@ -34,6 +34,7 @@ from runtime.core.request import Request, Sequence
 from runtime.llm import LLM
 from runtime.measure.text_steps import all_pieces, output_pieces, tokens_per_step
 from runtime.measure.tuning.search import fixed_lost
+from runtime.text.chat import TemplateInputs
 from runtime.text.text import StopWords, TextStream, stop_words_of
 from runtime.text.traces import write_traces
 from runtime.util.errors import SpecDecError
@@ -204,9 +205,10 @@ def _make_requests(
     template = replace(setup.llm.request_of(setup.params), keep_logits=results.logits_file is not None)
     prompts = without_padding(prompts, inputs.input_file, template.end_ids)
     requests, num_truncated = list[Request](), 0
+    how = TemplateInputs(continues_last=inputs.continue_final_message)
     for prompt in prompts:
         messages = prompt.conversation(apply_chat_template=inputs.apply_chat_template)
-        content = prompt.content if messages is None else setup.llm.chat_template.encode(messages)
+        content = prompt.content if messages is None else setup.llm.chat_template.encode(messages, how)
         tokens, truncated = setup.llm.encode(content, inputs.max_input_length)
         requests += [template.with_prompt(len(requests) + i, tokens, i) for i in range(setup.params.n)]
         num_truncated += truncated

@@ -44,8 +44,8 @@ class Drafting:
 
 def ask_completion(served: ServedModel, body: CompletionRequest) -> list[ServeRequest]:
     """`n` requests for each prompt, in order."""
-    prompts = _prompts(served, body.prompt)
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    prompts = _prompts(served, body.prompt, _max_prompt_len(served, body, max_tokens))
     return _ask(served, body, prompts, max_tokens, body.logprobs, echoes=bool(body.echo))
 
 
@@ -54,8 +54,8 @@ def ask_chat(served: ServedModel, body: ChatRequest) -> list[ServeRequest]:
     if body.top_logprobs and not body.logprobs:
         raise HTTPError(400, "`top_logprobs` needs `logprobs`: true", param="top_logprobs", code="invalid_value")
     tools_of(body)  # what is wrong with them is told first
-    prompt = chat_tokens(served, body)
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    prompt = served.llm.encode(chat_tokens(served, body), _max_prompt_len(served, body, max_tokens))[0]
     num_free = max(served.max_model_len - len(prompt), 1)
     if max_tokens is None or (body._takes_what_fits and max_tokens > num_free):
         max_tokens = num_free
@@ -71,7 +71,15 @@ def _held_to(asked: ServeRequest, grammar: CompiledGrammar) -> ServeRequest:
     return dataclasses.replace(asked, request=dataclasses.replace(asked.request, grammar=grammar))
 
 
-def _prompts(served: ServedModel, prompt: str | Seq[Any]) -> list[list[int]]:
+def _max_prompt_len(served: ServedModel, body: Generation, max_tokens: int | None) -> int | None:
+    """Most tokens that are kept of a prompt, the last; None: all."""
+    if body.truncate_prompt_tokens is None:
+        return None
+    params = SamplingParams(truncate_prompt_tokens=body.truncate_prompt_tokens, max_tokens=max_tokens or None)
+    return served.llm.max_prompt_len(params)
+
+
+def _prompts(served: ServedModel, prompt: str | Seq[Any], max_length: int | None) -> list[list[int]]:
     """The tokens of one prompt or several, texts or ids."""
     is_one = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
     prompts = [prompt] if is_one else prompt
@@ -80,7 +88,7 @@ def _prompts(served: ServedModel, prompt: str | Seq[Any]) -> list[list[int]]:
     for one in prompts:
         if isinstance(one, str):
             served.check_text_len(len(one), "prompt")
-    return [served.llm.encode(one)[0] for one in prompts]
+    return [served.llm.encode(one, max_length)[0] for one in prompts]
 
 
 def _ask(
@@ -126,23 +134,10 @@ def _with_any_seed(request: Request) -> Request:
 
 def _params(served: ServedModel, body: Generation, max_tokens: int, logprobs: int | None) -> SamplingParams:
     """The fields that are given, the model's own defaults for the others, and else OpenAI's."""
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    given = {name: value for name in names if (value := getattr(body, name)) is not None}
-    values: dict[str, Any] = served.defaults | given
-    values = _with_form(served, body, values)
+    values: dict[str, Any] = _with_form(served, body, served.defaults | body.given_params)
     stop, stop_token_ids = _stops(served, body)
-    return SamplingParams(
-        seed=body.seed,
-        stop=stop,
-        stop_token_ids=stop_token_ids,
-        bad_words=body.bad_words,
-        ignore_eos=bool(body.ignore_eos),
-        max_tokens=max_tokens,
-        logprobs=logprobs,
-        logit_bias=body.logit_bias,
-        penalize_prompt=False,
-        **values,
-    )
+    own = {"stop": stop, "stop_token_ids": stop_token_ids, "max_tokens": max_tokens, "logprobs": logprobs}
+    return SamplingParams(**values | own | {"penalize_prompt": False})
 
 
 def _with_form(served: ServedModel, body: Generation, values: dict[str, Any]) -> dict[str, Any]:

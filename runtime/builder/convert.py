@@ -36,6 +36,7 @@ from runtime.checkpoint.source import (
 from runtime.checkpoint.tekken import is_tekken_alone
 from runtime.checkpoint.tensor_writer import Piece, Progress, write_pieces, write_shares
 from runtime.checkpoint.tokenizer import TEMPLATE_DIR, template_files
+from runtime.core.params import MODEL_DEFAULTS
 from runtime.model.attention import PROBE
 from runtime.model.model import (
     ModelKind,
@@ -302,7 +303,7 @@ def _keep_tokenizer(model_dir: Path, directory: Path) -> None:
         return
     if sampling := generation_config_of(model_dir):
         write_json(directory / GENERATION_CONFIG, sampling)
-        check_generation_config(directory)
+        check_generation_config(directory, MODEL_DEFAULTS)
     if not has_tokenizer(model_dir):
         warnings.warn(f"the file has no tokenizer: {model_dir}", SpecDecWarning, stacklevel=3)
         return
@@ -333,7 +334,7 @@ def check_side_files(directory: Path) -> None:
             content = read_json(directory / name)
             if name == "tokenizer.json":
                 _check_tokenizer(content, directory / name)
-    check_generation_config(directory)
+    check_generation_config(directory, MODEL_DEFAULTS)
 
 
 def _check_tokenizer(content: dict[str, Any], path: Path) -> None:

@@ -2,7 +2,7 @@
 checked wherever it is read."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,6 @@ from runtime.util.files import read_json
 
 GENERATION_CONFIG = "generation_config.json"
 
-_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "temperature": (lambda value: value >= 0, "at least 0"),
-    "top_p": (lambda value: 0 < value <= 1, "more than 0 and at most 1"),
-    "top_k": (lambda value: value >= -1, "at least -1"),
-    "min_p": (lambda value: 0 <= value <= 1, "between 0 and 1"),
-    "repetition_penalty": (lambda value: value > 0, "more than 0"),
-    "no_repeat_ngram_size": (lambda value: value >= 0, "at least 0"),
-}
-_PENALTIES = ("repetition_penalty", "no_repeat_ngram_size")
-_COUNTS = ("top_k", "no_repeat_ngram_size")
 _NOT_DONE: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
     "min_length": (0,),
@@ -46,6 +36,52 @@ _NOT_DONE: dict[str, tuple[Any, ...]] = {
     "top_h": (),
 }
 """Settings of transformers' `generate` that change outputs but are not supported -> values without effect."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Finite numbers from `least` to `most`; without `least` itself where it `is_open`."""
+
+    least: float = -math.inf
+    most: float = math.inf
+    is_open: bool = False
+
+    def has(self, value: Any) -> bool:
+        is_above = value > self.least if self.is_open else value >= self.least
+        return bool(is_above and value <= self.most and abs(value) < math.inf)
+
+    @property
+    def form(self) -> str:
+        """The range in words, such as `at least 0`; nothing where every number is in it."""
+        if self.least == -math.inf:
+            return ""
+        if self.most == math.inf:
+            return f"{'more than' if self.is_open else 'at least'} {self.least:g}"
+        if self.is_open:
+            return f"more than {self.least:g} and at most {self.most:g}"
+        return f"between {self.least:g} and {self.most:g}"
+
+    @property
+    def form_of_number(self) -> str:
+        """The same, such as `a number of at least 0`."""
+        if self.most < math.inf:
+            return self.form
+        if self.least == -math.inf:
+            return "a number"
+        return f"a number {'above' if self.is_open else 'of at least'} {self.least:g}"
+
+
+ANY_NUMBER = Range()
+
+
+@dataclass(frozen=True)
+class DefaultField:
+    """A number of which a model may have its own default."""
+
+    range: Range
+    is_whole: bool
+    is_penalty: bool
+    """True if it applies to greedy outputs too."""
 
 
 @dataclass(frozen=True)
@@ -82,44 +118,48 @@ def as_end_ids(ids: Any, directory: Path) -> frozenset[int]:
     return frozenset(found)
 
 
-def read_model_defaults(directory: Path) -> ModelDefaults:
-    """SpecDecError for a value that is no number, or out of range.
+def read_model_defaults(directory: Path, fields: Mapping[str, DefaultField]) -> ModelDefaults:
+    """The file's values of these fields. SpecDecError for a value that is no number, or out of range.
 
     A `top_k` that the file does not name is none, where transformers' `generate` takes 50.
     """
     config = _read(directory)
-    found = {name: _number(name, config[name], directory) for name in _RANGES if config.get(name) is not None}
+    found = {
+        name: _number(name, field, config[name], directory)
+        for name, field in fields.items()
+        if config.get(name) is not None
+    }
     do_sample = config.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
         raise SpecDecError(
             f"`do_sample` of the model is neither true nor false: {do_sample!r}", hint=_correct(directory)
         )
-    sampling = {name: value for name, value in found.items() if name not in _PENALTIES}
+    sampling = {name: value for name, value in found.items() if not fields[name].is_penalty}
     return ModelDefaults(
-        {name: found[name] for name in _PENALTIES if name in found},
+        {name: value for name, value in found.items() if fields[name].is_penalty},
         {"temperature": 0.0} if do_sample is False else sampling,
         tuple(name for name, neutral in _NOT_DONE.items() if config.get(name) not in (None, False, *neutral)),
     )
 
 
-def _number(name: str, value: Any, directory: Path) -> float:
+def _number(name: str, field: DefaultField, value: Any, directory: Path) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise SpecDecError(f"`{name}` of the model is no number: {value!r}", hint=_correct(directory))
-    is_valid, form = _RANGES[name]
-    if not is_valid(value) or (name in _COUNTS and value != int(value)):
-        whole = "a whole number, " if name in _COUNTS else ""
-        raise SpecDecError(f"`{name}` of the model must be {whole}{form}: {value!r}", hint=_correct(directory))
-    return max(int(value), 0) if name in _COUNTS else float(value)
+    least = Range(field.range.least, is_open=field.range.is_open) if field.is_whole else field.range
+    if not least.has(value) or (field.is_whole and value != int(value)):
+        whole = "a whole number, " if field.is_whole else ""
+        raise SpecDecError(f"`{name}` of the model must be {whole}{least.form}: {value!r}", hint=_correct(directory))
+    return max(int(value), 0) if field.is_whole else float(value)
 
 
 def _correct(directory: Path) -> str:
     return f"correct `{directory / GENERATION_CONFIG}`"
 
 
-def check_generation_config(directory: Path) -> None:
+def check_generation_config(directory: Path, fields: Mapping[str, DefaultField]) -> None:
     """SpecDecError for a file that cannot be read, or whose values nothing could be generated by."""
     read_end_ids(directory)
-    read_model_defaults(directory)
+    read_model_defaults(directory, fields)
 
 
 def _read(directory: Path) -> dict[str, Any]:

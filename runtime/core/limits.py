@@ -64,6 +64,7 @@ def check_vocabulary(request: Request, vocab_size: int) -> None:
     for what, tokens in (
         ("prompt", request.prompt_tokens),
         ("bad words", [token for word in request.sampling.bad_words for token in word]),
+        ("allowed_token_ids", request.sampling.allowed_token_ids or ()),
         ("logit bias", [token for token, _ in request.sampling.logit_bias]),
     ):
         foreign = next((token for token in tokens if not 0 <= token < vocab_size), None)

@@ -3,24 +3,83 @@
 `SamplingParams` has vLLM's names and defaults, and knows words; `SamplingConfig` has TensorRT-LLM's, and knows tokens.
 """
 
+import dataclasses
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
+from runtime.checkpoint.generation_config import ANY_NUMBER, DefaultField, Range
 from runtime.util.errors import UsageError
 
-_AT_LEAST_0 = ("temperature", "top_k", "no_repeat_ngram_size")
-_PENALTIES = ("presence_penalty", "frequency_penalty")
-_HINTS = {
-    "temperature": "0 is greedy, 1 no effect",
-    "top_k": "0 is the whole vocabulary, 1 greedy",
-    "top_p": "1 is no effect",
-    "repetition_penalty": "1 is no effect",
-}
+Protocol = Literal["completions", "chat", "responses", "messages"]
+"""Bodies of requests: OpenAI's completions, chat and Responses, and Anthropic's Messages. A batch has the first two."""
+_OPENAI: tuple[Protocol, ...] = ("completions", "chat", "responses")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """Help of a command's flag of the field's own name, and what `--help` shows as the default, if not the field's."""
+
+    help: str
+    shown: str | None = None
+
+
+Shapes = Literal["draw", "scores", "mask", "end", "prompt", "form"]
+"""What a field shapes: the draw of a sample, which greedy requests ignore; scores by the tokens before, greedy or not;
+which tokens may be chosen; the output's end; the prompt; or the form of the output's text."""
+
+
+@dataclass(frozen=True)
+class RequestField:
+    """Everything that is known of a field of a request but its type and default, which stand in the class. From it
+    follow the checks of values, flags, bodies of requests and what they refuse, defaults of models and JSON records.
+    """
+
+    help: str
+    names: Mapping[Protocol, str]
+    """Its name in each protocol that has it; others refuse it unless it is `neutral`."""
+    shapes: Shapes | None = None
+    range: Range = ANY_NUMBER
+    hint: str = "0 is no effect"
+    """Hint for a value out of `range`."""
+    in_body: Range | None = None
+    """Range in bodies of requests; None: `range`."""
+    most_items: int = 32
+    """Of a list in a body."""
+    neutral: tuple[Any, ...] = ()
+    """Values that ask for nothing, beside None."""
+    flag: Flag | None = None
+    config: str | None = None
+    """Name in `SamplingConfig`, if it is another."""
+    in_model: bool = False
+    """True if a model's generation_config.json may have a default for it."""
+    in_every_document: bool = False
+    """False: JSON documents of former versions may lack it, which is its default."""
+
+    @property
+    def greedy_ignores(self) -> bool:
+        return self.shapes == "draw"
+
+
+def in_all(name: str, *protocols: Protocol) -> dict[Protocol, str]:
+    """One name in these protocols; without any in OpenAI's three."""
+    return dict.fromkeys(protocols or _OPENAI, name)
+
+
+def fields_of(described: type) -> dict[str, tuple[Any, RequestField]]:
+    """The type and the description of each field of a class; TypeError for a field without one."""
+    found = {}
+    for name, hint in get_type_hints(described, include_extras=True).items():
+        descriptions = [one for one in getattr(hint, "__metadata__", ()) if isinstance(one, RequestField)]
+        if len(descriptions) != 1:
+            raise TypeError(f"a field of a request has no RequestField: {described.__name__}.{name}")
+        found[name] = (get_args(hint)[0], descriptions[0])
+    return found
+
 
 Mode = Literal["orchestrator", "leader"]
 """Loop that answers: TensorRT-LLM's V1, which releases a sequence after each step, or V2, which keeps it."""
@@ -58,7 +117,8 @@ class SamplingConfig:
     """TensorRT-LLM's names and defaults; `bad_words` and penalties see the prompt too, as there.
 
     Without `penalize_prompt` presence and frequency count what was generated only, as OpenAI's do. `logit_bias` is
-    added to the logits of tokens, as (token, bias), before anything else.
+    added to the logits of tokens, as (token, bias), before anything else. Ids that end an output cannot be chosen
+    before the output has `min_tokens` tokens, and other ids than `allowed_token_ids` never.
 
     top_k 1 and temperature 0 (below 1e-5) are greedy; top_k 0 leaves the whole vocabulary; top_p 1.0, min_p 0.0,
     no_repeat_ngram_size 0 and neutral penalties (1.0, 0.0, 0.0) change nothing. UsageError if out of range: `top_p` is
@@ -77,37 +137,48 @@ class SamplingConfig:
     random_seed: int = 0
     penalize_prompt: bool = True
     logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    allowed_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for token, bias in self.logit_bias:
             if not bias < math.inf:
                 raise UsageError(f"the bias of token {token} must be a number: {bias}", hint="0 is no effect")
-        ranges = [(name, 0 <= getattr(self, name) < math.inf, "a number of at least 0") for name in _AT_LEAST_0]
-        ranges += [(name, math.isfinite(getattr(self, name)), "a number") for name in _PENALTIES]
-        ranges.append(("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1"))
-        ranges.append(("min_p", 0 <= self.min_p <= 1, "between 0 and 1"))
-        ranges.append(("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a number above 0"))
-        for name, is_valid, form in ranges:
-            if not is_valid:
-                raise UsageError(
-                    f"{name} must be {form}: {getattr(self, name)}", hint=_HINTS.get(name, "0 is no effect")
-                )
+        for name, (_, field) in FIELDS.items():
+            value = getattr(self, name, None)
+            if isinstance(value, Real) and not field.range.has(value):
+                raise UsageError(f"{name} must be {field.range.form_of_number}: {value}", hint=field.hint)
         if any(not word for word in self.bad_words):
             raise UsageError("a bad word has no tokens: ()", hint="leave it out")
+        if self.allowed_token_ids == ():
+            raise UsageError("allowed_token_ids allows no token: []", hint="leave it out, or name one id or more")
 
     @property
     def is_greedy(self) -> bool:
         return is_greedy(self.temperature, self.top_k)
 
 
-GREEDY = SamplingConfig()
-
-
 def _is_list_of(kind: type, value: Any) -> bool:
-    """True of None too."""
-    if value is None:
-        return True
     return isinstance(value, Collection) and not isinstance(value, str) and all(isinstance(one, kind) for one in value)
+
+
+def _check_type(name: str, value: Any, hint: Any) -> None:
+    """UsageError for a value that is not of the type of its field, such as `int | None` or `Sequence[str] | None`."""
+    kinds = get_args(hint) if type(None) in get_args(hint) else (hint,)
+    if value is None and type(None) in kinds:
+        return
+    if bool in kinds:
+        if not isinstance(value, bool):
+            raise UsageError(f"{name} must be True or False: {value!r}", hint="leave it out, or give one")
+    elif int in kinds or float in kinds:
+        kind, form = (Integral, "an integer") if int in kinds else (Real, "a number")
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise UsageError(f"{name} must be {form}: {value!r}", hint="leave it out, or give it as one")
+    elif Sequence[int] in kinds or Sequence[str] in kinds:
+        item, form = (Integral, "a list of token ids") if Sequence[int] in kinds else (str, "a list of texts")
+        form = f"a text or {form}" if str in kinds else form
+        if not _is_list_of(item, value) and not (str in kinds and isinstance(value, str)):
+            raise UsageError(f"{name} must be {form}: {value!r}", hint="leave it out, or give one")
 
 
 def _are_biases(value: Any) -> bool:
@@ -119,92 +190,208 @@ def _are_biases(value: Any) -> bool:
     )
 
 
-_INTEGERS = ("n", "top_k", "no_repeat_ngram_size", "seed", "max_tokens", "truncate_prompt_tokens", "logprobs")
-_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_TRUE_OR_FALSE = ("ignore_eos", "penalize_prompt", "return_generation_logits")
-_MAY_BE_NONE = {
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "seed",
-    "max_tokens",
-    "truncate_prompt_tokens",
-    "logprobs",
-}
-
-
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of a prompt, with vLLM's names and defaults.
+    """Sampling parameters of a prompt, with vLLM's names and defaults; each field's `RequestField` says the rest.
 
-    Temperature 0 is greedy; top_k 0 (or -1) and top_p 1.0 leave the whole vocabulary. Without a `seed` every call
-    draws one. Penalties and `no_repeat_ngram_size` see the prompt too; a `repetition_penalty` or
-    `no_repeat_ngram_size` of None is the model's own (`runtime.checkpoint.generation_config`). `stop` is text that
-    ends an output and is not part of the output. `logprobs` asks for the log-probabilities of that many best tokens
-    and of the chosen one, by the model's own logits, before any penalty or cut. UsageError if a value is out of
-    range.
+    Without a `seed` every call draws one. A `repetition_penalty` or `no_repeat_ngram_size` of None is the model's own
+    (`runtime.checkpoint.generation_config`). `logprobs` are by the model's own logits, before any penalty or cut.
+    UsageError if a value is out of range.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    no_repeat_ngram_size: int | None = None
-    seed: int | None = None
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = None
-    ignore_eos: bool = False
-    """True if the model's own end ids are ordinary tokens; `stop_token_ids` end an output in either case."""
-    max_tokens: int | None = 16
-    """None: as many as there is room for."""
-    truncate_prompt_tokens: int | None = None
-    """Keep this many last tokens of a prompt; None: all."""
-    logprobs: int | None = None
-    penalize_prompt: bool = True
-    """True if presence and frequency penalties count the prompt's tokens too."""
-    logit_bias: Mapping[int, float] | None = None
-    """Token id -> what is added to its logit."""
-    return_generation_logits: bool = False
-    json_schema: str | Mapping[str, Any] | None = None
-    """JSON schema that the output is valid by; `{"type": "object"}` is any object. Of this and the next three, one."""
-    regex: str | None = None
-    """Regular expression that the whole output matches, without look-around and back-references."""
-    grammar: str | None = None
-    """Grammar of the output, in Lark's or GBNF's notation."""
-    choice: Sequence[str] | None = None
-    """Texts of which the output is one."""
+    n: Annotated[
+        int,
+        RequestField("Outputs of each prompt.", in_all("n", "completions", "chat"), None, Range(1), "raise it",
+                     Range(1, 128), neutral=(1,)),
+    ] = 1  # fmt: skip
+    temperature: Annotated[
+        float,
+        RequestField(
+            "Divides the logits; 0 is greedy.", in_all("temperature", *_OPENAI, "messages"), "draw", Range(0),
+            "0 is greedy, 1 no effect", Range(0, 100), in_model=True, in_every_document=True,
+            flag=Flag("Divides the logits; 0 is greedy.", "1.0; a chat's: the model's"),
+        ),
+    ] = 1.0  # fmt: skip
+    top_p: Annotated[
+        float,
+        RequestField(
+            "Samples among the best tokens of this total probability; 1 is no effect.",
+            in_all("top_p", *_OPENAI, "messages"), "draw", Range(0, 1, is_open=True), "1 is no effect", in_model=True,
+            in_every_document=True,
+            flag=Flag("Sample among the best tokens of this total probability; 1.0 is off.",
+                      "1.0; a chat's: the model's"),
+        ),
+    ] = 1.0  # fmt: skip
+    top_k: Annotated[
+        int,
+        RequestField(
+            "Samples among this many best tokens; 0 and -1 leave all, 1 is greedy.",
+            in_all("top_k", *_OPENAI, "messages"), "draw", Range(0), "0 is the whole vocabulary, 1 greedy",
+            Range(-1, 2**63 - 1), in_model=True, in_every_document=True,
+            flag=Flag("Sample among this many best tokens; 1 is greedy, 0 leaves all.",
+                      "1; 0 with --temperature, --top-p or --min-p; a chat's: the model's"),
+        ),
+    ] = 0  # fmt: skip
+    min_p: Annotated[
+        float,
+        RequestField(
+            "Leaves out tokens below this share of the best token's probability.", in_all("min_p"), "draw",
+            Range(0, 1), neutral=(0.0, 0), in_model=True, in_every_document=True,
+            flag=Flag("Leave out tokens below this share of the best one's probability; 0.0 is off.",
+                      "0.0; a chat's: the model's"),
+        ),
+    ] = 0.0  # fmt: skip
+    repetition_penalty: Annotated[
+        float | None,
+        RequestField(
+            "Divides positive scores of tokens that occurred, in the prompt too, and multiplies negative scores.",
+            in_all("repetition_penalty"), "scores", Range(0, is_open=True), "1 is no effect",
+            Range(0, 100, is_open=True), neutral=(1.0, 1), in_model=True, in_every_document=True,
+            flag=Flag("Divides positive scores of tokens that occurred, and multiplies negative ones; 1.0 is off.",
+                      "the model's, or 1.0"),
+        ),
+    ] = None  # fmt: skip
+    presence_penalty: Annotated[
+        float,
+        RequestField(
+            "Subtracted from the score of tokens that occurred.", in_all("presence_penalty"), "scores",
+            in_body=Range(-2, 2), neutral=(0.0, 0), in_every_document=True,
+            flag=Flag("Subtracted from the score of tokens that occurred."),
+        ),
+    ] = 0.0  # fmt: skip
+    frequency_penalty: Annotated[
+        float,
+        RequestField(
+            "Subtracted from a token's score for each occurrence.", in_all("frequency_penalty"), "scores",
+            in_body=Range(-2, 2), neutral=(0.0, 0), in_every_document=True,
+            flag=Flag("Subtracted from a token's score for each occurrence."),
+        ),
+    ] = 0.0  # fmt: skip
+    no_repeat_ngram_size: Annotated[
+        int | None,
+        RequestField(
+            "No n-gram of this size occurs twice, the prompt included.", {}, "scores", Range(0), neutral=(0,),
+            in_model=True, in_every_document=True,
+            flag=Flag("No n-gram of this size occurs twice, the prompt included; 0 is off.", "the model's, or 0"),
+        ),
+    ] = None  # fmt: skip
+    seed: Annotated[
+        int | None,
+        RequestField(
+            "Seed of the draws: the same request with the same seed has the same output.",
+            in_all("seed", *_OPENAI, "messages"), "draw", in_body=Range(-(2**63), 2**64 - 1), config="random_seed",
+            in_every_document=True,
+        ),
+    ] = None  # fmt: skip
+    stop: Annotated[
+        str | Sequence[str] | None,
+        RequestField("Texts that end an output and are no part of it.",
+                     in_all("stop") | in_all("stop_sequences", "messages"), "end", neutral=([],)),
+    ] = None  # fmt: skip
+    stop_token_ids: Annotated[
+        Sequence[int] | None,
+        RequestField("Ids that end an output, beside the model's own.", in_all("stop_token_ids"), "end", neutral=([],)),
+    ] = None
+    bad_words: Annotated[
+        Sequence[str] | None,
+        RequestField(
+            "Texts whose tokens are banned.", in_all("bad_words"), "scores", neutral=([],), in_every_document=True,
+            flag=Flag("Text whose tokens are banned, with or without a space before it; repeatable.", "none"),
+        ),
+    ] = None  # fmt: skip
+    ignore_eos: Annotated[
+        bool,
+        RequestField("True: the model's own end ids are ordinary tokens; `stop_token_ids` end an output all the same.",
+                     in_all("ignore_eos"), "end", neutral=(False,)),
+    ] = False  # fmt: skip
+    max_tokens: Annotated[
+        int | None,
+        RequestField(
+            "Most tokens of an output; None: as many as there is room for.",
+            in_all("max_tokens", "completions", "chat", "messages") | in_all("max_output_tokens", "responses"),
+            "end", Range(1), "raise it", Range(0, 2**31 - 1),
+        ),
+    ] = 16  # fmt: skip
+    min_tokens: Annotated[
+        int,
+        RequestField(
+            "Least tokens of an output: before, no end id can be chosen and no stop word ends it. vLLM's.",
+            in_all("min_tokens"), "mask", Range(0), neutral=(0,), in_body=Range(0, 2**31 - 1),
+            flag=Flag("Tokens that each output has before an end id or a stop word can end it; 0 is off."),
+        ),
+    ] = 0  # fmt: skip
+    allowed_token_ids: Annotated[
+        Sequence[int] | None,
+        RequestField(
+            "The only ids that can be chosen; the model's end ids are among them only if named. vLLM's.",
+            in_all("allowed_token_ids"), "mask", most_items=1 << 20,
+            flag=Flag("Id of a token that may be chosen, and no other may; repeatable.", "all"),
+        ),
+    ] = None  # fmt: skip
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        RequestField(
+            "Keep this many last tokens of a prompt; -1: as many as the engine takes. vLLM's.",
+            in_all("truncate_prompt_tokens", "completions", "chat"), "prompt", in_body=Range(-1, 2**31 - 1),
+        ),
+    ] = None  # fmt: skip
+    logprobs: Annotated[
+        int | None,
+        RequestField(
+            "Log-probabilities of each chosen token and of this many best tokens.",
+            in_all("logprobs", "completions") | in_all("top_logprobs", "chat"), None, Range(0), "raise it",
+            Range(0, 20), neutral=(False, 0),
+        ),
+    ] = None  # fmt: skip
+    penalize_prompt: Annotated[
+        bool,
+        RequestField("True: presence and frequency penalties count the prompt's tokens too. A server's never do.", {},
+                     neutral=(False,)),
+    ] = True  # fmt: skip
+    logit_bias: Annotated[
+        Mapping[int, float] | None,
+        RequestField("Token id -> number that is added to its logit.", in_all("logit_bias"), "scores",
+                     in_body=Range(-100, 100), most_items=1024, neutral=({},)),
+    ] = None  # fmt: skip
+    return_generation_logits: Annotated[
+        bool, RequestField("True: the output has the logits of each generated token.", {}, neutral=(False,))
+    ] = False
+    json_schema: Annotated[
+        str | Mapping[str, Any] | None,
+        RequestField("JSON schema that the output is valid by; `{\"type\": \"object\"}` is any object. Of this and the "
+                     "next three, one.", in_all("json_schema", *_OPENAI, "messages"), "form"),
+    ] = None  # fmt: skip
+    regex: Annotated[
+        str | None,
+        RequestField("Regular expression that the whole output matches, without look-around and back-references.",
+                     in_all("regex", *_OPENAI, "messages"), "form"),
+    ] = None  # fmt: skip
+    grammar: Annotated[
+        str | None,
+        RequestField("Grammar of the output, in Lark's or GBNF's notation.",
+                     in_all("grammar", *_OPENAI, "messages"), "form"),
+    ] = None  # fmt: skip
+    choice: Annotated[
+        Sequence[str] | None,
+        RequestField("Texts of which the output is one.", in_all("choice", *_OPENAI, "messages"), "form"),
+    ] = None
 
     def __post_init__(self) -> None:
-        for names, kinds, form in ((_INTEGERS, Integral, "an integer"), (_NUMBERS, Real, "a number")):
-            for name in names:
-                value = getattr(self, name)
-                if value is None and name in _MAY_BE_NONE:
-                    continue
-                if isinstance(value, bool) or not isinstance(value, kinds):
-                    raise UsageError(f"{name} must be {form}: {value!r}", hint="leave it out, or give it as one")
-        for name in _TRUE_OR_FALSE:
-            if not isinstance(getattr(self, name), bool):
-                raise UsageError(
-                    f"{name} must be True or False: {getattr(self, name)!r}", hint="leave it out, or give one"
-                )
-        for name, kind, form in (
-            ("stop", str, "a text or a list of texts"),
-            ("bad_words", str, "a list of texts"),
-            ("stop_token_ids", Integral, "a list of token ids"),
-        ):
-            if not _is_list_of(kind, getattr(self, name)) and not (name == "stop" and isinstance(self.stop, str)):
-                raise UsageError(f"{name} must be {form}: {getattr(self, name)!r}", hint="leave it out, or give one")
+        for name, (hint, field) in FIELDS.items():
+            if field.shapes != "form":
+                _check_type(name, getattr(self, name), hint)
         if not _are_biases(self.logit_bias):
             raise UsageError(f"logit_bias must be numbers by token ids: {self.logit_bias!r}", hint="`{5: -1.0}` is one")
-        bounds = {"n": 1, "max_tokens": 1, "truncate_prompt_tokens": 1, "logprobs": 0}
-        for name, least in bounds.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UsageError(f"{name} must be at least {least}: {value}", hint="raise it")
+        for name, (_, field) in FIELDS.items():
+            value, is_in_config = getattr(self, name), (field.config or name) in _CONFIG_NAMES
+            if isinstance(value, Real) and not is_in_config and not field.range.has(value):
+                raise UsageError(f"{name} must be {field.range.form}: {value}", hint=field.hint)
+        if (kept := self.truncate_prompt_tokens) is not None and kept < 1 and kept != -1:
+            what = f"truncate_prompt_tokens must be at least 1, or -1: {kept}"
+            raise UsageError(what, hint="-1 keeps as many as the engine takes")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            what = f"min_tokens is more than max_tokens: {self.min_tokens} > {self.max_tokens}"
+            raise UsageError(what, hint="lower min_tokens, or raise max_tokens")
         for name, words in (("stop", self.stop_words), ("bad_words", tuple(self.bad_words or ()))):
             if any(not word for word in words):
                 raise UsageError(
@@ -234,20 +421,56 @@ class SamplingParams:
 
     def config(self, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingConfig:
         """The same for an engine; `bad_words` as tokens. Without a seed it is 0, and what is left to a model is off."""
-        return SamplingConfig(
-            temperature=self.temperature,
-            top_k=0 if self.top_k == -1 else self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            no_repeat_ngram_size=self.no_repeat_ngram_size or 0,
-            bad_words=bad_words,
-            random_seed=self.seed or 0,
-            penalize_prompt=self.penalize_prompt,
-            logit_bias=tuple((self.logit_bias or {}).items()),
-        )
+        values = {field.config or name: getattr(self, name) for name, (_, field) in FIELDS.items()}
+        given = {name: value for name, value in values.items() if name in _CONFIG_NAMES and value is not None}
+        given |= {"bad_words": bad_words, "top_k": 0 if self.top_k == -1 else self.top_k}
+        given["logit_bias"] = tuple((self.logit_bias or {}).items())
+        if self.allowed_token_ids is not None:
+            given["allowed_token_ids"] = tuple(self.allowed_token_ids)
+        return SamplingConfig(**given)
+
+
+@dataclass(frozen=True)
+class AnswerParams:
+    """Fields of a request that say how it is read and answered, and shape no token's choice."""
+
+    return_token_ids: Annotated[
+        bool,
+        RequestField("True: the answer has the ids of the prompt and of each output. vLLM's.",
+                     in_all("return_token_ids", "completions", "chat"), neutral=(False,)),
+    ] = False  # fmt: skip
+    continue_final_message: Annotated[
+        bool,
+        RequestField("True: the output goes on from the last message, which stays open. vLLM's.",
+                     in_all("continue_final_message", "chat"), "prompt", neutral=(False,)),
+    ] = False  # fmt: skip
+
+
+FIELDS = fields_of(SamplingParams)
+"""Type and description of each field of `SamplingParams`."""
+REQUEST_FIELDS = FIELDS | fields_of(AnswerParams)
+MODEL_DEFAULTS = {
+    name: DefaultField(
+        field.in_body if int in (hint, *get_args(hint)) and field.in_body else field.range,
+        is_whole=int in (hint, *get_args(hint)),
+        is_penalty=not field.greedy_ignores,
+    )
+    for name, (hint, field) in FIELDS.items()
+    if field.in_model
+}
+"""Fields for which a model's generation_config.json may have a default; of whole numbers by the range of bodies."""
+_CONFIG_NAMES = frozenset(one.name for one in dataclasses.fields(SamplingConfig))
+GREEDY = SamplingConfig()
+
+
+def names_in(protocol: Protocol) -> dict[str, str]:
+    """Field -> its name in bodies of the protocol, if that has it."""
+    return {name: field.names[protocol] for name, (_, field) in REQUEST_FIELDS.items() if protocol in field.names}
+
+
+def config_fields(*shapes: Shapes) -> list[str]:
+    """Names in `SamplingConfig` of the fields that shape these."""
+    return [field.config or name for name, (_, field) in FIELDS.items() if field.shapes in shapes]
 
 
 def _grammar_text(kind: GrammarKind, value: Any) -> str:

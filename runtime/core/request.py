@@ -156,7 +156,7 @@ class Sequence:
         matcher = None
         if request.grammar is not None:
             matcher = Matcher(request.grammar, request.output_start, request.end_ids)
-        return Sampler(request.sampling, request.prompt_tokens, request.return_index, matcher)
+        return Sampler(request.sampling, request.prompt_tokens, request.return_index, matcher, request.end_ids)
 
     @property
     def is_over(self) -> bool:

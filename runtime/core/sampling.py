@@ -13,7 +13,7 @@ processors do, one position after the other.
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from runtime.core.grammar import Mask, Matcher
 from runtime.core.occurrences import NO_ENTRIES, Adjustments, Occurrences
-from runtime.core.params import GREEDY, SamplingConfig
+from runtime.core.params import GREEDY, SamplingConfig, config_fields
 from runtime.util.errors import SpecDecError
 
 Purpose = Literal["target", "accept"]
@@ -53,7 +53,7 @@ def no_token_left(position: int) -> NoValidToken:
     return NoValidToken(
         position,
         "there is no token left to choose, penalties and bans leave none",
-        hint="lower the penalties, or drop no_repeat_ngram_size or some bad_words",
+        hint="relax the penalties, no_repeat_ngram_size, bad_words, min_tokens or allowed_token_ids",
         code="no_token_left",
     )
 
@@ -119,8 +119,7 @@ class TopP:
 
 def has_penalties(params: SamplingConfig) -> bool:
     """True if there are biases, penalties or bans."""
-    neutral = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "bad_words")
-    return any(getattr(params, name) != getattr(GREEDY, name) for name in (*neutral, "logit_bias"))
+    return any(getattr(params, name) != getattr(GREEDY, name) for name in config_fields("scores"))
 
 
 def penalties(params: SamplingConfig, num_prompt_tokens: int = 0) -> list[Processor]:
@@ -171,6 +170,43 @@ def warpers(params: SamplingConfig) -> list[Processor]:
     return processors
 
 
+class Choosable:
+    """Sets logits to -inf at a position: of end ids before an output has `min_tokens` tokens, and of all tokens but
+    `allowed_token_ids`. It depends on the position alone, so a draft changes nothing.
+
+    With a prompt of 4 tokens and `min_tokens` 2, the end ids are out at positions 4 and 5, and come back at 6. Where a
+    grammar leaves nothing but end ids, they may be chosen all the same: nothing else can follow.
+    """
+
+    def __init__(self, params: SamplingConfig, num_prompt_tokens: int, end_ids: Collection[int] = ()) -> None:
+        allowed = params.allowed_token_ids
+        self._allowed = None if allowed is None else torch.tensor(sorted(set(allowed)))
+        self._ends = torch.tensor(sorted(end_ids), dtype=torch.int64)
+        self._first_end = num_prompt_tokens + params.min_tokens if len(self._ends) else 0
+        self.is_all = self._allowed is None and self._first_end <= num_prompt_tokens
+        self.emptied: set[int] = set()
+        """Positions at which the model has a choice and the request leaves none."""
+
+    def apply(self, position: int, logits: Tensor, *, in_grammar: bool = False) -> None:
+        """Change [vocab] logits of a position, in place."""
+        if self.is_all:
+            return
+        before = float(logits.max())
+        if self._allowed is not None:
+            kept = self._allowed[self._allowed < len(logits)].to(logits.device)
+            values = logits.index_select(0, kept)
+            logits.fill_(-math.inf).index_copy_(0, kept, values)
+        if position < self._first_end:
+            ends = self._ends[self._ends < len(logits)].to(logits.device)
+            values = logits.index_select(0, ends)
+            logits.index_fill_(0, ends, -math.inf)
+            if in_grammar and float(logits.max()) == -math.inf:
+                logits.index_copy_(0, ends, values)
+        self.emptied.discard(position)
+        if before > -math.inf and float(logits.max()) == -math.inf:
+            self.emptied.add(position)
+
+
 class Sampler:
     """Chooses the tokens of one request. Identical requests choose alike unless their `return_index` differs."""
 
@@ -180,11 +216,13 @@ class Sampler:
         prompt_tokens: Seq[int],
         return_index: int = 0,
         matcher: Matcher | None = None,
+        end_ids: Collection[int] = (),
     ) -> None:
         self.is_greedy = params.is_greedy
         self.matcher = matcher
         """State in the grammar of the output, if it has one."""
         self._params, self._num_prompt_tokens = params, len(prompt_tokens)
+        self._choosable = Choosable(params, len(prompt_tokens), end_ids)
         identity = repr((params.random_seed, return_index, tuple(prompt_tokens)))
         self._key = hashlib.blake2b(identity.encode(), digest_size=16).digest()
         self.rules = (
@@ -213,20 +251,26 @@ class Sampler:
         return self._occurrences.at(prefix, draft_tokens)
 
     def legal(self, prefix: list[int], draft_tokens: Seq[int], logits: Tensor, *, in_place: bool = False) -> Tensor:
-        """(draft_len + 1, vocab) logits after `prefix` and each token of a draft; -inf where the grammar forbids."""
-        if self.matcher is None:
+        """[draft_len + 1, vocab] logits after `prefix` and after each token of a draft; -inf where the grammar,
+        `min_tokens` or `allowed_token_ids` forbid a token.
+        """
+        if self.matcher is None and self._choosable.is_all:
             return logits
         with torch.inference_mode():  # as the step, whose logits could not be written to elsewhere
-            masks, logits = self.matcher.allowed(prefix, draft_tokens), logits if in_place else logits.clone()
-            for row, mask in zip(logits, masks, strict=True):
+            logits = logits if in_place else logits.clone()
+            masks = [None] * len(logits) if self.matcher is None else self.matcher.allowed(prefix, draft_tokens)
+            for position, (row, mask) in enumerate(zip(logits, masks, strict=True), start=len(prefix)):
                 if mask is not None:
                     _apply_mask(mask, row)
+                self._choosable.apply(position, row, in_grammar=self.matcher is not None)
         return logits
 
     def no_choice(self, code: int, position: int) -> NoValidToken:
         """Reason for an error code that kernels return instead of a token."""
         if self.matcher is not None and self.matcher.error is not None:
             return out_of_grammar(position, self.matcher.error)
+        if position in self._choosable.emptied:
+            return no_token_left(position)
         return no_numbers(position) if code == _NO_NUMBERS else no_token_left(position)
 
     def noise_key(self, position: int) -> int:

@@ -31,6 +31,10 @@ class TemplateInputs:
     tools: Seq[dict[str, Any]] = ()
     documents: Seq[dict[str, Any]] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
+    begins_answer: bool = True
+    """True: the text ends where the assistant's answer begins; False: with the last message."""
+    continues_last: bool = False
+    """True: the last message stays open, and the text ends with its content."""
 
     def arguments(self) -> dict[str, Any]:
         """Arguments for transformers."""
@@ -100,27 +104,37 @@ class ChatTemplate:
             raise SpecDecError(f"not a variable of a chat template: {taken[0]}", hint="leave it out")
 
     def encode(self, messages: Seq[Message], inputs: "TemplateInputs | None" = None) -> list[int]:
-        """The conversation's tokens, up to where the assistant goes on; SpecDecError where the template says no."""
+        """The conversation's tokens, up to where the output begins; SpecDecError where the template says no."""
         from runtime.text.text import encode_text
 
         text = self.render(messages, inputs)
         return encode_text(self._tokenizer, text)
 
     def render(self, messages: Seq[Message], inputs: "TemplateInputs | None" = None) -> str:
-        """The conversation's text, up to where the assistant goes on; SpecDecError where the template says no."""
+        """The conversation's text, up to where the output begins; SpecDecError where the template says no."""
         from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
 
         from runtime.text.bounded_templates import compile_bounded
 
         check_messages(messages, "the conversation")
-        given = (inputs or TemplateInputs()).arguments()
+        inputs = inputs or TemplateInputs()
+        if inputs.continues_last and not messages[-1]["content"]:
+            raise SpecDecError(
+                f"there is no text to go on from, the last message has none: {messages[-1]!r:.200}",
+                hint="give it a text",
+            )
+        given = inputs.arguments()
         _check_default(
             self.source if isinstance(self.source, dict) else {DEFAULT: self.source}, self._tokenizer.name_or_path
         )
         try:
             compile_bounded(self._text_for(with_tools="tools" in given))
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=False, **given
+                list(messages),
+                add_generation_prompt=inputs.begins_answer and not inputs.continues_last,
+                continue_final_message=inputs.continues_last,
+                tokenize=False,
+                **given,
             )
             text.encode()  # no tokenizer takes half a pair of surrogates
         except UnicodeEncodeError as error:

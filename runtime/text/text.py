@@ -317,21 +317,26 @@ class StopWords:
 
     words: tuple[str, ...]
     tokenizer: Tokenizer
+    min_tokens: int = 0
+    """Tokens of an output in which a stop word may end without ending the output."""
 
     def __call__(self, tokens: list[int], num_prompt_tokens: int) -> bool:
         """True if the last token completed a stop word: it is in the text now and was not before."""
+        if len(tokens) - num_prompt_tokens <= self.min_tokens:
+            return False
         start = self._window_start(tokens, num_prompt_tokens)
         texts = texts_after(self.tokenizer, tokens, start)
         *earlier, last = map(texts.add, tokens[start:])
         before = "".join(earlier)
-        return self._is_in(before + last) and not self._is_in(before)
+        return self._ends_after(before + last, len(before))
 
-    def cut(self, text: str) -> str:
-        """The text before the first stop word."""
-        return text[: min([i for word in self.words if (i := text.find(word)) >= 0], default=len(text))]
+    def cut(self, text: str, start: int = 0) -> str:
+        """The text before the first stop word that ends after the first `start` characters."""
+        found = ((text.find(word, max(start - len(word) + 1, 0)), word) for word in self.words)
+        return text[: min([i for i, _ in found if i >= 0], default=len(text))]
 
-    def _is_in(self, text: str) -> bool:
-        return any(word in text for word in self.words)
+    def _ends_after(self, text: str, start: int) -> bool:
+        return len(self.cut(text, start)) < len(text)
 
     def _window_start(self, tokens: list[int], num_prompt_tokens: int) -> int:
         """Start of the last tokens that can contain a stop word and the character before it.
@@ -408,9 +413,18 @@ class TextStream:
         text = self._held_back
         if self.stop_words is None:
             return text
-        cut = self.stop_words.cut(text)
+        cut = self.stop_words.cut(text, self._unstopped)
         self._is_cut = len(cut) < len(text)
         return cut if self._is_whole or self._is_cut else text[: len(text) - self._num_of_stop_word(text)]
+
+    @property
+    def _unstopped(self) -> int:
+        """Characters held back that are of tokens in which a stop word ends nothing."""
+        least = self.stop_words.min_tokens if self.stop_words else 0
+        if not least:
+            return 0
+        end = self.starts[least] if len(self.starts) > least else self._num_decoded
+        return max(end - self._num_shown, 0)
 
     def _num_of_stop_word(self, text: str) -> int:
         """Characters at the end that may be the start of a stop word."""
@@ -434,8 +448,9 @@ def output_text(
     """
     if tokenizer is None:
         return None
-    text = decode(tokenizer, tokens, before)
-    return stop_words.cut(text) if stop_words else text
+    if stop_words is None:
+        return decode(tokenizer, tokens, before)
+    return TextStream(tokenizer, stop_words, before).next_piece(tokens, finished=True)
 
 
 def stop_words_of(request: Request) -> StopWords | None:

@@ -200,6 +200,22 @@ def test_conversation_that_is_none_is_one_error(
     said(result, *wrong.split("; "))
 
 
+def test_the_last_message_is_continued(
+    specdec: Specdec, engine_dir: Path, own: PreTrainedTokenizerFast, llama: PreTrainedModel, tmp_path: Path, said: Said
+) -> None:
+    messages = [{"role": "user", "content": "The dog"}, {"role": "assistant", "content": "had a red"}]
+    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    flags = ["--engine-dir", engine_dir, "--continue-final-message", *FLAGS]
+    document = specdec("run", *flags, "--input-file", tmp_path / "in.jsonl", "--json").document
+    prompt = own.apply_chat_template(messages, continue_final_message=True, return_dict=False)
+    assert own.decode(prompt).endswith("had a red")
+    assert document["requests"][0]["prompt_ids"] == prompt
+    assert ids_of(document) == [hf_greedy(llama, prompt, NUM_TOKENS, 299)]
+    result = specdec("run", *flags, "--input-text", "The dog")
+    assert result.exit_code == 2
+    said(result, "`--continue-final-message`")
+
+
 FAILING = [
     "{{ 1 / 0 }}", "{{ 'a' + 1 }}", "{{ messages() }}", "{{ strftime_now(5) }}", "{{ 'x' * 10**15 }}",
     "{{ range(10**12) }}", "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",

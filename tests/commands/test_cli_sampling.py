@@ -371,3 +371,28 @@ def test_files_have_a_row_for_every_output(run: Run, tmp_path: Path) -> None:
     rows = [request["prompt_ids"] + request["output_ids"] for request in document["requests"]]
     assert np.load(tmp_path / "ids.npy").tolist() == rows
     assert np.load(tmp_path / "l_generation.npy").shape == (3, 5, 300)
+
+
+@pytest.mark.parametrize("drafter", [[], ["--ngram-config", NGRAM]], ids=["none", "n-gram"])
+def test_least_tokens_and_allowed_tokens_are_those_of_hugging_face(
+    run: Run, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, drafter: list[object]
+) -> None:
+    """The id that comes second ends an output, and not before the output is long enough."""
+    prompt = tokenizer(PROMPT)["input_ids"]
+    end = hf_greedy(llama, prompt, 16)[1]
+    found = run("--end-id", end, "--min-tokens", 7, "--max-output-len", 16, "--json", *drafter).document
+    assert ids_of(found) == [hf_greedy(llama, prompt, 16, eos_token_id=end, min_new_tokens=7)]
+    assert found["settings"]["sampling"]["min_tokens"] == 7
+    allowed = sorted({*prompt})
+    flags = [*each("--allowed-token-ids", allowed), "--max-output-len", 16, "--json", *drafter]
+    found = run(*flags).document
+    others = [[token] for token in range(len(tokenizer)) if token not in allowed]
+    assert ids_of(found) == [hf_greedy(llama, prompt, 16, bad_words_ids=others)]
+    assert found["settings"]["sampling"]["allowed_token_ids"] == allowed
+
+
+def test_prompts_are_cut_by_vllms_name_too(run: Run) -> None:
+    flags = ["--max-output-len", 4, "--json"]
+    cut = run("--truncate-prompt-tokens", 4, *flags).document
+    assert ids_of(cut) == ids_of(run("--max-input-length", 4, *flags).document)
+    assert len(cut["requests"][0]["prompt_ids"]) == 4

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from runtime.builder.engine_cache import EngineSettings
 from runtime.checkpoint.generation_config import read_model_defaults
+from runtime.core.params import MODEL_DEFAULTS
 from specdec_cli import LLM, NgramDrafter, SamplingParams, SpecDecError, SpecDecWarning
 
 PROMPT = "the ball the ball the ball the"
@@ -195,7 +196,7 @@ def test_directories_and_files_say_it_alike(
 )  # fmt: skip
 def test_what_a_file_says(tmp_path: Path, values: dict[str, Any], sampling: dict[str, float], not_done: Any) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(values))
-    defaults = read_model_defaults(tmp_path)
+    defaults = read_model_defaults(tmp_path, MODEL_DEFAULTS)
     assert (defaults.sampling, defaults.not_done) == (sampling, not_done)
 
 
@@ -222,5 +223,5 @@ def test_what_is_not_done_is_told(llama_uncompiled_dir: Path, tmp_path: Path, sa
 def test_a_value_out_of_range_is_one_error(tmp_path: Path, text: str, message: str, said: Said) -> None:
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(SpecDecError) as raised:
-        read_model_defaults(tmp_path)
+        read_model_defaults(tmp_path, MODEL_DEFAULTS)
     said(raised, *message.split("; "), "generation_config.json")

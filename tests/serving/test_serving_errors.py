@@ -211,7 +211,6 @@ def test_deep_and_long_bodies_are_refused(served: Served) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("allowed_token_ids", [5, 6]),
         ("typical_p", 0.9),
         ("xtc_probability", 0.5),
         ("stop_sequences", ["a"]),

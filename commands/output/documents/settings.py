@@ -1,6 +1,7 @@
 """Settings behind the numbers of a document: the engines, the drafter, and sampling."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -15,18 +16,18 @@ from commands.output.help import config_flag
 from runtime.checkpoint.bundle import Bundle
 from runtime.checkpoint.config import (
     Arithmetic,
+    Between,
     BuildConfig,
     Count,
     Dtype,
     Environment,
     LogitsCheck,
-    Measure,
     Quality,
     Quantization,
-    Share,
     Size,
 )
-from runtime.core.params import GrammarKind, Mode, SamplingParams
+from runtime.checkpoint.generation_config import ANY_NUMBER
+from runtime.core.params import FIELDS, GrammarKind, Mode, SamplingConfig, SamplingParams
 from runtime.drafters.spec import Devices, DrafterSpec, DraftLenMode, Setting, TextForm, with_first_devices
 from runtime.drafters.specs import DRAFTERS
 
@@ -162,22 +163,40 @@ def grammar_record(params: SamplingParams) -> dict[str, OutputGrammar]:
     return {"grammar": OutputGrammar(kind=grammar.kind, text=grammar.text)}
 
 
-class Sampling(Record):
-    """Sampling settings; top_k 1 or temperature 0 is greedy."""
+def _sampling_fields() -> dict[str, Any]:
+    """A key for each field of `SamplingConfig`, with the range of its `RequestField`; bad words as they were given."""
+    described = {field.config or name: field for name, (_, field) in FIELDS.items()}
+    hints, record = get_type_hints(SamplingConfig), dict[str, Any]()
+    for one in dataclasses.fields(SamplingConfig):
+        field, kind = described[one.name], hints[one.name]
+        if kind in (int, float) and field.range != ANY_NUMBER:
+            least, most = field.range.least, field.range.most
+            bound = Field(gt=least, le=most) if field.range.is_open and most == math.inf else Between(least, most)
+            kind = Annotated[kind, bound]
+        special = {
+            "bad_words": (list[Word], Field(description="as given")),
+            "logit_bias": (tuple[tuple[Token, float], ...], ()),
+            "allowed_token_ids": (tuple[Token, ...] | None, None),
+        }
+        default = ... if field.in_every_document else one.default
+        record[one.name] = special.get(one.name, (kind, default))
+    return record
 
-    temperature: Measure
-    top_k: Count
-    top_p: Share
-    min_p: Share
-    repetition_penalty: Annotated[float, Field(gt=0)]
-    presence_penalty: float
-    frequency_penalty: float
-    no_repeat_ngram_size: Count
-    bad_words: list[Word] = Field(description="as given")
-    random_seed: int
-    penalize_prompt: bool = True
-    logit_bias: tuple[tuple[Token, float], ...] = ()
-    grammar: OutputGrammar | None = absent("form of outputs; missing without one")
+
+if TYPE_CHECKING:
+
+    class Sampling(Record):
+        """Sampling settings; top_k 1 or temperature 0 is greedy."""
+
+        def __init__(self, **values: Any) -> None: ...
+else:
+    Sampling = create_model(
+        "Sampling",
+        __base__=Record,
+        __doc__="Sampling settings; top_k 1 or temperature 0 is greedy.",
+        **_sampling_fields(),
+        grammar=(OutputGrammar | None, absent("form of outputs; missing without one")),
+    )
 
 
 class SessionSettings(ChosenDrafters):

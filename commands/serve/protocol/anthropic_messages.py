@@ -3,7 +3,7 @@
 import json
 import uuid
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 from pydantic_core import from_json
 
@@ -22,9 +22,11 @@ from commands.serve.protocol.schema import (
     validate_chat,
 )
 from commands.serve.served import ServedModel
+from runtime.core.params import GrammarKind, names_in
 from runtime.loop.serving import RequestHandle
 from runtime.text.text import decode
 
+_FORMS = get_args(GrammarKind)
 _ACCOUNTING = "x-anthropic-billing-header:"
 _CHOICES = {"auto": None, "any": "required", "none": "none"}
 
@@ -46,14 +48,18 @@ def chat_of_messages(served: ServedModel, body: CountRequest) -> ChatRequest:
     if body.thinking is not None and "enable_thinking" in served.template_text:
         chat["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
     if isinstance(body, MessagesRequest):
-        names = ("max_tokens", "stream", "temperature", "top_p", "top_k", "seed", "priority")
+        in_chat = names_in("chat")
+        named = {in_chat[name]: in_body for name, in_body in names_in("messages").items() if name not in _FORMS}
         chat |= body.model_dump(by_alias=True, exclude_unset=True, include=set(Forms.model_fields))
         config = body.output_config or OutputConfig()
         if (form := config.format or body.output_format) is not None:
             chat["response_format"] = form.document
         if config.effort is not None and has_effort(served.template_text):
             chat["reasoning_effort"] = config.effort
-        chat |= {name: getattr(body, name) for name in names} | {"stop": body.stop_sequences or None}
+        chat |= {name: getattr(body, in_body) for name, in_body in named.items()} | {
+            "stop": body.stop_sequences or None
+        }
+        chat |= {"stream": body.stream, "priority": body.priority}
         chat["user"] = None if body.metadata is None else body.metadata.user_id
         speculative: Any = body.speculative
         chat["speculative"] = (

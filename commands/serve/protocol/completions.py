@@ -40,13 +40,18 @@ class CompletionReply:
         self._id, self._created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
         self._echoed: dict[int, str] = {}
         self._has_echoed: set[int] = set()
+        self._has_begun: set[int] = set()
 
     def streams(self) -> list[PieceStream]:
-        marks = bool(self._body.return_token_kinds)
-        return [PieceStream(answer, self._served.tokenizer, marks) for answer in self.answers]
+        marks, ids = bool(self._body.return_token_kinds), bool(self._body.return_token_ids)
+        return [PieceStream(answer, self._served.tokenizer, marks, gives_ids=ids) for answer in self.answers]
 
     def document(self) -> dict[str, Any]:
-        choices = [self._choice(i, piece) for i, stream in enumerate(self.streams()) if (piece := stream.next())]
+        choices = [
+            self._choice(i, piece) | self._prompt_ids(i)
+            for i, stream in enumerate(self.streams())
+            if (piece := stream.next())
+        ]
         if self._body.echo:
             for choice in choices:
                 echoed = self._echo_choice(choice["index"])
@@ -66,7 +71,9 @@ class CompletionReply:
         if self._body.echo and index not in self._has_echoed:
             self._has_echoed.add(index)
             yield self._envelope([self._echo_choice(index)])
-        chunk = self._envelope([self._choice(index, piece)])
+        prompt_ids = {} if index in self._has_begun else self._prompt_ids(index)
+        self._has_begun.add(index)
+        chunk = self._envelope([self._choice(index, piece) | prompt_ids])
         options = self._body.stream_options
         if options is not None and options.continuous_usage_stats:
             chunk["usage"] = self._usage()
@@ -105,7 +112,14 @@ class CompletionReply:
         choice["finish_reason"] = finish_reason(answer) if piece.is_last else None
         if self._body.return_token_kinds:
             choice["tokens"] = piece.tokens
+        if self._body.return_token_ids:
+            choice["token_ids"] = piece.token_ids if self._shows_output else []
         return choice
+
+    def _prompt_ids(self, index: int) -> dict[str, Any]:
+        """The prompt's ids, if they are asked for: of a stream in the first chunk of each choice."""
+        ids = list(self.answers[index].request.prompt_tokens)
+        return {"prompt_token_ids": ids} if self._body.return_token_ids else {}
 
     def _prompt_logprobs(self, answer: RequestHandle) -> dict[str, Any]:
         tokens = answer.request.prompt_tokens
@@ -123,10 +137,11 @@ class CompletionReply:
 
 def chat_streams(served: ServedModel, body: ChatRequest, answers: Seq[RequestHandle]) -> list[PieceStream]:
     """The answers as text, reasoning and calls."""
-    marks = bool(body.return_token_kinds)
+    marks, ids = bool(body.return_token_kinds), bool(body.return_token_ids)
     readers = [reader_of(served, body, answer.request.prompt_tokens) for answer in answers]
     return [
-        PieceStream(answer, served.tokenizer, marks, *reader) for answer, reader in zip(answers, readers, strict=True)
+        PieceStream(answer, served.tokenizer, marks, *reader, gives_ids=ids)
+        for answer, reader in zip(answers, readers, strict=True)
     ]
 
 
@@ -159,7 +174,12 @@ class ChatReply:
             if piece := stream.next():
                 choices.append(self._choice(index, piece, "message", self._message(index, piece)))
         envelope = self._envelope("chat.completion", choices)
-        return envelope | {"usage": self._usage(), "metrics": metrics(self.answers)}
+        return envelope | self._prompt_ids() | {"usage": self._usage(), "metrics": metrics(self.answers)}
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        """The prompt's ids, if they are asked for: of a stream in the first chunk."""
+        ids = list(self.answers[0].request.prompt_tokens)
+        return {"prompt_token_ids": ids} if self._body.return_token_ids else {}
 
     def chunks(self) -> Chunks:
         return Chunks(self._first, self._of_piece, self._last)
@@ -194,7 +214,8 @@ class ChatReply:
     def _first(self, index: int) -> Iterator[dict[str, Any]]:
         """First chunk, with the role."""
         choice: dict[str, Any] = {"index": index, "delta": {"role": "assistant", "content": ""}}
-        yield self._chunk([choice | {"logprobs": None, "finish_reason": None}])
+        prompt_ids = self._prompt_ids() if index == 0 else {}
+        yield self._chunk([choice | {"logprobs": None, "finish_reason": None}]) | prompt_ids
 
     def _of_piece(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
         self._num_thought += piece.num_thought
@@ -242,6 +263,8 @@ class ChatReply:
         choice = {"index": index, name: said, "logprobs": logprobs, "finish_reason": finish}
         if self._body.return_token_kinds:
             choice["tokens"] = piece.tokens
+        if self._body.return_token_ids:
+            choice["token_ids"] = piece.token_ids
         return choice
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:

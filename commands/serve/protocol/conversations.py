@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from commands.serve.http.errors import HTTPError, as_http_error
@@ -65,7 +66,7 @@ def chat_tokens(served: ServedModel, body: Conversation) -> list[int]:
             messages = with_tools_as_text(messages, inputs.tools, form)
         except SpecDecError as error:
             raise as_http_error(error, "tools") from None
-        inputs = TemplateInputs((), inputs.documents, inputs.variables)
+        inputs = replace(inputs, tools=())
     if "alternate" in text:
         messages = _alternating(_with_system_first(messages))
     elif "System message must be at the beginning" in text:
@@ -101,7 +102,11 @@ def _inputs(template: str, body: Conversation) -> TemplateInputs:
         if body.reasoning_effort == "none":
             variables.setdefault("enable_thinking", False)
     tools = [_tool_document(tool) for tool in body.callable_tools]
-    return TemplateInputs(tools, body.documents or (), variables)
+    continues = bool(body.continue_final_message)
+    if continues and body.add_generation_prompt:
+        what = "`continue_final_message` and `add_generation_prompt` cannot both be true"
+        raise HTTPError(400, what, param="add_generation_prompt", code="invalid_value")
+    return TemplateInputs(tools, body.documents or (), variables, body.add_generation_prompt is not False, continues)
 
 
 def has_effort(template: str) -> bool:

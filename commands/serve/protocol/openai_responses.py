@@ -23,10 +23,12 @@ from commands.serve.protocol.schema import (
     validate_chat,
 )
 from commands.serve.served import ServedModel
+from runtime.core.params import names_in
 from runtime.loop.serving import RequestHandle
 
 _MOST_STORED, _MOST_STORED_CHARACTERS = 1000, 64 << 20
-_PASSED_ON = frozenset(Generation.model_fields) - {"model", "stream", "stream_options", "n", "max_tokens"}
+_OWN = {"model", "stream", "stream_options", "max_tokens", "max_output_tokens"}
+_PASSED_ON = frozenset({*Generation.model_fields, *names_in("responses").values()}) - _OWN
 """Fields of generation that mean the same in a chat request."""
 
 
@@ -74,8 +76,6 @@ class ResponseStore:
 
 def chat_of_responses(served: ServedModel, body: ResponsesRequest, said: list[dict[str, Any]]) -> ChatRequest:
     """The chat request that a request for a response is, with the messages of `messages_of`."""
-    if (body.n or 1) != 1:
-        raise HTTPError(400, f"a response has one output: n {body.n}", param="n")
     if body.instructions:
         said = [{"role": "system", "content": body.instructions, "place": "instructions"}, *said]
     if not said:

@@ -36,17 +36,19 @@ class Piece:
     """The text as the parts of a message; all of it is content where the answer is read as text alone."""
     num_thought: int
     """Tokens of reasoning that are known by now and were not before."""
+    token_ids: list[int] = field(default_factory=list)
+    """Ids of the new tokens, if they are asked for, of those too whose text does not show."""
 
     @property
     def tells_something(self) -> bool:
-        return bool(self.said or self.logprobs or self.tokens or self.is_last)
+        return bool(self.said or self.logprobs or self.tokens or self.token_ids or self.is_last)
 
     def without_end(self) -> "Piece":
         return replace(self, is_last=False)
 
     def only_end(self, *, is_last: bool) -> "Piece":
         """The same without what is told of its tokens."""
-        return replace(self, logprobs=[], tokens=[], is_last=is_last and self.is_last)
+        return replace(self, logprobs=[], tokens=[], token_ids=[], is_last=is_last and self.is_last)
 
 
 def _error_body(error: HTTPError) -> list[dict[str, Any]]:
@@ -76,6 +78,8 @@ class PieceStream:
     """Reads it; None: it is text."""
     special: SpecialTokens | None = None
     """Special tokens that the parser reads."""
+    gives_ids: bool = False
+    """True if pieces have `token_ids`."""
     _text: TextStream = field(init=False)
     _matcher: Matcher | None = None
     """State of the output alone; the loop's own is another thread's."""
@@ -114,7 +118,8 @@ class PieceStream:
         starts = self._text.starts[first : first + len(logprobs)]
         num_thought = self._num_thought
         said = self._said(text)
-        return Piece(text, logprobs, starts, marked, self._is_over, said, self._num_thought - num_thought)
+        ids = tokens[start:] if self.gives_ids else []
+        return Piece(text, logprobs, starts, marked, self._is_over, said, self._num_thought - num_thought, ids)
 
     def _said(self, text: str) -> list[Said]:
         if self.parser is None:

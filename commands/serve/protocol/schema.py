@@ -4,10 +4,13 @@ Unknown fields are ignored. Those that clients know and this server does not do 
 that asks for nothing (`REFUSED`).
 """
 
+import math
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from functools import cache
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 import pydantic_core
 from pydantic import (
@@ -26,15 +29,13 @@ from pydantic import (
 
 from commands.output.help import config_flag
 from commands.serve.http.errors import HTTPError, of_validation
-from runtime.core.params import GrammarKind
+from runtime.checkpoint.generation_config import Range
+from runtime.core.params import FIELDS, REQUEST_FIELDS, GrammarKind, Protocol, RequestField, names_in
 from runtime.drafters.spec import ListForm
 from runtime.drafters.specs import lookups
 
-MAX_LOGPROBS = 20
-MAX_N = 128
 MAX_PROMPTS = 4096
 MAX_STOP_WORDS = 32
-MAX_BIASES = 1024
 MAX_CHOICES = 1024
 MAX_TOOLS = 1024
 MAX_CALLS = 1024
@@ -224,29 +225,71 @@ class Forms(Lenient):
         return [form for form in all_forms if form[2] is not None]
 
 
-class Generation(Forms):
-    """Fields common to completions and chat."""
+def _bounded(kind: Any, bounds: Range) -> Any:
+    """A number of a body; a whole number's bounds are integers, as JSON schema shows them."""
+    least, most = (None if math.isinf(one) else kind(one) for one in (bounds.least, bounds.most))
+    return Annotated[kind, Field(gt=least, le=most) if bounds.is_open else Field(ge=least, le=most)]
+
+
+def _type_in_body(hint: Any, described: RequestField) -> Any:
+    """The type of a field in a body, from its type in Python, such as `int | None` or `Sequence[str] | None`."""
+    kinds = [one for one in (get_args(hint) if NoneType in get_args(hint) else (hint,)) if one is not NoneType]
+    kind = kinds[0] if len(kinds) == 1 else kinds
+    bounds, at_most = described.in_body or described.range, Field(max_length=described.most_items)
+    if kind is bool:
+        return bool
+    if kind in (int, float):
+        return _bounded(kind, bounds)
+    if kind == Sequence[int]:
+        return Annotated[list[TokenId], at_most]
+    if kind == Mapping[int, float]:
+        number: Any = _bounded(float, bounds)
+        return Annotated[dict[LaxTokenId, number], at_most]
+    words = Annotated[list[StopWord], at_most]
+    return words if kind == Sequence[str] else StopWord | words
+
+
+def _fields_in(protocol: Protocol) -> dict[str, Any]:
+    """The fields of `SamplingParams` and `AnswerParams` that the protocol has, by its names; forms are `Forms`."""
+    fields: dict[str, Any] = {}
+    for name, in_body in names_in(protocol).items():
+        hint, described = REQUEST_FIELDS[name]
+        if described.shapes != "form":
+            kind = _type_in_body(hint, described) | None
+            fields[in_body] = (kind, Field(None, description=described.help))
+    return fields
+
+
+if TYPE_CHECKING:
+
+    class Described(Lenient):
+        """A body whose fields are made of `REQUEST_FIELDS`."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    class CompletionFields(Described): ...
+
+    class ChatFields(Described): ...
+
+    class ResponsesFields(Described): ...
+
+    class MessagesFields(Described): ...
+else:
+    Described = Lenient
+    CompletionFields = create_model("CompletionFields", __base__=Lenient, **_fields_in("completions"))
+    ChatFields = create_model("ChatFields", __base__=Lenient, **_fields_in("chat"))
+    ResponsesFields = create_model("ResponsesFields", __base__=Lenient, **_fields_in("responses"))
+    MessagesFields = create_model("MessagesFields", __base__=Lenient, **_fields_in("messages"))
+
+
+class Generation(Forms, Described):
+    """Fields common to completions and chat that are not described by `REQUEST_FIELDS`."""
+
+    PROTOCOL: ClassVar[Protocol]
 
     model: str | None = Field(None, description="The model's name; 404 for another one.")
-    max_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: StopWords | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_WORDS)] | None = None
-    bad_words: Annotated[list[StopWord], Field(max_length=MAX_STOP_WORDS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    ignore_eos: bool | None = None
-    logit_bias: (
-        Annotated[dict[LaxTokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None
-    ) = None
     user: str | None = Field(None, description="Who asks, for the turns of clients.")
     priority: Priority | None = Field(
         None, description="Place among the requests of one client: the lowest is first, 0 without it."
@@ -258,6 +301,13 @@ class Generation(Forms):
     return_token_kinds: bool | None = Field(
         None, description="Add `tokens` to each choice of a stream: each token's text and kind."
     )
+
+    @property
+    def given_params(self) -> dict[str, Any]:
+        """Fields of `SamplingParams` that are given, by its names."""
+        names = {name: in_body for name, in_body in names_in(self.PROTOCOL).items() if name in FIELDS}
+        values = {name: getattr(self, in_body) for name, in_body in names.items() if FIELDS[name][1].shapes != "form"}
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     @abstractmethod
@@ -276,17 +326,18 @@ def _of_one_kind(prompt: Any) -> Any:
     return prompt
 
 
-class CompletionRequest(Generation):
+class CompletionRequest(Generation, CompletionFields):
+    PROTOCOL = "completions"
+
     prompt: Annotated[
         str | TokenIds | Prompts | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)],
         BeforeValidator(_of_one_kind),
     ]
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
 
     @property
     def tells_of_tokens(self) -> bool:
-        return self.logprobs is not None or bool(self.echo)
+        return self.logprobs is not None or bool(self.echo or self.return_token_ids)
 
 
 class CalledFunction(Lenient):
@@ -385,6 +436,10 @@ class Conversation(Lenient):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template.")
     documents: list[dict[str, Any]] | None = None
+    continue_final_message: bool | None = Field(None, description=REQUEST_FIELDS["continue_final_message"][1].help)
+    add_generation_prompt: bool | None = Field(
+        None, description="false: the prompt ends with the last message; so it does where that is continued."
+    )
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = Field(
         None, description="A variable for the chat template, which it may have no use for."
     )
@@ -415,19 +470,20 @@ class Conversation(Lenient):
         return [] if self.tool_choice == "none" else self.tools or []
 
 
-class ChatRequest(Conversation, Generation):
+class ChatRequest(Conversation, Generation, ChatFields):
+    PROTOCOL = "chat"
+
     _takes_what_fits: bool = PrivateAttr(False)
     """True if there may be less room than `max_tokens`."""
 
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     include_reasoning: bool | None = Field(None, description="false: what was thought is not told.")
     separate_reasoning: bool | None = Field(None, description="false: what was thought is part of the content.")
 
     @property
     def tells_of_tokens(self) -> bool:
-        return bool(self.logprobs)
+        return bool(self.logprobs or self.return_token_ids)
 
 
 def text_of(content: str | Sequence[TextPart | RefusalPart] | None) -> str:
@@ -506,8 +562,10 @@ class Effort(Lenient):
     summary: str | None = None
 
 
-class ResponsesRequest(Generation):
+class ResponsesRequest(Generation, ResponsesFields):
     """OpenAI's Responses. Tools of other types than `function` are not offered to the model."""
+
+    PROTOCOL = "responses"
 
     CHAT_FIELDS: ClassVar[Mapping[str, str]] = {
         r"max_(completion_)?tokens": "max_output_tokens",
@@ -604,8 +662,10 @@ class MessageMetadata(Lenient):
     user_id: str | None = Field(None, description="Who asks, for the turns of clients.")
 
 
-class MessagesRequest(CountRequest, Forms):
+class MessagesRequest(CountRequest, Forms, MessagesFields):
     """Anthropic's Messages. Tools of Anthropic's own servers are not offered to the model."""
+
+    PROTOCOL: ClassVar[Protocol] = "messages"
 
     messages: Annotated[
         list[AnthropicMessage], Field(min_length=1, max_length=4096), AfterValidator(_without_beginning)
@@ -613,10 +673,6 @@ class MessagesRequest(CountRequest, Forms):
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)]
     stop_sequences: Annotated[list[StopWord], Field(max_length=MAX_STOP_WORDS)] | None = None
     stream: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     speculative: bool | Speculative | None = None
     metadata: MessageMetadata | None = None
     priority: Priority | None = None
@@ -659,8 +715,8 @@ REFUSED = _unless({
     ("tool_choice", "function_call"): ("none", "auto"),
     ("modalities",): (["text"],),
     (
-        "audio", "web_search_options", "reasoning_effort", "reasoning", "allowed_token_ids",
-        "prompt_logprobs", "prompt_embeds", "truncate_prompt_tokens", "structural_tag",
+        "audio", "web_search_options", "reasoning_effort", "reasoning",
+        "prompt_logprobs", "prompt_embeds", "structural_tag",
         "guided_whitespace_pattern", "thinking_token_budget", "chat_template", "custom_logit_processor",
         "custom_params", "session_params", "lora_path", "input_ids", "inputs", "max_new_tokens", "do_sample",
         "truncate", "adapter_id", "guideline", "samplers", "random_seed", "max_length", "thinking",
@@ -670,13 +726,13 @@ REFUSED = _unless({
     ("suffix", "input_prefix", "input_suffix", "custom_token_bans", "negative_prompt"): ("",),
     ("best_of", "num_beams"): (1,),
     (
-        "use_beam_search", "include_stop_str_in_output", "return_tokens_as_token_ids", "return_token_ids",
-        "continue_final_message", "no_stop_trim", "return_hidden_states", "separate_reasoning", "watermark",
+        "use_beam_search", "include_stop_str_in_output", "return_tokens_as_token_ids",
+        "no_stop_trim", "return_hidden_states", "separate_reasoning", "watermark",
         "return_full_text", "decoder_input_details",
     ): (False,),
     ("length_penalty", "typical_p", "repeat_penalty", "tfs_z", "guidance_scale"): (1.0, 1),
     (
-        "min_tokens", "min_new_tokens", "top_n_tokens", "no_repeat_ngram_size", "n_probs", "min_keep",
+        "min_new_tokens", "top_n_tokens", "n_probs", "min_keep",
         "mirostat", "repetition_penalty_range",
     ): (0,),
     (
@@ -707,16 +763,21 @@ _REFUSED_IN_RESPONSES = _unless({
 })
 _REFUSED_IN_MESSAGES = _unless({
     ("container", "prediction", "max_completion_tokens"): (),
-    ("mcp_servers", "stop", "stop_token_ids", "bad_words"): ([],),
-    ("n",): (1,),
-    ("min_p", "presence_penalty", "frequency_penalty"): (0.0, 0),
-    ("repetition_penalty",): (1.0, 1),
-    ("ignore_eos", "echo"): (False,),
-    ("logit_bias",): ({},),
-    ("logprobs",): (False, 0),
+    ("mcp_servers",): ([],),
+    ("echo",): (False,),
     ("top_logprobs",): (0,),
 })
 # fmt: on
+
+
+@cache
+def _refused_params(protocol: Protocol | None) -> dict[str, Callable[[Any], bool]]:
+    """Fields that the protocol does not have by this name; without a protocol those that change a prompt."""
+    return {
+        name: _asks_nothing(*described.neutral)
+        for name, (_, described) in REQUEST_FIELDS.items()
+        if (described.shapes == "prompt" if protocol is None else described.names.get(protocol) != name)
+    }
 
 
 def refused_field(body: dict[str, Any], model: type[Lenient]) -> str | None:
@@ -726,7 +787,7 @@ def refused_field(body: dict[str, Any], model: type[Lenient]) -> str | None:
         ResponsesRequest: _REFUSED_IN_RESPONSES,
         MessagesRequest: _REFUSED_IN_MESSAGES,
     }
-    refused = REFUSED | of_model.get(model, {})
+    refused = _refused_params(getattr(model, "PROTOCOL", None)) | REFUSED | of_model.get(model, {})
     asked = ((name, value) for name, value in body.items() if name in refused and name not in model.model_fields)
     return next((name for name, value in asked if not refused[name](value)), None)
 

@@ -19,7 +19,7 @@ from transformers import (
 
 from runtime.builder.identity import differences
 from runtime.builder.reference import load_original
-from runtime.core.sampling import Processor, penalties, warpers
+from runtime.core.sampling import Choosable, Processor, penalties, warpers
 from runtime.measure.evaluation.systems import Batches, Question, SampleRun, SystemRun
 from runtime.text.text import output_text, stop_words_of
 from runtime.util.errors import SpecDecError
@@ -78,7 +78,11 @@ class HuggingFace:
                 top_k=None if sampling.is_greedy else 0,  # the processors have the request's own
                 num_beams=1,
                 logits_processor=LogitsProcessorList(
-                    [_WithoutPadding(penalties(sampling), longest, batch), *warpers(sampling)]
+                    [
+                        _OnlyChoosable(Choosable(sampling, longest, self.template.end_ids)),
+                        _WithoutPadding(penalties(sampling), longest, batch),
+                        *warpers(sampling),
+                    ]
                 ),
                 eos_token_id=sorted(self.template.end_ids) or -1,
                 pad_token_id=pad,
@@ -111,6 +115,19 @@ def _why_not(error: Exception) -> str:
     if "torch.load" in said:
         return "its weights are pickled, and not read: save the model again, in safetensors"
     return f"transformers said: {said}"
+
+
+class _OnlyChoosable:
+    """`min_tokens` and `allowed_token_ids`, of rows whose outputs all begin at one place."""
+
+    def __init__(self, choosable: Choosable) -> None:
+        self._choosable = choosable
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        for row in scores:
+            self._choosable.apply(input_ids.shape[1], row)
+        return scores
 
 
 class _WithoutPadding:

@@ -1,0 +1,137 @@
+"""What follows from the description of a request's field: bodies, refusals, flags, JSON records and pages."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import pytest
+
+from commands.options.sampling_flags import FormOptions, SamplingOptions
+from commands.output.documents.settings import Sampling
+from commands.serve.protocol.schema import (
+    ChatRequest,
+    CompletionRequest,
+    Forms,
+    MessagesRequest,
+    ResponsesRequest,
+    refused_field,
+)
+from runtime.core.params import (
+    FIELDS,
+    REQUEST_FIELDS,
+    AnswerParams,
+    Protocol,
+    Range,
+    RequestField,
+    SamplingConfig,
+    SamplingParams,
+    fields_of,
+)
+
+DOCS = Path(__file__).parents[1] / "docs"
+BODIES: dict[Protocol, Any] = {
+    "completions": CompletionRequest,
+    "chat": ChatRequest,
+    "responses": ResponsesRequest,
+    "messages": MessagesRequest,
+}
+NOT_IN_PROTOCOL = [(name, protocol) for name in REQUEST_FIELDS for protocol in BODIES]
+FLAGS_OF_COMMANDS = {  # flags with a meaning of their own in each command, or TensorRT-LLM's names
+    "n", "seed", "stop", "stop_token_ids", "max_tokens", "truncate_prompt_tokens", "logprobs",
+    "return_generation_logits", "continue_final_message",
+}  # fmt: skip
+NO_FLAGS = {"ignore_eos", "penalize_prompt", "logit_bias", "return_token_ids"}
+
+
+def test_every_field_is_described_once() -> None:
+    names = [field.name for described in (SamplingParams, AnswerParams) for field in dataclasses.fields(described)]
+    assert names == list(REQUEST_FIELDS) and len({*names}) == len(names)
+    assert {*get_args(Protocol)} == {*BODIES}
+
+
+def test_a_field_without_a_description_is_an_error() -> None:
+    @dataclasses.dataclass
+    class Undescribed:
+        there: Annotated[int, RequestField("A number.", {})] = 0
+        forgotten: int = 0
+
+    with pytest.raises(TypeError, match=r"Undescribed\.forgotten"):
+        fields_of(Undescribed)
+
+
+@pytest.mark.parametrize(("name", "protocol"), NOT_IN_PROTOCOL)
+def test_a_body_has_the_field_or_refuses_it_unless_it_is_neutral(name: str, protocol: Protocol) -> None:
+    described, model = REQUEST_FIELDS[name][1], BODIES[protocol]
+    if protocol in described.names:
+        field = model.model_fields[described.names[protocol]]
+        assert described.shapes == "form" or field.description in (described.help, None)
+        assert refused_field({described.names[protocol]: [0.123]}, model) is None
+    elif name not in model.model_fields:
+        assert refused_field({name: [0.123]}, model) == name
+        for neutral in (None, *described.neutral):
+            assert refused_field({name: neutral}, model) is None
+
+
+def test_every_form_is_a_field_of_all_bodies_and_a_flag() -> None:
+    forms = {name for name, (_, described) in FIELDS.items() if described.shapes == "form"}
+    assert forms == {field.name for field in dataclasses.fields(FormOptions)} and forms <= {*Forms.model_fields}
+    assert all(issubclass(model, Forms) for model in BODIES.values())
+
+
+def test_a_range_in_a_body_is_told_by_its_schema() -> None:
+    for name, (_, described) in FIELDS.items():
+        bounds = described.in_body or described.range
+        if described.shapes == "form" or "completions" not in described.names or bounds == Range():
+            continue
+        if name == "logit_bias":  # its range is that of its values
+            continue
+        schema = CompletionRequest.model_json_schema()["properties"][described.names["completions"]]["anyOf"][0]
+        assert schema["exclusiveMinimum" if bounds.is_open else "minimum"] == bounds.least, name
+        assert schema["maximum"] == bounds.most, name
+
+
+def test_every_field_has_a_flag_or_is_named_here() -> None:
+    flags = {field.name for field in dataclasses.fields(SamplingOptions)} | {
+        field.name for field in dataclasses.fields(FormOptions)
+    }
+    assert REQUEST_FIELDS.keys() - flags == FLAGS_OF_COMMANDS | NO_FLAGS
+    assert flags - {"form"} <= FIELDS.keys()
+
+
+def test_a_flag_reaches_the_parameters() -> None:
+    values: dict[str, Any] = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 4, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.2,
+        "frequency_penalty": 0.3, "no_repeat_ngram_size": 3, "bad_words": ["a"], "min_tokens": 3,
+        "allowed_token_ids": [5, 6],
+    }  # fmt: skip
+    assert values.keys() == {name for name, (_, described) in FIELDS.items() if described.flag is not None}
+    params = SamplingOptions(**values).params()
+    assert {name: getattr(params, name) for name in values} == values
+
+
+def test_every_field_of_the_engines_is_recorded() -> None:
+    config = {field.name for field in dataclasses.fields(SamplingConfig)}
+    assert {*Sampling.model_fields} == config | {"grammar"}
+    assert config <= {described.config or name for name, (_, described) in FIELDS.items()}
+    record = Sampling(**dataclasses.asdict(SamplingConfig(min_tokens=3, allowed_token_ids=(5, 6))) | {"bad_words": []})
+    assert (record.as_json()["min_tokens"], record.as_json()["allowed_token_ids"]) == (3, [5, 6])
+
+
+@pytest.mark.parametrize("page", ["python.md", "serving.md"])
+def test_the_pages_name_every_field(page: str) -> None:
+    named = {*re.findall(r"`(\w+)`", (DOCS / page).read_text(encoding="utf-8"))}
+    wanted = {name for name in REQUEST_FIELDS if page == "python.md" or "completions" in REQUEST_FIELDS[name][1].names}
+    assert wanted <= named
+
+
+@pytest.mark.parametrize(
+    ("bounds", "inside", "outside"),
+    [
+        (Range(0), [0, 5, 2**2000], [-1, float("nan"), float("inf")]),
+        (Range(0, 1, is_open=True), [1, 0.5], [0, 1.1]),
+        (Range(), [-3, 0], [float("inf"), float("nan")]),
+    ],
+)
+def test_a_range_has_its_numbers(bounds: Range, inside: list[float], outside: list[float]) -> None:
+    assert all(map(bounds.has, inside)) and not any(map(bounds.has, outside))
