@@ -39,7 +39,6 @@ OTHERS = {
     "_keep_in_fp32_modules": "transformers'", "_keep_in_fp32_modules_strict": "transformers'",
     "num_preemptions_total": "a metric", "num_turns_total": "a metric",
     "modules_to_not_convert": "transformers' quantization_config",
-    "_keep_in_fp32_modules": "transformers'", "_keep_in_fp32_modules_strict": "transformers'",
     "vdpbf16ps": "an instruction",
     "dependentRequired": "JSON Schema's", "dependentSchemas": "JSON Schema's", "propertyNames": "JSON Schema's",
     "unevaluatedItems": "JSON Schema's", "unevaluatedProperties": "JSON Schema's", "uniqueItems": "JSON Schema's",
