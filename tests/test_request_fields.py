@@ -1,4 +1,4 @@
-"""What follows from the description of a request's field: bodies, refusals, flags, JSON records and pages."""
+"""Everything that follows from the description of a request's field: bodies, refusals, flags, JSON records and pages."""
 
 import dataclasses
 import re

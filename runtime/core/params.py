@@ -22,14 +22,14 @@ _OPENAI: tuple[Protocol, ...] = ("completions", "chat", "responses")
 
 @dataclass(frozen=True)
 class Flag:
-    """Help of a command's flag of the field's own name, and what `--help` shows as the default, if not the field's."""
+    """A command's flag with the field's name: its help, and the default shown there, if it is not the field's."""
 
     help: str
     shown: str | None = None
 
 
 Shapes = Literal["draw", "scores", "mask", "end", "prompt", "form"]
-"""What a field shapes: the draw of a sample, which greedy requests ignore; scores by the tokens before, greedy or not;
+"""Part of the answer that a field shapes: the draw of a sample, which greedy requests ignore; scores by the tokens before, greedy or not;
 which tokens may be chosen; the output's end; the prompt; or the form of the output's text."""
 
 
@@ -49,7 +49,7 @@ class RequestField:
     in_body: Range | None = None
     """Range in bodies of requests; None: `range`."""
     most_items: int = 32
-    """Of a list in a body."""
+    """Most items of a list in a body."""
     neutral: tuple[Any, ...] = ()
     """Values that ask for nothing, beside None."""
     flag: Flag | None = None

@@ -48,7 +48,7 @@ def left_by_brute_force(config: SamplingConfig, logits: torch.Tensor, num_genera
 def test_a_choice_is_the_best_of_what_is_left(
     rule: dict[str, Any], law: dict[str, Any], dtype: torch.dtype, kernels: Path
 ) -> None:
-    """At each position of a draft, by the kernels and without: of the tokens left the best, with its noise."""
+    """Each position of a draft, by the kernels and without: of the tokens left the best, with its noise."""
     load_kernels(kernels)
     ends, prompt = {2, 5}, [7, 8, 9, 10]
     config = SamplingConfig(**rule | law)
@@ -118,7 +118,7 @@ def test_drafts_change_no_output(drafter: str, engine_dirs: dict[str, Path], tar
 
 
 def test_a_draft_of_tokens_that_may_not_be_chosen_is_rejected() -> None:
-    """At the first such token, whether it was drawn from probabilities or looked up."""
+    """A draft is cut at the first such token, whether it was drawn from probabilities or looked up."""
     config = SamplingConfig(top_k=0, min_tokens=2, allowed_token_ids=(3, 4, 5))
     sequence = Sequence.start(Request(0, (7, 8), 9, frozenset({5}), sampling=config))
     logits = torch.zeros(4, VOCAB_SIZE)
@@ -159,7 +159,7 @@ def test_nothing_left_is_an_error_in_words(said: Said) -> None:
 
 
 def test_a_grammar_that_is_whole_ends_an_output_all_the_same() -> None:
-    """Where its text could go on it does; where nothing but an end can follow, the end comes."""
+    """A text that could go on does; where nothing but an end can follow, the end comes."""
     tokenizer = byte_tokenizers.byte_level()
     end = tokenizer.eos_token_id
     grammars = Grammars(tokenizer, len(tokenizer), frozenset({end}))
@@ -181,7 +181,7 @@ def test_a_grammar_that_is_whole_ends_an_output_all_the_same() -> None:
 def test_a_stop_word_ends_an_output_after_its_least_tokens(
     tokens: list[int], stop_words: list[str], least: int, cuts: list[int]
 ) -> None:
-    """By brute force: the first word that ends behind the text of the least tokens; streamed text is the same."""
+    """Brute force: the first word that ends behind the text of the least tokens; streamed text is the same."""
     tokenizer = byte_tokenizers.byte_level()
     stops = StopWords(tuple(stop_words), tokenizer, least)
     output, is_stopped = generate(tokens, [], stops)

@@ -102,7 +102,7 @@ def test_ids_are_told_whole_and_in_a_stream(served: Served, path: str, body: dic
 
 @pytest.mark.parametrize("flag", [{}, {"add_generation_prompt": False}])
 def test_a_message_is_continued(served: Served, flag: dict[str, Any]) -> None:
-    """In both routes that render messages, and in Python; vLLM's clients send `add_generation_prompt` too."""
+    """Both routes that render messages have it, and Python; vLLM's clients send `add_generation_prompt` too."""
     prompt = "<user>Who found the ball?\n<assistant>The little dog"
     (expected,) = served.llm.generate(prompt, SamplingParams(**GREEDY))
     body = {"messages": OPEN, "continue_final_message": True, **flag}
