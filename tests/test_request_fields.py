@@ -1,4 +1,4 @@
-"""Everything that follows from the description of a request's field: bodies, refusals, flags, JSON records and pages."""
+"""Consequences of a request field's description: bodies, refusals, flags, JSON records and pages."""
 
 import dataclasses
 import re

@@ -29,8 +29,8 @@ class Flag:
 
 
 Shapes = Literal["draw", "scores", "mask", "end", "prompt", "form"]
-"""Part of the answer that a field shapes: the draw of a sample, which greedy requests ignore; scores by the tokens before, greedy or not;
-which tokens may be chosen; the output's end; the prompt; or the form of the output's text."""
+"""Part of the answer that a field shapes: the draw of a sample, which greedy requests ignore; scores by the tokens
+before, greedy or not; which tokens may be chosen; the output's end; the prompt; or the form of the output's text."""
 
 
 @dataclass(frozen=True)
