@@ -24,6 +24,11 @@ _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _KEY = re.compile(r"[A-Za-z_][\w.:-]*")
 OTHERS = {
     "PrefixCacheAffinityRouter": "Ray's",
+    "ChatOpenAI": "LangChain's", "bind_tools": "LangChain's", "with_structured_output": "LangChain's",
+    "OpenAI": "of openai's package", "OpenAIChatModel": "Pydantic AI's", "OpenAIProvider": "Pydantic AI's",
+    "api_base": "smolagents'", "mutants": "a file for cosmic-ray",
+    "EchoDrafter": "the drafter of an example", "echo_": "the same", "echo_algorithm": "the same",
+    "echo_config": "the same",
     "SECURITY": "a file",
     "fp8_kv_cache": "TensorRT-LLM's", "int8_kv_cache": "TensorRT-LLM's", "int4_awq": "TensorRT-LLM's",
     "int8_sq": "TensorRT-LLM's", "w4a8_awq": "TensorRT-LLM's", "tensorrt_llm_bls": "TensorRT-LLM's",
