@@ -34,8 +34,8 @@ def summarize(
 ) -> None:
     """Measure quality and speed on a dataset: ROUGE, acceptance, latency and throughput, by category.
 
-    The first sample is a warm-up, and runs once more for the results. Decoding is greedy unless you give a sampling
-    flag. Runs in orchestrator mode (V1), or in leader mode (V2) if you give one of its flags.
+    The first sample is a warm-up, and runs once more for the results. Decoding is greedy without sampling flags.
+    Flags of leader mode (V2) choose it in place of orchestrator mode (V1).
     """
     inputs.check()
     evaluation.check(inputs.hf_model_dir)

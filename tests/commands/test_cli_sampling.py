@@ -132,6 +132,8 @@ def test_document_records_the_sampling_parameters(run: Run) -> None:
         "random_seed": 0,
         "penalize_prompt": True,
         "logit_bias": [],
+        "min_tokens": 0,
+        "allowed_token_ids": None,
     }
     flags = ["--temperature", 0.7, "--top-k", 30, "--top-p", 0.9, "--min-p", 0.02, "--repetition-penalty", 1.1]
     flags += ["--presence-penalty", 0.3, "--frequency-penalty", 0.2, "--no-repeat-ngram-size", 4]
@@ -149,6 +151,8 @@ def test_document_records_the_sampling_parameters(run: Run) -> None:
         "random_seed": 11,
         "penalize_prompt": True,
         "logit_bias": [],
+        "min_tokens": 0,
+        "allowed_token_ids": None,
     }
 
 

@@ -159,7 +159,7 @@ def test_profile_of_another_engine_is_refused(specdec: Specdec, path: Path, llam
     shutil.copytree(llama_engine_dir, other)
     edit_json(other / "config.json", build_config__max_batch_size=2)
     result = specdec("run", "--engine-dir", other, "--input-text", PROMPT, "--profile", path)
-    words = (f"of another engine, {llama_engine_dir}, and not of {other}: {path}", "`specdec tune --engine-dir")
+    words = (f"for another engine, {llama_engine_dir}, not for {other}: {path}", "`specdec tune --engine-dir")
     assert_one_clear_error(result, 1, words)
 
 

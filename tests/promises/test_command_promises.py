@@ -221,7 +221,9 @@ def test_requests_of_a_run_number_the_answers_of_each_prompt(llm: LLM) -> None:
 
     params = SamplingParams(n=3, max_tokens=4, seed=0)
     setup: Any = SimpleNamespace(llm=llm, params=params)
-    inputs: Any = SimpleNamespace(input_file=None, apply_chat_template=False, max_input_length=None)
+    inputs: Any = SimpleNamespace(
+        input_file=None, apply_chat_template=False, continue_final_message=False, max_input_length=None
+    )
     prompts = [Prompt(None, (5, 6)), Prompt(None, (7, 8))]
     of_each, requests = _make_requests(setup, prompts, inputs, SimpleNamespace(logits_file=None), None)  # type: ignore[arg-type]
     assert [request.id for request in requests] == list(range(6))

@@ -29,7 +29,7 @@ def threads():
 GENERATE = """
 assert dict(os.environ) == variables
 import sys, torch
-from runtime import scheduler
+from runtime.loop import scheduler
 from runtime.engine.engine import Engine
 from runtime.core.params import SamplingConfig
 from runtime.core.request import Request

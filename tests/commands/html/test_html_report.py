@@ -335,7 +335,7 @@ def luminance(colour: str) -> float:
 
 def test_text_can_be_read_in_light_and_dark() -> None:
     """WCAG 2's contrast of 4.5 to 1 of every text on what is behind it."""
-    style = files("commands").joinpath("html/report.css").read_text()
+    style = files("commands").joinpath("output/html/report.css").read_text()
     schemes = [
         dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", block))
         for block in re.findall(r":root \{(.*?)\}", style, re.DOTALL)

@@ -573,7 +573,7 @@ def test_a_gguf_file_tells_whose_head_it_is(tmp_path: Path) -> None:
     file = tmp_path / "head/model.safetensors"
     tensors, name = load_file(file), "model.embed_tokens.weight"
     save_file(tensors | {name: tensors[name].roll(1, 0)}, file, {"format": "pt"})
-    with pytest.raises(SpecDecError, match=f"another model's, of which `{name}` differs"):
+    with pytest.raises(SpecDecError, match=f"another model, `{name}` differs"):
         check_mtp_is_of(head, tmp_path / "model.gguf")
 
 
@@ -597,7 +597,7 @@ def test_a_head_of_another_model_drafts_for_none(
     """It is told by the embeddings, which a head that was trained further has in common with its target."""
     config, embeddings = read_head(published[0]), target.get_input_embeddings().weight.detach()
     load_mtp(config, embeddings + 0.1 * embeddings.std() * torch.randn_like(embeddings), torch.float32)
-    with pytest.raises(SpecDecError, match="another model's, of which `.*embed.*` differs from that of the target"):
+    with pytest.raises(SpecDecError, match="another model, `.*embed.*` differs from the target's"):
         load_mtp(config, embeddings.roll(1, 0), torch.float32)
 
 

@@ -1,0 +1,1 @@
+"""`specdec schema`: prints the JSON schema of a command's document."""
