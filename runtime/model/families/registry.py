@@ -1,95 +1,13 @@
-"""All families of models that have anything special, by model type, and what their classes become."""
+"""All families of models that have anything special, by model type: each file of this folder with `FAMILIES`."""
 
-from runtime.model.families import (
-    axk,
-    bailing,
-    bamba,
-    biogpt,
-    bloom,
-    cohere,
-    dbrx,
-    deepseek,
-    diffllama,
-    dots3,
-    ernie,
-    falcon,
-    gemma,
-    glm,
-    gpt_oss,
-    gptj,
-    hrm,
-    hunyuan,
-    inkling,
-    jamba,
-    jetmoe,
-    kimi_linear,
-    lfm2,
-    llama4,
-    longcat,
-    mamba,
-    minimax,
-    mistral,
-    mpt,
-    nemotron,
-    olmo,
-    phimoe,
-    qwen,
-    qwen3_next,
-    recurrent_gemma,
-    solar,
-    stablelm,
-    starcoder2,
-    step3,
-    within_others,
-    zamba,
-)
+import pkgutil
+from importlib import import_module
+
+from runtime.model import families
 from runtime.model.families.family import Family
 from runtime.model.replaced import Replaced
 from runtime.util.errors import SpecDecError
 
-_FILES = (
-    axk,
-    bailing,
-    bamba,
-    biogpt,
-    bloom,
-    cohere,
-    dbrx,
-    deepseek,
-    diffllama,
-    dots3,
-    ernie,
-    falcon,
-    gemma,
-    glm,
-    gpt_oss,
-    gptj,
-    hrm,
-    hunyuan,
-    inkling,
-    jamba,
-    jetmoe,
-    kimi_linear,
-    lfm2,
-    llama4,
-    longcat,
-    mamba,
-    minimax,
-    mistral,
-    mpt,
-    nemotron,
-    olmo,
-    phimoe,
-    qwen,
-    qwen3_next,
-    recurrent_gemma,
-    solar,
-    stablelm,
-    starcoder2,
-    step3,
-    within_others,
-    zamba,
-)
 _families: dict[str, Family] = {}
 _replaced: dict[str, type[Replaced]] = {}
 
@@ -138,6 +56,7 @@ def are_linear(class_name: str) -> bool:
     return any(class_name in family.linear_classes for family in _families.values())
 
 
-for _file in _FILES:
-    for _family in _file.FAMILIES:
-        register(_family)
+for _module in sorted(pkgutil.iter_modules(families.__path__)):
+    if _module.name not in ("family", "registry"):
+        for _family in import_module(f"{families.__name__}.{_module.name}").FAMILIES:
+            register(_family)
