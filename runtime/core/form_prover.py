@@ -236,7 +236,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     server = socket.socket(fileno=files["server"])
     gc.disable()
-    gc.freeze()  # what is looked through would be copied
+    gc.freeze()  # a garbage collection would write to, and so copy, pages shared with the parent
     is_taken = True
     while is_taken:
         read, write = os.pipe()

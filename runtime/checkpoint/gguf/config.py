@@ -106,7 +106,7 @@ def config_of(path: Path) -> dict[str, Any]:
 
 
 def _check_keys(model: Metadata, used: frozenset[str]) -> None:
-    """SpecDecError for a key of the model's that is not known, or whose value would change what it computes."""
+    """Raise SpecDecError for a key about the model that is unknown, or whose value would change the logits."""
     for name, value in model.header.metadata.items():
         space, _, key = name.partition(".")
         if space != model.header.architecture or key in used or key in _NOTES:

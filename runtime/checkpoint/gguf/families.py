@@ -41,7 +41,7 @@ def _of_qwen3_moe(model: Metadata) -> dict[str, Any]:
 
 
 def _of_qwen2_moe(model: Metadata) -> dict[str, Any]:
-    """An expert for all tokens besides, and shares that are not of those that were chosen alone."""
+    """An expert that every token passes, beside the chosen experts, and shares normalized over all experts."""
     shared = model.get("expert_shared_feed_forward_length")
     return _of_qwen3_moe(model) | {"shared_expert_intermediate_size": shared, "norm_topk_prob": False}
 
@@ -276,7 +276,7 @@ class GGUFFamily:
     is_interleaved: bool = False
     """True if the rows of queries and keys are stored in another order."""
     shift: float = 0.0
-    """Offset of the norms' numbers: llama.cpp keeps those of Gemma with the 1 that its model adds."""
+    """Number added to the weights of norms: llama.cpp stores Gemma's weights with the 1 that the model adds."""
     is_partial: bool = False
     """True if positions may turn a part of each head."""
     rope: Callable[[Metadata], dict[str, Any]] = rope_of

@@ -102,7 +102,7 @@ def templates_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def templates_as_one(templates: dict[str, Any]) -> Any:
-    """Chat templates as transformers takes them: by name, one as it is, and None where there is none."""
+    """Chat templates in the form that transformers takes: a text, several texts by name, or None."""
     return templates if len(templates) > 1 else next(iter(templates.values()), None)
 
 
