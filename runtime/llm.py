@@ -57,7 +57,7 @@ from runtime.text.text import (
     word_tokens,
 )
 from runtime.util.at_exit import call_at_exit, closed_at_exit
-from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
+from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError, errors_about
 from runtime.util.locks import MODEL_INIT_LOCK
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class LLM:
         self._opening = RLock()
         with MODEL_INIT_LOCK, ExitStack() as stack:
             self._stack = stack
-            self.bundle = model if isinstance(model, Bundle) else read_bundle(self._find_engine(model))
+            self.bundle = model if isinstance(model, Bundle) else read_bundle(self._find_engine(model), self._model)
             config = self.bundle.config
             _check_tp_size(engine.get("tensor_parallel_size"), config.mapping.tp_size)
             self.device_ids = check_device_ids(device_ids, config.mapping.tp_size)
@@ -243,7 +243,8 @@ class LLM:
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """SpecDecError if the tokenizer has none."""
-        return ChatTemplate(self.tokenizer_dir, self.bundle.config.pretrained_config)
+        with errors_about(self.bundle.given, str(self.bundle.directory)):
+            return ChatTemplate(self.tokenizer_dir, self.bundle.config.pretrained_config)
 
     def check_lossless(
         self,

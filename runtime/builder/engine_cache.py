@@ -346,7 +346,9 @@ def _make_engine(
         at_once = BuildEffort(
             measure_costs=settings.tp_size > 1 or device.type != "cpu", drafts=drafts, leaves_step=True
         )
-        config = build_engine(checkpoint, engine_dir, build, device, replace=False, phase=phase, effort=at_once)
+        with warnings.catch_warnings():  # whoever opens the engine is told, by the model's name
+            warnings.filterwarnings("ignore", r"the engine takes token ids only", SpecDecWarning)
+            config = build_engine(checkpoint, engine_dir, build, device, replace=False, phase=phase, effort=at_once)
     if not at_once.measure_costs:
         keep_costs(engine_dir, MeasuredCosts())
     if config.compiler_note:
