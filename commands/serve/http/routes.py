@@ -2,13 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from threading import Lock, get_ident
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
@@ -61,34 +60,6 @@ G = TypeVar("G", bound=Generation)
 L = TypeVar("L", ResponsesRequest, MessagesRequest)
 
 
-class Turn:
-    """Lets one thread at a time work on a body. A thread that waits for a grammar leaves its turn to the others."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._owner: int | None = None
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._owner = get_ident()
-
-    def __exit__(self, *error: object) -> None:
-        self._owner = None
-        self._lock.release()
-
-    @contextmanager
-    def left(self) -> Iterator[None]:
-        """Let others work meanwhile, if it is this thread's turn."""
-        if self._owner != get_ident():
-            yield
-            return
-        self.__exit__()
-        try:
-            yield
-        finally:
-            self.__enter__()
-
-
 @dataclass(frozen=True)
 class Server:
     """Shared state of the routes."""
@@ -100,13 +71,12 @@ class Server:
     texts: TokenTexts
     worker: ThreadPoolExecutor
     writer: ThreadPoolExecutor
-    turn: Turn
 
     async def aside(self, function: Callable[[], T]) -> T:
         """Parse and tokenize beside the event loop, one body after the other."""
 
         def work() -> T:
-            with self.turn:
+            with self.served.turn:
                 return function()
 
         return await asyncio.get_running_loop().run_in_executor(self.worker, work)
@@ -157,9 +127,9 @@ def make_app(served: ServedModel, clock: Clock, request_timeout_s: float, versio
     metrics = ServerMetrics(served.loop, served.name)
     clock.on_progress.append(metrics.observe)
     worker = ThreadPoolExecutor(2 * MOST_COMPILING, "specdec-requests")
-    writer, turn = ThreadPoolExecutor(1, "specdec-answers"), Turn()
-    served.llm.grammars.while_compiling = turn.left
-    server = Server(served, clock, metrics, request_timeout_s, TokenTexts(served), worker, writer, turn)
+    writer = ThreadPoolExecutor(1, "specdec-answers")
+    served.llm.grammars.while_compiling = served.turn.left
+    server = Server(served, clock, metrics, request_timeout_s, TokenTexts(served), worker, writer)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
