@@ -421,7 +421,15 @@ class LLM:
         if params.truncate_prompt_tokens != -1:
             return params.truncate_prompt_tokens
         build = self.bundle.config.build_config
-        return max(min(build.max_input_len, build.max_request_len - (params.max_tokens or 1)), 1)
+        if (room := build.max_request_len - (params.max_tokens or 1)) < 1:
+            raise SpecDecError(
+                f"max_tokens leaves no room for a prompt, of the engine's {build.max_request_len} tokens: "
+                f"{params.max_tokens}",
+                hint="ask for fewer tokens",
+                code="request_too_long",
+                field="max_tokens",
+            )
+        return min(build.max_input_len, room)
 
     def text(self, sequence: Sequence) -> str | None:
         """The text of an output without end ids and what follows a stop word; None without a tokenizer."""
@@ -492,6 +500,7 @@ class LLM:
                 code="end_id",
                 size=self.bundle.config.vocab_size,
                 end_id=foreign,
+                field="stop_token_ids",
             )
         return own if params.ignore_eos else own | self.end_ids
 

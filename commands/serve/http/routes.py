@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from commands.serve.asking import ask_chat, ask_completion
 from commands.serve.http.bodies import ClientGone, Clock, EventStream, Group, Waiting, document, submit, whole
 from commands.serve.http.clients import client_of
-from commands.serve.http.errors import HTTPError, as_http_error, fields_named
+from commands.serve.http.errors import FieldNames, HTTPError, fields_named
 from commands.serve.http.openapi import ServerMetrics, answers, errors, openapi_schema, page_response
 from commands.serve.protocol.answers import (
     ChatAnswer,
@@ -90,13 +90,15 @@ class Server:
         """The body that was sent, and the answers that are on their way."""
         raw = await _read_body(request)
 
-        def prepare() -> tuple[G, list[ServeRequest]]:
+        def prepare() -> tuple[G, list[ServeRequest], FieldNames]:
             body = parse_body(raw, model)
             self.served.check_name(body.model)
-            return body, ask(self.served, body)
+            names = FieldNames(body.field_names)
+            with fields_named(names):
+                return body, ask(self.served, body), names
 
-        body, asked = await self.aside(prepare)
-        return body, submit(self.served.loop, asked, client_of(request.scope, body.user))
+        body, asked, names = await self.aside(prepare)
+        return body, submit(self.served.loop, asked, client_of(request.scope, body.user), names)
 
     async def ask_as_chat(
         self, request: Request, model: type[L], translate: Callable[[L], ChatRequest]
@@ -104,15 +106,17 @@ class Server:
         """The same of another protocol: its body, and the chat request that it is."""
         raw = await _read_body(request)
 
-        def prepare() -> tuple[L, ChatRequest, list[ServeRequest]]:
+        def prepare() -> tuple[L, ChatRequest, list[ServeRequest], FieldNames]:
             body = parse_body(raw, model)
             self.served.check_name(getattr(body, "model", None))
-            with fields_named(body.CHAT_FIELDS):
+            with fields_named(FieldNames({}, body.CHAT_FIELDS)):
                 chat = translate(body)
-                return body, chat, ask_chat(self.served, chat)
+            names = FieldNames(chat.field_names, body.CHAT_FIELDS)
+            with fields_named(names):
+                return body, chat, ask_chat(self.served, chat), names
 
-        body, chat, asked = await self.aside(prepare)
-        return body, chat, submit(self.served.loop, asked, client_of(request.scope, chat.user))
+        body, chat, asked, names = await self.aside(prepare)
+        return body, chat, submit(self.served.loop, asked, client_of(request.scope, chat.user), names)
 
     async def reply(self, request: Request, body: Generation, group: Group, reply: Any) -> Response:
         waiting = self.waiting(request.receive)
@@ -233,7 +237,7 @@ def _messages_routes(server: Server) -> APIRouter:
         def work() -> dict[str, int]:
             body = parse_body(raw, CountRequest)
             server.served.check_name(body.model)
-            with fields_named(body.CHAT_FIELDS):
+            with fields_named(FieldNames({}, body.CHAT_FIELDS)):
                 return {"input_tokens": len(chat_tokens(server.served, chat_of_messages(server.served, body)))}
 
         return await server.aside(work)
@@ -409,7 +413,7 @@ async def _on_http_error(request: Request, error: Any) -> Response:
 
 
 async def _on_error(request: Request, error: Any) -> Response:
-    return await _on_http_error(request, as_http_error(error))
+    return await _on_http_error(request, FieldNames().told(error))
 
 
 async def _on_client_gone(request: Request, error: Any) -> Response:
