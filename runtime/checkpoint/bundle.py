@@ -64,7 +64,7 @@ class Bundle:
 
     @property
     def given(self) -> str:
-        """What the user named, for errors about files that a user changes, such as tokenizer.json."""
+        """Path or name that the user gave, for errors about files that a user changes, such as tokenizer.json."""
         return self.model or str(self.directory)
 
     @property

@@ -90,7 +90,7 @@ MOST_GRAMMAR = 1 << 18
 
 
 def grammar_name(kind: str) -> str:
-    """What errors call a grammar of this kind: the parameter that it is from."""
+    """Name of a grammar of this kind for errors: the parameter that it is from."""
     return "the grammar of calls" if kind == "lark" else kind
 
 
@@ -106,7 +106,7 @@ class Grammar:
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """Name for errors."""
         return grammar_name(self.kind)
 
     def __post_init__(self) -> None:

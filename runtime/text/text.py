@@ -157,7 +157,8 @@ def check_tokenizer_fits(tokenizer: Tokenizer, directory: Path, own: Tokenizer |
     is_special = all(i in added and added[i].special for i in past)
     if past and not (own is None and is_special):
         raise SpecDecError(
-            f"the tokenizer is another model's, it has ids up to {past[-1]} and the model {vocab_size}: {directory}",
+            f"the tokenizer is another model's, it has ids up to {past[-1]}, and the model {vocab_size} from 0 on: "
+            f"{directory}",
             hint=_NAME_THE_MODELS,
         )
     if own is not None and _letters_kept(own) and not _letters_kept(tokenizer):

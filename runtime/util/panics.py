@@ -1,4 +1,4 @@
-"""What a Rust library writes to standard error when it panics, kept from the user: the error that follows says it.
+"""Lines that a Rust library writes when it panics, kept from the user: the error that follows says what went wrong.
 
 Rust writes these lines to the process's file 2 itself, and no setting of the library or of Python ends that. So while a
 command calls such a library, file 2 is another; what was written there is passed on afterwards, without the panic.
@@ -17,7 +17,7 @@ _lock = Lock()
 
 
 class _Held:
-    """Whether this process is a command, the threads that are in a block, and the two files meanwhile."""
+    """State of the process: the threads that are in a block, and the two files meanwhile."""
 
     is_command = False
     num_blocks = 0

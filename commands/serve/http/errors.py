@@ -81,12 +81,12 @@ class HTTPError(Exception):
 
 @dataclass(frozen=True)
 class FieldNames:
-    """How a client's body names the fields that errors are about."""
+    """Names that a client's body has for the fields of errors."""
 
     params: Mapping[str, str] = field(default_factory=dict)
-    """By the field of a request: the regular expression may have come as `guided_regex`."""
+    """Names by the field of a request: the regular expression may have come as `guided_regex`."""
     patterns: Mapping[str, str] = field(default_factory=dict)
-    """By a pattern of a chat's fields, where the client speaks another protocol."""
+    """Names by a pattern of a chat's fields, where the client speaks another protocol."""
 
     def told(self, error: HTTPError | SpecDecError) -> HTTPError:
         """The error by these names."""
