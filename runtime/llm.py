@@ -711,7 +711,7 @@ class _Reader:
     is_aborted: bool = False
 
     def wake(self) -> None:
-        """From any thread."""
+        """Wake it, from any thread."""
         with suppress(RuntimeError):  # its event loop was closed in the middle of the iteration
             self.loop.call_soon_threadsafe(self.event.set)
 
@@ -765,14 +765,12 @@ def _own_names(options: Mapping[str, Any]) -> EngineOptions:
 
 def _show_progress(num_outputs: int, stack: ExitStack) -> OnTokens:
     """Count finished outputs in a bar until the stack is closed."""
-    from rich.console import Console  # imported only where a bar is shown
-    from rich.progress import Progress
+    from tqdm import tqdm  # type: ignore[import-untyped]  # imported only where a bar is shown
 
-    bar = stack.enter_context(Progress(console=Console(stderr=True)))
-    task = bar.add_task("generating", total=num_outputs)
+    bar = stack.enter_context(tqdm(total=num_outputs, desc="generating", unit=" outputs"))
 
     def count_finished(sequence: Sequence, new_tokens: list[int]) -> None:
-        bar.advance(task, sequence.finish_reason is not None)
+        bar.update(sequence.finish_reason is not None)
 
     return count_finished
 

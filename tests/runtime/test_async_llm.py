@@ -34,7 +34,7 @@ def llm(llama_uncompiled_dir: Path) -> Iterator[LLM]:
 
 
 def run(engine_dir: Path, work: Any, **options: Any) -> Any:
-    """What `work` makes of an `AsyncLLM`."""
+    """The result of `work` with an `AsyncLLM`."""
 
     async def with_llm() -> Any:
         async with AsyncLLM(engine_dir, **options) as llm:
@@ -161,7 +161,7 @@ def test_text_keeps_its_stop_word_if_asked_to(llm: LLM) -> None:
 
 
 def test_special_tokens_show_if_asked_to(llm: LLM) -> None:
-    """As transformers decodes them, but for the end id that ended the output; as a stop word its id ends an output."""
+    """The text is as transformers decodes it, without the end id that ended it. A special stop word ends by its id."""
     tokenizer = llm.get_tokenizer()
     end, token = tokenizer.eos_token_id, tokenizer.eos_token
     only_end: dict[str, Any] = {"temperature": 0, "max_tokens": 4, "allowed_token_ids": [end]}
