@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 import torch
@@ -28,9 +27,6 @@ from runtime.core.grammar import Mask, Matcher
 from runtime.core.occurrences import NO_ENTRIES, Adjustments, Occurrences
 from runtime.core.params import GREEDY, SamplingConfig, config_fields, grammar_name
 from runtime.util.errors import SpecDecError
-
-Purpose = Literal["target", "accept"]
-"""Purpose of a uniform number in rejection sampling. Numbers of one position are independent between purposes."""
 
 Processor = Callable[..., Tensor]
 """Logits processor with transformers' interface: (1, n) int64 prefix, (1, vocab) scores -> (1, vocab) scores."""
@@ -374,15 +370,16 @@ class Sampler:
         What was drafted before, and rejected, may decide whether and how much is drafted now (`runtime.drafters`): were
         its numbers used again, drafts would not follow their distribution.
         """
-        return self._uniform(position, f"draft from {start}")
+        return self.uniform(position, f"draft from {start}")
 
-    def uniform(self, position: int, purpose: Purpose) -> float:
+    def accept_uniform(self, position: int, start: int) -> float:
+        """Uniform number for accepting a draft's tokens before `position`; like a draft's, for the same reason."""
+        return self.uniform(position, f"accept from {start}")
+
+    def uniform(self, position: int, purpose: str) -> float:
         """Uniform number in [0, 1), the same for the same arguments. 52 bits: times a sum of probabilities it stays
         below the sum.
         """
-        return self._uniform(position, purpose)
-
-    def _uniform(self, position: int, purpose: str) -> float:
         return (self._number(position, purpose) >> 12) * 2.0**-52
 
     def _number(self, position: int, purpose: str) -> int:
