@@ -28,7 +28,7 @@ _SOON = 256
 Sequences that began together so end together, and their places are not idle at different times at the end.
 """
 _FORESEEN = 1024
-"""Tokens of a running sequence that count before they are computed, where a place is free for one of several clients."""
+"""Tokens of a running sequence that count before they are computed, where clients that run others ask for a place."""
 _MAX_REMEMBERED = 4096
 """Clients without requests whose counters are kept."""
 
@@ -72,11 +72,14 @@ class Turns:
 
     @property
     def are_due(self) -> bool:
-        """False if all waiting sequences have to wait on. Asking each of them costs a tenth of a small model's step."""
+        """False if no waiting sequence can get a running one's place now."""
         return self._num_until_change <= 0
 
     def settle(self, running: Seq[Sequence]) -> None:
-        """Note for how many tokens `are_due` stays False; until a sequence comes, enters or goes at the most."""
+        """Note for how many tokens `are_due` stays False. It is True at once when a sequence comes, enters or ends.
+
+        Asking for every client's turn in every step would take 80 us of a small model's 2 ms.
+        """
         missing = [self._first_leaving(sequence, running)[1] for sequence in self.candidates(running)]
         self._num_until_change = min(missing, default=math.inf)
 
