@@ -185,7 +185,7 @@ class Turns:
             return mine, 0
         num_of = self._count(running)
         asked = [client for client in last if num_of[client] > 1]
-        patience = _PATIENCE if sequence.block_table else max(_PATIENCE, len(sequence.tokens))
+        patience: float = _PATIENCE if sequence.block_table else max(_PATIENCE, len(sequence.tokens))
         if mine is not None:
             asked = [client for client in asked if _num_left(last[client]) > _SOON]
         elif asked:
