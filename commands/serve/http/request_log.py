@@ -1,6 +1,6 @@
 """A line for each request on stderr: what was asked of which model, how long it took, and never a text.
 
-    12:03:41 POST /v1/chat/completions 200 in 0.83 s: demo, 281 prompt tokens (192 cached), 24 output, 1.92 a step
+12:03:41 POST /v1/chat/completions 200 in 0.83 s: demo, 281 prompt tokens (192 cached), 24 output, 1.92 a step
 """
 
 import time
