@@ -89,7 +89,10 @@ def _restore(tool: Tool) -> None:
     from commands.output.output import stderr
 
     if tool.file is None:
-        raise SpecDecError(f"{tool.title} is told by variables alone: there is no file to put back", hint="run it")
+        raise SpecDecError(
+            f"{tool.title} is told by variables alone: there is no file to put back",
+            hint=f"`specdec launch {tool.name}` runs it",
+        )
     path = str(tool.file.path()).replace(os.path.expanduser("~"), "~", 1)
     done = f"put back: {path}" if restore(tool.file) else f"nothing was put aside, and nothing is changed: {path}"
     stderr().print(done, soft_wrap=True)

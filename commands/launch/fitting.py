@@ -9,7 +9,7 @@ from runtime.checkpoint.resolve import files_of_model, read_model_config, resolv
 from runtime.text.chat import check_chat_template
 from runtime.text.chat_templates import chat_templates
 from runtime.util.control_groups import free_memory
-from runtime.util.errors import SpecDecError
+from runtime.util.files import read_json
 
 AGENT_CONTEXT = 32_768
 """Tokens of a prompt and its answer that agents work well with: their prompts have 10,000 to 30,000."""
@@ -25,19 +25,22 @@ def flags_given(flags: Sequence[str]) -> set[str]:
     return {normalize_name(flag.lstrip("-").partition("=")[0], "serve") for flag in flags if flag.startswith("-")}
 
 
+def is_engine(model: str) -> bool:
+    """True for an engine directory, whose limits are its own."""
+    config = Path(model).expanduser() / "config.json"
+    return config.is_file() and "build_config" in read_json(config)
+
+
 def fitting_flags(model: str, given: set[str]) -> Iterator[str]:
     """Flags for the model that are not given already. SpecDecError for a model that cannot have a conversation."""
     if not any(name in _DRAFTING or name.endswith("-config") for name in given):
         yield from ("--spec-decode-algo", "AUTO")
     if "any-model" not in given:
         yield "--any-model"
-    try:
-        model_dir = resolve_model(model)
-        config = read_model_config(model_dir)
-    except SpecDecError as error:
-        if error.code == "already_converted":
-            return  # an engine, whose limits are its own
-        raise
+    if is_engine(model):
+        return
+    model_dir = resolve_model(model)
+    config = read_model_config(model_dir)
     if "max-seq-len" not in given:
         context, num_kept = _sizes(config, model_dir)
         yield from ("--max-seq-len", str(context))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from commands.launch.files import configured, shown
-from commands.launch.fitting import fitting_flags, flags_given
+from commands.launch.fitting import fitting_flags, flags_given, is_engine
 from commands.launch.server import Served, ask_server, started
 from commands.launch.tools import KEY_VARIABLE, NO_KEY, Connection, Tool
 from commands.output.output import stderr, visible, warn
@@ -47,7 +47,8 @@ class Launch:
     @property
     def serve_arguments(self) -> list[str]:
         """Arguments for `specdec serve`."""
-        first = ["--model-dir"] if self.flags and not self.flags[0].startswith("-") else []
+        is_word = bool(self.flags) and not self.flags[0].startswith("-")
+        first = ["--engine-dir" if is_engine(self.flags[0]) else "--model-dir"] if is_word else []
         fitting = [] if self.model is None else fitting_flags(self.model, flags_given(self.flags))
         address = ["--host", self.host, "--port", str(self.port)]
         return [*first, *self.flags, *fitting, *address]

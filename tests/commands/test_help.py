@@ -102,6 +102,7 @@ def test_completion_in_bash_knows_commands_and_all_flags(specdec_process: Specde
             "run",
             "chat",
             "serve",
+            "launch",
             "batch",
             "summarize",
             "compare",
