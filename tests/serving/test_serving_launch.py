@@ -35,7 +35,8 @@ if name == "claude":
 elif name == "aider":
     model, key = os.environ["AIDER_MODEL"].removeprefix("openai/"), os.environ["OPENAI_API_KEY"]
     url = os.environ["OPENAI_API_BASE"] + "/chat/completions"
-    asked["tools"] = [{{"type": "function", "function": {{"name": "f"}}}}]
+    if len(sys.argv) == 1:
+        asked["tools"] = [{{"type": "function", "function": {{"name": "f"}}}}]
 elif name == "codex":
     import tomllib
     config = tomllib.loads(text)

@@ -130,11 +130,11 @@ def test_the_prompt_has_all_tools_whichever_may_be_called(tooled: Served, make_s
     only_stop = {"type": "function", "function": {"name": "stop"}}
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [only_stop]}}
     long = [{"role": "user", "content": "Go on, and then on and on, until the end of all of it, and back."}]
-    first = tooled.post(CHAT, messages=long, tools=TOOLS, max_tokens=4).json()
-    for choice in ("none", allowed, NAMED):
+    found = []
+    for choice in ("auto", "auto", "none", allowed, NAMED):
         usage = tooled.post(CHAT, messages=long, tools=TOOLS, tool_choice=choice, max_tokens=4).json()["usage"]
-        assert usage["prompt_tokens"] == first["usage"]["prompt_tokens"]
-        assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
+        found.append((usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
+    assert set(found[2:]) == {found[1]} and 0 < found[1][1] < found[1][0]
     untaught = make_served(None)  # its template knows no tools: those that may not be called are left out
     assert untaught.post(CHAT, messages=ASKED, tools=TOOLS, tool_choice="none", max_tokens=2).status_code == 200
     assert untaught.post(CHAT, messages=ASKED, tools=TOOLS, max_tokens=2).status_code == 400

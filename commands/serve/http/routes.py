@@ -436,8 +436,8 @@ async def _on_routing_error(request: Request, error: Any) -> Response:
     if error.status_code == 404:
         schema = request.app.openapi()  # the routes that clients are told of
         message += what_is_there(request.url.path, {path: map(str.upper, own) for path, own in schema["paths"].items()})
-    elif error.status_code == 405 and error.headers:
-        message += f"; it takes {error.headers['allow']}"
+    elif error.status_code == 405 and (methods := (error.headers or {}).get("Allow")):
+        message += f"; it takes {methods}"
     body = HTTPError(error.status_code, message).body_at(request.url.path)
     return JSONResponse(body, error.status_code, error.headers)
 
