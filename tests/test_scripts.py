@@ -1,4 +1,4 @@
-"""Scripts: what `install.sh` says while it works, with a pip that only pretends; the faults that campaigns plant."""
+"""Scripts: what `install.sh` says while it works, with a pip that only pretends."""
 
 import re
 import shutil
