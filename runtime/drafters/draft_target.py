@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from runtime.core.batch import generation_row
 from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.draft_state import DraftState, is_ready
@@ -101,7 +102,9 @@ class DraftModel:
         """One more token of each."""
         draft_sequences = [p.draft_sequence for p in draft_states]
         with self.engine.alone():
-            all_logits = self.engine.forward(draft_sequences, [Draft([])] * len(draft_sequences))
+            for draft_sequence in draft_sequences:
+                self.engine.catch_up(draft_sequence)
+            all_logits = self.engine.step([generation_row(one, []) for one in draft_sequences])
             for draft_state, logits in zip(draft_states, all_logits, strict=True):
                 draft_sequence = draft_state.draft_sequence
                 draft_sequence.num_computed = len(draft_sequence.tokens)

@@ -15,7 +15,7 @@ from runtime.drafters.protocol import Drafter, check_request
 from runtime.drafters.speculation import NO_SPECULATION, Speculation
 from runtime.engine.engine import Engine
 from runtime.loop import orchestrator, scheduler
-from runtime.loop.drafting import check_requests
+from runtime.loop.step import check_requests
 from runtime.util.at_exit import closed_at_exit
 from runtime.util.errors import RequestError
 

@@ -9,9 +9,9 @@ from scripts.campaigns.faults import FAULTS, planted
 
 QUICKLY_FOUND = (
     "core.batch:pack without 12",
-    "loop.drafting:release_all drop 1",
+    "loop.step:release_all drop 1",
     "engine.engine:Engine._forward drop 2",
-    "engine.engine:Engine.step one-more 1",
+    "loop.step:judge one-more 0",
     "core.kv_cache:BlockManager._allocate drop 0",
     "core.kv_cache:BlockManager._insert without 0",
     "core.states:StateManager.admit without 4",
@@ -22,8 +22,8 @@ QUICKLY_FOUND = (
     "core.verify:verify_tokens without 1",
 )
 FOUND_LATER = (
-    "drafters.draft_target:DraftModel._draft_tokens one-more 2",
-    "engine.engine:Engine.forward drop 0",
+    "drafters.draft_target:DraftModel._draft_tokens one-more 0",
+    "engine.engine:Engine.catch_up drop 0",
     "loop.scheduler:Scheduler._make_room drop 0",
     "core.request:Sequence.commit drop 2",
 )
