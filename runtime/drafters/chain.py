@@ -16,80 +16,47 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from runtime.core.request import Draft, Request, Sequence
+from runtime.core.request import Draft, Sequence
 from runtime.drafters.acceptance_stats import MODEL_PRIOR, AcceptanceStats, Leads
-from runtime.drafters.protocol import Drafter, Suggest, check_drafts, check_num_drafts, check_request, look_ahead
+from runtime.drafters.protocol import CompositeDrafter, Drafter, Suggest, ask, check_drafts, look_ahead, rank_of_match
 from runtime.util.errors import UsageError
 
 _CONTEXT_STEP = 64
 
 
-class FirstOf:
+class FirstOf(CompositeDrafter):
     """Asks each drafter for those sequences for which all before it proposed nothing: the cheap one first.
 
     A drafter is not asked at every step then, and finds several tokens new when it is: all of ours can cope.
     """
 
     def __init__(self, drafters: Iterable[Drafter]) -> None:
-        self.drafters = list(drafters)
-        if not self.drafters:
+        super().__init__(drafters)
+        if not self.members:
             raise UsageError("a chain has no drafters: []", hint="name at least one")
-
-    def check_request(self, request: Request) -> None:
-        """Run the members' checks of a request before it starts."""
-        for drafter in self.drafters:
-            check_request(drafter, request)
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         drafts = [Draft([])] * len(sequences)
-        for drafter in self.drafters:
+        for member in self.members:
             empty = [i for i, draft in enumerate(drafts) if not draft.tokens]
-            if not empty:
-                break
-            proposed = drafter.propose([sequences[i] for i in empty], max_draft_len)
-            check_num_drafts(proposed, len(empty))
-            for i, draft in zip(empty, proposed, strict=True):
+            for i, draft in zip(empty, ask(member, [sequences[i] for i in empty], max_draft_len), strict=True):
                 drafts[i] = draft
         return drafts
 
     def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
-        drafts = (look_ahead(drafter, sequence, drafted, max_draft_len) for drafter in self.drafters)
+        drafts = (look_ahead(member, sequence, drafted, max_draft_len) for member in self.members)
         return next((draft for draft in drafts if draft.tokens), Draft([]))
 
-    def forget(self, request_id: int) -> None:
-        for drafter in self.drafters:
-            drafter.forget(request_id)
 
-
-class LongestMatch:
+class LongestMatch(CompositeDrafter):
     """Asks every drafter, and takes for each sequence the draft of the longest match; of equals the first's.
 
     A draft that was drawn from a distribution is taken whatever others found.
     """
 
-    def __init__(self, drafters: Iterable[Drafter]) -> None:
-        self.drafters = list(drafters)
-
-    def check_request(self, request: Request) -> None:
-        for drafter in self.drafters:
-            check_request(drafter, request)
-
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-        proposed = [drafter.propose(sequences, max_draft_len) for drafter in self.drafters]
-        for drafts in proposed:
-            check_num_drafts(drafts, len(sequences))
-        return [max(drafts, key=_match_of) for drafts in zip(*proposed, strict=True)]
-
-    def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
-        return max((look_ahead(drafter, sequence, drafted, max_draft_len) for drafter in self.drafters), key=_match_of)
-
-    def forget(self, request_id: int) -> None:
-        for drafter in self.drafters:
-            drafter.forget(request_id)
-
-
-def _match_of(draft: Draft) -> tuple[bool, bool, int]:
-    return draft.probs is not None, bool(draft.tokens), draft.match_len
+        proposed = [ask(member, sequences, max_draft_len) for member in self.members]
+        return [max(drafts, key=rank_of_match) for drafts in zip(*proposed, strict=True)]
 
 
 class AcceptsHints(Protocol):
@@ -135,7 +102,7 @@ class _Found:
         return is_drawn, bool(self.draft.tokens), 0.0 if is_drawn else self.rate
 
 
-class BestOf:
+class BestOf(CompositeDrafter):
     """Lookups and models. `iteration_s` as for `AdaptiveDrafter`; the target's vocabulary has `vocab_size` ids."""
 
     def __init__(
@@ -145,12 +112,13 @@ class BestOf:
         iteration_s: Callable[[int, int, float], float],
         vocab_size: int,
     ) -> None:
-        self.lookups, self.models = list(lookups), list(models)
-        if not self.lookups and not self.models:
+        lookups, self.models = list(lookups), list(models)
+        super().__init__([*lookups, *(model.drafter for model in self.models)])
+        if not self.members:
             raise UsageError("a chain has no drafters: []", hint="name at least one")
         self._iteration_s, self._vocab_size = iteration_s, vocab_size
-        self._found = [AcceptanceStats() for _ in self.lookups]
-        self._leads = Leads(len(self.lookups))
+        self._found = [AcceptanceStats() for _ in lookups]
+        self._leads = Leads(len(lookups))
         self._drafted = [AcceptanceStats() for _ in self.models]
         self._longer = AcceptanceStats()
         """Statistics of models' drafts with what was looked up behind them, by the length of that match."""
@@ -160,10 +128,10 @@ class BestOf:
             if model.copy is not None:
                 model.copy.ask(self._suggest)
 
-    def check_request(self, request: Request) -> None:
-        """Run the members' checks of a request before it starts."""
-        for drafter in self._members:
-            check_request(drafter, request)
+    @property
+    def lookups(self) -> list[Drafter]:
+        """The members before the models."""
+        return self.members[: len(self._found)]
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         for outcomes in self._all_outcomes:
@@ -179,9 +147,10 @@ class BestOf:
             number = self._better_model(sequence, one, len(sequences))
             if number is not None:
                 asked[number].append(i)
-        for model, outcomes, rows in zip(self.models, self._drafted, asked, strict=True):
+        drafters = self.members[len(self._found) :]
+        for drafter, model, outcomes, rows in zip(drafters, self.models, self._drafted, asked, strict=True):
             longest = min(max_draft_len, model.max_draft_len)
-            proposed = model.drafter.propose([sequences[i] for i in rows], longest) if rows else []
+            proposed = drafter.propose([sequences[i] for i in rows], longest) if rows else []
             for i, draft in zip(rows, proposed, strict=True):
                 outcomes.remember(sequences[i], draft.tokens, MODEL_PRIOR)
                 if draft.tokens:
@@ -194,16 +163,11 @@ class BestOf:
             outcomes.forget(request_id)
         self._leads.forget(request_id)
         self._found_now.pop(request_id, None)  # of a step that failed
-        for drafter in self._members:
-            drafter.forget(request_id)
+        super().forget(request_id)
 
     @property
     def _all_outcomes(self) -> list[AcceptanceStats]:
         return [*self._found, *self._drafted, self._longer]
-
-    @property
-    def _members(self) -> list[Drafter]:
-        return [*self.lookups, *(model.drafter for model in self.models)]
 
     def _look_up(self, sequences: list[Sequence], max_draft_len: int) -> list[_Found]:
         """The best that was found for each sequence; of equals the first."""

@@ -17,7 +17,7 @@ _BY_FUNCTION = {
     "core.batch:_pieces": "without 14",
     "core.batch:pack": "without 4, without 5, without 6, without 7, without 9, without 12, without 15, without 16, "
     "without 18, without 21, exchange 0",
-    "drafters.adaptive:AdaptiveDrafter.forget": "drop 1",
+    "drafters.protocol:CompositeDrafter.forget": "drop 0",
     "drafters.draft_target:DraftModel._draft_sequence": "without 7",
     "drafters.draft_target:DraftModel._draft_tokens": "one-more 0",
     "loop.step:release_all": "drop 0, drop 1",
