@@ -22,6 +22,7 @@ from runtime.drafters.protocol import CompositeDrafter, Drafter, Suggest, ask, c
 from runtime.util.errors import UsageError
 
 _CONTEXT_STEP = 64
+_LONGER = -1
 
 
 class FirstOf(CompositeDrafter):
@@ -117,11 +118,9 @@ class BestOf(CompositeDrafter):
         if not self.members:
             raise UsageError("a chain has no drafters: []", hint="name at least one")
         self._iteration_s, self._vocab_size = iteration_s, vocab_size
-        self._found = [AcceptanceStats() for _ in lookups]
+        self._stats = AcceptanceStats()
+        """Of the members by number, and of models' drafts with what was looked up behind them (`_LONGER`)."""
         self._leads = Leads(len(lookups))
-        self._drafted = [AcceptanceStats() for _ in self.models]
-        self._longer = AcceptanceStats()
-        """Statistics of models' drafts with what was looked up behind them, by the length of that match."""
         self._found_now: dict[int, _Found] = {}
         """Lookups of the current step by request, while models draft."""
         for model in self.models:
@@ -131,13 +130,11 @@ class BestOf(CompositeDrafter):
     @property
     def lookups(self) -> list[Drafter]:
         """The members before the models."""
-        return self.members[: len(self._found)]
+        return self.members[: len(self.members) - len(self.models)]
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-        for outcomes in self._all_outcomes:
-            for sequence in sequences:
-                outcomes.learn(sequence)
         for sequence in sequences:
+            self._stats.learn(sequence)
             self._leads.learn(sequence)
         found = self._look_up(sequences, max_draft_len)
         drafts = [one.draft for one in found]
@@ -147,37 +144,31 @@ class BestOf(CompositeDrafter):
             number = self._better_model(sequence, one, len(sequences))
             if number is not None:
                 asked[number].append(i)
-        drafters = self.members[len(self._found) :]
-        for drafter, model, outcomes, rows in zip(drafters, self.models, self._drafted, asked, strict=True):
+        for number, (model, rows) in enumerate(zip(self.models, asked, strict=True), len(self.lookups)):
             longest = min(max_draft_len, model.max_draft_len)
-            proposed = drafter.propose([sequences[i] for i in rows], longest) if rows else []
+            proposed = self.members[number].propose([sequences[i] for i in rows], longest) if rows else []
             for i, draft in zip(rows, proposed, strict=True):
-                outcomes.remember(sequences[i], draft.tokens, MODEL_PRIOR)
+                self._stats.remember(sequences[i], draft.tokens, MODEL_PRIOR, number)
                 if draft.tokens:
                     drafts[i] = self._go_on(sequences[i], draft, model, len(sequences), max_draft_len)
         self._found_now = {}
         return drafts
 
     def forget(self, request_id: int) -> None:
-        for outcomes in self._all_outcomes:
-            outcomes.forget(request_id)
+        self._stats.forget(request_id)
         self._leads.forget(request_id)
         self._found_now.pop(request_id, None)  # of a step that failed
         super().forget(request_id)
 
-    @property
-    def _all_outcomes(self) -> list[AcceptanceStats]:
-        return [*self._found, *self._drafted, self._longer]
-
     def _look_up(self, sequences: list[Sequence], max_draft_len: int) -> list[_Found]:
         """The best that was found for each sequence; of equals the first."""
         found: list[list[tuple[int, _Found]]] = [[] for _ in sequences]
-        for number, (lookup, outcomes) in enumerate(zip(self.lookups, self._found, strict=True)):
+        for number, lookup in enumerate(self.lookups):
             rows = [i for i, sequence in enumerate(sequences) if self._leads.looks(number, sequence)]
             drafts = lookup.propose([sequences[i] for i in rows], max_draft_len) if rows else []
             check_drafts(drafts, len(rows), max_draft_len, self._vocab_size)  # before a model reads them
             for i, draft in zip(rows, drafts, strict=True):
-                found[i].append((number, self._weigh(sequences[i], draft, outcomes, len(sequences))))
+                found[i].append((number, self._weigh(sequences[i], draft, number, len(sequences))))
         best = []
         for sequence, ones in zip(sequences, found, strict=True):
             number, one = max(ones, key=lambda one: one[1].rank, default=(0, _Found(Draft([]), 1.0, 0.0)))
@@ -185,10 +176,10 @@ class BestOf(CompositeDrafter):
             best.append(one)
         return best
 
-    def _weigh(self, sequence: Sequence, draft: Draft, outcomes: AcceptanceStats, batch_size: int) -> _Found:
+    def _weigh(self, sequence: Sequence, draft: Draft, number: int, batch_size: int) -> _Found:
         """Weight of a lookup's draft, by the acceptance of those before it."""
-        outcomes.remember(sequence, draft.tokens, draft.match_len)
-        survivals = outcomes.survivals(sequence, draft.match_len, len(draft.tokens)) if draft.tokens else []
+        self._stats.remember(sequence, draft.tokens, draft.match_len, number)
+        survivals = self._stats.survivals(sequence, draft.match_len, len(draft.tokens), number)
         expected_tokens = 1 + sum(survivals)
         rate = expected_tokens / self._iteration_s(batch_size, _context_len(sequence), len(draft.tokens))
         weighed = Draft(draft.tokens, draft.probs, draft.match_len, None if draft.probs is not None else survivals)
@@ -203,10 +194,10 @@ class BestOf(CompositeDrafter):
             found = self._found_now[sequence.request.id]
             return found.draft.tokens[: math.ceil(found.expected_tokens - 1)]
         most = max(sequence.max_draft_len - len(drafted), 0)
-        for lookup, outcomes in zip(self.lookups, self._found, strict=True):
+        for number, lookup in enumerate(self.lookups):
             draft = look_ahead(lookup, sequence, drafted, most)
             if draft.tokens:
-                expected_tokens = outcomes.expected_tokens(sequence, draft.match_len, len(draft.tokens))
+                expected_tokens = self._stats.expected_tokens(sequence, draft.match_len, len(draft.tokens), number)
                 return draft.tokens[: math.ceil(expected_tokens - 1)]
         return []
 
@@ -225,11 +216,12 @@ class BestOf(CompositeDrafter):
         if not behind.tokens:
             return draft
         longer = [*draft.tokens, *behind.tokens]
-        self._longer.remember(sequence, longer, behind.match_len)
+        self._stats.remember(sequence, longer, behind.match_len, _LONGER)
         expected, context_len = 1.0, _context_len(sequence)
         drafting_s = max(num_drafted * model.steps_per_token, 1.0) * model.step_s(batch_size, context_len)
         best_len, best_rate = num_drafted, 0.0
-        for n, survives in enumerate(self._longer.survivals(sequence, behind.match_len, len(longer)), 1):
+        survivals = self._stats.survivals(sequence, behind.match_len, len(longer), _LONGER)
+        for n, survives in enumerate(survivals, 1):
             expected += survives
             rate = expected / (self._iteration_s(batch_size, context_len, n) + drafting_s)
             if n >= num_drafted and rate > best_rate:
@@ -248,7 +240,8 @@ class BestOf(CompositeDrafter):
         """Tokens per second with its draft. Its own time is less where it need not compute them one by one."""
         model, context_len = self.models[number], _context_len(sequence)
         num_drafted = min(model.max_draft_len, max(sequence.max_draft_len, 1))
-        expected_tokens = self._drafted[number].expected_tokens(sequence, MODEL_PRIOR, num_drafted)
+        place = len(self.lookups) + number
+        expected_tokens = self._stats.expected_tokens(sequence, MODEL_PRIOR, num_drafted, place)
         num_steps = max(num_drafted * model.steps_per_token, 1.0)
         seconds = self._iteration_s(batch_size, context_len, num_drafted)
         return expected_tokens / (seconds + num_steps * model.step_s(batch_size, context_len))

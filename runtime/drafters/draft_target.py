@@ -20,7 +20,7 @@ from torch import Tensor
 from runtime.core.batch import generation_row
 from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.confidence_stop import ConfidenceStop
-from runtime.drafters.draft_state import DraftState, is_ready
+from runtime.drafters.draft_state import DraftState, begin_draft
 from runtime.drafters.protocol import Suggest
 from runtime.engine.engine import Engine
 from runtime.util.errors import SpecDecError
@@ -149,7 +149,7 @@ class SelfDraft:
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         if not sequences:
             return []
-        draft_states = [self._begin(sequence, max_draft_len) for sequence in sequences]
+        draft_states = [begin_draft(one, max_draft_len, use_logits=self.use_logits) for one in sequences]
         if self._confidence_stop:
             self._confidence_stop.begin(sequences, max_draft_len)
         num_steps = num_copy_rows = 0
@@ -176,9 +176,8 @@ class SelfDraft:
 
     def _draft_tokens(self, draft_states: list[DraftState], suggested: list[list[int]]) -> None:
         """One more token of each, and as many more as were suggested rightly."""
-        all_logits = self.engine.forward_draft(
-            [p.draft_sequence for p in draft_states], [Draft(tokens) for tokens in suggested]
-        )
+        rows = [generation_row(p.draft_sequence, tokens) for p, tokens in zip(draft_states, suggested, strict=True)]
+        all_logits = self.engine.step(rows, by_copy=True)
         for draft_state, tokens, logits in zip(draft_states, suggested, all_logits, strict=True):
             for i, row in enumerate(logits):
                 draft_state.draft_sequence.num_computed = len(draft_state.draft_sequence.tokens)
@@ -191,14 +190,3 @@ class SelfDraft:
             self._confidence_stop.draft_token(draft_state, logits)
         else:
             draft_state.draft_token(logits)
-
-    def _begin(self, sequence: Sequence, max_draft_len: int) -> DraftState:
-        """A proposal for a sequence of which the target has computed all but the last token; else an empty one.
-
-        What is left of a prompt is for the target to compute, once.
-        """
-        draft_sequence = Sequence(sequence.request, list(sequence.tokens), sequence.num_computed, sequence.block_table)
-        draft_sequence.sampler, draft_sequence.state_slot = sequence.sampler, sequence.state_slot
-        ready = is_ready(sequence, use_logits=self.use_logits)
-        max_len = min(max_draft_len, sequence.max_draft_len) if ready else 0
-        return DraftState(draft_sequence, max_len, self.use_logits)

@@ -19,10 +19,10 @@ from torch import Tensor
 from runtime.checkpoint.bundle import Bundle, check_step_files, read_bundle, unchanged_while_opened, uses_kernels
 from runtime.checkpoint.config import EngineConfig, Share, Size, check_arguments
 from runtime.compiler.compilation import StepFunction, logits_of
-from runtime.core.batch import Row, context_row, generation_row, pack, split_long_rows
+from runtime.core.batch import Row, context_row, pack, split_long_rows
 from runtime.core.kv_cache import BlockManager, KVPool, bytes_per_block, kv_dtype
 from runtime.core.limits import check_cache_size, check_draft_len, check_lengths, check_vocabulary
-from runtime.core.request import Draft, Request, Sequence
+from runtime.core.request import Request, Sequence
 from runtime.core.states import States, bytes_per_slot, num_slots_of, state_inputs
 from runtime.core.stats import StateStats
 from runtime.engine.devices import check_device_ids
@@ -352,10 +352,11 @@ class Engine:
             self.compute_context(sequence, end - sequence.num_computed)
 
     def step(self, rows: Seq[Row], *, by_copy: bool = False) -> list[Tensor]:
-        """(num_logits, vocab) logits of each row, of admitted sequences that have caught up; by the self-draft copy
-        with `by_copy`.
+        """(num_logits, vocab) logits of each row, of admitted sequences that have caught up.
 
-        `num_computed` of the sequences is the caller's to advance, by the tokens that it accepts.
+        `num_computed` of the sequences is the caller's to advance, by the tokens that it accepts. `by_copy`: the
+        self-draft copy computes, and writes its K/V where the target's step overwrites them before it reads. They never
+        count: `num_computed` of a sequence that is stepped or released must be what the target has computed.
         """
         logits: dict[int, Tensor] = {}
         for group in _similar_lengths(rows):
@@ -363,17 +364,8 @@ class Engine:
             # One at a time needs no division, which takes 50 us where the step has emptied the caches.
             parts = [together] if len(group) == 1 else together.split_with_sizes([rows[i].num_logits for i in group])
             logits.update(zip(group, parts, strict=True))
-        return [logits[i] for i in range(len(rows))]
-
-    def forward_draft(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Seq[Tensor]:
-        """Run the self-draft copy of the target: into the same K/V cache, and of no more tokens than fit a draft.
-
-        Its K/V never count: `num_computed` of a sequence that is stepped or released must stay at what the target has
-        computed, whose step computes these tokens again, and overwrites their K/V before it reads.
-        """
-        rows = [generation_row(s, d.tokens) for s, d in zip(sequences, drafts, strict=True)]
-        ids, size = self._ids_of_copy, self.config.vocab_size
-        return [among_all(logits, ids, size) for logits in self.step(rows, by_copy=True)]
+        ids = self._ids_of_copy if by_copy else None
+        return [among_all(logits[i], ids, self.config.vocab_size) for i in range(len(rows))]
 
     def add_head(self, head: ReadsStates) -> HeadCache:
         """Keep from now on what this head reads of the target's tokens, until it is removed.

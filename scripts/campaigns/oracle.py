@@ -354,16 +354,11 @@ class CheckedEngine(Engine):
                 assert torch.equal(logits, expected), f"{self.name}logits of request {sequence.request.id}"
             return all_logits
 
-        if by_copy:
-            return super().step(rows, by_copy=True)
-        logits: list[Tensor] = self.calls.make(f"{self.name}step", call)
-        return logits
+        def call_copy() -> list[Tensor]:
+            return super(CheckedEngine, self).step(rows, by_copy=True)  # whose logits are nobody's
 
-    def forward_draft(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Seq[Tensor]:
-        """Count the copy's step as a call. Its logits are nobody's, and not looked at."""
-        logits: Seq[Tensor] = self.calls.make(
-            f"{self.name}copy's step", lambda: super(CheckedEngine, self).forward_draft(sequences, drafts)
-        )
+        made = (f"{self.name}copy's step", call_copy) if by_copy else (f"{self.name}step", call)
+        logits: list[Tensor] = self.calls.make(*made)
         return logits
 
     def check_sequence(self, sequence: Sequence) -> None:

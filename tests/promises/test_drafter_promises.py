@@ -195,15 +195,13 @@ def test_suggestions_change_no_draft_and_leave_room_for_it(seed: int, temperatur
                 return [*right[len(drafted) : len(drafted) + 3], *draw.choices(range(12), k=5)]
 
             drafter.ask(suggest)
-        forward_draft = engine.forward_draft
+        step = engine.step
 
-        def watched(states: Any, given: Any, call: Any = forward_draft, length: int = len(prompt)) -> Any:
-            asked_for.extend(
-                len(state.tokens) - length + len(draft.tokens) for state, draft in zip(states, given, strict=True)
-            )
-            return call(states, given)
+        def watched(rows: Any, call: Any = step, length: int = len(prompt), **by: bool) -> Any:
+            asked_for.extend(row.start + len(row.tokens) - length for row in rows)
+            return call(rows, **by)
 
-        engine.forward_draft = watched  # type: ignore[method-assign]
+        engine.step = watched  # type: ignore[method-assign]
         (draft,) = drafter.propose([sequence], max_draft_len)
         assert len(draft.tokens) <= max_draft_len
         drafts.append(draft.tokens)

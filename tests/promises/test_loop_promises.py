@@ -21,6 +21,7 @@ from tiny import forward
 from waiting import wait_until
 
 from runtime.checkpoint.config import BuildConfig
+from runtime.core.batch import generation_row
 from runtime.core.params import SamplingConfig
 from runtime.core.request import Draft, Request, Sequence
 from runtime.core.stats import LoopTimes
@@ -409,7 +410,7 @@ def test_time_of_the_copy_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     sequence = Sequence.start(Request(0, (1, 2, 3), 9))
     engine.admit(sequence)
     for number in range(1, 4):
-        engine.forward_draft([sequence], [Draft([])])
+        engine.step([generation_row(sequence, [])], by_copy=True)
         assert (engine.step_time_s, engine.copy_time_s) == (10 * (number - 1), number)
         forward(engine, [sequence], [[]])
         assert (engine.step_time_s, engine.copy_time_s) == (10 * number, number)
