@@ -19,7 +19,6 @@ from typing import Protocol
 from runtime.core.request import Draft, Sequence
 from runtime.drafters.acceptance_stats import MODEL_PRIOR, AcceptanceStats, Leads
 from runtime.drafters.protocol import CompositeDrafter, Drafter, Suggest, ask, check_drafts, look_ahead, rank_of_match
-from runtime.util.errors import UsageError
 
 _CONTEXT_STEP = 64
 _LONGER = -1
@@ -30,11 +29,6 @@ class FirstOf(CompositeDrafter):
 
     A drafter is not asked at every step then, and finds several tokens new when it is: all of ours can cope.
     """
-
-    def __init__(self, drafters: Iterable[Drafter]) -> None:
-        super().__init__(drafters)
-        if not self.members:
-            raise UsageError("a chain has no drafters: []", hint="name at least one")
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         drafts = [Draft([])] * len(sequences)
@@ -115,8 +109,6 @@ class BestOf(CompositeDrafter):
     ) -> None:
         lookups, self.models = list(lookups), list(models)
         super().__init__([*lookups, *(model.drafter for model in self.models)])
-        if not self.members:
-            raise UsageError("a chain has no drafters: []", hint="name at least one")
         self._iteration_s, self._vocab_size = iteration_s, vocab_size
         self._stats = AcceptanceStats()
         """Of the members by number, and of models' drafts with what was looked up behind them (`_LONGER`)."""

@@ -23,7 +23,7 @@ from runtime.drafters.opened import BoundedDrafter
 from runtime.drafters.protocol import Drafter
 from runtime.engine.engine import Engine
 from runtime.loop import orchestrator, scheduler
-from runtime.util.errors import SpecDecError, UsageError
+from runtime.util.errors import SpecDecError
 
 LOOPS: dict[str, Callable[..., Any]] = {"orchestrator": orchestrator.generate, "leader": scheduler.generate}
 NUM_NEW_TOKENS, DRAFT_LEN = 24, 6
@@ -340,12 +340,6 @@ def test_a_dear_model_is_asked_only_where_nothing_was_found() -> None:
     sequences = [Sequence.start(Request(i, (5, 6), 9)) for i in range(2)]
     assert [draft.tokens for draft in chain.propose(sequences, 4)] == [[1, 1], [2]]
     assert asked.num_asked == 1
-
-
-def test_chain_of_nobody_is_refused(said: Said) -> None:
-    with pytest.raises(UsageError) as raised:
-        BestOf([], [], lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
-    said(raised)
 
 
 def test_what_is_kept_of_a_request_goes_with_it(engine: Engine) -> None:

@@ -23,7 +23,7 @@ from runtime.engine.engine import Engine
 from runtime.loop import orchestrator, scheduler
 from runtime.loop.session import Session, _TimedDrafter
 from runtime.measure.diagnosis.observe import _Watched
-from runtime.util.errors import SpecDecError, UsageError
+from runtime.util.errors import SpecDecError
 
 
 class Recorder:
@@ -139,12 +139,6 @@ def test_member_that_returns_too_few_drafts_is_an_error(said: Said) -> None:
     with pytest.raises(SpecDecError) as error:
         FirstOf([NgramLookup(2), Short({})]).propose([start(0)], 4)
     said(error, "0", "1")
-
-
-def test_empty_chain_is_refused(said: Said) -> None:
-    with pytest.raises(UsageError) as error:
-        FirstOf([])
-    said(error)
 
 
 @pytest.mark.parametrize(
