@@ -22,6 +22,7 @@ from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.draft_state import DraftState, begin_draft
 from runtime.drafters.protocol import Suggest
+from runtime.engine.draft_vocab import among_all
 from runtime.engine.engine import Engine
 from runtime.util.errors import SpecDecError
 
@@ -129,6 +130,7 @@ class SelfDraft:
     def __init__(self, engine: Engine, *, use_logits: bool, confidence_stop: ConfidenceStop | None = None) -> None:
         self.engine = engine
         self.use_logits = use_logits
+        self._draft_ids = None if engine.draft_ids is None else engine.draft_ids.to(engine.device)
         self._confidence_stop = confidence_stop
         self._suggest: Suggest | None = None
         self._num_steps = self._num_drafted = 0.0
@@ -177,7 +179,8 @@ class SelfDraft:
     def _draft_tokens(self, draft_states: list[DraftState], suggested: list[list[int]]) -> None:
         """One more token of each, and as many more as were suggested rightly."""
         rows = [generation_row(p.draft_sequence, tokens) for p, tokens in zip(draft_states, suggested, strict=True)]
-        all_logits = self.engine.step(rows, by_copy=True)
+        size = self.engine.config.vocab_size
+        all_logits = [among_all(one, self._draft_ids, size) for one in self.engine.step(rows, by_copy=True)]
         for draft_state, tokens, logits in zip(draft_states, suggested, all_logits, strict=True):
             for i, row in enumerate(logits):
                 draft_state.draft_sequence.num_computed = len(draft_state.draft_sequence.tokens)

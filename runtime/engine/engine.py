@@ -26,7 +26,7 @@ from runtime.core.request import Request, Sequence
 from runtime.core.states import States, bytes_per_slot, num_slots_of, state_inputs
 from runtime.core.stats import StateStats
 from runtime.engine.devices import check_device_ids
-from runtime.engine.draft_vocab import among_all, read_draft_ids
+from runtime.engine.draft_vocab import read_draft_ids
 from runtime.engine.head_cache import HeadCache, ReadsStates, bytes_of_head
 from runtime.engine.load import check_environment, check_shape, open_copy
 from runtime.engine.ranks import RankedModel, RankedStep, open_ranks
@@ -115,7 +115,6 @@ class Engine:
         self._step, self._copy_step = step, copy_step
         self.draft_ids = draft_ids
         """(n,) int64 ids that drafts have, of a copy and of heads without ids of their own; None: all."""
-        self._ids_of_copy = None if draft_ids is None else draft_ids.to(device)
         self.directory: Path | None = None
         self.ranks = step if isinstance(step, RankedStep) else None
         # Elsewhere each row has its K/V gathered first, and a GPU computes padding while it waits for its memory.
@@ -355,8 +354,9 @@ class Engine:
         """(num_logits, vocab) logits of each row, of admitted sequences that have caught up.
 
         `num_computed` of the sequences is the caller's to advance, by the tokens that it accepts. `by_copy`: the
-        self-draft copy computes, and writes its K/V where the target's step overwrites them before it reads. They never
-        count: `num_computed` of a sequence that is stepped or released must be what the target has computed.
+        self-draft copy computes logits of `draft_ids`, and writes its K/V where the target's step overwrites them
+        before it reads. They never count: `num_computed` of a sequence that is stepped or released must be what the
+        target has computed.
         """
         logits: dict[int, Tensor] = {}
         for group in _similar_lengths(rows):
@@ -364,8 +364,7 @@ class Engine:
             # One at a time needs no division, which takes 50 us where the step has emptied the caches.
             parts = [together] if len(group) == 1 else together.split_with_sizes([rows[i].num_logits for i in group])
             logits.update(zip(group, parts, strict=True))
-        ids = self._ids_of_copy if by_copy else None
-        return [among_all(logits[i], ids, self.config.vocab_size) for i in range(len(rows))]
+        return [logits[i] for i in range(len(rows))]
 
     def add_head(self, head: ReadsStates) -> HeadCache:
         """Keep from now on what this head reads of the target's tokens, until it is removed.
