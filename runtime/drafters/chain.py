@@ -111,7 +111,7 @@ class BestOf(CompositeDrafter):
         super().__init__([*lookups, *(model.drafter for model in self.models)])
         self._iteration_s, self._vocab_size = iteration_s, vocab_size
         self._stats = AcceptanceStats()
-        """Of the members by number, and of models' drafts with what was looked up behind them (`_LONGER`)."""
+        """Counts of the members by number, and of models' drafts with what was looked up behind them (`_LONGER`)."""
         self._leads = Leads(len(self.lookups))
         self._found_now: dict[int, _Found] = {}
         """Lookups of the current step by request, while models draft."""
