@@ -117,7 +117,7 @@ COMPOSITES: dict[type[CompositeDrafter], Callable[[Drafter], CompositeDrafter]] 
 
 
 def test_members_check_requests_look_ahead_and_forget(said: Said) -> None:
-    """Whatever a drafter does with its members' drafts, all else is the members' own."""
+    """A drafter decides about its members' drafts alone; all else is the members' own."""
     assert set(COMPOSITES) == set(CompositeDrafter.__subclasses__())
     for make in COMPOSITES.values():
         member, sequence = Ahead({}), start(7)
