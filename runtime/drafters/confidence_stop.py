@@ -40,7 +40,7 @@ class ConfidenceStop:
         self._iteration_s, self._draft_s, self._at_once = iteration_s, draft_s, at_once
         self._right, self._seen = [0.0] * _NUM_CLASSES, [0.0] * _NUM_CLASSES
         self._pending = PendingDrafts[list[int]]()
-        """Drafts, with the class of the model's confidence in each token."""
+        """Drafts, with the class of the model's confidence in each token, and in an end id that ended the draft."""
         self._num_tokens = self._seconds = 0.0
         self._least_to_send = self._least_to_go_on = 0.0
 
@@ -88,9 +88,9 @@ class ConfidenceStop:
         self._pending.forget(request_id)
 
     def _learn(self, sequence: Sequence) -> None:
-        for _, _, kinds, num_right, num_known in self._pending.take(sequence):
+        for _, tokens, kinds, num_right, num_known in self._pending.take(sequence):
             self._num_tokens += min(num_right + 1, num_known)  # others' drafts may have yielded more since
-            for i, kind in enumerate(kinds[: min(num_right + 1, num_known)]):
+            for i, kind in enumerate(kinds[: min(num_right + 1, num_known, len(tokens))]):
                 self._seen[kind] = self._seen[kind] * _MEMORY + 1
                 self._right[kind] = self._right[kind] * _MEMORY + (i < num_right)
 
