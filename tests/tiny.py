@@ -6,6 +6,7 @@ outputs are not constant, and no parameter can be forgotten without a difference
 
 import hashlib
 import zlib
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from runtime.builder.build import BuildEffort, DraftSource, build_engine
 from runtime.builder.convert import convert
 from runtime.checkpoint.config import BuildConfig, Dtype, KVCacheQuantAlgo, QuantConfig
+from runtime.core.batch import generation_row
+from runtime.core.request import Sequence
 from runtime.drafters.heads.head_config import read_head
+from runtime.engine.engine import Engine
 
 VOCAB_SIZE = 32
 SLIDING_WINDOW = 8
@@ -516,3 +520,10 @@ def repetitive_prompt(seed: int, length: int, vocab_size: int = VOCAB_SIZE, peri
     changed = torch.rand(length, generator=generator) < 0.15
     tokens[changed] = torch.randint(3, vocab_size, (int(changed.sum()),), generator=generator)
     return tokens.tolist()
+
+
+def forward(engine: Engine, sequences: Seq[Sequence], drafts: Seq[Seq[int]]) -> list[Tensor]:
+    """Per sequence the (draft_len + 1, vocab) logits after its last token, and after each token of its draft."""
+    for sequence in sequences:
+        engine.catch_up(sequence)
+    return engine.step([generation_row(sequence, draft) for sequence, draft in zip(sequences, drafts, strict=True)])
