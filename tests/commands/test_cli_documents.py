@@ -100,10 +100,8 @@ def test_times_of_a_request_are_in_order(specdec: Specdec, llama_engine_dir: Pat
 @pytest.mark.parametrize(
     ("tests", "systems"),
     [
-        (["--test-engine", "--ngram-config", NGRAM], {"engine", "engine_no_drafter"}),
         (["--test-engine", *draft_model(Path("DRAFT"))], {"engine", "engine_no_drafter"}),
         (["--test-engine", *draft_model(Path("DRAFT")), "--temperature", 0.8], {"engine", "engine_no_drafter"}),
-        (["--test-engine"], {"engine"}),
         (["--test-hf"], {"hf"}),
         (["--test-engine", "--test-hf", "--ngram-config", NGRAM], {"engine", "engine_no_drafter", "hf"}),
     ],

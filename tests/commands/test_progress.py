@@ -76,18 +76,6 @@ def test_without_a_terminal_a_line_says_how_far_it_is_from_time_to_time() -> Non
 
 
 @pytest.mark.usefixtures("often")
-def test_without_a_terminal_a_remark_stands_in_the_line() -> None:
-    file = io.StringIO()
-    with progress.counting(Console(file=file, width=80), "Requests", 12) as advance:
-        wait_until(lambda: "0/12\n" in file.getvalue())
-        advance(1, "80 tokens/s")
-        wait_until(lambda: "left\n" in file.getvalue())
-    assert re.fullmatch(
-        r" +\d+\.\d s  Requests: 1/12, 80 tokens/s, \d:\d\d:\d\d left", file.getvalue().splitlines()[-1]
-    )
-
-
-@pytest.mark.usefixtures("often")
 def test_without_a_terminal_a_phase_that_lasts_is_named_again_and_again() -> None:
     file = io.StringIO()
     with progress.phases(Console(file=file, width=80)) as phase:

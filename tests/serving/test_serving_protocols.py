@@ -180,7 +180,12 @@ def test_calls_of_a_message_stream_as_they_are_whole(tooled: Served) -> None:
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
 
 
-@pytest.mark.parametrize("max_tokens", [8, 20, 30])
+@pytest.mark.parametrize(
+    "max_tokens",
+    [
+        20,
+    ],
+)
 def test_a_call_that_is_cut_off_has_what_a_client_makes_of_the_stream(tooled: Served, max_tokens: int) -> None:
     """anthropic's client parses what came of the arguments; it was nothing where the answer came whole."""
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "Go"}], "max_tokens": max_tokens, "seed": 1}
@@ -330,20 +335,15 @@ def test_a_turn_costs_its_new_tokens_with_several_conversations_in_turn(roomy: S
 
 
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
-    "an input of nothing": (RESPONSES, {"input": []}),
     "an item of another type": (RESPONSES, {"input": [{"type": "computer_call", "id": "1"}]}),
     "an image": (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}),
     "an unknown response": (RESPONSES, {"input": "a", "previous_response_id": "resp_1"}),
-    "a response in the background": (RESPONSES, {"input": "a", "background": True}),
     "a choice of a hosted tool": (RESPONSES, {"input": "a", "tool_choice": {"type": "web_search"}}),
-    "an answer to no call": (RESPONSES, {"input": [{"type": "function_call_output", "call_id": "1", "output": "a"}]}),
     "a call without its answer": (
         RESPONSES,
         {"input": [USER, CALLS, USER], "instructions": "Be brief.", "store": False},
     ),
-    "arguments that are none": (RESPONSES, {"input": [USER, CALLS | {"arguments": "[1]"}, GAVE]}),
     "an answer to another call": (RESPONSES, {"input": [USER, CALLS, GAVE | {"call_id": "2"}]}),
-    "a function without a name": (RESPONSES, {"input": "a", "tools": [{"type": "function"}]}),
     "a choice among unknown functions": (
         RESPONSES,
         {
@@ -352,25 +352,11 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
             "tool_choice": {"type": "allowed_tools", "tools": [{"type": "function", "name": "fly"}]},
         },
     ),
-    "a tool without a type": (RESPONSES, {"input": "a", "tools": [{"name": "go"}]}),
     "no room for a token": (RESPONSES, {"input": "a", "max_output_tokens": 0}),
     "a chat's length": (RESPONSES, {"input": "a", "max_tokens": 3}),
-    "a number": (RESPONSES, {"input": 1}),
     "a schema that is none": (
         RESPONSES,
         {"input": "a", "text": {"format": {"type": "json_schema", "name": "a", "schema": {"$ref": "#/no"}}}},
-    ),
-    "a schema that is none, of a message": (
-        MESSAGES,
-        {
-            "messages": [{"role": "user", "content": "a"}],
-            "max_tokens": 1,
-            "output_config": {"format": {"type": "json_schema", "schema": {"$ref": "#/no"}}},
-        },
-    ),
-    "a tool of a message without a name": (
-        MESSAGES,
-        {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "tools": [{"input_schema": SCHEMA}]},
     ),
     "a beginning of the answer": (
         MESSAGES,
@@ -380,14 +366,6 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "no length": (MESSAGES, {"messages": [{"role": "user", "content": "a"}]}),
-    "an image in a message": (
-        MESSAGES,
-        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}], "max_tokens": 1},
-    ),
-    "a result without its call": (
-        MESSAGES,
-        {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "a"}]}], "max_tokens": 1},
-    ),
     "a result of no call, after another": (
         MESSAGES,
         {
@@ -427,15 +405,3 @@ def test_head_is_answered_like_get(tooled: Served) -> None:
     for path in ("/", "/health", "/v1/models", "/version"):
         assert tooled.client.head(path).status_code == tooled.client.get(path).status_code == 200
     assert tooled.client.head("/v1/responses").status_code == 405
-
-
-def test_either_header_has_the_key(make_served: Any) -> None:
-    served = make_served(None, api_key="secret")
-    for headers, status in (
-        ({"x-api-key": "secret"}, 200),
-        ({"Authorization": "Bearer secret"}, 200),
-        ({"x-api-key": "wrong"}, 401),
-        ({"Authorization": "Basic secret"}, 401),
-        ({}, 401),
-    ):
-        assert served.client.get("/v1/models", headers=headers).status_code == status

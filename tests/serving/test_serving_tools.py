@@ -167,7 +167,7 @@ def test_a_call_comes_after_reasoning(tooled: Served) -> None:
     assert "tool_calls" in found["message"] or found["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize("word", ["left", pytest.param('"by"', marks=pytest.mark.slow), "step", "tool_call"])
+@pytest.mark.parametrize("word", ["left", "tool_call"])
 def test_a_stop_word_in_a_call_ends_it_as_a_limit_does(tooled: Served, word: str) -> None:
     """It was said to be a whole call, or its tags were content."""
     num_stopped = 0
@@ -306,12 +306,7 @@ def test_messages_of_the_user_are_one_where_roles_must_alternate(
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a tool without a name": ({"tools": [{"type": "function", "function": {"parameters": {}}}]}, "tools"),
-    "a tool of another type": ({"tools": [{"type": "web_search"}]}, "tools"),
     "two of one name": ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
-    "a choice of none of them": (
-        {"tool_choice": {"type": "function", "function": {"name": "fly"}}},
-        "tool_choice",
-    ),
     "an allowance of none of them": (
         {
             "tool_choice": {
@@ -330,7 +325,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [*ASKED, {"role": "assistant", "tool_calls": [CALL]}, *ASKED]},
         "messages",
     ),
-    "an answer to no call": ({"messages": [*ASKED, GAVE]}, "messages"),
     "an answer to another call": (
         {"messages": [*ASKED, {"role": "assistant", "tool_calls": [CALL]}, GAVE | {"tool_call_id": "c2"}]},
         "messages",
@@ -346,27 +340,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "messages",
     ),
     "a message that says nothing": ({"messages": [{"role": "user", "content": None}]}, "messages"),
-    "an assistant that says nothing": ({"messages": [*ASKED, {"role": "assistant"}]}, "messages"),
     "a user that calls": ({"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]}, "messages"),
-    "a variable of transformers' own": ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     "the messages as a variable": ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-    "half a character in a call": (
-        {
-            "messages": [
-                *ASKED,
-                {
-                    "role": "assistant",
-                    "tool_calls": [CALL | {"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}],
-                },
-                GAVE,
-            ]
-        },
-        "messages",
-    ),
-    "arguments that are a text": (
-        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
-        "tools",
-    ),
     "an effort that no template knows": ({"reasoning_effort": "high"}, "reasoning_effort"),
 }
 
