@@ -394,11 +394,7 @@ def copy_with_chain(model_dir: Path, directory: Path, num_layers: int) -> Path:
 
 _ASSISTANTS: dict[str, tuple[Any, Any, Any]] = {
     "gemma4_text": (Gemma4AssistantConfig, Gemma4TextConfig, Gemma4AssistantForCausalLM),
-    "gemma4_unified_text": (
-        Gemma4UnifiedAssistantConfig,
-        Gemma4UnifiedTextConfig,
-        Gemma4UnifiedAssistantForCausalLM,
-    ),
+    "gemma4_unified_text": (Gemma4UnifiedAssistantConfig, Gemma4UnifiedTextConfig, Gemma4UnifiedAssistantForCausalLM),
 }
 
 

@@ -43,13 +43,7 @@ OTHERS_FLAGS = {
     "check",
     "slow",
     "write",
-} | {
-    "planted",
-    "every-failure",
-    "nproc-per-node",
-    "nnodes",
-    "config",
-}
+} | {"planted", "every-failure", "nproc-per-node", "nnodes", "config"}
 """Flags of scripts, of torchrun, of Continue's, and of the drafter that an example adds."""
 
 

@@ -221,7 +221,7 @@ _WITHOUT_ATTENTION: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": (
         "mamba2",
         {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8, "use_bias": True},
-    ),
+    )
 }
 _MAMBA = {
     "state_size": 8,

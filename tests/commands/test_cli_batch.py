@@ -287,12 +287,7 @@ def test_done_requests_are_not_asked_again(batch: Batch, undisturbed: bytes, tmp
     assert tree(tmp_path) == ["requests.jsonl", "results.jsonl"]
 
 
-@pytest.mark.parametrize(
-    "num_before",
-    [
-        2,
-    ],
-)
+@pytest.mark.parametrize("num_before", [2])
 def test_failures_from_before_a_resumption_are_counted(num_before: int, batch: Batch, tmp_path: Path) -> None:
     """Two of four requests name another model. Half of the requests, or all, have a result when the command resumes."""
     rows = [openai(f"{i}", prompt="dog", max_tokens=2) for i in range(4)]
@@ -372,10 +367,7 @@ def test_results_that_another_process_writes_are_refused(batch: Batch, tmp_path:
     [
         ("", ""),
         ('{"prompt": "a"}\n{', "2"),
-        (
-            '{"custom_id": "a", "prompt": "x"}\n\n{"custom_id": "a", "prompt": "y"}',
-            "1; 3; `custom_id`; 'a",
-        ),
+        ('{"custom_id": "a", "prompt": "x"}\n\n{"custom_id": "a", "prompt": "y"}', "1; 3; `custom_id`; 'a"),
         ('{"url": "/v1/completions", "body": {}}', "`custom_id`; 1"),
         ('{"custom_id": 7, "url": "/v1/completions", "body": {}}', "`custom_id`; 1; 7"),
         ('{"custom_id": "a", "body": {}}', "`url`; 1"),

@@ -316,10 +316,7 @@ def test_a_stream_without_an_end_is_broken_off(bench: Bench, said: Said) -> None
 
 @pytest.mark.parametrize(
     ("variables", "key"),
-    [
-        ({"OPENAI_API_KEY": "theirs"}, "theirs"),
-        ({"SPECDEC_API_KEY": "ours", "OPENAI_API_KEY": "theirs"}, "ours"),
-    ],
+    [({"OPENAI_API_KEY": "theirs"}, "theirs"), ({"SPECDEC_API_KEY": "ours", "OPENAI_API_KEY": "theirs"}, "ours")],
 )
 def test_the_key_is_that_of_serve_or_of_openais_clients(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], key: str

@@ -110,12 +110,7 @@ def test_tokens_per_block_does_not_change_the_output(build: Command, specdec: Sp
     assert len(texts) == 1
 
 
-@pytest.mark.parametrize(
-    ("max_batch_size", "num_groups"),
-    [
-        (2, 2),
-    ],
-)
+@pytest.mark.parametrize(("max_batch_size", "num_groups"), [(2, 2)])
 def test_prompts_beyond_max_batch_size_run_in_groups(
     build: Command, specdec: Specdec, tmp_path: Path, max_batch_size: int, num_groups: int
 ) -> None:

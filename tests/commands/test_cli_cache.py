@@ -116,13 +116,7 @@ def test_an_engine_is_in_use_while_it_is_open_and_was_used_then(
     assert not list((tmp_path / "cache" / "engines").glob(".*"))
 
 
-@pytest.mark.parametrize(
-    "size",
-    [
-        "much",
-        "-1",
-    ],
-)
+@pytest.mark.parametrize("size", ["much", "-1"])
 def test_no_size_is_wrong_usage(size: str, cache: Path, specdec: Specdec, said: Said) -> None:
     result = specdec("cache", "prune", f"--max-size={size}")
     assert result.exit_code == 2

@@ -141,13 +141,7 @@ def test_run_takes_texts_and_messages_as_conversations(
         assert ids_of(document) == [hf_greedy(llama, prompt, NUM_TOKENS, 299) for prompt in prompts]
 
 
-@pytest.mark.parametrize(
-    ("messages", "wrong"),
-    [
-        ([], ""),
-        ([{"role": "cat", "content": "miaow"}], ""),
-    ],
-)
+@pytest.mark.parametrize(("messages", "wrong"), [([], ""), ([{"role": "cat", "content": "miaow"}], "")])
 def test_conversation_that_is_none_is_one_error(
     messages: object, wrong: str, specdec: Specdec, engine_dir: Path, tmp_path: Path, said: Said
 ) -> None:
@@ -294,10 +288,7 @@ def halves() -> str:
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "shown"),
-    [("ending", "error: SystemExit: 3"), ("halves", "a?b")],
-)
+@pytest.mark.parametrize(("name", "shown"), [("ending", "error: SystemExit: 3"), ("halves", "a?b")])
 def test_whatever_a_function_does_the_conversation_goes_on(
     specdec: Specdec, with_tools: Path, type_lines: TypeLines, name: str, shown: str
 ) -> None:
@@ -312,11 +303,7 @@ def test_whatever_a_function_does_the_conversation_goes_on(
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [
-        ("def f(a):\n    pass", "f"),
-        ("1 / 0", "ZeroDivisionError"),
-        (None, "mine.py"),
-    ],
+    [("def f(a):\n    pass", "f"), ("1 / 0", "ZeroDivisionError"), (None, "mine.py")],
     ids=["undescribed", "failing", "missing"],
 )
 def test_a_file_of_tools_that_cannot_be_used_is_one_error(

@@ -58,12 +58,7 @@ def test_corpus_holds_the_tokens_of_texts_and_traces(
     assert document["size_bytes"] == Path("c").stat().st_size
 
 
-@pytest.mark.parametrize(
-    "tokenizer_dir",
-    [
-        "llama_engine_dir",
-    ],
-)
+@pytest.mark.parametrize("tokenizer_dir", ["llama_engine_dir"])
 def test_tokenizer_of_an_engine_a_checkpoint_or_a_model(
     tokenizer_dir: str, specdec: Specdec, directory: Path, request: pytest.FixtureRequest,
     tokenizer: PreTrainedTokenizerFast,
@@ -197,12 +192,7 @@ def test_answers_given_before_are_drafted_from_a_corpus_of_them(
     assert with_corpus["total"]["tokens_per_step"] > 3 > 2 > without["total"]["tokens_per_step"]
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "run",
-    ],
-)
+@pytest.mark.parametrize("command", ["run"])
 def test_corpus_of_another_tokenizer_is_refused_before_the_engine_is_opened(
     command: str, specdec: Specdec, directory: Path, other_tokenizer: PreTrainedTokenizerFast, articles: Path,
     llama_engine_dir: Path, monkeypatch: pytest.MonkeyPatch,

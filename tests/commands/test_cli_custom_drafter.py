@@ -142,11 +142,7 @@ def test_drafter_that_cannot_be_used_is_one_error(run: Run, factory: str, words:
 
 @pytest.mark.parametrize(
     ("factory", "words"),
-    [
-        ("narrow_probs", ("(1, 300)", "(1, 7)")),
-        ("impossible_probs", ("5", "0.0")),
-        ("truth_values_for_probs", ()),
-    ],
+    [("narrow_probs", ("(1, 300)", "(1, 7)")), ("impossible_probs", ("5", "0.0")), ("truth_values_for_probs", ())],
 )
 def test_probabilities_that_cannot_be_used_are_one_error(
     run: Run, factory: str, words: tuple[str, ...], said: Said
@@ -155,13 +151,7 @@ def test_probabilities_that_cannot_be_used_are_one_error(
     assert_one_error(run(*arguments), 1, said, *words)
 
 
-@pytest.mark.parametrize(
-    "factory",
-    [
-        "adds_a_token",
-        "rewrites_a_token",
-    ],
-)
+@pytest.mark.parametrize("factory", ["adds_a_token", "rewrites_a_token"])
 def test_drafter_that_edits_a_sequence_is_one_error(run: Run, factory: str, said: Said) -> None:
     """`tokens = sequence.tokens; tokens += …` is soon written, and would be output that no model generated."""
     assert_one_error(run("--drafter", f"custom_drafters:{factory}", "--max-output-len", 6), 1, said, "custom_drafters")

@@ -269,13 +269,7 @@ def test_chain_with_rejection_sampling_follows_the_targets_distribution(
     assert check["rule"] == "distribution" and check["passed"] and check["num_tokens"] > 1000
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "suffix, pool",
-        "chain",
-    ],
-)
+@pytest.mark.parametrize("name", ["suffix, pool", "chain"])
 def test_summarize_takes_the_same_flags(
     name: str, specdec: Specdec, llama_engine_dir: Path, articles: Path,
     with_paths: Callable[[list[str]], list[str]],
@@ -301,12 +295,7 @@ def test_each_drafter_of_a_chain_keeps_its_own_length(
     assert 0 < total["num_draft_tokens"] <= 2 * total["num_spec_steps"]
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "run",
-    ],
-)
+@pytest.mark.parametrize("command", ["run"])
 def test_a_warm_ups_output_is_not_found_in_the_pool(
     command: str, specdec: Specdec, llama_engine_dir: Path, tmp_path: Path
 ) -> None:

@@ -225,13 +225,7 @@ WRONG_CONFIG = [
     case(RUN + "--ngram-config [4,2,[0]] --ngram-ranking best", 2),
     case(RUN + "--ngram-config [4,2,[0]] --ngram-corpus none", 1, "none"),
     case(RUN + "--ngram-config [4,2,[0]] --ngram-corpus articles.jsonl", 1, "articles.jsonl"),
-    case(
-        SUMMARIZE + "--ngram-pool public",
-        2,
-        "`--ngram-pool`",
-        "public",
-        "`--ngram-config`",
-    ),
+    case(SUMMARIZE + "--ngram-pool public", 2, "`--ngram-pool`", "public", "`--ngram-config`"),
     case(
         RUN + "--spec-decode-algo DRAFT_TARGET --draft-engine-dir none --ngram-ranking recent",
         2,
@@ -252,12 +246,7 @@ WRONG_CONFIG = [
     case(RUN + "--streaming --json", 2, "`--streaming`", "`--json`"),
     case(RUN + "--streaming-interval 3", 2, "`--streaming-interval`", "`--streaming`", "3"),
     case(RUN + "--spec-decode-algo MEDUSA", 2, "MEDUSA", "NGRAM", "SUFFIX", "DRAFT_TARGET"),
-    case(
-        RUN + "--spec-decode-algo NGRAM --ngram-config [4,2,[0]]",
-        2,
-        "`--spec-decode-algo`",
-        "`--ngram-config`",
-    ),
+    case(RUN + "--spec-decode-algo NGRAM --ngram-config [4,2,[0]]", 2, "`--spec-decode-algo`", "`--ngram-config`"),
     case(RUN + "--ngram-config 4,2 --mode both", 2, "`--mode`", "both"),
     case(RUN + "--spec-decode-algo DRAFT_TARGET", 2, "`--draft-model-dir`"),
     case(
@@ -848,13 +837,7 @@ def test_the_table_starts_from_commands_that_work(
     assert specdec(*shlex.split(command)).exit_code == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("torch", "1.13.0"),
-        ("device", "cuda"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), [("torch", "1.13.0"), ("device", "cuda")])
 @pytest.mark.parametrize("engine", ["engine", pytest.param("engine-plain", marks=pytest.mark.slow)])
 def test_engine_for_another_machine_names_both_and_the_command_that_rebuilds_it(
     specdec: Specdec, directory: Path, name: str, value: str, engine: str, said: Said
@@ -880,12 +863,7 @@ def test_engine_for_another_machine_names_both_and_the_command_that_rebuilds_it(
     assert specdec(*arguments).exit_code == 0
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        truncated("rank0.pt2"),
-    ],
-)
+@pytest.mark.parametrize("damage", [truncated("rank0.pt2")])
 def test_damaged_compiled_step_is_one_clear_error(
     specdec: Specdec, llama_engine_dir: Path, tmp_path: Path, damage: Damage, said: Said
 ) -> None:

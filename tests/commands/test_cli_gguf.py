@@ -135,13 +135,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
     return path
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "pre-tokenizer",
-        "none",
-    ],
-)
+@pytest.mark.parametrize("kind", ["pre-tokenizer", "none"])
 def test_text_for_a_file_whose_tokens_are_not_known_is_refused_before_it_is_built(
     kind: str, specdec: Specdec, bare: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path,
     said: Said, monkeypatch: pytest.MonkeyPatch,
@@ -194,20 +188,8 @@ def chat(specdec: Specdec, directory: Path, *arguments: object) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "file",
-    ],
-)
-@pytest.mark.parametrize(
-    "ask",
-    [
-        chat,
-        batch,
-    ],
-    ids=lambda ask: ask.__name__,
-)
+@pytest.mark.parametrize("place", ["file"])
+@pytest.mark.parametrize("ask", [chat, batch], ids=lambda ask: ask.__name__)
 def test_tokenizer_is_taken_of_a_file(
     ask: Callable[..., str], place: str, specdec: Specdec, made: tuple[Path, list[int]], bare: Path, tmp_path: Path,
     tokenizer: PreTrainedTokenizerFast,
@@ -218,12 +200,7 @@ def test_tokenizer_is_taken_of_a_file(
     assert tokenizer.decode(expected, skip_special_tokens=True) in ask(specdec, tmp_path, *models)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "tune",
-    ],
-)
+@pytest.mark.parametrize("command", ["tune"])
 def test_tune_and_doctor_take_a_tokenizer_of_a_file(
     command: str, specdec: Specdec, made: tuple[Path, list[int]], bare: Path, said: Said
 ) -> None:

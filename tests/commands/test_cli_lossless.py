@@ -145,10 +145,7 @@ def test_rejection_sampling_is_compared_by_distribution(
 
 
 @pytest.mark.slow  # `test_rejection_sampling_is_compared_by_distribution` has a cut
-@pytest.mark.parametrize(
-    "flags",
-    [["--top-k", 2], ["--top-p", 0.5], ["--min-p", 0.2], ["--temperature", 0.3]],
-)
+@pytest.mark.parametrize("flags", [["--top-k", 2], ["--top-p", 0.5], ["--min-p", 0.2], ["--temperature", 0.3]])
 def test_cuts_leave_the_distribution_right(
     run_wide: Run, drafters: dict[str, list[object]], flags: list[object]
 ) -> None:

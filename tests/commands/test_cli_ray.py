@@ -219,10 +219,7 @@ def test_a_machine_without_the_engine_builds_its_own_of_the_checkpoint(
         pass
     with open_anywhere(WorkerJob(elsewhere, llama_checkpoint_dir), wanted, build) as model:
         assert model.window > 0
-    with (
-        pytest.raises(SpecDecError, match="another model"),
-        open_anywhere(WorkerJob(job, None), "of another", build),
-    ):
+    with pytest.raises(SpecDecError, match="another model"), open_anywhere(WorkerJob(job, None), "of another", build):
         pass
 
 
@@ -290,12 +287,7 @@ def test_summarize_asks_again_what_a_killed_worker_had(
     assert on_ray.stderr.count("warning: a worker died with ") == 1
 
 
-@pytest.mark.parametrize(
-    ("flags", "error"),
-    [
-        (["--ray", "no such address"], "no Ray cluster could be reached"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "error"), [(["--ray", "no such address"], "no Ray cluster could be reached")])
 def test_a_cluster_that_is_not_there_is_one_error(
     flags: list[str], error: str, llama_uncompiled_dir: Path, process_environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -17,12 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 Run = Callable[..., Result]
 
 
-@pytest.mark.parametrize(
-    "ngram",
-    [
-        ["--ngram-config", NGRAM],
-    ],
-)
+@pytest.mark.parametrize("ngram", [["--ngram-config", NGRAM]])
 @pytest.mark.parametrize("num_prompts", [5])
 def test_output_is_what_hf_generates(
     run: Run, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, ngram: list[str], num_prompts: int

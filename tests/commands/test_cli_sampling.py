@@ -36,12 +36,7 @@ def drafters(draft_engine_dir: Path) -> Drafters:
 DRAFTERS = pytest.mark.parametrize("drafter", ["none", "draft model"])
 
 
-@pytest.mark.parametrize(
-    "drafter",
-    [
-        "draft model",
-    ],
-)
+@pytest.mark.parametrize("drafter", ["draft model"])
 @pytest.mark.parametrize("sampling", SAMPLING, ids=lambda flags: " ".join(map(str, flags)))
 def test_same_seed_gives_the_same_text_as_without_a_drafter(
     run: Run, drafters: Drafters, drafter: str, sampling: list[object]

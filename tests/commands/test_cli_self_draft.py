@@ -69,12 +69,7 @@ def test_rejection_sampling_follows_the_targets_distribution(specdec: Specdec, s
     assert check["rule"] == "distribution" and check["passed"] and check["num_tokens"] > 1000
 
 
-@pytest.mark.parametrize(
-    "model_format",
-    [
-        "int4",
-    ],
-)
+@pytest.mark.parametrize("model_format", ["int4"])
 def test_model_in_as_few_bits_is_refused(
     model_format: str, specdec: Specdec, llama_dir: Path, tmp_path: Path, said: Said
 ) -> None:

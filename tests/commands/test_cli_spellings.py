@@ -197,13 +197,7 @@ def with_engines(specdec: Specdec, in_directory: Path, shared: Path) -> Path:
 ON_ONE_DEVICE = DRAFT_TARGET_MODEL.replace("[0],[1]", "[0],[0]")
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        ON_ONE_DEVICE,
-    ],
-    ids=["use_logits"],
-)
+@pytest.mark.parametrize("document", [ON_ONE_DEVICE], ids=["use_logits"])
 def test_command_of_the_draft_model_document_runs(specdec: Specdec, with_engines: Path, document: str) -> None:
     config = json.loads((with_engines / "draft-engine" / "config.json").read_text())
     assert config["build_config"]["max_draft_len"] == 0
@@ -276,12 +270,7 @@ def test_spellings_of_the_same_command_do_the_same(
     assert document["requests"][0]["prompt"] == PROMPT
 
 
-@pytest.mark.parametrize(
-    "spelled",
-    [
-        ["--gemm_plugin=float16"],
-    ],
-)
+@pytest.mark.parametrize("spelled", [["--gemm_plugin=float16"]])
 def test_flag_without_meaning_is_accepted_with_one_line(
     specdec: Specdec, llama_engine_dir: Path, spelled: list[str], said: Said
 ) -> None:

@@ -74,12 +74,7 @@ def uneven(tmp_path: Path) -> list[str]:
     return ["--dataset", str(path), "--batch-size", "6", "--max-input-length", "70"]
 
 
-@pytest.mark.parametrize(
-    "drafter",
-    [
-        "ngram",
-    ],
-)
+@pytest.mark.parametrize("drafter", ["ngram"])
 def test_leader_mode_answers_a_batch_of_different_lengths_as_hf_does(
     summarize: Summarize, llama: PreTrainedModel, uneven: list[str], draft_engine_dir: Path, tmp_path: Path,
     drafter: str,
@@ -130,12 +125,7 @@ def swapped(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "difference"),
-    [
-        (swapped, "the tokenizer"),
-        (perturbed, "the weights"),
-    ],
-    ids=["tokenizer", "weights"],
+    ("change", "difference"), [(swapped, "the tokenizer"), (perturbed, "the weights")], ids=["tokenizer", "weights"]
 )
 def test_another_model_of_the_same_vocabulary_is_named_and_not_compared(
     specdec: Specdec, llama_engine_dir: Path, llama_dir: Path, articles: Path, tmp_path: Path,
@@ -403,13 +393,7 @@ def test_references_of_which_rouge_sees_no_letter_are_told(summarize: Summarize,
     said(result, "ROUGE", "2", "3")
 
 
-@pytest.mark.parametrize(
-    "num_batches",
-    [
-        0,
-        1,
-    ],
-)
+@pytest.mark.parametrize("num_batches", [0, 1])
 def test_ctrl_c_leaves_the_batches_that_were_answered(
     summarize: Summarize, num_batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:

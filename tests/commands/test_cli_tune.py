@@ -157,10 +157,7 @@ def draft_engine_with_costs(make_draft_engine_dir: Callable[..., Path], tokenize
 
 
 MODELS: dict[str, tuple[list[object], set[tuple[int, ...]]]] = {
-    "ngram,self": (
-        ["--ngram-config", "[5,2,[0]]", "--self-draft-config", "2", "--drafters", "auto"],
-        {(5, 1), (5, 2)},
-    ),
+    "ngram,self": (["--ngram-config", "[5,2,[0]]", "--self-draft-config", "2", "--drafters", "auto"], {(5, 1), (5, 2)})
 }
 
 

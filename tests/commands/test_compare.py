@@ -225,10 +225,7 @@ def test_documents_of_two_commands_are_one_error(
         (lambda d: d | {"requests": 5}, "$.requests; 5"),
         (with_request(output_ids="x"), "$.requests[0].output_ids; 'x'"),
         (with_request(stats=None), "$.requests[0].stats; None"),
-        (
-            lambda d: d | {"total": d["total"] | {"num_steps": -3}},
-            "$.total.num_steps; -3",
-        ),
+        (lambda d: d | {"total": d["total"] | {"num_steps": -3}}, "$.total.num_steps; -3"),
         (with_total(tokens_per_step=float("inf")), "should be a finite number"),
         (with_total(tokens_per_step=10**400), "should be a finite number"),
     ],
@@ -247,12 +244,7 @@ def test_what_is_no_document_is_one_error(
     assert result.stderr.startswith("error: ") and "hint: " in result.stderr
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "systems",
-    ],
-)
+@pytest.mark.parametrize("key", ["systems"])
 def test_a_summary_without_its_systems_is_one_error(
     specdec: Specdec, summary_document: Document, tmp_path: Path, key: str, said: Said
 ) -> None:

@@ -104,8 +104,7 @@ def test_default_of_chat_and_serve(
     modes: list[str] = []
     monkeypatch.setattr("sys.stdin", io.StringIO("/quit\n"))
     monkeypatch.setattr(
-        "commands.serve.work.serve_setup",
-        lambda setup, *others: modes.append(setup.session.speculation.draft_len_mode),
+        "commands.serve.work.serve_setup", lambda setup, *others: modes.append(setup.session.speculation.draft_len_mode)
     )
     monkeypatch.setattr(
         "commands.chat.work.Conversation.__init__",

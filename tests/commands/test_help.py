@@ -111,7 +111,7 @@ def test_completion_in_bash_knows_commands_and_all_flags(specdec_process: Specde
             "bench",
             "corpus",
             "cache",
-        ),
+        )
     ]
     assert completed("specdec corpus ") == ["create", "merge", "stats"]
     assert completed("specdec run --temp") == ["--temperature"]

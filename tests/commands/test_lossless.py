@@ -236,12 +236,7 @@ def test_samples_nearer_than_rounding_are_near_ties(
 
 
 @pytest.mark.parametrize(
-    ("chi_squared", "degrees_of_freedom", "p_value"),
-    [
-        (3.841459, 1, 0.05),
-        (23.209251, 10, 0.01),
-        (15.136705, 1, 1e-4),
-    ],
+    ("chi_squared", "degrees_of_freedom", "p_value"), [(3.841459, 1, 0.05), (23.209251, 10, 0.01), (15.136705, 1, 1e-4)]
 )
 def test_p_values_are_those_of_the_tables(chi_squared: float, degrees_of_freedom: int, p_value: float) -> None:
     assert p_value_of(chi_squared, degrees_of_freedom) == pytest.approx(p_value, rel=1e-4)

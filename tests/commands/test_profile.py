@@ -125,19 +125,10 @@ def test_profile_of_no_drafter_runs_without_one(
     assert_one_clear_error(specdec(*arguments, "--check-lossless"), 2, ("there is no drafter",))
 
 
-FLAGS = [
-    ["--ngram-pool", "public"],
-    ["--draft-len-mode", "fixed"],
-    ["--drafter", "a:b"],
-]
+FLAGS = [["--ngram-pool", "public"], ["--draft-len-mode", "fixed"], ["--drafter", "a:b"]]
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "run",
-    ],
-)
+@pytest.mark.parametrize("command", ["run"])
 @pytest.mark.parametrize("flags", FLAGS, ids=[flags[0] for flags in FLAGS])
 def test_flags_that_choose_a_drafter_contradict_a_profile(
     command: str, flags: list[str], specdec: Specdec, path: Path, llama_engine_dir: Path

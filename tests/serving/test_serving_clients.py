@@ -90,13 +90,7 @@ def test_client_that_fills_the_queue_leaves_room_for_others(make_served: MakeSer
     assert [one.result().status_code for one in (*many, *polite)] == [200] * 5
 
 
-@pytest.mark.parametrize(
-    "priority",
-    [
-        -5,
-        None,
-    ],
-)
+@pytest.mark.parametrize("priority", [-5, None])
 def test_priority_is_taken_and_changes_no_text(served: Served, priority: int | None) -> None:
     expected = served.complete(max_tokens=8)["choices"]
     assert served.complete(max_tokens=8, priority=priority)["choices"] == expected
@@ -109,13 +103,7 @@ def test_priority_is_taken_and_changes_no_text(served: Served, priority: int | N
         assert response.status_code == 200, response.text
 
 
-@pytest.mark.parametrize(
-    "priority",
-    [
-        1.5,
-        2**63,
-    ],
-)
+@pytest.mark.parametrize("priority", [1.5, 2**63])
 def test_priority_that_is_no_number_is_refused(served: Served, priority: Any) -> None:
     for path, body in ((COMPLETIONS, {"prompt": PROMPT}), ("/v1/messages", {"messages": MESSAGES, "max_tokens": 3})):
         response = served.client.post(path, json=body | {"priority": priority})

@@ -141,13 +141,7 @@ def test_a_wrong_chat_is_refused(served: Served, body: dict[str, Any], param: st
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[1]", b"7", b"null", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"\xff\xfe"]
 )
-@pytest.mark.parametrize(
-    "path",
-    [
-        COMPLETIONS,
-        "/tokenize",
-    ],
-)
+@pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize"])
 def test_what_is_no_json_is_refused(served: Served, path: str, body: bytes) -> None:
     check_error(served.client.post(path, content=body), 400)
 
@@ -370,11 +364,7 @@ def test_a_chat_template_that_fails_is_an_answer(
 
 
 def test_a_chat_template_that_does_not_end_is_given_up(
-    make_served: MakeServed,
-    chat_tokenizer_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    said: Said,
+    make_served: MakeServed, chat_tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
     monkeypatch.setattr("commands.serve.protocol.conversations._TEMPLATE_S", 0.2)
     shutil.copytree(chat_tokenizer_dir, tmp_path / "tokenizer")

@@ -110,12 +110,7 @@ def test_the_page_may_run_nothing_that_is_not_in_it(served: Served) -> None:
     assert "http://" not in policy and "https://" not in policy
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        "ChatRequest",
-    ],
-)
+@pytest.mark.parametrize("model", ["ChatRequest"])
 def test_openapi_describes_the_bodies(served: Served, model: str) -> None:
     schema = served.client.get("/openapi.json").json()
     described = schema["components"]["schemas"][model]

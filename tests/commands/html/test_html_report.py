@@ -111,12 +111,7 @@ def reported(specdec: Specdec, llama_engine_dir: Path, tmp_path: Path) -> Callab
 Reported = Callable[..., tuple[Document, Page]]
 
 
-@pytest.mark.parametrize(
-    "stats",
-    [
-        "summary",
-    ],
-)
+@pytest.mark.parametrize("stats", ["summary"])
 def test_page_of_a_run_says_what_its_json_says(reported: Reported, stats: str) -> None:
     document, page = reported("run", *ARGUMENTS, "--check-lossless", "--stats", stats)
     assert_says_what_the_document_says(page, document)
@@ -197,11 +192,7 @@ def test_interrupted_run_says_so(reported: Reported) -> None:
 
 
 @pytest.mark.parametrize(
-    ("passed", "detectable", "words"),
-    [
-        (True, 0.0719, "0.072 with 99%"),
-        (None, 0.31, "0.31 with 99%"),
-    ],
+    ("passed", "detectable", "words"), [(True, 0.0719, "0.072 with 99%"), (None, 0.31, "0.31 with 99%")]
 )
 def test_sampling_check_says_how_large_a_fault_it_would_have_found(
     reported: Reported, passed: bool | None, detectable: float | None, words: str

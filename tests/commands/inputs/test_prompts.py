@@ -52,8 +52,7 @@ def test_input_text_with_an_undecodable_byte_is_an_error(said: Said) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["one\n two \nthree\n", "one\n two \nthree", "one\r\n two \r\nthree\r\n", "\ufeffone\n two \nthree"],
+    "content", ["one\n two \nthree\n", "one\n two \nthree", "one\r\n two \r\nthree\r\n", "\ufeffone\n two \nthree"]
 )
 def test_txt_holds_one_prompt_a_line_without_its_line_end(tmp_path: Path, content: str) -> None:
     assert read_prompts([], write(tmp_path / "in.txt", content)) == texts("one", " two ", "three")

@@ -64,13 +64,7 @@ def test_malformed_ngram_config_names_the_part_that_is_wrong(text: str, wrong: s
     assert raised.value.hint
 
 
-@pytest.mark.parametrize(
-    ("text", "use_logits"),
-    [
-        ("[4,[0],[1],True]", True),
-        ("(4, (0,), (1,), False)", False),
-    ],
-)
+@pytest.mark.parametrize(("text", "use_logits"), [("[4,[0],[1],True]", True), ("(4, (0,), (1,), False)", False)])
 def test_draft_target_model_config_is_draft_length_two_devices_and_the_rule(text: str, use_logits: bool) -> None:
     drafter = DraftTargetDrafter(DRAFT, max_draft_len=4, use_logits=use_logits, device_ids=(0,))
     assert parse_config("draft_target_model_config", text, draft_engine_dir=DRAFT) == (drafter, (1,))
@@ -236,10 +230,7 @@ def test_self_draft_config_is_draft_length_devices_and_the_rule(
 
 @pytest.mark.parametrize(
     ("text", "wrong"),
-    [
-        ("[0,[0]]", "draft_len; `--self-draft-config`; 1; 0"),
-        ("[4,[0],1]", "use_logits; `--self-draft-config`; 1"),
-    ],
+    [("[0,[0]]", "draft_len; `--self-draft-config`; 1; 0"), ("[4,[0],1]", "use_logits; `--self-draft-config`; 1")],
 )
 def test_malformed_self_draft_config_names_the_part_that_is_wrong(text: str, wrong: str, said: Said) -> None:
     with pytest.raises(UsageError) as raised:
@@ -275,11 +266,7 @@ def test_several_in_leader_mode_take_its_defaults() -> None:
     ("engines", "flags", "expected"),
     [
         (ModelEngineOptions(), {}, (SuffixDrafter(6),)),
-        (
-            ModelEngineOptions(),
-            {"draft_engine_dir": DRAFT},
-            (SuffixDrafter(6), DraftTargetDrafter(DRAFT, 6)),
-        ),
+        (ModelEngineOptions(), {"draft_engine_dir": DRAFT}, (SuffixDrafter(6), DraftTargetDrafter(DRAFT, 6))),
         (ModelEngineOptions(self_draft="int4"), {}, (SuffixDrafter(6), SelfDrafter(6))),
         (
             ModelEngineOptions(),
@@ -303,12 +290,7 @@ def test_names_of_drafters_are_read_whatever_their_case(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "wrong"),
-    [
-        ("ngram,hydra", "hydra"),
-        ("ngram,", "'ngram,'"),
-        ("ngram,suffix,ngram", "ngram,suffix,ngram"),
-    ],
+    ("text", "wrong"), [("ngram,hydra", "hydra"), ("ngram,", "'ngram,'"), ("ngram,suffix,ngram", "ngram,suffix,ngram")]
 )
 def test_unknown_names_of_drafters_list_the_known(text: str, wrong: str, said: Said) -> None:
     with pytest.raises(UsageError) as raised:
@@ -328,18 +310,9 @@ def test_unknown_names_of_drafters_list_the_known(text: str, wrong: str, said: S
         (flags_of("ngram", "suffix") | {"drafters": "ngram"}, "`--suffix-config`; `--drafters`"),
         (flags_of("ngram", "suffix"), "`--ngram-config`; `--suffix-config`"),
         (flags_of("suffix") | OPTIONS, "`--min-matching-ngram-size`; 2"),
-        (
-            flags_of("suffix") | {"min_matching_ngram_size": 2},
-            "`--min-matching-ngram-size`; 2",
-        ),
-        (
-            flags_of("ngram") | {"min_matching_ngram_size": 4},
-            "min_matching_ngram_size; 3; 4",
-        ),
-        (
-            flags_of("ngram") | {"suffix_config": "[4,[1]]", "drafters": "ngram,suffix"},
-            "[0]; [1]",
-        ),
+        (flags_of("suffix") | {"min_matching_ngram_size": 2}, "`--min-matching-ngram-size`; 2"),
+        (flags_of("ngram") | {"min_matching_ngram_size": 4}, "min_matching_ngram_size; 3; 4"),
+        (flags_of("ngram") | {"suffix_config": "[4,[1]]", "drafters": "ngram,suffix"}, "[0]; [1]"),
     ],
 )
 def test_flags_that_do_not_fit_together_are_wrong_usage(given: dict[str, Any], wrong: str, said: Said) -> None:
@@ -354,12 +327,7 @@ def test_flags_that_do_not_fit_together_are_wrong_usage(given: dict[str, Any], w
     [
         (leader("NGRAM"), "ngram", {}, "`--spec-decode-algo`; `--drafters`"),
         (leader(None, 4), "ngram", {"drafter": "a:b"}, "`--drafter`; `--drafters`"),
-        (
-            leader(None, 4),
-            "ngram",
-            {"draft_engine_dir": DRAFT},
-            "`--drafters draft-target`; draft-engine",
-        ),
+        (leader(None, 4), "ngram", {"draft_engine_dir": DRAFT}, "`--drafters draft-target`; draft-engine"),
         (leader(None, None, 3), "suffix", {}, "`--drafters ngram`; 3"),
         (leader(None, 5), None, {"ngram_config": "[4,2]"}, "`--spec-decode-max-draft-len`; `--spec-decode-algo`"),
         (leader(), None, {"ngram_pool": "public"}, "`--ngram-pool`; public"),

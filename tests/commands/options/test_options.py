@@ -94,10 +94,7 @@ def test_profile_says_alone_how_to_draft(
 
 
 @pytest.mark.parametrize(
-    ("engines", "message"),
-    [
-        (ModelEngineOptions(dtype="float16", no_cache=True), "`--dtype`; `--model-dir`; float16"),
-    ],
+    ("engines", "message"), [(ModelEngineOptions(dtype="float16", no_cache=True), "`--dtype`; `--model-dir`; float16")]
 )
 def test_engine_that_is_there_is_not_built_anew(engines: ModelEngineOptions, message: str, said: Said) -> None:
     LeaderOptions("demo", engines=engines).flags(None, SpeculationOptions())

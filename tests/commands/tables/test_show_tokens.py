@@ -152,12 +152,7 @@ def test_marks_are_ascii_where_stdout_is() -> None:
     assert _by_brackets("utf-8")("x", "bonus") == "⟪x⟫"
 
 
-@pytest.mark.parametrize(
-    ("flag", "word"),
-    [
-        ("--streaming", ""),
-    ],
-)
+@pytest.mark.parametrize(("flag", "word"), [("--streaming", "")])
 def test_marks_are_refused_where_stdout_is_for_something_else(run: Run, flag: str, word: str, said: Said) -> None:
     result = run("--show-tokens", flag)
     assert (result.exit_code, result.stdout) == (2, "")
