@@ -25,7 +25,6 @@ from waiting import wait_until
 from commands.serve.asking import _DEFAULT_MAX_TOKENS
 from runtime.drafters.ngram import NgramLookup
 from scripts.campaigns import forks
-from specdec_cli import LLM, SamplingParams
 
 Row = dict[str, Any]
 Batch = Callable[..., Result]
@@ -148,28 +147,6 @@ def test_greedy_results_are_hugging_faces(
         assert texts(row) == [tokenizer.decode(expected, skip_special_tokens=True)]
 
 
-def test_plain_lines_are_bodies_without_an_envelope(batch: Batch, tmp_path: Path, llama_uncompiled_dir: Path) -> None:
-    rows: list[Row] = [
-        {"prompt": PROMPTS[0], "max_tokens": 5, "seed": 7},
-        {"custom_id": "mine", "prompt": PROMPTS[1]},
-        {"prompt": [5, 6, 7], "temperature": 0},
-    ]
-    flags = ("--max-output-len", 9, "--temperature", 0.7, "--top-k", 20)
-    assert batch(rows, *flags).exit_code == 0
-    found = results(tmp_path / "results.jsonl")
-    assert [row["custom_id"] for row in found] == ["line-1", "mine", "line-3"]
-    with LLM(llama_uncompiled_dir) as llm:
-        first, third = llm.generate(
-            [PROMPTS[0], [5, 6, 7]],
-            [
-                SamplingParams(temperature=0.7, top_k=20, seed=7, max_tokens=5),
-                SamplingParams(temperature=0, max_tokens=9),
-            ],
-        )
-    assert (texts(found[0]), texts(found[2])) == ([first.text], [third.text])
-    assert found[1]["response"]["body"]["usage"]["completion_tokens"] <= 9
-
-
 @pytest.mark.parametrize(
     ("row", "status", "message"),
     [
@@ -245,17 +222,14 @@ def test_ten_kills_at_random_moments_leave_no_trace(
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"id":"batch_req_0","custom_id":"request 9', b"\0" * 50])
-@pytest.mark.parametrize("num_whole", [7])
-def test_a_torn_line_is_done_again(
-    torn: bytes, num_whole: int, batch: Batch, undisturbed: bytes, tmp_path: Path
-) -> None:
+def test_a_torn_line_is_done_again(torn: bytes, batch: Batch, undisturbed: bytes, tmp_path: Path) -> None:
     """Tear a line as a power failure does; a line that follows a torn one is not believed either."""
     lines = undisturbed.splitlines(keepends=True)
     after = lines[20] if torn.startswith(b"\0") else b""
     partial = tmp_path / "results.jsonl.partial"
-    partial.write_bytes(b"".join(reversed(lines[:num_whole])) + torn + (b"\n" + after if after else b""))
+    partial.write_bytes(b"".join(reversed(lines[:7])) + torn + (b"\n" + after if after else b""))
     result = batch(requests(), "--json")
-    assert result.document["num_done_before"] == num_whole
+    assert result.document["num_done_before"] == 7
     assert (tmp_path / "results.jsonl").read_bytes() == undisturbed
     assert not partial.exists()
 
@@ -278,24 +252,14 @@ def test_ctrl_c_keeps_what_is_done(
     assert (tmp_path / "results.jsonl").read_bytes().startswith(undisturbed)
 
 
-def test_done_requests_are_not_asked_again(batch: Batch, undisturbed: bytes, tmp_path: Path, said: Said) -> None:
-    (tmp_path / "results.jsonl").write_bytes(undisturbed)
-    result = batch(requests(), "--json")
-    assert (result.document["num_done_before"], result.document["workers"]) == (24, {})
-    said(batch(requests()).stdout, "24", varying=(tmp_path,))
-    assert (tmp_path / "results.jsonl").read_bytes() == undisturbed
-    assert tree(tmp_path) == ["requests.jsonl", "results.jsonl"]
-
-
-@pytest.mark.parametrize("num_before", [2])
-def test_failures_from_before_a_resumption_are_counted(num_before: int, batch: Batch, tmp_path: Path) -> None:
+def test_failures_from_before_a_resumption_are_counted(batch: Batch, tmp_path: Path) -> None:
     """Two of four requests name another model. Half of the requests, or all, have a result when the command resumes."""
     rows = [openai(f"{i}", prompt="dog", max_tokens=2) for i in range(4)]
     for row in rows[::2]:
         row["body"]["model"] = "other"
-    batch(rows[:num_before])
+    batch(rows[:2])
     result = batch(rows, "--json")
-    assert (result.document["num_done_before"], result.document["num_failed"]) == (num_before, 2)
+    assert (result.document["num_done_before"], result.document["num_failed"]) == (2, 2)
     assert "2 of 4 requests failed" in result.stderr
     assert sum(row["error"] is not None for row in results(tmp_path / "results.jsonl")) == 2
 
@@ -311,7 +275,6 @@ def test_what_a_process_left_that_was_killed_as_it_ended_is_removed(
     assert tree(tmp_path) == ["requests.jsonl", "results.jsonl"]
 
 
-@pytest.mark.parametrize("name", ["results.jsonl.partial"])
 @pytest.mark.parametrize(
     ("rows", "flags", "reason"),
     [
@@ -321,21 +284,14 @@ def test_what_a_process_left_that_was_killed_as_it_ended_is_removed(
     ],
 )
 def test_results_of_another_job_are_refused(
-    name: str,
-    rows: list[Row],
-    flags: list[object],
-    reason: str,
-    batch: Batch,
-    undisturbed: bytes,
-    tmp_path: Path,
-    said: Said,
+    rows: list[Row], flags: list[object], reason: str, batch: Batch, undisturbed: bytes, tmp_path: Path, said: Said
 ) -> None:
-    (tmp_path / name).write_bytes(undisturbed)
+    (tmp_path / "results.jsonl.partial").write_bytes(undisturbed)
     result = batch(rows, *flags)
     assert result.exit_code == 1 and result.stderr.count("\n") == 2
     said(result, *reason.split("; "))
-    assert (tmp_path / name).read_bytes() == undisturbed
-    assert tree(tmp_path) == ["requests.jsonl", name]
+    assert (tmp_path / "results.jsonl.partial").read_bytes() == undisturbed
+    assert tree(tmp_path) == ["requests.jsonl", "results.jsonl.partial"]
 
 
 def test_a_disk_without_locks_is_one_error(

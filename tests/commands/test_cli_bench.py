@@ -286,24 +286,6 @@ def test_a_server_that_is_not_there_is_one_clear_error(bench: Bench, said: Said)
         assert result.stderr.count("\n") == 2
 
 
-def test_a_model_that_the_server_has_not_is_named_beside_those_it_has(bench: Bench, said: Said) -> None:
-    with running(script(lambda asked: failure(404, "gone"))) as server:
-        result = bench(server, "--model", "third")
-    assert result.exit_code == 1
-    assert "`--model`" in result.stderr
-    said(result, "third")
-
-
-def test_an_endless_answer_is_not_read_to_its_end(bench: Bench, said: Said) -> None:
-    endless = Reply([(0.0, b"x" * 100_000)] * 2000, 500, "text/plain")
-    with running(script(lambda asked: endless)) as server:
-        result = bench(server)
-        assert result.exit_code == 1
-        said(result, "500")
-        (asked,) = server.generations()
-    assert len(asked.sent_s) < 500 and len(result.stderr) < 500
-
-
 def test_a_stream_without_an_end_is_broken_off(bench: Bench, said: Said) -> None:
     endless = Reply([(0.0, event(chunk(" word" * 1000)))] * 20_000)
     with running(script(lambda asked: endless)) as server:
@@ -312,20 +294,6 @@ def test_a_stream_without_an_end_is_broken_off(bench: Bench, said: Said) -> None
     assert result.exit_code == 1
     said(result, "4060000")
     assert asked.is_broken_off and len(asked.sent_s) < 5000
-
-
-@pytest.mark.parametrize(
-    ("variables", "key"),
-    [({"OPENAI_API_KEY": "theirs"}, "theirs"), ({"SPECDEC_API_KEY": "ours", "OPENAI_API_KEY": "theirs"}, "ours")],
-)
-def test_the_key_is_that_of_serve_or_of_openais_clients(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], key: str
-) -> None:
-    with running(script(steady)) as server:
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        assert bench(server, "--num-prompts", 1).exit_code == 0
-        assert {asked.headers["authorization"] for asked in server.generations()} == {f"Bearer {key}"}
 
 
 def test_a_server_that_hangs_is_given_up(bench: Bench, said: Said) -> None:
@@ -345,28 +313,6 @@ def test_a_kept_connection_that_the_server_closes_costs_no_request(bench: Bench)
         assert sum(not asked.num_before for asked in metrics) == 2  # before and after the requests
         assert any(asked.num_before for asked in metrics)
     assert (document["completed"], document["failed"]) == (4, 0)
-
-
-@pytest.mark.parametrize(("sent", "exit_code"), [(signal.SIGTERM, 143)])
-def test_a_signal_ends_it_and_every_request(
-    sent: int, exit_code: int, process_environment: dict[str, str], tmp_path: Path
-) -> None:
-    slow = Reply([(0.05, ONE)] * 4000)
-    with running(script(lambda asked: slow)) as server:
-        command = [sys.executable, "-m", "specdec_cli", "bench", "--base-url", server.url, "--num-warmups", "0"]
-        process = subprocess.Popen(
-            [*command, "--dataset", "random", "--num-prompts", "3"],
-            env=process_environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-        )
-        wait_until(lambda: sum(bool(asked.sent_s) for asked in server.generations()) == 3)
-        process.send_signal(sent)
-        stdout, stderr = process.communicate(timeout=HANG_S)
-        wait_until(lambda: not server.num_open)
-    assert (process.returncode, stdout) == (exit_code, "") and "Traceback" not in stderr
-    assert all(asked.is_broken_off for asked in server.generations())
 
 
 def test_after_ctrl_c_what_had_been_answered_is_shown(

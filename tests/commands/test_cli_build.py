@@ -46,21 +46,6 @@ def test_dtype_is_that_of_the_weights(convert: Command, llama_dir: Path, tmp_pat
         torch.testing.assert_close(tensor, source[name].to(getattr(torch, expected)), rtol=0, atol=0)
 
 
-def test_checkpoint_holds_the_weights_and_the_tokenizer(convert: Command, tmp_path: Path) -> None:
-    assert convert().exit_code == 0
-    assert tree(tmp_path) == [
-        "ckpt", "ckpt/config.json", "ckpt/generation_config.json", "ckpt/rank0.safetensors", "ckpt/tokenizer.json",
-        "ckpt/tokenizer_config.json",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "family"), [("demo-hybrid", "qwen3_5_text")])
-def test_shipped_models_have_names(specdec: Specdec, tmp_path: Path, name: str, family: str) -> None:
-    result = specdec("convert", "--model-dir", name, "--output-dir", tmp_path / "ckpt", "--json")
-    assert result.document["checkpoint"]["pretrained_config"]["model_type"] == family
-    assert result.document["model_dir"] == name
-
-
 @pytest.mark.parametrize("command", ["convert", "build"])
 def test_force_replaces_what_specdec_wrote(
     command: str, request: pytest.FixtureRequest, tmp_path: Path, said: Said
@@ -122,11 +107,8 @@ def test_prompts_beyond_max_batch_size_run_in_groups(
     assert document["total"]["num_iterations"] == 4 * num_groups
 
 
-@pytest.mark.parametrize("device", ["cpu"])
-def test_engine_names_what_it_was_built_for(build: Command, tmp_path: Path, device: str) -> None:
-    if device == "auto" and torch.cuda.is_available():
-        pytest.skip("`auto` is the GPU here")
-    result = build("--device", device)
+def test_engine_names_what_it_was_built_for(build: Command, tmp_path: Path) -> None:
+    result = build("--device", "cpu")
     environment = built(tmp_path)["environment"]
     assert environment["device"] == "cpu"
     assert environment["torch"] == torch.__version__

@@ -13,9 +13,8 @@ from shared import record_anew
 from tiny import hf_greedy
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from runtime.checkpoint.resolve import resolve_model
 from runtime.engine.engine import Engine
-from runtime.text.chat import ChatTemplate, Message
+from runtime.text.chat import ChatTemplate
 from runtime.util.errors import SpecDecError
 
 TEMPLATE = (
@@ -115,14 +114,6 @@ def test_tokenizer_without_a_template_is_one_error(specdec: Specdec, llama_engin
         said(result)
 
 
-def test_shipped_model_can_be_talked_with() -> None:
-    """Prompt as it was trained on: what there is to summarize, and `TL;DR:`."""
-    template = ChatTemplate(resolve_model("demo"), {"model_type": "llama"})
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model("demo"))
-    messages: list[Message] = [{"role": "user", "content": "def f(): pass"}]
-    assert tokenizer.decode(template.encode(messages)).endswith("def f(): pass TL;DR:")
-
-
 def test_run_takes_texts_and_messages_as_conversations(
     specdec: Specdec, engine_dir: Path, own: PreTrainedTokenizerFast, llama: PreTrainedModel, tmp_path: Path
 ) -> None:
@@ -139,17 +130,6 @@ def test_run_takes_texts_and_messages_as_conversations(
         prompts = [own.apply_chat_template(messages, add_generation_prompt=True, return_dict=False), second]
         assert [request["prompt_ids"] for request in document["requests"]] == prompts
         assert ids_of(document) == [hf_greedy(llama, prompt, NUM_TOKENS, 299) for prompt in prompts]
-
-
-@pytest.mark.parametrize(("messages", "wrong"), [([], ""), ([{"role": "cat", "content": "miaow"}], "")])
-def test_conversation_that_is_none_is_one_error(
-    messages: object, wrong: str, specdec: Specdec, engine_dir: Path, tmp_path: Path, said: Said
-) -> None:
-    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
-    result = specdec("run", "--engine-dir", engine_dir, "--input-file", tmp_path / "in.jsonl")
-    assert result.exit_code == 1 and result.stdout == ""
-    assert result.stderr.count("hint: ") == 1
-    said(result, *wrong.split("; "))
 
 
 def test_the_last_message_is_continued(

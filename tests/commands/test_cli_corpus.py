@@ -58,16 +58,6 @@ def test_corpus_holds_the_tokens_of_texts_and_traces(
     assert document["size_bytes"] == Path("c").stat().st_size
 
 
-@pytest.mark.parametrize("tokenizer_dir", ["llama_engine_dir"])
-def test_tokenizer_of_an_engine_a_checkpoint_or_a_model(
-    tokenizer_dir: str, specdec: Specdec, directory: Path, request: pytest.FixtureRequest,
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:  # fmt: skip
-    source = request.getfixturevalue(tokenizer_dir)
-    arguments = ["corpus", "create", "--output", "c", "--tokenizer-dir", source, "--text", "text.txt", "--json"]
-    assert specdec(*arguments).document["tokenizer_digest"] == tokenizer_digest(tokenizer)
-
-
 def test_stats_count_ngrams_as_brute_force_does(specdec: Specdec, directory: Path) -> None:
     specdec(*shlex.split(CREATE + "--traces traces.jsonl --text text.txt --text texts.jsonl"))
     document = specdec("corpus", "stats", "c", "--json").document
@@ -81,15 +71,6 @@ def test_stats_count_ngrams_as_brute_force_does(specdec: Specdec, directory: Pat
     shown = specdec("corpus", "stats", "c").stdout
     for value in (f"{document['num_tokens']:,}", document["tokenizer_digest"][:12], "documents"):
         assert value in shown
-
-
-def test_merge_is_the_corpus_of_all(specdec: Specdec, directory: Path) -> None:
-    specdec(*shlex.split(CREATE + "--text text.txt"))
-    specdec(*shlex.split(CREATE.replace(" c ", " d ") + "--traces traces.jsonl"))
-    shutil.copy("c", "e")
-    document = specdec(*shlex.split("corpus merge --output cd c d e --json")).document
-    assert_valid("corpus", document)
-    assert documents("cd") == documents("c") + documents("d") + documents("c")
 
 
 def damage(directory: Path, name: str = "old", share: float = 0.9) -> None:
@@ -170,9 +151,8 @@ def test_force_replaces_a_corpus_even_a_damaged_one(specdec: Specdec, directory:
     assert documents("c")[0] == [5, 6, 7, 8, 9]
 
 
-@pytest.mark.parametrize("leader", [False, True], ids=["V1", "V2"])
 def test_answers_given_before_are_drafted_from_a_corpus_of_them(
-    leader: bool, run: Callable[..., Result], specdec: Specdec, directory: Path, llama_engine_dir: Path
+    run: Callable[..., Result], specdec: Specdec, directory: Path, llama_engine_dir: Path
 ) -> None:
     """All of each answer after its first tokens is in the corpus, so that nearly every draft is accepted whole."""
     flags = ["--max-output-len", 30, "--end-id", 299]
@@ -180,9 +160,6 @@ def test_answers_given_before_are_drafted_from_a_corpus_of_them(
     create = ["corpus", "create", "--output", "c", "--tokenizer-dir", llama_engine_dir, "--traces", "t.jsonl"]
     assert specdec(*create).exit_code == 0
     ngram = ["--ngram-config", "[4,3,[0]]"]
-    if leader:
-        ngram = ["--spec-decode-algo", "NGRAM", "--max-matching-ngram-size", 3, "--spec-decode-max-draft-len", 4]
-        ngram += ["--draft-len-mode", "fixed"]  # automatic lengths go by what steps take
     corpus = ["--ngram-corpus", "c", "--min-matching-ngram-size", 3]
     with_corpus = run(*each("--input-text", PROMPTS), *flags, *ngram, *corpus, "--json").document
     without = run(*each("--input-text", PROMPTS), *flags, *ngram, "--json").document
@@ -192,17 +169,16 @@ def test_answers_given_before_are_drafted_from_a_corpus_of_them(
     assert with_corpus["total"]["tokens_per_step"] > 3 > 2 > without["total"]["tokens_per_step"]
 
 
-@pytest.mark.parametrize("command", ["run"])
 def test_corpus_of_another_tokenizer_is_refused_before_the_engine_is_opened(
-    command: str, specdec: Specdec, directory: Path, other_tokenizer: PreTrainedTokenizerFast, articles: Path,
+    specdec: Specdec, directory: Path, other_tokenizer: PreTrainedTokenizerFast,
     llama_engine_dir: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     other_tokenizer.save_pretrained(directory / "other")
     specdec(*shlex.split(CREATE.replace("tok ", "other ") + "--text text.txt"))
     monkeypatch.setattr("runtime.engine.engine.Engine.open", lambda *_, **__: pytest.fail("the engine was opened"))
-    inputs = ["--input-text", PROMPT] if command == "run" else ["--dataset", articles, "--test-engine"]
+    inputs = ["--input-text", PROMPT]
     ngram = ["--ngram-config", "[4,2,[0]]", "--ngram-corpus", "c"]
-    result = specdec(command, "--engine-dir", llama_engine_dir, *inputs, *ngram)
+    result = specdec("run", "--engine-dir", llama_engine_dir, *inputs, *ngram)
     assert_one_clear_error(
         result, 1, ("the corpus was made with another tokenizer: c", "`specdec corpus create --tokenizer-dir`")
     )

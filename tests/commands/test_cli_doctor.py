@@ -292,11 +292,9 @@ def prompt_file(ward: Ward) -> Path:
 
 
 HEALTHY: dict[str, list[object]] = {
-    "no drafter": [],
     "n-gram": NGRAM,
     "n-gram, automatic lengths": [*NGRAM, "--draft-len-mode", "auto"],
     "suffix matching": ["--suffix-config", "[6,[0]]"],
-    "leader mode, n-gram": [*NGRAM, "--mode", "leader"],
     "two drafters": [
         *NGRAM,
         "--min-matching-ngram-size",
@@ -306,7 +304,6 @@ HEALTHY: dict[str, list[object]] = {
         "--drafters",
         "ngram,suffix",
     ],
-    "a cache with room for all": ["--max-tokens-in-paged-kv-cache", 700, *NGRAM],
     "a profile": ["PROFILE"],
     "a draft model": ["DRAFT MODEL"],
     "layers with states": ["STATES", *NGRAM],

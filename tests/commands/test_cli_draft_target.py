@@ -83,23 +83,6 @@ def test_target_as_its_own_draft_model_works_with_a_warning(
         assert result.stderr.count("\n") == 1
 
 
-@RULES
-@pytest.mark.parametrize("sampling", [[], ["--temperature", 1.5]], ids=["greedy", "sampling"])
-def test_padded_draft_model_proposes_ids_of_the_target_only(
-    run: Run, make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast, config: str,
-    sampling: list[object],
-) -> None:  # fmt: skip
-    """The ids of padding are the most probable by far, and the target does not have them."""
-    model = padded(make_model("llama", vocab_size=len(tokenizer)), 20)
-    model.get_output_embeddings().weight.data[len(tokenizer) :] *= 10
-    flags = draft_model(make_draft_engine_dir(model), config)
-    document = run(*flags, *sampling, "--max-output-len", 24, "--json").document
-    total = document["total"]
-    assert total["num_accepted_draft_tokens"] == total["num_draft_tokens"] > 0
-    if not sampling or config == TOKENS:
-        assert ids_of(document) == ids_of(run(*sampling, "--max-output-len", 24, "--json").document)
-
-
 @pytest.fixture(scope="session")
 def padded_engine_dir(make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast) -> Path:
     """A target with 20 ids that its tokenizer lacks, and that it generates."""
@@ -144,25 +127,3 @@ def test_tokenizers_are_compared_by_content(run: Run, draft_engine_dir: Path, tm
     record_anew(directory)
     result = run(*draft_model(directory), "--max-output-len", 3)
     assert (result.exit_code, result.stderr) == (0, "")
-
-
-def test_tokenizer_dir_is_what_the_draft_models_tokenizer_is_compared_with(
-    run: Run, draft_engine_dir: Path, other_tokenizer: PreTrainedTokenizerFast, tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path, said: Said,
-) -> None:  # fmt: skip
-    tokenizer.save_pretrained(tmp_path / "same")
-    other_tokenizer.save_pretrained(tmp_path / "other")
-    arguments = [*draft_model(draft_engine_dir), "--max-output-len", 3, "--tokenizer-dir"]
-    assert run(*arguments, tmp_path / "same").exit_code == 0
-    translated = run(*arguments, tmp_path / "other")
-    assert translated.exit_code == 0 and "drafts are translated by their text" in translated.stderr
-    by_probs = [*draft_model(draft_engine_dir, "[4,[0],[0],True]"), "--tokenizer-dir", tmp_path / "other"]
-    refused = run(*by_probs, "--temperature", 0.8)
-    assert refused.exit_code == 1
-    said(refused, "300", draft_engine_dir, "280", tmp_path / "other")
-
-
-def test_draft_models_time_is_a_part_of_the_drafting_time(run: Run, draft_engine_dir: Path) -> None:
-    total = run(*draft_model(draft_engine_dir), "--max-output-len", 24, "--json").document["total"]
-    assert total["num_iterations"] == total["num_steps"]
-    assert 0 < total["draft_model_time_s"] < total["draft_time_s"] < total["wall_s"]

@@ -32,21 +32,10 @@ FLAGS: dict[str, tuple[list[str], list[str], list[str]]] = {
             [*V2_NGRAM, "--ngram-ranking", ranking],
             ["ngram"],
         )
-        for ranking in ("oldest", "leftmost", "recent", "frequent")
+        for ranking in ("oldest", "frequent")
     },
-    "sizes": (
-        [*NGRAM, "--min-matching-ngram-size", "2"],
-        [*V2_NGRAM, "--min-matching-ngram-size", "2"],
-        ["ngram"],
-    ),
     "pool": ([*NGRAM, "--ngram-pool", "public"], [*V2_NGRAM, "--ngram-pool", "public"], ["ngram"]),
     "corpus": ([*NGRAM, "--ngram-corpus", "CORPUS"], [*V2_NGRAM, "--ngram-corpus", "CORPUS"], ["ngram"]),
-    "all of n-gram lookup": (
-        [*NGRAM, "--ngram-corpus", "CORPUS", "--ngram-pool", "public", "--ngram-ranking", "frequent"],
-        [*V2_NGRAM, "--ngram-corpus", "CORPUS", "--ngram-pool", "public", "--ngram-ranking", "frequent"],
-        ["ngram"],
-    ),
-    "suffix": (["--suffix-config", "[6,[0]]"], ["--spec-decode-algo", "SUFFIX"], ["suffix"]),
     "suffix, pool": (
         ["--suffix-config", "[6,[0]]", "--ngram-pool", "public"],
         ["--spec-decode-algo", "SUFFIX", "--ngram-pool", "public"],
@@ -62,30 +51,15 @@ FLAGS: dict[str, tuple[list[str], list[str], list[str]]] = {
         [*SELF, "--spec-decode-algo", "SELF", "--spec-decode-max-draft-len", "3"],
         ["self"],
     ),
-    "self, by probabilities where it samples": (
-        [*SELF, "--self-draft-config", "[6,[0],True]"],
-        [*SELF, "--spec-decode-algo", "SELF"],
-        ["self"],
-    ),
     "head": (
         [*WITH_HEAD, "--eagle-config", "[3,[0]]", "--draft-engine-dir", "HEAD"],
         [*WITH_HEAD, "--draft-model-dir", "HEAD"],
-        ["eagle"],
-    ),
-    "head, by probabilities where it samples": (
-        [*WITH_HEAD, "--eagle-config", "[3,[0],True]", "--draft-engine-dir", "HEAD"],
-        [*WITH_HEAD, "--spec-decode-algo", "EAGLE3", "--draft-model-dir", "HEAD"],
         ["eagle"],
     ),
     "DSpark": (
         [*WITH_HEAD, "--dflash-config", "[3,[0]]", "--draft-engine-dir", "BLOCK"],
         [*WITH_HEAD, "--draft-model-dir", "BLOCK"],
         ["dflash"],
-    ),
-    "chain with DSpark": (
-        [*WITH_HEAD, *NGRAM, "--dflash-config", "3", "--draft-engine-dir", "BLOCK", "--drafters", "auto"],
-        [*WITH_HEAD, "--draft-model-dir", "BLOCK", "--drafters", "ngram,dflash"],
-        ["ngram", "dflash"],
     ),
     "MTP": (
         [*WITH_MTP, "--mtp-config", "[3,[0]]", "--draft-engine-dir", "MTP_DIR"],
@@ -175,7 +149,7 @@ def with_paths(request: pytest.FixtureRequest) -> Callable[[list[str]], list[str
 
 BY_DEFAULT = {
     "ranking frequent": "leader",
-    "all of n-gram lookup": "orchestrator",
+    "corpus": "orchestrator",
     "suffix, pool": "leader",
     "grammar": "leader",
     "self": "orchestrator",
@@ -257,18 +231,6 @@ def test_sampled_text_is_that_without_a_drafter(
     assert drafted["total"]["num_draft_tokens"] > 0
 
 
-@pytest.mark.slow
-def test_chain_with_rejection_sampling_follows_the_targets_distribution(
-    run: Callable[..., Result], draft_engine_dir: Path
-) -> None:
-    flags = [
-        *NGRAM, "--draft-engine-dir", draft_engine_dir, "--draft-target-model-config", "[2,[0],[0],True]",
-        "--drafters", "ngram,draft-target", "--temperature", 0.9, "--check-lossless", "--json",
-    ]  # fmt: skip
-    check = run(*flags).document["checks"]["lossless"]
-    assert check["rule"] == "distribution" and check["passed"] and check["num_tokens"] > 1000
-
-
 @pytest.mark.parametrize("name", ["suffix, pool", "chain"])
 def test_summarize_takes_the_same_flags(
     name: str, specdec: Specdec, llama_engine_dir: Path, articles: Path,
@@ -284,30 +246,13 @@ def test_summarize_takes_the_same_flags(
     assert document["total"]["num_draft_tokens"] > 0
 
 
-def test_each_drafter_of_a_chain_keeps_its_own_length(
-    run: Callable[..., Result], with_paths: Callable[[list[str]], list[str]]
-) -> None:
-    """The draft model may draft 2 tokens, and n-gram lookup, which is asked first, finds nothing that long."""
-    ngram = ["--ngram-config", "[9,90,[0]]", "--min-matching-ngram-size", "80"]
-    flags = with_paths([*ngram, *V1_DRAFT, "--drafters", "ngram,draft-target"])
-    total = run(*flags, "--max-output-len", NUM_TOKENS, "--json").document["total"]
-    assert len(total["acceptance_histogram"]) == 10
-    assert 0 < total["num_draft_tokens"] <= 2 * total["num_spec_steps"]
-
-
-@pytest.mark.parametrize("command", ["run"])
-def test_a_warm_ups_output_is_not_found_in_the_pool(
-    command: str, specdec: Specdec, llama_engine_dir: Path, tmp_path: Path
-) -> None:
+def test_a_warm_ups_output_is_not_found_in_the_pool(specdec: Specdec, llama_engine_dir: Path) -> None:
     """One request, run before as a warm-up: what it finds in the pool, which is empty, is nothing."""
-    (tmp_path / "one.jsonl").write_text('{"article": "The dog", "highlights": "A dog."}\n')
-    inputs: list[object] = ["--input-text", "The dog", "--max-output-len", 12]
-    if command == "summarize":
-        inputs = ["--dataset", tmp_path / "one.jsonl", "--test-engine", "--output-len", 12]
+    inputs = ["--input-text", "The dog", "--max-output-len", 12]
     totals = []
     for pool in ("private", "public"):
         flags = ["--ngram-config", "[4,2,[0]]", "--ngram-pool", pool, "--check-lossless", "--json"]
-        totals.append(specdec(command, "--engine-dir", llama_engine_dir, *inputs, *flags).document["total"])
+        totals.append(specdec("run", "--engine-dir", llama_engine_dir, *inputs, *flags).document["total"])
     counts = ("num_steps", "num_draft_tokens", "num_accepted_draft_tokens")
     assert [totals[0][key] for key in counts] == [totals[1][key] for key in counts]
 

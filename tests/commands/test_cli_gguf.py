@@ -16,10 +16,8 @@ from sentences import Said
 from tiny import hf_greedy
 from transformers import PreTrainedTokenizerFast
 
-from commands.serve.served import ServedModel, prepare_chat
 from runtime.builder.engine_cache import EngineSettings
 from runtime.checkpoint.config import BuildConfig
-from runtime.loop.serving import ServingLoop
 from specdec_cli import LLM, DraftTargetDrafter, SamplingParams, SpecDecWarning
 
 PROMPT = "The little dog had a red ball. The"
@@ -80,10 +78,8 @@ def test_chat_finds_the_template_in_the_file(
     assert tokenizer.decode(expected, skip_special_tokens=True) in result.stdout
 
 
-@pytest.mark.parametrize("as_path", [True])
-def test_python_takes_a_file(as_path: bool, made: tuple[Path, list[int]]) -> None:
-    path, expected = made
-    model = path if as_path else str(path)
+def test_python_takes_a_file(made: tuple[Path, list[int]]) -> None:
+    model, expected = made
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     with LLM(model, max_seq_len=96, dtype="float32") as llm:
         drafter = DraftTargetDrafter(model, max_draft_len=3)
@@ -103,17 +99,6 @@ def test_gemma_3_is_hugging_faces(tmp_path: Path, said: Said) -> None:
     said(warned)
     with llm:
         assert llm.generate(prompt, params)[0].token_ids == hf_greedy(model, prompt, 24, model.config.vocab_size - 1)
-
-
-@pytest.mark.slow
-def test_tune_and_doctor_make_the_engine_of_a_model(specdec: Specdec, made: tuple[Path, list[int]]) -> None:
-    path, _ = made
-    inputs = ["--model-dir", path, "--input-text", PROMPT, "--max-output-len", NUM_TOKENS, *SIZES, "--json"]
-    tuned = specdec("tune", *inputs).document
-    assert tuned["recommended"] is not None and "/engines/model.gguf-" in tuned["settings"]["engine_dir"]
-    doctored = specdec("doctor", *inputs, "--ngram-config", "4,2")
-    assert doctored.exit_code in (0, 1)  # what it finds is this machine's
-    assert json.loads(doctored.stdout)["engine_dir"] == tuned["settings"]["engine_dir"]
 
 
 def test_a_file_is_verified_as_far_as_its_headers_tell(
@@ -188,28 +173,15 @@ def chat(specdec: Specdec, directory: Path, *arguments: object) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("place", ["file"])
 @pytest.mark.parametrize("ask", [chat, batch], ids=lambda ask: ask.__name__)
 def test_tokenizer_is_taken_of_a_file(
-    ask: Callable[..., str], place: str, specdec: Specdec, made: tuple[Path, list[int]], bare: Path, tmp_path: Path,
+    ask: Callable[..., str], specdec: Specdec, made: tuple[Path, list[int]], bare: Path, tmp_path: Path,
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:  # fmt: skip
     """An engine that has none would take no text."""
     path, expected = made
-    models = ["--model-dir", bare, "--tokenizer-dir", path if place == "file" else path.parent, *SIZES]
+    models = ["--model-dir", bare, "--tokenizer-dir", path, *SIZES]
     assert tokenizer.decode(expected, skip_special_tokens=True) in ask(specdec, tmp_path, *models)
-
-
-@pytest.mark.parametrize("command", ["tune"])
-def test_tune_and_doctor_take_a_tokenizer_of_a_file(
-    command: str, specdec: Specdec, made: tuple[Path, list[int]], bare: Path, said: Said
-) -> None:
-    inputs = ["--model-dir", bare, "--input-text", PROMPT, "--max-output-len", NUM_TOKENS, *SIZES, "--json"]
-    inputs += ["--ngram-config", "4,2"]
-    without = specdec(command, *inputs)
-    assert without.exit_code == 1
-    said(without)
-    assert json.loads(specdec(command, *inputs, "--tokenizer-dir", made[0]).stdout)
 
 
 def test_corpus_of_a_files_tokenizer_is_the_corpus_of_that_tokenizer(
@@ -230,42 +202,6 @@ def test_corpus_of_a_files_tokenizer_is_the_corpus_of_that_tokenizer(
         for place in (made[0], tmp_path / "saved")
     ]
     assert found[0] == found[1] and found[0][0][0] > 0
-
-
-def test_hugging_face_runs_the_numbers_of_a_file(
-    specdec: Specdec, made: tuple[Path, list[int]], tmp_path: Path
-) -> None:
-    """Its answers are those of the model of transformers that has them, and it is no other model than the engine's."""
-    path, expected = made
-    (tmp_path / "texts.jsonl").write_text(json.dumps({"prompt": PROMPT, "canonical_solution": "a"}) + "\n")
-    dataset = ["--dataset", tmp_path / "texts.jsonl", "--eval-task", "code_completion", "--max-ite", 1]
-    flags = ["--output-len", NUM_TOKENS, "--end-id", END_ID, "--test-engine", "--test-hf", *SIZES, "--json"]
-    for place in (path, path.parent):
-        result = specdec("summarize", "--model-dir", path, "--hf-model-dir", place, *dataset, *flags)
-        assert result.document["requests"][0]["outputs"] == {"hf": expected, "engine": expected}
-        assert "another model" not in result.stderr
-
-
-def test_another_file_is_another_model(
-    specdec: Specdec, made: tuple[Path, list[int]], tokenizer: PreTrainedTokenizerFast, tmp_path: Path, said: Said
-) -> None:
-    other = tmp_path / "other.gguf"
-    save_gguf(other, Q.F32, architecture="qwen3", vocab_size=len(tokenizer))
-    (tmp_path / "texts.jsonl").write_text(json.dumps({"prompt": PROMPT, "canonical_solution": "a"}) + "\n")
-    dataset = ["--dataset", tmp_path / "texts.jsonl", "--eval-task", "code_completion", "--max-ite", 1]
-    flags = ["--output-len", NUM_TOKENS, "--test-engine", "--test-hf", *SIZES]
-    result = specdec("summarize", "--model-dir", made[0], "--hf-model-dir", other, *dataset, *flags)
-    said(result, f"`--hf-model-dir {other}`")
-
-
-def test_server_says_the_special_tokens_of_a_file(
-    made: tuple[Path, list[int]], bare: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    with LLM(bare, tokenizer=made[0], max_seq_len=96, dtype="float32") as llm:
-        loop = ServingLoop(llm.session(), 1, lambda answers: None)
-        info = ServedModel(llm, loop, ("a",), 0, prepare_chat(llm)).tokenizer_info
-    assert (info["bos_token"], info["eos_token"]) == (tokenizer.bos_token, tokenizer.eos_token)
-    assert info["chat_template"] == TEMPLATE
 
 
 @pytest.mark.parametrize("command", ["run", "serve", "corpus create"])

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command_line import NGRAM, PROMPTS, Result, Specdec, assert_valid, draft_model, each, tree
+from command_line import NGRAM, PROMPTS, Result, assert_valid, draft_model, each, tree
 from tiny import eager_logits
 from transformers import PreTrainedModel
 
@@ -67,50 +67,11 @@ def test_checking_for_losslessness_leaves_the_logits_alone(run: Run, tmp_path: P
     np.testing.assert_array_equal(first, second)
 
 
-def test_logits_of_an_engine_of_16_bits_are_float32(specdec: Specdec, half_engine_dir: Path, tmp_path: Path) -> None:
-    arguments = ["--engine-dir", half_engine_dir, "--input-text", "The dog", "--max-output-len", 4, "--end-id", 0]
-    assert specdec("run", *arguments, "--output-logits-npy", tmp_path / "x.npy").exit_code == 0
-    logits = np.load(tmp_path / "x_generation.npy")
-    assert logits.dtype == np.float32 and logits.shape == (1, 4, 300)
-    assert np.isfinite(logits).all()
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--output-csv", "same.x", "--output-npy", "same.x"),
-        ("--output-csv", "{engine}/config.json"),
-        ("--input-file", "in.jsonl", "--output-csv", "./in.jsonl"),
-    ],
-)
-def test_outputs_replace_neither_each_other_nor_what_is_read(
-    arguments: tuple[str, ...],
-    specdec: Specdec,
-    llama_engine_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "in.jsonl").write_text('{"prompt": "The dog"}\n')
-    before = (llama_engine_dir / "config.json").read_bytes()
-    text = [] if "--input-file" in arguments else ["--input-text", "The dog"]
-    given = [argument.format(engine=llama_engine_dir) for argument in arguments]
-    result = specdec("run", "--engine-dir", llama_engine_dir, *text, *given)
-    assert result.exit_code == 2 and not result.stdout
-    assert "hint: " in result.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
-    assert (tmp_path / "in.jsonl").read_text() == '{"prompt": "The dog"}\n'
-    assert (llama_engine_dir / "config.json").read_bytes() == before
-
-
-@pytest.mark.parametrize("drafter", ["logits"])
-def test_logprobs_are_those_of_the_logits(
-    run: Run, drafters: dict[str, list[object]], drafter: str, tmp_path: Path
-) -> None:
+def test_logprobs_are_those_of_the_logits(run: Run, drafters: dict[str, list[object]], tmp_path: Path) -> None:
     """The logarithm of the softmax of what `--output-logits-npy` writes, in a document that its schema allows."""
     path = tmp_path / "x.npy"
     arguments = ["--max-output-len", 9, "--temperature", 0.8, "--logprobs", 2, "--output-logits-npy", path, "--json"]
-    document = run(*drafters[drafter], *arguments).document
+    document = run(*drafters["logits"], *arguments).document
     assert_valid("run", document)
     (request,) = document["requests"]
     all_logprobs = torch.log_softmax(torch.from_numpy(np.load(tmp_path / "x_generation.npy"))[0], dim=-1)

@@ -3,19 +3,15 @@
 import io
 import json
 import shlex
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from command_line import Specdec, assert_valid, ids_of
-from safetensors.torch import load_file
 from sentences import Said
 from test_cli_errors import assert_one_clear_error
 
 from runtime.builder.engine_cache import EngineSettings, engine_of_model
-from runtime.checkpoint.bundle import read_bundle
-from runtime.drafters.heads.head_config import is_head, read_head
+from runtime.drafters.heads.head_config import read_head
 
 ARTICLES = Path(__file__).parents[2] / "runtime/demo/articles.jsonl"
 NUM_TOKENS = 24
@@ -108,27 +104,6 @@ def test_ids_that_cannot_be_drafted(
     assert not (tmp_path / "engine").exists()
 
 
-def test_drafts_that_never_end(
-    specdec: Specdec, llama_checkpoint_dir: Path, head_dirs: tuple[Path, Path], tmp_path: Path
-) -> None:
-    """Said when ids are listed, and of a head's own when it is opened; an end id among them is nothing to say."""
-    (tmp_path / "ids.txt").write_text("5 6 7")
-    build = ["build", "--checkpoint-dir", llama_checkpoint_dir, *BUILD, *SIZES, "--self-draft", "int8"]
-    result = specdec(*build, "--output-dir", tmp_path / "engine", "--draft-vocab", tmp_path / "ids.txt")
-    assert "none of the model's end ids is among the 3 that are drafted: 2" in result.stderr
-    own = read_head(head_dirs[1])
-    drafted = (torch.arange(200) + load_file(own.directory / "model.safetensors")["d2t"]).tolist()
-    missing = next(i for i in range(300) if i not in drafted)
-    run = ["run", "--engine-dir", head_dirs[0], "--input-text", "dog", "--max-output-len", 4]
-    for end_id, is_said in ((missing, True), (drafted[0], False)):
-        engine = tmp_path / str(end_id)
-        shutil.copytree(head_dirs[0], engine)
-        (engine / "generation_config.json").write_text(json.dumps({"eos_token_id": end_id}))
-        run[2] = engine
-        result = specdec(*run, "--draft-engine-dir", head_dirs[1], "--eagle-config", "3")
-        assert ("drafts never end" in result.stderr) is is_said, result.stderr
-
-
 def test_a_head_that_is_named_is_not_passed_over(
     specdec: Specdec, llama_dir: Path, mtp_dirs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,10 +150,3 @@ def test_tune_has_the_models_own_head_and_another_model_among_its_candidates(
     document = specdec("tune", *model, "--drafters", "suffix,mtp", *TUNED).document
     chains = [[one["name"] for one in record["drafter"]["drafters"]] for record in document["tried"]]
     assert chains and all(chain == ["suffix", "mtp"] for chain in chains)
-
-
-def test_it_is_small_and_its_memory_is_its_weights(engine_dir: Path) -> None:
-    assert is_head("demo-head") and not is_head("demo")
-    directory = read_head("demo-head").directory
-    assert sum(path.stat().st_size for path in directory.iterdir()) <= 3_000_000
-    assert read_bundle(engine_dir).config.build_config.hidden_states == (1, 3, 5)

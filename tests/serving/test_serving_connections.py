@@ -275,10 +275,7 @@ def test_what_is_unfinished_at_the_end_is_told_so(forks: Forks, llama_engine_dir
         said(server.stderr.read(), "4")
 
 
-@pytest.mark.parametrize("numbers", [(signal.SIGTERM, signal.SIGINT, signal.SIGINT)])
-def test_second_signal_ends_what_is_unfinished(
-    forks: Forks, llama_engine_dir: Path, gate: Gate, numbers: tuple[int, ...], said: Said
-) -> None:
+def test_second_signal_ends_what_is_unfinished(forks: Forks, llama_engine_dir: Path, gate: Gate, said: Said) -> None:
     """The first one says what is waited for. Between the second and the third nothing may be lost."""
     with process(forks, llama_engine_dir, gate=gate) as (server, port):
         connections = [send(port, LONG | {"stream": stream}) for stream in (True, True, False)]
@@ -286,9 +283,9 @@ def test_second_signal_ends_what_is_unfinished(
         halting.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{")
         wait_until(lambda: len(json.loads(read_all(get(port, "/requests"))[1].split("\r\n\r\n")[1])["data"]) == 3)
         wait_until(lambda: gate.is_reached)
-        server.send_signal(numbers[0])
+        server.send_signal((signal.SIGTERM, signal.SIGINT, signal.SIGINT)[0])
         waits = server.stderr.readline()
-        for number in numbers[1:]:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT)[1:]:
             server.send_signal(number)
         answers = [read_all(connection) for connection in (*connections, halting)]  # while the engine stands still
         gate.open()

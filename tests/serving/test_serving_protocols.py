@@ -180,10 +180,9 @@ def test_calls_of_a_message_stream_as_they_are_whole(tooled: Served) -> None:
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
 
 
-@pytest.mark.parametrize("max_tokens", [20])
-def test_a_call_that_is_cut_off_has_what_a_client_makes_of_the_stream(tooled: Served, max_tokens: int) -> None:
+def test_a_call_that_is_cut_off_has_what_a_client_makes_of_the_stream(tooled: Served) -> None:
     """anthropic's client parses what came of the arguments; it was nothing where the answer came whole."""
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Go"}], "max_tokens": max_tokens, "seed": 1}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Go"}], "max_tokens": 20, "seed": 1}
     body |= {"tools": [OWN_TOOL], "tool_choice": {"type": "any"}}
     found = ok(tooled.post(MESSAGES, **body))
     assert found["stop_reason"] == "max_tokens"

@@ -141,15 +141,6 @@ def test_text_that_looks_like_another_type_stays_text(tmp_path: Path) -> None:
     assert load(json_path) == expected
 
 
-def test_missing_ids_and_categories_become_row_numbers_and_none(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [
-        {"article": "A", "highlights": "R", "category": ""},
-        {"article": "B", "highlights": "R", "id": 7},
-    ]
-    samples = load(write(tmp_path / "d.jsonl", json_lines(rows)))
-    assert sorted(samples, key=lambda sample: sample.id) == [Sample("1", None, "A", "R"), Sample("7", None, "B", "R")]
-
-
 @pytest.mark.parametrize("writer", [write_jsonl, write_parquet])
 def test_changed_file_of_the_same_size_and_time_is_read_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: Callable[[Path], Path]
@@ -187,24 +178,6 @@ def test_blank_lines_before_a_csv_header_are_no_header(blank: str, tmp_path: Pat
     with pytest.raises(SpecDecError) as error:
         load(write(tmp_path / "d.csv", f"{blank}article,highlights\nA,R,S\n"))
     said(error, str(blank.count("\n") + 2), "3", "2")
-
-
-@pytest.mark.parametrize("text", ["\n\n", " \n", ",,\n"])
-def test_csv_file_without_a_header_is_told(text: str, tmp_path: Path, said: Said) -> None:
-    with pytest.raises(SpecDecError) as error:
-        load(write(tmp_path / "d.csv", text))
-    said(error, str(tmp_path / "d.csv"))
-
-
-def test_null_parquet_cell_is_named_by_its_row(tmp_path: Path, said: Said) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    table = pa.table({"article": ["A", "B", None], "highlights": ["R", "R", "R"]})
-    pq.write_table(table, tmp_path / "d.parquet")
-    with pytest.raises(SpecDecError) as error:
-        load(tmp_path / "d.parquet")
-    said(error, "`article`", "3", "None")
 
 
 def test_missing_columns_name_those_found_and_those_wanted(tmp_path: Path, said: Said) -> None:

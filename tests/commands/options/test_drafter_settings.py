@@ -107,11 +107,10 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("given", [flags for n in (2, 3) for flags in combinations(FLAGS, n)], ids=" ".join)
-@pytest.mark.parametrize("draft_engine_dir", [DRAFT])
-def test_one_drafter_is_enough(given: tuple[str, ...], draft_engine_dir: Path | None, said: Said) -> None:
+def test_one_drafter_is_enough(given: tuple[str, ...], said: Said) -> None:
     values = {flag[2:].replace("-", "_"): FLAGS[flag] for flag in given}
     with pytest.raises(UsageError) as raised:
-        SpeculationOptions(DrafterFlags(draft_engine_dir=draft_engine_dir, **values)).resolve()
+        SpeculationOptions(DrafterFlags(draft_engine_dir=DRAFT, **values)).resolve()
     said(raised, *(f"`{flag}`" for flag in given))
 
 
@@ -207,13 +206,6 @@ def test_auto_is_suffix_matching_and_what_is_given(tmp_path: Path) -> None:
     assert with_model == (SuffixDrafter(6), DraftTargetDrafter("small", 6))
 
 
-def test_suffix_matching_has_a_pool_too() -> None:
-    expected = (SuffixDrafter(8, "public"),)
-    assert parse(suffix_config="[8,[0]]", ngram_pool="public") == expected
-    assert choose(leader("suffix", 8), ngram_pool="public") == expected
-    assert choose(leader("SUFFIX")) == (SuffixDrafter(10),)
-
-
 @pytest.mark.parametrize(
     ("text", "drafter", "devices"),
     [
@@ -250,16 +242,6 @@ def test_several_draft_as_much_as_the_longest() -> None:
     assert settings.max_draft_len == 10
     settings = Speculation(parse("ngram,custom", **flags_of("custom", "ngram")))
     assert settings.max_draft_len is None, "one of the user's own may draft what the engine takes"
-
-
-def test_several_in_leader_mode_take_its_defaults() -> None:
-    names = "ngram,suffix,draft-target,custom"
-    assert choose(leader(None, 6), names, draft_engine_dir=DRAFT, drafter="my_drafter:make") == (
-        NgramDrafter(6, 2),
-        SuffixDrafter(6),
-        DraftTargetDrafter(DRAFT, 6),
-        CustomDrafter("my_drafter", "make", 6),
-    )
 
 
 @pytest.mark.parametrize(
