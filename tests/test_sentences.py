@@ -18,6 +18,8 @@ def test_one(said):
     said(Result, {value})
 def test_two(said):
     said(ValueError("no second"))
+def test_two_again(said):
+    said(ValueError("no second"))
 """
 
 
@@ -46,21 +48,21 @@ def tests(tmp_path: Path) -> Path:
     (directory / "sentences").mkdir(parents=True)
     shutil.copy(sentences.__file__, directory)
     (directory / "conftest.py").write_text('pytest_plugins = ("sentences",)\n')
-    assert "2 passed" in pytest_of(directory, "--update-sentences")
+    assert "3 passed" in pytest_of(directory, "--update-sentences")
     return directory
 
 
 def test_a_sentence_is_held_until_the_flag_keeps_another(tests: Path) -> None:
-    assert "2 passed" in pytest_of(tests)
-    assert "1 failed, 1 passed" in pytest_of(tests, sentence="a token too many")
-    assert "2 passed" in pytest_of(tests, "--update-sentences", sentence="a token too many")
+    assert "3 passed" in pytest_of(tests)
+    assert "1 failed, 2 passed" in pytest_of(tests, sentence="a token too many")
+    assert "3 passed" in pytest_of(tests, "--update-sentences", sentence="a token too many")
     assert json.loads((tests / "sentences" / "run.json").read_text()) == {
         "test_some.py::test_one": "error: a token too many: 97"
     }
 
 
 def test_the_flag_keeps_no_other_value(tests: Path) -> None:
-    assert "1 failed, 1 passed" in pytest_of(tests, "--update-sentences", value=9)
+    assert "1 failed, 2 passed" in pytest_of(tests, "--update-sentences", value=9)
 
 
 def test_a_sentence_that_its_test_no_longer_has_fails_until_the_flag_removes_it(tests: Path) -> None:
@@ -69,9 +71,9 @@ def test_a_sentence_that_its_test_no_longer_has_fails_until_the_flag_removes_it(
     more = {"test_some.py::test_one (2)": "error: another", "test_some.py::test_gone": "error: of a test that is gone"}
     held.write_text(json.dumps(before | more))
     assert "1 error" in pytest_of(tests)
-    assert "2 passed" in pytest_of(tests, "--update-sentences", "-p", "xdist.plugin", "-n", "2")
+    assert "3 passed" in pytest_of(tests, "--update-sentences", "-p", "xdist.plugin", "-n", "2")
     assert json.loads(held.read_text()) == before
-    assert "2 passed" in pytest_of(tests)
+    assert "3 passed" in pytest_of(tests)
 
 
 def test_no_sentence_is_kept_of_a_test_that_is_gone(request: pytest.FixtureRequest) -> None:

@@ -187,28 +187,6 @@ def test_changed_output_is_caught_and_located(
     said(result, "3", "0", "4")
 
 
-def test_summarize_catches_changed_outputs(summarize: Run, said: Said) -> None:
-    arguments = ["--drafter", "custom_drafters:MixesUpBlocks", "--check-lossless", "--batch-size", 2]
-    result = summarize(*arguments, "--json")
-    assert result.exit_code == 1
-    document = json.loads(result.stdout)
-    assert_valid("summarize", document)
-    check = lossless_of(document)
-    assert check["num_different"] == len(check["differences"]) > 0
-    outputs = [request["outputs"] for request in document["requests"]]
-    for difference in check["differences"]:
-        ours, right = (outputs[difference["request"]][name] for name in ("engine", "engine_no_drafter"))
-        assert ours[: difference["position"]] == right[: difference["position"]]
-        assert (ours[difference["position"]], right[difference["position"]]) == (
-            difference["token"], difference["token_without_drafter"]
-        )  # fmt: skip
-    said(result)
-    shown = summarize(*arguments)
-    assert shown.exit_code == 1
-    assert "FAILED" in line_of(shown.stdout, "lossless check")
-    assert shown.stdout.count(" rounding of ") == check["num_different"]
-
-
 def test_check_of_nothing_that_was_drafted_says_so(
     run_wide: Run, drafters: dict[str, list[object]], said: Said
 ) -> None:

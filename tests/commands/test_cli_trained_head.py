@@ -1,6 +1,5 @@
 """The shipped head, which was trained: every command drafts with it, and its drafts are accepted."""
 
-import io
 import json
 import shlex
 from pathlib import Path
@@ -45,14 +44,6 @@ def test_run(specdec: Specdec, engine_dir: Path, prompts: Path) -> None:
         drafted = specdec("run", *flags, *asked).document
         assert ids_of(drafted) == ids_of(plain)
         assert drafted["total"]["tokens_per_step"] > 1.3, drafted["total"]
-
-
-def test_chat(specdec: Specdec, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = json.loads(prompts.read_text().splitlines()[0])["prompt"].replace("\n", " ")
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{said}\n/stats\n"))
-    result = specdec("chat", *DEMO, *HEAD, "--max-output-len", NUM_TOKENS)
-    assert result.exit_code == 0, result.stderr
-    assert "accepted" in result.stdout
 
 
 BUILD = ["--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4, "--compiler", "none"]

@@ -78,14 +78,6 @@ def test_a_prediction_is_counted_and_changes_no_text(served: Served) -> None:
     assert num_steps["right"] < num_steps["half"] < num_steps["wrong"]
 
 
-def test_usage_can_come_with_every_chunk(served: Served) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = served.stream(prompt=PROMPT, temperature=0, max_tokens=9, ignore_eos=True, stream_options=options)
-    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts) and counts[-1] == 9
-    assert all("usage" not in chunk for chunk in served.stream(prompt=PROMPT, temperature=0, max_tokens=9))
-
-
 def test_prompts_are_texts_or_ids_one_or_several(served: Served) -> None:
     ids = [served.llm.encode(prompt)[0] for prompt in PROMPTS]
     texts = [choice["text"] for choice in served.complete(prompt=PROMPTS)["choices"]]

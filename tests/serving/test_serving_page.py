@@ -292,65 +292,6 @@ def test_the_keyboard_reaches_and_does_everything(open_page: Open) -> None:
         assert focused == "prompt"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_can_be_read_in_both_schemes(open_page: Open, scheme: str) -> None:
-    """Every text has a contrast of 4.5 to what is behind it (WCAG 2.2, 1.4.3)."""
-    with running(serve_page()) as server:
-        page = open_page(server, color_scheme=scheme)
-        ask(page)
-        wait_for_answer(page)
-        found = page.evaluate(CONTRASTS)
-    assert len(found) > 30
-    assert [one for one in found if one["ratio"] < 4.5] == []
-
-
-CONTRASTS = """() => {
-  const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
-  const linear = (v) => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
-  const luminance = (colour) => colour.slice(0, 3).map((v) => linear(v / 255))
-    .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
-  const behind = (element) => {
-    for (let e = element; e; e = e.parentElement) {
-      const colour = rgb(getComputedStyle(e).backgroundColor);
-      if (colour.length < 4 || colour[3] === 1) return colour;
-    }
-    return [255, 255, 255];
-  };
-  const found = [];
-  for (const element of document.querySelectorAll("body *")) {
-    const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
-    if (!own || !element.checkVisibility() || element.closest(".unseen, .skip, script, option")) continue;
-    const [a, b] = [rgb(getComputedStyle(element).color), behind(element)].map(luminance).sort((x, y) => y - x);
-    found.push({ text: element.textContent.trim().slice(0, 40), ratio: (a + .05) / (b + .05) });
-  }
-  return found;
-}"""
-
-
-def test_narrow_windows_lose_nothing(open_page: Open) -> None:
-    """480 pixels are 60 columns. Nothing reaches over the edge, and everything is there."""
-    with running(serve_page()) as server:
-        page = open_page(server)
-        page.set_viewport_size({"width": 320, "height": 700})
-        page.check("#both")
-        ask(page, "A long prompt without any space: " + "x" * 300)
-        page.wait_for_selector(".verdict")
-        assert page.evaluate("document.documentElement.scrollWidth") <= 320
-        for name in ("#prompt", "#send", "#model", "#rate", "#chart", "#requests", ".answer:last-child", "#key-box"):
-            box = page.query_selector(name).bounding_box()
-            assert box["width"] > 0 and box["x"] >= 0 and box["x"] + box["width"] <= 320 + 1, name
-
-
-def test_a_server_that_goes_away_is_told(open_page: Open) -> None:
-    with running(serve_page()) as server:
-        page = open_page(server)
-    page.wait_for_selector("#state.down")
-    assert page.text_content("#state") == "cannot be reached"
-    ask(page)
-    page.wait_for_selector("[role=alert]")
-    assert "cannot be reached" in page.text_content("[role=alert]")
-
-
 @pytest.fixture
 def real_server(llama_engine_dir: Path, forks: Forks) -> Iterator[SimpleNamespace]:
     """`specdec serve` itself, in a process of its own, with n-gram lookup."""

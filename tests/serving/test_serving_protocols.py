@@ -247,18 +247,6 @@ def test_a_message_has_as_many_tokens_as_there_is_room_for(tooled: Served) -> No
     assert too_long.json()["error"]["message"].startswith("prompt is too long: ")
 
 
-def test_a_clients_accounts_are_no_instructions(tooled: Served) -> None:
-    """Claude Code's begin otherwise in each conversation, which would have no prefix in common."""
-    texts = ["x-anthropic-billing-header: cc_version=1; cch=2;", "Be brief.", "Be kind."]
-    blocks = [{"type": "text", "text": text} for text in texts]
-    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Go"}]}
-    counts = [
-        ok(tooled.post(f"{MESSAGES}/count_tokens", **asked, system=system))
-        for system in (blocks, "Be brief.\n\nBe kind.")
-    ]
-    assert counts[0] == counts[1]
-
-
 NUM_CONVERSATIONS = 2
 AS_TEMPLATE = {"guided_choice": [f"Hm.\n</think>\n\nI go.{CALL}"]}
 """An answer that has the form which the template gives it in the next turn."""
@@ -393,9 +381,3 @@ def test_what_is_wrong_is_said_in_the_protocols_own_form(tooled: Served, name: s
     assert "function.name" not in answer["error"]["message"]
     assert path == MESSAGES or "messages" not in answer["error"]["message"]
     said(answer["error"]["message"])
-
-
-def test_head_is_answered_like_get(tooled: Served) -> None:
-    for path in ("/", "/health", "/v1/models", "/version"):
-        assert tooled.client.head(path).status_code == tooled.client.get(path).status_code == 200
-    assert tooled.client.head("/v1/responses").status_code == 405

@@ -159,14 +159,6 @@ def test_tokens_of_reasoning_are_the_generated_ones(tooled: Served, end: str) ->
     assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == expected
 
 
-def test_a_call_comes_after_reasoning(tooled: Served) -> None:
-    """Reasoning that the prompt has begun ends with its tag, and the call that must come is after that."""
-    stop = tooled.model.llm.tokenizer("</think>", add_special_tokens=False)["input_ids"]
-    bias = {str(token): 100 for token in stop}
-    found = chat(tooled, tool_choice="required", logit_bias=bias, chat_template_kwargs={"think": True})
-    assert "tool_calls" in found["message"] or found["finish_reason"] == "length"
-
-
 @pytest.mark.parametrize("word", ["left", "tool_call"])
 def test_a_stop_word_in_a_call_ends_it_as_a_limit_does(tooled: Served, word: str) -> None:
     """It was said to be a whole call, or its tags were content."""
@@ -187,15 +179,6 @@ def test_a_stop_word_in_a_call_ends_it_as_a_limit_does(tooled: Served, word: str
             assert bool(calls) == (word in ("left", '"by"'))
         assert "<tool" not in (message["content"] or "")
     assert num_stopped > 0
-
-
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_only_tools_that_are_allowed_are_called(tooled: Served, name: str) -> None:
-    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": name}}]}
-    for seed in range(3):
-        found = chat(tooled, tool_choice={"type": "allowed_tools", "allowed_tools": allowed}, seed=seed)
-        assert {call["function"]["name"] for call in found["message"].get("tool_calls", ())} <= {name}
-        assert "tool_calls" in found["message"] or found["finish_reason"] == "length"
 
 
 def test_a_schema_of_the_answer_holds_beside_tools(tooled: Served) -> None:
