@@ -221,7 +221,7 @@ def test_a_models_own_head_needs_no_path(
     assert "mtp" not in without[0].names
 
 
-@pytest.mark.parametrize("name", ["suffix", "chain", "chain with self", "head"])
+@pytest.mark.parametrize("name", ["suffix, pool", "chain", "chain with self", "head"])
 def test_sampled_text_is_that_without_a_drafter(
     name: str, run: Callable[..., Result], with_paths: Callable[[list[str]], list[str]]
 ) -> None:

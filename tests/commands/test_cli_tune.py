@@ -10,7 +10,7 @@ import pytest
 from command_line import Specdec, assert_valid, edit_json, tree
 from shared import once
 from test_cli_errors import assert_one_clear_error
-from tiny import make_model, repetitive_prompt
+from tiny import repetitive_prompt
 from transformers import PreTrainedTokenizerFast
 
 SPEC_BENCH = Path(__file__).parents[1] / "data" / "traces.jsonl"
@@ -138,27 +138,15 @@ def test_without_an_engine_traces_are_counted(specdec: Specdec) -> None:
     assert f"{document['candidates'][0]['total']['tokens_per_step']:.3f}" in shown
 
 
-@pytest.fixture(scope="module")
-def draft_engine_with_costs(make_draft_engine_dir: Callable[..., Path], tokenizer: PreTrainedTokenizerFast) -> Path:
-    model = make_model("llama", vocab_size=len(tokenizer), num_hidden_layers=1)
-    return make_draft_engine_dir(model, measure_costs=True)
-
-
-MODELS: dict[str, tuple[list[object], set[tuple[int, ...]]]] = {
-    "ngram,self": (["--ngram-config", "[5,2,[0]]", "--self-draft-config", "2", "--drafters", "auto"], {(5, 1), (5, 2)})
-}
-
-
 def test_what_models_draft_is_run_with_each_length(
-    specdec: Specdec, self_draft_engine_dir: Path, draft_engine_with_costs: Path, tmp_path: Path
+    specdec: Specdec, self_draft_engine_dir: Path, tmp_path: Path
 ) -> None:
     """No record tells it. The counts are those of `run` with the flags, one prompt at a time."""
-    flags, lengths = MODELS["ngram,self"]
+    flags, lengths = ["--ngram-config", "[5,2,[0]]", "--self-draft-config", "2", "--drafters", "auto"], {(5, 1), (5, 2)}
     arguments = ["--engine-dir", self_draft_engine_dir, "--input-text", "The dog lost the ball. The dog"]
     arguments += ["--max-output-len", 6, "--json"]
     profile = tmp_path / "tuned.json"
-    named = [draft_engine_with_costs if flag == "DRAFT" else flag for flag in flags]
-    document = specdec("tune", *arguments, *named, "--num-live-prompts", 1, "--output", profile).document
+    document = specdec("tune", *arguments, *flags, "--num-live-prompts", 1, "--output", profile).document
     assert_valid("tune", document)
     assert [one["drafter"] for one in document["candidates"]] == [None], "no lookup is tried where another is named"
     tried = {(lengths_of(one["drafter"]), one["draft_len_mode"]) for one in document["tried"]}
