@@ -39,13 +39,9 @@ def test_every_system_gives_hugging_faces_tokens_and_missing_peers_are_skipped_b
     document = json.loads((output_dir / "peers.json").read_text())
     (result,) = document["results"]
     assert {row["name"] for row in result["systems"]} == {
-        "hugging-face none",
-        "hugging-face ngram",
-        "specdec none-v1",
-        "specdec none-v2",
-        "specdec ngram-v1",
+        "hugging-face none", "hugging-face ngram", "specdec none-v1", "specdec none-v2", "specdec ngram-v1",
         "specdec ngram-v2",
-    }
+    }  # fmt: skip
     for row in result["systems"]:
         assert row["num_equal"] == row["num_prompts"] == 1, row
         assert row["num_output_tokens"] == 8

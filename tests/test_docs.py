@@ -23,27 +23,10 @@ from specdec_cli.app import app
 ROOT = Path(__file__).parents[1]
 PAGES = update_docs.read_pages()
 OTHERS_FLAGS = {
-    "budget-s",
-    "scale",
-    "weight-format",
-    "outtype",
-    "num",
-    "num-prompts",
-    "num-tokens",
-    "only",
-    "runs",
-    "models",
-    "output-len",
-    "max-new-tokens",
-    "llamacpp-python",
-    "echo-config",
-    "echo-loudness",
-    "update-sentences",
-    "walk",
-    "check",
-    "slow",
-    "write",
-} | {"planted", "every-failure", "nproc-per-node", "nnodes", "config"}
+    "budget-s", "check", "config", "echo-config", "echo-loudness", "every-failure", "llamacpp-python",
+    "max-new-tokens", "models", "nnodes", "nproc-per-node", "num", "num-prompts", "num-tokens", "only", "output-len",
+    "outtype", "planted", "runs", "scale", "slow", "update-sentences", "walk", "weight-format", "write",
+}  # fmt: skip
 """Flags of scripts, of torchrun, of Continue's, and of the drafter that an example adds."""
 
 
@@ -198,16 +181,9 @@ def parse(words: list[str]) -> None:
 
 def test_flags_in_the_text_exist() -> None:
     known = {
-        "flag",
-        "help",
-        "help-all",
-        "version",
-        "debug",
-        "install-completion",
-        "show-completion",
-        *OTHERS_FLAGS,
+        "flag", "help", "help-all", "version", "debug", "install-completion", "show-completion", *OTHERS_FLAGS,
         *_WITHOUT_EFFECT,
-    }
+    }  # fmt: skip
     for name in command_names():
         command: Any = typer.main.get_command(app)
         for part in name.split():

@@ -17,11 +17,8 @@ def check(output: Path, *arguments: str) -> tuple[int, dict[str, Row], str]:
     command = [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), "--device", "cpu", "--scale", "tiny"]
     ended = subprocess.run(
         [*command, "--output", str(output), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        cwd=output.parent,
-    )
+        capture_output=True, text=True, timeout=HANG_S, cwd=output.parent,
+    )  # fmt: skip
     document = json.loads((output / "report.json").read_text())
     return ended.returncode, {row["part"]: Row(**row) for row in document["parts"]}, ended.stdout
 

@@ -26,16 +26,8 @@ def test_two_again(said):
 def pytest_of(directory: Path, *arguments: str, sentence: str = "too many tokens", value: int = 97) -> str:
     (directory / "test_some.py").write_text(TEST.format(sentence=sentence, value=value))
     command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "--tb=line",
-        "--rootdir",
-        directory,
-        *arguments,
-    ]
+        sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=line", "--rootdir", directory, *arguments,
+    ]  # fmt: skip
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
     return (done.stdout + done.stderr).splitlines()[-1]

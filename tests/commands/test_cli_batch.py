@@ -39,14 +39,11 @@ def requests(number: int = 24) -> list[Row]:
     """Greedy and sampled ones of different lengths, and two that cannot be answered."""
     rows = [
         openai(
-            f"request {i} ü",
-            prompt=f"{PROMPTS[i % len(PROMPTS)]} {i}",
-            max_tokens=8 + i % 9,
-            temperature=0 if i % 3 else 0.9,
-            ignore_eos=True,
+            f"request {i} ü", prompt=f"{PROMPTS[i % len(PROMPTS)]} {i}", max_tokens=8 + i % 9,
+            temperature=0 if i % 3 else 0.9, ignore_eos=True,
         )
         for i in range(number)
-    ]
+    ]  # fmt: skip
     rows[4]["body"]["n"] = 3
     rows[5]["body"]["temperature"] = -1
     rows[7]["body"]["prompt"] = "dog " * 200
@@ -352,14 +349,9 @@ def test_a_line_that_is_no_request_is_named_before_anything_is_done(
     ],
 )
 def test_wrong_usage_is_told(
-    flags: list[str],
-    exit_code: int,
-    error: str,
-    batch: Batch,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str], exit_code: int, error: str, batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     said: Said,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     result = batch([{"prompt": "a"}], *flags)
     assert result.exit_code == exit_code

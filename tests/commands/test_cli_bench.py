@@ -20,13 +20,10 @@ from waiting import HANG_S, wait_until
 
 Bench = Callable[..., Result]
 METRICS = {
-    "num_drafts": 2,
-    "num_draft_tokens": 8,
-    "num_accepted_tokens": 3,
-    "acceptance_rate": 0.375,
+    "num_drafts": 2, "num_draft_tokens": 8, "num_accepted_tokens": 3, "acceptance_rate": 0.375,
     "accepted_per_position": [2, 1, 0, 0],
     "tokens_per_step": 2.5,
-}
+}  # fmt: skip
 
 DOCUMENT_METRICS = ("ttft", "tpot", "itl", "e2el")
 VLLM_KEYS = (
@@ -327,11 +324,8 @@ def test_after_ctrl_c_what_had_been_answered_is_shown(
         command = [sys.executable, "-m", "specdec_cli", "bench", "--base-url", server.url, "--num-warmups", "0"]
         process = subprocess.Popen(
             [*command, "--json", "--concurrency", "1", "--input-file", str(prompts)],
-            env=process_environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-        )
+            env=process_environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8",
+        )  # fmt: skip
         wait_until(lambda: len(server.generations()) == 3 and server.generations()[2].sent_s)
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=HANG_S)

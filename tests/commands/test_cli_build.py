@@ -118,12 +118,8 @@ def test_engine_names_what_it_was_built_for(build: Command, tmp_path: Path) -> N
 def test_phases_are_named_on_stderr_and_timed_on_stdout(build: Command) -> None:
     result = build()
     phases = [
-        "loading the checkpoint",
-        "compiling the step",
-        "checking the logits",
-        "measuring steps",
-        "writing the engine",
-    ]
+        "loading the checkpoint", "compiling the step", "checking the logits", "measuring steps", "writing the engine",
+    ]  # fmt: skip
     assert [line.split(" s  ")[1] for line in result.stderr.splitlines()] == phases
     assert all(phase in " ".join(result.stdout.split()) for phase in phases[:3])
     assert "logits check" in result.stdout

@@ -68,14 +68,10 @@ class Ward:
 
 @pytest.fixture
 def ward(
-    llama_uncompiled_dir: Path,
-    tmp_path: Path,
-    make_draft_engine_dir: MakeDraftEngineDir,
-    tokenizer: PreTrainedTokenizerFast,
-    other_tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
+    llama_uncompiled_dir: Path, tmp_path: Path, make_draft_engine_dir: MakeDraftEngineDir,
+    tokenizer: PreTrainedTokenizerFast, other_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch,
     specdec: Specdec,
-) -> Iterator[Ward]:
+) -> Iterator[Ward]:  # fmt: skip
     num_threads, affinity = torch.get_num_threads(), os.sched_getaffinity(0)
     yield Ward(llama_uncompiled_dir, tmp_path, make_draft_engine_dir, tokenizer, other_tokenizer, monkeypatch, specdec)
     torch.set_num_threads(num_threads)
@@ -296,18 +292,12 @@ HEALTHY: dict[str, list[object]] = {
     "n-gram, automatic lengths": [*NGRAM, "--draft-len-mode", "auto"],
     "suffix matching": ["--suffix-config", "[6,[0]]"],
     "two drafters": [
-        *NGRAM,
-        "--min-matching-ngram-size",
-        2,
-        "--suffix-config",
-        "[4,[0]]",
-        "--drafters",
-        "ngram,suffix",
+        *NGRAM, "--min-matching-ngram-size", 2, "--suffix-config", "[4,[0]]", "--drafters", "ngram,suffix",
     ],
     "a profile": ["PROFILE"],
     "a draft model": ["DRAFT MODEL"],
     "layers with states": ["STATES", *NGRAM],
-}
+}  # fmt: skip
 
 
 LONG = {"suffix matching"}

@@ -82,16 +82,12 @@ def test_run_compares_tokens_where_they_must_be_equal(
     result = run_wide(*arguments, "--check-lossless", "--json")
     assert_valid("run", result.document)
     assert lossless_of(result.document) == {
-        "rule": "tokens",
-        "num_samples": 3,
-        "num_identical": 3,
-        "num_near_ties": 0,
-        "num_different": 0,
+        "rule": "tokens", "num_samples": 3, "num_identical": 3, "num_near_ties": 0, "num_different": 0,
         "dtype": "float32",
         "differences": [],
         "passed": True,
         "batch_invariant": True,
-    }
+    }  # fmt: skip
     assert result.document["speedup"] > 0
     assert result.document["total"]["num_draft_tokens"] > 0
     assert result.stderr == ""
@@ -212,14 +208,9 @@ NOTHING, ONE_TOKEN = ["--temperature", 0.9, "--max-output-len", 1], ["--temperat
     ],
 )
 def test_too_little_to_tell_is_neither_passed_nor_failed(
-    run_wide: Run,
-    summarize: Run,
-    drafters: dict[str, list[object]],
-    command: str,
-    flags: list[object],
-    monkeypatch: pytest.MonkeyPatch,
-    said: Said,
-) -> None:
+    run_wide: Run, summarize: Run, drafters: dict[str, list[object]], command: str, flags: list[object],
+    monkeypatch: pytest.MonkeyPatch, said: Said,
+) -> None:  # fmt: skip
     monkeypatch.setattr("runtime.loop.lossless.check.NUM_DRAWS_PER_PREFIX", (50,))  # no number would do
     call = {"run": run_wide, "summarize": summarize}[command]
     arguments = [*drafters["custom that draws"], *flags, "--check-lossless"]

@@ -40,13 +40,9 @@ def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Terminal]:
 
 @pytest.mark.parametrize("command", ["run table", "convert", "help"])
 def test_what_standard_output_cannot_have_is_replaced(
-    command: str,
-    specdec: Specdec,
-    llama_dir: Path,
-    llama_engine_dir: Path,
-    tmp_path: Path,
+    command: str, specdec: Specdec, llama_dir: Path, llama_engine_dir: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """The work is done: no traceback, exit code 0, and all that the encoding has."""
     named = tmp_path / "the 日本 é 🙂"
     shutil.copytree(llama_dir, named)

@@ -117,12 +117,9 @@ def rank_of(worker: str) -> int:
 
 
 def test_a_rank_that_ends_costs_its_worker(
-    cluster: Any,
-    split_engine_dir: Path,
-    process_environment: dict[str, str],
-    tmp_path: Path,
+    cluster: Any, split_engine_dir: Path, process_environment: dict[str, str], tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     """Another is begun, what it had is asked again, and no rank is left."""
     write(tmp_path / "requests.jsonl", requests(40))
     assert run(tmp_path, split_engine_dir, process_environment).exit_code == 0

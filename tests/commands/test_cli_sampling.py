@@ -63,13 +63,9 @@ def test_seeds_decide_the_text(run: Run) -> None:
     ],
 )
 def test_top_k_1_and_temperature_0_are_greedy(
-    run: Run,
-    llama: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    flags: list[object],
-    warning: str | None,
+    run: Run, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, flags: list[object], warning: str | None,
     said: Said,
-) -> None:
+) -> None:  # fmt: skip
     result = run(*flags, "--random-seed", 3, "--max-output-len", 16, "--json")
     assert ids_of(result.document) == [hf_greedy(llama, tokenizer(PROMPT)["input_ids"], 16, eos_token_id=2)]
     if warning is None:
@@ -84,21 +80,15 @@ def test_document_records_the_sampling_parameters(run: Run) -> None:
     flags += ["--presence-penalty", 0.3, "--frequency-penalty", 0.2, "--no-repeat-ngram-size", 4]
     flags += ["--bad-words", "dog", "--bad-words", "red ball", "--random-seed", 11]
     assert run(*flags, "--max-output-len", 2, "--json").document["settings"]["sampling"] == {
-        "temperature": 0.7,
-        "top_k": 30,
-        "top_p": 0.9,
-        "min_p": 0.02,
-        "repetition_penalty": 1.1,
-        "presence_penalty": 0.3,
-        "frequency_penalty": 0.2,
-        "no_repeat_ngram_size": 4,
+        "temperature": 0.7, "top_k": 30, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1,
+        "presence_penalty": 0.3, "frequency_penalty": 0.2, "no_repeat_ngram_size": 4,
         "bad_words": ["dog", "red ball"],
         "random_seed": 11,
         "penalize_prompt": True,
         "logit_bias": [],
         "min_tokens": 0,
         "allowed_token_ids": None,
-    }
+    }  # fmt: skip
 
 
 def contains(tokens: list[int], word: list[int]) -> bool:

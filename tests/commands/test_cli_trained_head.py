@@ -104,14 +104,8 @@ def test_a_head_that_is_named_is_not_passed_over(
         "run",
         "--model-dir",
         mtp_dirs[1],
-        "--compiler",
-        "none",
-        "--input-text",
-        "dog",
-        "--max-output-len",
-        6,
-        "--json",
-    ]
+        "--compiler", "none", "--input-text", "dog", "--max-output-len", 6, "--json",
+    ]  # fmt: skip
     for flags in (["--drafters", "mtp"], ["--spec-decode-algo", "MTP"], ["--drafters", "ngram,mtp"]):
         result = specdec(*run, *flags, "--draft-model-dir", tmp_path / "none")
         assert_one_clear_error(result, 1, (str(tmp_path / "none"),))

@@ -238,17 +238,8 @@ def test_engine_is_built_once_and_serves_all_draft_lengths(specdec: Specdec, ker
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager").eval()
     expected = hf_greedy(model, AutoTokenizer.from_pretrained(model_dir)(PROMPT)["input_ids"], 12, 299)
     arguments = [
-        "run",
-        "--model-dir",
-        "demo",
-        "--input-text",
-        PROMPT,
-        "--max-output-len",
-        12,
-        "--end-id",
-        299,
-        "--json",
-    ]
+        "run", "--model-dir", "demo", "--input-text", PROMPT, "--max-output-len", 12, "--end-id", 299, "--json",
+    ]  # fmt: skip
     first = specdec(*arguments, "--spec-decode-algo", "NGRAM").document
     assert ids_of(first) == [expected]
     assert first["engine"]["build_config"]["compiler"] == "aot"
@@ -263,11 +254,8 @@ def test_engine_is_built_once_and_serves_all_draft_lengths(specdec: Specdec, ker
 
 @pytest.mark.parametrize(
     "damage",
-    [
-        "config.json is missing", "rank0.safetensors is cut short",
-"chat_template.jinja is cut short",
-    ],
-)  # fmt: skip
+    ["config.json is missing", "rank0.safetensors is cut short", "chat_template.jinja is cut short"],
+)
 @pytest.mark.usefixtures("built_uncompiled")
 def test_damaged_entry_is_built_again(damage: str, run: Run, cache: Path) -> None:
     """A damaged file is replaced; nothing of what was there is taken."""

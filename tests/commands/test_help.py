@@ -12,19 +12,9 @@ from specdec_cli.app import app
 
 LONG = ["run", "chat", "serve", "batch", "doctor", "tune", "summarize"]
 COMMANDS = [
-    *LONG,
-    "convert",
-    "build",
-    "compare",
-    "doctor",
-    "verify",
-    "bench",
-    "corpus create",
-    "corpus merge",
-    "corpus stats",
-    "cache list",
-    "cache prune",
-]
+    *LONG, "convert", "build", "compare", "doctor", "verify", "bench", "corpus create", "corpus merge", "corpus stats",
+    "cache list", "cache prune",
+]  # fmt: skip
 NUM_LINES_OF_A_SCREEN = 50
 LONGEST_AT_80 = 28
 

@@ -94,14 +94,11 @@ def test_an_answer_is_the_same_alone_and_among_many(make_listening: Callable[...
     bodies = [
         LONG
         | {
-            "prompt": f"{'the dog ' * i}{PROMPT}",
-            "max_tokens": 30,
-            "temperature": i % 2,
-            "seed": i,
+            "prompt": f"{'the dog ' * i}{PROMPT}", "max_tokens": 30, "temperature": i % 2, "seed": i,
             "stream": i % 3 == 0,
         }
         for i in range(16)
-    ]
+    ]  # fmt: skip
 
     alone = [texts(read_all(send(listening.port, body))[1]) for body in bodies]
     together = [send(listening.port, body) for body in bodies]
@@ -170,13 +167,8 @@ def test_an_answer_that_nobody_reads_is_given_up(
     monkeypatch.setattr("commands.serve.http.server.READING_S", 0.2)
     listening = make_listening()
     body = LONG | {
-        "prompt": "the dog " * 10,
-        "max_tokens": 90,
-        "n": 100,
-        "echo": True,
-        "logprobs": 20,
-        "stream": stream,
-    }
+        "prompt": "the dog " * 10, "max_tokens": 90, "n": 100, "echo": True, "logprobs": 20, "stream": stream,
+    }  # fmt: skip
     connection = send(listening.port, body, receive_buffer=4096)  # four megabytes, of which the sockets hold less
     wait_until(lambda: not listening.model.loop.unfinished() and listening.model.loop.totals.num_finished)
     wait_until(lambda: not any(type(one) is BoundedProtocol and one.connections for one in gc.get_objects()))
@@ -263,10 +255,10 @@ def test_second_signal_ends_what_is_unfinished(forks: Forks, llama_engine_dir: P
         halting.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{")
         wait_until(lambda: len(json.loads(read_all(get(port, "/requests"))[1].split("\r\n\r\n")[1])["data"]) == 3)
         wait_until(lambda: gate.is_reached)
-        server.send_signal((signal.SIGTERM, signal.SIGINT, signal.SIGINT)[0])
+        server.send_signal(signal.SIGTERM)
         waits = server.stderr.readline()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT)[1:]:
-            server.send_signal(number)
+        for _ in range(2):
+            server.send_signal(signal.SIGINT)
         answers = [read_all(connection) for connection in (*connections, halting)]  # while the engine stands still
         gate.open()
         assert server.wait(HANG_S) == 0

@@ -195,13 +195,8 @@ def test_tokens_at_the_start_of_a_text_are_as_each_route_has_them() -> None:
 def test_fields_that_ask_for_nothing_are_taken(served: Served) -> None:
     nothing = {"tools": [], "tool_choice": "none", "suffix": None, "best_of": 1, "response_format": {"type": "text"}}
     nothing |= {
-        "typical_p": 1.0,
-        "xtc_probability": 0,
-        "repeat_penalty": 1,
-        "grammar": "",
-        "n_predict": -1,
-        "mirostat": 0,
-    }
+        "typical_p": 1.0, "xtc_probability": 0, "repeat_penalty": 1, "grammar": "", "n_predict": -1, "mirostat": 0,
+    }  # fmt: skip
     clients = {"user": "me", "logit_bias": None, "stop": None, "logprobs": None, "stream_options": None, "n": None}
     assert served.post(COMPLETIONS, prompt=PROMPT, **nothing, **clients).status_code == 200
 

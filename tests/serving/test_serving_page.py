@@ -20,12 +20,8 @@ from page_server import DRAFTED, PAGE, TEXT, policy, serve_page, streamed
 from waiting import HANG_S, wait_until
 
 FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--disable-background-networking",
-    "--disable-component-update",
-]
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-component-update",
+]  # fmt: skip
 INSTALLING = os.environ.get("SPECDEC_BROWSER_INSTALLING")
 """A file that is there while Chromium is still being installed."""
 
@@ -263,16 +259,8 @@ def test_the_keyboard_reaches_and_does_everything(open_page: Open) -> None:
             page.keyboard.press("Tab")
             reached.append(page.evaluate("document.activeElement.id || document.activeElement.textContent"))
         wanted = [
-            "Skip to the prompt",
-            "model",
-            "API key",
-            "prompt",
-            "max-tokens",
-            "temperature",
-            "both",
-            "clear",
-            "send",
-        ]
+            "Skip to the prompt", "model", "API key", "prompt", "max-tokens", "temperature", "both", "clear", "send",
+        ]  # fmt: skip
         assert list(dict.fromkeys(one for one in reached if one in wanted)) == wanted
         assert "colours" in reached and "requests" in reached
         page.focus("#both")
@@ -311,7 +299,6 @@ def real_server(llama_engine_dir: Path, forks: Forks) -> Iterator[SimpleNamespac
     process.communicate()
 
 
-@pytest.mark.skipif(find_spec("commands.serve") is None, reason="this tree has no `specdec serve`")
 def test_the_page_works_with_the_server_itself(open_page: Open, real_server: SimpleNamespace) -> None:
     page = open_page(real_server)
     page.get_by_role("radio", name="Text to continue").check(force=True)

@@ -162,7 +162,7 @@ def test_row_without_text_is_named_by_its_place_in_the_file(
 ) -> None:
     rows = [dict(row) for row in ROWS]
     rows[8][column] = value
-    reason = "is not text" if value is None or value == 5 else "is empty"
+    reason = "is not text" if value == 5 else "is empty"
     with pytest.raises(SpecDecError) as error:
         load(write(tmp_path / "d.jsonl", "\n" + json_lines(rows)))
     said(error, f"`{column}`", "10", reason)
@@ -188,7 +188,6 @@ def test_missing_columns_name_those_found_and_those_wanted(tmp_path: Path, said:
     path = write(tmp_path / "d.jsonl", json_lines([{"prompt": "A", "highlights": "R"}]))
     with pytest.raises(SpecDecError) as raised:
         load(path, eval_task="code_completion")
-    said(raised)
     said(raised, "`canonical_solution`")
 
 
@@ -242,7 +241,6 @@ def test_missing_file_is_an_error_with_its_path(tmp_path: Path, suffix: str, sai
 def test_name_that_is_neither_file_nor_hub_id_is_an_error_with_a_hint(name: str, said: Said) -> None:
     with pytest.raises(SpecDecError) as raised:
         load(name)
-    said(raised)
     said(raised, "`--dataset-dir`", "`demo`")
 
 
@@ -383,12 +381,8 @@ def test_loading_prints_nothing_and_leaves_no_file(tmp_path: Path) -> None:
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp")}
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "d.parquet"), str(tmp_path / "d")],
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        capture_output=True,
-        timeout=HANG_S,
-    )
+        cwd=ROOT, env=environment, text=True, capture_output=True, timeout=HANG_S,
+    )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     left = [path for parent in ("tmp", "home") for path in (tmp_path / parent).rglob("*") if path.is_file()]
     assert left == []
