@@ -213,7 +213,6 @@ WRONG_CONFIG = [
     case(RUN + "--ngram-config [10]", 2, "2", "3", "[10]", "[10,2,[0]]"),
     case(RUN + "--ngram-config [10,2,[3]]", 2, "3"),
     case(RUN + "--ngram-config [11,2,[0]]", 1, "10", "11", "--max-draft-len"),
-    case(SUMMARIZE + "--ngram-config [11,2,[0]]", 1, "10", "11"),
     case(
         RUN.replace("engine ", "engine-plain ") + "--ngram-config [4,2,[0]]",
         1,
@@ -223,7 +222,6 @@ WRONG_CONFIG = [
     ),
     case(RUN + "--suffix-config [11,[0]]", 1, "10", "11"),
     case(RUN + "--ngram-config [4,2,[0]] --ngram-ranking best", 2),
-    case(RUN + "--ngram-config [4,2,[0]] --ngram-corpus none", 1, "none"),
     case(RUN + "--ngram-config [4,2,[0]] --ngram-corpus articles.jsonl", 1, "articles.jsonl"),
     case(SUMMARIZE + "--ngram-pool public", 2, "`--ngram-pool`", "public", "`--ngram-config`"),
     case(
@@ -266,7 +264,6 @@ WRONG_CONFIG = [
     case("summarize --engine-dir engine", 2),
     case("summarize --engine-dir engine --test-hf", 2, "`--hf-model-dir`"),
     case("summarize --engine-dir engine --test-hf --hf-model-dir model --check-accuracy", 2, "`--check-accuracy`"),
-    case(SUMMARIZE + "--batch-size 5", 1, "max_batch_size", "4", "5"),
     case(SUMMARIZE + "--batch-size 5 --spec-decode-algo NGRAM --mode orchestrator", 1, "4", "5", "`--mode leader`"),
     case(SUMMARIZE + "--mode orchestrator --disable-kv-cache-reuse", 2, "`--mode leader`"),
     case(SUMMARIZE + "--num-workers 2", 2, "`--num-workers`", "2"),
@@ -294,7 +291,6 @@ PROMPTS = [
         RUN + "--max-output-len 159", 1, "160", "159",
         "`--max-output-len`", "`specdec build --max-seq-len`", "`--model-dir`",
     ),
-    case(NO_INPUT + "--input-file none.txt", 1, "none.txt"),
     case(NO_INPUT + "--input-file in.txt", 1, "2", "in.txt", damage=file("in.txt", b"a\n\xff\n")),
     case(NO_INPUT + "--input-file in.csv", 1, "300", damage=file("in.csv", "3,300\n")),
     case(
@@ -304,7 +300,6 @@ PROMPTS = [
     case(NO_INPUT + "--input-file ids.npy", 1, damage=array),
     case(RUN + "--input-file in.txt", 2, "`--input-file`", damage=file("in.txt", "a")),
     case(RUN + "--max-tokens-in-paged-kv-cache 4", 1, "4"),
-    case(RUN + "--tokenizer-dir none", 1, "none"),
     case(RUN + "--tokenizer-dir empty", 1, "empty", damage=lambda d: (d / "empty").mkdir()),
     case(RUN + "--output-csv engine", 1, "engine"),
     case(RUN + "--output-npy /proc/ids.npy", 1, "/proc/ids.npy"),
@@ -417,12 +412,10 @@ def without_x(directory: Path) -> None:
 
 
 SAMPLING = [
-    case(RUN + "--temperature -1", 2, "0", "-1"),
     case(RUN + "--temperature nan", 2, "0", "nan"),
     case(RUN + "--top-k -2", 2, "top_k", "0", "-2"),
     case(RUN + "--top-k 301", 1, "`--top-k`", "300", "301"),
     case(RUN + "--top-p 0", 2, "top_p", "0", "1", "0.0"),
-    case(SUMMARIZE + "--temperature -1", 2, "0", "-1"),
     case(RUN + "--random-seed x", 2, "--random-seed"),
     case(RUN + "--stop-words ''", 2, "`--stop-words`", "''"),
     case(RUN + "--stop-words '</s>'", 2, "`--stop-words`", "'</s>'"),
@@ -540,7 +533,6 @@ EMPTY_VALUES = [
 ]
 
 PLACES = [
-    case(CONVERT.replace(" out ", " /dev/null/x "), 1, "/dev/null/x"),
     case(CONVERT.replace(" model", " x.gguf"), 1, "x.gguf"),
     case(CONVERT.replace(" model", " gguf"), 1, "`gguf/m.gguf`", damage=gguf_only),
     case(CONVERT.replace(" model", " gguf"), 1, "m.gguf, n.gguf", "gguf/m.gguf", damage=two_ggufs),
@@ -559,9 +551,7 @@ PLACES = [
     case(CONVERT.replace(" model", " http://x/y"), 1, "http://x/y"),
     case(BUILD.replace(" out ", " ckpt ") + "--force", 1),
     case("run --model-dir model/config.json --input-text a", 1, "model/config.json"),
-    case(MODEL + "--spec-decode-algo DRAFT_TARGET --draft-model-dir ./none", 1),
     case(RUN + "--profile engine/config.json", 1, "engine/config.json"),
-    case(RUN + "--ngram-config 4,2 --ngram-corpus nothing", 1, "nothing"),
     case(RUN + "--report r.pdf", 2, "`--report`", "r.pdf", "`--report r.html`"),
     case(RUN + "--report engine/r.html", 2, "engine/r.html"),
     case(RUN + "--output-npy engine/x.npy", 2, "engine/x.npy"),
@@ -584,7 +574,6 @@ PLACES = [
     case(CHAT, 1, "engine"),
     case("tune --engine-dir engine-plain --input-text a", 1),
     case(TUNE + "--output engine/p.json", 2, "engine/p.json"),
-    case(TUNE + "--tokenizer-dir nothing", 1, "nothing"),
     case("compare model/model.safetensors notes.txt", 1, "model/model.safetensors"),
     case("corpus merge --output new.corpus notes.txt ./notes.txt", 2, "notes.txt"),
 ]  # fmt: skip
@@ -606,7 +595,6 @@ NUMBERS = [
     case(MODEL + "--ngram-config 300,2", 2, "256", "300"),
     case(SUMMARIZE + "--output-len 160", 1, "160"),
     case(BUILD + "--max-input-len 128", 1, "max_seq_len", "128"),
-    case(BUILD + "--max-draft-len 257", 2, "`--max-draft-len`", "256", "257"),
     case(CONVERT + "--pp-size 2", 2, "--pp-size", "2"),
     case(TUNE + "--max-output-len 500", 1, "1", "2", "500"),
     case(TUNE + "--end-id 300", 1, "`--end-id`", "300"),
@@ -724,22 +712,38 @@ def plain_engine_dir(llama_dir: Path, shared: Path) -> Path:
     return shared_engine(shared / "engines", llama_dir, max_draft_len=0, speculative_decoding_mode="none")
 
 
-@pytest.fixture
-def directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama_dir: Path, llama_checkpoint_dir: Path,
-    llama_uncompiled_dir: Path, plain_engine_dir: Path, articles: Path,
+@pytest.fixture(scope="session")
+def place(
+    tmp_path_factory: pytest.TempPathFactory, llama_dir: Path, llama_checkpoint_dir: Path, llama_uncompiled_dir: Path,
+    plain_engine_dir: Path, articles: Path,
 ) -> Path:  # fmt: skip
-    """The current directory: copies that a test may damage."""
-    work_dir = tmp_path / "cwd"
+    """Copies of what commands take, in a directory that none of them may change."""
+    made = tmp_path_factory.mktemp("place") / "cwd"
     sources = {"model": llama_dir, "ckpt": llama_checkpoint_dir, "engine": llama_uncompiled_dir}
     for name, source in (sources | {"engine-plain": plain_engine_dir}).items():
-        shutil.copytree(source, work_dir / name)
-    shutil.copy(articles, work_dir)
-    (work_dir / "nothing").mkdir()
-    (work_dir / "notes.txt").write_text("The little dog had a red ball.\n")
-    (work_dir / "traces.jsonl").write_text('{"prompt_ids": [5, 6], "output_ids": [8, 9, 8, 9]}\n' * 4)
-    monkeypatch.chdir(work_dir)
-    return work_dir
+        shutil.copytree(source, made / name)
+    shutil.copy(articles, made)
+    (made / "nothing").mkdir()
+    (made / "notes.txt").write_text("The little dog had a red ball.\n")
+    (made / "traces.jsonl").write_text('{"prompt_ids": [5, 6], "output_ids": [8, 9, 8, 9]}\n' * 4)
+    return made
+
+
+@pytest.fixture
+def directory(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory: copies that a test may damage."""
+    shutil.copytree(place, tmp_path / "cwd")
+    monkeypatch.chdir(tmp_path / "cwd")
+    return tmp_path / "cwd"
+
+
+@pytest.fixture(scope="session")
+def untouched(place: Path, draft_engines: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same for tests that damage nothing, with all the draft engines."""
+    shutil.copytree(place, made := tmp_path_factory.mktemp("untouched") / "cwd")
+    for name, source in draft_engines.items():
+        shutil.copytree(source, made / name)
+    return made
 
 
 @pytest.fixture(scope="session")
@@ -797,13 +801,17 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES)
 def test_mistake_is_one_clear_error_and_leaves_nothing(
-    case: Case, specdec: Specdec, directory: Path, draft_engines: dict[str, Path], said: Said
-) -> None:
+    case: Case, specdec: Specdec, untouched: Path, draft_engines: dict[str, Path], request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch, said: Said,
+) -> None:  # fmt: skip
     arguments = shlex.split(case.arguments)
-    for name in draft_engines.keys() & set(arguments):
-        shutil.copytree(draft_engines[name], directory / name)
+    directory = untouched
     if case.damage:
+        directory = request.getfixturevalue("directory")
+        for name in draft_engines.keys() & set(arguments):
+            shutil.copytree(draft_engines[name], directory / name)
         case.damage(directory)
+    monkeypatch.chdir(directory)
     before = tree(directory)
     result = specdec(*arguments)
     assert_one_clear_error(result, case.exit_code)
