@@ -281,12 +281,6 @@ def deep_pair(make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTo
     return make_draft_engine_dir(target, **WITH_COSTS), make_draft_engine_dir(draft, measure_costs=True)
 
 
-def prompt_file(ward: Ward) -> Path:
-    path = ward.directory / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
-    return path
-
-
 HEALTHY: dict[str, list[object]] = {
     "n-gram": NGRAM,
     "n-gram, automatic lengths": [*NGRAM, "--draft-len-mode", "auto"],
@@ -325,8 +319,6 @@ def healthy(name: str, ward: Ward, deep_pair: tuple[Path, Path] | None, specdec:
             asked = ["--engine-dir", ward.engine_dir, *each("--input-text", PROMPTS)]
             total = specdec("run", *asked, *NGRAM, "--max-output-len", 64, "--json").document["total"]
             arguments = [*asked, "--profile", ward.write_profile(total["draft_acceptance_rate"])]
-        case "PROMPTS":
-            arguments = ["--engine-dir", ward.engine_dir, "--input-file", prompt_file(ward), *rest]
         case "DRAFT MODEL":
             assert deep_pair is not None
             arguments = ["--engine-dir", deep_pair[0], *draft_model(deep_pair[1]), *rest]
@@ -353,7 +345,6 @@ def test_findings_are_shown_with_number_and_remedy(ward: Ward, specdec: Specdec)
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "message"),
     [
-        (["--engine-dir", "none"], 1, "none"),
         (["--engine-dir", "ENGINE", "--draft-len-mode", "auto"], 2, "`--draft-len-mode auto`"),
         (["--engine-dir", "ENGINE", "--input-text", "dog " * 200], 1, "max_input_len; 96"),
     ],

@@ -141,9 +141,8 @@ def test_a_wrong_chat_is_refused(served: Served, body: dict[str, Any], param: st
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[1]", b"7", b"null", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"\xff\xfe"]
 )
-@pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize"])
-def test_what_is_no_json_is_refused(served: Served, path: str, body: bytes) -> None:
-    check_error(served.client.post(path, content=body), 400)
+def test_what_is_no_json_is_refused(served: Served, body: bytes) -> None:
+    check_error(served.client.post(COMPLETIONS, content=body), 400)
 
 
 def test_deep_and_long_bodies_are_refused(served: Served) -> None:
