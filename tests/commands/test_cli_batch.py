@@ -272,6 +272,12 @@ def test_what_a_process_left_that_was_killed_as_it_ended_is_removed(
     assert tree(tmp_path) == ["requests.jsonl", "results.jsonl"]
 
 
+def test_requests_may_be_added(batch: Batch, undisturbed: bytes, tmp_path: Path) -> None:
+    assert batch(requests()[:10]).exit_code == 0
+    assert batch(requests(), "--json").document["num_done_before"] == 10
+    assert (tmp_path / "results.jsonl").read_bytes() == undisturbed
+
+
 @pytest.mark.parametrize(
     ("rows", "flags", "reason"),
     [
@@ -289,6 +295,15 @@ def test_results_of_another_job_are_refused(
     said(result, *reason.split("; "))
     assert (tmp_path / "results.jsonl.partial").read_bytes() == undisturbed
     assert tree(tmp_path) == ["requests.jsonl", "results.jsonl.partial"]
+
+
+@pytest.mark.parametrize("name", ["results.jsonl", "results.jsonl.partial"])
+def test_a_file_of_something_else_is_left_alone(name: str, batch: Batch, tmp_path: Path, said: Said) -> None:
+    (tmp_path / name).write_text("my notes\n")
+    result = batch(requests())
+    assert result.exit_code == 1
+    said(result, "1")
+    assert (tmp_path / name).read_text() == "my notes\n"
 
 
 def test_a_disk_without_locks_is_one_error(
@@ -324,6 +339,7 @@ def test_results_that_another_process_writes_are_refused(batch: Batch, tmp_path:
         ('{"url": "/v1/completions", "body": {}}', "`custom_id`; 1"),
         ('{"custom_id": 7, "url": "/v1/completions", "body": {}}', "`custom_id`; 1; 7"),
         ('{"custom_id": "a", "body": {}}', "`url`; 1"),
+        ('{"custom_id": "a"}', "1; `body`; `prompt`"),
         ('{"custom_id": "\\ud800", "prompt": "x"}', "`custom_id`; 1"),
     ],
 )
@@ -342,10 +358,12 @@ def test_a_line_that_is_no_request_is_named_before_anything_is_done(
     [
         (["--temperature", "-1"], 2, "0"),
         (["--checkpoint-dir", "x"], 2, "`--checkpoint-dir`; x"),
+        (["--mode", "orchestrator"], 2, ""),
         (["--ngram-config", "11,2"], 1, "10"),
         (["-o", "requests.jsonl"], 2, ""),
         (["-o", "none/results.jsonl"], 1, ""),
         (["-i", "none"], 1, ""),
+        (["-i", "/dev/null"], 1, ""),
     ],
 )
 def test_wrong_usage_is_told(
@@ -357,6 +375,15 @@ def test_wrong_usage_is_told(
     assert result.exit_code == exit_code
     said(result, *error.split("; "))
     assert result.stderr.count("\n") == 2 and tree(tmp_path) == ["requests.jsonl"]
+
+
+def test_drafts_that_choose_samples_have_to_be_the_same_in_every_run(
+    batch: Batch, draft_engine_dir: Path, said: Said
+) -> None:
+    flags = draft_model(draft_engine_dir, "[4,[0],[0],True]")
+    result = batch([{"prompt": "a"}], *flags, "--draft-len-mode", "auto")
+    assert result.exit_code == 2
+    said(result)
 
 
 _FAILS = """

@@ -275,6 +275,81 @@ def test_a_server_that_answers_wrongly_is_one_clear_error(
     assert tree(tmp_path) == before
 
 
+REPLY = Reply(stream([0.01] * 2))
+UNCOUNTED = [(0.0, event(chunk(" a"))), (0.0, event(chunk(" b", "length"))), (0.0, DONE)]
+HALF_COUNTED = event(chunk(" a", "length") | {"usage": {"prompt_tokens": None, "completion_tokens": 3}})
+
+
+@pytest.mark.parametrize(
+    ("answer", "flags", "words"),
+    [
+        (lambda asked: Reply(UNCOUNTED), [], ()),
+        (lambda asked: Reply([(0.0, HALF_COUNTED), (0.0, DONE)]), [], ()),
+        (lambda asked: REPLY, ["--num-prompts", 6], ("6", "4")),
+        (
+            lambda asked: failure(500, "<script>") if asked.body["prompt"] == "prompt 3" else REPLY,
+            ["--model", "<b>m</b>"], ("1", "4", "500"),
+        ),
+    ],
+    ids=["no usage", "half of it", "prompts that repeat", "one failure"],
+)  # fmt: skip
+def test_what_is_odd_is_told_beside_the_numbers(
+    answer: Callable[[Asked], Reply], flags: list[object], words: tuple[str, ...], bench: Bench, tmp_path: Path,
+    said: Said,
+) -> None:  # fmt: skip
+    with running(script(answer)) as server:
+        result = bench(server, *flags, "--report", tmp_path / "report.html", "--json")
+    document = result.document
+    assert (
+        document["failed"] == ("1" in words) and document["completed"] == document["num_prompts"] - document["failed"]
+    )
+    page = (tmp_path / "report.html").read_text()
+    assert "<script" not in page and "<b>m" not in page
+    said(result, *words)
+
+
+@pytest.mark.parametrize(
+    ("reply", "flags", "words"),
+    [
+        (script(lambda asked: failure(404, "gone")), ["--model", "third"], ("third", "`--model`")),
+        (lambda asked: as_json({"models": []}), [], ()),
+        (lambda asked: models(), [], ("`--model`",)),
+        (script(lambda asked: failure(503, "queue full")), ["--num-warmups", 0], ("503",)),
+        (script(lambda asked: Reply([(0.0, b"x" * 100_000)] * 2000, 500, "text/plain")), [], ("500",)),
+    ],
+    ids=["another model", "no list of models", "no model", "every failure", "an endless failure"],
+)
+def test_a_server_that_cannot_be_measured_is_one_error(
+    reply: Script, flags: list[object], words: tuple[str, ...], bench: Bench, said: Said
+) -> None:
+    with running(reply) as server:
+        result = bench(server, *flags)
+        assert all(len(asked.sent_s) < 500 for asked in server.generations())
+    assert result.exit_code == 1 and len(result.stderr) < 500
+    said(result, *words)
+
+
+@pytest.mark.parametrize(
+    ("line", "endpoint"),
+    [('{"messages": [{"role": "user", "content": "Hi"}]}', "completions"), ('{"prompt_ids": [1]}', "chat")],
+)
+def test_prompts_that_the_endpoint_does_not_take_are_named(
+    line: str, endpoint: str, specdec: Specdec, tmp_path: Path, said: Said
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text(line)
+    result = specdec("bench", "--input-file", tmp_path / "prompts.jsonl", "--endpoint", endpoint)
+    assert result.exit_code == 1
+    said(result, "prompt 1")
+
+
+def test_the_key_is_that_of_serve_before_that_of_openais_clients(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(script(steady)) as server:
+        for name, value in (("OPENAI_API_KEY", "theirs"), ("SPECDEC_API_KEY", "ours")):
+            monkeypatch.setenv(name, value)
+            assert bench(server, "--num-prompts", 1, "--num-warmups", 0).exit_code == 0
+        assert [asked.headers["authorization"] for asked in server.generations()] == ["Bearer theirs", "Bearer ours"]
+
+
 def test_a_server_that_is_not_there_is_one_clear_error(bench: Bench, said: Said) -> None:
     for arguments in ([], ["--model", "m"]):
         result = bench(closed_port(), *arguments)

@@ -151,7 +151,7 @@ def test_the_last_message_is_continued(
 FAILING = [
     "{{ 1 / 0 }}", "{{ 'a' + 1 }}", "{{ messages() }}", "{{ strftime_now(5) }}", "{{ 'x' * 10**15 }}",
     "{{ range(10**12) }}", "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
-    r"{{ '\ud800' }}",
+    r"{{ '\ud800' }}", "{{ raise_exception('what role?') }}",
 ]  # fmt: skip
 
 
@@ -283,8 +283,14 @@ def test_whatever_a_function_does_the_conversation_goes_on(
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("def f(a):\n    pass", "f"), ("1 / 0", "ZeroDivisionError"), (None, "mine.py")],
-    ids=["undescribed", "failing", "missing"],
+    [
+        ("def f(a):\n    pass", "f"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("a = 1", "mine.py"),
+        ('def f():\n    """Go."""', "tools"),
+        (None, "mine.py"),
+    ],
+    ids=["undescribed", "failing", "empty", "unknown to the template", "missing"],
 )
 def test_a_file_of_tools_that_cannot_be_used_is_one_error(
     specdec: Specdec, engine_dir: Path, tmp_path: Path, said: Said, text: str | None, value: str

@@ -223,6 +223,18 @@ def test_sampled_text_is_that_without_a_drafter(
     assert drafted["total"]["num_draft_tokens"] > 0
 
 
+@pytest.mark.slow
+def test_chain_with_rejection_sampling_follows_the_targets_distribution(
+    run: Callable[..., Result], draft_engine_dir: Path
+) -> None:
+    flags = [
+        *NGRAM, "--draft-engine-dir", draft_engine_dir, "--draft-target-model-config", "[2,[0],[0],True]",
+        "--drafters", "ngram,draft-target", "--temperature", 0.9, "--check-lossless", "--json",
+    ]  # fmt: skip
+    check = run(*flags).document["checks"]["lossless"]
+    assert check["rule"] == "distribution" and check["passed"] and check["num_tokens"] > 1000
+
+
 @pytest.mark.parametrize("name", ["suffix, pool", "chain"])
 def test_summarize_takes_the_same_flags(
     name: str, specdec: Specdec, llama_engine_dir: Path, articles: Path,

@@ -412,6 +412,11 @@ def without_x(directory: Path) -> None:
 
 
 SAMPLING = [
+    case(RUN + "--temperature warm", 2, "`--temperature`", "warm"),
+    case(RUN + "--min-p 2", 2, "0", "1", "2.0"),
+    case(RUN + "--no-repeat-ngram-size -1", 2, "0", "-1"),
+    case(RUN + "--repetition-penalty -1.2", 2, "0", "-1.2"),
+    case(RUN + "--show-tokens --quiet", 2, "`--show-tokens`"),
     case(RUN + "--temperature nan", 2, "0", "nan"),
     case(RUN + "--top-k -2", 2, "top_k", "0", "-2"),
     case(RUN + "--top-k 301", 1, "`--top-k`", "300", "301"),
@@ -543,6 +548,7 @@ PLACES = [
     case(CONVERT + "--quantize-lm-head", 2, "`--quantize-lm-head`"),
     case(CONVERT + "--activations int8", 1),
     case(CONVERT + "--qformat fp8 --activations int8", 2, "--qformat", "fp8"),
+    case(BUILD + DRAFTS + "--self-draft int4 --self-draft-group-size 0", 2, "0", "64"),
     case(BUILD + "--quality-text none", 1, "none"),
     case(BUILD + "--quality-text notes.txt", 1, "`--quality-text`"),
     case(SUMMARIZE + "--rouge1-max-loss 1", 2, "`--rouge1-max-loss 1`", "`--check-accuracy`"),
@@ -576,6 +582,13 @@ PLACES = [
     case(TUNE + "--output engine/p.json", 2, "engine/p.json"),
     case("compare model/model.safetensors notes.txt", 1, "model/model.safetensors"),
     case("corpus merge --output new.corpus notes.txt ./notes.txt", 2, "notes.txt"),
+    case("corpus merge --output new.corpus notes.txt", 2, "notes.txt"),
+    case(CREATE, 2),
+    case(CREATE + "--text nothing", 2, "nothing"),
+    case(CREATE + "--text articles.jsonl", 1, "1", "articles.jsonl", "`text`"),
+    case(CREATE + "--text notes.txt --output notes.txt", 2, "notes.txt"),
+    case(CREATE + "--text notes.txt --output articles.jsonl --force", 1),
+    case(CREATE.replace("model", "nothing") + "--text notes.txt", 1, "nothing"),
 ]  # fmt: skip
 
 NUMBERS = [

@@ -13,6 +13,8 @@ from sentences import Said
 from tiny import eager_logits, make_model
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from runtime.checkpoint.bundle import read_engine_config
+
 Run = Callable[..., Result]
 LOGITS = "[4,[0],[0],True]"
 SAMPLING = ["--temperature", 0.9]
@@ -138,7 +140,25 @@ def test_rejection_sampling_is_compared_by_distribution(
     assert "identical_to_no_drafter" not in document["checks"]
 
 
-@pytest.mark.parametrize(("command", "factory"), [("run", "DrawsFromAnotherDistribution")])
+@pytest.mark.slow  # `test_rejection_sampling_is_compared_by_distribution` has a cut
+@pytest.mark.parametrize("flags", [["--top-k", 2], ["--top-p", 0.5], ["--min-p", 0.2], ["--temperature", 0.3]])
+def test_cuts_leave_the_distribution_right(
+    run_wide: Run, drafters: dict[str, list[object]], flags: list[object]
+) -> None:
+    """An accepted token beyond the target's cut would be an impossible one."""
+    check = lossless_of(run_wide(*drafters["logits"], *flags, "--check-lossless", "--json").document)
+    assert check["passed"] and check["degrees_of_freedom"] > 0
+
+
+@pytest.mark.parametrize(
+    ("command", "factory"),
+    [
+        ("run", "DrawsFromAnotherDistribution"),
+        pytest.param("summarize", "DrawsOneWord", marks=pytest.mark.slow),
+        pytest.param("run", "DrawsOneWord", marks=pytest.mark.slow),
+        pytest.param("summarize", "DrawsFromAnotherDistribution", marks=pytest.mark.slow),
+    ],
+)
 def test_drafter_that_is_wrong_about_its_distribution_is_caught(
     run_wide: Run, summarize: Run, command: str, factory: str, said: Said
 ) -> None:
@@ -181,6 +201,41 @@ def test_changed_output_is_caught_and_located(
             margin = abs(float(logits[token] - logits[right]))
             assert difference["logit_margin"] == pytest.approx(margin, rel=1e-3, abs=1e-4)
     said(result, "3", "0", "4")
+    shown = run_wide(*arguments).stdout
+    said(line_of(shown, "lossless check"), "FAILED", "0", "3")
+    for difference in check["differences"]:
+        assert str(difference["token_without_drafter"]) in line_of(shown, f"request {difference['request']} ")
+
+
+def test_summarize_catches_changed_outputs(summarize: Run, said: Said) -> None:
+    arguments = ["--drafter", "custom_drafters:MixesUpBlocks", "--check-lossless", "--batch-size", 2]
+    result = summarize(*arguments, "--json")
+    assert result.exit_code == 1
+    document = json.loads(result.stdout)
+    assert_valid("summarize", document)
+    check = lossless_of(document)
+    assert check["num_different"] == len(check["differences"]) > 0
+    outputs = [request["outputs"] for request in document["requests"]]
+    for difference in check["differences"]:
+        ours, right = (outputs[difference["request"]][name] for name in ("engine", "engine_no_drafter"))
+        assert ours[: difference["position"]] == right[: difference["position"]]
+        assert (ours[difference["position"]], right[difference["position"]]) == (
+            difference["token"], difference["token_without_drafter"]
+        )  # fmt: skip
+    said(result)
+    shown = summarize(*arguments)
+    assert shown.exit_code == 1
+    assert "FAILED" in line_of(shown.stdout, "lossless check")
+    assert shown.stdout.count(" rounding of ") == check["num_different"]
+
+
+def test_engine_of_16_bits_passes(specdec: Specdec, half_engine_dir: Path) -> None:
+    """Near ties may come and are counted apart."""
+    arguments = ["--engine-dir", half_engine_dir, *each("--input-text", PROMPTS), "--max-output-len", 60]
+    document = specdec("run", *arguments, "--ngram-config", "[10,1,[0]]", "--check-lossless", "--json").document
+    check = lossless_of(document)
+    dtype = read_engine_config(half_engine_dir).dtype
+    assert (check["dtype"], check["num_different"], check["passed"]) == (dtype, 0, True)
 
 
 def test_check_of_nothing_that_was_drafted_says_so(
@@ -225,6 +280,18 @@ def test_too_little_to_tell_is_neither_passed_nor_failed(
     assert shown.exit_code == 3
     said(line_of(shown.stdout, "lossless check"), "0.0", "0")
     said(line_of(shown.stdout, "it would have found"), "99%", "0.15")
+
+
+def test_draws_begin_where_there_is_something_to_choose(
+    run_wide: Run, drafters: dict[str, list[object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Places where the target is not sure are taken."""
+    monkeypatch.setattr("runtime.loop.lossless.check.NUM_DRAWS_PER_PREFIX", (100,))
+    arguments = [*drafters["custom that draws"], "--temperature", 0.1, "--check-lossless", "--json"]
+    chosen = lossless_of(json.loads(run_wide(*arguments).stdout))
+    monkeypatch.setattr("runtime.loop.lossless.check.NUM_CANDIDATES", 8)
+    by_chance = lossless_of(json.loads(run_wide(*arguments).stdout))
+    assert chosen["num_distributions"] > by_chance["num_distributions"]
 
 
 @pytest.mark.usefixtures("work_clock")

@@ -66,6 +66,29 @@ def test_activations_of_a_model_that_was_quantized_before(activations: str, spec
     assert f"activations {activations}" in shown.stdout
 
 
+@pytest.mark.slow
+def test_loss_of_rouge_is_bounded(specdec: Specdec, llama_dir: Path, tmp_path: Path) -> None:
+    ckpt, engine = tmp_path / "ckpt", tmp_path / "engine"
+    specdec("convert", "--model-dir", llama_dir, "--output-dir", ckpt, "--qformat", "int8")
+    text = tmp_path / "text"
+    text.write_text("The little dog had a red ball. " * 9)
+    shown = specdec("build", "--checkpoint-dir", ckpt, "--output-dir", engine, *DRAFTS, *SIZES, "--quality-text", text)
+    assert "KL divergence" in shown.stdout and "W8A16 weights" in shown.stdout
+    dataset = tmp_path / "data.jsonl"
+    dataset.write_text('{"article": "The dog had a", "highlights": "red ball park bed dog girl"}\n')
+    summarize = ["summarize", "--engine-dir", engine, "--dataset", dataset, "--test-engine", "--test-hf"]
+    summarize += ["--hf-model-dir", llama_dir, "--output-len", 12, "--check-accuracy", "--rouge1-threshold", 0]
+    passed = specdec(*summarize, "--rouge1-max-loss", 100, "--json").document
+    assert_valid("summarize", passed)
+    check = passed["checks"]["accuracy"]
+    assert check["passed"] and check["max_loss"] == 100
+    assert check["hf_rouge1"] == passed["rouge"]["hf"]["rouge1"]
+    assert passed["hf_differences"] == []  # the same model, quantized
+    assert passed["engine"]["quality"]["num_tokens"] > 10
+    table = specdec(*summarize, "--rouge1-max-loss", 100)
+    assert "quantization: KL divergence" in table.stdout and "and 100 less is allowed" in table.stdout
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "algorithm"), [("int8", "INT8"), ("fp8", "FP8")])
 def test_kv_cache_in_8_bits(name: str, algorithm: str, specdec: Specdec, llama_dir: Path, tmp_path: Path) -> None:

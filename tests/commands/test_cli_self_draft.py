@@ -45,6 +45,14 @@ def test_it_goes_the_whole_way(
         assert found["draft_engine"] is None
 
 
+@pytest.mark.slow  # a faster one of the rule is in test_cli_lossless
+def test_rejection_sampling_follows_the_targets_distribution(specdec: Specdec, self_draft_engine_dir: Path) -> None:
+    flags = ["--self-draft-config", "[3,[0],True]", "--temperature", 0.9, "--check-lossless", "--json"]
+    found = specdec("run", "--engine-dir", self_draft_engine_dir, "--input-text", PROMPT, *flags).document
+    check = found["checks"]["lossless"]
+    assert check["rule"] == "distribution" and check["passed"] and check["num_tokens"] > 1000
+
+
 def test_model_in_as_few_bits_is_refused(specdec: Specdec, llama_dir: Path, tmp_path: Path, said: Said) -> None:
     ckpt, engine = tmp_path / "ckpt", tmp_path / "engine"
     specdec("convert", "--model-dir", llama_dir, "--output-dir", ckpt, "--qformat", "int4")
@@ -52,6 +60,17 @@ def test_model_in_as_few_bits_is_refused(specdec: Specdec, llama_dir: Path, tmp_
     refused = specdec(*build, "int4")
     assert refused.exit_code == 1
     said(refused, 4, "`--self-draft`")
+    assert "Traceback" not in refused.stderr
+    assert not engine.exists()
+
+
+def test_split_model_is_refused(specdec: Specdec, llama_dir: Path, tmp_path: Path, said: Said) -> None:
+    ckpt, engine = tmp_path / "ckpt", tmp_path / "engine"
+    assert specdec("convert", "--model-dir", llama_dir, "--output-dir", ckpt, "--tp-size", 2).exit_code == 0
+    build = ["build", "--checkpoint-dir", ckpt, "--output-dir", engine, *DRAFTS, *SIZES, "--self-draft", "int4"]
+    refused = specdec(*build)
+    assert refused.exit_code == 1
+    said(refused, "tp_size", "2", "`--self-draft`")
     assert "Traceback" not in refused.stderr
     assert not engine.exists()
 

@@ -310,6 +310,25 @@ def test_questions_are_asked_as_they_are_and_scored_where_there_is_a_reference(
     assert re.search(r"│ writing +│ +1 │ +- │ +- │", stdout)
 
 
+def test_references_of_which_rouge_sees_no_letter_are_told(summarize: Summarize, tmp_path: Path, said: Said) -> None:
+    path = tmp_path / "dataset.jsonl"
+    rows = [{"article": "The dog.", "highlights": text} for text in ("Кошка 1", "猫", "A cat")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = summarize("--test-engine", "--dataset", path, "--json")
+    assert result.exit_code == 0
+    said(result, "ROUGE", "2", "3")
+
+
+def test_accuracy_of_questions_without_references_cannot_be_checked(
+    summarize: Summarize, tmp_path: Path, said: Said
+) -> None:
+    path = tmp_path / "question.jsonl"
+    path.write_text(json.dumps({"question": "The dog?"}))
+    result = summarize("--test-engine", "--dataset", path, "--eval-task", "question", "--check-accuracy")
+    assert result.exit_code == 1
+    said(result)
+
+
 @pytest.mark.parametrize("num_batches", [0, 1])
 def test_ctrl_c_leaves_the_batches_that_were_answered(
     summarize: Summarize, num_batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from command_line import Specdec, assert_valid, edit_json, tree
+from sentences import Said
 from shared import once
 from test_cli_errors import assert_one_clear_error
 from tiny import repetitive_prompt
@@ -200,6 +201,15 @@ def test_an_engines_copy_is_tried_beside_the_lookups(specdec: Specdec, self_draf
     best = next(one["drafter"] for one in document["candidates"] if one["drafter"])
     assert [one["drafter"]["drafters"][0] for one in document["tried"][3:]] == [best] * 2
     assert len(document["timed"]) == 1 + 3 + 3
+
+
+def test_traces_of_another_model_or_too_long_are_a_warning(
+    specdec: Specdec, engine_dir: Path, tmp_path: Path, said: Said
+) -> None:
+    rows = [{"prompt_ids": repetitive_prompt(i, 20 if i else 97), "output_ids": [3 + i] * 10} for i in range(3)]
+    result = specdec("tune", "--engine-dir", engine_dir, "--traces", write_lines(tmp_path / "t.jsonl", rows), "--json")
+    assert result.document["num_traces"] == 2
+    said(result, "1", "3", "2")
 
 
 TUNE = "tune --engine-dir engine "

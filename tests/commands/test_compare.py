@@ -86,6 +86,17 @@ def test_a_document_is_the_same_as_itself(compare: Compare, summary_document: Do
         assert (metric["verdict"] == "unknown") == (metric["reason"] == "one value each")
 
 
+def test_metrics_are_those_of_the_documents(compare: Compare, summary_document: Document) -> None:
+    metrics = compare(summary_document, summary_document)["metrics"]
+    total, system = summary_document["total"], summary_document["systems"]["engine"]
+    for name in ("tokens_per_step", "draft_acceptance_rate", "output_tokens_per_second", "target_time_per_step_s"):
+        assert metrics[name]["a"] == total[name]
+    assert metrics["tpot_s"]["b"] == system["median_tpot_s"]
+    assert metrics["latency_s"]["b"] == system["mean_latency_s"]
+    assert metrics["rougeLsum"]["a"] == summary_document["rouge"]["engine"]["rougeLsum"]
+    assert metrics["speedup"]["a"] == summary_document["speedup"]
+
+
 def test_counts_of_greedy_outputs_differ_exactly(
     compare: Compare, run_document: Callable[..., Document], said: Said
 ) -> None:
@@ -120,6 +131,17 @@ def test_faster_requests_are_told_from_a_faster_machine(compare: Compare, summar
     assert verdicts(machine)["speedup"] == "within noise"
 
 
+def test_an_engine_of_another_build_is_no_control(compare: Compare, summary_document: Document) -> None:
+    other = with_times(summary_document, lambda i: 0.5, systems=("engine", "engine_no_drafter"))
+    other["engine"]["dtype"] = "bfloat16"
+    compared = compare(summary_document, other)
+    assert compared["control"] is None
+    assert verdicts(compared)["tpot_s"] == "different"
+    assert [s for s in compared["settings"] if s["name"] == "engine.dtype"] == [
+        {"name": "engine.dtype", "a": "float32", "b": "bfloat16"}
+    ]
+
+
 def test_one_slow_request_is_noise(compare: Compare, summary_document: Document) -> None:
     slow = with_times(summary_document, lambda i: 50.0 if i == 0 else 1 + 0.01 * (-1) ** i, systems=("engine",))
     compared = compare(summary_document, slow)
@@ -141,6 +163,22 @@ def test_requests_that_ran_together_are_one_observation(
     said(compare(a, a)["metrics"]["latency_s"]["reason"])
 
 
+def test_batches_of_a_category_are_one_observation(compare: Compare, summary_document: Document) -> None:
+    summary_document["settings"]["batch_size"] = 4
+    metric = compare(summary_document, summary_document)["metrics"]["tpot_s"]
+    assert metric["num_observations"] == [6, 6]  # 10 of each category: 4, 4 and 2
+
+
+def test_nothing_can_be_said_of_one_request(
+    compare: Compare, run_document: Callable[..., Document], said: Said
+) -> None:
+    one = run_document("--input-text", "One day", "--max-output-len", 5, "--end-id", 0)
+    compared = compare(one, one)
+    assert verdicts(compared)["tpot_s"] == "unknown"
+    said(compared["metrics"]["tpot_s"]["reason"], "1", "6")
+    assert verdicts(compared)["tokens_per_step"] == "same"
+
+
 def test_other_requests_are_two_groups(compare: Compare, summary_document: Document) -> None:
     other = with_times(summary_document, lambda i: 3.0, systems=("engine",))
     for request in other["requests"]:
@@ -151,6 +189,26 @@ def test_other_requests_are_two_groups(compare: Compare, summary_document: Docum
     assert compared["metrics"]["tpot_s"]["method"] == "unpaired"
     assert compared["metrics"]["tokens_per_step"]["method"] == "unpaired"  # other prompts: luck again
     assert verdicts(compared)["tokens_per_step"] == "within noise"
+
+
+def test_sampled_outputs_that_differ_are_compared_as_draws(
+    compare: Compare, run_document: Callable[..., Document]
+) -> None:
+    a, b = (run_document(*RUN, "--ngram-config", NGRAM, "--temperature", 2, "--random-seed", seed) for seed in (1, 2))
+    compared = compare(a, b)
+    assert compared["requests"]["num_identical_outputs"] == 0
+    assert compared["metrics"]["tokens_per_step"]["method"] == "paired"
+    assert compared["metrics"]["tokens_per_step"]["num_observations"] == [8, 8]
+    same = compare(a, a)
+    assert same["metrics"]["tokens_per_step"]["method"] == "exact"
+
+
+def test_prompts_that_come_twice_are_paired_in_order(compare: Compare, run_document: Callable[..., Document]) -> None:
+    a = run_document(*each("--input-text", ["One day"] * 2), "--temperature", 2, "--num-return-sequences", 2)
+    b = copy.deepcopy(a)
+    b["requests"][3]["output_ids"] = [5]
+    requests = compare(a, b)["requests"]
+    assert (requests["num_same_prompt"], requests["num_identical_outputs"], requests["paired"]) == (4, 3, True)
 
 
 def test_people_read_the_same(specdec: Specdec, summary_document: Document, tmp_path: Path) -> None:
@@ -181,17 +239,41 @@ def with_total(**changes: object) -> Callable[[Document], object]:
     return lambda document: document | {"total": document["total"] | changes}
 
 
+def with_logit_bias(value: object) -> Callable[[Document], object]:
+    def change(document: Document) -> object:
+        settings = document["settings"]
+        return document | {"settings": settings | {"sampling": settings["sampling"] | {"logit_bias": value}}}
+
+    return change
+
+
+def test_documents_of_two_commands_are_one_error(
+    specdec: Specdec, run_document: Callable[..., Document], summary_document: Document, tmp_path: Path, said: Said
+) -> None:
+    paths = [tmp_path / "run.json", tmp_path / "summary.json"]
+    for path, document in zip(paths, (run_document("--input-text", "A"), summary_document), strict=True):
+        path.write_text(json.dumps(document))
+    result = specdec("compare", *paths)
+    assert result.exit_code == 1
+    said(result)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda d: [d], ""),
+        (without("command"), ""),
         (without("schema_version"), ""),
         (lambda d: d | {"command": "compare"}, "`compare`"),
         (lambda d: d | {"schema_version": 99}, "99; 2"),
+        (without("settings"), "$; 'settings'"),
         (lambda d: d | {"requests": 5}, "$.requests; 5"),
+        (lambda d: d | {"requests": [{}]}, "$.requests[0]"),
         (with_request(output_ids="x"), "$.requests[0].output_ids; 'x'"),
         (with_request(stats=None), "$.requests[0].stats; None"),
         (lambda d: d | {"total": d["total"] | {"num_steps": -3}}, "$.total.num_steps; -3"),
+        (with_logit_bias([[]]), "$.settings.sampling.logit_bias"),
+        (with_total(tokens_per_step=float("nan")), "$.total.tokens_per_step; nan"),
         (with_total(tokens_per_step=float("inf")), "should be a finite number"),
         (with_total(tokens_per_step=10**400), "should be a finite number"),
     ],
@@ -210,13 +292,25 @@ def test_what_is_no_document_is_one_error(
     assert result.stderr.startswith("error: ") and "hint: " in result.stderr
 
 
+@pytest.mark.parametrize("key", ["systems", "rouge"])
 def test_a_summary_without_its_systems_is_one_error(
-    specdec: Specdec, summary_document: Document, tmp_path: Path, said: Said
+    specdec: Specdec, summary_document: Document, tmp_path: Path, key: str, said: Said
 ) -> None:
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
     good.write_text(json.dumps(summary_document))
-    bad.write_text(json.dumps(summary_document | {"systems": {}}))
+    bad.write_text(json.dumps(summary_document | {key: {}}))
     result = specdec("compare", good, bad)
+    assert (result.exit_code, result.stdout) == (1, "")
+    said(result, "$", "bad.json")
+
+
+def test_half_a_character_is_one_error(
+    specdec: Specdec, run_document: Callable[..., Document], tmp_path: Path, said: Said
+) -> None:
+    path = tmp_path / "bad.json"
+    document = run_document("--input-text", "One day", "--max-output-len", 3)
+    path.write_text(json.dumps(document | {"specdec_version": "\ud800"}))
+    result = specdec("compare", path, path)
     assert (result.exit_code, result.stdout) == (1, "")
     said(result, "$", "bad.json")
 
@@ -232,3 +326,13 @@ def test_numbers_too_large_to_compare_are_one_error(
         result = specdec("compare", *arguments)
         assert (result.exit_code, result.stdout) == (1, "")
     said(result, "good.json", "bad.json")
+
+
+def test_a_missing_or_damaged_file_is_one_error(specdec: Specdec, tmp_path: Path, said: Said) -> None:
+    path = tmp_path / "damaged.json"
+    path.write_text('{"command": "run",')
+    said(specdec("compare", path, path), "line 1, column 19")
+    result = specdec("compare", path, tmp_path / "none.json")
+    assert result.exit_code == 1
+    said(specdec("compare", tmp_path / "none.json", path), tmp_path / "none.json")
+    assert specdec("compare", path).exit_code == 2

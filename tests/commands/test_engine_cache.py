@@ -16,6 +16,7 @@ import pytest
 import torch
 from command_line import Result, Specdec, ids_of, tree
 from forked import Forks
+from safetensors.torch import load_file, save_file
 from sentences import Said
 from tiny import hf_greedy, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -252,9 +253,34 @@ def test_engine_is_built_once_and_serves_all_draft_lengths(specdec: Specdec, ker
     assert engine.stat().st_ino == built
 
 
+def test_other_weights_and_other_settings_are_other_engines(run: Run, llama_dir: Path, tmp_path: Path) -> None:
+    """Settings that only `build` reads; building is stopped by a model that cannot be built."""
+    from runtime.builder.engine_cache import EngineSettings, _identity
+    from runtime.engine.engine import resolve_device
+
+    device, settings = resolve_device("cpu", 0), EngineSettings(None, 4, 128, 10)
+    copy = tmp_path / "model"
+    shutil.copytree(llama_dir, copy)
+    name = _identity(llama_dir, settings, device)
+    assert _identity(copy, settings, device) == name
+    others = {
+        _identity(llama_dir, EngineSettings("bfloat16", 4, 128, 10), device),
+        _identity(llama_dir, EngineSettings(None, 2, 128, 10), device),
+        _identity(llama_dir, EngineSettings(None, 4, 64, 10), device),
+        _identity(llama_dir, EngineSettings(None, 4, 128, 11), device),
+    }
+    weights, stat = load_file(copy / "model.safetensors"), (copy / "model.safetensors").stat()
+    weights["lm_head.weight"][0, 0] += 1
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    os.utime(copy / "model.safetensors", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    others.add(_identity(copy, settings, device))
+    (copy / "generation_config.json").write_text('{"eos_token_id": 5}')
+    others.add(_identity(copy, settings, device))
+    assert len(others | {name}) == 7
+
+
 @pytest.mark.parametrize(
-    "damage",
-    ["config.json is missing", "rank0.safetensors is cut short", "chat_template.jinja is cut short"],
+    "damage", ["config.json is missing", "rank0.safetensors is cut short", "chat_template.jinja is cut short"]
 )
 @pytest.mark.usefixtures("built_uncompiled")
 def test_damaged_entry_is_built_again(damage: str, run: Run, cache: Path) -> None:
@@ -276,6 +302,17 @@ def test_damaged_entry_is_built_again(damage: str, run: Run, cache: Path) -> Non
 
 
 @pytest.mark.usefixtures("built_uncompiled")
+def test_what_a_build_has_left_that_was_killed_at_its_very_end_is_removed(run: Run, cache: Path) -> None:
+    """Killed when the engine was there, and its checkpoint not removed yet."""
+    assert run().exit_code == 0
+    (engine,) = engines(cache)
+    (engine.with_name(f".{engine.name}.left") / "checkpoint").mkdir(parents=True)
+    result = run()
+    assert result.exit_code == 0 and "compiling" not in result.stderr
+    assert engines(cache) == [engine]
+
+
+@pytest.mark.usefixtures("built_uncompiled")
 def test_without_the_cache_nothing_is_kept(
     specdec: Specdec, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,6 +323,16 @@ def test_without_the_cache_nothing_is_kept(
     assert Path(result.document["engine"]["engine_dir"]).is_relative_to(tmp_path / "temporary")
     assert not list((tmp_path / "temporary").glob("*/*"))
     assert not (tmp_path / "cache" / "engines").exists()
+
+
+def test_cache_that_cannot_be_written_is_one_error(
+    specdec: Specdec, llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    result = specdec("run", "--model-dir", llama_dir, *RUN)
+    assert result.exit_code == 1 and result.stdout == ""
+    said(result, "`--no-cache`", varying=("Not a directory", "File exists"))
 
 
 @pytest.mark.usefixtures("built_uncompiled")

@@ -20,7 +20,10 @@ from runtime.llm import LLM
 from runtime.loop.lossless.check import (
     P_VALUE_THRESHOLD,
     POWER,
+    REQUIRED_TOTAL_VARIATION,
     TokenCheck,
+    _is_chosen_within,
+    _num_draws_per_prefix,
     _unit_in_the_last_place,
     _verdict,
     compare_tokens,
@@ -39,7 +42,7 @@ from runtime.loop.session import Session
 PROMPT = (5, 6, 7, 8)
 NUM_TOKENS = 8
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-OF_16_BITS = ["bfloat16"]
+OF_16_BITS = ["float16", "bfloat16"]
 
 
 @pytest.fixture(scope="session")
@@ -131,6 +134,29 @@ def test_difference_beyond_rounding_fails_in_every_dtype(dtype: str, twin_engine
 
 
 @pytest.mark.parametrize("dtype", OF_16_BITS)
+def test_one_difference_among_near_ties_fails(dtype: str, twin_engine_dirs: dict[str, Path]) -> None:
+    with session_of(twin_engine_dirs[dtype]) as session:
+        first, second = generated(session, 2)
+        near = with_token(first, 2, twin(first.output_tokens[2]))
+        far = with_token(second, 2, worst_at(session, second, 2))
+        check = compare_tokens(session, [near, far], [first, second])
+    assert (check.num_identical, check.num_near_ties, check.num_different) == (0, 1, 1)
+    assert not check.passed
+
+
+@pytest.mark.parametrize("dtype", OF_16_BITS)
+def test_only_the_first_difference_of_an_output_is_looked_at(dtype: str, twin_engine_dirs: dict[str, Path]) -> None:
+    """Tokens after it follow another text."""
+    with session_of(twin_engine_dirs[dtype]) as session:
+        (sequence,) = generated(session)
+        near = with_token(sequence, 2, twin(sequence.output_tokens[2]))
+        far = with_token(near, 3, worst_at(session, near, 3))
+        check = compare_tokens(session, [far], [sequence])
+    assert [difference.position for difference in check.differences] == [2]
+    assert check.passed
+
+
+@pytest.mark.parametrize("dtype", OF_16_BITS)
 @pytest.mark.parametrize("is_shorter", [True, False])
 def test_output_of_another_length_differs_where_one_has_ended(
     dtype: str, twin_engine_dirs: dict[str, Path], is_shorter: bool
@@ -177,12 +203,35 @@ def test_near_tie_is_a_margin_within_rounding(dtype: str, twin_engine_dirs: dict
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("largest", [0.013, 3.99, -25.0])
+@pytest.mark.parametrize("largest", [0.013, 1.0, 3.99, 4.0, 17.3, -25.0])
 def test_rounding_is_the_spacing_of_the_dtype(dtype: str, largest: float) -> None:
     number = torch.tensor(abs(largest)).to(DTYPES[dtype])
     spacing = torch.nextafter(number, torch.tensor(torch.inf, dtype=number.dtype)).float() - number.float()
     logits = torch.tensor([0.001, largest, -0.01])
     assert _unit_in_the_last_place(logits.to(DTYPES[dtype]), dtype) == pytest.approx(float(spacing))
+
+
+def sampled_sequence() -> Sequence:
+    """A sampling sequence with a cut after two tokens, whose noise at the next position prefers tokens 1 and 2."""
+    for seed in range(1000):
+        plain = Sequence.start(Request(0, (1,), 4, sampling=SamplingConfig(top_k=0, random_seed=seed)))
+        noise = plain.sampler.ranking([1], torch.zeros(3)).tolist()
+        if min(noise[1], noise[2]) > noise[0] + 1:
+            return Sequence.start(Request(0, (1,), 4, sampling=SamplingConfig(top_k=2, random_seed=seed)))
+    raise AssertionError("no such seed")
+
+
+def test_token_at_a_cut_is_chosen_too_when_logits_are_off_by_rounding() -> None:
+    """Token 0 is the best and 1 and 2 are equally good: which of them the cut leaves is for rounding to say."""
+    logits = torch.tensor([0.5, 0.0, 0.0])
+    assert all(_is_chosen_within(sampled_sequence(), [1], logits, token, 1e-3) for token in (1, 2))
+    assert not _is_chosen_within(sampled_sequence(), [1], logits, 0, 1e-3)
+
+
+def test_token_far_from_the_cut_is_not_chosen_by_rounding() -> None:
+    logits = torch.tensor([0.5, 0.0, -0.1])
+    assert _is_chosen_within(sampled_sequence(), [1], logits, 1, 1e-3)
+    assert not _is_chosen_within(sampled_sequence(), [1], logits, 2, 1e-3)
 
 
 @pytest.mark.parametrize("dtype", OF_16_BITS)
@@ -200,11 +249,35 @@ def test_samples_nearer_than_rounding_are_near_ties(
     assert (result.num_near_ties, result.passed) == (int(is_near_tie), is_near_tie)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_samples_that_differ_beyond_rounding_fail(dtype: str, twin_engine_dirs: dict[str, Path]) -> None:
+    with session_of(twin_engine_dirs[dtype]) as session:
+        (sequence,) = generated(session, sampling=SamplingConfig(top_k=0))
+        check = compare_tokens(session, [with_token(sequence, 2, worst_at(session, sequence, 2))], [sequence])
+    assert (check.num_near_ties, check.num_different, check.passed) == (0, 1, False)
+
+
 @pytest.mark.parametrize(
-    ("chi_squared", "degrees_of_freedom", "p_value"), [(3.841459, 1, 0.05), (23.209251, 10, 0.01), (15.136705, 1, 1e-4)]
+    ("chi_squared", "degrees_of_freedom", "p_value"),
+    [
+        (3.841459, 1, 0.05),
+        (6.634897, 1, 0.01),
+        (18.307038, 10, 0.05),
+        (23.209251, 10, 0.01),
+        (124.342113, 100, 0.05),
+        (9.341818, 10, 0.5),
+        (15.136705, 1, 1e-4),
+        (0.0, 5, 1.0),
+    ],
 )
 def test_p_values_are_those_of_the_tables(chi_squared: float, degrees_of_freedom: int, p_value: float) -> None:
     assert p_value_of(chi_squared, degrees_of_freedom) == pytest.approx(p_value, rel=1e-4)
+
+
+def test_impossible_has_no_probability_and_nothing_to_compare_has_all() -> None:
+    assert p_value_of(float("inf"), 1) == 0
+    assert p_value_of(0.0, 0) == 1
+    assert 0 <= p_value_of(1e5, 3) < 1e-300
 
 
 def law_of(*weights: float) -> Tensor:
@@ -217,6 +290,27 @@ def test_statistic_is_the_sum_over_tokens() -> None:
     brute_force = ((np.array(counts) - expected) ** 2 / expected).sum()
     statistic, degrees_of_freedom = chi_squared_of(Counter(dict(enumerate(counts))), distribution)
     assert (statistic, degrees_of_freedom) == (pytest.approx(brute_force), 3)
+
+
+def test_rare_tokens_share_cells() -> None:
+    """Twelve rare ones are each expected once in 100 draws, and six of them, 6 %, make a cell."""
+    distribution = law_of(50, 38, *[1] * 12)
+    counter = Counter({0: 45, 1: 38, 5: 9, 11: 8})
+    statistic, degrees_of_freedom = chi_squared_of(counter, distribution)
+    assert statistic == pytest.approx((45 - 50) ** 2 / 50 + 0 + (9 - 6) ** 2 / 6 + (8 - 6) ** 2 / 6)
+    assert degrees_of_freedom == 3
+
+
+def test_rare_tokens_too_few_for_a_cell_join_the_last() -> None:
+    distribution = law_of(50, 48, 1, 1)
+    statistic, degrees_of_freedom = chi_squared_of(Counter({0: 60, 1: 37, 2: 3}), distribution)
+    assert statistic == pytest.approx((60 - 50) ** 2 / 50 + (40 - 50) ** 2 / 50)
+    assert degrees_of_freedom == 1
+
+
+@pytest.mark.parametrize("distribution", [law_of(1, 0, 0), law_of(1000, 1, 1)], ids=["certain", "all but certain"])
+def test_distribution_of_one_token_leaves_nothing_to_compare(distribution: Tensor) -> None:
+    assert chi_squared_of(Counter({0: 100}), distribution) == (pytest.approx(0.0, abs=1e-3), 0)
 
 
 def test_token_that_cannot_come_is_infinitely_wrong() -> None:
@@ -321,6 +415,24 @@ def test_detectable_size_is_that_of_the_fault_that_is_hardest_to_find() -> None:
     assert 0.5 < share_found(smaller, distributions, 250) < 0.97
 
 
+@pytest.mark.parametrize("distribution", LAWS.values(), ids=LAWS)
+def test_any_fault_of_that_size_is_found_as_surely(distribution: Tensor) -> None:
+    """One in a single text, and one that goes from the best tokens to the others."""
+    size = detectable_by([distribution] * 12, 250)
+    best = list(range(len(distribution) // 2))
+    in_all_texts = [fault_of(distribution, -size, best)] * 12
+    in_four_texts = [fault_of(distribution, -3 * size, best)] * 4 + [distribution] * 8
+    for wrong in (in_all_texts, in_four_texts):
+        assert share_found(wrong, [distribution] * 12, 250) > 0.98
+
+
+def test_four_times_the_tokens_find_faults_of_half_the_size() -> None:
+    """But for the variance of large ones."""
+    sizes = [detectable_total_variation(n, 50, 1e-4, 0.99) or 1.0 for n in (1000, 4000, 16000, 10**6, 4 * 10**6)]
+    assert sizes[0] > 2 * sizes[1] > 4 * sizes[2]
+    assert sizes[3] == pytest.approx(2 * sizes[4], rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("degrees_of_freedom", "critical", "power", "noncentrality"),
     [(1, 3.841459, 0.8, 7.849), (1, 3.841459, 0.9, 10.507), (10, 18.307038, 0.8, 16.241), (10, 18.307038, 0.05, 0.0)],
@@ -330,6 +442,26 @@ def test_powers_are_those_of_the_tables(
 ) -> None:
     """Powers of the noncentral chi-squared distribution, at 5 %."""
     assert power_of(noncentrality, degrees_of_freedom, critical) == pytest.approx(power, abs=1e-4)
+
+
+@pytest.mark.parametrize(("num_tokens", "degrees_of_freedom"), [(0, 0), (500, 0), (8, 2)])
+def test_next_to_no_evidence_finds_no_fault_at_all(num_tokens: int, degrees_of_freedom: int) -> None:
+    assert detectable_total_variation(num_tokens, degrees_of_freedom, 1e-4, 0.99) is None
+
+
+@pytest.mark.parametrize(
+    ("distributions", "num_draws"),
+    [([law_of(1, 1)] * 8, 250), ([law_of(*[1] * 300)] * 8, 250), ([law_of(*[1] * 300)] * 4, 500)],
+)
+def test_so_many_draws_are_made_as_it_takes(distributions: list[Tensor], num_draws: int) -> None:
+    assert _num_draws_per_prefix(distributions) == num_draws
+    assert detectable_by(distributions, num_draws) <= REQUIRED_TOTAL_VARIATION
+    if num_draws > 250:
+        assert detectable_by(distributions, 250) > REQUIRED_TOTAL_VARIATION
+
+
+def test_no_more_draws_are_made_where_they_tell_nothing() -> None:
+    assert _num_draws_per_prefix([law_of(1, 0)] * 8) == 250
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,8 @@ def test_prompts_are_texts_or_ids_one_or_several(served: Served) -> None:
 def test_n_samples_differ_and_come_again_with_the_seed(served: Served) -> None:
     body = SAMPLED | {"n": 3, "prompt": PROMPT}
     texts = [choice["text"] for choice in served.complete(**body)["choices"]]
-    assert texts == [output.text for output in expected(served, PROMPT, n=3, **SAMPLED)]
+    (result,) = expected(served, PROMPT, n=3, **SAMPLED)
+    assert texts == [output.text for output in result.outputs]
     assert len(set(texts)) == 3
     streamed = [""] * 3
     for chunk in served.stream(**body):

@@ -317,3 +317,12 @@ def test_over_tls_an_answer_comes_and_nothing_in_the_clear(
                 "127.0.0.1", port, timeout=HANG_S, context=ssl.create_default_context()
             )
             strict.request("GET", "/health")
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_opened(
+    llama_engine_dir: Path, forks: Forks, said: Said
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = forks.run("serve", "--engine-dir", llama_engine_dir, "--port", taken.getsockname()[1])
+    assert result.returncode == 1
+    said(result)

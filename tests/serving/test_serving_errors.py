@@ -259,6 +259,13 @@ def test_a_key_is_asked_for_everywhere_but_at_the_door(make_served: MakeServed) 
     assert served.client.post(COMPLETIONS, json={"prompt": "a"}, headers=key).status_code == 200
 
 
+def test_a_key_is_compared_as_http_says(make_served: MakeServed) -> None:
+    served = make_served(None, api_key="secret")
+    for scheme, status in (("bearer", 200), ("BEARER", 200), ("Basic", 401), ("", 401)):
+        answer = served.client.get("/v1/models", headers={"Authorization": f"{scheme} secret"})
+        assert answer.status_code == status, scheme
+
+
 def test_a_name_that_leads_to_this_machine_is_not_its_own(make_served: MakeServed) -> None:
     """DNS rebinding: to a browser the page and the server are of one origin then."""
     served = make_served(None, is_of_this_machine=True, allowed_origins=["https://proxy.example"])

@@ -334,6 +334,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
             "tool_choice": {"type": "allowed_tools", "tools": [{"type": "function", "name": "fly"}]},
         },
     ),
+    "an input of nothing": (RESPONSES, {"input": []}),
     "no room for a token": (RESPONSES, {"input": "a", "max_output_tokens": 0}),
     "a chat's length": (RESPONSES, {"input": "a", "max_tokens": 3}),
     "a schema that is none": (
@@ -381,3 +382,21 @@ def test_what_is_wrong_is_said_in_the_protocols_own_form(tooled: Served, name: s
     assert "function.name" not in answer["error"]["message"]
     assert path == MESSAGES or "messages" not in answer["error"]["message"]
     said(answer["error"]["message"])
+
+
+def test_head_is_answered_like_get(tooled: Served) -> None:
+    for path in ("/", "/health", "/v1/models", "/version"):
+        assert tooled.client.head(path).status_code == tooled.client.get(path).status_code == 200
+    assert tooled.client.head("/v1/responses").status_code == 405
+
+
+def test_either_header_has_the_key(make_served: Any) -> None:
+    served = make_served(None, api_key="secret")
+    for headers, status in (
+        ({"x-api-key": "secret"}, 200),
+        ({"Authorization": "Bearer secret"}, 200),
+        ({"x-api-key": "wrong"}, 401),
+        ({"Authorization": "Basic secret"}, 401),
+        ({}, 401),
+    ):
+        assert served.client.get("/v1/models", headers=headers).status_code == status

@@ -15,8 +15,9 @@ from commands.summarize.rouge import ROUGE_TYPES, rouge_scores
 from runtime.util.errors import SpecDecError
 
 ROOT = Path(__file__).parents[3]
-
-WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "table", "red", "blue", "and", "then", "it"]
+WORDS = [
+    "the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "table", "red", "blue", "and", "then", "it", "was",
+]  # fmt: skip
 
 
 def random_texts(count: int, seed: int) -> list[str]:
@@ -54,9 +55,45 @@ def test_word_order_counts_for_rouge_l_and_not_for_rouge_1() -> None:
     assert scores == pytest.approx({"rouge1": 100, "rouge2": 0, "rougeL": 100 / 3, "rougeLsum": 100 / 3})
 
 
+def test_repeated_words_count_at_most_as_often_as_in_the_reference() -> None:
+    # "the" occurs 4 times in the prediction, twice in the reference: P = 2/4, R = 2/3, F1 = 4/7.
+    assert rouge_scores(["the the the the"], ["the cat the"])["rouge1"] == pytest.approx(400 / 7)
+
+
+def test_swapped_lines_lower_rouge_l_and_not_rouge_l_sum() -> None:
+    # Lines are sentences to rougeLsum alone: each line matches whole there; in one run of words 2 of 4 do.
+    scores = rouge_scores(["red cat\nblue dog"], ["blue dog\nred cat"])
+    assert scores["rougeLsum"] == pytest.approx(100)
+    assert scores["rougeL"] == pytest.approx(50)
+
+
+def test_case_is_ignored_and_endings_are_not_stemmed() -> None:
+    assert rouge_scores(["The CAT"], ["the cat"])["rouge1"] == pytest.approx(100)
+    assert rouge_scores(["running"], ["run"])["rouge1"] == 0
+
+
+def test_published_example_scores_one_hundred() -> None:
+    # The example in the docstring of evaluate's rouge.py.
+    texts = ["hello there", "general kenobi"]
+    assert rouge_scores(texts, texts) == dict.fromkeys(ROUGE_TYPES, 100)
+
+
 def test_scores_equal_evaluates_own_computation_exactly() -> None:
     predictions, references = random_texts(20, seed=1), random_texts(20, seed=2)
     assert rouge_scores(predictions, references) == reference_scores(predictions, references)
+
+
+def test_score_is_the_median_of_a_thousand_bootstrap_means_and_not_the_mean() -> None:
+    predictions, references = random_texts(9, seed=5), random_texts(9, seed=6)
+    single = [
+        rouge_scores([prediction], [reference])["rouge1"]
+        for prediction, reference in zip(predictions, references, strict=True)
+    ]
+    draws = np.random.RandomState(0)
+    means = [np.mean(draws.choice(single, size=9)) for _ in range(1000)]
+    score = rouge_scores(predictions, references)["rouge1"]
+    assert score == pytest.approx(np.median(means), abs=1e-9)
+    assert 0.01 < abs(score - np.mean(single)) < 2
 
 
 def test_same_texts_score_the_same_whatever_the_global_seed_which_stays_untouched() -> None:
@@ -77,6 +114,11 @@ def test_nothing_to_score_is_an_error(said: Said) -> None:
     with pytest.raises(SpecDecError) as error:
         rouge_scores([], [])
     said(error)
+
+
+def test_unequal_counts_are_refused() -> None:
+    with pytest.raises(AssertionError):
+        rouge_scores(["a"], ["a", "b"])
 
 
 TWO_PROCESSES = """

@@ -166,6 +166,16 @@ def test_everything_is_escaped(reported: Reported, tmp_path: Path) -> None:
     assert_says_what_the_document_says(page, document)
 
 
+def test_names_of_a_dataset_are_escaped(reported: Reported, tmp_path: Path) -> None:
+    dataset = tmp_path / "<i>.jsonl"
+    row = {"id": HOSTILE, "category": "a/b~<u>\"'", "article": "The dog", "highlights": HOSTILE}
+    dataset.write_text(json.dumps(row))
+    document, page = reported("summarize", "--dataset", dataset, "--test-engine", "--output-len", 4)
+    assert page.text.count(visible(HOSTILE)) == 2
+    assert "a/b~<u>\"'" in page.text
+    assert_says_what_the_document_says(page, document)
+
+
 def test_nothing_measured_is_a_dash_with_the_reason(reported: Reported) -> None:
     document, page = reported("run", "--input-text", "One day", "--max-output-len", 1, "--end-id", 0)
     assert document["total"]["draft_acceptance_rate"] is None

@@ -99,6 +99,12 @@ def test_order_is_that_of_the_datasets_package_shuffle(tmp_path: Path, seed: int
     assert ids != [row["id"] for row in ROWS]
 
 
+def test_max_samples_takes_the_first_of_the_same_order(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path)
+    assert load(path, max_samples=5) == load(path)[:5]
+    assert len(load(path, max_samples=100)) == len(ROWS)
+
+
 @pytest.mark.parametrize("max_samples", [0, -3])
 def test_fewer_than_one_sample_is_wrong_usage(tmp_path: Path, max_samples: int, said: Said) -> None:
     with pytest.raises(UsageError) as error:
@@ -113,7 +119,14 @@ def test_demo_keeps_the_order_of_its_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert load("demo", max_samples=2, seed=4) == [as_sample(row) for row in ROWS[:2]]
 
 
-@pytest.mark.parametrize("text_column", ["article", "input"])
+@pytest.mark.skipif(not dataset._demo_file().is_file(), reason="runtime/demo/articles.jsonl is not there")
+def test_shipped_demo_has_unique_ids_and_a_category_for_every_article() -> None:
+    samples = load("demo")
+    assert len({sample.id for sample in samples}) == len(samples) > 0
+    assert all(sample.category for sample in samples)
+
+
+@pytest.mark.parametrize("text_column", ["article", "prompt", "text", "document", "input"])
 @pytest.mark.parametrize("reference_column", ["highlights", "reference", "summary", "output"])
 def test_summarize_accepts_the_usual_column_names(tmp_path: Path, text_column: str, reference_column: str) -> None:
     path = write(tmp_path / "d.jsonl", json_lines([{text_column: "T", reference_column: "R"}]))
@@ -141,6 +154,21 @@ def test_text_that_looks_like_another_type_stays_text(tmp_path: Path) -> None:
     assert load(json_path) == expected
 
 
+def test_missing_ids_and_categories_become_row_numbers_and_none(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"article": "A", "highlights": "R", "category": ""},
+        {"article": "B", "highlights": "R", "id": 7},
+    ]
+    samples = load(write(tmp_path / "d.jsonl", json_lines(rows)))
+    assert sorted(samples, key=lambda sample: sample.id) == [Sample("1", None, "A", "R"), Sample("7", None, "B", "R")]
+
+
+def test_csv_cells_may_hold_line_ends_and_long_articles(tmp_path: Path) -> None:
+    article = "first, line\nsecond " + "x" * 200_000
+    path = write(tmp_path / "d.csv", f'article,highlights\n"{article}",R\n')
+    assert load(path) == [Sample("1", None, article, "R")]
+
+
 @pytest.mark.parametrize("writer", [write_jsonl, write_parquet])
 def test_changed_file_of_the_same_size_and_time_is_read_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: Callable[[Path], Path]
@@ -156,13 +184,13 @@ def test_changed_file_of_the_same_size_and_time_is_read_anew(
 
 
 @pytest.mark.parametrize("column", ["article", "highlights"])
-@pytest.mark.parametrize("value", [" \n", 5])
+@pytest.mark.parametrize("value", ["", " \n", None, 5])
 def test_row_without_text_is_named_by_its_place_in_the_file(
     tmp_path: Path, column: str, value: object, said: Said
 ) -> None:
     rows = [dict(row) for row in ROWS]
     rows[8][column] = value
-    reason = "is not text" if value == 5 else "is empty"
+    reason = "is not text" if value is None or value == 5 else "is empty"
     with pytest.raises(SpecDecError) as error:
         load(write(tmp_path / "d.jsonl", "\n" + json_lines(rows)))
     said(error, f"`{column}`", "10", reason)
@@ -180,6 +208,30 @@ def test_blank_lines_before_a_csv_header_are_no_header(blank: str, tmp_path: Pat
     said(error, str(blank.count("\n") + 2), "3", "2")
 
 
+@pytest.mark.parametrize("text", ["\n\n", " \n", ",,\n"])
+def test_csv_file_without_a_header_is_told(text: str, tmp_path: Path, said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
+        load(write(tmp_path / "d.csv", text))
+    said(error, str(tmp_path / "d.csv"))
+
+
+def test_empty_csv_cell_is_named_by_its_row(tmp_path: Path, said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
+        load(write(tmp_path / "d.csv", "article,highlights\nA,R\n,R\n"))
+    said(error, "`article`", "2")
+
+
+def test_null_parquet_cell_is_named_by_its_row(tmp_path: Path, said: Said) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.table({"article": ["A", "B", None], "highlights": ["R", "R", "R"]})
+    pq.write_table(table, tmp_path / "d.parquet")
+    with pytest.raises(SpecDecError) as error:
+        load(tmp_path / "d.parquet")
+    said(error, "`article`", "3", "None")
+
+
 def test_missing_columns_name_those_found_and_those_wanted(tmp_path: Path, said: Said) -> None:
     path = write(tmp_path / "d.jsonl", json_lines([{"id": "1", "body": "A", "highlights": "R"}]))
     with pytest.raises(SpecDecError) as raised:
@@ -188,6 +240,7 @@ def test_missing_columns_name_those_found_and_those_wanted(tmp_path: Path, said:
     path = write(tmp_path / "d.jsonl", json_lines([{"prompt": "A", "highlights": "R"}]))
     with pytest.raises(SpecDecError) as raised:
         load(path, eval_task="code_completion")
+    said(raised)
     said(raised, "`canonical_solution`")
 
 
@@ -210,15 +263,21 @@ def test_columns_of_any_name_can_be_named(tmp_path: Path, said: Said) -> None:
     [
         ("d.jsonl", '{"article": "A", "highlights": "R"}\n{"article": \n', "2; 13"),
         ("d.jsonl", '{"article": "A", "highlights": "R"}\n\n"text"\n', "3"),
+        ("d.json", '[\n{"article": "A"},\n{"article" "B"}]', "3; 12"),
+        ("d.json", '[{"article": "A"}, 5]', "2; 5"),
+        ("d.json", "[]", ""),
         ("d.csv", "article,highlights\n", ""),
         ("d.csv", "article,highlights\nA,R\nB,R,extra\n", "3; 2"),
+        ("d.csv", "article,highlights\nA\n", "2; 1"),
         ("d.csv", "article,article\nA,R\n", ""),
         ("d.csv", 'article,highlights\nA,"R\n', "2; CSV"),
         ("d.csv", b"article,highlights\nA,caf\xe9\n", "2; 24"),
+        ("d.jsonl", b'{"article": "\xff"}', "1; 13"),
         ("d.jsonl", "", ""),
         ("d.parquet", "article,highlights", ""),
         ("d.parquet", "", ""),
         ("d.parquet", "PAR1 and no more", ""),
+        ("d.parquet", "PAR1 and no more PAR1", ""),
         ("d.xml", "<a/>", ""),
     ],
 )
@@ -230,7 +289,7 @@ def test_file_that_cannot_be_read_is_an_error_with_its_path(
     said(error, file, *message.split("; "))
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
 def test_missing_file_is_an_error_with_its_path(tmp_path: Path, suffix: str, said: Said) -> None:
     with pytest.raises(SpecDecError) as error:
         load(tmp_path / f"missing.{suffix}")
@@ -241,6 +300,7 @@ def test_missing_file_is_an_error_with_its_path(tmp_path: Path, suffix: str, sai
 def test_name_that_is_neither_file_nor_hub_id_is_an_error_with_a_hint(name: str, said: Said) -> None:
     with pytest.raises(SpecDecError) as raised:
         load(name)
+    said(raised)
     said(raised, "`--dataset-dir`", "`demo`")
 
 
@@ -279,6 +339,15 @@ class Hub:
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
+
+
+def test_hub_dataset_is_read_in_its_configuration_and_test_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    hub = Hub(datasets.Dataset.from_list(ROWS))
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    assert by_number(load("ccdv/cnn_dailymail", seed=1)) == [as_sample(row) for row in ROWS]
+    assert hub.calls == [(("ccdv/cnn_dailymail", "3.0.0"), {"split": "test"})]
 
 
 def test_hub_dataset_that_is_a_script_is_read_from_its_parquet_export(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,6 +417,13 @@ def test_directory_of_save_to_disk_is_read(tmp_path: Path, in_splits: bool) -> N
     assert by_number(load(tmp_path / "saved")) == expected
 
 
+def test_directory_changed_between_two_loads_is_read_anew(tmp_path: Path) -> None:
+    write(tmp_path / "d" / "data.jsonl", json_lines([{"article": "A", "highlights": "R"}]))
+    assert [sample.text for sample in load(tmp_path / "d")] == ["A"]
+    write(tmp_path / "d" / "data.jsonl", json_lines([{"article": "B", "highlights": "R"}]))
+    assert [sample.text for sample in load(tmp_path / "d")] == ["B"]
+
+
 def test_directory_with_splits_other_than_test_names_them(tmp_path: Path, said: Said) -> None:
     for split in ("train", "validation"):
         write(tmp_path / "d" / f"{split}.jsonl", json_lines(ROWS))
@@ -364,6 +440,13 @@ def test_dataset_dir_missing_or_without_data_is_an_error(tmp_path: Path, said: S
     with pytest.raises(SpecDecError) as error:
         load("a/b", dataset_dir=tmp_path / "bare")
     said(error, "bare")
+
+
+def test_dataset_dir_with_demo_or_a_file_is_wrong_usage(tmp_path: Path, said: Said) -> None:
+    for name in ("demo", str(write_jsonl(tmp_path))):
+        with pytest.raises(UsageError) as error:
+            load(name, dataset_dir=tmp_path)
+        said(error)
 
 
 def test_loading_prints_nothing_and_leaves_no_file(tmp_path: Path) -> None:

@@ -38,6 +38,18 @@ def test_input_texts_become_prompts_in_order_unchanged() -> None:
     assert read_prompts([" Hello\n", "How are you?"], None) == texts(" Hello\n", "How are you?")
 
 
+def test_neither_texts_nor_file_is_wrong_usage(said: Said) -> None:
+    with pytest.raises(UsageError) as error:
+        read_prompts([], None)
+    said(error)
+
+
+def test_texts_and_file_together_are_wrong_usage(tmp_path: Path, said: Said) -> None:
+    with pytest.raises(UsageError) as error:
+        read_prompts(["Hello"], write(tmp_path / "in.txt", "a\n"))
+    said(error, "both")
+
+
 @pytest.mark.parametrize("text", ["", "  \n"])
 def test_blank_input_text_is_named_by_its_position(text: str, said: Said) -> None:
     with pytest.raises(SpecDecError) as error:
@@ -70,6 +82,12 @@ def test_blank_txt_lines_are_left_out_and_named(tmp_path: Path, content: str, li
     said(warned, line, "in.txt")
 
 
+def test_file_of_blank_lines_is_an_error(tmp_path: Path, said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
+        read_prompts([], write(tmp_path / "in.txt", "\n \n"))
+    said(error, "in.txt")
+
+
 def test_standard_input_is_one_prompt_or_one_a_line(monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
     def say(data: bytes) -> None:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
@@ -95,8 +113,14 @@ def test_invalid_utf8_is_named_by_line_and_byte_offset(tmp_path: Path, suffix: s
     said(error, "2", "5")
 
 
+def test_utf8_byte_offset_counts_the_byte_order_mark(tmp_path: Path, said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
+        read_prompts([], write(tmp_path / "in.txt", b"\xef\xbb\xbfa\xff"))
+    said(error, "1", "4")
+
+
 @pytest.mark.parametrize("suffix", [".txt", ".csv", ".jsonl"])
-@pytest.mark.parametrize("content", ["", "\ufeff"])
+@pytest.mark.parametrize("content", ["", "\n", " \n\n", "\ufeff"])
 def test_empty_text_file_is_an_error(tmp_path: Path, suffix: str, content: str, said: Said) -> None:
     with pytest.raises(SpecDecError) as error:
         read_prompts([], write(tmp_path / f"in{suffix}", content))
@@ -120,6 +144,10 @@ def test_unknown_suffix_is_wrong_usage_and_lists_the_known_ones(tmp_path: Path, 
     said(raised, "in.md", "`.csv`", "`.jsonl`", "`.npy`", "`.txt`")
 
 
+def test_suffix_case_does_not_matter(tmp_path: Path) -> None:
+    assert read_prompts([], write(tmp_path / "IN.TXT", "a")) == texts("a")
+
+
 def test_csv_rows_are_ragged_token_ids(tmp_path: Path, said: Said) -> None:
     path = write(tmp_path / "in.csv", '1,2,3\n4\r\n 5, "6" \n9223372036854775807\n')
     with pytest.raises(SpecDecError) as error:
@@ -129,7 +157,7 @@ def test_csv_rows_are_ragged_token_ids(tmp_path: Path, said: Said) -> None:
     assert read_prompts([], path) == ids([1, 2, 3], [4], [5, 6], [2**63 - 1])
 
 
-@pytest.mark.parametrize("cell", ["-1", "1.5", "x", "1_000", "9" * 5000])
+@pytest.mark.parametrize("cell", ["-1", "1.5", "x", "", "1e3", "1_000", "٣", "+4", "1 2", "1;2", "9" * 5000])
 def test_csv_cell_that_is_no_token_id_is_named_by_row_and_column(tmp_path: Path, cell: str, said: Said) -> None:
     with pytest.raises(SpecDecError) as raised:
         read_prompts([], write(tmp_path / "in.csv", f"7\n8,9,{cell}\n"))
@@ -137,11 +165,33 @@ def test_csv_cell_that_is_no_token_id_is_named_by_row_and_column(tmp_path: Path,
     assert len(str(raised.value)) < 400
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.uint64, ">i4"])
+def test_csv_id_beyond_int64_is_an_error(tmp_path: Path, said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
+        read_prompts([], write(tmp_path / "in.csv", "1,9223372036854775808\n"))
+    said(error, "2", "9223372036854775808", "1")
+
+
+def test_blank_csv_row_is_named(tmp_path: Path, said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
+        read_prompts([], write(tmp_path / "in.csv", "1\n\n2\n"))
+    said(error, "2")
+
+
+def test_unbalanced_csv_quote_is_named_by_line(tmp_path: Path, said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
+        read_prompts([], write(tmp_path / "in.csv", '1\n"2\n'))
+    said(error, "2", "CSV")
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64, np.uint16, np.uint64, ">i4"])
 def test_npy_rows_are_prompts_of_python_ints(tmp_path: Path, dtype: Any) -> None:
     prompts = read_prompts([], npy(np.array([[1, 2], [3, 0]], dtype=dtype), tmp_path / "in.npy"))
     assert prompts == ids([1, 2], [3, 0])
     assert all(type(token) is int for prompt in prompts for token in prompt.ids or ())
+
+
+def test_one_dimensional_npy_is_one_prompt(tmp_path: Path) -> None:
+    assert read_prompts([], npy(np.array([5, 6, 7]), tmp_path / "in.npy")) == ids([5, 6, 7])
 
 
 def test_npy_pad_ids_are_taken_off_the_end_only(tmp_path: Path) -> None:
@@ -158,7 +208,13 @@ def test_npy_negative_pad_id_is_taken_off_before_ids_are_checked(tmp_path: Path,
     said(error, "2", "-1")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bool", "i4,i4"])
+def test_npy_row_of_pad_ids_alone_is_named(tmp_path: Path, said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
+        read_prompts([], npy(np.array([[1, 0], [0, 0]]), tmp_path / "in.npy"), pad_id=0)
+    said(error, "2")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bool", "complex64", "datetime64[s]", "U3", "i4,i4"])
 def test_npy_dtype_that_is_no_integer_is_named(tmp_path: Path, dtype: str, said: Said) -> None:
     with pytest.raises(SpecDecError) as error:
         read_prompts([], npy(np.zeros((2, 2), dtype=dtype), tmp_path / "in.npy"))
@@ -193,6 +249,13 @@ def test_npy_with_other_dimensions_is_an_error(tmp_path: Path, shape: tuple[int,
     said(error, "1", "2")
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0)])
+def test_npy_without_ids_is_an_error(tmp_path: Path, shape: tuple[int, ...], said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
+        read_prompts([], npy(np.ones(shape, dtype=int), tmp_path / "in.npy"))
+    said(error)
+
+
 def test_npy_cut_short_or_claiming_a_huge_shape_is_an_error(tmp_path: Path, said: Said) -> None:
     whole = npy(np.arange(8), tmp_path / "in.npy").read_bytes()
     huge = io.BytesIO()
@@ -214,15 +277,21 @@ def test_jsonl_takes_prompts_and_prompt_ids_and_passes_over_blank_lines(tmp_path
     [
         ('{"prompt": "a"', "2; 15"),
         ("[1, 2]", "2; [1, 2]"),
+        ("{}", "2; `prompt`; `prompt_ids`; `messages`"),
         ('{"prompt": "a", "prompt_ids": [1]}', "2; `prompt`; `prompt_ids`; `messages`"),
         ('{"prompt": 5}', "`prompt`; 2; 5"),
+        ('{"prompt": null}', "`prompt`; 2; None"),
         ('{"prompt": " "}', "`prompt`; 2"),
         ('{"prompt": "\\ud800"}', "`prompt`; 2"),
+        ('{"prompt_ids": "12"}', "`prompt_ids`; 2"),
         ('{"prompt_ids": []}', "`prompt_ids`; 2"),
+        ('{"prompt_ids": [1, true]}', "2; `prompt_ids`"),
         ('{"prompt_ids": [1.0]}', "1; 1.0; `prompt_ids`; 2"),
         ('{"prompt_ids": [-4]}', "1; -4; `prompt_ids`; 2"),
         ('{"prompt_ids": [' + "9" * 5000 + "]}", "2"),
         ("[" * 100_000, "2"),
+        ('{"messages": "hello"}', "`messages`; 2"),
+        ('{"messages": [{"role": "user"}]}', "`messages`; 2"),
     ],
 )
 def test_jsonl_mistake_is_named_by_its_line(tmp_path: Path, line: str, message: str, said: Said) -> None:
