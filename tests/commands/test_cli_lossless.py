@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from command_line import NGRAM, PROMPTS, Result, Specdec, assert_valid, draft_model, each, ids_of, line_of
 from draft_models import WITH_DRAFTS, MakeDraftEngineDir, with_noise
 from sentences import Said
@@ -227,6 +228,14 @@ def test_summarize_catches_changed_outputs(summarize: Run, said: Said) -> None:
     assert shown.exit_code == 1
     assert "FAILED" in line_of(shown.stdout, "lossless check")
     assert shown.stdout.count(" rounding of ") == check["num_different"]
+
+
+@pytest.fixture(params=["bfloat16", "float16"])
+def half_engine_dir(
+    request: pytest.FixtureRequest, make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast
+) -> Path:
+    model = make_model("llama", vocab_size=len(tokenizer)).to(getattr(torch, request.param))
+    return make_draft_engine_dir(model, **WITH_DRAFTS)
 
 
 def test_engine_of_16_bits_passes(specdec: Specdec, half_engine_dir: Path) -> None:
