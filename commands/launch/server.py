@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from commands.output.output import stderr
 from runtime.util.errors import SpecDecError
 
-_ASKED_S = 2.0
+_ASKED_S = 5.0
 """Time for a server that is there to say what it serves."""
 _END_S = 40.0
 """Time for a server to end: its own `--shutdown-timeout` is 30 s, and nobody asks it any more."""
@@ -74,7 +74,8 @@ class _Messages:
         else:
             stderr().print(line, soft_wrap=True)
 
-    def raise_failed(self) -> None:
+    def raise_failed(self) -> NoReturn:
+        """SpecDecError in the words of the server."""
         said, hint = [*self.error, "", ""][:2]
         raise SpecDecError(f"the server did not start: {said or 'it says not why'}", hint=hint or None)
 
@@ -101,7 +102,6 @@ def started(arguments: Sequence[str], environment: Mapping[str, str], key: str) 
         url = _wait_until_ready(process, messages)
         if url is None:
             messages.raise_failed()
-        assert url is not None
         reader = threading.Thread(target=_keep, args=(process, messages), daemon=True)
         reader.start()
         served = ask_server(url, key)
@@ -125,7 +125,7 @@ def _wait_until_ready(process: "subprocess.Popen[str]", messages: _Messages) -> 
         messages.add(line.rstrip("\n"))
         if found := _READY.search(line):
             messages.is_kept = True
-            return found[1]
+            return found[1].replace("//0.0.0.0:", "//127.0.0.1:")
     return None
 
 
