@@ -49,7 +49,7 @@ def server(forks: Forks, llama_dir: Path, tmp_path_factory: pytest.TempPathFacto
     limits = ["--max-seq-len", "131072", "--max-tokens-in-paged-kv-cache", "262144", "--compiler", "none"]
     process = forks.start("serve", "--model-dir", model_dir, *limits, "--any-model", "--log-requests", "--port", 0)
     log: list[str] = []
-    reader = Thread(target=lambda: log.extend(process.stderr), daemon=True)
+    reader = Thread(target=lambda: [log.append(line) for line in process.stderr], daemon=True)
     try:
         for line in process.stderr:
             log.append(line)
