@@ -64,7 +64,7 @@ def test_operations_are_those_that_torch_exports(name: str) -> None:
     module, x = Of(FUNCTIONS[name]).eval(), torch.rand(3, 5, 8)
     with torch.no_grad():
         traced, free = by_trace(module, (x,), ROWS), dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)
-        exported = torch.export.export(module, (x,), strict=False, dynamic_shapes=((free,),)).module(check_guards=False)
+        exported = torch.export.export(module, (x,), strict=False, dynamic_shapes=(free,)).module(check_guards=False)
     exported.graph.eliminate_dead_code()  # type: ignore[union-attr, operator]
     assert operations(traced) == operations(exported) and len(operations(traced)) > 1
 
