@@ -8,7 +8,7 @@ are called in the same way; the first and the last of a kind must give the same 
 Weights are packed here, by the operations of the graph that look at nothing else, once for each layer.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -314,7 +314,7 @@ def _can_be_written(value: Any) -> bool:
     """True for an argument with a dictionary or list in it, by which a layer may hand tensors to those behind it."""
     if isinstance(value, tuple):
         return any(_can_be_written(one) for one in value)
-    return isinstance(value, dict | list)
+    return isinstance(value, MutableMapping | MutableSequence)
 
 
 def _check_output(hidden: Tensor, output: Any) -> None:

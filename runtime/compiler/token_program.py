@@ -1116,7 +1116,7 @@ def _methods() -> dict[str, Callable[[_Lowering, Node], Any]]:
         methods[f"aten.{name}_.Tensor"] = _named(_Lowering._in_place, name)
     for name, ours in (("min.other", "minimum"), ("max.other", "maximum")):
         methods[f"aten.{name}"] = methods[f"aten.{ours}.default"] = _named(_Lowering._binary, ours)
-    for name in ("alias", "detach", "contiguous", "clone"):
+    for name in ("alias", "detach", "contiguous", "clone", "lift_fresh"):
         methods[f"aten.{name}.default"] = _Lowering._alias
     for name in ("to.dtype", "to.dtype_layout", "to.device", "to.other", "type_as.default", "_to_copy.default"):
         methods[f"aten.{name}"] = _Lowering._converted
