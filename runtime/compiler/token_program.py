@@ -112,6 +112,7 @@ class _Lowering:
         self.homes: dict[Source, _Block] = {}  # of what operations make
         self.unfilled: dict[Source, list[tuple[View, View]]] = {}  # and what is written into which part of them
         self.inputs: set[Source] = set()
+        self.shown: dict[Source | None, dict[Node, None]] = {}  # nodes that are views of a source
         self.spaces: list[str] = []
         self.num_arrays = 0
 
@@ -125,7 +126,9 @@ class _Lowering:
             if node.op == "call_function" and not node.users and not node.is_impure():
                 continue
             if node.op == "call_function" and isinstance(node.meta.get("val"), Tensor | list | tuple):
-                self.values[node] = self._lower(node)
+                self.values[node] = lowered = self._lower(node)
+                if isinstance(lowered, View) and lowered.source is not None:
+                    self.shown.setdefault(lowered.source, {})[node] = None
             elif isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
                 raise CannotBeLowered(f"{node} writes into tensors, and gives none")
             elif node.op == "get_attr":
@@ -199,6 +202,7 @@ class _Lowering:
         for node, value in self.values.items():
             if isinstance(value, View) and value.source is source:
                 self.values[node] = moved(value, changed)
+                self.shown.setdefault(changed, {})[node] = None
 
     def _input_number(self, node: Any) -> int:
         """Number of an input that a kernel takes as it is."""
@@ -315,7 +319,9 @@ class _Lowering:
 
     def _made_for(self, node: Any, view: View) -> Call | None:
         """The operation that makes all of the view, if only one reads it and it is nowhere else yet."""
-        users = [user for user in node.users if user.target is not _ATEN._assert_tensor_metadata.default]
+        showing = self.shown.get(view.source, {node: None})
+        users = {user for one in showing for user in one.users if user not in showing}
+        users = {user for user in users if user.target is not _ATEN._assert_tensor_metadata.default}
         if len(users) != 1 or not view.is_whole() or view.source not in self.homes or view.source.array is not None:
             return None
         calls = [one for one in self.homes[view.source].calls if one.out and one.out.source is view.source]
@@ -413,6 +419,7 @@ class _Lowering:
         for other, view in self.values.items():
             if isinstance(view, View) and view.source is old and memory_of(other) == memory:
                 self.values[other] = moved(view, new)
+                self.shown.setdefault(new, {})[other] = None
         return moved(place, new)
 
     def _copy(self, view: View, time: int) -> View:
