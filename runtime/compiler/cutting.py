@@ -289,8 +289,7 @@ def _stand_in(i: int, shown: nn.Module | None, calls: dict[int, _LayerCall]) -> 
     """A forward of layer `i`; `shown` is the layer if it is called, too, to see what it returns."""
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if any(_can_be_written(value) for value in (*args, *kwargs.values())):
-            raise CannotBeCut("its layers are handed what they may write into")
+        _keep_unshared((*args, *kwargs.values()))
         arguments, structure = pytree.tree_flatten((args, kwargs))
         is_tensor = [isinstance(value, Tensor) for value in arguments]
         tensors = [value for value in arguments if isinstance(value, Tensor)]
@@ -310,11 +309,22 @@ def _stand_in(i: int, shown: nn.Module | None, calls: dict[int, _LayerCall]) -> 
     return forward
 
 
-def _can_be_written(value: Any) -> bool:
-    """True for an argument with a dictionary or list in it, by which a layer may hand tensors to those behind it."""
+class _Unshared:
+    """A mapping by which layers may hand tensors to those behind them: whoever reads it is no layer to be cut off."""
+
+    def __getitem__(self, key: Any) -> Any:
+        raise CannotBeCut("its layers share what they make")
+
+
+def _keep_unshared(value: Any) -> None:
+    """Have the mappings in an argument raise CannotBeCut when they are read; CannotBeCut for what cannot be watched."""
     if isinstance(value, tuple):
-        return any(_can_be_written(one) for one in value)
-    return isinstance(value, MutableMapping | MutableSequence)
+        for one in value:
+            _keep_unshared(one)
+    elif isinstance(value, dict | MutableSequence):
+        raise CannotBeCut("its layers are handed what they may write into")
+    elif isinstance(value, MutableMapping) and not isinstance(value, _Unshared):
+        value.__class__ = type(type(value).__name__, (_Unshared, type(value)), {})
 
 
 def _check_output(hidden: Tensor, output: Any) -> None:

@@ -154,7 +154,7 @@ def test_layers_that_return_more_or_share_what_they_make_are_not_cut() -> None:
     """Found before layers are calls: what follows them would be handed something else."""
     reasons = {
         "bamba": "its layers return more than hidden states",
-        "gemma3n_text": "its layers are handed what they may write into",
+        "gemma3n_text": "its layers share what they make",
     }
     for family, reason in reasons.items():
         assert cut(random_model(family, small_config(family), 0.3, 0.3)).why_whole == reason
