@@ -77,7 +77,7 @@ class EngineSettings:
     compiler: Compiler | None = None
     """None: what the device's default is (`runtime.builder.choosing`)."""
     takes_torch_compile: bool = field(default=False, repr=False)
-    """As `BuildEffort` has it. It is no part of an engine's identity, which its representation is."""
+    """`BuildEffort`'s. It is no part of an engine's identity, which the settings' representation is."""
     draft_output: DraftOutputSettings = field(default_factory=DraftOutputSettings)
     """Output layer of what drafts: the copy, and the first of the heads."""
     heads: tuple[HeadConfig, ...] = ()

@@ -100,7 +100,7 @@ def token_step_of(module: nn.Module, inputs: "Inputs", sizes: "Sizes", arithmeti
 
 
 def _token_step(trace: Callable[[], "CutStep"]) -> TokenStep | str:
-    """What was traced as token programs, or the operations that these lack."""
+    """Token programs of a traced step, or the operations that programs lack."""
     from runtime.compiler.capture import NoTokenProgram  # not to open an engine
     from runtime.compiler.token_program import lower
 

@@ -11,6 +11,7 @@ from runtime.util.errors import SpecDecError
 
 _TESTED = "2.13"
 PRIVATE = (
+    "torch._check",
     "torch._dispatch.python.enable_python_dispatcher",
     "torch._ops.OpOverload",
     "torch._subclasses.fake_tensor.DataDependentOutputException",

@@ -964,7 +964,7 @@ def compiled_engine_dir(shared: Path, kernels: Path) -> Path:
 def test_a_model_with_operations_that_programs_lack_is_for_torch_compile(
     kernels: Path, tmp_path: Path, said: Said
 ) -> None:
-    """By default; `aot` itself is refused. Its compiler is told not to compile here: that takes minutes."""
+    """The default takes it, and `aot` is refused. Its compiler is told not to compile here: that takes minutes."""
     checkpoint_dir = make_checkpoint(make_model("llama", **ODD), tmp_path)
     with pytest.raises(SpecDecError) as error:
         build(checkpoint_dir, tmp_path / "refused", compiler="aot")
