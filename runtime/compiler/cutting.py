@@ -8,6 +8,7 @@ are called in the same way; the first and the last of a kind must give the same 
 Weights are packed here, by the operations of the graph that look at nothing else, once for each layer.
 """
 
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -289,7 +290,7 @@ def _stand_in(i: int, shown: nn.Module | None, calls: dict[int, _LayerCall]) -> 
     """A forward of layer `i`; `shown` is the layer if it is called, too, to see what it returns."""
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        _keep_unshared((*args, *kwargs.values()))
+        _keep_unread((*args, *kwargs.values()))
         arguments, structure = pytree.tree_flatten((args, kwargs))
         is_tensor = [isinstance(value, Tensor) for value in arguments]
         tensors = [value for value in arguments if isinstance(value, Tensor)]
@@ -309,22 +310,22 @@ def _stand_in(i: int, shown: nn.Module | None, calls: dict[int, _LayerCall]) -> 
     return forward
 
 
-class _Unshared:
-    """A mapping by which layers may hand tensors to those behind them: whoever reads it is no layer to be cut off."""
+class _Unread(dict[Any, Any]):
+    """The contents of a mapping by which layers may hand tensors to those behind them, and which none may look into."""
 
-    def __getitem__(self, key: Any) -> Any:
+    def __contains__(self, key: object) -> bool:
         raise CannotBeCut("its layers share what they make")
 
 
-def _keep_unshared(value: Any) -> None:
-    """Have the mappings in an argument raise CannotBeCut when they are read; CannotBeCut for what cannot be watched."""
+def _keep_unread(value: Any) -> None:
+    """Have mappings in an argument raise CannotBeCut when they are read; CannotBeCut for others that may be written."""
     if isinstance(value, tuple):
         for one in value:
-            _keep_unshared(one)
-    elif isinstance(value, dict | MutableSequence):
+            _keep_unread(one)
+    elif isinstance(value, UserDict):
+        value.data = _Unread(value.data)
+    elif isinstance(value, MutableMapping | MutableSequence):
         raise CannotBeCut("its layers are handed what they may write into")
-    elif isinstance(value, MutableMapping) and not isinstance(value, _Unshared):
-        value.__class__ = type(type(value).__name__, (_Unshared, type(value)), {})
 
 
 def _check_output(hidden: Tensor, output: Any) -> None:
