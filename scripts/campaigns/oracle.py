@@ -33,6 +33,7 @@ from runtime.checkpoint.config import (
     StateShape,
 )
 from runtime.compiler.compilation import StepFunction
+from runtime.core.batch import Row
 from runtime.core.request import Draft, Request, Sequence
 from runtime.core.sampling import Sampler, draw
 from runtime.core.states import CHUNK_SIZE, StateCopy, StateManager, state_pools
@@ -342,22 +343,22 @@ class CheckedEngine(Engine):
         self.calls.make(f"{self.name}release", lambda: super(CheckedEngine, self).release(sequence))
         self.held.pop(id(sequence), None)
 
-    def forward(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Seq[Tensor]:
-        def call() -> Seq[Tensor]:
-            all_logits = super(CheckedEngine, self).forward(sequences, drafts)
-            for sequence, draft, logits in zip(sequences, drafts, all_logits, strict=True):
-                expected = self.model.logits([*sequence.tokens, *draft.tokens], len(draft.tokens) + 1)
+    def step(self, rows: Seq[Row], *, by_copy: bool = False) -> list[Tensor]:
+        def call() -> list[Tensor]:
+            all_logits = super(CheckedEngine, self).step(rows)
+            for row, logits in zip(rows, all_logits, strict=True):
+                sequence = next(one for one in self.held.values() if one.block_table is row.block_table)
+                tokens, num_tokens = [*sequence.tokens[: row.start], *row.tokens], len(sequence.tokens)
+                assert tokens[:num_tokens] == sequence.tokens, f"{self.name}tokens of request {sequence.request.id}"
+                expected = self.model.logits(tokens, len(tokens) - num_tokens + 1)
                 assert torch.equal(logits, expected), f"{self.name}logits of request {sequence.request.id}"
             return all_logits
 
-        logits: Seq[Tensor] = self.calls.make(f"{self.name}step", call)
-        return logits
+        def call_copy() -> list[Tensor]:
+            return super(CheckedEngine, self).step(rows, by_copy=True)  # whose logits are nobody's
 
-    def forward_draft(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Seq[Tensor]:
-        """Count the copy's step as a call. Its logits are nobody's, and not looked at."""
-        logits: Seq[Tensor] = self.calls.make(
-            f"{self.name}copy's step", lambda: super(CheckedEngine, self).forward_draft(sequences, drafts)
-        )
+        made = (f"{self.name}copy's step", call_copy) if by_copy else (f"{self.name}step", call)
+        logits: list[Tensor] = self.calls.make(*made)
         return logits
 
     def check_sequence(self, sequence: Sequence) -> None:
@@ -452,15 +453,27 @@ def _plain_step(model: ExactModel, sampler: Sampler, tokens: list[int], draft: D
 
 
 def _rejection_step(model: ExactModel, sampler: Sampler, tokens: list[int], draft: Draft) -> Iterator[int]:
-    """Chen et al., arXiv 2302.01318, Algorithm 2, of a draft that tells what it was drawn from."""
+    """Sun et al., arXiv 2403.10444, Algorithm 2 and equations 3 and 4, of a draft that tells what it was drawn from."""
     assert draft.probs is not None
-    prefix = list(tokens)
-    for token, q in zip(draft.tokens, draft.probs, strict=True):
-        p = sampler.probs(prefix, model.logits(prefix)[0])
-        if sampler.uniform(len(prefix), "accept") >= float(p[token]) / float(q[token]):
-            residual = (p - q).clamp(min=0)
-            yield draw(residual if float(residual.sum()) > 0 else p, sampler.uniform(len(prefix), "target"))
-            return
-        yield token
-        prefix.append(token)
-    yield draw(sampler.probs(prefix, model.logits(prefix)[0]), sampler.uniform(len(prefix), "target"))
+    start, number = len(tokens), len(draft.tokens)
+    p: list[Tensor] = []
+    for i in range(number + 1):  # after a token that the target never chooses nothing more is asked
+        if i == 0 or float(p[-1][draft.tokens[i - 1]]) > 0:
+            p.append(sampler.probs([*tokens, *draft.tokens[:i]], model.logits([*tokens, *draft.tokens[:i]])[0]))
+    at_least = [1.0]
+    for i, token in enumerate(draft.tokens[: len(p)]):
+        at_least.append(min(at_least[i] * float(p[i][token]) / float(draft.probs[i][token]), 1.0))
+    residuals = [(at_least[i] * p[i] - draft.probs[i]).clamp(min=0) for i in range(min(number, len(p)))]
+    accepted = 0
+    for i in range(1, len(p)):
+        threshold = at_least[i]
+        if i < number:
+            left = float(residuals[i].sum())
+            threshold = left / (left + 1 - at_least[i]) if left or at_least[i] < 1 else 1.0
+        if sampler.accept_uniform(start + i, start) < threshold:
+            accepted = i
+    yield from draft.tokens[:accepted]
+    weights = p[accepted]
+    if accepted < number and float(residuals[accepted].sum()) > 0:
+        weights = residuals[accepted]
+    yield draw(weights, sampler.uniform(start + accepted, "target"))
