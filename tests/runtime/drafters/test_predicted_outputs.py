@@ -60,22 +60,6 @@ def test_an_edit_of_three_lines_yields_six_tokens_a_step() -> None:
         assert (sequence.stats.tokens_per_step or 0) >= 6, seed
 
 
-def test_lines_that_were_added_or_removed_are_got_over() -> None:
-    lines = file_of(40, 3)
-    added = [*lines[:12], *file_of(2, 50), *lines[12:]]
-    removed = [*lines[:12], *lines[15:]]
-    for edited in (added, removed):
-        assert (replay(flat(edited), PredictionLookup(flat(lines))).stats.tokens_per_step or 0) >= 6
-
-
-def test_a_replaced_token_costs_a_step() -> None:
-    output = flat(file_of(20, 4))
-    predicted = list(output)
-    predicted[50] = 9999
-    unchanged = replay(output, PredictionLookup(output)).stats.num_steps
-    assert replay(output, PredictionLookup(predicted)).stats.num_steps <= unchanged + 1
-
-
 def test_what_was_not_predicted_is_soon_not_drafted() -> None:
     output = flat(file_of(20, 5))
     sequence = replay(output, PredictionLookup(flat([[5000 + i] * 3 for i in range(60)])))

@@ -101,16 +101,6 @@ def test_tokens_that_came_since_it_was_asked_are_looked_at_too() -> None:
     assert drafter.look_ahead(sequence, [3], 1) == Draft([4], match_len=3)
 
 
-def test_longest_match_wins() -> None:
-    """9 follows 3 twice, 7 follows 1 2 3 once."""
-    assert propose(SuffixLookup(), start([3, 9, 3, 9, 1, 2, 3, 7, 5, 1, 2, 3]), 2) == [7, 5]
-
-
-def test_most_frequent_continuation_wins_then_the_latest() -> None:
-    assert propose(SuffixLookup(), start([1, 5, 1, 5, 1, 6, 1]), 1) == [5]
-    assert propose(SuffixLookup(), start([1, 5, 1, 6, 1]), 1) == [6]
-
-
 def test_of_many_occurrences_the_last_count() -> None:
     """5 follows most of them, 6 most of the last ones, and nothing else repeats."""
     texts = [[1, 5, 100 + i] for i in range(MAX_OCCURRENCES)] + [[1, 6, 500 + i] for i in range(MAX_OCCURRENCES // 2)]
@@ -125,22 +115,8 @@ def test_ids_of_any_size_are_looked_up() -> None:
         assert propose(SuffixLookup(), start([token, 5, token]), 1) == [5]
 
 
-def test_repetition_goes_on_in_the_draft() -> None:
-    assert propose(SuffixLookup(), start([1, 2, 3, 1, 2, 3]), 7) == [1, 2, 3, 1, 2, 3, 1]
-
-
-def test_nothing_repeated_is_no_draft() -> None:
-    assert propose(SuffixLookup(), start([1, 2, 3])) == []
-    assert propose(SuffixLookup(), start([1])) == []
-
-
 def test_draft_ends_before_the_first_end_id() -> None:
     assert propose(SuffixLookup(), start([1, 2, 3, 9, 4, 1], end_ids=(9,))) == [2, 3]
-
-
-def test_draft_leaves_room_for_the_targets_own_token() -> None:
-    for max_new_tokens, draft in ((4, [2, 3, 1]), (2, [2]), (1, [])):
-        assert propose(SuffixLookup(), start([1, 2, 3, 1], max_new_tokens)) == draft
 
 
 @pytest.mark.parametrize(
@@ -159,30 +135,6 @@ def test_growth_that_is_none_is_refused(growth: float, said: Said) -> None:
     with pytest.raises(UsageError) as error:
         SuffixLookup(growth=growth)
     said(error, "0")
-
-
-def test_much_longer_public_match_is_followed() -> None:
-    """The sequence's own follower of 4 is 9; 1 2 3 4 had 5 after it in an earlier output."""
-    pool = NgramPool()
-    pool.add(Sequence(Request(9, (), 10), [1, 2, 3, 4, 5, 6]))
-    sequence = start([4, 9, 1, 2, 3, 4])
-    assert propose(SuffixLookup(), sequence, 1) == [9]
-    assert propose(SuffixLookup(pool=pool), sequence, 2) == [5, 6]
-    assert propose(SuffixLookup(pool=pool), start([4, 9, 8, 2, 3, 4]), 1) == [9]
-
-
-def test_requests_do_not_see_each_other() -> None:
-    first, second = start([1, 2, 3, 1], request_id=0), start([5, 1], request_id=1)
-    drafts = SuffixLookup().propose([first, second], 10)
-    assert [draft.tokens[:3] for draft in drafts] == [[2, 3, 1], []]
-
-
-def test_forget_drops_the_state() -> None:
-    drafter = SuffixLookup()
-    assert propose(drafter, start([1, 2, 3, 1]), 1) == [2]
-    drafter.forget(0)
-    drafter.forget(0)
-    assert propose(drafter, start([7, 8, 1])) == []
 
 
 def calls_of_steps(tokens: list[int], num_steps: int = 200) -> int:
