@@ -231,12 +231,11 @@ def make_steep_checkpoint(
     ("model", "precision"),
     [
         (("llama", 2, 0.2), UNQUANTIZED),
-        pytest.param(("llama", 2, 0.3), UNQUANTIZED, marks=pytest.mark.slow),
         pytest.param(("llama", 2, 0.3), QuantConfig("int8", 64, activations="int16"), marks=pytest.mark.slow),
-        (("llama", 2, 0.3), QuantConfig("int4", 64, activations="float")),
+        pytest.param(("llama", 2, 0.3), QuantConfig("int4", 64, activations="float"), marks=pytest.mark.slow),
         pytest.param(("llama", 2, 0.3), QuantConfig("fp8"), marks=pytest.mark.slow),
         pytest.param(("llama", 6, 0.3), QuantConfig(kv_cache="INT8"), marks=pytest.mark.slow),
-        (("llama", 6, 0.3), QuantConfig(kv_cache="FP8")),
+        pytest.param(("llama", 6, 0.3), QuantConfig(kv_cache="FP8"), marks=pytest.mark.slow),
         (("gemma3", 9, 0.1), QuantConfig(kv_cache="INT8")),
     ],
     ids=str,
@@ -265,34 +264,15 @@ def test_right_step_is_not_refused_for_the_tokens_that_8_bits_move_most(
     assert 0.3 < check.from_float32 < check.transformers_from_float32
 
 
-_TOKENS_OF_8_BITS = QuantConfig("int8", 64, activations="int8")
-
-
-_BROKEN = [
-    ("llama", sees_one_key_too_many),
-    ("mistral-sliding", forgets_the_window),
-    ("mistral-sliding", has_a_window_one_too_short),
-]
-_TOLERANCES = [
-    (UNQUANTIZED, "0.05"),
-    (QuantConfig("int8", 64), "0.05"),
-    (_TOKENS_OF_8_BITS, "0.2"),
-    (QuantConfig(kv_cache="INT8"), "0.05"),
-]
-
-
 @pytest.mark.parametrize(
     ("family", "broken", "precision", "tolerance"),
     [
-        pytest.param(
-            *broken,
-            *tolerance,
-            id=f"{broken[0]}-{broken[1].__name__}-{tolerance[0]}-{tolerance[1]}",
-            marks=pytest.mark.slow if (i + j) % 2 else (),
-        )
-        for i, broken in enumerate(_BROKEN)
-        for j, tolerance in enumerate(_TOLERANCES)
+        ("llama", sees_one_key_too_many, UNQUANTIZED, "0.05"),
+        ("mistral-sliding", forgets_the_window, QuantConfig("int8", 64), "0.05"),
+        ("mistral-sliding", has_a_window_one_too_short, QuantConfig("int8", 64, activations="int8"), "0.2"),
+        ("llama", sees_one_key_too_many, QuantConfig(kv_cache="INT8"), "0.05"),
     ],
+    ids=str,
 )
 def test_wrong_step_is_refused_by_float32_too(
     family: str,
@@ -338,7 +318,7 @@ def test_right_mixture_is_not_refused_for_near_ties_of_its_routers(family: str, 
     assert check.relative_difference <= check.tolerance or check.from_float32 is not None
 
 
-PHI_MIXTURES = [(0, 0.6), (1, 0.3), (1, 0.6), (2, 0.3)]
+PHI_MIXTURES = [(0, 0.6), (1, 0.3)]
 """Seeds and standard deviations of random Phi-3.5 mixtures that have near ties which bfloat16 decides by chance."""
 
 
@@ -439,13 +419,6 @@ def test_near_ties_of_the_best_one_and_of_a_bound_are_decided_otherwise() -> Non
     assert len(others.scores) == 2 and torch.equal(largest, scores.max(-1).values)
 
 
-def test_ties_of_every_other_token_alone_are_decided_otherwise() -> None:
-    scores = torch.tensor([[0.5, 0.49]]).repeat(4, 1)
-    with Choices([0.02], every=2, turn=1):
-        indices = scores.topk(1, dim=-1).indices
-    assert indices.flatten().tolist() == [0, 1, 0, 1]
-
-
 @pytest.fixture
 def below_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tolerance that no two ways to compute in float32 keep within."""
@@ -453,7 +426,7 @@ def below_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("below_rounding")
-@pytest.mark.parametrize("precision", [UNQUANTIZED, QuantConfig(kv_cache="INT8"), QuantConfig(kv_cache="FP8")], ids=str)
+@pytest.mark.parametrize("precision", [UNQUANTIZED, QuantConfig(kv_cache="FP8")], ids=str)
 def test_float64_decides_where_transformers_rounds_float32(precision: QuantConfig, tmp_path: Path) -> None:
     checkpoint_dir = make_checkpoint(make_model("llama"), tmp_path, "float32", precision)
     check = build(checkpoint_dir, tmp_path / "engine").logits_check
@@ -491,11 +464,10 @@ def test_layer_whose_kernels_compute_another_product_is_refused(
     assert not (tmp_path / "engine").exists()
 
 
-@pytest.mark.parametrize("precision", [QuantConfig("int8", 32, activations="float"), QuantConfig("fp8")], ids=str)
 def test_wrong_step_of_quantized_weights_is_refused_by_float64_too(
-    precision: QuantConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: Said
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: Said
 ) -> None:
-    checkpoint_dir = make_checkpoint(make_model("llama"), tmp_path, "float32", precision)
+    checkpoint_dir = make_checkpoint(make_model("llama"), tmp_path, "float32", QuantConfig("fp8"))
     broken = functools.partial(sees_one_key_too_many, PagedInputs.mask)
     monkeypatch.setattr(PagedInputs, "mask", functools.partialmethod(broken))
     check_refused(checkpoint_dir, tmp_path, said)
@@ -609,8 +581,9 @@ def test_lengths_that_do_not_fit_are_errors(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
-@pytest.mark.parametrize(("max_input_len", "max_draft_len"), [(31, 10), (1, 31), (20, 0)])
+@pytest.mark.parametrize(
+    ("family", "max_input_len", "max_draft_len"), [("gpt2", 31, 10), ("opt", 1, 31), ("llama", 20, 0)]
+)
 def test_every_position_of_the_model_can_be_used(
     family: str, max_input_len: int, max_draft_len: int, make_engine: Any
 ) -> None:
@@ -758,14 +731,14 @@ def flip_a_byte(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("name", ["rank0.pt2", "rank0.safetensors", "kernels.so"])
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("name", "damage", "message"),
     [
-        pytest.param(Path.unlink, "{path}", id="missing"),
-        pytest.param(truncate, "{path}; {half}", id="truncated"),
-        pytest.param(lambda path: path.write_bytes(b""), "{path}", id="empty"),
-        pytest.param(flip_a_byte, "{path}", id="flipped"),
+        pytest.param("rank0.pt2", Path.unlink, "{path}", id="missing"),
+        pytest.param("rank0.safetensors", truncate, "{path}; {half}", id="truncated"),
+        pytest.param("kernels.so", lambda path: path.write_bytes(b""), "{path}", id="empty"),
+        pytest.param("rank0.pt2", flip_a_byte, "{path}", id="flipped step"),
+        pytest.param("kernels.so", flip_a_byte, "{path}", id="flipped kernels"),
     ],
 )
 def test_damaged_compiled_step_is_named(
@@ -836,7 +809,7 @@ def test_weights_that_the_step_does_not_want_are_an_error(
     change: Callable[[Tensor], Tensor | None], message: str, llama_engine_dir: Path, tmp_path: Path, said: Said
 ) -> None:
     """Each by itself, even where somebody has recorded them: the step would read beyond their end."""
-    for name, weight in load_file(llama_engine_dir / "rank0.safetensors").items():
+    for name, weight in list(load_file(llama_engine_dir / "rank0.safetensors").items())[::6]:
         weights, changed = load_file(llama_engine_dir / "rank0.safetensors"), change(weight)
         del weights[name]
         if changed is not None:
@@ -881,7 +854,7 @@ SHAPES_OF_PACKAGE: dict[str, tuple[tuple[str | int, ...], object]] = SHAPES | {
     ("source", "made_for", "place", "value"),
     [
         *[("llama_engine_dir", made_for, *change) for made_for, change in SHAPES_OF_PACKAGE.items()],
-        *[("llama_uncompiled_dir", made_for, *change) for made_for, change in SHAPES.items()],
+        *[("llama_uncompiled_dir", made_for, *change) for made_for, change in list(SHAPES.items())[:2]],
     ],
 )
 def test_shapes_that_are_not_the_steps_are_an_error(

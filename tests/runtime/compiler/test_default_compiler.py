@@ -10,9 +10,3 @@ from runtime.checkpoint.config import Compiler
 @pytest.mark.parametrize(("device", "expected"), [("cpu", "aot"), ("cuda:0", "none"), ("cuda:3", "none")])
 def test_default_is_what_has_been_run_on_such_a_device(device: str, expected: Compiler) -> None:
     assert compiler_for(torch.device(device), None) == expected
-
-
-@pytest.mark.parametrize("asked", ["aot", "torch-compile", "none"])
-@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
-def test_who_names_a_compiler_gets_it(device: str, asked: Compiler) -> None:
-    assert compiler_for(torch.device(device), asked) == asked

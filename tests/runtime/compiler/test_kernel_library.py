@@ -93,23 +93,8 @@ def test_a_processor_gets_the_best_that_it_can_run(processor: str, expected: str
 def test_all_that_the_compiler_may_use_is_asked_for(one: InstructionSet) -> None:
     """A processor, or a virtual machine, with a part of it only would stop at an illegal instruction."""
     used = {name for name in as_linux_names(macros(one.flags)) if not name.startswith(("fp_fast", "gcc_"))}
-    with_avx = {
-        "crc32",
-        "lahf_sahf",
-        "popcnt",
-        "sse3",
-        "sse4_1",
-        "sse4_2",
-        "ssse3",
-        "xsave",
-    }  # every processor with AVX2
+    with_avx = set("crc32 lahf_sahf popcnt sse3 sse4_1 sse4_2 ssse3 xsave".split())  # every processor with AVX2
     assert used - with_avx <= one.needed
-
-
-def test_the_baseline_asks_for_nothing() -> None:
-    assert {machine: sets[-1].needed for machine, sets in INSTRUCTION_SETS.items()} == dict.fromkeys(
-        INSTRUCTION_SETS, frozenset()
-    )
 
 
 @pytest.mark.parametrize(
@@ -139,17 +124,7 @@ def test_kernels_of_other_sources_or_another_torch_are_not_taken(
     assert prebuilt_kernels((), "other", tmp_path) is None
 
 
-def test_a_wheel_of_another_machine_is_named_where_a_compiler_is_wanted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
-) -> None:
-    monkeypatch.setattr(prebuilt_machines, "__defaults__", (all_kernels(tmp_path),))
-    monkeypatch.setenv("CXX", "g++")
-    assert "kernels are for" not in no_compiler().message
-    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    said(no_compiler().message)
-
-
-def test_a_wheel_for_another_torch_says_so_where_a_compiler_is_wanted(
+def test_a_wheel_for_another_machine_or_torch_says_so_where_a_compiler_is_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
     monkeypatch.setattr(torch, "__version__", "2.98.1+cpu")
@@ -157,6 +132,9 @@ def test_a_wheel_for_another_torch_says_so_where_a_compiler_is_wanted(
     monkeypatch.setenv("CXX", "g++")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     assert "kernels are for" not in no_compiler().message
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    said(no_compiler().message)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
     said(no_compiler().message)
 
@@ -229,14 +207,6 @@ def test_without_kernels_or_a_compiler_the_model_is_computed_as_it_is(
     said(*(line for line in second.stderr.splitlines() if "C++" in line))
 
 
-@pytest.mark.slow  # Inductor is imported from an installation that nothing is cached for
-def test_torch_compile_without_a_compiler_says_so(installed: Path, llama_dir: Path, tmp_path: Path, said: Said) -> None:
-    arguments = ("run", "--model-dir", llama_dir, "--input-text", "one two", "--compiler", "torch-compile")
-    done = run_installed(installed, *arguments, tmp_path=tmp_path)
-    assert done.returncode == 1
-    said(*(line for line in done.stderr.splitlines() if line.startswith("error")))
-
-
 SUM = """
 typedef float Lanes __attribute__((vector_size(32)));
 Lanes sum(const Lanes* a, const float* b, long n) {
@@ -248,20 +218,10 @@ Lanes sum(const Lanes* a, const float* b, long n) {
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64's processors")
-@pytest.mark.parametrize("processor", ["znver2", "znver3", "haswell", "skylake-avx512"])
+@pytest.mark.parametrize("processor", ["znver3", "haswell"])
 def test_sums_are_fused_whatever_processor_the_compiler_tunes_for(processor: str) -> None:
     """GNU's splits some loops' multiply-add for a Zen, and not the same sum where it is unrolled: bits would differ."""
-    command = [
-        *shlex.split(cxx_compiler()),
-        *library._FLAGS,
-        f"-march={processor}",
-        "-S",
-        "-x",
-        "c++",
-        "-o",
-        "-",
-        "-",
-    ]
+    command = [*shlex.split(cxx_compiler()), *library._FLAGS, f"-march={processor}", *"-S -x c++ -o - -".split()]
     done = subprocess.run(command, input=SUM, capture_output=True, text=True, check=True)
     assert "vfmadd" in done.stdout
     assert "vmulps" not in done.stdout

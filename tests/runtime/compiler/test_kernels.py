@@ -615,15 +615,6 @@ def test_argmax_is_numpys(dtype: torch.dtype, size: int, threads: int) -> None:
     assert argmaxes(rows).tolist() == expected
 
 
-def test_argmax_is_the_first_largest() -> None:
-    rows = torch.zeros(130, 130)
-    expected = []
-    for first in range(130):
-        rows[first, first:] = 1.0 if first % 2 else -1.0
-        expected.append(first if first % 2 else 0)
-    assert argmaxes(rows).tolist() == expected
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_argmax_finds_the_only_nan(dtype: torch.dtype) -> None:
     """A NaN is found wherever it is, and though no number after the first is larger: there is none then."""

@@ -1,24 +1,18 @@
 """Programs are kept by the graph they are compiled of: whoever wants the same finds it, and nobody finds half."""
 
 import errno
-import importlib
 import os
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from logged import logged
 from tiny import hf_greedy, make_model
 from torch.fx import GraphModule
-from transformers import PreTrainedModel
 
 from runtime.compiler import programs
-from runtime.compiler.compilation import _quiet
 from runtime.compiler.programs import compile_programs
 from runtime.core.request import Request
 from runtime.engine.engine import Engine
@@ -36,20 +30,6 @@ def graph(width: int) -> GraphModule:
     free = {0: torch.export.Dim.DYNAMIC}
     exported = torch.export.export(module, (torch.zeros(3, width),), dynamic_shapes=(free,))
     return exported.module(check_guards=False)
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[GraphModule]:
-    """The graphs that Inductor is asked for."""
-    asked: list[GraphModule] = []
-    run: Callable[..., list[Any]] = programs.run_inductor
-
-    def watched(program: GraphModule, *others: Any) -> list[Any]:
-        asked.append(program)
-        return run(program, *others)
-
-    monkeypatch.setattr(programs, "run_inductor", watched)
-    return asked
 
 
 @pytest.fixture
@@ -75,19 +55,6 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def entries(cache: Path) -> list[Path]:
     return [path for path in cache.iterdir() if path.suffix != ".lock"]
-
-
-@pytest.mark.slow  # `test_cutting.py` has a deeper model
-def test_a_second_model_of_a_width_compiles_nothing(
-    llama_engine_dir: Path, llama: PreTrainedModel, make_engine_dir: Callable[..., Path], compiled: list[GraphModule]
-) -> None:
-    """It has other weights, and more layers."""
-    model = make_model("llama", num_hidden_layers=3, vocab_size=llama.config.vocab_size)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.9)
-    make_engine_dir(model, compiler="aot")
-    assert compiled == []
 
 
 @pytest.mark.slow  # a C++ compiler takes half a minute
@@ -186,18 +153,3 @@ def test_a_disk_that_is_full_while_a_program_is_compiled_is_said(tmp_path: Path)
     compiler.chmod(0o755)
     with pytest.raises(OSError, match="No space left on device"):
         programs._run([str(compiler)])
-
-
-@pytest.mark.skipif(
-    torch.cuda.is_available() or torch.version.cuda is None, reason="torch for CUDA says it, where there is no GPU"
-)
-def test_a_toolkit_without_a_gpu_is_no_line_of_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's, when its compiler is imported."""
-    name = "torch.utils.cpp_extension"
-    monkeypatch.setenv("CUDA_HOME", "/usr/local")
-    with logged(name) as said:
-        for block in (nullcontext(), _quiet()):
-            monkeypatch.delitem(sys.modules, name, raising=False)
-            with block:
-                importlib.import_module(name)
-    assert len(said) == 1 and "CUDA_HOME" in said[0]  # not in the block

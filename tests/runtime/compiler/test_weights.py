@@ -225,20 +225,6 @@ def test_every_weight_begins_at_a_cache_line(path: Path, layout: Layout) -> None
     assert {weight.data_ptr() % 64 for weight in open_weights(path, layout).values()} == {0}
 
 
-def test_no_weights_are_a_file_too(tmp_path: Path) -> None:
-    save_weights(tmp_path / "empty.safetensors", {})
-    assert open_weights(tmp_path / "empty.safetensors", {}) == {}
-
-
-def test_others_may_read_the_file_if_the_user_lets_them(tmp_path: Path) -> None:
-    before = os.umask(0o022)
-    try:
-        save_weights(tmp_path / "weights.safetensors", {"a": torch.zeros(1)})
-    finally:
-        os.umask(before)
-    assert (tmp_path / "weights.safetensors").stat().st_mode & 0o777 == 0o644
-
-
 @pytest.mark.parametrize("size", [0, 5, 40, -1])
 def test_file_that_is_cut_off_is_found_out(path: Path, layout: Layout, size: int) -> None:
     os.truncate(path, size if size >= 0 else path.stat().st_size + size)
