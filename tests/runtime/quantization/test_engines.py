@@ -11,7 +11,6 @@ import pytest
 import torch
 from quantized import (
     Q,
-    gguf_model,
     save_awq,
     save_compressed,
     save_gguf,
@@ -19,7 +18,6 @@ from quantized import (
     save_nvfp4,
     small_model,
     stored_blocks,
-    write_tokenizer,
 )
 from safetensors.torch import load_file
 from sentences import Said
@@ -112,10 +110,7 @@ def outputs(engine: Engine, prompts: list[list[int]], *, ngram: bool) -> list[li
 @pytest.mark.parametrize(
     ("source", "activations"),
     [
-        *(
-            (source, "float")
-            for source in ("int8", "int4", "fp8", "AWQ", "GPTQ", "Q4_1", "Q2_K", "IQ4_XS", "compressed-tensors")
-        ),
+        *((source, "float") for source in ("int8", "int4", "fp8", "AWQ", "GPTQ", "Q2_K", "compressed-tensors")),
         ("int8", "int16"),
         ("GPTQ", "int16"),
     ],
@@ -159,9 +154,7 @@ def check_engine(engine_dir: Path, model: PreTrainedModel) -> None:
         assert outputs(engine, prompts, ngram=True) == plain
 
 
-@pytest.mark.parametrize(
-    ("qformat", "compiler"), [("int8", "none"), ("int4", "aot"), pytest.param("fp8", "aot", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("qformat", "compiler"), [("int8", "none"), ("int4", "aot")])
 def test_weights_stored_the_other_way_round_are_quantized_too(qformat: Any, compiler: str, tmp_path: Path) -> None:
     """GPT-2's, (inputs, outputs): by rows of outputs, as all others. It is published without its head."""
     model = make_model("gpt2")
@@ -254,15 +247,6 @@ def test_each_layer_reads_as_many_bits_as_its_own_weight_asks_for(tmp_path: Path
     assert checkpoint.quantization is not None and checkpoint.quantization.activations == "mixed"
 
 
-@pytest.mark.slow
-def test_split_engine_quantizes_what_layers_read(tmp_path: Path, kernels: Path) -> None:
-    whole = make_checkpoint("int4", tmp_path, "int8")
-    (tmp_path / "checkpoint").rename(tmp_path / "whole")
-    make_checkpoint("int4", tmp_path, "int8", tp_size=2)
-    build(tmp_path)
-    check_quantization_engine(tmp_path, whole, tmp_path / "whole")
-
-
 def test_compiled_engine_holds_few_bits_and_is_batch_invariant(tmp_path: Path, kernels: Path) -> None:
     checkpoint = make_checkpoint("int4", tmp_path, "int8")
     config = build(tmp_path, compiler="aot")
@@ -289,10 +273,8 @@ def test_deep_model_in_float32_with_activations_in_16_bits_is_right(tmp_path: Pa
     assert 1e-4 < check.relative_difference < 1e-2
 
 
-@pytest.mark.parametrize(
-    "precision", [QuantConfig("fp8", activations="int16"), QuantConfig(activations="int8")], ids=str
-)
-def test_activations_are_quantized_beside_integers_only(precision: QuantConfig, tmp_path: Path, said: Said) -> None:
+def test_activations_are_quantized_beside_integers_only(tmp_path: Path, said: Said) -> None:
+    precision = QuantConfig("fp8", activations="int16")
     small_model().save_pretrained(tmp_path / "model")
     with pytest.raises(SpecDecError) as raised:
         convert(
@@ -408,8 +390,7 @@ def test_largest_sums_fit_their_integers(kind: str, weight_sign: int, bits: int,
         torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("num_rows", [3, 40])
+@pytest.mark.parametrize(("poison", "num_rows"), [(torch.nan, 3), (torch.inf, 40)])
 @pytest.mark.parametrize(("kind", "bits"), [(kind, bits) for kind in KINDS for bits in (0, 8, 16)] + [("fp8", 0)])
 def test_what_is_no_number_stays_with_its_token(
     kind: str, bits: int, num_rows: int, poison: float, kernels: Path
@@ -439,23 +420,6 @@ def quantized_dirs(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 TEXT = "The little dog had a red ball. One day the dog lost the ball. " * 20
-
-
-def test_quality_of_quantized_keys_of_a_gguf_file_is_that_of_its_model(tmp_path: Path, tokenizer: Any) -> None:
-    """Beside the same numbers in a directory."""
-    tokenizer.save_pretrained(tmp_path / "model")
-    write = partial(write_tokenizer, tokenizer=tokenizer)
-    model = gguf_model("llama", len(tokenizer))
-    model.load_state_dict(save_gguf(tmp_path / "a.gguf", Q.F32, vocab_size=len(tokenizer), edit=write), strict=False)
-    model.save_pretrained(tmp_path / "model")
-    found = []
-    for source in (tmp_path / "a.gguf", tmp_path / "model"):
-        checkpoint_dir, precision = tmp_path / f"{source.stem}-int8", QuantConfig(kv_cache="INT8")
-        convert(source, checkpoint_dir, "float32", replace=False, progress=lambda *_: None, precision=precision)
-        found.append(measure_quality(checkpoint_dir, TEXT, "text"))
-    assert found[0].num_tokens == found[1].num_tokens and found[1].mean_kl > 0
-    assert found[0].mean_kl == pytest.approx(found[1].mean_kl, rel=1e-3)
-    assert found[0].top1_agreement == pytest.approx(found[1].top1_agreement, abs=0.002)
 
 
 def test_quality_is_what_the_probabilities_say(quantized_dirs: dict[str, Path], llama: PreTrainedModel) -> None:

@@ -259,7 +259,7 @@ def make_meta(config: PreTrainedConfig) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("size", [0, 1, 7, 4097, 300_001])
+@pytest.mark.parametrize("size", [0, 7, 4097, 300_001])
 def test_a_number_that_is_none_is_found_wherever_it_is(dtype: torch.dtype, size: int) -> None:
     weights = torch.linspace(-1, 1, size).to(dtype)
     assert _are_finite(weights)

@@ -9,7 +9,7 @@ from runtime.core.request import Draft, Sequence
 from runtime.core.stats import sum_stats
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
-from runtime.measure.tuning.replay import ReplayedBatches, ReplayedStep, replay, replay_batches
+from runtime.measure.tuning.replay import ReplayedStep, replay, replay_batches
 from runtime.measure.tuning.search import LoopSeconds, predict, step_s
 from runtime.text.trace_lines import Trace
 
@@ -63,10 +63,6 @@ def test_prediction_is_the_sum_by_hand() -> None:
     assert predicted.others == pytest.approx((others + 7) * MS)
 
 
-def test_nothing_replayed_takes_no_time() -> None:
-    assert predict(ReplayedBatches(), COSTS, 512).total == 0
-
-
 def test_parts_are_scaled_each_by_its_own() -> None:
     """Prompts took twice as long as predicted and steps as long: so will the prompts of others."""
     factors = LoopSeconds(4.0, 3.0).over(LoopSeconds(2.0, 3.0))
@@ -93,13 +89,6 @@ def test_public_text_comes_from_groups_before() -> None:
     assert sum_stats(together.stats).counts(4) == sum_stats(private.stats).counts(4)
 
 
-def test_no_drafter_steps_once_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.perf_counter", lambda: 5.0)  # nothing is done that would take time
-    batches = replay_batches(TRACES, None, 0)
-    assert [stats.num_steps for stats in batches.stats] == [len(trace.output_tokens) for trace in TRACES]
-    assert batches.draft_time_s == 0
-
-
 @pytest.mark.parametrize("draft_len", [1, 2, 4])
 def test_tokens_per_step_follow_from_survival(draft_len: int) -> None:
     """E = 1 + sum over i of P(accepted >= i). The budget is never near, so every draft is full; 9 is never drafted."""
@@ -109,9 +98,3 @@ def test_tokens_per_step_follow_from_survival(draft_len: int) -> None:
     survival = [sum(a >= i for a in stats.per_step_accepted) / stats.num_steps for i in range(1, draft_len + 1)]
     assert sum(survival) > 0.5
     assert stats.counts(draft_len)["tokens_per_step"] == pytest.approx(1 + sum(survival))
-
-
-def test_end_ids_are_not_drafted() -> None:
-    trace = Trace((3, 4, 7, 3, 4), (7, 3, 4, 7))
-    drafted = [sum_stats(replay_batches([trace], NgramLookup(2), 4, end_ids=ends).stats) for ends in (frozenset(), {7})]
-    assert drafted[0].num_draft_tokens > drafted[1].num_draft_tokens == 0

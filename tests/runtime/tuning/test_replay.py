@@ -124,11 +124,6 @@ def test_budget_beyond_the_output_changes_what_is_drafted_and_no_step() -> None:
     assert (cut.num_steps, cut.num_generated_tokens) == (2, 6)
 
 
-def test_without_drafts_every_step_yields_one_token() -> None:
-    (stats,) = replay([Trace((1,), (5, 6, 7))], NgramLookup(2), 0)
-    assert (stats.num_steps, stats.num_spec_steps, stats.num_generated_tokens) == (3, 0, 3)
-
-
 def test_empty_output_takes_no_step() -> None:
     assert [stats.num_steps for stats in replay([Trace((1, 1), ())], SuffixLookup(), 4)] == [0]
 
@@ -195,14 +190,6 @@ def test_prompt_lookup_on_spec_bench_gives_the_published_figure(spec_bench: list
     assert total["draft_acceptance_rate"] == pytest.approx(0.122, abs=0.0005)
 
 
-@pytest.mark.slow
-def test_prompt_lookup_on_spec_bench_with_its_budget(spec_bench: list[Trace]) -> None:
-    """Tokens per step are as many, and acceptance is 0.119, with a budget of 1,024 tokens as it was there."""
-    total = sum_stats(replay(spec_bench, NgramLookup(3, ranking="leftmost"), 10, max_new_tokens=1024)).counts(10)
-    assert total["tokens_per_step"] == pytest.approx(1.755, abs=0.001)
-    assert total["draft_acceptance_rate"] == pytest.approx(0.119, abs=0.0005)
-
-
 @pytest.mark.parametrize(
     ("drafter", "figure"),
     [("frequent", 1.5699), ("suffix", 1.5737), ("frequent, public", 1.6483), ("suffix, public", 1.6523)],
@@ -213,11 +200,3 @@ def test_what_the_drafters_are_worth_on_a_quarter_of_spec_bench(
     """Figures as they were when this was written: a change of a draft is a change of the figure."""
     stats = replay(spec_bench[::4], MAKE_DRAFTER[drafter](), 10)
     assert tokens_per_step(stats) == pytest.approx(figure, abs=0.0002)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("drafter", "least"), [("frequent", 1.81), ("suffix", 1.82), ("frequent, public", 1.94), ("suffix, public", 1.95)]
-)
-def test_what_the_drafters_are_worth_on_spec_bench(drafter: str, least: float, spec_bench: list[Trace]) -> None:
-    assert tokens_per_step(replay(spec_bench, MAKE_DRAFTER[drafter](), 10)) > least
