@@ -104,13 +104,6 @@ def test_blocks_after_a_chunk_are_not_looked_at() -> None:
     assert batch.block_tables.tolist() == [[5]]
 
 
-def test_rows_of_a_sequence() -> None:
-    sequence = Sequence(Request(0, (1,), 9), [1, 2, 3, 4, 5, 6], num_computed=2, block_table=[3, 4])
-    assert generation_row(sequence, [7, 8]) == Row([3, 4, 5, 6, 7, 8], 2, [3, 4], num_logits=3)
-    assert generation_row(sequence, []) == Row([3, 4, 5, 6], 2, [3, 4], num_logits=1)
-    assert context_row(sequence, 3) == Row([3, 4, 5], 2, [3, 4], num_logits=1)
-
-
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_slots_follow_their_definition(block_size: int) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -13,14 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sentences import Said
-from tiny import VOCAB_SIZE, make_config, make_model
+from tiny import VOCAB_SIZE, make_model
 from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoTokenizer,
     FalconConfig,
     MistralConfig,
-    PhimoeConfig,
     PreTrainedConfig,
     Qwen2MoeConfig,
     T5Config,
@@ -35,6 +34,7 @@ from runtime.model.pretrained import parse_pretrained_config
 from runtime.util.errors import SpecDecError, SpecDecWarning
 
 ROOT = Path(__file__).parents[2]
+INDEX = "model.safetensors.index.json"
 
 
 def run_convert(model_dir: Path, output_dir: Path, dtype: Dtype | None = None, *, replace: bool = False) -> Any:
@@ -84,18 +84,7 @@ def test_values_are_kept(layout: str, request: pytest.FixtureRequest, tmp_path: 
     assert checkpoint.pretrained_config == json.loads((source / "config.json").read_text())
 
 
-def test_index_says_which_tensor_of_a_name_counts(sharded_dir: Path, tmp_path: Path) -> None:
-    expected = saved_tensors(sharded_dir)
-    weight_map = json.loads((sharded_dir / "model.safetensors.index.json").read_text())["weight_map"]
-    name, file = next(iter(weight_map.items()))
-    other = sharded_dir / next(other for other in weight_map.values() if other != file)
-    save_file(load_file(other) | {name: torch.zeros_like(expected[name])}, other)
-    run_convert(sharded_dir, tmp_path / "out")
-    assert_same_bits(load_file(tmp_path / "out" / "rank0.safetensors"), expected)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("saved", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("saved", "dtype"), [("float32", "bfloat16"), ("bfloat16", "float16"), ("float16", "float32")])
 def test_dtype_is_the_saved_one_or_the_one_asked_for(saved: Any, dtype: Any, tmp_path: Path) -> None:
     make_model("llama").to(getattr(torch, saved)).save_pretrained(tmp_path / "model")
     source = saved_tensors(tmp_path / "model")
@@ -104,16 +93,6 @@ def test_dtype_is_the_saved_one_or_the_one_asked_for(saved: Any, dtype: Any, tmp
     assert run_convert(tmp_path / "model", tmp_path / "out", dtype).dtype == dtype
     expected = {name: tensor.to(getattr(torch, dtype)) for name, tensor in source.items()}
     assert_same_bits(load_file(tmp_path / "out" / "rank0.safetensors"), expected)
-
-
-def test_tied_weights_are_written_once(tmp_path: Path) -> None:
-    model = make_model("llama", tie_word_embeddings=True)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    model.save_pretrained(tmp_path / "model")
-    run_convert(tmp_path / "model", tmp_path / "out")
-    tensors = load_file(tmp_path / "out" / "rank0.safetensors")
-    assert "lm_head.weight" not in tensors
-    assert torch.equal(tensors["model.embed_tokens.weight"], model.lm_head.weight)
 
 
 def test_mixed_and_unusual_tensors_survive(model_dir: Path, tmp_path: Path) -> None:
@@ -131,15 +110,6 @@ def test_mixed_and_unusual_tensors_survive(model_dir: Path, tmp_path: Path) -> N
     assert run_convert(model_dir, tmp_path / "out").dtype == "float32"
     expected = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     assert_same_bits(load_file(tmp_path / "out" / "rank0.safetensors"), expected)
-
-
-def test_progress_reaches_all_the_bytes(sharded_dir: Path, tmp_path: Path) -> None:
-    calls: list[tuple[int, int]] = []
-    convert(sharded_dir, tmp_path / "out", "float16", replace=False, progress=lambda *call: calls.append(call))
-    num_bytes = sum(tensor.half().nbytes for tensor in saved_tensors(sharded_dir).values())
-    assert {total for _, total in calls} == {num_bytes}
-    done = [done for done, _ in calls]
-    assert done == sorted(done) and done[-1] == num_bytes
 
 
 def test_tokenizer_files_travel_along(
@@ -165,7 +135,7 @@ def shard(model_dir: Path) -> Path:
 
 
 def edit_index(model_dir: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
-    path = model_dir / "model.safetensors.index.json"
+    path = model_dir / INDEX
     index = json.loads(path.read_text())
     edit(index)
     path.write_text(json.dumps(index))
@@ -182,58 +152,40 @@ def only_pickled(model_dir: Path) -> None:
     torch.save({}, model_dir / "pytorch_model.bin")
 
 
-DAMAGES = [
-    pytest.param(shutil.rmtree, "model directory does not exist: {dir}", id="no directory"),
-    pytest.param(lambda d: (d / "config.json").unlink(), "file is missing: {dir}/config.json", id="no config"),
-    pytest.param(lambda d: truncate(d / "config.json"), "`{dir}/config.json` is not valid JSON", id="truncated config"),
-    pytest.param(
-        lambda d: (d / "config.json").write_text("{}"), "`{dir}/config.json` names no `model_type`", id="empty config"
-    ),
-    pytest.param(lambda d: shard(d).unlink(), "file is missing: {shard}", id="no shard"),
-    pytest.param(lambda d: truncate(shard(d)), "`{shard}` is damaged", id="truncated shard"),
-    pytest.param(lambda d: shard(d).write_bytes(b"\x05"), "`{shard}` is damaged", id="shard of one byte"),
-    pytest.param(lambda d: shard(d).write_bytes(b"<html>" * 50), "`{shard}` is damaged", id="shard is a web page"),
-    pytest.param(
-        lambda d: edit_index(d, lambda index: index["weight_map"].update(ghost=shard(d).name)),
-        "`{dir}/model.safetensors.index.json` names a tensor that no shard holds: ghost",
-        id="index names a tensor that is not there",
-    ),
-    pytest.param(
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no directory": (shutil.rmtree, "model directory does not exist: {dir}"),
+    "no config": (lambda d: (d / "config.json").unlink(), "file is missing: {dir}/config.json"),
+    "empty config": (lambda d: (d / "config.json").write_text("{}"), "`{dir}/config.json` names no `model_type`"),
+    "wrong type": (lambda d: edit_config(d, hidden_size="wide"), "`{dir}/config.json` is not a valid llama config"),
+    "unknown": (lambda d: edit_config(d, model_type="alien"), "transformers does not know this model type: alien"),
+    "no shard": (lambda d: shard(d).unlink(), "file is missing: {shard}"),
+    "truncated shard": (lambda d: truncate(shard(d)), "`{shard}` is damaged"),
+    "shard of one byte": (lambda d: shard(d).write_bytes(b"\x05"), "`{shard}` is damaged"),
+    "shard is a web page": (lambda d: shard(d).write_bytes(b"<html>" * 50), "`{shard}` is damaged"),
+    "truncated index": (lambda d: truncate(d / INDEX), "`{dir}/" + INDEX + "` is not valid JSON"),
+    "index without weight_map": (
         lambda d: edit_index(d, lambda index: index.pop("weight_map")),
-        "`{dir}/model.safetensors.index.json` has no `weight_map`",
-        id="index without weight_map",
+        "`{dir}/" + INDEX + "` has no `weight_map`",
     ),
-    pytest.param(
-        lambda d: truncate(d / "model.safetensors.index.json"),
-        "`{dir}/model.safetensors.index.json` is not valid JSON",
-        id="truncated index",
+    "index names a tensor that is not there": (
+        lambda d: edit_index(d, lambda index: index["weight_map"].update(ghost=shard(d).name)),
+        "`{dir}/" + INDEX + "` names a tensor that no shard holds: ghost",
     ),
-    pytest.param(
+    "no weights at all": (
         lambda d: [path.unlink() for path in d.glob("*.safetensors*")],
         "file is missing: {dir}/model.safetensors",
-        id="no weights at all",
     ),
-    pytest.param(
-        only_pickled, "weights are pickled, which can run code when opened: {dir}/pytorch_model.bin", id="pickle"
-    ),
-    pytest.param(
+    "pickle": (only_pickled, "weights are pickled, which can run code when opened: {dir}/pytorch_model.bin"),
+    "quantized": (
         lambda d: edit_config(d, quantization_config={"quant_method": "gptq", "bits": 4}),
         "config.json says that weights are quantized (GPTQ), and none are: {dir}",
-        id="quantized",
     ),
-    pytest.param(
-        lambda d: edit_config(d, model_type="alien"), "transformers does not know this model type: alien", id="unknown"
-    ),
-    pytest.param(
-        lambda d: edit_config(d, hidden_size="wide"), "`{dir}/config.json` is not a valid llama config", id="wrong type"
-    ),
-]
+}
 
 
-@pytest.mark.parametrize(("damage", "message"), DAMAGES)
-def test_damaged_model_is_named_and_nothing_is_written(
-    damage: Callable[[Path], Any], message: str, sharded_dir: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damaged_model_is_named_and_nothing_is_written(kind: str, sharded_dir: Path, tmp_path: Path) -> None:
+    damage, message = DAMAGES[kind]
     wanted = message.format(dir=sharded_dir, shard=shard(sharded_dir))
     damage(sharded_dir)
     with pytest.raises(SpecDecError) as error:
@@ -264,36 +216,16 @@ def test_shard_that_changes_while_it_is_read_is_named(
     assert not (tmp_path / "out").exists()
 
 
-def test_hints_say_how_to_go_on(sharded_dir: Path, tmp_path: Path, said: Said) -> None:
-    only_pickled(sharded_dir)
-    with pytest.raises(SpecDecError) as error:
-        run_convert(sharded_dir, tmp_path / "out")
-    assert error.value.hint is not None
-    said(error, "save_pretrained")
-    edit_config(sharded_dir, model_type="alien", auto_map={"AutoModelForCausalLM": "alien.Alien"})
-    with pytest.raises(SpecDecError) as error:
-        run_convert(sharded_dir, tmp_path / "out")
-    assert error.value.hint is not None
-    said(error, "trust_remote_code")
-
-
 SMALL: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 UNSUPPORTED = [
     pytest.param(T5Config(vocab_size=32), "t5", id="encoder-decoder"),
-    pytest.param(AutoConfig.for_model("rwkv"), "rwkv", id="state space"),
     pytest.param(FalconConfig(**SMALL, alibi=True), "falcon", id="Falcon"),
     pytest.param(
         Qwen2MoeConfig(**SMALL, use_sliding_window=True, sliding_window=5000, max_window_layers=1),
         "5000",
         id="Qwen2-MoE with windows",
     ),
-    pytest.param(
-        PhimoeConfig(**SMALL, num_key_value_heads=2, sliding_window=8),
-        "8",
-        id="Phi-MoE with windows",
-    ),
     pytest.param(AutoConfig.for_model("bert"), "BertSelfAttention", id="BERT"),
-    pytest.param(AutoConfig.for_model("vit"), "vit", id="no text"),
 ]
 
 
@@ -379,15 +311,6 @@ def test_weights_of_integers_are_refused_by_name(model_dir: Path, tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize(("tag", "value"), [("Infinity", float("inf")), ("-Infinity", -float("inf"))])
-def test_infinity_as_transformers_writes_it_is_read(tag: str, value: float, model_dir: Path, tmp_path: Path) -> None:
-    config = make_config("granite", residual_multiplier=value)
-    config.save_pretrained(tmp_path / "infinite")
-    written = json.loads((tmp_path / "infinite" / "config.json").read_text())
-    assert written["residual_multiplier"] == {"__float__": tag}
-    assert parse_pretrained_config(written, "config.json").residual_multiplier == value
-
-
 def test_config_of_another_size_than_the_weights_is_named(model_dir: Path, tmp_path: Path, said: Said) -> None:
     edit_config(model_dir, vocab_size=40)
     with pytest.raises(SpecDecError) as error:
@@ -396,36 +319,15 @@ def test_config_of_another_size_than_the_weights_is_named(model_dir: Path, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize("window", [None, 1, 8, 5000, 3_000_000])
+@pytest.mark.parametrize("window", [None, 1, 5000])
 def test_windows_are_those_of_transformers_masks(window: int | None, tmp_path: Path) -> None:
     MistralConfig(**SMALL, num_key_value_heads=2, intermediate_size=48, sliding_window=window).save_pretrained(tmp_path)
     config = parse_pretrained_config(json.loads((tmp_path / "config.json").read_text()), "config.json")
     assert [layer.sliding_window for layer in probe_config(config).layers] == [window, window]
 
 
-def test_output_that_is_not_empty_is_refused(model_dir: Path, tmp_path: Path, said: Said) -> None:
-    run_convert(model_dir, tmp_path / "out")
-    before = (tmp_path / "out" / "config.json").stat()
-    with pytest.raises(SpecDecError) as error:
-        run_convert(model_dir, tmp_path / "out")
-    said(error)
-    assert (tmp_path / "out" / "config.json").stat() == before
-    assert run_convert(model_dir, tmp_path / "out", "float16", replace=True).dtype == "float16"
-    assert open_checkpoint(tmp_path / "out").dtype == "float16"
-
-
-def test_replace_does_not_touch_the_model_itself(model_dir: Path, said: Said) -> None:
-    before = {path.name: path.read_bytes() for path in model_dir.iterdir()}
-    with pytest.raises(SpecDecError) as error:
-        run_convert(model_dir, model_dir, replace=True)
-    said(error)
-    assert {path.name: path.read_bytes() for path in model_dir.iterdir()} == before
-
-
-@pytest.mark.parametrize("replace", [False, True])
-def test_interruption_leaves_nothing_new(replace: bool, sharded_dir: Path, tmp_path: Path) -> None:
-    if replace:
-        run_convert(sharded_dir, tmp_path / "out", "float16")
+def test_interruption_leaves_nothing_new(sharded_dir: Path, tmp_path: Path) -> None:
+    run_convert(sharded_dir, tmp_path / "out", "float16")
     before = sorted(path.name for path in tmp_path.iterdir())
     calls = []
 
@@ -435,11 +337,10 @@ def test_interruption_leaves_nothing_new(replace: bool, sharded_dir: Path, tmp_p
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        convert(sharded_dir, tmp_path / "out", "float32", replace=replace, progress=interrupt)
+        convert(sharded_dir, tmp_path / "out", "float32", replace=True, progress=interrupt)
     assert len(calls) > 1
     assert sorted(path.name for path in tmp_path.iterdir()) == before
-    if replace:
-        assert open_checkpoint(tmp_path / "out").dtype == "float16"
+    assert open_checkpoint(tmp_path / "out").dtype == "float16"
 
 
 def test_directory_that_is_no_checkpoint_is_named(
@@ -500,11 +401,6 @@ def test_a_build_reads_a_copy_of_weights_in_other_bits_or_parts(
     dtype: Dtype | None, tp_size: int, model_dir: Path, tmp_path: Path
 ) -> None:
     assert not for_build(model_dir, tmp_path / "out", dtype, tp_size).is_symlink()
-
-
-def test_a_build_reads_a_copy_of_shards(sharded_dir: Path, tmp_path: Path) -> None:
-    weights = for_build(sharded_dir, tmp_path / "out")
-    assert_same_bits(load_file(weights), saved_tensors(sharded_dir))
 
 
 NUM_SHARDS, SHARD_BYTES = 6, 64 * 2**20

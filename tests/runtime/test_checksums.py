@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sentences import Said
 
-from runtime.checkpoint.bundle import check_step_files, read_bundle, unchanged_while_opened
+from runtime.checkpoint.bundle import check_step_files, read_bundle
 from runtime.engine.engine import Engine
 from runtime.text.text import open_tokenizer
 from runtime.util import cache
@@ -54,16 +54,6 @@ def test_digests_of_pieces_are_of_those_bytes_in_their_order(kept: Callable[[], 
     assert len(kept()) == 2
 
 
-def test_a_file_of_this_moment_has_no_kept_digest(
-    kept: Callable[[], list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may change once more without its times becoming others."""
-    monkeypatch.setattr(cache, "_TIME_STEP_NS", 10**12)
-    (tmp_path / "file").write_bytes(b"content")
-    file_digest(tmp_path / "file")
-    assert kept() == []
-
-
 def test_engine_that_is_replaced_while_it_is_opened_is_an_error(
     llama_uncompiled_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
@@ -98,11 +88,6 @@ def test_configuration_that_was_read_before_is_looked_at_again(
             read_bundle(engine_dir)
         said(error, "config.json", "digest")
         path.write_text(text)
-
-
-def test_engine_that_nobody_touches_is_opened(llama_uncompiled_dir: Path) -> None:
-    with unchanged_while_opened(read_bundle(llama_uncompiled_dir)):
-        check_step_files(read_bundle(llama_uncompiled_dir))
 
 
 @pytest.mark.parametrize("source", ["llama_uncompiled_dir", "llama_checkpoint_dir"])

@@ -56,36 +56,18 @@ def test_request_length_leaves_out_the_draft() -> None:
     assert make_build(max_seq_len=170, max_draft_len=10).max_request_len == 160
 
 
-def test_whole_number_is_a_valid_float() -> None:
-    data = as_json(ENGINE)
-    data["logits_check"]["max_abs_difference"] = 0
-    assert parse(EngineConfig, data, "config.json").logits_check.max_abs_difference == 0
-
-
+NEWER = ENGINE_FORMAT_VERSION + 1
 DAMAGES = [
-    pytest.param(
-        ("format_version",),
-        ENGINE_FORMAT_VERSION + 1,
-        (ENGINE_FORMAT_VERSION, ENGINE_FORMAT_VERSION + 1),
-        id="newer",
-    ),
-    pytest.param(("format_version",), 1, (ENGINE_FORMAT_VERSION, 1), id="older"),
+    pytest.param(("format_version",), NEWER, (ENGINE_FORMAT_VERSION, NEWER), id="newer"),
     pytest.param(("format_version",), None, (ENGINE_FORMAT_VERSION, None), id="no version"),
     pytest.param(("surprise",), 1, ("surprise",), id="unknown key"),
-    pytest.param(("build_config", "surprise"), 1, ("build_config`", "surprise"), id="nested unknown"),
     pytest.param(("vocab_size",), "32", ("vocab_size`", "'32'"), id="text for a number"),
-    pytest.param(("vocab_size",), True, ("vocab_size`", True), id="truth for a number"),
     pytest.param(("vocab_size",), 3.5, ("vocab_size`", 3.5), id="fraction for a count"),
     pytest.param(("dtype",), "int8", ("dtype`", "'int8'"), id="not one of the choices"),
-    pytest.param(("dtype",), ["float32"], ("dtype`", "['float32']"), id="list for a choice"),
     pytest.param(("layers",), 3, ("layers`", 3), id="number for a list"),
     pytest.param(("layers",), [5], ("layers`", "int"), id="number for an object in a list"),
     pytest.param(("layers", 0, "sliding_window"), "8", ("sliding_window`", "'8'"), id="text for an optional number"),
     pytest.param(("build_config",), [], ("build_config`", "list"), id="list for an object"),
-    pytest.param(("environment", "device"), "tpu", ("device`", "'tpu'"), id="unknown device"),
-    pytest.param(("compiler_note",), 5, ("compiler_note`", 5), id="number for optional text"),
-    pytest.param(("pretrained_config",), "llama", ("pretrained_config`", "'llama'"), id="text for an object"),
-    pytest.param(("logits_check", "tolerance"), "1e-4", ("tolerance`", "'1e-4'"), id="text for a fraction"),
     *(
         pytest.param(
             path,
@@ -95,23 +77,12 @@ DAMAGES = [
         )
         for path, value, bound in (
             (("build_config", "max_batch_size"), -1, "1"),
-            (("build_config", "max_batch_size"), 10**8, "1,024"),
             (("build_config", "max_draft_len"), 600, "256"),
-            (("build_config", "tokens_per_block"), 2**20, "1,024"),
-            (("build_config", "tokens_per_block"), 0, "1"),
-            (("build_config", "max_input_len"), 0, "1"),
-            (("vocab_size",), 0, "1"),
-            (("layers", 0, "num_kv_heads"), -2, "1"),
             (("layers", 1, "sliding_window"), 0, "1"),
-            (("host_s",), -0.5, "0"),
             (("host_s",), float("nan"), "nan"),
-            (("host_s",), float("inf"), "inf"),
             (("host_s",), 1e308, "1,000,000"),
-            (("step_costs", 0, "seconds"), 10**400, "1" + 56 * "0"),
-            (("quality", "mean_kl"), float("nan"), "nan"),
             (("quality", "mean_kl"), float("inf"), "inf"),
-            (("quality", "mean_kl"), 10**400, "1" + 56 * "0"),
-            (("mapping", "world_size"), 0, "1"),
+            (("step_costs", 0, "seconds"), 10**400, "1" + 56 * "0"),
         )
     ),
 ]
@@ -130,19 +101,13 @@ def test_damaged_config_is_an_error(path: tuple[Any, ...], value: Any, quoted: t
     said(error, "dir/config.json", *quoted, varying=versions)
 
 
-@pytest.mark.parametrize("key", ["pretrained_config", "dtype", "build_config", "layers", "vocab_size", "environment"])
+@pytest.mark.parametrize("key", ["pretrained_config", "layers"])
 def test_missing_key_is_an_error(key: str, said: Said) -> None:
     data = copy.deepcopy(as_json(ENGINE))
     del data[key]
     with pytest.raises(SpecDecError) as error:
         parse(EngineConfig, data, "config.json")
     said(error, "`config.json`", key)
-
-
-def test_json_that_is_no_object_is_an_error(said: Said) -> None:
-    with pytest.raises(SpecDecError) as error:
-        parse(EngineConfig, [], "config.json")
-    said(error, "`config.json`", "list")
 
 
 def unbounded_numbers(kind: Any) -> set[str]:

@@ -110,25 +110,6 @@ def test_suffixes_are_sorted_by_their_bytes_and_then_as_they_come(documents: Doc
     assert suffix_array(tokens).tolist() == expected
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
-    documents = [[5, 6, 7], [8], [5, 6]]
-    info = write_corpus(tmp_path / "c", documents, vocab_size=9, tokenizer_digest="abc", replace=False)
-    corpus = Corpus.open(tmp_path / "c")
-    assert corpus.info == info
-    assert (info.vocab_size, info.tokenizer_digest, info.num_documents, info.num_tokens) == (9, "abc", 3, 6)
-    assert [document.tolist() for document in corpus.documents()] == documents
-    assert corpus.num_bytes == (tmp_path / "c").stat().st_size
-    corpus.check_content()
-
-
-def test_documents_do_not_run_into_each_other(tmp_path: Path) -> None:
-    corpus = make(tmp_path / "c", [[1, 2], [3, 4]])
-    assert corpus.longest_match([2], 1) is None
-    match = corpus.longest_match([1, 2, 3], 2)
-    assert match is not None
-    assert (match.ngram_size, corpus.continuation(match, 9)) == (1, [(4, 1)])
-
-
 def test_merged_corpus_is_the_corpus_of_all_documents(tmp_path: Path) -> None:
     a, b = [[1, 2, 3], [2, 3]], [[1, 2, 4]]
     make(tmp_path / "a", a)
@@ -217,21 +198,18 @@ def cut(share: float) -> Callable[[Path], None]:
     ("damage", "wrong"),
     [
         (lambda path: path.unlink(), ""),
-        (lambda path: path.write_bytes(b""), ""),
         (lambda path: path.write_text("some text, long enough for a header"), ""),
         (lambda path: save_file({"a": np.zeros(3)}, path), ""),
         (cut(0.02), ""),
-        (cut(0.9), ""),
         (cut(0.999), ""),
         (with_info(format_version=99), "2; 99"),
         (with_info(num_tokens=7), ""),
-        (with_info(vocab_size=7), ""),
         (with_info(info_digest=None), ""),
         (with_info(num_documents="x"), "'x'"),
-        (with_info(vocab_size=None), "vocab_size"),
         (lambda p: save_file(load_file(p), p, metadata={"specdec_corpus": "{"}), ""),
         (without_tokens, "`tokens`"),
         (as_floats, "`tokens`"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-2] + b"\1" + path.read_bytes()[-1:]), ""),  # one bit
     ],
 )
 def test_damaged_corpus_is_an_error_that_names_it(
@@ -244,17 +222,6 @@ def test_damaged_corpus_is_an_error_that_names_it(
         Corpus.open(path)
     said(raised, *wrong.split("; "), path)
     said(hint_of(raised.value), "specdec corpus create")
-
-
-def test_one_bit_is_found_when_it_is_opened(tmp_path: Path, said: Said) -> None:
-    path = tmp_path / "c"
-    make(path, [[1, 2, 3]])
-    data = bytearray(path.read_bytes())
-    data[-2] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(SpecDecError) as error:
-        Corpus.open(path)
-    said(error)
 
 
 def test_what_changes_while_nobody_may_know_is_found_when_it_is_read_whole(tmp_path: Path, said: Said) -> None:
@@ -328,8 +295,15 @@ def test_writing_over_a_large_corpus_is_an_error(damage: Callable[[Path], None],
 
 
 @pytest.mark.usefixtures("large")
-@pytest.mark.parametrize("damage", [cut_to_nothing, written_over])
-@pytest.mark.parametrize("step", ["_encode", "bisect_left", "takewhile", "groupby"])
+@pytest.mark.parametrize(
+    ("step", "damage"),
+    [
+        ("_encode", written_over),
+        ("bisect_left", cut_to_nothing),
+        ("takewhile", written_over),
+        ("groupby", cut_to_nothing),
+    ],
+)
 def test_writing_over_a_large_corpus_in_the_middle_of_a_lookup_is_an_error(
     step: str, damage: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,9 +327,15 @@ def test_writing_over_a_large_corpus_in_the_middle_of_a_lookup_is_an_error(
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-@pytest.mark.parametrize("max_bytes_copied", [0, 2**20])
-@pytest.mark.parametrize("damage", [cut_to_nothing, written_over])
-@pytest.mark.parametrize("step", ["_open_file", "_read_info", "file_digest", "_content_ranges"])
+@pytest.mark.parametrize(
+    ("step", "damage", "max_bytes_copied"),
+    [
+        ("_open_file", cut_to_nothing, 0),
+        ("_read_info", written_over, 0),
+        ("file_digest", cut_to_nothing, 2**20),
+        ("_content_ranges", written_over, 2**20),
+    ],
+)
 def test_writing_over_a_corpus_that_is_being_opened_is_an_error(
     step: str, damage: Callable[[Path], None], max_bytes_copied: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     said: Said,
@@ -376,32 +356,12 @@ def test_writing_over_a_corpus_that_is_being_opened_is_an_error(
     said(raised, path)
 
 
-def test_corpus_in_the_place_of_an_open_one_is_no_matter(tmp_path: Path) -> None:
-    corpus = make(tmp_path / "c", [[1, 2, 3]])
-    make(tmp_path / "d", [[4, 5]])
-    (tmp_path / "d").replace(tmp_path / "c")
-    assert corpus.longest_match([1, 2], 2)
-
-
 def counting_reads(corpus: Corpus) -> tuple[Reads, Reads]:
     """Number of rows of the suffix array that are read from now on, and of bytes of the text."""
     rows, text = Reads(), Reads()
     corpus._rows = CountingBuffer(corpus._rows, rows)  # type: ignore[assignment]
     corpus._bytes = CountingBuffer(corpus._bytes, text)  # type: ignore[assignment]
     return rows, text
-
-
-def test_lookup_reads_little_of_the_file(tmp_path: Path) -> None:
-    """A hundred thousand tokens, of which a lookup may touch a few hundred."""
-    rng = random.Random(0)
-    documents = [rng.choices(range(50), k=1000) for _ in range(100)]
-    corpus = make(tmp_path / "c", documents)
-    rows, text = counting_reads(corpus)
-    for start in range(0, 900, 9):
-        match = corpus.longest_match(documents[7][: start + 9], 8)
-        assert match is not None and corpus.continuation(match, 10)
-    assert 0 < rows.number / 100 < 400
-    assert 0 < text.number / 100 < 4 * 8 * 400
 
 
 def test_lookup_reads_little_of_a_text_of_frequent_tokens(tmp_path: Path) -> None:
@@ -451,7 +411,6 @@ def test_draft_equals_brute_force(
     ("part", "value"),
     [
         ("suffix_array", 2_147_483_000),
-        ("suffix_array", -5),
         ("tokens", 4_090_000),
     ],
 )
@@ -466,10 +425,3 @@ def test_rows_that_cannot_be_are_noticed_when_it_is_opened(part: str, value: int
     with pytest.raises(SpecDecError) as error:
         Corpus.open(path)
     said(error)
-
-
-def test_corpus_may_be_read_by_whom_other_files_may(tmp_path: Path) -> None:
-    (tmp_path / "other").write_text("")
-    path = tmp_path / "c.corpus"
-    make(path, [[1, 2, 3]])
-    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode

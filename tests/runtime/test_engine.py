@@ -110,16 +110,6 @@ def test_other_threads_run_while_a_long_prompt_is_computed(
     assert onlooker.has_run_in_step
 
 
-def test_logits_of_a_fresh_prompt_equal_hf(llama_engine: Engine, llama: PreTrainedModel) -> None:
-    for length in (1, 3, 4, 5, 8, 40):
-        sequence = start(repetitive_prompt(length, length))
-        engine = llama_engine
-        assert engine.admit(sequence)
-        (logits,) = logits_of(engine, [sequence], [[]])
-        assert_equals_hf(llama, logits, sequence.tokens, [])
-        engine.release(sequence)
-
-
 @pytest.mark.parametrize(
     ("num_shared", "num_reused"),
     [
@@ -232,39 +222,11 @@ def test_blocks_with_rejected_tokens_serve_another_sequence(llama_uncompiled_dir
         engine.release(second)
 
 
-def test_step_verifies_a_mixed_batch(llama_engine: Engine, llama: PreTrainedModel) -> None:
-    prompts = [A, A[:5], repetitive_prompt(3, 9)]
-    right = [greedy_continuation(llama, prompt, 4) for prompt in prompts]
-    drafts = [Draft(right[0][:3]), Draft([]), Draft([right[2][0], (right[2][1] + 1) % 32, right[2][2]])]
-    sequences = [start(prompt, i) for i, prompt in enumerate(prompts)]
-    assert all(llama_engine.admit(s) for s in sequences)
-    verdicts = llama_engine.step(sequences, drafts)
-    assert [(v.num_accepted, v.next_token) for v in verdicts] == [(3, right[0][3]), (0, right[1][0]), (1, right[2][1])]
-    assert [s.num_computed - len(s.tokens) for s in sequences] == [3, 0, 1]
-    assert [s.tokens for s in sequences] == prompts
-
-
-def test_admission_without_room_changes_nothing(llama_uncompiled_dir: Any) -> None:
-    engine = Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(max_tokens=32))
-    first, second = start(A), start(A[::-1])
-    assert engine.admit(first)
-    assert not engine.admit(second)
-    assert (second.num_computed, second.block_table, second.stats.num_reused_tokens) == (0, [], 0)
-    engine.release(first)
-    assert engine.admit(second)
-
-
 def test_sequence_that_would_not_fit_an_empty_cache_is_an_error(llama_uncompiled_dir: Any, said: Said) -> None:
     engine = Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(max_tokens=20))
     with pytest.raises(SpecDecError) as raised:
         engine.admit(start(A))
     said(raised, "20", "0", "23")
-
-
-def test_cache_of_no_tokens_is_an_error(llama_uncompiled_dir: Any, said: Said) -> None:
-    with pytest.raises(UsageError) as raised:
-        Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(max_tokens=0))
-    said(raised, "0")
 
 
 def test_cache_that_memory_cannot_hold_is_an_error_with_the_numbers(
@@ -276,26 +238,6 @@ def test_cache_that_memory_cannot_hold_is_an_error_with_the_numbers(
     with pytest.raises(SpecDecError) as raised:
         Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(max_tokens=1000 * 4))
     said(raised, "4000", "1.0")
-
-
-def test_default_cache_holds_a_full_batch(llama_uncompiled_dir: Any) -> None:
-    """4 sequences of 170 tokens, in blocks of 4: 43 blocks each."""
-    engine = Engine.open(llama_uncompiled_dir)
-    sequences = [Sequence.start(Request(i, tuple([3 + i] * 96), 64)) for i in range(4)]
-    for sequence in sequences:
-        sequence.tokens += [5] * 63
-        assert engine.admit(sequence)
-    assert engine._blocks.num_blocks - 1 == 4 * 43
-
-
-def test_engine_without_block_reuse_finds_nothing(llama_uncompiled_dir: Any, llama: PreTrainedModel) -> None:
-    engine = Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(block_reuse=False))
-    for _ in range(2):
-        sequence = start(A)
-        assert engine.admit(sequence) and sequence.num_computed == 0
-        (logits,) = logits_of(engine, [sequence], [[]])
-        assert_equals_hf(llama, logits, A, [])
-        engine.release(sequence)
 
 
 def test_devices_that_do_not_exist_are_wrong_usage(monkeypatch: pytest.MonkeyPatch, said: Said) -> None:

@@ -208,14 +208,8 @@ def test_checkpoint_with_a_rounded_bias_is_refused(tmp_path: Path, said: Said) -
     save_file(tensors, weights)
     record_anew(tmp_path / "checkpoint")
     with pytest.raises(SpecDecError) as error:
-        build_engine(
-            tmp_path / "checkpoint",
-            tmp_path / "engine",
-            make_build(),
-            torch.device("cpu"),
-            replace=False,
-            phase=lambda name: None,
-        )
+        arguments = (tmp_path / "checkpoint", tmp_path / "engine", make_build(), torch.device("cpu"))
+        build_engine(*arguments, replace=False, phase=lambda name: None)
     said(error, name, "bfloat16", "float32")
 
 
@@ -237,15 +231,14 @@ def copied_of_neighbour(tensor: SourceTensor, dtype: torch.dtype, losses: Losses
 
 
 @pytest.mark.parametrize(
-    ("place", "fault"),
+    ("place", "fault", "way"),
     [
-        ("runtime.builder.convert.dtypes_of_weights", bfloat16_for_all),
-        ("runtime.checkpoint.quant.planning._copied", copied_rounded),
-        ("runtime.checkpoint.quant.planning._copied", copied_of_neighbour),
+        ("runtime.builder.convert.dtypes_of_weights", bfloat16_for_all, "convert"),
+        ("runtime.checkpoint.quant.planning._copied", copied_rounded, "build"),
+        ("runtime.checkpoint.quant.planning._copied", copied_of_neighbour, "split"),
     ],
     ids=["dtypes", "numbers", "order"],
 )
-@pytest.mark.parametrize("way", ["convert", "build", "split"])
 def test_conversion_that_is_not_what_transformers_loads_is_refused(
     place: str, fault: Callable[..., Any], way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
@@ -257,14 +250,8 @@ def test_conversion_that_is_not_what_transformers_loads_is_refused(
             conversion = plan_conversion(tmp_path / "model", "bfloat16", QuantConfig())
             convert_for_build(conversion, tmp_path / "checkpoint", may_link=True)
         else:
-            convert(
-                tmp_path / "model",
-                tmp_path / "checkpoint",
-                "bfloat16",
-                replace=False,
-                progress=lambda done, total: None,
-                tp_size=2 if way == "split" else 1,
-            )
+            arguments, tp_size = (tmp_path / "model", tmp_path / "checkpoint", "bfloat16"), 2 if way == "split" else 1
+            convert(*arguments, replace=False, progress=lambda done, total: None, tp_size=tp_size)
     said(error)
 
 
@@ -273,14 +260,8 @@ def test_layer_that_transformers_keeps_in_float32_is_not_quantized(tmp_path: Pat
     save_model("hy_v4", tmp_path / "model")
     precision = QuantConfig("int8", quantize_lm_head=True)
     with pytest.warns(SpecDecWarning, match="lm_head"):
-        convert(
-            tmp_path / "model",
-            tmp_path / "checkpoint",
-            "bfloat16",
-            replace=False,
-            progress=lambda done, total: None,
-            precision=precision,
-        )
+        arguments = (tmp_path / "model", tmp_path / "checkpoint", "bfloat16")
+        convert(*arguments, replace=False, progress=lambda done, total: None, precision=precision)
     tensors = load_file(tmp_path / "checkpoint" / "rank0.safetensors")
     saved = load_file(tmp_path / "model" / "model.safetensors")["lm_head.weight"]
     assert tensors["lm_head.weight"].dtype == torch.float32 and torch.equal(tensors["lm_head.weight"], saved)

@@ -260,29 +260,6 @@ def test_reuse_of_a_released_sequence(tokens: list[int], num_computed: int, num_
     assert (sequence.num_computed, len(copies)) == (num_computed, num_copies)
 
 
-def test_block_in_use_is_shared_by_many_and_freed_by_the_last() -> None:
-    pool = SimulatedPool(BlockManager(9, 4, reuse=True))
-    computed(pool, [1, 2, 3, 4, 5])
-    sequences = [start([1, 2, 3, 4, i]) for i in (6, 7, 8)]
-    for sequence in sequences:
-        assert pool.admit(sequence, 5)
-    assert len({s.block_table[0] for s in sequences}) == 1
-    assert pool.manager.num_free_blocks == 8 - 1 - 3
-    for num_free, sequence in zip((5, 6, 8), sequences, strict=True):
-        pool.manager.release(sequence)
-        assert pool.manager.num_free_blocks == num_free
-
-
-def test_last_free_block_is_taken_over_rather_than_copied() -> None:
-    """One block in all: the part that matches stays, the rest is overwritten."""
-    pool = SimulatedPool(BlockManager(2, 4, reuse=True))
-    computed(pool, [1, 2, 3])
-    sequence = start([1, 2, 9])
-    assert pool.manager.admit(sequence, 4) == []
-    assert sequence.num_computed == 2
-    pool.check([sequence])
-
-
 def test_least_recently_freed_block_is_overwritten_first() -> None:
     pool = SimulatedPool(BlockManager(4, 2, reuse=True))
     for tokens in ([1, 1], [2, 2], [3, 3]):
@@ -301,64 +278,6 @@ def test_end_of_a_sequence_is_overwritten_before_its_beginning() -> None:
     assert num_found(pool, [1, 2, 3, 4, 5, 6, 7]) == 4
 
 
-def test_block_that_was_copied_stays_findable() -> None:
-    """Though it is the least recently freed one, which an allocation takes first."""
-    pool = SimulatedPool(BlockManager(4, 4, reuse=True))
-    for tokens in ([1, 2, 3], [4, 5, 6], [7, 8, 9]):
-        computed(pool, tokens)
-    sequence = start([1, 2, 9])
-    assert pool.admit(sequence, 4)
-    assert (sequence.num_computed, pool.counts["copied"]) == (2, 1)
-    assert num_found(pool, [1, 2, 3, 5]) == 3
-
-
-def test_rejected_tokens_are_not_inserted() -> None:
-    pool = SimulatedPool(BlockManager(9, 4, reuse=True))
-    sequence = start([1, 2, 3])
-    assert pool.admit(sequence, 8)
-    pool.step(sequence, draft=[4, 5, 6, 7], num_accepted=2, next_token=9)
-    assert sequence.tokens == [1, 2, 3, 4, 5, 9]
-    pool.manager.release(sequence)
-    assert num_found(pool, [1, 2, 3, 4, 5, 6, 7]) == 5
-    assert num_found(pool, [1, 2, 3, 4, 5, 9, 9]) == 5  # 9 is committed, but its K/V are not computed
-
-
-def test_extension_without_room_changes_nothing() -> None:
-    """The first sequence has 2 of 6 blocks of 4, and the second 3."""
-    manager = BlockManager(7, 4, reuse=True)
-    first, second = start([1, 2, 3]), start([4, 5, 6, 7, 8])
-    assert manager.admit(first, 8) == [] and manager.admit(second, 10) == []
-    tables = list(first.block_table), list(second.block_table)
-    for sequence, num_tokens in ((first, 13), (second, 17)):
-        assert not manager.extend(sequence, num_tokens)
-        assert ((first.block_table, second.block_table), manager.num_free_blocks) == (tables, 1)
-    assert manager.extend(first, 12)
-    assert (len(first.block_table), manager.num_free_blocks) == (3, 0)
-    assert manager.extend(second, 12)  # needs no block
-    manager.release(first)
-    assert manager.extend(second, 24)
-    assert (second.block_table[:3], manager.num_free_blocks) == (tables[1], 0)
-
-
-def test_extension_overwrites_the_least_recently_freed_block() -> None:
-    pool = SimulatedPool(BlockManager(6, 2, reuse=True))
-    for tokens in ([5, 5], [6, 6], [7, 7]):
-        computed(pool, tokens)
-    sequence = start([1])
-    assert pool.admit(sequence, 4)  # the two that were never used
-    assert [num_found(pool, [first, first, 8]) for first in (5, 6, 7)] == [2, 2, 2]
-    assert pool.extend(sequence, 5)
-    assert [num_found(pool, [first, first, 8]) for first in (5, 6, 7)] == [0, 2, 2]
-
-
-def test_identical_prompts_at_the_same_time_do_not_share_what_is_not_computed() -> None:
-    pool = SimulatedPool(BlockManager(9, 2, reuse=True))
-    first, second = start([1, 2, 3, 4, 5]), start([1, 2, 3, 4, 5])
-    assert pool.admit(first, 5) and pool.admit(second, 5)
-    assert second.num_computed == 0
-    assert not set(first.block_table) & set(second.block_table)
-
-
 def test_integrity_check_finds_what_it_is_for(said: Said) -> None:
     manager = BlockManager(5, 4, reuse=True)
     manager.check_integrity()
@@ -366,21 +285,6 @@ def test_integrity_check_finds_what_it_is_for(said: Said) -> None:
     with pytest.raises(AssertionError) as error:
         manager.check_integrity()
     said(error, "2")
-
-
-def test_pool_is_zero_and_copies_every_layer() -> None:
-    layers = [LayerShape(0, 2, 8, 8, None), LayerShape(1, 1, 4, 6, 16)]
-    pool = KVPool(layers, 3, 4, torch.float32, torch.device("cpu"))
-    shapes = [tuple(tensor.shape) for tensor in (*pool.keys, *pool.values)]
-    assert shapes == [(3, 2, 8, 4), (3, 1, 4, 4), (3, 2, 4, 8), (3, 1, 4, 6)]
-    for tensor in (*pool.keys, *pool.values):
-        assert not tensor.any()
-        tensor[1] = torch.rand(tensor.shape[1:])
-    assert not pool.scales and pool.tensors() == (pool.keys, pool.values)
-    before = [tensor[1].clone() for tensor in (*pool.keys, *pool.values)]
-    pool.copy_block(BlockCopy(source=1, destination=2))
-    for tensor, source in zip((*pool.keys, *pool.values), before, strict=True):
-        assert torch.equal(tensor[1], source) and torch.equal(tensor[2], source) and not tensor[0].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)

@@ -45,16 +45,6 @@ def demo(shared: Path) -> Iterator[tuple[Engine, list[Request], dict[int, list[i
         yield engine, requests, expected
 
 
-@pytest.mark.slow  # `demo-hybrid`, below, was trained too
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("drafter", MAKE_DRAFTER)
-def test_demo_answers_as_hugging_face_does(
-    drafter: str, loop: str, demo: tuple[Engine, list[Request], dict[int, list[int]]]
-) -> None:
-    engine, requests, expected = demo
-    assert outputs(LOOPS[loop].generate(engine, requests, MAKE_DRAFTER[drafter](), 10)) == expected
-
-
 @pytest.mark.parametrize(
     ("loop", "drafter"), [("orchestrator", "oldest"), pytest.param("leader", "suffix", marks=pytest.mark.slow)]
 )

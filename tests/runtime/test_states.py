@@ -5,7 +5,6 @@ twice; bytes and counts are those of the memory and of the admissions that there
 """
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -112,52 +111,6 @@ def test_a_sequence_that_goes_on_takes_its_slot_back_without_a_copy() -> None:
     found = rings.manager.find(sequence.tokens, 4)
     assert found is not None and rings.manager.admit(sequence, found) is None
     assert sequence.state_slot == slot and found.num_tokens == 4
-
-
-def test_the_state_of_a_finished_sequence_serves_several() -> None:
-    rings, first = Rings(), sequence_of([1, 2, 3, 4])
-    rings.admit(first, 3)
-    rings.step(first, [], 4)
-    first.num_computed, first.finish_reason = 4, "length"
-    rings.manager.release(first)
-    others = [sequence_of([1, 2, 3, 4, own]) for own in (5, 6)]
-    assert [rings.admit(other, 4) for other in others] == [4, 4]
-    assert others[0].state_slot != others[1].state_slot
-
-
-@pytest.mark.parametrize(
-    "make_unusable", [lambda s: s.tokens.__setitem__(0, 9), lambda s: None], ids=["other text", "too far back"]
-)
-def test_a_state_of_other_tokens_or_of_later_ones_is_not_found(make_unusable: Callable[[Sequence], None]) -> None:
-    rings, first = Rings(), sequence_of(list(range(1, 41)))
-    rings.admit(first, 39)
-    rings.step(first, [], 40)
-    first.num_computed = 40
-    rings.manager.release(first)
-    second = sequence_of([*range(1, 21), 99])  # which parts from the first 20 tokens before its end
-    make_unusable(second)
-    assert rings.admit(second, 20) == 0
-
-
-def test_without_reuse_nothing_is_kept() -> None:
-    manager, sequence = StateManager(3, 8, reuse=False), sequence_of([1, 2])
-    for _ in range(5):
-        found = manager.find(sequence.tokens, 1)
-        assert found is not None and found.num_tokens == 0
-        manager.admit(sequence, found)
-        manager.advance(sequence.state_slot, 0, 2)
-        sequence.num_computed = 2
-        manager.release(sequence)
-    manager.check_integrity()
-
-
-def test_no_slot_is_left_where_all_are_held() -> None:
-    manager, sequences = StateManager(3, 8, reuse=True), [sequence_of([1]), sequence_of([2])]
-    for sequence in sequences:
-        found = manager.find(sequence.tokens, 0)
-        assert found is not None
-        manager.admit(sequence, found)
-    assert manager.find([3], 0) is None
 
 
 def test_a_slot_holds_a_draft_and_its_copys() -> None:

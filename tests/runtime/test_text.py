@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from runtime.measure.text_steps import token_texts
-from runtime.text.text import StopWords, TextStream, decode, encode, output_text, word_tokens
+from runtime.text.text import StopWords, TextStream, decode, output_text, word_tokens
 
 TOKENIZERS = pytest.mark.parametrize("make_tokenizer", [byte_level, byte_fallback])
 
@@ -55,33 +55,11 @@ def test_stop_words_end_text_of_either_kind_of_tokenizer(
     assert generate(tokens, tokenizer("ab")["input_ids"], stops) == generate_by_brute_force(tokens, stops)
 
 
-@TOKENIZERS
-@pytest.mark.parametrize("word", ["the dog", "€", "a🙂b", "ab"])
-def test_stop_word_of_several_tokens_ends_the_output_at_its_last(
-    make_tokenizer: Callable[[], PreTrainedTokenizerFast], word: str
-) -> None:
-    tokenizer = make_tokenizer()
-    tokens = tokenizer(f"o{word}oo")["input_ids"]
-    output, stopped = generate(tokens, [], StopWords((word,), tokenizer))
-    assert stopped
-    assert decode(tokenizer, output) == f"o{word}"
-    assert output_text(tokenizer, output, StopWords((word,), tokenizer)) == "o"
-
-
 def test_stop_word_with_special_tokens_inside_ends_the_output() -> None:
     tokenizer = byte_level()
     a, b, pad = tokenizer.convert_tokens_to_ids(["a", "b", "<pad>"])
     tokens = [a, *[pad] * 30, b]
     assert generate([*tokens, a], [], StopWords(("ab",), tokenizer)) == (tokens, True)
-
-
-def test_stop_word_in_the_prompt_or_across_its_end_does_not_stop() -> None:
-    tokenizer = byte_level()
-    (a,), (b,), (ab,) = (tokenizer(text)["input_ids"] for text in ("a", "b", "ab"))
-    stops = StopWords(("ab",), tokenizer)
-    assert generate([b, b], [ab, b], stops) == ([b, b], False)
-    assert generate([b, b], [b, a], stops) == ([b, b], False)
-    assert generate([b, a, b, b], [ab, a], stops) == ([b, a, b], True)
 
 
 def stream(
@@ -172,38 +150,6 @@ def test_space_in_front_of_an_output_is_kept() -> None:
     pieces = word_pieces()
     dog, more = pieces.convert_tokens_to_ids(["dog", "##s"])
     assert output_text(pieces, [more, dog], None, [dog]) == "s dog"
-
-
-def test_stop_word_is_held_back_while_a_character_in_it_is_unfinished() -> None:
-    """`é` is two bytes: after the first the text ends in `a`, which `aé` begins with."""
-    tokenizer = byte_level()
-    b, a, *e = (token for text in ("b", "a", "é") for token in tokenizer(text)["input_ids"])
-    pieces = stream(tokenizer, [b, a, *e], StopWords(("aé",), tokenizer), [1, 2, 3])
-    assert pieces == ["b", "", "", ""]
-
-
-def test_characters_appear_whole() -> None:
-    tokenizer = byte_level()
-    output = tokenizer("a🙂")["input_ids"]
-    assert stream(tokenizer, output, None, range(1, len(output))) == ["a", "", "", "", "🙂"]
-
-
-def test_text_held_back_comes_when_no_stop_word_followed() -> None:
-    tokenizer = byte_level()
-    output = [tokenizer(letter)["input_ids"][0] for letter in "bab"] + tokenizer("a")["input_ids"]
-    assert stream(tokenizer, output, StopWords(("aa",), tokenizer), range(1, 4)) == ["b", "", "ab", "a"]
-
-
-def test_long_prompts_keep_their_last_tokens() -> None:
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=byte_level()._tokenizer, pad_token="<pad>", truncation_side="left"
-    )
-    ids = tokenizer("the dog ab")["input_ids"]
-    assert encode("the dog ab", tokenizer, 2) == (ids[-2:], True)
-    assert encode("the dog ab", tokenizer, len(ids)) == (ids, False)
-    assert encode("the dog ab", tokenizer, None) == (ids, False)
-    assert encode((5, 6, 7), None, 2) == ([6, 7], True)
-    assert encode((5, 6, 7), None, 3) == ([5, 6, 7], False)
 
 
 @pytest.mark.parametrize("word", [" ", "  ", "\n"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_tokenizers import any_byte_level_tokens, backtracking, byte_fallback, byte_level, texts
+from byte_tokenizers import backtracking, byte_fallback, byte_level, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from logged import logged
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFast
 
 from runtime.checkpoint.tokenizer import SAVED, SavedTokenizer, find_saved_tokenizer, save_tokenizer
-from runtime.text.text import bad_word_tokens, encode, encode_text, find_tokenizer, load_tokenizer, word_tokens
+from runtime.text.text import bad_word_tokens, encode, encode_text, load_tokenizer, word_tokens
 from runtime.util.errors import SpecDecError, SpecDecWarning
 
 STORIES_DIR = Path(__file__).parents[2] / "../shared/data/stories260k"
@@ -91,25 +91,6 @@ def test_cut_prompts_and_banned_words_are_those_of_transformers(both: tuple[Save
     assert saved.eos_token_id == own.eos_token_id
     assert saved.get_vocab() == own.get_vocab()
     assert [saved.convert_ids_to_tokens(i) for i in range(8)] == own.convert_ids_to_tokens(list(range(8)))
-
-
-@settings(deadline=None, max_examples=30)
-@given(tokens=any_byte_level_tokens())
-def test_any_tokens_have_the_same_text(tokens: list[int]) -> None:
-    saved = SavedTokenizer(byte_level().backend_tokenizer.to_str(), None)
-    expected = byte_level().decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    assert saved.decode(tokens, skip_special_tokens=True) == expected
-
-
-def test_changed_tokenizer_files_are_believed_rather_than_what_was_saved(tmp_path: Path) -> None:
-    saved, _ = stored(byte_level(), tmp_path)
-    assert saved is not None and isinstance(find_tokenizer(tmp_path, {"model_type": "llama"}), SavedTokenizer)
-    shutil.rmtree(tmp_path / "other", ignore_errors=True)
-    byte_fallback().save_pretrained(tmp_path / "other")
-    shutil.copyfile(tmp_path / "other" / "tokenizer.json", tmp_path / "tokenizer.json")
-    assert find_saved_tokenizer(tmp_path) is None
-    found = find_tokenizer(tmp_path, {"model_type": "llama"})
-    assert found is not None and found.get_vocab() == byte_fallback().get_vocab()
 
 
 def test_tokenizer_that_does_more_than_the_package_is_not_saved(tmp_path: Path) -> None:

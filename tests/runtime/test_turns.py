@@ -144,16 +144,6 @@ def test_two_clients_get_equally_many_tokens(open_engine: Any) -> None:
     assert abs(first - second) <= 2 * 64 + MAX_BATCH_SIZE
 
 
-def test_prompts_count_too(open_engine: Any) -> None:
-    """A client that sends long prompts gets fewer generated tokens."""
-    loop = Loop(open_engine(max_tokens=4000))
-    for i in range(30):
-        loop.add("long", num_prompt=100, num_new=10, prompt=i)
-        loop.add("short", num_prompt=5, num_new=30, prompt=100 + i)
-    loop.step(100)
-    assert 2 * loop.tokens["long"] < loop.tokens["short"]
-
-
 def test_more_clients_than_places_all_get_on(open_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.core.turns._PATIENCE", 8)
     loop = Loop(open_engine())
@@ -204,14 +194,6 @@ def test_better_priority_makes_room_in_a_client_only(open_engine: Any, llama: Pr
     assert ours[2] not in loop.scheduler.running
     loop.finish()
     assert_are_the_models([*ours, other, urgent], llama)
-
-
-def test_same_client_is_served_in_the_order_of_arrival(open_engine: Any) -> None:
-    loop = Loop(open_engine())
-    sequences = [loop.add("one", num_new=6, prompt=i % 3) for i in range(30)]
-    loop.finish()
-    steps = [loop.first_step[sequence.request.id] for sequence in sequences]
-    assert steps == sorted(steps) and loop.scheduler.num_turns == 0
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
