@@ -93,7 +93,8 @@ def test_a_processor_gets_the_best_that_it_can_run(processor: str, expected: str
 def test_all_that_the_compiler_may_use_is_asked_for(one: InstructionSet) -> None:
     """A processor, or a virtual machine, with a part of it only would stop at an illegal instruction."""
     used = {name for name in as_linux_names(macros(one.flags)) if not name.startswith(("fp_fast", "gcc_"))}
-    with_avx = set(["crc32", "lahf_sahf", "popcnt", "sse3", "sse4_1", "sse4_2", "ssse3", "xsave"])  # every processor with AVX2
+    # Which every processor with AVX2 has.
+    with_avx = {"crc32", "lahf_sahf", "popcnt", "sse3", "sse4_1", "sse4_2", "ssse3", "xsave"}
     assert used - with_avx <= one.needed
 
 
@@ -221,7 +222,8 @@ Lanes sum(const Lanes* a, const float* b, long n) {
 @pytest.mark.parametrize("processor", ["znver3", "haswell"])
 def test_sums_are_fused_whatever_processor_the_compiler_tunes_for(processor: str) -> None:
     """GNU's splits some loops' multiply-add for a Zen, and not the same sum where it is unrolled: bits would differ."""
-    command = [*shlex.split(cxx_compiler()), *library._FLAGS, f"-march={processor}", *["-S", "-x", "c++", "-o", "-", "-"]]
+    to_assembly = ("-S", "-x", "c++", "-o", "-", "-")
+    command = [*shlex.split(cxx_compiler()), *library._FLAGS, f"-march={processor}", *to_assembly]
     done = subprocess.run(command, input=SUM, capture_output=True, text=True, check=True)
     assert "vfmadd" in done.stdout
     assert "vmulps" not in done.stdout
