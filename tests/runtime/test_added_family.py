@@ -167,13 +167,3 @@ def test_a_row_says_which_keys_mean_something_and_which_values_are_refused(famil
     with pytest.raises(SpecDecError) as error:
         parse_pretrained_config(data | {"attention_bias": True}, "config.json")
     said(error, "nobody has trained a bias beside sinks: sinkhole")
-
-
-def test_a_name_is_taken_once(family: Family, said: Said) -> None:
-    with pytest.raises(SpecDecError) as error:
-        register(family)
-    said(error, "sinkhole")
-    other = Family("sinkhole_2", replaced={"LlamaAttention": PagedSinkholeAttention, "MptAttention": Replaced})
-    with pytest.raises(SpecDecError) as error:
-        register(other)
-    said(error, "MptAttention")

@@ -12,7 +12,6 @@ import pytest
 from sentences import Said
 from waiting import HANG_S
 
-from runtime.builder.artefacts import check_directory
 from runtime.util import cache as cache_module
 from runtime.util.cache import (
     OF_ALL_TO_READ,
@@ -270,13 +269,3 @@ def test_files_are_written_for_their_user_alone_whatever_the_umask(cache: Path) 
         read()
     finally:
         os.umask(before)
-
-
-def test_verify_names_files_that_others_may_write(cache: Path) -> None:
-    for kind in ("digest", "engine", "kernels"):
-        path, _ = kept_file(cache, kind)
-        path.chmod(0o666)
-        (found,) = [one for one in check_directory(cache).files if one.note and "others may write" in one.note]
-        assert found.name == path.relative_to(cache).as_posix()
-        assert found.status == "damaged"
-        shutil.rmtree(cache)

@@ -229,14 +229,6 @@ UNSUPPORTED = [
 ]
 
 
-def test_keys_and_values_of_a_model_that_has_none_are_not_quantized(tmp_path: Path, said: Said) -> None:
-    make_model("mamba2").save_pretrained(tmp_path / "model")
-    ours = {"precision": QuantConfig(kv_cache="INT8"), "progress": lambda done, total: None}
-    with pytest.raises(SpecDecError) as raised:
-        convert(tmp_path / "model", tmp_path / "out", None, replace=False, **ours)  # type: ignore[arg-type]
-    said(raised, "INT8", "mamba2")
-
-
 @pytest.mark.parametrize(("config", "quoted"), UNSUPPORTED)
 def test_unsupported_model_is_refused_by_its_config_alone(
     config: PreTrainedConfig, quoted: str, tmp_path: Path, said: Said
@@ -343,20 +335,6 @@ def test_interruption_leaves_nothing_new(sharded_dir: Path, tmp_path: Path) -> N
     assert open_checkpoint(tmp_path / "out").dtype == "float16"
 
 
-def test_directory_that_is_no_checkpoint_is_named(
-    model_dir: Path, llama_engine_dir: Path, tmp_path: Path, said: Said
-) -> None:
-    for directory in (tmp_path / "nowhere", model_dir, llama_engine_dir):
-        with pytest.raises(SpecDecError) as raised:
-            open_checkpoint(directory)
-        said(raised, directory)
-    run_convert(model_dir, tmp_path / "out")
-    (tmp_path / "out" / "rank0.safetensors").unlink()
-    with pytest.raises(SpecDecError) as raised:
-        open_checkpoint(tmp_path / "out")
-    said(raised)
-
-
 def for_build(
     model_dir: Path, output_dir: Path, dtype: Dtype | None = None, tp_size: int = 1, *, may_link: bool = True
 ) -> Path:
@@ -394,13 +372,6 @@ def test_a_build_reads_a_copy_of_weights_that_are_not_all_as_they_are_wanted(
     run_convert(model_dir, tmp_path / "converted", "float32")
     assert weights.read_bytes() == (tmp_path / "converted" / "rank0.safetensors").read_bytes()
     assert not weights.is_symlink()
-
-
-@pytest.mark.parametrize(("dtype", "tp_size"), [("bfloat16", 1), (None, 2)])
-def test_a_build_reads_a_copy_of_weights_in_other_bits_or_parts(
-    dtype: Dtype | None, tp_size: int, model_dir: Path, tmp_path: Path
-) -> None:
-    assert not for_build(model_dir, tmp_path / "out", dtype, tp_size).is_symlink()
 
 
 NUM_SHARDS, SHARD_BYTES = 6, 64 * 2**20

@@ -20,12 +20,12 @@ from transformers.generation.logits_process import MinNewTokensLengthLogitsProce
 from runtime.core.grammar import Grammars
 from runtime.core.params import Grammar, SamplingConfig, SamplingParams
 from runtime.core.request import Draft, Request, Sequence
-from runtime.core.sampling import NoValidToken, Positions, Sampler, choose_all
+from runtime.core.sampling import Positions, Sampler, choose_all
 from runtime.core.verify import verify
 from runtime.engine.engine import Engine
 from runtime.kernels.ops import load_kernels
 from runtime.text.text import StopWords, decode, output_text
-from runtime.util.errors import SpecDecError, UsageError
+from runtime.util.errors import UsageError
 
 __all__ = ["engine_dirs", "target"]  # fixtures
 RULES = [
@@ -147,17 +147,6 @@ def test_probabilities_are_of_what_is_left() -> None:
     assert counts[3] / 4000 == pytest.approx(np.e / (np.e + 1), abs=0.035)
 
 
-def test_nothing_left_is_an_error_in_words(said: Said) -> None:
-    sampler = Sampler(SamplingConfig(min_tokens=2, allowed_token_ids=(5,)), (7,), 0, None, {5})
-    with pytest.raises(NoValidToken) as raised:
-        sampler.choose([7], torch.zeros(VOCAB_SIZE))
-    said(raised, "1")
-    with pytest.raises(NoValidToken) as raised:
-        sampler.choose([7], torch.full((VOCAB_SIZE,), torch.nan))
-    said(raised, "NaN")
-    assert sampler.choose([7, 8, 8], torch.zeros(VOCAB_SIZE)) == 5
-
-
 def test_a_grammar_that_is_whole_ends_an_output_all_the_same() -> None:
     """A text that could go on does; where nothing but an end can follow, the end comes."""
     tokenizer = byte_tokenizers.byte_level()
@@ -209,11 +198,3 @@ def test_values_that_cannot_be(values: dict[str, Any], words_of_error: str, said
     with pytest.raises(UsageError) as raised:
         SamplingParams(**values)
     said(raised, *words_of_error.split())
-
-
-def test_ids_outside_the_vocabulary(engine_dirs: dict[str, Path], said: Said) -> None:
-    engine = Engine.open(engine_dirs["target"])
-    request = Request(7, (5, 6), 5, sampling=SamplingConfig(allowed_token_ids=(5, VOCAB_SIZE)))
-    with pytest.raises(SpecDecError) as raised:
-        engine.check_request(request)
-    said(raised, "32")

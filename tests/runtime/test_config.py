@@ -52,10 +52,6 @@ def test_round_trip_through_json(config: Any) -> None:
     assert parse(type(config), json.loads(json.dumps(as_json(config))), "config.json") == config
 
 
-def test_request_length_leaves_out_the_draft() -> None:
-    assert make_build(max_seq_len=170, max_draft_len=10).max_request_len == 160
-
-
 NEWER = ENGINE_FORMAT_VERSION + 1
 DAMAGES = [
     pytest.param(("format_version",), NEWER, (ENGINE_FORMAT_VERSION, NEWER), id="newer"),

@@ -119,14 +119,6 @@ def test_merged_corpus_is_the_corpus_of_all_documents(tmp_path: Path) -> None:
     assert (tmp_path / "ab").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
-def test_corpora_of_two_tokenizers_are_not_merged(tmp_path: Path, said: Said) -> None:
-    corpora = [make(tmp_path / "a", [[1]]), make(tmp_path / "b", [[1]], tokenizer="other")]
-    with pytest.raises(SpecDecError) as error:
-        merge_corpora(tmp_path / "ab", corpora, replace=False)
-    said(error)
-    assert not (tmp_path / "ab").exists()
-
-
 @pytest.mark.parametrize(
     ("documents", "wrong"),
     [
@@ -272,14 +264,6 @@ def test_writing_over_a_corpus_in_the_middle_of_a_lookup_is_no_matter(
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """All corpora are too large to be read into memory."""
     monkeypatch.setattr(corpus_module, "_MAX_BYTES_COPIED", 0)
-
-
-@pytest.mark.usefixtures("large")
-def test_large_corpus_finds_what_is_there(tmp_path: Path) -> None:
-    documents = [[1, 2, 3], [0, 1, 2, 255], [2, 3, 2, 3, 1]]
-    corpus = make(tmp_path / "c", documents)
-    for tail in ([1, 2], [2, 3], [255], [3, 2, 3], [256]):
-        assert_finds_what_is_there(corpus, documents, tail, 3, 1, 4)
 
 
 @pytest.mark.usefixtures("large")

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sentences import Said
 from shared import MakeEngineDir
 from tiny import make_build, make_model
 from waiting import HANG_S
@@ -20,7 +19,6 @@ from runtime.checkpoint.costs import CostModel
 from runtime.core.batch import Row
 from runtime.engine.engine import Engine
 from runtime.loop.step_costs import cache_for_measuring, measure_steps, time_cell
-from runtime.util.errors import SpecDecError
 
 TABLE = [
     StepCost(batch_size, context_len, num_tokens, 1e-3 * (batch_size * (2 + num_tokens) + context_len / 100))
@@ -84,21 +82,10 @@ def test_line_through_noise_never_gives_steps_for_nothing() -> None:
     assert model.step_s(1, 1, 1) == pytest.approx(0.004)
 
 
-def test_iteration_is_the_step_with_the_draft_and_the_host() -> None:
-    model = CostModel(TABLE, host_s=0.5)
-    assert model.iteration_s(2, 512, 4) == pytest.approx(model.step_s(2, 512, 5) + 0.5)
-
-
 def test_prompt_is_computed_in_pieces() -> None:
     model = CostModel(TABLE, 0.0)
     pieces = [model.step_s(1, 0, 500), model.step_s(1, 500, 500), model.step_s(1, 1000, 7)]
     assert model.context_s(1007, 500) == pytest.approx(sum(pieces))
-
-
-def test_engine_without_costs_is_an_error(said: Said) -> None:
-    with pytest.raises(SpecDecError) as error:
-        CostModel([], 0.0)
-    said(error)
 
 
 def test_all_draft_lengths_are_measured_and_never_beyond_the_model(llama_uncompiled_dir: Path) -> None:
@@ -146,12 +133,6 @@ def test_measured_tokens_choose_experts_of_their_own(
 def test_build_measures(llama_engine_dir: Path) -> None:
     config = read_engine_config(llama_engine_dir)
     assert config.step_costs and 0 < config.host_s < HANG_S and config.machine is not None
-
-
-def test_large_batches_are_not_measured_one_and_all() -> None:
-    """64 sequences of 2,560 tokens would take more memory than many a machine has on which the engine runs."""
-    build = make_build(max_batch_size=64, max_input_len=4000, max_seq_len=8000, tokens_per_block=32)
-    assert cache_for_measuring(build, block_bytes=1).max_tokens == 32 * 544
 
 
 def test_a_build_measures_with_little_memory() -> None:

@@ -140,17 +140,6 @@ def test_shards_outside_the_directory_are_refused(name: str, tmp_path: Path, sai
     said(refusal(model_dir, tmp_path / "out"), name)
 
 
-def test_masks_that_gpt_2_once_saved_are_no_weights(tmp_path: Path) -> None:
-    model_dir = saved(tmp_path / "model", "gpt2")
-    masks = {f"transformer.h.{i}.attn.{name}" for i in range(2) for name in ("bias", "masked_bias")}
-    mask = torch.ones(1, 1, 256, 256, dtype=torch.uint8)
-    change_tensors(
-        model_dir,
-        lambda own: own | {name: mask.clone() if name.endswith(".bias") else torch.tensor(-1e4) for name in masks},
-    )
-    assert answer(model_dir, tmp_path / "built") == hugging_face(model_dir)
-
-
 def test_an_adapter_beside_a_model_is_told_of_and_one_alone_refused(tmp_path: Path, said: Said) -> None:
     model_dir = saved(tmp_path / "model")
     (model_dir / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base", "peft_type": "LORA"}')
@@ -221,12 +210,6 @@ def test_experts_that_the_config_has_otherwise_are_told(
     said(refusal(model_dir, tmp_path / "out"), *words.split("; "))
 
 
-def test_a_mixture_without_experts_is_dense_as_for_transformers(tmp_path: Path) -> None:
-    model_dir = saved(tmp_path / "model", "qwen3-moe", num_experts=0)
-    assert "model.layers.0.mlp.up_proj.weight" in load_file(model_dir / "model.safetensors")
-    assert answer(model_dir, tmp_path / "built") == hugging_face(model_dir)
-
-
 def test_a_rope_without_a_type_is_told_of_and_as_for_transformers(tmp_path: Path, said: Said) -> None:
     model_dir = saved(tmp_path / "model")
     expected = hugging_face(model_dir)
@@ -258,17 +241,6 @@ def test_layers_that_predict_further_are_left_out_as_by_transformers(tmp_path: P
     assert tokens == expected
     ignored = type(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir)))
     assert any("61" in pattern for pattern in ignored._keys_to_ignore_on_load_unexpected)
-
-
-def test_layers_beyond_those_of_the_config_are_two_models(tmp_path: Path, said: Said) -> None:
-    model_dir = saved(tmp_path / "model", num_hidden_layers=3)
-    change_config(model_dir, num_hidden_layers=2)
-    with pytest.raises(SpecDecError) as raised:
-        build_tiny(model_dir, tmp_path / "built")
-    said(raised)
-    with pytest.raises(SpecDecError) as at_once:
-        LLM(model_dir, compiler="none")
-    said(at_once, f"`{model_dir}`")
 
 
 def test_end_ids_of_the_config_count_where_no_other_file_names_them(tmp_path: Path) -> None:
@@ -548,20 +520,6 @@ def test_keys_of_other_families_are_told_in_a_llama(name: str, value: Any) -> No
 
 
 @pytest.mark.parametrize(
-    ("family", "words", "values"),
-    [
-        ("llama", "`hidden_act` 'siluu'", {"hidden_act": "siluu"}),
-        ("smollm3", "`no_rope_layers` [1]", {"no_rope_layers": [1]}),
-    ],
-)
-def test_what_no_model_can_be_made_with_is_named(family: str, words: str, values: dict[str, Any], said: Said) -> None:
-    config, _ = parse_language_model(make_config(family).to_dict() | values, "config.json")
-    with pytest.raises(SpecDecError) as error:
-        probe_config(config)
-    said(error, words)
-
-
-@pytest.mark.parametrize(
     ("model_type", "words", "values"),
     [
         ("gptj", "`rotary_dim` 5", {"rotary_dim": 5}),
@@ -637,14 +595,3 @@ def test_a_size_below_one_is_told(
     error = refusal(tmp_path, tmp_path / "out")
     said(error, family, f"`{name}` {value}")
     assert "token_id" not in error.message
-
-
-def test_a_rope_that_is_said_twice_and_the_same_is_one(tmp_path: Path) -> None:
-    """Config that transformers read and wrote, and someone completed by hand."""
-    own = {"rope_theta": 500000.0, "rope_scaling": LLAMA3 | {"type": "llama3"}}
-    own |= {"rope_parameters": LLAMA3 | {"rope_theta": 500000.0}}
-    data = shrunk(PUBLISHED["ALLaM-7B-Instruct"].config) | own
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        config, _ = parse_language_model(data, "config.json")
-    assert config.rope_parameters["rope_type"] == "llama3" and config.rope_parameters["rope_theta"] == 500000.0

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from runtime.engine.draft_vocab import default_size, missing_ends, read_ids, training_order
+from runtime.engine.draft_vocab import read_ids, training_order
 from runtime.util.errors import SpecDecError
 
 IDS = [7, 0, 31, 5]
@@ -65,9 +65,3 @@ def test_frequent_words_come_first(kind: str) -> None:
     words = [order.index(made.token_to_id(one)) for one in ("the", "dog", "house") if made.token_to_id(one) is not None]
     assert words == sorted(words) and len(words) > 1
     assert {made.token_to_id("<s>"), made.token_to_id("</s>")} == set(order[-2:])
-
-
-def test_sizes_and_ends() -> None:
-    assert default_size(32000) == 8000 and default_size(262144) == 32768 and default_size(3) == 1
-    assert missing_ends([1, 2], []) is None and missing_ends([1, 2], [2, 9]) is None
-    assert "among the 2 that are drafted: 3, 9" in str(missing_ends([1, 2], [9, 3]))

@@ -222,13 +222,6 @@ def test_blocks_with_rejected_tokens_serve_another_sequence(llama_uncompiled_dir
         engine.release(second)
 
 
-def test_sequence_that_would_not_fit_an_empty_cache_is_an_error(llama_uncompiled_dir: Any, said: Said) -> None:
-    engine = Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(max_tokens=20))
-    with pytest.raises(SpecDecError) as raised:
-        engine.admit(start(A))
-    said(raised, "20", "0", "23")
-
-
 def test_cache_that_memory_cannot_hold_is_an_error_with_the_numbers(
     llama_uncompiled_dir: Any, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sentences import Said
 from shared import shared_engine
 from tiny import (
     ATTENTIONS,
@@ -14,7 +13,6 @@ from tiny import (
     SLIDING_WINDOW,
     WITHOUT_ATTENTION,
     hf_greedy,
-    make_config,
     make_model,
     repetitive_prompt,
 )
@@ -25,8 +23,6 @@ from runtime.core.stats import sum_stats
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine.engine import Engine
 from runtime.loop.orchestrator import generate
-from runtime.model.pretrained import parse_pretrained_config
-from runtime.util.errors import SpecDecError
 from runtime.util.files import read_json
 from scripts.tools.families import POPULARITY, recorded
 
@@ -80,13 +76,6 @@ def test_greedy_output_equals_hf(family: str, make_engine: Any) -> None:
     check_greedy(make_engine(model), model)
 
 
-def test_falcon_with_alibi_is_refused(said: Said) -> None:
-    """Bias that counts once by transformers' default attention, and twice by its eager one."""
-    with pytest.raises(SpecDecError) as error:
-        parse_pretrained_config(make_config("falcon-7b", alibi=True).to_dict(), "config.json")
-    said(error, "`alibi`", "falcon")
-
-
 def test_families_that_people_run_most_are_recorded_as_equal() -> None:
     """Families of the first two tiers."""
     found = recorded()
@@ -122,14 +111,6 @@ def test_sliding_window_of_each_layer_is_known(make_engine: Any) -> None:
         "mistral-sliding": [SLIDING_WINDOW, SLIDING_WINDOW],
         "gemma3": [SLIDING_WINDOW, None, SLIDING_WINDOW],
     }
-
-
-def test_pad_token_id_in_the_config_changes_nothing(make_engine: Any) -> None:
-    """GPT-2's forward looks for padding where its config has a pad id, which failed on a model without weights."""
-    model = make_model("gpt2", pad_token_id=5)
-    prompt = [5, 7, 5, 9]
-    (sequence,) = run(make_engine(model), [prompt], 12, ngram=False)
-    assert sequence.output_tokens == hf_greedy(model, prompt, 12)
 
 
 @pytest.mark.skipif(not STORIES_DIR.is_dir(), reason="shared data stories260k is absent")

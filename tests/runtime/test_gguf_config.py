@@ -161,24 +161,9 @@ def test_what_contradicts_itself_is_refused(name: str, tmp_path: Path, said: Sai
     said(error, *words.split("; "))
 
 
-def test_tensors_between_multiples_of_the_alignment_are_told(tmp_path: Path, said: Said) -> None:
-    with pytest.raises(SpecDecError) as error:
-        config_of(write_file(tmp_path / "model.gguf", 3, with_alignment(2**20)))
-    said(error, "output_norm.weight", "1048576")
-
-
 def test_another_number_of_ids_is_told(tmp_path: Path) -> None:
     with pytest.warns(SpecDecWarning, match=r"`llama.vocab_size` is 100, .* embeddings of \d+ ids"):
         config_of(write_file(tmp_path / "model.gguf", 4, with_values(vocab_size=100)))
-
-
-@pytest.mark.parametrize("name", ["eos_token_id"])
-def test_token_that_is_no_number_is_refused(name: str, tmp_path: Path, said: Said) -> None:
-    with pytest.raises(SpecDecError) as error:
-        config_of(
-            write_file(tmp_path / "model.gguf", 4, lambda writer: writer.add_string(f"tokenizer.ggml.{name}", "two"))
-        )
-    said(error, f"`tokenizer.ggml.{name}`", "'two'")
 
 
 def test_keys_that_change_nothing_are_passed(tmp_path: Path) -> None:

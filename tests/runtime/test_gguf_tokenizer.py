@@ -18,7 +18,6 @@ from llamacpp_tokens import (
 from sentences import Said
 from tokenizers import pre_tokenizers
 
-from runtime.checkpoint.gguf.ends import end_ids_of
 from runtime.checkpoint.gguf.tokenizer import PRE_TOKENIZERS, make_gguf_tokenizer
 from runtime.text.chat import ChatTemplate
 from runtime.text.text import load_tokenizer
@@ -165,22 +164,6 @@ def test_file_without_a_pre_tokenizer_is_told_of_and_read_as_by_llamacpp(tmp_pat
         tokenizer = make_gguf_tokenizer(write_byte_level(tmp_path / "model.gguf", "default", without_pre))
     said(warned, "`tokenizer.ggml.pre`", "`default`", str(tmp_path / "model.gguf"))
     assert_same_tokens(tokenizer, "default")
-
-
-def test_file_without_merges_is_refused_as_by_llamacpp(tmp_path: Path, said: Said) -> None:
-    def without_merges(writer: Any) -> None:
-        del writer.kv_data[0]["tokenizer.ggml.merges"]
-
-    with pytest.raises(SpecDecError) as raised:
-        make_gguf_tokenizer(write_byte_level(tmp_path / "model.gguf", "smollm", without_merges))
-    said(raised, "`tokenizer.ggml.merges`")
-
-
-def test_ends_are_those_that_are_named_and_those_that_are_known_by_their_text() -> None:
-    tokens = ["a", "<|im_end|>", "b", "<|endoftext|>", "<end"]
-    assert end_ids_of({"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 3}) == [1, 3]
-    assert end_ids_of({"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eot_token_id": 4}) == [1, 3, 4]
-    assert end_ids_of({}) == []
 
 
 @pytest.mark.parametrize(

@@ -188,11 +188,6 @@ def test_kernels_choose_as_transformers_processors_do(kernels: Path, sampling: d
             assert token == max(np.flatnonzero(mask.allowed), key=lambda i: float(row[i]))
 
 
-def test_bans_that_leave_nothing_of_a_grammar_are_said(llm: LLM) -> None:
-    with pytest.raises(SpecDecError, match="no token left to choose"):
-        llm.generate(PROMPT, SamplingParams(temperature=0, choice=["b"], bad_words=["b"]))
-
-
 WRONG: list[dict[str, Any]] = [
     {"json_schema": "no schema"},
     {"json_schema": '["a", "list"]'},
@@ -292,11 +287,6 @@ def test_a_form_whose_steps_take_too_long_ends_its_request_alone(llm: LLM, monke
     hostile = SamplingParams(temperature=0, max_tokens=4, grammar='start: e\ne: e e | "x"')
     with pytest.raises(SpecDecError, match="steps take too long"):
         llm.generate([PROMPT, PROMPT], [hostile, SamplingParams(temperature=0, max_tokens=4)])
-
-
-def test_without_a_tokenizer_it_is_said() -> None:
-    with pytest.raises(SpecDecError, match="grammars need a tokenizer"):
-        Grammars(None, 32, frozenset({2})).compiled(Grammar("regex", "a"))
 
 
 def test_compiled_grammars_are_kept_up_to_a_bound() -> None:

@@ -28,7 +28,6 @@ from specdec_cli import (
     Draft,
     DraftTargetDrafter,
     EagleDrafter,
-    KVCacheConfig,
     MtpDrafter,
     NgramDrafter,
     SamplingParams,
@@ -292,15 +291,6 @@ def test_parameters_for_each_prompt(llm: LLM, expected: list[list[int]], tokeniz
     assert ended.token_ids == expected[2][: expected[2].index(expected[2][2]) + 1] and ended.finish_reason == "end_id"
 
 
-def test_shared_pool_remembers_from_call_to_call(llm: LLM) -> None:
-    drafter = NgramDrafter(pool="public")
-    first = llm.generate(PROMPT, GREEDY, drafter=drafter)[0].stats
-    second = llm.generate(PROMPT, GREEDY, drafter=drafter)[0].stats
-    assert second.num_steps < first.num_steps, "the same answer was found in the pool"
-    llm.session(drafter).clear_pools()
-    assert llm.generate(PROMPT, GREEDY, drafter=drafter)[0].stats.num_steps == first.num_steps
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -379,22 +369,6 @@ def test_arguments_of_other_types_are_refused_before_an_engine_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "values", [{"max_tokens": "a"}, {"max_tokens": 0}, {"free_gpu_memory_fraction": 5}, {"block_reuse": "no"}], ids=str
-)
-def test_a_cache_of_other_types_is_refused(values: dict[str, Any], said: Said) -> None:
-    with pytest.raises(UsageError) as raised:
-        KVCacheConfig(**values)
-    said(raised, *values)
-
-
-def test_defaults_are_vllms() -> None:
-    params = SamplingParams()
-    assert (params.n, params.temperature, params.top_p, params.top_k, params.max_tokens) == (1, 1.0, 1.0, 0, 16)
-    assert not params.config().is_greedy and SamplingParams(temperature=0).config().is_greedy
-    assert KVCacheConfig().block_reuse
-
-
 def test_public_names_are_loaded_when_asked_for() -> None:
     assert set(specdec_cli.__all__) <= set(dir(specdec_cli))
     assert all(getattr(specdec_cli, name) is not None for name in specdec_cli.__all__)
@@ -470,13 +444,6 @@ def test_end_id_outside_the_vocabulary_is_told_and_ends_nothing(
     ):
         assert llm.end_ids == {2}
     said(warned, "300", "50256")
-
-
-@pytest.mark.parametrize("name", ["tp_size", "hidden_states", "temperature"])
-def test_arguments_that_it_has_not(name: str) -> None:
-    """Names of an engine's settings are none of its own: `tp_size` was taken, and changed nothing."""
-    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
-        LLM("demo", **{name: 2})  # type: ignore[arg-type]
 
 
 def test_heads_draft(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The language model inside a model of several kinds of input answers texts as the whole model does."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,12 @@ from transformers import (
     LlavaConfig,
     Mistral3Config,
     PreTrainedModel,
-    Qwen2VLConfig,
 )
 
 from runtime.core.request import Request
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine.engine import Engine
 from runtime.loop.orchestrator import generate
-from runtime.util.errors import SpecDecError
 
 TEXT: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -67,13 +64,3 @@ def test_texts_are_answered_as_by_the_whole_model(kind: str, tmp_path: Path) -> 
         for drafter in (None, NgramLookup(2)):
             outputs = {s.request.id: s.output_tokens for s, _ in generate(engine, requests, drafter, 5)}
             assert [outputs[i] for i in range(3)] == [hf_greedy(model, prompt, 20) for prompt in prompts]
-
-
-def test_one_whose_language_model_is_not_served_is_one_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    config = json.loads(Qwen2VLConfig().to_json_string())
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    torch.save({}, tmp_path / "model" / "x.bin")
-    with pytest.raises(SpecDecError) as error:
-        build_tiny(tmp_path / "model", tmp_path)
-    assert error.value.hint

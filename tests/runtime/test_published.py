@@ -123,16 +123,6 @@ def test_positions_past_longropes_are_refused_by_number(name: str, tmp_path: Pat
     said(raised, "4096", "4097")
 
 
-def test_a_window_within_the_positions_that_attention_is_not_told_of_is_refused(tmp_path: Path, said: Said) -> None:
-    """Phi-MoE tells its mask of it alone."""
-    config = shrunk(PUBLISHED["Phi-3.5-MoE-instruct"].config) | {"sliding_window": 100}
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SpecDecError) as raised:
-        convert(tmp_path / "model", tmp_path / "out", None, replace=False, progress=lambda done, total: None)
-    said(raised, "0", "100")
-
-
 def test_the_sample_differs_from_transformers_defaults(tmp_path: Path) -> None:
     """Hugging Face's model of a published config is not that of the class's own rope: the tests above could tell."""
     config = shrunk(PUBLISHED["Llama-3.2-1B-Instruct"].config, limit=LIMIT, vocab_size=512)

@@ -12,7 +12,6 @@ from runtime.core.request import Request
 from runtime.drafters.ngram import NgramLookup
 from runtime.loop.orchestrator import generate
 from runtime.model.causal_heads import has_causal_class
-from runtime.model.pretrained import why_positions_end
 from runtime.util.errors import SpecDecError
 from scripts.tools import families
 
@@ -103,11 +102,3 @@ def test_hugging_faces_factors_do_change_there(tmp_path: Path) -> None:
                 module.index_topk = 2 * LIMIT
         differs = (eager_logits(model, tokens) - narrow).abs().amax(-1) > 1e-2
         assert differs.any() and not differs[:LIMIT].any()
-
-
-def test_a_config_that_says_its_first_positions_only_is_told_so(said: Said) -> None:
-    config = scaled_model("longrope").config
-    said(why_positions_end(config))
-    del config.max_position_embeddings
-    said(why_positions_end(config))
-    assert why_positions_end(scaled_model("dynamic").config) == "the model has"

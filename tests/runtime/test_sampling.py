@@ -357,15 +357,6 @@ def test_value_out_of_range_is_wrong_usage(name: str, value: float) -> None:
     assert error.value.hint
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_biases_and_penalties_that_may_be_negative_are_numbers(value: float, said: Said) -> None:
-    for fields in ({"presence_penalty": value}, {"frequency_penalty": value}, {"logit_bias": ((3, value),)}):
-        with pytest.raises(UsageError) as raised:
-            SamplingConfig(**fields)
-        said(raised, value)
-    SamplingConfig(presence_penalty=-1.0, frequency_penalty=-0.5, logit_bias=((3, -math.inf),))  # never chosen
-
-
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
@@ -438,8 +429,3 @@ def test_running_out_of_tokens_beyond_the_end_is_no_error(
     assert (len(sequence.output_tokens), sequence.finish_reason) == (1, "stop")
     if by != "draft model by probabilities" or params.is_greedy:
         assert sequence.output_tokens == plain[:1]
-
-
-def test_temperatures_that_float32_cannot_divide_by_are_greedy() -> None:
-    logits = torch.tensor([1.0, 3.0, -2.0])
-    assert Sampler(SamplingConfig(temperature=1e-40, top_k=0), (5,)).choose([5], logits) == 1

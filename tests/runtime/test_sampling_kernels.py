@@ -153,12 +153,6 @@ def test_of_equal_scores_at_the_cut_of_top_p_the_last_are_left(size: int) -> Non
         assert left.tolist() == list(range(size - len(left), size))
 
 
-def test_without_kernels_too_the_last_of_equal_scores_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime.core.sampling, "have_kernels", lambda logits: False)
-    left = Sampler(config(top_p=0.301), (5,)).scores([5], torch.zeros(1000)).isfinite().nonzero()[:, 0]
-    assert left.tolist() == list(range(1000 - len(left), 1000)) and abs(len(left) - 301) <= 1
-
-
 # -- Penalties, biases and bans --
 
 PENALTIES: list[dict[str, Any]] = [

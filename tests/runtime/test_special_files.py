@@ -130,12 +130,6 @@ def test_text_of_a_model_that_no_memory_holds_is_not_read(name: str, tmp_path: P
     said(refused(tmp_path / name, lambda: check_model_files(tmp_path)), f"{10**12:,}")
 
 
-def test_weights_may_be_as_large_as_they_like(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").touch()
-    os.truncate(tmp_path / "model.safetensors", 10**12)
-    check_model_files(tmp_path)
-
-
 def test_text_that_another_command_writes_into_a_shell_s_pipe_is_read() -> None:
     """`<(command)` is such a pipe, without a name of its own."""
     read, write = os.pipe()

@@ -272,12 +272,6 @@ def test_states_are_kept_along_prompts_that_begin_alike(model: PreTrainedModel, 
         engine.close()
 
 
-def test_an_interval_of_0_is_refused(model: PreTrainedModel, make_engine_dir: Any, said: Said) -> None:
-    with pytest.raises(UsageError) as raised:
-        Engine.open(make_engine_dir(model), kv_cache=KVCacheConfig(state_checkpoint_interval=0))
-    said(raised, "0")
-
-
 @pytest.mark.parametrize("case", ["without reuse", "without states"])
 def test_an_interval_that_nothing_reads_is_refused(
     case: str, model: PreTrainedModel, make_engine_dir: Any, said: Said

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +85,3 @@ def test_a_damaged_file_is_told(damage: str, tmp_path: Path, said: Said) -> None
     with pytest.raises(SpecDecError) as error:
         load_tokenizer(directory, None)
     said(error, str(directory / "tekken.json"))
-
-
-def test_a_tokenizer_json_beside_it_counts(tmp_path: Path, llama_dir: Path) -> None:
-    directory = write_tekken(tmp_path / "model")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(llama_dir / name, directory / name)
-    assert load_tokenizer(directory, None).get_vocab() == load_tokenizer(llama_dir, None).get_vocab()

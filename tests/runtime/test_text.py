@@ -55,13 +55,6 @@ def test_stop_words_end_text_of_either_kind_of_tokenizer(
     assert generate(tokens, tokenizer("ab")["input_ids"], stops) == generate_by_brute_force(tokens, stops)
 
 
-def test_stop_word_with_special_tokens_inside_ends_the_output() -> None:
-    tokenizer = byte_level()
-    a, b, pad = tokenizer.convert_tokens_to_ids(["a", "b", "<pad>"])
-    tokens = [a, *[pad] * 30, b]
-    assert generate([*tokens, a], [], StopWords(("ab",), tokenizer)) == (tokens, True)
-
-
 def stream(
     tokenizer: PreTrainedTokenizerFast, output: list[int], stops: StopWords | None, cuts: Sequence[int]
 ) -> list[str]:

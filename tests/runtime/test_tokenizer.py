@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFa
 
 from runtime.checkpoint.tokenizer import SAVED, SavedTokenizer, find_saved_tokenizer, save_tokenizer
 from runtime.text.text import bad_word_tokens, encode, encode_text, load_tokenizer, word_tokens
-from runtime.util.errors import SpecDecError, SpecDecWarning
+from runtime.util.errors import SpecDecError
 
 STORIES_DIR = Path(__file__).parents[2] / "../shared/data/stories260k"
 DEMO_DIR = Path(__file__).parents[2] / "runtime/demo/target"
@@ -190,15 +190,6 @@ def test_a_real_tokenizer_beside_an_engines_config_is_opened_without_a_word(
         found = load_tokenizer(tmp_path / "engine", {"model_type": "llama"} | PUBLISHED_ROPES["llama3"])
     assert found("Hello world")["input_ids"] == [128000, 9906, 1917]
     assert messages == [] and len(recwarn) == 0
-
-
-@pytest.mark.skipif(not LLAMA3_DIR.is_dir(), reason=f"the tokenizer of Llama 3.1 is absent: {LLAMA3_DIR}")
-def test_mistrals_first_pattern_is_told_of(tmp_path: Path, said: Said) -> None:
-    shutil.copytree(LLAMA3_DIR, tmp_path / "model")
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "mistral", "transformers_version": "4.50.0"}')
-    with pytest.warns(SpecDecWarning) as warned:
-        load_tokenizer(tmp_path / "model", {"model_type": "mistral"})
-    said(warned, tmp_path / "model")
 
 
 @pytest.mark.parametrize("is_saved", [True, False])

@@ -15,15 +15,6 @@ def times() -> np.ndarray:
     return np.array(arrival_times(20_001, RATE, seed=3))
 
 
-def test_an_infinite_rate_sends_all_at_once() -> None:
-    assert arrival_times(4, math.inf, seed=0) == [0.0] * 4
-
-
-def test_the_first_is_sent_at_once_and_the_rest_in_order(times: np.ndarray) -> None:
-    assert times[0] == 0
-    assert (np.diff(times) > 0).all()
-
-
 def test_the_same_seed_gives_the_same_arrivals() -> None:
     assert arrival_times(50, RATE, seed=5) == arrival_times(50, RATE, seed=5)
     assert arrival_times(50, RATE, seed=5) != arrival_times(50, RATE, seed=6)

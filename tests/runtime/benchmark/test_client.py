@@ -47,21 +47,9 @@ def test_a_chunk_that_only_says_why_it_ended_sets_no_time() -> None:
     assert (answer.text, answer.finish_reason) == (" a b c d e", "length")
 
 
-def test_a_last_chunk_with_text_sets_the_time_of_the_end() -> None:
-    answer = ask(text(" a"), end(" b"), usage(7, 2))
-    assert (answer.piece_times, answer.latency_s, answer.tpot_s) == ([1.0, 2.0], 2.0, 1.0)
-
-
 def test_an_end_id_alone_is_the_first_token() -> None:
     answer = ask(text(""), end(), {"choices": [], **usage(7, 1)})
     assert (answer.ttft_s, answer.latency_s, answer.num_tokens) == (2.0, 2.0, 1)
-
-
-def test_an_empty_reason_is_none() -> None:
-    """text-generation-inference has it in every chunk of a completion but the last."""
-    chunks = [{"choices": [{"index": 0, "text": said, "finish_reason": ""}], "usage": None} for said in ("", " a")]
-    answer = ask(*chunks, end(" b", **usage(7, 2)))
-    assert (answer.piece_times, answer.finish_reason, answer.num_tokens) == ([2.0, 3.0], "length", 2)
 
 
 TIMINGS = {"cache_n": 3, "prompt_n": 4, "predicted_n": 5, "predicted_ms": 1.0}

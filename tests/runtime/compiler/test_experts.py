@@ -24,7 +24,7 @@ from runtime.core.request import Draft, Request, Sequence
 from runtime.engine.engine import Engine
 from runtime.kernels.ops import load_kernels
 from runtime.loop import scheduler
-from runtime.model.experts import experts_by_kernel, kernel_experts
+from runtime.model.experts import kernel_experts
 from runtime.model.model import expert_layers
 from runtime.model.quantized import QuantizedExperts, QuantizedLinear
 from scripts.tools import families
@@ -66,15 +66,6 @@ def test_products_are_those_of_each_tokens_experts(dtype: torch.dtype, num_outpu
         assert torch.equal(alone[0], products[s])
     of_one = kernels.experts_linear(rows[:1], packed, chosen[::9], num_outputs, 0, 0)
     assert torch.equal(of_one, kernels.experts_linear(rows[:1].expand(9, -1), packed, chosen[::9], num_outputs, 0, 0))
-
-
-def test_no_token_asks_no_expert() -> None:
-    packed = torch.ops.specdec.pack_linear(torch.ones(32, INPUTS))
-    experts_linear = torch.ops.specdec.experts_linear
-    nothing = experts_linear(torch.ones(0, INPUTS), packed, torch.zeros(0, dtype=torch.int64), 32, 0, 0)
-    assert nothing.shape == (0, 32)
-    with pytest.raises(RuntimeError, match="there is no such expert: 1"):
-        experts_linear(torch.ones(1, INPUTS), packed, torch.ones(1, dtype=torch.int64), 32, 0, 0)
 
 
 @pytest.mark.parametrize("num_outputs", [7, 64])
@@ -185,14 +176,6 @@ def test_experts_that_are_split_stay_as_they_are(tmp_path: Path, said: Said) -> 
     weights = load_file(tmp_path / "out" / "rank1.safetensors")
     assert weights["model.layers.0.mlp.experts.down_proj"].dtype == torch.float32
     assert weights["model.layers.0.self_attn.q_proj.weight_values"].dtype == torch.int8
-
-
-def test_a_model_has_its_own_experts_again() -> None:
-    model = make_model("qwen3-moe")
-    before = model.get_experts_implementation()
-    with experts_by_kernel(model):
-        assert model.get_experts_implementation() != before
-    assert model.get_experts_implementation() == before
 
 
 class Guessing:

@@ -523,12 +523,6 @@ def test_quantized_layers_of_one_input_become_one_in_a_compiled_step() -> None:
     assert torch.equal(program(x), layers(x))
 
 
-def test_second_library_of_the_same_sources_is_not_loaded_again(kernels: Path, tmp_path: Path) -> None:
-    library = tmp_path / "kernels.so"
-    library.write_bytes(b"not machine code" + kernels.read_bytes())
-    load_kernels(library)
-
-
 def test_second_library_of_other_sources_is_refused(kernels: Path, tmp_path: Path, said: Said) -> None:
     """Weights may be laid out in another way there."""
     library, sources = tmp_path / "kernels.so", torch.ops.specdec.sources().encode()

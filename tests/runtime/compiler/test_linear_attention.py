@@ -171,14 +171,6 @@ def test_a_tokens_bits_are_its_own(corrects: bool, shape: Shape, kernels: Path) 
     assert torch.equal(made, expected)
 
 
-def test_rows_of_one_sequence_go_on_from_each_other(kernels: Path) -> None:
-    load_kernels(kernels)
-    text, whole, split = text_of(80, SHAPES[0], torch.float32, 0), pool_of(SHAPES[0], 0.0), pool_of(SHAPES[0], 0.0)
-    (expected,) = step(by_kernel, [text], [(0, 0, 80)], whole, corrects=True)
-    made = step(by_kernel, [text], [(0, start, 1) for start in range(80)], split, corrects=True)
-    assert torch.equal(torch.cat(made), expected) and torch.equal(whole[1], split[1])
-
-
 def test_what_is_not_finite_stays_in_its_sequence(attend: Any) -> None:
     shape = SHAPES[0]
     texts, pool = [text_of(70, shape, torch.float32, seed) for seed in range(2)], pool_of(shape)

@@ -77,16 +77,6 @@ def test_pieces_rejected_drafts_and_batches_give_the_convolution_of_the_text(
         assert error < TOLERANCE[dtype]
 
 
-def test_rows_of_one_sequence_go_on_from_each_other(kernels: Path) -> None:
-    load_kernels(kernels)
-    generator = torch.Generator().manual_seed(0)
-    text, weight = torch.randn(20, CHANNELS, generator=generator), torch.randn(CHANNELS, 3, generator=generator)
-    whole, split = (torch.zeros(NUM_SLOTS, 40, CHANNELS) for _ in range(2))
-    (expected,) = step(by_kernel, [text], [(0, 0, 20)], weight, None, whole)
-    made = step(by_kernel, [text], [(0, start, 1) for start in range(20)], weight, None, split)
-    assert torch.equal(torch.cat(made), expected) and torch.equal(whole[1], split[1])
-
-
 def test_what_is_not_finite_stays_in_its_sequence(convolve: Any) -> None:
     texts = [torch.ones(6, CHANNELS), torch.ones(6, CHANNELS)]
     texts[0][2] = torch.inf

@@ -125,13 +125,6 @@ def test_nothing_stays_of_weights_that_were_present(tmp_path: Path, monkeypatch:
         assert resident_bytes(weight) == 0
 
 
-def test_a_part_of_an_absent_weight_is_there_with_it(path: Path) -> None:
-    ours, theirs = absent_weights(path), load_file(path)
-    rows = ours["table"][3:].t()
-    with present(rows):
-        assert torch.equal(rows, theirs["table"][3:].t())
-
-
 def change_it(path: Path) -> None:
     path.write_bytes(path.read_bytes())
     os.utime(path, (1, 1))

@@ -209,11 +209,6 @@ def test_a_draft_models_time_goes_with_its_tokens(said: Said) -> None:
     assert judgement is not None and judgement.number == pytest.approx(35 / 8)
 
 
-def test_automatic_lengths_are_not_judged_by_their_length() -> None:
-    wrong = replace(drafting([DraftedStep(i, 10, 0) for i in range(30)]), draft_len_mode="auto")
-    assert diagnose.drafts_longer_than_pays(replace(HEALTHY, drafting=wrong)) is None
-
-
 def test_of_a_chain_the_idle_one_is_named() -> None:
     idle = replace(GOOD, num_tokens_by_drafter={"ngram": 240, "draft-target": 0})
     judgement = diagnose.drafter_never_used(replace(HEALTHY, drafting=idle))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from runtime.measure.diagnosis.observe import huge_pages, num_numa_nodes
-from runtime.util.control_groups import cores, num_cores
+from runtime.util.control_groups import num_cores
 
 NUM_CORES = len(os.sched_getaffinity(0))
 
@@ -34,16 +34,6 @@ def test_the_narrowest_group_bounds_the_cores(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")
     assert num_cores(tmp_path / "groups", tmp_path / "membership") == expected
-
-
-def test_without_groups_cores_are_those_of_the_affinity(tmp_path: Path) -> None:
-    before = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, {min(before)})
-        assert cores() == {min(before)}
-        assert num_cores(tmp_path, tmp_path / "none") == 1
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 @pytest.mark.parametrize(

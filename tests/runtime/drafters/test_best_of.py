@@ -239,14 +239,6 @@ def test_the_better_of_two_lookups_is_soon_sent(engine: Engine, model: PreTraine
         assert sum(s.stats.num_steps for s in sequences) <= len(PROMPTS) * (-(-NUM_NEW_TOKENS // (DRAFT_LEN + 1)) + 1)
 
 
-def test_the_longer_match_is_trusted_first() -> None:
-    short, long = Guesser({0: [1, 1, 1]}, 9, match_len=1), Guesser({0: [2, 2, 2]}, 9, match_len=9)
-    sequence = Sequence.start(Request(0, (5, 6), 9))
-    for lookups in ([short, long], [long, short]):
-        chain = BestOf(lookups, [], lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
-        assert [draft.tokens for draft in chain.propose([sequence], 3)] == [[2, 2, 2]]
-
-
 def test_what_was_drawn_is_sent_whatever_it_is_worth() -> None:
     """Lengths may depend on a draft's tokens, and to weigh that would change what is generated."""
 
@@ -286,18 +278,6 @@ def test_lookups_go_on_behind_a_models_draft_as_far_as_that_pays(token_s: float,
         (draft,) = chain.propose([sequence], 6)
     assert len(draft.tokens) == sent
     assert draft.tokens == [*text[76:78], *looked_up[78 : 76 + sent]]
-
-
-def test_nothing_goes_on_behind_what_was_drawn() -> None:
-    class Drawing(Guesser):
-        def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-            return [Draft([7], torch.eye(VOCAB_SIZE)[[7]]) for _ in sequences]
-
-    model = DraftingModel(Drawing({}, 0, 0), 2, lambda batch, context: 0.0)
-    chain = BestOf(
-        [OnlyAhead({0: [7, 8, 9, 10]}, 9, match_len=9)], [model], lambda batch, context, draft_len: 1.0, VOCAB_SIZE
-    )
-    assert [draft.tokens for draft in chain.propose([Sequence.start(Request(0, (5, 6), 9))], 4)] == [[7]]
 
 
 def test_a_dear_model_is_asked_only_where_nothing_was_found() -> None:

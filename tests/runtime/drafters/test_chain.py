@@ -7,7 +7,7 @@ from sentences import Said
 from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.chain import FirstOf, LongestMatch
 from runtime.drafters.ngram import NgramLookup
-from runtime.util.errors import SpecDecError, UsageError
+from runtime.util.errors import SpecDecError
 
 
 class Recorder:
@@ -62,13 +62,6 @@ def test_the_draft_of_the_longest_match_is_taken() -> None:
         LongestMatch([first, Picky({})]).check_request(Request(0, (1, 2, 3, 4), 5))
 
 
-def test_nobody_is_asked_for_nothing() -> None:
-    first, second = Recorder({0: Draft([1])}), Recorder({})
-    assert FirstOf([first, second]).propose([start(0)], 4) == [Draft([1])]
-    assert second.asked == []
-    assert FirstOf([first, second]).propose([], 4) == []
-
-
 def test_member_asked_now_and_then_keeps_up() -> None:
     """The second reads what it was not asked about when it is."""
     first, lookup = Recorder({0: Draft([9])}), NgramLookup(2)
@@ -88,9 +81,3 @@ def test_member_that_returns_too_few_drafts_is_an_error(said: Said) -> None:
     with pytest.raises(SpecDecError) as error:
         FirstOf([NgramLookup(2), Short({})]).propose([start(0)], 4)
     said(error, "0", "1")
-
-
-def test_empty_chain_is_refused(said: Said) -> None:
-    with pytest.raises(UsageError) as error:
-        FirstOf([])
-    said(error)

@@ -27,11 +27,9 @@ from runtime.drafters.head_draft import HeadDraft, open_head
 from runtime.drafters.heads.head_config import is_head, read_head
 from runtime.engine.engine import Engine, KVCacheConfig
 from runtime.loop import orchestrator, scheduler
-from runtime.loop.scheduler import Scheduler
 from runtime.util.errors import SpecDecError
 
 LOOPS: dict[str, Callable[..., Any]] = {"orchestrator": orchestrator.generate, "leader": scheduler.generate}
-ON_LOOPS = pytest.mark.parametrize("loop", LOOPS)
 DRAFT_LEN, NUM_NEW_TOKENS = 4, 24
 STATES = (2, 3, 3)
 PROMPTS = [tuple(repetitive_prompt(i, 6 + 5 * i)) for i in range(5)]
@@ -306,14 +304,6 @@ def test_a_target_in_int4(
         check_drafts(eagle.seen, head, meant, 200)
 
 
-def test_quantized_layers_of_another_head(model: PreTrainedModel, tmp_path: Path, make_engine: Any) -> None:
-    own, other = (save_eagle(make_eagle(model, seed=i), tmp_path / str(i), "sailab") for i in range(2))
-    for output in (DraftOutput("int8"), DraftOutput(layers="int8")):
-        engine = make_engine(model, hidden_states=STATES, draft_output=output, head_dir=own)
-        with pytest.raises(SpecDecError, match="quantized layers of another head"):
-            drafter(engine, other)
-
-
 def test_nothing_is_computed_twice(engine: Engine, model: PreTrainedModel, head: Eagle, head_dir: Path) -> None:
     """A second request finds the first's prompt, and a third what the first has answered; a fourth parts from it."""
     eagle = drafter(engine, head_dir)
@@ -358,29 +348,10 @@ def test_it_catches_up_where_others_drafted(
     check_drafts(eagle.seen, head, model, 100)
 
 
-def test_a_head_that_comes_late_drafts_what_it_can(engine: Engine, model: PreTrainedModel, head_dir: Path) -> None:
-    """A running sequence has hidden states that it lacks; what had been released is not found again."""
-    steps = scheduler.generate(engine, make_requests()[:1], None, 0)
-    next(steps)
-    eagle = drafter(engine, head_dir)
-    running = Scheduler(engine, eagle, DRAFT_LEN)
-    assert [tokens for _, tokens in steps]
-    assert not eagle.seen and not running.has_work
-    assert answer(engine, "leader", make_requests(), eagle) == expected(model)
-    assert eagle.seen
-
-
 def test_numbers_that_are_none_change_nothing(engine: Engine, model: PreTrainedModel, head_dir: Path) -> None:
     eagle = drafter(engine, head_dir)
     eagle.head.fc.weight.fill_(torch.nan)  # type: ignore[attr-defined]
     assert answer(engine, "leader", make_requests(), eagle) == expected(model)
-
-
-def test_an_engine_without_hidden_states_keeps_none(model: PreTrainedModel, make_engine: Any, head_dir: Path) -> None:
-    engine = make_engine(model)
-    with pytest.raises(SpecDecError, match="gives no hidden states"):
-        drafter(engine, head_dir)
-    assert not engine._heads
 
 
 # Name -> (changes of its config, changes of its tensors, what is said).

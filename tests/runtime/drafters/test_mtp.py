@@ -16,7 +16,7 @@ from heads import copy_with_mtp
 from quantized import Q, gguf_model, plain_model_of, save_fp8, save_gguf, save_gptq, small_model
 from safetensors.torch import load_file, save_file
 from shared import shared_engine
-from test_eagle import DRAFT_LEN, ON_LOOPS, SAMPLED, answer, drafter, expected, make_requests
+from test_eagle import DRAFT_LEN, LOOPS, SAMPLED, answer, drafter, expected, make_requests
 from tiny import make_model, repetitive_prompt
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -289,7 +289,7 @@ def reference_drafts(forward: Forward, tokens: list[int], states: Tensor, length
 
 
 @pytest.mark.one_in(4)
-@ON_LOOPS
+@pytest.mark.parametrize("loop", LOOPS)
 def test_drafts_are_transformers(
     loop: str, published: tuple[Path, PreTrainedModel], target: PreTrainedModel, forward: Forward, make_engine: Any
 ) -> None:

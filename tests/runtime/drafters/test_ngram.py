@@ -125,10 +125,6 @@ def test_looking_ahead_equals_brute_force_and_nothing_is_learned(
     assert sequence.tokens == seen and propose(drafter, sequence) == before
 
 
-def test_of_a_sequence_that_was_never_looked_at_nothing_is_known() -> None:
-    assert NgramLookup(2).look_ahead(start([1, 2, 1, 2]), [1], 4).tokens == []
-
-
 @pytest.mark.parametrize("ranking", RANKINGS)
 @pytest.mark.parametrize("size", [1, 2, 40])
 def test_a_match_is_as_long_as_it_goes_back(size: int, ranking: NgramRanking) -> None:
@@ -156,12 +152,6 @@ def test_sizes_that_leave_no_pattern_are_refused(sizes: tuple[int, int], said: S
     with pytest.raises(UsageError) as error:
         NgramLookup(sizes[1], min_matching_ngram_size=sizes[0])
     said(error, "1", sizes[0], sizes[1])
-
-
-def test_unknown_ranking_is_refused(said: Said) -> None:
-    with pytest.raises(UsageError) as error:
-        NgramLookup(2, ranking="newest")  # type: ignore[arg-type]
-    said(error, "newest")
 
 
 @pytest.mark.parametrize("alphabet", [1, 50], ids=["one token", "fifty tokens"])

@@ -105,12 +105,6 @@ def test_parts_of_a_text_are_drafted_once_they_have_begun() -> None:
     assert copied.propose([sequence], 10)[0].tokens == []
 
 
-def test_an_end_id_is_not_drafted() -> None:
-    drafter = PredictionLookup([5, 6, END, 8])
-    sequence = Sequence.start(Request(1, PROMPT, 20, frozenset({END})))
-    assert drafter.propose([sequence], 10)[0].tokens == [5, 6]
-
-
 def test_the_pairs_of_a_prediction_are_what_it_is_found_by() -> None:
     """Pairs lead to the place, of several, that is nearest to where the output left."""
     predicted = [20, 21, 30, 31, 20, 21, 40, 41, 20, 21, 50, 51]

@@ -81,17 +81,6 @@ def num_drafted(sequences: list[Sequence]) -> int:
     return sum(sequence.stats.num_draft_tokens for sequence in sequences)
 
 
-@ON_LOOPS
-@pytest.mark.parametrize("engine_dir", ["int4", "int8"], indirect=True)
-def test_greedy_output_is_hugging_faces(loop: str, engine: Engine, model: PreTrainedModel) -> None:
-    sequences = answer(engine, loop, make_requests(), SelfDraft(engine, use_logits=False))
-    assert outputs(sequences) == [hf_greedy(model, list(prompt), NUM_NEW_TOKENS) for prompt in PROMPTS]
-    accepted = sum(sequence.stats.num_accepted_draft_tokens for sequence in sequences)
-    self_draft = engine.config.build_config.self_draft
-    assert self_draft is not None
-    assert accepted > {"int4": 0.25, "int8": 0.8}[self_draft.qformat] * num_drafted(sequences)
-
-
 @pytest.mark.parametrize(
     "family",
     [

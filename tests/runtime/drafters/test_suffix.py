@@ -89,10 +89,6 @@ def test_draft_equals_brute_force(
         assert propose(drafter, sequence, max_draft_len) == expected
 
 
-def test_of_a_sequence_that_was_never_looked_at_nothing_is_known() -> None:
-    assert SuffixLookup().look_ahead(start([1, 2, 1, 2]), [1], 4).tokens == []
-
-
 def test_tokens_that_came_since_it_was_asked_are_looked_at_too() -> None:
     """Resting, an `AdaptiveDrafter` does not ask. 4 follows 1 2 3; what follows 3 most often is 5."""
     drafter, sequence = SuffixLookup(), start([1, 2, 3, 4, 9, 3, 5, 8, 3, 5, 0, 1])
@@ -113,10 +109,6 @@ def test_ids_of_any_size_are_looked_up() -> None:
     """There are 1,114,112 characters, and surrogates among them."""
     for token in (0, 0xD800, 0x10FFFF, 0x110000, 2**40):
         assert propose(SuffixLookup(), start([token, 5, token]), 1) == [5]
-
-
-def test_draft_ends_before_the_first_end_id() -> None:
-    assert propose(SuffixLookup(), start([1, 2, 3, 9, 4, 1], end_ids=(9,))) == [2, 3]
 
 
 @pytest.mark.parametrize(

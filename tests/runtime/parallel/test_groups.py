@@ -11,7 +11,6 @@ from torch import Tensor
 from waiting import HANG_S
 
 from runtime.checkpoint.config import Compiler
-from runtime.engine.ranks import rank_devices
 from runtime.kernels.collectives import all_reduce, gather_columns, own_columns, own_embeddings
 from runtime.kernels.groups import _WAITS, Rendezvous, Way, join, way_of
 from runtime.kernels.ops import load_kernels
@@ -31,11 +30,6 @@ WAYS: tuple[Way, ...] = ("shared", "gloo")
 )
 def test_the_way_is_the_steps(compiler: Compiler, device: str, way: Way) -> None:
     assert way_of(compiler, device) == way
-
-
-def test_each_gpu_has_a_rank() -> None:
-    assert rank_devices("cuda", (2, 0, 3)) == ["cuda:2", "cuda:0", "cuda:3"]
-    assert rank_devices("cpu", (2, 0)) == ["cpu", "cpu"]
 
 
 def test_a_compiler_leaves_sums_whole() -> None:
@@ -66,14 +60,6 @@ def test_sums_are_taken_in_the_order_of_ranks(way: Way, dtype: torch.dtype, tp_s
         wanted = (wanted + part.double()).float().double()  # each sum rounded by itself
     found = together(way, tp_size, lambda rank: all_reduce(parts[rank], shares_memory=way == "shared"))
     assert all(torch.equal(one, wanted.to(dtype)) for one in found)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_of_nothing_there_is_nothing(way: Way, kernels: Path) -> None:
-    """Logits of a prompt's piece that needs none."""
-    load_kernels(kernels)
-    found = together(way, 2, lambda rank: gather_columns(torch.empty(0, 4), 2, shares_memory=way == "shared"))
-    assert [one.shape for one in found] == [(0, 8), (0, 8)]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -116,13 +116,6 @@ def test_what_has_no_plan_is_refused_by_name(family: str, words: str, tmp_path: 
     assert not (tmp_path / "split").exists()
 
 
-def test_outputs_that_are_looked_at_together_are_refused(said: Said) -> None:
-    """Gemma 3n's sparse activations: the plan splits them, and a part of them has another mean."""
-    with pytest.raises(SpecDecError) as raised:
-        split_config(families.small_config("gemma3n_text"), 2)
-    said(raised, "gemma3n_text")
-
-
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
@@ -181,15 +174,6 @@ def test_sizes_that_do_not_divide_are_refused(
     with pytest.raises(SpecDecError) as raised:
         converted(tmp_path / "model", tmp_path / "split", tp_size)
     said(raised, *words.split("; "))
-
-
-def test_rows_of_experts_are_as_long_as_their_product_takes_them(tmp_path: Path, said: Said) -> None:
-    make_model("qwen2-moe", moe_intermediate_size=24).save_pretrained(tmp_path / "model")
-    converted(tmp_path / "model", tmp_path / "two", 2)
-    with pytest.raises(SpecDecError) as raised:
-        converted(tmp_path / "model", tmp_path / "four", 4)
-    said(raised, "4", "24", "16")
-    assert not (tmp_path / "four").exists()
 
 
 def test_what_stays_whole_is_said(tmp_path: Path, said: Said) -> None:

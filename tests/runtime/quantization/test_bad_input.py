@@ -29,7 +29,6 @@ from sentences import Said
 from tiny import make_model
 from torch import Tensor
 
-from runtime.builder.artefacts import check_model_file
 from runtime.builder.convert import convert
 from runtime.checkpoint.resolve import resolve_model
 from runtime.util.errors import SpecDecError
@@ -222,14 +221,6 @@ def test_format_that_is_not_read_is_named(settings: dict[str, Any], message: str
     refuse(tmp_path / "model", tmp_path, said, *message.split("; "))
 
 
-def test_fp8_without_a_config_is_not_taken_for_numbers(tmp_path: Path, said: Said) -> None:
-    save_fp8(tmp_path / "model", None)
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    del config["quantization_config"]
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    refuse(tmp_path / "model", tmp_path, said, "float8_e4m3fn")
-
-
 UNSAID: dict[str, tuple[Callable[[Path], Any], str]] = {
     "AWQ": (partial(save_awq, group_size=32), "qweight"),
     "NVFP4": (save_nvfp4, "weight_scale_2"),
@@ -331,17 +322,6 @@ def test_gguf_is_found_by_its_name_only_where_it_is_a_file(tmp_path: Path, said:
 
 
 @pytest.mark.filterwarnings("ignore:the file has no tokenizer")
-def test_gguf_that_lacks_a_weight_is_named(tmp_path: Path, said: Said) -> None:
-    """The metadata says two layers, and there is one."""
-    path = tmp_path / "model.gguf"
-    save_gguf(path, Q.Q8_0)
-    key = b"llama.block_count"
-    start = path.read_bytes().index(key) + len(key) + 4
-    with_bytes(path, start, struct.pack("<I", 2))
-    refuse(path, tmp_path, said, "model.layers.1.input_layernorm.weight")
-
-
-@pytest.mark.filterwarnings("ignore:the file has no tokenizer")
 def test_gguf_of_more_layers_than_tensors_is_refused_before_any_is_made(tmp_path: Path, said: Said) -> None:
     path = tmp_path / "model.gguf"
     save_gguf(path, Q.Q8_0)
@@ -393,14 +373,6 @@ def test_gguf_in_files_that_are_not_all_there_is_one_error(message: str, tmp_pat
     damage(paths)
     path = paths[given] if given >= 0 else tmp_path / "one.gguf"
     refuse(path, tmp_path, said, *message.split("; "))
-
-
-def test_the_damaged_file_of_several_is_named(tmp_path: Path) -> None:
-    save_gguf(tmp_path / "tiny.gguf", Q.Q8_0, max_tensors=5)
-    first, second, _ = sorted(tmp_path.iterdir())
-    assert [file.status for file in check_model_file(first).files] == ["no_checksum"] * 3
-    second.write_bytes(second.read_bytes()[:-40])
-    assert [file.status for file in check_model_file(first).files] == ["no_checksum", "damaged", "no_checksum"]
 
 
 def test_gguf_type_that_is_not_read_is_named(tmp_path: Path, said: Said) -> None:

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from runtime.builder.build import BuildEffort, build_engine
 from runtime.builder.convert import convert
-from runtime.builder.quality import measure_quality, quality_text
+from runtime.builder.quality import measure_quality
 from runtime.checkpoint.config import Activations, CheckpointConfig, EngineConfig, QuantConfig
 from runtime.checkpoint.gguf.blocks import read_blocks
 from runtime.checkpoint.gguf.reader import TYPES
@@ -40,7 +40,7 @@ from runtime.loop.orchestrator import generate
 from runtime.model.model import ModelKind, load_model
 from runtime.model.pretrained import parse_pretrained_config
 from runtime.model.quantized import QuantizedLinear
-from runtime.util.errors import SpecDecError, SpecDecWarning
+from runtime.util.errors import SpecDecError
 
 CPU = torch.device("cpu")
 
@@ -172,13 +172,6 @@ def test_weights_stored_the_other_way_round_are_quantized_too(qformat: Any, comp
     check_engine(tmp_path / "engine", model)
 
 
-def test_quantized_weights_without_kernels_are_told_to_be_slow(tmp_path: Path, said: Said) -> None:
-    make_checkpoint("int4", tmp_path)
-    with pytest.warns(SpecDecWarning) as warned:
-        build(tmp_path, compiler="none")
-    said(warned)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["int8", "int4", "NVFP4", "compressed-tensors"])
 def test_split_engine_computes_what_the_quantized_weights_mean(source: str, tmp_path: Path, kernels: Path) -> None:
@@ -259,18 +252,6 @@ def test_compiled_engine_holds_few_bits_and_is_batch_invariant(tmp_path: Path, k
     linears = [module for module in small_model().modules() if isinstance(module, nn.Linear)]
     num_floats = sum(tensor.numel() for tensor in stored.values() if tensor.dtype == torch.float32)
     assert num_floats < sum(linear.weight.numel() for linear in linears) / 4  # the rest is embeddings and norms
-
-
-@pytest.mark.slow
-def test_deep_model_in_float32_with_activations_in_16_bits_is_right(tmp_path: Path, kernels: Path) -> None:
-    """Layers after one whose input kernels and torch round to another integer do so too."""
-    deep = small_model(hidden_size=256, intermediate_size=512, num_hidden_layers=8, initializer_range=0.1)
-    deep.save_pretrained(tmp_path / "model")
-    precision = QuantConfig("int8", 64, activations="int16")
-    arguments = (tmp_path / "model", tmp_path / "checkpoint", "float32")
-    convert(*arguments, replace=False, progress=lambda *_: None, precision=precision)
-    check = build(tmp_path, compiler="aot").logits_check
-    assert 1e-4 < check.relative_difference < 1e-2
 
 
 def test_activations_are_quantized_beside_integers_only(tmp_path: Path, said: Said) -> None:
@@ -448,19 +429,3 @@ def test_quality_is_what_the_probabilities_say(quantized_dirs: dict[str, Path], 
         same += int((p.argmax(-1) == q.argmax(-1)).sum())
     assert found["int4"].mean_kl == pytest.approx(kl / len(tokens), rel=1e-2)
     assert found["int4"].top1_agreement == pytest.approx(same / len(tokens), abs=0.01)
-
-
-def test_text_to_compare_on_needs_an_unquantized_model(llama_checkpoint_dir: Path, tmp_path: Path, said: Said) -> None:
-    from runtime.checkpoint.checkpoint_dir import open_checkpoint
-
-    (tmp_path / "text").write_text(TEXT)
-    checkpoint = open_checkpoint(llama_checkpoint_dir)
-    assert quality_text(checkpoint, None) is None
-    with pytest.raises(SpecDecError) as raised:
-        quality_text(checkpoint, tmp_path / "text")
-    said(raised)
-    make_checkpoint("int4", tmp_path)
-    (tmp_path / "model" / "config.json").unlink()
-    with pytest.raises(SpecDecError) as raised:
-        measure_quality(tmp_path / "checkpoint", TEXT, "text")
-    said(raised)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from runtime.builder.convert import convert
-from runtime.checkpoint.config import Activations, QuantConfig
+from runtime.checkpoint.config import Activations
 from runtime.checkpoint.quant.mxfp4 import codes_of, dequantize
 from runtime.checkpoint.quant.weight import from_integers, take_quantized
 from runtime.kernels.ops import load_kernels
@@ -58,15 +58,6 @@ def test_a_checkpoint_has_the_numbers_in_the_bits_of_the_file(tmp_path: Path) ->
     assert numbers.keys() == meant.keys()
     for name, tensor in meant.items():
         assert torch.equal(numbers[name].view(tensor.mT.shape).mT if name in kept else numbers[name], tensor)
-
-
-def test_the_numbers_can_be_quantized(tmp_path: Path) -> None:
-    save_quantized(tmp_path / "model")
-    to, precision = tmp_path / "out", QuantConfig("int8", 32)
-    convert(tmp_path / "model", to, None, replace=False, progress=lambda *_: None, precision=precision)
-    experts = take_quantized(load_file(to / "rank0.safetensors"))[EXPERTS]
-    meant = load_file(tmp_path / "model-meant" / "model.safetensors")[EXPERTS].mT.flatten(0, 1)
-    assert experts.kind == "int8" and (experts.dequantize() - meant).norm() < 0.01 * meant.float().norm()
 
 
 @pytest.mark.parametrize("activations", ["float", "int8", "int16"])
@@ -136,14 +127,3 @@ def test_damaged_blocks_are_one_error(values: str, tmp_path: Path, said: Said) -
         convert(tmp_path / "model", tmp_path / "out", None, replace=False, progress=lambda done, total: None)
     said(error, *values.split("; "))
     assert not (tmp_path / "out").exists()
-
-
-def test_blocks_that_no_config_speaks_of_are_named(tmp_path: Path, said: Said) -> None:
-    save_quantized(tmp_path / "model")
-    path = tmp_path / "model" / "config.json"
-    config = json.loads(path.read_text())
-    del config["quantization_config"]
-    path.write_text(json.dumps(config))
-    with pytest.raises(SpecDecError) as error:
-        convert(tmp_path / "model", tmp_path / "out", None, replace=False, progress=lambda *_: None)
-    said(error, "MXFP4", "`model.layers.0.mlp.experts.down_proj_blocks`", "`quantization_config`")

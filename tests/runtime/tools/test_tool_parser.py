@@ -8,7 +8,6 @@ from model_outputs import NOW, OUTPUTS, SPECIAL, TOOLS, Parts, said_of
 from runtime.text.call_formats import REASONING_FORMATS, find_tool_format, named_tool_format
 from runtime.text.parser import OutputForm, OutputParser, Said, SpecialTokens, joined
 from runtime.text.response_template import TemplateParser
-from runtime.util.errors import SpecDecError, UsageError
 
 
 def form_of(name: str, tools: tuple[object, ...] = TOOLS) -> OutputForm:
@@ -112,12 +111,6 @@ def test_a_format_is_known_by_the_chat_template(text: str, name: str | None) -> 
     assert (found.name if found else None) == name
 
 
-def test_a_name_of_no_format_is_refused() -> None:
-    assert named_tool_format("none") is None
-    with pytest.raises(UsageError, match="hermse"):
-        named_tool_format("hermse")
-
-
 TEMPLATE = {
     "start_anchor": "<|im_start|>assistant\n",
     "fields": {
@@ -160,8 +153,3 @@ def test_of_a_tokenizers_own_call_that_was_cut_off_nothing_is_told() -> None:
         parser = TemplateParser(TEMPLATE, "<|im_start|>assistant\n", [], SpecialTokens({}, []))
         said = joined([*parser.feed(ADD + '<tool_call>{"na'), *parser.end(is_cut=is_cut)])
         assert said == [Said("call", "add"), Said("arguments", '{"a": 1}'), *told]
-
-
-def test_a_response_template_that_is_none_is_an_error() -> None:
-    with pytest.raises(SpecDecError, match="start_anchor"):
-        TemplateParser({"fields": {"content": {}}}, "", [], SpecialTokens({}, []))

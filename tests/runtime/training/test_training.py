@@ -33,7 +33,6 @@ from runtime.training.unrolled import (
     batches,
     have_unrolled_attention,
     losses_of,
-    steps_of,
 )
 from runtime.util.errors import SpecDecError
 
@@ -149,12 +148,6 @@ def test_likeliest_tokens_are_those_of_the_softmax(vocab_size: int) -> None:
     possible = expected.values > 0
     assert torch.equal(ids[possible], expected.indices[possible])
     assert ids.max() < vocab_size  # of impossible tokens too
-
-
-def test_steps_of_a_text() -> None:
-    assert steps_of([9, 9, 9, 1, 9, 1, 9, 1, 9], first=4, num_tokens=10, draft_len=4) == 4
-    assert steps_of([0] * 9, first=4, num_tokens=10, draft_len=4) == 6
-    assert steps_of([9] * 9, first=4, num_tokens=10, draft_len=2) == 3
 
 
 def test_vocabulary_is_the_most_frequent_with_the_end() -> None:

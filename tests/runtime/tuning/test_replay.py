@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from lookups import MAKE_DRAFTER
-from sentences import Said
 from tiny import hf_greedy, repetitive_prompt
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
@@ -17,12 +16,10 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from runtime.core.request import Draft, Request, Sequence
 from runtime.core.stats import RequestStats, sum_stats
 from runtime.drafters.ngram import NgramLookup
-from runtime.drafters.suffix import SuffixLookup
 from runtime.engine.engine import Engine
 from runtime.loop import orchestrator, scheduler
 from runtime.measure.tuning.replay import replay
 from runtime.text.trace_lines import Trace
-from runtime.util.errors import SpecDecError
 
 SAMPLE = Path(__file__).parents[2] / "data" / "traces.jsonl"
 """Greedy outputs of the shipped model `demo`: its first articles, and one that is not let end and repeats itself."""
@@ -122,20 +119,6 @@ def test_budget_beyond_the_output_changes_what_is_drafted_and_no_step() -> None:
     assert (stats.num_steps, stats.num_generated_tokens) == (3, 10)
     (cut,) = replay([trace], Oracle(trace, 3), 5, max_new_tokens=6)
     assert (cut.num_steps, cut.num_generated_tokens) == (2, 6)
-
-
-def test_empty_output_takes_no_step() -> None:
-    assert [stats.num_steps for stats in replay([Trace((1, 1), ())], SuffixLookup(), 4)] == [0]
-
-
-def test_drafter_that_drafts_too_much_is_an_error(said: Said) -> None:
-    class TooLong(NgramLookup):
-        def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-            return [Draft([1] * (max_draft_len + 1))]
-
-    with pytest.raises(SpecDecError) as raised:
-        replay([Trace((1,), (5, 6, 7))], TooLong(2), 4)
-    said(raised, "4", "5")
 
 
 @pytest.mark.parametrize("num_end_ids", [0, 2])
