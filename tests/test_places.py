@@ -159,7 +159,7 @@ def test_a_drafter_is_one_spec_and_one_algorithm(tree: Path, llama_engine_dir: P
 
 def test_its_tests_are_there_by_its_spec(tree: Path) -> None:
     """No table of tests names it, and no sentence: those that hold for every drafter or lookup have it."""
-    files = ["tests/commands/test_cli_drafters.py", "tests/runtime/tuning/test_replay.py"]
+    files = ["tests/commands/test_cli_drafters.py", "tests/runtime/drafters/test_contract.py"]
     chosen = "(greedy_output_is and echo and leader) or every_drafter or names_of_drafters"
     command = [sys.executable, "-m", "pytest", "--slow", "-v", "--show-capture=no", "-p", "no:cacheprovider"]
     command += ["-k", chosen, *files, "tests/commands/options"]

@@ -262,7 +262,7 @@ def requests_of(target: PreTrainedModel) -> tuple[list[Request], list[list[int]]
     [*((case, "leader") for case in CASES), *((case, "orchestrator") for case in ("draft-target", "self", "eagle"))],
     indirect=["made"],
 )
-def test_greedy_outputs_are_hugging_faces(made: Made, mode: Mode) -> None:
+def test_greedy_output_is_hugging_faces(made: Made, mode: Mode) -> None:
     with opened(made, mode, **(SMALL if mode == "leader" else {})) as (_, session, watch):
         requests, expected = requests_of(made.target)
         num_drafted = 0
