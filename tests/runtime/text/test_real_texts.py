@@ -19,7 +19,7 @@ from runtime.measure.text_steps import token_texts
 from runtime.text.text import StopWords, TextStream, decode, output_text
 
 REAL_DIR = Path(os.environ.get("SPECDEC_REAL_DIR", "~/.cache/specdec-real")).expanduser()
-DEMO_DIR = Path(__file__).parents[2] / "runtime" / "demo" / "target"
+DEMO_DIR = Path(__file__).parents[3] / "runtime" / "demo" / "target"
 NAMES = ("llama2", "llama3_1", "qwen3", "gemma3", "gptoss", "deepseek_v3")
 LARGE = ("gemma3", "gptoss")  # 200,000 tokens and more, of bytes as Llama 2's and Qwen 3's are
 

@@ -7,12 +7,8 @@ import byte_tokenizers
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from sentences import Said
-from strength import examples
 from test_sampling import DRAFTERS, NUM_NEW_TOKENS, PROMPTS, engine_dirs, finish, make_drafter, target, texts
-from test_text import any_byte_level_tokens, generate, stream, words
 from tiny import VOCAB_SIZE
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import MinNewTokensLengthLogitsProcessor
@@ -24,7 +20,7 @@ from runtime.core.sampling import Positions, Sampler, choose_all
 from runtime.core.verify import verify
 from runtime.engine.engine import Engine
 from runtime.kernels.ops import load_kernels
-from runtime.text.text import StopWords, decode, output_text
+from runtime.text.text import decode
 from runtime.util.errors import UsageError
 
 __all__ = ["engine_dirs", "target"]  # fixtures
@@ -163,24 +159,6 @@ def test_a_grammar_that_is_whole_ends_an_output_all_the_same() -> None:
         tokens = [token for token in sequence.output_tokens if token != end]
         text = decode(tokenizer, tokens)
         assert (text == "aa") if expression == "aa" else ({*text} == {"a"} and len(tokens) >= 4)
-
-
-@settings(deadline=None, max_examples=examples(200))
-@given(any_byte_level_tokens(), words, st.integers(0, 6), st.lists(st.integers(0, 24)))
-def test_a_stop_word_ends_an_output_after_its_least_tokens(
-    tokens: list[int], stop_words: list[str], least: int, cuts: list[int]
-) -> None:
-    """Brute force: the first word that ends behind the text of the least tokens; streamed text is the same."""
-    tokenizer = byte_tokenizers.byte_level()
-    stops = StopWords(tuple(stop_words), tokenizer, least)
-    output, is_stopped = generate(tokens, [], stops)
-    assert len(output) > least or not is_stopped
-    text = output_text(tokenizer, output, stops)
-    assert "".join(stream(tokenizer, output, stops, cuts)) == text
-    if is_stopped:
-        whole = output_text(tokenizer, output, None)
-        assert text is not None and whole is not None and whole.startswith(text)
-        assert any(whole[len(text) :].startswith(word) for word in stop_words)
 
 
 @pytest.mark.parametrize(

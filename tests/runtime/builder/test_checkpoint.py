@@ -33,7 +33,7 @@ from runtime.model.model import probe_config
 from runtime.model.pretrained import parse_pretrained_config
 from runtime.util.errors import SpecDecError, SpecDecWarning
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 INDEX = "model.safetensors.index.json"
 
 

@@ -24,7 +24,7 @@ from runtime.kernels.ops import describe_kernels, load_kernels
 from runtime.model.quantized import QuantizedLinear
 from runtime.util.errors import SpecDecError
 
-CHOOSING = str(Path(__file__).parents[1] / "test_sampling_kernels.py")
+CHOOSING = str(Path(__file__).parents[1] / "core" / "test_sampling_kernels.py")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,7 +6,7 @@ from threading import Thread
 
 import pytest
 import torch
-from ranks_as_threads import together
+from ranks_as_threads import WAYS, together
 from torch import Tensor
 from waiting import HANG_S
 
@@ -14,8 +14,6 @@ from runtime.checkpoint.config import Compiler
 from runtime.kernels.collectives import all_reduce, gather_columns, own_columns, own_embeddings
 from runtime.kernels.groups import _WAITS, Rendezvous, Way, join, way_of
 from runtime.kernels.ops import load_kernels
-
-WAYS: tuple[Way, ...] = ("shared", "gloo")
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from runtime.checkpoint.tokenizer import SAVED, SavedTokenizer, find_saved_token
 from runtime.text.text import bad_word_tokens, encode, encode_text, load_tokenizer, word_tokens
 from runtime.util.errors import SpecDecError
 
-STORIES_DIR = Path(__file__).parents[2] / "../shared/data/stories260k"
-DEMO_DIR = Path(__file__).parents[2] / "runtime/demo/target"
+STORIES_DIR = Path(__file__).parents[3] / "../shared/data/stories260k"
+DEMO_DIR = Path(__file__).parents[3] / "runtime/demo/target"
 
 
 def with_start() -> PreTrainedTokenizerFast:

@@ -28,7 +28,7 @@ from runtime.util.errors import SpecDecError
 from runtime.util.files import write_file
 
 LARGE = 1 << 20
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

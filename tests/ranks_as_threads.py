@@ -22,6 +22,7 @@ from runtime.model.pretrained import parse_pretrained_config
 
 Done = TypeVar("Done")
 CPU = torch.device("cpu")
+WAYS: tuple[Way, ...] = ("shared", "gloo")
 
 
 class Threads:

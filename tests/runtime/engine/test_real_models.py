@@ -18,8 +18,8 @@ from runtime.engine.engine import Engine
 from runtime.loop import orchestrator, scheduler
 from runtime.util.files import read_json
 
-ARTICLES = Path(__file__).parents[2] / "runtime/demo/articles.jsonl"
-STORIES_DIR = Path(__file__).parents[2] / "../shared/data/stories260k"
+ARTICLES = Path(__file__).parents[3] / "runtime/demo/articles.jsonl"
+STORIES_DIR = Path(__file__).parents[3] / "../shared/data/stories260k"
 NUM_NEW_TOKENS = 60
 LOOPS: dict[str, Any] = {"orchestrator": orchestrator, "leader": scheduler}
 

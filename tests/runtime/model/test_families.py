@@ -28,7 +28,7 @@ from scripts.tools.families import POPULARITY, recorded
 
 # Those that differ in structure.
 COMPILED_FAMILIES = ("llama", "gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "qwen3")))
-STORIES_DIR = Path(__file__).parents[2] / "../shared/data/stories260k"
+STORIES_DIR = Path(__file__).parents[3] / "../shared/data/stories260k"
 NUM_NEW_TOKENS = 40
 
 

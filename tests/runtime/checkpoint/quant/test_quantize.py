@@ -225,7 +225,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     assert limit < sum(path.stat().st_size for path in big.glob("*.safetensors")) * 0.6
     small_model().save_pretrained(tmp_path / "small")
     command = [sys.executable, "-c", PEAK_MEMORY, str(big), str(tmp_path / "out"), str(tmp_path / "small")]
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     result = subprocess.run(command, capture_output=True, text=True, cwd=root, check=True)
     assert int(result.stdout) <= limit
 

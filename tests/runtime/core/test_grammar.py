@@ -247,7 +247,7 @@ def test_keywords_that_are_not_held_to_are_refused_and_documented(keyword: str) 
     grammar = Grammar("json_schema", json.dumps({keyword: KEYWORDS[keyword]}))
     with pytest.raises(SpecDecError, match=re.escape(f'"{keyword}"')):
         Grammars(byte_tokenizers.byte_level(), 300, frozenset({2})).compiled(grammar)
-    assert f"`{keyword}`" in (Path(__file__).parents[2] / "docs/structured-output.md").read_text(encoding="utf-8")
+    assert f"`{keyword}`" in (Path(__file__).parents[3] / "docs/structured-output.md").read_text(encoding="utf-8")
 
 
 def optional_properties(num: int) -> dict[str, Any]:

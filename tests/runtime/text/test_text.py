@@ -149,3 +149,21 @@ def test_space_in_front_of_an_output_is_kept() -> None:
 def test_white_space_is_a_word(word: str) -> None:
     """Llama 2's tokenizers show no space at the start of a text, and it is a stop word elsewhere."""
     assert word_tokens(byte_fallback(), "stop", word)
+
+
+@settings(deadline=None, max_examples=examples(200))
+@given(any_byte_level_tokens(), words, st.integers(0, 6), st.lists(st.integers(0, 24)))
+def test_a_stop_word_ends_an_output_after_its_least_tokens(
+    tokens: list[int], stop_words: list[str], least: int, cuts: list[int]
+) -> None:
+    """Brute force: the first word that ends behind the text of the least tokens; streamed text is the same."""
+    tokenizer = byte_level()
+    stops = StopWords(tuple(stop_words), tokenizer, least)
+    output, is_stopped = generate(tokens, [], stops)
+    assert len(output) > least or not is_stopped
+    text = output_text(tokenizer, output, stops)
+    assert "".join(stream(tokenizer, output, stops, cuts)) == text
+    if is_stopped:
+        whole = output_text(tokenizer, output, None)
+        assert text is not None and whole is not None and whole.startswith(text)
+        assert any(whole[len(text) :].startswith(word) for word in stop_words)

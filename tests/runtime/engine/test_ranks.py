@@ -12,10 +12,9 @@ from threading import Timer
 
 import pytest
 import torch
-from ranks_as_threads import together
+from ranks_as_threads import WAYS, together
 from sentences import Said
 from shared import MakeEngineDir, once
-from test_groups import WAYS
 from tiny import FAMILIES, build_tiny, hf_greedy, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
