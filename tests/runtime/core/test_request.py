@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from runtime.core.params import SamplingConfig
 from runtime.core.request import Draft, FinishReason, Request, Sequence, StopCheck, VerifyResult
-from runtime.drafters.ngram import NgramLookup
 from runtime.engine.engine import Engine
 from runtime.loop.orchestrator import generate
 
@@ -134,26 +133,3 @@ def test_everything_ends_together_inside_an_accepted_run(
     engine._blocks.check_integrity()
     assert engine._blocks.num_free_blocks == engine._blocks.num_blocks - 1
     check_kv(engine, llama, plain.tokens, len(prompt) + num_accepted)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("drafter", ["ngram", "often wrong"])
-def test_kept_logits_equal_hf(mode: str, drafter: str, llama_engine_dir: Path, llama: PreTrainedModel) -> None:
-    """The target's own, before penalties and cuts, whoever drafted; nothing of what was rejected."""
-    for max_new_tokens in (1, 13, 24):
-        request = Request(0, tuple(repetitive_prompt(2, 10)), max_new_tokens, sampling=MODES[mode], keep_logits=True)
-        plain = run(Engine.open(llama_engine_dir), request)
-        drafters = {"ngram": NgramLookup(2), "often wrong": Oracle(plain.output_tokens, wrong_every=3)}
-        sequence = run(Engine.open(llama_engine_dir), request, drafters[drafter])
-        assert sequence.output_tokens == plain.output_tokens
-        check_logits(llama, sequence)
-    assert drafter == "ngram" or sequence.stats.num_steps == 8
-
-
-def test_logits_are_not_kept_unless_asked_for(llama_engine_dir: Path) -> None:
-    engine, request = Engine.open(llama_engine_dir), Request(0, tuple(repetitive_prompt(2, 10)), 6)
-    assert run(engine, request).logits == []
-    sequence = Sequence.start(request)
-    assert engine.admit(sequence)
-    (verdict,) = engine.step([sequence], [Draft([5, 6])])
-    assert verdict.logits is None

@@ -28,12 +28,6 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize("cost", TABLE)
-def test_what_was_measured_comes_back(cost: StepCost) -> None:
-    model = CostModel(TABLE, host_s=0.0)
-    assert model.step_s(cost.batch_size, cost.context_len, cost.num_tokens) == pytest.approx(cost.seconds)
-
-
 @given(st.integers(1, 6), st.integers(64, 5000), st.integers(1, 40))
 def test_between_and_beyond_it_is_linear(batch_size: int, context_len: int, num_tokens: int) -> None:
     expected = 1e-3 * (batch_size * (2 + num_tokens) + context_len / 100)
@@ -80,12 +74,6 @@ def test_pieces_of_prompts_are_looked_up_where_they_were_measured() -> None:
 def test_line_through_noise_never_gives_steps_for_nothing() -> None:
     model = CostModel([StepCost(1, 512, 1, 0.008), StepCost(1, 2048, 1, 0.040)], 0.0)
     assert model.step_s(1, 1, 1) == pytest.approx(0.004)
-
-
-def test_prompt_is_computed_in_pieces() -> None:
-    model = CostModel(TABLE, 0.0)
-    pieces = [model.step_s(1, 0, 500), model.step_s(1, 500, 500), model.step_s(1, 1000, 7)]
-    assert model.context_s(1007, 500) == pytest.approx(sum(pieces))
 
 
 def test_all_draft_lengths_are_measured_and_never_beyond_the_model(llama_uncompiled_dir: Path) -> None:
