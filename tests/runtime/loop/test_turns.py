@@ -226,9 +226,9 @@ def test_whatever_comes_and_goes_outputs_are_the_models(
     assert_are_the_models(kept, llama)
 
 
-@pytest.mark.parametrize("max_tokens", [None, 220])
-@pytest.mark.parametrize("reuse", [True, False], ids=["reuse", "no reuse"])
-@pytest.mark.parametrize("drafts", ["n-gram", "self-draft"])
+@pytest.mark.parametrize(
+    ("drafts", "reuse", "max_tokens"), [("n-gram", True, None), ("self-draft", True, 220), ("self-draft", False, None)]
+)
 def test_turns_of_a_model_with_states_and_with_drafts(
     drafts: str, reuse: bool, max_tokens: int | None, make_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
