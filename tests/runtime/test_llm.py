@@ -335,7 +335,8 @@ def test_what_cannot_be_is_an_error_with_a_hint(llm: LLM, call: Any, message: st
         *({"temperature": -1.0}, {"top_p": 1.5}, {"top_p": "0.9"}, {"top_p": None}, {"top_k": 2.5}, {"top_k": None}),
         *({"stop": [""]}, {"stop": 5}, {"bad_words": "dog"}, {"bad_words": [5]}, {"repetition_penalty": float("nan")}),
         *({"stop_token_ids": 5}, {"stop_token_ids": ["5"]}, {"logit_bias": {"5": 1.0}}, {"logit_bias": [5]}),
-        *({"ignore_eos": "no"}, {"penalize_prompt": 1}, {"return_generation_logits": "x"}),
+        *({"ignore_eos": "no"}, {"penalize_prompt": 1}, {"return_generation_logits": "x"}, {"min_tokens": -1}),
+        *({"min_tokens": 17}, {"min_tokens": 2.5}, {"allowed_token_ids": []}, {"allowed_token_ids": ["a"]}),
     ],
 )
 def test_parameters_out_of_range_are_refused_when_they_are_made(values: dict[str, Any]) -> None:

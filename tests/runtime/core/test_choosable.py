@@ -7,21 +7,19 @@ import byte_tokenizers
 import numpy as np
 import pytest
 import torch
-from sentences import Said
 from test_sampling import DRAFTERS, NUM_NEW_TOKENS, PROMPTS, engine_dirs, finish, make_drafter, target, texts
 from tiny import VOCAB_SIZE
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import MinNewTokensLengthLogitsProcessor
 
 from runtime.core.grammar import Grammars
-from runtime.core.params import Grammar, SamplingConfig, SamplingParams
+from runtime.core.params import Grammar, SamplingConfig
 from runtime.core.request import Draft, Request, Sequence
 from runtime.core.sampling import Positions, Sampler, choose_all
 from runtime.core.verify import verify
 from runtime.engine.engine import Engine
 from runtime.kernels.ops import load_kernels
 from runtime.text.text import decode
-from runtime.util.errors import UsageError
 
 __all__ = ["engine_dirs", "target"]  # fixtures
 RULES = [
@@ -159,20 +157,3 @@ def test_a_grammar_that_is_whole_ends_an_output_all_the_same() -> None:
         tokens = [token for token in sequence.output_tokens if token != end]
         text = decode(tokenizer, tokens)
         assert (text == "aa") if expression == "aa" else ({*text} == {"a"} and len(tokens) >= 4)
-
-
-@pytest.mark.parametrize(
-    ("values", "words_of_error"),
-    [
-        ({"min_tokens": -1}, "min_tokens -1"),
-        ({"min_tokens": 17}, "min_tokens 17 16"),
-        ({"min_tokens": 2.5}, "min_tokens 2.5"),
-        ({"allowed_token_ids": []}, "allowed_token_ids"),
-        ({"allowed_token_ids": ["a"]}, "allowed_token_ids 'a'"),
-        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens -2"),
-    ],
-)
-def test_values_that_cannot_be(values: dict[str, Any], words_of_error: str, said: Said) -> None:
-    with pytest.raises(UsageError) as raised:
-        SamplingParams(**values)
-    said(raised, *words_of_error.split())

@@ -9,11 +9,10 @@ import pytest
 import torch
 from heads import AssistantReference, make_assistant
 from safetensors.torch import load_file, save_file
-from test_eagle import GREEDY, SAMPLED, SMALL, Recording, answer, drafter, expected, make_requests
+from test_eagle import SAMPLED, SMALL, Recording, answer, drafter, expected, make_requests
 from tiny import make_model
 from transformers import PreTrainedModel
 
-from runtime.checkpoint.config import DraftOutput, QuantConfig
 from runtime.drafters.heads.head_config import DraftOutputSettings, is_assistant, is_head, read_head
 from runtime.engine.engine import Engine
 from runtime.util.errors import SpecDecError, UsageError
@@ -103,30 +102,6 @@ def test_ids_that_are_not_chosen_have_no_probability(engine_dir: Path, assistant
         answer(engine, "leader", make_requests(SAMPLED)[:2], assistant)
     drafts = [draft for draft in assistant.drafts if draft.probs is not None]
     assert drafts and all(row.count_nonzero() <= 12 for draft in drafts for row in draft.probs)  # type: ignore[union-attr]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("compiler", ["none", "aot"])
-@pytest.mark.parametrize("kind", ["bfloat16", "int8 K/V", "another output layer"])
-def test_losslessness_with(kind: str, compiler: str, target: PreTrainedModel, tmp_path: Path, make_engine: Any) -> None:
-    directory = make_assistant(target, tmp_path, hidden_size=64)
-    build: dict[str, Any] = {"hidden_states": (4,), "compiler": compiler}
-    ids = tuple(range(0, 32, 2))
-    if kind == "bfloat16":
-        build["dtype"] = "bfloat16"
-    elif kind == "int8 K/V":
-        build["precision"] = QuantConfig(None, kv_cache="INT8")
-    else:
-        build |= {"draft_output": DraftOutput("int8", len(ids)), "draft_ids": ids, "head_dir": directory}
-    engine = make_engine(target, **build)
-    assistant = drafter(engine, directory)
-    for sampling in (GREEDY, SAMPLED):
-        drafted = answer(engine, "leader", make_requests(sampling), assistant)
-        engine.clear_cache()
-        assert drafted == answer(engine, "leader", make_requests(sampling), None) and assistant.seen
-        engine.clear_cache()
-    if kind == "another output layer":
-        assert {token for _, draft in assistant.seen for token in draft} <= set(ids)
 
 
 def test_config_says_what_it_is(assistant_dir: Path, target: PreTrainedModel, tmp_path: Path) -> None:

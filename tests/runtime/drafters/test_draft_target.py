@@ -343,24 +343,6 @@ def test_draft_model_with_no_token_left_drafts_no_further(
     assert texts(sequences) == texts(finish(open_engine("target"), requests, None))
 
 
-@pytest.mark.parametrize(
-    ("prompt", "sampling"),
-    [
-        pytest.param((5, SMALLER), {}, id="prompt"),
-        pytest.param((5, 6), {"top_k": SMALLER + 1}, id="top_k"),
-        pytest.param((5, 6), {"bad_words": ((5, SMALLER),)}, id="bad words"),
-    ],
-)
-def test_request_the_target_can_serve_needs_no_token_of_the_draft_model(
-    prompt: tuple[int, ...], sampling: dict[str, Any], open_engine: OpenEngine
-) -> None:
-    """Tokens that the smaller vocabulary lacks matter as little in a request as in the target's answer."""
-    request = Request(0, prompt, NUM_NEW_TOKENS, sampling=SamplingConfig(**sampling))
-    drafter = DraftModel(open_engine("smaller"), VOCAB_SIZE, use_logits=False)
-    sequences = finish(open_engine("target"), [request], drafter)
-    assert texts(sequences) == texts(finish(open_engine("target"), [request], None))
-
-
 # -- Where drafts end --
 
 
@@ -421,12 +403,3 @@ def test_request_the_draft_engine_cannot_follow_is_an_error_before_any_step(
     assert target.step_time_s == drafter.engine.step_time_s == 0
     check_idle(target)
     check_idle(drafter.engine)
-
-
-def test_draft_pool_too_small_for_a_request_is_an_error_before_any_step(open_engine: OpenEngine, said: Said) -> None:
-    target, drafter = open_engine("target"), DraftModel(open_engine("same", max_tokens=40), 32, use_logits=True)
-    with pytest.raises(SpecDecError) as raised:
-        list(generate(target, make_requests(4), drafter, 4))
-    said(raised, "40", "3")
-    assert target.step_time_s == drafter.engine.step_time_s == 0
-    assert drafter._draft_sequences == {}

@@ -1,6 +1,5 @@
 """A trained drafter drafts what its formula says, changes no token, and is found again with the target's own K/V."""
 
-import copy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,12 +12,11 @@ import pytest
 import torch
 from heads import Eagle, eagle_drafts, eagle_logits, hidden_states, make_eagle, save_eagle
 from safetensors.torch import load_file
-from strength import is_full
 from tiny import hf_greedy, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from runtime.checkpoint.config import DraftOutput, QuantConfig
+from runtime.checkpoint.config import DraftOutput
 from runtime.checkpoint.quant.weight import take_quantized
 from runtime.core.batch import Row
 from runtime.core.params import SamplingConfig
@@ -267,41 +265,6 @@ def test_quantized_layers(
         num_equal.append(sum(drafts))
     assert len(eagle.seen) > 50 and num_equal[1] >= 0.9 * len(eagle.seen), num_equal
     assert qformat == "int8" or num_equal[0] < 0.8 * len(eagle.seen), num_equal
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("compiler", "activations"),
-    [
-        ("aot", "float"),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("aot", "int8"), ("none", "float"), ("none", "int8"))),
-    ],
-)
-def test_a_target_in_int4(
-    compiler: str, activations: Any, model: PreTrainedModel, head: Eagle, head_dir: Path, make_engine_dir: Any
-) -> None:
-    """The hidden states of tokens in float are those of a model with the numbers that its integers stand for."""
-    precision = QuantConfig("int4", activations=activations)
-    directory: Path = make_engine_dir(model, compiler=compiler, hidden_states=STATES, precision=precision)
-    meant = copy.deepcopy(model)
-    weights = load_file(directory.parent / "checkpoint/rank0.safetensors")
-    for name in [name.removesuffix(".weight_values") for name in weights if name.endswith(".weight_values")]:
-        values, scales = weights[f"{name}.weight_values"], weights[f"{name}.weight_scales"].float()
-        integers = torch.stack((values & 15, values >> 4), -1).flatten(1).to(torch.int8) - 8
-        weight = integers * scales.repeat_interleave(integers.shape[1] // scales.shape[1], 1)
-        meant.get_submodule(name).weight.data = weight
-    with Engine.open(directory) as engine:
-        eagle = drafter(engine, head_dir)
-        for sampling in (SAMPLED, GREEDY) if is_full() else (GREEDY,):
-            eagle.seen.clear()
-            drafted = answer(engine, "leader", make_requests(sampling), eagle)
-            engine.clear_cache()
-            assert drafted == answer(engine, "leader", make_requests(sampling), None)
-            engine.clear_cache()
-    assert eagle.seen
-    if activations == "float":
-        assert drafted == expected(meant)
-        check_drafts(eagle.seen, head, meant, 200)
 
 
 def test_nothing_is_computed_twice(engine: Engine, model: PreTrainedModel, head: Eagle, head_dir: Path) -> None:

@@ -224,35 +224,6 @@ def test_it_learns_and_drafts_what_it_reports(open_run: Any, traces: list[Trace]
     assert abs(num_steps - after.num_steps[2]) <= 3 < before.num_steps[2] - num_steps
 
 
-class Stopped(Exception):
-    pass
-
-
-@pytest.mark.slow  # `test_cli_train.py` interrupts one
-def test_resumed_training_ends_with_the_same_weights(open_run: Any) -> None:
-    whole: TrainingRun = open_run("whole")
-    whole.train(nothing)
-    first: TrainingRun = open_run("parts")
-    num_steps = 0
-
-    def stop(count: int, said: str) -> None:
-        nonlocal num_steps
-        num_steps += count
-        if num_steps == 5:
-            first.save()
-        if num_steps == 7:
-            raise Stopped
-
-    with pytest.raises(Stopped):
-        first.train(stop)
-    second: TrainingRun = open_run("parts")
-    assert second.trainer.step == 5
-    second.train(nothing)
-    assert second.trainer.step == whole.trainer.step > 10
-    for one, other in zip(whole.head.parameters(), second.head.parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
 def test_states_file_goes_on_after_whole_texts(open_run: Any) -> None:
     run: TrainingRun = open_run("run")
     written = run.states.path.read_bytes()
