@@ -473,7 +473,7 @@ def test_heads_draft(tmp_path: Path) -> None:
 
 
 def test_mtp_head_of_its_own_model(tmp_path: Path) -> None:
-    """Needs no directory where the model has one; split over devices, or without weights of a head, it has none."""
+    """Needs no directory where the model has one; without weights of a head it has none."""
     make_model("llama").save_pretrained(tmp_path / "model")
     with_mtp = copy_with_mtp(tmp_path / "model", tmp_path / "mtp")
     greedy = SamplingParams(temperature=0, max_tokens=16)
@@ -489,10 +489,6 @@ def test_mtp_head_of_its_own_model(tmp_path: Path) -> None:
             llm.generate([[3, 4, 5, 6]], greedy, drafter=MtpDrafter())
         (drafted,) = llm.generate([[3, 4, 5, 6]], greedy, drafter=MtpDrafter(with_mtp), draft_len_mode="fixed")
         assert drafted.token_ids == plain.token_ids
-    with LLM(with_mtp, compiler="none", use_cache=False, tensor_parallel_size=2) as llm:
-        assert llm.bundle.config.build_config.hidden_states == ()
-        with pytest.raises(SpecDecError, match="split over devices"):
-            llm.generate([[3, 4, 5, 6]], greedy, drafter=MtpDrafter())
     (with_mtp / "model.safetensors").write_bytes((tmp_path / "model" / "model.safetensors").read_bytes())
     for model, said in ((tmp_path / "model", "no trained drafter by its config"), (with_mtp, "no weights of its MTP")):
         with LLM(model, compiler="none", use_cache=False) as llm, pytest.raises(SpecDecError, match=said):

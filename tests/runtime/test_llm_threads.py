@@ -55,7 +55,7 @@ def ids_of(llm: LLM, prompt: str = PROMPT, params: SamplingParams = GREEDY, **ho
     return llm.generate(prompt, params, **how)[0].token_ids
 
 
-@pytest.mark.parametrize("mode", ["leader", "orchestrator"])
+@pytest.mark.parametrize("mode", ["leader", pytest.param("orchestrator", marks=pytest.mark.slow)])
 def test_threads_get_what_each_gets_alone(mode: Mode, llama_uncompiled_dir: Path) -> None:
     """A sample of `scripts/campaigns/llm_threads.py`."""
     kinds = {name: ask for name, ask in KINDS.items() if name != "draft model"}
@@ -134,8 +134,11 @@ class Fails:
     def forget(self, request_id: int) -> None: ...
 
 
-@pytest.mark.parametrize("mode", ["leader", "orchestrator"])
-@pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
+@pytest.mark.parametrize(
+    ("error", "mode"),
+    [(ValueError("broken"), "orchestrator"), (KeyboardInterrupt(), "leader")],
+    ids=["error", "ctrl-c"],
+)
 def test_failure_of_one_thread_is_its_own(error: BaseException, mode: Mode, llama_uncompiled_dir: Path) -> None:
     with LLM(llama_uncompiled_dir, mode=mode) as llm:
         bad, good = llm.encode("Once")[0], llm.encode(PROMPT)[0]
