@@ -9,7 +9,7 @@ from quantized import save_gptq
 from safetensors.torch import load_file, save_file
 from sentences import Said
 from test_split_families import SPLIT
-from tiny import FAMILIES, make_config, make_model
+from tiny import FAMILIES, build_tiny, make_config, make_model
 from torch import Tensor
 
 from runtime.builder.convert import convert
@@ -174,6 +174,12 @@ def test_sizes_that_do_not_divide_are_refused(
     with pytest.raises(SpecDecError) as raised:
         converted(tmp_path / "model", tmp_path / "split", tp_size)
     said(raised, *words.split("; "))
+
+
+def test_no_head_reads_a_split_model(tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path / "model")
+    with pytest.raises(SpecDecError, match="split over devices has no trained drafter: tp_size 2"):
+        build_tiny(tmp_path / "model", tmp_path, tp_size=2, hidden_states=(1,))
 
 
 def test_what_stays_whole_is_said(tmp_path: Path, said: Said) -> None:
