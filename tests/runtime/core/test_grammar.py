@@ -87,31 +87,6 @@ def test_masks_are_what_the_expression_allows(expression: str, make_tokenizer: A
     assert num_choices > 6
 
 
-def test_masks_depend_on_nothing_but_the_tokens_before() -> None:
-    """Drafts and other texts that were asked for before change none, nor does what a thread was asked for."""
-    tokenizer, rng = byte_tokenizers.byte_level(), random.Random(1)
-    used = matcher(Grammar("regex", EXPRESSION), tokenizer)
-    texts = [[1, *tokenizer(text)["input_ids"]] for text in ("the dog and the ball12", "the dogthe dog345", "the ba")]
-    for _ in range(60):
-        tokens = rng.choice(texts)
-        end = rng.randint(1, len(tokens))
-        draft_end = rng.randint(end, len(tokens))
-        draft = [*tokens[end:draft_end], *rng.choices(range(len(tokenizer)), k=2)]
-        fresh = matcher(Grammar("regex", EXPRESSION), tokenizer)
-        prefix, other = tokens[:end], rng.choice(texts)
-        for ahead in rng.choice([[], [(prefix, draft)], [(other, [5])], [(prefix, draft[:1]), (prefix, draft)]]):
-            used.compute_ahead(*ahead)
-        if rng.random() < 0.3:
-            used.num_legal(other, [5])
-        masks = used.allowed(prefix, draft)
-        assert len(masks) == len(draft) + 1
-        for i in range(draft_end - end + 1):
-            (alone,) = fresh.allowed(tokens[: end + i], [])
-            assert (masks[i] is None) == (alone is None)
-            assert masks[i] is None or np.array_equal(masks[i].allowed, alone.allowed)
-        assert used.num_legal(tokens[:end], draft) >= draft_end - end
-
-
 VALID: list[tuple[dict[str, Any], Any]] = [
     ({"json_schema": SCHEMA}, lambda text: jsonschema.validate(json.loads(text), SCHEMA)),
     ({"json_schema": json.dumps(SCHEMA)}, lambda text: jsonschema.validate(json.loads(text), SCHEMA)),
@@ -287,13 +262,3 @@ def test_a_form_whose_steps_take_too_long_ends_its_request_alone(llm: LLM, monke
     hostile = SamplingParams(temperature=0, max_tokens=4, grammar='start: e\ne: e e | "x"')
     with pytest.raises(SpecDecError, match="steps take too long"):
         llm.generate([PROMPT, PROMPT], [hostile, SamplingParams(temperature=0, max_tokens=4)])
-
-
-def test_compiled_grammars_are_kept_up_to_a_bound() -> None:
-    grammars = Grammars(byte_tokenizers.byte_level(), 300, frozenset({2}))
-    first = grammars.compiled(Grammar("regex", "a0"))
-    assert grammars.compiled(Grammar("regex", "a0")) is first
-    for i in range(100):
-        grammars.compiled(Grammar("regex", f"a{i}"))
-    assert grammars.compiled(Grammar("regex", "a0")) is not first
-    assert len(grammars._compiled) <= 64

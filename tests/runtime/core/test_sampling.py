@@ -210,15 +210,6 @@ def test_numbers_are_uniform_and_independent(what: str) -> None:
     assert p_value(counts) > 1e-3
 
 
-def test_noise_depends_on_every_bit_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of 100,000 positions would choose alike with 32 bits."""
-    rankings = []
-    for number in (12345, *(12345 ^ 1 << bit for bit in range(64))):
-        monkeypatch.setattr(Sampler, "_number", lambda self, position, purpose, number=number: number)
-        rankings.append(Sampler(SamplingConfig(top_k=0), (5,)).ranking([5], torch.zeros(8)))
-    assert [bit for bit, changed in enumerate(rankings[1:]) if (rankings[0] == changed).any()] == []
-
-
 def test_noise_is_gumbels() -> None:
     """30,000 numbers against the distribution function exp(-exp(-x)), by Kolmogorov and Smirnov."""
     samplers = (Sampler(SamplingConfig(top_k=0, random_seed=seed), (5,)) for seed in range(30))

@@ -21,7 +21,6 @@ from runtime.checkpoint.quant.quantize import quantize_weight
 from runtime.compiler.linears import use_kernels
 from runtime.kernels.library import compile_kernels
 from runtime.kernels.ops import describe_kernels, load_kernels
-from runtime.model.quantized import QuantizedLinear
 from runtime.util.errors import SpecDecError
 
 CHOOSING = str(Path(__file__).parents[1] / "core" / "test_sampling_kernels.py")
@@ -497,30 +496,6 @@ def test_layers_of_one_input_become_one_in_a_compiled_step() -> None:
     assert targets.count("specdec.linear.default") == 3  # query, key and value; biased; last
     assert targets.count("aten.linear.default") == 1  # odd
     torch.testing.assert_close(program(x), layers(x))
-
-
-class _QuantizedLayers(nn.Module):
-    """Layers that read one input: two of 4 bits in groups of one size, and one of 8 bits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes, formats = (24, 8, 40), (("int4", 16), ("int4", 16), ("int8", 32))
-        for name, size, (qformat, group_size) in zip(("query", "key", "value"), sizes, formats, strict=True):
-            weight = quantize_weight(torch.randn(size, 64), QuantConfig(qformat), group_size)  # type: ignore[arg-type]
-            setattr(self, name, QuantizedLinear(weight, nn.Parameter(torch.randn(size)), "int8", with_kernels=True))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.query(x), self.key(x), self.value(x)], -1)
-
-
-def test_quantized_layers_of_one_input_become_one_in_a_compiled_step() -> None:
-    describe_kernels()
-    layers, x = _QuantizedLayers().eval(), torch.randn(3, 64)
-    program = torch.export.export(layers, (x,), strict=False).module(check_guards=False)
-    use_kernels(program, arithmetic=0)
-    targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
-    assert targets.count("specdec.quantized_linear.default") == targets.count("specdec.pack_quantized.default") == 2
-    assert torch.equal(program(x), layers(x))
 
 
 def test_second_library_of_other_sources_is_refused(kernels: Path, tmp_path: Path, said: Said) -> None:

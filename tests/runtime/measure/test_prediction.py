@@ -9,8 +9,8 @@ from runtime.core.request import Draft, Sequence
 from runtime.core.stats import sum_stats
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
-from runtime.measure.tuning.replay import ReplayedStep, replay, replay_batches
-from runtime.measure.tuning.search import LoopSeconds, predict, step_s
+from runtime.measure.tuning.replay import replay, replay_batches
+from runtime.measure.tuning.search import LoopSeconds, predict
 from runtime.text.trace_lines import Trace
 
 MS = 1e-3
@@ -37,18 +37,6 @@ class Fixed:
 
     def forget(self, request_id: int) -> None:
         pass
-
-
-def test_step_costs_its_mean_draft_at_the_mean_context() -> None:
-    step = ReplayedStep(num_tokens=(31, 91), draft_lens=(0, 3), is_first=False)
-    assert step_s(step, COSTS, 512) == pytest.approx((16 + 1.5 + 60 / 50 + 0.5) * MS)
-
-
-def test_first_step_computes_each_prompt_with_its_draft_in_pieces() -> None:
-    step = ReplayedStep(num_tokens=(6, 3), draft_lens=(1, 0), is_first=True)
-    # 4 tokens after 0, 3 after 4; 3 after 0.
-    by_hand = (10 + 3) + (10 + 2 + 4 / 50) + (10 + 2) + 0.5
-    assert step_s(step, COSTS, 4) == pytest.approx(by_hand * MS)
 
 
 def test_prediction_is_the_sum_by_hand() -> None:

@@ -2,22 +2,16 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from lookups import MAKE_DRAFTER
-from tiny import hf_greedy, repetitive_prompt
-from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from runtime.core.request import Draft, Request, Sequence
 from runtime.core.stats import RequestStats, sum_stats
 from runtime.drafters.ngram import NgramLookup
-from runtime.engine.engine import Engine
-from runtime.loop import orchestrator, scheduler
 from runtime.measure.tuning.replay import replay
 from runtime.text.trace_lines import Trace
 
@@ -29,51 +23,6 @@ SPEC_BENCH = Path(__file__).parents[3] / "../shared/data/spec_bench/vicuna_trace
 def read_traces(path: Path) -> list[Trace]:
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [Trace(tuple(one["prompt_ids"]), tuple(one["output_ids"]), one.get("category")) for one in records]
-
-
-LOOPS: dict[str, Any] = {"orchestrator": orchestrator, "leader": scheduler}
-
-
-@pytest.fixture
-def engine(llama_engine_dir: Path) -> Engine:
-    """The engine of fixture `llama`: max_batch_size 4, drafts of 10."""
-    return Engine.open(llama_engine_dir)
-
-
-def make_requests(num_requests: int) -> list[Request]:
-    return [Request(i, tuple(repetitive_prompt(i, 6 + 5 * i)), 40 - i) for i in range(num_requests)]
-
-
-def finish(pairs: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
-    finished = {s.request.id: s for s, _ in pairs if s.finish_reason is not None}
-    return [finished[i] for i in sorted(finished)]
-
-
-@pytest.fixture(scope="module")
-def recorded(llama: PreTrainedModel) -> list[Trace]:
-    """Hugging Face's greedy outputs of `make_requests(6)`."""
-    return [
-        Trace(r.prompt_tokens, tuple(hf_greedy(llama, list(r.prompt_tokens), r.max_new_tokens)))
-        for r in make_requests(6)
-    ]
-
-
-def comparable(stats: RequestStats) -> dict[str, Any]:
-    """All counts and none of the times."""
-    detailed = {"drafted": stats.per_step_drafted, "accepted": stats.per_step_accepted}
-    return stats.counts(10) | {"num_reused_tokens": None} | detailed
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("drafter", MAKE_DRAFTER)
-def test_replay_counts_what_the_loop_counts(drafter: str, loop: str, engine: Engine, recorded: list[Trace]) -> None:
-    """Requests one after the other, because a public pool learns when one has finished."""
-    with_model, counted = MAKE_DRAFTER[drafter](), []
-    for request in make_requests(4):
-        (sequence,) = finish(LOOPS[loop].generate(engine, [request], with_model, 10))
-        counted.append(comparable(sequence.stats))
-    assert [comparable(stats) for stats in replay(recorded[:4], MAKE_DRAFTER[drafter](), 10)] == counted
 
 
 class Oracle:

@@ -82,21 +82,6 @@ def test_file_is_the_one_that_safetensors_writes(
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
-def test_absent_weights_are_those_of_the_file_while_they_are_present(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_KEPT_BYTES", 0)
-    ours, theirs = absent_weights(path), load_file(path)
-    assert set(ours) == set(theirs) and len(ours) == 7
-    for name, weight in ours.items():
-        assert is_absent(weight) and (weight.dtype, weight.shape) == (theirs[name].dtype, theirs[name].shape)
-        with present(weight), present(weight, ours["flags"]):
-            assert torch.equal(weight, theirs[name]) and torch.equal(ours["flags"], theirs["flags"])
-            assert torch.equal(ours["table"], theirs["table"]) == (name == "table")  # others are absent still
-        assert not weight.any()
-    assert not is_absent(theirs["table"])
-
-
 def resident_bytes(tensor: Tensor) -> int:
     """Memory that the mapping has in which a tensor lies."""
     address, mapping = tensor.data_ptr(), ""

@@ -30,7 +30,6 @@ from runtime.training.unrolled import (
     Losses,
     Rows,
     accepted_lengths,
-    batches,
     have_unrolled_attention,
     losses_of,
 )
@@ -157,14 +156,6 @@ def test_vocabulary_is_the_most_frequent_with_the_end() -> None:
     assert choose_vocabulary(texts, [2, 5, 6], 2, [11]) == [2, 5]
 
 
-def test_batches_have_each_text_once_and_not_too_many_tokens() -> None:
-    lengths = [5 + 13 * i % 97 for i in range(60)]
-    made = batches(lengths, 256, 3, 1)
-    assert sorted(i for batch in made for i in batch) == list(range(60))
-    assert all(len(batch) == 1 or max(lengths[i] for i in batch) * len(batch) <= 256 for batch in made)
-    assert made == batches(lengths, 256, 3, 1) != batches(lengths, 256, 3, 2)
-
-
 @pytest.fixture(scope="module")
 def engine_dir(model: PreTrainedModel, make_engine_dir: Any) -> Path:
     directory: Path = make_engine_dir(model, hidden_states=STATES, compiler="none")
@@ -222,16 +213,6 @@ def test_it_learns_and_drafts_what_it_reports(open_run: Any, traces: list[Trace]
             num_steps += sequence.stats.num_steps
     run.engine.remove_head(cache)
     assert abs(num_steps - after.num_steps[2]) <= 3 < before.num_steps[2] - num_steps
-
-
-def test_states_file_goes_on_after_whole_texts(open_run: Any) -> None:
-    run: TrainingRun = open_run("run")
-    written = run.states.path.read_bytes()
-    run.states.path.write_bytes(written[: len(written) * 2 // 3])
-    again: TrainingRun = open_run("run")
-    assert again.states.path.read_bytes() == written
-    opened = StatesFile(again.states.path, again.states.lengths, 3 * 32)
-    assert opened.num_texts == len(again.texts.all)
 
 
 def test_a_full_disk_is_told_with_what_the_file_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
