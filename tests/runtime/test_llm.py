@@ -233,12 +233,6 @@ def test_tokenizer_with_words_past_the_vocabulary_is_refused(
     said(error, "339", "300", str(other))
 
 
-def test_prompts_are_cut_to_their_last_tokens(llm: LLM) -> None:
-    (output,) = llm.generate(PROMPT, dataclasses.replace(GREEDY, truncate_prompt_tokens=4))
-    assert output.prompt_token_ids == llm.encode(PROMPT)[0][-4:]
-    assert output.token_ids == llm.generate(output.prompt_token_ids, GREEDY)[0].token_ids
-
-
 def test_logits_are_the_models_own(llm: LLM, llama: PreTrainedModel) -> None:
     params = dataclasses.replace(GREEDY, repetition_penalty=1.3, return_generation_logits=True)
     (output,) = llm.generate(PROMPT, params, drafter=NgramDrafter())

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from shared import once, record_anew
 from tiny import SLIDING_WINDOW, hf_greedy, make_build, make_model, repetitive_prompt
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from commands.options.hints import hint_of
@@ -38,9 +38,8 @@ from runtime.core.request import Request
 from runtime.engine.engine import Engine
 from runtime.engine.load import current_environment
 from runtime.loop.orchestrator import generate
-from runtime.model.attention import PAGED, PagedInputs, paged_attention
+from runtime.model.attention import PagedInputs
 from runtime.model.quantized import QuantizedLinear, place_quantized
-from runtime.util import cache
 from runtime.util.errors import SpecDecError
 from scripts.tools import families
 
@@ -87,15 +86,6 @@ def edit_config(engine_dir: Path, edit: Callable[[dict[str, Any]], Any]) -> None
     edit(data)
     data["config_digest"] = config_digest(data)
     (engine_dir / "config.json").write_text(json.dumps(data))
-
-
-def test_config_reads_back_as_it_was_built(llama_checkpoint_dir: Path, tmp_path: Path) -> None:
-    config = build(llama_checkpoint_dir, tmp_path / "engine", max_batch_size=2)
-    assert read_engine_config(tmp_path / "engine") == config
-    assert config.build_config == make_build(max_batch_size=2)
-    assert config.environment == current_environment(CPU)
-    assert [(layer.num_kv_heads, layer.key_head_dim) for layer in config.layers] == [(2, 8), (2, 8)]
-    assert config.vocab_size == config.pretrained_config["vocab_size"]
 
 
 @pytest.mark.parametrize("fixture", ["llama_uncompiled_dir", "llama_engine_dir"])
@@ -167,21 +157,6 @@ def test_wrong_mask_fails_the_build(
     checkpoint_dir = make_checkpoint(make_model(family), tmp_path)
     monkeypatch.setattr(PagedInputs, "mask", functools.partialmethod(functools.partial(broken, PagedInputs.mask)))
     check_refused(checkpoint_dir, tmp_path, said)
-
-
-@pytest.fixture
-def wrong_scaling() -> Iterator[None]:
-    def wrong(*arguments: Any, scaling: float, **kwargs: Any) -> Any:
-        return paged_attention(*arguments, scaling=scaling * 1.01, **kwargs)
-
-    AttentionInterface.register(PAGED, wrong)
-    yield
-    AttentionInterface.register(PAGED, paged_attention)
-
-
-@pytest.mark.usefixtures("wrong_scaling")
-def test_wrong_scaling_fails_the_build(tmp_path: Path, said: Said) -> None:
-    check_refused(make_checkpoint(make_model("llama"), tmp_path), tmp_path, said)
 
 
 def make_steep_checkpoint(
@@ -524,15 +499,6 @@ def test_interrupted_build_leaves_nothing(phase: str, llama_checkpoint_dir: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_engine_is_replaced_only_if_asked(llama_checkpoint_dir: Path, engine_dir: Path, said: Said) -> None:
-    with pytest.raises(SpecDecError) as raised:
-        build(llama_checkpoint_dir, engine_dir, max_batch_size=1)
-    said(raised)
-    assert read_engine_config(engine_dir).build_config.max_batch_size == 4
-    build(llama_checkpoint_dir, engine_dir, max_batch_size=1, replace=True)
-    assert read_engine_config(engine_dir).build_config.max_batch_size == 1
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -720,21 +686,6 @@ def test_every_file_is_recorded_but_those_that_people_change(llama_engine_dir: P
     assert recorded == {
         path.name: (path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()) for path in files
     }
-
-
-def test_files_are_read_once_however_often_an_engine_is_opened(
-    engine_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Digests are kept; under another name they are still those of the same files."""
-    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
-    record = read_engine_config(engine_dir).files
-    monkeypatch.setattr(cache, "_TIME_STEP_NS", 0)  # nothing is written once more, in the same step of the clock
-    Engine.open(engine_dir).close()
-    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "digests").iterdir()}
-    assert len(kept) == len([one for one in record if one.name.startswith("rank0")])
-    renamed = engine_dir.rename(tmp_path / "renamed")
-    Engine.open(renamed).close()
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "digests").iterdir()} == kept
 
 
 @pytest.mark.parametrize(

@@ -17,20 +17,16 @@ from tiny import VOCAB_SIZE, make_model
 from torch import Tensor
 from transformers import (
     AutoConfig,
-    AutoTokenizer,
     FalconConfig,
-    MistralConfig,
     PreTrainedConfig,
     Qwen2MoeConfig,
     T5Config,
 )
 
-from runtime.builder.convert import convert, convert_for_build, copy_side_files, plan_conversion
+from runtime.builder.convert import convert, convert_for_build, plan_conversion
 from runtime.builder.engine_cache import EngineSettings, engine_of_model
 from runtime.checkpoint.checkpoint_dir import open_checkpoint
 from runtime.checkpoint.config import Dtype, QuantConfig
-from runtime.model.model import probe_config
-from runtime.model.pretrained import parse_pretrained_config
 from runtime.util.errors import SpecDecError, SpecDecWarning
 
 ROOT = Path(__file__).parents[3]
@@ -110,20 +106,6 @@ def test_mixed_and_unusual_tensors_survive(model_dir: Path, tmp_path: Path) -> N
     assert run_convert(model_dir, tmp_path / "out").dtype == "float32"
     expected = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     assert_same_bits(load_file(tmp_path / "out" / "rank0.safetensors"), expected)
-
-
-def test_tokenizer_files_travel_along(
-    llama_dir: Path, llama_checkpoint_dir: Path, tokenizer: Any, tmp_path: Path
-) -> None:
-
-    text = "Once upon a time there was a red ball, and 12 häuser"
-    copied = AutoTokenizer.from_pretrained(llama_checkpoint_dir)
-    assert copied.encode(text) == tokenizer.encode(text)
-    (tmp_path / "source").mkdir()
-    (tmp_path / "source" / "secret.txt").write_text("x")
-    (tmp_path / "destination").mkdir()
-    copy_side_files(tmp_path / "source", tmp_path / "destination")
-    assert list((tmp_path / "destination").iterdir()) == []
 
 
 def truncate(path: Path, num_bytes: int = 100) -> None:
@@ -309,13 +291,6 @@ def test_config_of_another_size_than_the_weights_is_named(model_dir: Path, tmp_p
         run_convert(model_dir, tmp_path / "out")
     said(error, "`lm_head.weight`", "[32, 32]", "config.json", "[40, 32]", "model")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-@pytest.mark.parametrize("window", [None, 1, 5000])
-def test_windows_are_those_of_transformers_masks(window: int | None, tmp_path: Path) -> None:
-    MistralConfig(**SMALL, num_key_value_heads=2, intermediate_size=48, sliding_window=window).save_pretrained(tmp_path)
-    config = parse_pretrained_config(json.loads((tmp_path / "config.json").read_text()), "config.json")
-    assert [layer.sliding_window for layer in probe_config(config).layers] == [window, window]
 
 
 def test_interruption_leaves_nothing_new(sharded_dir: Path, tmp_path: Path) -> None:

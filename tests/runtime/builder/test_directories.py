@@ -384,14 +384,6 @@ def test_a_config_that_nothing_can_be_computed_of_is_refused(
     assert capfd.readouterr() == ("", "")  # no line of transformers'
 
 
-def test_layers_that_share_keys_and_values_without_inputs_of_their_own_are_refused(said: Said) -> None:
-    """Gemma 4's, by config.json or by a GGUF file: transformers stumbles over them."""
-    data = small_config("gemma4_text").to_dict() | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 0}
-    with pytest.raises(SpecDecError) as error:
-        parse_language_model(data, "config.json")
-    said(error, "gemma4_text", "last 2 layers", "`hidden_size_per_layer_input` 0")
-
-
 # By published config: what it says to nobody, as transformers' code of the family shows.
 UNREAD = {
     "phi-1": {"rotary_dim"},  # `partial_rotary_factor` is read
@@ -453,17 +445,6 @@ UNREAD_WITHIN: dict[str, tuple[str, Callable[[dict[str, Any]], None]]] = {
 def test_values_within_others_that_no_code_reads_are_told(words: str, said: Said) -> None:
     name, write = UNREAD_WITHIN[words]
     said(unread_of(PUBLISHED[name].config, write), *words.split("; "))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("window_size", 4096), ("num_experts", 8), ("softcap", 30.0), ("use_qk_norm", True)),
-    ],
-)
-def test_keys_of_other_families_are_told_in_a_llama(name: str, value: Any) -> None:
-    """Each means something to another family; `LlamaConfig` has no field for it, and Llama's code does not read it."""
-    assert f"`{name}` " in unread_of(PUBLISHED["Llama-3.1-8B"].config, misspelled(name, value))
 
 
 @pytest.mark.parametrize(

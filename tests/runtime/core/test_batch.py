@@ -42,18 +42,6 @@ def test_example_of_the_docstring() -> None:
     ]
 
 
-def test_long_row_among_short_ones_is_several_rows() -> None:
-    """Three tokens at positions 5 to 7, the last two with logits, beside one at the start of block 9: no padding."""
-    rows = [Row([11, 12, 13], 5, [7, 2], 2), Row([21], 0, [9], 1)]
-    assert as_lists(pack(split_long_rows(rows), 4, CPU)) == [
-        [[11], [12], [13], [21]],
-        [[5], [6], [7], [0]],
-        [[9], [10], [11], [36]],
-        [[7, 2], [7, 2], [7, 2], [9, 0]],
-        [1, 2, 3],
-    ]
-
-
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=8), st.integers(0, 8000), st.randoms(use_true_random=False))
 def test_folded_rows_have_every_token_once_and_never_more_padding(
     lengths: list[int], context_len: int, random: Random

@@ -121,15 +121,6 @@ def test_an_end_id_comes_only_where_the_text_is_whole(llm: LLM, tokenizer: Any) 
     assert regex.fullmatch("[a-z]{3}", str(output.text))
 
 
-def test_log_probabilities_are_the_models_own(llm: LLM) -> None:
-    """They are those before any ban."""
-    free = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
-    (one,), (other,) = (llm.generate(PROMPT, params) for params in (free, dataclasses.replace(free, regex="[0-9]")))
-    assert one.logprobs and other.logprobs
-    assert one.logprobs[0].top == other.logprobs[0].top
-    assert one.token_ids != other.token_ids
-
-
 def test_logits_that_are_kept_are_the_models_own(llm: LLM) -> None:
     """Others may be overwritten."""
     free = SamplingParams(temperature=0, max_tokens=1, return_generation_logits=True)

@@ -289,15 +289,6 @@ def test_tokens_before_that_a_smaller_vocabulary_lacks_change_nothing() -> None:
 # -- Draws --
 
 
-@pytest.mark.parametrize("size", [7, 1000, 40_000])
-def test_where_all_are_equal_the_noise_chooses(size: int) -> None:
-    """The kernels' noise is NumPy's, of every token: they must find the largest."""
-    for position in range(1, examples(300)):
-        sampler = Sampler(config(random_seed=3), (5,))
-        noise = gumbel(sampler.noise_key(position), np.arange(size, dtype=np.uint32))
-        assert sampler.choose([5] * position, torch.zeros(size)) == int(noise.argmax())
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_both_forms_choose_alike(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = kinds_of_logits(3000).to(dtype)
@@ -413,12 +404,3 @@ def test_a_number_gone_wrong_is_found_wherever_it_is(fields: dict[str, Any], wro
         logits[place] = wrong
         with pytest.raises(NoValidToken, match="NaN or infinite"):
             Sampler(config(**fields), (5,)).choose([5], logits)
-
-
-def test_errors_come_where_they_are_asked_for() -> None:
-    """The first position is chosen at; the second has no number."""
-    rows = torch.stack([torch.tensor([0.0, 1.0]), torch.full((2,), math.nan)])
-    tokens = choose_all([Positions(Sampler(GREEDY, (5,)), [5], [1], rows)])[0]
-    assert next(tokens) == 1
-    with pytest.raises(NoValidToken, match="position 2"):
-        next(tokens)

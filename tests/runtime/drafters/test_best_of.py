@@ -15,7 +15,6 @@ from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import BestOf, DraftingModel, FirstOf
 from runtime.drafters.confidence_stop import ConfidenceStop
-from runtime.drafters.draft_state import DraftState
 from runtime.drafters.draft_target import SelfDraft
 from runtime.drafters.opened import BoundedDrafter
 from runtime.drafters.protocol import Drafter
@@ -288,18 +287,6 @@ def test_a_dear_model_is_asked_only_where_nothing_was_found() -> None:
     sequences = [Sequence.start(Request(i, (5, 6), 9)) for i in range(2)]
     assert [draft.tokens for draft in chain.propose(sequences, 4)] == [[1, 1], [2]]
     assert asked.num_asked == 1
-
-
-def test_tokens_of_others_do_not_make_a_sure_copy_look_fast() -> None:
-    """The second of its two tokens was wrong, so that its step yielded two; lookups then yielded nine."""
-    confidence_stop = ConfidenceStop(lambda b, c, n: 1.0, lambda b, c: 0.5)
-    sequence = Sequence.start(Request(0, (5, 6), 99))
-    confidence_stop.begin([sequence], 4)
-    proposal = DraftState(sequence, 4, use_logits=False, tokens=[7, 8], confidence_stop=[15, 15])
-    confidence_stop.end([sequence], [proposal], num_steps=2)
-    sequence.tokens += [7, 9, *range(9)]
-    confidence_stop.begin([sequence], 4)
-    assert confidence_stop._num_tokens / confidence_stop._seconds == 2 / (1.0 + 2 * 0.5)
 
 
 @pytest.mark.parametrize(("token_s", "draft_s"), [(0.0, 0.0), (0.05, 0.3), (1.0, 1.0)])

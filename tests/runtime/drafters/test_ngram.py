@@ -125,17 +125,6 @@ def test_looking_ahead_equals_brute_force_and_nothing_is_learned(
     assert sequence.tokens == seen and propose(drafter, sequence) == before
 
 
-@pytest.mark.parametrize("ranking", RANKINGS)
-@pytest.mark.parametrize("size", [1, 2, 40])
-def test_a_match_is_as_long_as_it_goes_back(size: int, ranking: NgramRanking) -> None:
-    """Though no more than `size` tokens were looked up; up to 32, or up to the size where that is more."""
-    text = [7, *range(10, 60)]
-    for length in (1, 2, 5, 31, 45):
-        sequence = start([*text, 8, *text[20 - length + 30 :][:length]], request_id=length)
-        (draft,) = NgramLookup(size, ranking=ranking).propose([sequence], 3)
-        assert draft.match_len == min(length, max(size, 32))
-
-
 def test_pool_is_asked_where_the_sequence_has_no_match() -> None:
     """7 8 9 were generated before; a match of the sequence's own comes first, however short."""
     pool = NgramPool()

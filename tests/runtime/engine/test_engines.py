@@ -20,7 +20,6 @@ from quantized import (
     stored_blocks,
 )
 from safetensors.torch import load_file
-from sentences import Said
 from tiny import VOCAB_SIZE, eager_logits, hf_greedy, make_build, make_model, repetitive_prompt
 from torch import nn
 from transformers import PreTrainedModel
@@ -40,7 +39,6 @@ from runtime.loop.orchestrator import generate
 from runtime.model.model import ModelKind, load_model
 from runtime.model.pretrained import parse_pretrained_config
 from runtime.model.quantized import QuantizedLinear
-from runtime.util.errors import SpecDecError
 
 CPU = torch.device("cpu")
 
@@ -252,20 +250,6 @@ def test_compiled_engine_holds_few_bits_and_is_batch_invariant(tmp_path: Path, k
     linears = [module for module in small_model().modules() if isinstance(module, nn.Linear)]
     num_floats = sum(tensor.numel() for tensor in stored.values() if tensor.dtype == torch.float32)
     assert num_floats < sum(linear.weight.numel() for linear in linears) / 4  # the rest is embeddings and norms
-
-
-def test_activations_are_quantized_beside_integers_only(tmp_path: Path, said: Said) -> None:
-    precision = QuantConfig("fp8", activations="int16")
-    small_model().save_pretrained(tmp_path / "model")
-    with pytest.raises(SpecDecError) as raised:
-        convert(
-            *(tmp_path / "model", tmp_path / "checkpoint", None),
-            replace=False,
-            progress=lambda *_: None,
-            precision=precision,
-        )
-    said(raised)
-    assert not (tmp_path / "checkpoint").exists()
 
 
 # The kernels

@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import _cached_compile_jinja_template
 
 from runtime.builder.convert import copy_side_files
-from runtime.checkpoint.checksums import record_files
 from runtime.checkpoint.gguf.tokenizer import make_gguf_tokenizer
 from runtime.checkpoint.tokenizer import TEMPLATE_DIR
 from runtime.text.call_formats import named_tool_format
@@ -85,13 +84,6 @@ def test_a_template_for_tools_reaches_the_engine_and_says_how_tools_are_called(p
 
 def write_two_templates(writer: Any) -> None:
     writer.add_chat_template([{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": CALLING}])
-
-
-def test_a_template_in_a_file_of_its_own_may_be_changed(tmp_path: Path) -> None:
-    (tmp_path / TEMPLATE_DIR).mkdir()
-    (tmp_path / TEMPLATE_DIR / "tool_use.jinja").write_text("tools")
-    (tmp_path / "rank0.safetensors").write_bytes(b"")
-    assert [record.name for record in record_files(tmp_path)] == ["rank0.safetensors"]
 
 
 BROKEN = {

@@ -138,18 +138,6 @@ def test_what_cannot_be_in_a_corpus_is_an_error_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_is_replaced_if_asked_for_only(tmp_path: Path, said: Said) -> None:
-    make(tmp_path / "c", [[1, 2]])
-    before = (tmp_path / "c").read_bytes()
-    with pytest.raises(SpecDecError) as error:
-        write_corpus(tmp_path / "c", [[3]], vocab_size=9, tokenizer_digest="", replace=False)
-    said(error)
-    assert (tmp_path / "c").read_bytes() == before
-    write_corpus(tmp_path / "c", [[3]], vocab_size=9, tokenizer_digest="", replace=True)
-    assert Corpus.open(tmp_path / "c").info.num_tokens == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["c"]
-
-
 def with_info(**changes: object) -> Callable[[Path], None]:
     """Other metadata; None takes a key out."""
 

@@ -52,15 +52,6 @@ def test_interruption_leaves_what_was_there(error: type[BaseException], tmp_path
     assert (tmp_path / "old" / "old").read_text() == "x"
 
 
-def test_replacement_keeps_nothing_of_the_old_directory(tmp_path: Path) -> None:
-    output = tmp_path / "output"
-    write_ours(output)
-    with new_directory(output, replace=True) as directory:
-        write_ours(directory, "new")
-    assert sorted(path.name for path in output.iterdir()) == ["config.json", "new"]
-    assert list(tmp_path.iterdir()) == [output]
-
-
 def test_directory_that_is_not_empty_is_refused(tmp_path: Path, said: Said) -> None:
     write_ours(tmp_path / "output")
     with pytest.raises(SpecDecError) as error:

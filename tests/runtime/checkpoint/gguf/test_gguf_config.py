@@ -14,7 +14,7 @@ from sentences import Said
 
 from runtime.checkpoint.gguf.config import config_of
 from runtime.model.pretrained import parse_language_model
-from runtime.util.errors import SpecDecError, SpecDecWarning
+from runtime.util.errors import SpecDecError
 
 Edit = Callable[[gguf.GGUFWriter], None]
 
@@ -159,11 +159,6 @@ def test_what_contradicts_itself_is_refused(name: str, tmp_path: Path, said: Sai
     with pytest.raises(SpecDecError) as error:
         config_of(path)
     said(error, *words.split("; "))
-
-
-def test_another_number_of_ids_is_told(tmp_path: Path) -> None:
-    with pytest.warns(SpecDecWarning, match=r"`llama.vocab_size` is 100, .* embeddings of \d+ ids"):
-        config_of(write_file(tmp_path / "model.gguf", 4, with_values(vocab_size=100)))
 
 
 def test_keys_that_change_nothing_are_passed(tmp_path: Path) -> None:
