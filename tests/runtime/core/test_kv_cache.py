@@ -218,6 +218,17 @@ def num_found(pool: SimulatedPool, tokens: list[int]) -> int:
     return sequence.num_computed
 
 
+def test_block_that_was_copied_stays_findable() -> None:
+    """Though it is the least recently freed one, which an allocation takes first."""
+    pool = SimulatedPool(BlockManager(4, 4, reuse=True))
+    for tokens in ([1, 2, 3], [4, 5, 6], [7, 8, 9]):
+        computed(pool, tokens)
+    sequence = start([1, 2, 9])
+    assert pool.admit(sequence, 4)
+    assert (sequence.num_computed, pool.counts["copied"]) == (2, 1)
+    assert num_found(pool, [1, 2, 3, 5]) == 3
+
+
 @given(a=tokens_of_a_small_alphabet, b=tokens_of_a_small_alphabet, block_size=st.sampled_from([2, 4]))
 @settings(deadline=None, derandomize=True)
 def test_longest_computed_prefix_is_found(a: list[int], b: list[int], block_size: int) -> None:

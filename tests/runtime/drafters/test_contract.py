@@ -209,7 +209,7 @@ def check_idle(session: Session, watch: Watch) -> None:
 
 
 def check_counts(sequences: list[RequestSequence], watch: Watch) -> None:
-    """Of each draft those tokens were accepted that the output goes on with; the last may be cut by its end."""
+    """Tokens of a draft were accepted as far as the output goes on with them; the last draft may be cut by its end."""
     drafts: dict[int, dict[int, list[int]]] = {}
     for request_id, tokens, draft in watch.seen:
         drafts.setdefault(request_id, {})[len(tokens)] = draft.tokens
@@ -319,7 +319,7 @@ def test_what_is_left_or_fails_leaves_nothing(made: Made, mode: Mode) -> None:
 
 @on(MODELS)
 def test_drafts_that_are_never_sent_change_nothing(made: Made) -> None:
-    """Of three steps one has its draft, one another's, and one none: it catches up with what others drafted."""
+    """Every third step has its draft, another has somebody else's, and one none: it catches up with those."""
     requests, expected = requests_of(made.target)
     with opened(made, "leader") as (_, session, watch):
         number, inner = 0, watch.drafter
