@@ -7,7 +7,6 @@ import pytest
 from calls import num_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sentences import Said
 from strength import examples
 
 from runtime.core.request import Request, Sequence
@@ -15,7 +14,6 @@ from runtime.drafters.lookup import MAX_OCCURRENCES
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.spec import NgramRanking
-from runtime.util.errors import UsageError
 
 RANKINGS: list[NgramRanking] = ["oldest", "leftmost", "recent", "frequent"]
 
@@ -134,13 +132,6 @@ def test_pool_is_asked_where_the_sequence_has_no_match() -> None:
     assert propose(drafter, start([6, 1, 5, 6], request_id=1), max_draft_len=2) == [1, 5]
     assert propose(drafter, start([1, 5, 6], request_id=2, end_ids=(8,))) == [7]
     assert propose(drafter, start([1, 5, 6], max_new_tokens=1, request_id=3)) == []
-
-
-@pytest.mark.parametrize("sizes", [(0, 2), (3, 2)])
-def test_sizes_that_leave_no_pattern_are_refused(sizes: tuple[int, int], said: Said) -> None:
-    with pytest.raises(UsageError) as error:
-        NgramLookup(sizes[1], min_matching_ngram_size=sizes[0])
-    said(error, "1", sizes[0], sizes[1])
 
 
 @pytest.mark.parametrize("alphabet", [1, 50], ids=["one token", "fifty tokens"])

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from sentences import Said
-from tiny import eager_logits, make_model, repetitive_prompt
+from tiny import eager_logits, forward, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
 from waiting import HANG_S
@@ -22,6 +22,7 @@ from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine.engine import Engine, KVCacheConfig, resolve_device
 from runtime.loop import orchestrator, scheduler
+from runtime.loop.step import judge
 from runtime.util.errors import SpecDecError, UsageError
 
 # float32 against float32: the logits are of the order of 10, and sums are taken in another order.
@@ -43,10 +44,10 @@ def start(tokens: list[int], request_id: int = 0) -> Sequence:
 
 def logits_of(engine: Engine, sequences: list[Sequence], drafts: list[list[int]]) -> list[Tensor]:
     """Per sequence the (draft_len + 1, vocab) logits that a step would verify its draft with."""
-    logits = engine.forward(sequences, [Draft(draft) for draft in drafts])
+    logits = forward(engine, sequences, drafts)
     for sequence in sequences:
         sequence.num_computed = len(sequence.tokens)
-    return list(logits)
+    return logits
 
 
 def assert_equals_hf(model: PreTrainedModel, logits: Tensor, tokens: list[int], draft: list[int]) -> None:
@@ -188,7 +189,7 @@ def test_rejected_draft_leaves_no_trace(
 
         engine, sequence = Engine.open(llama_uncompiled_dir), start(prompt)
         assert engine._blocks.admit(sequence, 40) == []
-        (verdict,) = engine.step([sequence], [draft])
+        (verdict,) = judge(engine, [sequence], [draft])
         assert verdict.num_accepted == num_accepted
         sequence.commit(draft, verdict)
         assert sequence.tokens == prompt + right[: num_accepted + 1] + ([] if num_rejected else sequence.tokens[-1:])
@@ -209,7 +210,7 @@ def test_blocks_with_rejected_tokens_serve_another_sequence(llama_uncompiled_dir
     engine, first = Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(max_tokens=24)), start(A[:6])
     wrong = [(token + 1) % 32 for token in greedy_continuation(llama, A[:6], 1)] + [3, 4, 5]
     assert engine.admit(first)
-    (verdict,) = engine.step([first], [Draft(wrong)])
+    (verdict,) = judge(engine, [first], [Draft(wrong)])
     assert verdict.num_accepted == 0
     first.commit(Draft(wrong), verdict)
     engine.release(first)
@@ -282,7 +283,7 @@ def test_closed_engine_says_so(loop: Any, llama_uncompiled_dir: Path, said: Said
     uses: list[Callable[[], object]] = [
         lambda: next(steps),
         lambda: list(loop.generate(engine, [Request(2, (3, 4, 5), 9)])),
-        lambda: engine.step([sequence], [Draft([])]),
+        lambda: judge(engine, [sequence], [Draft([])]),
         lambda: engine.admit(start(A, 3)),
         lambda: engine.occupy_cache(range(1, 2)),
     ]
