@@ -130,7 +130,7 @@ def walk(compiled: Any, rng: random.Random, tokenizer: Any) -> list[int]:
 
 @pytest.mark.parametrize("has_tokens", [True, False])
 @pytest.mark.parametrize("name", WRITTEN)
-def test_what_models_write_is_allowed(tagged: Any, name: str, has_tokens: bool) -> None:
+def test_what_models_write_is_allowed_unless_no_call_may_be(tagged: Any, name: str, has_tokens: bool) -> None:
     tokenizer, grammars = tagged(name, has_tokens or name == "gpt_oss")
     lark = lark_of(name, grammars, Calls(TOOLS, "auto"))
     assert lark is not None
@@ -139,6 +139,11 @@ def test_what_models_write_is_allowed(tagged: Any, name: str, has_tokens: bool) 
         tokens = tokenizer(OUTPUTS[i][1].replace("True", "true"), add_special_tokens=False)["input_ids"]
         assert matcher.try_consume_tokens(tokens) == len(tokens), OUTPUTS[i]
         assert matcher.is_accepting()
+    without = lark_of(name, grammars, Calls((), "none"))
+    for i in WRITTEN[name]:
+        assert not is_taken(tokenizer, grammars, without, OUTPUTS[i][1].replace("True", "true"))[0]
+    free = "<|channel|>final<|message|>{}<" if name == "gpt_oss" else 'Any {"name": 1} <b> </too'
+    assert is_taken(tokenizer, grammars, without, free) == (True, True)
 
 
 def test_text_is_free_up_to_the_tag(tagged: Any) -> None:
