@@ -35,9 +35,10 @@ from commands.convert.command import convert
 from commands.corpus.command import create, merge, stats
 from commands.doctor.command import doctor
 from commands.integrity.command import verify
+from commands.options.foreign import Flags, without_foreign
 from commands.options.hints import hint_of, message_of, usage_message
 from commands.options.shared import COMMON
-from commands.options.spellings import empty_value, normalize_name, one_value_each, split_flags_without_effect
+from commands.options.spellings import empty_value, normalize_name, one_value_each
 from commands.output.help import sort_by_panel
 from commands.output.output import fail, say_interrupted, warn
 from commands.run.command import run
@@ -167,16 +168,22 @@ class _Command(TyperCommand):
         self.params = all_params
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        options = [option for option in self.params if isinstance(option, TyperOption)]
-        with_value = {name.removeprefix("--") for option in options if not option.is_flag for name in option.opts}
-        kept, dropped = split_flags_without_effect(args, frozenset(with_value))
-        if dropped:
-            warn(f"no effect in specdec: {', '.join(dict.fromkeys(dropped))}")
-        empty = empty_value(kept, frozenset(with_value), self.name or "")
+        own = self._own_flags()
+        kept = without_foreign(args, own)
+        empty = empty_value(kept, own.with_value, self.name or "")
         if empty is not None:
             what = f"`{empty}`" if empty else "an argument"
             raise UsageError(f"{what} has an empty value: ''", hint=f"`{ctx.command_path} --help` shows the usage")
         return super().parse_args(ctx, one_value_each(kept, self.name or ""))
+
+    def _own_flags(self) -> Flags:
+        options = [option for option in self.params if isinstance(option, TyperOption)]
+        long, with_value = (
+            frozenset(name.removeprefix("--") for option in some for name in option.opts)
+            for some in (options, [option for option in options if not option.is_flag])
+        )
+        short = frozenset(name for option in options for name in option.opts if not name.startswith("--"))
+        return Flags(self.name or "", long | {"help", "help-all"}, with_value, short)
 
     def invoke(self, ctx: Any) -> Any:
         """Says that the command was interrupted, unless it has shown what it did before and leaves by `typer.Exit`."""

@@ -11,12 +11,16 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from runtime.text.chat import Message, check_messages
 from runtime.text.trace_lines import check_category, check_ids, check_text
 from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.util.files import check_regular
 from runtime.util.reading import raise_unreadable, read_json_lines, read_utf8, shown
+
+if TYPE_CHECKING:
+    from runtime.llm import LLM
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,10 @@ class Prompt:
         """Content to encode, unless it is a conversation."""
         assert self.text is not None or self.ids is not None
         return self.text if self.text is not None else self.ids or ()
+
+    def content_by(self, llm: "LLM") -> str | Sequence[int]:
+        """Text or token ids to encode; of a conversation the token ids that the model's chat template makes."""
+        return self.content if self.messages is None else llm.chat_template.encode(self.messages)
 
     @property
     def shown(self) -> str:
@@ -63,7 +71,9 @@ def read_prompts(input_text: Sequence[str], input_file: Path | None, *, pad_id: 
     and column or byte where there is one, where the prompts cannot be used.
     """
     if input_file is None and not input_text:
-        raise UsageError("no prompt given", hint='specdec run "a prompt", `-` for standard input, or `--input-file`')
+        raise UsageError(
+            "no prompt given", hint='specdec run MODEL "a prompt", `-` for standard input, or `--input-file`'
+        )
     if input_file is None:
         texts = [_standard_input() if text == "-" else text for text in input_text]
         return [Prompt(check_text(text, f"prompt {i}"), None) for i, text in enumerate(texts, 1)]

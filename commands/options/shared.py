@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from commands.output.help import CLUSTER, INPUT, OUTPUT, RUNTIME, SPECULATION, option
-from runtime.checkpoint.config import IntFormat
+from runtime.checkpoint.config import IntFormat, KVCacheDtype, QuantFormat
 from runtime.drafters.heads.head_config import DraftOutputSettings
 from runtime.drafters.spec import DrafterSpec
 from runtime.drafters.specs import DRAFTERS
@@ -81,6 +81,24 @@ Report = Annotated[
     ),
 ]
 Force = Annotated[bool, option(OUTPUT, "Replace the output directory if specdec wrote it.", "--force")]
+
+
+USUAL_CHECKPOINT, USUAL_ENGINE = "checkpoint", "engine_outputs"
+"""Directories that `convert` and `build` write, and that `build` and `run` read, where no flag names another."""
+QFORMATS: dict[str, QuantFormat | None] = {
+    "full_prec": None, "none": None, "int8": "int8", "int4": "int4", "fp8": "fp8", "int8_wo": "int8", "int4_wo": "int4",
+}  # fmt: skip
+"""Formats of weights, by our names and TensorRT-LLM's."""
+KV_CACHE_DTYPES: dict[str, KVCacheDtype] = {"auto": "auto", "int8": "int8", "fp8": "fp8", "fp8_e4m3": "fp8"}
+"""Number formats of keys and values, by our names and vLLM's."""
+
+
+def check_activations(flag: str, qformat: str | None, activations: str | None) -> None:
+    """UsageError for activations in integers beside weights that are none; `flag` names the weights' format."""
+    if qformat == "fp8" and activations not in (None, "float"):
+        raise UsageError(
+            f"`--activations {activations}` needs weights that are integers: {flag} fp8", hint="leave it out"
+        )
 
 
 @dataclass(frozen=True)

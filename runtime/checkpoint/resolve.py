@@ -55,6 +55,10 @@ def resolve_model(name: str) -> Path:
     return _download(name)
 
 
+def is_shipped(name: str) -> bool:
+    return name in _SHIPPED
+
+
 def files_of_model(model_dir: Path) -> list[Path]:
     """Files that make the model what it is."""
     if is_gguf(model_dir):
@@ -190,10 +194,12 @@ def read_model_config(model_dir: Path) -> dict[str, Any]:
     check_not_an_adapter(model_dir)
     config = read_json(model_dir / "config.json")
     if "format_version" in config:
+        is_engine = "build_config" in config
         raise SpecDecError(
-            f"this is a directory that specdec wrote, not a Hugging Face model: {model_dir}",
-            hint="an engine is built of a checkpoint, and an engine answers prompts",
-            code="already_converted",
+            f"this is {'an engine' if is_engine else 'a checkpoint'}, not a Hugging Face model: {model_dir}",
+            hint="it answers prompts as it is" if is_engine else "build it first",
+            code="engine_for_model" if is_engine else "checkpoint_for_engine",
+            path=model_dir,
         )
     return config
 
