@@ -91,9 +91,7 @@ def list_document(models: list[CachedModel]) -> dict[str, Any]:
         for model in models
     ]
     num_bytes = engines_bytes(engine for model in models for engine in model.engines)
-    document = ListDocument(
-        **document_head("list"), models=records, num_bytes=num_bytes, max_bytes=max_cache_bytes()
-    )
+    document = ListDocument(**document_head("list"), models=records, num_bytes=num_bytes, max_bytes=max_cache_bytes())
     return document.as_json()
 
 
