@@ -16,7 +16,8 @@ from forked import Forks
 from shared import once
 from strength import draws
 
-from commands.options.spellings import _WITHOUT_EFFECT, normalize_name
+from commands.options.foreign import ANSWERS, WITHOUT_EFFECT
+from commands.options.spellings import normalize_name
 from scripts.tools import update_docs
 from specdec_cli.app import app
 
@@ -220,7 +221,8 @@ def test_flags_in_the_text_exist() -> None:
         "install-completion",
         "show-completion",
         *OTHERS_FLAGS,
-        *_WITHOUT_EFFECT,
+        *WITHOUT_EFFECT,
+        *ANSWERS,
     }
     for name in command_names():
         command: Any = typer.main.get_command(app)

@@ -33,7 +33,6 @@ _SHORT = {
     "-tb": "--threads-batch",
     "-ctk": "--cache-type-k",
     "-ctv": "--cache-type-v",
-    "-fa": "--flash-attn",
     "-cnv": "--conversation",
 }
 """Short flags, each taken by the commands that have the long one."""

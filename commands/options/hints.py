@@ -16,6 +16,7 @@ from typer import TyperException
 from commands.options.drafter_flags import example_of, users_of
 from commands.options.expand import current_command
 from commands.options.foreign import COMMANDS
+from commands.options.shared import QFORMATS
 from commands.options.spellings import normalize_name
 from commands.output.help import as_flag
 from runtime.checkpoint.bundle import DRAFT_VOCAB
@@ -253,6 +254,8 @@ def usage_message(error: TyperException) -> tuple[str, str]:
     hint = f"`{where.command_path if where else 'specdec'} --help` shows the usage"
     problems = getattr(error.__cause__, "errors", None)
     if problems is not None:
+        if _flag(error) == "`--dtype`" and (value := str(problems()[0]["input"]).lower()) in QFORMATS:
+            hint = f"`--quantization {value}` quantizes the weights"
         return _value_message(_flag(error), problems()[0]), hint
     near = getattr(error, "possibilities", None)
     text = str(getattr(error, "message", error)).rstrip(".").replace("'", "`").replace(". Did", "; did")
