@@ -109,7 +109,7 @@ _EXAMPLES = {
         "specdec train --model-dir demo --input-file prompts.jsonl --output-dir head --num-epochs 6",
     ),
     bench: (
-        "specdec bench --base-url http://127.0.0.1:8000 --dataset question.jsonl --request-rate 4 --output-len 128",
+        "specdec bench demo --base-url http://127.0.0.1:8000 --dataset question.jsonl --request-rate 4",
         "specdec bench --dataset random --num-prompts 64 --concurrency 16 --goodput ttft:200 tpot:50 --json",
     ),
     doctor: (
@@ -184,7 +184,12 @@ class _Command(TyperCommand):
         if empty is not None:
             what = f"`{empty}`" if empty else "an argument"
             raise UsageError(f"{what} has an empty value: ''", hint=f"`{ctx.command_path} --help` shows the usage")
-        return super().parse_args(ctx, one_value_each(kept, self.name or ""))
+        try:
+            return super().parse_args(ctx, one_value_each(kept, self.name or ""))
+        except typer.TyperException as error:
+            if getattr(error, "ctx", None) is None:
+                error.ctx = ctx  # type: ignore[attr-defined]  # so that the hint names the command
+            raise
 
     def _own_flags(self) -> Flags:
         options = [option for option in self.params if isinstance(option, TyperOption)]

@@ -13,7 +13,7 @@ from commands.options.shared import QFORMATS, USUAL_CHECKPOINT, Force, check_act
 from commands.output.help import INPUT, KV_CACHE, OUTPUT, QUANTIZATION, RUNTIME, option
 from commands.output.output import Output, check_new_directory, megabytes
 from runtime.checkpoint.config import KV_CACHE_ALGO, IntFormat, KVCacheDtype, QuantConfig, QuantFormat
-from runtime.checkpoint.resolve import read_model_config, resolve_model
+from runtime.checkpoint.resolve import check_is_model, resolve_model
 from runtime.util.errors import UsageError
 from runtime.util.files import check_output_directory, check_output_is_not_input, directory_bytes
 
@@ -157,7 +157,7 @@ def convert(options: ConvertOptions, output: Output) -> None:
     check_output_directory(output_dir, replace=options.force)
     check_new_directory(output_dir)
     source = resolve_model(model)
-    read_model_config(source)
+    check_is_model(source)
     check_output_is_not_input(output_dir, source)
 
     from commands.build.report import ConvertDocument, described_checkpoint

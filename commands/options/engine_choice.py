@@ -23,8 +23,8 @@ from commands.output.output import warn
 from runtime.checkpoint.bundle import Bundle, read_bundle
 from runtime.checkpoint.config import USUAL_MAX_DRAFT_LEN, IntFormat
 from runtime.checkpoint.resolve import (
+    check_is_model,
     files_of_model,
-    read_model_config,
     refuse_unreadable_tokenizer,
     resolve_model,
     resolve_tokenizer,
@@ -189,7 +189,7 @@ class EngineChoice:
         if self.tokenizer_dir is not None:
             resolve_tokenizer(self.tokenizer_dir)
         if self.model_dir is not None:
-            read_model_config(model_dir := resolve_model(self.model_dir))
+            check_is_model(model_dir := resolve_model(self.model_dir))
             begin_digests(files_of_model(model_dir))  # while torch is imported
             replace(self, speculation=speculation)._check_draft_output()
         else:

@@ -22,6 +22,7 @@ ModelWord = Annotated[
 ]
 
 _HUB_ID_OF_AN_OWNER = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
+_PATH = re.compile(r"(~|\.\.?)?/\S*")
 _ONE_WORD = re.compile(r"[A-Za-z0-9][\w.:-]*")
 
 
@@ -32,14 +33,14 @@ def is_surely_model(word: str) -> bool:
 
 
 def may_be_model(word: str, usual_engine: Path) -> bool:
-    """True for a word of `run` that is no prompt, where no flag names a model: a model, a directory, a GGUF file's
-    name, a hub id such as `Qwen/Qwen3-0.6B`; and a single word, such as `llama3`, where there is no engine at the usual
-    place either, which could answer it.
+    """True for a word of `run` that is no prompt, where no flag names a model: a model, a directory, a path such as
+    `./model`, a GGUF file's name, a hub id such as `Qwen/Qwen3-0.6B`; and a single word, such as `llama3`, where there
+    is no engine at the usual place either, which could answer it.
     """
     path = _path(word)
     if is_surely_model(word) or (path is not None and path.is_dir()):
         return True
-    if _HUB_ID_OF_AN_OWNER.fullmatch(word) or re.fullmatch(r"\S+\.gguf", word, re.IGNORECASE):
+    if _HUB_ID_OF_AN_OWNER.fullmatch(word) or _PATH.fullmatch(word) or re.fullmatch(r"\S+\.(?i:gguf)", word):
         return True
     return _ONE_WORD.fullmatch(word) is not None and not usual_engine.exists()
 

@@ -62,6 +62,12 @@ class Bundle:
     config: EngineConfig
 
     @property
+    def num_weight_bytes(self) -> int:
+        """Bytes of the model's weights, of all ranks, without those of a copy that drafts."""
+        own = weights_files(self.config.mapping)
+        return sum(record.num_bytes for record in self.config.files if record.name in own)
+
+    @property
     def has_costs(self) -> bool:
         """True if it is known what steps cost, or will be when somebody asks."""
         return bool(self.config.step_costs) or are_measured_when_asked_for(self.directory)

@@ -204,6 +204,15 @@ def read_model_config(model_dir: Path) -> dict[str, Any]:
     return config
 
 
+def check_is_model(model_dir: Path) -> None:
+    """SpecDecError unless `read_model_config` finds a config, and the config says which model it is of."""
+    if "model_type" not in read_model_config(model_dir):
+        raise SpecDecError(
+            f"`{model_dir / 'config.json'}` names no `model_type`: this is no Hugging Face model",
+            hint="check the path, or download or save the model again",
+        )
+
+
 def quiet_hub() -> None:
     """Keep the hub client from talking of its retries; what comes of them is said once."""
     from huggingface_hub.utils import logging

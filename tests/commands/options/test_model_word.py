@@ -39,7 +39,10 @@ def found(words: list[str], *, model_dir: str | None = None, engine_dir: str | N
     ("word", "model", "engine"),
     [
         *((name, name, None) for name in ("demo", "demo-draft", "model", "./model", "blob", "nothing")),
-        *((name, name, None) for name in ("missing.gguf", "owner/name", "owner/Name-1.5:Q4_K_M", "llama3.2", "gpt2")),
+        *(
+            (name, name, None)
+            for name in ("missing.gguf", "owner/name", "owner/Name-1.5:Q4_K_M", "llama3.2", "./gone", "/a/b")
+        ),
         ("engine", None, "engine"),
     ],
 )
