@@ -167,7 +167,8 @@ class BuildOptions:
         """`--max-draft-len`, or its default."""
         if self.max_draft_len is not None:
             return self.max_draft_len
-        return 0 if self.speculative_decoding_mode == "none" else USUAL_MAX_DRAFT_LEN
+        is_without = self.speculative_decoding_mode == "none" or self.use_paged_context_fmha == "disable"
+        return 0 if is_without else USUAL_MAX_DRAFT_LEN
 
     @property
     def copy(self) -> SelfDraft | None:

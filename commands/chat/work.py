@@ -16,7 +16,7 @@ from rich.text import Text
 from commands.chat.tools import Toolbox
 from commands.options.hints import hint_of, message_of
 from commands.output.documents.settings import Setup
-from commands.output.output import Output, fail, milliseconds, number, visible, warn
+from commands.output.output import Output, fail, milliseconds, note, number, visible, warn
 from commands.output.tables.drafts import Mark, mark_for_stdout, marked_text
 from runtime.core.grammar import CompiledGrammar
 from runtime.core.params import Grammar
@@ -181,7 +181,7 @@ class Conversation:
             self.output.text(" …", end="")
         self.output.text("")
         if self._is_cut:
-            self.output.warning(self._why_cut())
+            note(self._why_cut())
         return parts
 
     @property
@@ -236,9 +236,8 @@ class Conversation:
         return (
             f"{stats.num_generated_tokens} tokens in {stats.num_steps} steps, {number(stats.tokens_per_step)} a step; "
             f"{stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} draft tokens accepted; first token after "
-            f"{milliseconds(stats.ttft_s)}, then {milliseconds(stats.tpot_s)} each; "
+            f"{milliseconds(stats.ttft_s)}, then {milliseconds(stats.tpot_s)} each{cut}; "
             f"{stats.num_reused_tokens} of {len(self.last.request.prompt_tokens)} prompt tokens found in the K/V cache"
-            f"{cut}"
         )
 
 

@@ -280,7 +280,7 @@ class EngineOptions:
         `default_mode` None: leader mode where flags of it are given, orchestrator mode elsewhere. `requests_draft`:
         those that come may name drafters of their own.
         """
-        leader = self.leader.with_config()
+        leader = self.leader.with_config(self.speculation)
         mode = leader.mode or default_mode or leader.loop
         profile = self.speculation.find_profile(leader.drafting_flags, leader.model_dir)
         has_leader_flags = default_mode is not None or mode == "leader" or leader.are_given

@@ -25,9 +25,7 @@ from runtime.util.errors import SpecDecError
 
 _BUILD_AGAIN = "run `specdec build` again"
 _CONVERT_AGAIN = "run `specdec convert` again"
-_DRAFTS = (
-    "specdec build --speculative-decoding-mode draft_tokens_external --use-paged-context-fmha enable --max-draft-len"
-)
+_DRAFTS = "specdec build --max-draft-len"
 
 HINTS: dict[str, str | tuple[str, ...]] = {
     "api_key": "give the key with `--api-key`, or in the variable SPECDEC_API_KEY or OPENAI_API_KEY",

@@ -162,15 +162,6 @@ class LeaderOptions:
             metavar="NAME",
         ),
     ] = None
-    speculative_config: Annotated[
-        str | None,
-        option(
-            LEADER,
-            "The drafter as vLLM and TensorRT-LLM's YAML have it: an object with `method`, `num_speculative_tokens`, …",
-            shown="no drafter",
-            metavar="JSON",
-        ),
-    ] = None
     drafters: LeaderDrafterFlags = field(default_factory=LeaderDrafterFlags)
     disable_kv_cache_reuse: Annotated[
         bool, option(LEADER, "Do not reuse keys and values of earlier prompts.", "--disable-kv-cache-reuse")
@@ -189,14 +180,23 @@ class LeaderOptions:
             metavar="NAME",
         ),
     ] = None
+    speculative_config: Annotated[
+        str | None,
+        option(
+            LEADER,
+            "The drafter as vLLM and TensorRT-LLM's YAML have it: an object with `method`, `num_speculative_tokens`, …",
+            shown="no drafter",
+            metavar="JSON",
+        ),
+    ] = None
 
-    def with_config(self) -> "LeaderOptions":
-        """The same with flags in the place of `--speculative-config`. UsageError if a flag says the same."""
+    def with_config(self, options: SpeculationOptions) -> "LeaderOptions":
+        """The same with flags in the place of `--speculative-config`. UsageError if another flag names a drafter."""
         if self.speculative_config is None:
             return self
-        if self.drafting_flags:
+        if given := [*given_flags(options), *self.drafting_flags]:
             raise UsageError(
-                f"`{self.drafting_flags[0]}` and `--speculative-config` both name a drafter: {self.speculative_config}",
+                f"`{given[0]}` and `--speculative-config` both say how to draft: {self.speculative_config}",
                 hint="leave one of the two out",
             )
         named = parse_speculative_config(self.speculative_config)

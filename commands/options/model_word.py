@@ -38,7 +38,9 @@ def may_be_model(word: str, usual_engine: Path) -> bool:
     is no engine at the usual place either, which could answer it.
     """
     path = _path(word)
-    if is_surely_model(word) or (path is not None and path.is_dir()):
+    if path is None:
+        return False
+    if is_surely_model(word) or path.is_dir():
         return True
     if _HUB_ID_OF_AN_OWNER.fullmatch(word) or _PATH.fullmatch(word) or re.fullmatch(r"\S+\.(?i:gguf)", word):
         return True
@@ -47,16 +49,13 @@ def may_be_model(word: str, usual_engine: Path) -> bool:
 
 def named_by(word: str, model_dir: str | None, engine_dir: Path | None) -> tuple[str | None, Path | None]:
     """The model and the engine, of which the word names one. UsageError if a flag names another."""
-    for flag, given in (("--model-dir", model_dir), ("--engine-dir", engine_dir)):
-        if given is not None:
-            raise UsageError(
-                f"`{word}` and `{flag}` both say what is to answer: {given}",
-                hint="leave one of the two out",
-            )
     path = _path(word)
-    if path is not None and not is_shipped(word) and is_engine_dir(path):
-        return None, path
-    return word, None
+    is_engine = path is not None and not is_shipped(word) and is_engine_dir(path)
+    for flag, given, is_same in (("--model-dir", model_dir, not is_engine), ("--engine-dir", engine_dir, is_engine)):
+        if given is not None:
+            two = f"two {'engines' if is_engine else 'models'}" if is_same else "a model and an engine"
+            raise UsageError(f"{two} are given: `{word}`, and by `{flag}` {given}", hint="leave one of the two out")
+    return (None, path) if is_engine else (word, None)
 
 
 def _path(word: str) -> Path | None:

@@ -187,7 +187,8 @@ def test_a_model_is_quantized_as_convert_and_build_do_it(
         assert at_once["engine"][key] == built_before["engine"][key], key
     assert at_once["engine"]["quantization"]["quant_algo"] == ("W8A16" if "int8_wo" in flags else "W4A16")
     save_gguf(tmp_path / "model.gguf", Q.Q4_0)
-    again = specdec("run", "model.gguf", PROMPT, "--compiler", "none", *flags[:2])
+    (tmp_path / "ids.csv").write_text("5,6")
+    again = specdec("run", "model.gguf", "--input-file", "ids.csv", "--compiler", "none", *flags[:2])
     assert again.exit_code == 1
     said(again, "GGUF", "`--quantization`")
 

@@ -71,7 +71,10 @@ def test_flags_of_others(given: str, kept: str, told: str, capsys: pytest.Captur
         ("run demo a --speculative-config ngram", ("ngram", '"method"')),
         ("run demo a --speculative-config '[]'", ("[]",)),
         ("""run demo a --speculative-config '{"method": "medusa"}'""", ("medusa", "eagle3")),
-        ("""run demo a --speculative-config '{"method": "ngram", "disable_by_batch_size": 4}'""", ("disable_by_",)),
+        (
+            """run demo a --speculative-config '{"method": "ngram", "disable_by_batch_size": 4}'""",
+            ("disable_by_batch_size", "4"),
+        ),
         ("""run demo a --speculative-config '{"method": "ngram", "max_draft_len": 0}'""", ("max_draft_len", "0")),
         ("""run demo a --speculative-config '{"max_draft_len": 5}'""", ("names no method",)),
         ("""run demo a --ngram-config 4,2 --speculative-config '{"method": "suffix"}'""", ("--ngram-config",)),

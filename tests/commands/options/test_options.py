@@ -109,14 +109,15 @@ WITH_MODEL = LeaderDrafterFlags(draft_model_dir="demo-draft")
 def test_profile_says_alone_how_to_draft(
     options: SpeculationOptions, leader: LeaderOptions, flag: str, said: Said
 ) -> None:
-    replace(options, profile=None).check_profile(leader.drafting_flags)
+    assert replace(options, profile=None).find_profile(leader.drafting_flags, None) is None
     with pytest.raises(UsageError) as raised:
-        options.check_profile(leader.drafting_flags)
+        options.find_profile(leader.drafting_flags, None)
     said(raised, f"`{flag}`", "`--profile`", "tuned.json")
 
 
 def test_profile_goes_with_flags_of_leader_mode_that_choose_no_drafter() -> None:
-    SpeculationOptions(profile=PROFILE).check_profile(LeaderOptions(disable_kv_cache_reuse=True).drafting_flags)
+    flags = LeaderOptions(disable_kv_cache_reuse=True).drafting_flags
+    assert SpeculationOptions(profile=PROFILE).find_profile(flags, None) == PROFILE
 
 
 def test_leader_mode_is_asked_for_by_any_of_its_flags() -> None:
