@@ -127,7 +127,7 @@ _START = (
     "specdec chat HuggingFaceTB/SmolLM2-135M-Instruct --quantization int8",
     "specdec serve ./model.gguf --spec-decode-algo AUTO",
 )
-"""What `specdec --help` begins with."""
+"""Commands that `specdec --help` begins with."""
 _LONG = (run, chat, serve, batch, doctor, tune, summarize)
 """Commands with many flags, of which `--help` shows the common ones."""
 

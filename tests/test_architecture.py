@@ -331,7 +331,7 @@ def test_a_command_is_there_before_torch(command: str) -> None:
 
 
 @pytest.mark.skipif(not (ROOT / "specdec_cli" / "app.py").exists(), reason="specdec_cli/app.py is missing yet")
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["corpus", "create", "--help"]])
+@pytest.mark.parametrize("arguments", [["--version"], ["run", "--help-all"], ["corpus", "create", "--help"]])
 def test_help_loads_no_torch(arguments: list[str]) -> None:
     """`python -X importtime` names every module that is loaded, on stderr."""
     command = [sys.executable, "-X", "importtime", "-m", "specdec_cli", *arguments]

@@ -177,7 +177,7 @@ def test_commands_parse(block: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["run", "--no-such-flag"], ["run", "--max-output-len", "many"], ["runs"], ["tune", "x"]]
+    "words", [["run", "--no-such-flag"], ["run", "--max-output-len", "many"], ["runs"], ["tune", "x", "y"]]
 )
 def test_commands_that_do_not_parse_are_noticed(words: list[str]) -> None:
     with pytest.raises(Exception, match=r"(?i)no such|valid integer|unexpected"):

@@ -189,7 +189,7 @@ class Conversation:
         return self.last is not None and self.last.finish_reason == "length"
 
     def _why_cut(self) -> str:
-        """What ended an answer that the model did not end."""
+        """Reason why an answer ended before its own end."""
         asked, build = self.setup.params.max_tokens, self.setup.llm.bundle.config.build_config
         if asked is not None and self.last is not None and len(self.last.output_tokens) >= asked:
             return f"the answer was cut at the {asked} tokens of `--max-output-len`"

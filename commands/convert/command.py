@@ -87,7 +87,9 @@ class ConvertOptions:
             named_by(self.model, self.model_dir, None)
         source = self.model or self.model_dir
         if source is None:
-            raise UsageError("no model to convert is given", hint="`specdec convert demo` converts the shipped model")
+            raise UsageError(
+                "no model to convert is given", hint="name it first, as in `specdec convert demo`, or by `--model-dir`"
+            )
         return source
 
     def check(self) -> None:

@@ -1,7 +1,7 @@
 """`specdec doctor`, its flags: what is wrong with an engine, its drafter and the machine, and a remedy for each."""
 
 from commands.doctor.flags import DoctorInputs, DoctorOptions
-from commands.inputs.prompts import read_prompts
+from commands.inputs.prompts import check_readable_by, read_prompts
 from commands.options.engine_choice import EngineOptions
 from commands.options.expand import expand_groups
 from commands.output.output import Output
@@ -23,7 +23,7 @@ def doctor(engine: EngineOptions, inputs: DoctorInputs, options: DoctorOptions, 
     if prompts is None:
         choice.check_tokenizer()
     else:
-        choice.check_reads(prompts)
+        check_readable_by(choice, prompts)
 
     from commands.doctor.work import diagnose
     from commands.options.sessions import engines_made

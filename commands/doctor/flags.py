@@ -9,7 +9,7 @@ from commands.output.help import INPUT, RUNTIME, option
 
 @dataclass(frozen=True)
 class DoctorInputs:
-    """What the engine is asked."""
+    """Prompts for the engine."""
 
     input_text: Annotated[
         list[str] | None,

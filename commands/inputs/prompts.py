@@ -20,6 +20,7 @@ from runtime.util.files import check_regular
 from runtime.util.reading import raise_unreadable, read_json_lines, read_utf8, shown
 
 if TYPE_CHECKING:
+    from commands.options.engine_choice import EngineChoice
     from runtime.llm import LLM
 
 
@@ -90,6 +91,14 @@ def read_prompts(input_text: Sequence[str], input_file: Path | None, *, pad_id: 
             hint=f"use one of {', '.join(f'`{kind}`' for kind in sorted([*_TEXT_KINDS, '.npy']))}",
         )
     return list(_TEXT_KINDS[suffix](read_utf8(input_file), input_file))
+
+
+def check_readable_by(choice: "EngineChoice", prompts: Sequence[Prompt]) -> None:
+    """SpecDecError, as far as files tell, for conversations without a chat template, or texts without a tokenizer."""
+    if any(prompt.messages for prompt in prompts):
+        choice.check_chat_template()
+    elif any(prompt.text is not None for prompt in prompts):
+        choice.check_tokenizer()
 
 
 def without_padding(prompts: list[Prompt], input_file: Path | None, end_ids: frozenset[int]) -> list[Prompt]:

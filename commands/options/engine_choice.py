@@ -4,7 +4,6 @@ choice = engine.choose(params)
 with open_setup_of_models(choice, output) as setup: ...
 """
 
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from commands.inputs.prompts import Prompt
 from commands.options.drafter_flags import algorithm_flag, example_of
 from commands.options.leader_flags import LeaderOptions, ModelEngineOptions, ModelOptions
 from commands.options.model_word import ModelWord, is_surely_model, may_be_model, named_by
@@ -213,13 +211,6 @@ class EngineChoice:
         self.check_tokenizer()
         if self._tokenizer_files is not None:
             check_chat_template(self._tokenizer_files, str(self.tokenizer_dir or self.model_dir))
-
-    def check_reads(self, prompts: Seq[Prompt]) -> None:
-        """`check_chat_template` where a prompt is a conversation, else `check_tokenizer` where it is a text."""
-        if any(prompt.messages for prompt in prompts):
-            self.check_chat_template()
-        elif any(prompt.text is not None for prompt in prompts):
-            self.check_tokenizer()
 
     @property
     def _tokenizer_files(self) -> Path | None:

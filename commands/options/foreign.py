@@ -84,7 +84,7 @@ WITHOUT_EFFECT: dict[str, tuple[bool, str]] = {
 
 @dataclass(frozen=True)
 class _Answer:
-    """What is said to a flag that means something else here; `{value}` is its value."""
+    """Error for a flag that means something else here; `{value}` is its value."""
 
     problem: str
     hint: str

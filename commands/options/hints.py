@@ -25,7 +25,9 @@ from runtime.util.errors import SpecDecError
 
 _BUILD_AGAIN = "run `specdec build` again"
 _CONVERT_AGAIN = "run `specdec convert` again"
-_DRAFTS = "specdec build --max-draft-len"
+_DRAFTS = (
+    "specdec build --speculative-decoding-mode draft_tokens_external --use-paged-context-fmha enable --max-draft-len"
+)
 
 HINTS: dict[str, str | tuple[str, ...]] = {
     "api_key": "give the key with `--api-key`, or in the variable SPECDEC_API_KEY or OPENAI_API_KEY",
@@ -43,7 +45,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "checkpoint": _CONVERT_AGAIN,
     "checkpoint_of_two_models": "config.json and the weights belong to two models: download the model again; if it was "
     f"converted, {_CONVERT_AGAIN}",
-    "checkpoint_for_engine": "`specdec build --checkpoint-dir {path}` makes an engine of it",
+    "checkpoint_for_engine": "`specdec build` makes an engine of it: `specdec build --checkpoint-dir {path}`",
     "corpora_of_two_tokenizers": "make them with the same `specdec corpus create --tokenizer-dir`",
     "corpus_tokenizer": "recreate it, with the target's engine directory as `specdec corpus create --tokenizer-dir`",
     "damaged_corpus": "make it again with `specdec corpus create`",
@@ -66,7 +68,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "model_for_checkpoint": "`specdec convert --model-dir {model_dir}` makes a checkpoint of it",
     "model_for_engine": ("name it as the first word: `specdec run {path}`", "to draft, as `--draft-model-dir {path}`"),
     "ngram_sizes": "lower it, or look up longer n-grams (max_matching_ngram_size)",
-    "no_checkpoint": "make it with `specdec convert MODEL`",
+    "no_checkpoint": "make it with `specdec convert`: `specdec convert demo` writes the directory `checkpoint`",
     "no_compiler": (
         "install one (the package `g++`)",
         "name a compiler in the variable CXX",
@@ -74,7 +76,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     ),
     "no_corpus": "`specdec corpus create` makes one",
     "no_drafts_to_tune": f"build it with `{_DRAFTS} 10`",
-    "no_engine": "name a model, as in `specdec run demo`; or make an engine with `specdec convert MODEL` and "
+    "no_engine": "name a model first, as in `specdec run demo`; or make an engine with `specdec convert` and "
     "`specdec build`",
     "no_gpu": "build with `specdec build --device cpu`",
     "no_head_of_layers": (
@@ -253,7 +255,8 @@ def usage_message(error: TyperException) -> tuple[str, str]:
     problems = getattr(error.__cause__, "errors", None)
     if problems is not None:
         if _flag(error) == "`--dtype`" and (value := str(problems()[0]["input"]).lower()) in QFORMATS:
-            hint = f"`--quantization {value}` quantizes the weights"
+            flag = normalize_name("quantization", getattr(where, "info_name", None) or "")
+            hint = f"`--{flag} {value}` quantizes the weights"
         return _value_message(_flag(error), problems()[0]), hint
     near = getattr(error, "possibilities", None)
     text = str(getattr(error, "message", error)).rstrip(".").replace("'", "`").replace(". Did", "; did")

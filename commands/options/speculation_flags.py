@@ -15,7 +15,7 @@ from runtime.drafters.speculation import Speculation
 from runtime.drafters.trtllm import DRAFT_LEN
 from runtime.util.errors import SpecDecError, UsageError
 
-_NO_PROFILE = Path("none")
+_NO_PROFILE = Path("off")
 _AUTO = "AUTO"
 """Suffix matching, n-gram lookup where a flag of its own is given, and the models that are given."""
 
@@ -67,7 +67,7 @@ class SpeculationOptions:
         Path | None,
         option(
             SPECULATION,
-            "Draft as `specdec tune` recommends for this model or engine, instead of by flags; `none` leaves out what "
+            "Draft as `specdec tune` recommends for this model or engine, instead of by flags; `off` leaves out what "
             "`tune --save` has made the model's default.",
             metavar="FILE",
         ),
@@ -115,7 +115,7 @@ def _saved_profile(model_dir: str) -> Path | None:
         warn(f"the model's default of `tune --save` is not used: {error.message}")
         return None
     drafter = " and ".join(one.label for one in speculation) or "no drafter"
-    note(f"as `tune --save` found best for this model: {drafter}; `--profile none` leaves it out")
+    note(f"as `tune --save` found best for this model: {drafter}; `--profile off` leaves it out")
     return path
 
 

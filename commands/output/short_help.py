@@ -92,7 +92,7 @@ _BRIEFS = {
     "hf_model_dir": "model that `--test-hf` runs",
     "traces": "recorded prompts and outputs, by `--output-traces`",
 }
-"""What `--help` says of a flag where the first words of its help are too long."""
+"""Text of `--help` for a flag, where the first words of its help are too long."""
 
 
 def overview(commands: Set[str], examples: Iterable[str]) -> str:
@@ -143,7 +143,7 @@ def _panel(param: Any) -> str:
 
 
 def _place(param: Any) -> int:
-    """Those of `_PANEL_OF` come first, in its order."""
+    """Sort key: arguments and flags of `_PANEL_OF` come first, in its order."""
     return [*_PANEL_OF].index(param.name) if param.name in _PANEL_OF else len(_PANEL_OF)
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from commands.inputs.prompts import read_prompts
+from commands.inputs.prompts import check_readable_by, read_prompts
 from commands.options.drafter_flags import TunedFlags, chooses_drafter
 from commands.options.engine_choice import EngineChoice
 from commands.options.expand import expand_groups, given_flags
@@ -87,7 +87,7 @@ def tune(inputs: TuneInputs, options: TuneOptions, flags: TunedFlags, output: Ou
         engine_dir = inputs.engine_dir or Path()
         choice = EngineChoice(engine_dir, inputs.tokenizer_dir, opened, device_ids, models=inputs.model)
         choice = choice.checked(cuts_drafts=True)
-        choice.check_reads(prompts)
+        check_readable_by(choice, prompts)
     else:
         check_replay(opened, inputs.tokenizer_dir)
 

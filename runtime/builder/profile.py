@@ -39,7 +39,7 @@ class ProfileModel:
 
     name: str
     digest: str
-    """Of the model's files (`model_digest`)."""
+    """Digest of the model's files (`model_digest`)."""
 
 
 @dataclass(frozen=True)

@@ -328,7 +328,6 @@ WRONG_CONFIG = [
     case(RUN + "--max-output-len many", 2, "max-output-len"),
     case(RUN + "--ngram_konfig x", 2, "--ngram-konfig"),
     case("runn", 2, "runn"),
-    case("summarize --engine-dir engine", 2),
     case("summarize --engine-dir engine --test-hf", 2, "`--hf-model-dir`"),
     case("summarize --engine-dir engine --test-hf --hf-model-dir model --check-accuracy", 2, "`--check-accuracy`"),
     case(SUMMARIZE + "--batch-size 5", 1, "max_batch_size", "4", "5"),
@@ -341,7 +340,7 @@ WRONG_CONFIG = [
     case(SUMMARIZE + "--mode orchestrator --disable-kv-cache-reuse", 2, "`--mode leader`"),
     case(SUMMARIZE + "--num-workers 2", 2, "`--num-workers`", "2"),
     case(SUMMARIZE + "--eval-task chess", 2, "chess"),
-    case(BUILD + "--speculative-decoding-mode draft_tokens_external", 2),
+    case(BUILD + "--speculative-decoding-mode draft_tokens_external --max-draft-len 0", 2),
     case(BUILD + "--max-draft-len 4 --speculative-decoding-mode none", 2, "`--max-draft-len 4`", "none"),
     case(BUILD + DRAFTS + "--use-paged-context-fmha disable", 2, "--use-paged-context-fmha"),
     case(BUILD + "--speculative-decoding-mode medusa", 2, "medusa"),
@@ -357,7 +356,6 @@ WRONG_CONFIG = [
 NO_INPUT = RUN.replace("--input-text 'The dog' ", "")
 LONG = "x" * 97
 PROMPTS = [
-    case(NO_INPUT, 2),
     case(NO_INPUT + "--input-text ''", 1, "''"),
     case(NO_INPUT + "--input-text '  '", 1, "1"),
     case(
@@ -608,7 +606,6 @@ MODELS = [
     case(CONVERT.replace(" out ", " articles.jsonl "), 1, "articles.jsonl"),
     case(CONVERT.replace(" out ", " /proc/out "), 1, "/proc"),
     case("convert --output-dir out", 2, "--model-dir"),
-    case("convert --model-dir model", 2, "--output-dir"),
 ]  # fmt: skip
 
 CHECKPOINTS = [
@@ -628,7 +625,7 @@ CHECKPOINTS = [
     case(BUILD, 1, damage=edited("ckpt/config.json", pretrained_config__intermediate_size=64)),
     case(BUILD.replace(" out ", " engine "), 1, "engine", "`--force`"),
     case(BUILD.replace(" out ", " model ") + "--force", 1, "model"),
-    case("build --output-dir out", 2, "--checkpoint-dir"),
+    case("build --output-dir out", 1, "checkpoint", "`specdec convert`"),
 ]
 
 ENGINES = [

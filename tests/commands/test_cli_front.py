@@ -81,7 +81,7 @@ def test_what_a_thing_is_is_said(
 
 
 def test_tune_takes_conversations(specdec: Specdec, llama_engine_dir: Path, tmp_path: Path, said: Said) -> None:
-    """By the tokenizer's chat template, as `run` does; a tokenizer without one is one error."""
+    """Conversations become prompts by the tokenizer's chat template; a tokenizer without one is one error."""
     lines = tmp_path / "prompts.jsonl"
     lines.write_text(json.dumps({"messages": [{"role": "user", "content": "The dog"}]}) + "\n")
     result = specdec("tune", llama_engine_dir, "--input-file", lines, "--ngram-config", "4,2")

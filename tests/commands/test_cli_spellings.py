@@ -213,7 +213,7 @@ ON_ONE_DEVICE = DRAFT_TARGET_MODEL.replace("[0],[1]", "[0],[0]")
 )
 def test_command_of_the_draft_model_document_runs(specdec: Specdec, with_engines: Path, document: str) -> None:
     config = json.loads((with_engines / "draft-engine" / "config.json").read_text())
-    assert config["build_config"]["max_draft_len"] == 0
+    assert config["build_config"]["max_draft_len"] == 10
     ((command, *arguments),) = pasted(document)
     result = specdec(command, *arguments)
     assert result.exit_code == 0, result.stderr
@@ -312,13 +312,13 @@ def test_block_reuse_is_on_with_its_flag_and_without(specdec: Specdec, llama_eng
 
 
 def test_help_is_printed_without_torch(specdec_process: Specdec) -> None:
-    for arguments in ([], ["run"], ["build"]):
-        result = specdec_process(*arguments, "--help", environment={"PYTHONPROFILEIMPORTTIME": "1"})
+    for arguments in (["--help"], ["run", "--help"], ["run", "--help-all"], ["build", "--help"]):
+        result = specdec_process(*arguments, environment={"PYTHONPROFILEIMPORTTIME": "1"})
         assert result.exit_code == 0
         assert "Usage:" in result.stdout
         imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
         assert not imported & {"torch", "transformers", "numpy", "datasets"}
-        assert "typer" in imported
+        assert ("typer" in imported) == (arguments[-1] == "--help-all" or arguments[0] == "build")
 
 
 def test_version_is_printed_on_stdout(specdec: Specdec) -> None:

@@ -169,7 +169,7 @@ def test_leader_modes_own_flags_contradict_a_profile_too(
 def test_a_models_profile_is_taken_with_it_and_saved_as_its_default(
     specdec: Specdec, profile: Profile, path: Path, llama_dir: Path, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
-    """Whatever the limits and formats of the engine are that is made of the model."""
+    """Limits and formats of the engine that is made of the model do not matter."""
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(path.parent / "cache"))
     model = ProfileModel(str(llama_dir), model_digest(str(llama_dir)))
     write_profile(path, of_model := replace(profile, model=model))
@@ -181,8 +181,8 @@ def test_a_models_profile_is_taken_with_it_and_saved_as_its_default(
     save_profile(str(llama_dir), of_model)
     by_default = specdec(*run)
     assert by_default.document["settings"]["ngram_config"] == given["ngram_config"]
-    said(by_default, "`tune --save`", "`--profile none`")
-    for flags in (["--profile", "none"], ["--spec-decode-algo", "SUFFIX"]):
+    said(by_default, "`tune --save`", "`--profile off`")
+    for flags in (["--profile", "off"], ["--spec-decode-algo", "SUFFIX"]):
         other = specdec(*run, *flags)
         assert other.document["settings"]["ngram_config"] is None and other.stderr == ""
     saved_profile(str(llama_dir)).write_text("{")
