@@ -16,7 +16,7 @@ from runtime.text.call_formats import (
     named_tool_format,
 )
 from runtime.text.chat import has_chat_template
-from runtime.text.parser import special_token_ids
+from runtime.text.token_text import special_token_ids
 from runtime.util.errors import SpecDecError
 from runtime.util.files import read_json
 

@@ -292,6 +292,16 @@ class SamplingParams:
         Sequence[int] | None,
         RequestField("Ids that end an output, beside the model's own.", in_all("stop_token_ids"), "end", neutral=([],)),
     ] = None
+    include_stop_str_in_output: Annotated[
+        bool,
+        RequestField("True: the text keeps the stop text that ended it. vLLM's.",
+                     in_all("include_stop_str_in_output", "completions", "chat"), neutral=(False,)),
+    ] = False  # fmt: skip
+    skip_special_tokens: Annotated[
+        bool,
+        RequestField("False: the text has special tokens, such as `<think>`, but the end id that ended it. vLLM's.",
+                     in_all("skip_special_tokens", "completions", "chat"), neutral=(True,)),
+    ] = True  # fmt: skip
     bad_words: Annotated[
         Sequence[str] | None,
         RequestField(

@@ -30,7 +30,7 @@ from runtime.checkpoint.tokenizer import (
 )
 from runtime.core.request import Request, Sequence
 from runtime.text.chat_templates import chat_templates
-from runtime.text.token_text import Texts, texts_after, token_bytes
+from runtime.text.token_text import Texts, special_token_ids, texts_after, token_bytes
 from runtime.util.cache import digest
 from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.util.files import read_json
@@ -328,15 +328,12 @@ class StopWords:
         texts = texts_after(self.tokenizer, tokens, start)
         *earlier, last = map(texts.add, tokens[start:])
         before = "".join(earlier)
-        return self._ends_after(before + last, len(before))
+        return self.find(before + last, len(before)) is not None
 
-    def cut(self, text: str, start: int = 0) -> str:
-        """The text before the first stop word that ends after the first `start` characters."""
-        found = ((text.find(word, max(start - len(word) + 1, 0)), word) for word in self.words)
-        return text[: min([i for i, _ in found if i >= 0], default=len(text))]
-
-    def _ends_after(self, text: str, start: int) -> bool:
-        return len(self.cut(text, start)) < len(text)
+    def find(self, text: str, start: int = 0) -> tuple[int, int] | None:
+        """Start and end of the first stop word that ends after the first `start` characters."""
+        found = ((text.find(word, max(start - len(word) + 1, 0)), len(word)) for word in self.words)
+        return min(((i, i + length) for i, length in found if i >= 0), default=None)
 
     def _window_start(self, tokens: list[int], num_prompt_tokens: int) -> int:
         """Start of the last tokens that can contain a stop word and the character before it.
@@ -372,6 +369,8 @@ class TextStream:
     """The prompt's tokens."""
     shown: Mapping[int, str] = field(default_factory=dict)
     """Special tokens that show, and how."""
+    shows_stop: bool = False
+    """True if the text keeps the stop word that ends it."""
     starts: list[int] = field(default_factory=list, init=False)
     """Start of each token's characters in the text."""
     _texts: Texts = field(init=False)
@@ -383,6 +382,16 @@ class TextStream:
 
     def __post_init__(self) -> None:
         self._texts = texts_after(self.tokenizer, self.before)
+
+    @classmethod
+    def of_request(cls, tokenizer: Tokenizer, request: Request, shown: Mapping[int, str] | None = None) -> "TextStream":
+        """The text of a request's output, with its special tokens if it shows them, and with those that are `shown`."""
+        own: dict[int, str] = {}
+        if request.shows_special_tokens:
+            hidden = frozenset() if request.shows_stop else request.end_ids
+            own = {i: text for text, i in special_token_ids(tokenizer).items() if i not in hidden}
+        shown = own | dict(shown or {})
+        return cls(tokenizer, stop_words_of(request), request.prompt_tokens, shown, request.shows_stop)
 
     @property
     def num_begun(self) -> int:
@@ -413,9 +422,11 @@ class TextStream:
         text = self._held_back
         if self.stop_words is None:
             return text
-        cut = self.stop_words.cut(text, self._unstopped)
-        self._is_cut = len(cut) < len(text)
-        return cut if self._is_whole or self._is_cut else text[: len(text) - self._num_of_stop_word(text)]
+        found = self.stop_words.find(text, self._unstopped)
+        if found is not None:
+            self._is_cut = True
+            return text[: found[1] if self.shows_stop else found[0]]
+        return text if self._is_whole else text[: len(text) - self._num_of_stop_word(text)]
 
     @property
     def _unstopped(self) -> int:
@@ -458,6 +469,7 @@ def stop_words_of(request: Request) -> StopWords | None:
 
 
 def sequence_text(tokenizer: Tokenizer | None, sequence: Sequence) -> str | None:
-    """`output_text` of a sequence."""
-    request = sequence.request
-    return output_text(tokenizer, sequence.output_tokens, stop_words_of(request), request.prompt_tokens)
+    """The text of a sequence's output as its request has it; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    return TextStream.of_request(tokenizer, sequence.request).next_piece(sequence.output_tokens, finished=True)

@@ -112,8 +112,8 @@ def test_draft_model_is_an_engines_directory(llm: LLM, expected: list[list[int]]
 
 def test_sampling_with_a_seed_is_the_same_with_any_drafter(llm: LLM) -> None:
     params = SamplingParams(seed=7, max_tokens=20, n=2, top_p=0.9)
-    plain = llm.generate(PROMPT, params)
-    drafted = llm.generate(PROMPT, params, drafter=SuffixDrafter())
+    plain = llm.generate(PROMPT, params)[0].outputs
+    drafted = llm.generate(PROMPT, params, drafter=SuffixDrafter())[0].outputs
     assert [o.token_ids for o in plain] == [o.token_ids for o in drafted]
     assert [o.index for o in plain] == [0, 1]
     assert plain[0].token_ids != plain[1].token_ids
@@ -167,7 +167,7 @@ def test_printed_a_piece_is_its_text(llm: LLM, capsys: pytest.CaptureFixture[str
 
 def test_several_outputs_stream_side_by_side(llm: LLM) -> None:
     params = SamplingParams(seed=3, n=2, max_tokens=6, ignore_eos=True)
-    expected = {(i, o.index): o for i, p in enumerate(PROMPTS) for o in llm.generate(p, params)}
+    expected = {(i, o.index): o for i, p in enumerate(PROMPTS) for o in llm.generate(p, params)[0].outputs}
     found: dict[tuple[int, int], str] = dict.fromkeys(expected, "")
     for piece in llm.stream(PROMPTS, params):
         found[piece.prompt_index, piece.index] += piece.text
@@ -335,12 +335,11 @@ def test_shared_pool_remembers_from_call_to_call(llm: LLM) -> None:
         (lambda llm: llm.chat([{"role": "user", "content": "a"}]), ""),
         (lambda llm: llm.generate(None), "None"),
         (lambda llm: llm.generate(5), "5"),
-        (lambda llm: llm.generate({"prompt": "a"}), "prompt"),
+        (lambda llm: llm.generate({"prompt": "a", "image": 1}), "prompt"),
         (lambda llm: llm.generate(b"abc"), "abc"),
         (lambda llm: llm.generate([1.5]), "1.5"),
         (lambda llm: llm.generate([[True]]), "True"),
         (lambda llm: llm.generate([[5, "a"]]), "5, 'a'"),
-        (lambda llm: llm.stream({"prompt": "a"}), "prompt"),
         (lambda llm: llm.generate("a\ud800"), "'a\\ud800'"),
     ],
 )

@@ -726,7 +726,7 @@ REFUSED = _unless({
     ("suffix", "input_prefix", "input_suffix", "custom_token_bans", "negative_prompt"): ("",),
     ("best_of", "num_beams"): (1,),
     (
-        "use_beam_search", "include_stop_str_in_output", "return_tokens_as_token_ids",
+        "use_beam_search", "return_tokens_as_token_ids",
         "no_stop_trim", "return_hidden_states", "separate_reasoning", "watermark",
         "return_full_text", "decoder_input_details",
     ): (False,),
@@ -736,7 +736,7 @@ REFUSED = _unless({
         "mirostat", "repetition_penalty_range",
     ): (0,),
     (
-        "add_special_tokens", "include_reasoning", "skip_special_tokens", "spaces_between_special_tokens",
+        "add_special_tokens", "include_reasoning", "spaces_between_special_tokens",
         "add_generation_prompt",
     ): (True,),
     ("vllm_xargs", "chat_template_kwargs", "mm_processor_kwargs", "parameters"): ({},),
