@@ -5,7 +5,6 @@ with open_setup_of_models(choice, output) as setup: ...
 """
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -240,12 +239,13 @@ class EngineOptions:
 
     def named_before(self, prompts: list[str] | None) -> "tuple[EngineOptions, list[str]]":
         """`named`, where prompts follow, and the prompts: the first word is one of them if it is no model."""
-        words = [] if self.model is None else [self.model]
+        word, others = self.model, prompts or []
+        if word is None:
+            return self, others
         has_flag = self.leader.model_dir is not None or self.engine_dir is not None
-        is_model = is_surely_model if has_flag else partial(may_be_model, usual_engine=Path(USUAL_ENGINE))
-        if words and not is_model(words[0]):
-            return replace(self, model=None), [*words, *(prompts or [])]
-        return self.named(), prompts or []
+        if is_surely_model(word) or (not has_flag and may_be_model(word, Path(USUAL_ENGINE))):
+            return self.named(), others
+        return replace(self, model=None), [word, *others]
 
     @property
     def paths(self) -> list[Path]:
