@@ -30,6 +30,7 @@ def doctor_document(
     num_prompts: int,
     judgements: Mapping[str, Judgement | None],
 ) -> dict[str, Any]:
+    assert choice.params.max_tokens is not None
     document = DoctorDocument(
         **document_head("doctor"),
         engine_dir=str(choice.engine_dir),

@@ -201,8 +201,8 @@ class LeaderOptions:
             )
         named = parse_speculative_config(self.speculative_config)
         algorithm = named.pop("spec_decode_algo", None)
-        drafters = replace(self.drafters, **named)  # type: ignore[type-var]  # a dataclass that is made
-        return replace(self, speculative_config=None, spec_decode_algo=algorithm, drafters=drafters)
+        flags: Any = self.drafters
+        return replace(self, speculative_config=None, spec_decode_algo=algorithm, drafters=replace(flags, **named))
 
     @property
     def models(self) -> ModelOptions:

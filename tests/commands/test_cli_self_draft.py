@@ -104,7 +104,7 @@ def test_split_model_is_refused(specdec: Specdec, llama_dir: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("flags", "wrong", "hint"),
     [
-        (["--self-draft", "int4"], "`--self-draft`; int4", "--max-draft-len; 8"),
+        (["--self-draft", "int4", "--max-draft-len", 0], "`--self-draft`; int4", "--max-draft-len; 8"),
         (["--self-draft", "int3", *DRAFTS], "`--self-draft`; int8; int4; int3", ""),
         ([*DRAFTS, "--self-draft-group-size", 32], "32", "`--self-draft int4`"),
         ([*DRAFTS, "--self-draft", "int4", "--self-draft-group-size", 0], "", "64"),
