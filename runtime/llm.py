@@ -70,7 +70,7 @@ from runtime.text.text import (
 )
 from runtime.text.token_text import special_token_ids
 from runtime.util.at_exit import call_at_exit, closed_at_exit
-from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
+from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError, errors_about
 from runtime.util.locks import MODEL_INIT_LOCK
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class LLM:
         self._opening = RLock()
         with MODEL_INIT_LOCK, ExitStack() as stack:
             self._stack = stack
-            self.bundle = model if isinstance(model, Bundle) else read_bundle(self._find_engine(model))
+            self.bundle = model if isinstance(model, Bundle) else read_bundle(self._find_engine(model), self._model)
             config = self.bundle.config
             _check_tp_size(engine.get("tensor_parallel_size"), config.mapping.tp_size)
             self.device_ids = check_device_ids(device_ids, config.mapping.tp_size)
@@ -308,7 +308,8 @@ class LLM:
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """SpecDecError if the tokenizer has none."""
-        return ChatTemplate(self.tokenizer_dir, self.bundle.config.pretrained_config)
+        with errors_about(self.bundle.given, str(self.bundle.directory)):
+            return ChatTemplate(self.tokenizer_dir, self.bundle.config.pretrained_config)
 
     def check_lossless(
         self,
@@ -501,7 +502,15 @@ class LLM:
         if params.truncate_prompt_tokens != -1:
             return params.truncate_prompt_tokens
         build = self.bundle.config.build_config
-        return max(min(build.max_input_len, build.max_request_len - (params.max_tokens or 1)), 1)
+        if (room := build.max_request_len - (params.max_tokens or 1)) < 1:
+            raise SpecDecError(
+                f"max_tokens leaves no room for a prompt, of the engine's {build.max_request_len} tokens: "
+                f"{params.max_tokens}",
+                hint="ask for fewer tokens",
+                code="request_too_long",
+                field="max_tokens",
+            )
+        return min(build.max_input_len, room)
 
     def text(self, sequence: Sequence) -> str | None:
         """The text of an output without end ids and what follows a stop word; None without a tokenizer."""
@@ -573,6 +582,7 @@ class LLM:
                 code="end_id",
                 size=self.bundle.config.vocab_size,
                 end_id=foreign,
+                field="stop_token_ids",
             )
         return own if params.ignore_eos else own | self.end_ids
 

@@ -21,6 +21,7 @@ from runtime.checkpoint.bundle import Bundle, read_bundle
 from runtime.checkpoint.config import USUAL_MAX_DRAFT_LEN, IntFormat
 from runtime.checkpoint.resolve import (
     check_is_model,
+    check_weight_files,
     files_of_model,
     refuse_unreadable_tokenizer,
     resolve_model,
@@ -187,6 +188,7 @@ class EngineChoice:
             resolve_tokenizer(self.tokenizer_dir)
         if self.model_dir is not None:
             check_is_model(model_dir := resolve_model(self.model_dir))
+            check_weight_files(model_dir)
             begin_digests(files_of_model(model_dir))  # while torch is imported
             replace(self, speculation=speculation)._check_draft_output()
         else:

@@ -97,7 +97,7 @@ def engines_made(choice: EngineChoice, output: Output) -> Iterator[EngineChoice]
             if hidden_states or self_draft is not None:
                 settings = replace(settings, draft_output=choice.draft_output, heads=tuple(speculation.read_heads()))
             engine_dir = engine_of(choice.model_dir, settings)
-            choice = replace(choice, engine_dir=engine_dir, bundle=read_bundle(engine_dir))
+            choice = replace(choice, engine_dir=engine_dir, bundle=read_bundle(engine_dir, choice.model_dir))
         yield replace(choice, speculation=speculation.with_drafters(map(with_engine, speculation)))
 
 

@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Any
 
 from commands.serve.http.errors import HTTPError
+from commands.serve.turn import Turn
 from runtime.checkpoint.gguf.reader import is_gguf
 from runtime.checkpoint.tokenizer import Tokenizer
 from runtime.llm import LLM
@@ -40,6 +41,8 @@ class ServedModel:
     """Name of the format of reasoning; None: the chat template's."""
     refuses_special_tokens: bool = False
     """True if no text of a message may have a special token."""
+    turn: Turn = field(default_factory=Turn)
+    """Turn of the thread that reads a request."""
 
     @property
     def name(self) -> str:

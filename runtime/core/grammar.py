@@ -50,8 +50,10 @@ _SLOW = "its steps take too long, as an ambiguous grammar's do"
 class CompiledGrammar:
     """A grammar for a vocabulary of `vocab_size` ids, and the text's start in it, which takes `num_bytes`."""
 
-    def __init__(self, start: "LLMatcher", vocab_size: int, eos_tokens: Seq[int], num_bytes: int = 0) -> None:
-        self.vocab_size, self.num_bytes = vocab_size, num_bytes
+    def __init__(
+        self, kind: str, start: "LLMatcher", vocab_size: int, eos_tokens: Seq[int], num_bytes: int = 0
+    ) -> None:
+        self.kind, self.vocab_size, self.num_bytes = kind, vocab_size, num_bytes
         self.eos_tokens = [token for token in eos_tokens if token < vocab_size]
         self._start = start
 
@@ -105,6 +107,8 @@ class Matcher:
     """
 
     def __init__(self, grammar: CompiledGrammar, num_prompt_tokens: int, end_ids: frozenset[int]) -> None:
+        self.kind = grammar.kind
+        """The parameter of `SamplingParams` that the grammar is from; `lark` for calls of tools."""
         self.error: str | None = None
         """Reason why the last position that was asked for allows nothing."""
         self._grammar, self._num_prompt_tokens = grammar, num_prompt_tokens
@@ -357,7 +361,8 @@ class Grammars:
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         vocabulary = self._read_vocabulary()
         if self._prover is None:
-            return CompiledGrammar(_start_here(vocabulary, grammar), self._vocab_size, vocabulary.eos_tokens)
+            start = _start_here(vocabulary, grammar)
+            return CompiledGrammar(grammar.kind, start, self._vocab_size, vocabulary.eos_tokens)
         proof = self._prover.prove(grammar.kind, grammar.text)
         is_slow = proof.seconds > _QUICK_S
         with self._lock:
@@ -371,7 +376,7 @@ class Grammars:
         finally:
             with self._lock:
                 self._num_slow -= is_slow
-        return CompiledGrammar(start, self._vocab_size, vocabulary.eos_tokens, proof.num_bytes)
+        return CompiledGrammar(grammar.kind, start, self._vocab_size, vocabulary.eos_tokens, proof.num_bytes)
 
     def prepare(self) -> None:
         """Read the vocabulary, for which other threads wait: 1 s for 128,000 tokens."""
@@ -437,6 +442,7 @@ def _start_aside(worker: str, vocabulary: "LLTokenizer", form: str) -> "LLMatche
 
 def _refused(grammar: Grammar, why: str) -> UsageError:
     return UsageError(
-        f"{grammar.kind} cannot be used: {reason(why)}",
+        f"{grammar.name} cannot be used: {reason(why)}",
         hint="docs/structured-output.md has what is supported",
+        field=grammar.kind,
     )

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from fastapi.responses import Response
 
-from commands.serve.http.errors import HTTPError, as_http_error
+from commands.serve.http.errors import FieldNames, HTTPError, fields_named
 from commands.serve.protocol.replies import Chunks, PieceStream
 from runtime.loop.serving import RequestHandle, ServeRequest, ServingLoop
 
@@ -31,6 +31,7 @@ class Group:
     is_client_gone: bool = False
     ended_by: HTTPError | None = None
     """Reason to stop waiting for it, though it is not finished."""
+    names: FieldNames = field(default_factory=FieldNames)
 
     @property
     def is_over(self) -> bool:
@@ -40,7 +41,7 @@ class Group:
         """HTTPError of the first answer that could not go on."""
         for answer in self.answers:
             if answer.progress.error is not None:
-                raise as_http_error(answer.progress.error)
+                raise self.names.told(answer.progress.error)
 
     async def step(self) -> None:
         """Wait for progress of the answers. ClientGone if the client has disconnected, HTTPError if one has failed."""
@@ -86,10 +87,11 @@ def _wake(groups: Iterable[object]) -> None:
             group.changed.set()
 
 
-def submit(loop: ServingLoop, asked: Seq[ServeRequest], client: bytes) -> Group:
-    """Submit a client's requests as one group; raises SpecDecError if the loop rejects them."""
-    group = Group()
-    group.answers = loop.submit(asked, group, client)
+def submit(loop: ServingLoop, asked: Seq[ServeRequest], client: bytes, names: FieldNames) -> Group:
+    """Submit a client's requests as one group; HTTPError if the loop rejects them."""
+    group = Group(names=names)
+    with fields_named(names):
+        group.answers = loop.submit(asked, group, client)
     return group
 
 
