@@ -69,7 +69,7 @@ class Loop:
             assert len(self.scheduler.running) <= MAX_BATCH_SIZE
 
     def _check_turns_that_are_not_due(self) -> None:
-        """Nobody is passed over because nobody was asked."""
+        """Check that no sequence is passed over in a step in which no turn was looked at."""
         turns, running = self.scheduler._turns, self.scheduler.running
         if len(running) == MAX_BATCH_SIZE and not turns.are_due:
             assert not any(turns.leaving(one, running) for one in turns.candidates(running))
@@ -137,7 +137,7 @@ def test_turns_compute_nothing_twice(reuse: bool, open_engine: Any, monkeypatch:
 
 
 def test_requests_of_three_clients_leave_no_place_idle(open_engine: Any) -> None:
-    """Those that began together end together, as if one client had sent all, and no client is a request ahead."""
+    """Requests that began together end together, as if one client had sent all, and no client is one request ahead."""
     loop = Loop(open_engine())
     for i in range(18):
         loop.add("abc"[i % 3], num_new=90, prompt=i)
