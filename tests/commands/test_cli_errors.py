@@ -463,7 +463,6 @@ MODELS = [
     case(CONVERT.replace(" out ", " engine "), 1, "engine", "`--force`"),
     case(CONVERT.replace(" out ", " model ") + "--force", 1, "model"),
     case(CONVERT.replace(" out ", " /proc/out "), 1, "/proc"),
-    case("convert --output-dir out", 2, "--model-dir"),
 ]  # fmt: skip
 
 CHECKPOINTS = [
@@ -481,7 +480,6 @@ CHECKPOINTS = [
     case(BUILD, 1, damage=edited("ckpt/config.json", pretrained_config__intermediate_size=64)),
     case(BUILD.replace(" out ", " engine "), 1, "engine", "`--force`"),
     case(BUILD.replace(" out ", " model ") + "--force", 1, "model"),
-    case("build --output-dir out", 1, "checkpoint", "`specdec convert`"),
 ]
 
 ENGINES = [
