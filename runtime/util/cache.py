@@ -36,7 +36,7 @@ PROFILES = "profiles"
 """Directory of the profiles that are models' defaults (`runtime.builder.profile`)."""
 WEIGHTS = "weights"
 """Directory of files that several engines have in common, each named by its SHA-256 (`share_files`)."""
-_PARTS = ("engines", "digests", "programs", PROFILES, WEIGHTS)
+_PARTS = ("engines", "digests", PROFILES, WEIGHTS)
 _SHARED_BYTES = 1 << 20  # of smaller files a link saves nothing worth
 _USUAL_SIZE = "50G"
 LEFT_OUT = {

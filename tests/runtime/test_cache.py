@@ -232,13 +232,13 @@ def kept_file(cache: Path, kind: str) -> tuple[Path, Callable[[], object]]:
         path.parent.mkdir(parents=True, mode=0o700)
         path.write_bytes(b"code")
         return path, lambda: check_private_entry(path.parents[1])
-    path = cache / {"kernels": "kernels-0123.so", "program": "programs/0123", "costs": "engines/model-0123.costs"}[kind]
+    path = cache / {"kernels": "kernels-0123.so", "costs": "engines/model-0123.costs"}[kind]
     path.parent.mkdir(exist_ok=True, mode=0o700)
     write_file(path, sealed(b"code"), OF_ALL_TO_READ)
     return path, lambda: read_sealed(path)
 
 
-KINDS = ["digest", "engine", "kernels", "program", "costs"]
+KINDS = ["digest", "engine", "kernels", "costs"]
 
 
 @pytest.mark.parametrize("mode", [0o666, 0o622, 0o602])

@@ -3,15 +3,11 @@
 import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 import torch
-from shared import MakeEngineDir
-from tiny import make_model
 
-from runtime.compiler.compilation import PACKAGE
 from runtime.core.request import Request, Sequence, VerifyResult
 from runtime.core.sampling import NoValidToken
 from runtime.core.verify import verify_all
@@ -87,19 +83,6 @@ def test_of_the_commands_torch_waiting_threads_sleep(given: dict[str, str], spin
     done = subprocess.run(command, capture_output=True, text=True, env=unset | given | {"OMP_DISPLAY_ENV": "VERBOSE"})
     assert done.returncode == 1
     assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
-
-
-@pytest.mark.slow  # compiling it takes half a minute
-def test_a_package_calls_nothing_of_openmp(make_engine_dir: MakeEngineDir, tmp_path: Path) -> None:
-    """Its loops are divided all the same. This activation is left to the compiler."""
-    with zipfile.ZipFile(make_engine_dir(make_model("llama", hidden_act="mish"), compiler="aot") / PACKAGE) as archive:
-        libraries = [archive.extract(name, tmp_path) for name in archive.namelist() if name.endswith(".so")]
-    assert len(libraries) == 3
-    for path in libraries:
-        listed = subprocess.run(["nm", path], capture_output=True, text=True, check=True).stdout.splitlines()
-        symbols = [line.split()[-2:] for line in listed]
-        assert any("._omp_fn." in name for _, name in symbols)
-        assert [name for kind, name in symbols if kind == "U" and name.startswith(("GOMP_", "omp_", "__kmpc_"))] == []
 
 
 def test_what_is_around_a_step_is_computed_by_its_thread(

@@ -1,7 +1,6 @@
 """Configs of checkpoints as published: each runs as Hugging Face does, or is refused in a sentence."""
 
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,9 @@ from published import PUBLISHED, RUN, STDS, load_hugging_face, seed_of, shrunk, 
 from sentences import Said
 from tiny import build_tiny, hf_greedy, repetitive_prompt
 
-from runtime.builder.choosing import compiler_for
 from runtime.builder.convert import convert
 from runtime.checkpoint.bundle import read_engine_config
 from runtime.checkpoint.config import Compiler, QuantConfig
-from runtime.compiler.compilation import PACKAGE, TOKENWISE
 from runtime.core.request import Request
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine.engine import Engine
@@ -59,8 +56,6 @@ def limit_of(name: str) -> int:
     return PROMPT_LEN + NUM_NEW_TOKENS + 20 if "longrope" in json.dumps(PUBLISHED[name].config) else LIMIT
 
 
-# Positions of three dimensions go from the model's beginning to its layers, of two kinds.
-BY_CPP = ("GLM-4.5V", "GLM-4.6V")
 # Those of other forms are in `test_families.py` and `test_registry.py`.
 GREEDY = ("Qwen3-Next-80B-A3B-Thinking", "Qwen2.5-0.5B", "ALLaM-7B-Instruct", "dbrx-instruct", "Step-3.5-Flash")
 
@@ -76,13 +71,9 @@ def test_greedy_tokens_are_hugging_faces(name: str, tmp_path: Path) -> None:
     "name", [pytest.param(name, marks=() if name == "Qwen3-8B-FP8" else pytest.mark.slow) for name in RUN]
 )
 def test_compiled_steps_have_hugging_faces_tokens(name: str, tmp_path: Path) -> None:
-    """The compiler is the one taken where nobody names one, past the same thresholds; little is left to a C++ one."""
+    """Token programs compute all of them, past the same thresholds."""
     config = shrunk(PUBLISHED[name].config, limit=limit_of(name))
-    compiler = compiler_for(torch.device("cpu"), None)
-    check_equal(config, repetitive_prompt(1, PROMPT_LEN, 400), name, tmp_path, compiler)
-    with zipfile.ZipFile(tmp_path / "built" / "engine" / PACKAGE) as archive:
-        programs = [Path(path).name for path in archive.namelist() if not path.startswith("extra/")]
-    assert (set(programs) == {TOKENWISE}) == (name not in BY_CPP)
+    check_equal(config, repetitive_prompt(1, PROMPT_LEN, 400), name, tmp_path, "aot")
 
 
 @pytest.mark.slow

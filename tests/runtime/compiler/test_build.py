@@ -927,15 +927,11 @@ import sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from runtime.compiler import capture
 from tiny import build_tiny
-
-def refuse(*arguments, **kwargs):
-    raise RuntimeError("this model looks at values\\nand so on")
-
-torch.export.export = capture.trace = refuse
-build_tiny(Path(sys.argv[1]), Path(sys.argv[2]), compiler="aot")
+build_tiny(Path(sys.argv[1]), Path(sys.argv[2]), compiler="torch-compile")
 """
+ODD = {"num_hidden_layers": 1, "intermediate_size": 49}
+"""Linear layers with an odd number of inputs, which token programs lack."""
 
 
 def run_python(code: str, *arguments: str, work_dir: Path) -> str:
@@ -957,32 +953,37 @@ def run_python(code: str, *arguments: str, work_dir: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def fallback_engine_dir(shared: Path, kernels: Path) -> Path:
-    """Engine that a build with compiler aot makes of a model that cannot be exported."""
-
+def compiled_engine_dir(shared: Path, kernels: Path) -> Path:
     def make(work_dir: Path) -> None:
-        make_model("llama", num_hidden_layers=1).save_pretrained(work_dir / "model")
+        make_model("llama", **ODD).save_pretrained(work_dir / "model")
         run_python(FIRST_PROCESS, str(work_dir / "model"), str(work_dir), work_dir=work_dir)
 
-    return once(shared / "fallback", make) / "engine"
+    return once(shared / "compiled", make) / "engine"
 
 
-def test_model_that_cannot_be_exported_falls_back_with_a_note(
-    kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_model_with_operations_that_programs_lack_is_for_torch_compile(
+    kernels: Path, tmp_path: Path, said: Said
 ) -> None:
-    """Its compiler is told not to compile here: that takes minutes. No other test has a model of its form."""
-    checkpoint_dir = make_checkpoint(make_model("llama", rms_norm_eps=0.003), tmp_path)
-
-    def refuse(*arguments: Any, **kwargs: Any) -> None:
-        raise RuntimeError("this model looks at values\nand so on")
-
-    monkeypatch.setattr(torch.export, "export", refuse)
-    monkeypatch.setattr(capture, "trace", refuse)
+    """The default takes it, and `aot` is refused. Its compiler is told not to compile here: that takes minutes."""
+    checkpoint_dir = make_checkpoint(make_model("llama", **ODD), tmp_path)
+    with pytest.raises(SpecDecError) as error:
+        build(checkpoint_dir, tmp_path / "refused", compiler="aot")
+    said(error, "linear with 49 inputs")
+    assert not (tmp_path / "refused").exists()
+    settings, by_default = make_build(compiler="aot"), BuildEffort(measure_costs=False, takes_torch_compile=True)
     with torch.compiler.set_stance("force_eager"):
-        config = build(checkpoint_dir, tmp_path / "engine", compiler="aot")
+        config = build_engine(
+            checkpoint_dir,
+            tmp_path / "engine",
+            settings,
+            CPU,
+            replace=False,
+            phase=lambda name: None,
+            effort=by_default,
+        )
     assert config.build_config.compiler == "torch-compile"
     assert json.loads((tmp_path / "engine" / "config.json").read_text())["compiler_note"] == config.compiler_note
-    assert config.compiler_note == "cannot be compiled ahead of time: RuntimeError: this model looks at values"
+    assert config.compiler_note == "has operations that `aot` lacks: linear with 49 inputs"
     assert config.logits_check.relative_difference < 1e-5
     assert not (tmp_path / "engine" / "rank0.pt2").exists()
 
@@ -1012,15 +1013,16 @@ def test_an_error_that_is_not_the_models_makes_no_other_engine(
     assert not (tmp_path / "engine").exists()
 
 
-def test_a_model_that_computes_by_the_number_of_tokens_is_exported(
-    kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_model_that_computes_by_the_number_of_tokens_is_no_program(
+    kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
-    """A trace alone would have it as it is for very many, and be refused for its logits."""
+    """A trace would have it as it is for very many, and be refused for its logits."""
     compute = LlamaMLP.forward
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: compute(self, x) * (1.0 if x.shape[1] < 4096 else 2.0))
     checkpoint_dir = make_checkpoint(make_model("llama", num_hidden_layers=2, rms_norm_eps=0.003), tmp_path)
-    config = build(checkpoint_dir, tmp_path / "engine", compiler="aot")
-    assert config.build_config.compiler == "aot" and config.compiler_note is None
+    with pytest.raises(SpecDecError) as error:
+        build(checkpoint_dir, tmp_path / "engine", compiler="aot")
+    said(error, "depends on a size")
 
 
 SECOND_PROCESS = """
@@ -1046,22 +1048,22 @@ print(json.dumps([list(outputs.values()), counters["inductor"]]))
 
 
 @pytest.mark.slow
-def test_second_process_finds_everything_compiled(fallback_engine_dir: Path) -> None:
+def test_second_process_finds_everything_compiled(compiled_engine_dir: Path) -> None:
     """All comes from the engine directory, which stays as it is, and the output equals Hugging Face's."""
-    compiled = fallback_engine_dir.parent / "compiled"
+    compiled = compiled_engine_dir.parent / "compiled"
     assert ".main.cpp" in compiled.read_text()
-    assert list((fallback_engine_dir / "rank0.cache").rglob("*.so"))
+    assert list((compiled_engine_dir / "rank0.cache").rglob("*.so"))
     compiled.unlink()
-    before = sorted(fallback_engine_dir.rglob("*"))
+    before = sorted(compiled_engine_dir.rglob("*"))
     prompts = [repetitive_prompt(seed, length) for seed, length in ((0, 21), (1, 6), (2, 1))]
-    arguments = str(fallback_engine_dir), json.dumps(prompts)
-    outputs, counters = json.loads(run_python(SECOND_PROCESS, *arguments, work_dir=fallback_engine_dir.parent))
-    model = make_model("llama", num_hidden_layers=1)
+    arguments = str(compiled_engine_dir), json.dumps(prompts)
+    outputs, counters = json.loads(run_python(SECOND_PROCESS, *arguments, work_dir=compiled_engine_dir.parent))
+    model = make_model("llama", **ODD)
     assert outputs == [hf_greedy(model, prompt, 20) for prompt in prompts] * 2
     assert not compiled.exists(), compiled.read_text()
     assert counters.get("fxgraph_cache_hit", 0) > 0
     assert counters.get("fxgraph_cache_miss", 0) == 0
-    assert sorted(fallback_engine_dir.rglob("*")) == before
+    assert sorted(compiled_engine_dir.rglob("*")) == before
 
 
 def test_instructions_are_those_that_compiled_code_may_use() -> None:

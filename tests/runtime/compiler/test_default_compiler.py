@@ -1,10 +1,16 @@
 """The compiler that is taken where nobody names one."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from sentences import Said
+from tiny import make_build
 
+from runtime.builder.build import build_engine
 from runtime.builder.choosing import compiler_for
 from runtime.checkpoint.config import Compiler
+from runtime.util.errors import SpecDecError
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", "aot"), ("cuda:0", "none"), ("cuda:3", "none")])
@@ -12,7 +18,17 @@ def test_default_is_what_has_been_run_on_such_a_device(device: str, expected: Co
     assert compiler_for(torch.device(device), None) == expected
 
 
-@pytest.mark.parametrize("asked", ["aot", "torch-compile", "none"])
-@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize(
+    ("device", "asked"),
+    [("cpu", "aot"), ("cpu", "torch-compile"), ("cpu", "none"), ("cuda:0", "torch-compile"), ("cuda:0", "none")],
+)
 def test_who_names_a_compiler_gets_it(device: str, asked: Compiler) -> None:
     assert compiler_for(torch.device(device), asked) == asked
+
+
+def test_programs_for_cpus_are_refused_on_a_gpu(tmp_path: Path, said: Said) -> None:
+    """Before anything is read or written."""
+    build, gpu = make_build(compiler="aot"), torch.device("cuda:0")
+    with pytest.raises(SpecDecError) as error:
+        build_engine(tmp_path / "none", tmp_path / "engine", build, gpu, replace=False, phase=lambda name: None)
+    said(error, "aot", "cuda:0")

@@ -16,12 +16,12 @@ import torch
 
 def instructions(whose):
     from torch._inductor.cpu_vec_isa import valid_vec_isa_list
-    from runtime.compiler.programs import instructions_looked_up
+    from runtime.compiler.torch_compile import instructions_looked_up
     with instructions_looked_up() if whose == "ours" else nullcontext():
         return [(str(isa), isa.build_arch_flags()) for isa in valid_vec_isa_list()]
 
 def named():
-    from runtime.compiler.compilation import named_compiler
+    from runtime.compiler.torch_compile import named_compiler
     from torch._inductor.cpp_builder import get_cpp_compiler
     with named_compiler():
         return get_cpp_compiler()
