@@ -1,6 +1,5 @@
 """Traced graphs have the operations that torch exports. `test_token_program.py` traces families."""
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from runtime.compiler import capture
-from runtime.compiler.capture import CannotBeTraced, by_trace, is_multiple, split_open, with_open_sizes
+from runtime.compiler.capture import CannotBeTraced, by_trace
 from runtime.compiler.token_program import lower
 from runtime.compiler.vectors import CannotBeLowered
 
@@ -67,13 +65,6 @@ def test_operations_are_those_that_torch_exports(name: str) -> None:
         exported = torch.export.export(module, (x,), strict=False, dynamic_shapes=(free,)).module(check_guards=False)
     exported.graph.eliminate_dead_code()  # type: ignore[union-attr, operator]
     assert operations(traced) == operations(exported) and len(operations(traced)) > 1
-
-
-def test_what_is_no_attribute_is_a_constant() -> None:
-    module = Of(lambda own, x: x * own.plain)
-    graph = by_trace(module, (torch.rand(3, 5, 8),), ROWS)
-    (name,) = (str(node.target) for node in graph.graph.nodes if node.op == "get_attr")
-    assert torch.equal(getattr(graph, name), module.plain)
 
 
 def test_weights_stay_as_they_are() -> None:
@@ -136,27 +127,6 @@ def test_a_weight_with_a_size_by_which_open_ones_are_told_is_refused() -> None:
     module.register_buffer("large", torch.empty(100_003, 8))
     with pytest.raises(CannotBeTraced, match="large"):
         by_trace(module, (torch.rand(3, 5, 8),), ROWS)
-
-
-def test_open_sizes_are_primes_that_are_told_by_their_product() -> None:
-    for primes in (capture._PRIMES, capture._SMALL):
-        assert len(set(primes)) == len(primes) == 24
-        assert not any(prime % divisor == 0 for prime in primes for divisor in range(2, math.isqrt(prime) + 1))
-    primes = capture._PRIMES
-    for count, factor in itertools.product((1, 2), (1, 7, 128_256)):
-        for chosen in itertools.combinations(range(6), count):
-            size = factor * math.prod(primes[i] for i in chosen)
-            assert is_multiple(size) and split_open([size]) == (factor, "*".join(f"s{i}" for i in chosen))
-            assert size * 4 < 2**63  # so many numbers of 4 bytes have a place
-    assert not any(is_multiple(size) for size in (0, 1, 4096, 128_256, 262_144, 2_097_152, primes[0] + 2, 10_485_760))
-
-
-def test_sizes_of_one_name_are_equal() -> None:
-    first, second = with_open_sizes((torch.zeros(2, 3), [torch.zeros(4, 2)]), ({0: "rows", 1: "a"}, [{1: "rows"}]))
-    assert isinstance(first, Tensor) and first.shape[0] == second[0].shape[1] != first.shape[1]
-    assert second[0].shape[0] == 4
-    with pytest.raises(CannotBeTraced, match="25 sizes"):
-        with_open_sizes(tuple(torch.zeros(25, 1)), tuple({0: f"size {i}"} for i in range(25)))
 
 
 def test_modules_keep_nothing_of_a_trace() -> None:

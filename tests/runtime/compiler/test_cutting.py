@@ -72,15 +72,6 @@ def test_layers_of_one_kind_may_each_have_their_own_of_one_function() -> None:
     assert len(step.programs) == 3 and len(step.calls) == 4
 
 
-@pytest.mark.slow  # few pools and all are two cuts of a step, too
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_step_is_cut_in_the_same_way_each_time(family: str, three_layers: CutStep) -> None:
-    first = three_layers if family == "llama" else cut(make_model(family))
-    cuts = [first, cut(make_model(family, num_hidden_layers=3))]
-    calls = [[(call.program, call.inputs, call.outputs, call.layout) for call in step.calls] for step in cuts]
-    assert len(calls[0]) == 4 and calls[1] == calls[0]
-
-
 MIXED = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 
 
@@ -111,15 +102,6 @@ def test_a_pool_that_something_else_reads_is_not_shared(monkeypatch: pytest.Monk
     step = cut(make_model("llama", num_hidden_layers=3))
     keys = [call.inputs for call in step.calls]
     assert set(keys[-1]) & set(range(5, 8)) == {5} == set(keys[1]) & set(range(5, 8))
-
-
-@pytest.mark.parametrize(
-    "family", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt-neox", "opt"))]
-)
-def test_layers_with_layer_norms_are_of_one_kind(family: str) -> None:
-    """The shape that is normalized is a tuple, and each layer has its own."""
-    step = cut(make_model(family, num_hidden_layers=3))
-    assert len(step.programs) == 3 and len(step.calls) == 4
 
 
 def test_a_program_is_the_same_in_a_deeper_model_of_that_width(two_layers: CutStep, three_layers: CutStep) -> None:

@@ -66,17 +66,6 @@ def test_unwanted_tokens_are_not_computed_and_logits_stay(family: str, layers: s
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_step_that_picks_nothing_is_left_alone() -> None:
-    class Plain(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.relu()[:, :2]
-
-    program = traced_for(Plain(), (torch.ones(1, 4, 3),))
-    before = str(program.graph)
-    select_early(program, "logit_indices")
-    assert str(program.graph) == before
-
-
 def test_operation_that_looks_at_other_tokens_is_not_passed() -> None:
     """Layers that add tokens up must see them all; those after them need not."""
 

@@ -155,6 +155,7 @@ def test_a_step_that_is_not_cut_is_transformers(family: str, num_layers: int) ->
     check_step(make_model(family, num_hidden_layers=num_layers), as_one)
 
 
+@pytest.mark.slow  # `bounds in place` among the functions below is what it takes
 def test_a_step_whose_queries_are_clipped_is_transformers() -> None:
     """OLMo's clip_qkv, in place."""
     config = small_config("olmo")
@@ -162,7 +163,7 @@ def test_a_step_whose_queries_are_clipped_is_transformers() -> None:
     check_step(random_model("olmo", config, 0.3, 1.0), in_layers)
 
 
-@pytest.mark.parametrize("family", families(*IN_16_BITS, slow=set(IN_16_BITS) - {"qwen3.5"}))
+@pytest.mark.parametrize("family", families(*IN_16_BITS, slow=set(IN_16_BITS) - {"lfm2"}))
 def test_numbers_of_16_bits_are_rounded_where_torch_rounds_them(family: str) -> None:
     model = make_model(family, **FEW_LAYERS.get(family, {})).to(torch.bfloat16)
     shapes = probe_config(deepcopy(model.config))
