@@ -18,6 +18,7 @@ Start
   run        answer prompts
   chat       talk with a model in the terminal
   serve      serve a model over HTTP, for OpenAI's and Anthropic's clients
+  launch     run Claude Code, Codex or another agent on a model of yours
   batch      answer a file of requests; after a kill it resumes
 Measure
   tune       find the drafter and the draft length that pay on your prompts
@@ -35,8 +36,6 @@ Look after
   cache      list the engines, and remove the oldest
   verify     compare files with their checksums
   schema     print the JSON schema of a command's `--json` document
-Others
-  launch
 --version (-V); --debug shows tracebacks; --install-completion completes words
 """,
     "run": """\

@@ -18,6 +18,7 @@ _GROUPS = {
         "run": "answer prompts",
         "chat": "talk with a model in the terminal",
         "serve": "serve a model over HTTP, for OpenAI's and Anthropic's clients",
+        "launch": "run Claude Code, Codex or another agent on a model of yours",
         "batch": "answer a file of requests; after a kill it resumes",
     },
     "Measure": {
