@@ -17,7 +17,7 @@ ARGUMENTS_OF_TOOL = "specdec.arguments_of_tool"
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Where the server is, and what to do instead of running the agent."""
+    """Address of the server, and what to do instead of running the agent."""
 
     host: Annotated[str, option(SERVER, "Address of the server.")] = "127.0.0.1"
     port: Annotated[

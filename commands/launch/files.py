@@ -22,7 +22,7 @@ _MODE = 0o600  # there may be a key in it
 
 
 def shown(file: File, server: Connection) -> str:
-    """What the file gets, in its format."""
+    """Keys that the file gets, in its format."""
     return _written(file.format, file.keys(server))
 
 

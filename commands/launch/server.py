@@ -27,7 +27,7 @@ _READY = re.compile(r" at (https?://\S+) \((?:only this|other) machines? reach(?
 
 @dataclass(frozen=True)
 class Served:
-    """What a server says of itself: the names of its model, the first of which it answers with."""
+    """A server by its own words: the names of its model, the first of which it answers with."""
 
     url: str
     names: tuple[str, ...]
@@ -60,7 +60,7 @@ def _get(url: str, key: str) -> bytes:
 
 @dataclass
 class _Messages:
-    """What a server writes on stderr: shown while it starts, kept while the agent has the terminal."""
+    """Lines of a server on stderr: shown while it starts, kept while the agent has the terminal."""
 
     is_kept: bool = False
     error: list[str] = field(default_factory=list)

@@ -20,7 +20,7 @@ from runtime.util.errors import SpecDecError, UsageError
 
 @dataclass(frozen=True)
 class Launch:
-    """What was asked for. `flags` are a model, perhaps, and flags of `serve`; `arguments` are the agent's."""
+    """A launch that is asked for. `flags` are a model, perhaps, and flags of `serve`; `arguments` are the agent's."""
 
     host: str
     port: int
@@ -142,7 +142,7 @@ def _secret(connection: Connection) -> str | None:
 
 
 def _print(tool: Tool, launch: Launch) -> None:
-    """What would be run and written, on stdout; a server that is not there is described as it would be."""
+    """Print what would be run and written; a server that is not there is described as it would be."""
     served = ask_server(launch.url, launch.key) if launch.port else None
     if served is None:
         arguments = launch.serve_arguments

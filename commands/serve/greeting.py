@@ -1,4 +1,4 @@
-"""What `serve` says of itself when it begins to listen: model, limits, drafter, routes, page, address."""
+"""The lines with which `serve` begins to listen: model, limits, drafter, routes, page, address."""
 
 from collections.abc import Iterator
 

@@ -154,7 +154,7 @@ def test_a_server_is_begun_with_what_fits_and_ended(forks: Forks, llama_dir: Pat
 def test_what_was_changed_is_put_back_after_any_end(
     make_listening_once: Callable[..., Listening], forks: Forks, home: Path, number: signal.Signals
 ) -> None:
-    """By the command itself, or by `--restore` where nothing could be done; the file was not there before."""
+    """The command does it, or `--restore` where nothing could be done; the file was not there before."""
     port, path = make_listening_once().port, config_path(home, "codex")
     assert path is not None
     started = forks.start("launch", "codex", "--port", str(port), "--", "wait", environment=environment(home))

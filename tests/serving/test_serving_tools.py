@@ -126,7 +126,7 @@ def test_with_auto_only_the_beginning_of_a_call_binds(tooled: Served) -> None:
 
 
 def test_the_prompt_has_all_tools_whichever_may_be_called(tooled: Served, make_served: MakeServed) -> None:
-    """So the last turn of an agent, which may call nothing, finds the turns before it in the cache."""
+    """The last turn of an agent, which may call nothing, finds the turns before it in the cache."""
     only_stop = {"type": "function", "function": {"name": "stop"}}
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [only_stop]}}
     long = [{"role": "user", "content": "Go on, and then on and on, until the end of all of it, and back."}]

@@ -36,7 +36,7 @@ _EMBEDDINGS = ("/api/embed", "/api/embeddings", "/embed", "/embedding", "/embedd
 
 
 def what_is_there(path: str, methods: Mapping[str, Iterable[str]]) -> str:
-    """What an error for an unknown path goes on with; nothing if no route here is like it.
+    """The end of an error for an unknown path; nothing if no route here is like it.
 
     `methods` has the methods of each route of this server: `{"/v1/models": {"GET"}}`.
     """

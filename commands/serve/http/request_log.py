@@ -19,7 +19,7 @@ _SCOPE_KEY = "specdec.noted"
 
 @dataclass
 class _Noted:
-    """What its route knows about a request. `num_alternatives`: outputs of each prompt, one after the other."""
+    """Facts of a request that its route knows. `num_alternatives`: outputs of each prompt, one after the other."""
 
     model: str = ""
     answers: list[RequestHandle] = field(default_factory=list)
