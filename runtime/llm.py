@@ -492,7 +492,7 @@ class LLM:
         build = self.bundle.config.build_config
         if (room := build.max_request_len - (params.max_tokens or 1)) < 1:
             raise SpecDecError(
-                f"max_tokens leaves no room for a prompt, of the engine's {build.max_request_len} tokens: "
+                f"max_tokens leaves no room for a prompt in the engine's {build.max_request_len} tokens: "
                 f"{params.max_tokens}",
                 hint="ask for fewer tokens",
                 code="request_too_long",
@@ -676,7 +676,9 @@ class AsyncLLM:
         assert self._loop is not None
         name = f"async-{next(self._request_ids)}" if request_id is None else request_id
         if name in self._readers:
-            raise UsageError(f"a request on its way has this id: {name!r}", hint="give each request an id of its own")
+            raise UsageError(
+                f"a request that has not ended has this id: {name!r}", hint="give each request an id of its own"
+            )
         given, requests = self.llm._requests([prompt], sampling_params)
         named = [dataclasses.replace(request, id=self._loop.next_request_id()) for request in requests]
         asked = [ServeRequest(request, priority=priority) for request in named]
@@ -768,7 +770,9 @@ def _own_names(options: Mapping[str, Any]) -> EngineOptions:
             raise TypeError(f"LLM.__init__() got an unexpected keyword argument '{name}'{instead}")
         own = _OF_VLLM.get(name, name)
         if own in engine:
-            raise UsageError(f"{own} and {name} are one option: {engine[own]}, {value}", hint="give one of them")
+            raise UsageError(
+                f"{own} and {name} are two names of one option: {engine[own]}, {value}", hint="give one of them"
+            )
         engine[own] = value
     return cast(EngineOptions, engine)
 
@@ -822,7 +826,8 @@ def _as_list(prompts: Prompt | Seq[Prompt]) -> list[str | Seq[int]]:
     """One prompt is a list of one; a list of ids is one prompt. UsageError for what is neither one nor several."""
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise UsageError(
-            f"prompts are texts, token ids, or a list of those: {str(prompts)[:100]}", hint="give a text, or a list"
+            f"prompts must be a text, a list of token ids, or a list of several prompts: {str(prompts)[:100]}",
+            hint="give a text, or a list",
         )
     if isinstance(prompts, str | Mapping):
         return [_content_of(prompts)]
@@ -837,7 +842,7 @@ def _content_of(prompt: Any) -> Any:
     if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
         raise UsageError(
             f"a prompt in a dict has `prompt` or `prompt_token_ids`, and nothing else: {str(dict(prompt))[:100]}",
-            hint='`{"prompt": "def area("}` is one',
+            hint='write `{"prompt": "def area("}`',
         )
     return next(iter(prompt.values()))
 
@@ -849,7 +854,7 @@ def _one_for_each(params: SamplingParams | Seq[SamplingParams] | None, num_promp
     if (other := next((one for one in found if not isinstance(one, SamplingParams)), None)) is not None:
         raise UsageError(
             f"sampling_params must be SamplingParams, or a list of them: {other!r:.100}",
-            hint="SamplingParams(temperature=0.7) is one",
+            hint="write SamplingParams(temperature=0.7)",
         )
     if len(found) != num_prompts:
         raise UsageError(

@@ -171,7 +171,7 @@ class BatchModel:
         """The body with what it leaves to us: the number of tokens, and a seed of its own."""
         for name in _OF_STREAMS:
             if getattr(body, name):
-                raise HTTPError(400, f"a batch is answered whole: `{name}`", param=name, code="unsupported")
+                raise HTTPError(400, f"a batch cannot stream its answers: `{name}`", param=name, code="unsupported")
         self._served.check_name(body.model)
         changes: dict[str, Any] = {}
         if body.seed is None:
@@ -317,8 +317,8 @@ def check_same_everywhere(speculation: Speculation) -> None:
     for is_so, what in ((shares, "a public pool"), (is_auto, "`--draft-len-mode auto`")):
         if is_so:
             raise UsageError(
-                f"with use_logits drafts affect the samples, so runs would differ with {what}",
-                hint="leave one of the two out",
+                f"with use_logits the drafts decide which tokens are sampled, so two runs would differ with {what}",
+                hint=f"leave `use_logits` or {what} out",
             )
 
 

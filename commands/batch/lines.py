@@ -98,7 +98,7 @@ def look_through(path: Path, job: str) -> RequestFile:
                     first = lines.setdefault(request.custom_id, number)
                     if first != number:
                         raise SpecDecError(
-                            f"lines {first} and {number} have one `custom_id`, {shown(request.custom_id)}: {path}",
+                            f"lines {first} and {number} have the same `custom_id`, {shown(request.custom_id)}: {path}",
                             hint="give each request its own",
                         )
                     places.append(Place(request.id, request.custom_id, number, start, len(line)))
@@ -116,7 +116,8 @@ def parse_line(line: bytes, number: int, path: Path, job: str) -> BatchRequest |
         text = line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
         raise SpecDecError(
-            f"not UTF-8 text at line {number}, byte {error.start + 1} of it: {path}", hint="save the file as UTF-8"
+            f"not UTF-8 text at line {number}, byte {error.start + 1} of that line: {path}",
+            hint="save the file as UTF-8",
         ) from None
     if not text.strip():
         return None
@@ -126,7 +127,7 @@ def parse_line(line: bytes, number: int, path: Path, job: str) -> BatchRequest |
     request = _openai_request(row) if "body" in row or "url" in row else _plain_request(row, number)
     for name, value in zip(("custom_id", "method", "url"), request, strict=False):
         if not isinstance(value, str) or not value or not _is_writable(value):
-            raise SpecDecError(f"`{name}` on line {number} is no text, {shown(value)}: {path}", hint=_FORM)
+            raise SpecDecError(f"`{name}` on line {number} is not text, {shown(value)}: {path}", hint=_FORM)
     if request[3] is None:
         raise SpecDecError(f"line {number} has neither a `body` nor a `prompt`: {path}", hint=_FORM)
     asked = json.dumps(request, sort_keys=True)
@@ -347,6 +348,6 @@ def _is_torn(line: bytes) -> bool:
 
 def _not_ours(path: Path, reason: str) -> SpecDecError:
     return SpecDecError(
-        f"the results are of another file of requests, or of other settings ({reason}): {path}",
+        f"the results belong to another file of requests, or to other settings ({reason}): {path}",
         hint="choose another file for the results, or remove this one",
     )

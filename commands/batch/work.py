@@ -201,7 +201,8 @@ def _answer(
 def _finish(results: Results) -> None:
     if results.missing:  # our own mistake, which must not become a file that looks whole
         raise SpecDecError(
-            f"requests have no result: {len(results.missing)}", hint="start the command again: it goes on"
+            f"requests have no result: {len(results.missing)}",
+            hint="run the command again: it answers the requests that have no result",
         )
     results.finish()
 

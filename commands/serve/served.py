@@ -140,7 +140,7 @@ class ServedModel:
         if isinstance(texts, str):
             found = next((token for token in self.special_tokens if token and token in texts), None)
             if found is not None:
-                raise HTTPError(400, f"a text has a special token, {found!r}", param=param, code="special_token")
+                raise HTTPError(400, f"a text contains a special token, {found!r}", param=param, code="special_token")
         elif isinstance(texts, dict | list | tuple):
             for inner in texts.values() if isinstance(texts, dict) else texts:
                 self.check_has_no_special_token(inner, param)

@@ -87,7 +87,7 @@ class Guard:
         if origin is None or {origin.decode("latin-1"), "*"} & self._allowed_origins:
             return
         if origin.partition(b"://")[2] != headers.get(b"host", b""):
-            raise HTTPError(403, "pages of this origin may not ask here", code="origin_not_allowed")
+            raise HTTPError(403, "pages from this origin may not use this server", code="origin_not_allowed")
 
     def _check_key(self, given: bytes) -> None:
         is_right = [hmac.compare_digest(given, key) for key in self._expected]  # all of them, whichever it is

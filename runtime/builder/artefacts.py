@@ -88,7 +88,7 @@ def check_directory(directory: Path) -> ArtefactCheck:
     if "model_type" in data:
         return ArtefactCheck("model", list(_check_model(directory)))
     raise SpecDecError(
-        f"config.json is not that of an engine, checkpoint, model or cache: {directory}",
+        f"config.json does not belong to an engine, checkpoint, model or cache: {directory}",
         hint="if the directory was one of these, config.json is damaged: make or download the directory again",
     )
 

@@ -171,7 +171,7 @@ def _reference(
         logits = _reference_logits(model, _sequences(sample, kv))
     if not logits.isfinite().all():
         raise SpecDecError(
-            f"the model's logits are NaN or infinite in {sample.shape.dtype}, by transformers too",
+            f"the model's logits are NaN or infinite in {sample.shape.dtype}, also where transformers computes them",
             hint="convert it to another dtype, or correct its weights",
         )
     return _Reference(logits, choices)

@@ -125,7 +125,7 @@ class Conversion:
         pretrained = parse_pretrained_config(self.config.pretrained_config, str(self.model_dir))
         if (other := loaded_otherwise(pretrained, getattr(torch, self.config.dtype), ours, theirs)) is not None:
             raise SpecDecError(
-                f"`{other}` would not be what transformers loads from the model: {self.model_dir}",
+                f"`{other}` would differ from what transformers loads from the model: {self.model_dir}",
                 hint="the model is not converted correctly and no checkpoint was written; please report it",
             )
 
@@ -274,7 +274,7 @@ def _split_up(source: Source, pretrained: PreTrainedConfig, pieces: list[Piece],
     missing = sorted(set(splitting.layers) - found - shared)
     if missing:
         raise SpecDecError(
-            f"a layer that is to be split has no weight of its own name, `{missing[0]}`: {source.name} "
+            f"a layer to be split over devices has no weight under its name, `{missing[0]}`: {source.name} "
             f"({pretrained.model_type})",
             hint="load the model with transformers and save it again, or run it on one device",
         )
@@ -288,9 +288,9 @@ def _split_up(source: Source, pretrained: PreTrainedConfig, pieces: list[Piece],
 def _refuse_quantizing_again(source: Source, precision: QuantConfig) -> None:
     if precision.qformat is not None and source.layers:
         raise SpecDecError(
-            f"the model is already quantized ({source.format}), and not quantized again to {precision.qformat}: "
+            f"the model is already quantized ({source.format}) and cannot be quantized again to {precision.qformat}: "
             f"{source.name}",
-            hint="convert it as it is, or the unquantized model",
+            hint="convert it without quantizing it, or convert the unquantized model",
             code="quantized_already",
         )
 
@@ -342,7 +342,7 @@ def _check_tokenizer(content: dict[str, Any], path: Path) -> None:
     model = content.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
         raise SpecDecError(
-            f"`{path}` is no tokenizer: it has no `model` with a `vocab`",
+            f"`{path}` is not a tokenizer: it has no `model` with a `vocab`",
             hint="download or save the tokenizer again, or remove the file to give token ids",
         )
 

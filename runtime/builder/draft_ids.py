@@ -39,7 +39,7 @@ def _choose_ids(source: str | None, size: int | None, checkpoint: OpenedCheckpoi
     vocab_size: int = parse_pretrained_config(config, str(directory / "config.json")).vocab_size
     if size is not None and size >= vocab_size:
         raise UsageError(
-            f"drafts of fewer ids than the vocabulary's {vocab_size} are cheaper: {size}",
+            f"a draft vocabulary must be smaller than the model's {vocab_size} ids: {size}",
             hint="lower it, or draft all ids",
             code="draft_vocab_size",
             vocab_size=vocab_size,
@@ -51,8 +51,8 @@ def _choose_ids(source: str | None, size: int | None, checkpoint: OpenedCheckpoi
         texts = [] if source == "auto" else _read_texts(Path(source), tokenizer, vocab_size)
         if tokenizer is None and not texts:
             raise SpecDecError(
-                f"the checkpoint has no tokenizer, by which ids could be chosen: {directory}",
-                hint="list them in a file",
+                f"the checkpoint has no tokenizer, so ids cannot be chosen for drafts: {directory}",
+                hint="list the ids in a file",
                 code="no_tokenizer_for_ids",
             )
         order = range(vocab_size) if tokenizer is None else training_order(tokenizer, vocab_size)

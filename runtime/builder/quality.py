@@ -39,8 +39,8 @@ def quality_text(checkpoint: CheckpointConfig, file: Path | None) -> tuple[str, 
         text = read_utf8(file)
         if unquantized is None:
             raise SpecDecError(
-                "the checkpoint does not know the model that it was quantized from, to compare it with",
-                hint="it was not quantized when it was converted; leave the text out",
+                "the checkpoint does not say which model it was quantized from, so there is nothing to compare it with",
+                hint="leave the text out: the model was quantized before it was converted, or not at all",
                 code="no_unquantized_model",
             )
         return text, file.name

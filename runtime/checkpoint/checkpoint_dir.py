@@ -91,7 +91,7 @@ def check_self_draft(checkpoint: CheckpointConfig, self_draft: SelfDraft | None)
     if bits <= int(self_draft.qformat.removeprefix("int")):
         raise SpecDecError(
             f"the checkpoint's weights are in {bits} bits already ({quantization.quant_algo}), so a copy in "
-            f"{self_draft.qformat} would draft no faster than they do",
+            f"{self_draft.qformat} would draft no faster than the model",
             hint="build it without a copy that drafts, or convert the model with weights of more bits",
             code="self_draft_bits",
         )

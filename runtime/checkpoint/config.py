@@ -409,7 +409,7 @@ def check_arguments(kind: Any, given: typing.Mapping[str, Any]) -> None:
         except ValidationError as error:
             forms = dict.fromkeys(filter(None, map(_form, error.errors())))
             raise UsageError(
-                f"{name} must be {' or '.join(forms)}: {value!r:.100}", hint="leave it out, or give it as one"
+                f"{name} must be {' or '.join(forms)}: {value!r:.100}", hint="leave it out, or correct its value"
             ) from None
 
 

@@ -112,7 +112,7 @@ def as_end_ids(ids: Any, directory: Path) -> frozenset[int]:
     foreign = [i for i in found if not isinstance(i, int) or isinstance(i, bool) or i < 0]
     if foreign:
         raise SpecDecError(
-            f"`eos_token_id` of the model is no token id: {foreign[0]!r}",
+            f"the model's `eos_token_id` is not a token id: {foreign[0]!r}",
             hint=f"correct `{directory / GENERATION_CONFIG}`, or build the engine again",
         )
     return frozenset(found)
@@ -132,7 +132,7 @@ def read_model_defaults(directory: Path, fields: Mapping[str, DefaultField]) -> 
     do_sample = config.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
         raise SpecDecError(
-            f"`do_sample` of the model is neither true nor false: {do_sample!r}", hint=_correct(directory)
+            f"the model's `do_sample` is neither true nor false: {do_sample!r}", hint=_correct(directory)
         )
     sampling = {name: value for name, value in found.items() if not fields[name].is_penalty}
     return ModelDefaults(
@@ -144,11 +144,11 @@ def read_model_defaults(directory: Path, fields: Mapping[str, DefaultField]) -> 
 
 def _number(name: str, field: DefaultField, value: Any, directory: Path) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise SpecDecError(f"`{name}` of the model is no number: {value!r}", hint=_correct(directory))
+        raise SpecDecError(f"the model's `{name}` is not a number: {value!r}", hint=_correct(directory))
     least = Range(field.range.least, is_open=field.range.is_open) if field.is_whole else field.range
     if not least.has(value) or (field.is_whole and value != int(value)):
         whole = "a whole number, " if field.is_whole else ""
-        raise SpecDecError(f"`{name}` of the model must be {whole}{least.form}: {value!r}", hint=_correct(directory))
+        raise SpecDecError(f"the model's `{name}` must be {whole}{least.form}: {value!r}", hint=_correct(directory))
     return max(int(value), 0) if field.is_whole else float(value)
 
 

@@ -173,7 +173,10 @@ def resolve_tokenizer(path: Path) -> Path:
                 hint="give the directory of a Hugging Face tokenizer, or a GGUF file",
             )
     if found is not None and not has_tokenizer(found):
-        raise SpecDecError(f"the file has no tokenizer: {found}", hint="name the tokenizer of the model it was made of")
+        raise SpecDecError(
+            f"the file has no tokenizer: {found}",
+            hint="name the tokenizer of the model that the GGUF file was made from",
+        )
     return found or path
 
 
@@ -217,7 +220,7 @@ def read_model_config(model_dir: Path) -> dict[str, Any]:
     if "format_version" in config:
         raise SpecDecError(
             f"this is a directory that specdec wrote, not a Hugging Face model: {model_dir}",
-            hint="an engine is built of a checkpoint, and an engine answers prompts",
+            hint="build an engine from a checkpoint, and answer prompts with an engine",
             code="already_converted",
         )
     return config

@@ -102,7 +102,8 @@ def of_two_models(name: str, shape: Seq[int], wanted: Seq[int], model: Path) -> 
     """A tensor of another shape than its config makes it, or of a GGUF file the metadata."""
     said = "the file's metadata" if model.is_file() else "config.json"
     return SpecDecError(
-        f"{said} and weights are of two models, `{name}` is {list(shape)} and by {said} {list(wanted)}: {model}",
+        f"{said} and weights belong to two models, `{name}` is {list(shape)} and should be {list(wanted)} by {said}: "
+        f"{model}",
         hint=DOWNLOAD_AGAIN,
     )
 
@@ -196,9 +197,10 @@ def check_head(names: Iterable[str], config: Mapping[str, Any], head: str | None
     at random."""
     if head is not None and not is_tied and not any(name.startswith(f"{head}.") for name in names):
         raise SpecDecError(
-            f"the model has no weight for its last layer, `{head}`, and by its config that is not its embeddings: "
-            f"{config['model_type']}",
-            hint="if they are, say `tie_word_embeddings: true` in config.json; else download or save the model again",
+            f"the model has no weight for its last layer, `{head}`, and its config says that the embeddings do not "
+            f"stand for it: {config['model_type']}",
+            hint="if they do, write `tie_word_embeddings: true` into config.json; else download or save the model "
+            "again",
         )
 
 

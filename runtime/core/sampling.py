@@ -489,7 +489,7 @@ def draw(weights: Tensor, uniform: float) -> int:
     sums = weights.cpu().cumsum(dim=-1)
     total = float(sums[-1])
     if not 0 < total < math.inf:
-        raise SpecDecError(f"these are no weights to draw a token by, their sum is: {total}")
+        raise SpecDecError(f"no token can be drawn by these weights, their sum is: {total}")
     return int(torch.searchsorted(sums, uniform * total, right=True))
 
 

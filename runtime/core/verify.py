@@ -105,7 +105,7 @@ def _verify_probs(sampler: Sampler, prefix: list[int], draft: Draft, logits: Ten
         draft_prob = float(draft_probs[token])
         if not draft_prob > 0:
             raise SpecDecError(
-                f"the drafter says that token {token} has the probability {draft_prob}, and proposed it",
+                f"the drafter proposed token {token}, and gives it the probability {draft_prob}",
                 hint="`Draft.probs` must be the distribution the tokens were drawn from",
             )
         residual = (share * target_probs - draft_probs).clamp(min=0)

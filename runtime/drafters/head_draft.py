@@ -281,7 +281,7 @@ def _output_of(engine: Engine, config: HeadConfig, embedding: Tensor | None) -> 
     if language_model(engine.config.pretrained_config).get("tie_word_embeddings"):
         return embedding
     raise SpecDecError(
-        f"the head drafts by its target's output layer, which the engine does not have for it: {config.directory}",
+        f"the head needs its target's output layer, and the engine was built without it: {config.directory}",
         hint="build the engine for this head: `LLM(model, head=HEAD)`",
         code="no_hidden_states",
         head=config.directory,

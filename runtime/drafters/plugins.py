@@ -85,7 +85,7 @@ def _said(error: BaseException) -> str:
 def _check_class(spec: Any) -> None:
     """SpecDecError unless `spec` is a drafter's class."""
     if not isinstance(spec, type) or not issubclass(spec, DrafterSpec) or "description" not in vars(spec):
-        raise SpecDecError(f"this is no `DrafterSpec` with a `description`: {spec!r}")
+        raise SpecDecError(f"this is not a `DrafterSpec` with a `description`: {spec!r}")
 
 
 def _check(spec: type[DrafterSpec], others: dict[str, type[DrafterSpec]]) -> None:
@@ -94,9 +94,9 @@ def _check(spec: type[DrafterSpec], others: dict[str, type[DrafterSpec]]) -> Non
     if not dataclasses.is_dataclass(spec) or abstract:
         raise SpecDecError(f"the class {spec.__name__} lacks {', '.join(abstract) or '`@dataclass(frozen=True)`'}")
     if not re.fullmatch(r"[a-z][a-z0-9-]*", described.name) or described.name in _NOT_NAMES:
-        raise SpecDecError(f"a drafter's name is of small letters, digits and hyphens: {described.name!r}")
+        raise SpecDecError(f"a drafter's name may have small letters, digits and hyphens only: {described.name!r}")
     if spec.is_lookup and not isinstance(described.form, ListForm):
-        raise SpecDecError(f"a lookup is chosen by a `ListForm`: {described.form}")
+        raise SpecDecError(f"a lookup's `form` must be a `ListForm`: {described.form}")
     algorithms = {other.description.algorithm for other in others.values()} - {None}
     if described.algorithm in algorithms:
         raise SpecDecError(f"another drafter has this algorithm: {described.algorithm}")
@@ -113,7 +113,7 @@ def _check_settings(spec: type[DrafterSpec], others: dict[str, type[DrafterSpec]
     flags = {one.flag for one in own.values()} | {one.leader_flag for one in own.values()}
     for flag in sorted(one for one in flags - shared | {spec.description.flag} if one is not None):
         if not flag.startswith(start) or flag in taken | shared:
-            raise SpecDecError(f"a flag of its own begins with `{start}` and is no other drafter's: {flag}")
+            raise SpecDecError(f"a drafter's own flag must begin with `{start}` and belong to no other drafter: {flag}")
     hints = get_type_hints(spec)
     for name in own:
         if hints[name] != Devices and not all(map(_has_flag, _options(hints[name]))):

@@ -55,7 +55,7 @@ class NgramPool:
     def __init__(self, max_tokens: int = 100_000, max_matching_ngram_size: int = 4) -> None:
         for name, value in (("max_tokens", max_tokens), ("max_matching_ngram_size", max_matching_ngram_size)):
             if value < 1:
-                raise UsageError(f"the pool's {name} is less than 1: {value}", hint="leave the pool out for none")
+                raise UsageError(f"the pool's {name} is less than 1: {value}", hint="to have no pool, leave it out")
         self.max_tokens = max_tokens
         self.max_matching_ngram_size = max_matching_ngram_size
         self.num_tokens = 0

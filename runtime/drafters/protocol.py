@@ -54,7 +54,7 @@ def check_drafts(drafts: Any, num_sequences: int, max_draft_len: int, vocab_size
     for draft in drafts:
         if not isinstance(draft.tokens, list):
             raise SpecDecError(
-                f"the drafter proposed tokens that are no list: {type(draft.tokens).__name__}",
+                f"the drafter proposed tokens that are not a list: {type(draft.tokens).__name__}",
                 hint="`Draft([])` is an empty draft",
             )
         if len(draft.tokens) > max_draft_len:
@@ -91,11 +91,13 @@ def _check_probs(probs: Any, shape: tuple[int, int]) -> None:
             hint="one row per draft token, one column per token of the target's vocabulary",
         )
     if not probs.is_floating_point():
-        raise SpecDecError(f"the drafter's probabilities are no floats: {probs.dtype}", hint="float64 is best")
+        raise SpecDecError(
+            f"the drafter's probabilities are not floating-point numbers: {probs.dtype}", hint="float64 is best"
+        )
     sums = probs.sum(dim=-1)
     if not (bool((probs >= 0).all()) and bool(((sums - 1).abs() < 1e-3).all())):
         raise SpecDecError(
-            "the drafter's probabilities are no distribution, they are negative, no numbers, or add up to: "
+            "the drafter's probabilities are not a distribution, some are negative or NaN, or they add up to: "
             f"{sums.tolist()}",
             hint="each row is at least 0 and adds up to 1",
         )

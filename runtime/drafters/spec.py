@@ -282,7 +282,7 @@ class DrafterSpec(ABC):
             least, value = setting.at_least, getattr(self, name)
             if least is not None and value is not None and value < least:
                 raise UsageError(
-                    f"{name} must be at least {least}: {value}", hint="without a drafter nothing is drafted"
+                    f"{name} must be at least {least}: {value}", hint="to draft nothing, leave the drafter out"
                 )
 
     @property

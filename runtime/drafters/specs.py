@@ -469,7 +469,7 @@ class MtpDrafter(HeadDrafter):
         if not self.is_in_model(model):
             raise SpecDecError(
                 f"the model's files have no weights of its MTP head: {model}",
-                hint="repackaged models often leave it out; the original has it",
+                hint="repackaged models often leave the MTP head out; take the original model",
             )
         return of_model
 
@@ -621,6 +621,7 @@ def as_spec(drafter: "DrafterSpec | Drafter | DraftFunction") -> DrafterSpec:
         return drafter
     if not callable(getattr(drafter, "propose", None)) and not callable(drafter):
         raise UsageError(
-            f"this is no drafter: {drafter!r}", hint="a drafter has `propose` and `forget`, or is a function of tokens"
+            f"this is not a drafter: {drafter!r}",
+            hint="a drafter has `propose` and `forget`, or is a function of tokens",
         )
     return InlineDrafter(drafter)

@@ -215,7 +215,7 @@ def _check_draft_model(model: str | Path) -> None:
         if spec.reads_states and spec.reads(model):
             raise SpecDecError(
                 f"this is a trained head, not a draft model: {model}",
-                hint=f"it is another drafter, {spec.description.algorithm} by its name",
+                hint=f"give it to the drafter {spec.description.algorithm}",
             )
 
     with draft_engine_errors():

@@ -368,7 +368,7 @@ def run_at_once(compiler: str, calls: list[list[str]]) -> None:
                 raise SpecDecError(
                     f"the C++ compiler cannot compile the kernels: {compiler}; it said: "
                     f"{said.splitlines()[0] if said else 'nothing'}",
-                    hint="mend it, or name another in the variable CXX",
+                    hint="repair it, or name another compiler in the variable CXX",
                     code="compiler_fails",
                 )
 

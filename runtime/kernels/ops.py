@@ -36,8 +36,9 @@ def load_kernels(path: Path) -> None:
     if hasattr(torch.ops.specdec, "linear"):
         if f"{MARK}{torch.ops.specdec.sources()}".encode() not in path.read_bytes():
             raise SpecDecError(
-                f"this process has loaded other kernels than those of: {path}",
-                hint="build its engines with one version, or open them in processes of their own",
+                f"this process has already loaded kernels of another build, and cannot load: {path}",
+                hint="build the engines of one process with one version of specdec, or open each in a process of "
+                "its own",
             )
         return
     try:

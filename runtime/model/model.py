@@ -298,8 +298,8 @@ def _probe(config: PreTrainedConfig, splitting: Splitting | None) -> Shapes:
         raise SpecDecError(f"the model has no layers: {config.model_type}", hint="its config.json is damaged")
     if (*sorted(recorded.layers), *sorted(recorded.states)) != (*with_kv, *with_state):
         raise SpecDecError(
-            f"only {len(recorded.layers) + len(recorded.states)} of {len(with_kv) + len(with_state)} layers hand their "
-            f"attention over, so the output would be wrong: {config.model_type}",
+            f"only {len(recorded.layers) + len(recorded.states)} of {len(with_kv) + len(with_state)} layers let "
+            f"specdec compute their attention, so the output would be wrong: {config.model_type}",
             hint="its attention does not go through transformers' AttentionInterface",
         )
     _refuse_forgetful_cache(config, recorded.layers)
@@ -502,7 +502,8 @@ def model_of_weights(kind: ModelKind, state_dict: dict[str, Tensor], where: str)
         if names:
             raise SpecDecError(
                 f"`{where}` {problem.format(len(names))}, such as: {sorted(names)[0]}",
-                hint="config.json and weights are of two models; download or correct the model, and convert it again",
+                hint="config.json and weights belong to two models; download or correct the model, and convert it "
+                "again",
                 code="checkpoint_of_two_models",
             )
     _declare_no_padding(model)

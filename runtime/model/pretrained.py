@@ -308,15 +308,17 @@ def _refuse_sizes(data: dict[str, Any], where: str) -> None:
         if data.get(name) == 0:
             raise SpecDecError(
                 f"`{where}` has a value that nothing can be divided by: `{name}` {data[name]}",
-                hint="correct it; null is none",
+                hint="correct it; null leaves it out",
             )
     roots = {name: value for name, value in data.items() if name.endswith(("eps", "epsilon"))}
     below = next((name for name, value in roots.items() if isinstance(value, int | float) and value < 0), None)
     if below is not None:
-        raise SpecDecError(f"`{where}` has a value below 0 under a root: `{below}` {data[below]}", hint="correct it")
+        raise SpecDecError(
+            f"`{where}` has a value below 0 whose square root is taken: `{below}` {data[below]}", hint="correct it"
+        )
     nan = next((name for name, value in data.items() if isinstance(value, float) and math.isnan(value)), None)
     if nan is not None:
-        raise SpecDecError(f"`{where}` has a value that is no number: `{nan}` {math.nan}", hint="correct it")
+        raise SpecDecError(f"`{where}` has a value that is not a number: `{nan}` {math.nan}", hint="correct it")
 
 
 def _refuse_absurd_sizes(data: dict[str, Any], where: str) -> None:
@@ -370,7 +372,7 @@ def _check_rope(rope: dict[str, Any], where: str) -> None:
         for value in [None] if name == "rope_theta" and rope.get(name, 0) is None else _numbers(rope.get(name)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise SpecDecError(
-                    f"`{where}` has a rope whose `{name}` is no number above 0: {value!r}", hint="correct it"
+                    f"`{where}` has a rope whose `{name}` is not a number above 0: {value!r}", hint="correct it"
                 )
 
 
@@ -390,7 +392,7 @@ def _refuse_two_ropes(data: dict[str, Any], where: str) -> None:
     """
     for name in _ROPES_SAID:
         if not isinstance(rope := data.get(name) or {}, dict):
-            raise SpecDecError(f"`{where}` has a rope that is no object: `{name}` {rope!r}", hint="correct it")
+            raise SpecDecError(f"`{where}` has a rope that is not an object: `{name}` {rope!r}", hint="correct it")
     scaling, parameters = data.get("rope_scaling") or {}, data.get("rope_parameters") or {}
     found = [
         (f"rope_scaling.{name}", scaling[name], f"rope_parameters.{name}", parameters[name])

@@ -105,8 +105,8 @@ def _check_number_of_layers(config: dict[str, Any], model_dir: Path) -> None:
     for name, count in counts_of_layers(config):
         if count > MANY_LAYERS and not is_gguf(model_dir) and count > (found := len(read_tensors(model_dir))):
             raise SpecDecError(
-                f"config.json and weights are of two models, `{name}` is {count} and the files hold {found} tensors: "
-                f"{model_dir}",
+                f"config.json and weights belong to two models, `{name}` is {count} and the files hold {found} "
+                f"tensors: {model_dir}",
                 hint="correct config.json, or download or save the model again",
             )
 
@@ -160,8 +160,9 @@ def _language_model_tensors(
     )
     if not found:
         raise SpecDecError(
-            f"no weights of a language model are in this model of several kinds of input: {model_dir}",
-            hint=f"they should begin with {' or '.join(f'`{prefix}`' for prefix in _PREFIXES_INSIDE)}",
+            f"this multimodal model's files have no weights of a language model: {model_dir}",
+            hint="the names of such weights should begin with "
+            f"{' or '.join(f'`{prefix}`' for prefix in _PREFIXES_INSIDE)}",
         )
     return found
 
@@ -207,13 +208,13 @@ def _check_names(pretrained: PreTrainedConfig, names: list[str], model_dir: Path
     missing = missing_weights(pretrained, names)
     if missing and is_inside:
         raise SpecDecError(
-            f"the language model inside lacks weights that it has on its own, such as `{missing[0]}`: {model_dir}",
+            f"the language model inside this model lacks weights, such as `{missing[0]}`: {model_dir}",
             hint="the model is incomplete, or of a family whose names specdec does not know",
         )
     if missing:
         raise SpecDecError(
             f"`{model_dir}` lacks {len(missing)} of the model's weights, such as: {missing[0]}",
-            hint="config.json and weights are of two models, or the model is incomplete; download or correct it",
+            hint="config.json and weights belong to two models, or the model is incomplete; download or correct it",
         )
 
 

@@ -76,8 +76,8 @@ def placeholders_of_pieces(
         wanted = shapes.get(name)
         if wanted is None or splitting.form(name, wanted) != tuple(piece.shape):
             raise SpecDecError(
-                f"a piece of a weight is {list(piece.shape)}, and not what {splitting.tp_size} devices have of "
-                f"{list(wanted or ())}: {name}",
+                f"a piece of a weight is {list(piece.shape)}, which is not its share for {splitting.tp_size} devices "
+                f"of {list(wanted or ())}: {name}",
                 hint="convert the model again",
                 code="checkpoint",
             )

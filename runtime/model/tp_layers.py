@@ -100,8 +100,8 @@ class Splitting:
         """SpecDecError where torch's product of experts would fail, in the middle of a step."""
         if (row_bytes := piece.shape[-1] * piece.element_size()) % _ROW_BYTES:
             raise SpecDecError(
-                f"of a row of experts' weights {self.tp_size} devices have {row_bytes} bytes each, and their product "
-                f"takes multiples of {_ROW_BYTES}: {name}",
+                f"with {self.tp_size} devices each has {row_bytes} bytes of a row of an expert's weights, which must "
+                f"be a multiple of {_ROW_BYTES}: {name}",
                 hint=_ANOTHER_SIZE,
             )
 
@@ -146,7 +146,7 @@ class Splitting:
             return None
         if part == "weight_order":
             raise SpecDecError(
-                f"the inputs of a layer that is to be split have an order of their own: {layer}",
+                f"a layer that is to be split over devices has its inputs reordered: {layer}",
                 hint="run the model on one device",
             )
         # Two numbers of 4 bits lie in a byte, and scales are of groups of inputs: none of them is cut through.
@@ -291,7 +291,8 @@ def _kv_pieces(layers: Seq[LayerShape], tp_size: int, family: str) -> int:
     odd = next((count for count in sorted(counts) if count % tp_size and tp_size % count), None)
     if odd is not None or len({min(count, tp_size) for count in counts}) > 1:
         raise SpecDecError(
-            f"{tp_size} devices neither divide {odd or max(counts)} K/V heads nor are divided by them: {family}",
+            f"{tp_size} devices cannot share {odd or max(counts)} K/V heads, neither number divides the other: "
+            f"{family}",
             hint=_ANOTHER_SIZE,
         )
     return min(min(counts), tp_size)

@@ -223,7 +223,7 @@ def _named(name: str, formats: Mapping[str, T], of: str) -> T | None:
         return None
     if name not in formats:
         raise UsageError(
-            f"no such format of {of}: {name}", hint=f"{', '.join(sorted(formats))} and {NO_FORMAT} are known"
+            f"no such format of {of}: {name}", hint=f"the formats are {', '.join(sorted(formats))} and {NO_FORMAT}"
         )
     return formats[name]
 

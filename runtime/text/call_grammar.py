@@ -146,7 +146,7 @@ class _Writer:
         if self._num_characters > MOST_GRAMMAR:
             raise UsageError(
                 f"{grammar_name('lark')} is longer than {MOST_GRAMMAR:,} characters",
-                hint="shorten them: each argument of a function has those of `$defs` that it refers to",
+                hint="shorten the schemas of the tools: what an argument refers to in `$defs` is repeated for it",
                 field="lark",
             )
         return f"%json {text}"

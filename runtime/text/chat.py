@@ -123,8 +123,8 @@ class ChatTemplate:
         inputs = inputs or TemplateInputs()
         if inputs.continues_last and not messages[-1]["content"]:
             raise SpecDecError(
-                f"there is no text to go on from, the last message has none: {messages[-1]!r:.200}",
-                hint="give it a text",
+                f"the last message has no text to continue: {messages[-1]!r:.200}",
+                hint="give the message a text",
             )
         given = inputs.arguments()
         _check_default(
@@ -195,7 +195,7 @@ def _check_default(templates: Mapping[str, Any], tokenizer: str) -> None:
         )
     template = templates[DEFAULT]
     if not isinstance(template, str) or not template.strip():
-        raise SpecDecError(f"the chat template is no text, {template!r}: {tokenizer}", hint=_OTHER)
+        raise SpecDecError(f"the chat template is not text, {template!r}: {tokenizer}", hint=_OTHER)
 
 
 def _generation() -> type[Any]:

@@ -439,7 +439,9 @@ def _open_file(path: Path) -> BinaryIO:
         raise SpecDecError(f"a corpus is a file, and this is a directory: {path}", hint="name the file")
     check_regular(path)
     if not path.is_file():
-        raise SpecDecError(f"there is no such corpus: {path}", hint="make one of texts or traces", code="no_corpus")
+        raise SpecDecError(
+            f"there is no such corpus: {path}", hint="make a corpus from texts or traces", code="no_corpus"
+        )
     return path.open("rb")
 
 
@@ -451,7 +453,7 @@ def _read_info(file: BinaryIO, path: Path) -> tuple[CorpusInfo, dict[str, Range]
         whole = "the corpus is damaged or cut off" if is_corpus(path) else "this is not a corpus"
         raise SpecDecError(f"{whole} ({error}): {path}", hint=DAMAGED, code="damaged_corpus") from None
     if _KEY not in header.metadata:
-        raise SpecDecError(f"this is not a corpus: {path}", hint="make one of texts or traces", code="no_corpus")
+        raise SpecDecError(f"this is not a corpus: {path}", hint="make a corpus from texts or traces", code="no_corpus")
     try:
         record = json.loads(header.metadata[_KEY])
         info = parse(CorpusInfo, record, str(path))

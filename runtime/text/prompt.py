@@ -16,8 +16,9 @@ def with_tools_as_text(messages: Seq[Message], tools: Seq[dict[str, Any]], form:
     """The messages with roles system, user and assistant alone. SpecDecError for a format that is not JSON."""
     if not isinstance(form.call, JsonCall):
         raise SpecDecError(
-            f"the chat template knows no tools, and calls are not written for it in this format: {form.name}",
-            hint="hermes, llama3_json, mistral, granite and phi4 are, or take a model that was trained for tools",
+            "the chat template knows no tools, and specdec cannot write calls into its messages in this format: "
+            f"{form.name}",
+            hint="use hermes, llama3_json, mistral, granite or phi4, or take a model that was trained for tools",
         )
     written: list[Message] = []
     for message in messages:

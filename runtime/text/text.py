@@ -75,7 +75,7 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
     except Exception as error:  # transformers raises many kinds; each means: no usable tokenizer here
         if "trust_remote_code" in str(error):
             raise SpecDecError(
-                f"the tokenizer is code of its own (`auto_map`), which is not run: {directory}",
+                f"the tokenizer needs Python code of its own (`auto_map`), which specdec does not run: {directory}",
                 hint="name a tokenizer that transformers has a class for",
                 code="tokenizer_is_code",
             ) from None
@@ -157,8 +157,8 @@ def check_tokenizer_fits(tokenizer: Tokenizer, directory: Path, own: Tokenizer |
     is_special = all(i in added and added[i].special for i in past)
     if past and not (own is None and is_special):
         raise SpecDecError(
-            f"the tokenizer is another model's, it has ids up to {past[-1]}, and the model {vocab_size} from 0 on: "
-            f"{directory}",
+            f"the tokenizer is another model's, its ids go up to {past[-1]}, and the model has {vocab_size} ids, "
+            f"from 0 on: {directory}",
             hint=_NAME_THE_MODELS,
         )
     if own is not None and _letters_kept(own) and not _letters_kept(tokenizer):
@@ -323,7 +323,9 @@ def _check_ids(prompt: Any) -> None:
     is_sequence = isinstance(prompt, Seq) and not isinstance(prompt, bytes)
     if not is_sequence or any(type(one) is bool or not isinstance(one, int | Integral) for one in prompt):
         raise UsageError(
-            f"a prompt is a text, or token ids: {str(prompt)[:100]}", hint="`[1, 2, 3]` is one of ids", field="prompt"
+            f"a prompt must be a text or token ids: {str(prompt)[:100]}",
+            hint="write token ids as `[1, 2, 3]`",
+            field="prompt",
         )
 
 

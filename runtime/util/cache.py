@@ -115,7 +115,7 @@ def check_private_dir(directory: Path, *above: Path) -> None:
         )
     if stat.st_mode & 0o022 and not is_closed:
         raise SpecDecError(
-            f"others may write into the cache directory, and could have put code into it: {directory}",
+            f"other users may write into the cache directory, and could have put code into it: {directory}",
             hint=f"remove it, or trust what is there: chmod go-w {directory}",
         )
 
@@ -139,7 +139,7 @@ def check_private_file(path: Path) -> None:
         )
     if stat.st_mode & (0o002 if is_closed else 0o022):
         raise SpecDecError(
-            f"others may write into a file in the cache, and could have put code into it: {path}",
+            f"other users may write into a file in the cache, and could have put code into it: {path}",
             hint=f"remove it, or trust what is there: chmod go-w {path}",
         )
 

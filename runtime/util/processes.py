@@ -220,7 +220,8 @@ def _receive(pipe: Connection) -> list[Done]:
         answer: list[Done] | Exception = pipe.recv()
     except EOFError:
         raise SpecDecError(
-            "a process that was to do a part of the work has ended", hint="memory may have run out: have fewer at once"
+            "a process that was to do a part of the work has ended",
+            hint="memory may have run out: have fewer processes at once",
         ) from None
     if isinstance(answer, Exception):
         raise answer

@@ -129,7 +129,7 @@ def other_format(directory: Path) -> None:
 MISTAKES: list[tuple[str, int, tuple[str, ...], Callable[[Path], Any] | None]] = [
     ("corpus create --output c --text text.txt", 2, ("--tokenizer-dir",), None),
     ("corpus create --tokenizer-dir tok --text text.txt", 2, ("--output",), None),
-    (CREATE, 2, ("a corpus is made of traces or text", "`--traces FILE`"), None),
+    (CREATE, 2, ("a corpus is made from traces or text, and none are given", "`--traces FILE`"), None),
     (CREATE + "--text text.pdf", 2, ("unknown kind of text file: text.pdf", "`.txt` or `.jsonl`"), None),
     (CREATE + "--text none.txt", 1, ("No such file", "none.txt"), None),
     (CREATE + "--text texts.jsonl", 1, ("line 1 of texts.jsonl has no `text`", "['prompt']"),
@@ -154,7 +154,7 @@ MISTAKES: list[tuple[str, int, tuple[str, ...], Callable[[Path], Any] | None]] =
     (CREATE.replace(" c ", " none/c ") + "--text text.txt", 1, ("cannot write the file", "none/c"), None),
     (CREATE.replace(" c ", " tok ") + "--text text.txt --force", 1, ("cannot write the file", "tok"), None),
     (CREATE.replace(" c ", " /proc/c ") + "--text text.txt", 1, ("cannot write the file", "/proc/c"), None),
-    ("corpus merge --output c old", 2, ("nothing to merge it with: old",), None),
+    ("corpus merge --output c old", 2, ("a merge needs two corpora or more, and there is one: old",), None),
     ("corpus merge --output c", 2, ("FILE",), None),
     ("corpus merge old old", 2, ("--output",), None),
     ("corpus merge --output old old old --force", 2, ("would overwrite an input: old",), None),

@@ -295,7 +295,7 @@ def test_summarize_has_workers_for_the_engine_only(
 ) -> None:
     where = ["--engine-dir", llama_uncompiled_dir, "--test-hf", "--hf-model-dir", llama_dir]
     result = specdec("summarize", *where, "--ray", "local")
-    assert result.exit_code == 2 and "`--ray` has workers run the engine" in result.stderr
+    assert result.exit_code == 2 and "`--ray` needs `--test-engine`" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -376,7 +376,7 @@ MISTAKES: list[tuple[str, int, tuple[str, ...], Callable[[Path], Any] | None]] =
      lambda d: (d / "t.jsonl").write_text('{"prompt_ids": [5], "output_ids": [400]}')),
     ("tune --traces t.jsonl --self-draft-config 4", 2, ("cannot be replayed", "`--engine-dir`"), None),
     (TUNE + "--traces t.jsonl --self-draft-config 4", 1, ("no copy of its model", "--self-draft int4"), None),
-    (TUNE + "--traces t.jsonl --drafters ngram,custom", 2, ("no drafter of your own: ngram,custom",), None),
+    (TUNE + "--traces t.jsonl --drafters ngram,custom", 2, ("cannot try a drafter of your own: ngram,custom",), None),
     (TUNE + "--traces t.jsonl --drafters auto", 2, ("chooses among the drafters that are given",), None),
     (TUNE + "--traces t.jsonl --draft-engine-dir engine", 2, ("needs `--draft-target-model-config`",), None),
     (TUNE + "--traces t.jsonl --draft-target-model-config 4 --draft-engine-dir x", 1, ("draft engine", "x"), None),

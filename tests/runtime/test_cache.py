@@ -258,11 +258,11 @@ def test_file_that_a_group_may_write_is_refused_where_it_can_get_there(kind: str
     path.chmod(0o664)
     read()  # nobody else gets through a cache of mode 0700
     cache.chmod(0o755)
-    with pytest.raises(SpecDecError, match="others may write"):
+    with pytest.raises(SpecDecError, match="other users may write"):
         read()
     cache.chmod(0o700)
     os.link(path, cache.parent / "another name")
-    with pytest.raises(SpecDecError, match="others may write"):
+    with pytest.raises(SpecDecError, match="other users may write"):
         read()
 
 
@@ -297,7 +297,7 @@ def test_verify_names_files_that_others_may_write(cache: Path) -> None:
     for kind in ("digest", "engine", "kernels"):
         path, _ = kept_file(cache, kind)
         path.chmod(0o666)
-        (found,) = [one for one in check_directory(cache).files if one.note and "others may write" in one.note]
+        (found,) = [one for one in check_directory(cache).files if one.note and "other users may write" in one.note]
         assert found.name == path.relative_to(cache).as_posix()
         assert found.status == "damaged"
         shutil.rmtree(cache)

@@ -131,7 +131,7 @@ def _messages(body: Conversation) -> list[Message]:
         place = body.place_of(i)
         if message.role == "tool":
             if not unanswered:
-                raise HTTPError(400, f"{place}: an answer of a tool to no call", param=body.said_in)
+                raise HTTPError(400, f"{place}: the tool's answer belongs to no call", param=body.said_in)
             if message.tool_call_id is not None and message.tool_call_id not in unanswered and None not in unanswered:
                 what = f"{place}: an answer of a tool to a call that is not there: {message.tool_call_id[:80]}"
                 raise HTTPError(400, what, param=body.said_in)
@@ -155,7 +155,7 @@ def _messages(body: Conversation) -> list[Message]:
 def _check_answered(unanswered: list[str | None], place: str, field: str) -> None:
     if unanswered:
         call = f" {unanswered[0][:80]}" if unanswered[0] else ""
-        raise HTTPError(400, f"{place}: the call{call} before it has no answer of a tool", param=field)
+        raise HTTPError(400, f"{place}: the tool call{call} before this message has no answer", param=field)
 
 
 def _message(message: ChatMessage, place: str, field: str) -> Message:
@@ -227,7 +227,7 @@ def tools_of(body: Conversation) -> tuple[Tool, ...]:
     ]
     names = [tool.name for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise HTTPError(400, f"tools: two of one name: {twice}", param="tools", code="invalid_value")
+        raise HTTPError(400, f"tools: two tools have the same name: {twice}", param="tools", code="invalid_value")
     choice = body.call_choice
     if isinstance(body.tool_choice, AllowedTools):
         allowed = [one.function.name for one in body.tool_choice.allowed_tools.tools]

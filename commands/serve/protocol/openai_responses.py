@@ -67,7 +67,7 @@ class ResponseStore:
         if found is None:
             raise HTTPError(
                 404,
-                f"no such response is kept (the last {_MOST_STORED} are): {response_id[:80]}",
+                f"no such response is kept (the server keeps the last {_MOST_STORED}): {response_id[:80]}",
                 param=param,
                 code="previous_response_not_found" if param == "previous_response_id" else "response_not_found",
             )
@@ -79,7 +79,7 @@ def chat_of_responses(served: ServedModel, body: ResponsesRequest, said: list[di
     if body.instructions:
         said = [{"role": "system", "content": body.instructions, "place": "instructions"}, *said]
     if not said:
-        raise HTTPError(400, "`input` has nothing in it", param="input", code="invalid_value")
+        raise HTTPError(400, "`input` is empty", param="input", code="invalid_value")
     chat = {name: getattr(body, name) for name in body.model_fields_set & _PASSED_ON}
     chat |= {"messages": _merged(said), "stream": body.stream, "max_completion_tokens": body.max_output_tokens}
     chat |= {"parallel_tool_calls": body.parallel_tool_calls, "chat_template_kwargs": body.chat_template_kwargs}

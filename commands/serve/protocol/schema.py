@@ -837,14 +837,14 @@ def parse_body(body: bytes, model: type[Body]) -> Body:
         if "recursion limit" in str(error):
             what = f"the body is nested deeper than {_MOST_DEPTH} lists and objects"
             raise HTTPError(400, what, code="nested_too_deep") from None
-        raise HTTPError(400, f"the body is no JSON: {error}", code="invalid_json") from None
+        raise HTTPError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     return validate_body(value, model)
 
 
 def validate_body(value: Any, model: type[Body]) -> Body:
     """The same of a body that has been parsed."""
     if not isinstance(value, dict):
-        raise HTTPError(400, f"the body is no JSON object: {type(value).__name__}", code="invalid_json")
+        raise HTTPError(400, f"the body is not a JSON object: {type(value).__name__}", code="invalid_json")
     refused = refused_field(value, model)
     if refused is not None:
         raise HTTPError(400, f"this server does not support `{refused}`", param=refused, code="unsupported")

@@ -48,7 +48,7 @@ def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, Pre
             floats.append(source)
         elif len(tensor.shape) != 2:
             raise SpecDecError(
-                f"`{tensor.name}` is in few bits ({tensor.type.name}) and not a matrix, {list(tensor.shape)}: {path}",
+                f"`{tensor.name}` is quantized ({tensor.type.name}) and not a matrix, {list(tensor.shape)}: {path}",
                 hint=ORIGINAL,
             )
         else:

@@ -56,7 +56,7 @@ def config_of(path: Path) -> dict[str, Any]:
     if header.architecture not in FAMILIES:
         read = ", ".join(f"`{name}`" for name in FAMILIES)
         raise SpecDecError(
-            f"GGUF models of this family are not read, `{header.architecture}`: {path}", hint=f"{read} are"
+            f"GGUF models of this family are not read, `{header.architecture}`: {path}", hint=f"specdec reads {read}"
         )
     family, tensors = family_in(header), header.tensors
     model = Metadata(header, path, family.is_partial)
@@ -121,8 +121,8 @@ def _check_num_blocks(model: Metadata) -> None:
         model.refuse("block_count")
     if num_blocks > (num_tensors := len(model.header.tensors)):
         raise SpecDecError(
-            f"metadata and tensors are of two models, `{model.header.architecture}.block_count` {num_blocks} and "
-            f"{num_tensors} tensors: {model.path}",
+            f"metadata and tensors belong to two models, `{model.header.architecture}.block_count` is {num_blocks}, "
+            f"and there are {num_tensors} tensors: {model.path}",
             hint="download it again",
         )
     for name in model.header.tensors:
@@ -130,8 +130,8 @@ def _check_num_blocks(model: Metadata) -> None:
         number = rest.partition(".")[0]
         if space == "blk" and number.isdigit() and int(number) >= num_blocks:
             raise SpecDecError(
-                f"metadata and tensors are of two models, `{model.header.architecture}.block_count` {num_blocks} and "
-                f"`{name}`: {model.path}",
+                f"metadata and tensors belong to two models, `{model.header.architecture}.block_count` is "
+                f"{num_blocks}, and there is a tensor `{name}`: {model.path}",
                 hint="download it again",
             )
 
@@ -172,8 +172,8 @@ def _check_size(model: Metadata, name: str, axis: int, size: int, *keys: str) ->
         return
     wanted = [*tensor.shape[:axis], size, *tensor.shape[axis + 1 :]]
     raise SpecDecError(
-        f"metadata and tensors are of two models, `{tensor.name}` is {list(tensor.shape)}, and by "
-        f"{model.said(*keys)} {wanted}: {model.path}",
+        f"metadata and tensors belong to two models, `{tensor.name}` is {list(tensor.shape)}, and should be {wanted} "
+        f"by {model.said(*keys)}: {model.path}",
         hint="download it again",
     )
 
@@ -200,7 +200,7 @@ def name_of(tensor: GGUFTensor, config: Mapping[str, Any], path: Path) -> str:
         return f"{in_block}{family_of(config).experts}.{EXPERTS[inner]}{'_bias' if part == 'bias' else ''}"
     if in_block and inner in of_block:
         return f"{in_block}{of_block[inner]}{'' if of_block[inner] in (SINKS, LAYER_SCALE) else f'.{part}'}"
-    raise SpecDecError(f"`{path}` has a tensor that its model has not: {tensor.name}", hint=ORIGINAL)
+    raise SpecDecError(f"`{path}` has a tensor that its model does not have: {tensor.name}", hint=ORIGINAL)
 
 
 def experts_alternate(config: Mapping[str, Any]) -> bool:

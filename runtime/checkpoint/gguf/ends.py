@@ -71,5 +71,5 @@ def token_id(metadata: Mapping[str, Any], name: str) -> int | None:
     """The id that `tokenizer.ggml.<name>` has, or None; SpecDecError for what is no number."""
     token = metadata.get(f"{TOKENIZER}{name}")
     if token is not None and (not isinstance(token, int) or isinstance(token, bool)):
-        raise SpecDecError(f"`{TOKENIZER}{name}` has a value that is no number: {token!r}", hint="download it again")
+        raise SpecDecError(f"`{TOKENIZER}{name}` has a value that is not a number: {token!r}", hint="download it again")
     return token

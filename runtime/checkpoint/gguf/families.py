@@ -235,7 +235,7 @@ def _rope_of_phi_3(model: Metadata) -> dict[str, Any]:
     for name, found in factors.items():
         if len(found) != wanted:
             raise SpecDecError(
-                f"`{name}` has {len(found)} rotary factors, and the model {wanted}: {model.path}",
+                f"`{name}` has {len(found)} rotary factors, and the model needs {wanted}: {model.path}",
                 hint="download it again",
             )
     if model.find("rope.scaling.type") not in (None, "none", "longrope"):

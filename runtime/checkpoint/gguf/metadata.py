@@ -30,7 +30,7 @@ class Metadata:
         if value is None:
             raise SpecDecError(f"`{self.path}` lacks a value of its model: {name}", hint="download it again")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise SpecDecError(f"`{self.path}` has a value that is no number: {name}", hint="download it again")
+            raise SpecDecError(f"`{self.path}` has a value that is not a number: {name}", hint="download it again")
         return value
 
     def by_layer(self, key: str, default: Any = None) -> list[int]:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from runtime.util.errors import SpecDecError
 from runtime.util.files import Stamp, check_regular, stamp_of
 
-ORIGINAL = "give the model that it was made of, config.json and safetensors"
+ORIGINAL = "give the model that the GGUF file was made from: its config.json and safetensors files"
 """A hint."""
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _MOST_PADDING_BYTES = 1 << 20
@@ -129,8 +129,8 @@ def read_gguf(path: Path) -> GGUFHeader:
     num_tensors = sum(len(header.tensors) for header in headers)
     if {len(tensors), first.metadata.get("split.tensors.count", num_tensors)} != {num_tensors}:
         raise SpecDecError(
-            f"the files of a GGUF model have {num_tensors} tensors, {len(tensors)} of them different, where the first "
-            f"speaks of {first.metadata.get('split.tensors.count', num_tensors)}: {path}",
+            f"the files of a GGUF model have {num_tensors} tensors, {len(tensors)} of them different, and the first "
+            f"file announces {first.metadata.get('split.tensors.count', num_tensors)}: {path}",
             hint="download them again",
         )
     return GGUFHeader(first.metadata, tensors)
@@ -147,7 +147,7 @@ def gguf_files(path: Path) -> list[Path]:
         raise SpecDecError(
             f"the file is part {number} of {count} of a GGUF model, counted from 0, and its name does not say so: "
             f"{path}",
-            hint="name its parts NAME-00001-of-00002.gguf and so on, as they were",
+            hint="give the parts their names back: NAME-00001-of-00002.gguf and so on",
         )
     paths = [path.with_name(f"{named[1]}-{i:05}-of-{named[3]}.gguf") for i in range(1, count + 1)]
     for one in paths:
@@ -185,7 +185,9 @@ def _read(path: Path, stamp: Stamp) -> GGUFHeader:
             )
         version = reader.number("I")
         if version not in _VERSIONS:
-            raise SpecDecError(f"GGUF files of version {version} are not read: {path}", hint="versions 2 and 3 are")
+            raise SpecDecError(
+                f"GGUF files of version {version} are not read: {path}", hint="specdec reads versions 2 and 3"
+            )
         num_tensors, num_entries = reader.count(_MAX_ENTRIES), reader.count(_MAX_ENTRIES)
         metadata = dict(reader.entry() for _ in range(num_entries))
         table = [reader.tensor() for _ in range(num_tensors)]
@@ -212,7 +214,7 @@ def _placed(name: str, shape: tuple[int, ...], number: int, offset: int, path: P
     if number not in TYPES:
         said = _NOT_READ.get(number, f"the number {number}")
         read = ", ".join(one.name for one in TYPES.values())
-        raise SpecDecError(f"`{name}` is of a type that is not read, {said}: {path}", hint=f"{read} are")
+        raise SpecDecError(f"`{name}` is of a type that is not read, {said}: {path}", hint=f"specdec reads {read}")
     if not shape or shape[-1] % TYPES[number].num_numbers:
         raise SpecDecError(
             f"`{path}` is damaged: `{name}` of {list(shape)} is not made of whole blocks", hint="download it again"

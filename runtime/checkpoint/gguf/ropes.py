@@ -63,8 +63,8 @@ def _llama3_rope(factors: GGUFTensor, theta: float, model: Metadata) -> dict[str
     num_pairs = model.get("rope.dimension_count", model.head_dim) // 2
     if len(found) != num_pairs or min(found) <= 0:
         raise SpecDecError(
-            f"`{ROPE_FACTORS}` has {len(found)} factors, the least {min(found):g}, for {num_pairs} pairs of numbers: "
-            f"{path}",
+            f"`{ROPE_FACTORS}` has {len(found)} factors, the smallest {min(found):g}, and the model needs "
+            f"{num_pairs} factors above 0: {path}",
             hint="download it again",
         )
     wanted = [_llama3_factor(theta ** (i / len(found)) * 2 * math.pi, max(found)) for i in range(len(found))]

@@ -174,7 +174,7 @@ def _is_phi_3(metadata: Mapping[str, Any]) -> bool:
     return "phi-3" in name or "phi3" in name or (metadata.get("general.architecture") == "phi3" and is_sentencepiece)
 
 
-_OTHER = "name the tokenizer of the model that it was made of, or give token ids"
+_OTHER = "name the tokenizer of the model that the GGUF file was made from, or give token ids"
 
 
 class _Said:
@@ -196,7 +196,7 @@ class _Said:
     def values(self, name: str, kind: type) -> list[Any]:
         found = self._said.get(name, [])
         if not isinstance(found, list) or not all(isinstance(value, kind) for value in found):
-            raise SpecDecError(f"`{TOKENIZER}{name}` is no list of its kind: {self.path}", hint=_OTHER)
+            raise SpecDecError(f"`{TOKENIZER}{name}` is not a list of the right type: {self.path}", hint=_OTHER)
         return found
 
     def text(self, name: str, default: str) -> str:
@@ -250,7 +250,9 @@ def _added_around(said: _Said, adds_bos: bool) -> processors.TemplateProcessing 
     for name in template:
         if name != "$A":
             if (i := said.token_id(name)) is None:
-                raise SpecDecError(f"`{TOKENIZER}add_{name}_token` is true, without one: {said.path}", hint=_OTHER)
+                raise SpecDecError(
+                    f"`{TOKENIZER}add_{name}_token` is true, and the file names no such token: {said.path}", hint=_OTHER
+                )
             special.append({"id": name, "ids": [i], "tokens": [said.tokens[i]]})
     return processors.TemplateProcessing(single=template, special_tokens=special) if special else None
 

@@ -248,7 +248,7 @@ def _check_groups(name: str, scales: Tensor, inputs: int, group_size: int | None
         raise SpecDecError(f"groups of {size} do not divide the {inputs} inputs of `{name}`", hint=_DAMAGED)
     if scales.shape[-1] != inputs // size:
         raise SpecDecError(
-            f"config.json says groups of {size}, of which `{name}` has {inputs // size}, and scales for "
+            f"config.json says groups of {size}, so `{name}` has {inputs // size} groups, and its scales are for "
             f"{scales.shape[-1]}",
             hint=_DAMAGED,
         )
@@ -343,7 +343,7 @@ def _order_of(name: str, groups: Tensor, group_size: int) -> Tensor:
     if not groups.is_meta:
         wanted = torch.arange(len(groups)) // group_size
         if not torch.equal(groups[order.long()].long(), wanted):
-            raise SpecDecError(f"the groups of `{name}` are not of {group_size} inputs each (`g_idx`)", hint=_DAMAGED)
+            raise SpecDecError(f"the groups of `{name}` do not have {group_size} inputs each (`g_idx`)", hint=_DAMAGED)
     return order
 
 
@@ -378,7 +378,7 @@ def _read_values(
     rows, columns = block
     if rows > 1 and columns is not None and inputs > columns and inputs % columns:
         raise SpecDecError(
-            f"`{name}` has {inputs} inputs in blocks of {columns}, of which the last is not whole: such weights are "
+            f"`{name}` has {inputs} inputs in blocks of {columns}, and the last block is not whole: such weights are "
             "not read",
             hint=_READ,
         )
@@ -424,7 +424,9 @@ def _nvfp4(where: str) -> Format:
 
 def _scale_of_all(name: str, scale: Tensor) -> Tensor:
     if scale.numel() != 1:
-        raise SpecDecError(f"`{name}` has {scale.numel()} scales of all its numbers, and not one", hint=_DAMAGED)
+        raise SpecDecError(
+            f"`{name}` has {scale.numel()} scales for all its numbers, and should have one", hint=_DAMAGED
+        )
     return scale.float()
 
 
@@ -506,7 +508,7 @@ def _torchao_packed(settings: dict[str, Any], where: str) -> Scheme:
         _check_groups(name, scales, integers.shape[1], group_size)
         if zeros.shape != scales.shape:
             raise SpecDecError(
-                f"`{name}` has scales of {list(scales.shape)} groups, and numbers of 0 of {list(zeros.shape)}",
+                f"`{name}` has scales of shape {list(scales.shape)}, and zero points of shape {list(zeros.shape)}",
                 hint=_DAMAGED,
             )
         return replace(from_integers(integers, scales, bits=4), offsets=(zeros - 8 * scales.float()).contiguous())

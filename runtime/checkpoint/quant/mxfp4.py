@@ -30,7 +30,7 @@ def experts_of_blocks(tensors: list[SourceTensor], model_dir: Path) -> list[Sour
         if name.endswith(_BLOCKS):
             if (numbers := name.removesuffix(_BLOCKS)) in by_name:
                 raise SpecDecError(
-                    f"the files have a weight twice, quantized and not: `{numbers}` and `{name}`: {model_dir}",
+                    f"the files have a weight twice, quantized and unquantized: `{numbers}` and `{name}`: {model_dir}",
                     hint="download or save the model again",
                 )
             made.append(_experts(tensor, _beside(by_name, name, _BLOCKS, _SCALES)))

@@ -201,10 +201,10 @@ def _sizes(source: Source, precision: QuantConfig) -> dict[str, int]:
     if not names:
         kind, has_others = source.config["model_type"], any(name != source.head for name in source.linears)
         raise SpecDecError(
-            f"the model's linear layers have other names in its files, and are not quantized: {kind}"
+            f"the model's linear layers have other names in its files, and cannot be quantized: {kind}"
             if has_others
             else f"the model has no linear layers that can be quantized: {kind}",
-            hint="its weights can be converted as they are",
+            hint="convert the model without quantizing it",
         )
     if precision.quantize_lm_head and source.head is not None and source.head not in source.linears:
         kind = source.config["model_type"]
@@ -227,7 +227,7 @@ def _tied(source: Source) -> SourceTensor:
     if found is None:
         raise SpecDecError(
             f"the layer that computes logits has no weight of its own to quantize: {source.config['model_type']}",
-            hint="leave it as it is",
+            hint="do not quantize that layer",
         )
     return found
 
@@ -344,7 +344,7 @@ def _check_activations(precision: QuantConfig, kinds: Collection[str | None]) ->
     """SpecDecError for activations that no layer can be multiplied by."""
     if precision.activations not in (None, "float") and not {"int8", "int4"} & set(kinds):
         raise SpecDecError(
-            f"activations are quantized where weights are integers, and this model has none: {precision.activations}",
+            f"quantized activations need weights that are integers, and this model has none: {precision.activations}",
             hint="leave the activations as they are, or quantize the weights to int8 or int4",
         )
 

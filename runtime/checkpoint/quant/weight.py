@@ -121,19 +121,25 @@ class QuantizedWeight:
                 share = float((~tensor.isfinite()).sum()) / tensor.numel()
                 raise SpecDecError(f"{share:.2%} of the {part} of `{name}` are NaN or infinite", hint=_LOST)
         if self.kind == "fp8" and bool(self.values.isnan().any()):
-            raise SpecDecError(f"numbers of `{name}` are NaN, in 8 bits", hint=_LOST)
+            raise SpecDecError(f"8-bit numbers of `{name}` are NaN", hint=_LOST)
         if self.zeros is not None and int(self.zeros.abs().max()) > self._half_range:
             raise SpecDecError(
                 f"a zero point of `{name}` is out of the range of {self.kind}: {int(self.zeros.abs().max())}",
                 hint=_LOST,
             )
         if self.book is not None and (self.book.shape != (16,) or self.zeros is not None or self.offsets is not None):
-            raise SpecDecError(f"the code book of `{name}` is none: {list(self.book.shape)}", hint=_LOST)
+            raise SpecDecError(
+                f"the code book of `{name}` should have 16 numbers, without zero points or offsets: "
+                f"{list(self.book.shape)}",
+                hint=_LOST,
+            )
         inputs = self.shape[1]
         if self.order is not None and not torch.equal(
             self.order.sort().values, torch.arange(inputs, dtype=torch.int32)
         ):
-            raise SpecDecError(f"the order of inputs of `{name}` does not name each of {inputs} once", hint=_LOST)
+            raise SpecDecError(
+                f"the order of inputs of `{name}` does not name each of its {inputs} inputs once", hint=_LOST
+            )
 
     def _check_forms(self, name: str) -> None:
         (outputs, inputs), groups = self.shape, self.scales.shape[-1]
@@ -147,7 +153,7 @@ class QuantizedWeight:
             raise SpecDecError(f"the scales of `{name}` are no floating-point numbers: {self.scales.dtype}", hint=_LOST)
         if self.order is not None and self.order.shape != (inputs,):
             raise SpecDecError(
-                f"the order of inputs of `{name}` is not of {inputs}: {list(self.order.shape)}", hint=_LOST
+                f"the order of inputs of `{name}` should have {inputs} entries: {list(self.order.shape)}", hint=_LOST
             )
 
 
@@ -183,7 +189,7 @@ def take_quantized(
 
 def _from_parts(name: str, parts: Mapping[str, Tensor], present: Present) -> QuantizedWeight:
     if not {"values", "scales"} <= parts.keys() or parts["values"].dtype not in _VALUES:
-        raise SpecDecError(f"values or scales are missing of the layer: {name}", hint="convert the model again")
+        raise SpecDecError(f"a layer has no values or no scales: {name}", hint="convert the model again")
     weight = QuantizedWeight(**parts)
     looked_at = [part for key, part in parts.items() if key != "values" or weight.kind == "fp8"]
     with present(*looked_at):

@@ -159,8 +159,8 @@ def load_assistant(config: HeadConfig, embedding: Tensor | None, dtype: torch.dt
     where, width = config.directory, config.target_hidden_size
     if embedding is None or tuple(embedding.shape) != (config.vocab_size, width):
         raise SpecDecError(
-            f"an assistant reads its target's embeddings, and these are not to be had as they are: {where}",
-            hint="quantize the target without its embeddings, or draft otherwise",
+            f"an assistant reads its target's embeddings, and the engine has them quantized only: {where}",
+            hint="quantize the target without its embeddings, or choose another drafter",
         )
     head = AssistantHead(config)
     entries = {_own_name(one.name, "centroids" in config.flags): one for one in read_tensors(where)}
@@ -171,7 +171,7 @@ def load_assistant(config: HeadConfig, embedding: Tensor | None, dtype: torch.dt
             has = "lacks" if found is None else f"has, of {list(found.shape)} and not {list(tensor.shape)},"
             raise SpecDecError(
                 f"the assistant {has} weights of its layers: {name}, in {where}",
-                hint="config.json and weights are of two heads; download the head again",
+                hint="config.json and weights belong to two heads; download the head again",
             )
     tensors = load_numbers([entries[name] for name in wanted])
     head.load_state_dict(

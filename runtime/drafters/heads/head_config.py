@@ -25,7 +25,7 @@ from runtime.util.files import check_regular, read_json
 from runtime.util.reading import raise_unreadable, shown
 
 _MOST_LAYERS, _LARGEST_SIZE = 1000, 2**40
-OF_TWO_HEADS = "config.json and weights are of two heads; download the head again"
+OF_TWO_HEADS = "config.json and weights belong to two heads; download the head again"
 HeadKind = Literal["eagle3", "mtp", "assistant", "dflash"]
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _SHARE_PARTS = ("mtp_num_hidden_layers", "mtp_layers_block_type")
@@ -121,7 +121,8 @@ class HeadConfig:
         end = num_layers + (self.kind == "dflash")  # what leaves the last one, behind the target's norm
         if any(not 0 <= one < end for one in wanted) or self.num_target_layers not in (None, num_layers):
             raise SpecDecError(
-                f"the head reads what enters layers {', '.join(map(str, wanted))}"
+                "the head reads the inputs of layers "
+                f"{', '.join(map(str, wanted))}"
                 f"{'' if self.num_target_layers is None else f' of {self.num_target_layers}'}, and the target has "
                 f"{num_layers} layers: {self.directory}",
                 hint="it was trained for another target",
@@ -140,7 +141,7 @@ class HeadConfig:
         for what, own, its in zip(("hidden size", "vocabulary"), self._target, found, strict=True):
             if own != its:
                 raise SpecDecError(
-                    f"the head was trained for a target with a {what} of {own}, and this one's is {its}: "
+                    f"the head was trained for a target with a {what} of {own}, and this target has {its}: "
                     f"{self.directory}",
                     hint="take the head of this model",
                 )
@@ -193,13 +194,13 @@ class DraftOutputSettings:
         if self.vocab_size is not None and self.vocab is None:
             raise UsageError(
                 f"draft_vocab_size needs a draft_vocab: {self.vocab_size}",
-                hint="have one chosen",
+                hint="give a draft_vocab too, such as `auto`",
                 code="size_of_no_vocab",
                 size=self.vocab_size,
             )
         if (self.vocab or self.qformat) is not None and any("centroids" in one.flags for one in heads) and not has_copy:
             raise UsageError(
-                f"the assistant computes few of its ids by itself, and is given no other output layer: "
+                "the assistant already computes few of its ids, and cannot have another output layer: "
                 f"{self.vocab or self.qformat}",
                 hint="leave it out",
             )
@@ -208,7 +209,7 @@ class DraftOutputSettings:
         own = next((head for head in heads if not head.drafts_all_ids), None)
         if own is not None and not has_copy:
             raise UsageError(
-                f"the head has a vocabulary of its own, of {own.draft_vocab_size:,} ids, and is given none: "
+                f"the head has a vocabulary of its own, of {own.draft_vocab_size:,} ids, and cannot have another: "
                 f"{self.vocab}",
                 hint="leave it out",
             )
@@ -304,7 +305,7 @@ def read_head(head: Path | str) -> HeadConfig:
     directory = resolve_head(str(head))
     if directory.is_file():
         raise SpecDecError(
-            f"this file is no trained drafter: {directory}",
+            f"this file is not a trained drafter: {directory}",
             hint="name a directory; GGUF files leave the head out, the original model has it",
         )
     where = directory / "config.json"
@@ -313,7 +314,7 @@ def read_head(head: Path | str) -> HeadConfig:
         return _read_mtp(config, num_mtp_layers, directory, str(where))
     if not _is_config_of_head(config):
         raise SpecDecError(
-            f"this is no trained drafter by its config.json: {directory}",
+            f"config.json does not describe a trained drafter: {directory}",
             hint="an EAGLE-3 head's has `draft_vocab_size`, or names its class, and a model with an MTP head has "
             "`num_nextn_predict_layers` or `mtp_num_hidden_layers`; a draft model is another drafter",
         )
@@ -327,7 +328,7 @@ def read_head(head: Path | str) -> HeadConfig:
     if kind not in ("eagle3", "peagle"):
         raise SpecDecError(
             f"a head of this kind is not supported, {_OTHERS.get(str(kind), shown(kind))}: {directory}",
-            hint="EAGLE-3 and P-EAGLE, DFlash and DSpark, and Gemma 4's assistants are",
+            hint="EAGLE-3, P-EAGLE, DFlash, DSpark and Gemma 4's assistants are supported",
         )
     return _read_eagle3(config, directory, str(where))
 
@@ -335,7 +336,10 @@ def read_head(head: Path | str) -> HeadConfig:
 def _read_eagle3(config: dict[str, Any], directory: Path, where: str) -> HeadConfig:
     own = config.get("eagle_config") or {}
     if not isinstance(own, dict):
-        raise SpecDecError(f"`{where}: eagle_config` is not a JSON object: {shown(own)}", hint="it is damaged")
+        raise SpecDecError(
+            f"`{where}: eagle_config` is not a JSON object: {shown(own)}",
+            hint="download the head again",
+        )
     if own.get("use_aux_hidden_state") is False:
         raise SpecDecError(
             f"an EAGLE-3 head that reads the last hidden state only is not supported: {directory}",
@@ -376,7 +380,7 @@ def _read_block(config: dict[str, Any], kind: str, directory: Path, where: str) 
     own = config.get("dflash_config") or {}
     layers = config.get("transformer_layer_config", config)
     if not isinstance(own, dict) or not isinstance(layers, dict):
-        raise SpecDecError(f"`{where}` is not the config of a DFlash head", hint="it is damaged")
+        raise SpecDecError(f"`{where}` is not the config of a DFlash head", hint="download the head again")
     layers = {"model_type": BLOCK_LAYERS} | layers
     _refuse_other_blocks(config, own, layers, where)
     hidden_size, vocab_size = (_size(layers, key, where) for key in ("hidden_size", "vocab_size"))
@@ -408,11 +412,17 @@ def _block_of(config: dict[str, Any], own: dict[str, Any], kind: str, vocab_size
         kind == "dspark",
     )
     if size < 2 - is_dspark:
-        raise SpecDecError(f"`{where}: block_size` leaves no slot to draft: {size}", hint="it is damaged")
+        raise SpecDecError(
+            f"`{where}: block_size` leaves no slot to draft: {size}",
+            hint="download the head again",
+        )
     anchor = config.get("sample_from_anchor", is_dspark and "speculators_model_type" not in config)
     rank = config.get("markov_rank") or 0
     if type(rank) is not int or rank < 0:
-        raise SpecDecError(f"`{where}: markov_rank` must be a whole number: {shown(rank)}", hint="it is damaged")
+        raise SpecDecError(
+            f"`{where}: markov_rank` must be a whole number: {shown(rank)}",
+            hint="download the head again",
+        )
     has_confidence = is_dspark and config.get("enable_confidence_head") is True
     reads: Literal["hidden", "markov"] = "markov" if config.get("confidence_head_with_markov") is True else "hidden"
     return BlockConfig(
@@ -448,7 +458,8 @@ def _mask_token(config: dict[str, Any], own: dict[str, Any], vocab_size: int, wh
     found = int(found) if isinstance(found, str) and found.isdigit() else found
     if type(found) is not int or not 0 <= found < vocab_size:
         raise SpecDecError(
-            f"`{where}: mask_token_id` is no id of the vocabulary of {vocab_size}: {shown(found)}", hint="it is damaged"
+            f"`{where}: mask_token_id` is outside the vocabulary of {vocab_size}: {shown(found)}",
+            hint="download the head again",
         )
     return found
 
@@ -459,7 +470,10 @@ def _block_states(config: dict[str, Any], own: dict[str, Any], where: str) -> tu
     record, key, after = next((one for one in keys if one[0].get(one[1]) is not None), keys[0])
     ids = record.get(key)
     if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
-        raise SpecDecError(f"`{where}` has no list of layers in `{key}`: {shown(ids)}", hint="it is damaged")
+        raise SpecDecError(
+            f"`{where}` has no list of layers in `{key}`: {shown(ids)}",
+            hint="download the head again",
+        )
     return tuple(one + after for one in ids)
 
 
@@ -471,7 +485,10 @@ def is_block(directory: Path | str) -> bool:
 def _read_assistant(config: dict[str, Any], directory: Path, where: str) -> HeadConfig:
     text = config.get("text_config")
     if not isinstance(text, dict):
-        raise SpecDecError(f"`{where}: text_config` is not a JSON object: {shown(text)}", hint="it is damaged")
+        raise SpecDecError(
+            f"`{where}: text_config` is not a JSON object: {shown(text)}",
+            hint="download the head again",
+        )
     vocab_size = _size(text, "vocab_size", where, 262144)
     flags = frozenset({"centroids"} if config.get("use_ordered_embeddings") is True else ())
     if flags:
@@ -479,8 +496,9 @@ def _read_assistant(config: dict[str, Any], directory: Path, where: str) -> Head
         num_chosen = _size(config, "centroid_intermediate_top_k", where, 32)
         if vocab_size % num_centroids or num_chosen > num_centroids:
             raise SpecDecError(
-                f"`{where}` has {num_centroids} centroids for {vocab_size} ids, of which {num_chosen} are taken",
-                hint="it is damaged",
+                f"`{where}` has {num_centroids} centroids for {vocab_size} ids, and takes {num_chosen} of these "
+                "centroids",
+                hint="download the head again",
             )
     return HeadConfig(
         directory.expanduser(),
@@ -517,8 +535,8 @@ def _read_mtp(config: dict[str, Any], num_layers: int, directory: Path, where: s
     layers = inner if isinstance(inner, dict) else config
     if num_layers > 1 and any(key in record for record in (config, layers) for key in _SHARE_PARTS):
         raise SpecDecError(
-            f"an MTP head of several layers with one projection is not supported, {num_layers}: {directory}",
-            hint="one of one layer is",
+            f"an MTP head with one projection for its {num_layers} layers is not supported: {directory}",
+            hint="take a model whose MTP head has one layer, or one projection a layer",
         )
     hidden_size, vocab_size = (_size(layers, key, where) for key in ("hidden_size", "vocab_size"))
     sizes = hidden_size, hidden_size, num_layers, vocab_size, vocab_size
@@ -536,7 +554,10 @@ def _eagle3_states(config: dict[str, Any], own: dict[str, Any], where: str) -> t
         if ids is None:
             continue
         if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
-            raise SpecDecError(f"`{where}: {key}` is no list of layers: {shown(ids)}", hint="it is damaged")
+            raise SpecDecError(
+                f"`{where}: {key}` is not a list of layers: {shown(ids)}",
+                hint="download the head again",
+            )
         return tuple(one + after for one in ids)
     return None
 
@@ -547,10 +568,14 @@ def _size(config: dict[str, Any], key: str, where: str, default: int | None = No
         return default
     if type(value) is not int or value < 1:
         raise SpecDecError(
-            f"`{where}: {key}` must be a whole number of at least 1: {shown(value)}", hint="it is damaged"
+            f"`{where}: {key}` must be a whole number of at least 1: {shown(value)}",
+            hint="download the head again",
         )
     if value > (most := _MOST_LAYERS if key.endswith("layers") else _LARGEST_SIZE):
-        raise SpecDecError(f"`{where}: {key}` must be at most {most}: {shown(value)}", hint="it is damaged")
+        raise SpecDecError(
+            f"`{where}: {key}` must be at most {most}: {shown(value)}",
+            hint="download the head again",
+        )
     return value
 
 
@@ -559,7 +584,10 @@ def _scale(config: dict[str, Any], where: str) -> float:
     if value is None:
         return 1.0
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise SpecDecError(f"`{where}: logit_scale` must be a number: {shown(value)}", hint="it is damaged")
+        raise SpecDecError(
+            f"`{where}: logit_scale` must be a number: {shown(value)}",
+            hint="download the head again",
+        )
     return float(value)
 
 
@@ -605,15 +633,15 @@ def check_weights(
     layers = sorted(name for name in found.keys() - wanted.keys() if name.startswith("layers."))
     if layers:
         raise SpecDecError(
-            f"the head has {len(layers)} weights that its config does not speak of, such as "
+            f"the head has {len(layers)} weights that its config does not mention, such as "
             f"{name_in_file(layers[0])}: {config.directory}",
             hint=OF_TWO_HEADS,
         )
     for name, shape in wanted.items():
         if shape != found[name]:
             raise SpecDecError(
-                f"the head has {name_in_file(name)} of {list(found[name])}, and by its config it is of "
-                f"{list(shape)}: {config.directory}",
+                f"the head's {name_in_file(name)} is {list(found[name])}, and should be {list(shape)} by its config: "
+                f"{config.directory}",
                 hint=OF_TWO_HEADS,
             )
 

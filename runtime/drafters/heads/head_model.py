@@ -270,7 +270,8 @@ def output_tensor(config: HeadConfig) -> SourceTensor:
     found = next((named[name] for name in (("lm_head.weight",) if is_there else tied) if name in named), None)
     if found is None or not found.is_float or config.reads_target_output:
         raise SpecDecError(
-            f"the head has no output layer that could be quantized: {config.directory}", hint="draft with it as it is"
+            f"the head has no output layer that could be quantized: {config.directory}",
+            hint="leave the output layer that drafts as it is",
         )
     return found
 
@@ -378,13 +379,14 @@ def _embedding(config: HeadConfig, own: Tensor | None, target: Tensor | None) ->
     found = target if own is None else own
     if found is None:
         raise SpecDecError(
-            f"the head has no embeddings, and its target's are not to be had as they are: {config.directory}",
+            "the head has no embeddings of its own, and the engine has its target's quantized only: "
+            f"{config.directory}",
             hint="take a head with `embed_tokens.weight`",
         )
     if tuple(found.shape) != (config.vocab_size, config.hidden_size):
         raise SpecDecError(
-            f"the head reads embeddings of {[config.vocab_size, config.hidden_size]}, and "
-            f"{'the target has' if own is None else 'its own are'} of {list(found.shape)}: {config.directory}",
+            f"the head reads embeddings {[config.vocab_size, config.hidden_size]}, and "
+            f"{'its target has' if own is None else 'its own are'} {list(found.shape)}: {config.directory}",
             hint="it was trained for another target" if own is None else OF_TWO_HEADS,
         )
     return found
@@ -430,9 +432,9 @@ def _layers_of(config: HeadConfig) -> Any:
         assert all(hasattr(first, name) for name in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"))
     except Exception as error:  # whatever transformers says of a config
         raise SpecDecError(
-            f"the head's layers cannot be made by its config.json, which is of {config.layers['model_type']}: "
-            f"{config.directory}",
-            hint="layers as Llama's and Qwen3's are supported",
+            "the head's layers cannot be made from its config.json, whose model type is "
+            f"{config.layers['model_type']}: {config.directory}",
+            hint="layers like Llama's and Qwen3's are supported",
         ) from error
     return model
 

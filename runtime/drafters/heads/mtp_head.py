@@ -193,7 +193,7 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(one.shape) for name, one in tensors.items()}
 
 
-_MAKE_EAGLE = "leave it out, and an EAGLE-3 head is made"
+_MAKE_EAGLE = "leave the head out, and an EAGLE-3 head is made"
 _NOT_LEARNED = ("e_score_correction_bias", "expert_bias")
 _COPIES = ("embed_tokens.", "shared_head.head.")
 """Copies beside the layer of what the target has."""
@@ -267,7 +267,7 @@ class _OwnLayer:
             name, entry = self.name_in_file(own), self.entries.get(own)
             if name is None or (entry is not None and entry.is_float and entry.shape != weight.shape):
                 raise SpecDecError(
-                    f"an MTP head is not trained here whose weights the model has in another form, {own}: "
+                    f"an MTP head cannot be trained whose weights have another form in the model's files, {own}: "
                     f"{self.config.directory}",
                     hint=_MAKE_EAGLE,
                 )
@@ -285,8 +285,8 @@ def _own_layers(config: HeadConfig) -> list[_OwnLayer]:
         if not own:
             which = "no MTP head" if depth == 0 else f"{depth} MTP layers and not {config.num_layers}"
             raise SpecDecError(
-                f"the model's weights have {which}, of which its config.json speaks: {config.directory}",
-                hint="some who pack models anew leave it out; take the original",
+                f"the model's weights have {which}, as its config.json says: {config.directory}",
+                hint="repackaged models often leave the MTP head out; take the original model",
             )
         layers.append(_OwnLayer(config, depth, own, _config_of_one_layer(config, own)))
     return layers
