@@ -1,7 +1,6 @@
-"""Acceptance statistics of drafts: position by position, for each length of match, of one request and of all.
+"""Acceptance statistics of drafts: by position in the draft and by match length, for one request and for all requests.
 
-What a draft would have yielded is seen from what was generated, whether it was sent or not, because drafts never change
-that.
+A draft never changes what is generated, so the generated tokens tell how right a draft was, also one that was not sent.
 """
 
 from bisect import bisect_right
@@ -29,7 +28,7 @@ _LEAD_MEMORY, _FIRST_LEAD, _LEAST_LEAD, LOOK_INTERVAL = 0.995, 0.1, 0.02, 16
 
 @dataclass
 class _PositionStats:
-    """Numbers of drafts that reached each position, and of those that were right there; both decay."""
+    """Number of drafts that reached each position, and number of drafts that were right there; both counts decay."""
 
     memory: float
     reached: list[float] = field(default_factory=list)
@@ -58,9 +57,9 @@ class _History:
 
 
 class AcceptanceStats:
-    """Remembers drafts, learns what became of them, and says what to expect of the next.
+    """Remembers drafts, learns which of their tokens were right, and predicts how many tokens of the next will be.
 
-    `are_cut`: they are no longer than was asked for, so that of longer ones nothing is known unless they are tried.
+    `are_cut`: a drafter returns no more tokens than it was asked for, so longer drafts have to be tried to be known.
     """
 
     def __init__(self, *, are_cut: bool = False) -> None:
@@ -69,7 +68,7 @@ class AcceptanceStats:
         self._histories: dict[int, _History] = {}
 
     def __len__(self) -> int:
-        """Requests that something is known of."""
+        """Number of requests with a history."""
         return len(self._histories)
 
     def remember(self, sequence: Sequence, tokens: list[int], match_len: int) -> None:
@@ -78,7 +77,7 @@ class AcceptanceStats:
             self._history(sequence).pending.append((len(sequence.tokens), tokens, _class_of(match_len)))
 
     def learn(self, sequence: Sequence) -> None:
-        """Count the drafts that by now are known to be right, or where they went wrong."""
+        """Count the drafts that the tokens generated since have shown to be right or wrong."""
         history = self._histories.get(sequence.request.id)
         if history is None or not history.pending:
             return
@@ -126,11 +125,11 @@ class AcceptanceStats:
 
 
 class Leads:
-    """Choice of the lookups that run, by number, among several: those whose drafts may be the best.
+    """Chooses, among several lookups, which ones to run: those that may find the best draft.
 
-    All of them run at first. The one whose drafts have most correct tokens always runs. Each other one has a lead: how
-    many tokens more were correct than of the best other draft, on average, counted where its draft was chosen. Without
-    a lead it runs for one request in sixteen, by which its lead goes on being learned.
+    All lookups run at first. The lookup whose drafts have most correct tokens always runs. Each other lookup has a
+    lead: by how many tokens its draft was better than the best other draft, on average over the steps where its draft
+    was chosen. A lookup without a lead runs for one request in sixteen, so that its lead is still learned.
     """
 
     def __init__(self, num_lookups: int) -> None:
@@ -146,13 +145,15 @@ class Leads:
         return number == self._num_right.index(max(self._num_right))
 
     def remember(self, sequence: Sequence, chosen: int, drafts: list[tuple[int, Draft]]) -> None:
-        """Remember the drafts of lookups, one of which was chosen; drawn drafts were not weighed."""
+        """Remember the drafts of all lookups of a step, and which was chosen. Drafts drawn from a distribution are left
+        out.
+        """
         if len(drafts) > 1 and all(draft.probs is None for _, draft in drafts):
             found = [(number, draft.tokens) for number, draft in drafts]
             self._pending[sequence.request.id] = len(sequence.tokens), chosen, found
 
     def learn(self, sequence: Sequence) -> None:
-        """Count how right the last drafts were, as far as is known."""
+        """Count how many tokens of the last drafts were right, as far as tokens were generated since."""
         if (pending := self._pending.pop(sequence.request.id, None)) is None:
             return
         start, chosen, drafts = pending
@@ -170,7 +171,7 @@ class Leads:
 
 @cache
 def _first_guesses(kind: int, num: int) -> list[float]:
-    """Prior for the next tokens in order: what was right so far is a match too."""
+    """Prior for the next tokens, in order: the tokens that were right so far count as a match too."""
     return [_FIRST_GUESSES[min(kind + i, MODEL_PRIOR) if kind else 0] for i in range(num)]
 
 

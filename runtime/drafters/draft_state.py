@@ -1,4 +1,4 @@
-"""A draft that a model makes token by token, by the rules of the request that it is for."""
+"""The draft that a model makes for one sequence, token by token, under the sampling parameters of the request."""
 
 from dataclasses import dataclass, field
 
@@ -10,10 +10,11 @@ from runtime.core.sampling import NoValidToken, draw
 
 
 def is_ready(sequence: Sequence, *, use_logits: bool) -> bool:
-    """True if a drafter that goes on from the target's K/V may draft: all but the last token are computed.
+    """True if all tokens but the last have K/V in the target's cache, so that a drafter that reads this cache can
+    draft.
 
-    Drafts that choose what is sampled do not begin before the output does: a prompt that is found again would have one
-    then, and the same prompt at first none, for another text.
+    With `use_logits` no draft is made before the first output token: otherwise a prompt whose K/V are found in the
+    cache would get a draft there and a new prompt would not, and the same seed would give two different texts.
     """
     begins = len(sequence.tokens) == sequence.request.output_start
     return sequence.num_computed == len(sequence.tokens) - 1 and not (use_logits and begins)
@@ -21,11 +22,11 @@ def is_ready(sequence: Sequence, *, use_logits: bool) -> bool:
 
 @dataclass
 class DraftState:
-    """A draft in the making, and the sequence with it as the model sees it.
+    """A draft in the making, and the sequence with this draft appended, as the drafting model sees it.
 
-    Without `use_logits` the model chooses as the target will, with the same noise at each position, so that similar
-    distributions choose the same token. With it the tokens of sampling requests are drawn from the model's own
-    distribution, which the draft carries for rejection sampling.
+    Without `use_logits` the model chooses tokens as the target will, with the same noise at each position, so that
+    similar distributions choose the same token. With `use_logits` the tokens of sampling requests are drawn from the
+    model's own distribution, which the draft carries for rejection sampling.
     """
 
     draft_sequence: Sequence

@@ -1,7 +1,7 @@
 """Drafters of other packages: classes that installed packages name in the entry point group `specdec.drafters`.
 
-A package with the lines below in its pyproject.toml adds a drafter, whose class is described as those of
-`runtime.drafters.specs` are. A package that cannot be used is told in one sentence, and changes nothing.
+A package with the lines below in its pyproject.toml adds a drafter; its class is described like the classes of
+`runtime.drafters.specs`. A package that cannot be used is warned of in one sentence, and changes nothing else.
 
     [project.entry-points."specdec.drafters"]
     echo = "specdec_echo:EchoDrafter"
@@ -77,7 +77,7 @@ def _may_name_drafters(path: Path) -> bool:
 
 
 def _said(error: BaseException) -> str:
-    """An error in one line."""
+    """The error's message in one line."""
     text = error.message if isinstance(error, SpecDecError) else f"{type(error).__name__}: {error}"
     return " ".join(text.split())
 
@@ -89,7 +89,7 @@ def _check_class(spec: Any) -> None:
 
 
 def _check(spec: type[DrafterSpec], others: dict[str, type[DrafterSpec]]) -> None:
-    """SpecDecError unless the class is whole, and has a name, flags and an algorithm that none of the `others` has."""
+    """SpecDecError unless the class is a complete spec whose name, flags and algorithm none of the `others` has."""
     described, abstract = spec.description, sorted(spec.__abstractmethods__)
     if not dataclasses.is_dataclass(spec) or abstract:
         raise SpecDecError(f"the class {spec.__name__} lacks {', '.join(abstract) or '`@dataclass(frozen=True)`'}")
@@ -104,7 +104,9 @@ def _check(spec: type[DrafterSpec], others: dict[str, type[DrafterSpec]]) -> Non
 
 
 def _check_settings(spec: type[DrafterSpec], others: dict[str, type[DrafterSpec]]) -> None:
-    """SpecDecError for a flag that is or may be another's, or for a type that neither flags nor documents have."""
+    """SpecDecError for a flag that another drafter has or may get, or for a type that flags or documents do not
+    support.
+    """
     start = spec.description.name.replace("-", "_") + "_"
     settings = [one for other in others.values() for one in other.settings().values()]
     shared = {one.flag for one in settings} | {one.leader_flag for one in settings}

@@ -32,24 +32,24 @@ class Drafter(Protocol):
 
 
 def check_request(drafter: Drafter | None, request: Request) -> None:
-    """Let a drafter that has a method of this name say, by SpecDecError, that it cannot serve a request."""
+    """Call the drafter's `check_request`, if it has one; it raises SpecDecError for a request that it cannot serve."""
     check = getattr(drafter, "check_request", None)
     if check is not None:
         check(request)
 
 
 def look_ahead(drafter: Drafter, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
-    """Propose a draft as if these tokens came next, for drafters with a method of this name; else an empty draft.
+    """Propose a draft as if these tokens came next, by the drafter's `look_ahead`; an empty draft without such a
+    method.
 
-    It was asked for the sequence before, though perhaps not since its last tokens came, and must not learn from what
-    was drafted, which is not verified yet.
+    The drafter knows the sequence, perhaps not its last tokens, and must not learn from `tokens`: they are unverified.
     """
     ahead = getattr(drafter, "look_ahead", None)
     return Draft([]) if ahead is None else ahead(sequence, drafted, max_draft_len)
 
 
 def check_drafts(drafts: Any, num_sequences: int, max_draft_len: int, vocab_size: int) -> None:
-    """SpecDecError unless these are drafts that the target can take: users write drafters too."""
+    """SpecDecError unless the target can take these drafts: users write drafters too."""
     check_num_drafts(drafts, num_sequences)
     for draft in drafts:
         if not isinstance(draft.tokens, list):
