@@ -1,4 +1,4 @@
-"""Choice of a compiler by default: on a GPU `none`, which is what has been run there."""
+"""The default compiler: on a GPU `none`, the only one that was tried there."""
 
 import warnings
 from collections.abc import Callable
@@ -13,13 +13,13 @@ Made = TypeVar("Made")
 
 
 def compiler_for(device: torch.device, asked: Compiler | None) -> Compiler:
-    """The one that is asked for, or the default: no whole engine was compiled ahead of time on a GPU yet."""
+    """The compiler asked for, or the default: no whole engine has been compiled ahead of time on a GPU yet."""
     return asked or ("aot" if device.type == "cpu" else "none")
 
 
 def as_can_be_made(asked: Compiler | None, compiler: Compiler, make: Callable[[Compiler], Made]) -> Made:
-    """Make an engine with `compiler`, or, where it lacks a C++ compiler and was not asked for, a SpecDecWarning and one
-    with none.
+    """Make an engine with `compiler`. If there is no C++ compiler and the user did not ask for this one, warn and make
+    an engine with `none`.
     """
     try:
         return make(compiler)
