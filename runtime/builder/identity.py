@@ -63,7 +63,7 @@ class BitSums:
 
 
 def _place(weight: Tensor) -> tuple[int, int]:
-    """Address of a weight's memory; some weights have none."""
+    """Address and number of elements of a weight's memory, by which the weight is recognised."""
     return weight.data_ptr(), weight.numel()
 
 

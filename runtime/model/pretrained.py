@@ -656,7 +656,9 @@ def why_positions_end(config: PreTrainedConfig) -> str:
 
 
 def wrong_turns(config: PreTrainedConfig) -> str:
-    """What is wrong with a config's rotary positions: a part of a head that they do not fit, or no part at all."""
+    """What is wrong with the sizes of a config's rotary positions, such as an odd `rotary_dim`; empty if they fit the
+    heads.
+    """
     if isinstance(odd := getattr(config, "rotary_dim", None), int) and odd % 2:
         return f"`rotary_dim` {odd} is odd, and positions turn pairs of numbers"
     rope = getattr(config, "rope_parameters", None) or {}

@@ -72,7 +72,7 @@ def placeholders_of_pieces(
     state_dict: dict[str, Tensor], splitting: Splitting, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Take a rank's pieces of split weights out of its tensors and return them by name; while the model is loaded,
-    tensors on `meta` with the whole shapes take their place.
+    tensors with the whole shapes, which take no memory, stand in their place.
     """
     pieces = {name: state_dict.pop(name) for name in list(state_dict) if splitting.is_cut(name)}
     for name, piece in pieces.items():

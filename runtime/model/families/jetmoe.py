@@ -46,8 +46,8 @@ class JetMoe(Replaced):
 
 
 class JetMoeAttention(Replaced):
-    """Each chosen expert computes query heads, so a token has as many copies of the K/V heads as it has chosen
-    experts.
+    """The query heads that share a K/V head, one for each chosen expert, lie side by side, so K/V heads are not
+    repeated.
     """
 
     experts: Any
