@@ -63,7 +63,7 @@ class RequestFile:
     places: list[Place]
 
     def read(self, places: Sequence[Place]) -> Iterator[BatchRequest]:
-        """Requests at these places; SpecDecError if the file is no longer what it was."""
+        """Read the requests at these places; SpecDecError if the file has changed."""
         try:
             with self.path.open("rb") as file:
                 for place in places:
@@ -80,7 +80,7 @@ class RequestFile:
 
 
 def look_through(path: Path, job: str) -> RequestFile:
-    """SpecDecError names the line of what is no request, or has the `custom_id` of another."""
+    """Check the file; SpecDecError names a line that is not a request, or that has the `custom_id` of another line."""
     places: list[Place] = []
     lines: dict[str, int] = {}
     start = 0
@@ -139,7 +139,7 @@ def _openai_request(row: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
 
 
 def _plain_request(row: dict[str, Any], number: int) -> tuple[Any, Any, Any, Any]:
-    """A body without what OpenAI has around it; its name, if it has none, is its line's."""
+    """A request from a plain prompt, without OpenAI's wrapper; without a name it gets its line number."""
     body = {name: value for name, value in row.items() if name != "custom_id"}
     url = next((url for name, url in _URLS.items() if name in body), None)
     return row.get("custom_id", f"line-{number}"), "POST", url or "none", None if url is None else body
@@ -208,7 +208,7 @@ class Results:
         return [place for place in self._places if place.id not in self._lines]
 
     def append(self, request_id: str, line: bytes, *, is_error: bool) -> None:
-        """Keep a result: after a kill it is there, and after a power failure if it is older than a second."""
+        """Append a result: it survives a kill, and after a second also a power failure."""
         if request_id in self._lines:
             return
         self._file.write(line + b"\n")
@@ -233,7 +233,7 @@ class Results:
         self._partial.unlink()
 
     def leave(self) -> None:
-        """Let nothing behind where nothing was done."""
+        """Remove the partial file if nothing was written to it."""
         if os.fstat(self._file.fileno()).st_size:  # an interrupt may have come right after a line was written
             self.flush()
         else:
@@ -329,7 +329,7 @@ def _locked(path: Path) -> Iterator[BinaryIO]:
 
 
 def _result_of(line: bytes) -> _Result | None:
-    """The result on a whole line; None for one that is torn, or no result."""
+    """The result on a complete line; None for a torn line, or another content."""
     if not line.endswith(b"\n"):
         return None
     try:

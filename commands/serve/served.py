@@ -91,7 +91,7 @@ class ServedModel:
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        """Their ids by what they are called, such as `</s>`."""
+        """Special tokens' ids by name, such as `</s>`."""
         return special_token_ids(self.tokenizer)
 
     @cached_property
@@ -116,17 +116,17 @@ class ServedModel:
         }
 
     def check_name(self, name: str | None) -> None:
-        """HTTPError for another model's."""
+        """HTTPError for the name of another model."""
         if name is not None and name not in self.names:
             raise HTTPError(404, f"the model `{name[:200]}` does not exist", param="model", code="model_not_found")
 
     @property
     def max_text_len(self) -> int:
-        """Characters that as many tokens as there is room for can have."""
+        """Number of characters that the longest text of `max_model_len` tokens can have."""
         return self.max_model_len * self._longest_token
 
     def check_text_len(self, num_characters: int, param: str) -> None:
-        """HTTPError for a text that cannot be short enough, whatever its tokens are: before time is spent on it."""
+        """HTTPError for a text with more characters than any tokens that fit could have, before it is tokenized."""
         if num_characters > self.max_text_len:
             raise HTTPError(
                 400,

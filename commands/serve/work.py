@@ -36,10 +36,10 @@ _HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::\d*)?")
 
 
 class Guard:
-    """Compares the key in constant time, and refuses pages of other origins unless they are allowed.
+    """Checks a request's API key, in constant time, and refuses pages from other origins unless they are allowed.
 
-    A server that only its machine reaches is asked by that machine's names: a page whose own name leads there (DNS
-    rebinding) would be of the same origin.
+    A server that only its own machine can reach answers only to that machine's names: otherwise a page whose host name
+    leads there (DNS rebinding) would count as the same origin.
     """
 
     def __init__(

@@ -52,7 +52,9 @@ class NoValidToken(SpecDecError):
 
 
 def no_token_left(position: int, fields: Seq[str]) -> NoValidToken:
-    """`fields` of the request forbid tokens, such as `regex` and `allowed_token_ids`, and together all of them."""
+    """The error for a position at which `fields` of the request, such as `regex` and `allowed_token_ids`, together
+    forbid all tokens.
+    """
     names, leave = [grammar_name(name) for name in fields], "leaves none" if len(fields) == 1 else "leave none"
     return NoValidToken(
         position,

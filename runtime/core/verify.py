@@ -32,7 +32,9 @@ def verify_all(
 
 
 def compute_masks_ahead(sequences: Seq[Sequence], drafts: Seq[Draft]) -> None:
-    """Begin to compute the masks that `verify_all` of these applies, while the target computes."""
+    """Begin to compute the grammar masks that `verify_all` will apply to these drafts, while the target computes its
+    step.
+    """
     for sequence, draft in zip(sequences, drafts, strict=True):
         matcher = sequence.sampler.matcher
         if matcher is not None and not _is_by_probs(sequence, draft):

@@ -111,7 +111,7 @@ def _inputs(template: str, body: Conversation) -> TemplateInputs:
 
 
 def has_effort(template: str) -> bool:
-    """True if a chat template says how much is to be thought."""
+    """True if the chat template uses `reasoning_effort`."""
     return "reasoning_effort" in template
 
 
@@ -123,7 +123,7 @@ def _tool_document(tool: FunctionTool) -> dict[str, Any]:
 
 
 def _messages(body: Conversation) -> list[Message]:
-    """The messages as templates read them; HTTPError for calls that are not answered, and answers to none."""
+    """Messages in the form that templates read; HTTPError for calls without answers, and answers without calls."""
     said: list[Message] = []
     names: dict[str, str] = {}
     unanswered: list[str | None] = []
@@ -185,7 +185,7 @@ def _call_document(call: MessageCall, place: str, field: str) -> dict[str, Any]:
 
 
 def _as_template_has_it(template: str, messages: list[Message]) -> list[Message]:
-    """Messages with what templates differ in: DeepSeek's knows a call by a message without content, gpt-oss's has
+    """Messages adapted to the template: DeepSeek's recognises a call by a message without content, gpt-oss's reads
     `thinking`.
     """
     has_none = "content'] is none" in template or "content is none" in template
@@ -202,7 +202,9 @@ def _as_template_has_it(template: str, messages: list[Message]) -> list[Message]
 
 
 def _with_system_first(messages: list[Message]) -> list[Message]:
-    """System messages after the first message as the user's, for templates that refuse them: agents send reminders."""
+    """System messages behind the first message become user messages, for templates that refuse them: agents send
+    reminders.
+    """
     return [
         {"role": "user", "content": message["content"]} if i and message["role"] == "system" else message
         for i, message in enumerate(messages)
@@ -210,7 +212,7 @@ def _with_system_first(messages: list[Message]) -> list[Message]:
 
 
 def _alternating(messages: list[Message]) -> list[Message]:
-    """Messages of the user that follow each other as one, for templates that refuse them: agents send several."""
+    """Join neighbouring user messages, for templates that refuse several in a row: agents send them."""
     merged: list[Message] = []
     for message in messages:
         if merged and message["role"] == merged[-1]["role"] == "user":
@@ -221,7 +223,9 @@ def _alternating(messages: list[Message]) -> list[Message]:
 
 
 def tools_of(body: Conversation) -> tuple[Tool, ...]:
-    """The functions that may be called; HTTPError for two of one name, or a choice of none of them."""
+    """The functions that may be called; HTTPError for two with the same name, or a `tool_choice` that names none of
+    them.
+    """
     tools = [
         Tool(one.function.name, one.function.parameters or {}, bool(one.function.strict)) for one in body.callable_tools
     ]
@@ -273,12 +277,12 @@ def _prompt_end(served: ServedModel, prompt: Seq[int]) -> str:
 
 
 def is_in_reasoning(served: ServedModel, form: OutputForm, prompt: Seq[int]) -> bool:
-    """True if the prompt has opened what is thought."""
+    """True if the prompt ends within the model's reasoning."""
     return form.reasoning is not None and form.is_in_reasoning(_prompt_end(served, prompt))
 
 
 def form_grammar(served: ServedModel, body: ChatRequest, prompt: Seq[int]) -> CompiledGrammar | None:
-    """Grammar of the answer's calls, or of its JSON after what is thought; None where nothing is held to a form."""
+    """Grammar for the answer's calls, or for its JSON after the reasoning; None where nothing is constrained."""
     tools = tools_of(body)
     form = output_form(served, body)
     in_reasoning = is_in_reasoning(served, form, prompt)
@@ -337,7 +341,9 @@ def _check_schema(served: ServedModel, tool: Tool) -> None:
 
 
 def _after_thought(served: ServedModel, body: ChatRequest, form: OutputForm) -> CompiledGrammar | None:
-    """JSON by a schema after what the prompt has begun to think; other forms hold from the first token."""
+    """Grammar for JSON under a schema after the reasoning that the prompt began; other forms apply from the first
+    token.
+    """
     (_, kind, value), *_ = body.forms
     if kind != "json_schema" or form.reasoning is None:
         return None
@@ -355,7 +361,7 @@ class _TooLong(BaseException):
 
 @contextmanager
 def ended_after(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block when it has computed in Python for so long: templates are programs with loops."""
+    """Raise TimeoutError in the block after so many seconds of Python: templates are programs with loops."""
     thread, lock, is_over = threading.get_ident(), threading.Lock(), False
 
     def end() -> None:
