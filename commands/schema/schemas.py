@@ -9,6 +9,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from commands.batch.document import BatchDocument
 from commands.bench.work import BenchDocument
 from commands.build.report import BuildDocument, ConvertDocument
+from commands.cache.models import ListDocument
 from commands.cache.report import CacheListDocument, CachePruneDocument
 from commands.compare.report import CompareDocument
 from commands.corpus.report import CorpusDocument
@@ -30,6 +31,7 @@ DOCUMENTS: dict[str, type[Record]] = {
     "convert": ConvertDocument,
     "corpus": CorpusDocument,
     "doctor": DoctorDocument,
+    "list": ListDocument,
     "run": RunDocument,
     "summarize": SummarizeDocument,
     "train": TrainDocument,

@@ -95,7 +95,7 @@ def _verify_probs(sampler: Sampler, prefix: list[int], draft: Draft, logits: Ten
     """
     assert draft.probs is not None
     start, prefix = len(prefix), list(prefix)
-    share, num_accepted, weights = 1.0, 0, None
+    share, num_accepted, weights = 1.0, 0, logits[0]
     for i, token in enumerate(draft.tokens):
         try:
             target_probs = sampler.probs(prefix, logits[i])

@@ -291,14 +291,6 @@ def no_compiler() -> SpecDecError:
     )
 
 
-def compiled_by() -> tuple[str, ...]:
-    """Everything besides the sources that determines the compiled kernels: compiler, flags, and the kernels
-    they call.
-    """
-    compiler = cxx_compiler()
-    return _sources(), compiler, _toolchain(compiler), torch.__version__, processor()
-
-
 def _sources() -> str:
     """A digest of the kernels' source."""
     return digest(file.read_text() for file in (*_SOURCES, *_HEADERS))

@@ -1,7 +1,7 @@
-"""Experts of a mixture by the CPU kernel, registered with transformers. A token's products do not depend on which
-experts other tokens use, to the last bit.
+"""Experts of a mixture by the CPU kernel, registered with transformers: a token's products are those of a linear layer,
+and their bits do not depend on which experts others ask.
 
-Only steps compiled ahead of time use them: the compiler packs the weights once, in the graph.
+Only token programs have them: weights are packed in the graph, once when an engine is built.
 """
 
 from collections.abc import Iterator
