@@ -811,7 +811,7 @@ def _show_progress(num_outputs: int, stack: ExitStack) -> OnTokens:
 
 
 def _draft_output(options: dict[str, Any]) -> DraftOutputSettings:
-    """Take the options of layers that draft."""
+    """Take out of the options those about the output layer and the other layers that draft."""
     vocab, *others = (options.pop(f"draft_{name}", None) for name in ("vocab", "vocab_size", "output_layer", "layers"))
     return DraftOutputSettings(None if vocab is None else str(vocab), *others)
 

@@ -78,7 +78,7 @@ class OwnLength(Lenient):
 
 
 def _config_fields() -> dict[str, Any]:
-    """A field for each lookup: what its flag takes."""
+    """One field of the body for each lookup; its value is the list that the lookup's flag takes."""
     fields: dict[str, Any] = {}
     for spec in lookups():
         form = spec.description.form
