@@ -41,6 +41,9 @@ from runtime.engine.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
 from runtime.loop.compatibility import TargetIdentity, check_corpora
 from runtime.loop.opening import Opening, open_drafter
 from runtime.loop.session import Session
+from runtime.proof.fingerprint import fingerprint_of
+from runtime.proof.receipts import receipt_of
+from runtime.proof.records import Fingerprint
 from runtime.text.chat import ChatTemplate, Message, TemplateInputs
 from runtime.text.text import (
     StopWords,
@@ -62,6 +65,8 @@ from runtime.util.locks import MODEL_INIT_LOCK
 
 if TYPE_CHECKING:
     from runtime.loop.lossless.results import LosslessCheck
+    from runtime.proof.check import Checker
+    from runtime.proof.records import Rule
 
 Prompt = str | Seq[int]
 """A text, or the ids of its tokens."""
@@ -89,10 +94,11 @@ class EngineOptions(TypedDict, total=False):
 
 
 class _Asked(NamedTuple):
-    """Prompt of a request, and its index."""
+    """Prompt of a request, its index, and whether its outputs have receipts."""
 
     prompt_index: int
     prompt: Prompt
+    with_receipt: bool
 
 
 class LLM:
@@ -189,7 +195,10 @@ class LLM:
         session = self.session(drafter, draft_len_mode)
         asked, requests = self._requests(prompts, sampling_params)
         generation = session.run(requests)
-        return [self.output(s, asked[s.request.id].prompt) for s in generation.sequences]
+        return [
+            self.output(s, asked[s.request.id].prompt, with_receipt=asked[s.request.id].with_receipt)
+            for s in generation.sequences
+        ]
 
     def stream(
         self,
@@ -426,7 +435,18 @@ class LLM:
         """The text of an output without end ids and what follows a stop word; None without a tokenizer."""
         return sequence_text(self.tokenizer, sequence)
 
-    def output(self, sequence: Sequence, prompt: Prompt) -> Output:
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """The engine's fingerprint. The first time it takes two steps."""
+        return fingerprint_of(self.engine, self.tokenizer)
+
+    def checker(self, rule: "Rule | None" = None) -> "Checker":
+        """A checker of receipts (`runtime.proof.check`); `rule` None: the one that fits each."""
+        from runtime.proof.check import Checker  # not for a first answer
+
+        return Checker(self.engine, self.tokenizer, self.fingerprint, lambda form: self.grammars.compiled(form), rule)
+
+    def output(self, sequence: Sequence, prompt: Prompt, *, with_receipt: bool = False) -> Output:
         request = sequence.request
         return Output(
             request.return_index,
@@ -438,6 +458,7 @@ class LLM:
             sequence.stats,
             None if request.num_logprobs is None else sequence.logprobs,
             torch.stack(sequence.logits) if request.keep_logits else None,
+            receipt_of(sequence, self.fingerprint).as_json() if with_receipt else None,
         )
 
     def _requests(
@@ -457,7 +478,7 @@ class LLM:
                 template = dataclasses.replace(template, max_new_tokens=max(room, 1))
             for index in range(one.n):
                 requests.append(template.with_prompt(len(requests), tokens, index))
-                asked.append(_Asked(prompt_index, prompt))
+                asked.append(_Asked(prompt_index, prompt, one.receipt))
         return asked, requests
 
     def _pieces(self, session: Session, requests: list[Request], asked: list[_Asked]) -> Generator[Piece]:

@@ -30,16 +30,20 @@ from commands.bench.command import bench
 from commands.build.command import build
 from commands.cache.command import list_engines, prune
 from commands.chat.command import chat
+from commands.check.command import check
 from commands.compare.command import compare
 from commands.convert.command import convert
 from commands.corpus.command import create, merge, stats
 from commands.doctor.command import doctor
+from commands.fingerprint.command import fingerprint
 from commands.integrity.command import verify
 from commands.options.hints import hint_of, message_of, usage_message
 from commands.options.shared import COMMON
 from commands.options.spellings import empty_value, normalize_name, one_value_each, split_flags_without_effect
 from commands.output.help import sort_by_panel
 from commands.output.output import fail, say_interrupted, warn
+from commands.predict.command import predict
+from commands.regress.command import regress
 from commands.run.command import run
 from commands.schema.command import schema
 from commands.serve.command import serve
@@ -118,6 +122,22 @@ _EXAMPLES = {
         "specdec doctor --engine-dir engine --draft-engine-dir draft-engine --draft-target-model-config "
         '"[4,[0],[0],False]"',
     ),
+    check: (
+        "specdec check receipts.jsonl --model-dir demo",
+        "specdec check receipts.jsonl --engine-dir engine --report check.html",
+    ),
+    regress: (
+        "specdec regress --traces old.jsonl --engine-dir engine-int4 --against engine --report int4.html",
+        "specdec regress --traces receipts.jsonl --model-dir demo --max-diverged 2%",
+    ),
+    fingerprint: (
+        "specdec fingerprint --model-dir demo --json > here.json",
+        "specdec fingerprint --engine-dir engine --expect there.json",
+    ),
+    predict: (
+        "specdec predict --traces traces.jsonl --costs other-engine/config.json",
+        "specdec predict --traces traces.jsonl --costs other-engine/config.json --batch-size 4 --json",
+    ),
     verify: ("specdec verify engine", "specdec verify ~/.cache/specdec --json"),
     schema: ("specdec schema", "specdec schema run > run.schema.json"),
 }
@@ -191,7 +211,21 @@ class _Command(TyperCommand):
             raise
 
 
-_COMPUTING = {"convert", "build", "run", "chat", "serve", "batch", "summarize", "tune", "train", "doctor"}
+_COMPUTING = {
+    "convert",
+    "build",
+    "run",
+    "chat",
+    "serve",
+    "batch",
+    "summarize",
+    "tune",
+    "train",
+    "doctor",
+    "check",
+    "regress",
+    "fingerprint",
+}
 _SHOWS_ALL = "specdec.shows_all_flags"
 
 
@@ -225,7 +259,7 @@ app = typer.Typer(
     name="specdec",
     cls=_Group,
     help="Speculative decoding for Hugging Face models: convert, build, run, chat, serve, batch, summarize, compare, "
-    "tune, train, doctor; corpora; the cache; verify; schema; bench.",
+    "tune, train, doctor, check, regress, fingerprint, predict; corpora; the cache; verify; schema; bench.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -264,6 +298,10 @@ for _command in (
     tune,
     train,
     doctor,
+    check,
+    regress,
+    fingerprint,
+    predict,
     verify,
     schema,
     bench,

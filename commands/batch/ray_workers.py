@@ -27,6 +27,7 @@ from commands.output.output import Output, warn
 from runtime.builder.engine_cache import engine_of_checkpoint
 from runtime.checkpoint.bundle import read_bundle
 from runtime.checkpoint.config import BuildConfig
+from runtime.proof.records import Fingerprint, differences
 from runtime.util.errors import SpecDecError
 
 _DEFAULT_NUM_WORKERS = 2
@@ -40,6 +41,11 @@ class Model(Protocol):
     @property
     def window(self) -> int:
         """Requests that it takes at a time."""
+        ...
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """The engine's: workers whose bits differ do not share a work."""
         ...
 
     @property
@@ -89,6 +95,7 @@ class Opened:
 
     worker: str
     window: int = 0
+    fingerprint: Fingerprint | None = None
     error: str | None = None
     hint: str | None = None
 
@@ -117,7 +124,7 @@ class Worker:
             self._model = self._stack.enter_context(open_anywhere(work, wanted, build))
         except SpecDecError as error:
             return Opened(self._name, error=f"{error.message} (on {socket.gethostname()})", hint=error.hint)
-        return Opened(self._name, self._model.window)
+        return Opened(self._name, self._model.window, self._model.fingerprint)
 
     async def answer(self, request: Any) -> Any:
         assert self._model is not None
@@ -188,8 +195,11 @@ class _Member:
 class RayCrew:
     """The workers of a cluster, as they come and go."""
 
-    def __init__(self, work: WorkerJob, num_workers: int, num_cpus: int) -> None:
-        self._num_workers, self._num_cpus = num_workers, num_cpus
+    def __init__(self, work: WorkerJob, num_workers: int, num_cpus: int, *, allow_mixed: bool = False) -> None:
+        """`allow_mixed`: engines of workers may give different bits, so that results depend on who made them."""
+        self._num_workers, self._num_cpus, self._allow_mixed = num_workers, num_cpus, allow_mixed
+        self._fingerprint: Fingerprint | None = None
+        """That of the first worker."""
         session = work.job.choice
         config = read_bundle(session.engine_dir).config
         self._on_gpu = config.environment.device == "cuda"
@@ -250,12 +260,24 @@ class RayCrew:
 
     def _let_in(self, member: _Member, opened: Opened) -> None:
         if opened.error is None:
+            self._compare(opened)
             member.worker, member.window = opened.worker, opened.window
             return
         self._members.remove(member)
         if not self._members:
             raise SpecDecError(f"no worker could open the model: {opened.error}", hint=opened.hint)
         warn(f"a worker could not open the model: {opened.error}")
+
+    def _compare(self, opened: Opened) -> None:
+        """SpecDecError for a worker whose engine gives other bits than the first one's; a warning if it may."""
+        ours, theirs = self._fingerprint, opened.fingerprint
+        if ours is None or theirs is None or ours.logits == theirs.logits:
+            self._fingerprint = ours or theirs
+            return
+        what = f"workers give different bits, {opened.worker}: {'; '.join(differences(theirs, ours))}"
+        if not self._allow_mixed:
+            raise SpecDecError(what, hint="use machines of one kind; or `--allow-mixed`")
+        warn(what)
 
     def _replace(self, member: _Member, how: str) -> list[NotAnswered]:
         self._num_deaths += 1
@@ -283,7 +305,7 @@ def ray_crew(work: WorkerJob, options: ClusterOptions, num_requests: int) -> Ite
     with connected(options.ray):
         num_cpus = options.cpus_per_worker or _equal_share(num_workers)
         _check_room(num_cpus)
-        crew = RayCrew(work, num_workers, num_cpus)
+        crew = RayCrew(work, num_workers, num_cpus, allow_mixed=options.allow_mixed)
         crew.wait_until_one_is_open()
         yield crew
 

@@ -10,33 +10,44 @@ from commands.batch.document import BatchDocument
 from commands.bench.work import BenchDocument
 from commands.build.report import BuildDocument, ConvertDocument
 from commands.cache.report import CacheListDocument, CachePruneDocument
+from commands.check.document import CheckDocument
 from commands.compare.report import CompareDocument
 from commands.corpus.report import CorpusDocument
 from commands.doctor.document import DoctorDocument
+from commands.fingerprint.report import FingerprintDocument
 from commands.integrity.report import VerifyDocument
 from commands.output.documents.records import Record
+from commands.predict.report import PredictDocument
+from commands.regress.document import RegressDocument
 from commands.run.document import RunDocument
 from commands.summarize.document import SummarizeDocument
 from commands.train.document import TrainDocument
 from commands.tune.document import TuneDocument
+from runtime.proof.records import Receipt
 
-DOCUMENTS: dict[str, type[Record]] = {
+DOCUMENTS: dict[str, type[Record] | type[Receipt]] = {
     "batch": BatchDocument,
     "bench": BenchDocument,
     "build": BuildDocument,
     "cache_list": CacheListDocument,
     "cache_prune": CachePruneDocument,
+    "check": CheckDocument,
     "compare": CompareDocument,
     "convert": ConvertDocument,
     "corpus": CorpusDocument,
     "doctor": DoctorDocument,
+    "fingerprint": FingerprintDocument,
+    "predict": PredictDocument,
+    "receipt": Receipt,
+    "regress": RegressDocument,
     "run": RunDocument,
     "summarize": SummarizeDocument,
     "train": TrainDocument,
     "tune": TuneDocument,
     "verify": VerifyDocument,
 }
-"""Name of a schema -> record of the document: `cache_list` for `specdec cache list`; `corpus` prints one kind."""
+"""Name of a schema -> record of the document: `cache_list` for `specdec cache list`; `corpus` prints one kind.
+`receipt` is a line of a file of receipts."""
 
 
 class _Schema(GenerateJsonSchema):
@@ -61,7 +72,8 @@ class _Schema(GenerateJsonSchema):
 
 def schema_of(name: str) -> dict[str, Any]:
     """The JSON schema of the document `name`, a key of `DOCUMENTS`."""
-    schema = DOCUMENTS[name].model_json_schema(schema_generator=_Schema)
+    document = DOCUMENTS[name]
+    schema = TypeAdapter(document).json_schema(schema_generator=_Schema)
     definitions = schema.pop("$defs", {})
-    title = f"specdec {name.replace('_', ' ')} --json"
+    title = f"specdec {name.replace('_', ' ')}" + (" --json" if issubclass(document, Record) else "")
     return {"$schema": _Schema.schema_dialect, **schema, "title": title, "$defs": definitions}

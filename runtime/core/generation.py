@@ -97,6 +97,8 @@ class Output:
     """Log-probabilities of each token, if `SamplingParams.logprobs` asks for them."""
     generation_logits: Tensor | None = None
     """(num_tokens, vocab) float32, where `SamplingParams.return_generation_logits` asks for them."""
+    receipt: dict[str, Any] | None = None
+    """JSON object that says all the tokens follow from, where `SamplingParams.receipt` asks for it."""
 
 
 @dataclass(frozen=True)

@@ -48,10 +48,15 @@ _SLOW = "its steps take too long, as an ambiguous grammar's do"
 
 
 class CompiledGrammar:
-    """A grammar for a vocabulary of `vocab_size` ids, and the text's start in it, which takes `num_bytes`."""
+    """A grammar for a vocabulary of `vocab_size` ids, and the text's start in it, which takes `num_bytes`.
 
-    def __init__(self, start: "LLMatcher", vocab_size: int, eos_tokens: Seq[int], num_bytes: int = 0) -> None:
-        self.vocab_size, self.num_bytes = vocab_size, num_bytes
+    `form` is the grammar that was compiled.
+    """
+
+    def __init__(
+        self, form: Grammar, start: "LLMatcher", vocab_size: int, eos_tokens: Seq[int], num_bytes: int = 0
+    ) -> None:
+        self.form, self.vocab_size, self.num_bytes = form, vocab_size, num_bytes
         self.eos_tokens = [token for token in eos_tokens if token < vocab_size]
         self._start = start
 
@@ -357,7 +362,7 @@ class Grammars:
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         vocabulary = self._read_vocabulary()
         if self._prover is None:
-            return CompiledGrammar(_start_here(vocabulary, grammar), self._vocab_size, vocabulary.eos_tokens)
+            return CompiledGrammar(grammar, _start_here(vocabulary, grammar), self._vocab_size, vocabulary.eos_tokens)
         proof = self._prover.prove(grammar.kind, grammar.text)
         is_slow = proof.seconds > _QUICK_S
         with self._lock:
@@ -371,7 +376,7 @@ class Grammars:
         finally:
             with self._lock:
                 self._num_slow -= is_slow
-        return CompiledGrammar(start, self._vocab_size, vocabulary.eos_tokens, proof.num_bytes)
+        return CompiledGrammar(grammar, start, self._vocab_size, vocabulary.eos_tokens, proof.num_bytes)
 
     def prepare(self) -> None:
         """Read the vocabulary, for which other threads wait: 1 s for 128,000 tokens."""

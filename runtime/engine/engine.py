@@ -490,6 +490,17 @@ class Engine:
         sequence.num_computed += num_tokens
         return logits
 
+    def forward_contexts(self, sequences: Seq[Sequence], num_tokens: Seq[int], num_logits: Seq[int]) -> list[Tensor]:
+        """`forward_context` of several sequences at once: the next `num_tokens[i]` tokens of sequence i, and
+        [num_logits[i], vocab] logits after the last of them.
+        """
+        asked = zip(sequences, num_tokens, num_logits, strict=True)
+        rows = [dataclasses.replace(context_row(one, num), num_logits=logits) for one, num, logits in asked]
+        all_logits = self._forward_apart(rows)
+        for sequence, row in zip(sequences, rows, strict=True):
+            sequence.num_computed += len(row.tokens)
+        return all_logits
+
     def occupy_cache(self, blocks: range) -> None:
         """Have these blocks of the K/V cache in memory, as if they were in use: for measuring."""
         self.check_is_open()
