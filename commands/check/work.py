@@ -12,8 +12,8 @@ import typer
 from markupsafe import Markup
 from rich.table import Table
 
-from commands.check.command import CheckOptions
 from commands.check.document import CheckDocument, CheckTotal
+from commands.check.flags import CheckOptions
 from commands.options.engine_choice import EngineChoice
 from commands.options.sessions import engines_made, open_engine
 from commands.output.documents.records import document_head

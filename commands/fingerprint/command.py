@@ -1,27 +1,9 @@
 """`specdec fingerprint`, its flags: do two machines, versions or builds give the same bits?"""
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
-
+from commands.fingerprint.flags import FingerprintOptions
 from commands.options.engine_choice import TargetOptions
 from commands.options.expand import expand_groups
-from commands.output.help import INPUT, option
 from commands.output.output import Output, check_readable
-
-
-@dataclass(frozen=True)
-class FingerprintOptions:
-    """What the fingerprint is compared with."""
-
-    expect: Annotated[
-        Path | None,
-        option(
-            INPUT,
-            "Another engine's fingerprint, as `fingerprint --json` printed it; exit 1 if the bits differ.",
-            metavar="FILE.json",
-        ),
-    ] = None
 
 
 @expand_groups

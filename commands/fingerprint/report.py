@@ -6,7 +6,7 @@ from typing import Literal
 import typer
 from pydantic import Field
 
-from commands.fingerprint.command import FingerprintOptions
+from commands.fingerprint.flags import FingerprintOptions
 from commands.options.engine_choice import EngineChoice
 from commands.output.documents.records import Head, document_head
 from commands.output.output import Output

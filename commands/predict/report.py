@@ -9,7 +9,7 @@ from rich.table import Table
 from commands.options.drafter_flags import written_flags
 from commands.output.documents.records import Head, Record, document_head
 from commands.output.output import Output, number, percent
-from commands.predict.command import PredictOptions
+from commands.predict.flags import PredictOptions
 from runtime.checkpoint.config import Count, MachineSpeed, Measure, Share, Size
 
 _MOST_SHOWN = 8
@@ -19,7 +19,7 @@ _MAX_NUM_TOKENS = 512
 class Predicted(Record):
     """A way to draft, and its time on the other machine."""
 
-    flags: list[str] = Field(description="of `run`; empty without a drafter")
+    flags: str = Field(description="of `run`; empty without a drafter")
     seconds: Measure = Field(description="for all outputs")
     tokens_per_second: Measure
     speedup: Measure = Field(description="over no drafter")
@@ -90,7 +90,7 @@ def _show(document: PredictDocument, costs: Path, output: Output) -> None:
         column.justify = "right"
     for one in document.predicted[:_MOST_SHOWN]:
         table.add_row(
-            " ".join(one.flags) or "none",
+            one.flags or "none",
             number(one.tokens_per_second, 1),
             f"{one.speedup:.2f}x",
             number(one.tokens_per_step),
@@ -98,7 +98,5 @@ def _show(document: PredictDocument, costs: Path, output: Output) -> None:
         )
     output.result(table)
     best = document.predicted[0]
-    verdict = (
-        f"it pays there: {best.speedup:.2f}x with {' '.join(best.flags)}" if document.pays else "no drafter pays there"
-    )
+    verdict = f"it pays there: {best.speedup:.2f}x with {best.flags}" if document.pays else "no drafter pays there"
     output.result(f"{verdict} ({document.num_output_tokens:,} tokens of {document.num_traces:,} outputs replayed)")

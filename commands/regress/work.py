@@ -17,14 +17,14 @@ from commands.output.documents.records import document_head
 from commands.output.documents.settings import EngineRecord
 from commands.output.html.page import page
 from commands.output.output import Output, number, percent
-from commands.regress.command import RegressOptions
 from commands.regress.document import RegressAnswer, RegressDocument, RegressPosition, RegressTotal
+from commands.regress.flags import RegressOptions
 from commands.summarize.rouge import rouge_scores
 from runtime.checkpoint.bundle import read_bundle
 from runtime.core.request import Request
 from runtime.llm import LLM
 from runtime.proof.regress import Compared, Comparison, OldAnswer, generate_new, read_old_answers
-from runtime.text.text import decode, output_text
+from runtime.text.text import decode, output_text, stop_words_of
 from runtime.text.traces import read_trace
 from runtime.util.errors import SpecDecError
 from runtime.util.files import write_file
@@ -165,9 +165,13 @@ def _answer(one: Compared, *, has_kl: bool) -> RegressAnswer:
 def _rouge(llm: LLM, done: list[Compared]) -> dict[str, float] | None:
     if llm.tokenizer is None or not done:
         return None
-    olds = [output_text(llm.tokenizer, list(one.output)) or "" for one in done]
-    news = [output_text(llm.tokenizer, one.new_output or list(one.output)) or "" for one in done]
+    olds = [_text(llm, one, list(one.output)) for one in done]
+    news = [_text(llm, one, one.new_output or list(one.output)) for one in done]
     return rouge_scores(news, olds)
+
+
+def _text(llm: LLM, one: Compared, output: list[int]) -> str:
+    return output_text(llm.tokenizer, output, stop_words_of(one.request), one.request.prompt_tokens) or ""
 
 
 def _show(document: RegressDocument, llm: LLM, compared: list[Compared], output: Output) -> None:

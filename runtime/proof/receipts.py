@@ -106,12 +106,21 @@ def rows_in(data: Any) -> Iterator[dict[str, Any]]:
     if isinstance(data.get("fingerprint"), dict):
         yield data
         return
-    response = data.get("response")
-    body = response.get("body") if isinstance(response, dict) else data
-    choices = body.get("choices") if isinstance(body, dict) else None
-    for choice in choices if isinstance(choices, list) else []:
-        if isinstance(choice, dict) and isinstance(choice.get("receipt"), dict):
+    for choice in choices_of(body_of(data)):
+        if isinstance(choice.get("receipt"), dict):
             yield choice["receipt"]
+
+
+def body_of(data: Any) -> dict[str, Any]:
+    """The answer in a line of a batch's results, or a server's answer itself."""
+    response = data.get("response") if isinstance(data, dict) else None
+    body = response.get("body") if isinstance(response, dict) else data
+    return body if isinstance(body, dict) else {}
+
+
+def choices_of(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    choices = body.get("choices")
+    yield from (one for one in choices if isinstance(one, dict)) if isinstance(choices, list) else ()
 
 
 def read_row(row: dict[str, Any], where: str, answers: Answers) -> Read:

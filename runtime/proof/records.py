@@ -124,7 +124,8 @@ class Receipt:
 
     def as_json(self) -> dict[str, Any]:
         """The line's object, with its digest."""
-        row = json.loads(json.dumps({name: value for name, value in as_json(self).items() if name != "digest"}))
+        values = {name: value for name, value in as_json(self).items() if name != "digest"}
+        row: dict[str, Any] = json.loads(json.dumps(values))
         return row | {"digest": line_digest(row)}
 
     @property

@@ -7,7 +7,7 @@ not depend on the step. Behind it the old answer is still a text on which the tw
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,7 @@ from runtime.engine.engine import Engine
 from runtime.loop.scheduler import Scheduler
 from runtime.loop.serving import DrafterRouter
 from runtime.proof.long_drafts import MOST_LOGITS_OF_GROUP, LongDraft, LongDrafts
-from runtime.proof.receipts import read_row, rows_in
+from runtime.proof.receipts import body_of, choices_of, read_row, rows_in
 from runtime.proof.records import Receipt
 from runtime.text.trace_lines import Trace
 from runtime.util.errors import SpecDecError
@@ -62,7 +62,7 @@ class Positions:
     def add(self, first: int, agreeing: Seq[bool], kl: Seq[float]) -> None:
         missing = first + len(agreeing) - len(self.num)
         for values in (self.num, self.num_agreeing, self.kl):
-            values += [0] * missing  # type: ignore[operator]
+            values += [0] * missing
         for place, agrees in enumerate(agreeing, first):
             self.num[place] += 1
             self.num_agreeing[place] += agrees
@@ -195,12 +195,12 @@ def generate_new(engine: Engine, diverged: Seq[Compared]) -> None:
         router.assign(number, PredictionLookup(list(one.output)))
         loop.add(sequence)
         sequences[number] = one
-    with closing(_steps(loop)) as steps:
-        for sequence in steps:
+    with closing(_finished(loop)) as finished:
+        for sequence in finished:
             sequences[sequence.request.id].new_output = sequence.output_tokens
 
 
-def _steps(loop: Scheduler) -> Iterator[Sequence]:
+def _finished(loop: Scheduler) -> Generator[Sequence]:
     """Sequences as they finish."""
     try:
         while loop.has_work:
@@ -267,15 +267,11 @@ def _answers_in(data: Any, where: str, read_trace: ReadTrace) -> Iterator[OldAns
 
 def _choices_with_ids(data: Any) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(prompt, output) ids of the choices of a batch's result, or of a server's answer, that has them."""
-    response = data.get("response") if isinstance(data, dict) else None
-    body = response.get("body") if isinstance(response, dict) else data
-    choices = body.get("choices") if isinstance(body, dict) else None
-    for choice in choices if isinstance(choices, list) else []:
-        if isinstance(choice, dict):
-            prompt = choice.get("prompt_token_ids", body.get("prompt_token_ids"))
-            output = choice.get("token_ids")
-            if _are_ids(prompt) and _are_ids(output):
-                yield tuple(prompt), tuple(output)
+    body = body_of(data)
+    for choice in choices_of(body):
+        prompt, output = choice.get("prompt_token_ids", body.get("prompt_token_ids")), choice.get("token_ids")
+        if _are_ids(prompt) and _are_ids(output):
+            yield tuple(prompt), tuple(output)  # type: ignore[arg-type]
 
 
 def _are_ids(value: Any) -> bool:

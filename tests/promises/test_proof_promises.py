@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from lookups import MAKE_DRAFTER
+from torch import Tensor
 
 from runtime.checkpoint.config import BuildConfig
 from runtime.core.params import SamplingConfig
@@ -124,7 +125,7 @@ def test_draws_by_a_drafts_probabilities_are_checked_by_likelihood() -> None:
     """And said so; another temperature makes the same answers unlikely, and a token that cannot be drawn is named."""
     model = MODELS[0]
     draft_engine = engine_of(ExactModel(2, VOCAB_SIZE, sharpness=2.0))
-    drafter = DraftModel(draft_engine, MAX_DRAFT_LEN, use_logits=True)
+    drafter = DraftModel(draft_engine, VOCAB_SIZE, use_logits=True)
     sampling = SamplingConfig(temperature=1.0, top_k=0)
     requests = [Request(i, (1, 2, i), 60, sampling=replace(sampling, random_seed=i)) for i in range(8)]
     steps = scheduler.generate(engine_of(model), requests, drafter, MAX_DRAFT_LEN)
@@ -228,7 +229,7 @@ def test_a_bad_line_is_a_sentence_and_the_others_are_checked(tmp_path: Path) -> 
         "has changed since it was written": changed(),
         "cannot read": changed(format_version=9),
         "unknown key": changed(more=1),
-        "lacks the key": json.dumps({"fingerprint": {}}),
+        "lacks the key": json.dumps({"fingerprint": {}, "format_version": 1}),
         "outside the vocabulary": written(output_ids=(1, VOCAB_SIZE)),
         "digests of token ids alone": written(prompt_ids=None, output_ids=None),
         "another model": written(fingerprint=replace(fingerprint, architecture="other")),
@@ -258,14 +259,23 @@ def test_receipts_of_digests_are_checked_with_ids_from_elsewhere() -> None:
     assert findings and {one.verdict for one in findings} == {"exact"}
 
 
+class Faulty(ExactModel):
+    """One logit of the last bit is another."""
+
+    def _logits(self, *states: Any) -> Tensor:
+        logits = super()._logits(*states)
+        logits[0, 0] = torch.nextafter(logits[0, 0], torch.tensor(9.0))
+        return logits
+
+
 def test_another_engine_is_told() -> None:
-    """By its fingerprint: other bits from the same weights, other weights, and a fault in any of twenty numbers."""
+    """Other bits from the same weights are a fault, here in the last bit of a logit; other weights another engine."""
     model = MODELS[0]
     reads = reads_of(model, answered(model, 2, None))
-    faulty, step = engine_of(model), model.__call__
-    faulty._step = lambda *inputs: step(*inputs) + torch.finfo(torch.float32).eps
-    found = fingerprint_of(faulty, None)
-    checker = Checker(faulty, None, found, checker_of(model)._compiled)
-    assert {one.relation for one in checker.check(reads)} == {"faulty"}
-    others = [Read("", replace(one.receipt, fingerprint=replace(found, weights="x"))) for one in reads if one.receipt]
+    checker = checker_of(Faulty(model.seed, VOCAB_SIZE))
+    findings = list(checker.check(reads))
+    assert {(one.relation, one.rule) for one in findings} == {("faulty", "rounding")}
+    assert all(one.passed for one in findings)  # it changes no token
+    other = replace(checker.fingerprint, weights="other")
+    others = [Read("", replace(one.receipt, fingerprint=other)) for one in reads if one.receipt is not None]
     assert {(one.relation, one.rule) for one in checker.check(others)} == {("other_engine", "likelihood")}
