@@ -199,7 +199,7 @@ class RayCrew:
         """`allow_mixed`: engines of workers may give different bits, so that results depend on who made them."""
         self._num_workers, self._num_cpus, self._allow_mixed = num_workers, num_cpus, allow_mixed
         self._fingerprint: Fingerprint | None = None
-        """That of the first worker."""
+        """Fingerprint of the first worker."""
         session = work.job.choice
         config = read_bundle(session.engine_dir).config
         self._on_gpu = config.environment.device == "cuda"

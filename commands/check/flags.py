@@ -14,7 +14,7 @@ from runtime.proof.records import Rule
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """What is checked, and how strictly."""
+    """Receipts to check, and how strictly."""
 
     receipts: Annotated[
         list[Path],

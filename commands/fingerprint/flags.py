@@ -9,7 +9,7 @@ from commands.output.help import INPUT, option
 
 @dataclass(frozen=True)
 class FingerprintOptions:
-    """What the fingerprint is compared with."""
+    """Fingerprint to compare with."""
 
     expect: Annotated[
         Path | None,

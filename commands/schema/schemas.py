@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict, TypeAdapter, create_model
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
 from commands.batch.document import BatchDocument
@@ -25,7 +25,7 @@ from commands.train.document import TrainDocument
 from commands.tune.document import TuneDocument
 from runtime.proof.records import Receipt
 
-DOCUMENTS: dict[str, type[Record] | type[Receipt]] = {
+DOCUMENTS: dict[str, type[Record]] = {
     "batch": BatchDocument,
     "bench": BenchDocument,
     "build": BuildDocument,
@@ -38,7 +38,6 @@ DOCUMENTS: dict[str, type[Record] | type[Receipt]] = {
     "doctor": DoctorDocument,
     "fingerprint": FingerprintDocument,
     "predict": PredictDocument,
-    "receipt": Receipt,
     "regress": RegressDocument,
     "run": RunDocument,
     "summarize": SummarizeDocument,
@@ -46,8 +45,9 @@ DOCUMENTS: dict[str, type[Record] | type[Receipt]] = {
     "tune": TuneDocument,
     "verify": VerifyDocument,
 }
-"""Name of a schema -> record of the document: `cache_list` for `specdec cache list`; `corpus` prints one kind.
-`receipt` is a line of a file of receipts."""
+"""Name of a schema -> record of the document: `cache_list` for `specdec cache list`; `corpus` prints one kind."""
+LINES = {"receipt": Receipt}
+"""Name of a schema -> class of a line of a file."""
 
 
 class _Schema(GenerateJsonSchema):
@@ -71,9 +71,18 @@ class _Schema(GenerateJsonSchema):
 
 
 def schema_of(name: str) -> dict[str, Any]:
-    """The JSON schema of the document `name`, a key of `DOCUMENTS`."""
-    document = DOCUMENTS[name]
-    schema = TypeAdapter(document).json_schema(schema_generator=_Schema)
+    """The JSON schema of the document or line `name`, a key of `DOCUMENTS` or `LINES`."""
+    if name in LINES:
+        title, schema = f"specdec {name}", _schema_of_line(LINES[name])
+    else:
+        title = f"specdec {name.replace('_', ' ')} --json"
+        schema = DOCUMENTS[name].model_json_schema(schema_generator=_Schema)
     definitions = schema.pop("$defs", {})
-    title = f"specdec {name.replace('_', ' ')}" + (" --json" if issubclass(document, Record) else "")
     return {"$schema": _Schema.schema_dialect, **schema, "title": title, "$defs": definitions}
+
+
+def _schema_of_line(kind: type[Any]) -> dict[str, Any]:
+    """The schema that a dataclass has as a part of a record: without other keys."""
+    made = create_model("Holder", __base__=Record, line=(kind, ...)).model_json_schema(schema_generator=_Schema)
+    definitions: dict[str, Any] = made["$defs"]
+    return {**definitions.pop(kind.__name__), "$defs": definitions}

@@ -286,7 +286,7 @@ def _wrong(case: _Case, place: int, row: Tensor, token: int) -> Finding:
 
 
 def _finding_of(case: _Case, **found: object) -> Finding:
-    """What was found of a case; without `found` by what was judged."""
+    """Finding of a case: `found`, or without it what its tokens and its end say."""
     common = Finding(
         where=case.read.where,
         name=case.receipt.name,
@@ -327,7 +327,7 @@ def _by_likelihood(case: _Case, common: Finding) -> Finding:
 
 
 def _wrong_end(case: _Case) -> str | None:
-    """What is wrong with the end of an answer whose tokens are right."""
+    """Sentence on the wrong end of an answer whose tokens are right; None if the end is right too."""
     if case.end < len(case.output):
         return f"the answer goes on where the engine ends ({case.end_reason})"
     if case.end_reason != case.receipt.finish_reason:

@@ -18,7 +18,7 @@ that they depend on is the same; other weights or another precision; or another 
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """What an engine's bits are, and what they depend on."""
+    """Digest of an engine's bits, and all that they depend on."""
 
     logits: str
     """Digest of the logits of fixed tokens: the same for engines that give the same bits."""
@@ -71,7 +71,7 @@ def relation_of(theirs: Fingerprint, ours: Fingerprint) -> Relation:
 
 
 def differences(theirs: Fingerprint, ours: Fingerprint) -> list[str]:
-    """What differs, in words: `dtype bfloat16, here float32`; empty for engines with the same fingerprint."""
+    """Differences in words: `dtype bfloat16, here float32`; empty for engines with the same fingerprint."""
     if theirs.architecture != ours.architecture:
         return [f"another model, of {theirs.vocab_size:,} ids, here {ours.vocab_size:,}"]
     named = {"tokenizer": "tokenizer"} | _OF_ENGINE | _OF_MACHINE
@@ -144,7 +144,7 @@ def ids_digest(tokens: Seq[int]) -> str:
 
 
 Rule = Literal["tokens", "rounding", "likelihood"]
-"""How an answer is checked: token by token; the same, but for ties that rounding decides; or by probabilities."""
+"""Rules of a check: token by token; the same, but for ties that rounding decides; or by probabilities."""
 Verdict = Literal["exact", "within_rounding", "likely", "wrong", "unlikely", "not_checked"]
 PASSED: frozenset[Verdict] = frozenset({"exact", "within_rounding", "likely"})
 
@@ -175,9 +175,9 @@ class Finding:
     num_ties: int = 0
     """Tokens that are not the engine's, by no more than rounding."""
     agreement: float | None = None
-    """By likelihood: share of the answer's tokens that are the engine's choices."""
+    """Checked by likelihood: share of the answer's tokens that are the engine's choices."""
     deviations: float | None = None
-    """By likelihood: log-probability of the answer less the expected one, in standard deviations."""
+    """Checked by likelihood: log-probability of the answer less the expected one, in standard deviations."""
     reason: str | None = None
     """Sentence that says what is wrong."""
 

@@ -1,4 +1,4 @@
-"""What a change of an engine changes in old answers, without generating them again.
+"""Old answers beside a new engine: what a change of an engine changes, without generating them again.
 
 An old answer is one long draft for the new engine. Its first token that the new engine would not choose is where the
 new answer leaves the old one: exactly the place at which generating again would leave it, where both engines' bits do
@@ -136,7 +136,7 @@ class Comparison:
             one.kl += sum(kl)
 
     def _choices(self, one: Compared, logits: Tensor) -> list[bool]:
-        """Whether the new engine chooses each of the old tokens, after the old tokens before it."""
+        """True for each of the old tokens that the new engine chooses too, after the old tokens before it."""
         agreeing: list[bool] = []
         first = one.num_judged
         while len(agreeing) < len(logits):

@@ -134,6 +134,7 @@ def edits(llm: LLM, num_untouched: int, num_edited: int) -> None:
     for i, read in enumerate(reads[:: max(len(reads) // (2 * num_edited), 1)]):
         assert read.receipt is not None
         pool.append((_KINDS[i % len(_KINDS)], edited(read.receipt, _KINDS[i % len(_KINDS)], draw, vocab_size)))
+    draw.shuffle(pool)
     own = llm.session().run([replace(checker.request(one), id=i) for i, (_, one) in enumerate(pool)]).sequences
     changed = []
     for (kind, receipt), sequence in zip(pool, own, strict=True):

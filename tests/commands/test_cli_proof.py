@@ -61,7 +61,7 @@ def test_receipts_of_a_run_are_exact(
 
 
 def test_a_changed_receipt_is_named_with_its_token(specdec: Specdec, llama_engine_dir: Path, tmp_path: Path) -> None:
-    """On the terminal, in the document and on the page, with lines that are none beside it."""
+    """The terminal, the document and the page name it, beside a line that is none."""
     path, page = tmp_path / "receipts.jsonl", tmp_path / "check.html"
     where = ["--engine-dir", llama_engine_dir]
     specdec("run", *where, *each("--input-text", PROMPTS[:2]), *SAMPLED, "--max-output-len", 20, "--receipts", path)
@@ -71,7 +71,8 @@ def test_a_changed_receipt_is_named_with_its_token(specdec: Specdec, llama_engin
     path.write_text(sealed(rows[0]) + '{"cut": \n' + path.read_text().splitlines()[1])
     result = specdec("check", path, *where, "--report", page)
     assert result.exit_code == 1 and "1 wrong, 1 not checked, 1 exact" in result.stdout
-    assert re.search(rf"line 1 .*\b{place} .*\b{token + 1} .*\b{token} ", result.stdout)
+    named = rf"line 1 of .*\s+place +{place}\s+answer's token +{token + 1}\s+engine's token +{token}\s"
+    assert re.search(named, result.stdout)
     assert "line 2 of" in result.stdout and "not JSON" in result.stdout
     text = page.read_text()
     assert f'<data value="{token + 1}" data-path="/findings/0/token">{token + 1}</data>' in text
