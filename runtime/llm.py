@@ -194,6 +194,8 @@ class LLM:
         """The outputs of the prompts in order, `n` of each. One prompt or several; parameters for all, or for each."""
         session = self.session(drafter, draft_len_mode)
         asked, requests = self._requests(prompts, sampling_params)
+        if any(one.with_receipt for one in asked):
+            self.fingerprint  # noqa: B018  # it is kept, and known before requests fill the cache
         generation = session.run(requests)
         return [
             self.output(s, asked[s.request.id].prompt, with_receipt=asked[s.request.id].with_receipt)

@@ -75,7 +75,7 @@ class Checked:
 
     def has_passed(self, *, allow_other_engine: bool) -> bool:
         is_other = self.relations["faulty"] or (self.relations["other_engine"] and not allow_other_engine)
-        return self.num_answers > 0 and not (is_other or self.findings)
+        return not (is_other or self.findings)
 
 
 def check_receipts(options: CheckOptions, choice: EngineChoice, output: Output) -> None:
@@ -111,6 +111,10 @@ def _check(llm: LLM, options: CheckOptions, output: Output) -> Checked:
             checked.add(finding, reads.pop(0))
             _advance(advance, checked)
     checked.wall_s = time.perf_counter() - start
+    if not checked.num_answers:
+        raise SpecDecError(
+            f"there is no receipt in: {options.receipts[0]}", hint="`run --receipts FILE` writes receipts"
+        )
     return checked
 
 
@@ -177,7 +181,7 @@ def _show(document: CheckDocument, checked: Checked, output: Output) -> None:
         f"{checked.num_answers:,} answers of {checked.num_tokens:,} tokens in {checked.wall_s:.2f} s, {speed} tokens/s"
         + (f", checked {rules}" if rules else "")
     )
-    output.result(f"{verdicts or 'there is no receipt'}; fingerprint {document.fingerprint.name}")
+    output.result(f"{verdicts}; fingerprint {document.fingerprint.name}")
 
 
 def _row(finding: Finding) -> list[str]:

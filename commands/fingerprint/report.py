@@ -46,7 +46,8 @@ def print_fingerprint(options: FingerprintOptions, choice: EngineChoice, output:
     )
     output.text(found.name) if output.quiet else output.result(found.name)
     for key, value in asdict(found).items():
-        output.result(f"  {key.replace('_', ' ')}: {'-' if value is None else value}")
+        shown = " ".join(value) if isinstance(value, tuple) else "-" if value is None else value
+        output.result(f"  {key.replace('_', ' ')}: {shown}")
     if expected is not None:
         output.result("the same bits" if document.passed else f"other bits: {'; '.join(document.differences)}")
     output.document(document.as_json())

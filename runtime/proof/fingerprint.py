@@ -47,6 +47,7 @@ def fingerprint_of(engine: Engine, tokenizer: Tokenizer | None) -> Fingerprint:
         tp_size=config.mapping.tp_size,
         compiler=config.build_config.compiler,
         processor=_processor(config),
+        instructions=config.environment.instructions,
         torch=torch.__version__,
         specdec_version=specdec_version(),
         batch_invariant=config.batch_invariant,

@@ -36,6 +36,8 @@ class Fingerprint:
     compiler: Compiler
     processor: str
     """Processor or GPU, and the kernels for its instructions."""
+    instructions: tuple[str, ...]
+    """Sets of instructions that the engine's code may use, by Linux's names."""
     torch: str
     specdec_version: str | None
     batch_invariant: bool
@@ -53,6 +55,7 @@ _OF_MACHINE = {
     "tp_size": "tp_size",
     "compiler": "compiler",
     "processor": "processor",
+    "instructions": "instructions",
     "torch": "torch",
     "specdec_version": "specdec",
     "batch_invariant": "batch_invariant",
@@ -76,17 +79,22 @@ def differences(theirs: Fingerprint, ours: Fingerprint) -> list[str]:
         return [f"another model, of {theirs.vocab_size:,} ids, here {ours.vocab_size:,}"]
     named = {"tokenizer": "tokenizer"} | _OF_ENGINE | _OF_MACHINE
     found = [
-        f"{word} {_shown(getattr(theirs, name))}, here {_shown(getattr(ours, name))}"
+        f"{word} {there}, here {here}"
         for name, word in named.items()
-        if getattr(theirs, name) != getattr(ours, name)
+        for there, here in [_differing(getattr(theirs, name), getattr(ours, name))]
+        if there != here
     ]
     if theirs.logits != ours.logits:
         found.append(f"bits {theirs.name}, here {ours.name}")
     return found
 
 
-def _shown(value: Any) -> str:
-    return "none" if value is None else str(value)
+def _differing(theirs: Any, ours: Any) -> tuple[str, str]:
+    """Two values in words; of lists what only one of them has."""
+    if isinstance(theirs, tuple):
+        there, here = (" ".join(sorted({*one} - {*other})) for one, other in ((theirs, ours), (ours, theirs)))
+        return f"also {there}" if there else "no more", f"also {here}" if here else "no more"
+    return ("none" if theirs is None else str(theirs)), ("none" if ours is None else str(ours))
 
 
 FORMAT_VERSION = 1
