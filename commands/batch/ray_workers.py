@@ -19,7 +19,7 @@ import torch
 from ray.exceptions import RayActorError, RayError
 
 from commands.batch.answering import model_digest
-from commands.batch.dispatch import Crew, NotAnswered
+from commands.batch.dispatch import Crew, NotAnswered, check_same_bits
 from commands.options.engine_choice import EngineChoice
 from commands.options.sessions import engines_made
 from commands.options.shared import ClusterOptions
@@ -27,7 +27,7 @@ from commands.output.output import Output, warn
 from runtime.builder.engine_cache import engine_of_checkpoint
 from runtime.checkpoint.bundle import read_bundle
 from runtime.checkpoint.config import BuildConfig
-from runtime.proof.records import Fingerprint, differences
+from runtime.proof.records import Fingerprint
 from runtime.util.errors import SpecDecError
 
 _DEFAULT_NUM_WORKERS = 2
@@ -260,24 +260,15 @@ class RayCrew:
 
     def _let_in(self, member: _Member, opened: Opened) -> None:
         if opened.error is None:
-            self._compare(opened)
+            if self._fingerprint is not None and opened.fingerprint is not None:
+                check_same_bits(opened.worker, opened.fingerprint, self._fingerprint, allow_mixed=self._allow_mixed)
+            self._fingerprint = self._fingerprint or opened.fingerprint
             member.worker, member.window = opened.worker, opened.window
             return
         self._members.remove(member)
         if not self._members:
             raise SpecDecError(f"no worker could open the model: {opened.error}", hint=opened.hint)
         warn(f"a worker could not open the model: {opened.error}")
-
-    def _compare(self, opened: Opened) -> None:
-        """SpecDecError for a worker whose engine gives other bits than the first one's; a warning if it may."""
-        ours, theirs = self._fingerprint, opened.fingerprint
-        if ours is None or theirs is None or ours.logits == theirs.logits:
-            self._fingerprint = ours or theirs
-            return
-        what = f"workers give different bits, {opened.worker}: {'; '.join(differences(theirs, ours))}"
-        if not self._allow_mixed:
-            raise SpecDecError(what, hint="use machines of one kind; or `--allow-mixed`")
-        warn(what)
 
     def _replace(self, member: _Member, how: str) -> list[NotAnswered]:
         self._num_deaths += 1

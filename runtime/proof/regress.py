@@ -186,7 +186,9 @@ def generate_new(engine: Engine, diverged: Seq[Compared]) -> None:
     for number, one in enumerate(diverged):
         if one.new_token is None:
             continue
-        sequence = Sequence.start(replace(one.request, id=number))
+        room = engine.config.build_config.max_request_len - len(one.request.prompt_tokens)
+        request = replace(one.request, id=number, max_new_tokens=min(one.request.max_new_tokens, room))
+        sequence = Sequence.start(request)
         sequence.tokens = one.start_of_new()
         sequence.finish_reason = sequence.reason_to_finish()
         if sequence.finish_reason is not None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ from command_line import NGRAM, PROMPTS, Specdec, assert_valid, each
 from sentences import Said
 from shared import shared_engine
 
+from commands.batch.dispatch import check_same_bits
 from commands.schema.schemas import schema_of
-from runtime.checkpoint.config import QuantConfig
-from runtime.proof.records import ids_digest
+from runtime.checkpoint.config import QuantConfig, parse
+from runtime.proof.records import Fingerprint, ids_digest
 from runtime.text.trace_lines import line_digest
-from specdec_cli import LLM, NgramDrafter, SamplingParams, SelfDrafter, SuffixDrafter
+from specdec_cli import LLM, NgramDrafter, SamplingParams, SelfDrafter, SpecDecError, SuffixDrafter
 
 SAMPLED = ["--temperature", 1.2, "--random-seed", 5]
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}}, "required": ["name"]}
@@ -169,6 +171,21 @@ def test_fingerprints_are_of_the_bits(
     assert same.exit_code == 0 and same.stdout.splitlines()[0] == document["name"] and "the same bits" in same.stdout
     other = specdec("fingerprint", "--engine-dir", int4_engine_dir, "--expect", path)
     assert other.exit_code == 1 and "other bits: weights" in other.stdout and "quantization none, here" in other.stdout
+
+
+def test_workers_with_other_bits_share_no_batch(
+    specdec: Specdec, llama_engine_dir: Path, int4_engine_dir: Path, capsys: pytest.CaptureFixture[str], said: Said
+) -> None:
+    ours, theirs = (
+        parse(Fingerprint, specdec("fingerprint", "--engine-dir", one, "--json").document["fingerprint"], "")
+        for one in (llama_engine_dir, int4_engine_dir)
+    )
+    check_same_bits("here:1", replace(ours, torch="another"), ours, allow_mixed=False)  # of the same bits
+    with pytest.raises(SpecDecError) as error:
+        check_same_bits("there:2", theirs, ours, allow_mixed=False)
+    said(error.value, "there:2", theirs.name, ours.name, varying=(theirs.logits, ours.logits))
+    check_same_bits("there:2", theirs, ours, allow_mixed=True)
+    assert "warning: workers give different bits, there:2" in capsys.readouterr().err
 
 
 def test_predict_reads_another_machines_costs(
