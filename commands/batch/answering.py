@@ -162,7 +162,7 @@ class BatchModel:
         reply = self._reply(pending).document()
         reply |= {"id": f"{reply['id'].partition('-')[0]}-{pending.request.id.rpartition('_')[2]}", "created": 0}
         reply["usage"] = {name: reply["usage"][name] for name in _USAGE}
-        del reply["metrics"]
+        del reply["metrics"], reply["system_fingerprint"]  # of this machine; with receipts they name it
         line = result_line(pending.request, 200, reply, None)
         return Outcome(pending.request.id, line, _counts(pending.answers))
 
