@@ -10,14 +10,16 @@ import jsonschema
 import pytest
 from command_line import NGRAM, PROMPTS, Specdec, assert_valid, each
 from sentences import Said
-from shared import shared_engine
+from shared import MakeEngineDir, shared_engine
+from tiny import make_model, repetitive_prompt
 
 from commands.batch.dispatch import check_same_bits
 from commands.schema.schemas import schema_of
-from runtime.checkpoint.config import QuantConfig, parse
+from runtime.checkpoint.config import QuantConfig, SelfDraft, parse
+from runtime.proof.receipts import read_row
 from runtime.proof.records import Fingerprint, ids_digest
 from runtime.text.trace_lines import line_digest
-from specdec_cli import LLM, NgramDrafter, SamplingParams, SelfDrafter, SpecDecError, SuffixDrafter
+from specdec_cli import LLM, KVCacheConfig, NgramDrafter, SamplingParams, SelfDrafter, SpecDecError, SuffixDrafter
 
 SAMPLED = ["--temperature", 1.2, "--random-seed", 5]
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}}, "required": ["name"]}
@@ -119,6 +121,26 @@ def test_batches_and_python_write_receipts_too(specdec: Specdec, self_draft_engi
                 file.write(json.dumps(output.receipt) + "\n")
     document = specdec("check", results, path, tmp_path / "python.jsonl", *where, "--json").document
     assert document["total"]["verdicts"] == {"exact": 6 + 6 + 16, "likely": 4}
+
+
+@pytest.mark.parametrize("kind", ["states", "split"])
+def test_states_and_splits_give_exact_receipts(
+    kind: str, make_engine_dir: MakeEngineDir, split_engine_dir: Path
+) -> None:
+    """Answers of a small cache that is found again, drafted or not; checked in pieces of 7 tokens."""
+    engine_dir = split_engine_dir
+    if kind == "states":
+        engine_dir = make_engine_dir(make_model("lfm2"), compiler="aot", self_draft=SelfDraft("int8"))
+    drafters = [None, NgramDrafter(4, 2), *([SelfDrafter(3)] if kind == "states" else [])]
+    prompts = [repetitive_prompt(seed, length) for seed, length in ((0, 70), (1, 34), (0, 80))]
+    params = [SamplingParams(temperature=one, seed=2, n=2, max_tokens=20, receipt=True) for one in (0.0, 1.2, 0.7)]
+    receipts = []
+    with LLM(engine_dir, kv_cache=KVCacheConfig(max_tokens=200)) as llm:
+        for drafter in drafters:
+            receipts += [one.receipt or {} for one in llm.generate(prompts, params, drafter=drafter)]
+    with LLM(engine_dir, max_num_tokens=7) as llm:
+        findings = list(llm.checker("tokens").check(read_row(one, "a receipt", {}) for one in receipts))
+    assert [one.verdict for one in findings] == ["exact"] * 6 * len(drafters)
 
 
 @pytest.fixture
