@@ -48,8 +48,9 @@ def predict_speeds(options: PredictOptions, output: Output) -> None:
     from runtime.text.text import open_tokenizer
     from runtime.text.traces import read_traces
 
+    there = read_costs(options.costs)
     tokenizer = None if options.tokenizer_dir is None else open_tokenizer(options.tokenizer_dir)
-    traces, there = read_traces(options.traces, tokenizer), read_costs(options.costs)
+    traces = read_traces(options.traces, tokenizer)
     cost = Cost(there.model, _MAX_NUM_TOKENS)
     search = Search(Replayer(traces, options.batch_size, cost), options.max_draft_len, fixed(), False)
     with output.progress("replaying", search.most) as advance:

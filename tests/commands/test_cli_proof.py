@@ -196,7 +196,7 @@ def test_fingerprints_are_of_the_bits(
 
 
 def test_workers_with_other_bits_share_no_batch(
-    specdec: Specdec, llama_engine_dir: Path, int4_engine_dir: Path, capsys: pytest.CaptureFixture[str], said: Said
+    specdec: Specdec, llama_engine_dir: Path, int4_engine_dir: Path, capfd: pytest.CaptureFixture[str], said: Said
 ) -> None:
     ours, theirs = (
         parse(Fingerprint, specdec("fingerprint", "--engine-dir", one, "--json").document["fingerprint"], "")
@@ -207,7 +207,7 @@ def test_workers_with_other_bits_share_no_batch(
         check_same_bits("there:2", theirs, ours, allow_mixed=False)
     said(error.value, "there:2", theirs.name, ours.name, varying=(theirs.logits, ours.logits))
     check_same_bits("there:2", theirs, ours, allow_mixed=True)
-    assert "warning: workers give different bits, there:2" in capsys.readouterr().err
+    assert "warning: workers give different bits, there:2" in capfd.readouterr().err
 
 
 def test_predict_reads_another_machines_costs(
