@@ -42,7 +42,7 @@ from runtime.loop.compatibility import TargetIdentity, check_corpora
 from runtime.loop.opening import Opening, open_drafter
 from runtime.loop.session import Session
 from runtime.proof.fingerprint import fingerprint_of
-from runtime.proof.receipts import receipt_of
+from runtime.proof.receipts import read_row, receipt_of
 from runtime.proof.records import Fingerprint
 from runtime.text.chat import ChatTemplate, Message, TemplateInputs
 from runtime.text.text import (
@@ -66,7 +66,7 @@ from runtime.util.locks import MODEL_INIT_LOCK
 if TYPE_CHECKING:
     from runtime.loop.lossless.results import LosslessCheck
     from runtime.proof.check import Checker
-    from runtime.proof.records import Rule
+    from runtime.proof.records import Finding, Rule
 
 Prompt = str | Seq[int]
 """A text, or the ids of its tokens."""
@@ -194,8 +194,6 @@ class LLM:
         """The outputs of the prompts in order, `n` of each. One prompt or several; parameters for all, or for each."""
         session = self.session(drafter, draft_len_mode)
         asked, requests = self._requests(prompts, sampling_params)
-        if any(one.with_receipt for one in asked):
-            self.fingerprint  # noqa: B018  # it is kept, and known before requests fill the cache
         generation = session.run(requests)
         return [
             self.output(s, asked[s.request.id].prompt, with_receipt=asked[s.request.id].with_receipt)
@@ -442,6 +440,11 @@ class LLM:
         """The engine's fingerprint. The first time it takes two steps."""
         return fingerprint_of(self.engine, self.tokenizer)
 
+    def check_receipts(self, receipts: Iterable[Mapping[str, Any]], rule: "Rule | None" = None) -> "list[Finding]":
+        """Check answers by the JSON objects of their receipts: would this engine have given these tokens?"""
+        reads = (read_row(dict(row), f"receipt {number}", {}) for number, row in enumerate(receipts, 1))
+        return list(self.checker(rule).check(reads))
+
     def checker(self, rule: "Rule | None" = None) -> "Checker":
         """A checker of receipts (`runtime.proof.check`); `rule` None: the one that fits each."""
         from runtime.proof.check import Checker  # not for a first answer
@@ -478,6 +481,8 @@ class LLM:
             if one.max_tokens is None:
                 room = self.bundle.config.build_config.max_request_len - len(tokens)
                 template = dataclasses.replace(template, max_new_tokens=max(room, 1))
+            if one.receipt:
+                self.fingerprint  # noqa: B018  # it is kept, and known before requests fill the cache
             for index in range(one.n):
                 requests.append(template.with_prompt(len(requests), tokens, index))
                 asked.append(_Asked(prompt_index, prompt, one.receipt))
@@ -486,6 +491,7 @@ class LLM:
     def _pieces(self, session: Session, requests: list[Request], asked: list[_Asked]) -> Generator[Piece]:
         with session.unique(requests) as unique:
             prompt_indices = {r.id: one.prompt_index for r, one in zip(unique, asked, strict=True)}
+            proven = {r.id for r, one in zip(unique, asked, strict=True) if one.with_receipt}
             texts: dict[int, TextStream] = {}
             if self.tokenizer is not None:
                 for r in unique:
@@ -502,6 +508,7 @@ class LLM:
                         sequence.logprobs[-len(new_tokens) :] if request.num_logprobs is not None else None,
                         prompt_indices[request.id],
                         request.return_index,
+                        receipt_of(sequence, self.fingerprint).as_json() if finished and request.id in proven else None,
                     )
 
     def _end_ids_of(self, params: SamplingParams) -> frozenset[int]:

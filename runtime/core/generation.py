@@ -118,6 +118,8 @@ class Piece:
     """Index of the prompt."""
     index: int = 0
     """Index of the output among the prompt's `n`."""
+    receipt: dict[str, Any] | None = None
+    """In the last piece, as in `Output`, where `SamplingParams.receipt` asks for it."""
 
     def __str__(self) -> str:
         return self.text

@@ -16,7 +16,6 @@ from tiny import make_model, repetitive_prompt
 from commands.batch.dispatch import check_same_bits
 from commands.schema.schemas import schema_of
 from runtime.checkpoint.config import QuantConfig, SelfDraft, parse
-from runtime.proof.receipts import read_row
 from runtime.proof.records import Fingerprint, ids_digest
 from runtime.text.trace_lines import line_digest
 from specdec_cli import LLM, KVCacheConfig, NgramDrafter, SamplingParams, SelfDrafter, SpecDecError, SuffixDrafter
@@ -119,6 +118,10 @@ def test_batches_and_python_write_receipts_too(specdec: Specdec, self_draft_engi
         for drafter in (None, NgramDrafter(), SuffixDrafter(), SelfDrafter(4), SelfDrafter(4, use_logits=True)):
             for output in llm.generate(["The dog", "One day"], params, drafter=drafter):
                 file.write(json.dumps(output.receipt) + "\n")
+        pieces = [piece.receipt for piece in llm.stream("The dog", params) if piece.finish_reason]
+        assert {one.verdict for one in llm.check_receipts([one or {} for one in pieces])} == {"exact"} and len(
+            pieces
+        ) == 2
     document = specdec("check", results, path, tmp_path / "python.jsonl", *where, "--json").document
     assert document["total"]["verdicts"] == {"exact": 6 + 6 + 16, "likely": 4}
 
@@ -139,7 +142,7 @@ def test_states_and_splits_give_exact_receipts(
         for drafter in drafters:
             receipts += [one.receipt or {} for one in llm.generate(prompts, params, drafter=drafter)]
     with LLM(engine_dir, max_num_tokens=7) as llm:
-        findings = list(llm.checker("tokens").check(read_row(one, "a receipt", {}) for one in receipts))
+        findings = llm.check_receipts(receipts, "tokens")
     assert [one.verdict for one in findings] == ["exact"] * 6 * len(drafters)
 
 

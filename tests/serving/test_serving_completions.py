@@ -8,7 +8,6 @@ from serving_models import PROMPT, MakeServed, Served
 
 from runtime.core.params import SamplingParams
 from runtime.llm import LLM
-from runtime.proof.receipts import read_row
 
 PROMPTS = [PROMPT, "Once upon a time", "the ball the ball the ball the ball"]
 SAMPLED = {"temperature": 0.9, "seed": 11, "max_tokens": 30, "ignore_eos": True}
@@ -92,7 +91,7 @@ def test_receipts_are_exact_and_come_with_the_last_chunk(served: Served, path: s
     assert all(choice["finish_reason"] for choice in chunks if "receipt" in choice)
     assert whole["system_fingerprint"] == f"fp_{receipts[0]['fingerprint']['logits']}"
     with LLM(served.llm.bundle.directory, tokenizer=served.llm.tokenizer_dir) as llm:
-        findings = list(llm.checker().check(read_row(one, "a receipt", {}) for one in receipts))
+        findings = llm.check_receipts(receipts)
     assert [one.verdict for one in findings] == ["exact", "exact"]
 
 
