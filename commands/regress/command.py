@@ -10,8 +10,8 @@ from commands.regress.flags import RegressOptions
 def regress(options: RegressOptions, target: TargetOptions, output: Output) -> None:
     """Compare old answers with what a new engine would answer: after quantizing, fine-tuning or an upgrade.
 
-    Each old answer is computed in one pass, as a long draft for the new engine, in about a tenth of the time of
-    generating it again. Answers without receipts are compared with greedy ones.
+    Each old answer is computed in one pass, as a long draft for the new engine, which is quicker than to generate it
+    again. Answers without receipts are compared with greedy ones.
     """
     options.check()
     choice = target.choose()
