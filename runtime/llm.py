@@ -5,16 +5,18 @@ opened when it is first asked for, and kept, so that a draft model is opened onc
 learned.
 """
 
+import asyncio
 import dataclasses
-import secrets
+import random
 import warnings
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from functools import cached_property, partial
+from itertools import count
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
 
 import torch
 
@@ -26,7 +28,7 @@ from runtime.checkpoint.costs import CostModel
 from runtime.checkpoint.generation_config import ModelDefaults, read_model_defaults
 from runtime.checkpoint.gguf.reader import is_gguf
 from runtime.checkpoint.resolve import resolve_tokenizer
-from runtime.core.generation import Output, Piece
+from runtime.core.generation import Output, Piece, RequestOutput
 from runtime.core.grammar import CompiledGrammar, Grammars
 from runtime.core.params import GREEDY, MODEL_DEFAULTS, Mode, SamplingParams
 from runtime.core.request import Request, Sequence
@@ -40,7 +42,8 @@ from runtime.engine.devices import check_device_ids
 from runtime.engine.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
 from runtime.loop.compatibility import TargetIdentity, check_corpora
 from runtime.loop.opening import Opening, open_drafter
-from runtime.loop.session import Session
+from runtime.loop.serving import LoopLimits, RequestHandle, ServeRequest, ServingLoop
+from runtime.loop.session import OnTokens, Session
 from runtime.proof.fingerprint import fingerprint_of
 from runtime.proof.receipts import read_row, receipt_of
 from runtime.proof.records import Fingerprint
@@ -55,12 +58,12 @@ from runtime.text.text import (
     find_own_tokenizer,
     load_tokenizer,
     sequence_text,
-    stop_words_of,
     tokenizer_of_engine,
     word_tokens,
 )
+from runtime.text.token_text import special_token_ids
 from runtime.util.at_exit import call_at_exit, closed_at_exit
-from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
+from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError, errors_about
 from runtime.util.locks import MODEL_INIT_LOCK
 
 if TYPE_CHECKING:
@@ -68,8 +71,21 @@ if TYPE_CHECKING:
     from runtime.proof.check import Checker
     from runtime.proof.records import Finding, Rule
 
-Prompt = str | Seq[int]
-"""A text, or the ids of its tokens."""
+
+class TextPrompt(TypedDict):
+    """A text, as vLLM writes a prompt of this kind."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """Token ids, as vLLM writes a prompt of this kind."""
+
+    prompt_token_ids: Seq[int]
+
+
+Prompt = str | Seq[int] | TextPrompt | TokensPrompt
+"""A text, or the ids of its tokens; either alone or in a dict, as vLLM has it."""
 AnyDrafter = AnySpec | Drafter | DraftFunction
 """Drafter in the Python API: settings such as `NgramDrafter()`, or an object or function of the user's own."""
 
@@ -91,22 +107,47 @@ class EngineOptions(TypedDict, total=False):
     compiler: Compiler | None
     tensor_parallel_size: Size
     use_cache: bool
+    max_num_seqs: Size
+    """vLLM's name of `max_batch_size`."""
+    max_model_len: Size | None
+    """vLLM's name of `max_seq_len`."""
 
 
-class _Asked(NamedTuple):
-    """Prompt of a request, its index, and whether its outputs have receipts."""
+class LLMOptions(EngineOptions, total=False):
+    """Arguments of an `LLM` that an `AsyncLLM` has too."""
 
-    prompt_index: int
-    prompt: Prompt
-    with_receipt: bool
+    tokenizer: str | Path | None
+    kv_cache: KVCacheConfig | None
+    max_num_tokens: int
+    device_ids: Seq[int] | None
+    seed: int | None
+
+
+_OF_VLLM = {"max_num_seqs": "max_batch_size", "max_model_len": "max_seq_len"}
+_INSTEAD = {
+    "disable_log_stats": "nothing: an output has its own `stats`",
+    "enable_chunked_prefill": "`max_num_tokens`: prompts are always computed in parts",
+    "enable_prefix_caching": "`kv_cache=KVCacheConfig(block_reuse=True)`, which is the default",
+    "enforce_eager": '`compiler="none"`',
+    "gpu_memory_utilization": "`kv_cache=KVCacheConfig(free_gpu_memory_fraction=0.9)`",
+    "load_format": "nothing: the files of a model say what they are",
+    "max_num_batched_tokens": "`max_num_tokens`",
+    "num_gpu_blocks_override": "`kv_cache=KVCacheConfig(max_tokens=4096)`",
+    "pipeline_parallel_size": "`tensor_parallel_size`",
+    "skip_tokenizer_init": "an engine that was built without a tokenizer",
+    "swap_space": "nothing: a preempted request is computed again",
+    "trust_remote_code": "nothing: code that comes with a model is never run",
+}
+"""vLLM's arguments of an `LLM` that are none here, and what does it."""
 
 
 class LLM:
     """An engine that answers prompts, opened from its directory, or made of a model (a directory, hub id or `demo`).
 
     `mode` "leader" keeps sequences in a running batch; "orchestrator" calls the engine once for each step, as
-    TensorRT-LLM's examples do. Prompts are computed `max_num_tokens` tokens at a time. `engine` says what a model's
-    engine is built for; a directory of an engine is as it was built. SpecDecError if any of it cannot be.
+    TensorRT-LLM's examples do. Prompts are computed `max_num_tokens` tokens at a time. With a `seed` the samples of
+    requests without a seed of their own are the same each time a program runs. `engine` says what a model's engine is
+    built for; a directory of an engine is as it was built. SpecDecError if any of it cannot be.
     """
 
     def __init__(
@@ -118,13 +159,14 @@ class LLM:
         kv_cache: KVCacheConfig | None = None,
         max_num_tokens: int = DEFAULT_MAX_NUM_TOKENS,
         device_ids: Seq[int] | None = None,
+        seed: int | None = None,
         **engine: Unpack[EngineOptions],
     ) -> None:
-        if unknown := sorted(engine.keys() - EngineOptions.__annotations__.keys()):
-            raise TypeError(f"LLM.__init__() got an unexpected keyword argument '{unknown[0]}'")
+        engine = _own_names(engine)
         tell_problems()
         check_arguments(EngineOptions, engine)
-        check_arguments(LLM.__init__, {"mode": mode, "max_num_tokens": max_num_tokens})
+        check_arguments(LLM.__init__, {"mode": mode, "max_num_tokens": max_num_tokens, "seed": seed})
+        self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
         if not isinstance(model, str | Path | Bundle) or not str(model):
             raise UsageError(f"no model is given: {model!r}", hint="give a directory, a GGUF file, a hub id or `demo`")
         if not isinstance(kv_cache, KVCacheConfig | None):
@@ -141,7 +183,7 @@ class LLM:
         self._opening = RLock()
         with MODEL_INIT_LOCK, ExitStack() as stack:
             self._stack = stack
-            self.bundle = model if isinstance(model, Bundle) else read_bundle(self._find_engine(model))
+            self.bundle = model if isinstance(model, Bundle) else read_bundle(self._find_engine(model), self._model)
             config = self.bundle.config
             _check_tp_size(engine.get("tensor_parallel_size"), config.mapping.tp_size)
             self.device_ids = check_device_ids(device_ids, config.mapping.tp_size)
@@ -190,15 +232,21 @@ class LLM:
         *,
         drafter: AnyDrafter | None = None,
         draft_len_mode: DraftLenMode | None = None,
-    ) -> list[Output]:
-        """The outputs of the prompts in order, `n` of each. One prompt or several; parameters for all, or for each."""
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """A result for each prompt, in order, with its `n` outputs. One prompt or several; parameters for all, or for
+        each. `use_tqdm`: a bar on standard error shows how many outputs are finished.
+        """
         session = self.session(drafter, draft_len_mode)
-        asked, requests = self._requests(prompts, sampling_params)
-        generation = session.run(requests)
-        return [
-            self.output(s, asked[s.request.id].prompt, with_receipt=asked[s.request.id].with_receipt)
-            for s in generation.sequences
-        ]
+        given, requests = self._requests(prompts, sampling_params)
+        with ExitStack() as stack:
+            on_tokens = _show_progress(len(requests), stack) if use_tqdm else None
+            sequences = iter(session.run(requests, on_tokens=on_tokens).sequences)
+        results = []
+        for i, (prompt, num_outputs) in enumerate(given):
+            outputs = [next(sequences) for _ in range(num_outputs)]
+            results.append(self._result(str(i), prompt, outputs))
+        return results
 
     def stream(
         self,
@@ -213,9 +261,10 @@ class LLM:
         To leave early, close it, or let go of it.
         """
         session = self.session(drafter, draft_len_mode)
-        asked, requests = self._requests(prompts, sampling_params)
+        given, requests = self._requests(prompts, sampling_params)
         session.check_requests(requests)
-        return closed_at_exit(self._pieces(session, requests, asked))
+        indices = [i for i, (_, num_outputs) in enumerate(given) for _ in range(num_outputs)]
+        return closed_at_exit(self._pieces(session, requests, indices))
 
     def chat(
         self,
@@ -225,7 +274,7 @@ class LLM:
         drafter: AnyDrafter | None = None,
         draft_len_mode: DraftLenMode | None = None,
         continue_final_message: bool = False,
-    ) -> list[Output]:
+    ) -> list[RequestOutput]:
         """Generate the assistant's next message, by the tokenizer's chat template; SpecDecError if it has none.
         `continue_final_message`: the output goes on from the last message, as `The answer is` of the assistant.
 
@@ -252,7 +301,8 @@ class LLM:
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """SpecDecError if the tokenizer has none."""
-        return ChatTemplate(self.tokenizer_dir, self.bundle.config.pretrained_config)
+        with errors_about(self.bundle.given, str(self.bundle.directory)):
+            return ChatTemplate(self.tokenizer_dir, self.bundle.config.pretrained_config)
 
     def check_lossless(
         self,
@@ -368,17 +418,22 @@ class LLM:
 
         Penalties that are left to the model are its own.
         """
+        if params.receipt:
+            self.fingerprint  # noqa: B018  # it is kept, and known before requests fill the cache
         room = self.bundle.config.build_config.max_request_len - 1
         return Request(
             0,
             (),
             room if params.max_tokens is None else params.max_tokens,
             self._end_ids_of(params),
-            self.stop_words(params),
+            self._stop_check(params),
             sampling=self._with_own_penalties(params).config(self._bad_words(params)),
             keep_logits=params.return_generation_logits,
             num_logprobs=params.logprobs,
             grammar=self.grammar(params),
+            shows_special_tokens=not params.skip_special_tokens,
+            shows_stop=params.include_stop_str_in_output,
+            wants_receipt=params.receipt,
         )
 
     def grammar(self, params: SamplingParams) -> CompiledGrammar | None:
@@ -409,16 +464,30 @@ class LLM:
         own_values: dict[str, Any] = own
         return dataclasses.replace(params, **own_values)
 
-    def stop_words(self, params: SamplingParams) -> StopWords | None:
+    def _stop_check(self, params: SamplingParams) -> StopWords | None:
         """Compile stop words; SpecDecError without a tokenizer, or for a word that has no tokens."""
         if not params.stop_words:
             return None
         tokenizer = self._tokenizer_for_words()
-        for word in params.stop_words:
+        words = tuple(word for word in params.stop_words if word not in self.special_token_ids)
+        for word in words:
             word_tokens(tokenizer, "stop", word)
-        return StopWords(params.stop_words, tokenizer, params.min_tokens)
+        return StopWords(words, tokenizer, params.min_tokens) if words else None
 
-    def encode(self, prompt: Prompt, max_length: int | None = None) -> tuple[list[int], bool]:
+    @cached_property
+    def special_token_ids(self) -> dict[str, int]:
+        """Special tokens by their names, such as `</s>`. No output has one as text: as a stop word its id ends it."""
+        return {} if self.tokenizer is None else special_token_ids(self.tokenizer)
+
+    def get_tokenizer(self) -> Any:
+        """transformers' tokenizer of the model, as vLLM's method gives it; None for an engine without one."""
+        if self.tokenizer is None:
+            return None
+        if not hasattr(self.tokenizer, "apply_chat_template"):  # a lighter one, which reads prompts as that does
+            self.tokenizer = load_tokenizer(self.tokenizer_dir, self.bundle.config.pretrained_config)
+        return self.tokenizer
+
+    def encode(self, prompt: str | Seq[int], max_length: int | None = None) -> tuple[list[int], bool]:
         """The prompt's tokens, and whether only its last `max_length` were kept."""
         return encode(prompt, self.tokenizer, max_length)
 
@@ -429,7 +498,15 @@ class LLM:
         if params.truncate_prompt_tokens != -1:
             return params.truncate_prompt_tokens
         build = self.bundle.config.build_config
-        return max(min(build.max_input_len, build.max_request_len - (params.max_tokens or 1)), 1)
+        if (room := build.max_request_len - (params.max_tokens or 1)) < 1:
+            raise SpecDecError(
+                f"max_tokens leaves no room for a prompt, of the engine's {build.max_request_len} tokens: "
+                f"{params.max_tokens}",
+                hint="ask for fewer tokens",
+                code="request_too_long",
+                field="max_tokens",
+            )
+        return min(build.max_input_len, room)
 
     def text(self, sequence: Sequence) -> str | None:
         """The text of an output without end ids and what follows a stop word; None without a tokenizer."""
@@ -451,51 +528,48 @@ class LLM:
 
         return Checker(self.engine, self.tokenizer, self.fingerprint, lambda form: self.grammars.compiled(form), rule)
 
-    def output(self, sequence: Sequence, prompt: Prompt, *, with_receipt: bool = False) -> Output:
+    def _result(self, request_id: str, prompt: str | Seq[int], sequences: Seq[Sequence]) -> RequestOutput:
+        text, tokens = prompt if isinstance(prompt, str) else None, list(sequences[0].request.prompt_tokens)
+        return RequestOutput(request_id, text, tokens, [self._output(sequence) for sequence in sequences])
+
+    def _output(self, sequence: Sequence) -> Output:
         request = sequence.request
         return Output(
             request.return_index,
-            prompt if isinstance(prompt, str) else None,
-            list(request.prompt_tokens),
             self.text(sequence),
             sequence.output_tokens,
             sequence.finish_reason,
             sequence.stats,
             None if request.num_logprobs is None else sequence.logprobs,
             torch.stack(sequence.logits) if request.keep_logits else None,
-            receipt_of(sequence, self.fingerprint).as_json() if with_receipt else None,
+            receipt_of(sequence, self.fingerprint).as_json() if request.wants_receipt else None,
         )
 
     def _requests(
         self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None
-    ) -> tuple[list[_Asked], list[Request]]:
-        """The requests, `n` of each prompt, and what each is of."""
+    ) -> tuple[list[tuple[str | Seq[int], int]], list[Request]]:
+        """Each prompt with its number of outputs, and the requests of all outputs."""
         given = _as_list(prompts)
         params = _one_for_each(sampling_params, len(given))
-        asked: list[_Asked] = []
         requests: list[Request] = []
-        for prompt_index, (prompt, one) in enumerate(zip(given, params, strict=True)):
+        for prompt, one in zip(given, params, strict=True):
             if one.seed is None:
-                one = dataclasses.replace(one, seed=secrets.randbits(63))
+                one = dataclasses.replace(one, seed=self._seeds.getrandbits(63))
             template, tokens = self.request_of(one), self.encode(prompt, self.max_prompt_len(one))[0]
             if one.max_tokens is None:
                 room = self.bundle.config.build_config.max_request_len - len(tokens)
                 template = dataclasses.replace(template, max_new_tokens=max(room, 1))
-            if one.receipt:
-                self.fingerprint  # noqa: B018  # it is kept, and known before requests fill the cache
-            for index in range(one.n):
-                requests.append(template.with_prompt(len(requests), tokens, index))
-                asked.append(_Asked(prompt_index, prompt, one.receipt))
-        return asked, requests
+            requests += [template.with_prompt(len(requests) + i, tokens, i) for i in range(one.n)]
+        return [(prompt, one.n) for prompt, one in zip(given, params, strict=True)], requests
 
-    def _pieces(self, session: Session, requests: list[Request], asked: list[_Asked]) -> Generator[Piece]:
+    def _pieces(self, session: Session, requests: list[Request], indices: list[int]) -> Generator[Piece]:
+        """`indices`: of each request's prompt."""
         with session.unique(requests) as unique:
-            prompt_indices = {r.id: one.prompt_index for r, one in zip(unique, asked, strict=True)}
-            proven = {r.id for r, one in zip(unique, asked, strict=True) if one.with_receipt}
+            prompt_indices = {r.id: i for r, i in zip(unique, indices, strict=True)}
             texts: dict[int, TextStream] = {}
             if self.tokenizer is not None:
                 for r in unique:
-                    texts[r.id] = TextStream(self.tokenizer, stop_words_of(r), r.prompt_tokens)
+                    texts[r.id] = TextStream.of_request(self.tokenizer, r)
             with closing(session.loop(unique)) as steps:
                 for sequence, new_tokens in steps:
                     request, finished = sequence.request, sequence.finish_reason is not None
@@ -508,11 +582,14 @@ class LLM:
                         sequence.logprobs[-len(new_tokens) :] if request.num_logprobs is not None else None,
                         prompt_indices[request.id],
                         request.return_index,
-                        receipt_of(sequence, self.fingerprint).as_json() if finished and request.id in proven else None,
+                        receipt_of(sequence, self.fingerprint).as_json()
+                        if finished and request.wants_receipt
+                        else None,
                     )
 
     def _end_ids_of(self, params: SamplingParams) -> frozenset[int]:
-        own = frozenset(params.stop_token_ids or ())
+        named = (self.special_token_ids[word] for word in params.stop_words if word in self.special_token_ids)
+        own = frozenset((*(params.stop_token_ids or ()), *named))
         foreign = next((i for i in own if not 0 <= i < self.bundle.config.vocab_size), None)
         if foreign is not None:
             raise SpecDecError(
@@ -521,6 +598,7 @@ class LLM:
                 code="end_id",
                 size=self.bundle.config.vocab_size,
                 end_id=foreign,
+                field="stop_token_ids",
             )
         return own if params.ignore_eos else own | self.end_ids
 
@@ -560,6 +638,181 @@ class LLM:
         return self._stack.enter_context(engine_of_model(str(model), EngineSettings(**options), use_cache=use_cache))
 
 
+class AsyncLLM:
+    """An `LLM` for asyncio: requests come at any time and share steps, in the loop of `specdec serve`.
+
+    `async for result in llm.generate("def area(", params): print(result.text)` gets a result whenever its output has
+    grown. All requests have one drafter. Close it, or use it in an `async with` block.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Bundle,
+        *,
+        drafter: AnyDrafter | None = None,
+        draft_len_mode: DraftLenMode | None = None,
+        max_queue_len: int = 4096,
+        **options: Unpack[LLMOptions],
+    ) -> None:
+        check_arguments(AsyncLLM.__init__, {"max_queue_len": max_queue_len, "draft_len_mode": draft_len_mode})
+        self._readers: dict[str, _Reader] = {}
+        self._request_ids = count()
+        self._loop: ServingLoop | None = None
+        call_at_exit(self.close)  # before the `LLM` registers itself
+        self.llm = LLM(model, **options)
+        try:
+            session = self.llm.session(drafter, draft_len_mode)
+            self._loop = ServingLoop(session, LoopLimits(max_queue_len), _wake)
+            self._loop.start()
+        except BaseException:
+            self.llm.close()
+            raise
+
+    async def __aenter__(self) -> "AsyncLLM":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back the memory of the engine. Requests on their way end in an error."""
+        if self._loop is not None:
+            self._loop.stop(0)
+            self.llm.close()
+            for reader in list(self._readers.values()):
+                reader.wake()
+
+    shutdown = close
+
+    def get_tokenizer(self) -> Any:
+        """transformers' tokenizer of the model; None for an engine without one."""
+        return self.llm.get_tokenizer()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput]:
+        """Results of one prompt, each with all that its outputs have so far; the last is `finished`.
+
+        Leaving the iteration early aborts the request, as `abort` does with its id. The lowest `priority` is computed
+        first. SpecDecError if the request cannot be served.
+        """
+        assert self._loop is not None
+        name = f"async-{next(self._request_ids)}" if request_id is None else request_id
+        if name in self._readers:
+            raise UsageError(f"a request on its way has this id: {name!r}", hint="give each request an id of its own")
+        given, requests = self.llm._requests([prompt], sampling_params)
+        named = [dataclasses.replace(request, id=self._loop.next_request_id()) for request in requests]
+        asked = [ServeRequest(request, priority=priority) for request in named]
+        reader = self._readers[name] = _Reader(asyncio.get_running_loop())
+        try:
+            reader.handles = self._loop.submit(asked, reader)
+            texts = [self._text_of(handle) for handle in reader.handles]
+            while not reader.is_aborted:
+                await reader.event.wait()
+                reader.event.clear()
+                self.llm.engine.check_is_open()
+                outputs = [text.read() for text in texts]
+                if reader.is_aborted or not any(output.token_ids for output in outputs):
+                    continue
+                finished = all(output.finish_reason is not None for output in outputs)
+                text = given[0][0] if isinstance(given[0][0], str) else None
+                yield RequestOutput(name, text, list(requests[0].prompt_tokens), outputs, finished)
+                if finished:
+                    break
+        finally:
+            self._loop.cancel(reader.handles)
+            del self._readers[name]
+
+    async def abort(self, request_id: str) -> None:
+        """End a request: its iteration ends without a finished result. An id of no request is ignored, as in vLLM."""
+        if (reader := self._readers.get(request_id)) is not None:
+            reader.is_aborted = True
+            reader.event.set()
+
+    def _text_of(self, handle: RequestHandle) -> "_AnswerSoFar":
+        tokenizer = self.llm.tokenizer
+        return _AnswerSoFar(handle, None if tokenizer is None else TextStream.of_request(tokenizer, handle.request))
+
+
+@dataclasses.dataclass(eq=False)
+class _Reader:
+    """The iteration that waits for a request of an `AsyncLLM`."""
+
+    loop: asyncio.AbstractEventLoop
+    event: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    handles: list[RequestHandle] = dataclasses.field(default_factory=list)
+    is_aborted: bool = False
+
+    def wake(self) -> None:
+        """Wake it, from any thread."""
+        with suppress(RuntimeError):  # its event loop was closed in the middle of the iteration
+            self.loop.call_soon_threadsafe(self.event.set)
+
+
+def _wake(handles: list[RequestHandle]) -> None:
+    for reader in {handle.owner for handle in handles}:
+        assert isinstance(reader, _Reader)
+        reader.wake()
+
+
+@dataclasses.dataclass
+class _AnswerSoFar:
+    """An answer that the loop's thread is still writing, read as far as its `Progress` says."""
+
+    handle: RequestHandle
+    stream: TextStream | None
+    text: str = ""
+
+    def read(self) -> Output:
+        """SpecDecError if the request failed."""
+        progress, sequence = self.handle.progress, self.handle.sequence
+        if progress.error is not None:
+            raise progress.error
+        request, tokens = self.handle.request, self.handle.output_tokens[: progress.num_tokens]
+        if self.stream is not None:
+            self.text += self.stream.next_piece(tokens, finished=progress.finish_reason is not None)
+        return Output(
+            request.return_index,
+            None if self.stream is None else self.text,
+            tokens,
+            progress.finish_reason,
+            sequence.stats.copy(),
+            None if request.num_logprobs is None else sequence.logprobs[: len(tokens)],
+            torch.stack(sequence.logits[: len(tokens)]) if request.keep_logits and tokens else None,
+        )
+
+
+def _own_names(options: Mapping[str, Any]) -> EngineOptions:
+    """Options by our names; TypeError for a name that is none, UsageError for an option under both of its names."""
+    engine: dict[str, Any] = {}
+    for name, value in options.items():
+        if name not in EngineOptions.__annotations__:
+            instead = f": use {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise TypeError(f"LLM.__init__() got an unexpected keyword argument '{name}'{instead}")
+        own = _OF_VLLM.get(name, name)
+        if own in engine:
+            raise UsageError(f"{own} and {name} are one option: {engine[own]}, {value}", hint="give one of them")
+        engine[own] = value
+    return cast(EngineOptions, engine)
+
+
+def _show_progress(num_outputs: int, stack: ExitStack) -> OnTokens:
+    """Count finished outputs in a bar until the stack is closed."""
+    from tqdm import tqdm  # type: ignore[import-untyped]  # imported only where a bar is shown
+
+    bar = stack.enter_context(tqdm(total=num_outputs, desc="generating", unit=" outputs"))
+
+    def count_finished(sequence: Sequence, new_tokens: list[int]) -> None:
+        bar.update(sequence.finish_reason is not None)
+
+    return count_finished
+
+
 def _draft_output(options: dict[str, Any]) -> DraftOutputSettings:
     """Take the options of layers that draft."""
     vocab, *others = (options.pop(f"draft_{name}", None) for name in ("vocab", "vocab_size", "output_layer", "layers"))
@@ -593,16 +846,28 @@ def _check_tp_size(wanted: int | None, found: int) -> None:
         )
 
 
-def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Prompt | Seq[Prompt]) -> list[str | Seq[int]]:
     """One prompt is a list of one; a list of ids is one prompt. UsageError for what is neither one nor several."""
-    if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise UsageError(
             f"prompts are texts, token ids, or a list of those: {str(prompts)[:100]}", hint="give a text, or a list"
         )
-    if isinstance(prompts, str):
-        return [prompts]
+    if isinstance(prompts, str | Mapping):
+        return [_content_of(prompts)]
     found: list[Any] = list(prompts)  # once: a generator's first is gone when it is looked at
-    return [found] if found and all(isinstance(one, int) for one in found) else found
+    return [found] if found and all(isinstance(one, int) for one in found) else [_content_of(one) for one in found]
+
+
+def _content_of(prompt: Any) -> Any:
+    """The text or the ids of a prompt in a dict; what is no dict is the prompt itself."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
+        raise UsageError(
+            f"a prompt in a dict has `prompt` or `prompt_token_ids`, and nothing else: {str(dict(prompt))[:100]}",
+            hint='`{"prompt": "def area("}` is one',
+        )
+    return next(iter(prompt.values()))
 
 
 def _one_for_each(params: SamplingParams | Seq[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from runtime.builder.profile import profile_for as profile_for
     from runtime.core.generation import Output as Output
     from runtime.core.generation import Piece as Piece
+    from runtime.core.generation import RequestOutput as RequestOutput
     from runtime.core.params import SamplingParams as SamplingParams
     from runtime.core.request import Draft as Draft
     from runtime.core.request import Sequence as Sequence
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from runtime.drafters.specs import *  # noqa: F403
     from runtime.engine.engine import KVCacheConfig as KVCacheConfig
     from runtime.llm import LLM as LLM
+    from runtime.llm import AsyncLLM as AsyncLLM
     from runtime.loop.lossless.results import DistributionCheck as DistributionCheck
     from runtime.loop.lossless.results import TokenCheck as TokenCheck
     from runtime.util.errors import SpecDecError as SpecDecError
@@ -27,8 +29,8 @@ _HOMES = {
     "runtime.engine.engine": ("KVCacheConfig",),
     "runtime.util.errors": ("SpecDecError", "SpecDecWarning", "UsageError"),
     "runtime.loop.lossless.results": ("DistributionCheck", "TokenCheck"),
-    "runtime.llm": ("LLM",),
-    "runtime.core.generation": ("Output", "Piece"),
+    "runtime.llm": ("LLM", "AsyncLLM"),
+    "runtime.core.generation": ("Output", "Piece", "RequestOutput"),
     "runtime.core.params": ("SamplingParams",),
     "runtime.core.request": ("Draft", "Sequence"),
     "runtime.core.stats": ("TokenLogprobs",),

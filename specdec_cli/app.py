@@ -54,6 +54,7 @@ from runtime.drafters.plugins import tell_problems
 from runtime.util.collector import collect_rarely
 from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.util.out_of_memory import check_address_space, is_out_of_memory, out_of_memory
+from runtime.util.panics import hold_panics
 from runtime.util.temporary import temporary_dir
 
 _EXAMPLES = {
@@ -338,6 +339,7 @@ def main() -> None:
         for signal_number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signal_number, _stop)
         collect_rarely()
+        hold_panics()
         _open_closed_streams()
         _replace_what_cannot_be_written()
         _have_waiting_threads_sleep()

@@ -41,7 +41,15 @@ FLAGS_OF_COMMANDS = {  # flags with a meaning of their own in each command, or T
     "n", "seed", "stop", "stop_token_ids", "max_tokens", "truncate_prompt_tokens", "logprobs",
     "return_generation_logits", "continue_final_message",
 }  # fmt: skip
-NO_FLAGS = {"ignore_eos", "penalize_prompt", "logit_bias", "return_token_ids", "receipt"}
+NO_FLAGS = {
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "ignore_eos",
+    "penalize_prompt",
+    "logit_bias",
+    "return_token_ids",
+    "receipt",
+}
 
 
 def test_every_field_is_described_once() -> None:

@@ -21,7 +21,7 @@ from commands.batch.lines import BatchRequest
 from commands.options.engine_choice import EngineChoice
 from commands.options.sessions import open_setup
 from commands.serve.asking import ask_chat, ask_completion
-from commands.serve.http.errors import HTTPError, as_http_error
+from commands.serve.http.errors import FieldNames, HTTPError, fields_named
 from commands.serve.protocol.completions import ChatReply, CompletionReply
 from commands.serve.protocol.replies import TokenTexts
 from commands.serve.protocol.schema import ChatRequest, CompletionRequest, Generation, validate_body
@@ -126,14 +126,16 @@ class BatchModel:
 
         SpecDecError when the engine has ended, which is no request's result.
         """
+        names = FieldNames()
         try:
             body, asked = self._ask(request)
+            names = FieldNames(body.field_names)
             pending = Pending(request, body, len(asked), on_done)
             pending.answers = self._served.loop.submit(asked, pending)
         except SpecDecError as error:
             if self.failure is not None:
                 raise
-            return _failed(request, as_http_error(error))
+            return _failed(request, names.told(error))
         except HTTPError as error:
             return _failed(request, error)
         except Exception as error:  # one line among many thousands ends none of the others
@@ -158,7 +160,7 @@ class BatchModel:
                 raise self.failure
             return NotAnswered(pending.request.id, error.message)
         if error is not None:
-            return _failed(pending.request, as_http_error(error))
+            return _failed(pending.request, FieldNames(pending.body.field_names).told(error))
         reply = self._reply(pending).document()
         reply |= {"id": f"{reply['id'].partition('-')[0]}-{pending.request.id.rpartition('_')[2]}", "created": 0}
         reply["usage"] = {name: reply["usage"][name] for name in _USAGE}
@@ -171,10 +173,12 @@ class BatchModel:
             raise HTTPError(405, f"{request.method} {request.url}: Method Not Allowed")
         if request.url == "/v1/completions":
             completion = self._completed(validate_body(request.body, CompletionRequest), request)
-            return completion, ask_completion(self._served, completion)
+            with fields_named(FieldNames(completion.field_names)):
+                return completion, ask_completion(self._served, completion)
         if request.url == "/v1/chat/completions":
             chat = self._completed(validate_body(request.body, ChatRequest), request)
-            return chat, ask_chat(self._served, chat)
+            with fields_named(FieldNames(chat.field_names)):
+                return chat, ask_chat(self._served, chat)
         what = f"{request.method} {request.url[:200]}: Not Found; a batch has /v1/completions and /v1/chat/completions"
         raise HTTPError(404, what)
 

@@ -27,6 +27,8 @@ from runtime.util.reading import parse_json, raise_unreadable, shown
 
 _FORM = 'write {"custom_id", "method", "url", "body"} as OpenAI has it, or {"prompt": "..."}, one a line'
 _ID_LEN = 24
+_MOST_LINE_BYTES = 64 << 20
+"""Longer than any prompt that a model has room for, with several of them on a line."""
 _URLS = {"prompt": "/v1/completions", "messages": "/v1/chat/completions"}
 
 
@@ -85,7 +87,12 @@ def look_through(path: Path, job: str) -> RequestFile:
     check_regular(path)
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE_BYTES + 1), b""), 1):
+                if len(line) > _MOST_LINE_BYTES:
+                    raise SpecDecError(
+                        f"line {number} is longer than {_MOST_LINE_BYTES >> 20} MB: {path}",
+                        hint="check that this is the right file",
+                    )
                 request = parse_line(line, number, path, job)
                 if request is not None:
                     first = lines.setdefault(request.custom_id, number)

@@ -25,9 +25,10 @@ from runtime.measure.text_steps import output_pieces
 from runtime.text.call_formats import named_tool_format
 from runtime.text.call_grammar import Calls, SpecialIds, call_grammar
 from runtime.text.chat import Message, TemplateInputs
-from runtime.text.parser import OutputForm, OutputParser, Said, joined, special_token_ids
+from runtime.text.parser import OutputForm, OutputParser, Said, joined
 from runtime.text.prompt import with_tools_as_text
-from runtime.text.text import TextStream, stop_words_of
+from runtime.text.text import TextStream
+from runtime.text.token_text import special_token_ids
 from runtime.util.errors import SpecDecError
 
 _PROMPT_END = 64
@@ -185,7 +186,7 @@ class Conversation:
         tokenizer = self.setup.llm.tokenizer
         assert tokenizer is not None  # or there were no template
         marked = _MarkedStream(self.setup, mark_for_stdout()) if self.show_tokens else None
-        text = TextStream(tokenizer, stop_words_of(request), request.prompt_tokens, self._form.special.shown)
+        text = TextStream.of_request(tokenizer, request, self._form.special.shown)
         parser = OutputParser(self._form, in_reasoning=self._form.is_in_reasoning(self._end_of(request)))
         is_text, last = self._form.says_only_text, Said("content", "")
         with closing(self.setup.session.steps([request])) as steps:

@@ -19,6 +19,7 @@ from commands.output.output import warn
 from runtime.checkpoint.bundle import Bundle, read_bundle
 from runtime.checkpoint.config import IntFormat
 from runtime.checkpoint.resolve import (
+    check_weight_files,
     files_of_model,
     read_model_config,
     refuse_unreadable_tokenizer,
@@ -185,6 +186,7 @@ class EngineChoice:
             resolve_tokenizer(self.tokenizer_dir)
         if self.model_dir is not None:
             read_model_config(model_dir := resolve_model(self.model_dir))
+            check_weight_files(model_dir)
             begin_digests(files_of_model(model_dir))  # while torch is imported
             replace(self, speculation=speculation)._check_draft_output()
         else:

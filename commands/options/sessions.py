@@ -96,7 +96,7 @@ def engines_made(choice: EngineChoice, output: Output) -> Iterator[EngineChoice]
         if choice.model_dir is not None:
             self_draft = choice.self_draft
             engine_dir = engine_of(choice.model_dir, choice.max_draft_len, self_draft, choice.hidden_states)
-            choice = replace(choice, engine_dir=engine_dir, bundle=read_bundle(engine_dir))
+            choice = replace(choice, engine_dir=engine_dir, bundle=read_bundle(engine_dir, choice.model_dir))
         yield replace(choice, speculation=speculation.with_drafters(map(with_engine, speculation)))
 
 

@@ -36,7 +36,7 @@ from runtime.measure.text_steps import all_pieces, output_pieces, tokens_per_ste
 from runtime.measure.tuning.search import fixed_lost
 from runtime.proof.receipts import write_receipts
 from runtime.text.chat import TemplateInputs
-from runtime.text.text import StopWords, TextStream, stop_words_of
+from runtime.text.text import TextStream
 from runtime.text.traces import write_traces
 from runtime.util.errors import SpecDecError
 from runtime.util.files import write_file
@@ -45,16 +45,13 @@ from runtime.util.files import write_file
 class StreamPrinter:
     """Prints new text every `interval` steps of a request; several requests each with their label in front."""
 
-    def __init__(
-        self, llm: LLM, stop_words: StopWords | None, output: Output, interval: int, labels: list[str]
-    ) -> None:
+    def __init__(self, llm: LLM, output: Output, interval: int, labels: list[str]) -> None:
         if llm.tokenizer is None:
             raise SpecDecError(
                 "streaming needs a tokenizer, and the engine has none", hint="name a tokenizer", code="no_tokenizer"
             )
-        tokenizer = llm.tokenizer
+        self._tokenizer = llm.tokenizer
         self._streams: dict[int, TextStream] = {}
-        self._tokenizer, self._stop_words = tokenizer, stop_words
         self._output, self._interval, self._labels = output, interval, labels
 
     def __call__(self, sequence: Sequence, new_tokens: list[int]) -> None:
@@ -63,7 +60,7 @@ class StreamPrinter:
             return
         request = sequence.request
         if request.id not in self._streams:
-            self._streams[request.id] = TextStream(self._tokenizer, self._stop_words, request.prompt_tokens)
+            self._streams[request.id] = TextStream.of_request(self._tokenizer, request)
         piece = self._streams[request.id].next_piece(sequence.output_tokens, finished=finished)
         if len(self._labels) == 1:
             self._output.text(piece, end="\n" if finished else "")
@@ -230,7 +227,7 @@ def _generate(
     try:
         if results.streaming:
             interval = results.streaming_interval or _STREAMING_INTERVAL
-            printer = StreamPrinter(setup.llm, stop_words_of(requests[0]), output, interval, labels)
+            printer = StreamPrinter(setup.llm, output, interval, labels)
             return setup.session.run(requests, on_tokens=printer), None
         with token_progress("generating", requests, output) as on_tokens:
             return setup.session.run(requests, on_tokens=on_tokens), None

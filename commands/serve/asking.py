@@ -135,8 +135,7 @@ def _with_any_seed(request: Request) -> Request:
 def _params(served: ServedModel, body: Generation, max_tokens: int, logprobs: int | None) -> SamplingParams:
     """The fields that are given, the model's own defaults for the others, and else OpenAI's."""
     values: dict[str, Any] = _with_form(served, body, served.defaults | body.given_params)
-    stop, stop_token_ids = _stops(served, body)
-    own = {"stop": stop, "stop_token_ids": stop_token_ids, "max_tokens": max_tokens, "logprobs": logprobs}
+    own = {"max_tokens": max_tokens, "logprobs": logprobs}
     return SamplingParams(**values | own | {"penalize_prompt": False})
 
 
@@ -154,14 +153,6 @@ def _with_form(served: ServedModel, body: Generation, values: dict[str, Any]) ->
     except SpecDecError as error:
         raise as_http_error(error, field) from None
     return {name: value for name, value in values.items() if name not in get_args(GrammarKind)} | form
-
-
-def _stops(served: ServedModel, body: Generation) -> tuple[list[str], list[int]]:
-    """Texts and ids that end an output. A special token is no text of an output: where one is named, its id ends it."""
-    words = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
-    ids = served.special_tokens
-    named = [ids[word] for word in words if word in ids]
-    return [word for word in words if word not in ids], [*(body.stop_token_ids or ()), *named]
 
 
 def _drafting(served: ServedModel, body: Generation) -> Drafting:

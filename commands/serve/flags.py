@@ -66,7 +66,7 @@ class ServerOptions:
             min=0.0,
             metavar="MS",
         ),
-    ] = 10.0
+    ] = 30.0
     request_timeout: Annotated[
         float, option(SERVER, "Time limit for an answer, waiting included, in seconds.", min=0.001, metavar="S")
     ] = 600.0

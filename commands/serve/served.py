@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Any
 
 from commands.serve.http.errors import HTTPError
+from commands.serve.turn import Turn
 from runtime.checkpoint.gguf.reader import is_gguf
 from runtime.checkpoint.tokenizer import Tokenizer
 from runtime.llm import LLM
@@ -17,7 +18,7 @@ from runtime.text.call_formats import (
     named_tool_format,
 )
 from runtime.text.chat import has_chat_template
-from runtime.text.parser import special_token_ids
+from runtime.text.token_text import special_token_ids
 from runtime.util.errors import SpecDecError
 from runtime.util.files import read_json
 
@@ -41,6 +42,8 @@ class ServedModel:
     """Name of the format of reasoning; None: the chat template's."""
     refuses_special_tokens: bool = False
     """True if no text of a message may have a special token."""
+    turn: Turn = field(default_factory=Turn)
+    """Turn of the thread that reads a request."""
 
     @property
     def name(self) -> str:

@@ -20,7 +20,13 @@ from runtime.checkpoint.checksums import CONFIG, NOT_RECORDED
 from runtime.checkpoint.config import Activations, BuildConfig, Compiler, Dtype, IntFormat, QuantConfig, SelfDraft
 from runtime.checkpoint.costs import MeasuredCosts, keep_costs
 from runtime.checkpoint.generation_config import GENERATION_CONFIG
-from runtime.checkpoint.resolve import files_of_model, read_model_config, resolve_model, weight_files
+from runtime.checkpoint.resolve import (
+    check_weight_files,
+    files_of_model,
+    read_model_config,
+    resolve_model,
+    weight_files,
+)
 from runtime.drafters.heads.head_config import DraftOutputSettings, HeadConfig
 from runtime.engine.engine import resolve_device
 from runtime.engine.load import current_environment, take_step
@@ -119,6 +125,7 @@ def engine_of_model(
     without kernels, where these are still to be compiled; they are for later, when the block has ended.
     """
     model_dir = resolve_model(name)
+    check_weight_files(model_dir)
     device = resolve_device("auto", 0)
     if is_digest_awaited():  # of a new model, whose engine will not be there: what builds it is imported meanwhile
         _import_builder()
@@ -339,7 +346,9 @@ def _make_engine(
         at_once = BuildEffort(
             measure_costs=settings.tp_size > 1 or device.type != "cpu", drafts=drafts, leaves_step=True
         )
-        config = build_engine(checkpoint, engine_dir, build, device, replace=False, phase=phase, effort=at_once)
+        with warnings.catch_warnings():  # whoever opens the engine is told, by the model's name
+            warnings.filterwarnings("ignore", r"the engine takes token ids only", SpecDecWarning)
+            config = build_engine(checkpoint, engine_dir, build, device, replace=False, phase=phase, effort=at_once)
     if not at_once.measure_costs:
         keep_costs(engine_dir, MeasuredCosts())
     if config.compiler_note:

@@ -59,6 +59,13 @@ class Bundle:
 
     directory: Path
     config: EngineConfig
+    model: str | None = None
+    """The model that the engine was made of for this run, as the user named it; None: the user named the engine."""
+
+    @property
+    def given(self) -> str:
+        """Path or name that the user gave, for errors about files that a user changes, such as tokenizer.json."""
+        return self.model or str(self.directory)
 
     @property
     def has_costs(self) -> bool:
@@ -66,9 +73,9 @@ class Bundle:
         return bool(self.config.step_costs) or are_measured_when_asked_for(self.directory)
 
 
-def read_bundle(engine_dir: Path) -> Bundle:
+def read_bundle(engine_dir: Path, model: str | None = None) -> Bundle:
     """SpecDecError names what is missing or wrong."""
-    return Bundle(engine_dir, read_engine_config(engine_dir))
+    return Bundle(engine_dir, read_engine_config(engine_dir), model)
 
 
 def is_engine_dir(directory: Path) -> bool:

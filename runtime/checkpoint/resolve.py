@@ -3,6 +3,8 @@
 import posixpath
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
@@ -67,6 +69,29 @@ def files_of_model(model_dir: Path) -> list[Path]:
 def weight_files(model_dir: Path) -> list[Path]:
     """The safetensors files among `files_of_model`."""
     return [path for path in files_of_model(model_dir) if path.suffix == ".safetensors"]
+
+
+def check_weight_files(model_dir: Path) -> None:
+    """SpecDecError for a safetensors file of a model's weights that is not as long as its header says: in milliseconds,
+    where its digest would take as long as the file is.
+    """
+    from runtime.util.tensor_file import read_header  # not for commands that read no weights
+
+    single = model_dir / WEIGHTS
+    for file in [single] if single.is_file() else sorted(set(shards_of(model_dir).values())):
+        with suppress(OSError), file.open("rb") as opened, damage_told(file):
+            read_header(opened)
+
+
+@contextmanager
+def damage_told(file: Path) -> Iterator[None]:
+    """SpecDecError for a safetensors file that is damaged."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        raise SpecDecError(f"`{file}` is damaged: {error}", hint=DOWNLOAD_AGAIN) from None
 
 
 def shards_of(model_dir: Path) -> dict[str, Path]:

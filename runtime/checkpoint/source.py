@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from runtime.checkpoint.resolve import DOWNLOAD_AGAIN, INDEX, WEIGHTS, shards_of
+from runtime.checkpoint.resolve import DOWNLOAD_AGAIN, INDEX, WEIGHTS, damage_told, shards_of
 from runtime.util.errors import SpecDecError, SpecDecWarning
 from runtime.util.files import Stamp, check_regular, stamp_of
 from runtime.util.tensor_file import read_header
@@ -167,11 +166,8 @@ def read_file_header(file: Path) -> list[SourceTensor]:
     check_regular(file)
     if not file.is_file():
         raise SpecDecError(f"file is missing: {file}", hint=DOWNLOAD_AGAIN)
-    try:
-        with file.open("rb") as opened:
-            stamp, tensors = stamp_of(os.fstat(opened.fileno())), read_header(opened).tensors
-    except SafetensorError as error:
-        raise SpecDecError(f"`{file}` is damaged: {error}", hint=DOWNLOAD_AGAIN) from None
+    with file.open("rb") as opened, damage_told(file):
+        stamp, tensors = stamp_of(os.fstat(opened.fileno())), read_header(opened).tensors
     for tensor in tensors.values():
         if tensor.dtype not in DTYPES:
             raise SpecDecError(

@@ -18,6 +18,7 @@ from runtime.checkpoint.config import Count, as_json, parse
 from runtime.util.cache import digest, file_digest
 from runtime.util.errors import SpecDecError
 from runtime.util.files import read_json, write_json
+from runtime.util.panics import panics_held
 
 SAVED = "saved_tokenizer.json"
 # What a tokenizer is made of: if one of them changes, what was saved is of another tokenizer.
@@ -126,19 +127,36 @@ def panics_told() -> Iterator[None]:
     expression of the tokenizer takes too many steps.
     """
     try:
-        yield
+        with panics_held():
+            yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise SpecDecError(
-            f"the tokenizer fails: {str(error).partition(chr(10))[0][:200]}",
-            hint="name another tokenizer, or correct the expressions in its tokenizer.json",
-        ) from None
+        raise _failed(error) from None
+
+
+@contextmanager
+def failures_told() -> Iterator[None]:
+    """The same where it raises an Exception of no kind, as for a word that a tokenizer without unknown words lacks."""
+    try:
+        with panics_told():
+            yield
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise _failed(error) from None
+
+
+def _failed(error: BaseException) -> SpecDecError:
+    return SpecDecError(
+        f"the tokenizer fails: {str(error).partition(chr(10))[0][:200]}",
+        hint="name another tokenizer, or correct its tokenizer.json",
+    )
 
 
 def token_ids(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
     """The tokens of a text; SpecDecError where the tokenizer fails on it."""
-    with panics_told():
+    with failures_told():
         ids: list[int] = tokenizer(text, **options)["input_ids"]
     return ids
 

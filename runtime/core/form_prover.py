@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from runtime.core.forms import ENDLESS, check_forced_text, reason, start_of, written
+from runtime.core.forms import ENDLESS, TOO_DEEP, check_forced_text, reason, start_of, written
 from runtime.util.errors import SpecDecError
 
 MOST_S, MOST_BYTES = 0.5, 128 << 20
@@ -40,6 +40,7 @@ _ENVIRONMENT = {"PYTHONSAFEPATH": "1", "MALLOC_ARENA_MAX": "1"}
 """One arena: where memory is limited, glibc finds no room for another, and each allocation costs a system call."""
 _START = "from runtime.core.form_prover import main; main()"
 _TOO_MUCH = f"it never ends, or takes more than {MOST_S:g} s of a core or {MOST_BYTES >> 20} MB to compile"
+_OVERFLOWS = f"{TOO_DEEP}, or by too long a chain of references: it takes {_STACK_BYTES >> 20} MB of stack to compile"
 
 
 class FormRefused(Exception):
@@ -260,9 +261,14 @@ def _try_form(vocabulary: Any, server: socket.socket, taken: int, most_s: float,
         return
     asked = socket.socket(fileno=asked_files[0])
     os.write(taken, b"t")  # in vain where no more processes are forked: then nobody is answered
-    asked.sendall(os.getpid().to_bytes(8, "little"))
     server.close()
     os.close(taken)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if pid := os.fork():  # this process says how the other one ended, where that could not
+        if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in (-signal.SIGSEGV, -signal.SIGBUS):
+            asked.sendall(json.dumps({"refused": _OVERFLOWS}).encode() + b"\n")
+        return
+    asked.sendall(os.getpid().to_bytes(8, "little"))
     request = bytearray()
     while part := asked.recv(1 << 20):
         request += part
@@ -310,7 +316,7 @@ def _say(vocabulary: Any, asked: socket.socket, kind: str, text: str) -> None:
     except MemoryError:
         os._exit(1)
     except RecursionError:
-        said = {"refused": "it is nested too deeply"}
+        said = {"refused": TOO_DEEP}
     except BaseException as error:  # the GBNF converter's, llguidance's, and a panic, which is no Exception
         said = {"refused": reason(str(error))}
     asked.sendall(json.dumps(said).encode() + b"\n")

@@ -6,6 +6,7 @@ within the same limits.
 
 import json
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a request without a grammar does not wait for it
@@ -23,6 +24,10 @@ _MOST_ITEMS_IN_ROW, _MOST_ITEMS = 5_000, 250_000
 """Items of Earley's parser after one byte, and in a step, which takes 12 ms then. An object of 1,000 optional values
 has 4,000 after its brace.
 """
+_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_OF_VALUES = ("const", "enum", "default", "examples")
+"""Keywords of a JSON schema with schemas by name, and with values."""
+TOO_DEEP = "it is nested too deeply"
 ENDLESS = "it never ends, or only after a very long text"
 _MOST_REASON = 200
 
@@ -34,7 +39,7 @@ def written(kind: str, text: str) -> str:
 
     match kind:
         case "json_schema":
-            _check_references(json.loads(text))
+            check_schema(json.loads(text))
             return LLMatcher.grammar_from_json_schema(text, defaults=_JSON_STYLE)
         case "regex":
             return LLMatcher.grammar_from_regex(text)
@@ -82,6 +87,8 @@ def check_forced_text(start: "LLMatcher") -> None:
 
 def reason(text: str) -> str:
     """The reason in one line, of a bounded length: of what `regex` says its last one, of others the first."""
+    if "recursion" in text and "exceeded" in text:  # as Python's and Rust's parsers of JSON say it
+        return TOO_DEEP
     found = re.search("^error: (.+)$", text, re.MULTILINE)
     line = found[1] if found else text.replace("<non-verbose/>", "").strip().partition("\n")[0]
     return line if len(line) <= _MOST_REASON else f"{line[:_MOST_REASON]}..."
@@ -99,20 +106,34 @@ def _with_characters(text: str) -> str:
     return re.sub(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|x([0-9A-Fa-f]{2})|.)", character, text)
 
 
-def _check_references(schema: Any) -> None:
-    """Refuse an `$id` beside a `$ref` below the root: from 2019-09 on, as llguidance reads every schema, it is what the
-    `$ref` is relative to, and before it means nothing.
+def check_schema(schema: Any) -> None:
+    """ValueError for what llguidance takes in a JSON schema and should not: a `multipleOf` of 0 or less, and an `$id`
+    beside a `$ref` below the root. From 2019-09 on, as llguidance reads every schema, that `$id` is what the `$ref` is
+    relative to, and before it means nothing.
     """
-    if not isinstance(schema, dict) or "json-schema.org/draft/20" in str(schema.get("$schema")):
-        return
-    left = list(schema.values())
+    is_new = isinstance(schema, dict) and "json-schema.org/draft/20" in str(schema.get("$schema"))
+    for part in parts_of(schema):
+        multiple = part.get("multipleOf")
+        if isinstance(multiple, int | float) and not isinstance(multiple, bool) and multiple <= 0:
+            raise ValueError(f"multipleOf must be more than 0: {multiple}")
+        has_both = isinstance(part.get("$ref"), str) and isinstance(part.get("$id"), str)
+        if has_both and part is not schema and not is_new:
+            raise ValueError(
+                f"an $id beside a $ref ({part['$ref']}), of which drafts differ; $schema names none since 2019-09"
+            )
+
+
+def parts_of(schema: Any) -> Iterator[dict[str, Any]]:
+    """A schema and the schemas in it: no values, and no objects whose keys are names."""
+    left = [schema]
     while left:
         value = left.pop()
         if isinstance(value, dict):
-            if isinstance(value.get("$ref"), str) and isinstance(value.get("$id"), str):
-                raise ValueError(
-                    f"an $id beside a $ref ({value['$ref']}), of which drafts differ; $schema names none since 2019-09"
-                )
-            left += [part for key, part in value.items() if key not in ("const", "enum", "default", "examples")]
+            yield value
+            for key, part in value.items():
+                if key in _OF_NAMES and isinstance(part, dict):
+                    left += part.values()
+                elif key not in _OF_VALUES:
+                    left.append(part)
         elif isinstance(value, list):
             left += value

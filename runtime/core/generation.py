@@ -81,13 +81,10 @@ def _per_step(times: LoopTimes, part: str) -> float | None:
 
 @dataclass(frozen=True)
 class Output:
-    """Output of a prompt."""
+    """An output of a prompt; vLLM's `CompletionOutput`."""
 
     index: int
     """Among the `n` outputs of its prompt."""
-    prompt: str | None
-    """None where it was given as token ids."""
-    prompt_token_ids: list[int]
     text: str | None
     """Without end ids and what follows a stop word; None without a tokenizer."""
     token_ids: list[int]
@@ -96,9 +93,59 @@ class Output:
     logprobs: list[TokenLogprobs] | None
     """Log-probabilities of each token, if `SamplingParams.logprobs` asks for them."""
     generation_logits: Tensor | None = None
-    """(num_tokens, vocab) float32, where `SamplingParams.return_generation_logits` asks for them."""
+    """`[tokens, vocab]` float32, where `SamplingParams.return_generation_logits` asks for them."""
     receipt: dict[str, Any] | None = None
     """JSON object that says all the tokens follow from, where `SamplingParams.receipt` asks for it."""
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the chosen tokens' log-probabilities, if `SamplingParams.logprobs` asks for them."""
+        return None if self.logprobs is None else sum(one.logprob for one in self.logprobs)
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A prompt and its `n` outputs, as in vLLM. Its own `text`, `token_ids` and so on are the first output's.
+
+    A list of results is as long as the list of prompts: `zip(prompts, results)` pairs them whatever `n` is.
+    """
+
+    request_id: str
+    """The prompt's place in the call, such as "0"; from `AsyncLLM`, the id that was given."""
+    prompt: str | None
+    """None where it was given as token ids."""
+    prompt_token_ids: list[int]
+    outputs: list[Output]
+    finished: bool = True
+    """False only from `AsyncLLM`, before the last result of a request."""
+
+    @property
+    def text(self) -> str | None:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.outputs[0].finish_reason
+
+    @property
+    def stats(self) -> RequestStats:
+        return self.outputs[0].stats
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        return self.outputs[0].logprobs
+
+    @property
+    def generation_logits(self) -> Tensor | None:
+        return self.outputs[0].generation_logits
+
+    @property
+    def receipt(self) -> dict[str, Any] | None:
+        return self.outputs[0].receipt
 
 
 @dataclass(frozen=True)
@@ -119,7 +166,7 @@ class Piece:
     index: int = 0
     """Index of the output among the prompt's `n`."""
     receipt: dict[str, Any] | None = None
-    """In the last piece, as in `Output`, where `SamplingParams.receipt` asks for it."""
+    """Receipt as in `Output`, in the last piece, where `SamplingParams.receipt` asks for it."""
 
     def __str__(self) -> str:
         return self.text

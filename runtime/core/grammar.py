@@ -110,6 +110,8 @@ class Matcher:
     """
 
     def __init__(self, grammar: CompiledGrammar, num_prompt_tokens: int, end_ids: frozenset[int]) -> None:
+        self.kind = grammar.form.kind
+        """The parameter of `SamplingParams` that the grammar is from; `lark` for calls of tools."""
         self.error: str | None = None
         """Reason why the last position that was asked for allows nothing."""
         self._grammar, self._num_prompt_tokens = grammar, num_prompt_tokens
@@ -362,7 +364,8 @@ class Grammars:
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         vocabulary = self._read_vocabulary()
         if self._prover is None:
-            return CompiledGrammar(grammar, _start_here(vocabulary, grammar), self._vocab_size, vocabulary.eos_tokens)
+            start = _start_here(vocabulary, grammar)
+            return CompiledGrammar(grammar, start, self._vocab_size, vocabulary.eos_tokens)
         proof = self._prover.prove(grammar.kind, grammar.text)
         is_slow = proof.seconds > _QUICK_S
         with self._lock:
@@ -442,6 +445,7 @@ def _start_aside(worker: str, vocabulary: "LLTokenizer", form: str) -> "LLMatche
 
 def _refused(grammar: Grammar, why: str) -> UsageError:
     return UsageError(
-        f"{grammar.kind} cannot be used: {reason(why)}",
+        f"{grammar.name} cannot be used: {reason(why)}",
         hint="docs/structured-output.md has what is supported",
+        field=grammar.kind,
     )

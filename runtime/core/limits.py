@@ -15,7 +15,7 @@ def check_lengths(request: Request, build: BuildConfig, num_positions: Callable[
     """
     num_prompt = len(request.prompt_tokens)
     if num_prompt == 0:
-        raise SpecDecError(f"prompt is empty: {request.name}", hint="give it at least one token")
+        raise SpecDecError(f"prompt is empty: {request.name}", hint="give it at least one token", field="prompt")
     if num_prompt > build.max_input_len:
         said = f"prompt of {request.name} is longer than "
         if num_prompt >= (positions := num_positions() or math.inf):
@@ -23,15 +23,19 @@ def check_lengths(request: Request, build: BuildConfig, num_positions: Callable[
                 f"{said}the model's {positions} positions have room for, output included: {num_prompt} tokens",
                 hint="give a shorter one",
                 code="prompt_past_positions",
+                field="prompt",
             )
         raise SpecDecError(
             f"{said}the engine's max_input_len {build.max_input_len}: {num_prompt} tokens",
             hint="give a shorter one, or build with a larger max_input_len",
             code="prompt_too_long",
+            field="prompt",
         )
     if request.max_new_tokens < 1:
         raise SpecDecError(
-            f"number of tokens to generate must be at least 1: {request.max_new_tokens}", hint="ask for one or more"
+            f"number of tokens to generate must be at least 1: {request.max_new_tokens}",
+            hint="ask for one or more",
+            field="max_tokens",
         )
     if num_prompt + request.max_new_tokens > build.max_request_len:
         if num_prompt + request.max_new_tokens > (positions := num_positions() or math.inf):
@@ -40,12 +44,14 @@ def check_lengths(request: Request, build: BuildConfig, num_positions: Callable[
                 f"{num_prompt} + {request.max_new_tokens}",
                 hint="ask for fewer tokens",
                 code="request_past_positions",
+                field="max_tokens",
             )
         raise SpecDecError(
             f"prompt and output of {request.name} exceed the engine's {build.max_request_len} tokens: "
             f"{num_prompt} + {request.max_new_tokens}",
             hint="ask for fewer tokens, or build with a larger max_seq_len",
             code="request_too_long",
+            field="max_tokens",
         )
 
 
@@ -61,23 +67,26 @@ def check_cache_size(request: Request, num_tokens: int, num_cache_tokens: int) -
 
 def check_vocabulary(request: Request, vocab_size: int) -> None:
     """All token ids of the request are in the vocabulary, and top_k is no more than it has."""
-    for what, tokens in (
-        ("prompt", request.prompt_tokens),
-        ("bad words", [token for word in request.sampling.bad_words for token in word]),
-        ("allowed_token_ids", request.sampling.allowed_token_ids or ()),
-        ("logit bias", [token for token, _ in request.sampling.logit_bias]),
+    ids, sampling = f"ids are 0 to {vocab_size - 1}", request.sampling
+    for field, tokens, hint in (
+        ("prompt", request.prompt_tokens, f"{ids}; text needs the tokenizer that the model was trained with"),
+        ("bad_words", [token for word in sampling.bad_words for token in word], "leave it out"),
+        ("allowed_token_ids", sampling.allowed_token_ids or (), ids),
+        ("logit_bias", [token for token, _ in sampling.logit_bias], ids),
     ):
         foreign = next((token for token in tokens if not 0 <= token < vocab_size), None)
         if foreign is not None:
             raise SpecDecError(
-                f"{what} of {request.name} has a token id outside the vocabulary of {vocab_size}: {foreign}",
-                hint="use the tokenizer that the model was trained with",
+                f"{field} of {request.name} has a token id outside the vocabulary of {vocab_size}: {foreign}",
+                hint=hint,
+                field=field,
             )
     num_logprobs = max(request.num_logprobs or 0, request.num_prompt_logprobs or 0)
     if num_logprobs > vocab_size:
         raise SpecDecError(
             f"logprobs of more tokens than the vocabulary of {vocab_size} has: {num_logprobs}",
             hint="ask for fewer",
+            field="logprobs",
         )
     if request.sampling.top_k > vocab_size:
         raise SpecDecError(
@@ -86,6 +95,7 @@ def check_vocabulary(request: Request, vocab_size: int) -> None:
             code="top_k",
             size=vocab_size,
             top_k=request.sampling.top_k,
+            field="top_k",
         )
 
 

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, get_args, get_type_hints
@@ -86,8 +85,13 @@ Mode = Literal["orchestrator", "leader"]
 
 
 GrammarKind = Literal["json_schema", "regex", "grammar", "choice"]
-_MOST_GRAMMAR = 1 << 18
+MOST_GRAMMAR = 1 << 18
 """Characters."""
+
+
+def grammar_name(kind: str) -> str:
+    """Name of a grammar of this kind for errors: the parameter that it is from."""
+    return "the grammar of calls" if kind == "lark" else kind
 
 
 @dataclass(frozen=True)
@@ -100,10 +104,17 @@ class Grammar:
     kind: GrammarKind | Literal["lark"]
     text: str
 
+    @property
+    def name(self) -> str:
+        """Name for errors."""
+        return grammar_name(self.kind)
+
     def __post_init__(self) -> None:
-        if len(self.text) > _MOST_GRAMMAR:
+        if len(self.text) > MOST_GRAMMAR:
             raise UsageError(
-                f"{self.kind} is longer than {_MOST_GRAMMAR:,} characters: {len(self.text):,}", hint="shorten it"
+                f"{self.name} is longer than {MOST_GRAMMAR:,} characters: {len(self.text):,}",
+                hint="shorten it",
+                field=self.kind,
             )
 
 
@@ -143,15 +154,21 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         for token, bias in self.logit_bias:
             if not bias < math.inf:
-                raise UsageError(f"the bias of token {token} must be a number: {bias}", hint="0 is no effect")
+                raise UsageError(
+                    f"the bias of token {token} must be a number: {bias}", hint="0 is no effect", field="logit_bias"
+                )
         for name, (_, field) in FIELDS.items():
             value = getattr(self, name, None)
             if isinstance(value, Real) and not field.range.has(value):
-                raise UsageError(f"{name} must be {field.range.form_of_number}: {value}", hint=field.hint)
+                raise UsageError(f"{name} must be {field.range.form_of_number}: {value}", hint=field.hint, field=name)
         if any(not word for word in self.bad_words):
-            raise UsageError("a bad word has no tokens: ()", hint="leave it out")
+            raise UsageError("a bad word has no tokens: ()", hint="leave it out", field="bad_words")
         if self.allowed_token_ids == ():
-            raise UsageError("allowed_token_ids allows no token: []", hint="leave it out, or name one id or more")
+            raise UsageError(
+                "allowed_token_ids allows no token: []",
+                hint="leave it out, or name one id or more",
+                field="allowed_token_ids",
+            )
 
     @property
     def is_greedy(self) -> bool:
@@ -169,16 +186,16 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
         return
     if bool in kinds:
         if not isinstance(value, bool):
-            raise UsageError(f"{name} must be True or False: {value!r}", hint="leave it out, or give one")
+            raise UsageError(f"{name} must be True or False: {value!r}", hint="leave it out, or give one", field=name)
     elif int in kinds or float in kinds:
         kind, form = (Integral, "an integer") if int in kinds else (Real, "a number")
         if isinstance(value, bool) or not isinstance(value, kind):
-            raise UsageError(f"{name} must be {form}: {value!r}", hint="leave it out, or give it as one")
+            raise UsageError(f"{name} must be {form}: {value!r}", hint="leave it out, or give it as one", field=name)
     elif Sequence[int] in kinds or Sequence[str] in kinds:
         item, form = (Integral, "a list of token ids") if Sequence[int] in kinds else (str, "a list of texts")
         form = f"a text or {form}" if str in kinds else form
         if not _is_list_of(item, value) and not (str in kinds and isinstance(value, str)):
-            raise UsageError(f"{name} must be {form}: {value!r}", hint="leave it out, or give one")
+            raise UsageError(f"{name} must be {form}: {value!r}", hint="leave it out, or give one", field=name)
 
 
 def _are_biases(value: Any) -> bool:
@@ -292,6 +309,16 @@ class SamplingParams:
         Sequence[int] | None,
         RequestField("Ids that end an output, beside the model's own.", in_all("stop_token_ids"), "end", neutral=([],)),
     ] = None
+    include_stop_str_in_output: Annotated[
+        bool,
+        RequestField("True: the text keeps the stop text that ended it. vLLM's.",
+                     in_all("include_stop_str_in_output", "completions", "chat"), neutral=(False,)),
+    ] = False  # fmt: skip
+    skip_special_tokens: Annotated[
+        bool,
+        RequestField("False: the text has special tokens, such as `<think>`, but the end id that ended it. vLLM's.",
+                     in_all("skip_special_tokens", "completions", "chat"), neutral=(True,)),
+    ] = True  # fmt: skip
     bad_words: Annotated[
         Sequence[str] | None,
         RequestField(
@@ -386,21 +413,25 @@ class SamplingParams:
             if field.shapes != "form":
                 _check_type(name, getattr(self, name), hint)
         if not _are_biases(self.logit_bias):
-            raise UsageError(f"logit_bias must be numbers by token ids: {self.logit_bias!r}", hint="`{5: -1.0}` is one")
+            raise UsageError(
+                f"logit_bias must be numbers by token ids: {self.logit_bias!r}",
+                hint="`{5: -1.0}` is one",
+                field="logit_bias",
+            )
         for name, (_, field) in FIELDS.items():
             value, is_in_config = getattr(self, name), (field.config or name) in _CONFIG_NAMES
             if isinstance(value, Real) and not is_in_config and not field.range.has(value):
-                raise UsageError(f"{name} must be {field.range.form}: {value}", hint=field.hint)
+                raise UsageError(f"{name} must be {field.range.form}: {value}", hint=field.hint, field=name)
         if (kept := self.truncate_prompt_tokens) is not None and kept < 1 and kept != -1:
             what = f"truncate_prompt_tokens must be at least 1, or -1: {kept}"
-            raise UsageError(what, hint="-1 keeps as many as the engine takes")
+            raise UsageError(what, hint="-1 keeps as many as the engine takes", field="truncate_prompt_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             what = f"min_tokens is more than max_tokens: {self.min_tokens} > {self.max_tokens}"
-            raise UsageError(what, hint="lower min_tokens, or raise max_tokens")
+            raise UsageError(what, hint="lower min_tokens, or raise max_tokens", field="min_tokens")
         for name, words in (("stop", self.stop_words), ("bad_words", tuple(self.bad_words or ()))):
             if any(not word for word in words):
                 raise UsageError(
-                    f"{name} has a word of no letters: ''", hint="leave it out", code="empty_word", name=name
+                    f"{name} has an empty word: ''", hint="leave it out", code="empty_word", name=name, field=name
                 )
         self.config()
         self.output_grammar  # noqa: B018  # or what is wrong with it
@@ -417,7 +448,9 @@ class SamplingParams:
         named = [(kind, value) for kind, value in given.items() if value is not None]
         if len(named) > 1:
             names = " and ".join(kind for kind, _ in named)
-            raise UsageError(f"an output has one grammar, and is given: {names}", hint="give one of them")
+            raise UsageError(
+                f"an output has one grammar, and is given: {names}", hint="give one of them", field=named[-1][0]
+            )
         return Grammar(named[0][0], _grammar_text(*named[0])) if named else None
 
     @property
@@ -487,14 +520,19 @@ def _grammar_text(kind: GrammarKind, value: Any) -> str:
             return json.dumps(value)
     elif kind == "json_schema":
         form = "a JSON object"
-        with suppress(TypeError, ValueError, RecursionError):
+        try:
             text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
             if isinstance(json.loads(text), dict):
                 return text
+        except RecursionError:
+            form = "nested less deeply"
+        except (TypeError, ValueError):
+            pass
     elif isinstance(value, str) and value:
         return value
     shown = repr(value)
     raise UsageError(
         f"{kind} must be {form}: {shown if len(shown) <= 80 else f'{shown[:80]}...'}",
         hint="docs/structured-output.md has examples",
+        field=kind,
     )

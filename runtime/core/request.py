@@ -51,6 +51,12 @@ class Request:
     """Place in the tokens where the output begins, if not after the prompt: a prompt may hold a part of an output."""
     label: str | None = None
     """User's name for the request, such as a row of a file."""
+    shows_special_tokens: bool = False
+    """True if the output's text has special tokens, such as `<think>`."""
+    shows_stop: bool = False
+    """True if the output's text keeps the stop word, or the shown end id, that ended it."""
+    wants_receipt: bool = False
+    """True if the output has a receipt (`runtime.proof`)."""
 
     @property
     def name(self) -> str:

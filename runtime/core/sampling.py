@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 import torch
@@ -26,11 +25,8 @@ from torch import Tensor
 
 from runtime.core.grammar import Mask, Matcher
 from runtime.core.occurrences import NO_ENTRIES, Adjustments, Occurrences
-from runtime.core.params import GREEDY, SamplingConfig, config_fields
+from runtime.core.params import GREEDY, SamplingConfig, config_fields, grammar_name
 from runtime.util.errors import SpecDecError
-
-Purpose = Literal["target", "accept"]
-"""Purpose of a uniform number in rejection sampling. Numbers of one position are independent between purposes."""
 
 Processor = Callable[..., Tensor]
 """Logits processor with transformers' interface: (1, n) int64 prefix, (1, vocab) scores -> (1, vocab) scores."""
@@ -41,20 +37,29 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NO_NUMBERS, _NOT_ASKED = -1, -3  # in place of a token; every other negative one says that no token is left
 
 
+_FORBIDDING = ("no_repeat_ngram_size", "bad_words", "logit_bias", "min_tokens", "allowed_token_ids")
+"""Fields of `SamplingConfig` that can leave no token."""
+
+
 class NoValidToken(SpecDecError):
     """No token can be chosen at a position, whatever is drafted."""
 
-    def __init__(self, position: int, message: str, *, hint: str, code: str | None = None) -> None:
-        super().__init__(f"{message}: position {position}", hint=hint, code=code)
+    def __init__(
+        self, position: int, message: str, *, hint: str, code: str | None = None, field: str | None = None
+    ) -> None:
+        super().__init__(f"{message}: position {position}", hint=hint, code=code, field=field)
         self.position = position
 
 
-def no_token_left(position: int) -> NoValidToken:
+def no_token_left(position: int, fields: Seq[str]) -> NoValidToken:
+    """`fields` of the request forbid tokens, such as `regex` and `allowed_token_ids`, and together all of them."""
+    names, leave = [grammar_name(name) for name in fields], "leaves none" if len(fields) == 1 else "leave none"
     return NoValidToken(
         position,
-        "there is no token left to choose, penalties and bans leave none",
-        hint="relax the penalties, no_repeat_ngram_size, bad_words, min_tokens or allowed_token_ids",
+        f"there is no token left to choose, {' and '.join(names) or 'penalties'} {leave}",
+        hint=f"relax {' or '.join(names) or 'the penalties'}",
         code="no_token_left",
+        field=fields[-1] if fields else None,
     )
 
 
@@ -66,11 +71,13 @@ def no_numbers(position: int) -> NoValidToken:
     )
 
 
-def out_of_grammar(position: int, reason: str) -> NoValidToken:
+def out_of_grammar(position: int, kind: str, reason: str) -> NoValidToken:
+    names = {"lark": grammar_name("lark"), "grammar": "the grammar"}
     return NoValidToken(
         position,
-        f"the grammar allows no token: {reason}",
+        f"{names.get(kind, f'the {kind} grammar')} allows no token: {reason}",
         hint="simplify it; docs/structured-output.md has its limits",
+        field=kind,
     )
 
 
@@ -268,10 +275,15 @@ class Sampler:
     def no_choice(self, code: int, position: int) -> NoValidToken:
         """Reason for an error code that kernels return instead of a token."""
         if self.matcher is not None and self.matcher.error is not None:
-            return out_of_grammar(position, self.matcher.error)
+            return out_of_grammar(position, self.matcher.kind, self.matcher.error)
         if position in self._choosable.emptied:
-            return no_token_left(position)
-        return no_numbers(position) if code == _NO_NUMBERS else no_token_left(position)
+            return self._no_token_left(position)
+        return no_numbers(position) if code == _NO_NUMBERS else self._no_token_left(position)
+
+    def _no_token_left(self, position: int) -> NoValidToken:
+        own = [] if self.matcher is None else [self.matcher.kind]
+        given = [name for name in _FORBIDDING if getattr(self._params, name) != getattr(GREEDY, name)]
+        return no_token_left(position, [*own, *given])
 
     def noise_key(self, position: int) -> int:
         """64-bit key of a position's noise; the noise is unused in greedy decoding."""
@@ -297,7 +309,7 @@ class Sampler:
         if self._warpers:
             scores = _apply(self._warpers, torch.empty((1, 0), dtype=torch.int64, device=logits.device), scores)
         if not math.isfinite(scores.max()):
-            raise no_token_left(len(prefix))
+            raise self._no_token_left(len(prefix))
         return scores[0]
 
     def probs(self, prefix: list[int], logits: Tensor) -> Tensor:
@@ -358,15 +370,16 @@ class Sampler:
         What was drafted before, and rejected, may decide whether and how much is drafted now (`runtime.drafters`): were
         its numbers used again, drafts would not follow their distribution.
         """
-        return self._uniform(position, f"draft from {start}")
+        return self.uniform(position, f"draft from {start}")
 
-    def uniform(self, position: int, purpose: Purpose) -> float:
+    def accept_uniform(self, position: int, start: int) -> float:
+        """Uniform number for accepting a draft's tokens before `position`; like a draft's, for the same reason."""
+        return self.uniform(position, f"accept from {start}")
+
+    def uniform(self, position: int, purpose: str) -> float:
         """Uniform number in [0, 1), the same for the same arguments. 52 bits: times a sum of probabilities it stays
         below the sum.
         """
-        return self._uniform(position, purpose)
-
-    def _uniform(self, position: int, purpose: str) -> float:
         return (self._number(position, purpose) >> 12) * 2.0**-52
 
     def _number(self, position: int, purpose: str) -> int:

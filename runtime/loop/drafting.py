@@ -56,7 +56,8 @@ def raise_first_error(sequences: Iterable[Sequence]) -> None:
     """RequestError of the first that could not go on."""
     for sequence in sequences:
         if (error := sequence.error) is not None:
-            raise RequestError(f"{sequence.request.name}: {error.message}", hint=error.hint, code=error.code)
+            message = f"{sequence.request.name}: {error.message}"
+            raise RequestError(message, hint=error.hint, code=error.code, **error.values)
 
 
 def release_all(engine: Engine, drafter: Drafter | None, sequences: Seq[Sequence]) -> None:

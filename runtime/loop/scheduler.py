@@ -181,8 +181,11 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Let waiting sequences run while there is room, or while others make room for their turns."""
+        if len(self.running) == self.engine.max_batch_size and not self._turns.are_due:
+            return
         while self._turns and self._admit_one():
             pass
+        self._turns.settle(self.running)
 
     def _admit_one(self) -> bool:
         """Let one waiting sequence run; False if none can. After blocks ran out there is no room until one has ended.
@@ -227,7 +230,7 @@ class Scheduler:
 
     def _make_room(self) -> None:
         """Blocks for the next step of everyone that still runs; the last in order give theirs back if they must."""
-        for sequence in self._turns.in_order(self.running):
+        for sequence in list(self.running):
             while sequence in self.running and not self.engine.extend(sequence):
                 if self._release_waiting():
                     continue
@@ -245,8 +248,11 @@ class Scheduler:
         A generation step is never delayed: its few tokens are computed regardless of the remaining budget. Where there
         is one, prompts have no more tokens than keep it from waiting too long.
         """
+        num_generating = sum(map(self._generates, self.running))
+        if num_generating == len(self.running):
+            return list(self.running)
         budget, ready, start = self.engine.max_num_tokens, [], time.perf_counter()
-        pieces = self._pieces if any(map(self._generates, self.running)) else None
+        pieces = self._pieces if num_generating else None
         if pieces is not None:
             budget = min(budget, pieces.num_tokens)
         num_tokens = 0

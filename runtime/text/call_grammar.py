@@ -15,6 +15,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from runtime.core.forms import check_schema, parts_of
+from runtime.core.params import MOST_GRAMMAR, grammar_name
 from runtime.text.call_formats import (
     BareCall,
     HarmonyCall,
@@ -27,6 +29,7 @@ from runtime.text.call_formats import (
     ToolFormat,
     types_of,
 )
+from runtime.util.errors import UsageError
 
 _META = re.compile(r"[\\.+*?()|\[\]{}^$/]")
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -105,6 +108,8 @@ class _Writer:
     def __init__(self, special: SpecialIds, form: ToolFormat | None, *, is_free: bool) -> None:
         self._special, self._form, self._is_free = special, form, is_free
         self._rules: dict[str, str] = {}
+        self._num_characters = 0
+        """Characters of the schemas so far."""
         names = sorted(special.by_name, key=len, reverse=True)
         self._split = re.compile("|".join(map(re.escape, names))) if names else None
 
@@ -131,7 +136,20 @@ class _Writer:
         return tag in self._special.by_name
 
     def json(self, schema: Any, style: Mapping[str, Any]) -> str:
-        return f"%json {json.dumps({'x-guidance': style} | schema)}"
+        """UsageError for a schema that cannot be used, or with which the grammar is longer than one may be."""
+        try:
+            check_schema(schema)
+        except ValueError as error:
+            raise UsageError(f"json_schema cannot be used: {error}", hint="correct it", field="lark") from None
+        text = json.dumps({"x-guidance": style} | schema)
+        self._num_characters += len(text)
+        if self._num_characters > MOST_GRAMMAR:
+            raise UsageError(
+                f"{grammar_name('lark')} is longer than {MOST_GRAMMAR:,} characters",
+                hint="shorten them: each argument of a function has those of `$defs` that it refers to",
+                field="lark",
+            )
+        return f"%json {text}"
 
     def _others(self, *tags: str) -> str | None:
         """Special tokens that are none of these and end nothing, as one rule."""
@@ -345,9 +363,12 @@ def _bare_pair(writer: _Writer, quote: str) -> Any:
 
 
 def _with_definitions(schema: Any, tool: Tool) -> dict[str, Any]:
-    """A part of a tool's schema by itself: what it refers to comes with it."""
-    own = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
-    return (own if isinstance(schema, Mapping) and own else {}) | (dict(schema) if isinstance(schema, Mapping) else {})
+    """A part of a tool's schema by itself: where it refers to others, those come with it."""
+    if not isinstance(schema, Mapping):
+        return {}
+    refers = any("$ref" in part or "$dynamicRef" in part for part in parts_of(dict(schema)))
+    own = [name for name in ("$defs", "definitions") if refers and name in tool.parameters]
+    return {name: tool.parameters[name] for name in own} | dict(schema)
 
 
 def _text_choices(schema: Any) -> list[str]:

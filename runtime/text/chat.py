@@ -105,9 +105,12 @@ class ChatTemplate:
 
     def encode(self, messages: Seq[Message], inputs: "TemplateInputs | None" = None) -> list[int]:
         """The conversation's tokens, up to where the output begins; SpecDecError where the template says no."""
+        return self.tokens(self.render(messages, inputs))
+
+    def tokens(self, text: str) -> list[int]:
+        """The tokens of a rendered conversation."""
         from runtime.text.text import encode_text
 
-        text = self.render(messages, inputs)
         return encode_text(self._tokenizer, text)
 
     def render(self, messages: Seq[Message], inputs: "TemplateInputs | None" = None) -> str:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
-from runtime.checkpoint.tokenizer import Tokenizer
 from runtime.text.call_formats import (
     SPACE,
     BareCall,
@@ -72,12 +71,6 @@ class SpecialTokens:
     def named(self, text: str) -> str:
         """A text with the tokens' names."""
         return text.translate(self._names)
-
-
-def special_token_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Special tokens of a vocabulary by what they are called, such as `</s>`."""
-    added = tokenizer.added_tokens_decoder
-    return {str(tokenizer.convert_ids_to_tokens(i)): i for i, token in added.items() if token.special}
 
 
 @dataclass(frozen=True)

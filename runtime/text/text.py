@@ -1,5 +1,6 @@
 """Between text and tokens: the tokenizer, the ids that end an output, stop words, and text that arrives in pieces."""
 
+import re
 import warnings
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from runtime.checkpoint.tekken import is_tekken_alone, make_tekken_tokenizer
 from runtime.checkpoint.tokenizer import (
     PROBES,
     Tokenizer,
+    failures_told,
     find_saved_tokenizer,
     last_tokens,
     panics_told,
@@ -30,12 +32,14 @@ from runtime.checkpoint.tokenizer import (
 )
 from runtime.core.request import Request, Sequence
 from runtime.text.chat_templates import chat_templates
-from runtime.text.token_text import Texts, texts_after, token_bytes
+from runtime.text.token_text import Texts, special_token_ids, texts_after, token_bytes
 from runtime.util.cache import digest
 from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.util.files import read_json
 from runtime.util.locks import quiet_transformers
 
+_PLAIN = "The quick brown fox jumps over 12 lazy dogs"
+_NAME_THE_MODELS = "name the tokenizer of the model, or give none, and the engine's own is used"
 _MISTRALS = {"mistral", "mistral3", "ministral", "pixtral", "voxtral"}
 
 
@@ -77,8 +81,9 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
             ) from None
         refuse_sentencepiece(directory)
         reason = " ".join(str(error).split())
-        raise SpecDecError(
-            f"no usable tokenizer in: {directory}",
+        file = directory / "tokenizer.json"
+        raise SpecDecError(  # the `tokenizers` package's own is of no kind, and of this file
+            f"no usable tokenizer in: {file if type(error) is Exception and file.is_file() else directory}",
             hint=f"name another; transformers said: {reason}",
             code="bad_tokenizer",
             reason=reason,
@@ -142,30 +147,46 @@ def open_tokenizer(directory: Path) -> Tokenizer:
 def check_tokenizer_fits(tokenizer: Tokenizer, directory: Path, own: Tokenizer | None, vocab_size: int) -> None:
     """Compare a tokenizer that is named beside a model with the model's `own`, if there is one.
 
-    SpecDecError for words with ids past the model's `vocab_size`. A warning where an id, or a text, has another meaning
-    than for the model. Special tokens past the vocabulary are usual (Gemma's for images), and ids that one tokenizer
-    leaves free are too.
+    SpecDecError for ids past the model's `vocab_size` that `own` has not, such as Gemma's for images, and for a
+    tokenizer that loses letters of a plain text which `own` keeps. A warning where an id, or a text, has another
+    meaning than for the model, and for special tokens past the vocabulary where there is no `own`.
     """
     words, added = _words_of(tokenizer), tokenizer.added_tokens_decoder
-    past = [i for i in words if i >= vocab_size and i not in added]
-    if past:
+    own_words = {} if own is None else _words_of(own)
+    past = sorted(i for i in words if i >= vocab_size and words[i] != own_words.get(i))
+    is_special = all(i in added and added[i].special for i in past)
+    if past and not (own is None and is_special):
         raise SpecDecError(
-            f"the tokenizer is another model's, it has ids up to {max(past)} and the model {vocab_size}: {directory}",
-            hint="name the tokenizer of the model, or give none, and the engine's own is used",
+            f"the tokenizer is another model's, it has ids up to {past[-1]}, and the model {vocab_size} from 0 on: "
+            f"{directory}",
+            hint=_NAME_THE_MODELS,
         )
-    if own is None:
-        return
-    own_words = _words_of(own)
+    if own is not None and _letters_kept(own) and not _letters_kept(tokenizer):
+        raise SpecDecError(
+            f"the tokenizer is another model's, it has no tokens for {_PLAIN!r}: {directory}", hint=_NAME_THE_MODELS
+        )
     differing = sorted(i for i in words.keys() & own_words.keys() if words[i] != own_words[i])
-    texts = [text for text in PROBES if own(text)["input_ids"] != tokenizer(text)["input_ids"]]
-    if differing:
+    if past:
+        found = f"it has special tokens past the model's {vocab_size} ids, id {past[0]} {words[past[0]]!r}"
+    elif own is None:
+        return
+    elif differing:
         found = f"{len(differing)} of {len(words)} ids are other words, id {differing[0]} {words[differing[0]]!r} for "
         found += f"{own_words[differing[0]]!r}"
-    elif texts:
+    elif texts := [text for text in PROBES if token_ids(own, text) != token_ids(tokenizer, text)]:
         found = f"a text becomes other ids than by the model's own, {max(texts, key=len)!r}"
     else:
         return
     warnings.warn(f"the tokenizer is not the model's, {found}: {directory}", SpecDecWarning, stacklevel=3)
+
+
+def _letters_kept(tokenizer: Tokenizer) -> bool:
+    """True if a plain text's letters and digits come back from its tokens; an own case or spaces are no loss."""
+    try:
+        text = str(tokenizer.decode(encode_text(tokenizer, _PLAIN), skip_special_tokens=True))
+    except SpecDecError:
+        return False
+    return re.sub("[^a-z0-9]", "", text.casefold()) == re.sub("[^a-z0-9]", "", _PLAIN.casefold())
 
 
 def _words_of(tokenizer: Tokenizer) -> dict[int, str]:
@@ -201,7 +222,7 @@ def find_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> Tokeni
 def tokenizer_of_engine(bundle: Bundle) -> Tokenizer | None:
     """The engine's own tokenizer, or None; SpecDecError if it is another one than the engine was built with."""
     check_tokenizer_files(bundle)
-    return _readable_tokenizer(bundle.directory, bundle.config.pretrained_config, bundle.directory)
+    return _readable_tokenizer(bundle.directory, bundle.config.pretrained_config, Path(bundle.given))
 
 
 def find_own_tokenizer(bundle: Bundle) -> Tokenizer | None:
@@ -242,6 +263,7 @@ def word_tokens(tokenizer: Tokenizer, name: str, word: str) -> list[int]:
             hint="leave it out",
             code="foreign_word",
             name=name,
+            field=name,
             word=word,
         )
     return tokens
@@ -283,13 +305,15 @@ def encode(
     try:
         prompt.encode()
     except UnicodeEncodeError:
-        raise UsageError(f"a prompt has half a pair of surrogates: {prompt[:100]!r}", hint="leave it out") from None
+        raise UsageError(
+            f"a prompt has half a pair of surrogates: {prompt[:100]!r}", hint="leave it out", field="prompt"
+        ) from None
     ids = token_ids(tokenizer, prompt, verbose=False)
     if max_length is None or len(ids) <= max_length:
         return ids, False
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if isinstance(backend, tokenizers.Tokenizer):
-        with panics_told():
+        with failures_told():
             return last_tokens(backend, prompt, max_length), True
     return token_ids(tokenizer, prompt, truncation=True, max_length=max_length), True
 
@@ -298,7 +322,9 @@ def _check_ids(prompt: Any) -> None:
     """UsageError for a prompt that is no sequence of whole numbers."""
     is_sequence = isinstance(prompt, Seq) and not isinstance(prompt, bytes)
     if not is_sequence or any(type(one) is bool or not isinstance(one, int | Integral) for one in prompt):
-        raise UsageError(f"a prompt is a text, or token ids: {str(prompt)[:100]}", hint="`[1, 2, 3]` is one of ids")
+        raise UsageError(
+            f"a prompt is a text, or token ids: {str(prompt)[:100]}", hint="`[1, 2, 3]` is one of ids", field="prompt"
+        )
 
 
 def decode(tokenizer: Tokenizer, tokens: Seq[int], before: Seq[int] = ()) -> str:
@@ -328,15 +354,12 @@ class StopWords:
         texts = texts_after(self.tokenizer, tokens, start)
         *earlier, last = map(texts.add, tokens[start:])
         before = "".join(earlier)
-        return self._ends_after(before + last, len(before))
+        return self.find(before + last, len(before)) is not None
 
-    def cut(self, text: str, start: int = 0) -> str:
-        """The text before the first stop word that ends after the first `start` characters."""
-        found = ((text.find(word, max(start - len(word) + 1, 0)), word) for word in self.words)
-        return text[: min([i for i, _ in found if i >= 0], default=len(text))]
-
-    def _ends_after(self, text: str, start: int) -> bool:
-        return len(self.cut(text, start)) < len(text)
+    def find(self, text: str, start: int = 0) -> tuple[int, int] | None:
+        """Start and end of the first stop word that ends after the first `start` characters."""
+        found = ((text.find(word, max(start - len(word) + 1, 0)), len(word)) for word in self.words)
+        return min(((i, i + length) for i, length in found if i >= 0), default=None)
 
     def _window_start(self, tokens: list[int], num_prompt_tokens: int) -> int:
         """Start of the last tokens that can contain a stop word and the character before it.
@@ -372,6 +395,8 @@ class TextStream:
     """The prompt's tokens."""
     shown: Mapping[int, str] = field(default_factory=dict)
     """Special tokens that show, and how."""
+    shows_stop: bool = False
+    """True if the text keeps the stop word that ends it."""
     starts: list[int] = field(default_factory=list, init=False)
     """Start of each token's characters in the text."""
     _texts: Texts = field(init=False)
@@ -383,6 +408,16 @@ class TextStream:
 
     def __post_init__(self) -> None:
         self._texts = texts_after(self.tokenizer, self.before)
+
+    @classmethod
+    def of_request(cls, tokenizer: Tokenizer, request: Request, shown: Mapping[int, str] | None = None) -> "TextStream":
+        """The text of a request's output, with its special tokens if it shows them, and with those that are `shown`."""
+        own: dict[int, str] = {}
+        if request.shows_special_tokens:
+            hidden = frozenset() if request.shows_stop else request.end_ids
+            own = {i: text for text, i in special_token_ids(tokenizer).items() if i not in hidden}
+        shown = own | dict(shown or {})
+        return cls(tokenizer, stop_words_of(request), request.prompt_tokens, shown, request.shows_stop)
 
     @property
     def num_begun(self) -> int:
@@ -413,9 +448,11 @@ class TextStream:
         text = self._held_back
         if self.stop_words is None:
             return text
-        cut = self.stop_words.cut(text, self._unstopped)
-        self._is_cut = len(cut) < len(text)
-        return cut if self._is_whole or self._is_cut else text[: len(text) - self._num_of_stop_word(text)]
+        found = self.stop_words.find(text, self._unstopped)
+        if found is not None:
+            self._is_cut = True
+            return text[: found[1] if self.shows_stop else found[0]]
+        return text if self._is_whole else text[: len(text) - self._num_of_stop_word(text)]
 
     @property
     def _unstopped(self) -> int:
@@ -458,6 +495,7 @@ def stop_words_of(request: Request) -> StopWords | None:
 
 
 def sequence_text(tokenizer: Tokenizer | None, sequence: Sequence) -> str | None:
-    """`output_text` of a sequence."""
-    request = sequence.request
-    return output_text(tokenizer, sequence.output_tokens, stop_words_of(request), request.prompt_tokens)
+    """The text of a sequence's output as its request has it; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    return TextStream.of_request(tokenizer, sequence.request).next_piece(sequence.output_tokens, finished=True)

@@ -42,6 +42,12 @@ def texts_after(tokenizer: Tokenizer, before: Seq[int], num_before: int | None =
     return _OfBytes(of_token, before, num_before)
 
 
+def special_token_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Special tokens of a vocabulary by their names, such as `</s>`."""
+    added = tokenizer.added_tokens_decoder
+    return {str(tokenizer.convert_ids_to_tokens(i)): i for i, token in added.items() if token.special}
+
+
 class TokenBytes:
     """The bytes of each token, which are none for a special one. `drops_space`: the first of a text, if it is one."""
 

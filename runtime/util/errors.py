@@ -3,6 +3,7 @@
 `specdec_cli.app` turns errors into one message, a hint and an exit code, and warnings into one line.
 """
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,8 @@ class SpecDecError(Exception):
     """Something the user's files, machine or settings make impossible (exit code 1).
 
     `message` says what is wrong and ends with the value; `hint` says what to do. `code` names what is wrong for those
-    who know a better hint, in words of their own: the command line names its flags, from `values`.
+    who know a better hint, in words of their own: the command line names its flags, from `values`. The value `field` is
+    the field of a request (`runtime.core.params`) that is wrong: a server tells its client.
     """
 
     def __init__(self, message: str, *, hint: str | None = None, code: str | None = None, **values: object) -> None:
@@ -42,11 +44,18 @@ def draft_engine_errors() -> Iterator[None]:
 
 @contextmanager
 def errors_about(given: str, made: str) -> Iterator[None]:
-    """Have errors name what the user gave in the place of files that are made of it, and gone when they are read."""
+    """Have errors name what the user gave in the place of files that are made of it, and gone when they are read: the
+    file of the same name if there is one.
+    """
+
+    def named(match: re.Match[str]) -> str:
+        same = given + match[0].removeprefix(made)
+        return same if os.path.exists(same) else given
+
     try:
         yield
     except SpecDecError as error:
-        message = re.sub(rf"{re.escape(made)}[\w./-]*", lambda match: given, error.message)
+        message = re.sub(rf"{re.escape(made)}[\w./-]*", named, error.message)
         if message == error.message:
             raise
         raise type(error)(message, hint=error.hint, code=error.code, **error.values) from error

@@ -452,15 +452,27 @@ def _plain_step(model: ExactModel, sampler: Sampler, tokens: list[int], draft: D
 
 
 def _rejection_step(model: ExactModel, sampler: Sampler, tokens: list[int], draft: Draft) -> Iterator[int]:
-    """Chen et al., arXiv 2302.01318, Algorithm 2, of a draft that tells what it was drawn from."""
+    """Sun et al., arXiv 2403.10444, Algorithm 2 and equations 3 and 4, of a draft that tells what it was drawn from."""
     assert draft.probs is not None
-    prefix = list(tokens)
-    for token, q in zip(draft.tokens, draft.probs, strict=True):
-        p = sampler.probs(prefix, model.logits(prefix)[0])
-        if sampler.uniform(len(prefix), "accept") >= float(p[token]) / float(q[token]):
-            residual = (p - q).clamp(min=0)
-            yield draw(residual if float(residual.sum()) > 0 else p, sampler.uniform(len(prefix), "target"))
-            return
-        yield token
-        prefix.append(token)
-    yield draw(sampler.probs(prefix, model.logits(prefix)[0]), sampler.uniform(len(prefix), "target"))
+    start, number = len(tokens), len(draft.tokens)
+    p: list[Tensor] = []
+    for i in range(number + 1):  # after a token that the target never chooses nothing more is asked
+        if i == 0 or float(p[-1][draft.tokens[i - 1]]) > 0:
+            p.append(sampler.probs([*tokens, *draft.tokens[:i]], model.logits([*tokens, *draft.tokens[:i]])[0]))
+    at_least = [1.0]
+    for i, token in enumerate(draft.tokens[: len(p)]):
+        at_least.append(min(at_least[i] * float(p[i][token]) / float(draft.probs[i][token]), 1.0))
+    residuals = [(at_least[i] * p[i] - draft.probs[i]).clamp(min=0) for i in range(min(number, len(p)))]
+    accepted = 0
+    for i in range(1, len(p)):
+        threshold = at_least[i]
+        if i < number:
+            left = float(residuals[i].sum())
+            threshold = left / (left + 1 - at_least[i]) if left or at_least[i] < 1 else 1.0
+        if sampler.accept_uniform(start + i, start) < threshold:
+            accepted = i
+    yield from draft.tokens[:accepted]
+    weights = p[accepted]
+    if accepted < number and float(residuals[accepted].sum()) > 0:
+        weights = residuals[accepted]
+    yield draw(weights, sampler.uniform(start + accepted, "target"))

@@ -16,7 +16,6 @@ from scripts.campaigns.distributions import (
     make_target,
     measure,
 )
-from scripts.campaigns.faults import planted
 
 NUM_TEXTS = 1000
 FOUND = 0.2
@@ -80,16 +79,3 @@ class Boaster:
 
 def test_wrong_probabilities_are_found() -> None:
     assert measure(Boaster(), "leader", SAMPLINGS["plain"], NUM_TEXTS).p_value < SMALLEST_P_VALUE
-
-
-@pytest.mark.parametrize(
-    "fault",
-    ["core.verify:_verify_probs without 0", pytest.param("core.verify:_verify_probs drop 0", marks=pytest.mark.slow)],
-)
-def test_planted_fault_is_found(fault: str, corpus: Corpus) -> None:
-    """Penalties apply, which the draft's own tokens change."""
-    with planted(fault):
-        fit = measure(
-            make_drafter("custom by probs", corpus, make_target()), "leader", SAMPLINGS["penalties"], NUM_TEXTS
-        )
-    assert fit.p_value < SMALLEST_P_VALUE

@@ -446,6 +446,15 @@ def test_a_line_that_is_no_request_is_named_before_anything_is_done(
     assert tree(tmp_path) == ["requests.jsonl"]
 
 
+def test_a_line_without_an_end_is_refused_at_once(batch: Batch, tmp_path: Path, said: Said) -> None:
+    """A terabyte of nothing behind a request: it takes no space on the disk, and would take all memory."""
+    (tmp_path / "requests.jsonl").write_text('{"prompt": "a"}\n')
+    os.truncate(tmp_path / "requests.jsonl", 10**12)
+    result = batch(None)
+    assert result.exit_code == 1
+    said(result, "line 2", "64 MB")
+
+
 def test_text_that_is_no_utf8_is_named(batch: Batch, tmp_path: Path, said: Said) -> None:
     (tmp_path / "requests.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}')
     result = batch(None)

@@ -1240,6 +1240,20 @@ def test_ids_beyond_the_vocabulary_come_from_a_foreign_tokenizer_too(
     said(result, 100)
 
 
+def test_tokenizer_that_panics_says_one_sentence(specdec: Specdec, directory: Path, said: Said) -> None:
+    """Rust's own lines, which the library writes past Python, are not shown."""
+    shutil.copytree(directory / "model", directory / "other")
+    state = json.loads((directory / "other" / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
+    state["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, state["pre_tokenizer"]]}
+    (directory / "other" / "tokenizer.json").write_text(json.dumps(state))
+    flags = ["--engine-dir", "engine", "--tokenizer-dir", "other", "--max-output-len", 2]
+    result = specdec("run", *flags, "--input-text", "x" * 64)
+    assert result.exit_code == 1 and [line.split()[0] for line in result.stderr.splitlines()] == ["error:", "hint:"]
+    said(result, "retry-limit-in-match")
+    assert specdec("run", *flags, "--input-text", "The dog").exit_code == 0
+
+
 def test_kv_cache_that_is_too_small_is_found_before_the_first_token(
     specdec: Specdec, directory: Path, said: Said
 ) -> None:

@@ -116,8 +116,8 @@ def test_batches_and_python_write_receipts_too(specdec: Specdec, self_draft_engi
     params = SamplingParams(temperature=0.9, seed=1, n=2, max_tokens=16, receipt=True)
     with LLM(self_draft_engine_dir) as llm, (tmp_path / "python.jsonl").open("w") as file:
         for drafter in (None, NgramDrafter(), SuffixDrafter(), SelfDrafter(4), SelfDrafter(4, use_logits=True)):
-            for output in llm.generate(["The dog", "One day"], params, drafter=drafter):
-                file.write(json.dumps(output.receipt) + "\n")
+            for result in llm.generate(["The dog", "One day"], params, drafter=drafter):
+                file.writelines(json.dumps(output.receipt) + "\n" for output in result.outputs)
         pieces = [piece.receipt for piece in llm.stream("The dog", params) if piece.finish_reason]
         assert {one.verdict for one in llm.check_receipts([one or {} for one in pieces])} == {"exact"} and len(
             pieces
@@ -140,7 +140,8 @@ def test_states_and_splits_give_exact_receipts(
     receipts = []
     with LLM(engine_dir, kv_cache=KVCacheConfig(max_tokens=200)) as llm:
         for drafter in drafters:
-            receipts += [one.receipt or {} for one in llm.generate(prompts, params, drafter=drafter)]
+            results = llm.generate(prompts, params, drafter=drafter)
+            receipts += [output.receipt or {} for result in results for output in result.outputs]
     with LLM(engine_dir, max_num_tokens=7) as llm:
         findings = llm.check_receipts(receipts, "tokens")
     assert [one.verdict for one in findings] == ["exact"] * 6 * len(drafters)

@@ -108,8 +108,9 @@ def test_noise_and_numbers_differ_by_all_that_they_depend_on() -> None:
     for seed, index, prompt in itertools.product((0, 1), (0, 1, 2), ((5,), (5, 6), (6, 5))):
         sampler = Sampler(SamplingConfig(random_seed=seed, top_k=0), prompt, index)
         for position in (3, 4, 5):
-            numbers += [sampler.uniform(position, purpose) for purpose in ("target", "accept")]
-            numbers += [sampler.draft_uniform(position, start) for start in range(1, position + 1)]
+            numbers.append(sampler.uniform(position, "target"))
+            for of_draft in (sampler.draft_uniform, sampler.accept_uniform):
+                numbers += [of_draft(position, start) for start in range(1, position + 1)]
             keys.append(sampler.noise_key(position))
     assert len(set(numbers)) == len(numbers) and len(set(keys)) == len(keys)
 

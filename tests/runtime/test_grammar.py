@@ -220,6 +220,8 @@ WRONG: list[dict[str, Any]] = [
     {"choice": "yes"},
     {"regex": "a", "json_schema": {}},
     {"json_schema": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}},
+    {"json_schema": {"type": "integer", "multipleOf": 0}},
+    {"json_schema": {"properties": {"multipleOf": {"anyOf": [{"type": "number", "multipleOf": -0.5}]}}}},
     {"json_schema": {"items": {"$id": "http://localhost/a", "$ref": "#/$defs/b"}, "$defs": {"b": {"type": "null"}}}},
 ]
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from heads import copy_with_mtp, make_block, make_eagle, save_block, save_eagle
 from sentences import Said
 from shared import record_anew
 from tiny import eager_logits, hf_greedy, make_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import specdec_cli
@@ -112,8 +116,8 @@ def test_draft_model_is_an_engines_directory(llm: LLM, expected: list[list[int]]
 
 def test_sampling_with_a_seed_is_the_same_with_any_drafter(llm: LLM) -> None:
     params = SamplingParams(seed=7, max_tokens=20, n=2, top_p=0.9)
-    plain = llm.generate(PROMPT, params)
-    drafted = llm.generate(PROMPT, params, drafter=SuffixDrafter())
+    plain = llm.generate(PROMPT, params)[0].outputs
+    drafted = llm.generate(PROMPT, params, drafter=SuffixDrafter())[0].outputs
     assert [o.token_ids for o in plain] == [o.token_ids for o in drafted]
     assert [o.index for o in plain] == [0, 1]
     assert plain[0].token_ids != plain[1].token_ids
@@ -167,7 +171,7 @@ def test_printed_a_piece_is_its_text(llm: LLM, capsys: pytest.CaptureFixture[str
 
 def test_several_outputs_stream_side_by_side(llm: LLM) -> None:
     params = SamplingParams(seed=3, n=2, max_tokens=6, ignore_eos=True)
-    expected = {(i, o.index): o for i, p in enumerate(PROMPTS) for o in llm.generate(p, params)}
+    expected = {(i, o.index): o for i, p in enumerate(PROMPTS) for o in llm.generate(p, params)[0].outputs}
     found: dict[tuple[int, int], str] = dict.fromkeys(expected, "")
     for piece in llm.stream(PROMPTS, params):
         found[piece.prompt_index, piece.index] += piece.text
@@ -197,8 +201,8 @@ def with_words_past_the_vocabulary(state: dict[str, Any]) -> None:
     state["model"]["vocab"] |= {f"<w{i}>": i for i in range(300, 340)}
 
 
-def with_special_tokens_past_the_vocabulary(state: dict[str, Any]) -> None:
-    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+def with_special_tokens_past_the_vocabulary(state: dict[str, Any], special: bool = True) -> None:
+    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": special}
     state["added_tokens"].append({"id": 300, "content": "<image>", **added})
 
 
@@ -227,30 +231,79 @@ def test_tokenizer_whose_texts_are_not_the_models_is_told(
 
 @pytest.mark.parametrize("edit", [lambda state: None, with_special_tokens_past_the_vocabulary])
 def test_tokenizer_with_the_models_words_is_not_told(
-    edit: Callable[[dict[str, Any]], Any], llama_engine_dir: Path, llama_dir: Path, tmp_path: Path
+    edit: Callable[[dict[str, Any]], Any], llama_uncompiled_dir: Path, tmp_path: Path
 ) -> None:
-    other = edited_tokenizer(llama_dir, tmp_path / "other", edit)
+    """Special tokens past the vocabulary too, which the model's own tokenizer has, as Gemma's has for images."""
+    shutil.copytree(llama_uncompiled_dir, tmp_path / "engine")
+    other = edited_tokenizer(tmp_path / "engine", tmp_path / "other", edit)
+    shutil.copy(other / "tokenizer.json", tmp_path / "engine")
+    record_anew(tmp_path / "engine")
     with warnings.catch_warnings():
         warnings.simplefilter("error", SpecDecWarning)
-        with LLM(llama_engine_dir, tokenizer=other) as llm:
+        with LLM(tmp_path / "engine", tokenizer=other) as llm:
             assert llm.generate(PROMPT, GREEDY)[0].token_ids
 
 
+FOREIGN = {
+    "words": (with_words_past_the_vocabulary, "339"),
+    "special tokens": (with_special_tokens_past_the_vocabulary, "300"),
+    "added words": (partial(with_special_tokens_past_the_vocabulary, special=False), "300"),
+}
+
+
 @pytest.mark.parametrize("has_own", [True, False])
-def test_tokenizer_with_words_past_the_vocabulary_is_refused(
-    has_own: bool, llama_engine_dir: Path, llama_uncompiled_dir: Path, llama_dir: Path, tmp_path: Path, said: Said
+@pytest.mark.parametrize("name", FOREIGN)
+def test_tokenizer_with_ids_past_the_vocabulary_is_refused(
+    name: str, has_own: bool, llama_uncompiled_dir: Path, llama_dir: Path, tmp_path: Path, said: Said
 ) -> None:
-    engine = llama_engine_dir
+    """Beside a model without a tokenizer special ones alone are told: they may be the model's."""
+    edit, value = FOREIGN[name]
+    engine = llama_uncompiled_dir
     if not has_own:
         engine = tmp_path / "engine"
         shutil.copytree(llama_uncompiled_dir, engine)
         for path in engine.glob("*tokenizer*"):
             path.unlink()
         record_anew(engine)
-    other = edited_tokenizer(llama_dir, tmp_path / "other", with_words_past_the_vocabulary)
+    other = edited_tokenizer(llama_dir, tmp_path / "other", edit)
+    if name == "special tokens" and not has_own:
+        with pytest.warns(SpecDecWarning) as warned, LLM(engine, tokenizer=other):
+            pass
+        said(warned, value, "'<image>'", str(other))
+        return
     with pytest.raises(SpecDecError) as error:
         LLM(engine, tokenizer=other)
-    said(error, "339", "300", str(other))
+    said(error, value, str(other))
+
+
+@pytest.mark.parametrize("unknown", ["[UNK]", None])
+def test_tokenizer_that_loses_a_plain_text_is_refused(
+    unknown: str | None, llama_uncompiled_dir: Path, tmp_path: Path, said: Said
+) -> None:
+    """One of three words makes nothing of a text, or fails on it."""
+    words = Tokenizer(WordLevel({"a": 0, "b": 1, "[UNK]" if unknown else "c": 2}, unk_token=unknown))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token=unknown).save_pretrained(tmp_path / "other")
+    with pytest.raises(SpecDecError) as error:
+        LLM(llama_uncompiled_dir, tokenizer=tmp_path / "other")
+    said(error, "quick brown fox", str(tmp_path / "other"))
+
+
+def test_tokenizer_that_cannot_be_read_is_named_where_the_user_has_it(
+    llama_dir: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, said: Said
+) -> None:
+    """And not in the engine that was made of the model, in the cache or for this run alone."""
+    shutil.copytree(llama_dir, tmp_path / "model")
+    state = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
+    state["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "(a"}, "behavior": "Isolated", "invert": False}
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(state))
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.warns(SpecDecWarning) as warned:
+        llm = LLM(tmp_path / "model", compiler="none", use_cache=False)
+    said(warned, f"{tmp_path / 'model' / 'tokenizer.json'} ", "Oniguruma")
+    with llm, pytest.raises(SpecDecError) as error:
+        llm.chat([{"role": "user", "content": "a"}])
+    said(error, str(tmp_path / "model" / "tokenizer.json"))
 
 
 def test_prompts_are_cut_to_their_last_tokens(llm: LLM) -> None:
@@ -335,12 +388,11 @@ def test_shared_pool_remembers_from_call_to_call(llm: LLM) -> None:
         (lambda llm: llm.chat([{"role": "user", "content": "a"}]), ""),
         (lambda llm: llm.generate(None), "None"),
         (lambda llm: llm.generate(5), "5"),
-        (lambda llm: llm.generate({"prompt": "a"}), "prompt"),
+        (lambda llm: llm.generate({"prompt": "a", "image": 1}), "prompt"),
         (lambda llm: llm.generate(b"abc"), "abc"),
         (lambda llm: llm.generate([1.5]), "1.5"),
         (lambda llm: llm.generate([[True]]), "True"),
         (lambda llm: llm.generate([[5, "a"]]), "5, 'a'"),
-        (lambda llm: llm.stream({"prompt": "a"}), "prompt"),
         (lambda llm: llm.generate("a\ud800"), "'a\\ud800'"),
     ],
 )

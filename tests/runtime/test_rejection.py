@@ -179,6 +179,25 @@ def test_no_more_is_rejected_than_must_be(kind: str, sampling: str) -> None:
     assert abs(num_accepted / num_draws - in_common) < 4 * math.sqrt(in_common * (1 - in_common) / num_draws)
 
 
+def test_as_many_are_accepted_as_a_block_can_have() -> None:
+    """P(at least i accepted) is, over all drafts, the mean of `min(..., 1)` of the paper's equation 3; a test of each
+    token alone accepts the mean of the product of `min(1, target / draft)`, which is less.
+    """
+    num_draws = 4000
+    target, draft = (distributions(logits, {})[:2].tolist() for logits in (TARGET_LOGITS, DRAFT_LOGITS))
+    by_block = by_token = 0.0
+    for a, b in itertools.product(range(VOCAB_SIZE), repeat=2):
+        if prob := draft[0][a] * draft[1][b]:
+            ratios = target[0][a] / draft[0][a], target[1][b] / draft[1][b]
+            first = min(ratios[0], 1)
+            by_block += prob * (first + min(first * ratios[1], 1))
+            by_token += prob * (first + first * min(ratios[1], 1))
+    accepted = torch.tensor([len(tokens) - 1 for tokens in outputs("drawn", "plain", num_draws)]).double()
+    error = float(accepted.std()) / math.sqrt(num_draws)
+    assert abs(float(accepted.mean()) - by_block) < 4 * error
+    assert float(accepted.mean()) > by_token + 2 * error
+
+
 @pytest.mark.parametrize(
     ("kind", "num_draws"),
     [

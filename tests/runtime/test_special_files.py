@@ -29,6 +29,7 @@ from runtime.text.trace_lines import check_trace_lines
 from runtime.util.errors import SpecDecError
 from runtime.util.files import check_model_files, check_regular
 from runtime.util.reading import read_utf8
+from specdec_cli import LLM
 
 MODEL_FILES = [
     *("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json"),
@@ -128,6 +129,17 @@ def test_text_of_a_model_that_no_memory_holds_is_not_read(name: str, tmp_path: P
     (tmp_path / name).touch()
     os.truncate(tmp_path / name, 10**12)
     said(refused(tmp_path / name, lambda: check_model_files(tmp_path)), f"{10**12:,}")
+
+
+def test_weights_that_are_longer_than_their_header_says_are_not_read(
+    llama_dir: Path, tmp_path: Path, said: Said
+) -> None:
+    """Neither is their digest taken, which names an engine in the cache."""
+    shutil.copytree(llama_dir, tmp_path / "model")
+    os.truncate(tmp_path / "model" / "model.safetensors", 10**12)
+    with pytest.raises(SpecDecError) as error:
+        LLM(tmp_path / "model")
+    said(error, f"{10**12:,}", str(tmp_path / "model" / "model.safetensors"))
 
 
 def test_weights_may_be_as_large_as_they_like(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFa
 
 from runtime.checkpoint.tokenizer import SAVED, SavedTokenizer, find_saved_tokenizer, save_tokenizer
 from runtime.text.text import bad_word_tokens, encode, encode_text, find_tokenizer, load_tokenizer, word_tokens
+from runtime.util import panics
 from runtime.util.errors import SpecDecError, SpecDecWarning
 
 STORIES_DIR = Path(__file__).parents[2] / "../shared/data/stories260k"
@@ -235,3 +236,17 @@ def test_a_tokenizer_that_panics_on_a_text_is_told_in_a_sentence(is_saved: bool,
             ask("x" * 200)
         said(error, "retry-limit-in-match")
     assert encode("the dog", tokenizer)[0]
+
+
+def test_what_others_write_while_a_panic_is_held_back_is_shown(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the blocks of two threads overlap."""
+    monkeypatch.setattr(panics._Held, "is_command", True)
+    with panics.panics_held():
+        os.write(2, b"before\n")
+        with panics.panics_held():
+            os.write(2, b"\nthread '<unnamed>' (7) panicked at lib.rs:1:2:\nwhy\nstack backtrace:\n   0: a\n")
+    with panics.panics_held():
+        print("later", file=sys.stderr)
+    assert capfd.readouterr().err == "before\nlater\n"

@@ -57,6 +57,7 @@ class Loop:
 
     def step(self, num_steps: int = 1) -> None:
         for _ in range(num_steps):
+            self._check_turns_that_are_not_due()
             self.num_steps += 1
             for sequence, new_tokens in self.scheduler.step():
                 request_id = sequence.request.id
@@ -66,6 +67,12 @@ class Loop:
                     self.finished.append(sequence)
             self.engine._blocks.check_integrity()
             assert len(self.scheduler.running) <= MAX_BATCH_SIZE
+
+    def _check_turns_that_are_not_due(self) -> None:
+        """Check that no sequence is passed over in a step in which no turn was looked at."""
+        turns, running = self.scheduler._turns, self.scheduler.running
+        if len(running) == MAX_BATCH_SIZE and not turns.are_due:
+            assert not any(turns.leaving(one, running) for one in turns.candidates(running))
 
     def finish(self) -> None:
         while self.scheduler.has_work:
@@ -127,6 +134,18 @@ def test_turns_compute_nothing_twice(reuse: bool, open_engine: Any, monkeypatch:
     assert loop.scheduler.num_turns > 10 and loop.scheduler.times.num_preemptions == 0
     reused = sum(sequence.stats.num_reused_tokens for sequence in sequences)
     assert computed + reused == sum(len(sequence.tokens) - 1 for sequence in sequences)
+
+
+def test_requests_of_three_clients_leave_no_place_idle(open_engine: Any) -> None:
+    """Requests that began together end together, as if one client had sent all, and no client is one request ahead."""
+    loop = Loop(open_engine())
+    for i in range(18):
+        loop.add("abc"[i % 3], num_new=90, prompt=i)
+    while loop.scheduler.waiting:
+        loop.step()
+        assert max(loop.tokens.values()) - min(loop.tokens[client] for client in "abc") <= 90
+    loop.finish()
+    assert loop.num_steps == -(-18 // MAX_BATCH_SIZE) * 90
 
 
 def test_two_clients_get_equally_many_tokens(open_engine: Any) -> None:

@@ -1,8 +1,11 @@
 """Clients' mistakes are told in OpenAI's form, by a status of their own; nothing of them is a 500."""
 
+import json
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event, Semaphore
 from typing import Any
 
 import pytest
@@ -21,19 +24,21 @@ from runtime.text.text import encode_text
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "a ball"}]
+LONG_CHAT = [{"role": "user", "content": "the ball " * 60}]
+A_FORMAT: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
 
 WRONG = {
     "no prompt": ({}, "prompt"),
     "prompt of no kind": ({"prompt": 7}, "prompt"),
-    "empty prompt": ({"prompt": ""}, None),
-    "no prompts": ({"prompt": []}, None),
-    "an empty one of several": ({"prompt": ["a", ""]}, None),
+    "empty prompt": ({"prompt": ""}, "prompt"),
+    "no prompts": ({"prompt": []}, "prompt"),
+    "an empty one of several": ({"prompt": ["a", ""]}, "prompt"),
     "mixed prompts": ({"prompt": ["a", 3]}, "prompt"),
-    "a foreign id": ({"prompt": [3, 100_000]}, None),
+    "a foreign id": ({"prompt": [3, 100_000]}, "prompt"),
     "a negative id": ({"prompt": [3, -1]}, "prompt"),
     "too long": ({"prompt": "the ball " * 200}, "prompt"),
     "too long by far": ({"prompt": "x" * 1_000_000}, "prompt"),
-    "too many tokens": ({"prompt": PROMPT, "max_tokens": 1000}, None),
+    "too many tokens": ({"prompt": PROMPT, "max_tokens": 1000}, "max_tokens"),
     "no tokens": ({"prompt": PROMPT, "max_tokens": 0}, "max_tokens"),
     "negative tokens": ({"prompt": PROMPT, "max_tokens": -1}, "max_tokens"),
     "tokens as words": ({"prompt": PROMPT, "max_tokens": "many"}, "max_tokens"),
@@ -42,7 +47,7 @@ WRONG = {
     "top_p of nothing": ({"prompt": PROMPT, "top_p": 0}, "top_p"),
     "min_p": ({"prompt": PROMPT, "min_p": 2}, "min_p"),
     "top_k": ({"prompt": PROMPT, "top_k": -2}, "top_k"),
-    "top_k above the vocabulary": ({"prompt": PROMPT, "top_k": 1_000_000}, None),
+    "top_k above the vocabulary": ({"prompt": PROMPT, "top_k": 1_000_000}, "top_k"),
     "n": ({"prompt": PROMPT, "n": 0}, "n"),
     "many": ({"prompt": PROMPT, "n": 100_000}, "n"),
     "logprobs": ({"prompt": PROMPT, "logprobs": 21}, "logprobs"),
@@ -53,8 +58,8 @@ WRONG = {
     "seed": ({"prompt": PROMPT, "seed": 2**70}, "seed"),
     "bias": ({"prompt": PROMPT, "logit_bias": {"3": 101}}, "logit_bias"),
     "bias of a word": ({"prompt": PROMPT, "logit_bias": {"ball": 1}}, "logit_bias"),
-    "bias of a foreign id": ({"prompt": PROMPT, "logit_bias": {"100000": 1}}, None),
-    "foreign stop id": ({"prompt": PROMPT, "stop_token_ids": [100_000]}, None),
+    "bias of a foreign id": ({"prompt": PROMPT, "logit_bias": {"100000": 1}}, "logit_bias"),
+    "foreign stop id": ({"prompt": PROMPT, "stop_token_ids": [100_000]}, "stop_token_ids"),
     "penalty": ({"prompt": PROMPT, "presence_penalty": 3}, "presence_penalty"),
     "repetition": ({"prompt": PROMPT, "repetition_penalty": 0}, "repetition_penalty"),
     "suffix": ({"prompt": PROMPT, "suffix": "end"}, "suffix"),
@@ -93,10 +98,10 @@ WRONG = {
     "a drafter": ({"prompt": PROMPT, "drafter": "os:system"}, "drafter"),
     "a drafter within": ({"prompt": PROMPT, "speculative": {"drafter": "os:system"}}, "speculative"),
     "two drafters": ({"prompt": PROMPT, "speculative": {"ngram_config": [4, 2], "suffix_config": 4}}, "speculative"),
-    "long drafts": ({"prompt": PROMPT, "speculative": {"ngram_config": [11, 2]}}, None),
+    "long drafts": ({"prompt": PROMPT, "speculative": {"ngram_config": [11, 2]}}, "speculative"),
     "longer drafts": ({"prompt": PROMPT, "speculative": {"draft_len": 11}}, "speculative"),
-    "no config": ({"prompt": PROMPT, "speculative": {"ngram_config": "[[[["}}, None),
-    "a config of code": ({"prompt": PROMPT, "speculative": {"ngram_config": "__import__('os')"}}, None),
+    "no config": ({"prompt": PROMPT, "speculative": {"ngram_config": "[[[["}}, "speculative"),
+    "a config of code": ({"prompt": PROMPT, "speculative": {"ngram_config": "__import__('os')"}}, "speculative"),
     "top_k of thousands of digits": ({"prompt": PROMPT, "top_k": 10**4000}, "top_k"),
     "tokens of thousands of digits": ({"prompt": PROMPT, "max_tokens": 10**4000}, "max_tokens"),
     "a config of thousands of digits": (
@@ -108,6 +113,15 @@ WRONG = {
     "a text for a token": ({"prompt": PROMPT, "stop_token_ids": ["5"]}, "stop_token_ids"),
     "a text for true": ({"prompt": PROMPT, "echo": "true"}, "echo"),
     "a number for true": ({"prompt": PROMPT, "ignore_eos": 1}, "ignore_eos"),
+    "allowed ids": ({"prompt": PROMPT, "allowed_token_ids": [3, 100_000]}, "allowed_token_ids"),
+    "no allowed ids": ({"prompt": PROMPT, "allowed_token_ids": []}, "allowed_token_ids"),
+    "fewest tokens above the most": ({"prompt": PROMPT, "min_tokens": 9, "max_tokens": 4}, "min_tokens"),
+    "a prompt cut to nothing": ({"prompt": PROMPT, "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    "no room for a prompt": ({"prompt": PROMPT, "truncate_prompt_tokens": -1, "max_tokens": 10**6}, "max_tokens"),
+    "an empty bad word": ({"prompt": PROMPT, "bad_words": [""]}, "bad_words"),
+    "no token left": ({"prompt": PROMPT, "guided_regex": "[a-z]+", "allowed_token_ids": [0]}, "allowed_token_ids"),
+    "no token of a grammar": ({"prompt": PROMPT, "regex": "(a|b)+ ", "bad_words": ["a", "b", "ab"]}, "bad_words"),
+    "a multiple below 0": ({"prompt": PROMPT, "json_schema": {"type": "integer", "multipleOf": -3}}, "json_schema"),
     "a prediction of nothing": ({"prompt": PROMPT, "prediction": {"type": "content"}}, "prediction"),
 }
 
@@ -117,7 +131,7 @@ def check_error(response: Any, status: int, param: str | None = None) -> dict[st
     error: dict[str, Any] = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"] and error["type"]
-    assert param is None or error["param"] == param
+    assert param is None or error["param"] == param, error
     assert "/root" not in response.text and "/tmp" not in response.text and "Traceback" not in response.text
     return error
 
@@ -185,10 +199,37 @@ def test_a_lookup_that_is_no_config_is_told_by_its_field(served: Served, said: S
         ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"messages": MESSAGES, "echo": True}, "echo"),
         ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"messages": LONG_CHAT}, "messages"),
+        ({"messages": MESSAGES, "max_completion_tokens": 1000}, "max_completion_tokens"),
+        ({"messages": MESSAGES, "max_tokens": 1000}, "max_tokens"),
+        ({"messages": MESSAGES, "response_format": A_FORMAT, "allowed_token_ids": [0]}, "allowed_token_ids"),
     ],
 )
 def test_a_wrong_chat_is_refused(served: Served, body: dict[str, Any], param: str) -> None:
     check_error(served.post(CHAT, **body), 400, param)
+
+
+def test_other_protocols_name_their_own_fields(served: Served) -> None:
+    long = LONG_CHAT[0]["content"]
+    for body, param in (
+        ({"input": long}, "input"),
+        ({"input": "a", "allowed_token_ids": [100_000]}, "allowed_token_ids"),
+        (
+            {"input": "a", "text": {"format": {**A_FORMAT["json_schema"], "type": "json_schema"}}, "bad_words": ["{"]},
+            "bad_words",
+        ),
+    ):
+        check_error(served.post("/v1/responses", **body), 400, param)
+    refused = served.post("/v1/messages", messages=LONG_CHAT, max_tokens=4)
+    assert refused.status_code == 400 and "prompt is too long" in refused.json()["error"]["message"]
+
+
+def test_a_stream_that_no_token_can_go_on_names_what_left_none(served: Served, said: Said) -> None:
+    response = served.post(COMPLETIONS, prompt=PROMPT, guided_regex="[a-z]+", allowed_token_ids=[0], stream=True)
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    (error,) = (event["error"] for event in events if "error" in event)
+    assert error["param"] == "allowed_token_ids"
+    said(error["message"], "regex", "allowed_token_ids")
 
 
 @pytest.mark.parametrize(
@@ -200,8 +241,11 @@ def test_what_is_no_json_is_refused(served: Served, path: str, body: bytes) -> N
 
 
 def test_deep_and_long_bodies_are_refused(served: Served) -> None:
-    deep = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-    check_error(served.client.post(COMPLETIONS, content=deep), 400)
+    for depth in (300, 100_000):  # valid JSON, and too deep
+        deep = b'{"prompt": "a", "metadata": ' + b"[" * depth + b"]" * depth + b"}"
+        error = check_error(served.client.post(COMPLETIONS, content=deep), 400)
+        assert error["code"] == "nested_too_deep" and "200" in error["message"]
+    served.complete(metadata=json.loads("[" * 190 + "]" * 190))
     assert check_error(served.client.post(COMPLETIONS, content=b" " * (5 << 20)), 413)["code"] == "body_too_long"
     chunks = (b" " * (1 << 20) for _ in range(6))
     check_error(served.client.post(COMPLETIONS, content=chunks), 413)
@@ -460,6 +504,28 @@ def test_a_chat_template_that_does_not_end_is_given_up(
     assert error["code"] == "template_timeout"
     said(error["message"], "0.2 s")
     assert served.complete(max_tokens=2)["usage"]["completion_tokens"] == 2  # the thread that it held is there
+
+
+def test_nobody_waits_for_a_chat_template(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of other routes are answered while templates are rendered, which may loop until their time is over."""
+    begun, may_end, render = Semaphore(0), Event(), served.llm.chat_template.render
+
+    def renders_long(*given: Any) -> str:
+        begun.release()
+        may_end.wait()
+        return render(*given)
+
+    monkeypatch.setattr(served.llm.chat_template, "render", renders_long)
+    with ThreadPoolExecutor(2) as clients:
+        asked = [clients.submit(served.post, CHAT, messages=MESSAGES, max_tokens=1) for _ in range(2)]
+        try:
+            for _ in asked:
+                begun.acquire()
+            assert served.complete(max_tokens=2)["usage"]["completion_tokens"] == 2
+            assert not any(one.done() for one in asked)
+        finally:
+            may_end.set()
+        assert [one.result().status_code for one in asked] == [200, 200]
 
 
 def test_answers_that_wait_to_be_read_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch, said: Said) -> None:

@@ -113,10 +113,15 @@ def test_faulty_request_is_refused_and_nothing_behind_it_is_read(port: int, raw:
     assert json.loads(body)["error"]["code"] == "invalid_http"  # the whole rest: there is no second answer
 
 
-@pytest.mark.parametrize("chunks", FAULTY_CHUNKS.values(), ids=FAULTY_CHUNKS)
-def test_faulty_chunks_end_the_connection(port: int, chunks: bytes) -> None:
-    received = exchange(port, head(CHUNKED) + chunks + SMUGGLED)
+@pytest.mark.parametrize("name", FAULTY_CHUNKS)
+def test_faulty_chunks_end_the_connection(port: int, name: str) -> None:
+    received = exchange(port, head(CHUNKED) + FAULTY_CHUNKS[name] + SMUGGLED)
     assert received.startswith(b"HTTP/1.1 4") and received.count(b"HTTP/1.1 ") == 1
+    assert (b"a line ends in LF without CR" in received) == (name.endswith("in LF") and name != "end in LF")
+
+
+def test_a_size_that_ends_in_lf_is_refused_before_more_comes(port: int) -> None:
+    assert b"a line ends in LF without CR" in exchange(port, head(CHUNKED) + b"5\n")
 
 
 def test_faulty_chunks_after_the_answer_leave_no_traceback(port: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from fastapi.responses import Response
 
-from commands.serve.http.errors import HTTPError, as_http_error
+from commands.serve.http.errors import FieldNames, HTTPError, fields_named
 from commands.serve.protocol.replies import Chunks, PieceStream
 from runtime.loop.serving import RequestHandle, ServeRequest, ServingLoop
 
@@ -24,13 +24,17 @@ Receive = Callable[[], Any]
 
 @dataclass(eq=False)
 class Group:
-    """Answers on their way. `changed` is set from the loop's thread when one of them got on."""
+    """Answers on their way. `changed` is set from the loop's thread when one of them is over, and if the group is
+    streamed, after each step: 64 clients that wait for whole answers would else wake the event loop 64 times a step.
+    """
 
     answers: list[RequestHandle] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    is_streamed: bool = False
     is_client_gone: bool = False
     ended_by: HTTPError | None = None
     """Reason to stop waiting for it, though it is not finished."""
+    names: FieldNames = field(default_factory=FieldNames)
 
     @property
     def is_over(self) -> bool:
@@ -40,7 +44,7 @@ class Group:
         """HTTPError of the first answer that could not go on."""
         for answer in self.answers:
             if answer.progress.error is not None:
-                raise as_http_error(answer.progress.error)
+                raise self.names.told(answer.progress.error)
 
     async def step(self) -> None:
         """Wait for progress of the answers. ClientGone if the client has disconnected, HTTPError if one has failed."""
@@ -62,7 +66,7 @@ class ClientGone(Exception):
 
 
 class Clock:
-    """Wakes the handlers whose answers got on: called in the loop's thread, once for each step."""
+    """Wakes the handlers that wait for a step: called in the loop's thread, once for each step."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -75,21 +79,25 @@ class Clock:
         for answer in answers:
             for listener in self.on_progress:
                 listener(answer)
-        groups = {answer.owner for answer in answers}
-        if self._loop is not None and not self._loop.is_closed():
+        groups: set[Group] = set()
+        for answer in answers:
+            owner = answer.owner
+            if isinstance(owner, Group) and (owner.is_streamed or answer.progress.is_over):
+                groups.add(owner)
+        if groups and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(_wake, groups)
 
 
-def _wake(groups: Iterable[object]) -> None:
+def _wake(groups: Iterable[Group]) -> None:
     for group in groups:
-        if isinstance(group, Group):
-            group.changed.set()
+        group.changed.set()
 
 
-def submit(loop: ServingLoop, asked: Seq[ServeRequest], client: bytes) -> Group:
-    """Submit a client's requests as one group; raises SpecDecError if the loop rejects them."""
-    group = Group()
-    group.answers = loop.submit(asked, group, client)
+def submit(loop: ServingLoop, asked: Seq[ServeRequest], client: bytes, names: FieldNames) -> Group:
+    """Submit a client's requests as one group; HTTPError if the loop rejects them."""
+    group = Group(names=names)
+    with fields_named(names):
+        group.answers = loop.submit(asked, group, client)
     return group
 
 
@@ -205,6 +213,8 @@ class EventStream(Response):
         super().__init__(headers=_EVENT_HEADERS)
         del self.headers["content-length"]
         self._group, self._streams, self._chunks, self._waiting = group, streams, chunks, waiting
+        group.is_streamed = True
+        group.changed.set()  # steps before this one woke nobody
         self._is_long = is_long
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
@@ -78,17 +79,36 @@ class HTTPError(Exception):
         return {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
 
 
-@contextmanager
-def fields_named(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors name fields as another protocol does: patterns of a chat's fields, and what stands for each there."""
-    try:
-        yield
-    except HTTPError as error:
-        message, param = error.message, error.param
-        for pattern, name in names.items():
+@dataclass(frozen=True)
+class FieldNames:
+    """Names that a client's body has for the fields of errors."""
+
+    params: Mapping[str, str] = field(default_factory=dict)
+    """Names by the field of a request: the regular expression may have come as `guided_regex`."""
+    patterns: Mapping[str, str] = field(default_factory=dict)
+    """Names by a pattern of a chat's fields, where the client speaks another protocol."""
+
+    def told(self, error: HTTPError | SpecDecError) -> HTTPError:
+        """The error by these names."""
+        found = error if isinstance(error, HTTPError) else self._of_own(error)
+        message, param = found.message, found.param
+        for pattern, name in self.patterns.items():
             message = re.sub(rf"(?<![\w.]){pattern}(?!\w)", name, message)
             param = re.sub(rf"^{pattern}$", name, param) if param is not None else None
-        raise HTTPError(error.status, message, param=param, code=error.code) from None
+        return HTTPError(found.status, message, param=param, code=found.code)
+
+    def _of_own(self, error: SpecDecError) -> HTTPError:
+        name = error.values.get("field")
+        return as_http_error(error, self.params.get(name, name) if isinstance(name, str) else None)
+
+
+@contextmanager
+def fields_named(names: FieldNames) -> Iterator[None]:
+    """Raise an error of the block as the client's HTTPError."""
+    try:
+        yield
+    except (HTTPError, SpecDecError) as error:
+        raise names.told(error) from None
 
 
 def as_http_error(error: SpecDecError, param: str | None = None) -> HTTPError:

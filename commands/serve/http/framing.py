@@ -60,6 +60,9 @@ class _StrictLines(ReceiveBuffer):
 
     def maybe_extract_next_line(self) -> bytearray | None:
         """The line before a chunk. A size that 64 bits do not hold may be a small one to the other reader."""
+        end = self._data.find(b"\n")
+        if end >= 0 and self._data[max(end - 1, 0) : end] != b"\r":
+            raise h11.LocalProtocolError("a line ends in LF without CR")
         line = super().maybe_extract_next_line()
         if line is not None and len(line.partition(b";")[0].strip()) > _MAX_SIZE_DIGITS:
             raise h11.LocalProtocolError("the size of a chunk has too many digits")

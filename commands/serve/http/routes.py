@@ -2,13 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from threading import Lock, get_ident
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
@@ -20,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from commands.serve.asking import ask_chat, ask_completion
 from commands.serve.http.bodies import ClientGone, Clock, EventStream, Group, Waiting, document, submit, whole
 from commands.serve.http.clients import client_of
-from commands.serve.http.errors import HTTPError, as_http_error, fields_named
+from commands.serve.http.errors import FieldNames, HTTPError, fields_named
 from commands.serve.http.openapi import ServerMetrics, answers, errors, openapi_schema, page_response
 from commands.serve.protocol.answers import (
     ChatAnswer,
@@ -61,34 +60,6 @@ G = TypeVar("G", bound=Generation)
 L = TypeVar("L", ResponsesRequest, MessagesRequest)
 
 
-class Turn:
-    """Lets one thread at a time work on a body. A thread that waits for a grammar leaves its turn to the others."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._owner: int | None = None
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._owner = get_ident()
-
-    def __exit__(self, *error: object) -> None:
-        self._owner = None
-        self._lock.release()
-
-    @contextmanager
-    def left(self) -> Iterator[None]:
-        """Let others work meanwhile, if it is this thread's turn."""
-        if self._owner != get_ident():
-            yield
-            return
-        self.__exit__()
-        try:
-            yield
-        finally:
-            self.__enter__()
-
-
 @dataclass(frozen=True)
 class Server:
     """Shared state of the routes."""
@@ -100,13 +71,12 @@ class Server:
     texts: TokenTexts
     worker: ThreadPoolExecutor
     writer: ThreadPoolExecutor
-    turn: Turn
 
     async def aside(self, function: Callable[[], T]) -> T:
         """Parse and tokenize beside the event loop, one body after the other."""
 
         def work() -> T:
-            with self.turn:
+            with self.served.turn:
                 return function()
 
         return await asyncio.get_running_loop().run_in_executor(self.worker, work)
@@ -120,13 +90,15 @@ class Server:
         """The body that was sent, and the answers that are on their way."""
         raw = await _read_body(request)
 
-        def prepare() -> tuple[G, list[ServeRequest]]:
+        def prepare() -> tuple[G, list[ServeRequest], FieldNames]:
             body = parse_body(raw, model)
             self.served.check_name(body.model)
-            return body, ask(self.served, body)
+            names = FieldNames(body.field_names)
+            with fields_named(names):
+                return body, ask(self.served, body), names
 
-        body, asked = await self.aside(prepare)
-        return body, submit(self.served.loop, asked, client_of(request.scope, body.user))
+        body, asked, names = await self.aside(prepare)
+        return body, submit(self.served.loop, asked, client_of(request.scope, body.user), names)
 
     async def ask_as_chat(
         self, request: Request, model: type[L], translate: Callable[[L], ChatRequest]
@@ -134,15 +106,17 @@ class Server:
         """The same of another protocol: its body, and the chat request that it is."""
         raw = await _read_body(request)
 
-        def prepare() -> tuple[L, ChatRequest, list[ServeRequest]]:
+        def prepare() -> tuple[L, ChatRequest, list[ServeRequest], FieldNames]:
             body = parse_body(raw, model)
             self.served.check_name(getattr(body, "model", None))
-            with fields_named(body.CHAT_FIELDS):
+            with fields_named(FieldNames({}, body.CHAT_FIELDS)):
                 chat = translate(body)
-                return body, chat, ask_chat(self.served, chat)
+            names = FieldNames(chat.field_names, body.CHAT_FIELDS)
+            with fields_named(names):
+                return body, chat, ask_chat(self.served, chat), names
 
-        body, chat, asked = await self.aside(prepare)
-        return body, chat, submit(self.served.loop, asked, client_of(request.scope, chat.user))
+        body, chat, asked, names = await self.aside(prepare)
+        return body, chat, submit(self.served.loop, asked, client_of(request.scope, chat.user), names)
 
     async def reply(self, request: Request, body: Generation, group: Group, reply: Any) -> Response:
         waiting = self.waiting(request.receive)
@@ -157,9 +131,9 @@ def make_app(served: ServedModel, clock: Clock, request_timeout_s: float, versio
     metrics = ServerMetrics(served.loop, served.name)
     clock.on_progress.append(metrics.observe)
     worker = ThreadPoolExecutor(2 * MOST_COMPILING, "specdec-requests")
-    writer, turn = ThreadPoolExecutor(1, "specdec-answers"), Turn()
-    served.llm.grammars.while_compiling = turn.left
-    server = Server(served, clock, metrics, request_timeout_s, TokenTexts(served), worker, writer, turn)
+    writer = ThreadPoolExecutor(1, "specdec-answers")
+    served.llm.grammars.while_compiling = served.turn.left
+    server = Server(served, clock, metrics, request_timeout_s, TokenTexts(served), worker, writer)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -263,7 +237,7 @@ def _messages_routes(server: Server) -> APIRouter:
         def work() -> dict[str, int]:
             body = parse_body(raw, CountRequest)
             server.served.check_name(body.model)
-            with fields_named(body.CHAT_FIELDS):
+            with fields_named(FieldNames({}, body.CHAT_FIELDS)):
                 return {"input_tokens": len(chat_tokens(server.served, chat_of_messages(server.served, body)))}
 
         return await server.aside(work)
@@ -439,7 +413,7 @@ async def _on_http_error(request: Request, error: Any) -> Response:
 
 
 async def _on_error(request: Request, error: Any) -> Response:
-    return await _on_http_error(request, as_http_error(error))
+    return await _on_http_error(request, FieldNames().told(error))
 
 
 async def _on_client_gone(request: Request, error: Any) -> Response:

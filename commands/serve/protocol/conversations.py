@@ -76,8 +76,9 @@ def chat_tokens(served: ServedModel, body: Conversation) -> list[int]:
     except SpecDecError as error:
         raise as_http_error(error, "chat_template_kwargs") from None
     try:
-        with ended_after(_TEMPLATE_S):
-            return template.encode(messages, inputs)
+        with served.turn.rendering(), ended_after(_TEMPLATE_S):
+            prompt = template.render(messages, inputs)
+        return template.tokens(prompt)
     except SpecDecError as error:
         raise as_http_error(error, body.said_in) from None
     except TimeoutError:

@@ -16,7 +16,7 @@ from runtime.core.stats import FinishReason, TokenLogprobs, sum_stats
 from runtime.loop.serving import RequestHandle
 from runtime.measure.text_steps import TokenKind, forced_places, token_kinds
 from runtime.text.parser import Parser, Said, SpecialTokens, joined
-from runtime.text.text import TextStream, decode, encode_text, stop_words_of
+from runtime.text.text import TextStream, decode, encode_text
 from runtime.text.token_text import token_bytes
 
 
@@ -98,7 +98,7 @@ class PieceStream:
         shown = {} if self.special is None else self.special.shown
         if self.marks_tokens and request.grammar is not None:
             self._matcher = Matcher(request.grammar, 0, request.end_ids)
-        self._text = TextStream(self.tokenizer, stop_words_of(request), request.prompt_tokens, shown)
+        self._text = TextStream.of_request(self.tokenizer, request, shown)
 
     def next(self) -> Piece | None:
         """New part since the last call; None if there is none, or it was already over."""

@@ -35,6 +35,8 @@ from runtime.drafters.spec import ListForm
 from runtime.drafters.specs import lookups
 
 MAX_PROMPTS = 4096
+_MOST_DEPTH = 200
+"""Lists and objects within each other that pydantic's parser takes."""
 MAX_STOP_WORDS = 32
 MAX_CHOICES = 1024
 MAX_TOOLS = 1024
@@ -310,6 +312,12 @@ class Generation(Forms, Described):
         return {name: value for name, value in values.items() if value is not None}
 
     @property
+    def field_names(self) -> dict[str, str]:
+        """Fields of this body by those of `SamplingParams`, for errors; the grammar of calls is made of `tools`."""
+        names: dict[str, str] = {**names_in(self.PROTOCOL), "lark": "tools"}
+        return names | {kind: name for name, kind, _ in self.forms}
+
+    @property
     @abstractmethod
     def tells_of_tokens(self) -> bool:
         """True if an answer says something of each token, and so may be long."""
@@ -480,6 +488,12 @@ class ChatRequest(Conversation, Generation, ChatFields):
     logprobs: bool | None = None
     include_reasoning: bool | None = Field(None, description="false: what was thought is not told.")
     separate_reasoning: bool | None = Field(None, description="false: what was thought is part of the content.")
+
+    @property
+    def field_names(self) -> dict[str, str]:
+        of_calls = "tools" if self.callable_tools or not self.forms else self.forms[0][0]
+        length = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+        return super().field_names | {"prompt": self.said_in, "lark": of_calls} | length
 
     @property
     def tells_of_tokens(self) -> bool:
@@ -726,7 +740,7 @@ REFUSED = _unless({
     ("suffix", "input_prefix", "input_suffix", "custom_token_bans", "negative_prompt"): ("",),
     ("best_of", "num_beams"): (1,),
     (
-        "use_beam_search", "include_stop_str_in_output", "return_tokens_as_token_ids",
+        "use_beam_search", "return_tokens_as_token_ids",
         "no_stop_trim", "return_hidden_states", "separate_reasoning", "watermark",
         "return_full_text", "decoder_input_details",
     ): (False,),
@@ -736,7 +750,7 @@ REFUSED = _unless({
         "mirostat", "repetition_penalty_range",
     ): (0,),
     (
-        "add_special_tokens", "include_reasoning", "skip_special_tokens", "spaces_between_special_tokens",
+        "add_special_tokens", "include_reasoning", "spaces_between_special_tokens",
         "add_generation_prompt",
     ): (True,),
     ("vllm_xargs", "chat_template_kwargs", "mm_processor_kwargs", "parameters"): ({},),
@@ -820,6 +834,9 @@ def parse_body(body: bytes, model: type[Body]) -> Body:
         # It knows a depth at which it stops, and neither NaN nor half of a surrogate pair.
         value: Any = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
+        if "recursion limit" in str(error):
+            what = f"the body is nested deeper than {_MOST_DEPTH} lists and objects"
+            raise HTTPError(400, what, code="nested_too_deep") from None
         raise HTTPError(400, f"the body is no JSON: {error}", code="invalid_json") from None
     return validate_body(value, model)
 

@@ -20,6 +20,8 @@ from runtime.util.files import Stamp, check_regular, stamp_of
 ORIGINAL = "give the model that it was made of, config.json and safetensors"
 """A hint."""
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
+_MOST_PADDING_BYTES = 1 << 20
+"""Bytes behind the last tensor: some tools fill up a file to whole blocks of a disk."""
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
 TOKENIZER, CHAT_TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
@@ -200,6 +202,9 @@ def _read(path: Path, stamp: Stamp) -> GGUFHeader:
     for tensor in tensors.values():
         if tensor.offset + tensor.num_bytes > num_bytes:
             reader.fail(f"it ends before `{tensor.name}` does")
+    end = max((tensor.offset + tensor.num_bytes for tensor in tensors.values()), default=start)
+    if num_bytes - end > _MOST_PADDING_BYTES:
+        reader.fail(f"{num_bytes:,} bytes, where its header speaks of {end:,}")
     return GGUFHeader(metadata, tensors)
 
 

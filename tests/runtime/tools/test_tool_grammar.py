@@ -12,11 +12,12 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from runtime.core.grammar import Grammars
-from runtime.core.params import Grammar
+from runtime.core.params import MOST_GRAMMAR, Grammar
 from runtime.text.call_formats import REASONING_FORMATS, TOOL_FORMATS, Tool, named_tool_format
 from runtime.text.call_grammar import Calls, SpecialIds, call_grammar, schema_of
 from runtime.text.parser import OutputForm, Said, tags_of
 from runtime.text.text import TextStream
+from runtime.util.errors import UsageError
 
 THINK = REASONING_FORMATS[0]
 NAMES = [one.name for one in TOOL_FORMATS]
@@ -63,6 +64,23 @@ def lark_of(
     assert form is not None
     special = SpecialIds(grammars.special_tokens(), frozenset({END}))
     return call_grammar(calls, form, think, special, in_reasoning=in_reasoning)
+
+
+def test_definitions_are_copied_only_where_an_argument_refers_to_them(tagged: Any) -> None:
+    """A grammar grows with the arguments, and is refused before it is longer than one may be."""
+    definitions = {"long": {"enum": ["x" * 10_000]}}
+    _, grammars = tagged("qwen3_coder", True)
+
+    def written(num_referring: int, num_others: int) -> str | None:
+        properties: dict[str, Any] = {f"a{i}": {"$ref": "#/$defs/long"} for i in range(num_referring)}
+        properties |= {f"b{i}": {"type": "integer"} for i in range(num_others)}
+        tool = Tool("f", {"type": "object", "properties": properties, "$defs": definitions}, is_strict=True)
+        return lark_of("qwen3_coder", grammars, Calls((tool,), "required"))
+
+    text = written(2, 500)
+    assert text is not None and text.count("x" * 10_000) == 2
+    with pytest.raises(UsageError, match=f"longer than {MOST_GRAMMAR:,} characters"):
+        written(1000, 0)
 
 
 def special_ids(tokenizer: Any) -> dict[str, int]:

@@ -1,0 +1,73 @@
+"""Lines that a Rust library writes when it panics, kept from the user: the error that follows says what went wrong.
+
+Rust writes these lines to the process's file 2 itself, and no setting of the library or of Python ends that. So while a
+command calls such a library, file 2 is another; what was written there is passed on afterwards, without the panic.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from threading import Lock
+
+_STDERR = 2
+_PANIC = re.compile(rb"\n?thread '[^\n]*' (?:\(\d+\) )?panicked at .*", re.DOTALL)
+_lock = Lock()
+
+
+class _Held:
+    """State of the process: the threads that are in a block, and the two files meanwhile."""
+
+    is_command = False
+    num_blocks = 0
+    own, held = -1, -1
+
+
+def hold_panics() -> None:
+    """Hold panics back in this process from now on. Not in a user's: a child that another thread starts meanwhile would
+    keep the other file.
+    """
+    _Held.is_command = hasattr(os, "memfd_create")
+
+
+@contextmanager
+def panics_held() -> Iterator[None]:
+    """Pass on what is written to standard error in the block when it ends, but no panic of a Rust library."""
+    with _lock:
+        is_held = _Held.is_command and (_Held.num_blocks > 0 or _begin())
+        _Held.num_blocks += is_held
+    try:
+        yield
+    finally:
+        with _lock:
+            _Held.num_blocks -= is_held
+            if is_held and not _Held.num_blocks:
+                _end()
+
+
+def _begin() -> bool:
+    """False where there are no more files to be had."""
+    with suppress(OSError):
+        sys.stderr.flush()
+        own = os.dup(_STDERR)
+        try:
+            held = os.memfd_create("stderr")
+            os.dup2(held, _STDERR)
+        except OSError:
+            os.close(own)
+            raise
+        _Held.own, _Held.held = own, held
+        return True
+    return False
+
+
+def _end() -> None:
+    with suppress(OSError):
+        sys.stderr.flush()
+    os.dup2(_Held.own, _STDERR)
+    os.close(_Held.own)
+    with os.fdopen(_Held.held, "rb") as held, suppress(OSError):
+        held.seek(0)
+        if said := _PANIC.sub(b"", held.read()):
+            os.write(_STDERR, said)
