@@ -28,11 +28,7 @@ class Gate:
     def environment(self) -> dict[str, str]:
         """Variables for the engine's process."""
         paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-        return {
-            _DIRECTORY: str(self.directory),
-            _NUM_STEPS: str(self.num_steps),
-            "PYTHONPATH": os.pathsep.join(paths),
-        }
+        return {_DIRECTORY: str(self.directory), _NUM_STEPS: str(self.num_steps), "PYTHONPATH": os.pathsep.join(paths)}
 
     def hold(self, drafter: type[Any]) -> None:
         """Have a kind of drafters of this process wait at it, until all requests are dropped: a fork's, for good."""

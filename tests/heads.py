@@ -72,15 +72,9 @@ class Eagle(Made):
 def make_eagle(
     target: PreTrainedModel,
     *,
-    flags: Seq[str] = (),
-    draft_vocab: int | None = None,
-    num_layers: int = 1,
-    hidden: int | None = None,
-    states: tuple[int, ...] | None = None,
-    own_embedding: bool = False,
-    seed: int = 0,
-    **settings: Any,
-) -> Eagle:
+    flags: Seq[str] = (), draft_vocab: int | None = None, num_layers: int = 1, hidden: int | None = None,
+    states: tuple[int, ...] | None = None, own_embedding: bool = False, seed: int = 0, **settings: Any,
+) -> Eagle:  # fmt: skip
     """Weights so large that drafts differ, of a head for this target."""
     config: Any = target.config
     generator = torch.Generator().manual_seed(seed)
@@ -131,17 +125,11 @@ def save_eagle(head: Eagle, directory: Path, form: str, **changes: Any) -> Path:
     """Write it as `speculators` does, as SpecForge does, or as SafeAILab, which names no hidden states and no class."""
     directory.mkdir(parents=True, exist_ok=True)
     layers: dict[str, Any] = {
-        "model_type": head.model_type,
-        "hidden_size": head.hidden,
-        "intermediate_size": 3 * head.hidden // 2,
-        "num_attention_heads": head.heads,
-        "num_key_value_heads": head.kv_heads,
-        "head_dim": head.head_dim,
-        "num_hidden_layers": head.num_layers,
-        "vocab_size": head.vocab,
-        "max_position_embeddings": 256,
+        "model_type": head.model_type, "hidden_size": head.hidden, "intermediate_size": 3 * head.hidden // 2,
+        "num_attention_heads": head.heads, "num_key_value_heads": head.kv_heads, "head_dim": head.head_dim,
+        "num_hidden_layers": head.num_layers, "vocab_size": head.vocab, "max_position_embeddings": 256,
         "rms_norm_eps": 1e-6,
-    }
+    }  # fmt: skip
     if head.theta != 10000.0:  # which a config that has none means
         layers["rope_theta"] = head.theta
     if head.window is not None:
@@ -256,22 +244,15 @@ def save_block(head: Block, directory: Path, form: str, num_target_layers: int =
     directory.mkdir(parents=True, exist_ok=True)
     kinds = ["full_attention" if window is None else "sliding_attention" for window in head.windows]
     layers = {
-        "model_type": "qwen3",
-        "hidden_size": head.hidden,
-        "intermediate_size": 3 * head.hidden // 2,
-        "num_attention_heads": head.heads,
-        "num_key_value_heads": head.kv_heads,
-        "head_dim": head.head_dim,
+        "model_type": "qwen3", "hidden_size": head.hidden, "intermediate_size": 3 * head.hidden // 2,
+        "num_attention_heads": head.heads, "num_key_value_heads": head.kv_heads, "head_dim": head.head_dim,
         "num_hidden_layers": len(head.windows),
-        "vocab_size": head.vocab,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": head.theta,
+        "vocab_size": head.vocab, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": head.theta,
         "layer_types": kinds,
         "sliding_window": next((window for window in head.windows if window is not None), None),
         "use_sliding_window": any(head.windows),
         "attention_bias": False,
-    }
+    }  # fmt: skip
     rank = head.tensors["markov_head.markov_w1.weight"].shape[1] if head.markov else 0
     spark = {
         "markov_rank": rank,
@@ -394,11 +375,7 @@ def copy_with_chain(model_dir: Path, directory: Path, num_layers: int) -> Path:
 
 _ASSISTANTS: dict[str, tuple[Any, Any, Any]] = {
     "gemma4_text": (Gemma4AssistantConfig, Gemma4TextConfig, Gemma4AssistantForCausalLM),
-    "gemma4_unified_text": (
-        Gemma4UnifiedAssistantConfig,
-        Gemma4UnifiedTextConfig,
-        Gemma4UnifiedAssistantForCausalLM,
-    ),
+    "gemma4_unified_text": (Gemma4UnifiedAssistantConfig, Gemma4UnifiedTextConfig, Gemma4UnifiedAssistantForCausalLM),
 }
 
 
@@ -416,12 +393,9 @@ def make_assistant(target: PreTrainedModel, directory: Path, *, num_centroids: i
         "num_key_value_heads": own.num_key_value_heads,
         "head_dim": own.per_layer_config[own.layer_types.index("sliding_attention")].head_dim,
         "global_head_dim": own.per_layer_config[own.num_hidden_layers - 1].head_dim,
-        "sliding_window": own.sliding_window,
-        "vocab_size": own.vocab_size,
-        "max_position_embeddings": 256,
-        "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": 0,
-    }
+        "sliding_window": own.sliding_window, "vocab_size": own.vocab_size, "max_position_embeddings": 256,
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+    }  # fmt: skip
     config = config_class(
         text_config=text_class(**(settings | text)),
         backbone_hidden_size=own.hidden_size,

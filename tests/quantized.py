@@ -44,12 +44,9 @@ def layers_of(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def save_quantized(
-    model: PreTrainedModel,
-    directory: Path,
-    tensors: dict[str, Tensor],
-    quantization: dict[str, Any],
+    model: PreTrainedModel, directory: Path, tensors: dict[str, Tensor], quantization: dict[str, Any],
     metadata: dict[str, str] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """The model's directory with `tensors` in the place of its layers' weights."""
     model.save_pretrained(directory)
     layers = layers_of(model)
@@ -422,12 +419,9 @@ def _gemma_4(is_mixture: bool, vocab_size: int) -> dict[str, Any]:
         own = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "moe_intermediate_size": 256}
         return settings | own
     return settings | {
-        "enable_moe_block": False,
-        "num_kv_shared_layers": 2,
-        "use_double_wide_mlp": True,
-        "hidden_size_per_layer_input": 256,
-        "vocab_size_per_layer_input": vocab_size,
-    }
+        "enable_moe_block": False, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": vocab_size,
+    }  # fmt: skip
 
 
 GGUF_FAMILIES = (
@@ -450,13 +444,9 @@ def save_gguf(
     path: Path,
     kind: Q,
     *,
-    architecture: str = "llama",
-    edit: Callable[[gguf.GGUFWriter], None] | None = None,
-    vocab_size: int = VOCAB_SIZE,
-    is_tied: bool = False,
-    up_kind: Q | None = None,
-    max_tensors: int = 0,
-) -> Meant:
+    architecture: str = "llama", edit: Callable[[gguf.GGUFWriter], None] | None = None, vocab_size: int = VOCAB_SIZE,
+    is_tied: bool = False, up_kind: Q | None = None, max_tensors: int = 0,
+) -> Meant:  # fmt: skip
     """A model whose layers are of one type, and its embeddings of Q8_0; what the package makes of them.
 
     A file of a tied model has no output layer. Experts may have parts of two types. With `max_tensors` in a file there

@@ -58,7 +58,8 @@ Sentences = dict[str, dict[str, str]]
 class Said:
     """`said(result, 97)`, or of an exception, warnings or a text: it quotes the values, and is what it was.
 
-    What a test says twice is held once. What differs from machine to machine is named in `varying`.
+    A sentence that several tests of a command say is held once, by one of them. What differs from machine to machine
+    is named in `varying`.
     """
 
     def __init__(self, node_id: str, base: Path, held: Sentences, *, update: bool) -> None:
@@ -78,9 +79,13 @@ class Said:
             return
         number = sum(map(len, self.sentences.values())) + 1
         key = self._test if number == 1 else f"{self._test} ({number})"
+        held = self._held.get(file, {})
+        own = of_test({file: held}, self._test).get(file, {})
+        if own.get(key) != sentence and sentence in {text for name, text in held.items() if name not in own}:
+            return
         self.sentences.setdefault(file, {})[key] = sentence
         if not self._update:
-            assert sentence == self._held.get(file, {}).get(key), "meant so? `pytest --update-sentences` keeps it"
+            assert sentence == held.get(key), "meant so? `pytest --update-sentences` keeps it"
 
     def _read(self, source: object) -> tuple[str, str]:
         """The file, which is the command's or the test module's, and the text on one line."""

@@ -10,12 +10,9 @@ def register_profiles() -> None:
     """`default`, whose examples are the same each time, and `slow`; who asks for no number takes the same of both."""
     for name in ("default", "slow"):
         settings.register_profile(
-            name,
-            max_examples=NUM_EXAMPLES,
-            deadline=None,
-            derandomize=name == "default",
+            name, max_examples=NUM_EXAMPLES, deadline=None, derandomize=name == "default",
             suppress_health_check=[HealthCheck.too_slow],
-        )
+        )  # fmt: skip
 
 
 def examples(num_examples: int) -> int:

@@ -66,26 +66,6 @@ def test_ratios_are_of_the_same_prompts_and_the_mean_of_kinds() -> None:
     assert "takes 60 s to its first token" in table["smollm2"]
 
 
-def test_tables_go_between_their_marks(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("a\n<!-- real models: one -->\nold\n<!-- end real models -->\nb\n")
-    real_report.put(page, "one", "new")
-    real_report.put(page, "two", "not here")
-    assert page.read_text() == "a\n<!-- real models: one -->\nnew\n\n<!-- end real models -->\nb\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"), [("--models gpt", "gpt"), ("--kinds poetry", "poetry"), ("--systems vllm", "vllm")]
-)
-def test_what_it_does_not_know_is_wrong_usage(
-    arguments: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["real.py", "--json", "x.json", *arguments.split()])
-    with pytest.raises(SystemExit) as exit_status:
-        bench_real.parse_arguments()
-    assert exit_status.value.code == 2 and message in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_what_was_measured_is_not_measured_again(smollm2: Path, tmp_path: Path) -> None:  # noqa: F811
     questions = tmp_path / "question.jsonl"

@@ -23,33 +23,10 @@ from specdec_cli.app import app
 ROOT = Path(__file__).parents[1]
 PAGES = update_docs.read_pages()
 OTHERS_FLAGS = {
-    "budget-s",
-    "scale",
-    "weight-format",
-    "outtype",
-    "num",
-    "num-prompts",
-    "num-tokens",
-    "only",
-    "runs",
-    "models",
-    "output-len",
-    "max-new-tokens",
-    "llamacpp-python",
-    "echo-config",
-    "echo-loudness",
-    "update-sentences",
-    "walk",
-    "check",
-    "slow",
-    "write",
-} | {
-    "planted",
-    "every-failure",
-    "nproc-per-node",
-    "nnodes",
-    "config",
-}
+    "budget-s", "check", "config", "echo-config", "echo-loudness", "every-failure", "llamacpp-python",
+    "max-new-tokens", "models", "nnodes", "nproc-per-node", "num", "num-prompts", "num-tokens", "only", "output-len",
+    "outtype", "planted", "runs", "scale", "slow", "update-sentences", "walk", "weight-format", "write",
+}  # fmt: skip
 """Flags of scripts, of torchrun, of Continue's, and of the drafter that an example adds."""
 
 
@@ -175,14 +152,6 @@ def test_commands_parse(block: str) -> None:
         parse(words)
 
 
-@pytest.mark.parametrize(
-    "words", [["run", "--no-such-flag"], ["run", "--max-output-len", "many"], ["runs"], ["tune", "x"]]
-)
-def test_commands_that_do_not_parse_are_noticed(words: list[str]) -> None:
-    with pytest.raises(Exception, match=r"(?i)no such|valid integer|unexpected"):
-        parse(words)
-
-
 def specdec_commands(block: str) -> Iterator[list[str]]:
     """The words after `specdec` of each such command, without redirections, comments and here documents."""
     text = re.sub(r"<<'(\w+)'\n.*?\n\1\n", "\n", block, flags=re.DOTALL).replace("\\\n", " ")
@@ -212,16 +181,9 @@ def parse(words: list[str]) -> None:
 
 def test_flags_in_the_text_exist() -> None:
     known = {
-        "flag",
-        "help",
-        "help-all",
-        "version",
-        "debug",
-        "install-completion",
-        "show-completion",
-        *OTHERS_FLAGS,
+        "flag", "help", "help-all", "version", "debug", "install-completion", "show-completion", *OTHERS_FLAGS,
         *_WITHOUT_EFFECT,
-    }
+    }  # fmt: skip
     for name in command_names():
         command: Any = typer.main.get_command(app)
         for part in name.split():

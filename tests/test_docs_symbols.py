@@ -23,7 +23,7 @@ DIRECTORIES = ("runtime", "commands", "specdec_cli", "scripts", "tests", "exampl
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _KEY = re.compile(r"[A-Za-z_][\w.:-]*")
 OTHERS = {
-    "PrefixCacheAffinityRouter": "Ray's",
+    "PrefixCacheAffinityRouter": "Ray's", "StructuredOutputsParams": "vLLM's",
     "ChatOpenAI": "LangChain's", "bind_tools": "LangChain's", "with_structured_output": "LangChain's",
     "OpenAI": "of openai's package", "OpenAIChatModel": "Pydantic AI's", "OpenAIProvider": "Pydantic AI's",
     "api_base": "smolagents'", "mutants": "a file for cosmic-ray",

@@ -31,11 +31,8 @@ from runtime.core.params import (
 
 DOCS = Path(__file__).parents[1] / "docs"
 BODIES: dict[Protocol, Any] = {
-    "completions": CompletionRequest,
-    "chat": ChatRequest,
-    "responses": ResponsesRequest,
-    "messages": MessagesRequest,
-}
+    "completions": CompletionRequest, "chat": ChatRequest, "responses": ResponsesRequest, "messages": MessagesRequest,
+}  # fmt: skip
 NOT_IN_PROTOCOL = [(name, protocol) for name in REQUEST_FIELDS for protocol in BODIES]
 FLAGS_OF_COMMANDS = {  # flags with a meaning of their own in each command, or TensorRT-LLM's names
     "n", "seed", "stop", "stop_token_ids", "max_tokens", "truncate_prompt_tokens", "logprobs",

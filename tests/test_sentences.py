@@ -18,60 +18,39 @@ def test_one(said):
     said(Result, {value})
 def test_two(said):
     said(ValueError("no second"))
+def test_two_again(said):
+    said(ValueError("no second"))
 """
 
 
 def pytest_of(directory: Path, *arguments: str, sentence: str = "too many tokens", value: int = 97) -> str:
     (directory / "test_some.py").write_text(TEST.format(sentence=sentence, value=value))
     command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "--tb=line",
-        "--rootdir",
-        directory,
-        *arguments,
-    ]
+        sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=line", "--rootdir", directory, *arguments,
+    ]  # fmt: skip
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
     return (done.stdout + done.stderr).splitlines()[-1]
 
 
-@pytest.fixture
-def tests(tmp_path: Path) -> Path:
-    """A directory of tests with sentences that are kept."""
+def test_a_sentence_is_held_until_the_flag_keeps_another(tmp_path: Path) -> None:
+    """The flag keeps no other value, and removes what no test says any more."""
     directory = tmp_path / "tests"
     (directory / "sentences").mkdir(parents=True)
     shutil.copy(sentences.__file__, directory)
     (directory / "conftest.py").write_text('pytest_plugins = ("sentences",)\n')
-    assert "2 passed" in pytest_of(directory, "--update-sentences")
-    return directory
-
-
-def test_a_sentence_is_held_until_the_flag_keeps_another(tests: Path) -> None:
-    assert "2 passed" in pytest_of(tests)
-    assert "1 failed, 1 passed" in pytest_of(tests, sentence="a token too many")
-    assert "2 passed" in pytest_of(tests, "--update-sentences", sentence="a token too many")
-    assert json.loads((tests / "sentences" / "run.json").read_text()) == {
-        "test_some.py::test_one": "error: a token too many: 97"
-    }
-
-
-def test_the_flag_keeps_no_other_value(tests: Path) -> None:
-    assert "1 failed, 1 passed" in pytest_of(tests, "--update-sentences", value=9)
-
-
-def test_a_sentence_that_its_test_no_longer_has_fails_until_the_flag_removes_it(tests: Path) -> None:
-    held = tests / "sentences" / "run.json"
-    before = json.loads(held.read_text())
+    assert "3 passed" in pytest_of(directory, "--update-sentences")
+    held = directory / "sentences" / "run.json"
+    assert "3 passed" in pytest_of(directory)
+    assert "1 failed, 2 passed" in pytest_of(directory, sentence="a token too many")
+    assert "1 failed, 2 passed" in pytest_of(directory, "--update-sentences", value=9)
     more = {"test_some.py::test_one (2)": "error: another", "test_some.py::test_gone": "error: of a test that is gone"}
-    held.write_text(json.dumps(before | more))
-    assert "1 error" in pytest_of(tests)
-    assert "2 passed" in pytest_of(tests, "--update-sentences", "-p", "xdist.plugin", "-n", "2")
-    assert json.loads(held.read_text()) == before
-    assert "2 passed" in pytest_of(tests)
+    held.write_text(json.dumps(json.loads(held.read_text()) | more))
+    assert "1 error" in pytest_of(directory)
+    assert "3 passed" in pytest_of(directory, "--update-sentences", sentence="a token too many")
+    assert json.loads(held.read_text()) == {"test_some.py::test_one": "error: a token too many: 97"}
+    (others,) = json.loads((directory / "sentences" / "some.json").read_text()).items()
+    assert others == ("test_some.py::test_two", "no second")
 
 
 def test_no_sentence_is_kept_of_a_test_that_is_gone(request: pytest.FixtureRequest) -> None:

@@ -6,6 +6,7 @@ outputs are not constant, and no parameter can be forgotten without a difference
 
 import hashlib
 import zlib
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,17 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from runtime.builder.build import BuildEffort, DraftSource, build_engine
 from runtime.builder.convert import convert
 from runtime.checkpoint.config import BuildConfig, Dtype, KVCacheQuantAlgo, QuantConfig
+from runtime.core.batch import generation_row
+from runtime.core.request import Sequence
 from runtime.drafters.heads.head_config import read_head
+from runtime.engine.engine import Engine
 
 VOCAB_SIZE = 32
 SLIDING_WINDOW = 8
 
 _DELTA_NET = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 16,
-}
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+}  # fmt: skip
 # Family -> (model_type, what differs from `_COMMON`).
 _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -221,7 +222,7 @@ _WITHOUT_ATTENTION: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": (
         "mamba2",
         {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8, "use_bias": True},
-    ),
+    )
 }
 _MAMBA = {
     "state_size": 8,
@@ -343,11 +344,7 @@ _UNCUT: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-h1": (
         "falcon_h1",
         {
-            "head_dim": 12,
-            "mamba_d_ssm": 48,
-            "mamba_n_heads": 4,
-            "mamba_d_head": 12,
-            "mamba_d_state": 8,
+            "head_dim": 12, "mamba_d_ssm": 48, "mamba_n_heads": 4, "mamba_d_head": 12, "mamba_d_state": 8,
             "mamba_n_groups": 2,
             "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 1.3],
         },
@@ -356,7 +353,7 @@ _UNCUT: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", {}),
     "mistral3": ("ministral3", {}),
     "hunyuan-dense": ("hunyuan_v1_dense", {}),
-}
+}  # fmt: skip
 # Of which only the heads need a test of their own.
 _WITH_HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4-unified": (
@@ -366,29 +363,17 @@ _WITH_HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "mimo-v2-flash": (
         "mimo_v2_flash",
         {
-            "head_dim": 12,
-            "v_head_dim": 8,
-            "sliding_window": SLIDING_WINDOW,
-            "moe_intermediate_size": 32,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
+            "head_dim": 12, "v_head_dim": 8, "sliding_window": SLIDING_WINDOW, "moe_intermediate_size": 32,
+            "n_routed_experts": 4, "num_experts_per_tok": 2,
         },
     ),
-}
+}  # fmt: skip
 
 _COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.3,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 
 
 def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
@@ -416,14 +401,9 @@ def make_model(family: str, **overrides: Any) -> PreTrainedModel:
 def make_build(**settings: Any) -> BuildConfig:
     """Room for drafts of 10 and for requests of 160 tokens, in blocks of 4."""
     defaults: dict[str, Any] = {
-        "compiler": "none",
-        "max_batch_size": 4,
-        "max_input_len": 96,
-        "max_seq_len": 170,
-        "max_draft_len": 10,
-        "tokens_per_block": 4,
-        "speculative_decoding_mode": "draft_tokens_external",
-    }
+        "compiler": "none", "max_batch_size": 4, "max_input_len": 96, "max_seq_len": 170, "max_draft_len": 10,
+        "tokens_per_block": 4, "speculative_decoding_mode": "draft_tokens_external",
+    }  # fmt: skip
     return BuildConfig(**(defaults | settings))
 
 
@@ -431,27 +411,16 @@ def build_tiny(
     model_dir: Path,
     work_dir: Path,
     *,
-    dtype: Dtype | None = None,
-    kv_cache: KVCacheQuantAlgo | None = None,
-    tp_size: int = 1,
-    measure_costs: bool = False,
-    num_workers: int = 1,
-    draft_ids: tuple[int, ...] = (),
-    head_dir: Path | None = None,
-    precision: QuantConfig | None = None,
-    **build: Any,
-) -> Path:
+    dtype: Dtype | None = None, kv_cache: KVCacheQuantAlgo | None = None, tp_size: int = 1, measure_costs: bool = False,
+    num_workers: int = 1, draft_ids: tuple[int, ...] = (), head_dir: Path | None = None,
+    precision: QuantConfig | None = None, **build: Any,
+) -> Path:  # fmt: skip
     """Convert and build; `build` as for `make_build`. What steps cost is measured only for who reads it."""
     precision = precision or QuantConfig(kv_cache=kv_cache)
     convert(
-        model_dir,
-        work_dir / "checkpoint",
-        dtype,
-        replace=False,
-        progress=lambda done, total: None,
-        precision=precision,
-        tp_size=tp_size,
-    )
+        model_dir, work_dir / "checkpoint", dtype, replace=False, progress=lambda done, total: None,
+        precision=precision, tp_size=tp_size,
+    )  # fmt: skip
     build_engine(
         work_dir / "checkpoint",
         work_dir / "engine",
@@ -486,12 +455,8 @@ def hf_greedy(
         output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            eos_token_id=eos_token_id,
-            pad_token_id=0,
-            **settings,
-        )
+            max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=eos_token_id, pad_token_id=0, **settings,
+        )  # fmt: skip
         _answers[asked] = tuple(output[0, len(prompt) :].tolist())
     return list(_answers[asked])
 
@@ -516,3 +481,10 @@ def repetitive_prompt(seed: int, length: int, vocab_size: int = VOCAB_SIZE, peri
     changed = torch.rand(length, generator=generator) < 0.15
     tokens[changed] = torch.randint(3, vocab_size, (int(changed.sum()),), generator=generator)
     return tokens.tolist()
+
+
+def forward(engine: Engine, sequences: Seq[Sequence], drafts: Seq[Seq[int]]) -> list[Tensor]:
+    """Per sequence the (draft_len + 1, vocab) logits after its last token, and after each token of its draft."""
+    for sequence in sequences:
+        engine.catch_up(sequence)
+    return engine.step([generation_row(sequence, draft) for sequence, draft in zip(sequences, drafts, strict=True)])

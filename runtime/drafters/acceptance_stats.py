@@ -1,12 +1,17 @@
-"""Acceptance statistics of drafts: position by position, for each length of match, of one request and of all.
+"""Learning from drafts how often the next ones will be right.
 
-What a draft would have yielded is seen from what was generated, whether it was sent or not, because drafts never change
-that.
+What a draft would have yielded is seen from the text that was generated, whether the draft was sent or not, because
+drafts never change the text. `PendingDrafts` keeps drafts until then and compares; the others count:
+
+- `AcceptanceStats`: position by position, for each length of match, of one request and of all
+- `Leads`: which of several lookups is worth asking
+- `ConfidenceStop` (`runtime.drafters.confidence_stop`): by how sure a model was of its token
 """
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Generic, TypeVar
 
 from runtime.core.request import Draft, Sequence
 
@@ -25,6 +30,34 @@ _SHARED_WEIGHT, _PRIOR_WEIGHT = 8.0, 4.0
 """
 _LEAD_MEMORY, _FIRST_LEAD, _LEAST_LEAD, LOOK_INTERVAL = 0.995, 0.1, 0.02, 16
 """Looking takes two hundredths of a token's time in a batch of sixteen, and less in smaller ones."""
+
+
+Note = TypeVar("Note")
+
+
+class PendingDrafts(Generic[Note]):
+    """Drafts by request, until the text since then tells how right they were: (first position, tokens, a note)."""
+
+    def __init__(self) -> None:
+        self.drafts: dict[int, list[tuple[int, list[int], Note]]] = {}
+
+    def remember(self, sequence: Sequence, tokens: list[int], note: Note, start: int | None = None) -> None:
+        """Keep a draft for what comes next, or one that began at `start`."""
+        place = len(sequence.tokens) if start is None else start
+        self.drafts.setdefault(sequence.request.id, []).append((place, tokens, note))
+
+    def take(self, sequence: Sequence) -> list[tuple[int, list[int], Note, int, int]]:
+        """The request's drafts, each with the number of its first tokens that are right, and of tokens that came.
+
+        Drafted were 5 6 7, and 5 6 came: both numbers are 2, and nothing is known of the 7.
+        """
+        return [
+            (start, tokens, note, num_common(tokens, sequence.tokens[start:]), len(sequence.tokens) - start)
+            for start, tokens, note in self.drafts.pop(sequence.request.id, ())
+        ]
+
+    def forget(self, request_id: int) -> None:
+        self.drafts.pop(request_id, None)
 
 
 @dataclass
@@ -48,62 +81,54 @@ class _PositionStats:
 _NOTHING_KNOWN = _PositionStats(memory=0.0)
 
 
-@dataclass
-class _History:
-    """Statistics of one request: counts by match length, and drafts whose outcome is not known yet."""
-
-    survivals: dict[int, _PositionStats] = field(default_factory=dict)
-    pending: list[tuple[int, list[int], int]] = field(default_factory=list)
-    """Position of a draft's first token, its tokens, and the length of its match."""
+_Kind = tuple[int, int]
+"""The number of a drafter, and the class of a match's length."""
 
 
 class AcceptanceStats:
     """Remembers drafts, learns what became of them, and says what to expect of the next.
 
-    `are_cut`: they are no longer than was asked for, so that of longer ones nothing is known unless they are tried.
+    Several drafters are told apart by number (`source`). `are_cut`: drafts are no longer than was asked for, so that of
+    longer ones nothing is known unless they are tried.
     """
 
     def __init__(self, *, are_cut: bool = False) -> None:
         self._are_cut = are_cut
-        self._shared: dict[int, _PositionStats] = {}
-        self._histories: dict[int, _History] = {}
+        self._shared: dict[_Kind, _PositionStats] = {}
+        self._own: dict[int, dict[_Kind, _PositionStats]] = {}
+        """The same of each request."""
+        self._pending = PendingDrafts[_Kind]()
 
     def __len__(self) -> int:
-        """Requests that something is known of."""
-        return len(self._histories)
+        """Requests that something is kept of."""
+        return len({*self._own, *self._pending.drafts})
 
-    def remember(self, sequence: Sequence, tokens: list[int], match_len: int) -> None:
+    def remember(self, sequence: Sequence, tokens: list[int], match_len: int, source: int = 0) -> None:
         """A draft for what comes next."""
         if tokens:
-            self._history(sequence).pending.append((len(sequence.tokens), tokens, _class_of(match_len)))
+            self._pending.remember(sequence, tokens, (source, _class_of(match_len)))
 
     def learn(self, sequence: Sequence) -> None:
         """Count the drafts that by now are known to be right, or where they went wrong."""
-        history = self._histories.get(sequence.request.id)
-        if history is None or not history.pending:
-            return
-        still_pending = []
-        for start, tokens, match_len in history.pending:
-            known = sequence.tokens[start : start + len(tokens)]
-            num_right = num_common(tokens, known)
-            if num_right == len(known) < len(tokens):
-                still_pending.append((start, tokens, match_len))
+        for start, tokens, kind, num_right, num_known in self._pending.take(sequence):
+            if num_right == num_known < len(tokens):
+                self._pending.remember(sequence, tokens, kind, start)
                 continue
-            own = history.survivals.setdefault(match_len, _PositionStats(_OWN_MEMORY))
-            shared = self._shared.setdefault(match_len, _PositionStats(_SHARED_MEMORY))
+            own = self._own.setdefault(sequence.request.id, {}).setdefault(kind, _PositionStats(_OWN_MEMORY))
+            shared = self._shared.setdefault(kind, _PositionStats(_SHARED_MEMORY))
             for survival in (own, shared):
                 survival.add(num_right, len(tokens))
-        history.pending = still_pending
 
-    def survivals(self, sequence: Sequence, match_len: int, max_len: int) -> list[float]:
+    def survivals(self, sequence: Sequence, match_len: int, max_len: int, source: int = 0) -> list[float]:
         """Survival of a draft of `max_len` tokens: P(at least 1 accepted), P(at least 2 accepted), ..., decreasing."""
-        kind = _class_of(match_len)
-        own = self._history(sequence).survivals.get(kind, _NOTHING_KNOWN)
+        match_class = _class_of(match_len)
+        kind = source, match_class
+        own = self._own.get(sequence.request.id, {}).get(kind, _NOTHING_KNOWN)
         shared = self._shared.get(kind, _NOTHING_KNOWN)
         right, reached, own_right, own_reached = shared.right, shared.reached, own.right, own.reached
         num_shared, num_own, are_cut = len(reached), len(own_reached), self._are_cut
         survivals, survives, share = list[float](), 1.0, 0.0
-        for i, first_guess in enumerate(_first_guesses(kind, max_len)):
+        for i, first_guess in enumerate(_first_guesses(match_class, max_len)):
             # Or no draft would be longer than those before.
             share = max(share, first_guess) if are_cut else first_guess
             if i < num_shared:
@@ -114,15 +139,13 @@ class AcceptanceStats:
             survivals.append(survives)
         return survivals
 
-    def expected_tokens(self, sequence: Sequence, match_len: int, draft_len: int) -> float:
+    def expected_tokens(self, sequence: Sequence, match_len: int, draft_len: int, source: int = 0) -> float:
         """Tokens that a step yields with a draft of `draft_len` tokens."""
-        return 1 + sum(self.survivals(sequence, match_len, draft_len))
+        return 1 + sum(self.survivals(sequence, match_len, draft_len, source))
 
     def forget(self, request_id: int) -> None:
-        self._histories.pop(request_id, None)
-
-    def _history(self, sequence: Sequence) -> _History:
-        return self._histories.setdefault(sequence.request.id, _History())
+        self._own.pop(request_id, None)
+        self._pending.forget(request_id)
 
 
 class Leads:
@@ -137,8 +160,8 @@ class Leads:
         self._leads = [_FIRST_LEAD] * num_lookups
         self._num_right = [0.0] * num_lookups
         """Mean number of right tokens of a draft; it decays."""
-        self._pending: dict[int, tuple[int, int, list[tuple[int, list[int]]]]] = {}
-        """Pending drafts of a request: their position, the chosen lookup, and the drafts of all that looked."""
+        self._pending = PendingDrafts[tuple[int, bool]]()
+        """Drafts of all that looked, with the lookup's number, and whether its draft was chosen."""
 
     def looks(self, number: int, sequence: Sequence) -> bool:
         if self._leads[number] >= _LEAST_LEAD or sequence.request.id % LOOK_INTERVAL == 0:
@@ -148,30 +171,26 @@ class Leads:
     def remember(self, sequence: Sequence, chosen: int, drafts: list[tuple[int, Draft]]) -> None:
         """Remember the drafts of lookups, one of which was chosen; drawn drafts were not weighed."""
         if len(drafts) > 1 and all(draft.probs is None for _, draft in drafts):
-            found = [(number, draft.tokens) for number, draft in drafts]
-            self._pending[sequence.request.id] = len(sequence.tokens), chosen, found
+            for number, draft in drafts:
+                self._pending.remember(sequence, draft.tokens, (number, number == chosen))
 
     def learn(self, sequence: Sequence) -> None:
         """Count how right the last drafts were, as far as is known."""
-        if (pending := self._pending.pop(sequence.request.id, None)) is None:
-            return
-        start, chosen, drafts = pending
-        known = sequence.tokens[start:]
-        right = {number: num_common(tokens, known) for number, tokens in drafts}
-        others = max(num_right for number, num_right in right.items() if number != chosen)
-        for number, num_right in right.items():
-            lead = num_right - others if number == chosen else 0
+        outcomes = self._pending.take(sequence)
+        others = max((num_right for _, _, (_, is_chosen), num_right, _ in outcomes if not is_chosen), default=0)
+        for _, _, (number, is_chosen), num_right, _ in outcomes:
+            lead = num_right - others if is_chosen else 0
             self._leads[number] += (lead - self._leads[number]) * (1 - _LEAD_MEMORY)
             self._num_right[number] += (num_right - self._num_right[number]) * (1 - _LEAD_MEMORY)
 
     def forget(self, request_id: int) -> None:
-        self._pending.pop(request_id, None)
+        self._pending.forget(request_id)
 
 
 @cache
-def _first_guesses(kind: int, num: int) -> list[float]:
+def _first_guesses(match_class: int, num: int) -> list[float]:
     """Prior for the next tokens in order: what was right so far is a match too."""
-    return [_FIRST_GUESSES[min(kind + i, MODEL_PRIOR) if kind else 0] for i in range(num)]
+    return [_FIRST_GUESSES[min(match_class + i, MODEL_PRIOR) if match_class else 0] for i in range(num)]
 
 
 def _class_of(match_len: int) -> int:

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from math import ceil, inf
 from time import thread_time
 
-from runtime.core.request import Draft, Request, Sequence
+from runtime.core.request import Draft, Sequence
 from runtime.drafters.acceptance_stats import MODEL_PRIOR, AcceptanceStats
 from runtime.drafters.meter import Clock, Meter
-from runtime.drafters.protocol import Drafter, check_request, look_ahead
+from runtime.drafters.protocol import CompositeDrafter, Drafter
 
 IterationSeconds = Callable[[int, int, float], float]
 """(batch size, context length, mean draft length) -> seconds; `CostModel.iteration_s`."""
@@ -81,7 +81,7 @@ def allocate(survivals: Seq[Seq[float]], costs: Seq[float]) -> list[int]:
     return lengths
 
 
-class AdaptiveDrafter:
+class AdaptiveDrafter(CompositeDrafter):
     """Another drafter's drafts, cut to the length that pays. With `draft_s` it is asked for no more than that.
 
     `clock` times steps (`runtime.drafters.meter`); without one prices are what `iteration_s` says.
@@ -96,7 +96,7 @@ class AdaptiveDrafter:
         *,
         at_once: bool = False,
     ) -> None:
-        self.drafter = drafter
+        super().__init__([drafter])
         self._iteration_s = iteration_s
         self._draft_s, self._at_once = draft_s, at_once
         self._is_asked_for_what_pays = draft_s is not None
@@ -110,9 +110,6 @@ class AdaptiveDrafter:
         """Mean gain of past steps, in multiples of the time of looking up, by batch size; it decays."""
         self._meter = Meter(clock) if clock is not None else None
         self._known_prices: dict[tuple[int, int, int], _Prices] = {}
-
-    def check_request(self, request: Request) -> None:
-        check_request(self.drafter, request)
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         if not sequences:
@@ -137,7 +134,7 @@ class AdaptiveDrafter:
     def _propose(self, sequences: list[Sequence], max_draft_len: int, prices: "_Prices", start: float) -> list[Draft]:
         if self._is_asked_for_what_pays:
             return self._propose_what_pays(sequences, prices)
-        drafts = self.drafter.propose(sequences, max_draft_len)
+        drafts = self.members[0].propose(sequences, max_draft_len)
         if any(draft.probs is not None for draft in drafts):
             self._is_asked_for_what_pays = True
         self._remember(sequences, drafts)
@@ -155,9 +152,6 @@ class AdaptiveDrafter:
             self._num_off = 0 if mean_gain >= _LEAST_GAIN else self._num_off + 1
         return [draft.cut(length) for draft, length in zip(drafts, choice.lengths, strict=True)]
 
-    def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
-        return look_ahead(self.drafter, sequence, drafted, max_draft_len)
-
     def _propose_what_pays(self, sequences: list[Sequence], prices: "_Prices") -> list[Draft]:
         """Drafts that cost something are not asked for to be thrown away."""
         longest = [min(prices.max_draft_len, sequence.max_draft_len) for sequence in sequences]
@@ -171,7 +165,7 @@ class AdaptiveDrafter:
             if self._num_off % max(_PROBE_INTERVAL, ceil(probe_s / seconds[0] / _PROBE_SHARE)):
                 return [Draft([])] * len(sequences)
             lengths = [1] * len(sequences)
-        drafts = self.drafter.propose(sequences, max(lengths))
+        drafts = self.members[0].propose(sequences, max(lengths))
         self._remember(sequences, drafts)
         if self._draft_s is None:  # a user's drafter, which may draw by another rule if asked for more
             return drafts
@@ -179,7 +173,7 @@ class AdaptiveDrafter:
 
     def forget(self, request_id: int) -> None:
         self._outcomes.forget(request_id)
-        self.drafter.forget(request_id)
+        super().forget(request_id)
 
     def _remember(self, sequences: list[Sequence], drafts: list[Draft]) -> None:
         for sequence, draft in zip(sequences, drafts, strict=True):

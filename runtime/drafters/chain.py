@@ -16,80 +16,42 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from runtime.core.request import Draft, Request, Sequence
+from runtime.core.request import Draft, Sequence
 from runtime.drafters.acceptance_stats import MODEL_PRIOR, AcceptanceStats, Leads
-from runtime.drafters.protocol import Drafter, Suggest, check_drafts, check_num_drafts, check_request, look_ahead
-from runtime.util.errors import UsageError
+from runtime.drafters.protocol import CompositeDrafter, Drafter, Suggest, ask, check_drafts, look_ahead, rank_of_match
 
 _CONTEXT_STEP = 64
+_LONGER = -1
 
 
-class FirstOf:
+class FirstOf(CompositeDrafter):
     """Asks each drafter for those sequences for which all before it proposed nothing: the cheap one first.
 
     A drafter is not asked at every step then, and finds several tokens new when it is: all of ours can cope.
     """
 
-    def __init__(self, drafters: Iterable[Drafter]) -> None:
-        self.drafters = list(drafters)
-        if not self.drafters:
-            raise UsageError("a chain has no drafters: []", hint="name at least one")
-
-    def check_request(self, request: Request) -> None:
-        """Run the members' checks of a request before it starts."""
-        for drafter in self.drafters:
-            check_request(drafter, request)
-
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         drafts = [Draft([])] * len(sequences)
-        for drafter in self.drafters:
+        for member in self.members:
             empty = [i for i, draft in enumerate(drafts) if not draft.tokens]
-            if not empty:
-                break
-            proposed = drafter.propose([sequences[i] for i in empty], max_draft_len)
-            check_num_drafts(proposed, len(empty))
-            for i, draft in zip(empty, proposed, strict=True):
+            for i, draft in zip(empty, ask(member, [sequences[i] for i in empty], max_draft_len), strict=True):
                 drafts[i] = draft
         return drafts
 
     def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
-        drafts = (look_ahead(drafter, sequence, drafted, max_draft_len) for drafter in self.drafters)
+        drafts = (look_ahead(member, sequence, drafted, max_draft_len) for member in self.members)
         return next((draft for draft in drafts if draft.tokens), Draft([]))
 
-    def forget(self, request_id: int) -> None:
-        for drafter in self.drafters:
-            drafter.forget(request_id)
 
-
-class LongestMatch:
+class LongestMatch(CompositeDrafter):
     """Asks every drafter, and takes for each sequence the draft of the longest match; of equals the first's.
 
     A draft that was drawn from a distribution is taken whatever others found.
     """
 
-    def __init__(self, drafters: Iterable[Drafter]) -> None:
-        self.drafters = list(drafters)
-
-    def check_request(self, request: Request) -> None:
-        for drafter in self.drafters:
-            check_request(drafter, request)
-
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-        proposed = [drafter.propose(sequences, max_draft_len) for drafter in self.drafters]
-        for drafts in proposed:
-            check_num_drafts(drafts, len(sequences))
-        return [max(drafts, key=_match_of) for drafts in zip(*proposed, strict=True)]
-
-    def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
-        return max((look_ahead(drafter, sequence, drafted, max_draft_len) for drafter in self.drafters), key=_match_of)
-
-    def forget(self, request_id: int) -> None:
-        for drafter in self.drafters:
-            drafter.forget(request_id)
-
-
-def _match_of(draft: Draft) -> tuple[bool, bool, int]:
-    return draft.probs is not None, bool(draft.tokens), draft.match_len
+        proposed = [ask(member, sequences, max_draft_len) for member in self.members]
+        return [max(drafts, key=rank_of_match) for drafts in zip(*proposed, strict=True)]
 
 
 class AcceptsHints(Protocol):
@@ -135,7 +97,7 @@ class _Found:
         return is_drawn, bool(self.draft.tokens), 0.0 if is_drawn else self.rate
 
 
-class BestOf:
+class BestOf(CompositeDrafter):
     """Lookups and models. `iteration_s` as for `AdaptiveDrafter`; the target's vocabulary has `vocab_size` ids."""
 
     def __init__(
@@ -145,31 +107,26 @@ class BestOf:
         iteration_s: Callable[[int, int, float], float],
         vocab_size: int,
     ) -> None:
-        self.lookups, self.models = list(lookups), list(models)
-        if not self.lookups and not self.models:
-            raise UsageError("a chain has no drafters: []", hint="name at least one")
+        self.models = list(models)
+        super().__init__([*lookups, *(model.drafter for model in self.models)])
         self._iteration_s, self._vocab_size = iteration_s, vocab_size
-        self._found = [AcceptanceStats() for _ in self.lookups]
+        self._stats = AcceptanceStats()
+        """Counts of the members by number, and of models' drafts with what was looked up behind them (`_LONGER`)."""
         self._leads = Leads(len(self.lookups))
-        self._drafted = [AcceptanceStats() for _ in self.models]
-        self._longer = AcceptanceStats()
-        """Statistics of models' drafts with what was looked up behind them, by the length of that match."""
         self._found_now: dict[int, _Found] = {}
         """Lookups of the current step by request, while models draft."""
         for model in self.models:
             if model.copy is not None:
                 model.copy.ask(self._suggest)
 
-    def check_request(self, request: Request) -> None:
-        """Run the members' checks of a request before it starts."""
-        for drafter in self._members:
-            check_request(drafter, request)
+    @property
+    def lookups(self) -> list[Drafter]:
+        """The members before the models."""
+        return self.members[: len(self.members) - len(self.models)]
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-        for outcomes in self._all_outcomes:
-            for sequence in sequences:
-                outcomes.learn(sequence)
         for sequence in sequences:
+            self._stats.learn(sequence)
             self._leads.learn(sequence)
         found = self._look_up(sequences, max_draft_len)
         drafts = [one.draft for one in found]
@@ -179,41 +136,31 @@ class BestOf:
             number = self._better_model(sequence, one, len(sequences))
             if number is not None:
                 asked[number].append(i)
-        for model, outcomes, rows in zip(self.models, self._drafted, asked, strict=True):
+        for number, (model, rows) in enumerate(zip(self.models, asked, strict=True), len(self.lookups)):
             longest = min(max_draft_len, model.max_draft_len)
-            proposed = model.drafter.propose([sequences[i] for i in rows], longest) if rows else []
+            proposed = self.members[number].propose([sequences[i] for i in rows], longest) if rows else []
             for i, draft in zip(rows, proposed, strict=True):
-                outcomes.remember(sequences[i], draft.tokens, MODEL_PRIOR)
+                self._stats.remember(sequences[i], draft.tokens, MODEL_PRIOR, number)
                 if draft.tokens:
                     drafts[i] = self._go_on(sequences[i], draft, model, len(sequences), max_draft_len)
         self._found_now = {}
         return drafts
 
     def forget(self, request_id: int) -> None:
-        for outcomes in self._all_outcomes:
-            outcomes.forget(request_id)
+        self._stats.forget(request_id)
         self._leads.forget(request_id)
         self._found_now.pop(request_id, None)  # of a step that failed
-        for drafter in self._members:
-            drafter.forget(request_id)
-
-    @property
-    def _all_outcomes(self) -> list[AcceptanceStats]:
-        return [*self._found, *self._drafted, self._longer]
-
-    @property
-    def _members(self) -> list[Drafter]:
-        return [*self.lookups, *(model.drafter for model in self.models)]
+        super().forget(request_id)
 
     def _look_up(self, sequences: list[Sequence], max_draft_len: int) -> list[_Found]:
         """The best that was found for each sequence; of equals the first."""
         found: list[list[tuple[int, _Found]]] = [[] for _ in sequences]
-        for number, (lookup, outcomes) in enumerate(zip(self.lookups, self._found, strict=True)):
+        for number, lookup in enumerate(self.lookups):
             rows = [i for i, sequence in enumerate(sequences) if self._leads.looks(number, sequence)]
             drafts = lookup.propose([sequences[i] for i in rows], max_draft_len) if rows else []
             check_drafts(drafts, len(rows), max_draft_len, self._vocab_size)  # before a model reads them
             for i, draft in zip(rows, drafts, strict=True):
-                found[i].append((number, self._weigh(sequences[i], draft, outcomes, len(sequences))))
+                found[i].append((number, self._weigh(sequences[i], draft, number, len(sequences))))
         best = []
         for sequence, ones in zip(sequences, found, strict=True):
             number, one = max(ones, key=lambda one: one[1].rank, default=(0, _Found(Draft([]), 1.0, 0.0)))
@@ -221,10 +168,10 @@ class BestOf:
             best.append(one)
         return best
 
-    def _weigh(self, sequence: Sequence, draft: Draft, outcomes: AcceptanceStats, batch_size: int) -> _Found:
+    def _weigh(self, sequence: Sequence, draft: Draft, number: int, batch_size: int) -> _Found:
         """Weight of a lookup's draft, by the acceptance of those before it."""
-        outcomes.remember(sequence, draft.tokens, draft.match_len)
-        survivals = outcomes.survivals(sequence, draft.match_len, len(draft.tokens)) if draft.tokens else []
+        self._stats.remember(sequence, draft.tokens, draft.match_len, number)
+        survivals = self._stats.survivals(sequence, draft.match_len, len(draft.tokens), number)
         expected_tokens = 1 + sum(survivals)
         rate = expected_tokens / self._iteration_s(batch_size, _context_len(sequence), len(draft.tokens))
         weighed = Draft(draft.tokens, draft.probs, draft.match_len, None if draft.probs is not None else survivals)
@@ -239,10 +186,10 @@ class BestOf:
             found = self._found_now[sequence.request.id]
             return found.draft.tokens[: math.ceil(found.expected_tokens - 1)]
         most = max(sequence.max_draft_len - len(drafted), 0)
-        for lookup, outcomes in zip(self.lookups, self._found, strict=True):
+        for number, lookup in enumerate(self.lookups):
             draft = look_ahead(lookup, sequence, drafted, most)
             if draft.tokens:
-                expected_tokens = outcomes.expected_tokens(sequence, draft.match_len, len(draft.tokens))
+                expected_tokens = self._stats.expected_tokens(sequence, draft.match_len, len(draft.tokens), number)
                 return draft.tokens[: math.ceil(expected_tokens - 1)]
         return []
 
@@ -261,11 +208,12 @@ class BestOf:
         if not behind.tokens:
             return draft
         longer = [*draft.tokens, *behind.tokens]
-        self._longer.remember(sequence, longer, behind.match_len)
+        self._stats.remember(sequence, longer, behind.match_len, _LONGER)
         expected, context_len = 1.0, _context_len(sequence)
         drafting_s = max(num_drafted * model.steps_per_token, 1.0) * model.step_s(batch_size, context_len)
         best_len, best_rate = num_drafted, 0.0
-        for n, survives in enumerate(self._longer.survivals(sequence, behind.match_len, len(longer)), 1):
+        survivals = self._stats.survivals(sequence, behind.match_len, len(longer), _LONGER)
+        for n, survives in enumerate(survivals, 1):
             expected += survives
             rate = expected / (self._iteration_s(batch_size, context_len, n) + drafting_s)
             if n >= num_drafted and rate > best_rate:
@@ -284,7 +232,8 @@ class BestOf:
         """Tokens per second with its draft. Its own time is less where it need not compute them one by one."""
         model, context_len = self.models[number], _context_len(sequence)
         num_drafted = min(model.max_draft_len, max(sequence.max_draft_len, 1))
-        expected_tokens = self._drafted[number].expected_tokens(sequence, MODEL_PRIOR, num_drafted)
+        place = len(self.lookups) + number
+        expected_tokens = self._stats.expected_tokens(sequence, MODEL_PRIOR, num_drafted, place)
         num_steps = max(num_drafted * model.steps_per_token, 1.0)
         seconds = self._iteration_s(batch_size, context_len, num_drafted)
         return expected_tokens / (seconds + num_steps * model.step_s(batch_size, context_len))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from runtime.core.request import Sequence
-from runtime.drafters.acceptance_stats import num_common
+from runtime.drafters.acceptance_stats import PendingDrafts
 from runtime.drafters.draft_state import DraftState
 
 _NUM_CLASSES = 16
@@ -39,8 +39,8 @@ class ConfidenceStop:
     ) -> None:
         self._iteration_s, self._draft_s, self._at_once = iteration_s, draft_s, at_once
         self._right, self._seen = [0.0] * _NUM_CLASSES, [0.0] * _NUM_CLASSES
-        self._pending: dict[int, tuple[int, list[int], list[int]]] = {}
-        """Pending draft of a request: position of its first token, its tokens, and the model's confidence in each."""
+        self._pending = PendingDrafts[list[int]]()
+        """Drafts, with the class of the model's confidence in each token, and in an end id that ended the draft."""
         self._num_tokens = self._seconds = 0.0
         self._least_to_send = self._least_to_go_on = 0.0
 
@@ -76,7 +76,7 @@ class ConfidenceStop:
     def end(self, sequences: list[Sequence], draft_states: list[DraftState], num_steps: int) -> None:
         """Keep the drafts, and count the time of `num_steps` of the model's own and of the target's."""
         for sequence, draft_state in zip(sequences, draft_states, strict=True):
-            self._pending[sequence.request.id] = (len(sequence.tokens), draft_state.tokens, draft_state.confidence_stop)
+            self._pending.remember(sequence, draft_state.tokens, draft_state.confidence_stop)
         place = _place(sequences)
         mean_len = sum(len(draft_state.tokens) for draft_state in draft_states) / len(draft_states)
         num_passes = min(num_steps, 1) if self._at_once else num_steps
@@ -85,18 +85,14 @@ class ConfidenceStop:
         self._num_tokens *= _RATE_MEMORY
 
     def forget(self, request_id: int) -> None:
-        self._pending.pop(request_id, None)
+        self._pending.forget(request_id)
 
     def _learn(self, sequence: Sequence) -> None:
-        if (draft := self._pending.pop(sequence.request.id, None)) is None:
-            return
-        start, tokens, confidence_stop = draft
-        known = sequence.tokens[start:]
-        num_right = num_common(tokens, known)
-        self._num_tokens += min(num_right + 1, len(known))  # others' drafts may have yielded more since
-        for i, kind in enumerate(confidence_stop[: min(num_right + 1, len(known), len(tokens))]):
-            self._seen[kind] = self._seen[kind] * _MEMORY + 1
-            self._right[kind] = self._right[kind] * _MEMORY + (i < num_right)
+        for _, tokens, kinds, num_right, num_known in self._pending.take(sequence):
+            self._num_tokens += min(num_right + 1, num_known)  # others' drafts may have yielded more since
+            for i, kind in enumerate(kinds[: min(num_right + 1, num_known, len(tokens))]):
+                self._seen[kind] = self._seen[kind] * _MEMORY + 1
+                self._right[kind] = self._right[kind] * _MEMORY + (i < num_right)
 
     def _share(self, kind: int) -> float:
         """Share of correct tokens at this confidence level; a prior until some were counted."""

@@ -9,16 +9,6 @@ from runtime.core.request import Draft, Sequence
 from runtime.core.sampling import NoValidToken, draw
 
 
-def is_ready(sequence: Sequence, *, use_logits: bool) -> bool:
-    """True if a drafter that goes on from the target's K/V may draft: all but the last token are computed.
-
-    Drafts that choose what is sampled do not begin before the output does: a prompt that is found again would have one
-    then, and the same prompt at first none, for another text.
-    """
-    begins = len(sequence.tokens) == sequence.request.output_start
-    return sequence.num_computed == len(sequence.tokens) - 1 and not (use_logits and begins)
-
-
 @dataclass
 class DraftState:
     """A draft in the making, and the sequence with it as the model sees it.
@@ -76,3 +66,16 @@ class DraftState:
 
     def draft(self) -> Draft:
         return Draft(self.tokens, torch.stack(self.probs) if self.probs else None)
+
+
+def begin_draft(sequence: Sequence, max_draft_len: int, *, use_logits: bool) -> DraftState:
+    """A draft by a model that goes on from the target's K/V; an empty one unless the last token alone is not computed.
+
+    The rest of a prompt is for the target to compute, once. Drafts that choose what is sampled do not begin before the
+    output does: a prompt that is found again would have one then, and the same prompt at first none, for another text.
+    """
+    own = Sequence(sequence.request, list(sequence.tokens), sequence.num_computed, sequence.block_table)
+    own.sampler, own.state_slot = sequence.sampler, sequence.state_slot
+    begins = len(sequence.tokens) == sequence.request.output_start
+    is_ready = sequence.num_computed == len(sequence.tokens) - 1 and not (use_logits and begins)
+    return DraftState(own, min(max_draft_len, sequence.max_draft_len) if is_ready else 0, use_logits)

@@ -17,10 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from runtime.core.batch import generation_row
 from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.confidence_stop import ConfidenceStop
-from runtime.drafters.draft_state import DraftState, is_ready
+from runtime.drafters.draft_state import DraftState, begin_draft
 from runtime.drafters.protocol import Suggest
+from runtime.engine.draft_vocab import among_all
 from runtime.engine.engine import Engine
 from runtime.util.errors import SpecDecError
 
@@ -101,7 +103,9 @@ class DraftModel:
         """One more token of each."""
         draft_sequences = [p.draft_sequence for p in draft_states]
         with self.engine.alone():
-            all_logits = self.engine.forward(draft_sequences, [Draft([])] * len(draft_sequences))
+            for draft_sequence in draft_sequences:
+                self.engine.catch_up(draft_sequence)
+            all_logits = self.engine.step([generation_row(one, []) for one in draft_sequences])
             for draft_state, logits in zip(draft_states, all_logits, strict=True):
                 draft_sequence = draft_state.draft_sequence
                 draft_sequence.num_computed = len(draft_sequence.tokens)
@@ -126,6 +130,7 @@ class SelfDraft:
     def __init__(self, engine: Engine, *, use_logits: bool, confidence_stop: ConfidenceStop | None = None) -> None:
         self.engine = engine
         self.use_logits = use_logits
+        self._draft_ids = None if engine.draft_ids is None else engine.draft_ids.to(engine.device)
         self._confidence_stop = confidence_stop
         self._suggest: Suggest | None = None
         self._num_steps = self._num_drafted = 0.0
@@ -146,7 +151,7 @@ class SelfDraft:
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         if not sequences:
             return []
-        draft_states = [self._begin(sequence, max_draft_len) for sequence in sequences]
+        draft_states = [begin_draft(one, max_draft_len, use_logits=self.use_logits) for one in sequences]
         if self._confidence_stop:
             self._confidence_stop.begin(sequences, max_draft_len)
         num_steps = num_copy_rows = 0
@@ -173,9 +178,9 @@ class SelfDraft:
 
     def _draft_tokens(self, draft_states: list[DraftState], suggested: list[list[int]]) -> None:
         """One more token of each, and as many more as were suggested rightly."""
-        all_logits = self.engine.forward_draft(
-            [p.draft_sequence for p in draft_states], [Draft(tokens) for tokens in suggested]
-        )
+        rows = [generation_row(p.draft_sequence, tokens) for p, tokens in zip(draft_states, suggested, strict=True)]
+        size = self.engine.config.vocab_size
+        all_logits = [among_all(one, self._draft_ids, size) for one in self.engine.step(rows, by_copy=True)]
         for draft_state, tokens, logits in zip(draft_states, suggested, all_logits, strict=True):
             for i, row in enumerate(logits):
                 draft_state.draft_sequence.num_computed = len(draft_state.draft_sequence.tokens)
@@ -188,14 +193,3 @@ class SelfDraft:
             self._confidence_stop.draft_token(draft_state, logits)
         else:
             draft_state.draft_token(logits)
-
-    def _begin(self, sequence: Sequence, max_draft_len: int) -> DraftState:
-        """A proposal for a sequence of which the target has computed all but the last token; else an empty one.
-
-        What is left of a prompt is for the target to compute, once.
-        """
-        draft_sequence = Sequence(sequence.request, list(sequence.tokens), sequence.num_computed, sequence.block_table)
-        draft_sequence.sampler, draft_sequence.state_slot = sequence.sampler, sequence.state_slot
-        ready = is_ready(sequence, use_logits=self.use_logits)
-        max_len = min(max_draft_len, sequence.max_draft_len) if ready else 0
-        return DraftState(draft_sequence, max_len, self.use_logits)

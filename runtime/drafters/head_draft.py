@@ -19,7 +19,7 @@ from runtime.compiler.compilation import PackagedStep
 from runtime.core.batch import Batch, Row, pack
 from runtime.core.request import Draft, Sequence
 from runtime.drafters.confidence_stop import ConfidenceStop
-from runtime.drafters.draft_state import DraftState, is_ready
+from runtime.drafters.draft_state import DraftState, begin_draft
 from runtime.drafters.heads.block_head import BlockHead, num_slots
 from runtime.drafters.heads.head_config import HeadConfig, language_model, num_layers_of
 from runtime.drafters.heads.head_model import EagleHead, Head, load_head, set_layers, set_output, use_kernels
@@ -92,13 +92,9 @@ class HeadDraft:
             self.confidence_stop.forget(request_id)
 
     def _begin(self, sequence: Sequence, max_draft_len: int) -> DraftState:
-        """A draft for a sequence of which the target has computed all but the last token; else an empty one."""
-        draft_sequence = Sequence(sequence.request, list(sequence.tokens), sequence.num_computed, sequence.block_table)
-        draft_sequence.sampler = sequence.sampler
-        ready = sequence.num_computed > 0 and is_ready(sequence, use_logits=self.use_logits)
-        longest = self.head.longest_draft or max_draft_len
-        max_len = min(max_draft_len, sequence.max_draft_len, longest) if ready else 0
-        return DraftState(draft_sequence, max_len, self.use_logits)
+        """A draft that the head can make: none behind a first token, before which there are no hidden states."""
+        longest = min(max_draft_len, self.head.longest_draft or max_draft_len) if sequence.num_computed else 0
+        return begin_draft(sequence, longest, use_logits=self.use_logits)
 
     def _catch_up(self, draft_states: Seq[DraftState]) -> dict[int, Tensor]:
         """Compute what the head lacks of these sequences, the last token included; its outputs for the last, (1,

@@ -45,11 +45,6 @@ class NgramLookup(TextLookup):
         pool: NgramPool | None = None,
     ) -> None:
         super().__init__(pool)
-        if not 1 <= min_matching_ngram_size <= max_matching_ngram_size:
-            raise UsageError(
-                f"n-gram sizes are not from 1 up: {min_matching_ngram_size} to {max_matching_ngram_size}",
-                hint="1 <= min_matching_ngram_size <= max_matching_ngram_size",
-            )
         if ranking not in get_args(NgramRanking):
             raise UsageError(f"unknown ranking: {ranking}", hint=f"one of {', '.join(get_args(NgramRanking))}")
         self.max_matching_ngram_size = max_matching_ngram_size

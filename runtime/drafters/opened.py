@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from runtime.core.request import Draft, Request, Sequence
+from runtime.core.request import Draft, Sequence
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.meter import Clock
 from runtime.drafters.pool import NgramPool
-from runtime.drafters.protocol import Drafter, check_request, look_ahead
+from runtime.drafters.protocol import CompositeDrafter, Drafter
 
 if TYPE_CHECKING:
     from runtime.checkpoint.costs import CostModel
@@ -103,20 +103,15 @@ def adapted(
     return AdaptiveDrafter(drafter, costs.iteration_s, draft_s, clock, at_once=at_once)
 
 
-class BoundedDrafter:
+class BoundedDrafter(CompositeDrafter):
     """A drafter with a `max_draft_len` of its own: others in its chain, or its server's drafter, may draft more."""
 
     def __init__(self, drafter: Drafter, max_draft_len: int) -> None:
-        self.drafter, self.max_draft_len = drafter, max_draft_len
-
-    def check_request(self, request: Request) -> None:
-        check_request(self.drafter, request)
+        super().__init__([drafter])
+        self.max_draft_len = max_draft_len
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-        return self.drafter.propose(sequences, min(max_draft_len, self.max_draft_len))
+        return self.members[0].propose(sequences, min(max_draft_len, self.max_draft_len))
 
     def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
-        return look_ahead(self.drafter, sequence, drafted, min(max_draft_len, self.max_draft_len))
-
-    def forget(self, request_id: int) -> None:
-        self.drafter.forget(request_id)
+        return super().look_ahead(sequence, drafted, min(max_draft_len, self.max_draft_len))

@@ -9,7 +9,6 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from runtime.core.request import Sequence
-from runtime.util.errors import UsageError
 
 
 @dataclass(slots=True)
@@ -53,9 +52,6 @@ class NgramPool:
     """
 
     def __init__(self, max_tokens: int = 100_000, max_matching_ngram_size: int = 4) -> None:
-        for name, value in (("max_tokens", max_tokens), ("max_matching_ngram_size", max_matching_ngram_size)):
-            if value < 1:
-                raise UsageError(f"the pool's {name} is less than 1: {value}", hint="leave the pool out for none")
         self.max_tokens = max_tokens
         self.max_matching_ngram_size = max_matching_ngram_size
         self.num_tokens = 0

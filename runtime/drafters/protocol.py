@@ -1,6 +1,7 @@
-"""Interface between a loop and a drafter, and the checks of what it proposes."""
+"""Interface between a loop and a drafter, drafters that ask other drafters, and the checks of what is proposed."""
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -46,6 +47,42 @@ def look_ahead(drafter: Drafter, sequence: Sequence, drafted: list[int], max_dra
     """
     ahead = getattr(drafter, "look_ahead", None)
     return Draft([]) if ahead is None else ahead(sequence, drafted, max_draft_len)
+
+
+def ask(drafter: Drafter, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+    """A draft for each sequence; SpecDecError where the drafter, which may be a user's, has another number of them."""
+    drafts = drafter.propose(sequences, max_draft_len) if sequences else []
+    check_num_drafts(drafts, len(sequences))
+    return drafts
+
+
+class CompositeDrafter(ABC):
+    """A drafter that asks other drafters, its `members`. A subclass says what becomes of their drafts.
+
+    The members check requests, look ahead and forget. Of what they find ahead, the longest match is taken.
+    """
+
+    def __init__(self, members: Iterable[Drafter]) -> None:
+        self.members = list(members)
+
+    @abstractmethod
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]: ...
+
+    def check_request(self, request: Request) -> None:
+        for member in self.members:
+            check_request(member, request)
+
+    def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
+        return max((look_ahead(one, sequence, drafted, max_draft_len) for one in self.members), key=rank_of_match)
+
+    def forget(self, request_id: int) -> None:
+        for member in self.members:
+            member.forget(request_id)
+
+
+def rank_of_match(draft: Draft) -> tuple[bool, bool, int]:
+    """Rank of a draft among others: drawn from a distribution, then not empty, then the longest match."""
+    return draft.probs is not None, bool(draft.tokens), draft.match_len
 
 
 def check_drafts(drafts: Any, num_sequences: int, max_draft_len: int, vocab_size: int) -> None:

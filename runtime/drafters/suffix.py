@@ -3,7 +3,6 @@
 from runtime.core.request import Draft
 from runtime.drafters.lookup import History, TextLookup, as_characters, cut_at_end_id, most_frequent
 from runtime.drafters.pool import NgramPool
-from runtime.util.errors import UsageError
 
 _LONGEST_MATCH = 31
 """Limit on the length of a match, which grows with the draft. SuffixDecoding's trees end at 64."""
@@ -22,10 +21,6 @@ class SuffixLookup(TextLookup):
     """
 
     def __init__(self, *, growth: float | None = None, pool: NgramPool | None = None) -> None:
-        if growth is not None and not growth > 0:
-            raise UsageError(
-                f"growth must be above 0: {growth}", hint="give the draft tokens per matched token, such as 2"
-            )
         super().__init__(pool)
         self.growth = growth
         self._longest_match = _LONGEST_MATCH

@@ -4,8 +4,8 @@ A forced token is the only one that the target can choose, so it is always accep
 would otherwise be a step of its own.
 """
 
-from runtime.core.request import Draft, Request, Sequence
-from runtime.drafters.protocol import Drafter, check_num_drafts, check_request, look_ahead
+from runtime.core.request import Draft, Sequence
+from runtime.drafters.protocol import CompositeDrafter, Drafter, ask
 
 
 class NothingDrafted:
@@ -18,7 +18,7 @@ class NothingDrafted:
         """Forget nothing."""
 
 
-class UnderGrammar:
+class UnderGrammar(CompositeDrafter):
     """Another drafter, whose drafts are cut before the first illegal token and go on with forced ones.
 
     Where a draft would begin with forced tokens they are the draft. A drafter with `is_model` is not asked then; others
@@ -26,30 +26,19 @@ class UnderGrammar:
     """
 
     def __init__(self, drafter: Drafter, *, is_model: bool = False) -> None:
-        self.drafter = drafter
+        super().__init__([drafter])
         self._is_model = is_model
-
-    def check_request(self, request: Request) -> None:
-        check_request(self.drafter, request)
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         forced = [_forced(sequence, []) for sequence in sequences]
         asked = [i for i, tokens in enumerate(forced) if not (tokens and self._is_model)]
-        proposed = self.drafter.propose([sequences[i] for i in asked], max_draft_len) if asked else []
-        check_num_drafts(proposed, len(asked))
         drafts = [Draft([])] * len(sequences)
-        for i, draft in zip(asked, proposed, strict=True):
+        for i, draft in zip(asked, ask(self.members[0], [sequences[i] for i in asked], max_draft_len), strict=True):
             drafts[i] = draft
         return [
             _fitting(sequence, draft, tokens, max_draft_len)
             for sequence, draft, tokens in zip(sequences, drafts, forced, strict=True)
         ]
-
-    def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
-        return look_ahead(self.drafter, sequence, drafted, max_draft_len)
-
-    def forget(self, request_id: int) -> None:
-        self.drafter.forget(request_id)
 
 
 def _forced(sequence: Sequence, drafted: list[int]) -> list[int]:

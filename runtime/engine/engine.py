@@ -1,7 +1,7 @@
 """An opened engine: sequences are admitted, stepped and released; the K/V cache is behind it.
 
-Between `admit` and `release` a sequence owns blocks. `step` computes what each sequence has not computed yet and its
-draft, and says what the target made of it; committing the verdict is the caller's, so that both loops share one engine.
+Between `admit` and `release` a sequence owns blocks. `catch_up` and `compute_context` compute prompts, and `step` a
+batch's rows. What becomes of the logits is decided above, in `runtime.loop.step`.
 """
 
 import dataclasses
@@ -19,16 +19,14 @@ from torch import Tensor
 from runtime.checkpoint.bundle import Bundle, check_step_files, read_bundle, unchanged_while_opened, uses_kernels
 from runtime.checkpoint.config import EngineConfig, Share, Size, check_arguments
 from runtime.compiler.compilation import StepFunction, logits_of
-from runtime.core.batch import Row, context_row, generation_row, pack, split_long_rows
+from runtime.core.batch import Row, context_row, pack, split_long_rows
 from runtime.core.kv_cache import BlockManager, KVPool, bytes_per_block, kv_dtype
 from runtime.core.limits import check_cache_size, check_draft_len, check_lengths, check_vocabulary
-from runtime.core.request import Draft, Request, Sequence, VerifyResult
-from runtime.core.sampling import NoValidToken
+from runtime.core.request import Request, Sequence
 from runtime.core.states import States, bytes_per_slot, num_slots_of, state_inputs
 from runtime.core.stats import StateStats
-from runtime.core.verify import compute_masks_ahead, verify_all
 from runtime.engine.devices import check_device_ids
-from runtime.engine.draft_vocab import among_all, read_draft_ids
+from runtime.engine.draft_vocab import read_draft_ids
 from runtime.engine.head_cache import HeadCache, ReadsStates, bytes_of_head
 from runtime.engine.load import check_environment, check_shape, open_copy
 from runtime.engine.ranks import RankedModel, RankedStep, open_ranks
@@ -117,7 +115,6 @@ class Engine:
         self._step, self._copy_step = step, copy_step
         self.draft_ids = draft_ids
         """(n,) int64 ids that drafts have, of a copy and of heads without ids of their own; None: all."""
-        self._ids_of_copy = None if draft_ids is None else draft_ids.to(device)
         self.directory: Path | None = None
         self.ranks = step if isinstance(step, RankedStep) else None
         # Elsewhere each row has its K/V gathered first, and a GPU computes padding while it waits for its memory.
@@ -338,55 +335,36 @@ class Engine:
             head.forget(sequence.block_table, num_blocks * self._blocks.block_size)
         return True
 
-    def step(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> list[VerifyResult | NoValidToken]:
-        """One target forward for admitted sequences, each with a draft of at most max_draft_len tokens (or empty).
+    def catch_up(self, sequence: Sequence) -> None:
+        """Compute an admitted sequence so far that the rest of its tokens fits a step.
 
-        Leaves every sequence's tokens as they are and `num_computed` at what the verdict makes valid. A sequence with
-        NoValidToken cannot go on; the others can.
+        Tokens of a prompt whose log-probabilities are asked for, and tokens up to a place where states are kept, are
+        computed here too. At least the last token is left.
         """
-        compute_masks_ahead(sequences, drafts)
-        all_logits = self.forward(sequences, drafts)
-        verdicts = verify_all(sequences, drafts, all_logits)
-        for i, (sequence, verdict) in enumerate(zip(sequences, verdicts, strict=True)):
-            if isinstance(verdict, NoValidToken):
-                continue
-            if sequence.request.wants_logits:
-                verdicts[i] = dataclasses.replace(verdict, logits=all_logits[i][: verdict.num_accepted + 1])
-            sequence.num_computed = len(sequence.tokens) + verdict.num_accepted
-        return verdicts
+        if self._states is not None:
+            self._states.rewind(sequence)
+        while sequence.num_unscored:
+            self.compute_context(sequence, min(sequence.num_unscored, self.max_num_tokens))
+        while len(sequence.tokens) - sequence.num_computed > self.max_num_tokens:
+            self.compute_context(sequence, self.max_num_tokens)
+        while self._states is not None and (end := self._states.next_kept(sequence)):
+            self.compute_context(sequence, end - sequence.num_computed)
 
-    def forward(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Seq[Tensor]:
-        """Compute what admitted sequences have not computed yet, and their drafts.
+    def step(self, rows: Seq[Row], *, by_copy: bool = False) -> list[Tensor]:
+        """(num_logits, vocab) logits of each row, of admitted sequences that have caught up.
 
-        Returns (draft_len + 1, vocab) logits of each: row i is after i draft tokens. `num_computed` stays below the
-        last token; the caller that accepts tokens advances it.
+        `num_computed` of the sequences is the caller's to advance, by the tokens that it accepts. `by_copy`: the
+        self-draft copy computes logits of `draft_ids`, and writes its K/V where the target's step overwrites them
+        before it reads. They never count: `num_computed` of a sequence that is stepped or released must be what the
+        target has computed.
         """
-        for sequence, draft in zip(sequences, drafts, strict=True):
-            if len(draft.tokens) > self.max_draft_len_of(sequence):
-                raise SpecDecError(
-                    f"the drafter proposed more than the {self.max_draft_len_of(sequence)} tokens that "
-                    f"{sequence.request.name} can take: {len(draft.tokens)}"
-                )
-        for sequence in sequences:
-            if self._states is not None:
-                self._states.rewind(sequence)
-            while sequence.num_unscored:
-                self.compute_context(sequence, min(sequence.num_unscored, self.max_num_tokens))
-            while len(sequence.tokens) - sequence.num_computed > self.max_num_tokens:
-                self.compute_context(sequence, self.max_num_tokens)
-            while self._states is not None and (end := self._states.next_kept(sequence)):
-                self.compute_context(sequence, end - sequence.num_computed)
-        return self._forward_apart([generation_row(s, d.tokens) for s, d in zip(sequences, drafts, strict=True)])
-
-    def forward_draft(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Seq[Tensor]:
-        """Run the self-draft copy like `forward`: into the same K/V cache, and of no more tokens than fit a draft.
-
-        Its K/V never count: `num_computed` of a sequence that is stepped or released must stay at what the target has
-        computed, whose step computes these tokens again, and overwrites their K/V before it reads.
-        """
-        rows = [generation_row(s, d.tokens) for s, d in zip(sequences, drafts, strict=True)]
-        ids, size = self._ids_of_copy, self.config.vocab_size
-        return [among_all(logits, ids, size) for logits in self._forward_apart(rows, by_copy=True)]
+        logits: dict[int, Tensor] = {}
+        for group in _similar_lengths(rows):
+            together = self._forward([rows[i] for i in group], by_copy=by_copy)
+            # One at a time needs no division, which takes 50 us where the step has emptied the caches.
+            parts = [together] if len(group) == 1 else together.split_with_sizes([rows[i].num_logits for i in group])
+            logits.update(zip(group, parts, strict=True))
+        return [logits[i] for i in range(len(rows))]
 
     def add_head(self, head: ReadsStates) -> HeadCache:
         """Keep from now on what this head reads of the target's tokens, until it is removed.
@@ -428,16 +406,6 @@ class Engine:
 
     def _remove_head(self, cache: HeadCache) -> None:
         self._heads = [one for one in self._heads if one is not cache]
-
-    def _forward_apart(self, rows: Seq[Row], *, by_copy: bool = False) -> list[Tensor]:
-        """The logits of each row by itself."""
-        logits: dict[int, Tensor] = {}
-        for group in _similar_lengths(rows):
-            together = self._forward([rows[i] for i in group], by_copy=by_copy)
-            # One at a time needs no division, which takes 50 us where the step has emptied the caches.
-            parts = [together] if len(group) == 1 else together.split_with_sizes([rows[i].num_logits for i in group])
-            logits.update(zip(group, parts, strict=True))
-        return [logits[i] for i in range(len(rows))]
 
     def release(self, sequence: Sequence) -> None:
         """Take the sequence's blocks back; with block reuse its K/V can be found until they are needed."""
@@ -489,17 +457,6 @@ class Engine:
         logits = self._forward([dataclasses.replace(context_row(sequence, num_tokens), num_logits=num_tokens)])
         sequence.num_computed += num_tokens
         return logits
-
-    def forward_contexts(self, sequences: Seq[Sequence], num_tokens: Seq[int], num_logits: Seq[int]) -> list[Tensor]:
-        """`forward_context` of several sequences at once: the next `num_tokens[i]` tokens of sequence i, and
-        [num_logits[i], vocab] logits after the last of them.
-        """
-        asked = zip(sequences, num_tokens, num_logits, strict=True)
-        rows = [dataclasses.replace(context_row(one, num), num_logits=logits) for one, num, logits in asked]
-        all_logits = self._forward_apart(rows)
-        for sequence, row in zip(sequences, rows, strict=True):
-            sequence.num_computed += len(row.tokens)
-        return all_logits
 
     def occupy_cache(self, blocks: range) -> None:
         """Have these blocks of the K/V cache in memory, as if they were in use: for measuring."""

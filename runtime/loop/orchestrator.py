@@ -15,8 +15,8 @@ from runtime.core.request import Draft, Request, Sequence
 from runtime.core.stats import LoopTimes
 from runtime.drafters.protocol import Drafter
 from runtime.engine.engine import Engine
-from runtime.loop.drafting import check_requests, commit, make_room, propose, raise_first_error, release_all
-from runtime.util.errors import UsageError
+from runtime.loop.step import Stepped, check_requests, commit, judge, make_room, raise_first_error, release_all, step
+from runtime.util.errors import SpecDecError, UsageError
 
 
 def generate(
@@ -55,19 +55,23 @@ def step_once(engine: Engine, request: Request, tokens: Seq[int], draft: Seq[int
     check_requests(engine, None, [request])
     sequence, drafts = Sequence.start(request), [Draft(list(draft))]
     sequence.tokens = list(tokens)
+    if len(draft) > (longest := engine.max_draft_len_of(sequence)):
+        raise SpecDecError(
+            f"the drafter proposed more than the {longest} tokens that {request.name} can take: {len(draft)}"
+        )
 
-    def step() -> Literal[True] | None:
+    def step_alone() -> Literal[True] | None:
         while not engine.admit(sequence):
             if not make_room(engine, None, request):
                 return None
         try:
             with engine.alone():
-                commit([sequence], drafts, engine.step([sequence], drafts))
+                commit([sequence], drafts, judge(engine, [sequence], drafts))
         finally:
             engine.release(sequence)
         return True
 
-    engine.turns.take_with_room(step)
+    engine.turns.take_with_room(step_alone)
     raise_first_error([sequence])
     return sequence
 
@@ -82,7 +86,7 @@ def _generate_group(
 
 def _step(
     engine: Engine, running: deque[Sequence], drafter: Drafter | None, max_draft_len: int, times: LoopTimes
-) -> list[tuple[Sequence, list[int]]] | None:
+) -> Stepped | None:
     """A step of those at the front of `running` for which there is room; None where there is none for the first."""
     start, step_time_s = time.perf_counter(), engine.step_time_s
     admitted: list[Sequence] = []
@@ -93,12 +97,7 @@ def _step(
                 return None
             _admit(engine, running, admitted)
         times.num_preemptions += len(running)
-        drafts_start = time.perf_counter()
-        drafts = propose(drafter, engine, admitted, max_draft_len)
-        if drafter is not None:
-            times.draft_time_s += time.perf_counter() - drafts_start
-        with engine.alone():
-            stepped = commit(admitted, drafts, engine.step(admitted, drafts))
+        stepped = step(engine, drafter, admitted, max_draft_len, times)
     finally:
         for sequence in admitted:
             engine.release(sequence)

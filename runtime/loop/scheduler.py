@@ -18,7 +18,7 @@ from runtime.core.stats import LoopTimes
 from runtime.core.turns import Turns
 from runtime.drafters.protocol import Drafter
 from runtime.engine.engine import Engine
-from runtime.loop.drafting import check_requests, commit, make_room, propose, raise_first_error, release_all
+from runtime.loop.step import Stepped, check_requests, make_room, raise_first_error, release_all, step
 
 
 def generate(
@@ -100,7 +100,7 @@ class Scheduler:
     def holds_room(self) -> bool:
         return bool(self.running or self._holding)
 
-    def step(self) -> list[tuple[Sequence, list[int]]]:
+    def step(self) -> Stepped:
         """(sequence, new tokens) of those that go on or are done, which have been released."""
         self.asked_s = math.inf
         try:
@@ -108,7 +108,7 @@ class Scheduler:
         finally:
             self.asked_s = time.monotonic()
 
-    def _step(self) -> list[tuple[Sequence, list[int]]] | None:
+    def _step(self) -> Stepped | None:
         """None where there is no room for any."""
         start, step_time_s = time.perf_counter(), self.engine.step_time_s
         self.engine.turns.enter(self)
@@ -122,13 +122,8 @@ class Scheduler:
         with self.engine.alone():
             context_start = time.perf_counter()
             ready = self._compute_context()
-        drafts_start = time.perf_counter()
-        drafts = propose(self.drafter, self.engine, ready, self.max_draft_len)
-        if self.drafter is not None:
-            self.times.draft_time_s += time.perf_counter() - drafts_start
-        is_short = all(map(self._generates, ready))
-        with self.engine.alone():
-            stepped = commit(ready, drafts, self.engine.step(ready, drafts)) if ready else []
+        is_short, context_s = all(map(self._generates, ready)), time.perf_counter() - context_start
+        stepped = step(self.engine, self.drafter, ready, self.max_draft_len, self.times) if ready else []
         self._turns.charge(self.running)
         self._release_finished()
         self.times.target_time_s += self.engine.step_time_s - step_time_s
@@ -136,7 +131,7 @@ class Scheduler:
         seconds = time.perf_counter() - start
         self.times.wall_s += seconds
         if self._pieces is not None and ready and is_short:
-            self._pieces.step_took(seconds - (drafts_start - context_start))
+            self._pieces.step_took(seconds - context_s)
         if not self.has_work:
             self.engine.turns.leave(self)
         return stepped

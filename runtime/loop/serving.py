@@ -22,7 +22,7 @@ from runtime.core.stats import FinishReason
 from runtime.drafters.chain import LongestMatch
 from runtime.drafters.opened import BoundedDrafter
 from runtime.drafters.prediction import CopiedTexts
-from runtime.drafters.protocol import Drafter, check_num_drafts, check_request
+from runtime.drafters.protocol import Drafter, ask, check_request
 from runtime.drafters.under_grammar import UnderGrammar
 from runtime.loop.scheduler import Scheduler
 from runtime.loop.session import Session
@@ -83,8 +83,7 @@ class DrafterRouter:
                 drafters[id(drafter)] = drafter
                 places.setdefault(id(drafter), []).append(i)
         for key, indices in places.items():
-            proposed = drafters[key].propose([sequences[i] for i in indices], max_draft_len)
-            check_num_drafts(proposed, len(indices))
+            proposed = ask(drafters[key], [sequences[i] for i in indices], max_draft_len)
             for i, draft in zip(indices, proposed, strict=True):
                 drafts[i] = draft
         return drafts

@@ -11,11 +11,11 @@ from runtime.core.params import Mode
 from runtime.core.request import Draft, Request, Sequence
 from runtime.core.stats import LoopTimes
 from runtime.drafters.opened import OpenDrafter
-from runtime.drafters.protocol import Drafter, check_request
+from runtime.drafters.protocol import CompositeDrafter, Drafter
 from runtime.drafters.speculation import NO_SPECULATION, Speculation
 from runtime.engine.engine import Engine
 from runtime.loop import orchestrator, scheduler
-from runtime.loop.drafting import check_requests
+from runtime.loop.step import check_requests
 from runtime.util.at_exit import closed_at_exit
 from runtime.util.errors import RequestError
 
@@ -158,22 +158,15 @@ class Session:
             self.opened.clear_pools()
 
 
-@dataclass
-class _TimedDrafter:
+class _TimedDrafter(CompositeDrafter):
     """The session's drafter, which counts the time of models that draft. Other threads' is none of it."""
 
-    drafter: Drafter
-    times: LoopTimes
-    session: Session
-
-    def check_request(self, request: Request) -> None:
-        check_request(self.drafter, request)
+    def __init__(self, drafter: Drafter, times: LoopTimes, session: Session) -> None:
+        super().__init__([drafter])
+        self._times, self._session = times, session
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-        start_s = self.session.draft_model_time_s
-        drafts = self.drafter.propose(sequences, max_draft_len)
-        self.times.draft_model_time_s += self.session.draft_model_time_s - start_s
+        start_s = self._session.draft_model_time_s
+        drafts = self.members[0].propose(sequences, max_draft_len)
+        self._times.draft_model_time_s += self._session.draft_model_time_s - start_s
         return drafts
-
-    def forget(self, request_id: int) -> None:
-        self.drafter.forget(request_id)

@@ -15,7 +15,8 @@ from torch import Tensor
 from runtime import specdec_version
 from runtime.checkpoint.config import EngineConfig, parse
 from runtime.checkpoint.tokenizer import Tokenizer
-from runtime.core.request import Draft, Request, Sequence
+from runtime.core.batch import generation_row
+from runtime.core.request import Request, Sequence
 from runtime.engine.engine import Engine
 from runtime.proof.records import Fingerprint
 from runtime.text.text import tokenizer_digest
@@ -79,7 +80,7 @@ def digest_of_logits(engine: Engine) -> str:
         engine.raise_cache_is_taken(sequence.request)
     try:
         found = engine.forward_context(sequence, len(tokens) - 1) if len(tokens) > 1 else None
-        last = engine.forward([sequence], [Draft([])])[0]
+        last = engine.step([generation_row(sequence, [])])[0]
         return _digest_of([last] if found is None else [found, last])
     finally:
         engine.release(sequence)

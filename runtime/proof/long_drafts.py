@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from runtime.core.batch import Row, context_row
 from runtime.core.request import Request, Sequence
 from runtime.core.sampling import Positions, Sampler
 from runtime.engine.engine import Engine
@@ -116,15 +117,18 @@ class LongDrafts(Generic[Draft]):
         """[rows, vocab] logits of each: the next of those that it needs."""
         engine = self.engine
         most = max(1, min(engine.max_num_tokens, _MOST_LOGITS // engine.config.vocab_size))
-        num_tokens, num_logits = [], []
+        rows: list[Row] = []
         for draft in drafts:
             sequence = draft.sequence
             while (num_before := len(draft.request.prompt_tokens) - 1 - sequence.num_computed) > most:
                 engine.compute_context(sequence, most)
             num_before = max(num_before, 0)
-            num_tokens.append(min(len(sequence.tokens) - sequence.num_computed, num_before + most))
-            num_logits.append(num_tokens[-1] - num_before)
-        return engine.forward_contexts([draft.sequence for draft in drafts], num_tokens, num_logits)
+            num_tokens = min(len(sequence.tokens) - sequence.num_computed, num_before + most)
+            rows.append(replace(context_row(sequence, num_tokens), num_logits=num_tokens - num_before))
+        all_logits = engine.step(rows)
+        for draft, row in zip(drafts, rows, strict=True):
+            draft.sequence.num_computed += len(row.tokens)
+        return all_logits
 
 
 def _is_done(draft: LongDraft) -> bool:

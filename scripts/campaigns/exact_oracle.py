@@ -2,13 +2,11 @@
 
 python -m scripts.campaigns.exact_oracle                     10,000 random cases
 python -m scripts.campaigns.exact_oracle --every-failure 40  of 40 cases every call fails, before, in and after its work
-python -m scripts.campaigns.exact_oracle --planted           plants each fault of faults.py: the cases must find it
 
 What a case is: cases.py; the model: oracle.py. Exit 1 if an output is wrong, or if a fault is not found.
 """
 
 import argparse
-import contextlib
 import sys
 import tempfile
 import time
@@ -18,10 +16,7 @@ from pathlib import Path
 
 from runtime.text.corpus import Corpus
 from scripts.campaigns import cases
-from scripts.campaigns.faults import FAULTS, planted
 from scripts.campaigns.oracle import Failure, Interrupted
-
-PLANTED_CASES = 1_000
 
 
 def count_cases(first: int, number: int, corpus: Corpus) -> tuple[Counter[str], list[int]]:
@@ -75,45 +70,15 @@ def fail_everywhere(first: int, number: int, corpus: Corpus) -> tuple[Counter[st
     return counts, failed
 
 
-def find(fault: str, corpus: Corpus, most: int) -> str | None:
-    """The first case that fails with the fault in the code, and how; None if none does."""
-    with planted(fault):
-        for case in range(most):
-            try:
-                with contextlib.redirect_stderr(None):
-                    cases.run(case, corpus)
-            except Exception as error:
-                return f"case {case}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return None
-
-
-def find_all(names: list[str], corpus: Corpus) -> bool:
-    """Print a line for each fault of these names, or for all; whether all were found."""
-    cases.TIME_LIMIT_S = 10
-    faults = [fault for fault in FAULTS if fault in names or not names]
-    num_found = 0
-    for fault in faults:
-        found = find(fault, corpus, PLANTED_CASES)
-        num_found += found is not None
-        print(f"{fault:60}{found or 'NOT FOUND'}", flush=True)
-    print(f"{num_found} of {len(faults)} planted faults found")
-    return num_found == len(faults)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=0, help="the first case")
     parser.add_argument("--cases", type=int, default=10_000, help="how many")
     parser.add_argument("--every-failure", type=int, metavar="CASES", help="have every call of so many cases fail")
-    parser.add_argument(
-        "--planted", nargs="*", metavar="NAME", choices=FAULTS, help="plant faults, all or by name, and find them"
-    )
     options = parser.parse_args()
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="exact-oracle-") as directory:
         corpus = cases.make_corpus(Path(directory))
-        if options.planted is not None:
-            return 0 if find_all(options.planted, corpus) else 1
         if options.every_failure:
             counts, failed = fail_everywhere(options.first, options.every_failure, corpus)
         else:

@@ -33,6 +33,7 @@ from runtime.checkpoint.config import (
     StateShape,
 )
 from runtime.compiler.compilation import StepFunction
+from runtime.core.batch import Row
 from runtime.core.request import Draft, Request, Sequence
 from runtime.core.sampling import Sampler, draw
 from runtime.core.states import CHUNK_SIZE, StateCopy, StateManager, state_pools
@@ -342,22 +343,22 @@ class CheckedEngine(Engine):
         self.calls.make(f"{self.name}release", lambda: super(CheckedEngine, self).release(sequence))
         self.held.pop(id(sequence), None)
 
-    def forward(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Seq[Tensor]:
-        def call() -> Seq[Tensor]:
-            all_logits = super(CheckedEngine, self).forward(sequences, drafts)
-            for sequence, draft, logits in zip(sequences, drafts, all_logits, strict=True):
-                expected = self.model.logits([*sequence.tokens, *draft.tokens], len(draft.tokens) + 1)
+    def step(self, rows: Seq[Row], *, by_copy: bool = False) -> list[Tensor]:
+        def call() -> list[Tensor]:
+            all_logits = super(CheckedEngine, self).step(rows)
+            for row, logits in zip(rows, all_logits, strict=True):
+                sequence = next(one for one in self.held.values() if one.block_table is row.block_table)
+                tokens, num_tokens = [*sequence.tokens[: row.start], *row.tokens], len(sequence.tokens)
+                assert tokens[:num_tokens] == sequence.tokens, f"{self.name}tokens of request {sequence.request.id}"
+                expected = self.model.logits(tokens, len(tokens) - num_tokens + 1)
                 assert torch.equal(logits, expected), f"{self.name}logits of request {sequence.request.id}"
             return all_logits
 
-        logits: Seq[Tensor] = self.calls.make(f"{self.name}step", call)
-        return logits
+        def call_copy() -> list[Tensor]:
+            return super(CheckedEngine, self).step(rows, by_copy=True)  # whose logits are nobody's
 
-    def forward_draft(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Seq[Tensor]:
-        """Count the copy's step as a call. Its logits are nobody's, and not looked at."""
-        logits: Seq[Tensor] = self.calls.make(
-            f"{self.name}copy's step", lambda: super(CheckedEngine, self).forward_draft(sequences, drafts)
-        )
+        made = (f"{self.name}copy's step", call_copy) if by_copy else (f"{self.name}step", call)
+        logits: list[Tensor] = self.calls.make(*made)
         return logits
 
     def check_sequence(self, sequence: Sequence) -> None:

@@ -18,11 +18,8 @@ NGRAM_RECORD: dict[str, Any] = {
     "max_matching_ngram_size": 2,
     "device_id": 0,
     "device_ids": [0],
-    "min_matching_ngram_size": 1,
-    "ranking": "oldest",
-    "pool": "private",
-    "corpus": None,
-}
+    "min_matching_ngram_size": 1, "ranking": "oldest", "pool": "private", "corpus": None,
+}  # fmt: skip
 PROMPT = "The little dog had a red ball. The little dog had a"
 PROMPTS = [PROMPT, "One day", "Then a little girl found the red ball and", "the ball the ball the ball the", "The dog"]
 

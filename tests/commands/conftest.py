@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import typer.main
 from byte_tokenizers import trained_on
 from command_line import PROMPT, Result, Specdec
-from draft_models import WITH_DRAFTS, WITHOUT_DRAFTS, MakeDraftEngineDir, with_noise
+from draft_models import WITHOUT_DRAFTS, MakeDraftEngineDir, with_noise
 from forked import Forks
 from heads import copy_with_mtp, make_assistant, make_block, make_eagle, save_block, save_eagle
 from shared import shared_engine
@@ -183,15 +182,6 @@ def assistant_dirs(
 def equal_draft_engine_dir(make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast) -> Path:
     """A draft model with the target's weights: an engine of its own."""
     return make_draft_engine_dir(make_model("llama", vocab_size=len(tokenizer)))
-
-
-@pytest.fixture(scope="session", params=["bfloat16", "float16"])
-def half_engine_dir(
-    request: pytest.FixtureRequest, make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast
-) -> Path:
-    """A target of either dtype of 16 bits, which takes drafts of 10."""
-    model = make_model("llama", vocab_size=len(tokenizer)).to(getattr(torch, request.param))
-    return make_draft_engine_dir(model, **WITH_DRAFTS)
 
 
 @pytest.fixture(scope="session")

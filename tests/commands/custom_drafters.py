@@ -117,20 +117,9 @@ class RaisesWhenItForgets(_Drafter):
         raise KeyError(request_id)
 
 
-class TakesNoArguments(_Drafter):
-    def propose(self) -> list[Draft]:  # type: ignore[override]
-        return []
-
-
 class WithoutForget:
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         return [Draft([]) for _ in sequences]
-
-
-class WithoutPropose:
-    propose = None
-
-    def forget(self, request_id: int) -> None: ...
 
 
 def adds_nothing() -> _Drafter:
@@ -145,13 +134,6 @@ def needs_an_argument(path: str) -> LastOccurrence:
     return LastOccurrence()
 
 
-def makes_a_number() -> int:
-    return 5
-
-
-NOT_CALLABLE = 5
-
-
 class _Returns(_Drafter):
     def __init__(self, proposal: Callable[[int, int], Any]) -> None:
         self.proposal = proposal
@@ -164,47 +146,8 @@ def nothing() -> _Returns:
     return _Returns(lambda num_sequences, max_draft_len: None)
 
 
-def one_too_few() -> _Returns:
-    return _Returns(lambda num_sequences, max_draft_len: [Draft([])] * (num_sequences - 1))
-
-
-def bare_tokens() -> _Returns:
-    return _Returns(lambda num_sequences, max_draft_len: [[5]] * num_sequences)
-
-
-def too_long() -> _Returns:
-    return _Returns(lambda num_sequences, max_draft_len: [Draft([5] * (max_draft_len + 1))] * num_sequences)
-
-
 def foreign_token() -> _Returns:
     return _Returns(lambda num_sequences, max_draft_len: [Draft([VOCAB_SIZE])] * num_sequences)
-
-
-def words() -> _Returns:
-    return _Returns(lambda num_sequences, max_draft_len: [Draft(["dog"])] * num_sequences)  # type: ignore[list-item]
-
-
-def draft_of_none() -> _Returns:
-    return _Returns(lambda num_sequences, max_draft_len: [Draft(None)] * num_sequences)  # type: ignore[arg-type]
-
-
-def draft_of_a_set() -> _Returns:
-    return _Returns(lambda num_sequences, max_draft_len: [Draft({5})] * num_sequences)  # type: ignore[arg-type]
-
-
-def narrow_probs() -> _Returns:
-    return _Returns(lambda num_sequences, max_draft_len: [Draft([5], torch.ones(1, 7))] * num_sequences)
-
-
-def impossible_probs() -> _Returns:
-    probs = torch.zeros(1, VOCAB_SIZE)
-    probs[0, 6] = 1
-    return _Returns(lambda num_sequences, max_draft_len: [Draft([5], probs)] * num_sequences)
-
-
-def truth_values_for_probs() -> _Returns:
-    probs = torch.ones(1, VOCAB_SIZE, dtype=torch.bool)
-    return _Returns(lambda num_sequences, max_draft_len: [Draft([5], probs)] * num_sequences)
 
 
 class _Edits(_Drafter):
@@ -215,18 +158,6 @@ class _Edits(_Drafter):
         for sequence in sequences:
             self.edit(sequence.tokens)
         return [Draft([]) for _ in sequences]
-
-
-def adds_a_token() -> _Edits:
-    return _Edits(lambda tokens: tokens.append(5))
-
-
-def takes_a_token() -> _Edits:
-    return _Edits(lambda tokens: tokens.pop())
-
-
-def writes_a_foreign_token() -> _Edits:
-    return _Edits(lambda tokens: tokens.__setitem__(-1, 10 * VOCAB_SIZE))
 
 
 def rewrites_a_token() -> _Edits:

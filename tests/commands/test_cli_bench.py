@@ -18,17 +18,12 @@ from openai_server import DONE, Asked, Piece, Reply, Script, Server, as_json, ev
 from sentences import Said
 from waiting import HANG_S, wait_until
 
-from commands.bench.work import BenchDocument, bench_page
-
 Bench = Callable[..., Result]
 METRICS = {
-    "num_drafts": 2,
-    "num_draft_tokens": 8,
-    "num_accepted_tokens": 3,
-    "acceptance_rate": 0.375,
+    "num_drafts": 2, "num_draft_tokens": 8, "num_accepted_tokens": 3, "acceptance_rate": 0.375,
     "accepted_per_position": [2, 1, 0, 0],
     "tokens_per_step": 2.5,
-}
+}  # fmt: skip
 
 DOCUMENT_METRICS = ("ttft", "tpot", "itl", "e2el")
 VLLM_KEYS = (
@@ -121,15 +116,6 @@ def test_times_are_those_of_the_server(bench: Bench, tmp_path: Path) -> None:
         assert document[f"median_{name}_ms"] == pytest.approx(1e3 * np.median(seconds)), name
         assert document[f"p90_{name}_ms"] == pytest.approx(1e3 * np.percentile(seconds, 90)), name
     assert document["generated_texts"] == [" t0 t1 t2 t3 t4"] * 6
-
-
-def test_a_chats_first_chunk_is_no_token(bench: Bench) -> None:
-    """It names the role, and is sent before anything is computed."""
-    with running(script(steady)) as server:
-        document = bench(server, "--endpoint", "chat", "--json").document
-    assert min(document["ttfts"]) >= 0.055
-    assert [len(gaps) for gaps in document["itls"]] == [4] * 4
-    assert document["backend"] == "openai-chat"
 
 
 def test_what_is_asked_is_what_was_said(bench: Bench) -> None:
@@ -225,35 +211,6 @@ def test_requests_are_sent_at_their_times(bench: Bench, monkeypatch: pytest.Monk
     assert len(set(prompts)) == 4
 
 
-def test_the_tables_show_the_numbers(bench: Bench, tmp_path: Path) -> None:
-    reply = Reply(stream([0.01] * 3, metrics={"speculative_decoding": METRICS}))
-    with running(script(lambda asked: reply)) as server:
-        result = bench(server, "--goodput", "ttft:2000", "--report", tmp_path / "report.html")
-    assert result.exit_code == 0
-    for words in ("TTFT", "TPOT", "P99", "4 requests in", "goodput", "2.50 tokens per step: 20 in 8 steps", "37.5 %"):
-        assert words in result.stdout, words
-    assert "2.50" in (tmp_path / "report.html").read_text()
-
-
-def test_quiet_is_one_line(bench: Bench) -> None:
-    with running(script(steady)) as server:
-        result = bench(server, "--quiet")
-    assert result.stdout.startswith("4 requests in") and result.stdout.count("\n") == 1 and result.stderr == ""
-
-
-def test_the_page_holds_what_servers_say_as_text(bench: Bench, said: Said) -> None:
-    def answer(asked: Asked) -> Reply:
-        if asked.body["prompt"] == "prompt 2":
-            return failure(500, "<script>alert(1)</script>")
-        return Reply(stream([0.01] * 3))
-
-    with running(script(answer)) as server:
-        result = bench(server, "--json", "--model", "<b>m</b>")
-    page = bench_page(BenchDocument(**result.document))
-    said(result, "1", "4")
-    assert "<script" not in page and "<b>m" not in page and "&lt;script&gt;alert(1)" in page
-
-
 def test_prompts_come_from_datasets_and_files(bench: Bench, tmp_path: Path) -> None:
     spec_bench = tmp_path / "question.jsonl"
     spec_bench.write_text(json.dumps({"question_id": 81, "category": "writing", "turns": ["Say it.", "Again."]}) + "\n")
@@ -278,13 +235,6 @@ def test_prompts_come_from_datasets_and_files(bench: Bench, tmp_path: Path) -> N
         assert sorted(sent("--dataset", "random", "--num-prompts", 5, "--input-len", 12, "--seed", 1)) == sorted(random)
 
 
-def test_prompts_that_repeat_are_told_of(bench: Bench, said: Said) -> None:
-    with running(script(steady)) as server:
-        result = bench(server, "--num-prompts", 6)
-        assert len(server.generations()) == 7
-    said(result, "6", "4")
-
-
 def closed_port() -> str:
     with running(script(steady)) as server:
         return server.url
@@ -301,18 +251,13 @@ def garbled(*pieces: bytes, **more: Any) -> Callable[[Asked], Reply]:
     ("answer", "words"),
     [
         (lambda asked: failure(401, "Incorrect API key"), ("refuses the API key", "401", "Incorrect", "--api-key")),
-        (lambda asked: failure(404, "no model `first`"), ("404", "no model `first`")),
-        (lambda asked: failure(400, "max_tokens is too large"), ("400", "max_tokens is too large")),
         (lambda asked: Reply([(0.0, b"<h1>Bad gateway</h1>")], 502, "text/html"), ("502", "Bad gateway")),
         (garbled(ONE, b"data: {half\n\n", DONE), ("not JSON", "{half")),
-        (garbled(ONE, b"data: [1, 2]\n\n", DONE), ("no object", "[1, 2]")),
-        (garbled(ONE, event({"choices": "none"}), DONE), ("no list", "none")),
         (garbled(ONE, event({"choices": [{"text": 5}]}), DONE), ("text that is none", "5")),
         (garbled(ONE, event({"choices": [], "usage": {"completion_tokens": "5"}}), DONE), ("no count", "'5'")),
         (garbled(ONE, event({"error": {"message": "out of memory"}}), DONE), ("broke off", "out of memory")),
         (garbled(ONE), ("ended before", "[DONE]")),
         (garbled(ONE, is_cut=True), ("closed", "body")),
-        (garbled(event(usage()), DONE), ("held no token",)),
         (lambda asked: as_json({"choices": [{"text": "all"}]}), ("text/event-stream", "application/json")),
     ],
 )  # fmt: skip
@@ -330,41 +275,87 @@ def test_a_server_that_answers_wrongly_is_one_clear_error(
     assert tree(tmp_path) == before
 
 
+REPLY = Reply(stream([0.01] * 2))
+UNCOUNTED = [(0.0, event(chunk(" a"))), (0.0, event(chunk(" b", "length"))), (0.0, DONE)]
+HALF_COUNTED = event(chunk(" a", "length") | {"usage": {"prompt_tokens": None, "completion_tokens": 3}})
+
+
+@pytest.mark.parametrize(
+    ("answer", "flags", "words"),
+    [
+        (lambda asked: Reply(UNCOUNTED), [], ()),
+        (lambda asked: Reply([(0.0, HALF_COUNTED), (0.0, DONE)]), [], ()),
+        (lambda asked: REPLY, ["--num-prompts", 6], ("6", "4")),
+        (
+            lambda asked: failure(500, "<script>") if asked.body["prompt"] == "prompt 3" else REPLY,
+            ["--model", "<b>m</b>"], ("1", "4", "500"),
+        ),
+    ],
+    ids=["no usage", "half of it", "prompts that repeat", "one failure"],
+)  # fmt: skip
+def test_what_is_odd_is_told_beside_the_numbers(
+    answer: Callable[[Asked], Reply], flags: list[object], words: tuple[str, ...], bench: Bench, tmp_path: Path,
+    said: Said,
+) -> None:  # fmt: skip
+    with running(script(answer)) as server:
+        result = bench(server, *flags, "--report", tmp_path / "report.html", "--json")
+    document = result.document
+    assert (
+        document["failed"] == ("1" in words) and document["completed"] == document["num_prompts"] - document["failed"]
+    )
+    page = (tmp_path / "report.html").read_text()
+    assert "<script" not in page and "<b>m" not in page
+    said(result, *words)
+
+
+@pytest.mark.parametrize(
+    ("reply", "flags", "words"),
+    [
+        (script(lambda asked: failure(404, "gone")), ["--model", "third"], ("third", "`--model`")),
+        (lambda asked: as_json({"models": []}), [], ()),
+        (lambda asked: models(), [], ("`--model`",)),
+        (script(lambda asked: failure(503, "queue full")), ["--num-warmups", 0], ("503",)),
+        (script(lambda asked: Reply([(0.0, b"x" * 100_000)] * 2000, 500, "text/plain")), [], ("500",)),
+    ],
+    ids=["another model", "no list of models", "no model", "every failure", "an endless failure"],
+)
+def test_a_server_that_cannot_be_measured_is_one_error(
+    reply: Script, flags: list[object], words: tuple[str, ...], bench: Bench, said: Said
+) -> None:
+    with running(reply) as server:
+        result = bench(server, *flags)
+        assert all(len(asked.sent_s) < 500 for asked in server.generations())
+    assert result.exit_code == 1 and len(result.stderr) < 500
+    said(result, *words)
+
+
+@pytest.mark.parametrize(
+    ("line", "endpoint"),
+    [('{"messages": [{"role": "user", "content": "Hi"}]}', "completions"), ('{"prompt_ids": [1]}', "chat")],
+)
+def test_prompts_that_the_endpoint_does_not_take_are_named(
+    line: str, endpoint: str, specdec: Specdec, tmp_path: Path, said: Said
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text(line)
+    result = specdec("bench", "--input-file", tmp_path / "prompts.jsonl", "--endpoint", endpoint)
+    assert result.exit_code == 1
+    said(result, "prompt 1")
+
+
+def test_the_key_is_that_of_serve_before_that_of_openais_clients(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(script(steady)) as server:
+        for name, value in (("OPENAI_API_KEY", "theirs"), ("SPECDEC_API_KEY", "ours")):
+            monkeypatch.setenv(name, value)
+            assert bench(server, "--num-prompts", 1, "--num-warmups", 0).exit_code == 0
+        assert [asked.headers["authorization"] for asked in server.generations()] == ["Bearer theirs", "Bearer ours"]
+
+
 def test_a_server_that_is_not_there_is_one_clear_error(bench: Bench, said: Said) -> None:
     for arguments in ([], ["--model", "m"]):
         result = bench(closed_port(), *arguments)
         assert result.exit_code == 1 and "`--base-url`" in result.stderr
         said(result)
         assert result.stderr.count("\n") == 2
-
-
-def test_a_model_that_the_server_has_not_is_named_beside_those_it_has(bench: Bench, said: Said) -> None:
-    with running(script(lambda asked: failure(404, "gone"))) as server:
-        result = bench(server, "--model", "third")
-    assert result.exit_code == 1
-    assert "`--model`" in result.stderr
-    said(result, "third")
-
-
-def test_a_server_that_is_no_openai_server_is_named(bench: Bench, said: Said) -> None:
-    with running(lambda asked: as_json({"models": []})) as server:
-        result = bench(server)
-    assert result.exit_code == 1
-    said(result)
-    with running(lambda asked: models()) as server:
-        result = bench(server)
-    assert result.exit_code == 1 and "`--model`" in result.stderr
-    said(result)
-
-
-def test_an_endless_answer_is_not_read_to_its_end(bench: Bench, said: Said) -> None:
-    endless = Reply([(0.0, b"x" * 100_000)] * 2000, 500, "text/plain")
-    with running(script(lambda asked: endless)) as server:
-        result = bench(server)
-        assert result.exit_code == 1
-        said(result, "500")
-        (asked,) = server.generations()
-    assert len(asked.sent_s) < 500 and len(result.stderr) < 500
 
 
 def test_a_stream_without_an_end_is_broken_off(bench: Bench, said: Said) -> None:
@@ -377,41 +368,11 @@ def test_a_stream_without_an_end_is_broken_off(bench: Bench, said: Said) -> None
     assert asked.is_broken_off and len(asked.sent_s) < 5000
 
 
-@pytest.mark.parametrize(
-    ("variables", "key"),
-    [
-        ({"SPECDEC_API_KEY": "ours"}, "ours"),
-        ({"OPENAI_API_KEY": "theirs"}, "theirs"),
-        ({"SPECDEC_API_KEY": "ours", "OPENAI_API_KEY": "theirs"}, "ours"),
-    ],
-)
-def test_the_key_is_that_of_serve_or_of_openais_clients(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], key: str
-) -> None:
-    with running(script(steady)) as server:
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        assert bench(server, "--num-prompts", 1).exit_code == 0
-        assert {asked.headers["authorization"] for asked in server.generations()} == {f"Bearer {key}"}
-
-
 def test_a_server_that_hangs_is_given_up(bench: Bench, said: Said) -> None:
     with running(script(lambda asked: Reply([(0.0, ONE), (HANG_S, DONE)]))) as server:
         result = bench(server, "--timeout", 0.2)
     assert result.exit_code == 1
     said(result)
-
-
-def test_requests_that_fail_among_others_are_counted_and_named(bench: Bench, said: Said) -> None:
-    def answer(asked: Asked) -> Reply:
-        return failure(503, "queue full") if asked.body["prompt"] == "prompt 3" else Reply(stream([0.01] * 2))
-
-    with running(script(answer)) as server:
-        result = bench(server, "--json")
-    document = result.document
-    assert (document["completed"], document["failed"]) == (3, 1)
-    said(result, "1", "4", "503")
-    assert [bool(error) for error in document["errors"]] == [False, False, False, True]
 
 
 def test_a_kept_connection_that_the_server_closes_costs_no_request(bench: Bench) -> None:
@@ -426,42 +387,6 @@ def test_a_kept_connection_that_the_server_closes_costs_no_request(bench: Bench)
     assert (document["completed"], document["failed"]) == (4, 0)
 
 
-def test_a_server_that_never_answers_is_asked_twice(bench: Bench) -> None:
-    with running(script(lambda asked: None)) as server:
-        result = bench(server, "--num-warmups", 0)
-        assert len(server.generations()) == 2 * 4
-    assert result.exit_code == 1 and "disconnected" in result.stderr
-
-
-def test_every_request_failing_is_an_error(bench: Bench, said: Said) -> None:
-    with running(script(lambda asked: failure(503, "queue full"))) as server:
-        result = bench(server, "--num-warmups", 0)
-    assert result.exit_code == 1
-    said(result)
-
-
-@pytest.mark.parametrize(("sent", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_it_and_every_request(
-    sent: int, exit_code: int, process_environment: dict[str, str], tmp_path: Path
-) -> None:
-    slow = Reply([(0.05, ONE)] * 4000)
-    with running(script(lambda asked: slow)) as server:
-        command = [sys.executable, "-m", "specdec_cli", "bench", "--base-url", server.url, "--num-warmups", "0"]
-        process = subprocess.Popen(
-            [*command, "--dataset", "random", "--num-prompts", "3"],
-            env=process_environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-        )
-        wait_until(lambda: sum(bool(asked.sent_s) for asked in server.generations()) == 3)
-        process.send_signal(sent)
-        stdout, stderr = process.communicate(timeout=HANG_S)
-        wait_until(lambda: not server.num_open)
-    assert (process.returncode, stdout) == (exit_code, "") and "Traceback" not in stderr
-    assert all(asked.is_broken_off for asked in server.generations())
-
-
 def test_after_ctrl_c_what_had_been_answered_is_shown(
     process_environment: dict[str, str], tmp_path: Path, said: Said
 ) -> None:
@@ -474,11 +399,8 @@ def test_after_ctrl_c_what_had_been_answered_is_shown(
         command = [sys.executable, "-m", "specdec_cli", "bench", "--base-url", server.url, "--num-warmups", "0"]
         process = subprocess.Popen(
             [*command, "--json", "--concurrency", "1", "--input-file", str(prompts)],
-            env=process_environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-        )
+            env=process_environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8",
+        )  # fmt: skip
         wait_until(lambda: len(server.generations()) == 3 and server.generations()[2].sent_s)
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=HANG_S)
@@ -488,38 +410,15 @@ def test_after_ctrl_c_what_had_been_answered_is_shown(
     assert (document["completed"], document["failed"], document["output_lens"]) == (2, 0, [5, 5])
 
 
-def test_a_server_without_usage_has_its_chunks_counted(bench: Bench, said: Said) -> None:
-    pieces = [(0.0, event(chunk(" a"))), (0.0, event(chunk(" b", "length"))), (0.0, DONE)]
-    with running(script(lambda asked: Reply(pieces))) as server:
-        result = bench(server, "--json")
-    assert result.document["output_lens"] == [2] * 4
-    said(result)
-
-
-def test_prompts_that_the_server_does_not_count_are_told_of(bench: Bench, said: Said) -> None:
-    pieces = [
-        (0.0, event(chunk(" a", "length") | {"usage": {"prompt_tokens": None, "completion_tokens": 3}})),
-        (0.0, DONE),
-    ]
-    with running(script(lambda asked: Reply(pieces))) as server:
-        result = bench(server, "--json")
-    assert result.document["output_lens"] == [3] * 4 and result.document["total_input_tokens"] == 0
-    said(result)
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ("--request-rate 0", ("--request-rate", "more than 0")),
-        ("--request-rate nan", ("--request-rate", "nan")),
         ("--base-url localhost:8000", ("no HTTP address", "localhost:8000")),
         ("--goodput speed:5", ("no", "speed:5")),
         ("--extra-body [1]", ("--extra-body", "[1]")),
         ("--metric-percentiles 50,101", ("--metric-percentiles", "101")),
         ("--input-len 5", ("--input-len", "random")),
-        ("--dataset demo", ("--dataset", "--input-file")),
-        ("--temperature nan", ("--temperature", "nan")),
-        ("--seed -1", ("--seed", "-1")),
     ],
 )  # fmt: skip
 def test_wrong_usage_is_told_before_anything_is_sent(
@@ -531,15 +430,3 @@ def test_wrong_usage_is_told_before_anything_is_sent(
     assert result.exit_code == 2 and result.stderr.count("\n") == 2
     for word in words:
         assert word in result.stderr, result.stderr
-
-
-def test_prompts_that_the_endpoint_does_not_take_are_named(specdec: Specdec, tmp_path: Path, said: Said) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
-    result = specdec("bench", "--input-file", path)
-    assert result.exit_code == 1 and "prompt 1" in result.stderr
-    said(result, "`--endpoint chat`")
-    path.write_text('{"prompt_ids": [1]}\n')
-    result = specdec("bench", "--input-file", path, "--endpoint", "chat")
-    assert result.exit_code == 1
-    said(result)

@@ -33,7 +33,7 @@ def build(specdec: Specdec, llama_checkpoint_dir: Path, tmp_path: Path) -> Comma
 DRAFTS = ["--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 6]
 
 
-@pytest.mark.parametrize("dtype", ["auto", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_dtype_is_that_of_the_weights(convert: Command, llama_dir: Path, tmp_path: Path, dtype: str) -> None:
     result = convert("--dtype", dtype)
     expected = "float32" if dtype == "auto" else dtype
@@ -44,44 +44,6 @@ def test_dtype_is_that_of_the_weights(convert: Command, llama_dir: Path, tmp_pat
     assert tensors.keys() == source.keys()
     for name, tensor in tensors.items():
         torch.testing.assert_close(tensor, source[name].to(getattr(torch, expected)), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_auto_keeps_the_dtype_the_model_was_saved_in(
-    dtype: str, convert: Command, specdec: Specdec, tmp_path: Path
-) -> None:
-    convert("--dtype", dtype)
-    source = tmp_path / "ckpt"
-    model_dir = tmp_path / "model"
-    model_dir.mkdir()
-    config = json.loads((source / "config.json").read_text())["pretrained_config"]
-    (model_dir / "config.json").write_text(json.dumps(config))
-    (model_dir / "model.safetensors").symlink_to(source / "rank0.safetensors")
-    result = specdec("convert", "--model-dir", model_dir, "--output-dir", tmp_path / "again", "--json")
-    assert result.document["checkpoint"]["dtype"] == dtype
-
-
-def test_checkpoint_holds_the_weights_and_the_tokenizer(convert: Command, tmp_path: Path) -> None:
-    assert convert().exit_code == 0
-    assert tree(tmp_path) == [
-        "ckpt", "ckpt/config.json", "ckpt/generation_config.json", "ckpt/rank0.safetensors", "ckpt/tokenizer.json",
-        "ckpt/tokenizer_config.json",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "family"), [("demo", "llama"), ("demo-draft", "llama"), ("demo-hybrid", "qwen3_5_text")]
-)
-def test_shipped_models_have_names(specdec: Specdec, tmp_path: Path, name: str, family: str) -> None:
-    result = specdec("convert", "--model-dir", name, "--output-dir", tmp_path / "ckpt", "--json")
-    assert result.document["checkpoint"]["pretrained_config"]["model_type"] == family
-    assert result.document["model_dir"] == name
-
-
-def test_quiet_converts_and_builds_in_silence(convert: Command, build: Command, tmp_path: Path) -> None:
-    for result in (convert("--quiet"), build("--max-seq-len", 128, "--quiet")):
-        assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
-    assert (tmp_path / "ckpt" / "config.json").is_file() and (tmp_path / "engine" / "config.json").is_file()
 
 
 @pytest.mark.parametrize("command", ["convert", "build"])
@@ -102,25 +64,6 @@ def test_force_replaces_what_specdec_wrote(
     assert tree(tmp_path) == [name for name in before if "left-over" not in name]
 
 
-def test_empty_output_directory_is_written_without_force(convert: Command, tmp_path: Path) -> None:
-    (tmp_path / "ckpt").mkdir()
-    assert convert().exit_code == 0
-
-
-def test_brackets_in_paths_are_printed_as_they_are(
-    specdec: Specdec, llama_dir: Path, tmp_path: Path, said: Said
-) -> None:
-    output_dir = tmp_path / "[bold] a[0]" / ":smile:"
-    result = specdec("convert", "--model-dir", llama_dir, "--output-dir", output_dir)
-    assert result.stdout.endswith(f"→ {output_dir}\n")
-    engine_dir = tmp_path / "[e]"
-    arguments = ["--checkpoint-dir", output_dir, "--output-dir", engine_dir, "--compiler", "none"]
-    result = specdec("build", *arguments, "--max-input-len", 64)
-    assert "[e]" in result.stdout
-    again = specdec("build", *arguments)
-    said(again, engine_dir)
-
-
 def built(tmp_path: Path) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((tmp_path / "engine" / "config.json").read_text())
     return config
@@ -133,14 +76,6 @@ def test_max_seq_len_grows_by_the_draft_length(build: Command, tmp_path: Path) -
     assert config["speculative_decoding_mode"] == "draft_tokens_external"
 
 
-def test_max_seq_len_is_by_default_what_the_model_has(build: Command, tmp_path: Path) -> None:
-    result = build()
-    assert result.exit_code == 0
-    assert built(tmp_path)["build_config"]["max_seq_len"] == 256
-    assert "input 64, input + output 256 tokens" in result.stdout
-    assert "drafts" in result.stdout and "none" in result.stdout
-
-
 def test_lengths_fit_a_model_of_fewer_positions_than_their_defaults(
     specdec: Specdec, llama_checkpoint_dir: Path, tmp_path: Path, said: Said
 ) -> None:
@@ -149,33 +84,6 @@ def test_lengths_fit_a_model_of_fewer_positions_than_their_defaults(
     assert result.exit_code == 0, result.stderr
     said(result.stderr.partition("\n")[0], "`--max-input-len`", "192", "256")
     assert "input 192, input + output 256 tokens" in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "message"),
-    [
-        ("--max-draft-len", 600, "256; 600"),
-        ("--tokens-per-block", 1048576, "1024; 1048576"),
-        ("--max-batch-size", 100000000, "1024; 100000000"),
-        ("--max-batch-size", 0, "1; 0"),
-        ("--max-seq-len", 1, "2; 1"),
-    ],
-)
-def test_numbers_out_of_all_proportion_are_refused_at_once(
-    build: Command, tmp_path: Path, flag: str, value: int, message: str, said: Said
-) -> None:
-    result = build("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4, flag, value)
-    assert result.exit_code == 2
-    said(result, f"`{flag}`", *message.split("; "))
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("tokens_per_block", [1, 2, 64])
-def test_tokens_per_block_is_the_size_of_a_block(build: Command, tmp_path: Path, tokens_per_block: int) -> None:
-    result = build("--tokens-per-block", tokens_per_block, "--max-seq-len", 128)
-    assert result.exit_code == 0, result.stderr
-    assert built(tmp_path)["build_config"]["tokens_per_block"] == tokens_per_block
-    assert f"blocks of {tokens_per_block} tokens" in result.stdout
 
 
 def test_tokens_per_block_does_not_change_the_output(build: Command, specdec: Specdec, tmp_path: Path) -> None:
@@ -187,7 +95,7 @@ def test_tokens_per_block_does_not_change_the_output(build: Command, specdec: Sp
     assert len(texts) == 1
 
 
-@pytest.mark.parametrize(("max_batch_size", "num_groups"), [(1, 3), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("max_batch_size", "num_groups"), [(2, 2)])
 def test_prompts_beyond_max_batch_size_run_in_groups(
     build: Command, specdec: Specdec, tmp_path: Path, max_batch_size: int, num_groups: int
 ) -> None:
@@ -199,11 +107,8 @@ def test_prompts_beyond_max_batch_size_run_in_groups(
     assert document["total"]["num_iterations"] == 4 * num_groups
 
 
-@pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_engine_names_what_it_was_built_for(build: Command, tmp_path: Path, device: str) -> None:
-    if device == "auto" and torch.cuda.is_available():
-        pytest.skip("`auto` is the GPU here")
-    result = build("--device", device)
+def test_engine_names_what_it_was_built_for(build: Command, tmp_path: Path) -> None:
+    result = build("--device", "cpu")
     environment = built(tmp_path)["environment"]
     assert environment["device"] == "cpu"
     assert environment["torch"] == torch.__version__
@@ -213,20 +118,11 @@ def test_engine_names_what_it_was_built_for(build: Command, tmp_path: Path, devi
 def test_phases_are_named_on_stderr_and_timed_on_stdout(build: Command) -> None:
     result = build()
     phases = [
-        "loading the checkpoint",
-        "compiling the step",
-        "checking the logits",
-        "measuring steps",
-        "writing the engine",
-    ]
+        "loading the checkpoint", "compiling the step", "checking the logits", "measuring steps", "writing the engine",
+    ]  # fmt: skip
     assert [line.split(" s  ")[1] for line in result.stderr.splitlines()] == phases
     assert all(phase in " ".join(result.stdout.split()) for phase in phases[:3])
     assert "logits check" in result.stdout
-
-
-def test_draft_mode_takes_paged_context_fmha(build: Command) -> None:
-    assert build(*DRAFTS, "--use-paged-context-fmha", "enable").exit_code == 0
-    assert build("--use-paged-context-fmha", "disable", "--force").exit_code == 0
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """`--drafter module:factory`: anybody's drafter speculates, and what is wrong with one is one clear error."""
 
 import importlib
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,17 +34,16 @@ def module(directory: Path, name: str, source: str) -> None:
     importlib.invalidate_caches()
 
 
-@pytest.mark.parametrize("factory", ["LastOccurrence", "Draws", "DrawsOneWord", "adds_nothing"])
-@pytest.mark.parametrize("num_prompts", [1, 5])
+@pytest.mark.parametrize("factory", ["LastOccurrence", "DrawsOneWord", "adds_nothing"])
 def test_drafts_do_not_change_greedy_output(
-    run: Run, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, factory: str, num_prompts: int
+    run: Run, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, factory: str
 ) -> None:
     """Probabilities do not count either: they are for sampling."""
-    arguments = [*each("--input-text", PROMPTS[:num_prompts]), "--drafter", f"custom_drafters:{factory}"]
+    arguments = [*each("--input-text", PROMPTS[:5]), "--drafter", f"custom_drafters:{factory}"]
     document = run(*arguments, "--max-output-len", 24, "--json").document
     assert_valid("run", document)
     assert ids_of(document) == [
-        hf_greedy(llama, tokenizer(prompt)["input_ids"], 24, eos_token_id=2) for prompt in PROMPTS[:num_prompts]
+        hf_greedy(llama, tokenizer(prompt)["input_ids"], 24, eos_token_id=2) for prompt in PROMPTS[:5]
     ]
     assert document["settings"]["drafter"] == f"custom_drafters:{factory}"
     assert (document["total"]["num_draft_tokens"] > 0) == (factory != "adds_nothing")
@@ -58,23 +56,6 @@ def test_module_is_found_in_the_current_directory(run: Run, current_directory: P
     total = run("--drafter", f"{name}:Repeater", "--max-output-len", 12, "--end-id", 0, "--json").document["total"]
     assert total["num_drafts_per_position"][9] > 0, "drafts may be as long as the engine takes"
     assert tree(current_directory) == before
-
-
-def test_installed_module_is_found_from_anywhere(
-    run: Run, current_directory: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    site = tmp_path_factory.mktemp("site")
-    module(site, "installed_drafter", REPEATER)
-    sys.path.append(str(site))
-    total = run("--drafter", "installed_drafter:Repeater", "--max-output-len", 6, "--json").document["total"]
-    assert total["num_draft_tokens"] > 0
-    del sys.modules["installed_drafter"]
-
-
-def test_factory_may_be_any_callable_of_no_arguments(run: Run, current_directory: Path) -> None:
-    module(current_directory, "my_drafter", REPEATER + "\n\nmake = lambda repeater=Repeater: repeater()\n")
-    total = run("--drafter", "my_drafter:make", "--max-output-len", 6, "--json").document["total"]
-    assert total["num_draft_tokens"] > 0
 
 
 def test_finished_requests_are_forgotten(run: Run, current_directory: Path) -> None:
@@ -93,20 +74,13 @@ def assert_one_error(result: Result, exit_code: int, said: Said, *values: str) -
     said(result, *values)
 
 
-@pytest.mark.parametrize("text", ["abc", "my_drafter", ":make", "my_drafter:", ":"])
-def test_form_is_module_and_factory(run: Run, text: str, said: Said) -> None:
-    assert_one_error(run("--drafter", text), 2, said, "`--drafter`", text)
-
-
 @pytest.mark.parametrize(
     ("source", "words"),
     [
         (None, ("ModuleNotFoundError", "'my_drafter'")),
         ("1 / 0", ("ZeroDivisionError", "my_drafter")),
-        ("def f(:", ("SyntaxError", "my_drafter")),
         ("import nothing_of_this_name", ("nothing_of_this_name", "my_drafter")),
         ("", ("my_drafter:make",)),
-        ("make = 5", ("my_drafter:make",)),
         ("def makes(): ...", ("my_drafter:make", "makes")),
     ],
 )
@@ -138,42 +112,18 @@ def test_module_that_exits_is_one_error_too(run: Run, current_directory: Path, s
     [
         ("raises", ("`custom_drafters:raises`", "OSError: no weights here")),
         ("needs_an_argument", ("TypeError", "'path'")),
-        ("makes_a_number", ("`propose`", "`forget`", "int")),
         ("WithoutForget", ("`forget`", "WithoutForget")),
-        ("WithoutPropose", ("`propose`", "WithoutPropose")),
-        ("TakesNoArguments", ("`custom_drafters:TakesNoArguments`", "TypeError")),
         ("Raises", ("`custom_drafters:Raises`", "KeyError", "no such draft")),
         ("RaisesWhenItForgets", ("`custom_drafters:RaisesWhenItForgets`", "KeyError: 0")),
         ("nothing", ("`Draft`",)),
-        ("bare_tokens", ("`Draft`",)),
-        ("one_too_few", ("0", "1")),
-        ("too_long", ("10", "11")),
         ("foreign_token", ("300",)),
-        ("words", ("300", "'dog'")),
-        ("draft_of_none", ()),
-        ("draft_of_a_set", ()),
     ],
 )
 def test_drafter_that_cannot_be_used_is_one_error(run: Run, factory: str, words: tuple[str, ...], said: Said) -> None:
     assert_one_error(run("--drafter", f"custom_drafters:{factory}", "--max-output-len", 6), 1, said, *words)
 
 
-@pytest.mark.parametrize(
-    ("factory", "words"),
-    [
-        ("narrow_probs", ("(1, 300)", "(1, 7)")),
-        ("impossible_probs", ("5", "0.0")),
-        ("truth_values_for_probs", ()),
-    ],
-)
-def test_probabilities_that_cannot_be_used_are_one_error(
-    run: Run, factory: str, words: tuple[str, ...], said: Said
-) -> None:
-    arguments = ["--drafter", f"custom_drafters:{factory}", "--temperature", 1.0, "--max-output-len", 6]
-    assert_one_error(run(*arguments), 1, said, *words)
-
-
-@pytest.mark.parametrize("factory", ["adds_a_token", "takes_a_token", "rewrites_a_token", "writes_a_foreign_token"])
+@pytest.mark.parametrize("factory", ["rewrites_a_token"])
 def test_drafter_that_edits_a_sequence_is_one_error(run: Run, factory: str, said: Said) -> None:
     """`tokens = sequence.tokens; tokens += …` is soon written, and would be output that no model generated."""
     assert_one_error(run("--drafter", f"custom_drafters:{factory}", "--max-output-len", 6), 1, said, "custom_drafters")

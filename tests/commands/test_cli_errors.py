@@ -69,11 +69,6 @@ def named(make: Callable[..., Damage]) -> Callable[..., Damage]:
 
 
 @named
-def wrong_json(name: str, text: str = "{") -> Damage:
-    return lambda directory: none_of((directory / name).write_text(text))
-
-
-@named
 def without(name: str) -> Damage:
     return lambda directory: (directory / name).unlink()
 
@@ -216,15 +211,8 @@ def hot(directory: Path) -> None:
 
 WRONG_CONFIG = [
     case(RUN + "--ngram-config [10]", 2, "2", "3", "[10]", "[10,2,[0]]"),
-    case(RUN + "--ngram-config [0,2,[0]]", 2, "max_draft_len", "1", "0"),
-    case(RUN + "--ngram-config [10,0,[0]]", 2, "max_matching_ngram_size", "1", "0"),
-    case(RUN + "--ngram-config [10,2,[]]", 2, "device_list", "[]"),
     case(RUN + "--ngram-config [10,2,[3]]", 2, "3"),
-    case(RUN + "--ngram-config abc", 2, "abc"),
-    case(SUMMARIZE + "--ngram-config abc", 2, "abc"),
-    case(SUMMARIZE + "--ngram-config [10,2,[3]]", 2, "3"),
     case(RUN + "--ngram-config [11,2,[0]]", 1, "10", "11", "--max-draft-len"),
-    case(SUMMARIZE + "--ngram-config [11,2,[0]]", 1, "10", "11"),
     case(
         RUN.replace("engine ", "engine-plain ") + "--ngram-config [4,2,[0]]",
         1,
@@ -232,27 +220,10 @@ WRONG_CONFIG = [
         "--speculative-decoding-mode",
         "draft_tokens_external",
     ),
-    case(RUN + "--suffix-config abc", 2, "`--suffix-config`", "abc", "[10,[0]]"),
-    case(SUMMARIZE + "--suffix-config [10,2,[0]]", 2, "2", "[10,2,[0]]"),
-    case(RUN + "--suffix-config [10,[3]]", 2, "3"),
     case(RUN + "--suffix-config [11,[0]]", 1, "10", "11"),
     case(RUN + "--ngram-config [4,2,[0]] --ngram-ranking best", 2),
-    case(SUMMARIZE + "--ngram-config [4,2,[0]] --ngram-ranking best", 2),
-    case(RUN + "--ngram-config [4,2,[0]] --ngram-pool shared", 2),
-    case(RUN + "--ngram-config [4,2,[0]] --min-matching-ngram-size 0", 2, "min-matching-ngram-size"),
-    case(RUN + "--ngram-config [4,2,[0]] --min-matching-ngram-size 3", 2, "2", "3"),
-    case(RUN + "--ngram-config [4,2,[0]] --ngram-corpus none", 1, "none"),
-    case(SUMMARIZE + "--ngram-config [4,2,[0]] --ngram-corpus none", 1, "none"),
     case(RUN + "--ngram-config [4,2,[0]] --ngram-corpus articles.jsonl", 1, "articles.jsonl"),
-    case(RUN + "--ngram-ranking recent", 2, "`--ngram-ranking`", "recent", "`--ngram-config`"),
-    case(
-        SUMMARIZE + "--ngram-pool public",
-        2,
-        "`--ngram-pool`",
-        "public",
-        "`--ngram-config`",
-    ),
-    case(RUN + "--suffix-config [4,[0]] --ngram-corpus c", 2, "`--ngram-corpus`", "c"),
+    case(SUMMARIZE + "--ngram-pool public", 2, "`--ngram-pool`", "public", "`--ngram-config`"),
     case(
         RUN + "--spec-decode-algo DRAFT_TARGET --draft-engine-dir none --ngram-ranking recent",
         2,
@@ -261,40 +232,20 @@ WRONG_CONFIG = [
         "`--spec-decode-algo NGRAM`",
     ),
     case(RUN + "--ngram-config [4,2,[0]] --suffix-config [4,[0]]", 2, "together", "`--drafters auto`"),
-    case(RUN + "--drafters ngram,hydra", 2, "hydra"),
     case(SUMMARIZE + "--drafters ngram", 2, "`--ngram-config`", "ngram", "[10,2,[0]]"),
-    case(RUN + "--spec-decode-algo NGRAM --drafters ngram", 2, "`--spec-decode-algo`", "`--drafters`"),
-    case(RUN + "--spec-decode-algo SUFFIX --suffix-config [4,[0]]", 2, "`--spec-decode-algo`", "`--suffix-config`"),
-    case(RUN + "--spec-decode-algo SUFFIX --max-matching-ngram-size 2", 2, "`--spec-decode-algo NGRAM`", "2"),
-    case(RUN + "--no-kv-cache-enable-block-reuse", 2),
-    case(SUMMARIZE + "--no-kv-cache-enable-block-reuse", 2),
     case(
         RUN + "--kv-cache-enable-block-reuse --disable-kv-cache-reuse",
         2,
         "`--kv-cache-enable-block-reuse`",
         "`--disable-kv-cache-reuse`",
     ),
-    case(
-        RUN + "--no-kv-cache-enable-block-reuse --kv-cache-enable-block-reuse --max-matching-ngram-size 2",
-        2,
-        "`--kv-cache-enable-block-reuse`",
-        "`--no-kv-cache-enable-block-reuse`",
-    ),
     case(RUN + "--num-beams 2", 2, "2"),
     case(RUN + "--use-py-session", 2, "`--use-py-session`"),
     case(RUN + "--streaming --json", 2, "`--streaming`", "`--json`"),
     case(RUN + "--streaming-interval 3", 2, "`--streaming-interval`", "`--streaming`", "3"),
     case(RUN + "--spec-decode-algo MEDUSA", 2, "MEDUSA", "NGRAM", "SUFFIX", "DRAFT_TARGET"),
-    case(
-        RUN + "--spec-decode-algo NGRAM --ngram-config [4,2,[0]]",
-        2,
-        "`--spec-decode-algo`",
-        "`--ngram-config`",
-    ),
-    case(RUN + "--ngram-config 4,2 --spec-decode-max-draft-len 3", 2, "`--spec-decode-algo`", "3"),
+    case(RUN + "--spec-decode-algo NGRAM --ngram-config [4,2,[0]]", 2, "`--spec-decode-algo`", "`--ngram-config`"),
     case(RUN + "--ngram-config 4,2 --mode both", 2, "`--mode`", "both"),
-    case(RUN + "--spec-decode-algo NGRAM --drafter my:make", 2, "`--spec-decode-algo`", "`--drafter`"),
-    case(RUN + "--spec-decode-algo NGRAM --draft-engine-dir draft", 2, "`--spec-decode-algo DRAFT_TARGET`", "draft"),
     case(RUN + "--spec-decode-algo DRAFT_TARGET", 2, "`--draft-model-dir`"),
     case(
         RUN + "--spec-decode-algo DRAFT_TARGET --draft-model-dir model --draft-engine-dir draft",
@@ -302,55 +253,26 @@ WRONG_CONFIG = [
         "`--draft-model-dir`",
         "`--draft-engine-dir`",
     ),
-    case(
-        RUN + "--spec-decode-algo DRAFT_TARGET --draft-engine-dir none --max-matching-ngram-size 2",
-        2,
-        "`--max-matching-ngram-size`",
-        "`--spec-decode-algo NGRAM`",
-        "2",
-    ),
-    case(RUN + "--spec-decode-max-draft-len 4", 2, "`--spec-decode-algo`", "4", "`--spec-decode-algo NGRAM`"),
-    case(RUN + "--spec-decode-algo NGRAM --spec-decode-max-draft-len 0", 2, "spec-decode-max-draft-len"),
-    case(RUN + "--spec-decode-algo NGRAM --spec-decode-max-draft-len 11", 1, "10", "11"),
-    case(RUN + "--spec-decode-algo NGRAM --max-matching-ngram-size 0", 2, "max-matching-ngram-size"),
-    case(RUN + "--spec-decode-algo DRAFT_TARGET --draft-engine-dir none", 1),
-    case(RUN + "--max-num-tokens 0", 2, "max-num-tokens"),
     case(RUN + "--model-dir model", 2, "`--model-dir`", "`--engine-dir`", "model"),
-    case(RUN + "--no-cache", 2, "`--no-cache`", "`--model-dir`"),
     case(RUN + "--max-seq-len 64", 2, "`--max-seq-len`", "`--model-dir`", "64"),
-    case(RUN + "--dtype bfloat16", 2, "`--dtype`", "`--model-dir`", "bfloat16"),
-    case("run --model-dir ./none --input-text a", 1, "./none"),
     case("run --model-dir model --max-seq-len 100000 --input-text a", 1, "max_seq_len", "--max-seq-len"),
     case("run --model-dir ckpt --input-text a", 1),
     case("run --model-dir model --check-lossless --input-text a", 2),
     case(RUN + "--end-id 300", 1, "300"),
-    case(RUN + "--max-output-len 0", 2, "max-output-len"),
-    case(RUN + "--max-output-len many", 2, "max-output-len"),
     case(RUN + "--ngram_konfig x", 2, "--ngram-konfig"),
     case("runn", 2, "runn"),
     case("summarize --engine-dir engine", 2),
     case("summarize --engine-dir engine --test-hf", 2, "`--hf-model-dir`"),
     case("summarize --engine-dir engine --test-hf --hf-model-dir model --check-accuracy", 2, "`--check-accuracy`"),
-    case(SUMMARIZE + "--batch-size 5", 1, "max_batch_size", "4", "5"),
     case(SUMMARIZE + "--batch-size 5 --spec-decode-algo NGRAM --mode orchestrator", 1, "4", "5", "`--mode leader`"),
-    case(SUMMARIZE + "--spec-decode-algo MEDUSA", 2, "MEDUSA"),
-    case(SUMMARIZE + "--spec-decode-algo DRAFT_TARGET", 2, "`--draft-model-dir`"),
-    case(SUMMARIZE + "--spec-decode-algo NGRAM --ngram-config 4,2", 2),
-    case(SUMMARIZE + "--model-dir model", 2, "`--model-dir`", "`--engine-dir`"),
-    case(SUMMARIZE + "--no-cache", 2, "`--no-cache`", "`--model-dir`"),
     case(SUMMARIZE + "--mode orchestrator --disable-kv-cache-reuse", 2, "`--mode leader`"),
     case(SUMMARIZE + "--num-workers 2", 2, "`--num-workers`", "2"),
-    case(SUMMARIZE + "--eval-task chess", 2, "chess"),
     case(BUILD + "--speculative-decoding-mode draft_tokens_external", 2),
     case(BUILD + "--max-draft-len 4 --speculative-decoding-mode none", 2, "`--max-draft-len 4`", "none"),
     case(BUILD + DRAFTS + "--use-paged-context-fmha disable", 2, "--use-paged-context-fmha"),
-    case(BUILD + "--speculative-decoding-mode medusa", 2, "medusa"),
     case(BUILD + "--tokens-per-block 24", 2, "24"),
     case(BUILD + "--max-seq-len 64", 1, "64"),
     case(BUILD + "--max-seq-len 257", 1, "256", "257", "`--max-seq-len 256`"),
-    case(BUILD + "--device tpu", 2, "tpu"),
-    case(CONVERT + "--dtype int8", 2, "int8"),
-    case(CONVERT + "--tp-size 0", 2, "`--tp-size`", "1", "0"),
     case(CONVERT + "--tp-size 3", 1, "3", "4", "llama"),
 ]
 
@@ -359,7 +281,6 @@ LONG = "x" * 97
 PROMPTS = [
     case(NO_INPUT, 2),
     case(NO_INPUT + "--input-text ''", 1, "''"),
-    case(NO_INPUT + "--input-text '  '", 1, "1"),
     case(
         NO_INPUT + f"--input-text {LONG}", 1, "max_input_len", "96", "97", "`--max-input-length`",
         "`specdec build --max-input-len`", "`--model-dir`", "`--max-seq-len`",
@@ -370,40 +291,23 @@ PROMPTS = [
         RUN + "--max-output-len 159", 1, "160", "159",
         "`--max-output-len`", "`specdec build --max-seq-len`", "`--model-dir`",
     ),
-    case(NO_INPUT + "--input-file none.txt", 1, "none.txt"),
-    case(
-        NO_INPUT + "--input-file in.pdf", 2, "in.pdf", "`.txt`", damage=file("in.pdf", "x")
-    ),
     case(NO_INPUT + "--input-file in.txt", 1, "2", "in.txt", damage=file("in.txt", b"a\n\xff\n")),
-    case(NO_INPUT + "--input-file in.txt", 1, "in.txt", damage=file("in.txt", "")),
-    case(NO_INPUT + "--input-file in.csv", 1, "2", "'x'", damage=file("in.csv", "3,4\n3,x\n")),
     case(NO_INPUT + "--input-file in.csv", 1, "300", damage=file("in.csv", "3,300\n")),
-    case(NO_INPUT + "--input-file in.jsonl", 1, "1", damage=file("in.jsonl", "{")),
     case(
         NO_INPUT + "--input-file in.jsonl", 1, "1", "`prompt`", "`prompt_ids`", "`messages`",
         damage=file("in.jsonl", '{"text": "a"}'),
     ),
-    case(NO_INPUT + "--input-file in.npy", 1, damage=file("in.npy", "abc")),
     case(NO_INPUT + "--input-file ids.npy", 1, damage=array),
     case(RUN + "--input-file in.txt", 2, "`--input-file`", damage=file("in.txt", "a")),
     case(RUN + "--max-tokens-in-paged-kv-cache 4", 1, "4"),
-    case(RUN + "--max-tokens-in-paged-kv-cache 8 --streaming", 1, "8"),
-    case(SUMMARIZE + "--max-tokens-in-paged-kv-cache 4", 1, "4"),
-    case(RUN + "--max-tokens-in-paged-kv-cache 0", 2, "max-tokens-in-paged-kv-cache"),
-    case(RUN + "--tokenizer-dir none", 1, "none"),
     case(RUN + "--tokenizer-dir empty", 1, "empty", damage=lambda d: (d / "empty").mkdir()),
-    case(RUN + "--output-csv none/ids.csv", 1, "none/ids.csv"),
     case(RUN + "--output-csv engine", 1, "engine"),
     case(RUN + "--output-npy /proc/ids.npy", 1, "/proc/ids.npy"),
     case(RUN + "--output-traces none/t.jsonl", 1, "none/t.jsonl"),
-    case(RUN + "--output-traces engine", 1, "engine"),
     case(RUN + "--output-traces engine/t.jsonl", 2, "engine/t.jsonl"),
     case(RUN + "--output-traces ids.csv --output-csv ids.csv", 2, "ids.csv"),
-    case(SUMMARIZE + "--output-traces none/t.jsonl", 1, "none/t.jsonl"),
     case(SUMMARIZE + "--output-traces articles.jsonl", 2, "articles.jsonl"),
-    case(SUMMARIZE + "--output-traces page --report page", 2, "page"),
     case(SUMMARIZE + "--output-traces o/hf.out --output-dir o", 2, "o/hf.out"),
-    case(SUMMARIZE + "--output-traces o/o/t.jsonl --output-dir o", 1, "o/o/t.jsonl"),
     case(
         SUMMARIZE + "--report my.html --ngram-config [4,2,[0]] --ngram-corpus my.html", 2,
         "my.html", damage=file("my.html", ""),
@@ -415,16 +319,13 @@ PROMPTS = [
         "`--output-traces`", "`--test-engine`",
     ),
     case(RUN + "--output-logits-npy none/x.npy", 1, "none/x_generation.npy"),
-    case(RUN + "--output-logits-npy /proc/x.npy", 1, "/proc/x_generation.npy"),
     case(RUN + "--output-logits-npy ''", 2, "`--output-logits-npy`", "''"),
     case(RUN + "--output-logits-npy .", 1),
-    case(RUN + "--output-logits-npy /", 1),
     case(
         RUN + "--output-generation-logits", 1, "logits_generation.npy",
         damage=lambda d: (d / "logits_generation.npy").mkdir(),
     ),
     case(SUMMARIZE + "--output-dir articles.jsonl", 1, "articles.jsonl"),
-    case(SUMMARIZE + "--output-dir articles.jsonl/out", 1, "articles.jsonl/out"),
     case(SUMMARIZE + "--output-dir /proc/out", 1, "/proc/out"),
 ]  # fmt: skip
 
@@ -439,27 +340,16 @@ def drafting(engine: str, config: str = "[4,[0],[0],False]") -> str:
 
 DRAFTERS = [
     case(RUN + "--draft-engine-dir draft", 2, "`--draft-engine-dir`", "`--draft-target-model-config`", "draft"),
-    case(SUMMARIZE + "--draft-engine-dir draft", 2, "`--draft-engine-dir`", "`--draft-target-model-config`", "draft"),
     case(RUN + CONFIG, 2, "[4,[0],[0],False]", "`--draft-engine-dir`"),
-    case(SUMMARIZE + CONFIG, 2, "[4,[0],[0],False]"),
     case(RUN + NGRAM + drafting("draft"), 2, "`--ngram-config`", "`--draft-target-model-config`"),
-    case(RUN + NGRAM + OWN, 2, "`--ngram-config`", "`--drafter`"),
-    case(RUN + OWN + drafting("draft"), 2, "`--draft-target-model-config`", "`--drafter`"),
-    case(RUN + OWN + "--draft-engine-dir draft", 2, "`--draft-engine-dir`", "`--draft-target-model-config`"),
     case(
         SUMMARIZE + NGRAM + OWN + drafting("draft"), 2,
         "`--ngram-config`", "`--draft-target-model-config`", "`--drafter`",
     ),
-    case(RUN + drafting("draft", "abc"), 2, "`--draft-target-model-config`", "abc"),
     case(RUN + drafting("draft", "[[0],[0],4,False,1]"), 2, "1", "4", "[4,[0],[0],False]"),
-    case(RUN + drafting("draft", "[0,[0],[0],True]"), 2, "draft_len", "1", "0"),
-    case(RUN + drafting("draft", "[4,[],[0],True]"), 2, "draft_device_list", "[]"),
     case(RUN + drafting("draft", "[4,[0],[0,1],True]"), 2, "tp_size", "1", "2", "[0, 1]"),
-    case(RUN + drafting("draft", "[4,[0],[0],0]"), 2, "use_logits", "0"),
-    case(SUMMARIZE + drafting("draft", "[4,[0],[0],0]"), 2, "use_logits", "0"),
     case(RUN + drafting("draft", "[4,[7],[0],True]"), 2, "7"),
     case(RUN + drafting("draft", "[4,[0],[7],True]"), 2, "7"),
-    case(SUMMARIZE + drafting("draft", "[4,[7],[0],True]"), 2, "7"),
     case(RUN + drafting("draft", "[11,[0],[0],True]"), 1, "10", "11", "--max-draft-len"),
     case(
         RUN.replace("engine ", "engine-plain ") + drafting("draft"), 1, "4",
@@ -467,9 +357,7 @@ DRAFTERS = [
     ),
     case(RUN.replace("engine ", "engine-plain ") + OWN, 1, "--max-draft-len", "10"),
     case(RUN + drafting("none"), 1, "none", "`specdec build`"),
-    case(SUMMARIZE + drafting("none"), 1, "none", "`specdec build`"),
     case(RUN + drafting("ckpt"), 1, "ckpt", "`specdec build`"),
-    case(RUN + drafting("model"), 1, "model"),
     case(RUN + drafting("draft"), 1, "draft/config.json", damage=without("draft/config.json")),
     case(RUN + drafting("draft"), 1, "draft/config.json", damage=truncated("draft/config.json")),
     case(
@@ -490,7 +378,6 @@ DRAFTERS = [
     case(
         RUN + drafting("draft-other", "[4,[0],[0],True]"), 1, "280", "300",
     ),
-    case(SUMMARIZE + drafting("draft-other", "[4,[0],[0],True]"), 1, "280", "300"),
     case(
         RUN + drafting("draft", "[4,[0],[0],True]"), 1, "300",
         "2",
@@ -503,7 +390,6 @@ DRAFTERS = [
         RUN + drafting("draft-short"), 1, "0", "9",
         "8", "`--max-seq-len`",
     ),
-    case(RUN + drafting("draft-short") + "--streaming", 1, "9"),
     case(RUN + drafting("draft-narrow"), 1, "0", "max_input_len", "1"),
     case(
         SUMMARIZE + drafting("draft-narrow"), 1, "3", "articles.jsonl",
@@ -514,10 +400,6 @@ DRAFTERS = [
         RUN + drafting("draft-blocks") + "--max-output-len 9 --max-tokens-in-paged-kv-cache 9", 1,
         "9", "0",
     ),
-    case(RUN + OWN.replace(":", "."), 2, "custom_drafters.LastOccurrence"),
-    case(SUMMARIZE + "--drafter abc", 2, "abc"),
-    case(RUN + "--drafter no_such_module:make", 1, "no_such_module"),
-    case(SUMMARIZE + "--drafter custom_drafters:NOT_CALLABLE", 1),
     case(SUMMARIZE + "--drafter custom_drafters:Raises", 1, "`custom_drafters:Raises`", "KeyError"),
 ]  # fmt: skip
 
@@ -530,35 +412,17 @@ def without_x(directory: Path) -> None:
 
 
 SAMPLING = [
-    case(RUN + "--temperature -1", 2, "0", "-1"),
+    case(RUN + "--temperature warm", 2, "`--temperature`", "warm"),
+    case(RUN + "--min-p 2", 2, "0", "1", "2.0"),
+    case(RUN + "--no-repeat-ngram-size -1", 2, "0", "-1"),
+    case(RUN + "--repetition-penalty -1.2", 2, "0", "-1.2"),
+    case(RUN + "--show-tokens --quiet", 2, "`--show-tokens`"),
     case(RUN + "--temperature nan", 2, "0", "nan"),
-    case(RUN + "--temperature inf", 2, "0", "inf"),
-    case(RUN + "--temperature warm", 2, "--temperature"),
     case(RUN + "--top-k -2", 2, "top_k", "0", "-2"),
-    case(RUN + "--top-k 1.5", 2, "--top-k"),
     case(RUN + "--top-k 301", 1, "`--top-k`", "300", "301"),
-    case(SUMMARIZE + "--top-k 301", 1, "`--top-k`", "300", "301"),
-    case(RUN + "--top-p 1.5", 2, "top_p", "0", "1", "1.5"),
-    case(RUN + "--top-p -0.1", 2, "top_p", "0", "1", "-0.1"),
     case(RUN + "--top-p 0", 2, "top_p", "0", "1", "0.0"),
-    case(RUN + "--top-p nan", 2, "top_p", "0", "1", "nan"),
-    case(RUN + "--min-p 2", 2, "min_p", "0", "1", "2.0"),
-    case(RUN + "--min-p nan", 2, "min_p", "0", "1", "nan"),
-    case(RUN + "--repetition-penalty 0", 2, "repetition_penalty", "0", "0.0"),
-    case(RUN + "--repetition-penalty -1.2", 2, "repetition_penalty", "0", "-1.2"),
-    case(RUN + "--repetition-penalty nan", 2, "repetition_penalty", "0", "nan"),
-    case(RUN + "--presence-penalty nan", 2, "presence_penalty", "nan"),
-    case(RUN + "--frequency-penalty inf", 2, "frequency_penalty", "inf"),
-    case(RUN + "--no-repeat-ngram-size -1", 2, "no_repeat_ngram_size", "0", "-1"),
-    case(SUMMARIZE + "--temperature -1", 2, "0", "-1"),
-    case(SUMMARIZE + "--top-p 1.5", 2, "top_p", "0", "1", "1.5"),
-    case(SUMMARIZE + "--repetition-penalty 0", 2, "repetition_penalty", "0", "0.0"),
     case(RUN + "--random-seed x", 2, "--random-seed"),
-    case(RUN + "--num-return-sequences 0", 2, "--num-return-sequences"),
     case(RUN + "--stop-words ''", 2, "`--stop-words`", "''"),
-    case(RUN + "--stop-words a --stop-words ''", 2, "`--stop-words`", "''"),
-    case(RUN + "--bad-words ''", 2, "`--bad-words`", "''"),
-    case(SUMMARIZE + "--stop-words ''", 2, "`--stop-words`", "''"),
     case(RUN + "--stop-words '</s>'", 2, "`--stop-words`", "'</s>'"),
     case(RUN + "--bad-words '<pad>'", 2, "`--bad-words`", "'<pad>'"),
     case(
@@ -567,24 +431,19 @@ SAMPLING = [
     ),
     case(RUN + "--stop-words a", 1, "`--tokenizer-dir`", damage=no_tokenizer),
     case(RUN + "--bad-words a", 1, "`--tokenizer-dir`", damage=no_tokenizer),
-    case(RUN + "--no-repeat-ngram-size 1 --temperature 0 --top-k 301", 1, "`--top-k`"),
     case(RUN + "--check-lossless", 2, "`--check-lossless`", "--ngram-config"),
     case(SUMMARIZE + "--check-lossless", 2, "`--check-lossless`"),
     case(
         SUMMARIZE.replace("--test-engine", "--test-hf --hf-model-dir model") + NGRAM + "--check-lossless", 2,
         "`--check-lossless`", "`--test-engine`",
     ),
-    case(RUN + drafting("draft") + "--streaming --json", 2, "`--streaming`", "`--json`"),
 ]  # fmt: skip
 
 MODELS = [
-    case(CONVERT.replace(" model", " none/model"), 1, "none/model"),
     case(CONVERT.replace(" model", " nobody/nothing"), 1, "nobody/nothing", "demo-draft"),
-    case(CONVERT.replace(" model", " articles.jsonl"), 1, "articles.jsonl"),
     case(CONVERT.replace(" model", " 'no such: model'"), 1, "model"),
     case(CONVERT, 1, "model/config.json", damage=without("model/config.json")),
     case(CONVERT, 1, "model/config.json", damage=truncated("model/config.json")),
-    case(CONVERT, 1, "model/config.json", damage=wrong_json("model/config.json", "[]")),
     case(CONVERT, 1, "`model_type`", damage=edited("model/config.json", model_type=None)),
     case(CONVERT, 1, "martian", damage=edited("model/config.json", model_type="martian")),
     case(CONVERT, 1, "model/config.json", "0", damage=edited("model/config.json", num_attention_heads=0)),
@@ -605,16 +464,11 @@ MODELS = [
     ),
     case(CONVERT.replace(" out ", " engine "), 1, "engine", "`--force`"),
     case(CONVERT.replace(" out ", " model ") + "--force", 1, "model"),
-    case(CONVERT.replace(" out ", " articles.jsonl "), 1, "articles.jsonl"),
     case(CONVERT.replace(" out ", " /proc/out "), 1, "/proc"),
-    case("convert --output-dir out", 2, "--model-dir"),
-    case("convert --model-dir model", 2, "--output-dir"),
 ]  # fmt: skip
 
 CHECKPOINTS = [
-    case(BUILD.replace(" ckpt", " none"), 1, "none", "`specdec convert`"),
     case(BUILD.replace(" ckpt", " model"), 1, "`specdec convert --model-dir model`"),
-    case(BUILD.replace(" ckpt", " engine"), 1, "engine"),
     case(BUILD, 1, "ckpt/config.json", damage=without("ckpt/config.json")),
     case(BUILD, 1, "ckpt/config.json", damage=truncated("ckpt/config.json")),
     case(BUILD, 1, "dtype", damage=edited("ckpt/config.json", dtype=None)),
@@ -628,14 +482,10 @@ CHECKPOINTS = [
     case(BUILD, 1, damage=edited("ckpt/config.json", pretrained_config__intermediate_size=64)),
     case(BUILD.replace(" out ", " engine "), 1, "engine", "`--force`"),
     case(BUILD.replace(" out ", " model ") + "--force", 1, "model"),
-    case("build --output-dir out", 2, "--checkpoint-dir"),
 ]
 
 ENGINES = [
-    case(RUN.replace(" engine ", " none "), 1, "none", "`specdec build`"),
     case(RUN.replace(" engine ", " ckpt "), 1, "ckpt", "`specdec build`"),
-    case(RUN.replace(" engine ", " model "), 1, "model"),
-    case(SUMMARIZE.replace(" engine ", " none "), 1, "none"),
     case(RUN, 1, "engine/config.json", damage=without("engine/config.json")),
     case(RUN, 1, "engine/config.json", damage=truncated("engine/config.json")),
     case(RUN, 1, "vocab_size", damage=edited("engine/config.json", vocab_size=None)),
@@ -660,7 +510,6 @@ ENGINES = [
     case(RUN, 1, "num_bytes", "0", damage=lambda d: wrong_size(d / "engine" / "config.json")),
     case(RUN, 1, "generation_config.json", damage=truncated("engine/generation_config.json")),
     case(RUN, 1, damage=no_tokenizer),
-    case(RUN + "--streaming", 1, damage=no_tokenizer),
     case(
         "summarize --engine-dir engine --dataset articles.jsonl --test-hf --hf-model-dir model", 1,
         damage=without("model/model.safetensors"),
@@ -669,298 +518,117 @@ ENGINES = [
         "summarize --engine-dir engine --dataset articles.jsonl --test-hf --hf-model-dir demo", 1,
         "300",
     ),
-    case(SUMMARIZE.replace("articles", "none"), 1, "none.jsonl"),
     case(SUMMARIZE.replace("articles.jsonl", "nobody/nothing"), 1, "nobody/nothing", "`demo`"),
 ]  # fmt: skip
 
 
 CHAT = "chat --engine-dir engine "
 TUNE = "tune --engine-dir engine --input-text 'The dog' --max-output-len 4 "
-REPLAY = "tune --traces traces.jsonl "
 CREATE = "corpus create --output new.corpus --tokenizer-dir model "
 MODEL = "run --model-dir model --input-text a "
 
 EMPTY_VALUES = [
     case("run --engine-dir '' --input-text a", 2, "`--engine-dir`", "''"),
-    case("run --model-dir '' --input-text a", 2, "`--model-dir`", "''"),
-    case("run --engine-dir engine --input-file ''", 2, "`--input-file`", "''"),
     case(RUN + "--tokenizer-dir=", 2, "`--tokenizer-dir`", "''"),
-    case(RUN + "--output-csv ''", 2, "`--output-csv`", "''"),
-    case(RUN + "--report ''", 2, "`--report`", "''"),
-    case(RUN + "--profile ''", 2, "`--profile`", "''"),
     case(RUN + "--ngram-config ''", 2, "`--ngram-config`", "''"),
-    case(RUN + "--drafter ''", 2, "`--drafter`", "''"),
-    case(RUN + "--drafters ''", 2, "`--drafters`", "''"),
-    case(RUN + "--spec-decode-algo ''", 2, "`--spec-decode-algo`", "''"),
-    case(SUMMARIZE + "--dataset ''", 2, "`--dataset`", "''"),
-    case(SUMMARIZE + "--output-dir ''", 2, "`--output-dir`", "''"),
     case(SUMMARIZE + "--text-column ''", 2, "`--text-column`", "''"),
-    case(SUMMARIZE + "--test-hf --hf-model-dir ''", 2, "`--hf-model-dir`", "''"),
-    case("convert --model-dir '' --output-dir out", 2, "`--model-dir`", "''"),
-    case("convert --model-dir model --output-dir ''", 2, "`--output-dir`", "''"),
-    case("build --checkpoint-dir '' --output-dir out", 2, "`--checkpoint-dir`", "''"),
     case("compare '' b.json", 2, "''"),
-    case("corpus stats ''", 2, "''"),
     case("corpus merge --output new.corpus '' ''", 2, "''"),
-    case(REPLAY + "--output ''", 2, "`--output`", "''"),
     case("run --engine-dir engine a ''", 1, "2", "''"),
 ]
 
 PLACES = [
-    case(CONVERT.replace(" out ", " /dev/null/x "), 1, "/dev/null/x"),
-    case(CONVERT.replace(" out ", " /dev/null "), 1, "/dev/null"),
-    case(CONVERT.replace(" out ", " articles.jsonl/x "), 1, "articles.jsonl/x"),
     case(CONVERT.replace(" model", " x.gguf"), 1, "x.gguf"),
-    case(CONVERT.replace(" model", " nothing"), 1, "nothing/config.json"),
     case(CONVERT.replace(" model", " gguf"), 1, "`gguf/m.gguf`", damage=gguf_only),
     case(CONVERT.replace(" model", " gguf"), 1, "m.gguf, n.gguf", "gguf/m.gguf", damage=two_ggufs),
-    case("chat --model-dir gguf", 1, "m.gguf, n.gguf", damage=two_ggufs),
-    case(CONVERT.replace(" model", " gguf/m.gguf"), 1, "`gguf/m.gguf`", damage=gguf_only),
     case(SUMMARIZE + "--test-hf --hf-model-dir gguf/m.gguf", 1, "`gguf/m.gguf`", damage=gguf_only),
-    case(CONVERT + "--weight-only-precision int8", 2, "`--use-weight-only`", "`--qformat int8`"),
     case(CONVERT + "--use-weight-only --qformat int4", 2, "`--qformat int4`"),
     case(CONVERT + "--qformat int4 --group-size 48", 2, "`--group-size`", "32", "64", "128", "-1", "48"),
     case(CONVERT + "--group-size 64", 2, "`--group-size`", "`--qformat int4`"),
     case(CONVERT + "--quantize-lm-head", 2, "`--quantize-lm-head`"),
     case(CONVERT + "--activations int8", 1),
     case(CONVERT + "--qformat fp8 --activations int8", 2, "--qformat", "fp8"),
-    case(CONVERT + "--qformat nvfp4", 2, "`--qformat`", "nvfp4"),
+    case(BUILD + DRAFTS + "--self-draft int4 --self-draft-group-size 0", 2, "0", "64"),
     case(BUILD + "--quality-text none", 1, "none"),
     case(BUILD + "--quality-text notes.txt", 1, "`--quality-text`"),
     case(SUMMARIZE + "--rouge1-max-loss 1", 2, "`--rouge1-max-loss 1`", "`--check-accuracy`"),
     case(SUMMARIZE + "--check-accuracy --rouge1-max-loss 1", 2, "`--test-hf`"),
     case(CONVERT.replace(" model", " engine"), 1, "engine"),
     case(CONVERT.replace(" model", " http://x/y"), 1, "http://x/y"),
-    case(BUILD.replace(" out ", " /dev/null/x "), 1, "/dev/null/x"),
-    case(BUILD.replace(" out ", " notes.txt "), 1, "notes.txt"),
     case(BUILD.replace(" out ", " ckpt ") + "--force", 1),
-    case(BUILD.replace(" ckpt", " nothing"), 1, "nothing/config.json"),
-    case(BUILD.replace(" ckpt", " notes.txt"), 1, "notes.txt"),
-    case("run --model-dir x.gguf --input-text a", 1, "x.gguf"),
     case("run --model-dir model/config.json --input-text a", 1, "model/config.json"),
-    case("run --model-dir nothere --input-text a", 1),
-    case("run --model-dir nothing --input-text a", 1, "nothing/config.json"),
-    case("run --engine-dir notes.txt --input-text a", 1, "notes.txt"),
-    case(MODEL + "--spec-decode-algo DRAFT_TARGET --draft-model-dir ./none", 1),
-    case(RUN + "--tokenizer-dir notes.txt", 1, "notes.txt"),
-    case(RUN + "--profile none", 1, "none"),
-    case(RUN + "--profile nothing", 1, "nothing"),
-    case(RUN + "--profile notes.txt", 1, "1", "notes.txt"),
     case(RUN + "--profile engine/config.json", 1, "engine/config.json"),
-    case(RUN + "--ngram-config 4,2 --ngram-corpus nothing", 1, "nothing"),
     case(RUN + "--report r.pdf", 2, "`--report`", "r.pdf", "`--report r.html`"),
-    case(SUMMARIZE + "--report r.pdf", 2, "`--report`", "r.pdf"),
-    case(RUN + "--report nothing", 1, "nothing"),
     case(RUN + "--report engine/r.html", 2, "engine/r.html"),
-    case(RUN + "--output-traces notes.txt/x", 1, "notes.txt/x"),
     case(RUN + "--output-npy engine/x.npy", 2, "engine/x.npy"),
     case(NO_INPUT + "--input-file nothing", 2, "nothing"),
     case(NO_INPUT + "--input-file model/model.safetensors", 2),
-    case(NO_INPUT + "--input-file articles.jsonl", 1, "1", "`prompt`", "`prompt_ids`", "`messages`"),
     case(NO_INPUT + "--input-file in.txt", 1, "in.txt", damage=lambda d: (d / "in.txt").mkdir()),
-    case(SUMMARIZE + "--output-dir /dev/null/x", 1, "/dev/null/x"),
     case(SUMMARIZE + "--output-dir engine/out", 2, "`--output-dir`", "engine/out"),
-    case(SUMMARIZE + "--test-hf --hf-model-dir x.gguf", 1, "x.gguf"),
-    case(SUMMARIZE + "--test-hf --hf-model-dir ./none", 1, "./none"),
-    case(SUMMARIZE + "--dataset nothing", 1, "nothing"),
-    case(SUMMARIZE + "--dataset notes.txt", 1, "notes.txt", "`.parquet`"),
     case(SUMMARIZE + "--dataset 'a b/c d'", 1, "b/c"),
-    case(SUMMARIZE + "--dataset none.csv", 1, "none.csv"),
     case(SUMMARIZE + "--dataset d.parquet", 1, "d.parquet", damage=file("d.parquet", "x" * 99)),
     case(
         SUMMARIZE + "--dataset d.parquet", 1, "d.parquet",
         damage=file("d.parquet", "PAR1" + "x" * 99),
     ),
-    case(SUMMARIZE + "--dataset d.parquet", 1, "d.parquet", damage=file("d.parquet", "")),
-    case(SUMMARIZE + "--dataset model/config.json", 1, "model/config.json"),
     case(SUMMARIZE + "--dataset-dir nothing", 2, "articles.jsonl"),
-    case("chat --engine-dir none", 1, "none"),
-    case("chat --engine-dir model", 1, "model"),
-    case("chat --model-dir ./none", 1, "./none"),
-    case("chat --model-dir model", 1, "model"),
     case("chat --model-dir model", 1, "line 1", damage=file("model/chat_template.jinja", "{{ messages | backwards }}")),
     case(
         "run --model-dir model --apply-chat-template hello", 1, "line 1",
         damage=file("model/chat_template.jinja", "{% for"),
     ),
-    case(CHAT + "--tokenizer-dir none", 1, "none"),
     case(CHAT, 1, "engine"),
-    case("tune --engine-dir none --input-text a", 1, "none"),
     case("tune --engine-dir engine-plain --input-text a", 1),
-    case("tune --traces none", 1, "none"),
-    case("tune --traces notes.txt", 1, "1", "notes.txt"),
-    case("tune --traces articles.jsonl", 1, "`prompt`", "`prompt_ids`"),
     case(TUNE + "--output engine/p.json", 2, "engine/p.json"),
-    case(TUNE + "--tokenizer-dir nothing", 1, "nothing"),
-    case("compare nothing nothing", 1, "nothing"),
-    case("compare none.json none.json", 1, "none.json"),
-    case("compare articles.jsonl articles.jsonl", 1, "2", "articles.jsonl"),
-    case("compare model/config.json model/config.json", 1, "model/config.json"),
     case("compare model/model.safetensors notes.txt", 1, "model/model.safetensors"),
-    case("compare a.json a.json", 1, "a.json", damage=file("a.json", "")),
-    case("compare a.json a.json", 1, damage=file("a.json", "[]")),
-    case(
-        "compare a.json a.json", 1, "1", "2",
-        damage=file("a.json", '{"command": "run", "schema_version": 1}'),
-    ),
-    case(
-        "compare a.json a.json", 1, "a.json",
-        damage=file("a.json", '{"command": "run", "schema_version": 2}'),
-    ),
-    case(
-        "compare a.json a.json", 1, "`tune`", "a.json",
-        damage=file("a.json", '{"command": "tune", "schema_version": 2}'),
-    ),
+    case("corpus merge --output new.corpus notes.txt ./notes.txt", 2, "notes.txt"),
+    case("corpus merge --output new.corpus notes.txt", 2, "notes.txt"),
     case(CREATE, 2),
-    case(CREATE + "--text none.txt", 1, "none.txt"),
     case(CREATE + "--text nothing", 2, "nothing"),
-    case(CREATE + "--traces nothing", 1, "nothing"),
-    case(CREATE + "--traces notes.txt", 1, "1", "notes.txt"),
     case(CREATE + "--text articles.jsonl", 1, "1", "articles.jsonl", "`text`"),
     case(CREATE + "--text notes.txt --output notes.txt", 2, "notes.txt"),
     case(CREATE + "--text notes.txt --output articles.jsonl --force", 1),
-    case(CREATE.replace("model", "none") + "--text notes.txt", 1, "none"),
     case(CREATE.replace("model", "nothing") + "--text notes.txt", 1, "nothing"),
-    case("corpus merge --output new.corpus notes.txt", 2, "notes.txt"),
-    case("corpus merge --output new.corpus notes.txt ./notes.txt", 2, "notes.txt"),
-    case("corpus merge --output new.corpus notes.txt articles.jsonl", 1, "notes.txt"),
-    case("corpus stats nothing", 1, "nothing"),
-    case("corpus stats none", 1, "none"),
-    case("corpus stats model/model.safetensors", 1, "model/model.safetensors"),
 ]  # fmt: skip
 
 NUMBERS = [
     case(RUN + "--max-output-len -1", 2, "`--max-output-len`", "1", "-1"),
     case(RUN + "--max-output-len 1.5", 2, "`--max-output-len`", "1.5"),
     case(RUN + f"--max-output-len {10**22}", 1, f"+ {10**22}"),
-    case(RUN + "--max-input-length 0", 2, "`--max-input-length`", "1", "0"),
-    case(RUN + "--streaming-interval 0", 2, "`--streaming-interval`", "1", "0"),
-    case(RUN + "--logprobs -1 --json", 2, "`--logprobs`", "0", "-1"),
     case(RUN + "--logprobs 3", 2, "`--logprobs`", "3", "`--json`"),
     case(RUN + "--logprobs 301 --json", 1, "300", "301"),
     case(RUN + "--num-return-sequences 1000000000", 2, "1024", "1000000000"),
-    case(RUN + "--max-num-tokens -1", 2, "`--max-num-tokens`", "1", "-1"),
     case(RUN + "--kv-cache-free-gpu-memory-fraction 1.5", 2, "1.0", "1.5"),
-    case(RUN + "--kv-cache-free-gpu-memory-fraction -1", 2, "0.0", "-1"),
     case(RUN + "--kv-cache-free-gpu-memory-fraction nan", 2, "kv-cache-free-gpu-memory-fraction"),
     case(RUN + f"--max-tokens-in-paged-kv-cache {10**14}", 1, "free", "`--max-tokens-in-paged-kv-cache`"),
-    case(RUN + "--frequency-penalty nan", 2, "frequency_penalty", "0", "nan"),
-    case(RUN + "--presence-penalty inf", 2, "presence_penalty", "0", "inf"),
-    case(RUN + "--no-repeat-ngram-size x", 2, "`--no-repeat-ngram-size`", "x"),
-    case(RUN + "--end-id -1", 2, "`--end-id`", "0", "-1"),
-    case(RUN + "--num-beams x", 2, "`--num-beams`", "x"),
-    case(RUN + "--stats all", 2, "all"),
-    case(RUN + "--draft-len-mode never --ngram-config 4,2", 2, "never"),
     case(RUN + "--draft-len-mode auto", 2, "`--draft-len-mode auto`"),
-    case(RUN + "--ngram-config 4.5,2", 2, "1", "4.5"),
-    case(RUN + "--ngram-config True,2", 2, "1", "True"),
-    case(RUN + "--ngram-config 4,2,0", 2, "0"),
-    case(RUN + "--ngram-config 4,2,[-1]", 2, "[-1]"),
     case(RUN + "--ngram-config 4,2,[0,1]", 2, "tp_size", "1", "2", "[0, 1]"),
-    case(RUN + "--ngram-config 4,2,[4,5,6,7]", 2, "tp_size", "1", "4", "[4, 5, 6, 7]"),
     case(RUN + drafting("draft", "[4,[0,1],[0],True]"), 2, "tp_size", "1", "2", "[0, 1]"),
-    case(RUN + "--ngram-config {1:2}", 2, "2", "3", "{1:2}"),
-    case(RUN + "--ngram-config [4,2,[0]", 2, "[4,2,[0]"),
-    case(RUN + "--suffix-config 0", 2, "1", "0"),
-    case(RUN + "--suffix-config [4,[]]", 2, "[]"),
-    case(RUN + "--spec-decode-algo NGRAM --max-matching-ngram-size x", 2, "x"),
-    case(RUN + "--max-batch-size 4", 2, "`--max-batch-size`", "`--model-dir`", "4"),
-    case(MODEL + "--max-batch-size 0", 2, "`--max-batch-size`", "1", "0"),
-    case(MODEL + "--max-batch-size 100000", 2, "`--max-batch-size`", "1024", "100000"),
-    case(MODEL + "--max-seq-len 1", 2, "`--max-seq-len`", "2", "1"),
     case(MODEL + f"--max-seq-len {2**30}", 1, "max_seq_len", "256"),
-    case(MODEL + "--dtype int4", 2, "float32", "float16", "bfloat16", "int4"),
     case(MODEL + "--ngram-config 300,2", 2, "256", "300"),
-    case(MODEL + "--spec-decode-algo NGRAM --spec-decode-max-draft-len 300", 2, "256", "300"),
-    case(CHAT + "--max-output-len 0", 2, "`--max-output-len`", "1", "0"),
-    case(CHAT + "--random-seed x", 2, "`--random-seed`", "x"),
-    case(CHAT + "--ngram-config 11,2", 1, "10", "11"),
-    case(SUMMARIZE + "--batch-size 0", 2, "`--batch-size`", "1", "0"),
-    case(SUMMARIZE + "--max-ite 0", 2, "`--max-ite`", "1", "0"),
-    case(SUMMARIZE + "--output-len 0", 2, "`--output-len`", "1", "0"),
     case(SUMMARIZE + "--output-len 160", 1, "160"),
-    case(SUMMARIZE + "--rouge1-threshold 101", 2, "`--rouge1-threshold`", "100.0", "101"),
-    case(SUMMARIZE + "--rouge1-threshold nan", 2, "rouge1-threshold"),
-    case(SUMMARIZE + "--max-input-length 0", 2, "`--max-input-length`", "1", "0"),
-    case(SUMMARIZE + "--random-seed -5", 2, "`--random-seed`", "0", "-5"),
-    case(SUMMARIZE + "--max-tokens-in-paged-kv-cache 0", 2, "1", "0"),
-    case(BUILD + "--max-batch-size 0", 2, "`--max-batch-size`", "1", "0"),
-    case(BUILD + "--max-batch-size 1025", 2, "`--max-batch-size`", "1024", "1025"),
-    case(BUILD + "--max-input-len 0", 2, "`--max-input-len`", "1", "0"),
     case(BUILD + "--max-input-len 128", 1, "max_seq_len", "128"),
-    case(BUILD + "--max-seq-len 1", 2, "`--max-seq-len`", "2", "1"),
-    case(BUILD + "--max-draft-len -1", 2, "`--max-draft-len`", "0", "-1"),
-    case(BUILD + "--max-draft-len 257", 2, "`--max-draft-len`", "256", "257"),
-    case(BUILD + "--tokens-per-block 0", 2, "`--tokens-per-block`", "1", "0"),
-    case(BUILD + "--tokens-per-block 2048", 2, "`--tokens-per-block`", "1024", "2048"),
-    case(BUILD + "--compiler gcc", 2, "gcc"),
-    case(BUILD + "--use-paged-context-fmha maybe", 2, "maybe"),
     case(CONVERT + "--pp-size 2", 2, "--pp-size", "2"),
-    case(CONVERT + "--tp-size x", 2, "`--tp-size`", "x"),
-    case(TUNE + "--batch-size 5", 1, "max_batch_size", "4", "5"),
-    case(TUNE + "--batch-size 0", 2, "`--batch-size`", "1", "0"),
-    case(TUNE + "--max-draft-len 0", 2, "`--max-draft-len`", "1", "0"),
-    case(TUNE + "--max-draft-len 11", 1, "10", "11"),
-    case(TUNE + "--num-live-prompts 0", 2, "`--num-live-prompts`", "1", "0"),
     case(TUNE + "--max-output-len 500", 1, "1", "2", "500"),
     case(TUNE + "--end-id 300", 1, "`--end-id`", "300"),
-    case(TUNE + "--ngram-config 11,2", 1, "10", "11"),
-    case(TUNE + "--ngram-config 4,2 --max-draft-len 5", 2, "4", "5"),
-    case(TUNE + "--ngram-pool both", 2, "both"),
-    *[
-        case("tune --traces t.jsonl", 1, *words, damage=file("t.jsonl", line))
-        for line, words in (
-            ('{"prompt_ids": [], "output_ids": [1]}', ("`prompt_ids`", "1", "t.jsonl",)),
-            ('{"prompt_ids": [1], "output_ids": []}', ("`output_ids`", "1", "t.jsonl",)),
-            ('{"prompt_ids": [-1], "output_ids": [1]}', ("-1", "1", "t.jsonl")),
-            ('{"prompt_ids": [1.5], "output_ids": [1]}', ("1.5", "1", "t.jsonl")),
-            ('{"prompt": "a", "output": "b"}', ("`--tokenizer-dir`", "'a'")),
-        )
-    ],
 ]  # fmt: skip
 
 TOGETHER = [
     case("run --help-me", 2, "--help-me", "`--help`"),
     case("corpus nonsense", 2, "`nonsense`"),
     case("compare a.json", 2, "`B.json`"),
-    case("compare a.json b.json c.json", 2),
-    case("corpus stats a b", 2),
     case("build --checkpoint-dir ckpt --output-dir out extra", 2),
     case(RUN + "another --input-file notes.txt", 2, "`--input-file`"),
-    case(RUN + "--show-tokens --streaming", 2, "`--show-tokens`"),
     case(RUN + "--show-tokens --json", 2, "`--show-tokens`", "JSON"),
-    case(RUN + "--show-tokens --quiet", 2, "`--show-tokens`"),
-    case(RUN + "--mode orchestrator --disable-kv-cache-reuse", 2, "`--disable-kv-cache-reuse`", "`--mode leader`"),
     case(RUN + "--apply-chat-template", 1, "engine"),
-    case(RUN + "--profile p --ngram-config 4,2", 2, "`--ngram-config`", "`--profile`", "p"),
-    case(RUN + "--drafters ngram,ngram --ngram-config 4,2", 2),
-    case(RUN + "--drafters ngram --suffix-config 4", 2, "ngram"),
     case(RUN + "--drafter os:nothing", 1, "os:nothing", "…"),
     case(RUN + "--drafter os:getcwd", 1, "`os:getcwd`"),
     case(RUN + "--ngram-config 4,2 --draft-model-dir model", 2, "`--spec-decode-algo DRAFT_TARGET`", "model"),
     case(CHAT + "--num-return-sequences 2", 2, "`--num-return-sequences 2`"),
-    case(CHAT + "--model-dir model", 2, "`--model-dir`", "`--engine-dir`"),
-    case(CHAT + "--json", 2, "--json"),
-    case(CHAT + "hello", 2),
-    case(CHAT + "--num-beams 3", 2, "`--num-beams 3`"),
     case(SUMMARIZE + "--text-column id --reference-column id", 2, "id"),
     case(SUMMARIZE + "--reference-column none", 1, "`none`", "`--reference-column`"),
     case(SUMMARIZE + "--eval-task question", 1, "`--text-column`"),
-    case(SUMMARIZE + "--streaming", 2, "--streaming"),
-    case(SUMMARIZE + "--model-dir model", 2, "`--model-dir`", "`--engine-dir`"),
     case(BUILD + "--dtype float16", 2, "--dtype"),
-    case("tune", 2, "`--engine-dir`"),
-    case("tune --engine-dir engine", 2, "`--input-file`"),
-    case(TUNE + "--traces traces.jsonl", 2, "`--input-text`", "`--traces`"),
-    case(TUNE + "--input-file notes.txt", 2, "`--input-file`"),
-    case(TUNE + "--ngram-config 4,2 --suffix-config 4", 2, "`--ngram-config`", "`--suffix-config`"),
-    case(TUNE + "--ngram-ranking recent", 2, "`--ngram-ranking`", "recent"),
-    case(TUNE + "--temperature 1", 2, "--temperature"),
-    case(REPLAY + "--output p.json", 2, "`--output`", "`--engine-dir`", "p.json"),
-    case(REPLAY + "--batch-size 2", 2, "`--batch-size`", "`--engine-dir`", "2"),
-    case(REPLAY + "--max-output-len 4", 2, "`--max-output-len`", "`--traces`"),
-    case("corpus merge notes.txt articles.jsonl", 2, "`--output`"),
-    case("corpus create --output c --text notes.txt", 2, "`--tokenizer-dir`"),
 ]
 
 OF_7_HEADS = {"layer": 0, "num_kv_heads": 7, "key_head_dim": 8, "value_head_dim": 8, "sliding_window": None}
@@ -978,24 +646,14 @@ HAND_EDITED = [
         case(RUN, 1, *words, damage=by_hand("engine/config.json", **change))
         for change, *words in (
             ({"build_config__max_batch_size": -1}, "max_batch_size", "1", "-1"),
-            ({"build_config__max_seq_len": 10**12}, "max_seq_len", "16,777,472"),
-            ({"build_config__max_draft_len": 9999}, "max_draft_len", "256", "9999"),
-            ({"build_config__tokens_per_block": 0}, "tokens_per_block", "1", "0"),
-            ({"build_config__compiler": "gcc"}, "compiler", "'gcc'"),
             ({"build_config__compiler": "aot"}, "rank0.pt2"),
             ({"mapping__tp_size": 2}, "`specdec build`"),
             ({"mapping": {"world_size": 2, "tp_size": 2, "rank": 0}}, "rank1.safetensors"),
-            ({"build_config": []}, "build_config", "list"),
-            ({"vocab_size": -5}, "vocab_size", "1", "-5"),
             ({"format_version": 4}, str(ENGINE_FORMAT_VERSION), "4"),
-            ({"environment": None}, "environment"),
             ({"environment__device": "tpu"}, "device", "'tpu'"),
             ({"logits_check__tolerance": -1}, "tolerance", "0", "-1"),
-            ({"step_costs": 5}, "step_costs", "5"),
-            ({"host_s": -1}, "host_s", "0", "-1"),
             ({"host_s": 1e308}, "host_s", "1,000,000", "1e+308"),
             ({"quality": QUALITY | {"mean_kl": float("inf")}}, "mean_kl", "inf"),
-            ({"files": "x"}, "files", "'x'"),
             ({"pretrained_config": []}, "pretrained_config", "[]"),
         )
     ],
@@ -1006,14 +664,6 @@ HAND_EDITED = [
         damage=file("engine/generation_config.json", '{"eos_token_id": "x"}'),
     ),
     case(
-        RUN, 1, "`eos_token_id`", "-1",
-        damage=file("engine/generation_config.json", '{"eos_token_id": [2, -1]}'),
-    ),
-    case(
-        RUN, 1, "`eos_token_id`", "[1]",
-        damage=file("engine/generation_config.json", '{"eos_token_id": [[1]]}'),
-    ),
-    case(
         RUN, 1, "`eos_token_id`", "None",
         damage=file("engine/generation_config.json", '{"eos_token_id": [1, null]}'),
     ),
@@ -1022,7 +672,6 @@ HAND_EDITED = [
         for command, place in ((CONVERT, "model"), (BUILD, "ckpt"))
         for name, content, *words in (
             ("generation_config.json", ""),
-            ("generation_config.json", '{"eos'),
             ("generation_config.json", "[]", "list"),
             ("generation_config.json", '{"eos_token_id": [null]}', "None"),
             ("generation_config.json", '{"temperature": "hot"}', "`temperature`", "'hot'"),
@@ -1037,13 +686,11 @@ HAND_EDITED = [
     *[
         case(BUILD, 1, *words, damage=edited("ckpt/config.json", **change))
         for change, *words in (
-            ({"dtype": 5}, "dtype", "5"),
             ({"quantization": "int8"}, "quantization", "str"),
             ({"mapping__tp_size": 2}, "`specdec convert`"),
             ({"mapping": {"world_size": 2, "tp_size": 2, "rank": 0}}, "rank1.safetensors"),
             ({"pretrained_config__num_attention_heads": 3}, "(3)"),
             ({"pretrained_config__max_position_embeddings": 0}, "0"),
-            ({"pretrained_config__max_position_embeddings": "x"}, "'x'"),
         )
     ],
     case(
@@ -1052,29 +699,20 @@ HAND_EDITED = [
     ),
     case(BUILD, 1, "ckpt/tokenizer.json", "SHA-256", damage=flipped("ckpt/tokenizer.json")),
     case(BUILD, 1, "rank0.safetensors", damage=edited("ckpt/config.json", files=[])),
-    case("verify", 2, "missing", "PATH"),
-    case("verify none", 1, "none"),
-    case("verify nothing", 1, "nothing/config.json"),
-    case("verify notes.txt", 1, "notes.txt"),
     case("verify model", 1, damage=edited("model/config.json", model_type=None)),
     case("verify engine", 1, "engine/config.json", damage=truncated("engine/config.json")),
     case("verify /dev/null", 1, "/dev/null"),
-    case("verify engine ckpt", 2),
     case(BUILD, 1, "ckpt/rank0.safetensors", damage=recorded(file("ckpt/rank0.safetensors", ""))),
     case(BUILD, 1, "ckpt/rank0.safetensors", damage=recorded(file("ckpt/rank0.safetensors", "x" * 5000))),
     *[
         case(CONVERT, 1, *words, damage=by_hand("model/config.json", **change))
         for change, *words in (
             ({"num_hidden_layers": 0}, "0"),
-            ({"num_hidden_layers": "x"}, "'x'"),
             ({"vocab_size": 299}, "config.json"),
-            ({"hidden_size": 33},),
             ({"num_key_value_heads": 3}, "config.json"),
             ({"hidden_act": "nope"}, "'nope'"),
             ({"max_position_embeddings": -1}, "-1"),
-            ({"quantization_config": {"bits": 4}},),
             ({"model_type": ["llama"]}, "['llama']"),
-            ({"eos_token_id": "x"},),
         )
     ],
     case(CONVERT, 1, "index.json", damage=index("{")),
@@ -1087,22 +725,38 @@ def plain_engine_dir(llama_dir: Path, shared: Path) -> Path:
     return shared_engine(shared / "engines", llama_dir, max_draft_len=0, speculative_decoding_mode="none")
 
 
-@pytest.fixture
-def directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama_dir: Path, llama_checkpoint_dir: Path,
-    llama_uncompiled_dir: Path, plain_engine_dir: Path, articles: Path,
+@pytest.fixture(scope="session")
+def place(
+    tmp_path_factory: pytest.TempPathFactory, llama_dir: Path, llama_checkpoint_dir: Path, llama_uncompiled_dir: Path,
+    plain_engine_dir: Path, articles: Path,
 ) -> Path:  # fmt: skip
-    """The current directory: copies that a test may damage."""
-    work_dir = tmp_path / "cwd"
+    """Copies of what commands take, in a directory that none of them may change."""
+    made = tmp_path_factory.mktemp("place") / "cwd"
     sources = {"model": llama_dir, "ckpt": llama_checkpoint_dir, "engine": llama_uncompiled_dir}
     for name, source in (sources | {"engine-plain": plain_engine_dir}).items():
-        shutil.copytree(source, work_dir / name)
-    shutil.copy(articles, work_dir)
-    (work_dir / "nothing").mkdir()
-    (work_dir / "notes.txt").write_text("The little dog had a red ball.\n")
-    (work_dir / "traces.jsonl").write_text('{"prompt_ids": [5, 6], "output_ids": [8, 9, 8, 9]}\n' * 4)
-    monkeypatch.chdir(work_dir)
-    return work_dir
+        shutil.copytree(source, made / name)
+    shutil.copy(articles, made)
+    (made / "nothing").mkdir()
+    (made / "notes.txt").write_text("The little dog had a red ball.\n")
+    (made / "traces.jsonl").write_text('{"prompt_ids": [5, 6], "output_ids": [8, 9, 8, 9]}\n' * 4)
+    return made
+
+
+@pytest.fixture
+def directory(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory: copies that a test may damage."""
+    shutil.copytree(place, tmp_path / "cwd")
+    monkeypatch.chdir(tmp_path / "cwd")
+    return tmp_path / "cwd"
+
+
+@pytest.fixture(scope="session")
+def untouched(place: Path, draft_engines: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same for tests that damage nothing, with all the draft engines."""
+    shutil.copytree(place, made := tmp_path_factory.mktemp("untouched") / "cwd")
+    for name, source in draft_engines.items():
+        shutil.copytree(source, made / name)
+    return made
 
 
 @pytest.fixture(scope="session")
@@ -1160,13 +814,17 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES)
 def test_mistake_is_one_clear_error_and_leaves_nothing(
-    case: Case, specdec: Specdec, directory: Path, draft_engines: dict[str, Path], said: Said
-) -> None:
+    case: Case, specdec: Specdec, untouched: Path, draft_engines: dict[str, Path], request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch, said: Said,
+) -> None:  # fmt: skip
     arguments = shlex.split(case.arguments)
-    for name in draft_engines.keys() & set(arguments):
-        shutil.copytree(draft_engines[name], directory / name)
+    directory = untouched
     if case.damage:
+        directory = request.getfixturevalue("directory")
+        for name in draft_engines.keys() & set(arguments):
+            shutil.copytree(draft_engines[name], directory / name)
         case.damage(directory)
+    monkeypatch.chdir(directory)
     before = tree(directory)
     result = specdec(*arguments)
     assert_one_clear_error(result, case.exit_code)
@@ -1175,9 +833,7 @@ def test_mistake_is_one_clear_error_and_leaves_nothing(
     assert tree(directory) == before
 
 
-@pytest.mark.parametrize(
-    "command", [RUN, SUMMARIZE, CONVERT, BUILD, RUN + drafting("draft"), SUMMARIZE + drafting("draft"), RUN + OWN]
-)
+@pytest.mark.parametrize("command", [CONVERT, BUILD, RUN + drafting("draft"), SUMMARIZE + drafting("draft"), RUN + OWN])
 def test_the_table_starts_from_commands_that_work(
     command: str, specdec: Specdec, directory: Path, equal_draft_engine_dir: Path
 ) -> None:
@@ -1185,15 +841,7 @@ def test_the_table_starts_from_commands_that_work(
     assert specdec(*shlex.split(command)).exit_code == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("torch", "1.13.0"),
-        ("capability", "x86_64 AVX9000"),
-        pytest.param("transformers", "4.0.0", marks=pytest.mark.slow),
-        ("device", "cuda"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), [("torch", "1.13.0"), ("device", "cuda")])
 @pytest.mark.parametrize("engine", ["engine", pytest.param("engine-plain", marks=pytest.mark.slow)])
 def test_engine_for_another_machine_names_both_and_the_command_that_rebuilds_it(
     specdec: Specdec, directory: Path, name: str, value: str, engine: str, said: Said
@@ -1219,12 +867,11 @@ def test_engine_for_another_machine_names_both_and_the_command_that_rebuilds_it(
     assert specdec(*arguments).exit_code == 0
 
 
-@pytest.mark.parametrize("damage", [truncated("rank0.pt2"), file("rank0.pt2", ""), file("rank0.pt2", "x" * 5000)])
 def test_damaged_compiled_step_is_one_clear_error(
-    specdec: Specdec, llama_engine_dir: Path, tmp_path: Path, damage: Damage, said: Said
+    specdec: Specdec, llama_engine_dir: Path, tmp_path: Path, said: Said
 ) -> None:
     shutil.copytree(llama_engine_dir, tmp_path / "engine")
-    damage(tmp_path / "engine")
+    truncated("rank0.pt2")(tmp_path / "engine")
     result = specdec("run", "--engine-dir", tmp_path / "engine", "--input-text", "The dog", "--max-output-len", 2)
     assert_one_clear_error(result, 1)
     said(result, "rank0.pt2", "`specdec build`")

@@ -28,15 +28,13 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("empty.json").write_text("\n")
 
 
-@pytest.mark.parametrize("drafting", [[], ["--ngram-config", "4,2", "--check-lossless"], ["--grammar-config", "8"]])
+@pytest.mark.parametrize("drafting", [["--ngram-config", "4,2", "--check-lossless"], ["--grammar-config", "8"]])
 @pytest.mark.parametrize(
     ("flags", "kind", "form"),
     [
-        (["--json-schema", "schema.json"], "json_schema", None),
         (["--json-schema", json.dumps(SCHEMA)], "json_schema", None),
         (["--regex", "[ab]{3}"], "regex", "[ab]{3}"),
         (["--grammar", "grammar.gbnf"], "grammar", "<[a-z]{1,2}>"),
-        (["--grammar", GRAMMAR], "grammar", "<[a-z]{1,2}>"),
         (each("--choice", ["aab", "bba"]), "choice", "aab|bba"),
     ],
 )
@@ -51,10 +49,6 @@ def test_outputs_are_of_the_form(
         jsonschema.validate(json.loads(text), SCHEMA)
     else:
         assert re.fullmatch(form, text)
-
-
-def test_without_a_form_documents_say_nothing_of_it(run: Callable[..., Result]) -> None:
-    assert "grammar" not in run("--max-output-len", 2, "--json").document["settings"]["sampling"]
 
 
 def test_requests_of_a_batch_have_their_own_form_or_that_of_the_command(
@@ -76,14 +70,10 @@ def test_requests_of_a_batch_have_their_own_form_or_that_of_the_command(
 
 WRONG = [
     ["--json-schema", "nowhere.json"],
-    ["--json-schema", "empty.json"],
-    ["--json-schema", "grammar.gbnf"],
-    ["--json-schema", "[1]"],
     ["--json-schema", '{"type": "strange"}'],
     ["--json-schema", '{"$ref": "#/nowhere"}'],
     ["--regex", "(a"],
     ["--grammar", "start: nothing"],
-    ["--grammar", "nowhere.gbnf"],
     ["--regex", "a", "--choice", "b"],
     ["--choice", ""],
 ]

@@ -2,7 +2,6 @@
 
 import io
 import json
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,11 +16,8 @@ from sentences import Said
 from tiny import hf_greedy
 from transformers import PreTrainedTokenizerFast
 
-from commands.batch.answering import model_digest
-from commands.serve.served import ServedModel, prepare_chat
 from runtime.builder.engine_cache import EngineSettings
 from runtime.checkpoint.config import BuildConfig
-from runtime.loop.serving import ServingLoop
 from specdec_cli import LLM, DraftTargetDrafter, SamplingParams, SpecDecWarning
 
 PROMPT = "The little dog had a red ball. The"
@@ -53,7 +49,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
         return path, hf_greedy(model, tokenizer(PROMPT)["input_ids"], NUM_TOKENS, END_ID)
 
 
-@pytest.mark.parametrize("place", ["file", "directory", "blob"])
+@pytest.mark.parametrize("place", ["directory", "blob"])
 def test_run_takes_a_file_and_its_directory(
     place: str, specdec: Specdec, made: tuple[Path, list[int]], tmp_path: Path
 ) -> None:
@@ -82,10 +78,8 @@ def test_chat_finds_the_template_in_the_file(
     assert tokenizer.decode(expected, skip_special_tokens=True) in result.stdout
 
 
-@pytest.mark.parametrize("as_path", [False, True])
-def test_python_takes_a_file(as_path: bool, made: tuple[Path, list[int]]) -> None:
-    path, expected = made
-    model = path if as_path else str(path)
+def test_python_takes_a_file(made: tuple[Path, list[int]]) -> None:
+    model, expected = made
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     with LLM(model, max_seq_len=96, dtype="float32") as llm:
         drafter = DraftTargetDrafter(model, max_draft_len=3)
@@ -107,29 +101,6 @@ def test_gemma_3_is_hugging_faces(tmp_path: Path, said: Said) -> None:
         assert llm.generate(prompt, params)[0].token_ids == hf_greedy(model, prompt, 24, model.config.vocab_size - 1)
 
 
-@pytest.mark.slow
-def test_tune_and_doctor_make_the_engine_of_a_model(specdec: Specdec, made: tuple[Path, list[int]]) -> None:
-    path, _ = made
-    inputs = ["--model-dir", path, "--input-text", PROMPT, "--max-output-len", NUM_TOKENS, *SIZES, "--json"]
-    tuned = specdec("tune", *inputs).document
-    assert tuned["recommended"] is not None and "/engines/model.gguf-" in tuned["settings"]["engine_dir"]
-    doctored = specdec("doctor", *inputs, "--ngram-config", "4,2")
-    assert doctored.exit_code in (0, 1)  # what it finds is this machine's
-    assert json.loads(doctored.stdout)["engine_dir"] == tuned["settings"]["engine_dir"]
-
-
-@pytest.mark.parametrize("command", ["tune", "doctor"])
-def test_model_and_engine_together_are_one_error(
-    command: str, specdec: Specdec, made: tuple[Path, list[int]], said: Said
-) -> None:
-    both = specdec(command, "--model-dir", made[0], "--engine-dir", "engine", "--input-text", PROMPT)
-    assert both.exit_code == 2
-    said(both, "`--model-dir`", "`--engine-dir`")
-    alone = specdec(command, "--max-seq-len", 96, "--engine-dir", "engine", "--input-text", PROMPT)
-    assert alone.exit_code == 2
-    said(alone, "`--max-seq-len`", "`--model-dir`", "96")
-
-
 def test_a_file_is_verified_as_far_as_its_headers_tell(
     specdec: Specdec, made: tuple[Path, list[int]], tmp_path: Path
 ) -> None:
@@ -149,7 +120,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
     return path
 
 
-@pytest.mark.parametrize("kind", ["pre-tokenizer", "none", "a directory without"])
+@pytest.mark.parametrize("kind", ["pre-tokenizer", "none"])
 def test_text_for_a_file_whose_tokens_are_not_known_is_refused_before_it_is_built(
     kind: str, specdec: Specdec, bare: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path,
     said: Said, monkeypatch: pytest.MonkeyPatch,
@@ -183,34 +154,6 @@ def test_text_for_a_file_whose_tokens_are_not_known_is_refused_before_it_is_buil
         said(refused, path.name)
 
 
-def test_layers_of_a_file_read_floats_where_asked(
-    specdec: Specdec, made: tuple[Path, list[int]], tmp_path: Path, said: Said
-) -> None:
-    path = tmp_path / "model.gguf"
-    model = gguf_model("llama")
-    model.load_state_dict(save_gguf(path, Q.Q8_0), strict=False)
-    prompt = [1 + i * 7 % 30 for i in range(40)]
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    algorithms = {}
-    for activations in (None, "float"):
-        with warnings.catch_warnings(), LLM(path, max_seq_len=96, dtype="float32", activations=activations) as llm:
-            quantization = llm.bundle.config.quantization
-            assert quantization is not None
-            algorithms[activations] = quantization.activations
-            (output,) = llm.generate(prompt, params)
-    assert algorithms == {None: "int16", "float": "float"}
-    assert output.token_ids == hf_greedy(model, prompt, NUM_TOKENS, model.config.vocab_size - 1)
-    refused = specdec("run", "--model-dir", made[0], "--activations", "int8", "--input-text", PROMPT, *SIZES)
-    assert refused.exit_code == 1
-    said(refused, "int8")
-
-
-def run(specdec: Specdec, directory: Path, *arguments: object) -> str:
-    flags = ["--input-text", PROMPT, "--max-output-len", NUM_TOKENS, "--end-id", END_ID, "--json"]
-    answer: str = specdec("run", *arguments, *flags).document["requests"][0]["output_text"]
-    return answer
-
-
 def batch(specdec: Specdec, directory: Path, *arguments: object) -> str:
     body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
     row = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
@@ -222,14 +165,6 @@ def batch(specdec: Specdec, directory: Path, *arguments: object) -> str:
     return answer
 
 
-def summarize(specdec: Specdec, directory: Path, *arguments: object) -> str:
-    (directory / "texts.jsonl").write_text(json.dumps({"prompt": PROMPT, "canonical_solution": "a"}) + "\n")
-    dataset = ["--dataset", directory / "texts.jsonl", "--eval-task", "code_completion", "--max-ite", 1]
-    flags = ["--output-len", NUM_TOKENS, "--end-id", END_ID, "--test-engine", "--json"]
-    answer: str = specdec("summarize", *arguments, *dataset, *flags).document["requests"][0]["output_text"]
-    return answer
-
-
 def chat(specdec: Specdec, directory: Path, *arguments: object) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.stdin", io.StringIO(PROMPT.removesuffix(" The") + "\n"))
@@ -238,28 +173,15 @@ def chat(specdec: Specdec, directory: Path, *arguments: object) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("place", ["file", "directory"])
-@pytest.mark.parametrize("ask", [run, chat, batch, summarize], ids=lambda ask: ask.__name__)
+@pytest.mark.parametrize("ask", [chat, batch], ids=lambda ask: ask.__name__)
 def test_tokenizer_is_taken_of_a_file(
-    ask: Callable[..., str], place: str, specdec: Specdec, made: tuple[Path, list[int]], bare: Path, tmp_path: Path,
+    ask: Callable[..., str], specdec: Specdec, made: tuple[Path, list[int]], bare: Path, tmp_path: Path,
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:  # fmt: skip
     """An engine that has none would take no text."""
     path, expected = made
-    models = ["--model-dir", bare, "--tokenizer-dir", path if place == "file" else path.parent, *SIZES]
+    models = ["--model-dir", bare, "--tokenizer-dir", path, *SIZES]
     assert tokenizer.decode(expected, skip_special_tokens=True) in ask(specdec, tmp_path, *models)
-
-
-@pytest.mark.parametrize("command", ["tune", "doctor"])
-def test_tune_and_doctor_take_a_tokenizer_of_a_file(
-    command: str, specdec: Specdec, made: tuple[Path, list[int]], bare: Path, said: Said
-) -> None:
-    inputs = ["--model-dir", bare, "--input-text", PROMPT, "--max-output-len", NUM_TOKENS, *SIZES, "--json"]
-    inputs += ["--ngram-config", "4,2"]
-    without = specdec(command, *inputs)
-    assert without.exit_code == 1
-    said(without)
-    assert json.loads(specdec(command, *inputs, "--tokenizer-dir", made[0]).stdout)
 
 
 def test_corpus_of_a_files_tokenizer_is_the_corpus_of_that_tokenizer(
@@ -282,61 +204,7 @@ def test_corpus_of_a_files_tokenizer_is_the_corpus_of_that_tokenizer(
     assert found[0] == found[1] and found[0][0][0] > 0
 
 
-def test_hugging_face_runs_the_numbers_of_a_file(
-    specdec: Specdec, made: tuple[Path, list[int]], tmp_path: Path
-) -> None:
-    """Its answers are those of the model of transformers that has them, and it is no other model than the engine's."""
-    path, expected = made
-    (tmp_path / "texts.jsonl").write_text(json.dumps({"prompt": PROMPT, "canonical_solution": "a"}) + "\n")
-    dataset = ["--dataset", tmp_path / "texts.jsonl", "--eval-task", "code_completion", "--max-ite", 1]
-    flags = ["--output-len", NUM_TOKENS, "--end-id", END_ID, "--test-engine", "--test-hf", *SIZES, "--json"]
-    for place in (path, path.parent):
-        result = specdec("summarize", "--model-dir", path, "--hf-model-dir", place, *dataset, *flags)
-        assert result.document["requests"][0]["outputs"] == {"hf": expected, "engine": expected}
-        assert "another model" not in result.stderr
-
-
-def test_another_file_is_another_model(
-    specdec: Specdec, made: tuple[Path, list[int]], tokenizer: PreTrainedTokenizerFast, tmp_path: Path, said: Said
-) -> None:
-    other = tmp_path / "other.gguf"
-    save_gguf(other, Q.F32, architecture="qwen3", vocab_size=len(tokenizer))
-    (tmp_path / "texts.jsonl").write_text(json.dumps({"prompt": PROMPT, "canonical_solution": "a"}) + "\n")
-    dataset = ["--dataset", tmp_path / "texts.jsonl", "--eval-task", "code_completion", "--max-ite", 1]
-    flags = ["--output-len", NUM_TOKENS, "--test-engine", "--test-hf", *SIZES]
-    result = specdec("summarize", "--model-dir", made[0], "--hf-model-dir", other, *dataset, *flags)
-    said(result, f"`--hf-model-dir {other}`")
-
-
-def test_server_says_the_special_tokens_of_a_file(
-    made: tuple[Path, list[int]], bare: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    with LLM(bare, tokenizer=made[0], max_seq_len=96, dtype="float32") as llm:
-        loop = ServingLoop(llm.session(), 1, lambda answers: None)
-        info = ServedModel(llm, loop, ("a",), 0, prepare_chat(llm)).tokenizer_info
-    assert (info["bos_token"], info["eos_token"]) == (tokenizer.bos_token, tokenizer.eos_token)
-    assert info["chat_template"] == TEMPLATE
-
-
-def test_results_are_of_the_file_that_their_texts_were_read_by(
-    made: tuple[Path, list[int]], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    """Digests that `batch` resumes by: a file with another tokenizer is another one."""
-    other = tmp_path / "other.gguf"
-    save_gguf(other, Q.F32, vocab_size=len(tokenizer), edit=partial(write_tokenizer, tokenizer=tokenizer))
-    with LLM(made[0], max_seq_len=96, dtype="float32") as llm:
-        digests = [model_digest(llm.bundle.directory, path) for path in (None, made[0], made[0].parent, other)]
-    assert digests[1] == digests[2] and len(set(digests)) == 3
-
-
-def test_prompt_that_is_cut_keeps_its_end(
-    made: tuple[Path, list[int]], bare: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    with LLM(bare, tokenizer=str(made[0]), max_seq_len=96, dtype="float32") as llm:
-        assert llm.encode(PROMPT, 4) == (tokenizer(PROMPT)["input_ids"][-4:], True)
-
-
-@pytest.mark.parametrize("command", ["run", "chat", "batch", "summarize", "tune", "doctor", "serve", "corpus create"])
+@pytest.mark.parametrize("command", ["run", "serve", "corpus create"])
 def test_what_is_no_tokenizer_is_one_error(command: str, specdec: Specdec, bare: Path, tmp_path: Path) -> None:
     (tmp_path / "cut.gguf").write_text("GGUF")
     (tmp_path / "a.txt").write_text("a")

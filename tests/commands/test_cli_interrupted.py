@@ -172,20 +172,15 @@ main()
     "module",
     [
         "typer",
-        "runtime.checkpoint.config",
         "commands.integrity.command",
         *(pytest.param(one, marks=pytest.mark.slow) for one in ("torch", "torch._C", "torch.nn", "transformers")),
     ],
 )
 @pytest.mark.parametrize(("signal_number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_during_the_imports_leaves_no_traceback(
-    module: str,
-    signal_number: int,
-    exit_code: int,
-    process_environment: dict[str, str],
-    llama_dir: Path,
+    module: str, signal_number: int, exit_code: int, process_environment: dict[str, str], llama_dir: Path,
     tmp_path: Path,
-) -> None:
+) -> None:  # fmt: skip
     """Holds from the first module of ours on: what Python imports before that is out of reach."""
     arguments = [module, signal_number, "convert", "--model-dir", llama_dir, "--output-dir", tmp_path / "ckpt"]
     command = [sys.executable, "-c", AT_IMPORT, *map(str, arguments)]

@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command_line import NGRAM, PROMPTS, Result, Specdec, assert_valid, draft_model, each, tree
-from sentences import Said
+from command_line import NGRAM, PROMPTS, Result, assert_valid, draft_model, each, tree
 from tiny import eager_logits
 from transformers import PreTrainedModel
 
@@ -24,9 +23,9 @@ def drafters(draft_engine_dir: Path) -> dict[str, list[object]]:
     }
 
 
-@pytest.mark.parametrize("drafter", ["none", "n-gram", "tokens", "logits"])
+@pytest.mark.parametrize("drafter", ["n-gram", "logits"])
 @pytest.mark.parametrize(
-    "sampling", [[], ["--temperature", 0.8], ["--repetition-penalty", 1.5]], ids=["greedy", "sampling", "penalty"]
+    "sampling", [["--temperature", 0.8], ["--repetition-penalty", 1.5]], ids=["sampling", "penalty"]
 )
 def test_logits_are_hugging_faces_and_nan_after_the_end(
     run: Run, llama: PreTrainedModel, drafters: dict[str, list[object]], drafter: str, sampling: list[object],
@@ -60,19 +59,6 @@ def test_output_generation_logits_writes_into_the_current_directory(
     assert "logits written: logits_generation.npy" in shown
 
 
-@pytest.mark.parametrize("flags", [[], ["--output-generation-logits"]])
-def test_output_logits_npy_needs_no_other_flag(run: Run, tmp_path: Path, flags: list[str]) -> None:
-    result = run(*flags, "--output-logits-npy", tmp_path / "a.b.npy", "--max-output-len", 2, "--quiet")
-    assert result.stdout.count("\n") == 1
-    assert tree(tmp_path) == ["a.b_generation.npy"]
-
-
-def test_existing_logits_are_replaced(run: Run, tmp_path: Path) -> None:
-    np.save(tmp_path / "x_generation.npy", np.zeros((50, 50, 50)))
-    assert run("--output-logits-npy", tmp_path / "x.npy", "--max-output-len", 2, "--end-id", 0).exit_code == 0
-    assert np.load(tmp_path / "x_generation.npy").shape == (1, 2, 300)
-
-
 def test_checking_for_losslessness_leaves_the_logits_alone(run: Run, tmp_path: Path) -> None:
     arguments = ["--ngram-config", NGRAM, "--max-output-len", 12, "--output-logits-npy"]
     run(*arguments, tmp_path / "a.npy")
@@ -81,57 +67,11 @@ def test_checking_for_losslessness_leaves_the_logits_alone(run: Run, tmp_path: P
     np.testing.assert_array_equal(first, second)
 
 
-def test_no_logits_are_written_unless_asked_for(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    run("--max-output-len", 2)
-    assert tree(tmp_path) == []
-
-
-def test_logits_of_an_engine_of_16_bits_are_float32(specdec: Specdec, half_engine_dir: Path, tmp_path: Path) -> None:
-    arguments = ["--engine-dir", half_engine_dir, "--input-text", "The dog", "--max-output-len", 4, "--end-id", 0]
-    assert specdec("run", *arguments, "--output-logits-npy", tmp_path / "x.npy").exit_code == 0
-    logits = np.load(tmp_path / "x_generation.npy")
-    assert logits.dtype == np.float32 and logits.shape == (1, 4, 300)
-    assert np.isfinite(logits).all()
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--output-csv", "same.x", "--output-npy", "same.x"),
-        ("--output-npy", "l_generation.npy", "--output-logits-npy", "l.npy"),
-        ("--output-csv", "{engine}/config.json"),
-        ("--input-file", "in.jsonl", "--output-csv", "./in.jsonl"),
-    ],
-)
-def test_outputs_replace_neither_each_other_nor_what_is_read(
-    arguments: tuple[str, ...],
-    specdec: Specdec,
-    llama_engine_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "in.jsonl").write_text('{"prompt": "The dog"}\n')
-    before = (llama_engine_dir / "config.json").read_bytes()
-    text = [] if "--input-file" in arguments else ["--input-text", "The dog"]
-    given = [argument.format(engine=llama_engine_dir) for argument in arguments]
-    result = specdec("run", "--engine-dir", llama_engine_dir, *text, *given)
-    assert result.exit_code == 2 and not result.stdout
-    assert "hint: " in result.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
-    assert (tmp_path / "in.jsonl").read_text() == '{"prompt": "The dog"}\n'
-    assert (llama_engine_dir / "config.json").read_bytes() == before
-
-
-@pytest.mark.parametrize("drafter", ["none", "n-gram", "logits"])
-def test_logprobs_are_those_of_the_logits(
-    run: Run, drafters: dict[str, list[object]], drafter: str, tmp_path: Path
-) -> None:
+def test_logprobs_are_those_of_the_logits(run: Run, drafters: dict[str, list[object]], tmp_path: Path) -> None:
     """The logarithm of the softmax of what `--output-logits-npy` writes, in a document that its schema allows."""
     path = tmp_path / "x.npy"
     arguments = ["--max-output-len", 9, "--temperature", 0.8, "--logprobs", 2, "--output-logits-npy", path, "--json"]
-    document = run(*drafters[drafter], *arguments).document
+    document = run(*drafters["logits"], *arguments).document
     assert_valid("run", document)
     (request,) = document["requests"]
     all_logprobs = torch.log_softmax(torch.from_numpy(np.load(tmp_path / "x_generation.npy"))[0], dim=-1)
@@ -139,9 +79,3 @@ def test_logprobs_are_those_of_the_logits(
     for row, one in zip(all_logprobs, request["logprobs"], strict=False):
         assert one["logprob"] == pytest.approx(float(row[one["token"]]), abs=1e-5)
         assert [token for token, _ in one["top"]] == row.topk(2).indices.tolist()
-
-
-def test_logprobs_are_for_the_document(run: Run, said: Said) -> None:
-    result = run("--logprobs", 2)
-    assert result.exit_code == 2
-    said(result, "`--logprobs`", "2")

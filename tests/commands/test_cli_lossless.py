@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from command_line import NGRAM, PROMPTS, Result, Specdec, assert_valid, draft_model, each, ids_of, line_of
 from draft_models import WITH_DRAFTS, MakeDraftEngineDir, with_noise
 from sentences import Said
 from tiny import eager_logits, make_model
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from commands.output.output import speedup_line
 from runtime.checkpoint.bundle import read_engine_config
 
 Run = Callable[..., Result]
@@ -70,12 +70,9 @@ BY_TOKENS = pytest.mark.parametrize(
     ("drafter", "sampling"),
     [
         ("n-gram", []),
-        ("n-gram", SAMPLING),
-        ("tokens", []),
         ("tokens", [*SAMPLING, "--top-p", 0.9, "--repetition-penalty", 1.2]),
         ("logits", []),
         ("custom", []),
-        ("custom", SAMPLING),
     ],
 )
 
@@ -88,28 +85,20 @@ def test_run_compares_tokens_where_they_must_be_equal(
     result = run_wide(*arguments, "--check-lossless", "--json")
     assert_valid("run", result.document)
     assert lossless_of(result.document) == {
-        "rule": "tokens",
-        "num_samples": 3,
-        "num_identical": 3,
-        "num_near_ties": 0,
-        "num_different": 0,
+        "rule": "tokens", "num_samples": 3, "num_identical": 3, "num_near_ties": 0, "num_different": 0,
         "dtype": "float32",
         "differences": [],
         "passed": True,
         "batch_invariant": True,
-    }
+    }  # fmt: skip
     assert result.document["speedup"] > 0
     assert result.document["total"]["num_draft_tokens"] > 0
     assert result.stderr == ""
     assert ids_of(result.document) == ids_of(run_wide(*arguments, "--json").document)
 
 
-@pytest.mark.one_in(2)
-@BY_TOKENS
-def test_summarize_compares_tokens_where_they_must_be_equal(
-    summarize: Run, drafters: dict[str, list[object]], drafter: str, sampling: list[object]
-) -> None:
-    document = summarize(*drafters[drafter], *sampling, "--check-lossless", "--json").document
+def test_summarize_compares_tokens_where_they_must_be_equal(summarize: Run, drafters: dict[str, list[object]]) -> None:
+    document = summarize(*drafters["tokens"], *SAMPLING, "--check-lossless", "--json").document
     assert_valid("summarize", document)
     check = lossless_of(document)
     assert (check["rule"], check["num_samples"], check["num_identical"], check["passed"]) == ("tokens", 5, 5, True)
@@ -152,26 +141,8 @@ def test_rejection_sampling_is_compared_by_distribution(
     assert "identical_to_no_drafter" not in document["checks"]
 
 
-@pytest.mark.slow
-def test_terminal_says_why_it_compares_distributions_and_with_what_p_value(
-    run_wide: Run, drafters: dict[str, list[object]], said: Said
-) -> None:
-    arguments = [*drafters["custom that draws"], *SAMPLING, "--check-lossless"]
-    check = lossless_of(run_wide(*arguments, "--json").document)
-    shown = run_wide(*arguments).stdout
-    values = [check["degrees_of_freedom"], f"{check['chi_squared']:.1f}", f"{check['num_tokens']:,}"]
-    said(line_of(shown, "rejection sampling"))
-    assert f"p = {check['p_value']:.3g} " in shown
-    said(line_of(shown, "lossless check"), "passed", "0.0001", "2,000", *values, varying=values[1:])
-    size = f"{check['detectable_total_variation']:.2g}"
-    said(line_of(shown, "it would have found"), size, "99%", varying=(size,))
-
-
 @pytest.mark.slow  # `test_rejection_sampling_is_compared_by_distribution` has a cut
-@pytest.mark.parametrize(
-    "flags",
-    [["--top-k", 2], ["--top-p", 0.5], ["--min-p", 0.2], ["--temperature", 0.3]],
-)
+@pytest.mark.parametrize("flags", [["--top-k", 2], ["--top-p", 0.5], ["--min-p", 0.2], ["--temperature", 0.3]])
 def test_cuts_leave_the_distribution_right(
     run_wide: Run, drafters: dict[str, list[object]], flags: list[object]
 ) -> None:
@@ -204,14 +175,6 @@ def test_drafter_that_is_wrong_about_its_distribution_is_caught(
     assert "hint: " in result.stderr and "`Draft.probs`" in result.stderr
 
 
-def test_wrong_distribution_is_caught_on_the_terminal(run_wide: Run) -> None:
-    arguments = ["--drafter", "custom_drafters:DrawsOneWord", "--temperature", 1.2, "--check-lossless"]
-    result = run_wide(*arguments)
-    assert result.exit_code == 1
-    assert "FAILED" in line_of(result.stdout, "lossless check")
-    assert "Traceback" not in result.stderr
-
-
 @pytest.mark.parametrize("sampling", [[], SAMPLING], ids=["greedy", "sampling"])
 def test_changed_output_is_caught_and_located(
     run_wide: Run, llama: PreTrainedModel, sampling: list[object], said: Said
@@ -239,18 +202,10 @@ def test_changed_output_is_caught_and_located(
             margin = abs(float(logits[token] - logits[right]))
             assert difference["logit_margin"] == pytest.approx(margin, rel=1e-3, abs=1e-4)
     said(result, "3", "0", "4")
-
-
-def test_changed_output_is_shown_with_everything_needed_to_judge_it(run_wide: Run, said: Said) -> None:
-    arguments = ["--drafter", "custom_drafters:MixesUpBlocks", "--end-id", 0, "--check-lossless"]
-    differences = lossless_of(json.loads(run_wide(*arguments, "--json").stdout))["differences"]
-    result = run_wide(*arguments)
-    assert result.exit_code == 1
-    for d in differences:
-        places = [d["request"], d["position"], d["token"], d["token_without_drafter"]]
-        numbers = [f"{d[name]:.3g}" for name in ("logit_margin", "rounding")]
-        said(line_of(result.stdout, f"request {d['request']} "), *places, *numbers, varying=tuple(numbers))
-    said(line_of(result.stdout, "lossless check"), "FAILED", "0", "3")
+    shown = run_wide(*arguments).stdout
+    said(line_of(shown, "lossless check"), "FAILED", "0", "3")
+    for difference in check["differences"]:
+        assert str(difference["token_without_drafter"]) in line_of(shown, f"request {difference['request']} ")
 
 
 def test_summarize_catches_changed_outputs(summarize: Run, said: Said) -> None:
@@ -275,22 +230,12 @@ def test_summarize_catches_changed_outputs(summarize: Run, said: Said) -> None:
     assert shown.stdout.count(" rounding of ") == check["num_different"]
 
 
-def test_failed_check_leaves_the_files_that_were_asked_for(run_wide: Run, summarize: Run, tmp_path: Path) -> None:
-    flags = ["--drafter", "custom_drafters:MixesUpBlocks", "--check-lossless"]
-    assert run_wide(*flags, "--output-csv", tmp_path / "ids.csv").exit_code == 1
-    assert (tmp_path / "ids.csv").read_text().count("\n") == 3
-    assert summarize(*flags, "--output-dir", tmp_path / "out").exit_code == 1
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert not lossless_of(summary)["passed"]
-
-
-def test_quiet_check_says_it_by_its_exit_code(run_wide: Run, summarize: Run) -> None:
-    passing, failing = ["--ngram-config", NGRAM], ["--drafter", "custom_drafters:MixesUpBlocks"]
-    flags = ["--check-lossless", "--quiet"]
-    assert run_wide(*passing, *flags).stdout == run_wide("--quiet").stdout
-    assert run_wide(*failing, *flags).exit_code == 1
-    assert (summarize(*passing, *flags).exit_code, summarize(*failing, *flags).exit_code) == (0, 1)
-    assert "FAILED" in line_of(summarize(*failing, *flags).stdout, "lossless check")
+@pytest.fixture(params=["bfloat16", "float16"])
+def half_engine_dir(
+    request: pytest.FixtureRequest, make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast
+) -> Path:
+    model = make_model("llama", vocab_size=len(tokenizer)).to(getattr(torch, request.param))
+    return make_draft_engine_dir(model, **WITH_DRAFTS)
 
 
 def test_engine_of_16_bits_passes(specdec: Specdec, half_engine_dir: Path) -> None:
@@ -300,13 +245,6 @@ def test_engine_of_16_bits_passes(specdec: Specdec, half_engine_dir: Path) -> No
     check = lossless_of(document)
     dtype = read_engine_config(half_engine_dir).dtype
     assert (check["dtype"], check["num_different"], check["passed"]) == (dtype, 0, True)
-
-
-def test_streamed_text_comes_before_the_check(run: Run, draft_engine_dir: Path) -> None:
-    arguments = [*draft_model(draft_engine_dir), "--max-output-len", 12, "--streaming", "--check-lossless"]
-    shown = run(*arguments).stdout
-    assert shown.startswith(run("--max-output-len", 12, "--quiet").stdout)
-    assert shown.index("tokens/s") < shown.index(line_of(shown, "lossless check"))
 
 
 def test_check_of_nothing_that_was_drafted_says_so(
@@ -334,14 +272,9 @@ NOTHING, ONE_TOKEN = ["--temperature", 0.9, "--max-output-len", 1], ["--temperat
     ],
 )
 def test_too_little_to_tell_is_neither_passed_nor_failed(
-    run_wide: Run,
-    summarize: Run,
-    drafters: dict[str, list[object]],
-    command: str,
-    flags: list[object],
-    monkeypatch: pytest.MonkeyPatch,
-    said: Said,
-) -> None:
+    run_wide: Run, summarize: Run, drafters: dict[str, list[object]], command: str, flags: list[object],
+    monkeypatch: pytest.MonkeyPatch, said: Said,
+) -> None:  # fmt: skip
     monkeypatch.setattr("runtime.loop.lossless.check.NUM_DRAWS_PER_PREFIX", (50,))  # no number would do
     call = {"run": run_wide, "summarize": summarize}[command]
     arguments = [*drafters["custom that draws"], *flags, "--check-lossless"]
@@ -370,23 +303,6 @@ def test_draws_begin_where_there_is_something_to_choose(
     assert chosen["num_distributions"] > by_chance["num_distributions"]
 
 
-def test_several_outputs_of_a_prompt_are_compared_each(run_wide: Run) -> None:
-    arguments = ["--ngram-config", NGRAM, *SAMPLING, "--num-return-sequences", 2, "--check-lossless", "--json"]
-    assert lossless_of(run_wide(*arguments).document)["num_identical"] == 6
-
-
-def test_small_kv_cache_is_enough_for_the_check(
-    run: Run, draft_engine_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Just what the longest request needs: one sequence at a time."""
-    monkeypatch.setattr("runtime.loop.lossless.check.NUM_DRAWS_PER_PREFIX", (20,))
-    size = ["--max-tokens-in-paged-kv-cache", 32]
-    for sampling in ([], SAMPLING):
-        flags = [*draft_model(draft_engine_dir, LOGITS), *sampling, *size, "--max-output-len", 12]
-        result = run(*each("--input-text", PROMPTS[:2]), *flags, "--check-lossless")
-        assert result.exit_code == (3 if sampling else 0)  # so few draws tell too little
-
-
 @pytest.mark.usefixtures("work_clock")
 def test_speculation_that_loses_is_called_slower(
     run: Run, make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast
@@ -399,15 +315,3 @@ def test_speculation_that_loses_is_called_slower(
     assert speedup, shown
     assert 0 < float(speedup[1]) < 0.8
     assert run(*arguments, "--json").document["speedup"] is None
-
-
-@pytest.mark.parametrize(
-    ("speedup", "line"),
-    [
-        (2.0, "speedup over no drafter: 2.00x"),
-        (1.0, "speedup over no drafter: 1.00x"),
-        (0.5, "speedup over no drafter: 0.50x — slower than no drafter"),
-    ],
-)
-def test_slower_is_said_in_words(speedup: float, line: str) -> None:
-    assert speedup_line(speedup) == line

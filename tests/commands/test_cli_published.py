@@ -43,12 +43,7 @@ def cut(ids: list[int], end_ids: int | list[int] | None) -> list[int]:
 @pytest.mark.slow  # `tests/runtime/test_published.py` has some of them by default
 @pytest.mark.parametrize("name", [name for name in RUN if name not in NOT_READ_BY_TRANSFORMERS])
 def test_every_way_gives_hugging_faces_answers(
-    name: str,
-    without_compiler: None,
-    specdec: Specdec,
-    articles: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, without_compiler: None, specdec: Specdec, articles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     published, model_dir = PUBLISHED[name], tmp_path / "model"
     write_model(shrunk(published.config, limit=LIMIT), model_dir, seed_of(name), prompt=[5, 6, 7], num_new_tokens=24)

@@ -1,12 +1,10 @@
 """`batch` and `summarize` with Ray: the same whoever works, and whoever dies. Skipped where Ray is absent."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +20,13 @@ ray = pytest.importorskip("ray")
 
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from commands.batch.answering import Job, failed_outcome, model_digest  # noqa: E402
+from commands.batch.answering import Job, failed_outcome  # noqa: E402
 from commands.batch.dispatch import answer_all  # noqa: E402
 from commands.batch.flags import BatchDefaults  # noqa: E402
 from commands.batch.lines import look_through  # noqa: E402
-from commands.batch.ray_workers import RayCrew, WorkerJob, connected, open_anywhere  # noqa: E402
+from commands.batch.ray_workers import RayCrew, WorkerJob, connected  # noqa: E402
 from commands.options.engine_choice import EngineChoice  # noqa: E402
-from runtime.checkpoint.bundle import read_bundle  # noqa: E402
 from runtime.drafters.speculation import NO_SPECULATION  # noqa: E402
-from runtime.util.errors import SpecDecError  # noqa: E402
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 ROOT = Path(__file__).parents[2]
@@ -121,12 +117,9 @@ def rank_of(worker: str) -> int:
 
 
 def test_a_rank_that_ends_costs_its_worker(
-    cluster: Any,
-    split_engine_dir: Path,
-    process_environment: dict[str, str],
-    tmp_path: Path,
+    cluster: Any, split_engine_dir: Path, process_environment: dict[str, str], tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     """Another is begun, what it had is asked again, and no rank is left."""
     write(tmp_path / "requests.jsonl", requests(40))
     assert run(tmp_path, split_engine_dir, process_environment).exit_code == 0
@@ -204,28 +197,6 @@ def test_killed_driver_goes_on_with_another_number_of_workers(
     assert (tmp_path / "results.jsonl").read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
 
 
-def test_a_machine_without_the_engine_builds_its_own_of_the_checkpoint(
-    llama_uncompiled_dir: Path, llama_checkpoint_dir: Path, tmp_path: Path
-) -> None:
-    """The node's cache has it, for the same settings; another model's checkpoint is refused."""
-    job = job_of(llama_uncompiled_dir)
-    wanted = model_digest(llama_uncompiled_dir, None)
-    build = read_bundle(llama_uncompiled_dir).config.build_config
-    elsewhere = replace(job, choice=replace(job.choice, engine_dir=tmp_path / "none"))
-    with (
-        pytest.raises(SpecDecError, match="engine directory does not exist"),
-        open_anywhere(WorkerJob(elsewhere, None), wanted, build),
-    ):
-        pass
-    with open_anywhere(WorkerJob(elsewhere, llama_checkpoint_dir), wanted, build) as model:
-        assert model.window > 0
-    with (
-        pytest.raises(SpecDecError, match="another model"),
-        open_anywhere(WorkerJob(job, None), "of another", build),
-    ):
-        pass
-
-
 COUNTS = ("num_generated_tokens", "num_steps", "num_draft_tokens", "num_accepted_draft_tokens", "acceptance_histogram")
 
 
@@ -288,37 +259,3 @@ def test_summarize_asks_again_what_a_killed_worker_had(
     assert [one["outputs"] for one in on_ray.document["requests"]] == [one["outputs"] for one in alone["requests"]]
     assert on_ray.document["total"]["num_draft_tokens"] == alone["total"]["num_draft_tokens"] > 0
     assert on_ray.stderr.count("warning: a worker died with ") == 1
-
-
-def test_summarize_has_workers_for_the_engine_only(
-    specdec: Specdec, llama_uncompiled_dir: Path, llama_dir: Path
-) -> None:
-    where = ["--engine-dir", llama_uncompiled_dir, "--test-hf", "--hf-model-dir", llama_dir]
-    result = specdec("summarize", *where, "--ray", "local")
-    assert result.exit_code == 2 and "`--ray` has workers run the engine" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("flags", "error"),
-    [
-        (["--ray", "127.0.0.1:1"], "no Ray cluster could be reached"),
-        (["--ray", "no such address"], "no Ray cluster could be reached"),
-    ],
-)
-def test_a_cluster_that_is_not_there_is_one_error(
-    flags: list[str], error: str, llama_uncompiled_dir: Path, process_environment: dict[str, str], tmp_path: Path
-) -> None:
-    write(tmp_path / "requests.jsonl", requests(8))
-    environment = process_environment | {"RAY_gcs_rpc_server_connect_timeout_s": "1", "RAY_NUM_REDIS_GET_RETRIES": "1"}
-    result = run(tmp_path, llama_uncompiled_dir, environment, *flags)
-    assert result.exit_code == 1 and error in result.stderr, result.stderr
-    assert "Traceback" not in result.stderr and re.search(r"^hint: ", result.stderr, re.MULTILINE)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["requests.jsonl"]
-
-
-def test_workers_that_no_machine_has_room_for_are_one_error(
-    cluster: Any, llama_uncompiled_dir: Path, process_environment: dict[str, str], tmp_path: Path
-) -> None:
-    write(tmp_path / "requests.jsonl", requests(8))
-    result = run(tmp_path, llama_uncompiled_dir, process_environment, "--ray", cluster.address, "--cpus-per-worker", 3)
-    assert result.exit_code == 1 and "no machine of the cluster has enough cores" in result.stderr

@@ -3,8 +3,6 @@
 What is theirs alone is in `tests/runtime/test_state_engines.py`. Nothing here is compiled.
 """
 
-import io
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from commands.serve.flags import ServerOptions
 from commands.serve.http.bodies import Clock
 from commands.serve.work import guarded_app, open_served
 from runtime.drafters.specs import NgramDrafter
-from specdec_cli import LLM, SamplingParams
+from specdec_cli import LLM
 
 NGRAM = ["--ngram-config", "[4,1,[0]]"]
 UNCOMPILED = ["--compiler", "none"]
@@ -68,17 +66,6 @@ def test_drafts_by_probabilities_leave_the_distribution(hybrid_dir: Path, specde
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", ["int8_wo", "int4_wo"])
-def test_quantized_weights_are_lossless(quantization: str, hybrid_dir: Path, specdec: Specdec, tmp_path: Path) -> None:
-    converted = ["--qformat", quantization, "--group-size", -1, "--dtype", "float32", "--output-dir", tmp_path / "c"]
-    assert specdec("convert", "--model-dir", hybrid_dir, *converted).exit_code == 0
-    built = [*UNCOMPILED, "--max-draft-len", 4, "--speculative-decoding-mode", "draft_tokens_external"]
-    assert specdec("build", "--checkpoint-dir", tmp_path / "c", "--output-dir", tmp_path / "e", *built).exit_code == 0
-    asked = [*each("--input-text", PROMPTS[:2]), "--max-output-len", NUM_TOKENS, "--check-lossless"]
-    assert specdec("run", "--engine-dir", tmp_path / "e", *NGRAM, *asked).exit_code == 0
-
-
-@pytest.mark.slow
 def test_a_model_is_split_or_refused(
     hybrid: PreTrainedModel, hybrid_dir: Path, specdec: Specdec, tmp_path: Path, said: Said
 ) -> None:
@@ -95,45 +82,6 @@ def test_a_model_is_split_or_refused(
     result = specdec("run", *where, "--max-output-len", NUM_TOKENS, "--json")
     for one in result.document["requests"]:
         assert one["output_ids"] == hf_greedy(hybrid, one["prompt_ids"], len(one["output_ids"]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["tune", "summarize", "doctor", "chat"])
-def test_commands_that_take_a_model(
-    command: str, hybrid_dir: Path, specdec: Specdec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPTS[0]}\n{PROMPTS[1]}\n"))  # of a chat
-    asked: dict[str, list[object]] = {
-        "tune": [*each("--input-text", PROMPTS[:2]), "--output", tmp_path / "profile.json"],
-        "summarize": [*NGRAM, "--test-engine", "--max-ite", 2],
-        "doctor": [*NGRAM],
-        "chat": [*NGRAM],
-    }
-    length = ["--output-len" if command == "summarize" else "--max-output-len", 8]
-    document = [] if command == "chat" else ["--json"]
-    result = specdec(command, "--model-dir", hybrid_dir, *UNCOMPILED, *length, *asked[command], *document)
-    if command != "doctor":
-        assert result.exit_code == 0, result.stderr
-        return
-    status = {one["name"]: one["status"] for one in json.loads(result.stdout)["diagnoses"]}
-    assert (status["state_slots_full"], status["state_hits_missed"]) == ("ok", "ok")
-
-
-@pytest.mark.slow
-def test_batch(hybrid: PreTrainedModel, hybrid_dir: Path, specdec: Specdec, tmp_path: Path) -> None:
-    body = {"max_tokens": NUM_TOKENS, "temperature": 0, "n": 2, "ignore_eos": True}
-    lines = [
-        {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": {"prompt": prompt} | body}
-        for i, prompt in enumerate([[5 + i, 9, 11, 5 + i, 9] for i in range(6)])
-    ]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    files = ["--input-file", tmp_path / "in.jsonl", "--output-file", tmp_path / "out.jsonl"]
-    assert specdec("batch", "--model-dir", hybrid_dir, *UNCOMPILED, *NGRAM, *files).exit_code == 0
-    results = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    with LLM(hybrid_dir, compiler="none", dtype="float32") as llm:
-        for line, one in zip(lines, sorted(results, key=lambda one: int(one["custom_id"])), strict=True):
-            expected = llm.tokenizer.decode(hf_greedy(hybrid, line["body"]["prompt"], NUM_TOKENS))
-            assert [choice["text"] for choice in one["response"]["body"]["choices"]] == [expected] * 2
 
 
 @pytest.mark.parametrize(
@@ -161,12 +109,3 @@ def test_a_server_answers_several_at_once(
             scored = [complete(prompts[0], n=1, echo=True, logprobs=1) for _ in range(2)]
             assert scored[0] == scored[1]
             assert str(scored[0][0]["text"]).endswith(expected[prompts[0]])
-
-
-@pytest.mark.slow
-def test_python(hybrid: PreTrainedModel, hybrid_dir: Path) -> None:
-    with LLM(hybrid_dir, compiler="none", dtype="float32", max_batch_size=2) as llm:
-        params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-        for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params, drafter=NgramDrafter(4, 1)), strict=True):
-            expected = hf_greedy(hybrid, list(llm.encode(prompt)[0]), NUM_TOKENS)
-            assert list(output.token_ids) == expected

@@ -41,13 +41,10 @@ def rows_of(path: Path) -> dict[str, dict[str, Any]]:
     return {row["id"]: row for row in map(json.loads, path.read_text().splitlines())}
 
 
-@pytest.mark.parametrize("ngram", [[], ["--ngram-config", NGRAM]])
-@pytest.mark.parametrize("batch_size", [1, 3])
 def test_answers_are_hfs(
-    summarize: Summarize, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, articles: Path,
-    ngram: list[str], batch_size: int,
-) -> None:  # fmt: skip
-    arguments = ["--test-engine", "--test-hf", *ngram, "--batch-size", batch_size, "--output-len", 20]
+    summarize: Summarize, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, articles: Path
+) -> None:
+    arguments = ["--test-engine", "--test-hf", "--ngram-config", NGRAM, "--batch-size", 3, "--output-len", 20]
     document = summarize(*arguments, "--json").document
     rows = rows_of(articles)
     assert {request["id"] for request in document["requests"]} == rows.keys()
@@ -61,7 +58,7 @@ def test_answers_are_hfs(
         assert request["output_text"] == tokenizer.decode(expected, skip_special_tokens=True)
     same = {"num_identical": 5, "num_samples": 5}
     assert document["checks"]["identical_to_hf"] == same
-    assert ("identical_to_no_drafter" in document["checks"]) == bool(ngram)
+    assert document["checks"]["identical_to_no_drafter"] == same
 
 
 @pytest.fixture
@@ -74,19 +71,11 @@ def uneven(tmp_path: Path) -> list[str]:
     return ["--dataset", str(path), "--batch-size", "6", "--max-input-length", "70"]
 
 
-@pytest.mark.parametrize(
-    "drafter", ["ngram", *(pytest.param(one, marks=pytest.mark.slow) for one in ("draft model", "none"))]
-)
 def test_leader_mode_answers_a_batch_of_different_lengths_as_hf_does(
-    summarize: Summarize, llama: PreTrainedModel, uneven: list[str], draft_engine_dir: Path, tmp_path: Path,
-    drafter: str,
-) -> None:  # fmt: skip
+    summarize: Summarize, llama: PreTrainedModel, uneven: list[str], tmp_path: Path
+) -> None:
     """Prompts have different lengths, and so have outputs, because a common token ends them."""
-    flags: list[object] = {
-        "ngram": ["--spec-decode-algo", "NGRAM", "--spec-decode-max-draft-len", 3, "--check-lossless"],
-        "draft model": ["--spec-decode-algo", "DRAFT_TARGET", "--draft-engine-dir", draft_engine_dir],
-        "none": ["--disable-overlap-scheduler"],
-    }[drafter]
+    flags = ["--spec-decode-algo", "NGRAM", "--spec-decode-max-draft-len", 3, "--check-lossless"]
     output = ["--output-len", 24, "--report", tmp_path / "page.html", "--json"]
     arguments = [*uneven, "--test-engine", "--test-hf", *flags, *output]
     every_token = [token for output_ids in outputs_of(summarize(*arguments).document) for token in output_ids]
@@ -101,29 +90,12 @@ def test_leader_mode_answers_a_batch_of_different_lengths_as_hf_does(
     assert document["settings"]["mode"] == "leader" and document["settings"]["batch_size"] == 6
     assert document["checks"]["identical_to_hf"] == {"num_identical": 6, "num_samples": 6}
     assert document["checks"]["accuracy"]["passed"]
-    assert (document["total"]["num_draft_tokens"] > 0) == (drafter != "none")
-    if drafter == "ngram":
-        assert document["checks"]["lossless"]["passed"]
+    assert document["total"]["num_draft_tokens"] > 0 and document["checks"]["lossless"]["passed"]
     assert "leader" in (tmp_path / "page.html").read_text()
 
 
 def outputs_of(document: dict[str, Any]) -> list[list[int]]:
     return [request["output_ids"] for request in document["requests"]]
-
-
-def test_leader_mode_counts_as_run_does(
-    summarize: Summarize, specdec: Specdec, llama_engine_dir: Path, uneven: list[str]
-) -> None:
-    flags: list[object] = ["--spec-decode-algo", "SUFFIX", "--disable-kv-cache-reuse", "--max-num-tokens", 40]
-    flags += ["--draft-len-mode", "fixed"]
-    texts_alone = ["--test-engine", "--eval-task", "question", "--text-column", "article"]
-    ours = summarize(*uneven, *texts_alone, *flags, "--json").document
-    texts = [word for request in ours["requests"] for word in ("--input-text", request["prompt"])]
-    where = ["--engine-dir", llama_engine_dir, "--max-output-len", 8, "--max-input-length", 70]
-    others = specdec("run", *where, *texts, *flags, "--json").document
-    assert ours["settings"]["block_reuse"] is False and ours["settings"]["max_num_tokens"] == 40
-    keys = ("num_steps", "num_iterations", "num_draft_tokens", "num_accepted_draft_tokens", "acceptance_histogram")
-    assert [ours["total"][key] for key in keys] == [others["total"][key] for key in keys]
 
 
 def perturbed(directory: Path) -> None:
@@ -142,13 +114,7 @@ def swapped(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "difference"),
-    [
-        (lambda d: edit_json(d / "config.json", rms_norm_eps=0.125), "`rms_norm_eps` is 0.125, the engine's 1e-06"),
-        (swapped, "the tokenizer"),
-        (perturbed, "the weights"),
-    ],
-    ids=["config", "tokenizer", "weights"],
+    ("change", "difference"), [(swapped, "the tokenizer"), (perturbed, "the weights")], ids=["tokenizer", "weights"]
 )
 def test_another_model_of_the_same_vocabulary_is_named_and_not_compared(
     specdec: Specdec, llama_engine_dir: Path, llama_dir: Path, articles: Path, tmp_path: Path,
@@ -174,26 +140,6 @@ def test_another_model_of_the_same_vocabulary_is_named_and_not_compared(
     assert "speedup over Hugging Face" not in shown and "same as Hugging Face" not in shown
 
 
-def test_the_same_model_saved_again_is_no_other(
-    summarize: Summarize, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    """Compared by content, not by files: transformers writes its version, and what was left to defaults."""
-    llama.save_pretrained(tmp_path / "again")
-    tokenizer.save_pretrained(tmp_path / "again")
-    arguments = ["--test-engine", "--test-hf", "--hf-model-dir", tmp_path / "again", "--max-ite", 1]
-    result = summarize(*arguments, "--json")
-    assert result.stderr == "" and result.document["hf_differences"] == []
-    assert result.document["speedup_over_hf"] > 0
-
-
-def test_rouge_is_that_of_the_texts_and_references(summarize: Summarize) -> None:
-    document = summarize("--test-engine", "--test-hf", "--json").document
-    texts = [request["output_text"] for request in document["requests"]]
-    references = [request["reference"] for request in document["requests"]]
-    assert document["rouge"]["engine"] == document["rouge"]["hf"] == rouge_scores(texts, references)
-    assert document["systems"]["engine"]["rouge"] == document["rouge"]["engine"]
-
-
 def test_hf_answers_greedily_whatever_its_generation_config_says(
     summarize: Summarize, llama_dir: Path, tmp_path: Path
 ) -> None:
@@ -204,31 +150,6 @@ def test_hf_answers_greedily_whatever_its_generation_config_says(
     arguments = ["--test-engine", "--test-hf", "--hf-model-dir", model_dir, "--output-len", 30]
     document = summarize(*arguments, "--json").document
     assert document["checks"]["identical_to_hf"] == {"num_identical": 5, "num_samples": 5}
-
-
-def test_max_ite_and_batch_size_say_how_many_samples_are_run(summarize: Summarize) -> None:
-    for batch_size, max_ite, num_samples in ((1, 2, 2), (2, 2, 4), (2, 20, 5), (4, 1, 4)):
-        arguments = ["--test-engine", "--batch-size", batch_size, "--max-ite", max_ite, "--json"]
-        document = summarize(*arguments).document
-        assert document["settings"]["num_samples"] == len(document["requests"]) == num_samples
-
-
-def test_output_len_and_max_input_length_bound_the_samples(summarize: Summarize, said: Said) -> None:
-    arguments = ["--test-engine", "--output-len", 3, "--max-input-length", 6, "--end-id", 0]
-    result = summarize(*arguments, "--json")
-    for request in result.document["requests"]:
-        assert (len(request["prompt_ids"]), len(request["output_ids"])) == (6, 3)
-    said(result, "6", "5")
-
-
-def test_random_seed_orders_the_samples(summarize: Summarize) -> None:
-    def order(seed: int) -> list[str]:
-        arguments = ["--test-engine", "--output-len", 1, "--random-seed", seed, "--json"]
-        return [request["id"] for request in summarize(*arguments).document["requests"]]
-
-    orders = {tuple(order(seed)) for seed in range(4)}
-    assert len(orders) > 1
-    assert order(1) == order(1)
 
 
 def test_categories_have_rows_of_their_own(summarize: Summarize) -> None:
@@ -264,60 +185,6 @@ def test_no_batch_mixes_categories() -> None:
     assert make_batches(samples, [[i] for i in range(7)], 1) == [[[i]] for i in range(7)]
 
 
-def test_datasets_without_categories_have_no_rows(summarize: Summarize, tmp_path: Path) -> None:
-    path = tmp_path / "plain.csv"
-    path.write_text("text,summary\nThe dog ran.,A dog\nA ball.,A red ball\n")
-    result = summarize("--test-engine", "--dataset", path)
-    assert "By category" not in result.stdout
-    assert summarize("--test-engine", "--dataset", path, "--json").document["categories"] == {}
-
-
-def test_brackets_of_a_dataset_are_printed_as_they_are(summarize: Summarize, tmp_path: Path) -> None:
-    path = tmp_path / "[d].jsonl"
-    row = {"id": "[/a]", "category": "[bold]c[/bold]", "article": "[red]x", "highlights": "[/] y"}
-    path.write_text(json.dumps(row) + "\n")
-    shown = summarize("--test-engine", "--dataset", path).stdout
-    assert "Sample [/a]" in shown
-    assert "[bold]c[/bold]" in shown
-    assert "[d].jsonl" in shown.replace("\n", "")
-    assert 'Input: "[red]x"' in shown and 'Reference: "[/] y"' in shown
-
-
-def test_code_completion_prompts_are_the_rows_own(
-    summarize: Summarize, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    path = tmp_path / "code.jsonl"
-    row = {"task_id": "T/0", "prompt": "def f():\n", "canonical_solution": "    return 1\n"}
-    path.write_text(json.dumps(row) + "\n")
-    arguments = ["--test-engine", "--dataset", path, "--eval-task", "code_completion", "--json"]
-    document = summarize(*arguments).document
-    (request,) = document["requests"]
-    assert request["prompt_ids"] == tokenizer("def f():\n")["input_ids"]
-    assert (request["id"], request["reference"]) == ("T/0", "    return 1\n")
-    assert document["settings"]["eval_task"] == "code_completion"
-
-
-def test_dataset_dir_holds_a_hub_dataset(summarize: Summarize, tmp_path: Path) -> None:
-    directory = tmp_path / "data" / "ccdv" / "cnn_dailymail"
-    directory.mkdir(parents=True)
-    (directory / "test.csv").write_text("id,article,highlights\n7,The dog ran.,A dog ran\n")
-    arguments = ["--test-engine", "--dataset", "ccdv/cnn_dailymail", "--dataset-dir", tmp_path / "data", "--json"]
-    (request,) = summarize(*arguments).document["requests"]
-    assert (request["id"], request["reference"]) == ("7", "A dog ran")
-
-
-def test_stop_words_and_end_id_end_every_systems_answers(summarize: Summarize) -> None:
-    arguments = ["--test-engine", "--test-hf", "--ngram-config", NGRAM, "--max-ite", 1, "--output-len", 20, "--json"]
-    (request,) = summarize(*arguments).document["requests"]
-    ids, text = request["output_ids"], request["output_text"]
-    (ended,) = summarize(*arguments, "--end-id", ids[5]).document["requests"]
-    assert set(map(tuple, ended["outputs"].values())) == {tuple(ids[: ids.index(ids[5]) + 1])}
-    word = text[4:6]
-    (stopped,) = summarize(*arguments, "--stop-words", word).document["requests"]
-    assert stopped["output_text"] == text[: text.index(word)]
-    assert len(set(map(tuple, stopped["outputs"].values()))) == 1
-
-
 def test_table_has_a_column_for_each_system(summarize: Summarize) -> None:
     shown = summarize("--test-engine", "--test-hf", "--ngram-config", NGRAM).stdout
     header = next(line for line in shown.splitlines() if "Hugging Face" in line)
@@ -351,27 +218,6 @@ def test_quiet_is_a_line_for_each_system_and_the_comparisons(summarize: Summariz
     ]  # fmt: skip
 
 
-def test_nothing_is_said_of_drafting_where_nothing_drafts(
-    summarize: Summarize, specdec: Specdec, llama_engine_dir: Path, tmp_path: Path
-) -> None:
-    page = tmp_path / "report.html"
-    run = [
-        "run",
-        "--engine-dir",
-        llama_engine_dir,
-        "--input-text",
-        "a b c",
-        "--max-output-len",
-        4,
-        "--report",
-        page,
-    ]
-    for flags, is_told in (([], False), (["--ngram-config", NGRAM], True)):
-        shown = [summarize("--test-engine", *flags).stdout, specdec(*run, *flags).stdout, page.read_text()]
-        assert [bool(re.search(r"drafting[^<]*[\d.]+ (ms|µs|%)", text)) for text in shown] == [is_told] * 3
-        page.unlink()
-
-
 @pytest.mark.parametrize(("flags", "passed"), [(["--rouge1-threshold", 100], False), (["--rouge1-threshold", 0], True)])
 def test_check_accuracy_decides_the_exit_code(summarize: Summarize, flags: list[Any], passed: bool, said: Said) -> None:
     result = summarize("--test-engine", "--check-accuracy", *flags)
@@ -387,13 +233,6 @@ def test_check_accuracy_decides_the_exit_code(summarize: Summarize, flags: list[
     assert summarize("--test-engine", *flags).exit_code == 0
 
 
-def test_threshold_is_15_by_default(summarize: Summarize) -> None:
-    result = summarize("--test-engine", "--check-accuracy", "--json")
-    check = json.loads(result.stdout)["checks"]["accuracy"]
-    assert check["threshold"] == 15
-    assert result.exit_code == (0 if check["rouge1"] >= 15 else 1)
-
-
 def test_output_dir_holds_outputs_and_the_summary(summarize: Summarize, tmp_path: Path) -> None:
     output_dir = tmp_path / "a" / "out"
     arguments = ["--test-engine", "--test-hf", "--ngram-config", NGRAM, "--output-dir", output_dir, "--json"]
@@ -406,96 +245,10 @@ def test_output_dir_holds_outputs_and_the_summary(summarize: Summarize, tmp_path
             assert f"\n[{i}] {request['output_text']}" in text
 
 
-def test_demo_is_the_dataset_by_default(specdec: Specdec, llama_engine_dir: Path) -> None:
-    arguments = ["--engine-dir", llama_engine_dir, "--test-engine", "--output-len", 1, "--max-ite", 2]
-    document = specdec("summarize", *arguments, "--max-input-length", 40, "--json").document
-    assert document["settings"]["dataset"] == "demo"
-    assert {request["category"] for request in document["requests"]} == {"digest", "describe"}
-
-
 TOKENS, LOGITS = "[4,[0],[0],False]", "[4,[0],[0],True]"
-RULES = pytest.mark.parametrize("config", [TOKENS, LOGITS], ids=["tokens", "logits"])
-
-
-@RULES
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_draft_model_answers_as_hf_does_and_passes_every_check(
-    summarize: Summarize, draft_engine_dir: Path, config: str, batch_size: int
-) -> None:
-    """Greedy, which is exact with either rule."""
-    checks = ["--check-accuracy", "--rouge1-threshold", 0, "--check-lossless"]
-    arguments = ["--test-engine", "--test-hf", *draft_model(draft_engine_dir, config), "--batch-size", batch_size]
-    document = summarize(*arguments, *checks, "--output-len", 20, "--json").document
-    same = {"num_identical": 5, "num_samples": 5}
-    assert document["checks"]["identical_to_hf"] == document["checks"]["identical_to_no_drafter"] == same
-    assert document["checks"]["accuracy"]["passed"]
-    assert (document["checks"]["lossless"]["num_identical"], document["checks"]["lossless"]["passed"]) == (5, True)
-    assert 0 < document["total"]["draft_acceptance_rate"] < 1
-    assert document["draft_engine"]["engine_dir"] == str(draft_engine_dir)
-    assert document["settings"]["draft_target_model_config"]["use_logits"] == (config == LOGITS)
-
-
-def test_tables_are_those_of_an_ngram_drafter(summarize: Summarize, draft_engine_dir: Path) -> None:
-    def labels(flags: list[object]) -> list[str]:
-        shown = summarize("--test-engine", "--test-hf", *flags).stdout
-        return [line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("│")]
-
-    ngram, with_draft_model = labels(["--ngram-config", NGRAM]), labels(draft_model(draft_engine_dir))
-    assert [label for label in with_draft_model if label != "of it the draft model"] == [
-        label for label in ngram if label != "of it the draft model"
-    ]
-    assert "of it the draft model" in with_draft_model
-
-
-def test_draft_models_cells_are_those_of_the_document(summarize: Summarize, draft_engine_dir: Path) -> None:
-    arguments = ["--test-engine", *draft_model(draft_engine_dir)]
-    total = summarize(*arguments, "--json").document["total"]
-    shown = summarize(*arguments).stdout
-    rows = {cells[0]: cells[1:] for line in shown.splitlines() if len(cells := split_row(line)) == 3}
-    assert rows["accepted / drafted"] == [f"{total['num_accepted_draft_tokens']} / {total['num_draft_tokens']}", "-"]
-    assert rows["acceptance rate"] == [f"{total['draft_acceptance_rate'] * 100:.1f} %", "-"]
-    assert rows["steps"][0] == str(total["num_steps"])
-
-
-def split_row(line: str) -> list[str]:
-    return [cell.strip() for cell in line.split("│")[1:-1]]
-
-
-@pytest.mark.usefixtures("work_clock")
-def test_speedup_and_its_verdict_hold_with_a_draft_model(
-    summarize: Summarize, draft_engine_dir: Path, tmp_path: Path
-) -> None:
-    """A draft model as large as the target cannot win."""
-    arguments = ["--test-engine", *draft_model(draft_engine_dir, "[10,[0],[0],False]"), "--output-len", 24]
-    shown = summarize(*arguments, "--output-dir", tmp_path).stdout
-    document = json.loads((tmp_path / "summary.json").read_text())
-    walls = [document["systems"][name]["total"]["wall_s"] for name in ("engine_no_drafter", "engine")]
-    assert document["speedup"] == pytest.approx(walls[0] / walls[1])
-    assert document["speedup"] < 1
-    assert f"speedup over no drafter: {document['speedup']:.2f}x — slower than no drafter" in shown
 
 
 SAMPLING = ["--temperature", 0.8, "--top-p", 0.95, "--random-seed", 3]
-
-
-@pytest.mark.parametrize("drafter", ["n-gram", pytest.param("tokens", marks=pytest.mark.slow), "logits"])
-def test_identity_is_left_out_where_draws_differ_by_nature(
-    summarize: Summarize, draft_engine_dir: Path, drafter: str
-) -> None:
-    """Hugging Face draws with other random numbers, and rejection sampling too."""
-    flags = {
-        "n-gram": ["--ngram-config", NGRAM],
-        "tokens": draft_model(draft_engine_dir, TOKENS),
-        "logits": draft_model(draft_engine_dir, LOGITS),
-    }[drafter]
-    arguments = ["--test-engine", "--test-hf", *flags, *SAMPLING, "--output-len", 20]
-    checks = summarize(*arguments, "--json").document["checks"]
-    assert checks == (
-        {} if drafter == "logits" else {"identical_to_no_drafter": {"num_identical": 5, "num_samples": 5}}
-    )
-    shown = summarize(*arguments).stdout
-    assert "the same as Hugging Face" not in shown
-    assert ("the same as the engine without drafter: 5 of 5" in shown) == (drafter != "logits")
 
 
 def test_every_system_samples(summarize: Summarize) -> None:
@@ -531,31 +284,6 @@ def test_hf_has_the_same_penalties(summarize: Summarize, draft_engine_dir: Path,
     assert [request["output_ids"] for request in document["requests"]] != [request["output_ids"] for request in free]
 
 
-@pytest.mark.parametrize("penalty", PENALTIES[:3], ids=lambda flags: " ".join(map(str, flags)))
-def test_hf_penalizes_no_padding(summarize: Summarize, penalty: list[object]) -> None:
-    """Hugging Face pads shorter prompts of a batch with the end id, which has not occurred by that."""
-    arguments = ["--test-engine", *penalty, "--output-len", 16, "--json"]
-    requests = summarize(*arguments).document["requests"]
-    ((common, _),) = Counter(token for request in requests for token in request["output_ids"]).most_common(1)
-    batched = summarize(*arguments, "--test-hf", "--batch-size", 3, "--end-id", common).document
-    assert batched["checks"]["identical_to_hf"] == {"num_identical": 5, "num_samples": 5}
-
-
-def test_custom_drafter_is_measured_like_any_other(summarize: Summarize) -> None:
-    arguments = ["--test-engine", "--drafter", "custom_drafters:LastOccurrence", "--output-len", 24, "--json"]
-    document = summarize(*arguments).document
-    assert document["total"]["num_draft_tokens"] > 0
-    assert document["checks"]["identical_to_no_drafter"] == {"num_identical": 5, "num_samples": 5}
-    assert document["settings"]["drafter"] == "custom_drafters:LastOccurrence"
-    assert len(document["total"]["num_drafts_per_position"]) == 10
-
-
-def test_settings_of_sampling_and_seed_are_recorded(summarize: Summarize) -> None:
-    settings = summarize("--test-engine", *SAMPLING, "--top-k", 40, "--json").document["settings"]
-    assert settings["random_seed"] == settings["sampling"]["random_seed"] == 3
-    assert (settings["sampling"]["temperature"], settings["sampling"]["top_k"]) == (0.8, 40)
-
-
 def test_questions_are_asked_as_they_are_and_scored_where_there_is_a_reference(
     summarize: Summarize, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -583,11 +311,9 @@ def test_questions_are_asked_as_they_are_and_scored_where_there_is_a_reference(
 
 
 def test_references_of_which_rouge_sees_no_letter_are_told(summarize: Summarize, tmp_path: Path, said: Said) -> None:
-    """A text that is its own reference has 0 by `rouge_score`, and two that share a digit 100."""
-    texts = ["Кошка 1", "猫", "A cat"]
-    assert rouge_scores(["猫"], ["猫"])["rouge1"] == 0 and rouge_scores(["Собака 1"], ["Кошка 1"])["rouge1"] == 100
     path = tmp_path / "dataset.jsonl"
-    path.write_text("".join(json.dumps({"article": "The dog.", "highlights": text}) + "\n" for text in texts))
+    rows = [{"article": "The dog.", "highlights": text} for text in ("Кошка 1", "猫", "A cat")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = summarize("--test-engine", "--dataset", path, "--json")
     assert result.exit_code == 0
     said(result, "ROUGE", "2", "3")
@@ -598,14 +324,12 @@ def test_accuracy_of_questions_without_references_cannot_be_checked(
 ) -> None:
     path = tmp_path / "question.jsonl"
     path.write_text(json.dumps({"question": "The dog?"}))
-    where = ["--test-engine", "--dataset", path, "--eval-task", "question"]
-    result = summarize(*where, "--check-accuracy")
+    result = summarize("--test-engine", "--dataset", path, "--eval-task", "question", "--check-accuracy")
     assert result.exit_code == 1
     said(result)
-    assert summarize(*where).exit_code == 0
 
 
-@pytest.mark.parametrize("num_batches", [0, 1, 3])
+@pytest.mark.parametrize("num_batches", [0, 1])
 def test_ctrl_c_leaves_the_batches_that_were_answered(
     summarize: Summarize, num_batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:

@@ -192,13 +192,6 @@ def test_a_head_beside_another_tokenizer_is_refused(
         check_head_tokenizer(other, bundle.directory, lambda: tokenizer)
 
 
-def test_layers_in_a_row_draft_no_more_tokens_than_they_are(specdec: Specdec, llama_dir: Path, directory: Path) -> None:
-    model = copy_with_chain(llama_dir, directory / "model", 2)
-    texts = ["--input-file", "prompts.jsonl", "--output-dir", "head", "--num-unrolled-steps", 3]
-    result = specdec("train", "--model-dir", model, "--draft-model-dir", model, *texts)
-    assert_one_clear_error(result, 1, ("2 layers", "`--num-unrolled-steps`: 3"))
-
-
 def test_interrupted_it_goes_on_to_the_same_head(
     train: Callable[..., Result], directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,14 +225,11 @@ def test_interrupted_it_goes_on_to_the_same_head(
 
 TRACE = {"prompt_ids": [5, 6, 7], "output_ids": [8, 9, 10, 11]}
 ERRORS: dict[str, tuple[list[object], int, list[str]]] = {
-    "few traces": (["--traces", "few.jsonl"], 1, ["at least 8", "2"]),
     "other answers": (["--traces", "others.jsonl"], 1, ["8 that it finds likeliest"]),
     "outside the vocabulary": (["--traces", "outside.jsonl"], 1, ["outside the vocabulary of 300: 300"]),
     "no directory of its own": (["--work-dir", "head"], 2, ["`--work-dir`", "head"]),
-    "a file in the way": (["--work-dir", "few.jsonl"], 1, ["few.jsonl"]),
     "something there": (["--output-dir", "full"], 1, ["not empty: full"]),
     "no head": (["--draft-model-dir", "full"], 1, ["full"]),
-    "learning rate": (["--learning-rate", -1], 2, ["-1"]),
     "self-draft": (["--self-draft", "int4"], 2, ["`--self-draft`"]),
 }
 
@@ -258,26 +248,10 @@ def test_errors_leave_nothing(case: str, train: Callable[..., Result], directory
     assert tree(directory) == before
 
 
-def test_head_of_another_target(train: Callable[..., Result], directory: Path, head_dirs: tuple[Path, Path]) -> None:
-    _, head_dir = head_dirs
-    config = json.loads((head_dir / "config.json").read_text())
-    config["transformer_layer_config"]["vocab_size"] = 301
-    (directory / "other").mkdir()
-    (directory / "other/config.json").write_text(json.dumps(config))
-    assert_one_clear_error(train("--draft-model-dir", "other"), 1, ("vocabulary of 301", "300"))
-    assert_one_clear_error(
-        train("--draft-model-dir", head_dir, "--draft-vocab-size", 250), 1, ("200 ids", "`--draft-vocab-size`: 250")
-    )
-    assert tree(directory) == ["other", "other/config.json", "prompts.jsonl"]
-
-
-@pytest.mark.parametrize("num_bytes", [30_000, 150_000])
-def test_full_disk_is_one_sentence_and_what_is_done_is_kept(
-    num_bytes: int, train: Callable[..., Result], directory: Path
-) -> None:
+def test_full_disk_is_one_sentence_and_what_is_done_is_kept(train: Callable[..., Result], directory: Path) -> None:
     """No file may be longer: of the hidden states, then of the checkpoint."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, limits[1]))
     try:
         result = train()
     finally:

@@ -271,10 +271,7 @@ def test_documents_of_two_commands_are_one_error(
         (lambda d: d | {"requests": [{}]}, "$.requests[0]"),
         (with_request(output_ids="x"), "$.requests[0].output_ids; 'x'"),
         (with_request(stats=None), "$.requests[0].stats; None"),
-        (
-            lambda d: d | {"total": d["total"] | {"num_steps": -3}},
-            "$.total.num_steps; -3",
-        ),
+        (lambda d: d | {"total": d["total"] | {"num_steps": -3}}, "$.total.num_steps; -3"),
         (with_logit_bias([[]]), "$.settings.sampling.logit_bias"),
         (with_total(tokens_per_step=float("nan")), "$.total.tokens_per_step; nan"),
         (with_total(tokens_per_step=float("inf")), "should be a finite number"),

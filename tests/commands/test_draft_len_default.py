@@ -64,9 +64,7 @@ def unpriced_dir(with_costs: EDIT) -> Path:
         (["--ngram-config", "[4,2,[0]]"], "fixed"),
         (["--mode", "leader", *SUFFIX], "auto"),
         (["--spec-decode-algo", "SUFFIX"], "auto"),
-        (["--spec-decode-algo", "AUTO"], "auto"),
         (["--spec-decode-algo", "NGRAM", "--draft-len-mode", "fixed"], "fixed"),
-        (["--spec-decode-algo", "NGRAM", "--mode", "orchestrator"], "fixed"),
         (["--draft-len-mode", "auto", *SUFFIX], "auto"),
     ],
 )
@@ -77,27 +75,6 @@ def test_default_of_run(specdec: Specdec, dear_dir: Path, flags: list[str], mode
     assert (document["total"]["num_draft_tokens"] > 0) == (mode == "fixed")
 
 
-def test_without_a_drafter_nothing_is_automatic(specdec: Specdec, dear_dir: Path) -> None:
-    document = specdec("run", "--engine-dir", dear_dir, "--mode", "leader", "--input-text", PROMPT, "--json").document
-    assert (document["settings"]["drafters"], document["settings"]["draft_len_mode"]) == ([], "fixed")
-
-
-@pytest.mark.parametrize(("flags", "mode"), [([], "fixed"), (["--mode", "leader"], "auto")])
-def test_default_of_summarize(specdec: Specdec, dear_dir: Path, articles: Path, flags: list[str], mode: str) -> None:
-    asked = ["--test-engine", "--dataset", articles, "--max-ite", 2, "--output-len", 8, "--json"]
-    document = specdec("summarize", "--engine-dir", dear_dir, *SUFFIX, *flags, *asked).document
-    assert document["settings"]["draft_len_mode"] == mode
-
-
-@pytest.mark.parametrize(("flags", "mode"), [([], "auto"), (["--draft-len-mode", "fixed"], "fixed")])
-def test_default_of_batch(specdec: Specdec, dear_dir: Path, tmp_path: Path, flags: list[str], mode: str) -> None:
-    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True}) + "\n")
-    files = ["-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl"]
-    document = specdec("batch", *files, "--engine-dir", dear_dir, *SUFFIX, *flags, "--json").document
-    assert document["settings"]["draft_len_mode"] == mode
-    assert (document["num_draft_tokens"] > 0) == (mode == "fixed")
-
-
 @pytest.mark.parametrize("command", ["chat", "serve"])
 def test_default_of_chat_and_serve(
     command: str, specdec: Specdec, dear_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -106,8 +83,7 @@ def test_default_of_chat_and_serve(
     modes: list[str] = []
     monkeypatch.setattr("sys.stdin", io.StringIO("/quit\n"))
     monkeypatch.setattr(
-        "commands.serve.work.serve_setup",
-        lambda setup, *others: modes.append(setup.session.speculation.draft_len_mode),
+        "commands.serve.work.serve_setup", lambda setup, *others: modes.append(setup.session.speculation.draft_len_mode)
     )
     monkeypatch.setattr(
         "commands.chat.work.Conversation.__init__",
@@ -123,18 +99,14 @@ LOST = re.compile(
 )
 
 
-@pytest.mark.parametrize("command", ["run", "summarize"])
 def test_a_fixed_length_that_lost_says_what_automatic_ones_would_have_given(
-    command: str, specdec: Specdec, dear_dir: Path, with_costs: EDIT, articles: Path
+    specdec: Specdec, dear_dir: Path, with_costs: EDIT
 ) -> None:
     """Nothing is sent where nothing pays, which is as fast as no drafter; where tokens are free nothing is said."""
-    asked = {
-        "run": ["--max-output-len", 12, "--end-id", 299, "--input-text", PROMPT],
-        "summarize": ["--test-engine", "--dataset", articles, "--max-ite", 2, "--output-len", 12],
-    }[command]
+    asked = ["--max-output-len", 12, "--end-id", 299, "--input-text", PROMPT]
 
     def shown(engine_dir: Path, *flags: str) -> str:
-        result = specdec(command, "--engine-dir", engine_dir, *SUFFIX, *asked, *flags)
+        result = specdec("run", "--engine-dir", engine_dir, *SUFFIX, *asked, *flags)
         assert result.exit_code == 0, result.stderr
         return " ".join(result.stdout.split())
 

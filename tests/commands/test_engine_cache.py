@@ -1,6 +1,5 @@
 """`--model-dir`: an engine is built once for what went into it, by one process, and found again."""
 
-import errno
 import os
 import resource
 import shutil
@@ -240,17 +239,8 @@ def test_engine_is_built_once_and_serves_all_draft_lengths(specdec: Specdec, ker
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager").eval()
     expected = hf_greedy(model, AutoTokenizer.from_pretrained(model_dir)(PROMPT)["input_ids"], 12, 299)
     arguments = [
-        "run",
-        "--model-dir",
-        "demo",
-        "--input-text",
-        PROMPT,
-        "--max-output-len",
-        12,
-        "--end-id",
-        299,
-        "--json",
-    ]
+        "run", "--model-dir", "demo", "--input-text", PROMPT, "--max-output-len", 12, "--end-id", 299, "--json",
+    ]  # fmt: skip
     first = specdec(*arguments, "--spec-decode-algo", "NGRAM").document
     assert ids_of(first) == [expected]
     assert first["engine"]["build_config"]["compiler"] == "aot"
@@ -261,16 +251,6 @@ def test_engine_is_built_once_and_serves_all_draft_lengths(specdec: Specdec, ker
         assert again.document["engine"]["engine_dir"] == str(engine)
         assert "compiling" not in again.stderr
     assert engine.stat().st_ino == built
-
-
-@pytest.mark.usefixtures("cache", "built_uncompiled")
-def test_draft_model_is_built_too(run: Run, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    draft_dir = save_small_model(tmp_path / "draft", tokenizer, 1)
-    flags = ["--spec-decode-algo", "DRAFT_TARGET", "--draft-model-dir", draft_dir, "--check-lossless", "--json"]
-    document = run(*flags, "--draft-len-mode", "fixed").document  # automatic ones go by measured times
-    assert document["checks"]["lossless"]["passed"] and document["total"]["num_draft_tokens"] > 0
-    assert Path(document["draft_engine"]["engine_dir"]).name.startswith("draft-")
-    assert document["draft_engine"]["build_config"]["max_draft_len"] == 0
 
 
 def test_other_weights_and_other_settings_are_other_engines(run: Run, llama_dir: Path, tmp_path: Path) -> None:
@@ -300,12 +280,8 @@ def test_other_weights_and_other_settings_are_other_engines(run: Run, llama_dir:
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [
-        "config.json is missing", "tokenizer.json is cut short", "rank0.safetensors is cut short",
-        "generation_config.json is cut short", "chat_template.jinja is cut short",
-    ],
-)  # fmt: skip
+    "damage", ["config.json is missing", "rank0.safetensors is cut short", "chat_template.jinja is cut short"]
+)
 @pytest.mark.usefixtures("built_uncompiled")
 def test_damaged_entry_is_built_again(damage: str, run: Run, cache: Path) -> None:
     """A damaged file is replaced; nothing of what was there is taken."""
@@ -370,21 +346,6 @@ def test_a_disk_that_is_full_is_told_as_the_caches(run: Run, cache: Path, said: 
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert result.exit_code == 1 and result.stdout == "" and engines(cache) == []
     said(result, "File too large", "SPECDEC_CACHE_DIR", "`--no-cache`")
-
-
-@pytest.mark.usefixtures("built_uncompiled")
-def test_a_disk_that_is_full_for_a_copied_file_is_told_as_the_caches(
-    run: Run, cache: Path, said: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Python names the file that is copied first, which is the model's."""
-
-    def no_room(*arguments: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "sendfile", no_room)
-    result = run()
-    assert result.exit_code == 1 and result.stdout == "" and engines(cache) == []
-    said(result, "No space left on device", "SPECDEC_CACHE_DIR", "`--no-cache`")
 
 
 def test_an_interpreter_ends_quietly_with_a_model_that_nobody_closed(

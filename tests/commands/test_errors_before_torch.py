@@ -140,11 +140,8 @@ def outcomes(
             [sys.executable, "-c", MAIN],
             input=json.dumps([shlex.split(line) for line in (*CASES, LATE)]),
             env=process_environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
-            cwd=directory,
-            capture_output=True,
-            encoding="utf-8",
-            timeout=HANG_S,
-        )
+            cwd=directory, capture_output=True, encoding="utf-8", timeout=HANG_S,
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr
         (directory / "outcomes.json").write_text(done.stdout)
 

@@ -108,16 +108,11 @@ def test_near_tie_is_counted_apart_and_fails_where_bits_are_promised(
         check = compare_tokens(session, [first, with_token(second, 3, twin(token))], [first, second])
     (difference,) = check.differences
     assert check == TokenCheck(
-        rule="tokens",
-        num_samples=2,
-        num_identical=1,
-        num_near_ties=1,
-        num_different=0,
-        dtype=dtype,
+        rule="tokens", num_samples=2, num_identical=1, num_near_ties=1, num_different=0, dtype=dtype,
         batch_invariant=batch_invariant,
         differences=(difference,),
         passed=dtype != "float32" and not batch_invariant,
-    )
+    )  # fmt: skip
     assert difference.is_near_tie
     assert (difference.request, difference.position) == (1, 3)
     assert (difference.token, difference.token_without_drafter) == (twin(token), token)

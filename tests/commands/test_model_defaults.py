@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from runtime.builder.engine_cache import EngineSettings
 from runtime.checkpoint.generation_config import read_model_defaults
 from runtime.core.params import MODEL_DEFAULTS
-from specdec_cli import LLM, NgramDrafter, SamplingParams, SpecDecError, SpecDecWarning
+from specdec_cli import LLM, NgramDrafter, SamplingParams, SpecDecWarning
 
 PROMPT = "the ball the ball the ball the"
 TEMPLATE = (
@@ -77,15 +77,6 @@ def test_run_applies_the_models_penalties_as_hugging_face_does(
     assert plain != expected
     off = specdec(*flags, "--repetition-penalty", 1, "--no-repeat-ngram-size", 0)
     assert ids_of(off.document) == [plain] and off.stderr == ""
-
-
-def test_summarize_has_hugging_face_apply_them_too(
-    specdec: Specdec, penalized_dir: Path, llama_dir: Path, articles: Path, said: Said
-) -> None:
-    where = ["--engine-dir", penalized_dir, "--hf-model-dir", llama_dir, "--dataset", articles]
-    result = specdec("summarize", *where, "--output-len", 8, "--test-hf", "--test-engine", "--max-ite", 2, "--json")
-    assert result.document["checks"]["identical_to_hf"]["num_identical"] == 2
-    said(result, "generation_config.json")
 
 
 def test_python_applies_them_once_told(penalized_dir: Path, expected: list[int], said: Said) -> None:
@@ -198,30 +189,3 @@ def test_what_a_file_says(tmp_path: Path, values: dict[str, Any], sampling: dict
     (tmp_path / "generation_config.json").write_text(json.dumps(values))
     defaults = read_model_defaults(tmp_path, MODEL_DEFAULTS)
     assert (defaults.sampling, defaults.not_done) == (sampling, not_done)
-
-
-def test_what_is_not_done_is_told(llama_uncompiled_dir: Path, tmp_path: Path, said: Said) -> None:
-    directory = says(llama_uncompiled_dir, tmp_path / "engine", num_beams=4)
-    with pytest.warns(SpecDecWarning) as warned:
-        LLM(directory).close()
-    said(warned, "num_beams")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"top_p": 0}', "`top_p`; 0; 1"),
-        ('{"top_p": 1.5}', "`top_p`; 0; 1; 1.5"),
-        ('{"temperature": -1}', "`temperature`; 0; -1"),
-        ('{"top_k": 2.5}', "`top_k`; -1; 2.5"),
-        ('{"repetition_penalty": NaN}', "`repetition_penalty`; nan"),
-        ('{"repetition_penalty": 0}', "`repetition_penalty`; 0"),
-        ('{"no_repeat_ngram_size": -2}', "`no_repeat_ngram_size`; 0; -2"),
-        ('{"do_sample": "yes"}', "`do_sample`; 'yes'"),
-    ],
-)
-def test_a_value_out_of_range_is_one_error(tmp_path: Path, text: str, message: str, said: Said) -> None:
-    (tmp_path / "generation_config.json").write_text(text)
-    with pytest.raises(SpecDecError) as raised:
-        read_model_defaults(tmp_path, MODEL_DEFAULTS)
-    said(raised, *message.split("; "), "generation_config.json")

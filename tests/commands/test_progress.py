@@ -41,13 +41,6 @@ def test_a_bar_moves_as_things_are_done_and_is_gone_in_the_end(terminal: Console
     assert terminal.file.getvalue().endswith("\x1b[2K")  # the line is erased
 
 
-def test_a_remark_stands_beside_the_bar_with_the_time_that_is_left(terminal: Console) -> None:
-    with progress.counting(terminal, "Requests", 12) as advance:
-        advance(4, "80 tokens/s")
-    assert isinstance(terminal.file, Screen)
-    assert re.search(r"Requests .*4/12  80 tokens/s, \d:\d\d:\d\d left", terminal.file.words)
-
-
 def test_every_phase_is_listed_with_its_time(terminal: Console) -> None:
     with progress.phases(terminal) as phase:
         for name in ("loading", "compiling"):
@@ -76,18 +69,6 @@ def test_without_a_terminal_a_line_says_how_far_it_is_from_time_to_time() -> Non
 
 
 @pytest.mark.usefixtures("often")
-def test_without_a_terminal_a_remark_stands_in_the_line() -> None:
-    file = io.StringIO()
-    with progress.counting(Console(file=file, width=80), "Requests", 12) as advance:
-        wait_until(lambda: "0/12\n" in file.getvalue())
-        advance(1, "80 tokens/s")
-        wait_until(lambda: "left\n" in file.getvalue())
-    assert re.fullmatch(
-        r" +\d+\.\d s  Requests: 1/12, 80 tokens/s, \d:\d\d:\d\d left", file.getvalue().splitlines()[-1]
-    )
-
-
-@pytest.mark.usefixtures("often")
 def test_without_a_terminal_a_phase_that_lasts_is_named_again_and_again() -> None:
     file = io.StringIO()
     with progress.phases(Console(file=file, width=80)) as phase:
@@ -96,15 +77,6 @@ def test_without_a_terminal_a_phase_that_lasts_is_named_again_and_again() -> Non
         wait_until(lambda: file.getvalue().count("compiling …\n") >= 2)
     lines = [line for line in file.getvalue().splitlines() if not line.endswith("…")]
     assert [re.sub(r"^ +\d+\.\d s", "", line) for line in lines] == ["  loading", "  compiling"]
-
-
-@pytest.mark.usefixtures("often")
-def test_without_a_terminal_bytes_are_in_megabytes() -> None:
-    file = io.StringIO()
-    with progress.bytes_done(Console(file=file, width=80), "converting") as update:
-        update(1_500_000, 20_000_000)
-        wait_until(lambda: "converting: 1.5/20.0 MB\n" in file.getvalue())
-    assert "\x1b" not in file.getvalue() and "\r" not in file.getvalue()
 
 
 def test_what_takes_no_ten_seconds_needs_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,17 +101,6 @@ def test_the_lossless_check_shows_how_far_it_is(
     for line in (r"generating .*/12", r"without a drafter .*12/12", r"lossless check .*[1-9]/\d"):
         assert re.search(line, screen.words), line
     assert "\x1b" not in result.stdout and line_of(result.stdout, "lossless check")
-
-
-def test_a_build_shows_its_phases(
-    specdec: Specdec, llama_checkpoint_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stderr", screen := Screen())
-    where = ["--checkpoint-dir", llama_checkpoint_dir, "--output-dir", tmp_path / "engine", "--compiler", "none"]
-    assert specdec("build", *where, "--max-input-len", 64, "--max-seq-len", 128).exit_code == 0
-    for phase in ("loading the checkpoint", "checking the logits", "writing the engine"):
-        assert re.search(rf"{phase} .*\d:\d\d:\d\d", screen.words), phase
 
 
 @pytest.mark.parametrize("form", ["--json", "--quiet"])

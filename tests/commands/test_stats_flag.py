@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from command_line import NGRAM, PROMPT, Result, Specdec, assert_valid, each
-from sentences import Said
 
 Run = Callable[..., Result]
 ARGUMENTS = ["--ngram-config", NGRAM, *each("--input-text", [PROMPT, "One day"]), "--max-output-len", 30, "--end-id", 0]
@@ -65,38 +64,3 @@ def test_detailed_tables_say_what_the_document_says(run: Run, summarize: Run, co
     over_time = [re.split(" / ", row[1]) for row in rows_of(stdout, "Tokens per step over time")]
     sums = [sum(int(pair[i].replace(",", "")) for pair in over_time) for i in (0, 1)]
     assert sums == [total["num_generated_tokens"], total["num_steps"]]
-
-
-def test_bars_are_as_long_as_the_counts(run: Run) -> None:
-    total = run(*ARGUMENTS, "--json").document["total"]
-    stdout = run(*ARGUMENTS, "--stats", "detailed").stdout
-    lines = stdout[stdout.index("Accepted tokens") : stdout.index("Acceptance by position")].splitlines()[4:]
-    eighths = " ▏▎▍▌▋▊▉█"
-    lengths = [
-        sum(eighths.index(c) for c in line if c in eighths[1:]) for line in lines[: len(total["acceptance_histogram"])]
-    ]
-    largest = max(total["acceptance_histogram"])
-    assert lengths == [pytest.approx(40 * 8 * count / largest, abs=1) for count in total["acceptance_histogram"]]
-    assert max(lengths) == 40 * 8
-
-
-def test_without_drafts_there_is_nothing_to_draw(run: Run, said: Said) -> None:
-    stdout = run("--max-output-len", 5, "--end-id", 0, "--stats", "detailed").stdout
-    said(next(line for line in stdout.splitlines() if "drafted:" in line))
-    assert "Acceptance by position" not in stdout
-    assert [row[1] for row in rows_of(stdout, "Tokens per step over time")] == ["1 / 1"] * 5
-
-
-def test_none_leaves_outputs_and_checks(run: Run, summarize: Run) -> None:
-    stdout = run(*ARGUMENTS, "--stats", "none", "--check-lossless").stdout
-    assert stdout.count("Output [") == 2
-    assert stdout.splitlines()[-1].startswith("lossless check passed: 2 of 2")
-    assert "┃" not in stdout and "tokens/s" not in stdout and "speedup" not in stdout
-    stdout = summarize("--stats", "none", "--ngram-config", NGRAM).stdout
-    assert stdout.startswith("Sample ") and "┃" not in stdout and "speedup" not in stdout
-    assert "token for token the same as the engine without drafter: 5 of 5" in stdout
-
-
-def test_another_level_is_wrong_usage(run: Run) -> None:
-    result = run("--stats", "all")
-    assert result.exit_code == 2 and "summary" in result.stderr

@@ -68,7 +68,7 @@ def llm(llama_uncompiled_dir: Path) -> Iterator[LLM]:
 
 
 @pytest.mark.usefixtures("server")
-@pytest.mark.parametrize("num_draft_tokens", [0, 1, 4, 10])
+@pytest.mark.parametrize("num_draft_tokens", [0, 4, 10])
 def test_greedy_output_is_the_targets_own(num_draft_tokens: int, llm: LLM) -> None:
     (expected,) = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=30))
     found = ask(text_input=PROMPT, max_tokens=30, num_draft_tokens=num_draft_tokens)
@@ -82,17 +82,6 @@ def test_greedy_output_is_the_targets_own(num_draft_tokens: int, llm: LLM) -> No
         assert found["acceptance_rate"] == pytest.approx(
             found["total_accepted_draft_tokens"] / found["total_draft_tokens"]
         )
-
-
-@pytest.mark.usefixtures("server")
-def test_seeded_output_is_the_targets_own(llm: LLM) -> None:
-    for seed in range(3):
-        params = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, seed=seed, max_tokens=20)
-        (expected,) = llm.generate(PROMPT, params)
-        sampling = {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "random_seed": seed}
-        found = ask(text_input=PROMPT, max_tokens=20, num_draft_tokens=4, **sampling)
-        assert found["output_ids"] == expected.token_ids
-        assert found["total_accepted_draft_tokens"] > 0
 
 
 @pytest.mark.usefixtures("server")

@@ -16,12 +16,9 @@ from typing import Any
 import numpy as np
 
 NUMPY_TYPES = {
-    "TYPE_BOOL": np.bool_,
-    "TYPE_INT32": np.int32,
-    "TYPE_UINT64": np.uint64,
-    "TYPE_FP32": np.float32,
+    "TYPE_BOOL": np.bool_, "TYPE_INT32": np.int32, "TYPE_UINT64": np.uint64, "TYPE_FP32": np.float32,
     "TYPE_STRING": np.object_,
-}
+}  # fmt: skip
 
 
 class TritonModelException(Exception):

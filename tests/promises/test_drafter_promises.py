@@ -99,16 +99,20 @@ def test_model_that_drafts_all_at_once_is_paid_once(num_tokens: int, at_once: bo
 
 @given(num_right=st.integers(0, 6), num_drafted=st.integers(1, 6), num_known=st.integers(0, 8))
 def test_confidence_is_learned_of_tokens_that_were_reached(num_right: int, num_drafted: int, num_known: int) -> None:
-    """Each token of a class of its own, and all known tokens but the first `num_right` are others."""
+    """Each token of a class of its own, and all known tokens but the first `num_right` are others.
+
+    The model was asked for one more, which ended the draft: nothing is known of that class.
+    """
     num_right = min(num_right, num_drafted)
     stop = ConfidenceStop(lambda batch, context, draft_len: 1.0, lambda batch, context: 0.1)
     sequence = Sequence.start(Request(0, (1,), 99))
     drafted = list(range(100, 100 + num_drafted))
-    state = DraftState(sequence, 9, use_logits=False, tokens=drafted, confidence_stop=list(range(num_drafted)))
+    state = DraftState(sequence, 9, use_logits=False, tokens=drafted, confidence_stop=[*range(num_drafted), 15])
     stop.end([sequence], [state], num_drafted)
     sequence.tokens += [*drafted[:num_right], *[0] * 9][:num_known]
     stop._learn(sequence)
     reached = min(num_right + 1, num_drafted, num_known)
+    assert not stop._seen[15]
     assert [bool(seen) for seen in stop._seen[:num_drafted]] == [i < reached for i in range(num_drafted)]
     assert [bool(right) for right in stop._right[:num_drafted]] == [
         i < min(num_right, num_known) for i in range(num_drafted)
@@ -195,15 +199,13 @@ def test_suggestions_change_no_draft_and_leave_room_for_it(seed: int, temperatur
                 return [*right[len(drafted) : len(drafted) + 3], *draw.choices(range(12), k=5)]
 
             drafter.ask(suggest)
-        forward_draft = engine.forward_draft
+        step = engine.step
 
-        def watched(states: Any, given: Any, call: Any = forward_draft, length: int = len(prompt)) -> Any:
-            asked_for.extend(
-                len(state.tokens) - length + len(draft.tokens) for state, draft in zip(states, given, strict=True)
-            )
-            return call(states, given)
+        def watched(rows: Any, call: Any = step, length: int = len(prompt), **by: bool) -> Any:
+            asked_for.extend(row.start + len(row.tokens) - length for row in rows)
+            return call(rows, **by)
 
-        engine.forward_draft = watched  # type: ignore[method-assign]
+        engine.step = watched  # type: ignore[method-assign]
         (draft,) = drafter.propose([sequence], max_draft_len)
         assert len(draft.tokens) <= max_draft_len
         drafts.append(draft.tokens)

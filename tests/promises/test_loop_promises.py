@@ -17,9 +17,11 @@ from itertools import count
 from typing import Any
 
 import pytest
+from tiny import forward
 from waiting import wait_until
 
 from runtime.checkpoint.config import BuildConfig
+from runtime.core.batch import generation_row
 from runtime.core.params import SamplingConfig
 from runtime.core.request import Draft, Request, Sequence
 from runtime.core.stats import LoopTimes
@@ -32,6 +34,7 @@ from runtime.loop.opening import OpenDrafter
 from runtime.loop.scheduler import Scheduler
 from runtime.loop.serving import Progress, RequestHandle, ServeRequest, ServingLoop, StepFailed
 from runtime.loop.session import Session
+from runtime.loop.step import judge
 from runtime.util.errors import RequestError, SpecDecError
 from scripts.campaigns.cases import Recorder
 from scripts.campaigns.oracle import CheckedEngine, ExactModel, Failure, Injected, one_by_one
@@ -126,11 +129,12 @@ class Watch:
         assert self.num_forwards < 5000, "the loop goes round and round"
         return self._forward(rows, **by)
 
-    def step(self, sequences: Any, drafts: Any) -> Any:
-        self.steps.append([sequence.request.id for sequence in sequences])
-        missing = [len(sequence.tokens) - sequence.num_computed for sequence in sequences]
+    def step(self, rows: Any) -> Any:
+        holders = [next(s for s in self.engine.held.values() if s.block_table is row.block_table) for row in rows]
+        self.steps.append([sequence.request.id for sequence in holders])
+        missing = [len(sequence.tokens) - sequence.num_computed for sequence in holders]
         self.num_prompt_tokens += sum(num for num in missing if num > MAX_DRAFT_LEN + 1)
-        return self._step(sequences, drafts)
+        return self._step(rows)
 
     def compute_context(self, sequence: Sequence, num_tokens: int) -> None:
         self.num_prompt_tokens += num_tokens
@@ -406,9 +410,9 @@ def test_time_of_the_copy_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     sequence = Sequence.start(Request(0, (1, 2, 3), 9))
     engine.admit(sequence)
     for number in range(1, 4):
-        engine.forward_draft([sequence], [Draft([])])
+        engine.step([generation_row(sequence, [])], by_copy=True)
         assert (engine.step_time_s, engine.copy_time_s) == (10 * (number - 1), number)
-        engine.forward([sequence], [Draft([])])
+        forward(engine, [sequence], [[]])
         assert (engine.step_time_s, engine.copy_time_s) == (10 * number, number)
     engine.release(sequence)
 
@@ -420,7 +424,7 @@ def test_kept_logits_are_those_of_each_token(num_drafted: int) -> None:
     engine, sequence = engine_of(), Sequence.start(request)
     engine.admit(sequence)
     draft = Draft(tokens[:num_drafted])
-    (verdict,) = engine.step([sequence], [draft])
+    (verdict,) = judge(engine, [sequence], [draft])
     assert len(sequence.commit(draft, verdict)) == len(sequence.logits) == num_drafted + 1  # type: ignore[arg-type]
     for i, logits in enumerate(sequence.logits):
         assert logits.equal(MODEL.logits([*request.prompt_tokens, *tokens[:i]])[0])

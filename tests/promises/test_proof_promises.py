@@ -12,6 +12,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ from lookups import MAKE_DRAFTER
 from torch import Tensor
 
 from runtime.checkpoint.config import BuildConfig
+from runtime.core.batch import Row
 from runtime.core.params import SamplingConfig
 from runtime.core.request import Request, Sequence
 from runtime.core.sampling import NoValidToken, Sampler
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.protocol import Drafter
-from runtime.engine.engine import KVCacheConfig
+from runtime.engine.engine import Engine, KVCacheConfig
 from runtime.loop import orchestrator, scheduler
 from runtime.proof.check import Checker
 from runtime.proof.fingerprint import fingerprint_of
@@ -42,15 +44,24 @@ LOOPS = [orchestrator.generate, scheduler.generate]
 DRAFTERS: list[Callable[[], Drafter] | None] = [None, *MAKE_DRAFTER.values()]
 
 
-def engine_of(model: ExactModel, max_batch_size: int = 3, max_num_tokens: int = 512) -> CheckedEngine:
+class CheckingEngine(CheckedEngine):
+    """An engine for checks, whose rows have logits after many tokens: here the answers say whether they are right."""
+
+    def step(self, rows: Seq[Row], *, by_copy: bool = False) -> list[Tensor]:
+        return Engine.step(self, rows, by_copy=by_copy)
+
+
+def engine_of(
+    model: ExactModel, max_batch_size: int = 3, max_num_tokens: int = 512, kind: type[CheckedEngine] = CheckedEngine
+) -> CheckedEngine:
     build = BuildConfig("none", max_batch_size, 60, 100 + MAX_DRAFT_LEN, MAX_DRAFT_LEN, 4, "draft_tokens_external")
-    engine = CheckedEngine(model, build, KVCacheConfig(), max_num_tokens)
+    engine = kind(model, build, KVCacheConfig(), max_num_tokens)
     engine.config = replace(engine.config, batch_invariant=True)  # as a compiled engine's
     return engine
 
 
 def checker_of(model: ExactModel, **settings: int) -> Checker:
-    engine = engine_of(model, **settings)
+    engine = engine_of(model, kind=CheckingEngine, **settings)
 
     def no_form(form: object) -> Any:
         raise AssertionError("there is none")

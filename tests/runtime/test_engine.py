@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from sentences import Said
-from tiny import eager_logits, make_model, repetitive_prompt
+from tiny import eager_logits, forward, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
 from waiting import HANG_S
@@ -22,6 +22,7 @@ from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine.engine import Engine, KVCacheConfig, resolve_device
 from runtime.loop import orchestrator, scheduler
+from runtime.loop.step import judge
 from runtime.util.errors import SpecDecError, UsageError
 
 # float32 against float32: the logits are of the order of 10, and sums are taken in another order.
@@ -43,10 +44,10 @@ def start(tokens: list[int], request_id: int = 0) -> Sequence:
 
 def logits_of(engine: Engine, sequences: list[Sequence], drafts: list[list[int]]) -> list[Tensor]:
     """Per sequence the (draft_len + 1, vocab) logits that a step would verify its draft with."""
-    logits = engine.forward(sequences, [Draft(draft) for draft in drafts])
+    logits = forward(engine, sequences, drafts)
     for sequence in sequences:
         sequence.num_computed = len(sequence.tokens)
-    return list(logits)
+    return logits
 
 
 def assert_equals_hf(model: PreTrainedModel, logits: Tensor, tokens: list[int], draft: list[int]) -> None:
@@ -198,7 +199,7 @@ def test_rejected_draft_leaves_no_trace(
 
         engine, sequence = Engine.open(llama_uncompiled_dir), start(prompt)
         assert engine._blocks.admit(sequence, 40) == []
-        (verdict,) = engine.step([sequence], [draft])
+        (verdict,) = judge(engine, [sequence], [draft])
         assert verdict.num_accepted == num_accepted
         sequence.commit(draft, verdict)
         assert sequence.tokens == prompt + right[: num_accepted + 1] + ([] if num_rejected else sequence.tokens[-1:])
@@ -219,7 +220,7 @@ def test_blocks_with_rejected_tokens_serve_another_sequence(llama_uncompiled_dir
     engine, first = Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(max_tokens=24)), start(A[:6])
     wrong = [(token + 1) % 32 for token in greedy_continuation(llama, A[:6], 1)] + [3, 4, 5]
     assert engine.admit(first)
-    (verdict,) = engine.step([first], [Draft(wrong)])
+    (verdict,) = judge(engine, [first], [Draft(wrong)])
     assert verdict.num_accepted == 0
     first.commit(Draft(wrong), verdict)
     engine.release(first)
@@ -238,7 +239,7 @@ def test_step_verifies_a_mixed_batch(llama_engine: Engine, llama: PreTrainedMode
     drafts = [Draft(right[0][:3]), Draft([]), Draft([right[2][0], (right[2][1] + 1) % 32, right[2][2]])]
     sequences = [start(prompt, i) for i, prompt in enumerate(prompts)]
     assert all(llama_engine.admit(s) for s in sequences)
-    verdicts = llama_engine.step(sequences, drafts)
+    verdicts = judge(llama_engine, sequences, drafts)
     assert [(v.num_accepted, v.next_token) for v in verdicts] == [(3, right[0][3]), (0, right[1][0]), (1, right[2][1])]
     assert [s.num_computed - len(s.tokens) for s in sequences] == [3, 0, 1]
     assert [s.tokens for s in sequences] == prompts
@@ -347,7 +348,7 @@ def test_closed_engine_says_so(loop: Any, llama_uncompiled_dir: Path, said: Said
     uses: list[Callable[[], object]] = [
         lambda: next(steps),
         lambda: list(loop.generate(engine, [Request(2, (3, 4, 5), 9)])),
-        lambda: engine.step([sequence], [Draft([])]),
+        lambda: judge(engine, [sequence], [Draft([])]),
         lambda: engine.admit(start(A, 3)),
         lambda: engine.occupy_cache(range(1, 2)),
     ]

@@ -111,7 +111,7 @@ def test_what_is_around_a_step_is_computed_by_its_thread(
         numbers.append(torch.get_num_threads())
         return verify_all(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("runtime.engine.engine.verify_all", watched)
+    monkeypatch.setattr("runtime.loop.step.verify_all", watched)
     commit = Sequence.commit
 
     def watched_commit(self: Sequence, *arguments: object) -> list[int]:

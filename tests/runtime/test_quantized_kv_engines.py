@@ -7,7 +7,7 @@ import pytest
 import torch
 from sentences import Said
 from shared import MakeEngineDir
-from tiny import VOCAB_SIZE, make_build, make_model, repetitive_prompt
+from tiny import VOCAB_SIZE, forward, make_build, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -15,7 +15,7 @@ from runtime.builder.build import build_engine
 from runtime.builder.convert import convert
 from runtime.checkpoint.bundle import read_bundle
 from runtime.checkpoint.config import KVCacheQuantAlgo, QuantConfig
-from runtime.core.request import Draft, Request, Sequence
+from runtime.core.request import Request, Sequence
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
@@ -100,7 +100,7 @@ def check_logits(engine_dir: Path, model: PreTrainedModel, algorithm: str) -> No
     with Engine.open(engine_dir) as engine:
         sequence = Sequence.start(Request(0, tuple(prompt), 60))
         assert engine.admit(sequence)
-        (logits,) = engine.forward([sequence], [Draft(draft)])
+        (logits,) = forward(engine, [sequence], [draft])
         engine.release(sequence)
     torch.testing.assert_close(logits, expected(QuantizingCache(algorithm)), rtol=2e-3, atol=2e-3)
     assert (logits - expected(DynamicCache())).abs().max() > 1e-2

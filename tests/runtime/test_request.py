@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import eager_logits, repetitive_prompt
+from tiny import eager_logits, forward, repetitive_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -14,6 +14,7 @@ from runtime.core.request import Draft, FinishReason, Request, Sequence, StopChe
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine.engine import Engine
 from runtime.loop.orchestrator import generate
+from runtime.loop.step import judge
 
 PROMPT = (1, 2, 3)
 DRAFT = [11, 12, 13]
@@ -182,7 +183,7 @@ def check_kv(engine: Engine, model: PreTrainedModel, tokens: list[int], num_comp
     again = Sequence.start(Request(99, (*tokens, 7), 5))
     assert engine.admit(again)
     assert again.num_computed == num_computed
-    (logits,) = engine.forward([again], [Draft([8, 9])])
+    (logits,) = forward(engine, [again], [[8, 9]])
     expected: Tensor = eager_logits(model, [*again.tokens, 8, 9])[-3:]
     torch.testing.assert_close(logits, expected, **TOLERANCE)
     engine.release(again)
@@ -224,7 +225,7 @@ def test_everything_ends_together_inside_an_accepted_run(
     engine, sequence = Engine.open(llama_engine_dir), Sequence.start(request)
     assert engine.admit(sequence)
     (draft,) = Oracle(output).propose([sequence], DRAFT_LEN)
-    (verdict,) = engine.step([sequence], [draft])
+    (verdict,) = judge(engine, [sequence], [draft])
     assert verdict.num_accepted == len(draft.tokens) == (position if kind == "length" else DRAFT_LEN)
     assert sequence.commit(draft, verdict) == plain.output_tokens
     assert (sequence.tokens, sequence.finish_reason) == (plain.tokens, plain.finish_reason)
@@ -269,5 +270,5 @@ def test_logits_are_not_kept_unless_asked_for(llama_engine_dir: Path) -> None:
     assert run(engine, request).logits == []
     sequence = Sequence.start(request)
     assert engine.admit(sequence)
-    (verdict,) = engine.step([sequence], [Draft([5, 6])])
+    (verdict,) = judge(engine, [sequence], [Draft([5, 6])])
     assert verdict.logits is None

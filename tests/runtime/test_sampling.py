@@ -27,6 +27,7 @@ from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
 from runtime.engine.engine import Engine, KVCacheConfig
 from runtime.loop.orchestrator import generate
+from runtime.loop.step import judge
 from runtime.util.errors import SpecDecError, UsageError
 
 NUM_NEW_TOKENS = 24
@@ -367,7 +368,7 @@ def finish_holding_blocks(
         assert engine.admit(sequence)
     while running := [sequence for sequence in sequences if sequence.finish_reason is None]:
         drafts = drafter.propose(running, max_draft_len) if drafter else [Draft([])] * len(running)
-        for sequence, draft, verdict in zip(running, drafts, engine.step(running, drafts), strict=True):
+        for sequence, draft, verdict in zip(running, drafts, judge(engine, running, drafts), strict=True):
             sequence.commit(draft, verdict)
             assert engine.extend(sequence)
             assert sequence.num_computed >= len(sequence.tokens) - 1

@@ -22,13 +22,10 @@ DRAFTED: list[Step] = [
 ]
 """Three drafts of 3 tokens: 2, 3 and 0 of them accepted."""
 COUNTS = {
-    "num_drafts": 3,
-    "num_draft_tokens": 9,
-    "num_accepted_tokens": 5,
-    "acceptance_rate": 5 / 9,
+    "num_drafts": 3, "num_draft_tokens": 9, "num_accepted_tokens": 5, "acceptance_rate": 5 / 9,
     "accepted_per_position": [2, 2, 1],
     "tokens_per_step": 2.25,
-}
+}  # fmt: skip
 TEXT = "Speculative decoding drafts cheap tokens.\n"
 
 

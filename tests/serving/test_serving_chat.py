@@ -48,8 +48,6 @@ def test_a_message_is_what_the_model_says_after_the_rendered_conversation(served
     "body",
     [
         {"messages": [{"role": "user", "content": "a</s>b"}]},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "<s>"}]}]},
-        {"messages": [{"role": "system", "content": "<pad>"}, MESSAGES[3]]},
         {"messages": [{"role": "assistant", "content": "a", "reasoning_content": "</s>"}, MESSAGES[3]]},
         {"messages": MESSAGES, "chat_template_kwargs": {"name": ["<s>"]}},
     ],
@@ -66,12 +64,8 @@ def test_special_tokens_in_messages_can_be_refused(body: dict[str, Any], served:
 @pytest.mark.parametrize(
     "said",
     [
-        {"content": [{"type": "refusal", "refusal": "The dog."}]},
         {"content": [{"type": "text", "text": "The "}, {"type": "refusal", "refusal": "dog."}]},
         {"content": None, "refusal": "The dog."},
-        {"refusal": "The dog."},
-        {"content": "", "refusal": "The dog."},
-        {"content": "The dog.", "refusal": None},
     ],
 )
 def test_what_the_assistant_refused_is_what_it_said(served: Served, said: dict[str, Any]) -> None:
@@ -84,9 +78,6 @@ def test_what_the_assistant_refused_is_what_it_said(served: Served, said: dict[s
     ("message", "name"),
     [
         ({"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}, "refusal"),
-        ({"role": "system", "content": "a", "refusal": "no"}, "refusal"),
-        ({"role": "assistant", "content": None, "refusal": None}, "content"),
-        ({"role": "assistant", "content": [{"type": "refusal"}]}, "refusal"),
         ({"role": "assistant", "content": [{"type": "refusal", "refusal": 5}]}, "refusal"),
     ],
 )

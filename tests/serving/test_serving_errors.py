@@ -40,53 +40,29 @@ WRONG = {
     "too long by far": ({"prompt": "x" * 1_000_000}, "prompt"),
     "too many tokens": ({"prompt": PROMPT, "max_tokens": 1000}, "max_tokens"),
     "no tokens": ({"prompt": PROMPT, "max_tokens": 0}, "max_tokens"),
-    "negative tokens": ({"prompt": PROMPT, "max_tokens": -1}, "max_tokens"),
-    "tokens as words": ({"prompt": PROMPT, "max_tokens": "many"}, "max_tokens"),
     "cold": ({"prompt": PROMPT, "temperature": -0.1}, "temperature"),
-    "top_p": ({"prompt": PROMPT, "top_p": 1.1}, "top_p"),
-    "top_p of nothing": ({"prompt": PROMPT, "top_p": 0}, "top_p"),
-    "min_p": ({"prompt": PROMPT, "min_p": 2}, "min_p"),
     "top_k": ({"prompt": PROMPT, "top_k": -2}, "top_k"),
     "top_k above the vocabulary": ({"prompt": PROMPT, "top_k": 1_000_000}, "top_k"),
     "n": ({"prompt": PROMPT, "n": 0}, "n"),
-    "many": ({"prompt": PROMPT, "n": 100_000}, "n"),
     "logprobs": ({"prompt": PROMPT, "logprobs": 21}, "logprobs"),
     "stop": ({"prompt": PROMPT, "stop": ["x"] * 33}, "stop"),
     "an empty stop": ({"prompt": PROMPT, "stop": ""}, "stop"),
-    "a long stop": ({"prompt": PROMPT, "stop": "x" * 300}, "stop"),
-    "a stop of numbers": ({"prompt": PROMPT, "stop": [1]}, "stop"),
     "seed": ({"prompt": PROMPT, "seed": 2**70}, "seed"),
     "bias": ({"prompt": PROMPT, "logit_bias": {"3": 101}}, "logit_bias"),
     "bias of a word": ({"prompt": PROMPT, "logit_bias": {"ball": 1}}, "logit_bias"),
     "bias of a foreign id": ({"prompt": PROMPT, "logit_bias": {"100000": 1}}, "logit_bias"),
     "foreign stop id": ({"prompt": PROMPT, "stop_token_ids": [100_000]}, "stop_token_ids"),
     "penalty": ({"prompt": PROMPT, "presence_penalty": 3}, "presence_penalty"),
-    "repetition": ({"prompt": PROMPT, "repetition_penalty": 0}, "repetition_penalty"),
     "suffix": ({"prompt": PROMPT, "suffix": "end"}, "suffix"),
-    "best_of": ({"prompt": PROMPT, "best_of": 3}, "best_of"),
-    "beams": ({"prompt": PROMPT, "use_beam_search": True}, "use_beam_search"),
     "no expression": ({"prompt": PROMPT, "guided_regex": "(a"}, "guided_regex"),
-    "no grammar": ({"prompt": PROMPT, "grammar": "root ::= ("}, "grammar"),
     "a schema of no type": ({"prompt": PROMPT, "json_schema": {"type": "strange"}}, "json_schema"),
     "a schema without an end": (
         {"prompt": PROMPT, "guided_json": {"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"}},
         "guided_json",
     ),
-    "a schema that is nowhere": (
-        {"prompt": PROMPT, "structured_outputs": {"json": {"$ref": "#/a"}}},
-        "structured_outputs",
-    ),
-    "a schema of bytes": ({"prompt": PROMPT, "guided_json": "{"}, "guided_json"),
     "no choice": ({"prompt": PROMPT, "guided_choice": []}, "guided_choice"),
-    "no form": ({"prompt": PROMPT, "structured_outputs": {}}, "structured_outputs"),
-    "a form that there is none of": (
-        {"prompt": PROMPT, "structured_outputs": {"choices": ["a"]}},
-        "structured_outputs",
-    ),
     "a pattern of white space": ({"prompt": PROMPT, "guided_whitespace_pattern": " *"}, "guided_whitespace_pattern"),
-    "a tag": ({"prompt": PROMPT, "structured_outputs": {"structural_tag": "{}"}}, "structured_outputs"),
     "a format without its schema": ({"prompt": PROMPT, "response_format": {"type": "json_schema"}}, "response_format"),
-    "a format of no type": ({"prompt": PROMPT, "response_format": {"type": "xml"}}, "response_format"),
     "two forms": ({"prompt": PROMPT, "regex": "a", "response_format": {"type": "json_object"}}, "regex"),
     "a large schema": (
         {
@@ -96,21 +72,13 @@ WRONG = {
         "json_schema",
     ),
     "a drafter": ({"prompt": PROMPT, "drafter": "os:system"}, "drafter"),
-    "a drafter within": ({"prompt": PROMPT, "speculative": {"drafter": "os:system"}}, "speculative"),
     "two drafters": ({"prompt": PROMPT, "speculative": {"ngram_config": [4, 2], "suffix_config": 4}}, "speculative"),
     "long drafts": ({"prompt": PROMPT, "speculative": {"ngram_config": [11, 2]}}, "speculative"),
     "longer drafts": ({"prompt": PROMPT, "speculative": {"draft_len": 11}}, "speculative"),
     "no config": ({"prompt": PROMPT, "speculative": {"ngram_config": "[[[["}}, "speculative"),
     "a config of code": ({"prompt": PROMPT, "speculative": {"ngram_config": "__import__('os')"}}, "speculative"),
     "top_k of thousands of digits": ({"prompt": PROMPT, "top_k": 10**4000}, "top_k"),
-    "tokens of thousands of digits": ({"prompt": PROMPT, "max_tokens": 10**4000}, "max_tokens"),
-    "a config of thousands of digits": (
-        {"prompt": PROMPT, "speculative": {"ngram_config": [10**4000, 2]}},
-        "speculative",
-    ),
     "a text for a number": ({"prompt": PROMPT, "temperature": "0.5"}, "temperature"),
-    "a text for a count": ({"prompt": PROMPT, "max_tokens": "5"}, "max_tokens"),
-    "a text for a token": ({"prompt": PROMPT, "stop_token_ids": ["5"]}, "stop_token_ids"),
     "a text for true": ({"prompt": PROMPT, "echo": "true"}, "echo"),
     "a number for true": ({"prompt": PROMPT, "ignore_eos": 1}, "ignore_eos"),
     "allowed ids": ({"prompt": PROMPT, "allowed_token_ids": [3, 100_000]}, "allowed_token_ids"),
@@ -150,16 +118,11 @@ def test_a_wrong_completion_is_refused(served: Served, name: str) -> None:
         ({"stream": "x"}, ("stream", "'x'")),
         ({"stop": ["x"] * 33}, ("stop", 32, 33)),
         ({"stop": [""]}, ("stop.0", "''")),
-        ({"stop": 7}, ("stop", 7)),
         ({"speculative": {"draft_len": 0}}, ("speculative.draft_len", 1, 0)),
         ({"speculative": {"drafter": "x:y"}}, ("speculative.drafter", "'x:y'")),
-        ({"speculative": {"Model": [4]}}, ("speculative.Model",)),
         ({"prompt": [-1]}, ("prompt.0", 0, -1)),
-        ({"prompt": [1.5]}, ("prompt.0", 1.5)),
         ({"prompt": [[1, 2], [3, -1]]}, ("prompt.1.1", 0, -1)),
-        ({"prompt": ["a", [1, 2]]}, ("prompt", 1)),
         ({"prompt": [1, 2, "a"]}, ("prompt", 2)),
-        ({"prediction": {"type": "content"}}, ("prediction.content",)),
     ],
 )
 def test_a_message_names_the_field_as_it_was_written_and_the_reason(
@@ -169,13 +132,6 @@ def test_a_message_names_the_field_as_it_was_written_and_the_reason(
         validate_body({"prompt": PROMPT} | fields, CompletionRequest)
     assert caught.value.status == 400
     said(caught.value.message, *quoted)
-
-
-def test_an_image_is_refused_by_where_it_is(said: Said) -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]
-    with pytest.raises(HTTPError) as caught:
-        validate_body({"messages": [{"role": "user", "content": parts}]}, ChatRequest)
-    said(caught.value.message, "messages.0.content.1.type", "'image_url'")
 
 
 def test_a_lookup_that_is_no_config_is_told_by_its_field(served: Served, said: Said) -> None:
@@ -235,9 +191,8 @@ def test_a_stream_that_no_token_can_go_on_names_what_left_none(served: Served, s
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[1]", b"7", b"null", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"\xff\xfe"]
 )
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
-def test_what_is_no_json_is_refused(served: Served, path: str, body: bytes) -> None:
-    check_error(served.client.post(path, content=body), 400)
+def test_what_is_no_json_is_refused(served: Served, body: bytes) -> None:
+    check_error(served.client.post(COMPLETIONS, content=body), 400)
 
 
 def test_deep_and_long_bodies_are_refused(served: Served) -> None:
@@ -256,24 +211,11 @@ def test_deep_and_long_bodies_are_refused(served: Served) -> None:
     ("field", "value"),
     [
         ("typical_p", 0.9),
-        ("xtc_probability", 0.5),
         ("stop_sequences", ["a"]),
         ("max_new_tokens", 5),
-        ("reasoning_effort", "low"),
-        ("min_new_tokens", 5),
-        ("repeat_penalty", 1.1),
-        ("n_predict", 5),
-        ("do_sample", False),
-        ("watermark", True),
         ("mirostat", 2),
-        ("random_seed", 7),
-        ("max_length", 50),
-        ("repeat_last_n", 64),
         ("parameters", {"max_new_tokens": 5}),
-        ("guidance_scale", 2.0),
         ("negative_prompt", "a"),
-        ("bad_words_ids", [[5]]),
-        ("thinking_budget", 10),
     ],
 )
 def test_what_changes_an_answer_elsewhere_is_refused_by_name(served: Served, field: str, value: Any) -> None:
@@ -305,22 +247,10 @@ def test_tokens_at_the_start_of_a_text_are_as_each_route_has_them() -> None:
 def test_fields_that_ask_for_nothing_are_taken(served: Served) -> None:
     nothing = {"tools": [], "tool_choice": "none", "suffix": None, "best_of": 1, "response_format": {"type": "text"}}
     nothing |= {
-        "typical_p": 1.0,
-        "xtc_probability": 0,
-        "repeat_penalty": 1,
-        "grammar": "",
-        "n_predict": -1,
-        "mirostat": 0,
-    }
+        "typical_p": 1.0, "xtc_probability": 0, "repeat_penalty": 1, "grammar": "", "n_predict": -1, "mirostat": 0,
+    }  # fmt: skip
     clients = {"user": "me", "logit_bias": None, "stop": None, "logprobs": None, "stream_options": None, "n": None}
     assert served.post(COMPLETIONS, prompt=PROMPT, **nothing, **clients).status_code == 200
-
-
-def test_json_needs_no_content_type(served: Served) -> None:
-    response = served.client.post(
-        COMPLETIONS, content=b'{"prompt": "a"}', headers={"content-type": "application/x-www-form-urlencoded"}
-    )
-    assert response.status_code == 200
 
 
 def test_another_model_is_not_found(served: Served) -> None:
@@ -488,11 +418,7 @@ def test_a_chat_template_that_fails_is_an_answer(
 
 
 def test_a_chat_template_that_does_not_end_is_given_up(
-    make_served: MakeServed,
-    chat_tokenizer_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    said: Said,
+    make_served: MakeServed, chat_tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
     monkeypatch.setattr("commands.serve.protocol.conversations._TEMPLATE_S", 0.2)
     shutil.copytree(chat_tokenizer_dir, tmp_path / "tokenizer")

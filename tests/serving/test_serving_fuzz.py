@@ -20,14 +20,10 @@ from commands.serve.protocol.schema import (
 )
 
 MODELS = {
-    "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatRequest,
-    "/v1/responses": ResponsesRequest,
-    "/v1/messages": MessagesRequest,
-    "/v1/messages/count_tokens": CountRequest,
-    "/tokenize": TokenizeRequest,
+    "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest, "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest, "/v1/messages/count_tokens": CountRequest, "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
-}
+}  # fmt: skip
 VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": PROMPT, "max_tokens": 3},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a ball"}], "max_tokens": 3},
@@ -38,25 +34,10 @@ VALID: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [5, 6]},
 }
 ODD = [
-    None,
-    True,
-    False,
-    0,
-    1,
-    -1,
-    2,
-    0.5,
-    -0.0,
-    1e308,
-    2**31,
-    2**63,
+    None, True, False, 0, 1, -1, 2, 0.5, -0.0, 1e308, 2**31, 2**63,
     -(2**63),
-    10**30,
-    "",
-    "a",
-    "\u0000",
-    "\U0001f642" * 9,
-]
+    10**30, "", "a", "\u0000", "\U0001f642" * 9,
+]  # fmt: skip
 ODD += [
     [],
     {},

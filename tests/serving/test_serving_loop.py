@@ -174,12 +174,6 @@ def test_all_or_none_are_taken_into_the_queue(engine: Engine) -> None:
         assert len(answered(loop, more[1:])) == 1
 
 
-def test_a_request_that_could_never_be_served_is_refused_at_once(engine: Engine, said: Said) -> None:
-    with running(engine) as loop, pytest.raises(SpecDecError) as raised:
-        loop.submit([ServeRequest(Request(1, (3,) * 1000, 5))])
-    said(raised, 1000)
-
-
 def test_a_request_that_cannot_go_on_ends_alone(engine: Engine, said: Said) -> None:
     everything = tuple((token,) for token in range(engine.config.vocab_size))
     impossible = Request(50, (5, 6), 8, sampling=SamplingConfig(bad_words=everything))
@@ -229,14 +223,3 @@ def test_what_runs_is_finished_and_nothing_new_is_taken_at_the_end(engine: Engin
         gate.may_go.set()
         loop.stop()
         assert [answer.progress.finish_reason for answer in answers] == ["length"] * 6
-
-
-def test_what_runs_too_long_is_let_go_at_the_end(engine: Engine) -> None:
-    gate = Gate()
-    with running(engine, gate) as loop:
-        answers = loop.submit([ServeRequest(request) for request in requests(2)])
-        assert gate.has_come.wait(HANG_S)
-        gate.may_go.set()
-        loop.stop(0)
-        assert not loop.unfinished()
-        assert loop.totals.num_finished.get("abort", 0) + sum(a.progress.is_over for a in answers) == 2

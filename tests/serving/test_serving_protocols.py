@@ -180,10 +180,9 @@ def test_calls_of_a_message_stream_as_they_are_whole(tooled: Served) -> None:
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
 
 
-@pytest.mark.parametrize("max_tokens", [8, 20, 30])
-def test_a_call_that_is_cut_off_has_what_a_client_makes_of_the_stream(tooled: Served, max_tokens: int) -> None:
+def test_a_call_that_is_cut_off_has_what_a_client_makes_of_the_stream(tooled: Served) -> None:
     """anthropic's client parses what came of the arguments; it was nothing where the answer came whole."""
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Go"}], "max_tokens": max_tokens, "seed": 1}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Go"}], "max_tokens": 20, "seed": 1}
     body |= {"tools": [OWN_TOOL], "tool_choice": {"type": "any"}}
     found = ok(tooled.post(MESSAGES, **body))
     assert found["stop_reason"] == "max_tokens"
@@ -246,18 +245,6 @@ def test_a_message_has_as_many_tokens_as_there_is_room_for(tooled: Served) -> No
     too_long = tooled.post(MESSAGES, messages=[{"role": "user", "content": "Go on. " * 30}], max_tokens=1)
     assert too_long.status_code == 400
     assert too_long.json()["error"]["message"].startswith("prompt is too long: ")
-
-
-def test_a_clients_accounts_are_no_instructions(tooled: Served) -> None:
-    """Claude Code's begin otherwise in each conversation, which would have no prefix in common."""
-    texts = ["x-anthropic-billing-header: cc_version=1; cch=2;", "Be brief.", "Be kind."]
-    blocks = [{"type": "text", "text": text} for text in texts]
-    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Go"}]}
-    counts = [
-        ok(tooled.post(f"{MESSAGES}/count_tokens", **asked, system=system))
-        for system in (blocks, "Be brief.\n\nBe kind.")
-    ]
-    assert counts[0] == counts[1]
 
 
 NUM_CONVERSATIONS = 2
@@ -330,20 +317,15 @@ def test_a_turn_costs_its_new_tokens_with_several_conversations_in_turn(roomy: S
 
 
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
-    "an input of nothing": (RESPONSES, {"input": []}),
     "an item of another type": (RESPONSES, {"input": [{"type": "computer_call", "id": "1"}]}),
     "an image": (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}),
     "an unknown response": (RESPONSES, {"input": "a", "previous_response_id": "resp_1"}),
-    "a response in the background": (RESPONSES, {"input": "a", "background": True}),
     "a choice of a hosted tool": (RESPONSES, {"input": "a", "tool_choice": {"type": "web_search"}}),
-    "an answer to no call": (RESPONSES, {"input": [{"type": "function_call_output", "call_id": "1", "output": "a"}]}),
     "a call without its answer": (
         RESPONSES,
         {"input": [USER, CALLS, USER], "instructions": "Be brief.", "store": False},
     ),
-    "arguments that are none": (RESPONSES, {"input": [USER, CALLS | {"arguments": "[1]"}, GAVE]}),
     "an answer to another call": (RESPONSES, {"input": [USER, CALLS, GAVE | {"call_id": "2"}]}),
-    "a function without a name": (RESPONSES, {"input": "a", "tools": [{"type": "function"}]}),
     "a choice among unknown functions": (
         RESPONSES,
         {
@@ -352,25 +334,12 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
             "tool_choice": {"type": "allowed_tools", "tools": [{"type": "function", "name": "fly"}]},
         },
     ),
-    "a tool without a type": (RESPONSES, {"input": "a", "tools": [{"name": "go"}]}),
+    "an input of nothing": (RESPONSES, {"input": []}),
     "no room for a token": (RESPONSES, {"input": "a", "max_output_tokens": 0}),
     "a chat's length": (RESPONSES, {"input": "a", "max_tokens": 3}),
-    "a number": (RESPONSES, {"input": 1}),
     "a schema that is none": (
         RESPONSES,
         {"input": "a", "text": {"format": {"type": "json_schema", "name": "a", "schema": {"$ref": "#/no"}}}},
-    ),
-    "a schema that is none, of a message": (
-        MESSAGES,
-        {
-            "messages": [{"role": "user", "content": "a"}],
-            "max_tokens": 1,
-            "output_config": {"format": {"type": "json_schema", "schema": {"$ref": "#/no"}}},
-        },
-    ),
-    "a tool of a message without a name": (
-        MESSAGES,
-        {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "tools": [{"input_schema": SCHEMA}]},
     ),
     "a beginning of the answer": (
         MESSAGES,
@@ -380,14 +349,6 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "no length": (MESSAGES, {"messages": [{"role": "user", "content": "a"}]}),
-    "an image in a message": (
-        MESSAGES,
-        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}], "max_tokens": 1},
-    ),
-    "a result without its call": (
-        MESSAGES,
-        {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "a"}]}], "max_tokens": 1},
-    ),
     "a result of no call, after another": (
         MESSAGES,
         {

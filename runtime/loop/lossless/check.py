@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from runtime.checkpoint.config import EngineConfig
+from runtime.core.batch import generation_row
 from runtime.core.grammar import CompiledGrammar
-from runtime.core.request import Draft, Request, Sequence
+from runtime.core.request import Request, Sequence
 from runtime.core.sampling import Sampler
 from runtime.engine.engine import Engine
 from runtime.loop.lossless.chi_squared import (
@@ -134,7 +135,8 @@ def next_logits(engine: Engine, request: Request, prefix: list[int]) -> Tensor:
     admitted = engine.admit(sequence)
     assert admitted, "nothing else is running"
     try:
-        return engine.forward([sequence], [Draft([])])[0][0]
+        engine.catch_up(sequence)
+        return engine.step([generation_row(sequence, [])])[0][0]
     finally:
         engine.release(sequence)
 

@@ -19,7 +19,7 @@ from runtime.core.generation import Generation
 from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import BestOf, FirstOf
-from runtime.drafters.protocol import Drafter, check_request
+from runtime.drafters.protocol import CompositeDrafter
 from runtime.drafters.speculation import NO_SPECULATION, Speculation
 from runtime.drafters.under_grammar import UnderGrammar
 from runtime.engine.engine import Engine
@@ -124,43 +124,31 @@ def examine_draft_model(llm: LLM, speculation: Speculation) -> DraftModelPair | 
     return None
 
 
-class _Watched:
+class _Watched(CompositeDrafter):
     """A drafter of a chain, and how many tokens it has proposed."""
 
-    def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
-        self.num_tokens = 0
-
-    def check_request(self, request: Request) -> None:
-        check_request(self._drafter, request)
+    num_tokens = 0
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-        drafts = self._drafter.propose(sequences, max_draft_len)
+        drafts = self.members[0].propose(sequences, max_draft_len)
         self.num_tokens += sum(len(draft.tokens) for draft in drafts)
         return drafts
-
-    def forget(self, request_id: int) -> None:
-        self._drafter.forget(request_id)
 
 
 def _watch(session: Session) -> dict[str, _Watched]:
     """Have each drafter of a chain watched, by name; nothing where there is one drafter."""
     chain = session.opened.drafter if session.opened is not None else None
     while isinstance(chain, UnderGrammar | AdaptiveDrafter):
-        chain = chain.drafter
+        chain = chain.members[0]
     if isinstance(chain, FirstOf):
         names = [*session.speculation.drafters[0].parts]
-        watched = [_Watched(drafter) for drafter in chain.drafters]
-        chain.drafters[:] = watched
     elif isinstance(chain, BestOf):
         of_models, of_lookups = _names_by_kind(session.speculation)
         names = [*of_lookups, *of_models]
-        watched = [_Watched(drafter) for drafter in (*chain.lookups, *(model.drafter for model in chain.models))]
-        chain.lookups[:] = watched[: len(of_lookups)]
-        models = zip(chain.models, watched[len(of_lookups) :], strict=True)
-        chain.models[:] = [replace(model, drafter=drafter) for model, drafter in models]
     else:
         return {}
+    watched = [_Watched([drafter]) for drafter in chain.members]
+    chain.members[:] = watched
     return {
         name if names.count(name) == 1 else f"{name} {i}": one
         for i, (name, one) in enumerate(zip(names, watched, strict=True), 1)

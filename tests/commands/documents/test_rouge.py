@@ -16,23 +16,8 @@ from runtime.util.errors import SpecDecError
 
 ROOT = Path(__file__).parents[3]
 WORDS = [
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "sat",
-    "ran",
-    "on",
-    "under",
-    "mat",
-    "table",
-    "red",
-    "blue",
-    "and",
-    "then",
-    "it",
-    "was",
-]
+    "the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "table", "red", "blue", "and", "then", "it", "was",
+]  # fmt: skip
 
 
 def random_texts(count: int, seed: int) -> list[str]:

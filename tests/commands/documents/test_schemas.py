@@ -12,17 +12,10 @@ from jsonschema import Draft202012Validator, ValidationError
 from commands.schema.schemas import DOCUMENTS, LINES, schema_of
 
 METRICS = (
-    "num_spec_steps",
-    "num_steps",
-    "num_draft_tokens",
-    "num_accepted_draft_tokens",
-    "draft_acceptance_rate",
-    "mean_acceptance_length",
-    "tokens_per_step",
-    "acceptance_histogram",
-    "acceptance_rate_per_position",
+    "num_spec_steps", "num_steps", "num_draft_tokens", "num_accepted_draft_tokens", "draft_acceptance_rate",
+    "mean_acceptance_length", "tokens_per_step", "acceptance_histogram", "acceptance_rate_per_position",
     "num_reused_tokens",
-)
+)  # fmt: skip
 TIMES = ("ttft_s", "tpot_s", "latency_s")
 SERIES = ("per_step_drafted", "per_step_accepted")
 

@@ -10,13 +10,10 @@ from openai_server import DONE, Asked, Reply, event, failure, models, running
 from test_html_report import Page, assert_needs_nothing_else, at
 
 RECORD = {
-    "num_drafts": 2,
-    "num_draft_tokens": 6,
-    "num_accepted_tokens": 3,
-    "acceptance_rate": 0.5,
+    "num_drafts": 2, "num_draft_tokens": 6, "num_accepted_tokens": 3, "acceptance_rate": 0.5,
     "accepted_per_position": [2, 1, 0],
     "tokens_per_step": 2.0,
-}
+}  # fmt: skip
 
 
 def answer(asked: Asked) -> Reply:

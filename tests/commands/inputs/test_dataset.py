@@ -18,12 +18,7 @@ from runtime.util.errors import SpecDecError, UsageError
 
 ROOT = Path(__file__).parents[3]
 ROWS: list[dict[str, Any]] = [
-    {
-        "id": f"a{i}",
-        "category": "news" if i % 2 else "code",
-        "article": f"Text {i}.",
-        "highlights": f"Sum {i}.",
-    }
+    {"id": f"a{i}", "category": "news" if i % 2 else "code", "article": f"Text {i}.", "highlights": f"Sum {i}."}
     for i in range(12)
 ]
 
@@ -152,8 +147,7 @@ def test_summarization_prompt_is_that_of_tensorrt_llm() -> None:
 def test_text_that_looks_like_another_type_stays_text(tmp_path: Path) -> None:
     csv_path = write(tmp_path / "d.csv", "id,category,article,highlights\n007,1e3,NA,2024-01-01 00:00:00\n")
     json_path = write(
-        tmp_path / "d.jsonl",
-        '{"id": "007", "category": "1e3", "article": "NA", "highlights": "2024-01-01 00:00:00"}',
+        tmp_path / "d.jsonl", '{"id": "007", "category": "1e3", "article": "NA", "highlights": "2024-01-01 00:00:00"}'
     )
     expected = [Sample("007", "1e3", "NA", "2024-01-01 00:00:00")]
     assert load(csv_path) == expected
@@ -166,10 +160,7 @@ def test_missing_ids_and_categories_become_row_numbers_and_none(tmp_path: Path) 
         {"article": "B", "highlights": "R", "id": 7},
     ]
     samples = load(write(tmp_path / "d.jsonl", json_lines(rows)))
-    assert sorted(samples, key=lambda sample: sample.id) == [
-        Sample("1", None, "A", "R"),
-        Sample("7", None, "B", "R"),
-    ]
+    assert sorted(samples, key=lambda sample: sample.id) == [Sample("1", None, "A", "R"), Sample("7", None, "B", "R")]
 
 
 def test_csv_cells_may_hold_line_ends_and_long_articles(tmp_path: Path) -> None:
@@ -324,8 +315,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "hub_id"),
-    [("ccdv/cnn_dailymail", "ccdv/cnn_dailymail"), ("openai_humaneval", "openai/openai_humaneval")],
+    ("name", "hub_id"), [("ccdv/cnn_dailymail", "ccdv/cnn_dailymail"), ("openai_humaneval", "openai/openai_humaneval")]
 )
 def test_unreachable_hub_names_the_dataset_and_what_to_pass_instead(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, hub_id: str, said: Said
@@ -360,9 +350,7 @@ def test_hub_dataset_is_read_in_its_configuration_and_test_split(monkeypatch: py
     assert hub.calls == [(("ccdv/cnn_dailymail", "3.0.0"), {"split": "test"})]
 
 
-def test_hub_dataset_that_is_a_script_is_read_from_its_parquet_export(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_hub_dataset_that_is_a_script_is_read_from_its_parquet_export(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     script = RuntimeError("Dataset scripts are no longer supported, but found cnn_dailymail.py")
@@ -476,12 +464,8 @@ def test_loading_prints_nothing_and_leaves_no_file(tmp_path: Path) -> None:
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp")}
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "d.parquet"), str(tmp_path / "d")],
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        capture_output=True,
-        timeout=HANG_S,
-    )
+        cwd=ROOT, env=environment, text=True, capture_output=True, timeout=HANG_S,
+    )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     left = [path for parent in ("tmp", "home") for path in (tmp_path / parent).rglob("*") if path.is_file()]
     assert left == []

@@ -64,8 +64,7 @@ def test_input_text_with_an_undecodable_byte_is_an_error(said: Said) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["one\n two \nthree\n", "one\n two \nthree", "one\r\n two \r\nthree\r\n", "\ufeffone\n two \nthree"],
+    "content", ["one\n two \nthree\n", "one\n two \nthree", "one\r\n two \r\nthree\r\n", "\ufeffone\n two \nthree"]
 )
 def test_txt_holds_one_prompt_a_line_without_its_line_end(tmp_path: Path, content: str) -> None:
     assert read_prompts([], write(tmp_path / "in.txt", content)) == texts("one", " two ", "three")
@@ -291,6 +290,8 @@ def test_jsonl_takes_prompts_and_prompt_ids_and_passes_over_blank_lines(tmp_path
         ('{"prompt_ids": [-4]}', "1; -4; `prompt_ids`; 2"),
         ('{"prompt_ids": [' + "9" * 5000 + "]}", "2"),
         ("[" * 100_000, "2"),
+        ('{"messages": "hello"}', "`messages`; 2"),
+        ('{"messages": [{"role": "user"}]}', "`messages`; 2"),
     ],
 )
 def test_jsonl_mistake_is_named_by_its_line(tmp_path: Path, line: str, message: str, said: Said) -> None:

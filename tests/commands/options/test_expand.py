@@ -3,7 +3,7 @@
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import pytest
 import typer
@@ -55,18 +55,6 @@ def test_signature_has_a_keyword_for_each_field_in_order() -> None:
     assert {parameter.kind for parameter in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
     assert [parameters[name].default for name in ("size", "words", "fast", "rate")] == [None, None, False, 0.5]
     assert parameters["path"].default is inspect.Parameter.empty
-
-
-def test_annotations_keep_their_options() -> None:
-    hints = get_type_hints(expanded()[0], include_extras=True)
-    (option,) = hints["size"].__metadata__
-    assert (hints["size"].__origin__, option.min, option.rich_help_panel) == (int | None, 1, "Sizes")
-    assert hints["rate"].__origin__ is float, "a hint that is text is resolved"
-
-
-def test_name_and_docstring_are_the_commands() -> None:
-    command, _ = expanded()
-    assert (command.__name__, command.__doc__) == ("command", "Does something.")
 
 
 def test_command_gets_its_groups_filled() -> None:

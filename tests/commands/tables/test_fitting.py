@@ -100,12 +100,6 @@ def test_tables_of_tune_and_corpus(tables_of: Tables, specdec: Specdec, llama_en
         assert_nothing_is_cut(table)
 
 
-def test_table_of_build(tables_of: Tables, llama_checkpoint_dir: Path, tmp_path: Path) -> None:
-    arguments = ["--checkpoint-dir", llama_checkpoint_dir, "--output-dir", tmp_path / "engine", "--compiler", "none"]
-    (table,) = tables_of("build", *arguments, "--max-input-len", 64, "--max-seq-len", 128)
-    assert_nothing_is_cut(table)
-
-
 def small_table(num_rows: int) -> Table:
     table = Table(title="Latencies")
     table.add_column("request")

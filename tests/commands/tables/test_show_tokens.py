@@ -1,19 +1,15 @@
 """Marked outputs: each token's kind against a simulation, pieces against the text, marks with and without colour."""
 
-import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from byte_tokenizers import any_byte_level_tokens, byte_fallback, byte_level, texts, words
-from command_line import NGRAM, PROMPTS, Result, Specdec, each
-from draft_models import WITH_DRAFTS, MakeDraftEngineDir
+from command_line import NGRAM, PROMPTS, Result, each
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sentences import Said
 from strength import examples
-from tiny import make_model, repetitive_prompt
 from transformers import PreTrainedTokenizerFast
 
 from commands.output.tables.drafts import _by_brackets
@@ -64,13 +60,6 @@ def test_kinds_are_those_of_the_tokens_as_they_were_committed(
     assert [kind for step in kinds for kind in step].count("accepted") == stats.num_accepted_draft_tokens
 
 
-def test_the_docstrings_example_of_kinds() -> None:
-    kinds = [["accepted", "recovered"], ["plain"], ["accepted", "accepted", "bonus"]]
-    assert token_kinds([3, 0, 2], [1, 0, 2], 6) == kinds
-    assert token_kinds([3, 0, 2], [1, 0, 2], 5) == [*kinds[:2], kinds[2][:2]]
-    assert token_kinds([], [], 0) == []
-
-
 @settings(deadline=None, max_examples=examples(200))
 @given(tokens=any_byte_level_tokens(), stop_words=words)
 def test_pieces_join_to_the_text_and_break_no_character(tokens: list[int], stop_words: list[str]) -> None:
@@ -103,13 +92,6 @@ def test_pieces_of_either_kind_of_tokenizer_are_whole_characters(
     pieces = token_texts(tokenizer, tokens, whole)
     assert "".join(pieces) == whole
     assert all("\ufffd" not in piece for piece in pieces)
-
-
-def test_a_character_of_several_tokens_comes_with_the_last() -> None:
-    tokenizer = byte_level()
-    tokens = tokenizer("a🙂b", add_special_tokens=False)["input_ids"]
-    assert len(tokens) == 6
-    assert token_texts(tokenizer, tokens, "a🙂b") == ["a", "", "", "", "🙂", "b"]
 
 
 def test_ranges_of_steps_hold_every_token_once() -> None:
@@ -170,30 +152,7 @@ def test_marks_are_ascii_where_stdout_is() -> None:
     assert _by_brackets("utf-8")("x", "bonus") == "⟪x⟫"
 
 
-def test_outputs_of_ids_are_marked_too(
-    specdec: Specdec, make_draft_engine_dir: MakeDraftEngineDir, tmp_path: Path
-) -> None:
-    engine_dir = make_draft_engine_dir(make_model("llama"), None, **WITH_DRAFTS)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt_ids": repetitive_prompt(0, 40)}))
-    arguments = [
-        "run",
-        "--engine-dir",
-        engine_dir,
-        "--input-file",
-        prompts,
-        "--ngram-config",
-        NGRAM,
-        "--max-output-len",
-        50,
-    ]
-    result = specdec(*arguments, "--show-tokens")
-    assert result.exit_code == 0, result.stderr
-    text = re.sub("[⟦⟧⟨⟩⟪⟫]", "", outputs_of(result.stdout)[0])
-    assert text.split() == list(map(str, specdec(*arguments, "--json").document["requests"][0]["output_ids"]))
-
-
-@pytest.mark.parametrize(("flag", "word"), [("--streaming", ""), ("--json", "JSON"), ("--quiet", "result")])
+@pytest.mark.parametrize(("flag", "word"), [("--streaming", "")])
 def test_marks_are_refused_where_stdout_is_for_something_else(run: Run, flag: str, word: str, said: Said) -> None:
     result = run("--show-tokens", flag)
     assert (result.exit_code, result.stdout) == (2, "")

@@ -23,7 +23,7 @@ from runtime.drafters.opened import BoundedDrafter
 from runtime.drafters.protocol import Drafter
 from runtime.engine.engine import Engine
 from runtime.loop import orchestrator, scheduler
-from runtime.util.errors import SpecDecError, UsageError
+from runtime.util.errors import SpecDecError
 
 LOOPS: dict[str, Callable[..., Any]] = {"orchestrator": orchestrator.generate, "leader": scheduler.generate}
 NUM_NEW_TOKENS, DRAFT_LEN = 24, 6
@@ -342,20 +342,14 @@ def test_a_dear_model_is_asked_only_where_nothing_was_found() -> None:
     assert asked.num_asked == 1
 
 
-def test_chain_of_nobody_is_refused(said: Said) -> None:
-    with pytest.raises(UsageError) as raised:
-        BestOf([], [], lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
-    said(raised)
-
-
 def test_what_is_kept_of_a_request_goes_with_it(engine: Engine) -> None:
     drafter = SelfDraft(
         engine, use_logits=False, confidence_stop=ConfidenceStop(lambda b, c, n: 1 + 0.1 * n, lambda b, c: 0.1)
     )
     chain = choosing(NgramLookup(3), drafter, 0.1)
     answer(engine, "leader", make_requests(), chain)
-    assert [len(outcomes) for outcomes in chain._all_outcomes] == [0, 0, 0]
-    assert chain._found_now == {} and drafter._confidence_stop is not None and drafter._confidence_stop._pending == {}
+    assert not len(chain._stats) and not chain._leads._pending.drafts and chain._found_now == {}
+    assert drafter._confidence_stop is not None and not drafter._confidence_stop._pending.drafts
 
 
 def test_tokens_of_others_do_not_make_a_sure_copy_look_fast() -> None:

@@ -1,7 +1,8 @@
 """A chain asks on only for whom nothing was found, and passes on everything else."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,12 +11,19 @@ from tiny import hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
 from runtime.core.request import Draft, Request, Sequence
-from runtime.drafters.chain import FirstOf, LongestMatch
+from runtime.core.stats import LoopTimes
+from runtime.drafters.adaptive import AdaptiveDrafter
+from runtime.drafters.chain import BestOf, FirstOf, LongestMatch
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.ngram import NgramLookup
+from runtime.drafters.opened import BoundedDrafter
+from runtime.drafters.protocol import CompositeDrafter, Drafter
+from runtime.drafters.under_grammar import UnderGrammar
 from runtime.engine.engine import Engine
 from runtime.loop import orchestrator, scheduler
-from runtime.util.errors import SpecDecError, UsageError
+from runtime.loop.session import Session, _TimedDrafter
+from runtime.measure.diagnosis.observe import _Watched
+from runtime.util.errors import SpecDecError
 
 
 class Recorder:
@@ -64,10 +72,6 @@ def test_the_draft_of_the_longest_match_is_taken() -> None:
     drafts = chain.propose([start(i) for i in range(6)], 4)
     assert [draft.tokens for draft in drafts] == [[10], [21], [22], [13], [40], []]
     assert drafts[4].probs is not None
-    chain.forget(3)
-    assert first.forgotten == second.forgotten == [3]
-    with pytest.raises(SpecDecError, match="too long for me: 4"):
-        LongestMatch([first, Picky({})]).check_request(Request(0, (1, 2, 3, 4), 5))
 
 
 def test_nobody_is_asked_for_nothing() -> None:
@@ -95,18 +99,36 @@ def test_member_asked_now_and_then_keeps_up() -> None:
     assert chain.propose([sequence], 3)[0].tokens == [2, 3, 4]
 
 
-def test_forget_goes_to_all() -> None:
-    members = [Recorder({}), Recorder({}), Recorder({})]
-    FirstOf(members).forget(7)
-    assert [member.forgotten for member in members] == [[7], [7], [7]]
+class Ahead(Picky):
+    def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
+        return Draft([*drafted, 9], match_len=len(drafted)).cut(max_draft_len)
 
 
-def test_members_checks_are_honoured(said: Said) -> None:
-    chain = FirstOf([NgramLookup(2), Picky({})])
-    chain.check_request(Request(0, (1, 2, 3), 5))
-    with pytest.raises(SpecDecError) as error:
-        chain.check_request(Request(0, (1, 2, 3, 4), 5))
-    said(error, "4")
+COMPOSITES: dict[type[CompositeDrafter], Callable[[Drafter], CompositeDrafter]] = {
+    FirstOf: lambda member: FirstOf([Recorder({}), member]),
+    LongestMatch: lambda member: LongestMatch([member, Recorder({})]),
+    BestOf: lambda member: BestOf([member], [], lambda *place: 1.0, 32),
+    BoundedDrafter: lambda member: BoundedDrafter(member, 4),
+    UnderGrammar: UnderGrammar,
+    AdaptiveDrafter: lambda member: AdaptiveDrafter(member, lambda *place: 1.0),
+    _TimedDrafter: lambda member: _TimedDrafter(member, LoopTimes(), Session(cast(Any, None), "leader")),
+    _Watched: lambda member: _Watched([member]),
+}
+
+
+def test_members_check_requests_look_ahead_and_forget(said: Said) -> None:
+    """A drafter decides about its members' drafts alone; all else is the members' own."""
+    assert set(COMPOSITES) == set(CompositeDrafter.__subclasses__())
+    for make in COMPOSITES.values():
+        member, sequence = Ahead({}), start(7)
+        drafter = make(member)
+        drafter.check_request(Request(0, (1, 2, 3), 5))
+        with pytest.raises(SpecDecError) as error:
+            drafter.check_request(Request(0, (1, 2, 3, 4), 5))
+        said(error, "4")
+        assert drafter.look_ahead(sequence, [3, 4], 5) == Draft([3, 4, 9])
+        drafter.forget(7)
+        assert member.forgotten == [7]
 
 
 def test_member_that_returns_too_few_drafts_is_an_error(said: Said) -> None:
@@ -117,12 +139,6 @@ def test_member_that_returns_too_few_drafts_is_an_error(said: Said) -> None:
     with pytest.raises(SpecDecError) as error:
         FirstOf([NgramLookup(2), Short({})]).propose([start(0)], 4)
     said(error, "0", "1")
-
-
-def test_empty_chain_is_refused(said: Said) -> None:
-    with pytest.raises(UsageError) as error:
-        FirstOf([])
-    said(error)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from sentences import Said
-from tiny import VOCAB_SIZE, eager_logits, hf_greedy, make_model, repetitive_prompt
+from tiny import VOCAB_SIZE, eager_logits, forward, hf_greedy, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from runtime.core.batch import Row
 from runtime.core.params import SamplingConfig
 from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.draft_target import DraftModel
@@ -204,27 +205,32 @@ class Forward:
 def record_forwards(engine: Engine) -> list[list[Forward]]:
     """Grows by one list, of the batch's sequences, with every forward of the engine."""
     forwards: list[list[Forward]] = []
-    forward = engine.forward
+    catch_up, step = engine.catch_up, engine.step
+    asked: list[tuple[int, list[int], int]] = []
 
-    def recorded(sequences: list[Sequence], drafts: list[Draft]) -> Any:
-        asked = [(s.request.id, list(s.tokens), s.num_computed) for s in sequences]
-        answers = forward(sequences, drafts)
-        forwards.append([Forward(*row, logits[0]) for row, logits in zip(asked, answers, strict=True)])
+    def recorded_catch_up(sequence: Sequence) -> None:
+        asked.append((sequence.request.id, list(sequence.tokens), sequence.num_computed))
+        catch_up(sequence)
+
+    def recorded_step(rows: list[Row]) -> Any:
+        answers = step(rows)
+        forwards.append([Forward(*one, logits[0]) for one, logits in zip(asked, answers, strict=True)])
+        asked.clear()
         return answers
 
-    engine.forward = recorded  # type: ignore[method-assign]
+    engine.catch_up, engine.step = recorded_catch_up, recorded_step  # type: ignore[method-assign,assignment]
     return forwards
 
 
 def check_forwards(engine: Engine, model: PreTrainedModel, forwards: list[Forward]) -> None:
     """The next logits equal Hugging Face's, and those of an engine that has seen nothing before."""
-    for forward in forwards:
-        fresh = Sequence.start(Request(0, tuple(forward.tokens), 1))
+    for seen in forwards:
+        fresh = Sequence.start(Request(0, tuple(seen.tokens), 1))
         assert engine.admit(fresh) and fresh.num_computed == 0
-        (logits,) = engine.forward([fresh], [Draft([])])
+        (logits,) = forward(engine, [fresh], [[]])
         engine.release(fresh)
-        torch.testing.assert_close(forward.logits, logits[0], **TOLERANCE)
-        torch.testing.assert_close(forward.logits, eager_logits(model, forward.tokens)[-1], **TOLERANCE)
+        torch.testing.assert_close(seen.logits, logits[0], **TOLERANCE)
+        torch.testing.assert_close(seen.logits, eager_logits(model, seen.tokens)[-1], **TOLERANCE)
 
 
 def check_computed_once(forwards: list[Forward]) -> None:

@@ -186,13 +186,6 @@ def test_pool_is_asked_where_the_sequence_has_no_match() -> None:
     assert propose(drafter, start([1, 5, 6], max_new_tokens=1, request_id=3)) == []
 
 
-@pytest.mark.parametrize("sizes", [(0, 2), (3, 2)])
-def test_sizes_that_leave_no_pattern_are_refused(sizes: tuple[int, int], said: Said) -> None:
-    with pytest.raises(UsageError) as error:
-        NgramLookup(sizes[1], min_matching_ngram_size=sizes[0])
-    said(error, "1", sizes[0], sizes[1])
-
-
 def test_unknown_ranking_is_refused(said: Said) -> None:
     with pytest.raises(UsageError) as error:
         NgramLookup(2, ranking="newest")  # type: ignore[arg-type]

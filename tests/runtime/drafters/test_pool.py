@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sentences import Said
 from strength import examples
 
 from runtime.core.request import Request, Sequence
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.suffix import SuffixLookup
-from runtime.util.errors import UsageError
 
 Text = tuple[list[int], list[int]]
 """Prompt and output."""
@@ -146,10 +144,3 @@ def test_private_is_the_default(make: Any) -> None:
     drafter.forget(0)
     (draft,) = drafter.propose([sequence_of(([5], [7]), 1)], 3)
     assert drafter.pool is None and draft.tokens == []
-
-
-@pytest.mark.parametrize("settings", [{"max_tokens": 0}, {"max_matching_ngram_size": 0}])
-def test_pool_of_nothing_is_refused(settings: dict[str, int], said: Said) -> None:
-    with pytest.raises(UsageError) as error:
-        NgramPool(**settings)
-    said(error, next(iter(settings)), "1", "0")

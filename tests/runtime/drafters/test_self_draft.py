@@ -15,9 +15,11 @@ from transformers import PreTrainedModel
 
 from runtime.checkpoint.config import DraftOutput
 from runtime.checkpoint.config import SelfDraft as SelfDraftConfig
+from runtime.core.batch import generation_row
 from runtime.core.params import SamplingConfig
-from runtime.core.request import Draft, Request, Sequence
+from runtime.core.request import Request, Sequence
 from runtime.drafters.draft_target import SelfDraft
+from runtime.engine.draft_vocab import among_all
 from runtime.engine.engine import Engine, KVCacheConfig
 from runtime.loop import orchestrator, scheduler
 
@@ -140,7 +142,8 @@ def test_output_layer_of_its_own(compiler: str, output: DraftOutput, model: PreT
         sequence = Sequence.start(make_requests()[2])
         assert one.admit(sequence)
         one.compute_context(sequence, len(sequence.tokens) - 1)
-        found += one.forward_draft([sequence], [Draft([3, 4])])
+        (logits,) = one.step([generation_row(sequence, [3, 4])], by_copy=True)
+        found.append(among_all(logits, one.draft_ids, 32))
         one.release(sequence)
     others = [i for i in range(32) if i not in ids]
     assert bool((found[0][:, others] == -torch.inf).all())

@@ -7,14 +7,12 @@ from calls import num_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from occurrences import followers, longest_match, most_frequent
-from sentences import Said
 from strength import examples
 
 from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.lookup import MAX_OCCURRENCES
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.suffix import SuffixLookup
-from runtime.util.errors import UsageError
 
 PUBLIC_MARGIN = 2
 LONGEST_MATCH = 31
@@ -152,13 +150,6 @@ def test_drafts_grow_with_the_match(repeated: int, growth: float, draft_len: int
     phrase = list(range(100, 100 + repeated))
     sequence = start([*phrase, *range(20), *phrase])
     assert propose(SuffixLookup(growth=growth), sequence) == list(range(20))[:draft_len]
-
-
-@pytest.mark.parametrize("growth", [0.0, -1.0, float("nan")])
-def test_growth_that_is_none_is_refused(growth: float, said: Said) -> None:
-    with pytest.raises(UsageError) as error:
-        SuffixLookup(growth=growth)
-    said(error, "0")
 
 
 def test_much_longer_public_match_is_followed() -> None:

@@ -23,7 +23,7 @@ from quantized import (
 )
 from safetensors.torch import load_file
 from sentences import Said
-from tiny import VOCAB_SIZE, eager_logits, hf_greedy, make_build, make_model, repetitive_prompt
+from tiny import VOCAB_SIZE, eager_logits, forward, hf_greedy, make_build, make_model, repetitive_prompt
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -34,7 +34,7 @@ from runtime.checkpoint.config import Activations, CheckpointConfig, EngineConfi
 from runtime.checkpoint.gguf.blocks import read_blocks
 from runtime.checkpoint.gguf.reader import TYPES
 from runtime.checkpoint.quant.weight import QuantizedWeight, from_integers, take_quantized
-from runtime.core.request import Draft, Request, Sequence
+from runtime.core.request import Request, Sequence
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine.engine import Engine
 from runtime.kernels.ops import load_kernels
@@ -150,7 +150,7 @@ def check_engine(engine_dir: Path, model: PreTrainedModel) -> None:
     with Engine.open(engine_dir) as engine:
         sequence = Sequence.start(Request(0, tuple(prompts[0]), 60))
         assert engine.admit(sequence)
-        (logits,) = engine.forward([sequence], [Draft([5, 6, 7])])
+        (logits,) = forward(engine, [sequence], [[5, 6, 7]])
         engine.release(sequence)
         expected = eager_logits(model, [*prompts[0], 5, 6, 7])[len(prompts[0]) - 1 :]
         torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
@@ -221,7 +221,7 @@ def check_quantization_engine(work_dir: Path, checkpoint: CheckpointConfig, chec
     with Engine.open(work_dir / "engine") as engine:
         sequence = Sequence.start(Request(0, tuple(prompt), 60))
         assert engine.admit(sequence)
-        (logits,) = engine.forward([sequence], [Draft([5, 6, 7])])
+        (logits,) = forward(engine, [sequence], [[5, 6, 7]])
         engine.release(sequence)
     with torch.no_grad():
         expected = eager_logits(model, [*prompt, 5, 6, 7])[len(prompt) - 1 :]

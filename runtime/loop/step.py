@@ -1,0 +1,129 @@
+"""One step of the loop: draft, batch, step, verify, commit. Orchestrator mode, leader mode and the server run this.
+
+| part | what happens | room |
+|---|---|---|
+| draft | a drafter proposes tokens for each sequence | `runtime.drafters` |
+| batch | a sequence's uncomputed tokens and its draft become a row | `runtime.core.batch` |
+| step | the target computes logits after the last token, and after each drafted token | `runtime.engine` |
+| verify | drafted tokens are accepted for as long as the target chooses the same | `runtime.core.verify` |
+| commit | the accepted tokens, and one token of the target's own, are appended | `runtime.core.request` |
+
+Example: of the tokens 5 6 7 only 7 is not computed, and the draft is 8 9. The row is 7 8 9. If the target chooses 8 4 1
+after these tokens, 8 is accepted, 4 is the target's own, and the sequence goes on with 5 6 7 8 4.
+"""
+
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from contextlib import ExitStack
+from dataclasses import replace
+
+from runtime.core.batch import generation_row
+from runtime.core.request import Draft, Request, Sequence, VerifyResult
+from runtime.core.sampling import NoValidToken
+from runtime.core.stats import LoopTimes
+from runtime.core.verify import compute_masks_ahead, verify_all
+from runtime.drafters.protocol import Drafter, check_drafts, check_request
+from runtime.engine.engine import Engine
+from runtime.util.errors import RequestError
+from runtime.util.thread_turns import Holder
+
+Stepped = list[tuple[Sequence, list[int]]]
+"""(sequence, new tokens) of the sequences that go on or are done."""
+
+
+def step(
+    engine: Engine, drafter: Drafter | None, sequences: list[Sequence], max_draft_len: int, times: LoopTimes
+) -> Stepped:
+    """Run a step of admitted sequences. A sequence that cannot go on is not returned, and has an `error`."""
+    start = time.perf_counter()
+    drafts = propose(engine, drafter, sequences, max_draft_len)
+    if drafter is not None:
+        times.draft_time_s += time.perf_counter() - start
+    with engine.alone():
+        verdicts = judge(engine, sequences, drafts)
+        return commit(sequences, drafts, verdicts)
+
+
+def propose(engine: Engine, drafter: Drafter | None, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+    """A checked draft for each sequence, cut to what the sequence can take beside a token of the target's own."""
+    if drafter is None:
+        return [Draft([])] * len(sequences)
+    drafts = drafter.propose(sequences, max_draft_len)
+    check_drafts(drafts, len(sequences), max_draft_len, engine.config.vocab_size)
+    return [draft.cut(engine.max_draft_len_of(s)) for s, draft in zip(sequences, drafts, strict=True)]
+
+
+def judge(engine: Engine, sequences: Seq[Sequence], drafts: Seq[Draft]) -> list[VerifyResult | NoValidToken]:
+    """Compute the sequences with their drafts; returns what the target makes of each draft.
+
+    Leaves the sequences' tokens as they are, and `num_computed` at what the verdict makes valid. The K/V of rejected
+    tokens lie beyond it. NoValidToken: this sequence cannot go on, and the others can.
+    """
+    compute_masks_ahead(sequences, drafts)  # of grammars, by threads of their own while the target computes
+    for sequence in sequences:
+        engine.catch_up(sequence)  # the beginning of a long prompt
+    # Batch (`runtime.core.batch`)
+    rows = [generation_row(sequence, draft.tokens) for sequence, draft in zip(sequences, drafts, strict=True)]
+    # Step (`runtime.engine`)
+    all_logits = engine.step(rows)
+    # Verify (`runtime.core.verify`)
+    verdicts = verify_all(sequences, drafts, all_logits)
+    for i, (sequence, logits, verdict) in enumerate(zip(sequences, all_logits, verdicts, strict=True)):
+        if not isinstance(verdict, NoValidToken):
+            sequence.num_computed = len(sequence.tokens) + verdict.num_accepted
+            if sequence.request.wants_logits:
+                verdicts[i] = replace(verdict, logits=logits[: verdict.num_accepted + 1])
+    return verdicts
+
+
+def commit(sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[VerifyResult | NoValidToken]) -> Stepped:
+    """Append what the verdicts accept, and the target's own tokens; keep the error of a sequence that cannot go on."""
+    stepped = []
+    for sequence, draft, verdict in zip(sequences, drafts, verdicts, strict=True):
+        if isinstance(verdict, NoValidToken):
+            sequence.error = verdict
+        else:
+            stepped.append((sequence, sequence.commit(draft, verdict)))
+    return stepped
+
+
+# Before the first step of a request, and after its last.
+
+
+def check_requests(engine: Engine, drafter: Drafter | None, requests: Iterable[Request]) -> None:
+    """SpecDecError if the engine, or a drafter that has something to say about requests, cannot serve one of them."""
+    for request in requests:
+        engine.check_request(request)
+        check_request(drafter, request)
+
+
+def make_room(engine: Engine, holder: Holder | None, request: Request) -> bool:
+    """Take blocks from another generation for a request that found none; False where the others go on first.
+
+    SpecDecError if no others can give any. `holder` as for `ThreadTurns.take_room`.
+    """
+    found = engine.turns.take_room(holder)
+    if found is None:
+        engine.raise_cache_is_taken(request)
+    return found
+
+
+def raise_first_error(sequences: Iterable[Sequence]) -> None:
+    """RequestError of the first that could not go on."""
+    for sequence in sequences:
+        if (error := sequence.error) is not None:
+            message = f"{sequence.request.name}: {error.message}"
+            raise RequestError(message, hint=error.hint, code=error.code, **error.values)
+
+
+def release_all(engine: Engine, drafter: Drafter | None, sequences: Seq[Sequence]) -> None:
+    """Give back the blocks that a step which failed left to sequences, and the drafter's state of them.
+
+    What fails for one of them is raised when the others have been let go.
+    """
+    with ExitStack() as stack:
+        for sequence in reversed(sequences):
+            if drafter:
+                stack.callback(drafter.forget, sequence.request.id)
+            stack.callback(engine.release, sequence)
