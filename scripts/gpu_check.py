@@ -143,19 +143,6 @@ def memory(setting: Setting) -> Values:
     return {"said": said, "command_said": ended.stderr.strip().splitlines()[-2:]}
 
 
-def aot(setting: Setting) -> Values:
-    """The demo compiled ahead of time: it opens, and has the tokens of `none`."""
-    with _engine(setting, _demo_dir(), "float32") as engine:
-        expected = _answer(engine, _prompts())
-    start = time.perf_counter()
-    with _engine(setting, _demo_dir(), "float32", compiler="aot") as engine:
-        build_s = time.perf_counter() - start
-        found, config = _answer(engine, _prompts()), engine.config
-    _expect([tokens for tokens, _ in found] == [tokens for tokens, _ in expected], "compiled it has other tokens")
-    _expect(config.build_config.compiler == "aot", f"it was not compiled ahead of time: {config.compiler_note}")
-    return {"build_s": build_s}
-
-
 def times(setting: Setting) -> Values:
     """Tokens per second beside Hugging Face's `generate`, plain and with prompt lookup, in turns."""
     import torch
@@ -204,7 +191,6 @@ PARTS = {
     "batches": Part(batches, 60),
     "two-engines": Part(two_engines, 60),
     "memory": Part(memory, 60),
-    "aot": Part(aot, 150),
     "times": Part(times, 120),
 }
 """Parts in order of worth: the last ones are left out first."""

@@ -11,5 +11,5 @@ if [ ! -x "$environment/bin/python" ]; then "${PYTHON:-python3}" -m venv "$envir
 "$environment/bin/pip" install --quiet "torch==$version"
 grep -v '^torch==' constraints.txt | "$environment/bin/pip" install --quiet --requirement /dev/stdin prompt_toolkit
 "$environment/bin/pip" install --quiet --no-deps --editable . # or pyproject.toml would have its word about torch
-"$environment/bin/python" -m pytest tests/runtime/compiler/test_{private_torch,build,weights,selection}.py \
-    tests/runtime/test_engine.py "${@:2}"
+"$environment/bin/python" -m pytest tests/runtime/compiler/test_{selection,torch_internals}.py \
+    tests/runtime/{builder/test_build,model/test_weights,engine/test_engine}.py "${@:2}"

@@ -37,6 +37,7 @@ from commands.corpus.command import create, merge, stats
 from commands.doctor.command import doctor
 from commands.fingerprint.command import fingerprint
 from commands.integrity.command import verify
+from commands.launch.command import ARGUMENTS_OF_TOOL, launch
 from commands.options.hints import hint_of, message_of, usage_message
 from commands.options.shared import COMMON
 from commands.options.spellings import empty_value, normalize_name, one_value_each, split_flags_without_effect
@@ -79,6 +80,10 @@ _EXAMPLES = {
     serve: (
         "specdec serve --model-dir demo --spec-decode-algo NGRAM",
         'specdec serve --engine-dir engine --ngram-config "[10,2,[0]]" --port 8000',
+    ),
+    launch: (
+        "specdec launch claude ./Qwen3-4B",
+        "specdec launch codex ./Qwen3-4B --max-seq-len 65536 -- exec 'fix the failing test'",
     ),
     batch: (
         "specdec batch -i requests.jsonl -o results.jsonl --model-dir demo --ngram-config 10,2",
@@ -212,6 +217,15 @@ class _Command(TyperCommand):
             raise
 
 
+class _CommandWithRest(_Command):
+    """A command that passes flags on which it does not know, and to another program what stands after `--`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own = args[: args.index("--")] if "--" in args else args
+        ctx.meta[ARGUMENTS_OF_TOOL] = args[len(own) + 1 :]
+        return TyperCommand.parse_args(self, ctx, own)
+
+
 _COMPUTING = {
     "convert",
     "build",
@@ -259,8 +273,8 @@ def _with_help_all(command: Callable[..., None]) -> Callable[..., None]:
 app = typer.Typer(
     name="specdec",
     cls=_Group,
-    help="Speculative decoding for Hugging Face models: convert, build, run, chat, serve, batch, summarize, compare, "
-    "tune, train, doctor, check, regress, fingerprint, predict; corpora; the cache; verify; schema; bench.",
+    help="Speculative decoding for Hugging Face models: convert, build, run, chat, serve, launch, batch, summarize, "
+    "compare, tune, train, doctor, check, regress, fingerprint, predict; corpora; the cache; verify; schema; bench.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -282,9 +296,12 @@ app.add_typer(cache_app, name="cache")
 
 def _register(command: Callable[..., None], group: typer.Typer = app, name: str | None = None) -> None:
     epilog = "Examples:\n\n" + "\n\n".join(f"`{example}`" for example in _EXAMPLES[command])
-    names = {"token_normalize_func": partial(normalize_name, command=command.__name__)}
+    names: dict[str, Any] = {"token_normalize_func": partial(normalize_name, command=command.__name__)}
     shown = _with_help_all(command) if command in _LONG else command
-    group.command(name, cls=_Command, epilog=epilog, context_settings=names)(shown)
+    if command is launch:
+        names["ignore_unknown_options"] = True
+    kind = _CommandWithRest if command is launch else _Command
+    group.command(name, cls=kind, epilog=epilog, context_settings=names)(shown)
 
 
 for _command in (
@@ -293,6 +310,7 @@ for _command in (
     run,
     chat,
     serve,
+    launch,
     batch,
     summarize,
     compare,

@@ -25,11 +25,12 @@ from waiting import HANG_S, with_an_end
 from runtime.util.collector import collect_rarely
 
 pytest_plugins = ("sentences",)
-_QUICK_DRAFTERS = "adaptive allocation chain drafter_protocol meter ngram pool predicted_outputs suffix"
-_QUICK_RUNTIME = "batch engine kv_cache request stats verify"
+_QUICK_DRAFTERS = "adaptive chain drafter_protocol meter ngram pool predicted_outputs suffix"
+_QUICK_CORE = "batch kv_cache request stats verify"
 QUICK = {
     *(f"runtime/drafters/test_{name}.py" for name in _QUICK_DRAFTERS.split()),
-    *(f"runtime/test_{name}.py" for name in _QUICK_RUNTIME.split()),
+    *(f"runtime/core/test_{name}.py" for name in _QUICK_CORE.split()),
+    "runtime/engine/test_engine.py",
     "commands/documents/test_schemas.py",
 }
 """The tests of the core. Those of them that compile nothing are `quick`."""

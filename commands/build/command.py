@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -19,7 +19,6 @@ from runtime.checkpoint.config import (
     BuildConfig,
     CheckpointConfig,
     Compiler,
-    EngineConfig,
     IntFormat,
     SelfDraft,
     SpeculativeDecodingMode,
@@ -110,7 +109,7 @@ class BuildOptions:
         Compiler | None,
         option(
             RUNTIME,
-            "`aot` compiles ahead of time; `torch-compile` is for models that cannot be exported; `none` runs eagerly.",
+            "`aot` makes token programs, for CPUs; `torch-compile` has all operations; `none` runs eagerly.",
             shown="aot; on a GPU none",
         ),
     ] = None
@@ -254,7 +253,7 @@ def build(options: BuildOptions, output: Output) -> None:
 
     from commands.build.report import BuildDocument, built_table
     from runtime.builder.build import BuildEffort, build_engine, default_max_seq_len
-    from runtime.builder.choosing import as_can_be_made, compiler_for
+    from runtime.builder.choosing import compiler_for, without_kernels
     from runtime.builder.quality import measure_quality, quality_text, record_quality
     from runtime.engine.engine import resolve_device
 
@@ -264,6 +263,8 @@ def build(options: BuildOptions, output: Output) -> None:
     target = resolve_device(options.device, 0)
     max_seq_len = options.max_seq_len or default_max_seq_len(OpenedCheckpoint(checkpoint_dir, checkpoint))
     compiler = compiler_for(target, options.compiler)
+    if options.compiler is None:
+        compiler = without_kernels(compiler)
     settings = options.config(max_seq_len, compiler, hidden_states, drafts.ids)
     _warn_of_short_inputs(options, settings, max_seq_len, output)
     start, phase_times = time.perf_counter(), _PhaseTimes()
@@ -273,13 +274,10 @@ def build(options: BuildOptions, output: Output) -> None:
             phase_times.begin(name)
             show(name)
 
-        effort = BuildEffort(num_workers=options.workers, drafts=drafts)
-
-        def make(compiler: Compiler) -> EngineConfig:
-            build, force = replace(settings, compiler=compiler), options.force
-            return build_engine(checkpoint_dir, output_dir, build, target, replace=force, phase=phase, effort=effort)
-
-        config = as_can_be_made(options.compiler, settings.compiler, make)
+        effort = BuildEffort(num_workers=options.workers, drafts=drafts, takes_torch_compile=options.compiler is None)
+        config = build_engine(
+            checkpoint_dir, output_dir, settings, target, replace=options.force, phase=phase, effort=effort
+        )
         if text is not None:
             phase("comparing with the unquantized model")
             config = record_quality(output_dir, config, measure_quality(checkpoint_dir, *text))

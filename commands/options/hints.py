@@ -59,6 +59,8 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "exists": "`--force` replaces it",
     "foreign_word": "leave it out",
     "group_size": ("quantize whole rows: `--group-size -1`", "quantize to `--qformat int8`"),
+    "aot_on_gpu": ("use `--compiler torch-compile`", "use no compiler: `--compiler none`"),
+    "lacks_operations": ("use `--compiler torch-compile`", "use no compiler: `--compiler none`"),
     "layers_of_another_head": (
         "build it for this head, with the same flags but for `--draft-model-dir {head}`",
         "give the model itself, as `--model-dir`",

@@ -45,6 +45,18 @@ class ServerOptions:
             shown="the directory's name",
         ),
     ] = None
+    any_model: Annotated[
+        bool,
+        option(SERVER, "Answer requests for any model's name with this model, instead of 404.", "--any-model"),
+    ] = False
+    log_requests: Annotated[
+        bool,
+        option(
+            SERVER,
+            "Print a line for each request on stderr: route, model, tokens, seconds, status; never any text.",
+            "--log-requests",
+        ),
+    ] = False
     max_queue_len: Annotated[
         int, option(SERVER, "Most requests that may wait; a further request gets a 503.", min=0)
     ] = 128

@@ -42,6 +42,8 @@ class ServedModel:
     """Name of the format of reasoning; None: the chat template's."""
     refuses_special_tokens: bool = False
     """True if no text of a message may have a special token."""
+    takes_any_name: bool = False
+    """True if a request for another model is answered too, by this one."""
     turn: Turn = field(default_factory=Turn)
     """Turn of the thread that reads a request."""
 
@@ -122,9 +124,12 @@ class ServedModel:
         }
 
     def check_name(self, name: str | None) -> None:
-        """HTTPError for another model's."""
-        if name is not None and name not in self.names:
-            raise HTTPError(404, f"the model `{name[:200]}` does not exist", param="model", code="model_not_found")
+        """HTTPError for another model's, which says what this server has."""
+        if name is None or name in self.names or self.takes_any_name:
+            return
+        own = ", ".join(f"`{own}`" for own in self.names)
+        message = f"the model `{name[:200]}` does not exist; this server has {own}"
+        raise HTTPError(404, message, param="model", code="model_not_found")
 
     @property
     def max_text_len(self) -> int:

@@ -18,9 +18,11 @@ from starlette.middleware.cors import CORSMiddleware
 from commands.output.documents.settings import Setup
 from commands.output.output import stderr, warn
 from commands.serve.flags import ServerOptions
+from commands.serve.greeting import greeting
 from commands.serve.http.bodies import Clock
 from commands.serve.http.clients import with_key
 from commands.serve.http.errors import HTTPError
+from commands.serve.http.request_log import RequestLog
 from commands.serve.http.routes import make_app
 from commands.serve.http.server import Address, Certificate, errors_logged, serve
 from commands.serve.receipts import OnProgress, logging_receipts
@@ -124,10 +126,10 @@ def serve_setup(setup: Setup, bound: socket.socket, serving: Serving) -> None:
     clock = Clock()
     served = open_served(setup.llm, setup.session, clock, serving.names, options)
     app = guarded_app(served, clock, options, is_of_this_machine=address.is_of_this_machine)
-    reach = "only this machine reaches it" if address.is_of_this_machine else "other machines reach it"
 
     def say_where() -> None:
-        stderr().print(f"{served.name} at {address.url} ({reach}); Ctrl-C ends", soft_wrap=True)
+        for line in greeting(served, setup.session.speculation, address):
+            stderr().print(line, soft_wrap=True)
 
     if not address.is_of_this_machine and options.api_key is None:
         warn("anyone who can reach this address may send requests: `--api-key` or SPECDEC_API_KEY restricts access")
@@ -167,6 +169,7 @@ def open_served(
         options.tool_call_parser,
         options.reasoning_parser,
         options.refuse_special_tokens,
+        options.any_model,
     )
 
 
@@ -174,7 +177,7 @@ def guarded_app(served: ServedModel, clock: Clock, options: ServerOptions, *, is
     """The application behind its access control."""
     origins = options.allowed_origins or []
     inner = make_app(served, clock, options.request_timeout, version("specdec-cli"))
-    app = Guard(inner, options.api_key, origins, is_of_this_machine=is_of_this_machine)
-    if not origins:
-        return app
-    return CORSMiddleware(app, origins, allow_methods=["*"], allow_headers=["*"])
+    app: Any = Guard(inner, options.api_key, origins, is_of_this_machine=is_of_this_machine)
+    if origins:
+        app = CORSMiddleware(app, origins, allow_methods=["*"], allow_headers=["*"])
+    return RequestLog(app) if options.log_requests else app

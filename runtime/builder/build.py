@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from runtime.builder.choosing import compiler_for, lacks_operations
 from runtime.builder.compare_logits import (
     TOLERANCE_OF_8_BITS,
     Computed,
@@ -41,16 +42,9 @@ from runtime.checkpoint.config import (
     StepShape,
     as_json,
 )
-from runtime.compiler.compilation import (
-    CACHE,
-    PACKAGE,
-    CompiledStep,
-    PackagedStep,
-    StepFunction,
-    compile_aot,
-    raise_interrupt,
-)
+from runtime.compiler.compilation import PackagedStep, StepFunction, compile_aot
 from runtime.compiler.quantized_copy import DRAFT_ACTIVATIONS, copy_of, output_weight, quantize_layers, write_layers
+from runtime.compiler.torch_compile import CACHE, CompiledStep
 from runtime.compiler.torch_internals import check_torch
 from runtime.core.kv_cache import bytes_per_block, kv_dtype
 from runtime.drafters.heads.head_config import HeadConfig
@@ -88,10 +82,11 @@ _QUANTIZED_TOLERANCE = {"int8": TOLERANCE_OF_8_BITS, "int16": 5e-2, "mixed": TOL
 
 @dataclass(frozen=True)
 class _Compiled:
-    """Result of compiling a step: the effective settings, the reason for a fallback, and the matmul kernel."""
+    """Result of compiling a step: the settings with the compiler that was taken, and the matmul kernel."""
 
     build: BuildConfig
-    note: str | None = None
+    lacks: str | None = None
+    """Operations of the model that token programs lack, where the compiler is not the `aot` that was to be taken."""
     arithmetic: Arithmetic | None = None
     why_whole: str | None = None
 
@@ -124,12 +119,13 @@ class BuildEffort:
     num_workers: int = 1
     """Processes that make ranks' steps at once, each with the memory that a rank's weights take."""
     drafts: DraftSource = DraftSource()
+    takes_torch_compile: bool = False
+    """True if a step with operations that token programs lack is one for `torch-compile`: nobody asked for `aot`."""
     leaves_step: bool = False
     """True if who opens the engine next, in this process, is to have the step that is open already."""
 
 
 _USUAL = BuildEffort()
-_ONE_PACKAGE = "a step that is split is not compiled ahead of time for GPUs"
 
 
 def build_engine(
@@ -145,8 +141,9 @@ def build_engine(
     """Write the engine directory of a checkpoint, with what its steps cost.
 
     Raises SpecDecError if the settings do not fit the model, or the compiled step's logits differ from transformers';
-    then nothing is written. A model that cannot be exported has `torch-compile`, and `compiler_note` says why.
+    then nothing is written. `compiler_note` says why the compiler is another than `build` names.
     """
+    compiler_for(device, build.compiler)
     opened = _opened(source, output_dir, replace=replace)
     pretrained = _parse_fitting(opened.config, opened.directory, build)
     _tell_slow_weights(opened.config, build, device)
@@ -167,7 +164,7 @@ def build_engine(
         _copy_tokenizer(opened, directory, output_dir)
         phase("compiling the step")
         check = weights.check(model, build)
-        compiled = _compile_all(weights, model, check, directory, effort.num_workers)
+        compiled = _compile_all(weights, model, check, directory, effort)
         if compiled.build.compiler != "aot":  # the step is the model
             stack.enter_context(present(model))
         phase("checking the logits")
@@ -237,7 +234,7 @@ class _Weights:
 
     def whole_model(self, build: BuildConfig) -> PreTrainedModel:
         """The model that the step is compared with, of all ranks' weights."""
-        if self.splitting is None and build.compiler == "aot" and self.device.type == "cpu":
+        if self.splitting is None and build.compiler == "aot":
             return load_absent(self._kind, self.paths[0])
         return load_whole_model(self._kind, self.paths)
 
@@ -389,7 +386,7 @@ def _checked(step: StepFunction, check: _Check, checkpoint: CheckpointConfig, co
         logits_check=logits_check,
         weights_digest=check.sums.digest(),
         quantization=checkpoint.quantization,
-        compiler_note=compiled.note,
+        compiler_note=compiled.lacks and f"has operations that `aot` lacks: {compiled.lacks}",
         why_whole=compiled.why_whole,
         arithmetic=compiled.arithmetic,
         batch_invariant=bool(compiled.arithmetic) and is_batch_invariant(computed),
@@ -404,15 +401,14 @@ def _with_copy(
     compiler, own_dir = config.build_config.compiler, directory / COPY_DIR
     own_dir.mkdir()
     if isinstance(step, PackagedStep):
-        arithmetic = config.arithmetic or _arithmetic(copied, config.build_config)
-        try:
-            compile_aot(Step(copied), config.step_shape, own_dir, arithmetic, step.weights)
-        except Exception as error:  # as of the target, which could be compiled
-            _raise_machine_error(error)
+        assert config.arithmetic is not None
+        with _machine_errors():
+            made = compile_aot(Step(copied), config.step_shape, own_dir, config.arithmetic, step.weights)
+        if made.lacks is not None:
             raise SpecDecError(
-                f"the copy that drafts cannot be compiled ahead of time: {type(error).__name__}",
+                f"the copy that drafts has operations that `aot` lacks: {made.lacks}",
                 hint="build with torch-compile, or without the copy",
-            ) from error
+            )
     else:
         write_layers(copied, own_dir)
     if compiler == "torch-compile":
@@ -488,35 +484,23 @@ def _tell_slow_weights(checkpoint: CheckpointConfig, build: BuildConfig, device:
         )
 
 
-def _arithmetic(model: PreTrainedModel, build: BuildConfig) -> Arithmetic | None:
-    """Matmul kernel of linear layers compiled ahead of time."""
-    parameter = next(model.parameters())
-    if build.compiler != "aot" or parameter.device.type != "cpu":
-        return None
-    return fastest_arithmetic(parameter.dtype, 1 + build.max_draft_len)
-
-
 def _compile(model: PreTrainedModel, shape: StepShape, directory: Path, rank: int = 0) -> _Compiled:
-    """Compile ahead of time if asked; if that cannot be, say why, for `torch-compile` when the step is called."""
+    """Write the step's token programs where `aot` is to be taken, and the model has what they have."""
     build = shape.build_config
     if build.compiler != "aot":
         return _Compiled(build)
-    arithmetic = _arithmetic(model, build)
-    try:
+    arithmetic = fastest_arithmetic(next(model.parameters()).dtype, 1 + build.max_draft_len)
+    with _machine_errors():
         made = compile_aot(Step(model, build.hidden_states), shape, directory, arithmetic, rank=rank)
-    except Exception as error:  # export and Inductor raise many kinds; each means: not this model
-        _raise_machine_error(error)
-        (directory / PACKAGE).unlink(missing_ok=True)
-        message = next(iter(str(error).strip().splitlines()), "")
-        note = f"cannot be compiled ahead of time: {type(error).__name__}: {message}"
-        return _Compiled(dataclasses.replace(build, compiler="torch-compile"), note)
-    return _Compiled(build, None, arithmetic if made.uses_kernels else None, made.why_whole)
+    if made.lacks is not None:
+        return _Compiled(dataclasses.replace(build, compiler="torch-compile"), made.lacks)
+    return _Compiled(build, None, arithmetic, made.why_whole)
 
 
 def _compile_all(
-    weights: _Weights, model: PreTrainedModel, check: "_Check", directory: Path, num_workers: int
+    weights: _Weights, model: PreTrainedModel, check: "_Check", directory: Path, effort: BuildEffort
 ) -> _Compiled:
-    """Write all that an opened step needs, of each rank."""
+    """Write all that an opened step needs, of each rank. SpecDecError where `aot` is asked for and lacks some."""
     if weights.with_kernels:
         _make_kernels(directory / LIBRARY)
     if weights.device.type == "cpu":
@@ -525,7 +509,9 @@ def _compile_all(
     if weights.splitting is None:
         compiled = _compile(model, check.shape, directory)
     else:
-        compiled = _compile_ranks(weights, check.shape, directory, num_workers)
+        compiled = _compile_ranks(weights, check.shape, directory, effort.num_workers)
+    if compiled.lacks is not None and not effort.takes_torch_compile:
+        raise lacks_operations(compiled.lacks)
     if compiled.build.compiler != "aot":
         for path in weights.paths:
             shutil.copyfile(path, directory / path.name)
@@ -536,14 +522,8 @@ def _compile_ranks(weights: _Weights, shape: StepShape, directory: Path, num_wor
     """The step that all ranks have, and each one's weights as it wants them."""
     if shape.build_config.compiler != "aot":
         return _Compiled(shape.build_config)
-    if weights.device.type != "cpu":  # a package for a GPU has its weights inside
-        return _Compiled(dataclasses.replace(shape.build_config, compiler="torch-compile"), _ONE_PACKAGE)
     ranks = list(range(weights.checkpoint.mapping.tp_size))
-    compiled = do_at_once(partial(_compile_rank, weights, shape, directory), ranks, num_workers)
-    if (failed := next((one for one in compiled if one.note is not None), None)) is not None:
-        (directory / PACKAGE).unlink(missing_ok=True)
-        return failed
-    return compiled[0]  # whose step it is
+    return do_at_once(partial(_compile_rank, weights, shape, directory), ranks, num_workers)[0]  # whose step it is
 
 
 def _compile_rank(weights: _Weights, shape: StepShape, directory: Path, rank: int) -> _Compiled:
@@ -556,8 +536,12 @@ def _compile_rank(weights: _Weights, shape: StepShape, directory: Path, rank: in
 
 
 def _raise_machine_error(error: Exception) -> None:
-    """Raise what is not the model's fault: Ctrl-C, a full disk, no memory, or no C++ compiler."""
-    raise_interrupt(error)
+    """Raise what is not the model's fault: Ctrl-C, a full disk, no memory, or no C++ compiler.
+
+    Torch makes an error of another kind of Ctrl-C while it traces or compiles.
+    """
+    if "KeyboardInterrupt" in str(error):
+        raise KeyboardInterrupt from error
     cause = getattr(error, "inner_exception", error)  # of Inductor's wrapper
     if says_no_compiler(cause):
         raise no_compiler() from error

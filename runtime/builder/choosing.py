@@ -1,34 +1,43 @@
-"""Choice of a compiler by default: on a GPU `none`, which is what has been run there."""
+"""The choice of a compiler, before an engine is built."""
 
 import warnings
-from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 
-from runtime.checkpoint.config import Compiler
+from runtime.checkpoint.config import Compiler, EngineConfig
+from runtime.kernels.library import are_kernels_compiled, has_compiler, no_compiler
 from runtime.util.errors import SpecDecError, SpecDecWarning
-
-Made = TypeVar("Made")
 
 
 def compiler_for(device: torch.device, asked: Compiler | None) -> Compiler:
-    """The one that is asked for, or the default: no whole engine was compiled ahead of time on a GPU yet."""
+    """The compiler that is asked for, or the default. SpecDecError for `aot` on a GPU: its programs are for CPUs."""
+    if asked == "aot" and device.type != "cpu":
+        raise SpecDecError(
+            f"`aot` makes programs for CPUs: {device}", hint="take torch-compile or none", code="aot_on_gpu"
+        )
     return asked or ("aot" if device.type == "cpu" else "none")
 
 
-def as_can_be_made(asked: Compiler | None, compiler: Compiler, make: Callable[[Compiler], Made]) -> Made:
-    """Make an engine with `compiler`, or, where it lacks a C++ compiler and was not asked for, a SpecDecWarning and one
-    with none.
-    """
-    try:
-        return make(compiler)
-    except SpecDecError as error:
-        if asked is not None or error.code != "no_compiler":
-            raise
-        warnings.warn(
-            f"{error.message}: the model is computed as it is, which is slower, until there is one",
-            SpecDecWarning,
-            stacklevel=3,
-        )
-        return make("none")
+def without_kernels(compiler: Compiler) -> Compiler:
+    """The default `compiler`, or, where its kernels are to be compiled and there is no C++ compiler, `none` and a
+    SpecDecWarning."""
+    if compiler == "none" or has_compiler() or are_kernels_compiled():
+        return compiler
+    warnings.warn(
+        f"{no_compiler().message}: the model is computed as it is, which is slower, until there is one",
+        SpecDecWarning,
+        stacklevel=3,
+    )
+    return "none"
+
+
+def check_is_aot(config: EngineConfig) -> None:
+    """SpecDecError if an engine of a default compiler, which was found in the cache, is not the `aot` asked for."""
+    if config.build_config.compiler != "aot":
+        raise lacks_operations((config.compiler_note or "").rpartition(": ")[2])
+
+
+def lacks_operations(operations: str) -> SpecDecError:
+    return SpecDecError(
+        f"the model has operations that `aot` lacks: {operations}", hint="take torch-compile", code="lacks_operations"
+    )

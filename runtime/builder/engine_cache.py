@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.builder.choosing import as_can_be_made, compiler_for
+from runtime.builder.choosing import check_is_aot, compiler_for, without_kernels
 from runtime.checkpoint.bundle import check_step_files, check_tokenizer_files, read_bundle, uses_kernels
 from runtime.checkpoint.checkpoint_dir import check_not_split
 from runtime.checkpoint.checksums import CONFIG, NOT_RECORDED
@@ -33,9 +33,7 @@ from runtime.engine.load import current_environment, take_step
 from runtime.kernels.library import (
     begin_kernels,
     check_kernels_can_be_made,
-    has_compiler,
     kernels_can_wait,
-    no_compiler,
     processor,
 )
 from runtime.util.cache import (
@@ -84,6 +82,8 @@ class EngineSettings:
     """Activation format for quantized layers; None: as `QuantConfig` chooses."""
     compiler: Compiler | None = None
     """None: what the device's default is (`runtime.builder.choosing`)."""
+    takes_torch_compile: bool = field(default=False, repr=False)
+    """`BuildEffort`'s. It is no part of an engine's identity, which the settings' representation is."""
     draft_output: DraftOutputSettings = field(default_factory=DraftOutputSettings)
     """Output layer of what drafts: the copy, and the first of the heads."""
     heads: tuple[HeadConfig, ...] = ()
@@ -129,7 +129,7 @@ def engine_of_model(
     device = resolve_device("auto", 0)
     if is_digest_awaited():  # of a new model, whose engine will not be there: what builds it is imported meanwhile
         _import_builder()
-    asked, settings = settings.compiler, replace(settings, compiler=compiler_for(device, settings.compiler))
+    asked, settings = settings.compiler, replace(settings, takes_torch_compile=settings.compiler is None)
     if settings.self_draft is not None:
         check_not_split(settings.tp_size)
 
@@ -152,24 +152,20 @@ def engine_of_model(
                 yield make(Path(directory) / "engine")
 
     with ExitStack() as stack:
-
-        def make_and_enter(compiler: Compiler) -> Path:
-            has_slower_one = compiler != "none" and asked is None and not is_made(compiler) and is_made("none")
-            if has_slower_one and not has_compiler():
-                raise no_compiler()  # as was found when it was made
-            entry = stack.enter_context(made(compiler))
-            if has_slower_one:
-                remove_unused_entry(entry_by("none"))  # which gave a first answer
-            return entry
-
-        assert settings.compiler is not None
-        compiler = settings.compiler
-        may_wait = answers_first and asked is None and use_cache and not is_made(settings.compiler)
-        if may_wait and _needs_no_kernels(model_dir, settings) and kernels_can_wait():
-            _say_that_kernels_come_later()
-            stack.callback(begin_kernels)
-            compiler = "none"
-        engine_dir = as_can_be_made(asked, compiler, make_and_enter)
+        compiler = compiler_for(device, asked)
+        if asked is None and not is_made(compiler):
+            if answers_first and use_cache and _needs_no_kernels(model_dir, settings, compiler) and kernels_can_wait():
+                _say_that_kernels_come_later()
+                stack.callback(begin_kernels)
+                compiler = "none"
+            else:
+                compiler = without_kernels(compiler)
+        gave_first_answer = compiler != "none" and asked is None and not is_made(compiler) and is_made("none")
+        engine_dir = stack.enter_context(made(compiler))
+        if gave_first_answer:
+            remove_unused_entry(entry_by("none"))
+        if asked == "aot":
+            check_is_aot(read_bundle(engine_dir).config)
         stack.callback(take_step, engine_dir)
         yield engine_dir
 
@@ -301,9 +297,9 @@ def _room_in_cache() -> Iterator[None]:
         raise unwritable(error) from error
 
 
-def _needs_no_kernels(model_dir: Path, settings: EngineSettings) -> bool:
+def _needs_no_kernels(model_dir: Path, settings: EngineSettings, compiler: Compiler) -> bool:
     """True for a model that answers in seconds without them: a small one, of numbers that torch multiplies."""
-    if settings.compiler != "aot" or model_dir.is_file() or "quantization_config" in read_model_config(model_dir):
+    if compiler != "aot" or model_dir.is_file() or "quantization_config" in read_model_config(model_dir):
         return False
     drafts_quantized = settings.self_draft is not None or settings.draft_output.is_quantized
     is_plain = not drafts_quantized and settings.tp_size == 1
@@ -334,7 +330,7 @@ def _make_engine(
         phases() as phase,
     ):
         phase("converting the model")
-        by_parts = settings.compiler == "aot" and device.type == "cpu"  # each weight is read when it is wanted
+        by_parts = settings.compiler == "aot"  # each weight is read when it is wanted
         precision = QuantConfig(activations=settings.activations)
         with _no_word_of_own_head(settings.heads, model_dir):
             conversion = plan_conversion(model_dir, settings.dtype, precision, settings.tp_size)
@@ -344,7 +340,10 @@ def _make_engine(
         build = replace(build, draft_output=settings.draft_output.output(drafts.ids))
         # A GPU's memory is given away when an engine is opened, and ranks measure together.
         at_once = BuildEffort(
-            measure_costs=settings.tp_size > 1 or device.type != "cpu", drafts=drafts, leaves_step=True
+            measure_costs=settings.tp_size > 1 or device.type != "cpu",
+            drafts=drafts,
+            takes_torch_compile=settings.takes_torch_compile,
+            leaves_step=True,
         )
         with warnings.catch_warnings():  # whoever opens the engine is told, by the model's name
             warnings.filterwarnings("ignore", r"the engine takes token ids only", SpecDecWarning)

@@ -353,7 +353,7 @@ class EngineConfig:
     quality: Quality | None = None
     compiler_note: str | None = None
     why_whole: str | None = None
-    """Reason why a step compiled ahead of time for a CPU is one program; None where each kind of layer is one."""
+    """Reason why a step of `aot` is one token program; None where each kind of layer is one."""
     arithmetic: Arithmetic | None = None
     """Matmul kernel of linear layers; None without our kernels."""
     batch_invariant: bool = False

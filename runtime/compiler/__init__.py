@@ -1,1 +1,1 @@
-"""A model's step, captured and compiled: token programs, AOTInductor, torch.compile."""
+"""A model's step, traced and compiled: token programs, or torch.compile."""

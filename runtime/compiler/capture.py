@@ -1,26 +1,31 @@
-"""A module's operations as a graph, for sizes that stay open: traced, or exported by torch.
+"""A module's operations as a graph, for sizes that stay open.
 
-Both record the same operations. `torch.export` traces with symbols, and asks sympy about each size of each tensor,
-which takes seconds. Here an open size is a large prime number: what is computed of it is known by its factors. That
-nothing else depends on it shows in a second trace, with small ones in their places, which must be the same. Programs
-that are carried out token by token are made of such graphs; a compiler needs symbols.
+An open size, such as the number of tokens, is a large prime number while the module is called with tensors that have a
+form and no numbers: what is computed from the size is known by its factors. That nothing else depends on the size shows
+in a second trace, with small primes in their places, which must be the same. (`torch.export` traces with symbols, and
+asks sympy about each size of each tensor, which takes seconds.)
 """
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from operator import getitem
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.export import Dim
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.fx.node import map_aggregate
@@ -50,17 +55,12 @@ Sizes = tuple[dict[int, str] | list[dict[int, str]], ...]
 _CONSTANT = "constant_"
 
 
-class CannotBeTraced(Exception):
-    """The reason why a graph is left to `torch.export`."""
+class NoTokenProgram(Exception):
+    """A module is no token program: it has operations that programs lack, which the message names."""
 
 
-class Capture(Protocol):
-    """A way to have the graph of a module: `by_trace` or `by_export`.
-
-    Called with inputs of which some sizes are open, or with those of a graph that was had in the same way.
-    """
-
-    def __call__(self, module: nn.Module, inputs: Inputs, sizes: Sizes | None = None) -> GraphModule: ...
+class CannotBeTraced(NoTokenProgram):
+    """Operations depend on numbers that a trace does not have."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class StepForm:
     block_size: int
     kv_dtype: torch.dtype
 
-    def graph(self, capture: Capture, stand_ins: list[int] | None = None) -> GraphModule:
+    def graph(self, stand_ins: list[int] | None = None) -> GraphModule:
         """The graph, for any number of rows, tokens, blocks, slots and logits.
 
         `stand_ins`, by layer with keys and values: the number of the pool that stands for its own, of fewer that the
@@ -80,7 +80,7 @@ class StepForm:
         """
         self.step.stand_ins = stand_ins
         try:
-            return capture(self.step, *self.inputs(stand_ins))
+            return by_trace(self.step, *self.inputs(stand_ins))
         finally:
             self.step.stand_ins = None
 
@@ -132,22 +132,16 @@ def example_rows(row_lengths: list[int], start: int, num_tokens: int, block_size
 
 def open_dims(value: Tensor) -> list[int]:
     """Dimensions of a graph's tensor whose sizes are not the model's."""
-    if isinstance(getattr(value, "fake_mode", None), _WithoutNumbers):
-        return [dim for dim, size in enumerate(value.shape) if is_multiple(size)]
-    return [dim for dim, size in enumerate(value.shape) if isinstance(size, torch.SymInt)]
+    return [dim for dim, size in enumerate(value.shape) if is_multiple(size)]
 
 
 def is_multiple(size: int) -> bool:
-    """True for what is computed of an open size, where these are traced."""
+    """True for what is computed from an open size."""
     return size >= _PRIMES[0] and any(size % prime == 0 for prime in _PRIMES)
 
 
-def split_open(sizes: list[Any]) -> tuple[int, str]:
+def split_open(sizes: list[int]) -> tuple[int, str]:
     """The product of open sizes: a number, and what it is a multiple of. 0 where it is no product."""
-    if isinstance(sizes[0], torch.SymInt):
-        product: Any = math.prod([size.node.expr for size in sizes])
-        factor, symbols = product.as_coeff_Mul()
-        return (int(factor), str(symbols)) if factor.is_Integer and (symbols.is_Mul or symbols.is_Symbol) else (0, "")
     factor, numbers = _factors(math.prod(sizes))
     return factor, "*".join(f"s{number}" for number in numbers)
 
@@ -188,7 +182,8 @@ def with_open_sizes(inputs: Inputs, sizes: Sizes) -> Inputs:
 
 
 def by_trace(module: nn.Module, inputs: Inputs, sizes: Sizes | None = None) -> GraphModule:
-    """Raises CannotBeTraced, and whatever the module raises that asks a tensor for its numbers."""
+    """The module's graph, called with inputs of which some sizes are open, or with those of a graph. Raises
+    CannotBeTraced."""
     given = inputs if sizes is None else with_open_sizes(inputs, sizes)
     with _WithoutNumbers():
         small = [torch.empty([*map(_smaller, one.shape)], dtype=one.dtype) for one in pytree.tree_leaves(given)]
@@ -232,11 +227,25 @@ def trace(module: nn.Module, inputs: Inputs) -> GraphModule:
     for name, value in [*module.named_parameters(), *module.named_buffers()]:
         recorder.take_weight(name, value)
     try:
-        with torch.no_grad(), mode, enable_python_dispatcher(), recorder:
+        with _as_before(module), torch.no_grad(), mode, enable_python_dispatcher(), recorder:
             output = module(*inputs)
     finally:
         mode.recorder = None
     return recorder.graph_module(output)
+
+
+@contextmanager
+def _as_before(module: nn.Module) -> Iterator[None]:
+    """Modules keep nothing of a trace, such as a table of positions that their forward moves to a device."""
+    kept = [(one, dict(vars(one)), dict(one._buffers)) for one in module.modules()]
+    try:
+        yield
+    finally:
+        for one, attributes, buffers in kept:
+            vars(one).clear()
+            vars(one).update(attributes)
+            one._buffers.clear()
+            one._buffers.update(buffers)
 
 
 class _WithoutNumbers(FakeTensorMode):
@@ -261,6 +270,7 @@ class _Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         self._nodes: dict[int, Node] = {}
         self._known: list[Tensor] = []  # or another tensor might have the number of one that is gone
         self._weights: dict[Node, Tensor] = {}
+        self.is_paused = False
 
     def take(self, name: str, value: Tensor | list[Tensor]) -> None:
         """Have the tensor, or each of several, be an input."""
@@ -283,7 +293,12 @@ class _Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         given = args, kwargs or {}
         args, kwargs = map_aggregate(given, self._without_numbers)
-        output = func(*args, **kwargs)
+        try:
+            output = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            raise CannotBeTraced(f"{name_of(func)}, which looks at numbers") from None
+        if self.is_paused:
+            return output
         if not isinstance(func, OpOverload) or (func._schema.is_mutable and output is None):
             raise CannotBeTraced(f"{func} gives no tensor")
         if not isinstance(output, Tensor | list | tuple):
@@ -332,41 +347,28 @@ class _Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.take_weight(f"{_CONSTANT}{len(self._weights)}", value)
 
 
-# --- export ---
-
-_RELATED = {"rows", "tokens", "blocks of a row", "logits"}
-"""Sizes of which the model says which are equal, and which are products of others."""
-
-
-def by_export(module: nn.Module, inputs: Inputs, sizes: Sizes | None = None) -> GraphModule:
-    if sizes is None:
-        given: list[Tensor] = list(inputs)  # type: ignore[arg-type]
-        free = tuple(dict.fromkeys(open_dims(one), Dim.DYNAMIC) for one in given)
-        return _exported(module, examples(given), (free,))
-    named: dict[str, Dim] = {}
-
-    def dims_of(one: dict[int, str]) -> dict[int, Any]:
-        return {i: Dim.DYNAMIC if name in _RELATED else named.setdefault(name, Dim(name)) for i, name in one.items()}
-
-    return _exported(module, inputs, pytree.tree_map(dims_of, sizes, is_leaf=lambda one: isinstance(one, dict)))
+@contextmanager
+def unrecorded(tensor: Tensor) -> Iterator[None]:
+    """Record no operations in the block; `tensor` is a tensor of the trace."""
+    assert isinstance(tensor, FakeTensor) and isinstance(tensor.fake_mode, _WithoutNumbers)
+    recorder = tensor.fake_mode.recorder
+    assert recorder is not None
+    recorder.is_paused = True
+    try:
+        yield
+    finally:
+        recorder.is_paused = False
 
 
-def _exported(module: nn.Module, inputs: Inputs, dynamic_shapes: tuple[Any, ...]) -> GraphModule:
-    """The module's graph. Few operations are the same twice: to remember what they give would take half the time."""
-    import torch._dynamo.config as config
-
-    with config.patch(fake_tensor_cache_enabled=False):
-        exported = torch.export.export(module, inputs, strict=False, dynamic_shapes=dynamic_shapes)
-    return exported.module(check_guards=False)
+def memory_of(node: Any) -> int | None:
+    """A number that tensors have in common of which each shows another's change; None of several tensors."""
+    value = node.meta.get("val")
+    return int(value.untyped_storage()._cdata) if isinstance(value, Tensor) else None
 
 
-def examples(values: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Tensors of the sizes by which a graph's inputs were exported."""
-
-    def size(value: int | torch.SymInt) -> int:
-        return value if isinstance(value, int) else int(value.node.hint)
-
-    return tuple(torch.zeros([size(n) for n in value.shape], dtype=value.dtype) for value in values)
+def name_of(target: Any) -> str:
+    """An operation's name in an error: `cumsum` of `aten.cumsum.default`."""
+    return str(target).removeprefix("aten.").partition(".")[0]
 
 
 def attribute_of(module: nn.Module) -> Callable[[str], Tensor]:

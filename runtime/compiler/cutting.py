@@ -1,28 +1,37 @@
-"""A step cut into programs that are compiled by themselves: its beginning, a layer of each kind, and its end.
+"""A step cut into token programs: its beginning, a layer of each kind, and its end.
 
-While the step is captured its layers are calls of an operation that computes nothing, all but the last one, which
-belongs to the end: of it only the tokens are computed whose logits are wanted. A layer of each kind is captured by
+While the step is traced its layers are calls of an operation that computes nothing, all but the last one, which
+belongs to the end: of it only the tokens are computed whose logits are wanted. A layer of each kind is traced by
 itself. Layers are of one kind if they are made of the same modules, with the same settings and the same shapes, and
 are called in the same way; the first and the last of a kind must give the same graph.
 
 Weights are packed here, by the operations of the graph that look at nothing else, once for each layer.
 """
 
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import compress, count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from runtime.checkpoint.config import Shapes
-from runtime.compiler.capture import Capture, StepForm, attribute_of, open_dims
+from runtime.compiler.capture import (
+    CannotBeTraced,
+    StepForm,
+    attribute_of,
+    by_trace,
+    is_multiple,
+    memory_of,
+    unrecorded,
+)
 from runtime.compiler.linears import use_kernels
 from runtime.compiler.selection import select_early
 from runtime.model.attention import PagedInputs
@@ -34,14 +43,7 @@ _LAYER = torch.ops.specdec_cut.layer.default
 
 
 class CannotBeCut(Exception):
-    """The reason why a step is compiled as a whole."""
-
-
-def why_not_cut(error: Exception) -> str:
-    """The reason of `CannotBeCut`; other errors mean that the model does not take calls in the place of its layers."""
-    if isinstance(error, CannotBeCut):
-        return str(error)
-    return f"it cannot be cut: {type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+    """The reason why a step is one program."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,8 @@ class CutStep:
 
     programs: list[GraphModule]
     calls: list[Call]
+    why_whole: str | None = None
+    """The reason why it is one program, if it is."""
 
     @property
     def layout(self) -> Layout:
@@ -147,11 +151,18 @@ def _of_call(number: int, name: str) -> str:
     return f"{number:04}.{name}"
 
 
-def cut_step(form: StepForm, capture: Capture, arithmetic: int) -> CutStep:
-    """The step, with linear layers in `arithmetic`. Raises CannotBeCut."""
+def cut_step(form: StepForm, arithmetic: int) -> CutStep:
+    """The step, with linear layers in `arithmetic`: cut into layers, or as one program. Raises CannotBeTraced."""
+    try:
+        return _cut(form, arithmetic)
+    except (CannotBeCut, CannotBeTraced) as why_whole:
+        return replace(whole_step(form.graph(), arithmetic), why_whole=str(why_whole))
+
+
+def _cut(form: StepForm, arithmetic: int) -> CutStep:
     shapes = form.shapes
     layers = layers_of(form.step.model, shapes)
-    graph, calls = _with_layers_as_calls(layers[:-1], form, capture, arithmetic)
+    graph, calls = _with_layers_as_calls(layers[:-1], form, arithmetic)
     nodes = {node.args[2]: node for node in graph.graph.nodes if node.target is _LAYER}
     kinds: dict[str, list[int]] = {}
     for i, node in nodes.items():
@@ -163,22 +174,22 @@ def cut_step(form: StepForm, capture: Capture, arithmetic: int) -> CutStep:
     programs, made = _Programs(), {}
     for alike in kinds.values():
         program, *others = (
-            _capture_layer(capture, layers[i], nodes[i], calls[i], arithmetic)
-            for i in dict.fromkeys((alike[0], alike[-1]))
+            _traced_layer(layers[i], nodes[i], calls[i], arithmetic) for i in dict.fromkeys((alike[0], alike[-1]))
         )
         for last in others:
             if describe(program) != describe(last):
                 raise CannotBeCut("its layers compute by their number")
+        are_read = _without_unread(program)
         folded = _fold(program)
         number = programs.number(folded.graph)
         for i in alike:
-            get = _in_layer(layers[i], program)
-            made[nodes[i]] = _Turn(number, folded, get, _inputs(nodes[i]), [nodes[i]], i)
+            get, read = _in_layer(layers[i], program), list(compress(_inputs(nodes[i]), are_read))
+            made[nodes[i]] = _Turn(number, folded, get, read, [nodes[i]], i)
     return _in_order(graph, programs, made)
 
 
 def _with_layers_as_calls(
-    layers: nn.ModuleList, form: StepForm, capture: Capture, arithmetic: int
+    layers: nn.ModuleList, form: StepForm, arithmetic: int
 ) -> tuple[GraphModule, dict[int, "_LayerCall"]]:
     """The step's graph with these layers as calls, and what they are called with.
 
@@ -188,9 +199,9 @@ def _with_layers_as_calls(
     def captured(stand_ins: list[int] | None = None) -> tuple[GraphModule, dict[int, "_LayerCall"]]:
         calls: dict[int, _LayerCall] = {}
         with _layers_as_calls(layers, calls):
-            step = form.graph(capture, stand_ins)
+            step = form.graph(stand_ins)
         select_early(step, "logit_indices")
-        _replace_products(step, arithmetic)
+        use_kernels(step, arithmetic)
         return step, calls
 
     stand_ins = _stand_ins(form.shapes)
@@ -202,9 +213,9 @@ def _with_layers_as_calls(
 
 
 def whole_step(step: GraphModule, arithmetic: int) -> CutStep:
-    """The step as one program. Raises CannotBeCut if torch computes some of its products."""
+    """The step as one program."""
     select_early(step, "logit_indices")
-    _replace_products(step, arithmetic)
+    use_kernels(step, arithmetic)
     return _in_order(step, _Programs(), {})
 
 
@@ -250,15 +261,20 @@ def layers_of(model: nn.Module, shapes: Shapes) -> nn.ModuleList:
 
 
 @contextmanager
-def _layers_as_calls(layers: nn.ModuleList, calls: dict[int, _LayerCall]) -> Iterator[None]:
+def _layers_as_calls(layers: Iterable[nn.Module], calls: dict[int, _LayerCall]) -> Iterator[None]:
     """Have layers compute nothing in the block, and put how they are called into `calls`.
 
-    They have no tensors there: what is captured takes long with thousands that it does not read.
+    They have no tensors there, but for the first layer of each class, which shows what a layer returns: a trace with
+    thousands of tensors that it does not read takes long.
     """
-    modules = [module for layer in layers for module in layer.modules()]
+    layers = list(layers)
+    shown: dict[type[nn.Module], nn.Module] = {}
+    for layer in layers:
+        shown.setdefault(type(layer), layer)
+    modules = [one for layer in layers if shown[type(layer)] is not layer for one in layer.modules()]
     tensors = [(module._parameters, module._buffers) for module in modules]
     for i, layer in enumerate(layers):
-        layer.forward = _stand_in(i, calls)
+        layer.forward = _stand_in(i, layer if shown[type(layer)] is layer else None, calls)
     for module in modules:
         module._parameters, module._buffers = {}, {}
     try:
@@ -270,14 +286,20 @@ def _layers_as_calls(layers: nn.ModuleList, calls: dict[int, _LayerCall]) -> Ite
             module._parameters, module._buffers = parameters, buffers
 
 
-def _stand_in(i: int, calls: dict[int, _LayerCall]) -> Callable[..., Tensor]:
+def _stand_in(i: int, shown: nn.Module | None, calls: dict[int, _LayerCall]) -> Callable[..., Tensor]:
+    """A forward of layer `i`; `shown` is the layer if it is called, too, to see what it returns."""
+
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        _keep_unread((*args, *kwargs.values()))
         arguments, structure = pytree.tree_flatten((args, kwargs))
         is_tensor = [isinstance(value, Tensor) for value in arguments]
         tensors = [value for value in arguments if isinstance(value, Tensor)]
         paged = next((value for value in arguments if isinstance(value, PagedInputs)), None)
         if paged is None:
             raise CannotBeCut("its layers are not handed where their keys and values lie")
+        if shown is not None:
+            with unrecorded(hidden):
+                _check_output(hidden, type(shown).forward(shown, hidden, *args, **kwargs))
         of_state, of_kv = _tensors_of(paged, i)
         others = [None if isinstance(value, Tensor) else value for value in arguments]
         calls[i] = _LayerCall(i, structure, others, is_tensor, len(of_state), len(of_kv))
@@ -286,6 +308,32 @@ def _stand_in(i: int, calls: dict[int, _LayerCall]) -> Callable[..., Tensor]:
         return output
 
     return forward
+
+
+class _Unread(dict[Any, Any]):
+    """The contents of a mapping by which layers may hand tensors to those behind them, and which none may look into."""
+
+    def __contains__(self, key: object) -> bool:
+        raise CannotBeCut("its layers share what they make")
+
+
+def _keep_unread(value: Any) -> None:
+    """Have mappings in an argument raise CannotBeCut when they are read; CannotBeCut for others that may be written."""
+    if isinstance(value, tuple):
+        for one in value:
+            _keep_unread(one)
+    elif isinstance(value, UserDict):
+        value.data = _Unread(value.data)
+    elif isinstance(value, MutableMapping | MutableSequence):
+        raise CannotBeCut("its layers are handed what they may write into")
+
+
+def _check_output(hidden: Tensor, output: Any) -> None:
+    """CannotBeCut unless a layer returns what `specdec_cut::layer` does."""
+    if not isinstance(output, Tensor):
+        raise CannotBeCut("its layers return more than hidden states")
+    if output.dtype != hidden.dtype:
+        raise CannotBeCut(f"its layers make {output.dtype} of {hidden.dtype}")
 
 
 def _tensors_of(paged: PagedInputs, layer: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -311,14 +359,11 @@ def _of_tensors(call: _LayerCall, positions: Tensor, slot_mapping: Tensor, *kept
 class _Layer(nn.Module):
     """A layer, called with tensors only."""
 
-    def __init__(self, layer: nn.Module, call: _LayerCall, equal_sizes: list[list[tuple[int, int]]]) -> None:
+    def __init__(self, layer: nn.Module, call: _LayerCall) -> None:
         super().__init__()
-        self.layer, self.call, self.equal_sizes = layer, call, equal_sizes
+        self.layer, self.call = layer, call
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        for (first, dim), *others in self.equal_sizes:
-            for other, other_dim in others:
-                torch._check(tensors[other].shape[other_dim] == tensors[first].shape[dim])  # type: ignore[no-untyped-call]
         hidden, *rest = tensors
         num_own = sum(self.call.is_tensor)
         own = iter(rest[:num_own])
@@ -328,31 +373,27 @@ class _Layer(nn.Module):
             for value, is_tensor in zip(self.call.arguments, self.call.is_tensor, strict=True)
         ]
         args, kwargs = pytree.tree_unflatten(arguments, self.call.structure)
-        output = self.layer(hidden, *args, **kwargs)
-        if not isinstance(output, Tensor):
-            raise CannotBeCut("its layers return more than hidden states")
-        if output.dtype != hidden.dtype:  # `specdec_cut::layer` says that they are of one
-            raise CannotBeCut(f"its layers make {output.dtype} of {hidden.dtype}")
+        output: Tensor = self.layer(hidden, *args, **kwargs)
         return output
 
 
-def _capture_layer(capture: Capture, layer: nn.Module, node: Node, call: _LayerCall, arithmetic: int) -> GraphModule:
+def _traced_layer(layer: nn.Module, node: Node, call: _LayerCall, arithmetic: int) -> GraphModule:
     """The layer's graph, for any sizes that the step leaves open where it is called."""
-    values = [source.meta["val"] for source in _inputs(node)]
-    sizes: dict[str, list[tuple[int, int]]] = {}
-    for i, value in enumerate(values):
-        for dim in open_dims(value):
-            sizes.setdefault(str(value.shape[dim]), []).append((i, dim))
-    program = capture(_Layer(layer, call, list(sizes.values())), tuple(values))
+    program = by_trace(_Layer(layer, call), tuple(source.meta["val"] for source in _inputs(node)))
     if any(one.op == "get_attr" for changing in program.graph.nodes for one in _written(changing)):
         raise CannotBeCut("its layers remember")
-    _replace_products(program, arithmetic)
+    use_kernels(program, arithmetic)
     return program
 
 
-def _replace_products(program: GraphModule, arithmetic: int) -> None:
-    if not use_kernels(program, arithmetic):
-        raise CannotBeCut("torch computes some of its products")
+def _without_unread(program: GraphModule) -> list[bool]:
+    """Take out inputs that nothing reads, such as positions of images; returns which ones are left."""
+    inputs = program.graph.find_nodes(op="placeholder")
+    are_read = [bool(node.users) for node in inputs]
+    for node, is_read in zip(inputs, are_read, strict=True):
+        if not is_read:
+            program.graph.erase_node(node)
+    return are_read
 
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
@@ -391,7 +432,6 @@ def _inputs(layer: Node) -> list[Node]:
 
 
 _NUM_BEFORE_POOLS = 5  # a step's inputs that are its batch
-_READ_NO_POOL = (_LAYER, torch.ops.aten.sym_size.int)
 
 
 def _stand_ins(shapes: Shapes) -> list[int]:
@@ -414,7 +454,7 @@ def _have_own_pools(graph: Graph, calls: dict[int, _LayerCall], stand_ins: list[
     in_layers = {node.args[2]: node for node in graph.nodes if node.target is _LAYER}
     pools_of = {i: _inputs(in_layers[i])[-num_parts:] for i in with_kv}
     others = [one for i, node in in_layers.items() for one in _inputs(node)[: -num_parts if i in pools_of else None]]
-    if shared & set(others) or any(user.target not in _READ_NO_POOL for node in shared for user in node.users):
+    if shared & set(others) or any(user.target is not _LAYER for node in shared for user in node.users):
         return False
     own: list[list[Node]] = []
     with graph.inserting_before(given[0][0]):
@@ -453,7 +493,7 @@ class _Folded:
 
 def _fold(module: GraphModule) -> _Folded:
     """The graph without what is computed of its constants alone: that is done once, and is a weight."""
-    constants = _constants(module.graph.nodes)
+    constants = _constants(list(module.graph.nodes))
     used = [node for node in constants if any(user not in constants for user in node.users)]
     made_by = {f"weight_{i}": node for i, node in enumerate(used)}
     graph, copies = Graph(), dict[Node, Node]()
@@ -483,16 +523,25 @@ def _recipe(nodes: list[Node], made_by: dict[str, Node]) -> Recipe:
     return Recipe(operations, {name: int(numbers[node]) for name, node in made_by.items()})
 
 
-def _constants(nodes: Iterable[Node]) -> dict[Node, None]:
-    """Nodes that come of attributes alone, in order."""
+def _constants(nodes: list[Node]) -> dict[Node, None]:
+    """Nodes that are computed from attributes and numbers alone, in order, and written into by nobody."""
     found: dict[Node, None] = {}
+    changed = {memory_of(one) for node in nodes for one in _written(node)} - {None}
     for node in nodes:
         inputs = node.all_input_nodes
-        if node.op == "get_attr" or (node.op == "call_function" and inputs and all(one in found for one in inputs)):
+        is_computed = node.op == "call_function" and (inputs or _is_constant(node))
+        is_made = node.op == "get_attr" or (is_computed and all(one in found for one in inputs))
+        if is_made and memory_of(node) not in changed:
             found[node] = None
-        for one in _written(node):
-            found.pop(one, None)
     return found
+
+
+def _is_constant(node: Node) -> bool:
+    """True for a tensor without inputs that is the same in every step, such as `torch.arange(8)`."""
+    numbers = [one for one in pytree.tree_leaves((node.args, node.kwargs)) if type(one) is int]
+    draws = isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    is_tensor = isinstance(node.meta.get("val"), Tensor)
+    return is_tensor and not draws and not any(is_multiple(abs(one)) for one in numbers)
 
 
 def _written(node: Node) -> list[Node]:
@@ -582,7 +631,7 @@ def _asked(nodes: list[Node], times: dict[Node, int], layers: dict[Node, _Turn])
     """The tensors that layers read, and those that something behind a layer reads of what is before it."""
     constants = _constants(nodes)
     asked = {source for turn in layers.values() for source in turn.read}
-    for node in nodes:
+    for node in [node for node in nodes if node not in layers]:
         early = (one for one in node.all_input_nodes if times[one] < times[node] and one not in constants)
         asked |= {one for one in early if isinstance(one.meta.get("val"), Tensor)}
     return asked
@@ -643,8 +692,7 @@ def describe(module: GraphModule) -> str:
         arguments = torch.fx.map_arg((node.args, node.kwargs), numbers.__getitem__)
         target = "" if node.op in ("placeholder", "get_attr") else node.target
         lines.append(f"{node.op} {target} {arguments} {_form(node)}")
-    symbols: dict[str, str] = {}
-    return re.sub(r"\b[su]\d+\b", lambda found: symbols.setdefault(found[0], f"s{len(symbols)}"), "\n".join(lines))
+    return "\n".join(lines)
 
 
 class _Bare(str):
@@ -658,4 +706,4 @@ def _form(node: Node) -> str:
     value = node.meta.get("val")
     if isinstance(value, Tensor):
         return f"{value.dtype} {tuple(value.shape)} {value.stride()}"
-    return str(value) if isinstance(value, torch.SymInt) else ""
+    return ""

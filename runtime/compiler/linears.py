@@ -2,7 +2,7 @@
 with attention.
 
 Layers that read one input, as query, key and value do, become one. Weights are packed by an operation of the graph,
-which the compiler carries out once, because its input is constant: the package holds packed weights only.
+which is carried out once, because its input is constant: the package holds packed weights only.
 """
 
 from operator import getitem
@@ -16,14 +16,10 @@ from runtime.compiler.capture import attribute_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ATEN = torch.ops.aten
-# What torch prepacks, in layouts of its own that cannot be written to a file.
-_PRODUCTS = {
-    op.default for op in (_ATEN.linear, _ATEN.addmm, _ATEN.mm, _ATEN.matmul, _ATEN.bmm, _ATEN.baddbmm, _ATEN.conv1d)
-}
 
 
-def use_kernels(module: GraphModule, arithmetic: int) -> bool:
-    """Replace linear layers in place, where the kernel has their dtype; returns whether torch has none to compute.
+def use_kernels(module: GraphModule, arithmetic: int) -> None:
+    """Replace linear layers in place, where the kernel has their dtype and inputs in pairs.
 
     `arithmetic` is that of the products of them, and of attention.
     """
@@ -44,10 +40,6 @@ def use_kernels(module: GraphModule, arithmetic: int) -> bool:
     for layers in _rounded_layers(graph, arithmetic):
         _replace_rounded(graph, layers, arithmetic)
     module.recompile()
-    return not any(
-        node.target in _PRODUCTS and any(argument in constants for argument in node.all_input_nodes)
-        for node in graph.nodes
-    )
 
 
 def _say_as_linear(graph: Graph, constants: set[Node]) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 _ATEN = torch.ops.aten
 _NORMS = {_ATEN.layer_norm.default, _ATEN.rms_norm.default}
@@ -71,7 +70,7 @@ def _changed(graph: Graph) -> set[Node]:
     return changed
 
 
-def _is_token_wise(node: Node, num_tokens: int | torch.SymInt) -> bool:
+def _is_token_wise(node: Node, num_tokens: int) -> bool:
     """True if (1, S, C) depends on tensors (1, S, ...) token by token."""
     target: Any = node.target
     if node.op != "call_function" or not _has_tokens(node, num_tokens):
@@ -89,18 +88,15 @@ def _is_token_wise(node: Node, num_tokens: int | torch.SymInt) -> bool:
     return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags and not target._schema.is_mutable
 
 
-def _token_inputs(node: Node, num_tokens: int | torch.SymInt) -> list[Node]:
+def _token_inputs(node: Node, num_tokens: int) -> list[Node]:
     sources = node.all_input_nodes[:1] if node.target in _READS_FIRST else node.all_input_nodes
     return [source for source in sources if _has_tokens(source, num_tokens)]
 
 
-def _has_tokens(node: Node, num_tokens: int | torch.SymInt) -> bool:
+def _has_tokens(node: Node, num_tokens: int) -> bool:
     value = node.meta.get("val")
     tensors = value if isinstance(value, list | tuple) else [value]
-    return all(
-        isinstance(tensor, Tensor) and tensor.ndim == 3 and statically_known_true(tensor.shape[1] == num_tokens)
-        for tensor in tensors
-    )
+    return all(isinstance(tensor, Tensor) and tensor.ndim == 3 and tensor.shape[1] == num_tokens for tensor in tensors)
 
 
 def _evaluate(node: Node) -> Any:

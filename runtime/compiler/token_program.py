@@ -1,4 +1,4 @@
-"""Programs of a step that nothing is compiled for: kernels, and between them operations on a token's vectors.
+"""Token programs, for which nothing is compiled: kernels, and between them operations on a token's vectors.
 
 All operations between two kernels are one block, which is carried out for each token by itself
 (`csrc/token_program.h`), in memory that stays in the cache. All numbers are float32 there, and are rounded where the
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from runtime.compiler.capture import is_multiple, open_dims, split_open
+from runtime.compiler.capture import is_multiple, memory_of, name_of, open_dims, split_open
 from runtime.compiler.vector_groups import grouped
 from runtime.compiler.vectors import (
     DTYPES,
@@ -38,6 +38,7 @@ from runtime.compiler.vectors import (
     strides_of,
     transposed,
     whole_of,
+    widened,
     without,
 )
 
@@ -60,11 +61,24 @@ class TokenProgram:
 
 
 def lower(graph: GraphModule, *, groups: bool = True) -> TokenProgram:
-    """The program that computes what the graph does. Raises CannotBeLowered.
+    """The program that computes what the graph does. Raises CannotBeLowered, naming all operations that programs lack.
 
     Without `groups` each operation is carried out by itself, with the same bits.
     """
+    if lacking := dict.fromkeys(_lacking_name(node) for node in graph.graph.nodes if _is_lacking(node)):
+        raise CannotBeLowered(", ".join(lacking))
     return _Lowering(graph, groups=groups).program()
+
+
+def _is_lacking(node: Node) -> bool:
+    is_computed = node.op == "call_function" and isinstance(node.meta.get("val"), Tensor | list | tuple)
+    return is_computed and bool(node.users) and node.target is not getitem and str(node.target) not in _METHODS
+
+
+def _lacking_name(node: Node) -> str:
+    if node.target is not _ATEN.linear.default:
+        return name_of(node.target)
+    return f"linear with {node.args[1].meta['val'].shape[1]} inputs"  # type: ignore[union-attr]
 
 
 @dataclass
@@ -97,6 +111,8 @@ class _Lowering:
         self.kernels: dict[int, list[_Kernel]] = {}
         self.homes: dict[Source, _Block] = {}  # of what operations make
         self.unfilled: dict[Source, list[tuple[View, View]]] = {}  # and what is written into which part of them
+        self.inputs: set[Source] = set()
+        self.shown: dict[Source | None, dict[Node, None]] = {}  # nodes that are views of a source
         self.spaces: list[str] = []
         self.num_arrays = 0
 
@@ -110,7 +126,9 @@ class _Lowering:
             if node.op == "call_function" and not node.users and not node.is_impure():
                 continue
             if node.op == "call_function" and isinstance(node.meta.get("val"), Tensor | list | tuple):
-                self.values[node] = self._lower(node)
+                self.values[node] = lowered = self._lower(node)
+                if isinstance(lowered, View) and lowered.source is not None:
+                    self.shown.setdefault(lowered.source, {})[node] = None
             elif isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
                 raise CannotBeLowered(f"{node} writes into tensors, and gives none")
             elif node.op == "get_attr":
@@ -128,9 +146,10 @@ class _Lowering:
             shape, space = _of_token(value)
         except CannotBeLowered:
             return  # a pool, or a table of blocks: kernels take it as it is
-        if value.dtype in DTYPES and space:
-            source = Source(space, value.dtype, math.prod(shape), 0, number)
+        if value.dtype in (*DTYPES, torch.bool) and space:
+            source = Source(space, _in_arrays(value.dtype), math.prod(shape), 0, number)
             self.values[node] = View(source, (0, 0), value.dtype, shape, strides_of(shape))
+            self.inputs.add(source)
 
     def _weight(self, node: Node) -> View:
         value = node.meta["val"]
@@ -183,6 +202,7 @@ class _Lowering:
         for node, value in self.values.items():
             if isinstance(value, View) and value.source is source:
                 self.values[node] = moved(value, changed)
+                self.shown.setdefault(changed, {})[node] = None
 
     def _input_number(self, node: Any) -> int:
         """Number of an input that a kernel takes as it is."""
@@ -219,8 +239,7 @@ class _Lowering:
     def _array(self, source: Source, shape: Shape | None = None) -> int:
         """Number of the array that holds the source's numbers, which is written if it is not there yet."""
         if source.array is None:
-            if source.dtype not in DTYPES:
-                raise CannotBeLowered(f"there are no arrays of {source.dtype}")
+            source.dtype = _in_arrays(source.dtype)
             home = self.homes[source]
             source.array = self._new_array()
             home.made[source.array] = (source.dtype, shape or (-1, source.count))
@@ -235,7 +254,7 @@ class _Lowering:
         self, name: str, operands: Seq[View], dtype: torch.dtype, shape: Shape, *, into: View | None = None
     ) -> View:
         """Add an operation on elements; `into` is a part of what is there already."""
-        space = self._common_space(operands)
+        space = self._common_space(operands if into is None else [*operands, into])
         time = max(one.time for one in operands) if into is None else into.time
         block = self._block(time, space)
         if into is None:
@@ -269,13 +288,11 @@ class _Lowering:
         target: Any = node.target
         if target is getitem:
             return self.values[node.args[0]][node.args[1]]  # type: ignore[index]
-        method = _METHODS.get(str(target))
-        if method is None:
-            raise CannotBeLowered(f"there is no operation on vectors for {target}")
-        return method(self, node)
+        return _METHODS[str(target)](self, node)
 
     def _alias(self, node: Node) -> View:
-        return self._view(node.args[0])
+        is_same_memory = memory_of(node) == memory_of(node.args[0])
+        return self._place(node.args[0]) if is_same_memory else self._view(node.args[0])
 
     def _kept(self, node: Node) -> View:
         if node.args[2]:
@@ -302,7 +319,9 @@ class _Lowering:
 
     def _made_for(self, node: Any, view: View) -> Call | None:
         """The operation that makes all of the view, if only one reads it and it is nowhere else yet."""
-        users = [user for user in node.users if user.target is not _ATEN._assert_tensor_metadata.default]
+        showing = self.shown.get(view.source, {node: None})
+        users = {user for one in showing for user in one.users if user not in showing}
+        users = {user for user in users if user.target is not _ATEN._assert_tensor_metadata.default}
         if len(users) != 1 or not view.is_whole() or view.source not in self.homes or view.source.array is not None:
             return None
         calls = [one for one in self.homes[view.source].calls if one.out and one.out.source is view.source]
@@ -314,6 +333,19 @@ class _Lowering:
     def _square(self, node: Node) -> View:
         view = self._view(node.args[0])
         return self._compute("mul", [view, view], *_form(node))
+
+    def _mish(self, node: Node) -> View:
+        view = self._view(node.args[0])
+        made = self._compute("softplus", [view], torch.float32, view.shape)
+        return self._compute("mul", [view, self._compute("tanh", [made], torch.float32, view.shape)], *_form(node))
+
+    def _leaky(self, node: Node) -> View:
+        """The larger of x and its product with a slope that is at most 1."""
+        view, slope = self._view(node.args[0]), (*node.args[1:], 0.01)[0]
+        if not isinstance(slope, float) or not 0 <= slope <= 1:
+            raise CannotBeLowered(f"{node} has the slope {slope}")
+        small = self._compute("mul", [view, self._view(slope)], torch.float32, view.shape)
+        return self._compute("maximum", [view, small], *_form(node))
 
     def _log1p(self, node: Node) -> View:
         view = self._view(node.args[0])
@@ -358,21 +390,44 @@ class _Lowering:
             views[1] = self._number(torch.tensor(node.args[1], dtype=node.meta["val"].dtype).item(), views[0].dtype)
         return self._compute(name, views, *_form(node))
 
+    def _less(self, node: Node) -> View:
+        first, second = (self._view(one) for one in node.args)
+        return self._compute("greater", [second, first], *_form(node))
+
     def _in_place(self, name: str, node: Node) -> View:
-        self._overwrite(node)
-        return self._binary(name, node)
+        return self._overwrite(node, self._binary(name, node))
 
     def _clamp_in_place(self, node: Node) -> View:
-        self._overwrite(node)
-        return self._clamp(node)
+        return self._overwrite(node, self._clamp(node))
 
-    def _overwrite(self, node: Node) -> None:
-        """CannotBeLowered where the input that an operation overwrites is read again, also as another view of it."""
-        nodes = list(self.graph.graph.nodes)
-        overwritten, place = self._view(node.args[0]), nodes.index(node)
-        views = [one for one, view in self.values.items() if isinstance(view, View) and view.overlaps(overwritten)]
-        if any(nodes.index(user) > place for one in views for user in one.users):
-            raise CannotBeLowered(f"{node} changes what is read later")
+    def _overwrite(self, node: Node, made: View) -> View:
+        """Put `made` in the place of the operation's first input, also for other views of the same memory.
+
+        Each of them becomes a view of a new source: of `made` where the input is all of the old source, else of a copy
+        of the old source in which the input's part is `made`.
+        """
+        place, memory = self._view(node.args[0]), memory_of(node.args[0])
+        old = place.source
+        if old is None or old in self.inputs:
+            raise CannotBeLowered(f"{name_of(node.target)} of an input or a weight")
+        if place.is_whole() and made.is_whole() and (made.dtype, made.shape) == (place.dtype, place.shape):
+            new = made.source
+        else:
+            new = self._copy(whole_of(old), max(place.time, made.time)).source
+            self._compute("copy", [made], place.dtype, place.shape, into=moved(place, new))  # type: ignore[arg-type]
+        assert new is not None
+        for other, view in self.values.items():
+            if isinstance(view, View) and view.source is old and memory_of(other) == memory:
+                self.values[other] = moved(view, new)
+                self.shown.setdefault(new, {})[other] = None
+        return moved(place, new)
+
+    def _copy(self, view: View, time: int) -> View:
+        """A copy in the block of that time."""
+        block = self._block(time, self._common_space([view]))
+        out = self._new(block, time, view.dtype, view.shape)
+        block.calls.append(Call("copy", view.dtype, out, [self._in_block(view, block)], view.shape))
+        return out
 
     def _selected_by(self, node: Node) -> View:
         x, mask, value = node.args
@@ -384,7 +439,10 @@ class _Lowering:
     def _inverted(self, node: Node) -> View:
         if node.meta["val"].dtype != torch.bool:
             raise CannotBeLowered(f"{node} inverts bits")
-        return self._compute("sub", [self._view(1), self._view(node.args[0])], *_form(node))
+        return self._not(self._view(node.args[0]))
+
+    def _not(self, view: View) -> View:
+        return self._compute("sub", [self._view(1), view], torch.bool, view.shape)
 
     def _zeros(self, node: Node) -> View:
         like = self._view(node.args[0])
@@ -393,6 +451,26 @@ class _Lowering:
         out = self._new(block, like.time, dtype, shape)
         block.calls.append(Call("copy", dtype, out, [expanded(self._view(0), shape)], shape))
         return out
+
+    def _filled(self, value: Any, node: Node) -> View:
+        """The same number for each token: `value`, or the operation's second argument."""
+        dtype, shape = _form(node)
+        number = self._view(node.args[1] if value is None else value)
+        return expanded(replace(number, dtype=dtype), shape)
+
+    def _small_product(self, node: Node) -> View:
+        """A product of matrices of each token, `[..., m, k]` and `[..., k, n]` with a small k, in float32."""
+        first, second = (self._view(one) for one in node.args)
+        for one in node.args:
+            for dim in (-1, -2):
+                _own_dim(one.meta["val"], dim)  # type: ignore[union-attr]
+        num_added = first.shape[-1]
+        if len(first.shape) != len(second.shape) or not 1 < num_added <= _MOST_ADDED:
+            raise CannotBeLowered(f"{node} is a product of matrices that are not small")
+        dtype, shape = _form(node)
+        columns, rows = widened(first, len(shape)), widened(second, len(shape) - 2)
+        products = self._compute("mul", [columns, rows], torch.float32, (*shape[:-1], num_added, shape[-1]))
+        return without(self._added(products, len(shape) - 1, dtype), len(shape) - 1)
 
     def _empty(self, node: Node) -> View:
         dtype, shape = _form(node)
@@ -404,7 +482,7 @@ class _Lowering:
     def _written(self, node: Node) -> View:
         part, written = self._place(node.args[0]), self._view(node.args[1])
         if part.source not in self.unfilled:
-            raise CannotBeLowered(f"{node} changes what may be read later")
+            return self._overwrite(node, expanded(written, part.shape))
         self.unfilled[part.source].append((part, written))
         return part
 
@@ -424,13 +502,7 @@ class _Lowering:
         return out
 
     def _scattered_in_place(self, node: Node) -> View:
-        view = self._view(node.args[0])
-        if not view.is_whole() or view.source is None:
-            raise CannotBeLowered(f"{node} changes a part of what may be read later")
-        out = self._scattered(node)
-        assert out.source is not None
-        self._rebind(view.source, out.source)
-        return out
+        return self._overwrite(node, self._scattered(node))
 
     def _power(self, node: Node) -> View:
         x, exponent = self._view(node.args[0]), node.args[1]
@@ -445,11 +517,14 @@ class _Lowering:
         return self._compute("pow", [x, self._view(exponent)], dtype, shape)
 
     def _clamp(self, node: Node) -> View:
+        low, high = (*node.args[1:], None, None)[:2]
+        return self._bounded(node, (node.kwargs.get("min", low), node.kwargs.get("max", high)))
+
+    def _bounded(self, node: Node, bounds: tuple[Any, ...]) -> View:
+        """The input within bounds: numbers, tensors, or None."""
         dtype, shape = _form(node)
         view = self._view(node.args[0])
-        low, high = (*node.args[1:], None, None)[:2]
-        low, high = node.kwargs.get("min", low), node.kwargs.get("max", high)  # numbers, or tensors
-        for name, bound in (("maximum", low), ("minimum", high)):
+        for name, bound in zip(("maximum", "minimum"), bounds, strict=True):
             if bound is not None:
                 view = self._compute(name, [view, self._view(bound)], dtype, shape)
         return view
@@ -529,11 +604,14 @@ class _Lowering:
 
     def _gather(self, node: Node) -> View:
         view, places = self._view(node.args[0]), self._view(node.args[2])
-        dim = _own_dim(node.meta["val"], node.args[1])
-        shape = places.shape
-        if dim != len(shape) - 1 or view.shape[:-1] != shape[:-1]:
-            raise CannotBeLowered(f"{node} does not gather along the last dimension")
-        return self._gathered(view, places, view.dtype)
+        last = len(places.shape) - 1
+        dim = int(node.args[1]) % (last + 1)  # type: ignore[arg-type]
+        if view.source is not None:  # from a weight tokens may choose numbers, or rows
+            _own_dim(node.meta["val"], dim)
+        view, places = transposed(view, dim, last), transposed(places, dim, last)
+        if view.shape[:-1] != places.shape[:-1]:
+            raise CannotBeLowered(f"{node} gathers from rows of another number")
+        return transposed(self._gathered(view, places, view.dtype), dim, last)
 
     def _gathered(self, view: View, places: View, dtype: torch.dtype) -> View:
         time = max(view.time, places.time)
@@ -604,6 +682,8 @@ class _Lowering:
             return self._rows_of_table(node, node.args[0], self._view(indices[0]))
         _, space = _of_token(node.meta["val"])
         picked = [one for one in indices if one is not None]
+        if view.source is None and view.strides[len(indices) - 1] == 0:
+            return view  # the same for each token
         value = node.args[0].meta["val"]  # type: ignore[union-attr]
         if len(picked) != 1 or len(indices) - 1 not in open_dims(value) or view.source is None:
             raise CannotBeLowered(f"{node} is indexed in another way")
@@ -645,9 +725,7 @@ class _Lowering:
 
     def _unsqueezed(self, node: Node) -> View:
         view = self._view(node.args[0])
-        dim = int(node.args[1]) % (len(view.shape) + 1)  # type: ignore[arg-type]
-        shape, strides = ((*one[:dim], new, *one[dim:]) for one, new in ((view.shape, 1), (view.strides, 0)))
-        return replace(view, shape=shape, strides=strides)
+        return widened(view, int(node.args[1]) % (len(view.shape) + 1))  # type: ignore[arg-type]
 
     def _squeezed(self, node: Node) -> View:
         return without(self._view(node.args[0]), _own_dim(node.args[0].meta["val"], node.args[1]))  # type: ignore[union-attr]
@@ -699,15 +777,20 @@ class _Lowering:
 
     def _tiled(self, node: Node) -> View:
         view, times = self._view(node.args[0]), list(node.args[1])  # type: ignore[arg-type]
-        own = [dim for dim, count in enumerate(times) if count != 1]
-        if len(own) != 1 or len(times) != node.args[0].meta["val"].dim():  # type: ignore[union-attr]
-            raise CannotBeLowered(f"{node} repeats several dimensions")
-        dim = _own_dim(node.meta["val"], own[0])
-        wide = (*view.shape[:dim], int(times[own[0]]), *view.shape[dim:])
-        tiled = replace(view, shape=wide, strides=(*view.strides[:dim], 0, *view.strides[dim:]))
+        while len(view.shape) < len(times):
+            view = widened(view, 0)
         dtype, shape = _form(node)
-        copy = self._compute("copy", [tiled], dtype, wide)
-        return View(copy.source, copy.constant, dtype, shape, strides_of(shape))
+        own = [dim for dim, count in enumerate(times) if count != 1 and view.shape[dim] != 1]
+        if len(own) > 1:
+            raise CannotBeLowered(f"{node} repeats several dimensions")
+        if own:
+            dim = _own_dim(node.meta["val"], own[0])
+            wide = (*view.shape[:dim], int(times[dim]), *view.shape[dim:])
+            tiled = replace(view, shape=wide, strides=(*view.strides[:dim], 0, *view.strides[dim:]))
+            tiled_shape = (*view.shape[:dim], shape[dim], *view.shape[dim + 1 :])
+            copy = self._compute("copy", [tiled], dtype, wide)
+            view = View(copy.source, copy.constant, dtype, tiled_shape, strides_of(tiled_shape))
+        return expanded(view, shape)
 
     def _concatenated(self, node: Node) -> View:
         parts = [self._view(one) for one in node.args[0]]  # type: ignore[union-attr]
@@ -717,13 +800,7 @@ class _Lowering:
     def _stacked(self, node: Node) -> View:
         parts = [self._view(one) for one in node.args[0]]  # type: ignore[union-attr]
         dim = _own_dim(node.meta["val"], (*node.args[1:], 0)[0])
-        wider = [
-            replace(
-                one, shape=(*one.shape[:dim], 1, *one.shape[dim:]), strides=(*one.strides[:dim], 0, *one.strides[dim:])
-            )
-            for one in parts
-        ]
-        return self._joined(node, wider, dim)
+        return self._joined(node, [widened(one, dim) for one in parts], dim)
 
     def _joined(self, node: Node, parts: list[View], dim: int) -> View:
         dtype, shape = _form(node)
@@ -898,6 +975,11 @@ class _Lowering:
         raise CannotBeLowered("a block reads nothing")
 
 
+def _in_arrays(dtype: torch.dtype) -> torch.dtype:
+    """The dtype by which arrays hold numbers: 0 and 1 for what is false and true."""
+    return torch.float32 if dtype == torch.bool else dtype
+
+
 def _form(node: Node) -> tuple[torch.dtype, Shape]:
     value = node.meta["val"]
     return value.dtype, _of_token(value)[0]
@@ -925,13 +1007,14 @@ def _rows_come_first(value: Tensor) -> bool:
 
 
 def _keeps_rows(before: Tensor, after: Tensor) -> bool:
-    """True if the tokens' dimension, and those before it, stay what they are."""
+    """True if the tokens' dimensions stay, and as many numbers come before them: `[2, 2, tokens, 8]` as
+    `[4, tokens, 8]`."""
 
-    def to_rows(value: Tensor) -> list[str]:
+    def rows_of(value: Tensor) -> tuple[int, list[int]]:
         dims = open_dims(value)
-        return [str(size) for dim, size in enumerate(value.shape[: dims[-1] + 1]) if dim in dims or size != 1]
+        return math.prod(value.shape[: dims[0]]), [value.shape[dim] for dim in dims]
 
-    return to_rows(before) == to_rows(after)
+    return rows_of(before) == rows_of(after)
 
 
 def _own_dim(value: Tensor, dim: Any) -> int:
@@ -942,7 +1025,7 @@ def _own_dim(value: Tensor, dim: Any) -> int:
     return number
 
 
-def _named(method: Callable[[_Lowering, str, Node], Any], name: str) -> Callable[[_Lowering, Node], Any]:
+def _named(method: Callable[[_Lowering, Any, Node], Any], name: Any) -> Callable[[_Lowering, Node], Any]:
     return lambda lowering, node: method(lowering, name, node)
 
 
@@ -952,18 +1035,40 @@ _NAMED: dict[str, Callable[[_Lowering, Node], Any]] = {
     "aten.gelu.default": _Lowering._gelu,
     "aten.square.default": _Lowering._square,
     "aten.softplus.default": _Lowering._softplus,
+    "aten.mish.default": _Lowering._mish,
+    "aten.leaky_relu.default": _Lowering._leaky,
+    "aten.hardtanh.default": lambda lowering, node: lowering._bounded(node, (*node.args[1:], -1.0, 1.0)[:2]),
+    "aten.relu6.default": lambda lowering, node: lowering._bounded(node, (0.0, 6.0)),
     "aten.clamp.default": _Lowering._clamp,
     "aten.clamp.Tensor": _Lowering._clamp,
     "aten.clamp_.default": _Lowering._clamp_in_place,
     "aten.masked_fill.Scalar": _Lowering._selected_by,
     "aten.where.self": _Lowering._where,
+    "aten.where.ScalarOther": _Lowering._where,
+    "aten.where.ScalarSelf": _Lowering._where,
     "aten.gt.Scalar": _named(_Lowering._binary, "greater"),
     "aten.gt.Tensor": _named(_Lowering._binary, "greater"),
+    "aten.lt.Scalar": _Lowering._less,
+    "aten.lt.Tensor": _Lowering._less,
+    "aten.ge.Scalar": lambda lowering, node: lowering._not(lowering._less(node)),
+    "aten.ge.Tensor": lambda lowering, node: lowering._not(lowering._less(node)),
+    "aten.le.Scalar": lambda lowering, node: lowering._not(lowering._binary("greater", node)),
+    "aten.le.Tensor": lambda lowering, node: lowering._not(lowering._binary("greater", node)),
+    "aten.logical_and.default": _named(_Lowering._binary, "mul"),
+    "aten.multiply.Tensor": _named(_Lowering._binary, "mul"),
     "aten.bitwise_not.default": _Lowering._inverted,
     "aten.logical_not.default": _Lowering._inverted,
     "aten.zeros_like.default": _Lowering._zeros,
+    "aten.ones.default": _named(_Lowering._filled, 1),
+    "aten.ones_like.default": _named(_Lowering._filled, 1),
+    "aten.zeros.default": _named(_Lowering._filled, 0),
+    "aten.full.default": _named(_Lowering._filled, None),
+    "aten.full_like.default": _named(_Lowering._filled, None),
+    "aten.matmul.default": _Lowering._small_product,
     "aten.new_empty.default": _Lowering._empty,
     "aten.copy_.default": _Lowering._written,
+    "aten.fill_.Scalar": _Lowering._written,
+    "aten.fill_.Tensor": _Lowering._written,
     "aten.scatter.value": _Lowering._scattered,
     "aten.scatter_.value": _Lowering._scattered_in_place,
     "aten.max.dim": _Lowering._largest_one,
@@ -989,9 +1094,11 @@ _NAMED: dict[str, Callable[[_Lowering, Node], Any]] = {
     "aten.slice.Tensor": _Lowering._sliced,
     "aten.select.int": _Lowering._selected,
     "aten.expand.default": _Lowering._expand,
+    "aten.expand_as.default": _Lowering._expand,
     "aten.repeat_interleave.self_int": _Lowering._repeated,
     "aten.repeat.default": _Lowering._tiled,
     "aten.cat.default": _Lowering._concatenated,
+    "aten.concatenate.default": _Lowering._concatenated,
     "aten.stack.default": _Lowering._stacked,
     "specdec.linear.default": _Lowering._linear,
     "specdec.quantized_linear.default": _Lowering._quantized_linear,
@@ -1016,9 +1123,9 @@ def _methods() -> dict[str, Callable[[_Lowering, Node], Any]]:
         methods[f"aten.{name}_.Tensor"] = _named(_Lowering._in_place, name)
     for name, ours in (("min.other", "minimum"), ("max.other", "maximum")):
         methods[f"aten.{name}"] = methods[f"aten.{ours}.default"] = _named(_Lowering._binary, ours)
-    for name in ("alias", "detach", "contiguous", "clone"):
+    for name in ("alias", "detach", "contiguous", "clone", "lift_fresh"):
         methods[f"aten.{name}.default"] = _Lowering._alias
-    for name in ("to.dtype", "to.dtype_layout", "type_as.default", "_to_copy.default"):
+    for name in ("to.dtype", "to.dtype_layout", "to.device", "to.other", "type_as.default", "_to_copy.default"):
         methods[f"aten.{name}"] = _Lowering._converted
     for name in (
         "reshape.default",

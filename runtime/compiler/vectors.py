@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from runtime.compiler.capture import NoTokenProgram
+
 OPERATIONS = (
     *("load", "pick", "store", "embed", "copy", "add", "sub", "mul", "div", "maximum", "minimum", "neg", "abs", "sqrt"),
     *("rsqrt", "pow", "exp", "sin", "cos", "tanh", "sigmoid", "silu", "relu", "softplus", "gelu", "gelu_tanh", "sum"),
@@ -38,8 +40,8 @@ WEIGHT, NUMBER = 1, 2
 Shape = tuple[int, ...]
 
 
-class CannotBeLowered(Exception):
-    """The reason why a graph is left to the compiler."""
+class CannotBeLowered(NoTokenProgram):
+    """A graph has operations that token programs do not have, or not in this form."""
 
 
 @dataclass(eq=False)
@@ -131,6 +133,12 @@ def transposed(view: View, first: int, second: int) -> View:
 
 def without(view: View, dim: int) -> View:
     shape, strides = ((*one[:dim], *one[dim + 1 :]) for one in (view.shape, view.strides))
+    return replace(view, shape=shape, strides=strides)
+
+
+def widened(view: View, dim: int) -> View:
+    """The view with a dimension of size 1 before that dimension."""
+    shape, strides = ((*one[:dim], new, *one[dim:]) for one, new in ((view.shape, 1), (view.strides, 0)))
     return replace(view, shape=shape, strides=strides)
 
 

@@ -5,9 +5,8 @@ import json
 import platform
 import shutil
 import tempfile
-import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -31,16 +30,15 @@ from runtime.checkpoint.config import (
     as_json,
 )
 from runtime.compiler.compilation import (
-    CACHE,
     PACKAGE,
     WEIGHTS,
-    CompiledStep,
     PackagedStep,
     StepFunction,
     open_aot,
     shape_of_package,
     wanted_layout,
 )
+from runtime.compiler.torch_compile import CACHE, CompiledStep
 from runtime.kernels.library import instructions
 from runtime.kernels.memory import keep_freed_memory
 from runtime.kernels.ops import choose_vector_math, load_kernels
@@ -131,7 +129,7 @@ def open_step(kind: StepKind, engine_dir: Path, device: torch.device, mapping: M
     if mapping.tp_size > 1:
         import runtime.kernels.collectives  # noqa: F401  (declares what the step calls)
     if compiler == "aot":
-        return _open_package(engine_dir / PACKAGE, weights, device)
+        return _open_package(engine_dir / PACKAGE, weights)
     # Only here does an engine need model code.
     from runtime.kernels.ops import describe_kernels
     from runtime.model.attention import KERNEL, PAGED
@@ -156,7 +154,7 @@ def open_copy(step: StepFunction, engine_dir: Path, device: torch.device, ids: T
     """The step of the copy that drafts, beside the target's, whose memory it shares. `ids` as for `copy_of`."""
     directory = engine_dir / COPY_DIR
     if isinstance(step, PackagedStep):
-        return _open_package(directory / PACKAGE, directory / WEIGHTS, device, step.weights)
+        return _open_package(directory / PACKAGE, directory / WEIGHTS, step.weights)
     from runtime.compiler.quantized_copy import copy_of, read_layers
     from runtime.model.model import Step
     from runtime.model.quantized import pack_layers
@@ -169,9 +167,7 @@ def open_copy(step: StepFunction, engine_dir: Path, device: torch.device, ids: T
     return CompiledStep(copied, _own_cache(directory))
 
 
-def _open_package(
-    package: Path, weights: Path, device: torch.device, known: dict[str, Tensor] | None = None
-) -> StepFunction:
+def _open_package(package: Path, weights: Path, known: dict[str, Tensor] | None = None) -> StepFunction:
     with _package_errors(package):
         layout = wanted_layout(package)
     try:
@@ -179,7 +175,7 @@ def _open_package(
     except SafetensorError as error:
         raise SpecDecError(f"`{weights}` is damaged: {error}", hint=_BUILD_AGAIN, code="engine") from error
     with _package_errors(package):
-        return open_aot(package, constants, device)
+        return open_aot(package, constants)
 
 
 def _own_cache(directory: Path) -> Path:
@@ -270,13 +266,6 @@ def _package_errors(package: Path) -> Iterator[None]:
         yield
     except SpecDecError:
         raise
-    except Exception as error:  # torch raises RuntimeError, OSError or zip errors; all mean the same
-        _try_to_unpack(package)
+    except Exception as error:  # a program raises RuntimeError, and others OSError, KeyError or zip errors
         said = next(iter(str(error).splitlines()), type(error).__name__)
         raise SpecDecError(f"`{package}` cannot be opened: {said}", hint=_BUILD_AGAIN, code="engine") from error
-
-
-def _try_to_unpack(package: Path) -> None:
-    """Raise the OSError of a machine that has no room to unpack a package; torch says of it that it is damaged."""
-    with suppress(zipfile.BadZipFile), tempfile.TemporaryDirectory(dir=temporary_dir()) as directory:
-        zipfile.ZipFile(package).extractall(directory)

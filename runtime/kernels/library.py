@@ -290,12 +290,6 @@ def no_compiler() -> SpecDecError:
     )
 
 
-def compiled_by() -> tuple[str, ...]:
-    """All that machine code depends on which is made here, beside its source: the kernels that it calls, too."""
-    compiler = cxx_compiler()
-    return _sources(), compiler, _toolchain(compiler), torch.__version__, processor()
-
-
 def _sources() -> str:
     """A digest of the kernels' source."""
     return digest(file.read_text() for file in (*_SOURCES, *_HEADERS))

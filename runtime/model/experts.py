@@ -1,7 +1,7 @@
 """Experts of a mixture by the CPU kernel, registered with transformers: a token's products are those of a linear layer,
 and their bits do not depend on which experts others ask.
 
-Only what is compiled ahead of time has them: weights are packed in the graph, which the compiler does once.
+Only token programs have them: weights are packed in the graph, once when an engine is built.
 """
 
 from collections.abc import Iterator

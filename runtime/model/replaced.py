@@ -6,9 +6,9 @@ another attention than ours, a replaced module computes as transformers' class d
 
 import sys
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -54,6 +54,48 @@ class EqualPositions(Replaced):
     def recomposition_frequencies(self, frequencies: Tensor) -> Tensor:
         """(B, T, 2 D) of (3, B, T, D)."""
         return torch.cat((frequencies[0], frequencies[0]), dim=-1)
+
+
+class RotaryOfPairs(Replaced):
+    """A rope by cosines and sines, `[1, tokens, head_dim / 2, 2]`, instead of complex numbers."""
+
+    inv_freq: Tensor
+    attention_scaling: float
+    heads_dim: int
+    """Dimension of heads in queries and keys."""
+
+    def prepare(self, name: str, model: PreTrainedModel) -> None:
+        _rotate_pairs(own_module(self), self.heads_dim)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        if not attends_by_ours(self.model_config):
+            factors: Tensor = super().forward(x, position_ids)
+            return factors
+        angles = position_ids[..., None].float() * self.inv_freq.float()
+        return torch.stack([angles.cos(), angles.sin()], -1) * self.attention_scaling
+
+
+def _rotate_pairs(module: Any, heads_dim: int) -> None:
+    """Have transformers' module rotate by cosines and sines too."""
+    theirs: Callable[..., Any] = module.apply_rotary_emb
+    if hasattr(theirs, "of_complex"):
+        return
+
+    @wraps(theirs)
+    def apply_rotary_emb(query: Tensor, key: Tensor, factors: Tensor) -> Any:
+        if factors.is_complex():
+            return theirs(query, key, factors)
+        return tuple(_rotated(one, factors.unsqueeze(heads_dim)) for one in (query, key))
+
+    apply_rotary_emb.of_complex = theirs  # type: ignore[attr-defined]
+    module.apply_rotary_emb = apply_rotary_emb
+
+
+def _rotated(heads: Tensor, factors: Tensor) -> Tensor:
+    pairs = heads.float().reshape(*heads.shape[:-1], -1, 2)
+    (first, second), (cos, sin) = ((one[..., 0], one[..., 1]) for one in (pairs, factors))
+    return torch.stack([first * cos - second * sin, first * sin + second * cos], -1).flatten(3).type_as(heads)
 
 
 class Layer(Replaced):

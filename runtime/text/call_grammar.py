@@ -40,10 +40,10 @@ _CLOSED = ("anyOf", "oneOf", "allOf", "$ref", "additionalProperties", "patternPr
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls that an output may have. `auto`: none too, and text; `required`: nothing but calls."""
+    """Calls that an output may have. `auto`: none too, and text; `required`: nothing but calls; `none`: only text."""
 
     tools: tuple[Tool, ...]
-    choice: Literal["auto", "required"]
+    choice: Literal["none", "auto", "required"]
     are_parallel: bool = True
     schema: Mapping[str, Any] | None = None
     """Schema of an output that has no call."""
@@ -61,9 +61,13 @@ def call_grammar(
     calls: Calls, form: ToolFormat, reasoning: ReasoningFormat | None, special: SpecialIds, *, in_reasoning: bool
 ) -> str | None:
     """The grammar of an output, after what it thinks; None if nothing is held to anything."""
-    if calls.choice == "auto" and form.starts_output and calls.schema is None:
+    if calls.choice != "required" and form.starts_output and calls.schema is None:
         return None
     writer = _Writer(special, form, is_free=calls.choice == "auto")
+    if calls.choice == "none":
+        is_harmony = isinstance(form.call, HarmonyCall)
+        thought = "" if is_harmony else writer.thought(reasoning, in_reasoning=in_reasoning)
+        return writer.text(writer.harmony(None, calls) if is_harmony else f"{thought} {writer.without_calls()}")
     sections = writer.section(calls)
     if isinstance(form.call, HarmonyCall):
         start = writer.harmony(sections, calls)
@@ -187,11 +191,23 @@ class _Writer:
                 return f"FREE? (({gap}{section.whole}) FREE?)*"
             return f"FREE? ({others} FREE?)* {section.whole}?" if others else f"FREE? {section.whole}?"
         opened = self._rule("opened[lazy]", f"/(?s:.*){_pattern(tag)}/")
-        self._rule("UNCALLED", f"/(?s:.+)/ & ~/(?s:.*){_pattern(tag)}(?s:.*)/")
+        self._uncalled(tag)
         gap = f"UNCALLED? {others}" if others else ""
         if calls.are_parallel:
             return f"({f'{gap} | ' if gap else ''}{opened} {section.rest})* UNCALLED?"
         return f"{f'({gap})*' if gap else ''} (UNCALLED | {opened} {section.rest})?"
+
+    def without_calls(self) -> str:
+        """Free text in which the tag that opens a call does not come."""
+        assert self._form is not None
+        tag = self._form.begin or self._form.open
+        others = self._others(tag)
+        text = self._rule("FREE", "/(?s:.+)/") if self._is_token(tag) else self._uncalled(tag)
+        return f"{text}? ({others} {text}?)*" if others else f"{text}?"
+
+    def _uncalled(self, tag: str) -> str:
+        """Text without a tag that is text itself."""
+        return self._rule("UNCALLED", f"/(?s:.+)/ & ~/(?s:.*){_pattern(tag)}(?s:.*)/")
 
     # Calls
 
@@ -221,14 +237,16 @@ class _Writer:
         after = f"{rest} {more}"
         return _Section(form.open, after, self._rule("calls", f"{self.literal(form.open)} {after}"))
 
-    def harmony(self, section: _Section, calls: Calls) -> str:
-        """Messages of gpt-oss's, the last of which is a call, or may be."""
+    def harmony(self, section: _Section | None, calls: Calls) -> str:
+        """Messages of gpt-oss's, the last of which is a call, or may be; None: it is none."""
         self._rule("FREE", "/(?s:.+)/")
-        kinds = '("analysis" | "commentary")' if calls.choice == "auto" else '"analysis"'
+        kinds = '"analysis"' if calls.choice == "required" else '("analysis" | "commentary")'
         channel, message = self.literal("<|channel|>"), self.literal("<|message|>")
         before = f"({channel} {kinds} {message} FREE? {self.literal('<|end|><|start|>assistant')})*"
         text = "FREE?" if calls.schema is None else self.json(calls.schema, _FLEXIBLE)
         final = f'{channel} "final" {message} {text}'
+        if section is None:
+            return f"{before} {final}"
         return f"{before} ({section.whole} | {final})" if calls.choice == "auto" else f"{before} {section.whole}"
 
     def _call(self, index: int, tool: Tool) -> str:

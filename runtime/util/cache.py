@@ -31,7 +31,7 @@ _NUM_SAMPLES, _SAMPLE_BYTES = 16, 512
 _TIME_STEP_NS = 100_000_000  # longer than a step of any clock that files are dated by
 _SHA256 = re.compile("[0-9a-f]{64}")
 _PACKAGE = Path(__file__).parents[1]
-_PARTS = ("engines", "digests", "programs")
+_PARTS = ("engines", "digests")
 LEFT_OUT = {
     "demo": "models and articles: an engine's identity has the digests of its model's files",
     "drafters": "drafts are made while an engine runs; `drafters/heads`, which engines are built for, is not left out",

@@ -2,7 +2,7 @@
 
 python -m scripts.campaigns.sanitizers [address thread]
 
-Compiles the programs of tests/runtime/compiler/standalone/ for this processor and for plain x86-64, and runs them;
+Compiles the programs of tests/runtime/kernels/standalone/ for this processor and for plain x86-64, and runs them;
 UndefinedBehaviorSanitizer is beside AddressSanitizer. Exit 1 if one does not compile, or if anything is said.
 """
 

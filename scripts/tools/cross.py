@@ -1,7 +1,7 @@
 """The CPU's kernels by other compilers and for other processors, beside their formulas.
 
 Each compiler compiles the whole library beside torch's headers. Then it makes a program of the kernels and
-`tests/runtime/compiler/standalone/`, which stands in for torch; it runs here or, for another processor, under qemu. A
+`tests/runtime/kernels/standalone/`, which stands in for torch; it runs here or, for another processor, under qemu. A
 set whose compiler or emulator is missing is named, and left out; one whose instructions this processor lacks is
 compiled and not run.
 With Debian's packages clang, g++-aarch64-linux-gnu and qemu-user and PyPI's ziglang none is.
@@ -26,7 +26,7 @@ import torch
 
 from runtime.kernels.library import SOURCES_DIR, instructions
 
-STANDALONE = Path(__file__).parents[2] / "tests" / "runtime" / "compiler" / "standalone"
+STANDALONE = Path(__file__).parents[2] / "tests" / "runtime" / "kernels" / "standalone"
 FLAGS = ("-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-static", "-pthread", "-UNDEBUG")
 """Options of all compilers. With NDEBUG, which Zig defines, torch's headers declare a function unlike its C library."""
 INCLUDES = (STANDALONE, SOURCES_DIR, Path(torch.__file__).parent / "include")

@@ -31,7 +31,6 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
-from zipfile import ZipFile
 
 import torch
 import transformers
@@ -196,7 +195,7 @@ class Outcome:
     verdict: Literal["equal", "refused", "not tried", "wrong"]
     why: str = ""
     ways: dict[str, str] = field(default_factory=dict)
-    """Results of a family that is equal: `yes`, `by g++` where a compiled step needed it, or why it is refused."""
+    """Results of a family that is equal: `yes`, or why it is refused."""
 
 
 def small_config(model_type: str, given: dict[str, Any] | None = None) -> PreTrainedConfig:
@@ -445,10 +444,8 @@ def _said(way: Callable[[Path, list[list[int]]], str], model_dir: Path, expected
 
 def _compiled(model_dir: Path, expected: list[list[int]]) -> str:
     with make_engine(model_dir, model_dir.parent, CPU, "aot") as engine:
-        assert engine.config.compiler_note is None
         _check_outputs(engine, expected, "compiled")
-    with ZipFile(model_dir.parent / "engine" / "rank0.pt2") as package:
-        return "by g++" if any(name.endswith(".so") for name in package.namelist()) else "yes"
+    return "yes"
 
 
 def _check_outputs(engine: Engine, expected: list[list[int]], how: str) -> None:
@@ -592,7 +589,7 @@ def _of_the_most_used(outcomes: list[Outcome]) -> str:
 
 def _cells(outcome: Outcome) -> list[str]:
     ways = [outcome.ways.get(way, "") for way in WAYS]
-    said = [one if one in ("", "yes", "by g++") else "no" for one in ways]
+    said = [one if one in ("", "yes") else "no" for one in ways]
     return [*said, {1: "most", 2: "much", 3: "some"}.get(POPULARITY.get(outcome.family, 0), "")]
 
 

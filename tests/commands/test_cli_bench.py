@@ -92,7 +92,7 @@ def bench(specdec: Specdec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_times_are_those_of_the_server(bench: Bench, tmp_path: Path) -> None:
     """No piece came before the server had sent it, and no request was sent after it came; the rest is numpy's.
 
-    That each piece has its own time is `tests/runtime/benchmark/test_client.py`'s matter.
+    That each piece has its own time is `tests/runtime/measure/test_client.py`'s matter.
     """
     waits = [[0.05 + 0.03 * i, *[0.02 + 0.005 * i] * 4] for i in range(6)]
 

@@ -40,7 +40,7 @@ def cut(ids: list[int], end_ids: int | list[int] | None) -> list[int]:
     return ids[: next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))]
 
 
-@pytest.mark.slow  # `tests/runtime/test_published.py` has some of them by default
+@pytest.mark.slow  # `tests/runtime/model/test_published.py` has some of them by default
 @pytest.mark.parametrize("name", [name for name in RUN if name not in NOT_READ_BY_TRANSFORMERS])
 def test_every_way_gives_hugging_faces_answers(
     name: str, without_compiler: None, specdec: Specdec, articles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

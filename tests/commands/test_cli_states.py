@@ -1,6 +1,6 @@
 """Commands and servers of models whose layers have states: their answers are Hugging Face's, with drafts and without.
 
-What is theirs alone is in `tests/runtime/test_state_engines.py`. Nothing here is compiled.
+What is theirs alone is in `tests/runtime/engine/test_state_engines.py`. Nothing here is compiled.
 """
 
 from concurrent.futures import ThreadPoolExecutor

@@ -118,7 +118,7 @@ def test_speedups_and_ratio_follow_from_times(tuned: tuple[dict[str, Any], Path]
 
 
 def test_without_an_engine_traces_are_counted(specdec: Specdec) -> None:
-    """The recorded figures are those of `tests/runtime/tuning/test_replay.py`'s own count, by `replay`."""
+    """The recorded figures are those of `tests/runtime/measure/test_replay.py`'s own count, by `replay`."""
     from runtime.core.stats import sum_stats
     from runtime.drafters.ngram import NgramLookup
     from runtime.measure.tuning.replay import replay

@@ -19,7 +19,7 @@ from runtime.util.cache import begin_digests, file_digest, is_digest_awaited
 from runtime.util.errors import SpecDecError
 from runtime.util.thread_turns import ThreadTurns
 from scripts.campaigns.llm_threads import KINDS, expected, faults_of, switched_often
-from specdec_cli import LLM, Draft, DraftTargetDrafter, KVCacheConfig, NgramDrafter, SamplingParams, Sequence
+from specdec_cli import LLM, Draft, KVCacheConfig, NgramDrafter, SamplingParams, Sequence
 
 PROMPT = "The little dog had a red ball. The"
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -55,7 +55,7 @@ def ids_of(llm: LLM, prompt: str = PROMPT, params: SamplingParams = GREEDY, **ho
     return llm.generate(prompt, params, **how)[0].token_ids
 
 
-@pytest.mark.parametrize("mode", ["leader", "orchestrator"])
+@pytest.mark.parametrize("mode", ["leader", pytest.param("orchestrator", marks=pytest.mark.slow)])
 def test_threads_get_what_each_gets_alone(mode: Mode, llama_uncompiled_dir: Path) -> None:
     """A sample of `scripts/campaigns/llm_threads.py`."""
     kinds = {name: ask for name, ask in KINDS.items() if name != "draft model"}
@@ -134,8 +134,11 @@ class Fails:
     def forget(self, request_id: int) -> None: ...
 
 
-@pytest.mark.parametrize("mode", ["leader", "orchestrator"])
-@pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
+@pytest.mark.parametrize(
+    ("error", "mode"),
+    [(ValueError("broken"), "orchestrator"), (KeyboardInterrupt(), "leader")],
+    ids=["error", "ctrl-c"],
+)
 def test_failure_of_one_thread_is_its_own(error: BaseException, mode: Mode, llama_uncompiled_dir: Path) -> None:
     with LLM(llama_uncompiled_dir, mode=mode) as llm:
         bad, good = llm.encode("Once")[0], llm.encode(PROMPT)[0]
@@ -246,20 +249,6 @@ def test_stream_that_is_collected_within_a_step_disturbs_nothing(mode: Mode, lla
         assert ids_of(llm, drafter=drafter) == alone
         assert ids_of(llm) == alone and llm.engine.cache_usage == 0
         llm.engine._blocks.check_integrity()
-
-
-def test_times_are_of_a_threads_own_steps(llama_uncompiled_dir: Path) -> None:
-    """Added up they are the engines' own, of the target and of the draft model."""
-    with LLM(llama_uncompiled_dir) as llm:
-        session = llm.session(DraftTargetDrafter(llama_uncompiled_dir, 3), "fixed")
-        request, draft_engine = llm.request_of(GREEDY).with_prompt(0, llm.encode(PROMPT)[0]), session.draft_engine
-        assert draft_engine is not None
-        before = llm.engine.step_time_s, draft_engine.step_time_s
-        found: list[Any] = []
-        run_all(*[lambda: found.append(session.run([request]).times)] * 4)
-        assert sum(one.target_time_s for one in found) == pytest.approx(llm.engine.step_time_s - before[0])
-        assert sum(one.draft_model_time_s for one in found) == pytest.approx(draft_engine.step_time_s - before[1])
-        assert all(one.wall_s > one.target_time_s + one.draft_time_s for one in found)
 
 
 def test_who_has_had_a_turn_does_not_come_before_who_waits() -> None:

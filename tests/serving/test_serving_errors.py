@@ -20,6 +20,7 @@ from commands.serve.http.bodies import Document
 from commands.serve.http.errors import HTTPError, of_validation
 from commands.serve.protocol.conversations import ended_after
 from commands.serve.protocol.schema import ChatRequest, CompletionRequest, MessagesRequest, refused_field, validate_body
+from runtime.drafters.specs import NgramDrafter
 from runtime.text.text import encode_text
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -253,11 +254,60 @@ def test_fields_that_ask_for_nothing_are_taken(served: Served) -> None:
     assert served.post(COMPLETIONS, prompt=PROMPT, **nothing, **clients).status_code == 200
 
 
-def test_another_model_is_not_found(served: Served) -> None:
+def test_another_model_is_not_found_unless_any_is_taken(served: Served, make_served: MakeServed) -> None:
     for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": MESSAGES}), ("/tokenize", {"prompt": "a"})):
-        assert check_error(served.post(path, model="gpt-4", **body), 404, "model")["code"] == "model_not_found"
+        error = check_error(served.post(path, model="gpt-4", **body), 404, "model")
+        assert error["code"] == "model_not_found"
+        assert error["message"] == "the model `gpt-4` does not exist; this server has `tiny`, `tiny-alias`"
         assert served.post(path, model="tiny-alias", **body).status_code == 200
     check_error(served.client.get("/v1/models/gpt-4"), 404)
+    of_anthropic = served.post("/v1/messages", model="opus", max_tokens=2, messages=MESSAGES).json()
+    assert "`opus`" in of_anthropic["error"]["message"] and "`tiny`" in of_anthropic["error"]["message"]
+    open_minded = make_served(any_model=True)
+    assert open_minded.post(CHAT, model="gpt-4", messages=MESSAGES, max_tokens=2).json()["model"] == "tiny"
+    assert open_minded.client.get("/v1/models/gpt-4").status_code == 200
+
+
+def test_each_request_is_logged_in_a_line_without_its_text(
+    make_served: MakeServed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logging = make_served(NgramDrafter(4, 2), log_requests=True)
+    asked = {"prompt": "The secret dog had a red ball and a red ball. The", "max_tokens": 8, "temperature": 0}
+    usage = [logging.complete(**asked)["usage"] for _ in range(2)][1]
+    logging.stream(**asked, model="tiny-alias")
+    logging.post(COMPLETIONS, **asked, model="gpt-4\x1b[2J")
+    logging.client.get("/v1/models?secret=1")
+    first, again, streamed, unknown, models = [line for line in capsys.readouterr().err.splitlines() if "/v1/" in line]
+    assert "POST /v1/completions 200 in " in first and "(0 cached)" in first
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    told = f"{usage['prompt_tokens']} prompt tokens ({cached} cached), {usage['completion_tokens']} output, "
+    assert f": tiny, {told}" in again and f": tiny-alias, {told}" in streamed and again.endswith(" a step") and cached
+    assert " 404 in " in unknown and unknown.endswith(": gpt-4\\x1b[2J")
+    assert "GET /v1/models 200 in " in models and models.endswith(" s")
+    assert not any("secret" in line or "dog" in line for line in (first, again, streamed, unknown, models))
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "route"),
+    [
+        ("POST", "/api/chat", "POST /v1/chat/completions"),
+        ("POST", "/api/generate", "POST /v1/completions"),
+        ("GET", "/api/tags", "GET /v1/models"),
+        ("POST", "/completion", "POST /v1/completions"),
+        ("GET", "/v1", "GET /v1/models"),
+        ("GET", "/v1/", "GET /v1/models"),
+        ("POST", "/v1/v1/chat/completions", "POST /v1/chat/completions"),
+        ("POST", "/chat/completions", "POST /v1/chat/completions"),
+        ("POST", "/v1/messages/v1/messages", "POST /v1/messages"),
+        ("POST", "/v1/chat/completion", "POST /v1/chat/completions"),
+        ("POST", "/api/embed", "no embeddings"),
+        ("GET", "/v1/chat/completions", "it takes POST"),
+    ],
+)
+def test_a_route_of_another_server_names_ours(served: Served, method: str, path: str, route: str) -> None:
+    response = served.client.request(method, path, json={} if method == "POST" else None)
+    message = response.json()["error"]["message"]
+    assert response.status_code in (404, 405) and message.startswith(f"{method} {path}: ") and message.endswith(route)
 
 
 def test_unknown_paths_and_methods_are_told_in_the_same_form(served: Served) -> None:

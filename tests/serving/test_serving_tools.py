@@ -120,7 +120,24 @@ def test_with_auto_only_the_beginning_of_a_call_binds(tooled: Served) -> None:
     assert matcher.num_legal(sequence.tokens, tag) == len(tag) and not matcher.forced(sequence.tokens, tag[:-1])
     forced = matcher.forced(sequence.tokens, tag)
     assert tokenizer.decode(forced).startswith('\n{"name": "step", "arguments": ')
-    assert ask_chat(tooled.model, body.model_copy(update={"tool_choice": "none"}))[0].request.grammar is None
+    (uncalled,) = ask_chat(tooled.model, body.model_copy(update={"tool_choice": "none"}))
+    free = Sequence.start(uncalled.request)
+    assert free.sampler.matcher is not None and free.sampler.matcher.num_legal(free.tokens, tag) < len(tag)
+
+
+def test_the_prompt_has_all_tools_whichever_may_be_called(tooled: Served, make_served: MakeServed) -> None:
+    """So the last turn of an agent, which may call nothing, finds the turns before it in the cache."""
+    only_stop = {"type": "function", "function": {"name": "stop"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [only_stop]}}
+    long = [{"role": "user", "content": "Go on, and then on and on, until the end of all of it, and back."}]
+    found = []
+    for choice in ("auto", "auto", "none", allowed, NAMED):
+        usage = tooled.post(CHAT, messages=long, tools=TOOLS, tool_choice=choice, max_tokens=4).json()["usage"]
+        found.append((usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
+    assert set(found[2:]) == {found[1]} and 0 < found[1][1] < found[1][0]
+    untaught = make_served(None)  # its template knows no tools: those that may not be called are left out
+    assert untaught.post(CHAT, messages=ASKED, tools=TOOLS, tool_choice="none", max_tokens=2).status_code == 200
+    assert untaught.post(CHAT, messages=ASKED, tools=TOOLS, max_tokens=2).status_code == 400
 
 
 def test_reasoning_is_told_beside_the_text(tooled: Served) -> None:

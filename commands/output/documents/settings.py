@@ -133,7 +133,7 @@ class EngineRecord(Record):
     build_config: BuildConfig
     environment: Environment
     logits_check: LogitsCheck
-    compiler_note: str | None = Field(description="why the compiler is not the one that was asked for")
+    compiler_note: str | None = Field(description="why the default compiler is not `aot`: operations that it lacks")
     arithmetic: Arithmetic | None = Field(description="of the kernels for linear layers; null where they are not used")
     batch_invariant: bool = Field(description="whether a token's logits are the same bits whatever else is in its step")
     quantization: Quantization | None = absent("null where linear layers are not quantized")

@@ -21,6 +21,8 @@ from commands.serve.http.bodies import ClientGone, Clock, EventStream, Group, Wa
 from commands.serve.http.clients import client_of
 from commands.serve.http.errors import FieldNames, HTTPError, fields_named
 from commands.serve.http.openapi import ServerMetrics, answers, errors, openapi_schema, page_response
+from commands.serve.http.other_routes import what_is_there
+from commands.serve.http.request_log import note_answers, note_model
 from commands.serve.protocol.answers import (
     ChatAnswer,
     CompletionAnswer,
@@ -92,13 +94,13 @@ class Server:
 
         def prepare() -> tuple[G, list[ServeRequest], FieldNames]:
             body = parse_body(raw, model)
-            self.served.check_name(body.model)
+            self._check_name(request, body.model)
             names = FieldNames(body.field_names)
             with fields_named(names):
                 return body, ask(self.served, body), names
 
         body, asked, names = await self.aside(prepare)
-        return body, submit(self.served.loop, asked, client_of(request.scope, body.user), names)
+        return body, self._submit(request, body, asked, names)
 
     async def ask_as_chat(
         self, request: Request, model: type[L], translate: Callable[[L], ChatRequest]
@@ -108,7 +110,7 @@ class Server:
 
         def prepare() -> tuple[L, ChatRequest, list[ServeRequest], FieldNames]:
             body = parse_body(raw, model)
-            self.served.check_name(getattr(body, "model", None))
+            self._check_name(request, getattr(body, "model", None))
             with fields_named(FieldNames({}, body.CHAT_FIELDS)):
                 chat = translate(body)
             names = FieldNames(chat.field_names, body.CHAT_FIELDS)
@@ -116,7 +118,16 @@ class Server:
                 return body, chat, ask_chat(self.served, chat), names
 
         body, chat, asked, names = await self.aside(prepare)
-        return body, chat, submit(self.served.loop, asked, client_of(request.scope, chat.user), names)
+        return body, chat, self._submit(request, chat, asked, names)
+
+    def _check_name(self, request: Request, name: str | None) -> None:
+        note_model(request.scope, name or self.served.name)
+        self.served.check_name(name)
+
+    def _submit(self, request: Request, body: Generation, asked: list[ServeRequest], names: FieldNames) -> Group:
+        group = submit(self.served.loop, asked, client_of(request.scope, body.user), names)
+        note_answers(request.scope, group.answers, body.n or 1)
+        return group
 
     async def reply(self, request: Request, body: Generation, group: Group, reply: Any) -> Response:
         waiting = self.waiting(request.receive)
@@ -422,6 +433,11 @@ async def _on_client_gone(request: Request, error: Any) -> Response:
 
 async def _on_routing_error(request: Request, error: Any) -> Response:
     message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    if error.status_code == 404:
+        schema = request.app.openapi()  # the routes that clients are told of
+        message += what_is_there(request.url.path, {path: map(str.upper, own) for path, own in schema["paths"].items()})
+    elif error.status_code == 405 and (methods := (error.headers or {}).get("Allow")):
+        message += f"; it takes {methods}"
     body = HTTPError(error.status_code, message).body_at(request.url.path)
     return JSONResponse(body, error.status_code, error.headers)
 

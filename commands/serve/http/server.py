@@ -251,7 +251,7 @@ class _Server(uvicorn.Server):
                 self._has_said_so = True
                 stderr().print(
                     f"shutting down: waiting for {_requests(len(groups))}, at most {self._shutdown_timeout_s:g} s; "
-                    "another Ctrl-C ends them",
+                    "Ctrl-C again to stop now",
                     soft_wrap=True,
                 )
             if is_late:

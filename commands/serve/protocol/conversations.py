@@ -24,7 +24,7 @@ from commands.serve.served import ServedModel
 from runtime.core.form_prover import FormsBusy
 from runtime.core.grammar import CompiledGrammar
 from runtime.core.params import Grammar
-from runtime.text.call_formats import Tool, ToolFormat
+from runtime.text.call_formats import JsonCall, Tool, ToolFormat
 from runtime.text.call_grammar import Calls, SpecialIds, call_grammar, schema_grammar
 from runtime.text.chat import Message, TemplateInputs
 from runtime.text.parser import OutputForm, OutputParser, Parser, SpecialTokens
@@ -44,7 +44,7 @@ def chat_tokens(served: ServedModel, body: Conversation) -> list[int]:
     if not served.has_chat_template:
         raise HTTPError(400, "the model's tokenizer has no chat template: send a prompt to /v1/completions instead")
     template = served.llm.chat_template
-    text = template.tool_text if body.callable_tools else template.text
+    text = template.tool_text if body.shown_tools else template.text
     messages, inputs = _messages(body), _inputs(text, body)
     size = sum(len(one["content"]) for one in messages) + len(json.dumps(inputs.tools))
     served.check_text_len(size, body.said_in)
@@ -54,7 +54,10 @@ def chat_tokens(served: ServedModel, body: Conversation) -> list[int]:
     has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
     if (inputs.tools or has_calls) and not template.knows_tools:
         form = served.tool_format
-        if form is None:
+        is_writable = form is not None and isinstance(form.call, JsonCall)
+        if not is_writable and not body.callable_tools and not has_calls:
+            inputs = replace(inputs, tools=())  # nothing is lost: none of them may be called
+        elif form is None:
             raise HTTPError(
                 400,
                 "the model's chat template knows no tools: take a model that was trained for them, or start the "
@@ -62,11 +65,12 @@ def chat_tokens(served: ServedModel, body: Conversation) -> list[int]:
                 param="tools" if inputs.tools else body.said_in,
                 code="no_tools",
             )
-        try:
-            messages = with_tools_as_text(messages, inputs.tools, form)
-        except SpecDecError as error:
-            raise as_http_error(error, "tools") from None
-        inputs = replace(inputs, tools=())
+        else:
+            try:
+                messages = with_tools_as_text(messages, inputs.tools, form)
+            except SpecDecError as error:
+                raise as_http_error(error, "tools") from None
+            inputs = replace(inputs, tools=())
     if "alternate" in text:
         messages = _alternating(_with_system_first(messages))
     elif "System message must be at the beginning" in text:
@@ -102,7 +106,7 @@ def _inputs(template: str, body: Conversation) -> TemplateInputs:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
         if body.reasoning_effort == "none":
             variables.setdefault("enable_thinking", False)
-    tools = [_tool_document(tool) for tool in body.callable_tools]
+    tools = [_tool_document(tool) for tool in body.shown_tools]
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         what = "`continue_final_message` and `add_generation_prompt` cannot both be true"
@@ -257,6 +261,8 @@ def reader_of(served: ServedModel, body: ChatRequest, prompt: Seq[int]) -> tuple
     """
     own = served.response_template
     if own is not None and body.separate_reasoning is not False:
+        if not body.callable_tools:
+            own = own | {"fields": {name: one for name, one in own["fields"].items() if name != "tool_calls"}}
         special = SpecialTokens(served.special_tokens, served.special_tokens)
         tools = [_tool_document(tool) for tool in body.callable_tools]
         return TemplateParser(own, _prompt_end(served, prompt), tools, special), special
@@ -282,9 +288,11 @@ def form_grammar(served: ServedModel, body: ChatRequest, prompt: Seq[int]) -> Co
     tools = tools_of(body)
     form = output_form(served, body)
     in_reasoning = is_in_reasoning(served, form, prompt)
+    format_of = served.tool_format
+    if not tools and body.shown_tools and not body.forms and format_of is not None:
+        return _compiled_calls(served, Calls((), "none"), format_of, form, in_reasoning=in_reasoning)
     if not tools:
         return _after_thought(served, body, form) if in_reasoning and body.forms else None
-    format_of = served.tool_format
     is_auto = body.call_choice == "auto"
     if format_of is None:
         if is_auto and served.response_template is not None:

@@ -470,6 +470,11 @@ class Conversation(Lenient):
         return choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
 
     @property
+    def shown_tools(self) -> list[FunctionTool]:
+        """Tools that are written into the prompt: all, whichever may be called, so that the K/V cache has its start."""
+        return self.tools or []
+
+    @property
     def callable_tools(self) -> list[FunctionTool]:
         """Tools that may be called."""
         if isinstance(self.tool_choice, AllowedTools):

@@ -6,7 +6,6 @@ operation: beside a small or quantized target these take longer than the weights
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, cast
@@ -16,9 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from runtime.checkpoint.config import LayerShape
-from runtime.compiler.compilation import TOKENWISE, add_program, raise_interrupt, traced_program
-from runtime.compiler.cutting import CutStep
-from runtime.compiler.programs import Files
+from runtime.compiler.compilation import TokenStep, add_program, token_step_of
 from runtime.core.batch import Batch, pack
 from runtime.core.kv_cache import KVPool
 from runtime.kernels.ops import describe_kernels
@@ -124,11 +121,12 @@ def _outputs(head: PagedHead, ids: Tensor, positions: Tensor, states: Tensor, pa
 class HeadProgram:
     """A head's pass as one program."""
 
-    def __init__(self, head_pass: "_Pass", cut: CutStep, files: Seq[Files]) -> None:
+    def __init__(self, head_pass: "_Pass", step: TokenStep) -> None:
         self._pass = head_pass  # whose weights it reads
         self._step: Any = torch.classes.specdec.CutStep()
-        for call in cut.calls:
-            add_program(self._step, files[call.program][TOKENWISE], dict(call.weights()), (call.inputs, call.outputs))
+        for call in step.cut.calls:
+            places = [call.inputs, call.outputs]
+            add_program(self._step, step.codes[call.program], dict(call.weights()), places)
 
     def __call__(self, batch: Batch, states: Tensor, paged: PagedInputs) -> Tensor:
         """(B x Q, state_size) outputs, of states as many."""
@@ -145,7 +143,7 @@ def use_programs(head: nn.Module, pool: KVPool, dtype: torch.dtype, arithmetic: 
 
 
 def _program_of(head: PagedHead, pool: KVPool, dtype: torch.dtype, arithmetic: int) -> HeadProgram | None:
-    """None if it is none: some layers have operations that programs do not have."""
+    """None if it is none: some layers have operations that programs lack."""
     from runtime.compiler.capture import example_rows  # with torch's compiler
 
     block_size = pool.keys[0].shape[3]
@@ -158,11 +156,8 @@ def _program_of(head: PagedHead, pool: KVPool, dtype: torch.dtype, arithmetic: i
     of_tokens, of_pools = {0: "rows", 1: "tokens"}, [{0: "num_blocks"}] * (len(inputs) - _NUM_BEFORE_POOLS)
     sizes = (*[of_tokens] * (_NUM_BEFORE_POOLS - 1), {0: "rows", 1: "blocks of a row"}, *of_pools)
     describe_kernels()
-    try:
-        return HeadProgram(head_pass, *traced_program(head_pass, tuple(inputs), sizes, arithmetic))
-    except Exception as error:  # whatever it is about the head, its layers do without
-        raise_interrupt(error)
-        return None
+    found = token_step_of(head_pass, tuple(inputs), sizes, arithmetic)
+    return None if found is None else HeadProgram(head_pass, found)
 
 
 _NUM_BEFORE_POOLS, _FEW_BLOCKS = 6, 7

@@ -1,10 +1,15 @@
 """DeepSeek V2 to V4, and DeepSeek-OCR 2."""
 
 from runtime.model.families.family import Family
-from runtime.model.replaced import Indexed, Indexer
+from runtime.model.replaced import Indexed, Indexer, RotaryOfPairs
+
+
+class RealRotary(RotaryOfPairs):
+    heads_dim = 1
+
 
 FAMILIES = (
-    Family("deepseek_v2", ignores={"norm_topk_prob"}),
+    Family("deepseek_v2", replaced={"DeepseekV2RotaryEmbedding": RealRotary}, ignores={"norm_topk_prob"}),
     Family("deepseek_v3", always={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}),
     Family(
         "deepseek_v32", replaced={"DeepseekV32Indexer": Indexer, "DeepseekV32Attention": Indexed}, ignores={"mlp_bias"}

@@ -1,18 +1,15 @@
 """Llama 4: queries with a temperature, rotation by complex numbers, experts that compute every token."""
 
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from runtime.model.attention import CACHE, KERNEL, PAGED, PagedInputs, Recorded
+from runtime.model.attention import CACHE, PagedInputs, Recorded
 from runtime.model.experts import computes_by_kernel, expert_product
 from runtime.model.families.family import Family
-from runtime.model.replaced import Replaced, own_module
+from runtime.model.replaced import Replaced, RotaryOfPairs
 
 
 class _Positions:
@@ -48,22 +45,8 @@ class TemperedAttention(Replaced):
         return super().forward(hidden_states, *arguments, **kwargs)
 
 
-class RealRotary(Replaced):
-    """Cosines and sines (1, B x Q, D / 2, 2) instead of complex numbers."""
-
-    inv_freq: Tensor
-    attention_scaling: float
-
-    def prepare(self, name: str, model: PreTrainedModel) -> None:
-        _rotate_real_numbers(own_module(self))
-
-    @torch.no_grad()
-    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        if self.model_config._attn_implementation not in (KERNEL, PAGED):
-            factors: Tensor = super().forward(x, position_ids)
-            return factors
-        angles = position_ids[..., None].float() * self.inv_freq.float()
-        return torch.stack([angles.cos(), angles.sin()], -1) * self.attention_scaling
+class RealRotary(RotaryOfPairs):
+    heads_dim = 2
 
 
 class Mixture(Replaced):
@@ -87,28 +70,6 @@ class Mixture(Replaced):
         routed = expert_product(self.experts, "down_proj", up * self.experts.act_fn(gate), chosen.flatten())  # type: ignore[operator]
         summed = routed.reshape(*chosen.shape, -1).sum(1)
         return self.shared_expert(x) + summed, logits
-
-
-def _rotate_real_numbers(module: Any) -> None:
-    """Have transformers' module rotate by cosines and sines too."""
-    theirs: Callable[..., Any] = module.apply_rotary_emb
-    if hasattr(theirs, "of_complex"):
-        return
-
-    @wraps(theirs)
-    def apply_rotary_emb(query: Tensor, key: Tensor, factors: Tensor) -> Any:
-        if factors.is_complex():
-            return theirs(query, key, factors)
-        return tuple(_rotated(one, factors[:, :, None]) for one in (query, key))
-
-    apply_rotary_emb.of_complex = theirs  # type: ignore[attr-defined]
-    module.apply_rotary_emb = apply_rotary_emb
-
-
-def _rotated(heads: Tensor, factors: Tensor) -> Tensor:
-    pairs = heads.float().reshape(*heads.shape[:-1], -1, 2)
-    (first, second), (cos, sin) = ((one[..., 0], one[..., 1]) for one in (pairs, factors))
-    return torch.stack([first * cos - second * sin, first * sin + second * cos], -1).flatten(3).type_as(heads)
 
 
 FAMILIES = (

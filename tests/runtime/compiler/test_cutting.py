@@ -12,13 +12,14 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from runtime.compiler import cutting
-from runtime.compiler.capture import StepForm, by_trace
-from runtime.compiler.cutting import CannotBeCut, CutStep, cut_step, describe
+from runtime.compiler.capture import StepForm
+from runtime.compiler.cutting import CutStep, cut_step, describe
 from runtime.kernels.ops import describe_kernels, load_kernels
 from runtime.model.attention import KERNEL, PagedInputs
 from runtime.model.experts import experts_by_kernel
 from runtime.model.model import Step, probe_config
 from runtime.model.weights import num_bytes_of
+from scripts.tools.families import random_model, small_config
 
 BLOCK_SIZE = 16
 
@@ -33,7 +34,7 @@ def cut(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> CutStep:
     shapes = probe_config(deepcopy(model.config))
     model.set_attn_implementation(KERNEL)
     with torch.no_grad(), experts_by_kernel(model):
-        return cut_step(StepForm(Step(model), shapes, BLOCK_SIZE, dtype), by_trace, 0)
+        return cut_step(StepForm(Step(model), shapes, BLOCK_SIZE, dtype), 0)
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +72,6 @@ def test_layers_of_one_kind_may_each_have_their_own_of_one_function() -> None:
     assert len(step.programs) == 3 and len(step.calls) == 4
 
 
-@pytest.mark.slow  # few pools and all are two cuts of a step, too
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_step_is_cut_in_the_same_way_each_time(family: str, three_layers: CutStep) -> None:
-    first = three_layers if family == "llama" else cut(make_model(family))
-    cuts = [first, cut(make_model(family, num_hidden_layers=3))]
-    calls = [[(call.program, call.inputs, call.outputs, call.layout) for call in step.calls] for step in cuts]
-    assert len(calls[0]) == 4 and calls[1] == calls[0]
-
-
 MIXED = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 
 
@@ -112,15 +104,6 @@ def test_a_pool_that_something_else_reads_is_not_shared(monkeypatch: pytest.Monk
     assert set(keys[-1]) & set(range(5, 8)) == {5} == set(keys[1]) & set(range(5, 8))
 
 
-@pytest.mark.parametrize(
-    "family", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt-neox", "opt"))]
-)
-def test_layers_with_layer_norms_are_of_one_kind(family: str) -> None:
-    """The shape that is normalized is a tuple, and each layer has its own."""
-    step = cut(make_model(family, num_hidden_layers=3))
-    assert len(step.programs) == 3 and len(step.calls) == 4
-
-
 def test_a_program_is_the_same_in_a_deeper_model_of_that_width(two_layers: CutStep, three_layers: CutStep) -> None:
     assert [describe(program) for program in two_layers.programs] == [
         describe(program) for program in three_layers.programs
@@ -141,15 +124,19 @@ def test_layers_that_compute_by_their_number_are_not_one_program(monkeypatch: py
         return output * (1 + self.layer_idx), None
 
     monkeypatch.setattr(LlamaAttention, "forward", scaled)
-    with pytest.raises(CannotBeCut, match="its layers compute by their number"):
-        cut(make_model("llama", num_hidden_layers=3))
-
-
-def test_a_model_of_which_torch_computes_products_is_not_cut() -> None:
-    with pytest.raises(CannotBeCut, match="torch computes some of its products"):
-        cut(make_model("llama", intermediate_size=49))  # the kernels take pairs of inputs
+    assert cut(make_model("llama", num_hidden_layers=3)).why_whole == "its layers compute by their number"
 
 
 def test_a_model_of_one_layer_is_not_cut() -> None:
-    with pytest.raises(CannotBeCut, match="several layers"):
-        cut(make_model("llama", num_hidden_layers=1))
+    step = cut(make_model("llama", num_hidden_layers=1))
+    assert step.why_whole == "it has no list of several layers" and len(step.calls) == len(step.programs) == 1
+
+
+def test_layers_that_return_more_or_share_what_they_make_are_not_cut() -> None:
+    """Found before layers are calls: what follows them would be handed something else."""
+    reasons = {
+        "bamba": "its layers return more than hidden states",
+        "gemma3n_text": "its layers share what they make",
+    }
+    for family, reason in reasons.items():
+        assert cut(random_model(family, small_config(family), 0.3, 0.3)).why_whole == reason

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from by_torch import SizedForm, traced_for
 from tiny import FAMILIES, make_model
 from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
 
-from runtime.compiler.capture import StepForm, by_export, example_pool, example_rows, example_states
+from runtime.compiler.capture import example_pool, example_rows, example_states
 from runtime.compiler.selection import select_early
 from runtime.core.batch import pack
 from runtime.model.attention import PAGED
@@ -16,7 +18,7 @@ from runtime.model.model import Step, probe_config
 
 BLOCK_SIZE = 16
 # Linear layers after the last attention, the output layer aside. Who folds tokens into another shape keeps them all.
-NUM_LATE = {"gpt2": 0, "opt": 0, "mixtral": 0, "qwen2-moe": 0, "phi3": 3, "gpt-neox": 3}
+NUM_LATE = {"gpt2": 0, "opt": 0, "phi3": 3, "gpt-neox": 3}
 
 
 def num_linears(program: GraphModule, num_tokens: str) -> int:
@@ -25,7 +27,7 @@ def num_linears(program: GraphModule, num_tokens: str) -> int:
     return sum(str(layer.meta["val"].shape[-2]) == num_tokens for layer in layers)
 
 
-# As few layers as there are kinds of them, and two of llama's: exporting takes a second or two for each.
+# As few layers as there are kinds of them, and two of llama's.
 LAYERS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
@@ -34,13 +36,14 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 
 
-EXPORTED = [family for family in FAMILIES if family != "qwen3.5"]
-"""Torch's own linear attention loops as often as values say; its step is exported with the kernel alone."""
+TRACED = [family for family in FAMILIES if family not in ("qwen3.5", "mixtral", "qwen2-moe")]
+"""Torch's own linear attention loops as often as values say, and its experts' product has no form in float32: steps of
+these are traced with kernels alone."""
 
 
 @pytest.mark.one_in(20)
 @pytest.mark.parametrize("layers", ["few", pytest.param("all", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", EXPORTED)
+@pytest.mark.parametrize("family", TRACED)
 def test_unwanted_tokens_are_not_computed_and_logits_stay(family: str, layers: str) -> None:
     model = make_model(family, **({} if layers == "all" else LAYERS.get(family, {"num_hidden_layers": 1})))
     model.set_attn_implementation(PAGED)
@@ -51,26 +54,16 @@ def test_unwanted_tokens_are_not_computed_and_logits_stay(family: str, layers: s
     batch, states = pack(rows, BLOCK_SIZE, torch.device("cpu")), example_states(shapes, rows, torch.float32)
     with torch.no_grad():
         expected = step(*batch.tensors(), *pool.tensors(), *states)
-        program = StepForm(step, shapes, BLOCK_SIZE, torch.float32).graph(by_export)
+        given = (*batch.tensors(), *pool.tensors(), *states)
+        program = SizedForm(step, shapes, BLOCK_SIZE, torch.float32, given).graph()
         indices = next(n for n in program.graph.nodes if n.name == "logit_indices").meta["val"]
         num_wanted = str(indices.shape[0])
         assert num_linears(program, num_wanted) == 1
         select_early(program, "logit_indices")
         assert num_linears(program, num_wanted) == 1 + NUM_LATE.get(family, 4)
         program.graph.lint()
-        logits = program(*batch.tensors(), *pool.tensors(), *states)
+        (logits,) = program(*tree_leaves(given))
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_step_that_picks_nothing_is_left_alone() -> None:
-    class Plain(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.relu()[:, :2]
-
-    program = torch.export.export(Plain(), (torch.ones(1, 4, 3),)).module(check_guards=False)
-    before = str(program.graph)
-    select_early(program, "logit_indices")
-    assert str(program.graph) == before
 
 
 def test_operation_that_looks_at_other_tokens_is_not_passed() -> None:
@@ -80,14 +73,12 @@ def test_operation_that_looks_at_other_tokens_is_not_passed() -> None:
         def forward(self, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
             return (x.cumsum(1) * 2)[:, indices]
 
-    tokens = torch.export.Dim("tokens", min=2)
     x, indices = torch.arange(15.0).reshape(1, 5, 3), torch.tensor([1, 4])
-    sizes = {1: tokens}, {0: torch.export.Dim.DYNAMIC}
-    program = torch.export.export(Sums(), (x, indices), dynamic_shapes=sizes).module(check_guards=False)
+    program = traced_for(Sums(), (x, indices))
     select_early(program, "indices")
     targets = [str(n.target) for n in program.graph.nodes if n.op == "call_function" and "assert" not in str(n.target)]
     assert targets[-3:] == ["aten.cumsum.default", "aten.index.Tensor", "aten.mul.Tensor"]
-    assert torch.equal(program(x, indices), (x.cumsum(1) * 2)[:, indices])
+    assert torch.equal(program(x, indices)[0], (x.cumsum(1) * 2)[:, indices])
 
 
 def test_tokens_are_not_picked_before_they_are_changed() -> None:
@@ -104,8 +95,7 @@ def test_tokens_are_not_picked_before_they_are_changed() -> None:
             return self.last(made)[:, indices]
 
     module, x, indices = Changes().eval(), torch.rand(1, 5, 4), torch.tensor([1, 4])
-    sizes = {1: torch.export.Dim("tokens", min=2)}, {0: torch.export.Dim.DYNAMIC}
     with torch.no_grad():
-        program = torch.export.export(module, (x, indices), dynamic_shapes=sizes).module(check_guards=False)
+        program = traced_for(module, (x, indices))
         select_early(program, "indices")
-        torch.testing.assert_close(program(x, indices), module(x, indices))
+        torch.testing.assert_close(program(x, indices)[0], module(x, indices))

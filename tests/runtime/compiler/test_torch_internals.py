@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,46 +17,21 @@ from runtime.util.errors import SpecDecError
 RUNTIME = Path(__file__).parents[3] / "runtime"
 
 
-def package_files(f: str, *, aoti_files: list[str]) -> None:
-    """Return it as `package_pt2` might be in another torch."""
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        pytest.param(
-            lambda patch: patch.delattr("torch._inductor.aot_compile"),
-            "`torch._inductor.aot_compile`",
-            id="gone",
-        ),
-        pytest.param(
-            lambda patch: patch.delattr("torch.export.pt2_archive._package_weights.Weights"),
-            "`torch.export.pt2_archive._package_weights.Weights`",
-            id="class gone",
-        ),
-        pytest.param(
-            lambda patch: patch.setattr("torch.export.pt2_archive._package.package_pt2", package_files),
-            "`torch.export.pt2_archive._package.package_pt2`; `extra_files`",
-            id="called otherwise",
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", ["torch.fx.node.map_aggregate", "torch._inductor.cpu_vec_isa.VecISA"])
 def test_torch_that_lacks_something_is_named_and_nothing_is_written(
-    change: Callable[[pytest.MonkeyPatch], None],
-    message: str,
+    name: str,
     llama_checkpoint_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     said: Said,
 ) -> None:
-    """It was taken for a model that cannot be exported, and an engine of another kind was made."""
     check_names()
-    change(monkeypatch)
+    monkeypatch.delattr(name)
     monkeypatch.setattr("torch.__version__", "2.14.0")
     output, build, cpu = tmp_path / "engine", make_build(compiler="aot"), torch.device("cpu")
     with pytest.raises(SpecDecError) as error:
         build_engine(llama_checkpoint_dir, output, build, cpu, replace=False, phase=lambda name: None)
-    said(error, torch.__version__, *message.split("; "))
+    said(error, torch.__version__, f"`{name}")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from sentences import Said
 from tiny import VOCAB_SIZE, hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
@@ -16,14 +15,11 @@ from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import BestOf, DraftingModel, FirstOf
 from runtime.drafters.confidence_stop import ConfidenceStop
-from runtime.drafters.draft_state import DraftState
 from runtime.drafters.draft_target import SelfDraft
-from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.opened import BoundedDrafter
 from runtime.drafters.protocol import Drafter
 from runtime.engine.engine import Engine
 from runtime.loop import orchestrator, scheduler
-from runtime.util.errors import SpecDecError
 
 LOOPS: dict[str, Callable[..., Any]] = {"orchestrator": orchestrator.generate, "leader": scheduler.generate}
 NUM_NEW_TOKENS, DRAFT_LEN = 24, 6
@@ -117,24 +113,6 @@ def count_copy(engine: Engine) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("own_s", [0.0, 0.1, 1.0])
-def test_output_is_hugging_faces(loop: str, own_s: float, engine: Engine, model: PreTrainedModel) -> None:
-    chain = choosing(NgramLookup(3), SelfDraft(engine, use_logits=False), own_s)
-    sequences = answer(engine, loop, make_requests(), chain)
-    assert {s.request.id: s.output_tokens for s in sequences} == texts_of(model)
-    assert sum(s.stats.num_accepted_draft_tokens for s in sequences) > 0
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_sampled_text_is_that_without_drafts(loop: str, engine: Engine) -> None:
-    chain = choosing(NgramLookup(3), SelfDraft(engine, use_logits=False), 0.1)
-    drafted = answer(engine, loop, make_requests(SAMPLED), chain)
-    engine.clear_cache()
-    plain = answer(engine, loop, make_requests(SAMPLED), None)
-    assert [s.output_tokens for s in drafted] == [s.output_tokens for s in plain]
-
-
 @pytest.mark.parametrize("use_logits", [False, True])
 @pytest.mark.parametrize("num_right", [0, 2, 6])
 def test_suggestions_change_no_draft_and_save_steps(
@@ -223,17 +201,6 @@ def test_the_copy_looks_at_short_lookups_and_goes_on(
     assert max(count_copy) == 4 and len(count_copy) < 0.75 * sequence.stats.num_draft_tokens
 
 
-def test_ids_of_no_token_are_refused_before_the_copy_reads_them(
-    engine: Engine, count_copy: list[int], said: Said
-) -> None:
-    drafter = SelfDraft(engine, use_logits=False)
-    guesser = Guesser({i: [VOCAB_SIZE + 5] * 99 for i in range(5)}, 9, match_len=1)
-    with pytest.raises(SpecDecError) as raised:
-        answer(engine, "leader", make_requests(), choosing(guesser, drafter, 0.0))
-    said(raised, VOCAB_SIZE, VOCAB_SIZE + 5)
-    assert not count_copy
-
-
 def test_a_lookup_that_is_always_right_is_sent_as_it_is(engine: Engine, model: PreTrainedModel) -> None:
     """However short its match: after a few times it is known what such matches are worth."""
     drafter = SelfDraft(engine, use_logits=False)
@@ -269,14 +236,6 @@ def test_the_better_of_two_lookups_is_soon_sent(engine: Engine, model: PreTraine
         assert {s.request.id: s.output_tokens for s in sequences} == texts
         # Whose first draft is wrong has one step more than it takes with drafts that are right.
         assert sum(s.stats.num_steps for s in sequences) <= len(PROMPTS) * (-(-NUM_NEW_TOKENS // (DRAFT_LEN + 1)) + 1)
-
-
-def test_the_longer_match_is_trusted_first() -> None:
-    short, long = Guesser({0: [1, 1, 1]}, 9, match_len=1), Guesser({0: [2, 2, 2]}, 9, match_len=9)
-    sequence = Sequence.start(Request(0, (5, 6), 9))
-    for lookups in ([short, long], [long, short]):
-        chain = BestOf(lookups, [], lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
-        assert [draft.tokens for draft in chain.propose([sequence], 3)] == [[2, 2, 2]]
 
 
 def test_what_was_drawn_is_sent_whatever_it_is_worth() -> None:
@@ -320,18 +279,6 @@ def test_lookups_go_on_behind_a_models_draft_as_far_as_that_pays(token_s: float,
     assert draft.tokens == [*text[76:78], *looked_up[78 : 76 + sent]]
 
 
-def test_nothing_goes_on_behind_what_was_drawn() -> None:
-    class Drawing(Guesser):
-        def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-            return [Draft([7], torch.eye(VOCAB_SIZE)[[7]]) for _ in sequences]
-
-    model = DraftingModel(Drawing({}, 0, 0), 2, lambda batch, context: 0.0)
-    chain = BestOf(
-        [OnlyAhead({0: [7, 8, 9, 10]}, 9, match_len=9)], [model], lambda batch, context, draft_len: 1.0, VOCAB_SIZE
-    )
-    assert [draft.tokens for draft in chain.propose([Sequence.start(Request(0, (5, 6), 9))], 4)] == [[7]]
-
-
 def test_a_dear_model_is_asked_only_where_nothing_was_found() -> None:
     asked = Counted(Guesser({0: [2], 1: [2]}, 9, match_len=0))
     dear = DraftingModel(asked, DRAFT_LEN, lambda batch, context: 9.0)
@@ -340,28 +287,6 @@ def test_a_dear_model_is_asked_only_where_nothing_was_found() -> None:
     sequences = [Sequence.start(Request(i, (5, 6), 9)) for i in range(2)]
     assert [draft.tokens for draft in chain.propose(sequences, 4)] == [[1, 1], [2]]
     assert asked.num_asked == 1
-
-
-def test_what_is_kept_of_a_request_goes_with_it(engine: Engine) -> None:
-    drafter = SelfDraft(
-        engine, use_logits=False, confidence_stop=ConfidenceStop(lambda b, c, n: 1 + 0.1 * n, lambda b, c: 0.1)
-    )
-    chain = choosing(NgramLookup(3), drafter, 0.1)
-    answer(engine, "leader", make_requests(), chain)
-    assert not len(chain._stats) and not chain._leads._pending.drafts and chain._found_now == {}
-    assert drafter._confidence_stop is not None and not drafter._confidence_stop._pending.drafts
-
-
-def test_tokens_of_others_do_not_make_a_sure_copy_look_fast() -> None:
-    """The second of its two tokens was wrong, so that its step yielded two; lookups then yielded nine."""
-    confidence_stop = ConfidenceStop(lambda b, c, n: 1.0, lambda b, c: 0.5)
-    sequence = Sequence.start(Request(0, (5, 6), 99))
-    confidence_stop.begin([sequence], 4)
-    proposal = DraftState(sequence, 4, use_logits=False, tokens=[7, 8], confidence_stop=[15, 15])
-    confidence_stop.end([sequence], [proposal], num_steps=2)
-    sequence.tokens += [7, 9, *range(9)]
-    confidence_stop.begin([sequence], 4)
-    assert confidence_stop._num_tokens / confidence_stop._seconds == 2 / (1.0 + 2 * 0.5)
 
 
 @pytest.mark.parametrize(("token_s", "draft_s"), [(0.0, 0.0), (0.05, 0.3), (1.0, 1.0)])
@@ -383,19 +308,3 @@ def test_drafts_end_where_the_copy_is_not_sure_enough(
         assert 1 < drafted / spec_steps < DRAFT_LEN - 1
     else:
         assert drafted < 0.3 * NUM_NEW_TOKENS * len(PROMPTS)
-
-
-def test_of_a_step_that_failed_nothing_is_kept(engine: Engine) -> None:
-    """A forgotten request is not suggested for: what was looked up for it would stay until the next step."""
-
-    class Failing(Guesser):
-        def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-            raise SpecDecError("no draft")
-
-    failing = Failing({}, 0, 0)
-    chain = choosing(NgramLookup(2), SelfDraft(engine, use_logits=False), 0.0, failing)
-    (request, *_) = make_requests()
-    with pytest.raises(SpecDecError, match="no draft"):
-        chain.propose([Sequence(request, list(request.prompt_tokens))], DRAFT_LEN)
-    chain.forget(request.id)
-    assert not chain._found_now

@@ -1,26 +1,20 @@
 """A chain asks on only for whom nothing was found, and passes on everything else."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from sentences import Said
-from tiny import hf_greedy, make_model, repetitive_prompt
-from transformers import PreTrainedModel
 
 from runtime.core.request import Draft, Request, Sequence
 from runtime.core.stats import LoopTimes
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import BestOf, FirstOf, LongestMatch
-from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.opened import BoundedDrafter
 from runtime.drafters.protocol import CompositeDrafter, Drafter
 from runtime.drafters.under_grammar import UnderGrammar
-from runtime.engine.engine import Engine
-from runtime.loop import orchestrator, scheduler
 from runtime.loop.session import Session, _TimedDrafter
 from runtime.measure.diagnosis.observe import _Watched
 from runtime.util.errors import SpecDecError
@@ -74,20 +68,6 @@ def test_the_draft_of_the_longest_match_is_taken() -> None:
     assert drafts[4].probs is not None
 
 
-def test_nobody_is_asked_for_nothing() -> None:
-    first, second = Recorder({0: Draft([1])}), Recorder({})
-    assert FirstOf([first, second]).propose([start(0)], 4) == [Draft([1])]
-    assert second.asked == []
-    assert FirstOf([first, second]).propose([], 4) == []
-
-
-def test_probabilities_pass_through() -> None:
-    probs = torch.full((1, 8), 1 / 8, dtype=torch.float64)
-    drafts = FirstOf([NgramLookup(2), Recorder({1: Draft([3], probs)})]).propose([start(0, (1, 2, 1)), start(1)], 1)
-    assert drafts[0] == Draft([2])
-    assert drafts[1].tokens == [3] and drafts[1].probs is probs
-
-
 def test_member_asked_now_and_then_keeps_up() -> None:
     """The second reads what it was not asked about when it is."""
     first, lookup = Recorder({0: Draft([9])}), NgramLookup(2)
@@ -139,30 +119,3 @@ def test_member_that_returns_too_few_drafts_is_an_error(said: Said) -> None:
     with pytest.raises(SpecDecError) as error:
         FirstOf([NgramLookup(2), Short({})]).propose([start(0)], 4)
     said(error, "0", "1")
-
-
-@pytest.mark.parametrize(
-    "loop", [pytest.param(orchestrator, marks=pytest.mark.slow), scheduler], ids=["orchestrator", "leader"]
-)
-def test_draft_model_drafts_where_the_lookup_has_nothing(
-    loop: Any, llama_engine_dir: Path, llama: PreTrainedModel, make_engine: Any
-) -> None:
-    """It misses steps, catches up, and the output is Hugging Face's; both have a share in it."""
-    engine = Engine.open(llama_engine_dir)
-    vocab_size = engine.config.vocab_size
-    draft_engine = make_engine(make_model("llama", vocab_size=vocab_size, num_hidden_layers=1))
-    asked: list[int] = []
-
-    class Counted(DraftModel):
-        def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-            asked.extend(s.request.id for s in sequences)
-            return super().propose(sequences, max_draft_len)
-
-    chain = FirstOf([NgramLookup(3, min_matching_ngram_size=2), Counted(draft_engine, vocab_size, use_logits=False)])
-    requests = [Request(i, tuple(repetitive_prompt(i, 8 + 6 * i)), 40) for i in range(5)]
-    finished = {s.request.id: s for s, _ in loop.generate(engine, requests, chain, 4) if s.finish_reason is not None}
-    for request in requests:
-        chain.check_request(request)
-        assert finished[request.id].output_tokens == hf_greedy(llama, list(request.prompt_tokens), 40)
-    assert 0 < len(asked) < sum(s.stats.num_steps for s in finished.values())
-    assert draft_engine._blocks.num_free_blocks == draft_engine._blocks.num_blocks - 1

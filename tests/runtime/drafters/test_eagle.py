@@ -1,6 +1,5 @@
 """A trained drafter drafts what its formula says, changes no token, and is found again with the target's own K/V."""
 
-import copy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,27 +12,22 @@ import pytest
 import torch
 from heads import Eagle, eagle_drafts, eagle_logits, hidden_states, make_eagle, save_eagle
 from safetensors.torch import load_file
-from strength import is_full
 from tiny import hf_greedy, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from runtime.checkpoint.config import DraftOutput, QuantConfig
+from runtime.checkpoint.config import DraftOutput
 from runtime.checkpoint.quant.weight import take_quantized
 from runtime.core.batch import Row
 from runtime.core.params import SamplingConfig
 from runtime.core.request import Draft, Request, Sequence
-from runtime.drafters.chain import BestOf, DraftingModel
 from runtime.drafters.head_draft import HeadDraft, open_head
 from runtime.drafters.heads.head_config import is_head, read_head
-from runtime.drafters.ngram import NgramLookup
 from runtime.engine.engine import Engine, KVCacheConfig
 from runtime.loop import orchestrator, scheduler
-from runtime.loop.scheduler import Scheduler
 from runtime.util.errors import SpecDecError
 
 LOOPS: dict[str, Callable[..., Any]] = {"orchestrator": orchestrator.generate, "leader": scheduler.generate}
-ON_LOOPS = pytest.mark.parametrize("loop", LOOPS)
 DRAFT_LEN, NUM_NEW_TOKENS = 4, 24
 STATES = (2, 3, 3)
 PROMPTS = [tuple(repetitive_prompt(i, 6 + 5 * i)) for i in range(5)]
@@ -65,6 +59,16 @@ def head_dir(head: Eagle, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def engine(engine_dir: Path) -> Iterator[Engine]:
     with Engine.open(engine_dir) as opened:
+        yield opened
+
+
+SMALL: dict[str, Any] = {"kv_cache": KVCacheConfig(max_tokens=100), "max_num_tokens": 8}
+"""Room for two of the five requests; a prompt of 26 tokens is computed eight at a time, by the head too."""
+
+
+@pytest.fixture
+def small_engine(engine_dir: Path) -> Iterator[Engine]:
+    with Engine.open(engine_dir, **SMALL) as opened:
         yield opened
 
 
@@ -168,24 +172,6 @@ def test_forms(form: str, model: PreTrainedModel, tmp_path: Path, make_engine: A
     check_drafts(eagle.seen, head, model, 200)
 
 
-@pytest.mark.parametrize("loop", ["leader", pytest.param("orchestrator", marks=pytest.mark.slow)])
-def test_sampled_text_is_that_without_drafts(loop: str, engine: Engine, head_dir: Path) -> None:
-    eagle = drafter(engine, head_dir)
-    drafted = answer(engine, loop, make_requests(SAMPLED), eagle)
-    engine.clear_cache()
-    assert drafted == answer(engine, loop, make_requests(SAMPLED), None)
-    assert eagle.seen
-
-
-@pytest.mark.slow
-def test_16_bits(model: PreTrainedModel, head_dir: Path, make_engine: Any) -> None:
-    engine = make_engine(model, dtype="bfloat16", hidden_states=STATES, compiler="aot")
-    eagle = drafter(engine, head_dir)
-    drafted = answer(engine, "leader", make_requests(), eagle)
-    engine.clear_cache()
-    assert drafted == answer(engine, "leader", make_requests(), None) and eagle.seen
-
-
 def test_what_it_never_drafts_has_no_probability(engine: Engine, head: Eagle, head_dir: Path) -> None:
     eagle = drafter(engine, head_dir, use_logits=True)
     answer(engine, "leader", make_requests(SAMPLED), eagle)
@@ -205,24 +191,6 @@ def with_output(head: Eagle, ids: Seq[int], weight: Tensor) -> Eagle:
     """The head as if it was published with these ids alone, and these (ids, hidden) weights for them."""
     own = torch.tensor(ids)
     return replace(head, tensors=head.tensors | {"lm_head.weight": weight, "d2t": own - torch.arange(len(own))})
-
-
-@pytest.mark.slow  # `test_dflash.py` chooses ids, and the next test quantizes the layer
-@pytest.mark.parametrize("compiler", ["none", "aot"])
-def test_ids_that_are_chosen_for_drafts(
-    compiler: str, model: PreTrainedModel, tmp_path: Path, make_engine: Any
-) -> None:
-    head = make_eagle(model)
-    build = {"hidden_states": STATES, "draft_output": DraftOutput(None, len(IDS)), "draft_ids": IDS}
-    engine = make_engine(model, compiler=compiler, **build)
-    eagle = drafter(engine, save_eagle(head, tmp_path, "sailab"))
-    assert answer(engine, "leader", make_requests(), eagle) == expected(model)
-    check_drafts(eagle.seen, with_output(head, IDS, head.tensors["lm_head.weight"][list(IDS)]), model, 200)
-    eagle.use_logits = True
-    num_seen = len(eagle.drafts)
-    answer(engine, "leader", make_requests(SAMPLED)[:1], eagle)
-    drafts = [draft for draft in eagle.drafts[num_seen:] if draft.probs is not None]
-    assert drafts and not any(draft.probs[:, ::3].count_nonzero() for draft in drafts)  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -299,71 +267,7 @@ def test_quantized_layers(
     assert qformat == "int8" or num_equal[0] < 0.8 * len(eagle.seen), num_equal
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("compiler", "activations"),
-    [
-        ("aot", "float"),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("aot", "int8"), ("none", "float"), ("none", "int8"))),
-    ],
-)
-def test_a_target_in_int4(
-    compiler: str, activations: Any, model: PreTrainedModel, head: Eagle, head_dir: Path, make_engine_dir: Any
-) -> None:
-    """The hidden states of tokens in float are those of a model with the numbers that its integers stand for."""
-    precision = QuantConfig("int4", activations=activations)
-    directory: Path = make_engine_dir(model, compiler=compiler, hidden_states=STATES, precision=precision)
-    meant = copy.deepcopy(model)
-    weights = load_file(directory.parent / "checkpoint/rank0.safetensors")
-    for name in [name.removesuffix(".weight_values") for name in weights if name.endswith(".weight_values")]:
-        values, scales = weights[f"{name}.weight_values"], weights[f"{name}.weight_scales"].float()
-        integers = torch.stack((values & 15, values >> 4), -1).flatten(1).to(torch.int8) - 8
-        weight = integers * scales.repeat_interleave(integers.shape[1] // scales.shape[1], 1)
-        meant.get_submodule(name).weight.data = weight
-    with Engine.open(directory) as engine:
-        eagle = drafter(engine, head_dir)
-        for sampling in (SAMPLED, GREEDY) if is_full() else (GREEDY,):
-            eagle.seen.clear()
-            drafted = answer(engine, "leader", make_requests(sampling), eagle)
-            engine.clear_cache()
-            assert drafted == answer(engine, "leader", make_requests(sampling), None)
-            engine.clear_cache()
-    assert eagle.seen
-    if activations == "float":
-        assert drafted == expected(meant)
-        check_drafts(eagle.seen, head, meant, 200)
-
-
-def test_quantized_layers_of_another_head(model: PreTrainedModel, tmp_path: Path, make_engine: Any) -> None:
-    own, other = (save_eagle(make_eagle(model, seed=i), tmp_path / str(i), "sailab") for i in range(2))
-    for output in (DraftOutput("int8"), DraftOutput(layers="int8")):
-        engine = make_engine(model, hidden_states=STATES, draft_output=output, head_dir=own)
-        with pytest.raises(SpecDecError, match="quantized layers of another head"):
-            drafter(engine, other)
-
-
-def test_prompts_in_pieces_and_preempted_sequences(
-    engine_dir: Path, model: PreTrainedModel, head: Eagle, head_dir: Path
-) -> None:
-    """The cache has room for two of five; a prompt of 26 tokens is computed eight at a time, by the head too."""
-    with Engine.open(engine_dir, kv_cache=KVCacheConfig(max_tokens=100), max_num_tokens=8) as engine:
-        eagle = drafter(engine, head_dir)
-        assert answer(engine, "leader", make_requests(), eagle) == expected(model)
-    check_drafts(eagle.seen, head, model, 200)
-
-
-@pytest.mark.slow
-def test_without_reuse(engine_dir: Path, model: PreTrainedModel, head: Eagle, head_dir: Path) -> None:
-    with Engine.open(engine_dir, kv_cache=KVCacheConfig(block_reuse=False)) as engine:
-        eagle = drafter(engine, head_dir)
-        assert answer(engine, "leader", make_requests(), eagle) == expected(model)
-    check_drafts(eagle.seen, head, model, 200)
-
-
-@ON_LOOPS
-def test_nothing_is_computed_twice(
-    loop: str, engine: Engine, model: PreTrainedModel, head: Eagle, head_dir: Path
-) -> None:
+def test_nothing_is_computed_twice(engine: Engine, model: PreTrainedModel, head: Eagle, head_dir: Path) -> None:
     """A second request finds the first's prompt, and a third what the first has answered; a fourth parts from it."""
     eagle = drafter(engine, head_dir)
     computed: list[int] = []
@@ -375,21 +279,21 @@ def test_nothing_is_computed_twice(
 
     eagle._compute_known = counted  # type: ignore[method-assign]
     prompt = PROMPTS[4]
-    (first,) = answer(engine, loop, [Request(0, prompt, NUM_NEW_TOKENS)], eagle)
+    (first,) = answer(engine, "leader", [Request(0, prompt, NUM_NEW_TOKENS)], eagle)
     # Each token after the first once: the last has no draft behind it.
     assert len(prompt) + NUM_NEW_TOKENS - 3 <= sum(computed) <= len(prompt) + NUM_NEW_TOKENS - 1
     for again, most in ((prompt, 1), ((*prompt, *first[:-4]), 4), ((*prompt, *first[:9], 5), 3)):
         computed.clear()
-        answer(engine, loop, [Request(1, tuple(again), 6)], eagle)
+        answer(engine, "leader", [Request(1, tuple(again), 6)], eagle)
         assert 0 < sum(computed) <= most + 6
     check_drafts(eagle.seen, head, model, 80)
 
 
 def test_it_catches_up_where_others_drafted(
-    engine: Engine, model: PreTrainedModel, head: Eagle, head_dir: Path
+    small_engine: Engine, model: PreTrainedModel, head: Eagle, head_dir: Path
 ) -> None:
     """Every other step has a draft of something else, and one of three none."""
-    eagle = drafter(engine, head_dir)
+    eagle = drafter(small_engine, head_dir)
 
     class Alternating:
         count = 0
@@ -403,41 +307,14 @@ def test_it_catches_up_where_others_drafted(
         def forget(self, request_id: int) -> None:
             eagle.forget(request_id)
 
-    assert answer(engine, "leader", make_requests(), Alternating()) == expected(model)
+    assert answer(small_engine, "leader", make_requests(), Alternating()) == expected(model)
     check_drafts(eagle.seen, head, model, 100)
-
-
-def test_chain(engine: Engine, model: PreTrainedModel, head_dir: Path) -> None:
-    eagle = drafter(engine, head_dir)
-    models = [DraftingModel(eagle, DRAFT_LEN, lambda batch_size, context_len: 0.01)]
-    chain = BestOf([NgramLookup(2)], models, lambda batch_size, context_len, draft_len: 1.0, 32)
-    assert answer(engine, "leader", make_requests(), chain) == expected(model)
-    assert eagle.seen
-
-
-def test_a_head_that_comes_late_drafts_what_it_can(engine: Engine, model: PreTrainedModel, head_dir: Path) -> None:
-    """A running sequence has hidden states that it lacks; what had been released is not found again."""
-    steps = scheduler.generate(engine, make_requests()[:1], None, 0)
-    next(steps)
-    eagle = drafter(engine, head_dir)
-    running = Scheduler(engine, eagle, DRAFT_LEN)
-    assert [tokens for _, tokens in steps]
-    assert not eagle.seen and not running.has_work
-    assert answer(engine, "leader", make_requests(), eagle) == expected(model)
-    assert eagle.seen
 
 
 def test_numbers_that_are_none_change_nothing(engine: Engine, model: PreTrainedModel, head_dir: Path) -> None:
     eagle = drafter(engine, head_dir)
     eagle.head.fc.weight.fill_(torch.nan)  # type: ignore[attr-defined]
     assert answer(engine, "leader", make_requests(), eagle) == expected(model)
-
-
-def test_an_engine_without_hidden_states_keeps_none(model: PreTrainedModel, make_engine: Any, head_dir: Path) -> None:
-    engine = make_engine(model)
-    with pytest.raises(SpecDecError, match="gives no hidden states"):
-        drafter(engine, head_dir)
-    assert not engine._heads
 
 
 # Name -> (changes of its config, changes of its tensors, what is said).

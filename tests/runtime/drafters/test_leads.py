@@ -67,10 +67,6 @@ def test_who_is_righter_in_places_that_can_be_told_goes_on() -> None:
     assert Rows(Says(EVEN, (16, 1)), Says(ODD, (1, 16))).step(600) == [ALL, ALL]
 
 
-def test_one_alone_looks_always() -> None:
-    assert Rows(Says(NEVER)).step(600) == [ALL]
-
-
 def test_who_rests_comes_back_when_it_is_righter() -> None:
     better, worse = Says(dict(ALWAYS)), Says(EVEN)
     rows = Rows(better, worse)

@@ -60,16 +60,6 @@ def test_time_of_looking_is_a_mean_from_the_first_look_on(num_looks: int) -> Non
         assert meter.look_s == pytest.approx(np.average(of_known, weights=0.9 ** np.arange(num_looks - 1)[::-1]))
 
 
-def test_a_prompt_between_two_steps_is_no_part_of_them() -> None:
-    watch = Watch()
-    meter = Meter(watch)
-    for _ in range(50):
-        meter.sent(rows(1), 1.0, 1.5)
-        watch.now += 3.9
-        meter.see(rows(1, 2))  # the second one's prompt was computed in between
-    assert meter.factor == Meter(watch).factor
-
-
 class Right:
     """Drafts the recorded output, one token more each time, so that steps differ."""
 

@@ -7,7 +7,6 @@ import pytest
 from calls import num_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sentences import Said
 from strength import examples
 
 from runtime.core.request import Request, Sequence
@@ -15,7 +14,6 @@ from runtime.drafters.lookup import MAX_OCCURRENCES
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.spec import NgramRanking
-from runtime.util.errors import UsageError
 
 RANKINGS: list[NgramRanking] = ["oldest", "leftmost", "recent", "frequent"]
 
@@ -125,56 +123,6 @@ def test_looking_ahead_equals_brute_force_and_nothing_is_learned(
     assert sequence.tokens == seen and propose(drafter, sequence) == before
 
 
-def test_of_a_sequence_that_was_never_looked_at_nothing_is_known() -> None:
-    assert NgramLookup(2).look_ahead(start([1, 2, 1, 2]), [1], 4).tokens == []
-
-
-@pytest.mark.parametrize("ranking", RANKINGS)
-@pytest.mark.parametrize("size", [1, 2, 40])
-def test_a_match_is_as_long_as_it_goes_back(size: int, ranking: NgramRanking) -> None:
-    """Though no more than `size` tokens were looked up; up to 32, or up to the size where that is more."""
-    text = [7, *range(10, 60)]
-    for length in (1, 2, 5, 31, 45):
-        sequence = start([*text, 8, *text[20 - length + 30 :][:length]], request_id=length)
-        (draft,) = NgramLookup(size, ranking=ranking).propose([sequence], 3)
-        assert draft.match_len == min(length, max(size, 32))
-
-
-def test_longest_pattern_wins() -> None:
-    """3 was followed by 9 first, but 2 3 by 7."""
-    assert propose(NgramLookup(2), start([3, 9, 2, 3, 7, 5, 2, 3])) == [7, 5, 2, 3]
-    assert propose(NgramLookup(1), start([3, 9, 2, 3, 7, 5, 2, 3])) == [9, 2, 3, 7, 5, 2, 3]
-
-
-def test_oldest_occurrence_wins() -> None:
-    assert propose(NgramLookup(2), start([1, 2, 5, 1, 2, 6, 1, 2]), max_draft_len=1) == [5]
-
-
-def test_latest_occurrence_wins() -> None:
-    assert propose(NgramLookup(2, ranking="recent"), start([1, 2, 5, 1, 2, 6, 1, 2]), max_draft_len=1) == [6]
-
-
-def test_most_frequent_follower_wins_then_the_latest() -> None:
-    drafter = NgramLookup(1, ranking="frequent")
-    assert propose(drafter, start([1, 5, 3, 1, 5, 4, 1, 6, 1]), max_draft_len=2) == [5, 4]
-    drafter.forget(0)
-    assert propose(drafter, start([1, 5, 1, 6, 1]), max_draft_len=1) == [6]
-
-
-def test_repetition_goes_on_in_the_draft() -> None:
-    """The last occurrence always has the fewest tokens after it."""
-    tokens = [1, 2, 3, 1, 2, 3]
-    assert propose(NgramLookup(2, ranking="recent"), start(tokens), max_draft_len=7) == [1, 2, 3, 1, 2, 3, 1]
-    assert propose(NgramLookup(2, ranking="oldest"), start(tokens), max_draft_len=7) == [1, 2, 3]
-
-
-def test_shorter_pattern_than_the_least_is_no_match() -> None:
-    drafter = NgramLookup(3, min_matching_ngram_size=2)
-    assert propose(drafter, start([1, 2, 3, 4, 3])) == []
-    drafter.forget(0)
-    assert propose(drafter, start([2, 3, 4, 2, 3]), max_draft_len=1) == [4]
-
-
 def test_pool_is_asked_where_the_sequence_has_no_match() -> None:
     """7 8 9 were generated before; a match of the sequence's own comes first, however short."""
     pool = NgramPool()
@@ -184,48 +132,6 @@ def test_pool_is_asked_where_the_sequence_has_no_match() -> None:
     assert propose(drafter, start([6, 1, 5, 6], request_id=1), max_draft_len=2) == [1, 5]
     assert propose(drafter, start([1, 5, 6], request_id=2, end_ids=(8,))) == [7]
     assert propose(drafter, start([1, 5, 6], max_new_tokens=1, request_id=3)) == []
-
-
-def test_unknown_ranking_is_refused(said: Said) -> None:
-    with pytest.raises(UsageError) as error:
-        NgramLookup(2, ranking="newest")  # type: ignore[arg-type]
-    said(error, "newest")
-
-
-def test_the_tail_does_not_match_itself() -> None:
-    assert propose(NgramLookup(2), start([1, 2, 3])) == []
-    assert propose(NgramLookup(2), start([1])) == []
-
-
-def test_overlapping_occurrence_is_found() -> None:
-    assert propose(NgramLookup(2), start([4, 4, 4])) == [4]
-
-
-def test_draft_leaves_room_for_the_targets_own_token() -> None:
-    tokens = [1, 2, 3, 4, 5, 6, 1]
-    for max_new_tokens, draft in ((5, [2, 3, 4, 5]), (2, [2]), (1, [])):
-        assert propose(NgramLookup(2), start(tokens, max_new_tokens)) == draft
-
-
-def test_draft_ends_before_the_first_end_id() -> None:
-    assert propose(NgramLookup(2), start([1, 2, 3, 9, 4, 9, 1], end_ids=(9,))) == [2, 3]
-    assert propose(NgramLookup(2), start([1, 9, 3, 1], end_ids=(9,))) == []
-
-
-def test_requests_do_not_see_each_other() -> None:
-    drafter = NgramLookup(2)
-    first, second = start([1, 2, 3, 1], request_id=0), start([5, 1], request_id=1)
-    drafts = drafter.propose([first, second], 10)
-    assert [draft.tokens for draft in drafts] == [[2, 3, 1], []]
-
-
-def test_forget_drops_the_state() -> None:
-    """A request id that is used again starts from nothing."""
-    drafter = NgramLookup(2)
-    assert propose(drafter, start([1, 2, 3, 4, 5, 6, 1])) == [2, 3, 4, 5, 6, 1]
-    drafter.forget(0)
-    drafter.forget(0)
-    assert propose(drafter, start([7, 8, 1])) == []
 
 
 @pytest.mark.parametrize("alphabet", [1, 50], ids=["one token", "fifty tokens"])

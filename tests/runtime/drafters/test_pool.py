@@ -73,16 +73,6 @@ def test_pool_is_the_statistics_of_its_last_texts(
     assert pool._followers == fresh._followers
 
 
-def test_most_frequent_token_gives_way_when_its_occurrences_are_gone() -> None:
-    """2 came after 1 four times, and once when the text with three of them is evicted; 3 twice all the time."""
-    pool = NgramPool(max_tokens=12)
-    for output in ([1, 2, 1, 2, 1, 2], [1, 3, 1, 3], [1, 2]):
-        pool.add(sequence_of(([], output)))
-    assert pool.find([1]) == (1, 2)
-    pool.add(sequence_of(([], [0, 0])))
-    assert pool.find([1]) == (1, 3)
-
-
 @pytest.mark.parametrize(
     ("num_requests", "max_tokens"), [(1_000, 400), pytest.param(10_000, 2_000, marks=pytest.mark.slow)]
 )
@@ -107,15 +97,6 @@ def test_thousands_of_requests_leave_the_pool_within_its_bound(num_requests: int
     assert sizes[1] < 1.2 * sizes[0]
 
 
-def test_prompts_are_no_ones_draft() -> None:
-    """Patterns reach into the prompt only before the output's first token."""
-    pool = NgramPool()
-    pool.add(sequence_of(([1, 2, 3], [4])))
-    assert pool.find([1]) is None and pool.find([2]) is None
-    assert pool.find([2, 3]) == (2, 4)
-    assert pool.find([3]) == (1, 4)
-
-
 @pytest.mark.parametrize(
     "make",
     [lambda pool: NgramLookup(2, pool=pool), lambda pool: SuffixLookup(pool=pool)],
@@ -131,16 +112,3 @@ def test_requests_learn_from_finished_requests_only(make: Any) -> None:
     assert draft.tokens == [8, 9]
     drafter.forget(0)
     assert drafter.pool.num_tokens == 3
-
-
-@pytest.mark.parametrize(
-    "make",
-    [lambda **kw: NgramLookup(2, **kw), lambda **kw: SuffixLookup(**kw)],
-    ids=["n-gram", "suffix"],
-)
-def test_private_is_the_default(make: Any) -> None:
-    drafter = make()
-    drafter.propose([sequence_of(([1], [7, 8, 9]), 0)], 3)
-    drafter.forget(0)
-    (draft,) = drafter.propose([sequence_of(([5], [7]), 1)], 3)
-    assert drafter.pool is None and draft.tokens == []

@@ -60,22 +60,6 @@ def test_an_edit_of_three_lines_yields_six_tokens_a_step() -> None:
         assert (sequence.stats.tokens_per_step or 0) >= 6, seed
 
 
-def test_lines_that_were_added_or_removed_are_got_over() -> None:
-    lines = file_of(40, 3)
-    added = [*lines[:12], *file_of(2, 50), *lines[12:]]
-    removed = [*lines[:12], *lines[15:]]
-    for edited in (added, removed):
-        assert (replay(flat(edited), PredictionLookup(flat(lines))).stats.tokens_per_step or 0) >= 6
-
-
-def test_a_replaced_token_costs_a_step() -> None:
-    output = flat(file_of(20, 4))
-    predicted = list(output)
-    predicted[50] = 9999
-    unchanged = replay(output, PredictionLookup(output)).stats.num_steps
-    assert replay(output, PredictionLookup(predicted)).stats.num_steps <= unchanged + 1
-
-
 def test_what_was_not_predicted_is_soon_not_drafted() -> None:
     output = flat(file_of(20, 5))
     sequence = replay(output, PredictionLookup(flat([[5000 + i] * 3 for i in range(60)])))
@@ -119,12 +103,6 @@ def test_parts_of_a_text_are_drafted_once_they_have_begun() -> None:
     assert stats.num_accepted_draft_tokens >= 0.8 * (80 + 30) - 8
     copied.forget(1)
     assert copied.propose([sequence], 10)[0].tokens == []
-
-
-def test_an_end_id_is_not_drafted() -> None:
-    drafter = PredictionLookup([5, 6, END, 8])
-    sequence = Sequence.start(Request(1, PROMPT, 20, frozenset({END})))
-    assert drafter.propose([sequence], 10)[0].tokens == [5, 6]
 
 
 def test_the_pairs_of_a_prediction_are_what_it_is_found_by() -> None:

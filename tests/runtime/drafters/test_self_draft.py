@@ -20,7 +20,7 @@ from runtime.core.params import SamplingConfig
 from runtime.core.request import Request, Sequence
 from runtime.drafters.draft_target import SelfDraft
 from runtime.engine.draft_vocab import among_all
-from runtime.engine.engine import Engine, KVCacheConfig
+from runtime.engine.engine import Engine
 from runtime.loop import orchestrator, scheduler
 
 LOOPS: dict[str, Callable[..., Any]] = {"orchestrator": orchestrator.generate, "leader": scheduler.generate}
@@ -28,8 +28,6 @@ NUM_NEW_TOKENS = 24
 DRAFT_LEN = 5
 PROMPTS = [tuple(repetitive_prompt(i, 6 + 5 * i)) for i in range(5)]
 GREEDY = SamplingConfig()
-SAMPLED = SamplingConfig(temperature=0.9, top_k=0, top_p=0.95, random_seed=5)
-PENALISED = SamplingConfig(top_k=10, repetition_penalty=1.3, no_repeat_ngram_size=3, frequency_penalty=0.1)
 ON_LOOPS = pytest.mark.parametrize("loop", LOOPS)
 
 
@@ -83,17 +81,6 @@ def outputs(sequences: list[Sequence]) -> list[list[int]]:
 
 def num_drafted(sequences: list[Sequence]) -> int:
     return sum(sequence.stats.num_draft_tokens for sequence in sequences)
-
-
-@ON_LOOPS
-@pytest.mark.parametrize("engine_dir", ["int4", "int8"], indirect=True)
-def test_greedy_output_is_hugging_faces(loop: str, engine: Engine, model: PreTrainedModel) -> None:
-    sequences = answer(engine, loop, make_requests(), SelfDraft(engine, use_logits=False))
-    assert outputs(sequences) == [hf_greedy(model, list(prompt), NUM_NEW_TOKENS) for prompt in PROMPTS]
-    accepted = sum(sequence.stats.num_accepted_draft_tokens for sequence in sequences)
-    self_draft = engine.config.build_config.self_draft
-    assert self_draft is not None
-    assert accepted > {"int4": 0.25, "int8": 0.8}[self_draft.qformat] * num_drafted(sequences)
 
 
 @pytest.mark.parametrize(
@@ -169,64 +156,6 @@ def test_output_of_16_bits_is_that_without_drafts(
     assert sum(sequence.stats.num_accepted_draft_tokens for sequence in drafted) > 0
 
 
-@ON_LOOPS
-@pytest.mark.parametrize("sampling", [SAMPLED, PENALISED], ids=["cuts", "penalties"])
-def test_sampled_text_is_that_without_drafts(loop: str, sampling: SamplingConfig, engine: Engine) -> None:
-    drafted = answer(engine, loop, make_requests(sampling), SelfDraft(engine, use_logits=False))
-    engine.clear_cache()
-    assert outputs(drafted) == outputs(answer(engine, loop, make_requests(sampling), None))
-    assert sum(sequence.stats.num_accepted_draft_tokens for sequence in drafted) > 0
-
-
-def test_by_probabilities_the_copy_tells_what_it_drew_from(engine: Engine) -> None:
-    drafter = SelfDraft(engine, use_logits=True)
-    sequences = [Sequence.start(request) for request in make_requests(SAMPLED)[:3]]
-    for sequence in sequences:
-        sequence.tokens.append(7)  # its output has begun
-        assert engine.admit(sequence)
-        engine.compute_context(sequence, len(sequence.tokens) - 1)
-    for draft, sequence in zip(drafter.propose(sequences, 4), sequences, strict=True):
-        assert draft.probs is not None and len(draft.tokens) == len(draft.probs) == 4
-        assert all(row[token] > 0 for row, token in zip(draft.probs, draft.tokens, strict=True))
-        engine.release(sequence)
-
-
-@ON_LOOPS
-def test_end_ids_and_stop_words(loop: str, engine: Engine, model: PreTrainedModel) -> None:
-    plain = outputs(answer(engine, loop, make_requests(), None))
-    end_ids = frozenset({plain[0][7], plain[1][4]})
-    engine.clear_cache()
-
-    def stops(tokens: list[int], num_prompt_tokens: int) -> bool:
-        return tokens[num_prompt_tokens:][-2:] == plain[2][5:7]
-
-    requests = make_requests(end_ids=end_ids, stop_check=stops)
-    expected = outputs(answer(engine, loop, requests, None))
-    engine.clear_cache()
-    assert outputs(answer(engine, loop, requests, SelfDraft(engine, use_logits=False))) == expected
-    assert min(map(len, expected)) < NUM_NEW_TOKENS
-
-
-def test_preempted_sequences_go_on(engine_dir: Path, model: PreTrainedModel) -> None:
-    """The cache has room for two of five."""
-    with Engine.open(engine_dir, kv_cache=KVCacheConfig(max_tokens=100)) as engine:
-        released = _count(engine, "release")
-        sequences = answer(engine, "leader", make_requests(), SelfDraft(engine, use_logits=False))
-    assert outputs(sequences) == [hf_greedy(model, list(prompt), NUM_NEW_TOKENS) for prompt in PROMPTS]
-    assert len(released) > len(PROMPTS), "nobody was preempted"
-
-
-@ON_LOOPS
-def test_a_request_that_ends_where_the_engine_does(loop: str, engine: Engine, model: PreTrainedModel) -> None:
-    """Prompt and output fill max_seq_len; the longest draft the engine takes, which the budget cuts."""
-    longest = engine.config.build_config.max_request_len
-    prompt = tuple(repetitive_prompt(3, 90))
-    request = Request(0, prompt, longest - len(prompt))
-    (sequence,) = answer(engine, loop, [request], SelfDraft(engine, use_logits=False), engine.max_draft_len)
-    assert sequence.output_tokens == hf_greedy(model, list(prompt), longest - len(prompt))
-    assert sequence.finish_reason == "length" and sequence.stats.num_draft_tokens > 0
-
-
 def test_the_copy_computes_no_prompt(engine: Engine) -> None:
     """One token of each sequence at a time: the last one, and its own drafts. The first step has no draft."""
     sizes: list[tuple[int, int]] = []
@@ -300,18 +229,6 @@ def test_copys_weights_are_quantized_as_a_conversion_quantizes_them(uncompiled: 
         assert torch.equal(layer.values, expected.values) and torch.equal(layer.scales, expected.scales)
     target: Any = uncompiled._step
     assert copied.model.get_output_embeddings().weight is target.model.get_output_embeddings().weight
-
-
-def _count(engine: Engine, name: str) -> list[None]:
-    calls: list[None] = []
-    method = getattr(engine, name)
-
-    def counted(*arguments: Any) -> Any:
-        calls.append(None)
-        return method(*arguments)
-
-    setattr(engine, name, counted)
-    return calls
 
 
 def _published(engine: Engine) -> dict[tuple[int, ...], tuple[Tensor, Tensor]]:

@@ -87,26 +87,12 @@ def test_draft_equals_brute_force(
         assert propose(drafter, sequence, max_draft_len) == expected
 
 
-def test_of_a_sequence_that_was_never_looked_at_nothing_is_known() -> None:
-    assert SuffixLookup().look_ahead(start([1, 2, 1, 2]), [1], 4).tokens == []
-
-
 def test_tokens_that_came_since_it_was_asked_are_looked_at_too() -> None:
     """Resting, an `AdaptiveDrafter` does not ask. 4 follows 1 2 3; what follows 3 most often is 5."""
     drafter, sequence = SuffixLookup(), start([1, 2, 3, 4, 9, 3, 5, 8, 3, 5, 0, 1])
     propose(drafter, sequence)
     sequence.tokens.append(2)
     assert drafter.look_ahead(sequence, [3], 1) == Draft([4], match_len=3)
-
-
-def test_longest_match_wins() -> None:
-    """9 follows 3 twice, 7 follows 1 2 3 once."""
-    assert propose(SuffixLookup(), start([3, 9, 3, 9, 1, 2, 3, 7, 5, 1, 2, 3]), 2) == [7, 5]
-
-
-def test_most_frequent_continuation_wins_then_the_latest() -> None:
-    assert propose(SuffixLookup(), start([1, 5, 1, 5, 1, 6, 1]), 1) == [5]
-    assert propose(SuffixLookup(), start([1, 5, 1, 6, 1]), 1) == [6]
 
 
 def test_of_many_occurrences_the_last_count() -> None:
@@ -123,24 +109,6 @@ def test_ids_of_any_size_are_looked_up() -> None:
         assert propose(SuffixLookup(), start([token, 5, token]), 1) == [5]
 
 
-def test_repetition_goes_on_in_the_draft() -> None:
-    assert propose(SuffixLookup(), start([1, 2, 3, 1, 2, 3]), 7) == [1, 2, 3, 1, 2, 3, 1]
-
-
-def test_nothing_repeated_is_no_draft() -> None:
-    assert propose(SuffixLookup(), start([1, 2, 3])) == []
-    assert propose(SuffixLookup(), start([1])) == []
-
-
-def test_draft_ends_before_the_first_end_id() -> None:
-    assert propose(SuffixLookup(), start([1, 2, 3, 9, 4, 1], end_ids=(9,))) == [2, 3]
-
-
-def test_draft_leaves_room_for_the_targets_own_token() -> None:
-    for max_new_tokens, draft in ((4, [2, 3, 1]), (2, [2]), (1, [])):
-        assert propose(SuffixLookup(), start([1, 2, 3, 1], max_new_tokens)) == draft
-
-
 @pytest.mark.parametrize(
     ("repeated", "growth", "draft_len"),
     [(1, 1.0, 1), (3, 1.0, 3), (3, 1.5, 4), (3, 0.1, 1), (3, 9.0, 10), (40, 0.2, 8)],
@@ -150,30 +118,6 @@ def test_drafts_grow_with_the_match(repeated: int, growth: float, draft_len: int
     phrase = list(range(100, 100 + repeated))
     sequence = start([*phrase, *range(20), *phrase])
     assert propose(SuffixLookup(growth=growth), sequence) == list(range(20))[:draft_len]
-
-
-def test_much_longer_public_match_is_followed() -> None:
-    """The sequence's own follower of 4 is 9; 1 2 3 4 had 5 after it in an earlier output."""
-    pool = NgramPool()
-    pool.add(Sequence(Request(9, (), 10), [1, 2, 3, 4, 5, 6]))
-    sequence = start([4, 9, 1, 2, 3, 4])
-    assert propose(SuffixLookup(), sequence, 1) == [9]
-    assert propose(SuffixLookup(pool=pool), sequence, 2) == [5, 6]
-    assert propose(SuffixLookup(pool=pool), start([4, 9, 8, 2, 3, 4]), 1) == [9]
-
-
-def test_requests_do_not_see_each_other() -> None:
-    first, second = start([1, 2, 3, 1], request_id=0), start([5, 1], request_id=1)
-    drafts = SuffixLookup().propose([first, second], 10)
-    assert [draft.tokens[:3] for draft in drafts] == [[2, 3, 1], []]
-
-
-def test_forget_drops_the_state() -> None:
-    drafter = SuffixLookup()
-    assert propose(drafter, start([1, 2, 3, 1]), 1) == [2]
-    drafter.forget(0)
-    drafter.forget(0)
-    assert propose(drafter, start([7, 8, 1])) == []
 
 
 def calls_of_steps(tokens: list[int], num_steps: int = 200) -> int:

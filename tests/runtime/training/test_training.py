@@ -30,10 +30,8 @@ from runtime.training.unrolled import (
     Losses,
     Rows,
     accepted_lengths,
-    batches,
     have_unrolled_attention,
     losses_of,
-    steps_of,
 )
 from runtime.util.errors import SpecDecError
 
@@ -151,25 +149,11 @@ def test_likeliest_tokens_are_those_of_the_softmax(vocab_size: int) -> None:
     assert ids.max() < vocab_size  # of impossible tokens too
 
 
-def test_steps_of_a_text() -> None:
-    assert steps_of([9, 9, 9, 1, 9, 1, 9, 1, 9], first=4, num_tokens=10, draft_len=4) == 4
-    assert steps_of([0] * 9, first=4, num_tokens=10, draft_len=4) == 6
-    assert steps_of([9] * 9, first=4, num_tokens=10, draft_len=2) == 3
-
-
 def test_vocabulary_is_the_most_frequent_with_the_end() -> None:
     texts = [((7, 7, 8), (1, 2, 2, 3, 3, 3)), ((9,), (3, 4, 4))]
     assert choose_vocabulary(texts, range(12), 4, [11]) == [2, 3, 4, 11]
     assert choose_vocabulary(texts, range(12), 8, []) == [0, 1, 2, 3, 4, 7, 8, 9]
     assert choose_vocabulary(texts, [2, 5, 6], 2, [11]) == [2, 5]
-
-
-def test_batches_have_each_text_once_and_not_too_many_tokens() -> None:
-    lengths = [5 + 13 * i % 97 for i in range(60)]
-    made = batches(lengths, 256, 3, 1)
-    assert sorted(i for batch in made for i in batch) == list(range(60))
-    assert all(len(batch) == 1 or max(lengths[i] for i in batch) * len(batch) <= 256 for batch in made)
-    assert made == batches(lengths, 256, 3, 1) != batches(lengths, 256, 3, 2)
 
 
 @pytest.fixture(scope="module")
@@ -229,45 +213,6 @@ def test_it_learns_and_drafts_what_it_reports(open_run: Any, traces: list[Trace]
             num_steps += sequence.stats.num_steps
     run.engine.remove_head(cache)
     assert abs(num_steps - after.num_steps[2]) <= 3 < before.num_steps[2] - num_steps
-
-
-class Stopped(Exception):
-    pass
-
-
-@pytest.mark.slow  # `test_cli_train.py` interrupts one
-def test_resumed_training_ends_with_the_same_weights(open_run: Any) -> None:
-    whole: TrainingRun = open_run("whole")
-    whole.train(nothing)
-    first: TrainingRun = open_run("parts")
-    num_steps = 0
-
-    def stop(count: int, said: str) -> None:
-        nonlocal num_steps
-        num_steps += count
-        if num_steps == 5:
-            first.save()
-        if num_steps == 7:
-            raise Stopped
-
-    with pytest.raises(Stopped):
-        first.train(stop)
-    second: TrainingRun = open_run("parts")
-    assert second.trainer.step == 5
-    second.train(nothing)
-    assert second.trainer.step == whole.trainer.step > 10
-    for one, other in zip(whole.head.parameters(), second.head.parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_states_file_goes_on_after_whole_texts(open_run: Any) -> None:
-    run: TrainingRun = open_run("run")
-    written = run.states.path.read_bytes()
-    run.states.path.write_bytes(written[: len(written) * 2 // 3])
-    again: TrainingRun = open_run("run")
-    assert again.states.path.read_bytes() == written
-    opened = StatesFile(again.states.path, again.states.lengths, 3 * 32)
-    assert opened.num_texts == len(again.texts.all)
 
 
 def test_a_full_disk_is_told_with_what_the_file_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

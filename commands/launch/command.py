@@ -1,0 +1,98 @@
+"""`specdec launch`, its flags: a coding agent on a model of this machine, in one command."""
+
+import os
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from commands.launch.tools import KEY_VARIABLE, TOOLS, Tool
+from commands.options.expand import expand_groups
+from commands.output.help import OUTPUT, SERVER, option
+from runtime.util.errors import SpecDecError, UsageError
+
+ARGUMENTS_OF_TOOL = "specdec.arguments_of_tool"
+"""Entry of the context's `meta`: what stood after `--`."""
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """Where the server is, and what to do instead of running the agent."""
+
+    host: Annotated[str, option(SERVER, "Address of the server.")] = "127.0.0.1"
+    port: Annotated[
+        int,
+        option(SERVER, "Port of the server: it is taken if one listens there, else started.", min=0, max=65535),
+    ] = 8000
+    api_key: Annotated[
+        str | None,
+        option(SERVER, "Key of the server.", shown="none is asked for", envvar=KEY_VARIABLE),
+    ] = None
+    print_only: Annotated[
+        bool,
+        option(OUTPUT, "Print the settings and the commands, and change and run nothing.", "--print"),
+    ] = False
+    restore: Annotated[
+        bool,
+        option(
+            OUTPUT, "Put back the agent's config file, where a launch that was killed has left its own.", "--restore"
+        ),
+    ] = False
+
+    @property
+    def keys(self) -> list[str]:
+        return [key.strip() for key in (self.api_key or "").split(",") if key.strip()]
+
+
+@expand_groups
+def launch(
+    context: typer.Context,
+    tool: Annotated[str, typer.Argument(metavar="TOOL", help=f"The agent: {', '.join(TOOLS)}.", show_default=False)],
+    options: LaunchOptions,
+    flags: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL] [FLAGS OF SERVE] [-- ARGUMENTS]",
+            help="Model to serve, and flags of `serve`; nothing: the server that runs at the address. After `--` come "
+            "arguments of the agent.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Run a coding agent with a model of this machine.
+
+    Takes the server at the address, or starts `specdec serve`, with as much context as fits, drafts by AUTO, and ends
+    it with the agent. The agent is told of it by variables or by its config file, which is shown before, and put back
+    after.
+    """
+    found = _tool_named(tool)
+    if options.restore:
+        _restore(found)
+        return
+    from commands.launch.work import Launch, run
+
+    arguments = context.meta.get(ARGUMENTS_OF_TOOL, [])
+    code = run(found, Launch(options.host, options.port, options.keys, flags or [], arguments), options.print_only)
+    if code:
+        raise typer.Exit(code)
+
+
+def _tool_named(name: str) -> Tool:
+    if (tool := TOOLS.get(name.lower())) is None:
+        *names, last = TOOLS
+        raise UsageError(f"no agent of this name is known: {name}", hint=f"{', '.join(names)} and {last} are")
+    return tool
+
+
+def _restore(tool: Tool) -> None:
+    from commands.launch.files import restore
+    from commands.output.output import stderr
+
+    if tool.file is None:
+        raise SpecDecError(
+            f"{tool.title} is told by variables alone: there is no file to put back",
+            hint=f"`specdec launch {tool.name}` runs it",
+        )
+    path = str(tool.file.path()).replace(os.path.expanduser("~"), "~", 1)
+    done = f"put back: {path}" if restore(tool.file) else f"nothing was put aside, and nothing is changed: {path}"
+    stderr().print(done, soft_wrap=True)

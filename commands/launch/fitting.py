@@ -1,0 +1,89 @@
+"""Flags of a server for an agent: a context and a K/V cache that fit the model and the memory, drafts, tools."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from commands.options.spellings import normalize_name
+from runtime.checkpoint.resolve import files_of_model, read_model_config, resolve_model
+from runtime.text.chat import check_chat_template
+from runtime.text.chat_templates import chat_templates
+from runtime.util.control_groups import free_memory
+from runtime.util.files import read_json
+
+AGENT_CONTEXT = 32_768
+"""Tokens of a prompt and its answer that agents work well with: their prompts have 10,000 to 30,000."""
+_LEAST_CONTEXT = 4_096
+_BATCH_SIZE = 4
+"""The default of `serve`: agents ask for a title or a summary beside the answer."""
+_ITEM_BYTES = {"float32": 4}
+_DRAFTING = ("spec-decode-algo", "profile", "speculative-config", "drafter")
+
+
+def flags_given(flags: Sequence[str]) -> set[str]:
+    """Names of the flags, without hyphens and values, by our spelling."""
+    return {normalize_name(flag.lstrip("-").partition("=")[0], "serve") for flag in flags if flag.startswith("-")}
+
+
+def is_engine(model: str) -> bool:
+    """True for an engine directory, whose limits are its own."""
+    config = Path(model).expanduser() / "config.json"
+    return config.is_file() and "build_config" in read_json(config)
+
+
+def fitting_flags(model: str, given: set[str]) -> Iterator[str]:
+    """Flags for the model that are not given already. SpecDecError for a model that cannot have a conversation."""
+    if not any(name in _DRAFTING or name.endswith("-config") for name in given):
+        yield from ("--spec-decode-algo", "AUTO")
+    if "any-model" not in given:
+        yield "--any-model"
+    if is_engine(model):
+        return
+    model_dir = resolve_model(model)
+    config = read_model_config(model_dir)
+    if "max-seq-len" not in given:
+        context, num_kept = _sizes(config, model_dir)
+        yield from ("--max-seq-len", str(context))
+        if num_kept is not None and "max-tokens-in-paged-kv-cache" not in given:
+            yield from ("--max-tokens-in-paged-kv-cache", str(num_kept))
+    if "tokenizer-dir" not in given:
+        check_chat_template(model_dir, model)
+        templates = [text for text in chat_templates(model_dir).values() if isinstance(text, str)]
+        if not any("tools" in text for text in templates) and "tool-call-parser" not in given:
+            yield from ("--tool-call-parser", "hermes")  # tools are written into the system message
+
+
+def _sizes(config: dict[str, Any], model_dir: Path) -> tuple[int, int | None]:
+    """Tokens of the context, and of the K/V cache where memory bounds it.
+
+    The cache may take half of the memory that the weights leave: 4 GB for 131,072 tokens of 32 KB each.
+    """
+    inner = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    context = min(AGENT_CONTEXT, _positions(inner))
+    token_bytes = _token_bytes(inner)
+    if token_bytes is None or Path("/dev/nvidia0").exists():  # a GPU's cache is a share of its own memory
+        return context, None
+    weights = sum(file.stat().st_size for file in files_of_model(model_dir))
+    num_kept = max((free_memory() - weights) // 2 // token_bytes, _LEAST_CONTEXT)
+    if num_kept >= context * _BATCH_SIZE:
+        return context, None
+    return min(context, num_kept // 256 * 256), num_kept // 256 * 256
+
+
+def _positions(config: dict[str, Any]) -> int:
+    """Positions of the model; those before its rotary factors change, where they do (`longrope`)."""
+    rope = config.get("rope_scaling") or {}
+    limits = [config.get("max_position_embeddings")]
+    if "longrope" in (rope.get("rope_type"), rope.get("type")):
+        limits += [rope.get("original_max_position_embeddings"), config.get("original_max_position_embeddings")]
+    return min((limit for limit in limits if isinstance(limit, int) and limit > 1), default=AGENT_CONTEXT)
+
+
+def _token_bytes(config: dict[str, Any]) -> int | None:
+    """Bytes of a token's keys and values in all layers, at most; None where the config does not say."""
+    num_layers, num_heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
+    if not (isinstance(num_layers, int) and isinstance(num_heads, int) and num_heads):
+        return None
+    head_dim = config.get("head_dim") or (config.get("hidden_size") or 0) // num_heads
+    item_bytes = _ITEM_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
+    return 2 * num_layers * int(config.get("num_key_value_heads") or num_heads) * int(head_dim) * item_bytes or None

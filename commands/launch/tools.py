@@ -1,0 +1,177 @@
+"""The agents that `launch` knows: how each is called, installed, and told of a server.
+
+An agent is told by variables of its environment, or by its config file, which gets the keys of `File.keys` beside what
+it has already. A new agent is one entry in `TOOLS`.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+NO_KEY = "none"
+"""Sent where the server asks for no key: clients insist on sending something."""
+KEY_VARIABLE = "SPECDEC_API_KEY"
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A server as an agent is told of it. `context` is in tokens, of a prompt and its answer."""
+
+    url: str
+    model: str
+    key: str
+    context: int
+
+    @property
+    def base_url(self) -> str:
+        """OpenAI's clients want it with `/v1`, Anthropic's without."""
+        return f"{self.url}/v1"
+
+    @property
+    def has_key(self) -> bool:
+        return self.key != NO_KEY
+
+    @property
+    def max_output_len(self) -> int:
+        """Tokens that an answer may have, where an agent wants to be told: a quarter of the context."""
+        return self.context // 4
+
+
+@dataclass(frozen=True)
+class File:
+    """Config file of an agent: where it is, its format, and the keys that name the server."""
+
+    path: Callable[[], Path]
+    format: Literal["toml", "yaml", "json"]
+    keys: Callable[[Connection], dict[str, Any]]
+
+
+def _nothing(server: Connection) -> dict[str, str]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Tool:
+    """An agent. `prompt_len`: tokens of its first prompt, roughly, most of which describe its tools."""
+
+    name: str
+    title: str
+    executable: str
+    install: str
+    prompt_len: int
+    environment: Callable[[Connection], dict[str, str]] = _nothing
+    file: File | None = None
+
+
+def _claude(server: Connection) -> dict[str, str]:
+    """Its small requests, such as titles, name other models of its maker: all are this one."""
+    models = ("MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL")
+    return {
+        "ANTHROPIC_BASE_URL": server.url,
+        "ANTHROPIC_AUTH_TOKEN": server.key,
+        "ANTHROPIC_API_KEY": "",  # one of the maker's would be sent here, and asked about
+        **{f"ANTHROPIC_{name}": server.model for name in models},
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(server.max_output_len),
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+
+
+def _aider(server: Connection) -> dict[str, str]:
+    return {
+        "OPENAI_API_BASE": server.base_url,
+        "OPENAI_API_KEY": server.key,
+        "AIDER_MODEL": f"openai/{server.model}",
+        "AIDER_SHOW_MODEL_WARNINGS": "false",  # it has no prices for this model
+    }
+
+
+def _key_alone(server: Connection) -> dict[str, str]:
+    """The key, to which the config file refers."""
+    return {KEY_VARIABLE: server.key} if server.has_key else {}
+
+
+def _codex(server: Connection) -> dict[str, Any]:
+    provider = {"name": "specdec", "base_url": server.base_url, "wire_api": "responses"}
+    key = {"env_key": KEY_VARIABLE} if server.has_key else {}
+    return {
+        "model": server.model,
+        "model_provider": "specdec",
+        "model_context_window": server.context,
+        "model_providers": {"specdec": provider | key},
+    }
+
+
+def _continue(server: Connection) -> dict[str, Any]:
+    model = {"name": "specdec", "provider": "openai", "model": server.model, "apiBase": server.base_url}
+    options = {"contextLength": server.context, "maxTokens": server.max_output_len}
+    model |= {"apiKey": server.key, "roles": ["chat", "edit", "apply"], "defaultCompletionOptions": options}
+    return {"name": "local", "version": "0.0.1", "schema": "v1", "models": [model]}
+
+
+def _opencode(server: Connection) -> dict[str, Any]:
+    limit = {"context": server.context, "output": server.max_output_len}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "specdec",
+        "options": {
+            "baseURL": server.base_url,
+            "apiKey": f"{{env:{KEY_VARIABLE}}}" if server.has_key else NO_KEY,
+        },
+        "models": {server.model: {"name": server.model, "tool_call": True, "limit": limit}},
+    }
+    model = f"specdec/{server.model}"
+    return {
+        "$schema": "https://opencode.ai/config.json",
+        "model": model,
+        "small_model": model,
+        "provider": {"specdec": provider},
+    }
+
+
+def _in(variable: str, default: str, name: str) -> Callable[[], Path]:
+    """The file in the directory that a variable names, or else in one of the home directory."""
+    return lambda: Path(os.environ.get(variable) or Path.home() / default) / name
+
+
+TOOLS = {
+    tool.name: tool
+    for tool in (
+        Tool(
+            "claude",
+            "Claude Code",
+            "claude",
+            "npm install -g @anthropic-ai/claude-code",
+            19_600,
+            environment=_claude,
+        ),
+        Tool(
+            "codex",
+            "Codex",
+            "codex",
+            "npm install -g @openai/codex",
+            6_400,
+            environment=_key_alone,
+            file=File(_in("CODEX_HOME", ".codex", "config.toml"), "toml", _codex),
+        ),
+        Tool("aider", "aider", "aider", "pip install aider-chat", 3_000, environment=_aider),
+        Tool(
+            "continue",
+            "Continue",
+            "cn",
+            "npm install -g @continuedev/cli",
+            5_000,
+            file=File(_in("CONTINUE_GLOBAL_DIR", ".continue", "config.yaml"), "yaml", _continue),
+        ),
+        Tool(
+            "opencode",
+            "opencode",
+            "opencode",
+            "npm install -g opencode-ai",
+            10_000,
+            environment=_key_alone,
+            file=File(_in("XDG_CONFIG_HOME", ".config", "opencode/opencode.json"), "json", _opencode),
+        ),
+    )
+}

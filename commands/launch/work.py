@@ -1,0 +1,179 @@
+"""A launch: the server, the agent's settings, the agent, and the end of what was begun."""
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from commands.launch.files import configured, shown
+from commands.launch.fitting import fitting_flags, flags_given, is_engine
+from commands.launch.server import Served, ask_server, started
+from commands.launch.tools import KEY_VARIABLE, NO_KEY, Connection, Tool
+from commands.output.output import stderr, visible, warn
+from runtime.util.errors import SpecDecError, UsageError
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What was asked for. `flags` are a model, perhaps, and flags of `serve`; `arguments` are the agent's."""
+
+    host: str
+    port: int
+    keys: Sequence[str]
+    flags: Sequence[str]
+    arguments: Sequence[str]
+
+    @property
+    def key(self) -> str:
+        return self.keys[0] if self.keys else NO_KEY
+
+    @property
+    def url(self) -> str:
+        host = "127.0.0.1" if self.host == "0.0.0.0" else self.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    @property
+    def model(self) -> str | None:
+        """The model that is named, first or by its flag."""
+        if self.flags and not self.flags[0].startswith("-"):
+            return self.flags[0]
+        return next(_values(self.flags, "model-dir"), None)
+
+    @property
+    def serve_arguments(self) -> list[str]:
+        """Arguments for `specdec serve`."""
+        is_word = bool(self.flags) and not self.flags[0].startswith("-")
+        first = ["--engine-dir" if is_engine(self.flags[0]) else "--model-dir"] if is_word else []
+        fitting = [] if self.model is None else fitting_flags(self.model, flags_given(self.flags))
+        address = ["--host", self.host, "--port", str(self.port)]
+        return [*first, *self.flags, *fitting, *address]
+
+    def names(self) -> set[str]:
+        """Names by which a server may have the model; none if no model is named."""
+        if self.model is None:
+            return set()
+        own = Path(self.model).expanduser()
+        return {self.model, own.name, own.resolve().name, *_values(self.flags, "served-model-name")}
+
+
+def _values(flags: Sequence[str], name: str) -> Iterator[str]:
+    """Values of a flag: `--model-dir demo` and `--model-dir=demo`."""
+    for i, flag in enumerate(flags):
+        if flag.startswith("-") and flags_given([flag]) == {name}:
+            value = flag.partition("=")[2] or next(iter(flags[i + 1 : i + 2]), "")
+            if value:
+                yield value
+
+
+def run(tool: Tool, launch: Launch, print_only: bool) -> int:
+    """Run the agent; returns its exit status. SpecDecError for what is missing or does not start."""
+    if print_only:
+        _print(tool, launch)
+        return 0
+    executable = shutil.which(tool.executable)
+    if executable is None:
+        raise SpecDecError(f"{tool.title} is not installed: {tool.executable}", hint=tool.install)
+    with ExitStack() as stack:
+        stack.enter_context(_cleans_up_on_hangup())
+        served = _running(launch)
+        if served is None:
+            environment = os.environ | ({KEY_VARIABLE: ",".join(launch.keys)} if launch.keys else {})
+            served = stack.enter_context(started(launch.serve_arguments, environment, launch.key))
+        connection = _connection(served, launch)
+        if served.context < tool.prompt_len:
+            warn(
+                f"{tool.title} begins with about {tool.prompt_len:,} tokens, and the server takes {served.context:,}: "
+                "a model with more positions, or a higher `--max-seq-len`"
+            )
+        for line in _settings(tool, connection):
+            stderr().print(visible(line), soft_wrap=True)
+        if tool.file is not None:
+            stack.enter_context(configured(tool.file, connection))
+        environment = os.environ | tool.environment(connection)
+        return _run_agent([executable, *launch.arguments], environment)
+
+
+def _running(launch: Launch) -> Served | None:
+    """The server at the address; None where one is to be started. SpecDecError if it has another model, or if there is
+    neither a server nor a model."""
+    served = ask_server(launch.url, launch.key) if launch.port else None
+    if served is None:
+        if not launch.flags:
+            raise UsageError(
+                f"no server listens at {launch.url}, and no model is named to start one",
+                hint="name a model: `specdec launch TOOL MODEL`",
+            )
+        return None
+    names = launch.names()
+    if names and not names & set(served.names):
+        raise SpecDecError(
+            f"the server at {launch.url} has `{served.names[0]}`, and not: {launch.model}",
+            hint="leave the model out, or start another server: `--port 8001`",
+        )
+    stderr().print(f"takes the server at {launch.url}, which has {served.names[0]}", soft_wrap=True)
+    if ignored := [flag for flag in launch.flags if flag.startswith("--")]:
+        warn(f"the server runs already, and flags do not change it: {' '.join(ignored)}")
+    return served
+
+
+def _connection(served: Served, launch: Launch) -> Connection:
+    return Connection(served.url, served.names[0], launch.key, served.context)
+
+
+def _settings(tool: Tool, connection: Connection) -> Iterator[str]:
+    """The agent's settings as they could be typed: the lines for a shell, and those of its file."""
+    for name, value in tool.environment(connection).items():
+        yield f"export {name}={f'${KEY_VARIABLE}' if value and value == _secret(connection) else shlex.quote(value)}"
+    if tool.file is not None:
+        yield f"# in {tool.file.path()}:"
+        for line in shown(tool.file, connection).rstrip("\n").splitlines():
+            yield line.replace(connection.key, f"${KEY_VARIABLE}") if connection.has_key else line
+
+
+def _secret(connection: Connection) -> str | None:
+    return connection.key if connection.has_key else None
+
+
+def _print(tool: Tool, launch: Launch) -> None:
+    """What would be run and written, on stdout; a server that is not there is described as it would be."""
+    served = ask_server(launch.url, launch.key) if launch.port else None
+    if served is None:
+        arguments = launch.serve_arguments
+        print(f"specdec serve {shlex.join(arguments)}")
+        name = next(_values(launch.flags, "served-model-name"), Path(launch.model or "engine_outputs").resolve().name)
+        served = Served(launch.url, (name,), int(next(_values(arguments, "max-seq-len"), "4096")))
+    for line in _settings(tool, _connection(served, launch)):
+        print(visible(line))
+    print(shlex.join([tool.executable, *launch.arguments]))
+
+
+def _run_agent(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """The exit status of the agent, to which Ctrl-C belongs meanwhile."""
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # not ignored: the agent would inherit that
+    try:
+        with subprocess.Popen(command, env=dict(environment)) as process:
+            try:
+                code = process.wait()
+            except BaseException:  # SIGTERM: what was begun ends
+                process.terminate()
+                raise
+    except OSError as error:
+        raise SpecDecError(f"cannot be run ({error.strerror}): {command[0]}", hint="install it again") from None
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return code if code >= 0 else 128 - code
+
+
+@contextmanager
+def _cleans_up_on_hangup() -> Iterator[None]:
+    """A terminal that is closed ends the command as SIGTERM does: through the blocks that clean up."""
+    before = signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -1,0 +1,44 @@
+"""What `serve` says of itself when it begins to listen: model, limits, drafter, routes, page, address."""
+
+from collections.abc import Iterator
+
+from commands.serve.http.server import Address
+from commands.serve.served import ServedModel
+from runtime.checkpoint.config import EngineConfig
+from runtime.drafters.speculation import Speculation
+
+_ROUTES = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/models",
+    "/metrics",
+)
+
+
+def greeting(served: ServedModel, speculation: Speculation, address: Address) -> Iterator[str]:
+    """The lines, of which the last has the address: who starts a server waits for it."""
+    yield (
+        f"{served.name}: {_formats(served.llm.bundle.config)}, {served.max_model_len:,} tokens of context, "
+        f"{served.llm.engine.max_batch_size} at once; {_drafting(speculation)}"
+    )
+    yield f"routes: {', '.join(_ROUTES)}; {address.url}/ is a page to try it"
+    reach = "only this machine reaches it" if address.is_of_this_machine else "other machines reach it"
+    yield f"{served.name} at {address.url} ({reach}); Ctrl-C ends"
+
+
+def _formats(config: EngineConfig) -> str:
+    """Number formats: `bfloat16`, or `W4A16 weights, bfloat16, INT8 K/V`."""
+    found = config.quantization
+    weights = [] if found is None or found.quant_algo is None else [f"{found.quant_algo} weights"]
+    kv_cache = [] if found is None or found.kv_cache_quant_algo is None else [f"{found.kv_cache_quant_algo} K/V"]
+    return ", ".join([*weights, config.dtype, *kv_cache])
+
+
+def _drafting(speculation: Speculation) -> str:
+    """`suffix matching, drafts of up to 10 tokens`, or that there is no drafter."""
+    if not speculation:
+        return "no drafter"
+    longest = speculation.max_draft_len
+    return f"{speculation.label}, drafts of up to {longest} tokens" if longest else speculation.label

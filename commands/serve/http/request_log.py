@@ -1,0 +1,78 @@
+"""A line for each request on stderr: what was asked of which model, how long it took, and never a text.
+
+12:03:41 POST /v1/chat/completions 200 in 0.83 s: demo, 281 prompt tokens (192 cached), 24 output, 1.92 a step
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from commands.output.output import stderr, visible
+from runtime.loop.serving import RequestHandle
+
+_MAX_SHOWN = 200
+"""Characters of a path or of a model's name, which come from clients."""
+_SCOPE_KEY = "specdec.noted"
+"""Entry of a request's ASGI scope: its `_Noted`, where requests are logged."""
+
+
+@dataclass
+class _Noted:
+    """What its route knows about a request. `num_alternatives`: outputs of each prompt, one after the other."""
+
+    model: str = ""
+    answers: list[RequestHandle] = field(default_factory=list)
+    num_alternatives: int = 1
+
+
+def note_model(scope: Mapping[str, Any], model: str) -> None:
+    """Note the model that a request names, whether it exists or not."""
+    if (noted := scope.get(_SCOPE_KEY)) is not None:
+        noted.model = model
+
+
+def note_answers(scope: Mapping[str, Any], answers: list[RequestHandle], num_alternatives: int) -> None:
+    """Note the answers that are on their way."""
+    if (noted := scope.get(_SCOPE_KEY)) is not None:
+        noted.answers, noted.num_alternatives = answers, num_alternatives
+
+
+class RequestLog:
+    """An application that logs the requests to another one, when they are over."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        noted, start_s, status = _Noted(), time.perf_counter(), 0
+
+        async def note_and_send(message: Any) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self._app({**scope, _SCOPE_KEY: noted}, receive, note_and_send)
+        finally:
+            told = ", ".join(_told(noted))
+            path = visible(scope["path"][:_MAX_SHOWN])
+            line = f"{scope['method']} {path} {status or 'unanswered'} in {time.perf_counter() - start_s:.2f} s"
+            stderr().print(f"{time.strftime('%X')} {line}{': ' if told else ''}{told}", soft_wrap=True)
+
+
+def _told(noted: _Noted) -> list[str]:
+    told = [visible(noted.model[:_MAX_SHOWN])] if noted.model else []
+    if noted.answers:
+        prompts = noted.answers[:: noted.num_alternatives]
+        num_prompt = sum(len(one.request.prompt_tokens) for one in prompts)
+        num_cached = sum(one.progress.num_cached_tokens for one in prompts)
+        num_output = sum(one.progress.num_tokens for one in noted.answers)
+        num_steps = sum(one.progress.num_steps for one in noted.answers)
+        told += [f"{num_prompt} prompt tokens ({num_cached} cached)", f"{num_output} output"]
+        told += [f"{num_output / num_steps:.2f} a step"] if num_steps else []
+        told += ["not finished"] if not all(one.progress.is_over for one in noted.answers) else []
+    return told

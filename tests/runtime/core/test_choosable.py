@@ -1,0 +1,159 @@
+"""`min_tokens` and `allowed_token_ids` against brute force and Hugging Face, with every drafter and the kernels."""
+
+from pathlib import Path
+from typing import Any
+
+import byte_tokenizers
+import numpy as np
+import pytest
+import torch
+from test_sampling import DRAFTERS, NUM_NEW_TOKENS, PROMPTS, engine_dirs, finish, make_drafter, target, texts
+from tiny import VOCAB_SIZE
+from transformers import PreTrainedModel
+from transformers.generation.logits_process import MinNewTokensLengthLogitsProcessor
+
+from runtime.core.grammar import Grammars
+from runtime.core.params import Grammar, SamplingConfig
+from runtime.core.request import Draft, Request, Sequence
+from runtime.core.sampling import Positions, Sampler, choose_all
+from runtime.core.verify import verify
+from runtime.engine.engine import Engine
+from runtime.kernels.ops import load_kernels
+from runtime.text.text import decode
+
+__all__ = ["engine_dirs", "target"]  # fixtures
+RULES = [
+    {"min_tokens": 3},
+    {"allowed_token_ids": (3, 5, 6, 9, 20, 31)},
+    {"min_tokens": 9, "allowed_token_ids": tuple(range(4, 30))},
+    {"min_tokens": 4, "repetition_penalty": 1.3, "bad_words": ((6,),)},
+]
+LAWS = [{}, {"top_k": 0}, {"top_k": 4, "temperature": 0.7}]
+
+
+def left_by_brute_force(config: SamplingConfig, logits: torch.Tensor, num_generated: int, ends: set[int]) -> list[int]:
+    allowed = range(len(logits)) if config.allowed_token_ids is None else config.allowed_token_ids
+    return [token for token in allowed if num_generated >= config.min_tokens or token not in ends]
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_choice_is_the_best_of_what_is_left(
+    rule: dict[str, Any], law: dict[str, Any], dtype: torch.dtype, kernels: Path
+) -> None:
+    """Each position of a draft, by the kernels and without: of the tokens left the best, with its noise."""
+    load_kernels(kernels)
+    ends, prompt = {2, 5}, [7, 8, 9, 10]
+    config = SamplingConfig(**rule | law)
+    logits = torch.randn((8, VOCAB_SIZE), generator=torch.Generator().manual_seed(1)).to(dtype)
+    logits[:, list(ends)] += 4  # an end would be chosen everywhere
+    sampler, plain = (Sampler(one, prompt, 0, None, ends) for one in (config, SamplingConfig(**law)))
+    draft: list[int] = []
+    for i, row in enumerate(logits):
+        left = left_by_brute_force(config, row, i, ends)
+        masked = torch.full_like(row, -torch.inf)
+        masked[left] = row[left]
+        processors = {"repetition_penalty", "bad_words"} & rule.keys()
+        if not processors:
+            expected = plain.choose([*prompt, *draft], masked)
+            if not law:
+                assert expected == max(left, key=lambda token: (float(row[token]), -token))
+            assert sampler.choose([*prompt, *draft], row) == expected
+        draft.append(sampler.choose([*prompt, *draft], row))
+        assert draft[-1] in left
+    before = logits.clone()
+    (chosen,) = choose_all([Positions(sampler, list(prompt), draft[:-1], logits)])
+    assert list(chosen) == draft == list(sampler.choices(list(prompt), draft[:-1], logits))
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_k": 0, "temperature": 0.8}])
+def test_least_tokens_are_hugging_faces(sampling: dict[str, Any]) -> None:
+    ends, prompt = [2, 5], (7, 8, 9)
+    sampler = Sampler(SamplingConfig(min_tokens=3, **sampling), prompt, 0, None, ends)
+    theirs = MinNewTokensLengthLogitsProcessor(len(prompt), 3, ends)
+    text = list(prompt)
+    for i in range(6):
+        logits = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(i))
+        expected = theirs(torch.tensor([text]), logits[None])[0]
+        expected = expected.argmax() if not sampling else torch.softmax(expected.double() / 0.8, 0)
+        probs = sampler.probs(text, logits)
+        assert int(probs.argmax()) == int(expected) if not sampling else torch.allclose(probs, expected, atol=1e-9)
+        text.append(11)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_drafts_change_no_output(drafter: str, engine_dirs: dict[str, Path], target: PreTrainedModel) -> None:
+    """Greedy as Hugging Face's `min_new_tokens`; sampled as without a drafter. Without the rule outputs end before."""
+    ids = torch.tensor([PROMPTS[1]])
+    free = target.generate(ids, max_new_tokens=NUM_NEW_TOKENS, do_sample=False, eos_token_id=-1)[0, ids.shape[1] :]
+    end = int(free[1])
+    early = target.generate(ids, max_new_tokens=NUM_NEW_TOKENS, do_sample=False, eos_token_id=end, pad_token_id=0)
+    held = target.generate(
+        ids, max_new_tokens=NUM_NEW_TOKENS, min_new_tokens=8, do_sample=False, eos_token_id=end, pad_token_id=0
+    )
+    assert early.shape[1] < ids.shape[1] + 8 <= held.shape[1]
+    engine, allowed = Engine.open(engine_dirs["target"]), tuple(range(1, VOCAB_SIZE, 2))
+    configs = [
+        SamplingConfig(min_tokens=8),
+        SamplingConfig(top_k=0, min_tokens=8),
+        SamplingConfig(allowed_token_ids=allowed),
+        SamplingConfig(top_k=0, allowed_token_ids=allowed, min_tokens=5),
+    ]
+    requests = [Request(i, PROMPTS[1], NUM_NEW_TOKENS, frozenset({end}), sampling=one) for i, one in enumerate(configs)]
+    outputs = texts(finish(engine, requests, make_drafter(drafter, engine_dirs), 5))
+    assert outputs[0] == held[0, ids.shape[1] :].tolist()
+    assert outputs == texts(finish(engine, requests, None, 0))
+    for output, config in zip(outputs, configs, strict=True):
+        assert len(output) > config.min_tokens or output[-1] == end or len(output) == NUM_NEW_TOKENS
+        assert end not in output[: config.min_tokens]
+        assert config.allowed_token_ids is None or {*output} <= {*allowed}
+
+
+def test_a_draft_of_tokens_that_may_not_be_chosen_is_rejected() -> None:
+    """A draft is cut at the first such token, whether it was drawn from probabilities or looked up."""
+    config = SamplingConfig(top_k=0, min_tokens=2, allowed_token_ids=(3, 4, 5))
+    sequence = Sequence.start(Request(0, (7, 8), 9, frozenset({5}), sampling=config))
+    logits = torch.zeros(4, VOCAB_SIZE)
+    probs = torch.full((3, VOCAB_SIZE), 1 / VOCAB_SIZE, dtype=torch.float64)
+    for tokens, most in (([3, 9, 3], 1), ([5, 3, 3], 0), ([3, 4, 6], 2)):
+        for draft in (Draft(tokens), Draft(tokens, probs)):
+            verdict = verify(sequence, draft, logits)
+            assert verdict.num_accepted <= most
+            assert verdict.next_token in ((3, 4, 5) if verdict.num_accepted == 2 else (3, 4))
+
+
+def test_probabilities_are_of_what_is_left() -> None:
+    """Drafts that are verified by probabilities follow the target's distribution over the tokens left."""
+    config = SamplingConfig(top_k=0, allowed_token_ids=(3, 4))
+    logits = torch.zeros(2, VOCAB_SIZE)
+    logits[:, 3] = 1.0
+    draft_probs = torch.zeros(1, VOCAB_SIZE, dtype=torch.float64)
+    draft_probs[0, [3, 4, 9]] = torch.tensor([0.1, 0.4, 0.5], dtype=torch.float64)
+    counts = np.zeros(VOCAB_SIZE)
+    for seed in range(4000):
+        request = Request(0, (7,), 9, sampling=SamplingConfig(**vars(config) | {"random_seed": seed}))
+        drawn = int(np.random.default_rng(seed).choice([3, 4, 9], p=[0.1, 0.4, 0.5]))
+        verdict = verify(Sequence.start(request), Draft([drawn], draft_probs), logits)
+        counts[drawn if verdict.num_accepted else verdict.next_token] += 1
+    assert counts[[3, 4]].sum() == 4000
+    assert counts[3] / 4000 == pytest.approx(np.e / (np.e + 1), abs=0.035)
+
+
+def test_a_grammar_that_is_whole_ends_an_output_all_the_same() -> None:
+    """A text that could go on does; where nothing but an end can follow, the end comes."""
+    tokenizer = byte_tokenizers.byte_level()
+    end = tokenizer.eos_token_id
+    grammars = Grammars(tokenizer, len(tokenizer), frozenset({end}))
+    for expression in ("a{1,9}", "aa"):
+        grammar = grammars.compiled(Grammar("regex", expression))
+        config = SamplingConfig(min_tokens=4)
+        sequence = Sequence.start(Request(0, (1,), 12, frozenset({end}), sampling=config, grammar=grammar))
+        logits = torch.zeros(1, len(tokenizer))
+        logits[0, end] = 9.0
+        while sequence.finish_reason is None:
+            sequence.commit(Draft([]), verify(sequence, Draft([]), logits))
+        tokens = [token for token in sequence.output_tokens if token != end]
+        text = decode(tokenizer, tokens)
+        assert (text == "aa") if expression == "aa" else ({*text} == {"a"} and len(tokens) >= 4)

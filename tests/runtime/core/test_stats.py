@@ -1,0 +1,64 @@
+"""Counts and rates against an example counted by hand, and the keys that vocabulary and other tools expect."""
+
+import pytest
+
+from runtime.core.stats import RequestStats
+
+VOCABULARY_KEYS = {
+    "num_spec_steps",
+    "num_steps",
+    "num_draft_tokens",
+    "num_accepted_draft_tokens",
+    "draft_acceptance_rate",
+    "mean_acceptance_length",
+    "tokens_per_step",
+    "acceptance_histogram",
+    "acceptance_rate_per_position",
+    "num_reused_tokens",
+}
+
+
+def example() -> RequestStats:
+    """Drafts of 3, 2, 0 and 3 tokens, of which 3, 0, 0 and 1 are accepted."""
+    stats = RequestStats()
+    for num_drafted, num_accepted in ((3, 3), (2, 0), (0, 0), (3, 1)):
+        stats.record_step(num_drafted, num_accepted, num_accepted + 1)
+    return stats
+
+
+def test_example_counted_by_hand() -> None:
+    counts = example().counts(max_draft_len=4)
+    assert {key: counts[key] for key in counts if key.startswith("num_")} == {
+        "num_generated_tokens": 4 + 1 + 1 + 2,
+        "num_steps": 4,
+        "num_spec_steps": 3,
+        "num_draft_tokens": 8,
+        "num_accepted_draft_tokens": 4,
+        "num_reused_tokens": 0,
+        "num_drafts_per_position": [3, 3, 2, 0],
+    }
+    assert counts["draft_acceptance_rate"] == 4 / 8
+    assert counts["mean_acceptance_length"] == 1 + 4 / 3
+    assert counts["tokens_per_step"] == 8 / 4
+    assert counts["acceptance_histogram"] == [1, 1, 0, 1, 0]
+    assert counts["acceptance_rate_per_position"] == [2 / 3, 1 / 3, 1 / 2, None]
+
+
+def test_keys_are_those_of_the_vocabulary() -> None:
+    assert set(example().counts(4)) >= VOCABULARY_KEYS
+    record = example().as_dict(4)
+    assert set(record) == set(example().counts(4)) | {"ttft_s", "tpot_s", "latency_s"}
+
+
+def test_times_follow_their_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Submitted at 10 s, first token at 10.5, 5 tokens by the end at 12.5."""
+    clock = iter([10.0, 10.5, 12.5])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    stats = RequestStats()
+    assert (stats.ttft_s, stats.tpot_s, stats.latency_s) == (None, None, None)
+    stats.start()
+    stats.record_step(0, 0, 1)
+    assert (stats.ttft_s, stats.tpot_s, stats.latency_s) == (0.5, None, None)
+    stats.record_step(3, 3, 4)
+    stats.finish()
+    assert (stats.ttft_s, stats.tpot_s, stats.latency_s) == (0.5, 2.0 / 4, 2.5)

@@ -1,0 +1,186 @@
+"""Both loops: whatever arrives, waits, is put back and continued, each request ends with Hugging Face's tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sentences import Said
+from tiny import VOCAB_SIZE, hf_greedy, repetitive_prompt
+from transformers import PreTrainedModel
+
+from commands.options.hints import hint_of
+from runtime.core.request import Request, Sequence
+from runtime.core.stats import LoopTimes
+from runtime.drafters.draft_target import DraftModel
+from runtime.drafters.ngram import NgramLookup
+from runtime.engine.engine import Engine, KVCacheConfig
+from runtime.loop import orchestrator, scheduler
+from runtime.util.errors import SpecDecError, UsageError
+
+NUM_NEW_TOKENS = 24
+BOTH = pytest.mark.parametrize("loop", [scheduler, orchestrator], ids=["leader", "orchestrator"])
+
+
+@pytest.fixture
+def open_engine(llama_engine_dir: Path) -> Any:
+    """The engine of fixture `llama`: max_batch_size 4, blocks of 4."""
+    return lambda **kv_cache: Engine.open(llama_engine_dir, kv_cache=KVCacheConfig(**kv_cache))
+
+
+def make_requests(num_requests: int) -> list[Request]:
+    return [Request(i, tuple(repetitive_prompt(i, 6 + 5 * i)), NUM_NEW_TOKENS) for i in range(num_requests)]
+
+
+def finish(engine: Engine, requests: list[Request], drafter: Any = None, loop: Any = scheduler) -> dict[int, Sequence]:
+    """Run to the end; blocks are all given back, and what was streamed is what came out."""
+    streamed: dict[int, list[int]] = {request.id: [] for request in requests}
+    finished: dict[int, Sequence] = {}
+    for sequence, new_tokens in loop.generate(engine, requests, drafter, 5 if drafter else 0):
+        assert new_tokens and sequence.request.id not in finished
+        engine._blocks.check_integrity()
+        streamed[sequence.request.id] += new_tokens
+        if sequence.finish_reason is not None:
+            finished[sequence.request.id] = sequence
+    assert {i: sequence.output_tokens for i, sequence in finished.items()} == streamed
+    assert engine._blocks.num_free_blocks == engine._blocks.num_blocks - 1
+    return finished
+
+
+def expected(llama: PreTrainedModel, requests: list[Request]) -> dict[int, list[int]]:
+    return {r.id: hf_greedy(llama, list(r.prompt_tokens), r.max_new_tokens) for r in requests}
+
+
+def outputs(finished: dict[int, Sequence]) -> dict[int, list[int]]:
+    return {i: finished[i].output_tokens for i in sorted(finished)}
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30)), min_size=1, max_size=9),
+    max_tokens=st.integers(92, 300),
+    max_num_tokens=st.integers(1, 64),
+    drafter=st.sampled_from([lambda: None, lambda: NgramLookup(2)]),
+    how=st.sampled_from([(scheduler, True), (scheduler, False), (orchestrator, True)]),
+)
+def test_any_requests_end_with_the_right_tokens(
+    lengths: list[tuple[int, int]], max_tokens: int, max_num_tokens: int, drafter: Any, how: Any, open_engine: Any,
+    llama: PreTrainedModel,
+) -> None:  # fmt: skip
+    requests = [Request(i, tuple(repetitive_prompt(n, n)), new) for i, (n, new) in enumerate(lengths)]
+    loop, reuse = how
+    engine = open_engine(max_tokens=max_tokens, block_reuse=reuse)
+    engine.max_num_tokens = max_num_tokens
+    assert outputs(finish(engine, requests, drafter(), loop)) == expected(llama, requests)
+
+
+def test_requests_join_as_others_finish(open_engine: Any) -> None:
+    """Five requests, four places: the fifth starts in the step after the first end, not when all four have ended."""
+    requests = [Request(i, (5, 6, 7), 3 if i == 1 else 12) for i in range(5)]
+    times = LoopTimes()
+    for _ in scheduler.generate(open_engine(), requests, None, 0, times):
+        pass
+    assert times.num_iterations == 3 + 12
+
+
+def test_long_prompt_does_not_hold_up_running_rows(open_engine: Any) -> None:
+    """Its 90 tokens are computed 10 at a time, while the other row gets a token in every iteration."""
+    engine = open_engine()
+    engine.max_num_tokens = 10
+    requests = [Request(0, (5, 6), 20), Request(1, tuple(repetitive_prompt(1, 90)), 4)]
+    order = [s.request.id for s, _ in scheduler.generate(engine, requests, None, 0)]
+    assert order.index(1) >= 8
+    assert order[:8] == [0] * 8
+
+
+@pytest.mark.parametrize("drafter", [None, NgramLookup(2)], ids=["plain", "ngram"])
+def test_a_turn_computes_only_what_is_new(drafter: Any, open_engine: Any) -> None:
+    """After the first step the K/V of every token but the last are found, whatever part of a block they fill."""
+    (request,) = make_requests(1)
+    sequence = finish(open_engine(), [request], drafter, orchestrator)[0]
+    lengths, length = [], len(request.prompt_tokens)
+    for num_accepted in sequence.stats.per_step_accepted[:-1]:
+        length += num_accepted + 1
+        lengths.append(length)
+    assert sequence.stats.num_reused_tokens == sum(length - 1 for length in lengths)
+
+
+@BOTH
+def test_same_prompt_again_is_reused_and_cleared_cache_is_not(
+    loop: Any, open_engine: Any, llama: PreTrainedModel
+) -> None:
+    engine, request = open_engine(), Request(0, tuple(repetitive_prompt(0, 21)), 1)
+    reused = []
+    for clear in (False, False, True):
+        if clear:
+            engine.clear_cache()
+        finished = finish(engine, [request], None, loop)
+        assert outputs(finished) == expected(llama, [request])
+        reused.append(finished[0].stats.num_reused_tokens)
+    assert reused == [0, 20, 0]
+
+
+def test_turns_without_block_reuse_are_wrong_usage(open_engine: Any, said: Said) -> None:
+    with pytest.raises(UsageError) as raised:
+        next(orchestrator.generate(open_engine(block_reuse=False), make_requests(1), None, 0))
+    said(raised)
+
+
+@BOTH
+def test_requests_are_checked_before_the_first_step(loop: Any, open_engine: Any, said: Said) -> None:
+    engine = open_engine()
+    with pytest.raises(SpecDecError) as raised:
+        next(loop.generate(engine, [*make_requests(5), Request(5, (), 5)], None, 0))
+    said(raised, "5")
+    with pytest.raises(SpecDecError) as raised:
+        next(loop.generate(engine, make_requests(1), NgramLookup(2), 11))
+    said(raised, "10", "11")
+    said(hint_of(raised.value), "--max-draft-len 11")
+    assert engine.step_time_s == 0
+
+
+@BOTH
+def test_second_generation_takes_the_room_of_one_that_nobody_reads(
+    loop: Any, open_engine: Any, llama: PreTrainedModel
+) -> None:
+    """The first goes on later, from its tokens."""
+    engine = open_engine(max_tokens=64)
+    requests = [Request(i, tuple(repetitive_prompt(i, 30)), 12) for i in range(2)]
+    first = scheduler.generate(engine, requests[:1])
+    next(first)
+    assert finish(engine, requests[1:], loop=loop)[1].output_tokens == expected(llama, requests[1:])[1]
+    assert [s.output_tokens for s, _ in first][-1] == expected(llama, requests[:1])[0]
+
+
+@BOTH
+def test_engine_that_drafts_for_itself_without_room_is_an_error(
+    loop: Any, open_engine: Any, tokenizer: Any, said: Said
+) -> None:
+    engine = open_engine(max_tokens=96)
+    drafter = DraftModel(engine, len(tokenizer), use_logits=False)
+    with pytest.raises(SpecDecError) as error:
+        list(loop.generate(engine, [Request(0, tuple(repetitive_prompt(0, 30)), 50)], drafter, 5))
+    said(error)
+    assert error.value.hint is not None
+    assert engine._blocks.num_free_blocks == engine._blocks.num_blocks - 1
+
+
+@pytest.mark.parametrize("num_right", [0, 2, 5])
+def test_steps_of_a_request_that_nobody_keeps_make_the_same_output(
+    num_right: int, open_engine: Any, llama: PreTrainedModel
+) -> None:
+    """Drafts of five tokens of which so many are right."""
+    (request,) = make_requests(1)
+    output = expected(llama, [request])[0]
+    engine, tokens, num_steps = open_engine(), list(request.prompt_tokens), 0
+    while True:
+        rest = output[len(tokens) - len(request.prompt_tokens) :]
+        draft = [*rest[:num_right], *[(token + 1) % VOCAB_SIZE for token in rest[num_right:5]]]
+        sequence = orchestrator.step_once(engine, request, tokens, draft[: len(rest) - 1])
+        tokens, num_steps = sequence.tokens, num_steps + 1
+        assert engine._blocks.num_free_blocks == engine._blocks.num_blocks - 1
+        if sequence.finish_reason is not None:
+            break
+    assert tokens[len(request.prompt_tokens) :] == output and sequence.finish_reason == "length"
+    assert num_steps == -(-NUM_NEW_TOKENS // (num_right + 1))

@@ -1,0 +1,124 @@
+"""Replay counts what a loop with a model counts; speculation by any lookup leaves greedy output as it was."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from lookups import MAKE_DRAFTER
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from runtime.core.request import Draft, Request, Sequence
+from runtime.core.stats import RequestStats, sum_stats
+from runtime.drafters.ngram import NgramLookup
+from runtime.measure.tuning.replay import replay
+from runtime.text.trace_lines import Trace
+
+SAMPLE = Path(__file__).parents[2] / "data" / "traces.jsonl"
+"""Greedy outputs of the shipped model `demo`: its first articles, and one that is not let end and repeats itself."""
+SPEC_BENCH = Path(__file__).parents[3] / "../shared/data/spec_bench/vicuna_traces.jsonl"
+
+
+def read_traces(path: Path) -> list[Trace]:
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [Trace(tuple(one["prompt_ids"]), tuple(one["output_ids"]), one.get("category")) for one in records]
+
+
+class Oracle:
+    """Drafts what is right up to `num_right` tokens, then what is wrong."""
+
+    def __init__(self, trace: Trace, num_right: int) -> None:
+        self.trace, self.num_right = trace, num_right
+        self.forgotten: list[int] = []
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        (sequence,) = sequences
+        right = list(self.trace.output_tokens[sequence.num_generated :][: self.num_right])
+        return [Draft((right + [999] * max_draft_len)[:max_draft_len])]
+
+    def forget(self, request_id: int) -> None:
+        self.forgotten.append(request_id)
+
+
+def test_steps_and_tokens_of_a_known_case() -> None:
+    """Ten tokens, three right in each draft of five: 4 + 4 + 2, and the budget cuts the last draft to one token."""
+    trace = Trace((1, 2), tuple(range(10, 20)))
+    drafter = Oracle(trace, 3)
+    (stats,) = replay([trace], drafter, 5)
+    assert stats.per_step_drafted == [5, 5, 1] and stats.per_step_accepted == [3, 3, 1]
+    assert stats.counts(5)["tokens_per_step"] == 10 / 3
+    assert drafter.forgotten == [0]
+
+
+def test_budget_beyond_the_output_changes_what_is_drafted_and_no_step() -> None:
+    trace = Trace((1, 2), tuple(range(10, 20)))
+    (stats,) = replay([trace], Oracle(trace, 3), 5, max_new_tokens=100)
+    assert stats.per_step_drafted == [5, 5, 5] and stats.per_step_accepted == [3, 3, 2]
+    assert (stats.num_steps, stats.num_generated_tokens) == (3, 10)
+    (cut,) = replay([trace], Oracle(trace, 3), 5, max_new_tokens=6)
+    assert (cut.num_steps, cut.num_generated_tokens) == (2, 6)
+
+
+@pytest.mark.parametrize("num_end_ids", [0, 2])
+@pytest.mark.parametrize("max_ngram", [1, 3])
+def test_leftmost_is_transformers_prompt_lookup(max_ngram: int, num_end_ids: int) -> None:
+    """Draft for draft over the sample, at every step up to the budget; end ids are the commonest tokens."""
+    traces, num_drafts, num_shorter = read_traces(SAMPLE), 0, 0
+    common = Counter(token for trace in traces for token in trace.output_tokens).most_common(num_end_ids)
+    end_ids = [token for token, _ in common]
+    for trace in traces:
+        theirs = PromptLookupCandidateGenerator(
+            eos_token_id=torch.tensor(end_ids) if end_ids else None,
+            num_output_tokens=10,
+            max_matching_ngram_size=max_ngram,
+            max_length=len(trace.prompt_tokens) + len(trace.output_tokens),
+        )
+        ours = NgramLookup(max_ngram, ranking="leftmost")
+        request = Request(0, trace.prompt_tokens, len(trace.output_tokens), frozenset(end_ids))
+        sequence = Sequence(request, list(trace.prompt_tokens))
+        while sequence.num_remaining > 0:
+            candidates, _ = theirs.get_candidates(torch.tensor([sequence.tokens]))
+            (draft,) = ours.propose([sequence], 10)
+            assert draft.tokens == candidates[0, len(sequence.tokens) :].tolist()
+            num_drafts += bool(draft.tokens)
+            num_shorter += 0 < len(draft.tokens) < 10
+            right = trace.output_tokens[sequence.num_generated :]
+            num_equal = next(
+                (i for i, token in enumerate(draft.tokens) if right[i : i + 1] != (token,)), len(draft.tokens)
+            )
+            sequence.tokens += right[: num_equal + 1]
+    assert num_drafts > 50 and num_shorter > 5
+
+
+@pytest.fixture(scope="module")
+def spec_bench() -> list[Trace]:
+    """560 outputs of Vicuna 7B, of 91,321 tokens."""
+    if not SPEC_BENCH.is_file():
+        pytest.skip("shared data spec_bench is absent")
+    return read_traces(SPEC_BENCH)
+
+
+def tokens_per_step(stats: list[RequestStats]) -> float:
+    value = sum_stats(stats).counts(10)["tokens_per_step"]
+    assert isinstance(value, float)
+    return value
+
+
+def test_prompt_lookup_on_spec_bench_gives_the_published_figure(spec_bench: list[Trace]) -> None:
+    """1.755, of which Spec-Bench's own run gave 1.75."""
+    total = sum_stats(replay(spec_bench, NgramLookup(3, ranking="leftmost"), 10)).counts(10)
+    assert total["tokens_per_step"] == pytest.approx(1.755, abs=0.001)
+    assert total["draft_acceptance_rate"] == pytest.approx(0.122, abs=0.0005)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "figure"),
+    [("frequent", 1.5699), ("suffix", 1.5737), ("frequent, public", 1.6483), ("suffix, public", 1.6523)],
+)
+def test_what_the_drafters_are_worth_on_a_quarter_of_spec_bench(
+    drafter: str, figure: float, spec_bench: list[Trace]
+) -> None:
+    """Figures as they were when this was written: a change of a draft is a change of the figure."""
+    stats = replay(spec_bench[::4], MAKE_DRAFTER[drafter](), 10)
+    assert tokens_per_step(stats) == pytest.approx(figure, abs=0.0002)

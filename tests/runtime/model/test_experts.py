@@ -1,0 +1,210 @@
+"""Experts of a mixture by the kernel: as transformers computes them, and the same bits in any company."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sentences import Said
+from shared import MakeEngineDir
+from tiny import hf_greedy, make_build, make_model
+from torch import Tensor, nn
+from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from runtime.builder.build import build_engine
+from runtime.builder.convert import convert
+from runtime.checkpoint.bundle import read_bundle
+from runtime.checkpoint.config import Activations, Compiler, QuantConfig, QuantFormat
+from runtime.checkpoint.quant.quantize import quantize_weight
+from runtime.checkpoint.quant.weight import take_quantized
+from runtime.core.request import Draft, Request, Sequence
+from runtime.engine.engine import Engine
+from runtime.kernels.ops import load_kernels
+from runtime.loop import scheduler
+from runtime.model.experts import kernel_experts
+from runtime.model.model import expert_layers
+from runtime.model.quantized import QuantizedExperts, QuantizedLinear
+from specdec_cli import LLM, SamplingParams, SpecDecWarning
+
+NUM_EXPERTS, INPUTS, NUM_TOKENS = 5, 18, 40
+
+
+@pytest.fixture(autouse=True)
+def loaded_kernels(kernels: Path) -> None:
+    load_kernels(kernels)
+
+
+def choices(generator: torch.Generator) -> Tensor:
+    """(80,): of one expert by most tokens, of another by none, and few of each of the others."""
+    chosen = torch.randint(1, NUM_EXPERTS - 1, (2 * NUM_TOKENS,), generator=generator)
+    chosen[torch.randperm(2 * NUM_TOKENS, generator=generator)[:60]] = 0
+    return chosen
+
+
+@pytest.mark.parametrize("num_outputs", [7, 32, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_products_are_those_of_each_tokens_experts(dtype: torch.dtype, num_outputs: int) -> None:
+    """Tokens come that all experts share, and with a row for each expert. Some experts are not asked."""
+    generator = torch.Generator().manual_seed(num_outputs)
+    kernels = torch.ops.specdec
+    weight = torch.randn(NUM_EXPERTS, num_outputs, INPUTS, generator=generator).to(dtype)
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, -num_outputs % kernels.panel()))
+    packed = kernels.pack_linear(padded.flatten(0, 1))
+    x = torch.randn(NUM_TOKENS, INPUTS, generator=generator).to(dtype)
+    chosen = choices(generator)
+    products = kernels.experts_linear(x, packed, chosen, num_outputs, 0, 0)
+    rows = x.repeat_interleave(2, dim=0)
+    expected = torch.einsum("snk,sk->sn", weight[chosen].double(), rows.double())
+    torch.testing.assert_close(products.double(), expected, rtol=2e-2 if dtype != torch.float32 else 1e-5, atol=2e-2)
+    assert torch.equal(kernels.experts_linear(rows, packed, chosen, num_outputs, 0, 0), products)
+    for s in range(0, 2 * NUM_TOKENS, 7):
+        alone = kernels.experts_linear(rows[s : s + 1], packed, chosen[s : s + 1], num_outputs, 0, 0)
+        assert torch.equal(alone[0], products[s])
+    of_one = kernels.experts_linear(rows[:1], packed, chosen[::9], num_outputs, 0, 0)
+    assert torch.equal(of_one, kernels.experts_linear(rows[:1].expand(9, -1), packed, chosen[::9], num_outputs, 0, 0))
+
+
+@pytest.mark.parametrize("num_outputs", [7, 64])
+@pytest.mark.parametrize(
+    ("qformat", "activations"), [("int4", "int8"), ("int8", "int16"), ("int4", "float"), ("fp8", "float")]
+)
+def test_products_of_quantized_experts_are_those_of_linear_layers(
+    qformat: QuantFormat, activations: Activations, num_outputs: int
+) -> None:
+    """Bit by bit those of a layer that has one expert's weight alone, and near those of its numbers in float64."""
+    generator = torch.Generator().manual_seed(num_outputs)
+    own = torch.randn(NUM_EXPERTS, num_outputs, 48, generator=generator)
+    precision = QuantConfig(qformat)
+    whole = quantize_weight(own.flatten(0, 1), precision, 16)
+    experts = QuantizedExperts(whole, nn.Parameter(own), activations, is_transposed=False, with_kernels=True)
+    x = torch.randn(NUM_TOKENS, 48, generator=generator)
+    chosen = choices(generator)
+    products, rows = experts(x, chosen), x.repeat_interleave(2, dim=0)
+    numbers = experts[torch.arange(NUM_EXPERTS)]
+    assert torch.equal(numbers.flatten(0, 1), whole.dequantize())
+    exact = torch.einsum("snk,sk->sn", numbers[chosen].double(), rows.double())
+    assert (products - exact).norm() < exact.norm() * {"int8": 0.02, "int16": 1e-4, "float": 1e-5}[activations]
+    torch.testing.assert_close(experts.by_torch(rows, chosen), products, rtol=1e-4, atol=1e-3)
+    for e in range(NUM_EXPERTS):
+        weight = quantize_weight(own[e], precision, 16)
+        alone = QuantizedLinear(weight, None, activations, with_kernels=True)
+        assert torch.equal(alone(rows[chosen == e]), products[chosen == e])
+    assert torch.equal(experts(rows[:1], chosen[::9]), experts(rows[:1].expand(9, -1), chosen[::9]))
+
+
+def experts_of(kind: str) -> torch.nn.Module:
+    if kind == "qwen3":
+        config = Qwen3MoeConfig(num_experts=NUM_EXPERTS, hidden_size=INPUTS, moe_intermediate_size=20)
+        made: torch.nn.Module = Qwen3MoeExperts(config)
+    else:  # transposed, with a bias and a gate of its own
+        made = GptOssExperts(GptOssConfig(num_local_experts=NUM_EXPERTS, hidden_size=INPUTS, intermediate_size=20))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in made.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    return made.eval()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt-oss"])
+def test_experts_are_transformers_own(kind: str) -> None:
+    experts = experts_of(kind)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(NUM_TOKENS, INPUTS, generator=generator)
+    weights, chosen = torch.randn(NUM_TOKENS, NUM_EXPERTS, generator=generator).softmax(-1).topk(2)
+    experts.config._experts_implementation = "eager"  # type: ignore[union-attr]
+    with torch.no_grad():
+        torch.testing.assert_close(
+            kernel_experts(experts, x, chosen, weights), experts(x, chosen, weights), rtol=1e-4, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize(
+    ("family", "qformat", "compiler"),
+    [pytest.param("qwen3-moe", "int8", "none", marks=pytest.mark.slow), ("gpt-oss", "int4", "aot")],
+)
+def test_a_quantized_mixture_is_transformers_with_the_same_numbers(
+    family: str, qformat: QuantFormat, compiler: Compiler, tmp_path: Path
+) -> None:
+    """An expert of Qwen's has tensors of its own in the file; gpt-oss's are transposed, with biases. Neither has whole
+    panels of outputs."""
+    model = make_model(family)
+    model.save_pretrained(tmp_path / "model")
+    precision, checkpoint = QuantConfig(qformat, activations="float"), tmp_path / "checkpoint"
+    convert(tmp_path / "model", checkpoint, "float32", replace=False, progress=lambda *_: None, precision=precision)
+    weights, numbers = take_quantized(load_file(checkpoint / "rank0.safetensors")), model.state_dict()
+    experts = expert_layers(model.config)
+    assert len(experts) == 4 and experts.keys() <= weights.keys()
+    for name, weight in weights.items():
+        place = numbers[name if name in experts else f"{name}.weight"]
+        rows = place.mT if experts.get(name) else place
+        meant = weight.dequantize().view(rows.shape)
+        assert 0 < (meant - rows).norm() < 0.2 * rows.norm()
+        rows.copy_(meant)
+    build = make_build(compiler=compiler)
+    build_engine(checkpoint, tmp_path / "engine", build, torch.device("cpu"), replace=False, phase=lambda name: None)
+    prompt = [3 + i * i % 29 for i in range(30)]
+    with LLM(tmp_path / "engine") as llm:
+        config = llm.bundle.config
+        assert (config.build_config.compiler, config.batch_invariant) == (compiler, compiler == "aot")
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        assert llm.generate([prompt], params)[0].token_ids == hf_greedy(model, prompt, 24)
+
+
+def test_experts_that_are_split_stay_as_they_are(tmp_path: Path, said: Said) -> None:
+    make_model("qwen2-moe").save_pretrained(tmp_path / "model")
+    convert_to = partial(convert, tmp_path / "model", tmp_path / "out", None, replace=False, progress=lambda *_: None)
+    with pytest.warns(SpecDecWarning) as warned:
+        convert_to(precision=QuantConfig("int8"), tp_size=2)
+    said(warned)
+    weights = load_file(tmp_path / "out" / "rank1.safetensors")
+    assert weights["model.layers.0.mlp.experts.down_proj"].dtype == torch.float32
+    assert weights["model.layers.0.self_attn.q_proj.weight_values"].dtype == torch.int8
+
+
+class Guessing:
+    """Drafts of a length that follows from the text, half of whose tokens are the right ones."""
+
+    def __init__(self, expected: list[int]) -> None:
+        self.expected = expected
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        return [Draft(self._guess(s)[: min(s.num_generated % 7, s.max_draft_len)]) for s in sequences]
+
+    def _guess(self, sequence: Sequence) -> list[int]:
+        rest = self.expected[sequence.num_generated :]
+        return [token if i < 2 else (token + 1) % 32 for i, token in enumerate(rest)]
+
+    def forget(self, request_id: int) -> None: ...
+
+
+def logits_of(engine: Engine, prompts: list[tuple[int, ...]], drafter: Guessing | None) -> list[list[Tensor]]:
+    requests = [Request(i, prompt, 20, keep_logits=True) for i, prompt in enumerate(prompts)]
+    done = {s.request.id: s for s, _ in scheduler.generate(engine, requests, drafter) if s.finish_reason}
+    engine.clear_cache()
+    return [done[i].logits for i in range(len(prompts))]
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["deepseek-v3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-moe", "gemma4-moe"))],
+)
+def test_a_mixture_is_compiled_and_its_bits_do_not_depend_on_company(
+    family: str, make_engine_dir: MakeEngineDir
+) -> None:
+    """No constant stood in the way: a router's weights in float32 that torch had packed, or experts turned round."""
+    engine_dir = make_engine_dir(make_model(family), compiler="aot")
+    config = read_bundle(engine_dir).config
+    assert (config.build_config.compiler, config.compiler_note, config.batch_invariant) == ("aot", None, True)
+    prompts = [tuple(3 + (i * i + 5 * j) % 29 for i in range(length)) for j, length in enumerate((90, 3, 40))]
+    with Engine.open(engine_dir) as engine:
+        alone = [logits_of(engine, [prompt], None)[0] for prompt in prompts]
+        drafter = Guessing([int(row.argmax()) for row in alone[1]])
+        torch.set_num_threads(3)
+        try:
+            together = logits_of(engine, prompts, drafter)
+        finally:
+            torch.set_num_threads(1)
+    for ours, expected in zip(together, alone, strict=True):
+        assert torch.equal(torch.stack(ours), torch.stack(expected))

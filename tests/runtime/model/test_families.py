@@ -1,0 +1,128 @@
+"""Greedy output equals Hugging Face `generate`, token for token, for every family that docs/models.md names."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shared import shared_engine
+from tiny import (
+    ATTENTIONS,
+    FAMILIES,
+    OWN_ATTENTION,
+    REPLACED,
+    SLIDING_WINDOW,
+    WITHOUT_ATTENTION,
+    hf_greedy,
+    make_model,
+    repetitive_prompt,
+)
+from transformers import PreTrainedModel
+
+from runtime.core.request import Request, Sequence
+from runtime.core.stats import sum_stats
+from runtime.drafters.ngram import NgramLookup
+from runtime.engine.engine import Engine
+from runtime.loop.orchestrator import generate
+from runtime.util.files import read_json
+from scripts.tools.families import POPULARITY, recorded
+
+# Those that differ in structure.
+COMPILED_FAMILIES = ("llama", "gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "qwen3")))
+STORIES_DIR = Path(__file__).parents[3] / "../shared/data/stories260k"
+NUM_NEW_TOKENS = 40
+
+
+def run(engine: Engine, prompts: list[list[int]], num_new_tokens: int, *, ngram: bool) -> list[Sequence]:
+    requests = [Request(i, tuple(prompt), num_new_tokens) for i, prompt in enumerate(prompts)]
+    drafter = NgramLookup(2) if ngram else None
+    finished = {s.request.id: s for s, _ in generate(engine, requests, drafter, 10) if s.finish_reason is not None}
+    assert len(finished) == len(prompts)
+    return [finished[i] for i in range(len(prompts))]
+
+
+def check_greedy(engine: Engine, model: PreTrainedModel) -> None:
+    """A batch of 3, without drafts and with n-gram drafts [10,2], of which some are accepted and some rejected."""
+    vocab_size = model.config.vocab_size
+    prompts = [repetitive_prompt(seed, length, vocab_size) for seed, length in ((0, 21), (1, 34), (2, 5))]
+    assert all(len(prompt) + NUM_NEW_TOKENS > 5 * SLIDING_WINDOW for prompt in prompts)
+    expected = [hf_greedy(model, prompt, NUM_NEW_TOKENS) for prompt in prompts]
+    assert len({tuple(ids) for ids in expected}) == 3
+    plain, speculative = (run(engine, prompts, NUM_NEW_TOKENS, ngram=ngram) for ngram in (False, True))
+    for sequences in (plain, speculative):
+        assert [s.output_tokens for s in sequences] == expected
+    total = sum_stats(s.stats for s in speculative)
+    assert 0 < total.num_accepted_draft_tokens < total.num_draft_tokens
+    assert total.num_steps < sum_stats(s.stats for s in plain).num_steps
+
+
+# Whose parts others have too.
+LIKE_OTHERS = {
+    *REPLACED[1:],
+    *("falcon-mamba", "gemma2", "qwen3", "mistral-sliding", "mixtral"),  # Mamba 2, Gemma 3 and Llama 4 have them
+    *("lfm2", "qwen3.5"),  # `test_state_engines.py` compares these
+    *("mistral", "qwen2", "qwen2-moe", "olmo2", "smollm3", "gpt-neo", "gpt-neox", "granite", "mamba", "phi3"),
+}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in LIKE_OTHERS else ())
+        for name in (*FAMILIES, *ATTENTIONS, *OWN_ATTENTION, *REPLACED, *WITHOUT_ATTENTION)
+    ],
+)
+def test_greedy_output_equals_hf(family: str, make_engine: Any) -> None:
+    model = make_model(family)
+    check_greedy(make_engine(model), model)
+
+
+def test_families_that_people_run_most_are_recorded_as_equal() -> None:
+    """Families of the first two tiers."""
+    found = recorded()
+    most = [found[family] for family, tier in POPULARITY.items() if tier < 3]
+    assert len(most) > 30
+    assert [one.family for one in most if one.verdict != "equal"] == []
+    said = {(one.family, way): one.ways.get(way, "") for one in most for way in ("compiled", "self-draft", "int4")}
+    assert {at: one for at, one in said.items() if one != "yes"} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", COMPILED_FAMILIES)
+def test_compiled_greedy_output_equals_hf(
+    family: str, make_engine: Any, request: pytest.FixtureRequest, llama: PreTrainedModel
+) -> None:
+    if family == "llama":
+        engine = Engine.open(request.getfixturevalue("llama_engine_dir"))
+        model = llama
+    else:
+        model = make_model(family)
+        engine = make_engine(model, compiler="aot")
+    assert engine.config.build_config.compiler == "aot" and engine.config.compiler_note is None
+    check_greedy(engine, model)
+
+
+def test_sliding_window_of_each_layer_is_known(make_engine: Any) -> None:
+    windows = {
+        family: [layer.sliding_window for layer in make_engine(make_model(family)).config.layers]
+        for family in ("mistral", "mistral-sliding", "gemma3")
+    }
+    assert windows == {
+        "mistral": [None, None],
+        "mistral-sliding": [SLIDING_WINDOW, SLIDING_WINDOW],
+        "gemma3": [SLIDING_WINDOW, None, SLIDING_WINDOW],
+    }
+
+
+@pytest.mark.skipif(not STORIES_DIR.is_dir(), reason="shared data stories260k is absent")
+@pytest.mark.parametrize("ngram", [False, True], ids=["plain", "ngram"])
+def test_stories260k_equals_its_reference(ngram: bool, stories_engine_dir: Path) -> None:
+    reference = read_json(STORIES_DIR / "reference.json")
+    with Engine.open(stories_engine_dir) as engine:
+        num_new_tokens = len(reference["greedy_ids"])
+        (sequence,) = run(engine, [reference["prompt_ids"]], num_new_tokens, ngram=ngram)
+    assert sequence.output_tokens == reference["greedy_ids"]
+
+
+@pytest.fixture(scope="module")
+def stories_engine_dir(shared: Path) -> Path:
+    return shared_engine(shared / "engines", STORIES_DIR)

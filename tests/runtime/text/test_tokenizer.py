@@ -1,0 +1,212 @@
+"""A saved tokenizer against transformers' own: tokens, texts and what is special, whatever kind it is."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from byte_tokenizers import backtracking, byte_fallback, byte_level, texts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from logged import logged
+from sentences import Said
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFast
+
+from runtime.checkpoint.tokenizer import SAVED, SavedTokenizer, find_saved_tokenizer, save_tokenizer
+from runtime.text.text import encode, encode_text, load_tokenizer, word_tokens
+from runtime.util import panics
+from runtime.util.errors import SpecDecError
+
+STORIES_DIR = Path(__file__).parents[3] / "../shared/data/stories260k"
+DEMO_DIR = Path(__file__).parents[3] / "runtime/demo/target"
+
+
+def with_start() -> PreTrainedTokenizerFast:
+    """Puts `<s>` before a text, as Llama's do."""
+    tokenizer = byte_level()
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+def word_pieces() -> PreTrainedTokenizerFast:
+    """Lower case, with `##` before what continues a word."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abdeghot", *(f"##{c}" for c in "abdeghot"), "the", "dog"]
+    backend = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    return BertTokenizerFast(tokenizer_object=backend)
+
+
+def stored(tokenizer: Any, directory: Path) -> tuple[SavedTokenizer | None, Any]:
+    """Tokenizer that was saved, and the one that transformers reads from its own files."""
+    tokenizer.save_pretrained(directory)
+    own = AutoTokenizer.from_pretrained(directory, truncation_side="left")
+    save_tokenizer(own, directory)
+    return find_saved_tokenizer(directory), own
+
+
+@pytest.fixture(scope="module", params=["byte-level", "byte-fallback", "with-start", "word-pieces", "demo", "stories"])
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[SavedTokenizer, Any]:
+    kinds = {
+        "byte-level": byte_level,
+        "byte-fallback": byte_fallback,
+        "with-start": with_start,
+        "word-pieces": word_pieces,
+        "demo": lambda: AutoTokenizer.from_pretrained(DEMO_DIR),
+        "stories": lambda: AutoTokenizer.from_pretrained(STORIES_DIR),
+    }
+    if request.param == "stories" and not STORIES_DIR.is_dir():
+        pytest.skip("shared data stories260k is absent")
+    saved, own = stored(kinds[request.param](), tmp_path_factory.mktemp("tokenizer"))
+    assert saved is not None
+    return saved, own
+
+
+@settings(deadline=None, max_examples=60)
+@given(text=st.one_of(texts, st.text(max_size=20)), special=st.booleans(), skip=st.booleans())
+def test_tokens_and_texts_are_those_of_transformers(
+    both: tuple[SavedTokenizer, Any], text: str, special: bool, skip: bool
+) -> None:
+    saved, own = both
+    ids = own(text, add_special_tokens=special)["input_ids"]
+    assert saved(text, add_special_tokens=special)["input_ids"] == ids
+    for start in range(len(ids)):
+        expected = own.decode(ids[start:], skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        assert saved.decode(ids[start:], skip_special_tokens=skip) == expected
+
+
+def test_tokenizer_that_does_more_than_the_package_is_not_saved(tmp_path: Path) -> None:
+    class Shouting(PreTrainedTokenizerFast):
+        def decode(self, *arguments: Any, **options: Any) -> str:
+            return str(super().decode(*arguments, **options)).upper()
+
+    backend = byte_level().backend_tokenizer
+    save_tokenizer(Shouting(tokenizer_object=backend, eos_token="</s>"), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_damage_is_named(tmp_path: Path, said: Said) -> None:
+    stored(byte_level(), tmp_path)
+    record = json.loads((tmp_path / SAVED).read_text())
+    (tmp_path / SAVED).write_text(json.dumps(record | {"state": 3}))
+    with pytest.raises(SpecDecError) as error:
+        find_saved_tokenizer(tmp_path)
+    said(error, SAVED, "state")
+    (tmp_path / SAVED).write_text(json.dumps(record | {"state": "{}"}))
+    with pytest.raises(SpecDecError) as error:
+        find_saved_tokenizer(tmp_path)
+    said(error)
+
+
+def test_an_engine_answers_without_transformers(llama_engine_dir: Path) -> None:
+    """`none` runs transformers' model: only its tokenizer is looked at."""
+    code = (
+        "import sys; from pathlib import Path; from runtime.text.text import find_tokenizer;"
+        f"tokenizer = find_tokenizer(Path({str(llama_engine_dir)!r}), {{'model_type': 'llama'}});"
+        "print(tokenizer('the dog')['input_ids'], 'transformers' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    expected = AutoTokenizer.from_pretrained(llama_engine_dir)("the dog")["input_ids"]
+    assert out == f"{expected} False\n"
+
+
+def test_a_tokenizer_that_names_its_class_is_opened_without_model_code(llama_dir: Path) -> None:
+    """The class of a model's configuration imports it, and takes two seconds."""
+    code = (
+        "import sys; from pathlib import Path; from runtime.text.text import load_tokenizer;"
+        f"tokenizer = load_tokenizer(Path({str(llama_dir)!r}), {{'model_type': 'llama'}});"
+        "print(type(tokenizer).__name__, 'transformers.activations' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out == f"{type(AutoTokenizer.from_pretrained(llama_dir)).__name__} False\n"
+
+
+PUBLISHED_ROPES: dict[str, dict[str, Any]] = {
+    "llama3": {
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "yarn": {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
+    "longrope": {
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+    },
+    "dynamic": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "linear": {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "nonsense": {"rope_scaling": "none", "num_attention_heads": -1, "torch_dtype": "float12"},
+}
+
+
+@pytest.mark.parametrize("names_class", [True, False], ids=["class", "no-class"])
+@pytest.mark.parametrize("rope", PUBLISHED_ROPES)
+def test_a_tokenizer_is_read_whatever_the_models_config_says(rope: str, names_class: bool, tmp_path: Path) -> None:
+    byte_level().save_pretrained(tmp_path)
+    expected = AutoTokenizer.from_pretrained(tmp_path)
+    if not names_class:
+        settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        del settings["tokenizer_class"]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    kind = "phi3" if rope == "longrope" else "llama"
+    found = load_tokenizer(tmp_path, {"model_type": kind, "vocab_size": 512} | PUBLISHED_ROPES[rope])
+    assert found("the dog")["input_ids"] == expected("the dog")["input_ids"] != []
+
+
+REAL_DIR = Path(os.environ.get("SPECDEC_REAL_DIR", "~/.cache/specdec-real")).expanduser()
+LLAMA3_DIR = REAL_DIR / "tokenizer-llama3_1"
+
+
+@pytest.mark.skipif(not LLAMA3_DIR.is_dir(), reason=f"the tokenizer of Llama 3.1 is absent: {LLAMA3_DIR}")
+def test_a_real_tokenizer_beside_an_engines_config_is_opened_without_a_word(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """transformers takes a config.json without a model type for one of Mistral's, and warns of its pattern."""
+    shutil.copytree(LLAMA3_DIR, tmp_path / "engine")
+    (tmp_path / "engine" / "config.json").write_text('{"format_version": 8}')
+    with logged("transformers") as messages:
+        found = load_tokenizer(tmp_path / "engine", {"model_type": "llama"} | PUBLISHED_ROPES["llama3"])
+    assert found("Hello world")["input_ids"] == [128000, 9906, 1917]
+    assert messages == [] and len(recwarn) == 0
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_tokenizer_that_panics_on_a_text_is_told_in_a_sentence(is_saved: bool, tmp_path: Path, said: Said) -> None:
+    saved, own = stored(backtracking(), tmp_path)
+    tokenizer = saved if is_saved else own
+    assert tokenizer is not None and encode("the dog", tokenizer)[0]
+    asks = [
+        lambda text: encode(text, tokenizer),
+        lambda text: encode_text(tokenizer, text),
+        lambda text: word_tokens(tokenizer, "stop", text),
+    ]
+    for ask in asks:
+        with pytest.raises(SpecDecError) as error:
+            ask("x" * 200)
+        said(error, "retry-limit-in-match")
+    assert encode("the dog", tokenizer)[0]
+
+
+def test_what_others_write_while_a_panic_is_held_back_is_shown(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the blocks of two threads overlap."""
+    monkeypatch.setattr(panics._Held, "is_command", True)
+    with panics.panics_held():
+        os.write(2, b"before\n")
+        with panics.panics_held():
+            os.write(2, b"\nthread '<unnamed>' (7) panicked at lib.rs:1:2:\nwhy\nstack backtrace:\n   0: a\n")
+    with panics.panics_held():
+        print("later", file=sys.stderr)
+    assert capfd.readouterr().err == "before\nlater\n"

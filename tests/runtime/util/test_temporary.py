@@ -1,0 +1,133 @@
+"""Files that compilers make and loaders unpack lie where nobody else can write, and go when their process does."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from forked import Forks
+from sentences import Said
+
+from runtime.util.errors import SpecDecError
+from runtime.util.temporary import own_temporary_files, temporary_dir
+
+
+@pytest.fixture
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    return tmp_path / "temporary"
+
+
+def in_process(code: str, parent: Path) -> subprocess.CompletedProcess[str]:
+    script = f"import os, signal, sys\nfrom runtime.util.temporary import *\n{code}"
+    return subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(parent)}, capture_output=True, text=True
+    )
+
+
+def test_directory_is_its_owners_alone(parent: Path) -> None:
+    directory = temporary_dir()
+    assert directory.parent == parent and directory.stat().st_mode & 0o777 == 0o700
+    assert temporary_dir() == directory
+
+
+def test_directory_goes_with_its_process(parent: Path) -> None:
+    """A fork leaves it: it does not own it."""
+    code = "print(temporary_dir(), flush=True)\npid = os.fork()\nif not pid: sys.exit()\n"
+    code += "os.waitpid(pid, 0)\nprint(temporary_dir().is_dir())"
+    done = in_process(code, parent)
+    made, is_there = done.stdout.split()
+    assert Path(made).parent == parent and is_there == "True", done.stderr
+    assert list(parent.iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_removed_and_nothing_else(parent: Path) -> None:
+    mine = temporary_dir()
+    done = in_process("(temporary_dir() / 'a').mkdir()\nos.kill(os.getpid(), signal.SIGKILL)", parent)
+    assert done.returncode == -signal.SIGKILL
+    left = set(parent.iterdir()) - {mine}
+    assert len(left) == 1
+    (parent / "specdec.other").mkdir()
+    in_process("temporary_dir()", parent)
+    assert set(parent.iterdir()) == {mine, parent / "specdec.other"}
+
+
+def test_link_in_its_place_is_not_followed(parent: Path, tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (parent / "specdec.work.0123").symlink_to(tmp_path / "precious")
+    temporary_dir()
+    assert (tmp_path / "precious").is_dir()
+
+
+def test_parent_in_which_others_may_replace_files_is_refused(parent: Path, said: Said) -> None:
+    parent.chmod(0o777)
+    with pytest.raises(SpecDecError) as error:
+        temporary_dir()
+    said(error, parent)
+    parent.chmod(0o1777)
+    assert temporary_dir().is_dir()
+
+
+def test_inductor_keeps_everything_in_it(parent: Path) -> None:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
+
+    names = ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    before = [os.environ.get(name) for name in names]
+    with own_temporary_files():
+        places = [cache_dir(), triton_cache_dir(0), tempfile.mkdtemp()]
+    assert [os.environ.get(name) for name in names] == before and tempfile.gettempdir() == str(parent)
+    assert all(Path(place).is_relative_to(temporary_dir()) for place in places), places
+
+
+@pytest.mark.slow
+def test_package_is_unpacked_in_it_and_a_kill_leaves_nothing_to_the_next(
+    forks: Forks, llama_engine_dir: Path, tmp_path: Path
+) -> None:
+    """TMPDIR does not matter: an unusable one is no damaged package."""
+    open_it = f"""
+import os, signal, zipfile
+from pathlib import Path
+from runtime.engine.engine import Engine
+extract = zipfile.ZipFile.extractall
+def extract_and_say(archive, directory):
+    print(*Path(directory).parts[-2:], sep="/", flush=True)
+    extract(archive, directory)
+zipfile.ZipFile.extractall = extract_and_say
+engine = Engine.open(Path({str(llama_engine_dir)!r}))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+    def opened(parent: Path) -> subprocess.CompletedProcess[str]:
+        return forks.run(program=open_it, environment={**os.environ, "TMPDIR": str(parent)})
+
+    done = opened(tmp_path)
+    assert done.stdout.startswith("specdec.work."), done.stderr
+    assert [path.name.startswith("specdec.work.") for path in tmp_path.iterdir()] == [True]
+    in_process("temporary_dir()", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert "specdec.work." in opened(tmp_path / "none").stdout
+
+
+@pytest.mark.slow
+def test_disk_without_room_for_a_package_is_not_told_as_damage(
+    forks: Forks, llama_engine_dir: Path, parent: Path
+) -> None:
+    code = f"""
+import resource, signal, torch
+from pathlib import Path
+from runtime.checkpoint.bundle import read_bundle
+from runtime.engine.load import StepKind, open_step
+bundle = read_bundle(Path({str(llama_engine_dir)!r}))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    open_step(StepKind("aot", bundle.config.pretrained_config, "float32"), bundle.directory, torch.device("cpu"))
+except OSError as error:
+    print(error.strerror)
+"""
+    done = forks.run(program=code, environment={**os.environ, "TMPDIR": str(parent)})
+    assert done.stdout == "File too large\n", done.stderr
