@@ -209,7 +209,13 @@ def test_workers_with_other_bits_share_no_batch(
     check_same_bits("here:1", replace(ours, torch="another"), ours, allow_mixed=False)  # of the same bits
     with pytest.raises(SpecDecError) as error:
         check_same_bits("there:2", theirs, ours, allow_mixed=False)
-    said(error.value, "there:2", theirs.name, ours.name, varying=(theirs.logits, ours.logits))
+    said(
+        error.value,
+        "there:2",
+        theirs.name,
+        ours.name,
+        varying=(theirs.logits, ours.logits, ours.processor, theirs.processor),
+    )
     check_same_bits("there:2", theirs, ours, allow_mixed=True)
     assert "warning: workers give different bits, there:2" in capfd.readouterr().err
 
