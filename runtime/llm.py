@@ -23,7 +23,17 @@ import torch
 from runtime.builder.engine_cache import EngineSettings, engine_of_model
 from runtime.checkpoint.bundle import Bundle, is_engine_dir, read_bundle
 from runtime.checkpoint.checkpoint_dir import check_has_no_head
-from runtime.checkpoint.config import Activations, Compiler, Count, Dtype, IntFormat, Size, check_arguments
+from runtime.checkpoint.config import (
+    Activations,
+    Compiler,
+    Count,
+    Dtype,
+    IntFormat,
+    KVCacheDtype,
+    QuantFormat,
+    Size,
+    check_arguments,
+)
 from runtime.checkpoint.costs import CostModel
 from runtime.checkpoint.generation_config import ModelDefaults, read_model_defaults
 from runtime.checkpoint.gguf.reader import is_gguf
@@ -103,6 +113,8 @@ class EngineOptions(TypedDict, total=False):
     draft_vocab_size: Size | None
     draft_output_layer: IntFormat | None
     draft_layers: IntFormat | None
+    quantization: QuantFormat | None
+    kv_cache_dtype: KVCacheDtype
     activations: Activations | None
     compiler: Compiler | None
     tensor_parallel_size: Size
@@ -633,8 +645,9 @@ class LLM:
             options |= {"draft_output": drafts, "heads": tuple(heads)}
             options["hidden_states"] = hidden_states_for(heads, str(model))
         options["tp_size"] = options.pop("tensor_parallel_size", 1)
-        if to_draft:  # a draft model is not split
+        if to_draft:  # a draft model is not split, and keeps its weights as they are
             options |= {"max_draft_len": 0, "self_draft": None, "tp_size": 1}
+            options |= {"quantization": None, "kv_cache_dtype": "auto"}
         return self._stack.enter_context(engine_of_model(str(model), EngineSettings(**options), use_cache=use_cache))
 
 

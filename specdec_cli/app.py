@@ -28,7 +28,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from commands.batch.command import batch
 from commands.bench.command import bench
 from commands.build.command import build
-from commands.cache.command import list_engines, prune
+from commands.cache.command import list_engines, list_models, prune
 from commands.chat.command import chat
 from commands.check.command import check
 from commands.compare.command import compare
@@ -38,11 +38,13 @@ from commands.doctor.command import doctor
 from commands.fingerprint.command import fingerprint
 from commands.integrity.command import verify
 from commands.launch.command import ARGUMENTS_OF_TOOL, launch
+from commands.options.foreign import Flags, without_foreign
 from commands.options.hints import hint_of, message_of, usage_message
 from commands.options.shared import COMMON
-from commands.options.spellings import empty_value, normalize_name, one_value_each, split_flags_without_effect
+from commands.options.spellings import empty_value, normalize_name, one_value_each
 from commands.output.help import sort_by_panel
 from commands.output.output import fail, say_interrupted, warn
+from commands.output.short_help import overview, short_help
 from commands.predict.command import predict
 from commands.regress.command import regress
 from commands.run.command import run
@@ -60,40 +62,36 @@ from runtime.util.temporary import temporary_dir
 
 _EXAMPLES = {
     convert: (
-        "specdec convert --model-dir demo --output-dir ckpt --dtype float32",
-        "specdec convert --model-dir ./Llama-3.2-1B --output-dir ckpt",
+        "specdec convert demo",
+        "specdec convert ./Llama-3.2-1B --output-dir ckpt --qformat int4",
     ),
     build: (
-        "specdec build --checkpoint-dir ckpt --output-dir engine --speculative-decoding-mode draft_tokens_external "
-        "--max-draft-len 10 --max-seq-len 1536",
+        "specdec build --max-draft-len 10",
         "specdec build --checkpoint-dir ckpt --output-dir engine --max-batch-size 1 --max-seq-len 512",
     ),
     run: (
-        'specdec run --model-dir demo --ngram-config 10,2 "def area(w, h):"',
-        "specdec run --engine-dir engine --draft-engine-dir draft-engine --draft-target-model-config "
-        '"[4,[0],[0],False]" --temperature 0.8 --random-seed 7 --check-lossless --input-text "…"',
+        'specdec run demo "def area(w, h):" --spec-decode-algo AUTO --check-lossless',
+        "specdec run ./Llama-3.2-1B --quantization int4 - < README.md",
     ),
     chat: (
-        "specdec chat --model-dir ./Llama-3.2-1B-Instruct --ngram-config 10,2",
-        'specdec chat --engine-dir engine --system "You are brief." --show-tokens',
+        "specdec chat ./Llama-3.2-1B-Instruct --spec-decode-algo AUTO",
+        'specdec chat ./model.gguf --system "You are brief." --show-tokens',
     ),
     serve: (
-        "specdec serve --model-dir demo --spec-decode-algo NGRAM",
-        'specdec serve --engine-dir engine --ngram-config "[10,2,[0]]" --port 8000',
+        "specdec serve demo --spec-decode-algo AUTO",
+        "specdec serve ./Llama-3.2-1B-Instruct --kv-cache-dtype int8 --max-seq-len 16384 --port 8000",
     ),
     launch: (
         "specdec launch claude ./Qwen3-4B",
         "specdec launch codex ./Qwen3-4B --max-seq-len 65536 -- exec 'fix the failing test'",
     ),
     batch: (
-        "specdec batch -i requests.jsonl -o results.jsonl --model-dir demo --ngram-config 10,2",
-        "specdec batch -i requests.jsonl -o results.jsonl --engine-dir engine --ray local --num-workers 2",
+        "specdec batch demo -i requests.jsonl -o results.jsonl --spec-decode-algo AUTO",
+        "specdec batch engine -i requests.jsonl -o results.jsonl --ray local --num-workers 2",
     ),
     summarize: (
-        'specdec summarize --engine-dir engine --hf-model-dir demo --test-hf --test-engine --ngram-config "[10,2,[0]]" '
-        "--check-accuracy",
-        "specdec summarize --engine-dir engine --test-engine --dataset my.jsonl --draft-engine-dir draft-engine "
-        '--draft-target-model-config "[4,[0],[0],False]" --check-lossless --json',
+        "specdec summarize demo --spec-decode-algo AUTO --check-lossless --check-accuracy",
+        "specdec summarize engine --test-engine --test-hf --hf-model-dir demo --dataset my.jsonl",
     ),
     create: (
         "specdec corpus create --output code.corpus --tokenizer-dir engine --text manual.txt --text snippets.jsonl",
@@ -104,6 +102,7 @@ _EXAMPLES = {
         "specdec corpus merge --output answers.corpus --force monday.corpus tuesday.corpus",
     ),
     stats: ("specdec corpus stats all.corpus", "specdec corpus stats all.corpus --json"),
+    list_models: ("specdec list", "specdec list --json"),
     list_engines: ("specdec cache list", "specdec cache list --json"),
     prune: ("specdec cache prune --max-size 20G --dry-run", "specdec cache prune --max-size 0"),
     compare: (
@@ -111,7 +110,7 @@ _EXAMPLES = {
         "specdec compare ngram.json draft-model.json --json",
     ),
     tune: (
-        "specdec tune --engine-dir engine --input-file prompts.jsonl --output tuned.json",
+        "specdec tune demo --input-file prompts.jsonl --save",
         "specdec tune --traces traces.jsonl --ngram-pool public",
     ),
     train: (
@@ -120,13 +119,12 @@ _EXAMPLES = {
         "specdec train --model-dir demo --input-file prompts.jsonl --output-dir head --num-epochs 6",
     ),
     bench: (
-        "specdec bench --base-url http://127.0.0.1:8000 --dataset question.jsonl --request-rate 4 --output-len 128",
+        "specdec bench demo --base-url http://127.0.0.1:8000 --dataset question.jsonl --request-rate 4",
         "specdec bench --dataset random --num-prompts 64 --concurrency 16 --goodput ttft:200 tpot:50 --json",
     ),
     doctor: (
-        'specdec doctor --engine-dir engine --ngram-config "[10,2,[0]]" --input-file prompts.jsonl',
-        "specdec doctor --engine-dir engine --draft-engine-dir draft-engine --draft-target-model-config "
-        '"[4,[0],[0],False]"',
+        "specdec doctor demo --spec-decode-algo AUTO --input-file prompts.jsonl",
+        "specdec doctor engine --profile tuned.json",
     ),
     check: (
         "specdec check receipts.jsonl --model-dir demo",
@@ -149,6 +147,13 @@ _EXAMPLES = {
 }
 
 
+_EXAMPLES_OF = {command.__name__: examples for command, examples in _EXAMPLES.items()}
+_START = (
+    'specdec run demo "def area(w, h):" --spec-decode-algo AUTO',
+    "specdec chat HuggingFaceTB/SmolLM2-135M-Instruct --quantization int8",
+    "specdec serve ./model.gguf --spec-decode-algo AUTO",
+)
+"""Commands that `specdec --help` begins with."""
 _LONG = (run, chat, serve, batch, doctor, tune, summarize)
 """Commands with many flags, of which `--help` shows the common ones."""
 
@@ -176,6 +181,9 @@ class _Group(TyperGroup):
     """Several commands."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
+        if ctx.parent is None:
+            formatter.write(_overview())
+            return
         _name_types(self.get_params(ctx), ctx)
         super().format_help(ctx, formatter)
 
@@ -184,25 +192,39 @@ class _Command(TyperCommand):
     """A command that takes TensorRT-LLM's flags without meaning here, and says so once."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Panels in the order of all commands, and narrow types: beside wide ones Typer cuts the names of flags."""
+        """The short help of a command with many flags. Elsewhere panels in the order of all commands, and narrow types:
+        beside wide ones Typer cuts the names of flags.
+        """
+        if any(param.name == "help_all" for param in self.params) and not ctx.meta.get(_SHOWS_ALL):
+            formatter.write(_short_help(self, ctx))
+            return
         all_params, self.params = self.params, sort_by_panel(self.params)
-        if any(param.name == "help_all" for param in all_params) and not ctx.meta.get(_SHOWS_ALL):
-            self.params = [param for param in self.params if param.name in COMMON]
         _name_types(self.get_params(ctx), ctx)
         super().format_help(ctx, formatter)
         self.params = all_params
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        options = [option for option in self.params if isinstance(option, TyperOption)]
-        with_value = {name.removeprefix("--") for option in options if not option.is_flag for name in option.opts}
-        kept, dropped = split_flags_without_effect(args, frozenset(with_value))
-        if dropped:
-            warn(f"no effect in specdec: {', '.join(dict.fromkeys(dropped))}")
-        empty = empty_value(kept, frozenset(with_value), self.name or "")
+        own = self._own_flags()
+        kept = without_foreign(args, own)
+        empty = empty_value(kept, own.with_value, self.name or "")
         if empty is not None:
             what = f"`{empty}`" if empty else "an argument"
             raise UsageError(f"{what} has an empty value: ''", hint=f"`{ctx.command_path} --help` shows the usage")
-        return super().parse_args(ctx, one_value_each(kept, self.name or ""))
+        try:
+            return super().parse_args(ctx, one_value_each(kept, self.name or ""))
+        except typer.TyperException as error:
+            if getattr(error, "ctx", None) is None:
+                error.ctx = ctx  # type: ignore[attr-defined]  # so that the hint names the command
+            raise
+
+    def _own_flags(self) -> Flags:
+        options = [option for option in self.params if isinstance(option, TyperOption)]
+        long, with_value = (
+            frozenset(name.removeprefix("--") for option in some for name in option.opts)
+            for some in (options, [option for option in options if not option.is_flag])
+        )
+        short = frozenset(name for option in options for name in option.opts if not name.startswith("--"))
+        return Flags(self.name or "", long | {"help", "help-all"}, with_value, short)
 
     def invoke(self, ctx: Any) -> Any:
         """Says that the command was interrupted, unless it has shown what it did before and leaves by `typer.Exit`."""
@@ -215,6 +237,25 @@ class _Command(TyperCommand):
             if signal.SIGINT in _stopped_by and not isinstance(error, typer.Exit):
                 say_interrupted()
             raise
+
+
+def _overview() -> str:
+    group: Any = typer.main.get_command(app)
+    return overview(group.commands.keys(), _START)
+
+
+def _short_help(command: TyperCommand, ctx: Any) -> str:
+    _name_types(command.params, ctx)
+    return short_help(command.name or "", command, COMMON, _EXAMPLES_OF[command.name or ""])
+
+
+def help_texts() -> dict[str, str]:
+    """The help of `specdec`, "", and of each command with many flags."""
+    group: Any = typer.main.get_command(app)
+    commands = {command.__name__: group.commands[command.__name__] for command in _LONG}
+    return {"": _overview()} | {
+        name: _short_help(command, typer.Context(command, info_name=name)) for name, command in commands.items()
+    }
 
 
 class _CommandWithRest(_Command):
@@ -328,6 +369,7 @@ for _command in (
     _register(_command)
 for _corpus_command in (create, merge, stats):
     _register(_corpus_command, corpus_app)
+_register(list_models, name="list")
 _register(list_engines, cache_app, "list")
 _register(prune, cache_app)
 

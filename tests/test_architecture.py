@@ -327,7 +327,7 @@ def test_a_command_is_there_before_torch(command: str) -> None:
     assert not {name for name in found if name.endswith((".work", ".report", ".document", ".tables"))}
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["corpus", "create", "--help"]])
+@pytest.mark.parametrize("arguments", [["--version"], ["run", "--help-all"], ["corpus", "create", "--help"]])
 def test_help_loads_no_torch(arguments: list[str]) -> None:
     """`python -X importtime` names every module that is loaded, on stderr."""
     command = [sys.executable, "-X", "importtime", "-m", "specdec_cli", *arguments]

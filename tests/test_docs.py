@@ -16,7 +16,8 @@ from forked import Forks
 from shared import once
 from strength import draws
 
-from commands.options.spellings import _WITHOUT_EFFECT, normalize_name
+from commands.options.foreign import ANSWERS, WITHOUT_EFFECT
+from commands.options.spellings import normalize_name
 from scripts.tools import update_docs
 from specdec_cli.app import app
 
@@ -182,7 +183,7 @@ def parse(words: list[str]) -> None:
 def test_flags_in_the_text_exist() -> None:
     known = {
         "flag", "help", "help-all", "version", "debug", "install-completion", "show-completion", *OTHERS_FLAGS,
-        *_WITHOUT_EFFECT,
+        *WITHOUT_EFFECT, *ANSWERS,
     }  # fmt: skip
     for name in command_names():
         command: Any = typer.main.get_command(app)

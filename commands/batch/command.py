@@ -38,6 +38,7 @@ def batch(
 
     After a kill or Ctrl-C the same command resumes, and the finished file of results has the same bytes.
     """
+    engine = engine.named()
     files.check()
     defaults = model.defaults.checked()
     cluster.check()

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import typer
+
 from commands.inputs.dataset import DEMO, Columns, EvalTask, load_samples, summarization_prompt
 from commands.inputs.prompts import Prompt, read_prompts
 from commands.options.shared import DatasetDir, InputFile, OutputLen
@@ -100,10 +102,16 @@ _DEFAULT_INPUT_LEN = 256
 class BenchServer:
     """Server to benchmark."""
 
+    named: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", help="Model to request; of a file or directory here its name.", show_default=False
+        ),
+    ] = None
     base_url: Annotated[str, option(RUNTIME, "Address of the server, with or without `/v1`.", metavar="URL")] = (
         "http://127.0.0.1:8000"
     )
-    model: Annotated[str | None, option(RUNTIME, "Model to request.", shown="the server's first")] = None
+    model: Annotated[str | None, option(RUNTIME, "The same as `MODEL`, by a flag.", shown="the server's first")] = None
     endpoint: Annotated[Endpoint, option(RUNTIME, "`/v1/completions` or `/v1/chat/completions`.")] = "completions"
     api_key: Annotated[
         str | None,
@@ -116,8 +124,18 @@ class BenchServer:
     ] = None
     timeout: Annotated[float, option(RUNTIME, "Seconds to wait for the next chunk of an answer.", min=0.001)] = 600.0
 
+    @property
+    def model_name(self) -> str | None:
+        """Name of the model to request; None: the server's first."""
+        if self.named is None:
+            return self.model
+        path = Path(self.named).expanduser()
+        return path.resolve().name if path.exists() else self.named
+
     def check(self) -> None:
-        """UsageError for what is no address, or no key that a header can hold."""
+        """UsageError for two models, for what is no address, or for no key that a header can hold."""
+        if self.named is not None and self.model is not None:
+            raise UsageError(f"`{self.named}` and `--model` both name a model: {self.model}", hint="leave one out")
         if not self.base_url.startswith(("http://", "https://")):
             raise UsageError(f"`--base-url` is no HTTP address: {self.base_url}", hint="http://127.0.0.1:8000 is one")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):

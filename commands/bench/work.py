@@ -311,7 +311,7 @@ def benchmark(
     """
     load = Load(
         server.endpoint,
-        server.model,
+        server.model_name,
         contents,
         traffic.output_len,
         arrival_times(len(contents), traffic.request_rate, traffic.seed),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from commands.options.expand import expand_groups
-from commands.options.shared import DraftOutputOptions, Force
+from commands.options.shared import USUAL_CHECKPOINT, USUAL_ENGINE, DraftOutputOptions, Force
 from commands.output.help import INPUT, KV_CACHE, OUTPUT, RUNTIME, SPECULATION, option
 from commands.output.output import Output, check_new_directory, check_readable
 from runtime.checkpoint.checkpoint_dir import OpenedCheckpoint, check_hidden_states, check_self_draft, open_checkpoint
@@ -16,12 +16,14 @@ from runtime.checkpoint.config import (
     MAX_DRAFT_LEN,
     MAX_SEQ_LEN,
     MAX_TOKENS_PER_BLOCK,
+    USUAL_MAX_DRAFT_LEN,
     BuildConfig,
     CheckpointConfig,
     Compiler,
     IntFormat,
     SelfDraft,
     SpeculativeDecodingMode,
+    usual_max_seq_len,
 )
 from runtime.drafters.heads.head_config import HeadConfig, read_head, states_of_heads
 from runtime.util.errors import UsageError
@@ -30,7 +32,6 @@ from runtime.util.files import check_output_directory, check_output_is_not_input
 if TYPE_CHECKING:
     from runtime.builder.build import DraftSource
 
-DEFAULT_MAX_INPUT_LEN = 1024
 MAX_WORKERS = 64
 
 
@@ -38,15 +39,15 @@ MAX_WORKERS = 64
 class BuildOptions:
     """Source and limits of a build. The longest sequence is the model's where None is given."""
 
-    checkpoint_dir: Annotated[Path, option(INPUT, "Checkpoint made by `convert`.")]
-    output_dir: Annotated[Path, option(OUTPUT, "Engine directory to write.")]
+    checkpoint_dir: Annotated[Path, option(INPUT, "Checkpoint made by `convert`.")] = Path(USUAL_CHECKPOINT)
+    output_dir: Annotated[Path, option(OUTPUT, "Engine directory to write.")] = Path(USUAL_ENGINE)
     max_batch_size: Annotated[int, option(RUNTIME, "Most requests in one step.", min=1, max=MAX_BATCH_SIZE)] = 4
     max_input_len: Annotated[
         int | None,
         option(
             RUNTIME,
             "Most tokens in a prompt.",
-            shown="1024, or three quarters of max_seq_len where that is less",
+            shown="max_seq_len - 1: room for one token of output",
             min=1,
             max=MAX_SEQ_LEN,
         ),
@@ -56,14 +57,21 @@ class BuildOptions:
         option(
             RUNTIME,
             "Most tokens in a prompt and its output together. Room for a draft is added.",
-            shown="the model's positions",
+            shown="the model's positions, at most 4,096",
             min=2,
             max=MAX_SEQ_LEN,
         ),
     ] = None
     max_draft_len: Annotated[
-        int, option(SPECULATION, "Most tokens in a draft; 0 builds an engine without drafts.", min=0, max=MAX_DRAFT_LEN)
-    ] = 0
+        int | None,
+        option(
+            SPECULATION,
+            "Most tokens in a draft; 0 builds an engine without drafts.",
+            shown=f"{USUAL_MAX_DRAFT_LEN}; 0 with `--speculative-decoding-mode none`",
+            min=0,
+            max=MAX_DRAFT_LEN,
+        ),
+    ] = None
     self_draft: Annotated[
         Literal["none", IntFormat],
         option(
@@ -139,21 +147,27 @@ class BuildOptions:
         self, max_seq_len: int, compiler: Compiler, hidden_states: tuple[int, ...] = (), ids: Sequence[int] = ()
     ) -> BuildConfig:
         """Build config for prompts and outputs of `max_seq_len` together, to which drafts are added."""
-        max_input_len = self.max_input_len
-        if max_input_len is None:
-            max_input_len = max(1, min(DEFAULT_MAX_INPUT_LEN, max_seq_len * 3 // 4))
+        longest_draft = self.longest_draft
         return BuildConfig(
             compiler=compiler,
             max_batch_size=self.max_batch_size,
-            max_input_len=max_input_len,
-            max_seq_len=max_seq_len + self.max_draft_len,
-            max_draft_len=self.max_draft_len,
+            max_input_len=self.max_input_len or max_seq_len - 1,
+            max_seq_len=max_seq_len + longest_draft,
+            max_draft_len=longest_draft,
             tokens_per_block=self.tokens_per_block,
-            speculative_decoding_mode="draft_tokens_external" if self.max_draft_len > 0 else "none",
+            speculative_decoding_mode="draft_tokens_external" if longest_draft > 0 else "none",
             self_draft=self.copy,
             hidden_states=hidden_states,
             draft_output=self.draft_output.settings.output(ids),
         )
+
+    @property
+    def longest_draft(self) -> int:
+        """`--max-draft-len`, or its default."""
+        if self.max_draft_len is not None:
+            return self.max_draft_len
+        is_without = self.speculative_decoding_mode == "none" or self.use_paged_context_fmha == "disable"
+        return 0 if is_without else USUAL_MAX_DRAFT_LEN
 
     @property
     def copy(self) -> SelfDraft | None:
@@ -185,22 +199,22 @@ class BuildOptions:
                 "`--speculative-decoding-mode draft_tokens_external` needs a draft length: --max-draft-len 0",
                 hint="`--max-draft-len 10` allows drafts of up to 10 tokens",
             )
-        if self.max_draft_len > 0 and self.speculative_decoding_mode == "none":
+        if self.longest_draft > 0 and self.speculative_decoding_mode == "none":
             raise UsageError(
                 f"`--max-draft-len {self.max_draft_len}` needs another mode: --speculative-decoding-mode none",
                 hint="leave the mode out, or `--speculative-decoding-mode draft_tokens_external`",
             )
-        if self.max_draft_len > 0 and self.use_paged_context_fmha == "disable":
+        if self.longest_draft > 0 and self.use_paged_context_fmha == "disable":
             raise UsageError(
                 "drafts need attention over the paged K/V cache: --use-paged-context-fmha disable",
                 hint="`--use-paged-context-fmha enable`",
             )
-        if self.self_draft != "none" and self.max_draft_len == 0:
+        if self.self_draft != "none" and self.longest_draft == 0:
             raise UsageError(
                 f"`--self-draft` needs a draft length: {self.self_draft}",
                 hint="`--max-draft-len 8` allows drafts of up to 8 tokens",
             )
-        if self.draft_model_dir is not None and self.max_draft_len == 0:
+        if self.draft_model_dir is not None and self.longest_draft == 0:
             raise UsageError(
                 f"`--draft-model-dir` needs a draft length: {self.draft_model_dir}",
                 hint="`--max-draft-len 4` allows drafts of up to 4 tokens",
@@ -228,19 +242,11 @@ def _choose_drafts(options: BuildOptions, checkpoint: OpenedCheckpoint) -> "Draf
     return drafts
 
 
-def _warn_of_short_inputs(options: BuildOptions, settings: BuildConfig, max_seq_len: int, output: Output) -> None:
-    if options.max_input_len is None and settings.max_input_len < DEFAULT_MAX_INPUT_LEN:
-        output.warning(
-            f"`--max-input-len` is {settings.max_input_len}, because a request has room for {max_seq_len} tokens"
-        )
-
-
 @expand_groups
 def build(options: BuildOptions, output: Output) -> None:
     """Build a compiled engine from a checkpoint, and check its logits against transformers before writing it.
 
-    Drafts need `--speculative-decoding-mode draft_tokens_external`, `--max-draft-len` and
-    `--use-paged-context-fmha enable`, as in TensorRT-LLM.
+    The engine takes drafts of up to 10 tokens, and prompts of any length that leaves room for one token of output.
     """
     options.check()
     check_output_directory(options.output_dir, replace=options.force)
@@ -252,7 +258,7 @@ def build(options: BuildOptions, output: Output) -> None:
     check_output_is_not_input(options.output_dir, options.checkpoint_dir)
 
     from commands.build.report import BuildDocument, built_table
-    from runtime.builder.build import BuildEffort, build_engine, default_max_seq_len
+    from runtime.builder.build import BuildEffort, build_engine, positions_of
     from runtime.builder.choosing import compiler_for, without_kernels
     from runtime.builder.quality import measure_quality, quality_text, record_quality
     from runtime.engine.engine import resolve_device
@@ -261,12 +267,12 @@ def build(options: BuildOptions, output: Output) -> None:
     drafts = _choose_drafts(options, OpenedCheckpoint(checkpoint_dir, checkpoint))
     text = quality_text(checkpoint, options.quality_text)
     target = resolve_device(options.device, 0)
-    max_seq_len = options.max_seq_len or default_max_seq_len(OpenedCheckpoint(checkpoint_dir, checkpoint))
+    positions = positions_of(OpenedCheckpoint(checkpoint_dir, checkpoint))
+    max_seq_len = options.max_seq_len or usual_max_seq_len(positions)
     compiler = compiler_for(target, options.compiler)
     if options.compiler is None:
         compiler = without_kernels(compiler)
     settings = options.config(max_seq_len, compiler, hidden_states, drafts.ids)
-    _warn_of_short_inputs(options, settings, max_seq_len, output)
     start, phase_times = time.perf_counter(), _PhaseTimes()
     with output.phases() as show:
 

@@ -1,1 +1,1 @@
-"""`specdec cache`: lists the engines that `--model-dir` made, and removes the oldest."""
+"""`specdec list` and `specdec cache`: models that have engines in the cache, and removal of the oldest engines."""

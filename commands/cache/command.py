@@ -1,15 +1,13 @@
-"""`specdec cache list` and `prune`: the engines that `--model-dir` has made, and how much room they may take."""
+"""`specdec list`, `cache list` and `cache prune`: the engines that were made of models, and their room."""
 
-import re
 from dataclasses import dataclass
 from typing import Annotated
 
 from commands.options.expand import expand_groups
 from commands.output.help import RUNTIME, option
 from commands.output.output import Output
+from runtime.util.cache import size_in_bytes
 from runtime.util.errors import UsageError
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +30,20 @@ def list_engines(output: Output) -> None:
 
 
 @expand_groups
+def list_models(output: Output) -> None:
+    """Show the models that have engines: format, size, and time of last use.
+
+    Engines that were not used for longest go when all take more than SPECDEC_CACHE_SIZE (50G).
+    """
+    from commands.cache.models import list_document, models_of, show_models
+    from runtime.util.cache import cached_engines
+
+    models = models_of(cached_engines())
+    show_models(models, output)
+    output.document(list_document(models))
+
+
+@expand_groups
 def prune(options: PruneOptions, output: Output) -> None:
     """Remove engines from the cache, the least recently used first. Engines in use stay.
 
@@ -43,10 +55,11 @@ def prune(options: PruneOptions, output: Output) -> None:
     from runtime.util import cache
 
     engines = cache.cached_engines()
+    whole = cache.engines_bytes(engines)
     chosen = cache.engines_to_prune(engines, max_bytes)
     removed = chosen if options.dry_run else cache.prune(chosen)
-    left = sum(engine.num_bytes for engine in engines if engine not in removed)
-    show_pruned(removed, left, options.dry_run, output)
+    left = cache.engines_bytes(one for one in engines if one not in removed)
+    show_pruned(removed, whole - left, left, options.dry_run, output)
     if left > max_bytes:
         num_used = sum(engine not in removed for engine in engines)
         output.warning(f"{num_used} in use: they take more than `--max-size`, {left:,} bytes")
@@ -55,7 +68,7 @@ def prune(options: PruneOptions, output: Output) -> None:
 
 def parse_size(text: str) -> int:
     """UsageError for what is no size."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
-    if found is None:
+    size = size_in_bytes(text)
+    if size is None:
         raise UsageError(f"`--max-size` is no size: {text}", hint="write bytes, or a number with K, M, G or T: 20G")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    return size

@@ -9,7 +9,7 @@ from rich.table import Table
 from commands.output.documents.records import Head, Record, document_head
 from commands.output.output import Output, megabytes
 from runtime.checkpoint.config import Count
-from runtime.util.cache import CachedEngine, cache_dir
+from runtime.util.cache import CachedEngine, cache_dir, engines_bytes
 
 
 class CachedEngineRecord(Record):
@@ -61,20 +61,23 @@ def show_cache(engines: list[CachedEngine], others: int, output: Output) -> None
         table.add_row(engine.path.name, megabytes(engine.num_bytes), _date(engine), "yes" if engine.is_used else "")
     if engines:
         output.result(table)
-    size = megabytes(sum(engine.num_bytes for engine in engines))
+    size = megabytes(engines_bytes(engines))
     output.result(f"{_number(engines)}, {size}; kernels, digests and others {megabytes(others)}: {cache_dir()}")
 
 
-def show_pruned(removed: list[CachedEngine], left: int, is_dry_run: bool, output: Output) -> None:
+def show_pruned(removed: list[CachedEngine], freed: int, left: int, is_dry_run: bool, output: Output) -> None:
     for engine in removed:
         output.result(f"{engine.path.name}  {megabytes(engine.num_bytes)}, used last {_date(engine)}")
     done = "would be removed" if is_dry_run else "removed"
-    size = megabytes(sum(engine.num_bytes for engine in removed))
-    output.result(f"{_number(removed)} {done}, {size}; {megabytes(left)} of engines left")
+    output.result(f"{_number(removed)} {done}, {megabytes(freed)}; {megabytes(left)} of engines left")
 
 
 def _date(engine: CachedEngine) -> str:
-    return f"{datetime.fromtimestamp(engine.used_s):%Y-%m-%d %H:%M}"
+    return used_at(engine.used_s)
+
+
+def used_at(time_s: float) -> str:
+    return f"{datetime.fromtimestamp(time_s):%Y-%m-%d %H:%M}"
 
 
 def _number(engines: list[CachedEngine]) -> str:

@@ -47,10 +47,12 @@ def chat(engine: EngineOptions, chat: ChatOptions, generation: RunGeneration) ->
 
     `/stats` shows the last answer's numbers, `/reset` forgets the conversation, `/quit` leaves; Ctrl-C ends an answer.
     Earlier messages are not computed again: their keys and values stay in the cache. Without sampling flags, answers
-    are sampled as the model's generation_config.json says, or greedily if it says nothing.
+    are sampled as the model's generation_config.json says, or greedily if it says nothing. An answer ends where the
+    model ends it, or says where it was cut.
     """
+    engine = engine.named()
     generation.common.check()
-    params = generation.params(None)
+    params = generation.params(None, usual_len=None)
     if params.n > 1:
         raise UsageError(f"a chat has one answer: `--num-return-sequences {params.n}`", hint="leave the flag out")
     choice = engine.choose(params, generation.common.max_num_tokens, "leader")
@@ -67,7 +69,7 @@ def chat(engine: EngineOptions, chat: ChatOptions, generation: RunGeneration) ->
 
     with open_setup_of_models(choice, output) as setup:
         own = setup.llm.model_defaults.sampling
-        setup = replace(setup, params=generation.for_chat(own).params(None))
+        setup = replace(setup, params=generation.for_chat(own).params(None, usual_len=None))
         if setup.params != params:
             output.result(f"sampled as the model's generation_config.json says: {values_line(own)}")
         conversation = Conversation(setup, output, chat.system, chat.show_tokens, toolbox, chat.tool_call_parser)

@@ -16,7 +16,7 @@ from rich.text import Text
 from commands.chat.tools import Toolbox
 from commands.options.hints import hint_of, message_of
 from commands.output.documents.settings import Setup
-from commands.output.output import Output, fail, milliseconds, number, visible, warn
+from commands.output.output import Output, fail, milliseconds, note, number, visible, warn
 from commands.output.tables.drafts import Mark, mark_for_stdout, marked_text
 from runtime.core.grammar import CompiledGrammar
 from runtime.core.params import Grammar
@@ -107,8 +107,10 @@ class Conversation:
                 self.reset()
             case "/stats":
                 self.output.text(self._stats())
-            case text if text.startswith("/"):
+            case "/help":
                 self.output.text(HELP)
+            case text if text.startswith("/"):
+                self.output.text(f"unknown command: {text.split()[0]}; {HELP}")
             case _:
                 self._answer(line)
         return True
@@ -132,8 +134,7 @@ class Conversation:
         if thought := "".join(one.text for one in said if one.kind == "reasoning"):
             message["reasoning_content"] = thought
         calls = calls_in(said)
-        is_cut = self.last is not None and self.last.finish_reason == "length"
-        if not calls or self.toolbox is None or is_cut:
+        if not calls or self.toolbox is None or self._is_cut:
             self.messages.append(message)
             return False
         message["tool_calls"] = [
@@ -180,7 +181,23 @@ class Conversation:
         except KeyboardInterrupt:
             self.output.text(" …", end="")
         self.output.text("")
+        if self._is_cut:
+            note(self._why_cut())
         return parts
+
+    @property
+    def _is_cut(self) -> bool:
+        return self.last is not None and self.last.finish_reason == "length"
+
+    def _why_cut(self) -> str:
+        """Reason why an answer ended before its own end."""
+        asked, build = self.setup.params.max_tokens, self.setup.llm.bundle.config.build_config
+        if asked is not None and self.last is not None and len(self.last.output_tokens) >= asked:
+            return f"the answer was cut at the {asked} tokens of `--max-output-len`"
+        return (
+            f"the answer was cut: the conversation has all of the {build.max_request_len:,} tokens that the engine has "
+            "room for; `/reset` begins another, a larger `--max-seq-len` has more room"
+        )
 
     def _shown(self, request: Request) -> Iterator[Said]:
         tokenizer = self.setup.llm.tokenizer
@@ -216,10 +233,11 @@ class Conversation:
         if self.last is None or self.last.stats.ttft_s is None:
             return "nothing was answered yet"
         stats = self.last.stats
+        cut = f"; {self._why_cut()}" if self._is_cut else ""
         return (
             f"{stats.num_generated_tokens} tokens in {stats.num_steps} steps, {number(stats.tokens_per_step)} a step; "
             f"{stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} draft tokens accepted; first token after "
-            f"{milliseconds(stats.ttft_s)}, then {milliseconds(stats.tpot_s)} each; "
+            f"{milliseconds(stats.ttft_s)}, then {milliseconds(stats.tpot_s)} each{cut}; "
             f"{stats.num_reused_tokens} of {len(self.last.request.prompt_tokens)} prompt tokens found in the K/V cache"
         )
 

@@ -8,11 +8,12 @@ from typing import Annotated, Literal
 import typer
 
 from commands.options.expand import expand_groups
-from commands.options.shared import Force
+from commands.options.model_word import named_by
+from commands.options.shared import QFORMATS, USUAL_CHECKPOINT, Force, check_activations
 from commands.output.help import INPUT, KV_CACHE, OUTPUT, QUANTIZATION, RUNTIME, option
 from commands.output.output import Output, check_new_directory, megabytes
-from runtime.checkpoint.config import IntFormat, KVCacheQuantAlgo, QuantConfig, QuantFormat
-from runtime.checkpoint.resolve import read_model_config, resolve_model
+from runtime.checkpoint.config import KV_CACHE_ALGO, IntFormat, KVCacheDtype, QuantConfig, QuantFormat
+from runtime.checkpoint.resolve import check_is_model, resolve_model
 from runtime.util.errors import UsageError
 from runtime.util.files import check_output_directory, check_output_is_not_input, directory_bytes
 
@@ -21,10 +22,16 @@ from runtime.util.files import check_output_directory, check_output_is_not_input
 class ConvertOptions:
     """Source and format of a conversion. `pp_size` is TensorRT-LLM's, and refused."""
 
-    model_dir: Annotated[
-        str, option(INPUT, "Model directory, GGUF file, hub id, or shipped name (`demo`, `demo-draft`, `demo-hybrid`).")
-    ]
-    output_dir: Annotated[Path, option(OUTPUT, "Checkpoint directory to write.")]
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="Model directory, GGUF file, hub id, or shipped name (`demo`, `demo-draft`, `demo-hybrid`).",
+            show_default=False,
+        ),
+    ] = None
+    model_dir: Annotated[str | None, option(INPUT, "The same as `MODEL`, by a flag.")] = None
+    output_dir: Annotated[Path, option(OUTPUT, "Checkpoint directory to write.")] = Path(USUAL_CHECKPOINT)
     dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16"],
         option(RUNTIME, "Dtype of the weights; `auto` keeps the saved one."),
@@ -56,7 +63,7 @@ class ConvertOptions:
         IntFormat | None, option(QUANTIZATION, "Format for `--use-weight-only`.", shown="int8")
     ] = None
     kv_cache_dtype: Annotated[
-        Literal["auto", "int8", "fp8"],
+        KVCacheDtype,
         option(KV_CACHE, "Number format of keys and values in the K/V cache; `auto` is the weights' dtype."),
     ] = "auto"
     activations: Annotated[
@@ -72,6 +79,18 @@ class ConvertOptions:
     ] = 1
     pp_size: Annotated[int, typer.Option(hidden=True)] = 1
     force: Force = False
+
+    @property
+    def source(self) -> str:
+        """The model to convert; UsageError if there is none, or two."""
+        if self.model is not None:
+            named_by(self.model, self.model_dir, None)
+        source = self.model or self.model_dir
+        if source is None:
+            raise UsageError(
+                "no model to convert is given", hint="name it first, as in `specdec convert demo`, or by `--model-dir`"
+            )
+        return source
 
     def check(self) -> None:
         """UsageError for what says the same twice, or nothing."""
@@ -89,11 +108,7 @@ class ConvertOptions:
             raise UsageError(
                 f"`--use-weight-only` and `--qformat {self.qformat}` say the same twice", hint="leave one of them out"
             )
-        if self._qformat == "fp8" and self.activations not in (None, "float"):
-            raise UsageError(
-                f"`--activations {self.activations}` needs weights that are integers: --qformat fp8",
-                hint="leave it out",
-            )
+        check_activations("--qformat", self._qformat, self.activations)
         if self._qformat is None:
             self._check_unquantized()
         elif self.group_size not in (None, *_GROUP_SIZES):
@@ -114,7 +129,7 @@ class ConvertOptions:
     def _qformat(self) -> QuantFormat | None:
         if self.use_weight_only:
             return self.weight_only_precision or "int8"
-        return _FORMATS[self.qformat]
+        return QFORMATS[self.qformat]
 
     @property
     def precision(self) -> QuantConfig:
@@ -125,16 +140,12 @@ class ConvertOptions:
             self._qformat,
             None if size == -1 else size,
             self.quantize_lm_head,
-            _KV_CACHE[self.kv_cache_dtype],
+            KV_CACHE_ALGO[self.kv_cache_dtype],
             self.activations,
         )
 
 
 _GROUP_SIZES = (32, 64, 128, -1)
-_FORMATS: dict[str, QuantFormat | None] = {
-    "full_prec": None, "int8": "int8", "int4": "int4", "fp8": "fp8", "int8_wo": "int8", "int4_wo": "int4",
-}  # fmt: skip
-_KV_CACHE: dict[str, KVCacheQuantAlgo | None] = {"auto": None, "int8": "INT8", "fp8": "FP8"}
 
 
 @expand_groups
@@ -144,11 +155,11 @@ def convert(options: ConvertOptions, output: Output) -> None:
     Weights are copied tensor by tensor, so the model may be larger than memory.
     """
     options.check()
-    output_dir = options.output_dir
+    model, output_dir = options.source, options.output_dir
     check_output_directory(output_dir, replace=options.force)
     check_new_directory(output_dir)
-    source = resolve_model(options.model_dir)
-    read_model_config(source)
+    source = resolve_model(model)
+    check_is_model(source)
     check_output_is_not_input(output_dir, source)
 
     from commands.build.report import ConvertDocument, described_checkpoint
@@ -173,7 +184,7 @@ def convert(options: ConvertOptions, output: Output) -> None:
     )
     document = ConvertDocument(
         checkpoint_dir=str(output_dir),
-        model_dir=options.model_dir,
+        model_dir=model,
         checkpoint=config,
         size_bytes=size,
         convert_time_s=elapsed,

@@ -1,21 +1,16 @@
 """Flags of `specdec doctor`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
-from commands.options.engine_choice import EngineDir
-from commands.options.leader_flags import ModelOptions
-from commands.options.shared import InputFile, TokenizerDir
+from commands.options.shared import InputFile
 from commands.output.help import INPUT, RUNTIME, option
-from runtime.core.params import Mode
 
 
 @dataclass(frozen=True)
 class DoctorInputs:
-    """The engine, and what it is asked."""
+    """Prompts for the engine."""
 
-    engine_dir: EngineDir = None
-    model: ModelOptions = field(default_factory=ModelOptions)
     input_text: Annotated[
         list[str] | None,
         option(
@@ -25,7 +20,6 @@ class DoctorInputs:
         ),
     ] = None
     input_file: InputFile = None
-    tokenizer_dir: TokenizerDir = None
 
 
 @dataclass(frozen=True)
@@ -33,6 +27,3 @@ class DoctorOptions:
     """Settings for answering the prompts."""
 
     max_output_len: Annotated[int, option(RUNTIME, "Tokens to generate from a prompt.", min=1)] = 64
-    mode: Annotated[
-        Mode, option(RUNTIME, "The loop: orchestrator (V1) or leader (V2), as for `run`.", metavar="NAME")
-    ] = "orchestrator"

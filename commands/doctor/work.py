@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from commands.doctor.document import Diagnosis, DoctorDocument, DoctorSettings
-from commands.doctor.flags import DoctorInputs, DoctorOptions
 from commands.inputs.dataset import DEMO, load_samples
 from commands.inputs.prompts import Prompt, without_padding
 from commands.options.engine_choice import EngineChoice
@@ -28,10 +27,10 @@ from runtime.util.errors import SpecDecError
 
 def doctor_document(
     choice: EngineChoice,
-    options: DoctorOptions,
     num_prompts: int,
     judgements: Mapping[str, Judgement | None],
 ) -> dict[str, Any]:
+    assert choice.params.max_tokens is not None
     document = DoctorDocument(
         **document_head("doctor"),
         engine_dir=str(choice.engine_dir),
@@ -39,8 +38,8 @@ def doctor_document(
             drafters=choice.speculation.names,
             draft_len_mode=choice.speculation.draft_len_mode or "fixed",
             profile=None if choice.profile is None else str(choice.profile),
-            mode=options.mode,
-            max_output_len=options.max_output_len,
+            mode=choice.mode,
+            max_output_len=choice.params.max_tokens,
         ),
         num_prompts=num_prompts,
         is_healthy=not any(judgement and judgement.is_fault for judgement in judgements.values()),
@@ -125,8 +124,7 @@ _NUM_PROMPTS = 4
 
 def diagnose(
     choice: EngineChoice,
-    inputs: DoctorInputs,
-    options: DoctorOptions,
+    input_file: Path | None,
     prompts: list[Prompt] | None,
     output: Output,
 ) -> None:
@@ -135,17 +133,16 @@ def diagnose(
     is_auto = choice.mode == "leader" and bundle.has_costs
     speculation = speculation.in_mode(speculation.draft_len_mode or speculation.default_mode(is_leader=is_auto))
     with open_engine(choice) as llm:
-        params = SamplingParams(temperature=0.0, seed=0, max_tokens=options.max_output_len)
         if prompts is None:
-            requests = _own_requests(llm, params, speculation)
+            requests = _own_requests(llm, choice.params, speculation)
         else:
-            requests = _requests(llm, params, without_padding(prompts, inputs.input_file, llm.end_ids))
+            requests = _requests(llm, choice.params, without_padding(prompts, input_file, llm.end_ids))
         with output.phases() as phase:
             pair = examine_draft_model(llm, speculation)
             observed = measure(llm, speculation, _expected(choice.profile), pair, requests, phase)
     judgements = judge(observed)
     show(judgements, output)
-    output.document(doctor_document(replace(choice, speculation=speculation), options, len(requests), judgements))
+    output.document(doctor_document(replace(choice, speculation=speculation), len(requests), judgements))
     found = [(name, judgement) for name, judgement in judgements.items() if judgement and judgement.is_fault]
     if found:
         name, judgement = found[0]
@@ -161,8 +158,7 @@ def _expected(profile: Path | None) -> ExpectedAcceptance | None:
 def _requests(llm: LLM, params: SamplingParams, prompts: list[Prompt]) -> list[Request]:
     template, requests = llm.request_of(params), []
     for i, prompt in enumerate(prompts):
-        content = prompt.content if prompt.messages is None else llm.chat_template.encode(prompt.messages)
-        requests.append(template.with_prompt(i, llm.encode(content)[0]))
+        requests.append(template.with_prompt(i, llm.encode(prompt.content_by(llm))[0]))
     return requests
 
 

@@ -11,12 +11,17 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from runtime.text.chat import Message, check_messages
 from runtime.text.trace_lines import check_category, check_ids, check_text
 from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.util.files import check_regular
 from runtime.util.reading import raise_unreadable, read_json_lines, read_utf8, shown
+
+if TYPE_CHECKING:
+    from commands.options.engine_choice import EngineChoice
+    from runtime.llm import LLM
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,10 @@ class Prompt:
         """Content to encode, unless it is a conversation."""
         assert self.text is not None or self.ids is not None
         return self.text if self.text is not None else self.ids or ()
+
+    def content_by(self, llm: "LLM") -> str | Sequence[int]:
+        """Text or token ids to encode; of a conversation the token ids that the model's chat template makes."""
+        return self.content if self.messages is None else llm.chat_template.encode(self.messages)
 
     @property
     def shown(self) -> str:
@@ -63,7 +72,9 @@ def read_prompts(input_text: Sequence[str], input_file: Path | None, *, pad_id: 
     and column or byte where there is one, where the prompts cannot be used.
     """
     if input_file is None and not input_text:
-        raise UsageError("no prompt given", hint='specdec run "a prompt", `-` for standard input, or `--input-file`')
+        raise UsageError(
+            "no prompt given", hint='specdec run MODEL "a prompt", `-` for standard input, or `--input-file`'
+        )
     if input_file is None:
         texts = [_standard_input() if text == "-" else text for text in input_text]
         return [Prompt(check_text(text, f"prompt {i}"), None) for i, text in enumerate(texts, 1)]
@@ -80,6 +91,14 @@ def read_prompts(input_text: Sequence[str], input_file: Path | None, *, pad_id: 
             hint=f"use one of {', '.join(f'`{kind}`' for kind in sorted([*_TEXT_KINDS, '.npy']))}",
         )
     return list(_TEXT_KINDS[suffix](read_utf8(input_file), input_file))
+
+
+def check_readable_by(choice: "EngineChoice", prompts: Sequence[Prompt]) -> None:
+    """SpecDecError, as far as files tell, for conversations without a chat template, or texts without a tokenizer."""
+    if any(prompt.messages for prompt in prompts):
+        choice.check_chat_template()
+    elif any(prompt.text is not None for prompt in prompts):
+        choice.check_tokenizer()
 
 
 def without_padding(prompts: list[Prompt], input_file: Path | None, end_ids: frozenset[int]) -> list[Prompt]:

@@ -12,16 +12,17 @@ import typer
 
 from commands.options.drafter_flags import algorithm_flag, example_of
 from commands.options.leader_flags import LeaderOptions, ModelDir, ModelEngineOptions, ModelOptions
-from commands.options.shared import TokenizerDir
+from commands.options.model_word import ModelWord, is_surely_model, may_be_model, named_by
+from commands.options.shared import USUAL_ENGINE, TokenizerDir
 from commands.options.speculation_flags import SpeculationOptions
 from commands.output.help import INPUT, KV_CACHE, option
 from commands.output.output import warn
 from runtime.checkpoint.bundle import Bundle, read_bundle
-from runtime.checkpoint.config import IntFormat
+from runtime.checkpoint.config import USUAL_MAX_DRAFT_LEN, IntFormat
 from runtime.checkpoint.resolve import (
+    check_is_model,
     check_weight_files,
     files_of_model,
-    read_model_config,
     refuse_unreadable_tokenizer,
     resolve_model,
     resolve_tokenizer,
@@ -108,9 +109,6 @@ class KVCacheOptions:
         return replace(self, no_kv_cache_enable_block_reuse=self.no_kv_cache_enable_block_reuse or disable_reuse)
 
 
-USUAL_ENGINE = "engine_outputs"
-MIN_DRAFT_LEN = 10  # so that other draft lengths can be tried without building again
-
 EngineDir = Annotated[Path | None, option(INPUT, "Engine directory made by `build`.", shown=USUAL_ENGINE)]
 """None where a model may be given instead."""
 
@@ -149,8 +147,8 @@ class EngineChoice:
 
     @property
     def max_draft_len(self) -> int:
-        """Longest draft that the model's engine takes."""
-        return max(self.speculation.max_draft_len or 0, MIN_DRAFT_LEN)
+        """Longest draft that the model's engine takes: at least 10, so that others can be tried without a new build."""
+        return max(self.speculation.max_draft_len or 0, USUAL_MAX_DRAFT_LEN)
 
     @property
     def self_draft(self) -> IntFormat | None:
@@ -175,17 +173,21 @@ class EngineChoice:
         there is none. `cuts_drafts`: longer ones than the engine takes are cut.
         """
         bundle, speculation, device_ids = None, self.speculation, self.device_ids
-        if self.profile is not None:  # which is refused beside a model
-            from runtime.builder.profile import profile_for
+        if self.profile is not None:
+            from runtime.builder.profile import profile_for, profile_for_model
 
-            bundle = read_bundle(self.engine_dir)
-            speculation, device_ids = profile_for(self.profile, bundle).speculation, None
+            if self.model_dir is None:
+                bundle = read_bundle(self.engine_dir)
+                profile = profile_for(self.profile, bundle)
+            else:
+                profile = profile_for_model(self.profile, self.model_dir)
+            speculation, device_ids = profile.speculation, None
         has_copy = self.built_for.self_draft is not None
         check_needed_drafter(speculation, check_lossless=check_lossless, has_copy=has_copy)
         if self.tokenizer_dir is not None:
             resolve_tokenizer(self.tokenizer_dir)
         if self.model_dir is not None:
-            read_model_config(model_dir := resolve_model(self.model_dir))
+            check_is_model(model_dir := resolve_model(self.model_dir))
             check_weight_files(model_dir)
             begin_digests(files_of_model(model_dir))  # while torch is imported
             replace(self, speculation=speculation)._check_draft_output()
@@ -243,13 +245,31 @@ class TargetOptions:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Engine, K/V cache, loop and drafter."""
+    """Model or engine, K/V cache, loop and drafter."""
 
+    model: ModelWord = None
     engine_dir: EngineDir = None
     tokenizer_dir: TokenizerDir = None
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     kv_cache: KVCacheOptions = field(default_factory=KVCacheOptions)
     leader: LeaderOptions = field(default_factory=LeaderOptions)
+
+    def named(self) -> "EngineOptions":
+        """The same with the model or engine that the first word names. UsageError if a flag names another."""
+        if self.model is None:
+            return self
+        model_dir, engine_dir = named_by(self.model, self.leader.model_dir, self.engine_dir)
+        return replace(self, model=None, engine_dir=engine_dir, leader=replace(self.leader, model_dir=model_dir))
+
+    def named_before(self, prompts: list[str] | None) -> "tuple[EngineOptions, list[str]]":
+        """`named`, where prompts follow, and the prompts: the first word is one of them if it is no model."""
+        word, others = self.model, prompts or []
+        if word is None:
+            return self, others
+        has_flag = self.leader.model_dir is not None or self.engine_dir is not None
+        if is_surely_model(word) or (not has_flag and may_be_model(word, Path(USUAL_ENGINE))):
+            return self.named(), others
+        return replace(self, model=None), [word, *others]
 
     @property
     def paths(self) -> list[Path]:
@@ -275,8 +295,9 @@ class EngineOptions:
         `default_mode` None: leader mode where flags of it are given, orchestrator mode elsewhere. `requests_draft`:
         those that come may name drafters of their own.
         """
-        leader, mode = self.leader, self.leader.mode or default_mode or self.leader.loop
-        self.speculation.check_profile(leader.drafting_flags, leader.model_dir)
+        leader = self.leader.with_config(self.speculation)
+        mode = leader.mode or default_mode or leader.loop
+        profile = self.speculation.find_profile(leader.drafting_flags, leader.model_dir)
         has_leader_flags = default_mode is not None or mode == "leader" or leader.are_given
         leader_flags = leader.flags(self.engine_dir, self.speculation) if has_leader_flags else None
         speculation, device_ids = self.speculation.resolve(leader_flags)
@@ -290,7 +311,7 @@ class EngineOptions:
             max_num_tokens,
             params,
             leader.models,
-            self.speculation.profile,
+            profile,
         )
         checked = choice.checked(check_lossless=check_lossless)
         if leader.engines.self_draft is not None and not checked.speculation.needs_copy and not requests_draft:

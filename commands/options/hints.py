@@ -15,6 +15,8 @@ from typer import TyperException
 
 from commands.options.drafter_flags import example_of, users_of
 from commands.options.expand import current_command
+from commands.options.foreign import COMMANDS
+from commands.options.shared import QFORMATS
 from commands.options.spellings import normalize_name
 from commands.output.help import as_flag
 from runtime.checkpoint.bundle import DRAFT_VOCAB
@@ -29,8 +31,6 @@ _DRAFTS = (
 
 HINTS: dict[str, str | tuple[str, ...]] = {
     "api_key": "give the key with `--api-key`, or in the variable SPECDEC_API_KEY or OPENAI_API_KEY",
-    "already_converted": "give a checkpoint to `specdec build --checkpoint-dir`, and an engine to `specdec run "
-    "--engine-dir`",
     "bad_tokenizer": "give another tokenizer with `--tokenizer-dir`; transformers said: {reason}",
     "batch_size": "lower it, or build with a larger `specdec build --max-batch-size`",
     "block_reuse": "leave `--kv-cache-enable-block-reuse` on",
@@ -45,6 +45,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "checkpoint": _CONVERT_AGAIN,
     "checkpoint_of_two_models": "config.json and the weights belong to two models: download the model again; if it was "
     f"converted, {_CONVERT_AGAIN}",
+    "checkpoint_for_engine": "`specdec build` makes an engine of it: `specdec build --checkpoint-dir {path}`",
     "corpora_of_two_tokenizers": "make them with the same `specdec corpus create --tokenizer-dir`",
     "corpus_tokenizer": "recreate it, with the target's engine directory as `specdec corpus create --tokenizer-dir`",
     "damaged_corpus": "make it again with `specdec corpus create`",
@@ -55,6 +56,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "empty_word": "leave it out",
     "end_id": "give an id of the engine's tokenizer",
     "engine": _BUILD_AGAIN,
+    "engine_for_model": "it answers prompts as it is: `specdec run {path}`",
     "engine_for_checkpoint": "give the directory that `specdec convert` wrote",
     "exists": "`--force` replaces it",
     "foreign_word": "leave it out",
@@ -66,8 +68,9 @@ HINTS: dict[str, str | tuple[str, ...]] = {
         "give the model itself, as `--model-dir`",
     ),
     "model_for_checkpoint": "`specdec convert --model-dir {model_dir}` makes a checkpoint of it",
+    "model_for_engine": ("name it as the first word: `specdec run {path}`", "to draft, as `--draft-model-dir {path}`"),
     "ngram_sizes": "lower it, or look up longer n-grams (max_matching_ngram_size)",
-    "no_checkpoint": "make it with `specdec convert`",
+    "no_checkpoint": "make it with `specdec convert`: `specdec convert demo` writes the directory `checkpoint`",
     "no_compiler": (
         "install one (the package `g++`)",
         "name a compiler in the variable CXX",
@@ -75,7 +78,8 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     ),
     "no_corpus": "`specdec corpus create` makes one",
     "no_drafts_to_tune": f"build it with `{_DRAFTS} 10`",
-    "no_engine": ("make it with `specdec build`", "`--model-dir` takes a model, such as `demo`"),
+    "no_engine": "name a model first, as in `specdec run demo`; or make an engine with `specdec convert` and "
+    "`specdec build`",
     "no_gpu": "build with `specdec build --device cpu`",
     "no_head_of_layers": (
         "`--draft-model-dir` takes a trained head",
@@ -89,7 +93,6 @@ HINTS: dict[str, str | tuple[str, ...]] = {
         "build it for this head: `specdec build --draft-model-dir {head}`",
         "give the model itself, as `--model-dir`",
     ),
-    "no_positions": "give `--max-seq-len`",
     "no_room_for_output": ("raise `--max-seq-len`", "lower `--max-input-len`"),
     "no_self_draft": (
         "build it with `specdec build --self-draft int4`",
@@ -108,12 +111,15 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "none_fits": "give shorter prompts, or build for longer prompts: `specdec build --max-input-len N --max-seq-len N`",
     "nothing_to_quantize": "leave `--self-draft` out",
     "not_an_openai_server": "check that `--base-url` is the address of an OpenAI-compatible server",
-    "not_an_engine": ("make one with `specdec build`", "`--model-dir` takes a model"),
+    "not_an_engine": "make one with `specdec build`",
     "not_ours": "`--force` replaces only specdec's own output; choose another directory or remove this one",
     "other_torch": ("install torch 2.13", "use no compiler: `--compiler none`"),
     "other_model": "give the model that the engine was made from with `--hf-model-dir`",
     "positions": "`--max-seq-len {max_seq_len}`",
     "profile": "make it again: `specdec tune --engine-dir ENGINE --output PROFILE.json`",
+    "profile_of_an_engine": "name the engine, `specdec run {engine_dir}`, or tune the model: `specdec tune {model} "
+    "--output {profile}`",
+    "profile_of_another_model": "tune this one: `specdec tune {model} --output {profile}`; or leave `--profile` out",
     "profile_of_another_engine": "tune this one: `specdec tune --engine-dir {engine_dir} --output {profile}`; or leave "
     "`--profile` out",
     "prompt_past_positions": "keep the last tokens with `--max-input-length`",
@@ -122,7 +128,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
         "build with a larger `specdec build --max-input-len`",
         "with `--model-dir` give a larger `--max-seq-len`",
     ),
-    "quantized_already": "leave `--qformat` and `--use-weight-only` out, or give the unquantized model",
+    "quantized_already": "leave `--qformat` out, or give the unquantized model",
     "request_past_positions": "lower `--max-output-len`",
     "request_too_long": (
         "lower `--max-output-len`",
@@ -234,6 +240,7 @@ def _what_drafts(build: Any, head: object = "HEAD", engine_dir: object = "ENGINE
     return flags
 
 
+_NO_COMMAND = re.compile("No such command `([^`]+)`")
 _NUMBERS = {"int_parsing": "a whole number", "int_from_float": "a whole number", "float_parsing": "a number"}
 _BOUNDS = {
     "greater_than_equal": ("at least", "ge"),
@@ -249,11 +256,16 @@ def usage_message(error: TyperException) -> tuple[str, str]:
     hint = f"`{where.command_path if where else 'specdec'} --help` shows the usage"
     problems = getattr(error.__cause__, "errors", None)
     if problems is not None:
+        if _flag(error) == "`--dtype`" and (value := str(problems()[0]["input"]).lower()) in QFORMATS:
+            flag = normalize_name("quantization", getattr(where, "info_name", None) or "")
+            hint = f"`--{flag} {value}` quantizes the weights"
         return _value_message(_flag(error), problems()[0]), hint
     near = getattr(error, "possibilities", None)
     text = str(getattr(error, "message", error)).rstrip(".").replace("'", "`").replace(". Did", "; did")
     if near:
         hint = f"perhaps {' or '.join(f'`{name}`' for name in near)}; {hint}"
+    if (found := _NO_COMMAND.match(text)) and found[1] in COMMANDS:
+        hint = COMMANDS[found[1]]
     if not text:  # a value that must be given
         text = f"missing: {_flag(error)}"
     return text[:1].lower() + text[1:], hint

@@ -6,11 +6,20 @@ from typing import Annotated, Any, Literal
 
 from commands.options.drafter_flags import LeaderDrafterFlags, chooses_drafter, leader_settings, users_of
 from commands.options.expand import given_flags
-from commands.options.shared import DraftOutputOptions
+from commands.options.shared import KV_CACHE_DTYPES, QFORMATS, DraftOutputOptions, check_activations
 from commands.options.speculation_flags import LeaderFlags, SpeculationOptions, algorithms
+from commands.options.speculative_config import parse_speculative_config
 from commands.output.help import LEADER, as_flag, option
 from commands.output.output import warn
-from runtime.checkpoint.config import MAX_BATCH_SIZE, Activations, Compiler, Dtype, IntFormat
+from runtime.checkpoint.config import (
+    MAX_BATCH_SIZE,
+    Activations,
+    Compiler,
+    Dtype,
+    IntFormat,
+    KVCacheDtype,
+    QuantFormat,
+)
 from runtime.core.params import Mode
 from runtime.drafters.specs import DRAFTERS
 from runtime.util.errors import UsageError
@@ -35,6 +44,24 @@ class ModelEngineOptions:
             "Number format in which quantized layers of `--model-dir`'s engine read their inputs: float, int8 or "
             "int16.",
             shown="as for `convert`",
+            metavar="NAME",
+        ),
+    ] = None
+    quantization: Annotated[
+        str | None,
+        option(
+            LEADER,
+            "Quantize the weights of `--model-dir`'s engine: int8, int4 or fp8.",
+            shown="none",
+            metavar="FORMAT",
+        ),
+    ] = None
+    kv_cache_dtype: Annotated[
+        str | None,
+        option(
+            LEADER,
+            "Number format of keys and values in `--model-dir`'s engine: int8, fp8 or auto, the weights' dtype.",
+            shown="auto",
             metavar="NAME",
         ),
     ] = None
@@ -73,6 +100,29 @@ class ModelEngineOptions:
         False
     )
 
+    def check(self) -> None:
+        """UsageError for a number format that there is not, or formats that do not fit together."""
+        if self.quantization is not None and self.quantization.lower() not in QFORMATS:
+            raise UsageError(
+                f"`--quantization` is int8, int4 or fp8: {self.quantization}",
+                hint="leave it out for a model that is quantized already, such as AWQ, GPTQ or GGUF: its files say how",
+            )
+        if self.kv_cache_dtype is not None and self.kv_cache_dtype.lower() not in KV_CACHE_DTYPES:
+            raise UsageError(
+                f"`--kv-cache-dtype` is auto, int8 or fp8: {self.kv_cache_dtype}",
+                hint="int8 and fp8 take half the memory of bfloat16",
+            )
+        check_activations("`--quantization`", self.chosen_quantization, self.activations)
+
+    @property
+    def chosen_quantization(self) -> QuantFormat | None:
+        """Format that the weights are quantized to; None: as the model has them."""
+        return None if self.quantization is None else QFORMATS[self.quantization.lower()]
+
+    @property
+    def chosen_kv_cache_dtype(self) -> KVCacheDtype:
+        return KV_CACHE_DTYPES[(self.kv_cache_dtype or "auto").lower()]
+
     @property
     def chosen_dtype(self) -> Dtype | None:
         """None: the model's own."""
@@ -93,6 +143,7 @@ class ModelOptions:
     def check(self, engine_dir: Path | None) -> None:
         """UsageError for a model and an engine, or for settings of an engine that is not to be built."""
         _refuse_both("--model-dir", self.model_dir, "--engine-dir", engine_dir)
+        self.engines.check()
         if self.model_dir is None:
             _refuse_settings(self.engines, self.draft_output)
 
@@ -129,6 +180,29 @@ class LeaderOptions:
             metavar="NAME",
         ),
     ] = None
+    speculative_config: Annotated[
+        str | None,
+        option(
+            LEADER,
+            "The drafter as vLLM and TensorRT-LLM's YAML have it: an object with `method`, `num_speculative_tokens`, …",
+            shown="no drafter",
+            metavar="JSON",
+        ),
+    ] = None
+
+    def with_config(self, options: SpeculationOptions) -> "LeaderOptions":
+        """The same with flags in the place of `--speculative-config`. UsageError if another flag names a drafter."""
+        if self.speculative_config is None:
+            return self
+        if given := [*given_flags(options), *self.drafting_flags]:
+            raise UsageError(
+                f"`{given[0]}` and `--speculative-config` both say how to draft: {self.speculative_config}",
+                hint="leave one of the two out",
+            )
+        named = parse_speculative_config(self.speculative_config)
+        algorithm = named.pop("spec_decode_algo", None)
+        flags: Any = self.drafters
+        return replace(self, speculative_config=None, spec_decode_algo=algorithm, drafters=replace(flags, **named))
 
     @property
     def models(self) -> ModelOptions:
@@ -167,6 +241,7 @@ class LeaderOptions:
         settings of an engine that is not to be built.
         """
         _refuse_both("--model-dir", self.model_dir, "--engine-dir", engine_dir)
+        self.engines.check()
         for name, model in self._given.items():
             setting = leader_settings()[name]
             if setting.flag is not None:

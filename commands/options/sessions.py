@@ -67,6 +67,8 @@ def engine_settings(
         hidden_states=hidden_states,
         activations=built_for.activations,
         compiler=built_for.compiler,
+        quantization=built_for.chosen_quantization,
+        kv_cache_dtype=built_for.chosen_kv_cache_dtype,
     )
 
 
@@ -76,26 +78,25 @@ def engines_made(choice: EngineChoice, output: Output) -> Iterator[EngineChoice]
     built_for, speculation = choice.built_for, choice.speculation
     with ExitStack() as stack:
 
-        def engine_of(
-            name: str,
-            max_draft_len: int,
-            self_draft: IntFormat | None = None,
-            hidden_states: tuple[int, ...] = (),
-        ) -> Path:
-            settings = engine_settings(built_for, max_draft_len, hidden_states, self_draft)
-            if hidden_states or self_draft is not None:
-                settings = replace(settings, draft_output=choice.draft_output, heads=tuple(speculation.read_heads()))
+        def engine_of(name: str, settings: EngineSettings) -> Path:
             use_cache = not built_for.no_cache
             first = choice.answers_first and not speculation  # by kernels alone drafts change no bit
             engine = engine_of_model(name, settings, use_cache=use_cache, phases=output.phases, answers_first=first)
             return stack.enter_context(engine)
 
         def with_engine(one: DrafterSpec) -> DrafterSpec:
-            return one.with_draft_model(engine_of(one.draft_model, 0)) if isinstance(one.draft_model, str) else one
+            return (
+                one.with_draft_model(engine_of(one.draft_model, drafting)) if isinstance(one.draft_model, str) else one
+            )
 
+        # A draft model keeps its weights as they are: the flags' formats are for the model that answers.
+        drafting = replace(engine_settings(built_for, 0, ()), quantization=None, kv_cache_dtype="auto")
         if choice.model_dir is not None:
-            self_draft = choice.self_draft
-            engine_dir = engine_of(choice.model_dir, choice.max_draft_len, self_draft, choice.hidden_states)
+            hidden_states, self_draft = choice.hidden_states, choice.self_draft
+            settings = engine_settings(built_for, choice.max_draft_len, hidden_states, self_draft)
+            if hidden_states or self_draft is not None:
+                settings = replace(settings, draft_output=choice.draft_output, heads=tuple(speculation.read_heads()))
+            engine_dir = engine_of(choice.model_dir, settings)
             choice = replace(choice, engine_dir=engine_dir, bundle=read_bundle(engine_dir, choice.model_dir))
         yield replace(choice, speculation=speculation.with_drafters(map(with_engine, speculation)))
 

@@ -5,37 +5,26 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from commands.output.help import CLUSTER, INPUT, OUTPUT, RUNTIME, SPECULATION, option
-from runtime.checkpoint.config import IntFormat
+from runtime.checkpoint.config import IntFormat, KVCacheDtype, QuantFormat
 from runtime.drafters.heads.head_config import DraftOutputSettings
-from runtime.drafters.spec import DrafterSpec
-from runtime.drafters.specs import DRAFTERS
 from runtime.util.errors import SpecDecError, UsageError
 
-_COMMON = frozenset(
+COMMON = frozenset(
     {
-        "help_all", "prompt", "engine_dir", "hf_model_dir", "input_text", "input_file", "apply_chat_template", "system",
+        "help_all", "model", "named", "prompt", "hf_model_dir", "input_file", "apply_chat_template", "system",
+        "quantization", "kv_cache_dtype", "max_seq_len", "spec_decode_algo", "draft_model_dir", "ngram_config",
         "dataset",
         "max_output_len", "output_len", "test_engine", "test_hf", "batch_size", "max_ite", "stop_words",
-        "draft_len_mode", "profile",
+        "profile", "save",
         "temperature", "top_k", "top_p", "random_seed",
-        "model_dir", "streaming",
+        "streaming",
         "check_accuracy", "check_lossless", "stats", "show_tokens", "report",
         "json", "quiet",
         "host", "port", "api_key", "served_model_name", "max_queue_len",
         "output_file", "ray", "num_workers", "traces", "output",
     }
 )  # fmt: skip
-
-
-def _flags_that_choose(spec: type[DrafterSpec]) -> set[str]:
-    """The flags without which the drafter cannot be chosen, of either mode."""
-    models = spec.models().values()
-    flags = {spec.description.flag, *(one.flag for one in models), *(one.leader_flag for one in models)}
-    return {flag for flag in flags if flag is not None}
-
-
-COMMON = _COMMON.union(*(_flags_that_choose(spec) for spec in DRAFTERS.values() if spec.description.is_common))
-"""Flags that `--help` shows for a command with many; `--help-all` shows all."""
+"""Arguments and flags that `--help` shows for a command with many; `--help-all` shows all."""
 
 
 InputFile = Annotated[Path | None, option(INPUT, "Prompts in a file, as `run` takes it.")]
@@ -98,6 +87,24 @@ Report = Annotated[
     ),
 ]
 Force = Annotated[bool, option(OUTPUT, "Replace the output directory if specdec wrote it.", "--force")]
+
+
+USUAL_CHECKPOINT, USUAL_ENGINE = "checkpoint", "engine_outputs"
+"""Directories that `convert` and `build` write, and that `build` and `run` read, where no flag names another."""
+QFORMATS: dict[str, QuantFormat | None] = {
+    "full_prec": None, "none": None, "int8": "int8", "int4": "int4", "fp8": "fp8", "int8_wo": "int8", "int4_wo": "int4",
+}  # fmt: skip
+"""Formats of weights, by our names and TensorRT-LLM's."""
+KV_CACHE_DTYPES: dict[str, KVCacheDtype] = {"auto": "auto", "int8": "int8", "fp8": "fp8", "fp8_e4m3": "fp8"}
+"""Number formats of keys and values, by our names and vLLM's."""
+
+
+def check_activations(flag: str, qformat: str | None, activations: str | None) -> None:
+    """UsageError for activations in integers beside weights that are none; `flag` names the weights' format."""
+    if qformat == "fp8" and activations not in (None, "float"):
+        raise UsageError(
+            f"`--activations {activations}` needs weights that are integers: {flag} fp8", hint="leave it out"
+        )
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,14 @@ from typing import Annotated, Any
 from commands.options.drafter_flags import DrafterFlags, algorithm_flag, example_of, users_of
 from commands.options.expand import given_flags
 from commands.output.help import SPECULATION, as_flag, config_flag, option
+from commands.output.output import note, warn
 from runtime.drafters.spec import Devices, DrafterSpec, DraftLenMode, Setting
 from runtime.drafters.specs import DRAFTERS, lookups
 from runtime.drafters.speculation import Speculation
 from runtime.drafters.trtllm import DRAFT_LEN
-from runtime.util.errors import UsageError
+from runtime.util.errors import SpecDecError, UsageError
 
+_NO_PROFILE = Path("off")
 _AUTO = "AUTO"
 """Suffix matching, n-gram lookup where a flag of its own is given, and the models that are given."""
 
@@ -65,7 +67,8 @@ class SpeculationOptions:
         Path | None,
         option(
             SPECULATION,
-            "Use the recommendation of `specdec tune` for this engine, instead of flags that choose a drafter.",
+            "Draft as `specdec tune` recommends for this model or engine, instead of by flags; `off` leaves out what "
+            "`tune --save` has made the model's default.",
             metavar="FILE",
         ),
     ] = None
@@ -77,31 +80,43 @@ class SpeculationOptions:
         given = [*given_flags(self.flags).values(), self.profile]
         return [path for path in given if isinstance(path, Path)]
 
-    def check_profile(self, leader_flags: Iterable[str] = (), model_dir: str | None = None) -> None:
-        """UsageError for a profile beside flags that choose a drafter, or for an engine yet to be made of a model.
+    def find_profile(self, leader_flags: Iterable[str], model_dir: str | None) -> Path | None:
+        """The profile that says how to draft: the one that is given, or the model's default where nothing is given.
 
-        `leader_flags` are those of leader mode that choose one.
+        UsageError for a profile beside flags that choose a drafter; `leader_flags` are those of leader mode.
         """
-        if self.profile is None:
-            return
         given = [*given_flags(replace(self, profile=None)), *leader_flags]
-        if given:
-            raise UsageError(
-                f"`{given[0]}` and `--profile` both say how to draft: {self.profile}",
-                hint="leave one of the two out",
-            )
-        if model_dir is not None:
-            from runtime.builder.profile import read_profile
-
-            tuned = read_profile(self.profile).engine.engine_dir
-            raise UsageError(
-                f"a profile needs `--engine-dir`, and cannot be given with `--model-dir`: {self.profile}",
-                hint=f"the engine that was tuned is `--engine-dir {tuned}`; or give the drafter by its flags",
-            )
+        if self.profile is not None and self.profile != _NO_PROFILE:
+            if given:
+                raise UsageError(
+                    f"`{given[0]}` and `--profile` both say how to draft: {self.profile}",
+                    hint="leave one of the two out",
+                )
+            return self.profile
+        if self.profile is not None or given or model_dir is None:
+            return None
+        return _saved_profile(model_dir)
 
     def resolve(self, leader: LeaderFlags | None = None) -> tuple[Speculation, Devices]:
         """Resolve by these flags, and those of leader mode where they count; not by the profile."""
         return speculation_from_flags(given_flags(self.flags), self.drafters, self.draft_len_mode, leader)
+
+
+def _saved_profile(model_dir: str) -> Path | None:
+    """The model's default profile, which is said; None where there is none, or it cannot be used."""
+    from runtime.builder.profile import find_saved_profile, profile_for_model
+
+    path = find_saved_profile(model_dir)
+    if path is None:
+        return None
+    try:
+        speculation = profile_for_model(path, model_dir).speculation
+    except SpecDecError as error:
+        warn(f"the model's default of `tune --save` is not used: {error.message}")
+        return None
+    drafter = " and ".join(one.label for one in speculation) or "no drafter"
+    note(f"as `tune --save` found best for this model: {drafter}; `--profile off` leaves it out")
+    return path
 
 
 def speculation_from_flags(

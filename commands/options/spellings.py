@@ -1,6 +1,4 @@
-"""Spellings of flags: hyphens or underscores, others' and former names, and flags without effect."""
-
-from itertools import islice
+"""Spellings of flags: hyphens or underscores, and the names that other programs have for them, or we had before."""
 
 # TensorRT-LLM's name, or one of before -> ours, after underscores have become hyphens.
 _ALIASES = {
@@ -21,34 +19,35 @@ _ALIASES = {
     "max-model-len": "max-seq-len",
     "awq-block-size": "group-size",
     "kv-cache-fraction": "kv-cache-free-gpu-memory-fraction",
+    "qformat": "quantization",
+    "model-path": "model-dir",
+    "hf-repo": "model-dir",
+    "context-length": "max-seq-len",
+    "ctx-size": "max-seq-len",
+    "n-predict": "max-output-len",
+    "predict": "max-output-len",
+    "max-running-requests": "max-batch-size",
+    "parallel": "max-batch-size",
+    "max-num-batched-tokens": "max-num-tokens",
+    "tokenizer": "tokenizer-dir",
+    "tokenizer-path": "tokenizer-dir",
+    "seed": "random-seed",
+    "temp": "temperature",
+    "repeat-penalty": "repetition-penalty",
+    "stop": "stop-words",
+    "reverse-prompt": "stop-words",
+    "system-prompt": "system",
+    "alias": "served-model-name",
+    "grammar-file": "grammar",
+    "model-draft": "draft-model-dir",
+    "speculative-model": "draft-model-dir",
+    "num-speculative-tokens": "spec-decode-max-draft-len",
+    "draft-max": "spec-decode-max-draft-len",
+    "speculative-algorithm": "spec-decode-algo",
+    "enable-prefix-caching": "kv-cache-enable-block-reuse",
+    "no-enable-prefix-caching": "no-kv-cache-enable-block-reuse",
+    "tp-size": "tensor-parallel-size",
 }
-
-# Flags of TensorRT-LLM's commands that mean nothing here, and whether a value follows.
-_WITHOUT_EFFECT = {
-    "gemm-plugin": True,
-    "gpt-attention-plugin": True,
-    "nccl-plugin": True,
-    "context-fmha": True,
-    "remove-input-padding": True,
-    "kv-cache-type": True,
-    "reduce-fusion": True,
-    "multiple-profiles": True,
-    "max-num-tokens": True,
-    "opt-num-tokens": True,
-    "profiling-verbosity": True,
-    "workers": True,
-    "load-model-on-cpu": False,
-    "log-level": True,
-    "cuda-graph-mode": False,
-    "multi-block-mode": True,
-    "enable-context-fmha-fp32-acc": False,
-    "data-type": True,
-    "hf-data-type": True,
-    "hf-device-map-auto": False,
-    "use-gpu-direct-storage": False,
-    "fail-fast-on-attention-window-too-large": False,
-}
-
 
 # Flags whose value may be an empty text, or that say themselves what is wrong with one.
 _OF_TEXT = frozenset({"input-text", "stop-words", "bad-words", "system"})
@@ -56,7 +55,13 @@ _OF_TEXT = frozenset({"input-text", "stop-words", "bad-words", "system"})
 # What one command calls otherwise than the others.
 _OF_COMMAND = {
     "summarize": {"max-output-len": "output-len"},
-    "bench": {"max-output-len": "output-len", "model-dir": "model", "max-concurrency": "concurrency"},
+    "convert": {"quantization": "qformat", "tensor-parallel-size": "tp-size"},
+    "bench": {
+        "max-output-len": "output-len",
+        "model-dir": "model",
+        "max-concurrency": "concurrency",
+        "random-seed": "seed",
+    },
 }
 
 # Flags that others' command lines give several values, one after the other.
@@ -102,29 +107,3 @@ def empty_value(arguments: list[str], options_with_value: frozenset[str], comman
         if not (value if equals else next(rest, flag)) and name not in _OF_TEXT:
             return flag
     return None
-
-
-def split_flags_without_effect(arguments: list[str], options_with_value: frozenset[str]) -> tuple[list[str], list[str]]:
-    """The arguments that mean something, and the names of the flags that do not.
-
-    A value is taken along: `--gemm_plugin=float16` and `--gemm_plugin float16` both disappear. Nothing after `--` is
-    touched, and neither is one of the command's own `options_with_value` (normalized names) with its value: a prompt
-    may be `--workers`.
-    """
-    kept: list[str] = []
-    dropped: list[str] = []
-    rest = iter(arguments)
-    for argument in rest:
-        if argument == "--":
-            return [*kept, argument, *rest], dropped
-        flag, equals, _ = argument.partition("=")
-        name = normalize_name(flag.removeprefix("--"))
-        if not flag.startswith("--") or name not in _WITHOUT_EFFECT or name in options_with_value:
-            kept.append(argument)
-            if flag.startswith("--") and name in options_with_value and not equals:
-                kept.extend(islice(rest, 1))
-            continue
-        dropped.append(flag)
-        if _WITHOUT_EFFECT[name] and not equals:
-            next(rest, None)
-    return kept, dropped

@@ -129,6 +129,11 @@ def _console(*, stderr: bool, width: int | None) -> Console:
     return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
 
+def note(message: str) -> None:
+    """Say what was done without being asked for."""
+    _say("note:", "cyan", message)
+
+
 def warn(message: str) -> None:
     _say("warning:", "yellow", message)
 

@@ -23,11 +23,14 @@ def run(
     Decoding is greedy unless you give a sampling flag. Greedy output is exactly the model's output without speculation,
     and so is sampled output with the same seed. With `use_logits`, sampled output has the same distribution.
     """
+    engine, words = engine.named_before(inputs.prompt)
+    inputs = replace(inputs, prompt=words)
     generation.common.check()
     results.check(output)
     results.check_files([*inputs.paths, *engine.paths])
     params = generation.params(results.logprobs)
     _warn_of_equal_outputs(params, output)
+    inputs = inputs.with_example()
     prompts = read_prompts(inputs.texts, inputs.input_file)
     choice = engine.choose(params, generation.common.max_num_tokens, check_lossless=results.check_lossless)
     choice = replace(choice, answers_first=params.config().is_greedy)

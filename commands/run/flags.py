@@ -8,13 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from commands.options.sampling_flags import GenerationOptions
-from commands.options.shared import CheckLossless, OutputLen, OutputTraces, ReceiptIds, Receipts, Report, Stats
+from commands.options.shared import CheckLossless, OutputTraces, ReceiptIds, Receipts, Report, Stats
 from commands.output.help import INPUT, OUTPUT, RUNTIME, SAMPLING, option
-from commands.output.output import Output, check_output_files, check_report
+from commands.output.output import Output, check_output_files, check_report, note
 from runtime.core.params import SamplingParams
 from runtime.util.errors import SpecDecError, UsageError
 
-MAX_NUM_RETURN_SEQUENCES = 1024
+DEFAULT_OUTPUT_LEN, MAX_NUM_RETURN_SEQUENCES = 128, 1024
+EXAMPLE_PROMPT = "Born in north-east France, Soyer trained as a"
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,13 @@ class RunInputs:
     def paths(self) -> list[Path]:
         return [] if self.input_file is None else [self.input_file]
 
+    def with_example(self) -> "RunInputs":
+        """The same with TensorRT-LLM's example prompt where none is given, which is said."""
+        if self.texts or self.input_file is not None:
+            return self
+        note(f'no prompt is given: an example is answered, "{EXAMPLE_PROMPT}"')
+        return replace(self, prompt=[EXAMPLE_PROMPT])
+
     @property
     def texts(self) -> list[str]:
         """Prompts by argument, then those by flag."""
@@ -63,7 +71,10 @@ class RunInputs:
 class RunGeneration:
     """Amount and method of generation."""
 
-    max_output_len: OutputLen = 128
+    max_output_len: Annotated[
+        int | None,
+        option(RUNTIME, "Tokens to generate.", shown=f"{DEFAULT_OUTPUT_LEN}; in a chat as many as fit", min=1),
+    ] = None
     common: GenerationOptions = field(default_factory=GenerationOptions)
     random_seed: Annotated[int, option(SAMPLING, "Seed of sampling.")] = 0
     num_return_sequences: Annotated[
@@ -74,10 +85,13 @@ class RunGeneration:
         """Parameters for a chat, with the model's own sampling where none is given."""
         return replace(self, common=replace(self.common, sampling=self.common.sampling.for_chat(defaults)))
 
-    def params(self, logprobs: int | None) -> SamplingParams:
-        """Sampling parameters for every prompt."""
+    def params(self, logprobs: int | None, usual_len: int | None = DEFAULT_OUTPUT_LEN) -> SamplingParams:
+        """Sampling parameters for every prompt; without `--max-output-len` outputs have up to `usual_len` tokens, None:
+        as many as fit.
+        """
+        max_tokens = usual_len if self.max_output_len is None else self.max_output_len
         return self.common.params(
-            n=self.num_return_sequences, seed=self.random_seed, max_tokens=self.max_output_len, logprobs=logprobs
+            n=self.num_return_sequences, seed=self.random_seed, max_tokens=max_tokens, logprobs=logprobs
         )
 
 

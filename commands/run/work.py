@@ -224,14 +224,24 @@ def _generate(
     """
     if results.check_lossless:
         setup.session.warm_up(requests)  # or the first of the two runs would pay for the first step
+    begun: dict[int, Sequence] = {}
     try:
         if results.streaming:
             interval = results.streaming_interval or _STREAMING_INTERVAL
             printer = StreamPrinter(setup.llm, output, interval, labels)
             return setup.session.run(requests, on_tokens=printer), None
-        with token_progress("generating", requests, output) as on_tokens:
+        with token_progress("generating", requests, output) as advance:
+
+            def on_tokens(sequence: Sequence, new_tokens: list[int]) -> None:
+                begun[sequence.request.id] = sequence
+                advance(sequence, new_tokens)
+
             return setup.session.run(requests, on_tokens=on_tokens), None
     except Interrupted as interrupted:
+        for sequence in begun.values():
+            if sequence.finish_reason is None:
+                text = setup.llm.text(sequence)
+                output.result(f'Output [{labels[sequence.request.id]}], so far: "{text}"')
         num_finished = len(interrupted.finished.sequences)
         output.warning(f"interrupted: {num_finished} of {len(requests)} requests had finished")
         return interrupted.finished, None

@@ -9,6 +9,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from commands.batch.document import BatchDocument
 from commands.bench.work import BenchDocument
 from commands.build.report import BuildDocument, ConvertDocument
+from commands.cache.models import ListDocument
 from commands.cache.report import CacheListDocument, CachePruneDocument
 from commands.check.document import CheckDocument
 from commands.compare.report import CompareDocument
@@ -37,6 +38,7 @@ DOCUMENTS: dict[str, type[Record]] = {
     "corpus": CorpusDocument,
     "doctor": DoctorDocument,
     "fingerprint": FingerprintDocument,
+    "list": ListDocument,
     "predict": PredictDocument,
     "regress": RegressDocument,
     "run": RunDocument,

@@ -31,6 +31,7 @@ def serve(engine: EngineOptions, inputs: ServeInputs, server: ServerOptions) -> 
 
     Only this machine can reach the server unless `--host` opens it. `/` is a page to try it, `/metrics` has metrics.
     """
+    engine = engine.named()
     server.check()
     _check_packages()
     engine.check_is_leader("a server")

@@ -37,6 +37,7 @@ def summarize(
     The first sample is a warm-up, and runs once more for the results. Decoding is greedy without sampling flags.
     Flags of leader mode (V2) choose it in place of orchestrator mode (V1).
     """
+    engine, evaluation = engine.named(), evaluation.with_test()
     inputs.check()
     evaluation.check(inputs.hf_model_dir)
     results.check(test_engine=evaluation.test_engine, test_hf=evaluation.test_hf)

@@ -1,6 +1,6 @@
 """Flags of `specdec summarize`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -78,7 +78,9 @@ class EvaluationOptions:
     The seed stands before the other flags of sampling in `--help`.
     """
 
-    test_engine: Annotated[bool, option(RUNTIME, "Run the engine.", "--test-engine")] = False
+    test_engine: Annotated[
+        bool, option(RUNTIME, "Run the engine.", "--test-engine", shown="unless `--test-hf` is given alone")
+    ] = False
     test_hf: Annotated[bool, option(RUNTIME, "Run Hugging Face.", "--test-hf")] = False
     batch_size: Annotated[int, option(RUNTIME, "Samples answered together; in leader mode some may wait.", min=1)] = 1
     max_ite: Annotated[int, option(RUNTIME, "Batches to run.", min=1)] = 20
@@ -88,12 +90,14 @@ class EvaluationOptions:
     common: GenerationOptions = field(default_factory=GenerationOptions)
     cluster: ClusterOptions = field(default_factory=ClusterOptions)
 
+    def with_test(self) -> "EvaluationOptions":
+        """The same with the engine to test where nothing is asked for."""
+        return self if self.test_engine or self.test_hf else replace(self, test_engine=True)
+
     def check(self, hf_model_dir: str | None) -> None:
-        """UsageError if there is nothing to test, or no model to test, or no engine for workers."""
+        """UsageError if there is no model to test, or no engine for workers."""
         self.common.check()
         self.cluster.check()
-        if not (self.test_engine or self.test_hf):
-            raise UsageError("nothing to test", hint="`--test-engine`, `--test-hf` or both")
         if self.test_hf and hf_model_dir is None:
             raise UsageError(
                 "`--test-hf` needs `--hf-model-dir`", hint="`--hf-model-dir` names the model the engine was made from"

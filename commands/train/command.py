@@ -25,6 +25,7 @@ def train(inputs: TrainInputs, options: TrainOptions, results: TrainResults, out
         raise UsageError(f"`--learning-rate` is not between 0 and 1: {options.learning_rate}", hint="try 0.0005")
     if results.engines.self_draft is not None:
         raise UsageError("`--self-draft` has no meaning for a training", hint="leave it out")
+    results.engines.check()
     results.check()
     check_readable(inputs.paths)
     prompts = read_prompts([], inputs.input_file) if inputs.input_file is not None else []

@@ -11,7 +11,6 @@ from typing import Any
 from rich.table import Table
 
 from commands.inputs.prompts import Prompt, without_padding
-from commands.options.engine_choice import MIN_DRAFT_LEN
 from commands.options.sessions import engine_settings
 from commands.output.documents.records import document_head
 from commands.output.output import Output, number
@@ -26,6 +25,7 @@ from commands.train.flags import (
 )
 from runtime.builder.engine_cache import engine_of_model
 from runtime.builder.profile import engine_digest
+from runtime.checkpoint.config import USUAL_MAX_DRAFT_LEN
 from runtime.checkpoint.resolve import read_model_config, resolve_model
 from runtime.core.params import SamplingParams
 from runtime.core.request import Request
@@ -115,7 +115,7 @@ def _open_target(
     """The target's engine, which gives the hidden states that the head reads, as for drafting with it."""
     config = read_model_config(resolve_model(inputs.model_dir))
     states = read_states_of(num_layers_of(config)) if given is None else states_of_heads([given], config)
-    settings = engine_settings(results.engines, MIN_DRAFT_LEN, states)
+    settings = engine_settings(results.engines, USUAL_MAX_DRAFT_LEN, states)
     use_cache = not results.engines.no_cache
     engine = engine_of_model(inputs.model_dir, settings, use_cache=use_cache, phases=output.phases)
     llm = LLM(stack.enter_context(engine), kv_cache=KVCacheConfig(block_reuse=False))

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from commands.inputs.prompts import read_prompts
+from commands.inputs.prompts import check_readable_by, read_prompts
 from commands.options.drafter_flags import TunedFlags, chooses_drafter
 from commands.options.engine_choice import EngineChoice
 from commands.options.expand import expand_groups, given_flags
@@ -71,6 +71,7 @@ def tune(inputs: TuneInputs, options: TuneOptions, flags: TunedFlags, output: Ou
     Draft models, trained heads and self-drafting cannot be replayed, so they are run with drafts of each length.
     Name a drafter to tune only that one. With `--draft-model-dir` alone, that model is tried as well.
     """
+    inputs = inputs.with_model()
     model = model_to_try(inputs, options, flags)
     named, device_ids = named_drafter(inputs, options, flags, model)
     opened = named if model is None else Speculation((model,))
@@ -86,8 +87,7 @@ def tune(inputs: TuneInputs, options: TuneOptions, flags: TunedFlags, output: Ou
         engine_dir = inputs.engine_dir or Path()
         choice = EngineChoice(engine_dir, inputs.tokenizer_dir, opened, device_ids, models=inputs.model)
         choice = choice.checked(cuts_drafts=True)
-        if any(prompt.text is not None for prompt in prompts):
-            choice.check_tokenizer()
+        check_readable_by(choice, prompts)
     else:
         check_replay(opened, inputs.tokenizer_dir)
 

@@ -1,11 +1,12 @@
 """Flags of `specdec tune`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
 from commands.options.leader_flags import ModelOptions
+from commands.options.model_word import ModelWord, named_by
 from commands.options.shared import EndId, InputFile, TokenizerDir
 from commands.options.speculation_flags import Drafters
 from commands.output.help import INPUT, OUTPUT, RUNTIME, SPECULATION, option
@@ -19,6 +20,7 @@ DEFAULT_OUTPUT_LEN, DEFAULT_LIVE_PROMPTS = 128, 8
 class TuneInputs:
     """Inputs of `tune`: traces, or prompts."""
 
+    named: ModelWord = None
     engine_dir: Annotated[
         Path | None, option(INPUT, "Engine to tune for; without one, or a model, traces are replayed.")
     ] = None
@@ -29,6 +31,13 @@ class TuneInputs:
     ] = None
     input_file: InputFile = None
     tokenizer_dir: TokenizerDir = None
+
+    def with_model(self) -> "TuneInputs":
+        """The same with the model or engine that the first word names. UsageError if a flag names another."""
+        if self.named is None:
+            return self
+        model_dir, engine_dir = named_by(self.named, self.model.model_dir, self.engine_dir)
+        return replace(self, named=None, engine_dir=engine_dir, model=replace(self.model, model_dir=model_dir))
 
     @property
     def has_engine(self) -> bool:
@@ -71,14 +80,26 @@ class TuneOptions:
     drafters: Drafters = None
     output: Annotated[
         Path | None,
-        option(
-            OUTPUT, "Write the recommendation, for `run --profile` and `summarize --profile`.", metavar="PROFILE.json"
-        ),
+        option(OUTPUT, "Write the recommendation, for `--profile` of other commands.", metavar="PROFILE.json"),
     ] = None
+    save: Annotated[
+        bool,
+        option(
+            OUTPUT,
+            "Make the recommendation the model's default: `run`, `chat`, `serve` and the others draft so unless a flag "
+            "says how.",
+            "--save",
+        ),
+    ] = False
 
     def check(self, inputs: TuneInputs, named: Speculation) -> None:
         """UsageError for nothing to tune for or on, or for options that mean nothing there."""
         inputs.model.check(inputs.engine_dir)
+        if self.save and inputs.model.model_dir is None:
+            raise UsageError(
+                "`--save` makes a default of a model, and none is given",
+                hint="`specdec tune MODEL --save`; an engine's profile is a file, by `--output`",
+            )
         if not inputs.has_engine:
             self._check_without_engine(inputs.traces)
             if named and named.lookup is None:

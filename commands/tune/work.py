@@ -25,8 +25,19 @@ from commands.tune.document import (
     TuneSettings,
 )
 from commands.tune.flags import DEFAULT_LIVE_PROMPTS, DEFAULT_OUTPUT_LEN, TuneInputs, TuneOptions
-from runtime.builder.profile import Figures, Profile, ProfileEngine, drafter_record, engine_digest, write_profile
+from runtime.builder.profile import (
+    Figures,
+    Profile,
+    ProfileEngine,
+    ProfileModel,
+    drafter_record,
+    engine_digest,
+    model_digest,
+    save_profile,
+    write_profile,
+)
 from runtime.checkpoint.bundle import read_bundle
+from runtime.checkpoint.config import EngineConfig
 from runtime.core.params import SamplingParams
 from runtime.core.request import Request
 from runtime.core.stats import RequestStats, sum_stats
@@ -59,6 +70,8 @@ class Tuning:
     settings: TuneSettings
     tried: Sequence[Measured] = ()
     confirmation: Confirmation | None = None
+    model_dir: str | None = None
+    """Model whose engine was tuned; None of an engine that `build` made."""
 
     @property
     def device_ids(self) -> tuple[int, ...]:
@@ -211,7 +224,8 @@ def _show_recommendation(tuning: Tuning, confirmation: Confirmation, output: Out
     else:
         output.result(f"recommended: {_name(candidate)}, {recommended.measured_speedup:.2f}x as fast as no drafter")
     flags = f"--profile {profile}" if profile is not None else written_flags(candidate, tuning.device_ids)
-    command = f"specdec run --engine-dir {tuning.settings.engine_dir} {flags}".rstrip()
+    where = tuning.model_dir or f"--engine-dir {tuning.settings.engine_dir}"
+    command = f"specdec run {where} {flags}".rstrip()
     output.result(f"to use it: {command} …")
     if output.quiet:
         output.text(flags)
@@ -365,13 +379,19 @@ def tune_engine(
         answered = _answered(llm, inputs, options, scope, prompts, output)
         tuned = tune(llm, answered, scope, timing, output.progress)
     confirmation = tuned.confirmation
-    tuning = Tuning(tuned.search, _settings(inputs, options, llm.device_ids), tuned.tried, confirmation)
-    if options.output is not None:
-        identity = ProfileEngine(str(inputs.engine_dir), engine_digest(bundle.config))
-        candidate = confirmation.recommended.candidate
-        figures = _figures(confirmation, timing.batch_size)
-        write_profile(options.output, Profile(identity, candidate, figures))
+    settings = _settings(inputs, options, llm.device_ids)
+    tuning = Tuning(tuned.search, settings, tuned.tried, confirmation, choice.model_dir)
+    if options.output is not None or options.save:
+        profile = _profile(inputs, bundle.config, confirmation, timing.batch_size)
+        if options.output is not None:
+            write_profile(options.output, profile)
+        if options.save and choice.model_dir is not None:
+            save_profile(choice.model_dir, profile)
     show(tuning, output)
+    if options.save:
+        output.result(
+            f"saved as the default of {choice.model_dir}: `specdec run {choice.model_dir}` drafts so from now on"
+        )
     output.document(tune_document(tuning))
 
 
@@ -391,7 +411,7 @@ def _answered(
         kept = fitting_requests(llm, requests, scope)
         return Answered(_renumbered(requests, kept), [recorded[i] for i in kept], None)
     prompts = without_padding(prompts, inputs.input_file, template.end_ids)
-    requests = [template.with_prompt(i, llm.encode(prompt.content)[0]) for i, prompt in enumerate(prompts)]
+    requests = [template.with_prompt(i, llm.encode(one.content_by(llm))[0]) for i, one in enumerate(prompts)]
     kept = fitting_requests(llm, requests, scope)
     requests = _renumbered(requests, kept)
     traces = answer(llm, requests, [prompts[i].category for i in kept], output.progress)
@@ -400,6 +420,16 @@ def _answered(
 
 def _renumbered(requests: list[Request], kept: list[int]) -> list[Request]:
     return [replace(requests[i], id=new_id) for new_id, i in enumerate(kept)]
+
+
+def _profile(inputs: TuneInputs, config: EngineConfig, confirmation: Confirmation, batch_size: int) -> Profile:
+    model_dir = inputs.model.model_dir
+    return Profile(
+        ProfileEngine(str(inputs.engine_dir), engine_digest(config)),
+        confirmation.recommended.candidate,
+        _figures(confirmation, batch_size),
+        None if model_dir is None else ProfileModel(model_dir, model_digest(model_dir)),
+    )
 
 
 def _figures(confirmation: Confirmation, batch_size: int) -> Figures:

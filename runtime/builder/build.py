@@ -443,16 +443,6 @@ def positions_of(checkpoint: OpenedCheckpoint) -> int | None:
     return num_positions(parse_pretrained_config(checkpoint.config.pretrained_config, where))
 
 
-def default_max_seq_len(checkpoint: OpenedCheckpoint) -> int:
-    """The number of positions the checkpoint's model has. SpecDecError where its config does not say."""
-    positions = positions_of(checkpoint)
-    if positions is None:
-        raise SpecDecError(
-            "the model's config does not say how many positions it has", hint="give max_seq_len", code="no_positions"
-        )
-    return positions
-
-
 def _check_settings(build: BuildConfig, config: PreTrainedConfig) -> None:
     if build.compiler != "none":
         check_torch()

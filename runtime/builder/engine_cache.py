@@ -17,7 +17,19 @@ from runtime.builder.choosing import check_is_aot, compiler_for, without_kernels
 from runtime.checkpoint.bundle import check_step_files, check_tokenizer_files, read_bundle, uses_kernels
 from runtime.checkpoint.checkpoint_dir import check_not_split
 from runtime.checkpoint.checksums import CONFIG, NOT_RECORDED
-from runtime.checkpoint.config import Activations, BuildConfig, Compiler, Dtype, IntFormat, QuantConfig, SelfDraft
+from runtime.checkpoint.config import (
+    USUAL_MAX_DRAFT_LEN,
+    Activations,
+    BuildConfig,
+    Compiler,
+    Dtype,
+    IntFormat,
+    KVCacheDtype,
+    QuantConfig,
+    QuantFormat,
+    SelfDraft,
+    usual_max_seq_len,
+)
 from runtime.checkpoint.costs import MeasuredCosts, keep_costs
 from runtime.checkpoint.generation_config import GENERATION_CONFIG
 from runtime.checkpoint.resolve import (
@@ -38,17 +50,22 @@ from runtime.kernels.library import (
 )
 from runtime.util.cache import (
     cache_dir,
+    cached_engines,
     check_private_dir,
     check_private_entry,
     digest,
     digests_of_build_code,
     engine_entry,
+    engines_to_prune,
     file_digest,
     is_digest_awaited,
     locked_entry,
     make_private,
+    max_cache_bytes,
+    prune,
     remove_left_over,
     remove_unused_entry,
+    share_files,
     unwritable,
     used_entry,
 )
@@ -57,7 +74,6 @@ from runtime.util.files import read_json
 from runtime.util.locks import MODEL_INIT_LOCK
 from runtime.util.temporary import own_temporary_files, temporary_dir
 
-_MAX_SEQ_LEN = 4096  # unless asked for: a K/V cache for all positions of a long-context model would not fit
 _MOST_BYTES_WITHOUT_KERNELS = 1 << 30
 Phases = Callable[[], AbstractContextManager[Callable[[str], None]]]
 """Opens a display of phases, which is called with the name of each that begins."""
@@ -71,7 +87,7 @@ class EngineSettings:
     dtype: Dtype | None = None
     max_batch_size: int = 4
     max_seq_len: int | None = None
-    max_draft_len: int = 10
+    max_draft_len: int = USUAL_MAX_DRAFT_LEN
     """0: takes no drafts (a draft model's engine)."""
     self_draft: IntFormat | None = None
     """Quantization of the self-draft copy; None: there is none."""
@@ -88,11 +104,18 @@ class EngineSettings:
     """Output layer of what drafts: the copy, and the first of the heads."""
     heads: tuple[HeadConfig, ...] = ()
     """Trained drafters that the engine is for."""
+    quantization: QuantFormat | None = None
+    """Format that the linear layers' weights are quantized to; None: as the model has them."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+
+    @property
+    def precision(self) -> QuantConfig:
+        return QuantConfig.by_default(self.quantization, self.kv_cache_dtype, self.activations)
 
     def build_config(self, num_positions: int | None) -> BuildConfig:
         """Build config from settings that name a compiler."""
         assert self.compiler is not None
-        max_seq_len = self.max_seq_len or min(num_positions or _MAX_SEQ_LEN, _MAX_SEQ_LEN)
+        max_seq_len = self.max_seq_len or usual_max_seq_len(num_positions)
         return BuildConfig(
             compiler=self.compiler,
             max_batch_size=self.max_batch_size,
@@ -191,6 +214,7 @@ def _entry(entry: Path, source: Path, make: Callable[[Path], object]) -> Iterato
     """The cache's entry, made of `source` if it is not there whole, and protected from removal in the block."""
     check_private_dir(entry, cache_dir(), entry.parent)
     check_private_entry(entry)
+    is_new = False
     while True:
         if _is_engine(entry, source):
             remove_left_over(entry)
@@ -203,10 +227,28 @@ def _entry(entry: Path, source: Path, make: Callable[[Path], object]) -> Iterato
                     with _room_in_cache():
                         make(entry)
                         make_private(entry)
+                        share_files(entry, {one.name: one.sha256 for one in read_bundle(entry).config.files})
+                    is_new = True
         with used_entry(entry) as is_there:
             if is_there:  # and was not removed between the two
+                if is_new:
+                    _keep_cache_small()
                 yield entry
                 return
+
+
+def _keep_cache_small() -> None:
+    """Remove the engines that were not used for longest where all take more than SPECDEC_CACHE_SIZE, and say so."""
+    most = max_cache_bytes()
+    removed = prune(engines_to_prune(cached_engines(), most))
+    if removed:
+        names = ", ".join(engine.path.name for engine in removed)
+        warnings.warn(
+            f"removed from the cache, which is to take {most / 1e9:g} GB (SPECDEC_CACHE_SIZE): {names}; an engine is "
+            "built again when it is needed",
+            SpecDecWarning,
+            stacklevel=4,
+        )
 
 
 def _say_that_it_waits() -> None:
@@ -302,7 +344,8 @@ def _needs_no_kernels(model_dir: Path, settings: EngineSettings, compiler: Compi
     if compiler != "aot" or model_dir.is_file() or "quantization_config" in read_model_config(model_dir):
         return False
     drafts_quantized = settings.self_draft is not None or settings.draft_output.is_quantized
-    is_plain = not drafts_quantized and settings.tp_size == 1
+    is_quantized = settings.quantization is not None or settings.kv_cache_dtype != "auto"
+    is_plain = not drafts_quantized and not is_quantized and settings.tp_size == 1
     return is_plain and sum(path.stat().st_size for path in files_of_model(model_dir)) <= _MOST_BYTES_WITHOUT_KERNELS
 
 
@@ -331,9 +374,8 @@ def _make_engine(
     ):
         phase("converting the model")
         by_parts = settings.compiler == "aot"  # each weight is read when it is wanted
-        precision = QuantConfig(activations=settings.activations)
         with _no_word_of_own_head(settings.heads, model_dir):
-            conversion = plan_conversion(model_dir, settings.dtype, precision, settings.tp_size)
+            conversion = plan_conversion(model_dir, settings.dtype, settings.precision, settings.tp_size)
         checkpoint = convert_for_build(conversion, Path(directory), may_link=by_parts)
         build = settings.build_config(positions_of(checkpoint))
         drafts = choose_drafts(settings.draft_output, settings.heads, checkpoint)

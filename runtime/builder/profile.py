@@ -10,10 +10,11 @@ from runtime import specdec_version
 from runtime.checkpoint.bundle import Bundle
 from runtime.checkpoint.checksums import document_digest
 from runtime.checkpoint.config import EngineConfig, Measure, Share, Size, as_json, parse
+from runtime.checkpoint.resolve import files_of_model, resolve_model
 from runtime.drafters.spec import DrafterSpec, DraftLenMode, fields_of
 from runtime.drafters.specs import DRAFTERS, AnySpec
 from runtime.drafters.speculation import Speculation
-from runtime.util.cache import digest
+from runtime.util.cache import PROFILES, cache_dir, digest, file_digest, make_cache_dir, unwritable
 from runtime.util.errors import SpecDecError, UsageError
 from runtime.util.files import write_json
 from runtime.util.reading import parse_json, read_utf8
@@ -30,6 +31,15 @@ class ProfileEngine:
 
     engine_dir: str
     digest: str
+
+
+@dataclass(frozen=True)
+class ProfileModel:
+    """Model that the profile's engine was made of; the name is for messages only."""
+
+    name: str
+    digest: str
+    """Digest of the model's files (`model_digest`)."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,8 @@ class _Rest:
     draft_len_mode: DraftLenMode
     figures: Figures
     specdec_version: str | None
+    model: ProfileModel | None = None
+    """None where an engine was tuned that `build` made."""
     digest: str = ""
     """Digest of all other fields, as written."""
     format_version: int = PROFILE_FORMAT_VERSION
@@ -67,6 +79,7 @@ class Profile:
     engine: ProfileEngine
     speculation: Speculation
     figures: Figures
+    model: ProfileModel | None = None
 
     @property
     def drafter(self) -> AnySpec | None:
@@ -86,7 +99,8 @@ def engine_digest(config: EngineConfig) -> str:
 
 def write_profile(path: Path, profile: Profile) -> None:
     speculation = profile.speculation
-    rest = _Rest(profile.engine, speculation.draft_len_mode or "fixed", profile.figures, specdec_version())
+    mode = speculation.draft_len_mode or "fixed"
+    rest = _Rest(profile.engine, mode, profile.figures, specdec_version(), profile.model)
     record = dataclasses.asdict(rest) | {"drafter": drafter_record(speculation)}
     write_json(path, record | {"digest": document_digest(record, "digest")})
 
@@ -126,7 +140,7 @@ def read_profile(path: Path) -> Profile:
         raise SpecDecError(
             f"the profile has no drafter for its draft_len_mode, auto: {path}", hint=_AGAIN, code="profile"
         )
-    return Profile(rest.engine, Speculation(drafters, rest.draft_len_mode), rest.figures)
+    return Profile(rest.engine, Speculation(drafters, rest.draft_len_mode), rest.figures, rest.model)
 
 
 def _parse_drafters(record: Any, where: str) -> tuple[DrafterSpec, ...]:
@@ -156,6 +170,59 @@ def _parse_one(record: Any, where: str) -> DrafterSpec:
         return drafter if drafter.draft_model is None else drafter.with_draft_model(Path(drafter.draft_model))
     except UsageError as error:
         raise SpecDecError(f"`{where}` has numbers that no drafter can have: {settings}") from error
+
+
+def model_digest(name: str) -> str:
+    """The same for a model wherever its files lie; SpecDecError if there is no such model."""
+    return digest(file_digest(path) for path in files_of_model(resolve_model(name)))
+
+
+def profile_for_model(path: Path, name: str) -> Profile:
+    """The profile, if it is of this model, whatever its engine's limits; SpecDecError otherwise."""
+    profile = read_profile(path)
+    if profile.model is None:
+        raise SpecDecError(
+            f"the profile was made for an engine, {profile.engine.engine_dir}, not for a model: {path}",
+            hint="tune the model",
+            code="profile_of_an_engine",
+            engine_dir=profile.engine.engine_dir,
+            model=name,
+            profile=path,
+        )
+    if profile.model.digest != model_digest(name):
+        raise SpecDecError(
+            f"the profile was made for another model, {profile.model.name}, not for {name}: {path}",
+            hint="tune this one",
+            code="profile_of_another_model",
+            model=name,
+            profile=path,
+        )
+    return profile
+
+
+def saved_profile(name: str) -> Path:
+    """The place in the cache of the profile that is a model's default; there may be none."""
+    return cache_dir() / PROFILES / f"{model_digest(name)[:32]}.json"
+
+
+def find_saved_profile(name: str) -> Path | None:
+    """The model's default profile, where `tune` saved one; None for a model that is not there."""
+    if not any((cache_dir() / PROFILES).glob("*.json")):  # before any file of the model is read
+        return None
+    path = saved_profile(name)
+    return path if path.is_file() else None
+
+
+def save_profile(name: str, profile: Profile) -> Path:
+    """Make the profile the model's default; returns its place. SpecDecError if the cache cannot be written."""
+    path = saved_profile(name)
+    try:
+        make_cache_dir()
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        write_profile(path, profile)
+    except OSError as error:
+        raise unwritable(error) from error
+    return path
 
 
 def profile_for(path: str | Path, bundle: Bundle) -> Profile:

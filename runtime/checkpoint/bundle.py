@@ -18,6 +18,7 @@ from typing import Any
 from runtime.checkpoint.checksums import CONFIG, Artefact, check_config, check_contents, check_sizes, is_of_tokenizer
 from runtime.checkpoint.config import Compiler, EngineConfig, Mapping, parse
 from runtime.checkpoint.costs import are_measured_when_asked_for, with_kept_costs
+from runtime.checkpoint.gguf.reader import is_gguf
 from runtime.util.errors import SpecDecError
 from runtime.util.files import Stamp, check_model_files, read_json, read_json_and_text, recover_directory, stamp_of
 
@@ -68,6 +69,12 @@ class Bundle:
         return self.model or str(self.directory)
 
     @property
+    def num_weight_bytes(self) -> int:
+        """Bytes of the model's weights, of all ranks, without those of a copy that drafts."""
+        own = weights_files(self.config.mapping)
+        return sum(record.num_bytes for record in self.config.files if record.name in own)
+
+    @property
     def has_costs(self) -> bool:
         """True if it is known what steps cost, or will be when somebody asks."""
         return bool(self.config.step_costs) or are_measured_when_asked_for(self.directory)
@@ -90,6 +97,8 @@ def read_engine_config(engine_dir: Path) -> EngineConfig:
     """Parse and check an engine directory; SpecDecError names what is missing or wrong."""
     recover_directory(engine_dir)
     if not engine_dir.is_dir():
+        if is_gguf(engine_dir):
+            raise _other_kind("a GGUF model", engine_dir)
         problem = "is not a directory" if engine_dir.exists() else "does not exist"
         raise SpecDecError(f"engine directory {problem}: {engine_dir}", hint="build it", code="no_engine")
     check_model_files(engine_dir)
@@ -103,6 +112,15 @@ def read_engine_config(engine_dir: Path) -> EngineConfig:
 def parse_engine_config(data: dict[str, Any], engine_dir: Path) -> EngineConfig:
     """Parse the `config.json` of an engine directory; SpecDecError if it is invalid."""
     if "build_config" not in data:
+        if "format_version" in data:
+            raise SpecDecError(
+                f"this is a checkpoint, not an engine: {engine_dir}",
+                hint="build it first",
+                code="checkpoint_for_engine",
+                path=engine_dir,
+            )
+        if "model_type" in data:
+            raise _other_kind("a Hugging Face model", engine_dir)
         raise SpecDecError(f"this is not an engine directory: {engine_dir}", hint="build one", code="not_an_engine")
     config = parse(EngineConfig, data, str(engine_dir / CONFIG))
     if not isinstance(config.pretrained_config.get("model_type"), str):
@@ -121,6 +139,12 @@ def parse_engine_config(data: dict[str, Any], engine_dir: Path) -> EngineConfig:
                 f"`{engine_dir / CONFIG}` has no record of the file: {name}", hint=_BUILD_AGAIN, code="engine"
             )
     return config
+
+
+def _other_kind(kind: str, path: Path) -> SpecDecError:
+    return SpecDecError(
+        f"this is {kind}, not an engine: {path}", hint="give it as a model", code="model_for_engine", path=path
+    )
 
 
 def check_step_files(bundle: Bundle) -> None:

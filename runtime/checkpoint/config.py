@@ -69,6 +69,9 @@ QuantAlgo = Literal[
 ]  # fmt: skip
 """TensorRT-LLM's names of how weights are quantized."""
 KVCacheQuantAlgo = Literal["INT8", "FP8"]
+KVCacheDtype = Literal["auto", "int8", "fp8"]
+"""Number format of keys and values; `auto` is the weights' dtype."""
+KV_CACHE_ALGO: dict[KVCacheDtype, KVCacheQuantAlgo | None] = {"auto": None, "int8": "INT8", "fp8": "FP8"}
 Activations = Literal["float", "int8", "int16"]
 LayersActivations = Literal[Activations, "mixed"]
 """`mixed`: int8 for weights of 4 bits, int16 for those of 8."""
@@ -106,6 +109,14 @@ class QuantConfig:
     kv_cache: KVCacheQuantAlgo | None = None
     activations: Activations | None = None
     """None: what is fastest and changes no more than the weights' quantization does."""
+
+    @classmethod
+    def by_default(
+        cls, qformat: QuantFormat | None, kv_cache_dtype: KVCacheDtype, activations: Activations | None
+    ) -> "QuantConfig":
+        """Formats with the usual groups of a scale: 64 inputs in int8 and int4, a whole row in fp8."""
+        group_size = 64 if qformat in ("int8", "int4") else None
+        return cls(qformat, group_size, False, KV_CACHE_ALGO[kv_cache_dtype], activations)
 
 
 @dataclass(frozen=True)
@@ -220,6 +231,16 @@ class DraftOutput:
     @property
     def is_quantized(self) -> bool:
         return (self.qformat or self.layers) is not None
+
+
+USUAL_MAX_DRAFT_LEN = 10
+"""Longest draft that an engine takes unless another is asked for: so that drafters can be tried without a new build."""
+_USUAL_SEQ_LEN = 4096  # a K/V cache for all positions of a long-context model would not fit
+
+
+def usual_max_seq_len(num_positions: int | None) -> int:
+    """The model's positions, at most 4,096; 4,096 where its config does not say."""
+    return min(num_positions or _USUAL_SEQ_LEN, _USUAL_SEQ_LEN)
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,10 @@ def resolve_model(name: str) -> Path:
     return _download(name)
 
 
+def is_shipped(name: str) -> bool:
+    return name in _SHIPPED
+
+
 def files_of_model(model_dir: Path) -> list[Path]:
     """Files that make the model what it is."""
     if is_gguf(model_dir):
@@ -215,12 +219,23 @@ def read_model_config(model_dir: Path) -> dict[str, Any]:
     check_not_an_adapter(model_dir)
     config = read_json(model_dir / "config.json")
     if "format_version" in config:
+        is_engine = "build_config" in config
         raise SpecDecError(
-            f"this is a directory that specdec wrote, not a Hugging Face model: {model_dir}",
-            hint="an engine is built of a checkpoint, and an engine answers prompts",
-            code="already_converted",
+            f"this is {'an engine' if is_engine else 'a checkpoint'}, not a Hugging Face model: {model_dir}",
+            hint="it answers prompts as it is" if is_engine else "build it first",
+            code="engine_for_model" if is_engine else "checkpoint_for_engine",
+            path=model_dir,
         )
     return config
+
+
+def check_is_model(model_dir: Path) -> None:
+    """SpecDecError unless `read_model_config` finds a config, and the config says which model it is of."""
+    if "model_type" not in read_model_config(model_dir):
+        raise SpecDecError(
+            f"`{model_dir / 'config.json'}` names no `model_type`: this is no Hugging Face model",
+            hint="check the path, or download or save the model again",
+        )
 
 
 def quiet_hub() -> None:

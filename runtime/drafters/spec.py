@@ -229,8 +229,6 @@ class Description:
     """Text after the form in the flag's help."""
     is_tuned: bool = True
     """True if `tune` and profiles know it."""
-    is_common: bool = False
-    """True if `--help` shows its flags, and not only `--help-all`."""
     label: str | None = None
     """Name in tables, if it is not the title."""
 

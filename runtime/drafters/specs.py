@@ -126,7 +126,6 @@ class NgramDrafter(LookupDrafter):
             ("[10,2,[0]]", "10,2"),
         ),
         algorithm="NGRAM",
-        is_common=True,
     )
 
     max_draft_len: LookupLen = 10
@@ -264,7 +263,6 @@ class DraftTargetDrafter(DrafterSpec):
         ),
         algorithm="DRAFT_TARGET",
         note=" use_logits True accepts tokens by rejection sampling, False by comparing them.",
-        is_common=True,
     )
     is_model = True
 

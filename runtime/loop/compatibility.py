@@ -68,6 +68,13 @@ def check_draft_engine(draft: Bundle, target: TargetIdentity, *, use_logits: boo
             SpecDecWarning,
             stacklevel=2,
         )
+    elif (own := draft.num_weight_bytes) > (theirs := target.bundle.num_weight_bytes):
+        warnings.warn(
+            f"the draft model is larger than the target, and every draft costs more than it can save: "
+            f"{own / 1e6:,.1f} MB of weights, the target has {theirs / 1e6:,.1f} MB",
+            SpecDecWarning,
+            stacklevel=2,
+        )
     config = draft.config
     sizes = f"{config.vocab_size} ids in {draft.directory}, {target.vocab_size} in {target.bundle.directory}"
     with draft_engine_errors():

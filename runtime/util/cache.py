@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,11 +27,18 @@ from runtime.util.errors import SpecDecError
 from runtime.util.files import Stamp, directory_bytes, remove_if_abandoned, stamp_of, write_file
 
 _CHUNK_BYTES = 1 << 22
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 512
 _TIME_STEP_NS = 100_000_000  # longer than a step of any clock that files are dated by
 _SHA256 = re.compile("[0-9a-f]{64}")
 _PACKAGE = Path(__file__).parents[1]
-_PARTS = ("engines", "digests")
+PROFILES = "profiles"
+"""Directory of the profiles that are models' defaults (`runtime.builder.profile`)."""
+WEIGHTS = "weights"
+"""Directory of files that several engines have in common, each named by its SHA-256 (`share_files`)."""
+_PARTS = ("engines", "digests", PROFILES, WEIGHTS)
+_SHARED_BYTES = 1 << 20  # of smaller files a link saves nothing worth
+_USUAL_SIZE = "50G"
 LEFT_OUT = {
     "demo": "models and articles: an engine's identity has the digests of its model's files",
     "drafters": "drafts are made while an engine runs; `drafters/heads`, which engines are built for, is not left out",
@@ -412,6 +419,67 @@ def _readable(name: Path) -> str:
     return re.sub(r"[^\w.-]", "_", name.expanduser().resolve().name)
 
 
+def share_files(entry: Path, digests: Mapping[str, str]) -> None:
+    """Have large files of an entry that this process has just made be links to one file for each content.
+
+    `digests` has the SHA-256 of files by their names in the entry. Engines of one model differ in limits, and have the
+    same weights. A shared file that is damaged is replaced.
+    """
+    with _shared_files() as directory:
+        for name, sha256 in digests.items():
+            path, kept = entry / name, directory / f"{sha256}{Path(name).suffix}"
+            if path.is_symlink() or path.stat().st_size < _SHARED_BYTES:
+                continue
+            if kept.is_file() and file_digest(kept) == sha256:
+                path.unlink()
+            else:
+                path.replace(kept)
+                keep_digest(kept, sha256)
+            path.symlink_to(os.path.relpath(kept, path.parent))
+
+
+def remove_unshared_files() -> None:
+    """Remove the shared files that no engine links to any more."""
+    if not (_place() / WEIGHTS).is_dir():
+        return
+    with _shared_files() as directory:
+        links = (path for path in (cache_dir() / "engines").rglob("*") if path.is_symlink())
+        linked = {path.resolve().name for path in links}
+        for path in directory.iterdir():
+            if path.name not in linked and not path.name.startswith("."):
+                path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _shared_files() -> Iterator[Path]:
+    """The directory of shared files, which no other process changes in the block."""
+    directory = cache_dir() / WEIGHTS
+    directory.mkdir(mode=0o700, exist_ok=True)
+    with FileLock(directory / ".lock"):
+        yield directory
+
+
+def size_in_bytes(text: str) -> int | None:
+    """Bytes of `500M`, `20G`, `1.5T` or a number; None for what is no size."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    return None if found is None else int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def max_cache_bytes() -> int:
+    """Most bytes that engines may take: SPECDEC_CACHE_SIZE, such as 20G. SpecDecError if it is no size."""
+    text = os.environ.get("SPECDEC_CACHE_SIZE") or _USUAL_SIZE
+    size = size_in_bytes(text)
+    if size is None:
+        raise SpecDecError(f"SPECDEC_CACHE_SIZE is no size: {text}", hint="bytes, or a number with K, M, G or T: 20G")
+    return size
+
+
+def unique_bytes(paths: Iterable[Path]) -> int:
+    """Bytes of all files in these directories; a file that is linked to several times counts once."""
+    found = (file.stat() for path in paths for file in path.rglob("*") if file.is_file())
+    return sum({(stat.st_dev, stat.st_ino): stat.st_size for stat in found}.values())
+
+
 def cached_engines() -> list[CachedEngine]:
     """Complete engines, the last used first."""
     directory = cache_dir() / "engines"
@@ -422,25 +490,29 @@ def cached_engines() -> list[CachedEngine]:
 
 def other_bytes() -> int:
     """Size of everything else in the cache: compiled kernels, digests, and what interrupted commands have left."""
-    directory = cache_dir()
-    whole = directory_bytes(directory) if directory.is_dir() else 0
-    return whole - sum(engine.num_bytes for engine in cached_engines())
+    return unique_bytes([cache_dir()]) - engines_bytes(cached_engines())
+
+
+def engines_bytes(engines: Iterable[CachedEngine]) -> int:
+    """Bytes that engines take together, where some share their weights."""
+    return unique_bytes(engine.path for engine in engines)
 
 
 def engines_to_prune(engines: list[CachedEngine], max_bytes: int) -> list[CachedEngine]:
     """Engines to remove so that the rest take no more than `max_bytes`; those in use are passed over."""
-    num_bytes = sum(engine.num_bytes for engine in engines)
-    chosen = []
+    left, chosen = list(engines), list[CachedEngine]()
     for engine in reversed(engines):
-        if num_bytes > max_bytes and not engine.is_used:
+        if not engine.is_used and engines_bytes(left) > max_bytes:
             chosen.append(engine)
-            num_bytes -= engine.num_bytes
+            left.remove(engine)
     return chosen
 
 
 def prune(engines: list[CachedEngine]) -> list[CachedEngine]:
     """Remove these; returns those that are gone: who has begun to use one in the meantime keeps it."""
-    return [engine for engine in engines if remove_unused_entry(engine.path)]
+    removed = [engine for engine in engines if remove_unused_entry(engine.path)]
+    remove_unshared_files()
+    return removed
 
 
 def _is_entry(path: Path) -> bool:

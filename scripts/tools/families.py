@@ -589,7 +589,7 @@ def _of_the_most_used(outcomes: list[Outcome]) -> str:
 
 def _cells(outcome: Outcome) -> list[str]:
     ways = [outcome.ways.get(way, "") for way in WAYS]
-    said = [one if one in ("", "yes") else "no" for one in ways]
+    said = [one if one in ("", "yes", "by g++") else "no" for one in ways]
     return [*said, {1: "most", 2: "much", 3: "some"}.get(POPULARITY.get(outcome.family, 0), "")]
 
 

@@ -1,7 +1,7 @@
 """Keeps README.md and docs/ true: flag tables come from the commands, the list of rooms from the packages' docstrings,
 and the walk's output from running the walk.
 
-python -m scripts.tools.update_docs           flag tables and rooms
+python -m scripts.tools.update_docs           flag tables, rooms, and the texts of `--help` that are kept ready
 python -m scripts.tools.update_docs --walk    the same, and the output of the walk's commands, run in a new directory
 python -m scripts.tools.update_docs --check   exit 1 if flag tables or rooms are not up to date
 
@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 import typer.main
 
 from commands.output.help import sort_by_panel
-from specdec_cli.app import app
+from specdec_cli.app import app, help_texts
 
 ROOT = Path(__file__).parents[2]
+HELP_TEXTS = ROOT / "specdec_cli" / "help_texts.py"
 WALK = ("README.md", "docs/drafters.md", "docs/leader-mode.md", "docs/reports.md")
 _REGION = re.compile(r"<!-- walk -->\n(.*?)<!-- end walk -->", re.DOTALL)
 _OUTPUT = r"<!-- output: (?P<name>[\w-]+)(?:, without: (?P<without>.*?))? -->\n"
@@ -92,6 +93,13 @@ def with_tables(text: str) -> str:
     return re.sub(r"<!-- flags: ([\w ]+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
 
 
+def help_module() -> str:
+    """Source of `specdec_cli/help_texts.py`, of which `specdec --help` is shown before any command is imported."""
+    texts = "".join(f'    "{name}": """\\\n{text}""",\n' for name, text in help_texts().items())
+    about = "Help that is shown at once, made by `python -m scripts.tools.update_docs` (`commands.output.short_help`)."
+    return f'"""{about}"""\n\nTEXTS = {{\n{texts}}}\n'
+
+
 def walk_blocks(pages: dict[str, str]) -> list[WalkBlock]:
     """The walk's shell blocks, in order."""
     regions = [region for page in WALK for region in _REGION.findall(pages[page])]
@@ -145,6 +153,7 @@ def main() -> None:
     updated = {page: with_tables(text) for page, text in pages.items()}
     if "--check" in sys.argv[1:]:
         stale = [page for page in pages if updated[page] != pages[page]]
+        stale += [HELP_TEXTS.name] if HELP_TEXTS.read_text(encoding="utf-8") != help_module() else []
         sys.exit(f"out of date: {', '.join(stale)}; run python -m scripts.tools.update_docs" if stale else 0)
     if "--walk" in sys.argv[1:]:
         with tempfile.TemporaryDirectory() as directory:
@@ -152,6 +161,7 @@ def main() -> None:
         updated = {page: with_walk(text, outputs) for page, text in updated.items()}
     for page, text in updated.items():
         (ROOT / page).write_text(text, encoding="utf-8")
+    HELP_TEXTS.write_text(help_module(), encoding="utf-8")
 
 
 if __name__ == "__main__":

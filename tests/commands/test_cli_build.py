@@ -2,13 +2,15 @@
 
 import getpass
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from command_line import PROMPT, Result, Specdec, tree
+from command_line import PROMPT, Result, Specdec, ids_of, tree
+from quantized import Q, save_gguf
 from safetensors.torch import load_file
 from sentences import Said
 
@@ -76,14 +78,54 @@ def test_max_seq_len_grows_by_the_draft_length(build: Command, tmp_path: Path) -
     assert config["speculative_decoding_mode"] == "draft_tokens_external"
 
 
-def test_lengths_fit_a_model_of_fewer_positions_than_their_defaults(
-    specdec: Specdec, llama_checkpoint_dir: Path, tmp_path: Path, said: Said
+def test_lengths_are_by_default_what_the_model_has(
+    specdec: Specdec, llama_checkpoint_dir: Path, tmp_path: Path
 ) -> None:
     where = ["--checkpoint-dir", llama_checkpoint_dir, "--output-dir", tmp_path / "engine", "--compiler", "none"]
     result = specdec("build", *where)
     assert result.exit_code == 0, result.stderr
-    said(result.stderr.partition("\n")[0], "`--max-input-len`", "192", "256")
-    assert "input 192, input + output 256 tokens" in result.stdout
+    assert "input 255, input + output 256 tokens" in result.stdout and "up to 10 tokens" in result.stdout
+
+
+def test_the_first_commands_work_as_they_are_written_in_an_empty_directory(
+    specdec: Specdec, kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
+) -> None:
+    """The lines of `scripts/first_commands.sh`, and what they wrote is not written over."""
+    monkeypatch.chdir(tmp_path)
+    lines = (Path(__file__).parents[2] / "scripts" / "first_commands.sh").read_text().splitlines()
+    commands = [shlex.split(line)[1:] for line in lines if line.startswith("specdec ")]
+    results = {command[0]: specdec(*command) for command in commands}
+    assert [result.exit_code for result in results.values()] == [0, 0, 0, 0], [r.stderr for r in results.values()]
+    assert [*results] == ["convert", "build", "run", "summarize"]
+    said(results["run"])
+    assert 'Input [Text 0]: "Born in north-east France' in results["run"].stdout
+    assert "accuracy check passed" in results["summarize"].stdout
+    before = tree(tmp_path)
+    for command in commands[:2]:
+        assert specdec(*command).exit_code == 1
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("flags", [["--quantization", "int4"], ["--qformat", "int8_wo", "--kv-cache-dtype", "int8"]])
+def test_a_model_is_quantized_as_convert_and_build_do_it(
+    flags: list[str], specdec: Specdec, llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
+) -> None:
+    """The same engine, by one command or by three."""
+    monkeypatch.chdir(tmp_path)
+    run = [PROMPT, "--max-output-len", 12, "--end-id", 299, "--ngram-config", "4,2", "--mode", "leader", "--json"]
+    at_once = specdec("run", llama_dir, *run, "--compiler", "none", *flags).document
+    assert specdec("convert", llama_dir, *flags).exit_code == 0
+    assert specdec("build", "--compiler", "none").exit_code == 0
+    built_before = specdec("run", "engine_outputs", *run).document
+    assert ids_of(at_once) == ids_of(built_before)
+    for key in ("build_config", "quantization", "dtype"):
+        assert at_once["engine"][key] == built_before["engine"][key], key
+    assert at_once["engine"]["quantization"]["quant_algo"] == ("W8A16" if "int8_wo" in flags else "W4A16")
+    save_gguf(tmp_path / "model.gguf", Q.Q4_0)
+    (tmp_path / "ids.csv").write_text("5,6")
+    again = specdec("run", "model.gguf", "--input-file", "ids.csv", "--compiler", "none", *flags[:2])
+    assert again.exit_code == 1
+    said(again, "GGUF", "`--quantization`")
 
 
 def test_tokens_per_block_does_not_change_the_output(build: Command, specdec: Specdec, tmp_path: Path) -> None:

@@ -7,14 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import Specdec
+from command_line import Specdec, assert_valid
 from filelock import FileLock
 from sentences import Said
 from waiting import HANG_S
 
-from runtime.builder.engine_cache import engine_of_checkpoint
+import runtime.util.cache
+from runtime.builder.engine_cache import EngineSettings, engine_of_checkpoint, engine_of_model
 from runtime.checkpoint.bundle import read_bundle
 from runtime.util.cache import used_entry
+from runtime.util.errors import SpecDecWarning
 
 SIZES = {"oldest-1": 3000, "older-2": 2000, "newest-3": 1000}
 
@@ -114,6 +116,46 @@ def test_an_engine_is_in_use_while_it_is_open_and_was_used_then(
         assert read_bundle(engine_dir).config.build_config == build
     assert specdec("cache", "prune", "--max-size", 0).exit_code == 0 and not engine_dir.exists()
     assert not list((tmp_path / "cache" / "engines").glob(".*"))
+
+
+def test_engines_of_one_model_share_their_weights_and_the_oldest_go(
+    llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, specdec: Specdec, said: Said
+) -> None:
+    """Engines with other limits have one file of weights, which goes with the last of them."""
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(runtime.util.cache, "_SHARED_BYTES", 1)
+    opened = []
+    for max_seq_len, quantization in ((64, None), (128, None), (128, "int8")):
+        settings = EngineSettings(max_seq_len=max_seq_len, quantization=quantization, compiler="none")
+        with engine_of_model(str(llama_dir), settings) as engine_dir:
+            opened.append((engine_dir / "rank0.safetensors").resolve())
+            assert specdec("verify", engine_dir).exit_code == 0
+    weights = {path.stat().st_ino: path for path in opened}
+    assert opened[0] == opened[1] and len(weights) == 2
+    assert sorted(weights[i].name for i in weights) == sorted(p.name for p in (tmp_path / "cache/weights").glob("*.*s"))
+    listed = specdec("list", "--json").document
+    assert_valid("list", listed)
+    counts = [(one["model"], one["format"].partition(",")[0], one["num_engines"]) for one in listed["models"]]
+    assert counts == [(llama_dir.name, "float32", 1), (llama_dir.name, "float32", 2)]
+    alone = [path.stat().st_size for path in weights.values()]
+    plain = listed["models"][1]["num_bytes"]
+    assert max(alone) < plain < 2 * max(alone) and listed["num_bytes"] < plain + 2 * min(alone) + max(alone)
+    assert "W8A16" in specdec("list").stdout
+    monkeypatch.setenv("SPECDEC_CACHE_SIZE", "1")
+    settings = EngineSettings(max_seq_len=32, compiler="none")
+    with pytest.warns(SpecDecWarning, match="SIZE") as told, engine_of_model(str(llama_dir), settings) as engine_dir:
+        pass
+    said(str(told[0].message))
+    left = [path.name for path in (tmp_path / "cache" / "engines").iterdir() if path.is_dir()]
+    assert left == [engine_dir.name]
+    assert [path.name for path in (tmp_path / "cache/weights").glob("*.*s")] == [opened[0].name]
+    assert specdec("cache", "prune", "--max-size", 0).exit_code == 0
+    assert [*(tmp_path / "cache/weights").glob("*.*s")] == []
+    assert specdec("list").exit_code == 0
+    monkeypatch.setenv("SPECDEC_CACHE_SIZE", "much")
+    refused = specdec("list")
+    assert refused.exit_code == 1
+    said(refused, "SPECDEC_CACHE_SIZE", "much")
 
 
 @pytest.mark.parametrize("size", ["much", "-1"])

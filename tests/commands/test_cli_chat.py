@@ -61,7 +61,7 @@ def test_every_turn_is_hugging_faces(
     said = ["The dog", "had a ball"]
     type_lines(*said, "/stats", "/reset", said[1])
     result = specdec("chat", "--engine-dir", engine_dir, "--system", "the park", *FLAGS)
-    assert result.exit_code == 0 and result.stderr == ""
+    assert result.exit_code == 0
     system = {"role": "system", "content": "the park"}
     messages, expected = [system], []
     for line in said:
@@ -105,6 +105,27 @@ def test_conversation_that_has_no_room_is_said_and_can_be_begun_anew(
     assert result.stderr.count("error: ") == 2
     said(result, 96, "/reset")
     assert f"{NUM_TOKENS} tokens in" in result.stdout
+
+
+def test_an_answer_goes_to_its_own_end_or_says_where_it_was_cut(
+    specdec: Specdec, engine_dir: Path, type_lines: TypeLines, llama: PreTrainedModel, own: PreTrainedTokenizerFast,
+    said: Said,
+) -> None:  # fmt: skip
+    ids = own.apply_chat_template(
+        [{"role": "user", "content": "The dog"}], add_generation_prompt=True, return_dict=False
+    )
+    room = 160 - len(ids)
+    whole = hf_greedy(llama, ids, room, 299)
+    type_lines("The dog", "/stats")
+    to_the_end = specdec("chat", engine_dir, "--end-id", whole[40])
+    assert to_the_end.stderr == "" and f"{whole.index(whole[40]) + 1} tokens in" in to_the_end.stdout
+    for flags, cut in (["--max-output-len", 30], "`--max-output-len`"), ([], "`--max-seq-len`"):
+        type_lines("The dog", "/stats", "/foo")
+        result = specdec("chat", engine_dir, "--end-id", 299, *flags)
+        assert f"{flags[1] if flags else room} tokens in" in result.stdout
+        assert cut in result.stderr and cut in result.stdout.partition(" tokens in ")[2]
+        assert "unknown command: /foo" in result.stdout
+        said(result.stderr)
 
 
 def test_tokenizer_without_a_template_is_one_error(specdec: Specdec, llama_engine_dir: Path, said: Said) -> None:

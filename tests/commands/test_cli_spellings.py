@@ -158,7 +158,7 @@ ON_ONE_DEVICE = DRAFT_TARGET_MODEL.replace("[0],[1]", "[0],[0]")
 
 def test_command_of_the_draft_model_document_runs(specdec: Specdec, with_engines: Path) -> None:
     config = json.loads((with_engines / "draft-engine" / "config.json").read_text())
-    assert config["build_config"]["max_draft_len"] == 0
+    assert config["build_config"]["max_draft_len"] == 10
     ((command, *arguments),) = pasted(ON_ONE_DEVICE)
     result = specdec(command, *arguments)
     assert result.exit_code == 0, result.stderr

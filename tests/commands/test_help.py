@@ -1,6 +1,8 @@
 """`--help`: panels in one order for all commands, and flags that can be read and copied."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 import typer.main
@@ -8,12 +10,13 @@ from command_line import Specdec
 
 from commands.options.shared import COMMON
 from commands.output.help import PANELS
-from specdec_cli.app import app
+from specdec_cli.app import app, help_texts
+from specdec_cli.help_texts import TEXTS
 
 LONG = ["run", "chat", "serve", "batch", "doctor", "tune", "summarize"]
 COMMANDS = [
     *LONG, "convert", "build", "compare", "doctor", "verify", "bench", "corpus create", "corpus merge", "corpus stats",
-    "cache list", "cache prune",
+    "list", "cache list", "cache prune",
 ]  # fmt: skip
 NUM_LINES_OF_A_SCREEN = 50
 LONGEST_AT_80 = 28
@@ -64,11 +67,35 @@ def test_help_shows_the_common_flags_and_how_to_see_all(
     assert (short.exit_code, full.exit_code) == (0, 0)
     of_command = typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
     for option in (option for option in of_command if not option.hidden and option.opts[0].startswith("--")):
-        flag = rf"│ [* ]*{option.opts[0]} "
-        assert re.search(flag, full.stdout), flag
-        assert bool(re.search(flag, short.stdout)) == (option.name in COMMON), flag
+        assert re.search(rf"│ [* ]*{option.opts[0]} ", full.stdout), option.opts
+        is_shown = re.search(rf"^  (-\w, )?{option.opts[0]}( |$)", short.stdout, re.MULTILINE) is not None
+        assert is_shown == (option.name in COMMON), option.opts
+    assert re.search(r"^  MODEL ", short.stdout, re.MULTILINE)
     # Showing help changes nothing.
     assert specdec(command, "--help").stdout == short.stdout
+
+
+def test_help_begins_with_what_to_start_with_on_one_screen(specdec: Specdec) -> None:
+    texts = {command: specdec(*command.split(), "--help").stdout for command in ("", "run", "chat", "serve")}
+    for text in texts.values():
+        assert text.count("\n") <= 40 and max(map(len, text.splitlines())) <= 100 and text.isascii()
+    overview = texts[""]
+    assert overview.index("specdec run demo") < overview.index("Start\n") < overview.index("Measure\n")
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert [name for name in commands if not re.search(rf"^  {name} ", overview, re.MULTILINE)] == []
+    assert re.search(r"^Speculation\n  --spec-decode-algo NAME .*AUTO", texts["run"], re.MULTILINE)
+
+
+def test_help_is_shown_before_any_command_is_imported(specdec: Specdec) -> None:
+    """And it is what the commands themselves say."""
+    assert help_texts() == TEXTS
+    program = (
+        "import sys; from specdec_cli.start import main; main(); "
+        "sys.exit(any(name.split('.')[0] in ('typer', 'rich', 'commands', 'torch') for name in sys.modules))"
+    )
+    for words in (["--help"], ["serve", "-h"]):
+        shown = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True)
+        assert (shown.returncode, shown.stdout) == (0, specdec(*words).stdout), shown.stderr
 
 
 def test_common_flags_are_flags() -> None:

@@ -7,9 +7,21 @@ from typing import Any
 
 import pytest
 from command_line import PROMPT, PROMPTS, Specdec, assert_valid, each, edit_json, ids_of
+from sentences import Said
 from test_cli_errors import assert_one_clear_error
 
-from runtime.builder.profile import Figures, Profile, ProfileEngine, engine_digest, read_profile, write_profile
+from runtime.builder.profile import (
+    Figures,
+    Profile,
+    ProfileEngine,
+    ProfileModel,
+    engine_digest,
+    model_digest,
+    read_profile,
+    save_profile,
+    saved_profile,
+    write_profile,
+)
 from runtime.checkpoint.bundle import read_engine_config
 from runtime.drafters.specs import ChainDrafter, DraftTargetDrafter, NgramDrafter, SelfDrafter, SuffixDrafter
 from runtime.drafters.speculation import Speculation
@@ -111,6 +123,31 @@ def test_flags_that_choose_a_drafter_contradict_a_profile(
     inputs = ["--input-text", PROMPT]
     result = specdec("run", "--engine-dir", llama_engine_dir, *inputs, "--profile", path, *flags)
     assert_one_clear_error(result, 2, (f"`{flags[0]}` and `--profile` both say how to draft: {path}",))
+
+
+def test_a_models_profile_is_taken_with_it_and_saved_as_its_default(
+    specdec: Specdec, profile: Profile, path: Path, llama_dir: Path, monkeypatch: pytest.MonkeyPatch, said: Said
+) -> None:
+    """Limits and formats of the engine that is made of the model do not matter."""
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(path.parent / "cache"))
+    model = ProfileModel(str(llama_dir), model_digest(str(llama_dir)))
+    write_profile(path, of_model := replace(profile, model=model))
+    run = ["run", llama_dir, PROMPT, "--max-output-len", 9, "--compiler", "none", "--json"]
+    given = specdec(*run, "--profile", path, "--max-seq-len", 100).document["settings"]
+    assert (given["ngram_config"]["ranking"], given["draft_len_mode"]) == ("frequent", "fixed")
+    assert_one_clear_error(specdec("run", "demo", PROMPT, "--profile", path), 1, (str(llama_dir), "not for demo"))
+    assert specdec(*run).document["settings"]["drafters"] == []
+    save_profile(str(llama_dir), of_model)
+    by_default = specdec(*run)
+    assert by_default.document["settings"]["ngram_config"] == given["ngram_config"]
+    said(by_default, "`tune --save`", "`--profile off`")
+    for flags in (["--profile", "off"], ["--spec-decode-algo", "SUFFIX"]):
+        other = specdec(*run, *flags)
+        assert other.document["settings"]["ngram_config"] is None and other.stderr == ""
+    saved_profile(str(llama_dir)).write_text("{")
+    damaged = specdec(*run)
+    assert damaged.document["settings"]["drafters"] == []
+    said(damaged, "`tune --save`")
 
 
 def test_profile_of_another_engine_is_refused(specdec: Specdec, path: Path, llama_engine_dir: Path) -> None:

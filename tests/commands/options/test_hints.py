@@ -45,7 +45,6 @@ OF_COMMANDS = {
     "no_tokenizer": ("run", "chat", "summarize", "tune"),
     "other_model": ("summarize",),
     "positions": ("build", "run", "chat"),
-    "no_positions": ("build", "run", "chat"),
 }
 
 

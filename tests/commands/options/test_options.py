@@ -87,9 +87,9 @@ WITH_MODEL = LeaderDrafterFlags(draft_model_dir="demo-draft")
 def test_profile_says_alone_how_to_draft(
     options: SpeculationOptions, leader: LeaderOptions, flag: str, said: Said
 ) -> None:
-    replace(options, profile=None).check_profile(leader.drafting_flags)
+    assert replace(options, profile=None).find_profile(leader.drafting_flags, None) is None
     with pytest.raises(UsageError) as raised:
-        options.check_profile(leader.drafting_flags)
+        options.find_profile(leader.drafting_flags, None)
     said(raised, f"`{flag}`", "`--profile`", "tuned.json")
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from commands.options.spellings import normalize_name, one_value_each, split_flags_without_effect
+from commands.options.spellings import normalize_name, one_value_each
 
 
 @pytest.mark.parametrize(
@@ -16,31 +16,14 @@ from commands.options.spellings import normalize_name, one_value_each, split_fla
         ("tensorrt_llm_rouge1_threshold", "rouge1-threshold"),
         ("spec_decode_nextn", "spec-decode-max-draft-len"),
         ("draft_len", "draft-len-mode"),
+        ("max-model-len", "max-seq-len"),
+        ("ctx-size", "max-seq-len"),
+        ("n-predict", "max-output-len"),
+        ("enable-prefix-caching", "kv-cache-enable-block-reuse"),
     ],
 )
 def test_names_have_one_spelling(given: str, ours: str) -> None:
     assert normalize_name(given) == ours
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kept", "dropped"),
-    [
-        (["--gemm_plugin", "float16", "--x"], ["--x"], ["--gemm_plugin"]),
-        (["--gemm-plugin=float16", "--x"], ["--x"], ["--gemm-plugin"]),
-        (["--cuda_graph_mode", "--x"], ["--x"], ["--cuda_graph_mode"]),
-        (["--log_level", "verbose", "--workers=2"], [], ["--log_level", "--workers"]),
-        (["--gemm_plugin"], [], ["--gemm_plugin"]),
-        (["--", "--gemm_plugin", "a"], ["--", "--gemm_plugin", "a"], []),
-        (["--text", "--gemm_plugin", "--gemm_plugin", "a"], ["--text", "--gemm_plugin"], ["--gemm_plugin"]),
-        (["--text=x", "--gemm_plugin", "a"], ["--text=x"], ["--gemm_plugin"]),
-        (["--text"], ["--text"], []),
-        (["gemm_plugin", "-gemm_plugin"], ["gemm_plugin", "-gemm_plugin"], []),
-    ],
-)
-def test_flags_without_effect_are_taken_out_with_their_values(
-    arguments: list[str], kept: list[str], dropped: list[str]
-) -> None:
-    assert split_flags_without_effect(arguments, frozenset({"text"})) == (kept, dropped)
 
 
 def test_several_values_of_one_flag_are_the_flag_several_times() -> None:

@@ -249,7 +249,7 @@ def test_file_of_another_user_is_refused(kind: str, cache: Path, said: Said) -> 
 def test_files_are_written_for_their_user_alone_whatever_the_umask(cache: Path) -> None:
     before = os.umask(0)
     try:
-        for kind in ("digest", "kernels", "program", "costs"):
+        for kind in ("digest", "kernels", "costs"):
             path, read = kept_file(cache, kind)
             read()
             assert path.stat().st_mode & 0o777 == OF_ALL_TO_READ

@@ -1,0 +1,238 @@
+"""Flags and commands of other programs: vLLM, llama.cpp, Ollama, SGLang and TensorRT-LLM.
+
+A flag that means the same is taken under its own name (`commands.options.spellings`), or here where it is short, as
+`-m` is. A flag that means nothing here is dropped, and the reason is said. A flag that means something else is an
+error, whose hint is the command that does what is wanted.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from commands.options.spellings import normalize_name
+from commands.output.output import warn
+from runtime.util.errors import UsageError
+
+_SHORT = {
+    "-m": "--model-dir",
+    "-hf": "--model-dir",
+    "-hfr": "--model-dir",
+    "-p": "--input-text",
+    "-sys": "--system",
+    "-n": "--max-output-len",
+    "-c": "--max-seq-len",
+    "-s": "--random-seed",
+    "-np": "--max-batch-size",
+    "-md": "--draft-model-dir",
+    "-a": "--served-model-name",
+    "-j": "--json-schema",
+    "-r": "--stop-words",
+    "-tp": "--tensor-parallel-size",
+    "-ngl": "--n-gpu-layers",
+    "-t": "--threads",
+    "-tb": "--threads-batch",
+    "-ctk": "--cache-type-k",
+    "-ctv": "--cache-type-v",
+    "-cnv": "--conversation",
+}
+"""Short flags, each taken by the commands that have the long one."""
+
+_OF_TENSORRT_LLM = ""
+WITHOUT_EFFECT: dict[str, tuple[bool, str]] = {
+    "gemm-plugin": (True, _OF_TENSORRT_LLM),
+    "gpt-attention-plugin": (True, _OF_TENSORRT_LLM),
+    "nccl-plugin": (True, _OF_TENSORRT_LLM),
+    "context-fmha": (True, _OF_TENSORRT_LLM),
+    "remove-input-padding": (True, _OF_TENSORRT_LLM),
+    "kv-cache-type": (True, _OF_TENSORRT_LLM),
+    "reduce-fusion": (True, _OF_TENSORRT_LLM),
+    "multiple-profiles": (True, _OF_TENSORRT_LLM),
+    "max-num-tokens": (True, _OF_TENSORRT_LLM),
+    "opt-num-tokens": (True, _OF_TENSORRT_LLM),
+    "profiling-verbosity": (True, _OF_TENSORRT_LLM),
+    "workers": (True, _OF_TENSORRT_LLM),
+    "load-model-on-cpu": (False, _OF_TENSORRT_LLM),
+    "log-level": (True, _OF_TENSORRT_LLM),
+    "cuda-graph-mode": (False, _OF_TENSORRT_LLM),
+    "multi-block-mode": (True, _OF_TENSORRT_LLM),
+    "enable-context-fmha-fp32-acc": (False, _OF_TENSORRT_LLM),
+    "data-type": (True, _OF_TENSORRT_LLM),
+    "hf-data-type": (True, _OF_TENSORRT_LLM),
+    "hf-device-map-auto": (False, _OF_TENSORRT_LLM),
+    "use-gpu-direct-storage": (False, _OF_TENSORRT_LLM),
+    "fail-fast-on-attention-window-too-large": (False, _OF_TENSORRT_LLM),
+    "backend": (True, "there is one"),
+    "trust-remote-code": (False, "code that comes with a model is never run"),
+    "enable-chunked-prefill": (False, "prompts are always computed in chunks, of `--max-num-tokens`"),
+    "enable-auto-tool-choice": (False, "tools are called wherever a request has tools"),
+    "n-gpu-layers": (True, "an engine is whole on one device"),
+    "gpu-layers": (True, "an engine is whole on one device"),
+    "threads": (True, "the variable OMP_NUM_THREADS says how many threads compute"),
+    "threads-batch": (True, "the variable OMP_NUM_THREADS says how many threads compute"),
+    "jinja": (False, "chat templates are always Jinja's"),
+    "mlock": (False, "weights stay in memory as the system has room"),
+    "no-mmap": (False, "an engine's weights are always mapped"),
+    "disable-log-requests": (False, "requests are not logged"),
+    "no-enable-log-requests": (False, "requests are not logged"),
+    "swap-space": (True, "sequences without room are computed again"),
+    "cpu-offload-gb": (True, "an engine is whole on one device"),
+    "load-format": (True, "the format is seen from the files"),
+    "tokenizer-mode": (True, "the kind of a tokenizer is seen from its files"),
+}
+"""Flags that mean nothing here: whether a value follows, and why, where the name alone does not say it."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """Error for a flag that means something else here; `{value}` is its value."""
+
+    problem: str
+    hint: str
+    takes_value: bool = True
+    harmless: tuple[str, ...] = ()
+    """Values with which it says what is so anyway."""
+
+
+_SPLIT = _Answer(
+    "an engine is split over devices when it is converted: {flag} {value}",
+    "`specdec convert MODEL --tp-size {value}`, `specdec build`, then `specdec run engine_outputs`",
+    harmless=("1",),
+)
+_KV = _Answer(
+    "keys and values have one format here: {flag} {value}",
+    "`--kv-cache-dtype int8` takes half the memory of bfloat16",
+    harmless=("f16", "bf16", "auto"),
+)
+_CHAT = _Answer(
+    "conversations have a command of their own: {flag}", "`specdec chat MODEL` talks in the terminal", takes_value=False
+)
+_SHARE = _Answer(
+    "{flag} is a share of all memory, and here the K/V cache gets a share of what is free: {value}",
+    "`--kv-cache-free-gpu-memory-fraction {value}`, on a GPU; `--max-tokens-in-paged-kv-cache` anywhere",
+)
+_ADAPTER = _Answer(
+    "adapters are not loaded: {flag}",
+    "merge the adapter into its model (PEFT's `merge_and_unload`), and give that",
+    takes_value=False,
+)
+ANSWERS = {
+    "tensor-parallel-size": _SPLIT,
+    "pipeline-parallel-size": _Answer(
+        "layers are not spread over devices one after another: {flag} {value}",
+        "`specdec convert MODEL --tp-size {value}` splits each layer",
+        harmless=("1",),
+    ),
+    "cache-type-k": _KV,
+    "cache-type-v": _KV,
+    "conversation": _CHAT,
+    "interactive": _CHAT,
+    "gpu-memory-utilization": _SHARE,
+    "mem-fraction-static": _SHARE,
+    "enable-lora": _ADAPTER,
+    "lora": _ADAPTER,
+    "block-size": _Answer(
+        "the size of K/V blocks is an engine's: {flag} {value}",
+        "`specdec build --tokens-per-block {value}`; 32 is the default",
+    ),
+    "chat-template": _Answer(
+        "a chat template is a tokenizer's: {flag} {value}",
+        "`--tokenizer-dir` names a directory with the tokenizer and a chat_template.jinja",
+    ),
+    "load-in-8bit": _Answer(
+        "weights are quantized by another flag: {flag}", "`--quantization int8`", takes_value=False
+    ),
+    "load-in-4bit": _Answer(
+        "weights are quantized by another flag: {flag}", "`--quantization int4`", takes_value=False
+    ),
+    "hf-file": _Answer("a file of a repository is named with it: {flag} {value}", "`specdec run OWNER/NAME:Q4_K_M`"),
+}
+"""Flags that mean something else here."""
+
+COMMANDS = {
+    "pull": "a model of the hub is downloaded when it is first used: `specdec run OWNER/NAME`",
+    "ps": "`specdec list` shows the models that have engines, and which are in use",
+    "ls": "`specdec list` shows the models that have engines",
+    "models": "`specdec list` shows the models that have engines",
+    "rm": "`specdec cache prune --max-size 20G` removes the engines that were not used for longest",
+    "show": "`specdec list` shows the models that have engines",
+    "generate": '`specdec run MODEL "a prompt"`',
+    "complete": '`specdec run MODEL "a prompt"`',
+    "server": "`specdec serve MODEL`",
+    "quantize": "`specdec run MODEL --quantization int4`, or `specdec convert MODEL --qformat int4`",
+    "benchmark": "`specdec bench` measures a server, `specdec summarize MODEL` a model",
+    "eval": "`specdec summarize MODEL`",
+    "help": "`specdec --help`",
+    "version": "`specdec --version`",
+}
+"""Commands of other programs, and what does the same here."""
+
+
+@dataclass(frozen=True)
+class Flags:
+    """A command's own flags: normalized names without hyphens in front, and short names."""
+
+    command: str
+    names: frozenset[str]
+    with_value: frozenset[str]
+    short: frozenset[str]
+
+
+def without_foreign(arguments: list[str], flags: Flags) -> list[str]:
+    """The arguments in the command's own flags.
+
+    UsageError for a flag that means something else here. A value goes with its flag: `--gemm_plugin=float16` and
+    `--gemm_plugin float16` both disappear. Nothing after `--` is touched, nor the value of a flag of the command's own:
+    a prompt may be `--workers`.
+    """
+    kept: list[str] = []
+    dropped: dict[str, str] = {}
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == "--":
+            kept += [argument, *rest]
+            break
+        flag, equals, value = _long(argument, flags).partition("=")
+        name = normalize_name(flag.removeprefix("--"), flags.command)
+        if not flag.startswith("--") or name in flags.names:
+            kept.append(flag + equals + value)
+            if flag.startswith("--") and name in flags.with_value and not equals:
+                kept.extend(islice(rest, 1))
+        elif name in ANSWERS:
+            _answer(ANSWERS[name], flag, value, rest, has_value=bool(equals))
+        elif name in WITHOUT_EFFECT:
+            takes_value, reason = WITHOUT_EFFECT[name]
+            dropped[argument.partition("=")[0]] = reason
+            if takes_value and not equals:
+                next(rest, None)
+        else:
+            kept.append(argument)
+    _tell(dropped)
+    return kept
+
+
+def _long(argument: str, flags: Flags) -> str:
+    """The long form of a short flag that others have and this command has not."""
+    short, equals, value = argument.partition("=")
+    long = _SHORT.get(short)
+    if long is None or short in flags.short:
+        return argument
+    name = normalize_name(long.removeprefix("--"), flags.command)
+    known = flags.names | WITHOUT_EFFECT.keys() | ANSWERS.keys()
+    return f"--{name}{equals}{value}" if name in known else argument
+
+
+def _answer(answer: _Answer, flag: str, value: str, rest: Iterator[str], *, has_value: bool) -> None:
+    """UsageError, unless the value says what is so anyway."""
+    if answer.takes_value and not has_value:
+        value = next(rest, "")
+    if value not in answer.harmless:
+        raise UsageError(
+            answer.problem.format(flag=f"`{flag}`" if not value else flag, value=value),
+            hint=answer.hint.format(value=value),
+        )
+
+
+def _tell(dropped: dict[str, str]) -> None:
+    if dropped:
+        named = (f"{flag} ({reason})" if reason else flag for flag, reason in dropped.items())
+        warn(f"no effect in specdec: {', '.join(named)}")

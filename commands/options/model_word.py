@@ -1,0 +1,72 @@
+"""The first word of a command line, where it names a model or an engine: `run demo "…"`, `chat engine_outputs`."""
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from runtime.checkpoint.bundle import is_engine_dir
+from runtime.checkpoint.checksums import CONFIG
+from runtime.checkpoint.gguf.reader import is_gguf
+from runtime.checkpoint.resolve import is_shipped
+from runtime.util.errors import UsageError
+
+ModelWord = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="Model: directory, GGUF file, hub id or `demo` (its engine is built and cached), or an engine directory.",
+        show_default=False,
+    ),
+]
+
+_HUB_ID_OF_AN_OWNER = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
+_PATH = re.compile(r"(~|\.\.?)?/\S*")
+_ONE_WORD = re.compile(r"[A-Za-z0-9][\w.:-]*")
+
+
+def is_surely_model(word: str) -> bool:
+    """True for a shipped name, or a file or directory here that is a model's or an engine's."""
+    path = _path(word)
+    return is_shipped(word) or (path is not None and (is_gguf(path) or _has_model(path)))
+
+
+def may_be_model(word: str, usual_engine: Path) -> bool:
+    """True for a word of `run` that is no prompt, where no flag names a model: a model, a directory, a path such as
+    `./model`, a GGUF file's name, a hub id such as `Qwen/Qwen3-0.6B`; and a single word, such as `llama3`, where there
+    is no engine at the usual place either, which could answer it.
+    """
+    path = _path(word)
+    if path is None:
+        return False
+    if is_surely_model(word) or path.is_dir():
+        return True
+    if _HUB_ID_OF_AN_OWNER.fullmatch(word) or _PATH.fullmatch(word) or re.fullmatch(r"\S+\.(?i:gguf)", word):
+        return True
+    return _ONE_WORD.fullmatch(word) is not None and not usual_engine.exists()
+
+
+def named_by(word: str, model_dir: str | None, engine_dir: Path | None) -> tuple[str | None, Path | None]:
+    """The model and the engine, of which the word names one. UsageError if a flag names another."""
+    path = _path(word)
+    is_engine = path is not None and not is_shipped(word) and is_engine_dir(path)
+    for flag, given, is_same in (("--model-dir", model_dir, not is_engine), ("--engine-dir", engine_dir, is_engine)):
+        if given is not None:
+            two = f"two {'engines' if is_engine else 'models'}" if is_same else "a model and an engine"
+            raise UsageError(f"{two} are given: `{word}`, and by `{flag}` {given}", hint="leave one of the two out")
+    return (None, path) if is_engine else (word, None)
+
+
+def _path(word: str) -> Path | None:
+    """None for what is no path, such as a prompt of many lines."""
+    try:
+        path = Path(word).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError):
+        return None
+    return path
+
+
+def _has_model(path: Path) -> bool:
+    return path.is_dir() and ((path / CONFIG).is_file() or any(map(is_gguf, path.iterdir())))

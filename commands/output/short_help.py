@@ -1,0 +1,174 @@
+"""`--help` of `specdec` and of commands with many flags: plain text, a line for each command or common flag.
+
+`specdec_cli.help_texts` has these texts ready, made by `python -m scripts.tools.update_docs`: no command is imported to
+show one. Only ASCII is in them, so that any terminal can show them.
+"""
+
+import re
+import textwrap
+from collections.abc import Iterable, Set
+from typing import Any
+
+from commands.output.help import INPUT, OUTPUT, SAMPLING, SERVER, SPECULATION
+
+_WIDTH, _HELP_COLUMN = 80, 27
+_MODEL = "Model"
+_GROUPS = {
+    "Start": {
+        "run": "answer prompts",
+        "chat": "talk with a model in the terminal",
+        "serve": "serve a model over HTTP, for OpenAI's and Anthropic's clients",
+        "launch": "run Claude Code, Codex or another agent on a model of yours",
+        "batch": "answer a file of requests; after a kill it resumes",
+    },
+    "Measure": {
+        "tune": "find the drafter and the draft length that pay on your prompts",
+        "summarize": "quality and speed on a dataset, beside Hugging Face",
+        "bench": "put load on a running server: latency and throughput",
+        "compare": "two JSON documents side by side",
+        "doctor": "find what makes a model slow, and what to do about it",
+    },
+    "Make": {
+        "convert": "a model becomes a checkpoint, quantized if you like",
+        "build": "a checkpoint becomes an engine; `run MODEL` does both by itself",
+        "train": "train a drafting head on the model's own answers",
+        "corpus": "make files of text that n-gram lookup searches",
+    },
+    "Look after": {
+        "list": "models that have engines: formats, sizes, last use",
+        "cache": "list the engines, and remove the oldest",
+        "verify": "compare files with their checksums",
+        "schema": "print the JSON schema of a command's `--json` document",
+    },
+}
+_PANELS = (_MODEL, INPUT, SERVER, "Cluster", "Runtime", SPECULATION, SAMPLING, OUTPUT)
+_PANEL_OF = {
+    "model": _MODEL,
+    "named": _MODEL,
+    "quantization": _MODEL,
+    "kv_cache_dtype": _MODEL,
+    "max_seq_len": _MODEL,
+    "spec_decode_algo": SPECULATION,
+    "draft_model_dir": SPECULATION,
+    "prompt": INPUT,
+    "max_output_len": SAMPLING,
+    "output_len": SAMPLING,
+    "stop_words": SAMPLING,
+}
+"""Groups of arguments and flags that have another group, or none, in the list of all. They come first in theirs."""
+_BRIEFS = {
+    "model": "directory, GGUF file, hub id, `demo`, or an engine",
+    "named": "directory, GGUF file, hub id, `demo`, or an engine",
+    "prompt": "texts to continue; `-` reads standard input",
+    "batch input_file": "requests, one per line, in OpenAI's batch format",
+    "input_file": "prompts in a .txt, .jsonl, .csv or .npy file",
+    "input_text": "a prompt, by a flag; repeatable",
+    "apply_chat_template": "send prompts as a user's messages",
+    "system": "system message",
+    "quantization": "weights in int8, int4 or fp8",
+    "kv_cache_dtype": "keys and values in int8 or fp8",
+    "max_seq_len": "most tokens of prompt and output (to 4,096)",
+    "spec_decode_algo": "drafter: AUTO, NGRAM, SUFFIX, ...",
+    "draft_model_dir": "a draft model or a trained head",
+    "ngram_config": "lookup: [max_draft_len, max_matching_ngram_size]",
+    "profile": "draft as `specdec tune` recommends, from a file",
+    "max_output_len": "tokens to generate",
+    "output_len": "tokens to generate",
+    "stop_words": "text that ends an output; repeatable",
+    "temperature": "0 is greedy",
+    "top_p": "sample among the best tokens of this probability",
+    "top_k": "sample among this many best tokens",
+    "check_lossless": "compare with no drafter: the same tokens? faster?",
+    "stats": "`detailed` adds acceptance by position",
+    "report": "write a page with charts",
+    "show_tokens": "mark the tokens that were drafted",
+    "help_all": "show all flags",
+    "api_key": "key that clients must send",
+    "served_model_name": "name of the model for clients; repeatable",
+    "max_queue_len": "most requests that may wait",
+    "output": "write the recommendation, for `--profile`",
+    "save": "make the recommendation the model's default",
+    "ray": "have Ray's workers answer",
+    "dataset": "`demo`, a hub id, or a .jsonl, .csv or .parquet file",
+    "hf_model_dir": "model that `--test-hf` runs",
+    "traces": "recorded prompts and outputs, by `--output-traces`",
+}
+"""Text of `--help` for a flag, where the first words of its help are too long."""
+
+
+def overview(commands: Set[str], examples: Iterable[str]) -> str:
+    """The text of `specdec --help`: what to start with, and the commands in groups. `examples` come first."""
+    lines = ["Usage: specdec COMMAND ...     (`specdec COMMAND --help` shows its flags)", ""]
+    lines += ["Faster answers from the same model: a drafter guesses, the model checks.", "Start with:", ""]
+    lines += [*(f"  {example}" for example in examples), ""]
+    lines += textwrap.wrap(
+        "`demo` is a shipped model; yours is a directory, a GGUF file or a hub id. AUTO drafts where that saves time; "
+        "`specdec tune MODEL` then finds what is fastest for your prompts.",
+        _WIDTH,
+    )
+    for group, texts in _GROUPS.items():
+        lines += [group, *(_row(name, text, 13) for name, text in texts.items() if name in commands)]
+    others = sorted(commands - {name for texts in _GROUPS.values() for name in texts})
+    lines += ["Others", f"  {', '.join(others)}"] if others else []
+    lines += ["--version (-V); --debug shows tracebacks; --install-completion completes words"]
+    return _plain(lines)
+
+
+def short_help(name: str, command: Any, common: Iterable[str], examples: Iterable[str]) -> str:
+    """The text of `specdec NAME --help`: examples, and the `common` flags, each with a line."""
+    shown = [param for param in command.params if param.name in common and not getattr(param, "hidden", False)]
+    arguments = [param for param in shown if param.param_type_name == "argument"]
+    words = " ".join(_argument(param) for param in arguments)
+    lines = [f"Usage: specdec {' '.join([name, words]).strip()} [FLAGS]", ""]
+    lines += textwrap.wrap(_first_sentence(command.help or ""), _WIDTH)
+    lines += ["", *(f"  {example}" for example in examples)]
+    for panel in _PANELS:
+        own = sorted((param for param in shown if _panel(param) == panel), key=_place)
+        rows = [_row(_names(param), _brief(name, param), _HELP_COLUMN) for param in own]
+        lines += [panel, *rows] if rows else []
+    return _plain([*lines, _row("--help-all", _BRIEFS["help_all"], _HELP_COLUMN)])
+
+
+def _plain(lines: Iterable[str]) -> str:
+    return "\n".join(lines) + "\n"
+
+
+def _row(names: str, text: str, column: int) -> str:
+    first = f"  {names}".ljust(column)
+    first = first if first.endswith(" ") else f"{first}  "
+    return textwrap.fill(text, _WIDTH, initial_indent=first, subsequent_indent=" " * column)
+
+
+def _panel(param: Any) -> str:
+    return _PANEL_OF.get(param.name, getattr(param, "rich_help_panel", None) or "")
+
+
+def _place(param: Any) -> int:
+    """Sort key: arguments and flags of `_PANEL_OF` come first, in its order."""
+    return [*_PANEL_OF].index(param.name) if param.name in _PANEL_OF else len(_PANEL_OF)
+
+
+def _argument(param: Any) -> str:
+    return f"[{param.metavar or param.name.upper()}{' ...' if param.nargs == -1 else ''}]"
+
+
+def _names(param: Any) -> str:
+    if param.param_type_name == "argument":
+        return str(param.metavar or param.name.upper())
+    value = "" if param.is_flag else f" {param.metavar or 'X'}"
+    value = " NAME" if "|" in value else value
+    return f"{', '.join(reversed(param.opts))}{value}"
+
+
+def _brief(command: str, param: Any) -> str:
+    known = _BRIEFS.get(f"{command} {param.name}") or _BRIEFS.get(param.name)
+    return known or _first_clause(param.help or "")
+
+
+def _first_clause(text: str) -> str:
+    brief = re.split(r"[.;:] |\.$", text)[0].rstrip(".")
+    return brief[:1].lower() + brief[1:] if brief[1:2].islower() else brief
+
+
+def _first_sentence(text: str) -> str:
+    return re.split(r"(?<=\.)\s", " ".join(text.split()))[0]
