@@ -437,8 +437,8 @@ def is_spare() -> bool:
     num_processes, num_here = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if num_processes > num_here:
         raise SpecDecError(
-            f"the ranks of an engine are on one machine, and torchrun has {num_processes // num_here}",
-            hint="`torchrun --nnodes 1`; `specdec batch --ray` has many machines answer",
+            f"all ranks of an engine run on one machine, and torchrun's machines are {num_processes // num_here}",
+            hint="use `torchrun --nnodes 1`; `specdec batch --ray` answers on many machines",
         )
     if num_processes > 1 and os.environ.get("OMP_NUM_THREADS") == "1":
         del os.environ["OMP_NUM_THREADS"]  # torchrun's, for processes that all compute

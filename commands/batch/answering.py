@@ -1,8 +1,8 @@
 """An opened model that answers the requests of a batch file, many at a time, as the server answers its clients'.
 
-A result says what its request and the model determine, and nothing else: no time, no random id, nothing of how it was
-drafted or what was found in the cache. So it is the same bytes whenever and wherever it is made. A `Job` is what
-results depend on, and how the model is opened, here or on another machine.
+A result depends on its request and the model alone: it has no time, no random id, and no word of drafts or of what was
+found in the cache. So it is the same bytes whenever and wherever it is made. A `Job` holds everything results depend
+on, and how the model is opened, here or on another machine.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ _OF_STREAMS = ("stream", "return_token_kinds")
 
 @dataclass(frozen=True)
 class Counts:
-    """Costs of answers, which no result contains."""
+    """What answering has cost; no result contains it."""
 
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
@@ -115,7 +115,7 @@ class BatchModel:
 
     @property
     def failure(self) -> SpecDecError | None:
-        """Why the engine answers nothing any more; None while it does."""
+        """Why the engine no longer answers; None while it does."""
         return self._served.loop.failure
 
     def close(self) -> None:
@@ -183,10 +183,10 @@ class BatchModel:
         raise HTTPError(404, what)
 
     def _completed(self, body: Any, request: BatchRequest) -> Any:
-        """The body with what it leaves to us: the number of tokens, and a seed of its own."""
+        """The body, with the number of tokens and the seed filled in if the client left them out."""
         for name in _OF_STREAMS:
             if getattr(body, name):
-                raise HTTPError(400, f"a batch is answered whole: `{name}`", param=name, code="unsupported")
+                raise HTTPError(400, f"a batch cannot stream its answers: `{name}`", param=name, code="unsupported")
         self._served.check_name(body.model)
         changes: dict[str, Any] = {}
         if body.seed is None:
@@ -237,7 +237,7 @@ def seed_of(custom_id: str, random_seed: int) -> int:
 
 
 def failed_outcome(request: BatchRequest, failure: str) -> Outcome:
-    """The end of a request that fails again and again by itself."""
+    """The outcome of a request that fails every time, also alone."""
     return _failed(request, HTTPError(500, failure, code="internal_error"))
 
 
@@ -332,15 +332,15 @@ def model_digest(engine_dir: Path, tokenizer_dir: Path | None) -> str:
 
 
 def check_same_everywhere(speculation: Speculation) -> None:
-    """UsageError for drafts that choose what is sampled, and are not the same whenever they are made."""
+    """UsageError for drafts that decide which tokens are sampled and would differ from run to run."""
     if not speculation.draws_by_probs:
         return
     shares, is_auto = speculation.shares_pool, speculation.draft_len_mode == "auto"
     for is_so, what in ((shares, "a public pool"), (is_auto, "`--draft-len-mode auto`")):
         if is_so:
             raise UsageError(
-                f"with use_logits drafts affect the samples, so runs would differ with {what}",
-                hint="leave one of the two out",
+                f"with use_logits the drafts decide which tokens are sampled, so two runs would differ with {what}",
+                hint=f"leave `use_logits` or {what} out",
             )
 
 

@@ -161,8 +161,8 @@ def open_anywhere(work: WorkerJob, wanted: str, build: BuildConfig) -> Iterator[
 def _open_same(job: Job, engine_dir: Path, wanted: str) -> Iterator[Model]:
     if model_digest(engine_dir, job.choice.tokenizer_dir) != wanted:
         raise SpecDecError(
-            f"this machine has another model than the one the work was begun with: {engine_dir}",
-            hint="give it the same one",
+            f"this machine's model differs from the model that the work began with: {engine_dir}",
+            hint="put the same model on every machine",
         )
     with job.with_choice(replace(job.choice, engine_dir=engine_dir)).opened() as model:
         yield model
@@ -339,7 +339,7 @@ def _check_room(num_cpus: int) -> None:
     most = max(_cpus_of_machines())
     if num_cpus > most:
         raise SpecDecError(
-            f"no machine of the cluster has enough cores for a worker, {most:g} at most: {num_cpus}",
+            f"no machine of the cluster has enough cores for a worker, the largest has {most:g}: {num_cpus}",
             hint="lower `--cpus-per-worker`",
         )
 

@@ -164,7 +164,8 @@ def run_batch(
     open_crew: Callable[[int], AbstractContextManager[Crew[BatchRequest, Outcome]]],
     output: Output,
 ) -> Report:
-    """Answer what has no result yet; nothing is opened if there is nothing. SpecDecError for results of another job.
+    """Answer the requests that have no result yet; opens no model if there are none. SpecDecError for results of
+    another job.
 
     `open_crew` is called with the number of requests.
     """
@@ -216,7 +217,8 @@ def _answer(
 def _finish(results: Results) -> None:
     if results.missing:  # our own mistake, which must not become a file that looks whole
         raise SpecDecError(
-            f"requests have no result: {len(results.missing)}", hint="start the command again: it goes on"
+            f"requests have no result: {len(results.missing)}",
+            hint="run the command again: it answers the requests that have no result",
         )
     results.finish()
 

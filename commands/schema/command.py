@@ -29,5 +29,5 @@ def schema(
         return
     known = name.replace("-", "_").replace(" ", "_")
     if known not in names:
-        raise UsageError(f"no JSON document has this name: {name}", hint=f"there are {', '.join(names)}")
+        raise UsageError(f"no JSON document has this name: {name}", hint=f"the names are {', '.join(names)}")
     sys.stdout.write(json.dumps(schema_of(known), indent=2, ensure_ascii=False) + "\n")

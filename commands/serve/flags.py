@@ -151,11 +151,13 @@ class ServerOptions:
         keys = "key" if self.api_key is None else self.api_key
         for key in keys.split(","):
             if not (key.strip() and key.isascii() and key.isprintable()) or keys != keys.strip():
-                raise UsageError("an API key has characters that HTTP has no room for", hint="take letters and digits")
+                raise UsageError(
+                    "an API key has characters that an HTTP header cannot hold", hint="take letters and digits"
+                )
         for origin in self.allowed_origins or []:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise UsageError(
-                    f"`--allowed-origins` is no origin: {origin}",
+                    f"`--allowed-origins` is not an origin: {origin}",
                     hint="a scheme, a host and perhaps a port, without a path: https://chat.example.org:8000",
                 )
 

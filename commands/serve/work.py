@@ -39,10 +39,10 @@ _HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::\d*)?")
 
 
 class Guard:
-    """Compares the key in constant time, and refuses pages of other origins unless they are allowed.
+    """Checks a request's API key, in constant time, and refuses pages from other origins unless they are allowed.
 
-    A server that only its machine reaches is asked by that machine's names: a page whose own name leads there (DNS
-    rebinding) would be of the same origin.
+    A server that only its own machine can reach answers only to that machine's names: otherwise a page whose host name
+    leads there (DNS rebinding) would count as the same origin.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Guard:
         if origin is None or {origin.decode("latin-1"), "*"} & self._allowed_origins:
             return
         if origin.partition(b"://")[2] != headers.get(b"host", b""):
-            raise HTTPError(403, "pages of this origin may not ask here", code="origin_not_allowed")
+            raise HTTPError(403, "pages from this origin may not use this server", code="origin_not_allowed")
 
     def _check_key(self, given: bytes) -> None:
         is_right = [hmac.compare_digest(given, key) for key in self._expected]  # all of them, whichever it is

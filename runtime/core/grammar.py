@@ -65,7 +65,9 @@ class CompiledGrammar:
 
 
 class Mask:
-    """Tokens that may come next at a position. `indices` are those of them, or of the others, that are fewer."""
+    """Tokens that may come next at a position. `indices` are the allowed or the forbidden tokens, whichever list is
+    shorter.
+    """
 
     def __init__(self, allowed: NDArray[np.bool_]) -> None:
         self.allowed = allowed
@@ -125,9 +127,9 @@ class Matcher:
         self._ahead: _Ahead | None = None
 
     def compute_ahead(self, prefix: Seq[int], draft_tokens: Seq[int]) -> None:
-        """Begin to compute what `allowed` is about to be asked for, in a thread, beside a step of the target.
+        """Begin to compute, in a thread beside the target's step, the masks that `allowed` will soon be asked for.
 
-        These tokens must not change meanwhile. Most of it needs no interpreter lock.
+        These tokens must not change meanwhile. Most of the work does not hold the interpreter lock.
         """
         self._wait()
         masks = _workers["masks"].submit(self._allowed, prefix, draft_tokens)
@@ -179,7 +181,7 @@ class Matcher:
         return not allowed.any() and self.error is None
 
     def num_legal(self, prefix: Seq[int], draft_tokens: Seq[int]) -> int:
-        """Number of a draft's tokens before the first that cannot come, or that nothing can precede."""
+        """Number of a draft's tokens before the first that the grammar forbids."""
         self._wait()
         if not self._follow(prefix):
             return 0
@@ -191,20 +193,20 @@ class Matcher:
         return len(draft_tokens)
 
     def forced(self, prefix: Seq[int], drafted: Seq[int]) -> list[int]:
-        """Tokens that must come after `prefix` and a draft; none where there is a choice."""
+        """The tokens that must come after `prefix` and a draft; empty where there is a choice."""
         self._wait()
         if not self._follow([*prefix, *drafted]) or self._matcher.is_stopped() or self._matcher.is_accepting():
             return []
         return [] if self._matcher.is_error() else self._matcher.compute_ff_tokens()
 
     def _wait(self) -> None:
-        """Let what is computed ahead be done: nobody has asked for it."""
+        """Wait for masks that are being computed ahead and that nobody has asked for."""
         if self._ahead is not None:
             self._ahead.masks.exception()
             self._ahead = None
 
     def _follow(self, tokens: Seq[int]) -> bool:
-        """Stand after these tokens; False if the grammar does not allow them all."""
+        """Move to the position behind these tokens; False if the grammar forbids one of them."""
         if self._matcher.is_error():  # from which there is no way back
             self._matcher, self._tokens = self._grammar.start(), []
         output = list(tokens[self._num_prompt_tokens :])
@@ -289,7 +291,7 @@ class Grammars:
                 self._prover.close()
 
     def check(self, grammar: Grammar) -> None:
-        """Raise what `compiled` would raise for this grammar, which is not kept."""
+        """Raise what `compiled` would raise for this grammar, without keeping the result."""
         with self._lock:
             why = self._refused.get(grammar)
             vocabulary = self._read_vocabulary()
@@ -305,8 +307,8 @@ class Grammars:
             raise _refused(grammar, str(refused)) from None
 
     def compiled(self, grammar: Grammar) -> CompiledGrammar:
-        """UsageError for a grammar that is none, that no text matches, or that is too large; FormsBusy where too many
-        are being compiled; SpecDecError for a tokenizer whose tokens are not known to stand for bytes.
+        """UsageError for a grammar that is invalid, matches no text or is too large; FormsBusy if too many are being
+        compiled; SpecDecError for a tokenizer whose tokens' bytes are not known.
         """
         with self._lock:
             if (why := self._refused.get(grammar)) is not None:
@@ -387,7 +389,7 @@ class Grammars:
             self._read_vocabulary()
 
     def special_tokens(self) -> dict[str, int]:
-        """Tokens that stand for no text of a grammar, by name; SpecDecError as for a grammar."""
+        """Special tokens by name, which no text in a grammar stands for; SpecDecError as for a grammar."""
         with self._lock:
             vocabulary = self._read_vocabulary()
         added = self._tokenizer.added_tokens_decoder

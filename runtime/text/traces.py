@@ -1,9 +1,9 @@
-"""Traces: what a model was asked and what it answered, one JSON object a line.
+"""Traces: prompts and the model's answers, one JSON object a line.
 
-`{"prompt_ids": [...], "output_ids": [...], "category": "..."}`; `prompt` and `output` are the same as text, and the
-category may be left out. Those that commands write have ids, so that what is read back is what was generated, and a
-digest of each line in it: lines may be taken out, mixed and put together, and one that is damaged is noticed. A line
-without `digest` is a user's own.
+`{"prompt_ids": [...], "output_ids": [...], "category": "..."}`; `prompt` and `output` give the same as text, and the
+category may be left out. Commands write ids, so that reading gives exactly what was generated, and a digest in each
+line: lines may be removed, shuffled and joined, and a damaged line is noticed. A line that a user wrote has no
+`digest`.
 """
 
 import json
@@ -28,7 +28,7 @@ from runtime.util.reading import read_json_lines, read_utf8, shown
 
 
 def read_traces(path: Path, tokenizer: Tokenizer | None, vocab_size: int | None = None) -> list[Trace]:
-    """The traces of a file, at least one; SpecDecError names the line of what is none.
+    """The traces of a file, at least one; SpecDecError names the line of an invalid trace.
 
     Texts need the tokenizer; ids must be below `vocab_size`.
     """
@@ -45,12 +45,12 @@ def read_trace(row: dict[str, object], where: str, tokenizer: Tokenizer | None, 
 
 
 def write_traces(path: Path, answers: Iterable[tuple[Sequence, str | None]]) -> None:
-    """Finished sequences, each with its category, or None. The file is whole or as it was."""
+    """Write finished sequences, each with its category or None. The file is written completely, or left as it was."""
     write_file(path, "".join(trace_line(sequence, category) for sequence, category in answers).encode())
 
 
 def trace_line(sequence: Sequence, category: str | None) -> str:
-    """A finished sequence's line."""
+    """The line for a finished sequence."""
     row: dict[str, object] = {"prompt_ids": list(sequence.request.prompt_tokens)}
     row["output_ids"] = sequence.output_tokens
     if category is not None:
@@ -61,7 +61,7 @@ def trace_line(sequence: Sequence, category: str | None) -> str:
 def _read_tokens(
     row: dict[str, object], name: str, where: str, tokenizer: Tokenizer | None, vocab_size: int | None
 ) -> tuple[int, ...]:
-    """The ids under `name`_ids, or those of the text under `name`."""
+    """The ids under `name`_ids, or the tokens of the text under `name`."""
     check_one_form(row, name, where)
     if name in row:
         return _encode(check_text(row[name], f"`{name}` on {where}"), name, where, tokenizer)

@@ -22,7 +22,7 @@ from commands.serve.http.clients import client_of
 from commands.serve.http.errors import FieldNames, HTTPError, fields_named
 from commands.serve.http.openapi import ServerMetrics, answers, errors, openapi_schema, page_response
 from commands.serve.http.other_routes import what_is_there
-from commands.serve.http.request_log import note_answers, note_model
+from commands.serve.http.request_log import note_answers, note_error, note_model
 from commands.serve.protocol.answers import (
     ChatAnswer,
     CompletionAnswer,
@@ -75,7 +75,7 @@ class Server:
     writer: ThreadPoolExecutor
 
     async def aside(self, function: Callable[[], T]) -> T:
-        """Parse and tokenize beside the event loop, one body after the other."""
+        """Parse and tokenize in a thread beside the event loop, one body at a time."""
 
         def work() -> T:
             with self.served.turn:
@@ -89,7 +89,7 @@ class Server:
     async def ask(
         self, request: Request, model: type[G], ask: Callable[[ServedModel, G], list[ServeRequest]]
     ) -> tuple[G, Group]:
-        """The body that was sent, and the answers that are on their way."""
+        """Parse the body and submit its requests; returns both."""
         raw = await _read_body(request)
 
         def prepare() -> tuple[G, list[ServeRequest], FieldNames]:
@@ -105,7 +105,7 @@ class Server:
     async def ask_as_chat(
         self, request: Request, model: type[L], translate: Callable[[L], ChatRequest]
     ) -> tuple[L, ChatRequest, Group]:
-        """The same of another protocol: its body, and the chat request that it is."""
+        """`ask` for another protocol: returns the body and the equivalent chat request too."""
         raw = await _read_body(request)
 
         def prepare() -> tuple[L, ChatRequest, list[ServeRequest], FieldNames]:
@@ -420,6 +420,7 @@ def _body(model: type[Any]) -> dict[str, Any]:
 
 
 async def _on_http_error(request: Request, error: Any) -> Response:
+    note_error(request.scope, error.code)
     return JSONResponse(error.body_at(request.url.path), error.status, error.headers)
 
 
