@@ -54,6 +54,9 @@ from runtime.loop.compatibility import TargetIdentity, check_corpora
 from runtime.loop.opening import Opening, open_drafter
 from runtime.loop.serving import LoopLimits, RequestHandle, ServeRequest, ServingLoop
 from runtime.loop.session import OnTokens, Session
+from runtime.proof.fingerprint import fingerprint_of
+from runtime.proof.receipts import read_row, receipt_of
+from runtime.proof.records import Fingerprint
 from runtime.text.chat import ChatTemplate, Message, TemplateInputs
 from runtime.text.text import (
     StopWords,
@@ -75,6 +78,8 @@ from runtime.util.locks import MODEL_INIT_LOCK
 
 if TYPE_CHECKING:
     from runtime.loop.lossless.results import LosslessCheck
+    from runtime.proof.check import Checker
+    from runtime.proof.records import Finding, Rule
 
 
 class TextPrompt(TypedDict):
@@ -427,6 +432,8 @@ class LLM:
 
         Penalties that are not given are the model's own.
         """
+        if params.receipt:
+            self.fingerprint  # noqa: B018  # it is kept, and known before requests fill the cache
         room = self.bundle.config.build_config.max_request_len - 1
         return Request(
             0,
@@ -440,6 +447,7 @@ class LLM:
             grammar=self.grammar(params),
             shows_special_tokens=not params.skip_special_tokens,
             shows_stop=params.include_stop_str_in_output,
+            wants_receipt=params.receipt,
         )
 
     def grammar(self, params: SamplingParams) -> CompiledGrammar | None:
@@ -520,6 +528,22 @@ class LLM:
         """The text of an output without end ids and what follows a stop word; None without a tokenizer."""
         return sequence_text(self.tokenizer, sequence)
 
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """The engine's fingerprint. The first time it takes two steps."""
+        return fingerprint_of(self.engine, self.tokenizer)
+
+    def check_receipts(self, receipts: Iterable[Mapping[str, Any]], rule: "Rule | None" = None) -> "list[Finding]":
+        """Check answers by the JSON objects of their receipts: would this engine have given these tokens?"""
+        reads = (read_row(dict(row), f"receipt {number}", {}) for number, row in enumerate(receipts, 1))
+        return list(self.checker(rule).check(reads))
+
+    def checker(self, rule: "Rule | None" = None) -> "Checker":
+        """A checker of receipts (`runtime.proof.check`); `rule` None: the one that fits each."""
+        from runtime.proof.check import Checker  # not for a first answer
+
+        return Checker(self.engine, self.tokenizer, self.fingerprint, lambda form: self.grammars.compiled(form), rule)
+
     def _result(self, request_id: str, prompt: str | Seq[int], sequences: Seq[Sequence]) -> RequestOutput:
         text, tokens = prompt if isinstance(prompt, str) else None, list(sequences[0].request.prompt_tokens)
         return RequestOutput(request_id, text, tokens, [self._output(sequence) for sequence in sequences])
@@ -534,6 +558,7 @@ class LLM:
             sequence.stats,
             None if request.num_logprobs is None else sequence.logprobs,
             torch.stack(sequence.logits) if request.keep_logits else None,
+            receipt_of(sequence, self.fingerprint).as_json() if request.wants_receipt else None,
         )
 
     def _requests(
@@ -573,6 +598,9 @@ class LLM:
                         sequence.logprobs[-len(new_tokens) :] if request.num_logprobs is not None else None,
                         prompt_indices[request.id],
                         request.return_index,
+                        receipt_of(sequence, self.fingerprint).as_json()
+                        if finished and request.wants_receipt
+                        else None,
                     )
 
     def _end_ids_of(self, params: SamplingParams) -> frozenset[int]:

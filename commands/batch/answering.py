@@ -36,6 +36,7 @@ from runtime.drafters.speculation import Speculation
 from runtime.llm import LLM
 from runtime.loop.serving import LoopLimits, RequestHandle, ServeRequest, ServingLoop, StepFailed
 from runtime.loop.session import Session
+from runtime.proof.records import Fingerprint
 from runtime.util.cache import digest, read_digest
 from runtime.util.errors import SpecDecError, UsageError
 
@@ -85,13 +86,27 @@ class Pending:
 class BatchModel:
     """Answers requests in the running batch of a loop; `close` it."""
 
-    def __init__(self, llm: LLM, session: Session, names: tuple[str, ...], defaults: BatchDefaults) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        session: Session,
+        names: tuple[str, ...],
+        defaults: BatchDefaults,
+        *,
+        with_receipts: bool = False,
+    ) -> None:
         check_can_serve(llm)
+        llm.fingerprint  # noqa: B018  # it is kept: every result has it
+        self._with_receipts = with_receipts
         loop = ServingLoop(session, LoopLimits(_MAX_QUEUE_LEN, max_gap_s=math.inf), _notify)  # nobody waits for a token
         values = llm.model_defaults.sampling | defaults.sampling | defaults.form.params
         self._served = ServedModel(llm, loop, names, 0, prepare_chat(llm), values)
         self._texts, self._defaults = TokenTexts(self._served), defaults
         loop.start()
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return self._served.fingerprint
 
     @property
     def window(self) -> int:
@@ -149,7 +164,7 @@ class BatchModel:
         reply = self._reply(pending).document()
         reply |= {"id": f"{reply['id'].partition('-')[0]}-{pending.request.id.rpartition('_')[2]}", "created": 0}
         reply["usage"] = {name: reply["usage"][name] for name in _USAGE}
-        del reply["metrics"]
+        del reply["metrics"], reply["system_fingerprint"]  # of this machine; with receipts they name it
         line = result_line(pending.request, 200, reply, None)
         return Outcome(pending.request.id, line, _counts(pending.answers))
 
@@ -178,13 +193,16 @@ class BatchModel:
             changes["seed"] = seed_of(request.custom_id, self._defaults.random_seed)
         if body.max_tokens is None and getattr(body, "max_completion_tokens", None) is None:
             changes["max_tokens"] = self._defaults.max_output_len
+        if self._with_receipts:
+            changes["receipt"] = True
         return body.model_copy(update=changes)
 
     def _reply(self, pending: Pending) -> CompletionReply | ChatReply:
+        name = pending.request.custom_id
         if isinstance(pending.body, CompletionRequest):
-            return CompletionReply(self._served, pending.body, pending.answers, self._texts)
+            return CompletionReply(self._served, pending.body, pending.answers, self._texts, name)
         assert isinstance(pending.body, ChatRequest)
-        return ChatReply(self._served, pending.body, pending.answers, self._texts)
+        return ChatReply(self._served, pending.body, pending.answers, self._texts, name)
 
 
 class OwnCrew:
@@ -264,6 +282,8 @@ class Job:
     choice: EngineChoice
     names: tuple[str, ...]
     defaults: BatchDefaults
+    with_receipts: bool = False
+    """True if every result has receipts."""
 
     def with_choice(self, choice: EngineChoice) -> "Job":
         return replace(self, choice=choice)
@@ -272,7 +292,7 @@ class Job:
     def opened(self) -> Iterator[BatchModel]:
         """The model with its loop; SpecDecError if it cannot be opened."""
         with open_setup(self.choice) as setup:
-            model = BatchModel(setup.llm, setup.session, self.names, self.defaults)
+            model = BatchModel(setup.llm, setup.session, self.names, self.defaults, with_receipts=self.with_receipts)
             try:
                 yield model
             finally:
@@ -292,6 +312,8 @@ class Job:
         parts = [model_digest(self.choice.engine_dir, self.choice.tokenizer_dir), *self.names, repr(self.defaults)]
         if self.defaults.form.params:
             parts.append(repr(self.defaults.form))
+        if self.with_receipts:
+            parts.append("receipts")
         if speculation.may_draw_by_probs:
             parts += [repr(speculation.drafters), self.draft_len_mode]
         return digest(parts)

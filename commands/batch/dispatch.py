@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from commands.output.output import warn
+from runtime.proof.records import Fingerprint, differences
+from runtime.util.errors import SpecDecError
+
 _MAX_LOST = 2
 
 
@@ -104,3 +108,16 @@ class _Waiting(Generic[Request]):
         self._num_lost[request.id] += 1
         is_bad_luck = is_lost and self._num_lost[request.id] <= _MAX_LOST
         (self._again if is_bad_luck else self._suspects).append(request)
+
+
+def check_same_bits(worker: str, theirs: Fingerprint, ours: Fingerprint, *, allow_mixed: bool) -> None:
+    """SpecDecError for a worker whose engine gives other bits than the first worker's; a warning if it may.
+
+    Results would depend on which of the two made them.
+    """
+    if theirs.logits == ours.logits:
+        return
+    what = f"workers give different bits, {worker}: {'; '.join(differences(theirs, ours))}"
+    if not allow_mixed:
+        raise SpecDecError(what, hint="use machines of one kind; or `--allow-mixed`")
+    warn(what)

@@ -10,6 +10,7 @@ from runtime.checkpoint.gguf.reader import is_gguf
 from runtime.checkpoint.tokenizer import Tokenizer
 from runtime.llm import LLM
 from runtime.loop.serving import ServingLoop
+from runtime.proof.records import Fingerprint
 from runtime.text.call_formats import (
     ReasoningFormat,
     ToolFormat,
@@ -49,6 +50,11 @@ class ServedModel:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """The engine's, which is known before the first request."""
+        return self.llm.fingerprint
 
     @property
     def tokenizer(self) -> Tokenizer:

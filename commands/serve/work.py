@@ -25,6 +25,7 @@ from commands.serve.http.errors import HTTPError
 from commands.serve.http.request_log import RequestLog
 from commands.serve.http.routes import make_app
 from commands.serve.http.server import Address, Certificate, errors_logged, serve
+from commands.serve.receipts import OnProgress, logging_receipts
 from commands.serve.served import ServedModel, check_can_serve, prepare_chat
 from runtime.llm import LLM
 from runtime.loop.serving import LoopLimits, ServingLoop
@@ -152,8 +153,12 @@ def open_served(
     has_chat_template = prepare_chat(llm)
     with suppress(SpecDecError):  # told to those who ask for one
         llm.grammars.prepare()
+    llm.fingerprint  # noqa: B018  # it is kept: every answer has it
     limits = LoopLimits(options.max_queue_len, options.max_requests_per_client, options.max_gap_ms / 1000)
-    loop = ServingLoop(session, limits, clock)
+    on_progress: OnProgress = clock
+    if options.receipts is not None:
+        on_progress = logging_receipts(options.receipts, llm.fingerprint, options.receipt_ids or "ids", clock)
+    loop = ServingLoop(session, limits, on_progress)
     return ServedModel(
         llm,
         loop,

@@ -48,12 +48,15 @@ _SLOW = "its steps take too long, as an ambiguous grammar's do"
 
 
 class CompiledGrammar:
-    """A grammar for a vocabulary of `vocab_size` ids, and the text's start in it, which takes `num_bytes`."""
+    """A grammar for a vocabulary of `vocab_size` ids, and the text's start in it, which takes `num_bytes`.
+
+    `form` is the grammar that was compiled.
+    """
 
     def __init__(
-        self, kind: str, start: "LLMatcher", vocab_size: int, eos_tokens: Seq[int], num_bytes: int = 0
+        self, form: Grammar, start: "LLMatcher", vocab_size: int, eos_tokens: Seq[int], num_bytes: int = 0
     ) -> None:
-        self.kind, self.vocab_size, self.num_bytes = kind, vocab_size, num_bytes
+        self.form, self.vocab_size, self.num_bytes = form, vocab_size, num_bytes
         self.eos_tokens = [token for token in eos_tokens if token < vocab_size]
         self._start = start
 
@@ -109,7 +112,7 @@ class Matcher:
     """
 
     def __init__(self, grammar: CompiledGrammar, num_prompt_tokens: int, end_ids: frozenset[int]) -> None:
-        self.kind = grammar.kind
+        self.kind = grammar.form.kind
         """The parameter of `SamplingParams` that the grammar is from; `lark` for calls of tools."""
         self.error: str | None = None
         """Reason why the last position that was asked for allows nothing."""
@@ -364,7 +367,7 @@ class Grammars:
         vocabulary = self._read_vocabulary()
         if self._prover is None:
             start = _start_here(vocabulary, grammar)
-            return CompiledGrammar(grammar.kind, start, self._vocab_size, vocabulary.eos_tokens)
+            return CompiledGrammar(grammar, start, self._vocab_size, vocabulary.eos_tokens)
         proof = self._prover.prove(grammar.kind, grammar.text)
         is_slow = proof.seconds > _QUICK_S
         with self._lock:
@@ -378,7 +381,7 @@ class Grammars:
         finally:
             with self._lock:
                 self._num_slow -= is_slow
-        return CompiledGrammar(grammar.kind, start, self._vocab_size, vocabulary.eos_tokens, proof.num_bytes)
+        return CompiledGrammar(grammar, start, self._vocab_size, vocabulary.eos_tokens, proof.num_bytes)
 
     def prepare(self) -> None:
         """Read the vocabulary, for which other threads wait: 1 s for 128,000 tokens."""

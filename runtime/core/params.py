@@ -383,6 +383,11 @@ class SamplingParams:
     return_generation_logits: Annotated[
         bool, RequestField("True: the output has the logits of each generated token.", {}, neutral=(False,))
     ] = False
+    receipt: Annotated[
+        bool,
+        RequestField("True: the output has a receipt, which says all that its tokens follow from, for a check of them.",
+                     in_all("receipt", "completions", "chat"), neutral=(False,)),
+    ] = False  # fmt: skip
     json_schema: Annotated[
         str | Mapping[str, Any] | None,
         RequestField("JSON schema that the output is valid by; `{\"type\": \"object\"}` is any object. Of this and the "

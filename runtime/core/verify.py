@@ -63,6 +63,7 @@ def _verdict(
 ) -> VerifyResult | NoValidToken:
     try:
         if chosen is None:
+            sequence.is_drawn_by_probs = True
             return _verify_probs(sequence.sampler, sequence.tokens, draft, logits)
         return verify_tokens(draft.tokens, chosen)
     except NoValidToken as error:

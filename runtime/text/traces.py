@@ -32,14 +32,16 @@ def read_traces(path: Path, tokenizer: Tokenizer | None, vocab_size: int | None 
 
     Texts need the tokenizer; ids must be below `vocab_size`.
     """
-    traces = []
-    for number, row in read_json_lines(read_utf8(path), path):
-        where = f"line {number} of {path}"
-        check_digest(row, where)
-        prompt = _read_tokens(row, "prompt", where, tokenizer, vocab_size)
-        output = _read_tokens(row, "output", where, tokenizer, vocab_size)
-        traces.append(Trace(prompt, output, check_category(row, f"`category` on {where}")))
-    return traces
+    rows = read_json_lines(read_utf8(path), path)
+    return [read_trace(row, f"line {number} of {path}", tokenizer, vocab_size) for number, row in rows]
+
+
+def read_trace(row: dict[str, object], where: str, tokenizer: Tokenizer | None, vocab_size: int | None = None) -> Trace:
+    """The trace of a line, of which `where` says which; SpecDecError if it is none."""
+    check_digest(row, where)
+    prompt = _read_tokens(row, "prompt", where, tokenizer, vocab_size)
+    output = _read_tokens(row, "output", where, tokenizer, vocab_size)
+    return Trace(prompt, output, check_category(row, f"`category` on {where}"))
 
 
 def write_traces(path: Path, answers: Iterable[tuple[Sequence, str | None]]) -> None:

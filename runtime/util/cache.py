@@ -45,6 +45,7 @@ LEFT_OUT = {
     "llm.py": "opens engines",
     "loop": "runs engines; the costs of steps lie beside an engine, and are measured again by another version",
     "measure": "measures engines",
+    "proof": "checks what an engine has answered",
     "training": "writes the files of heads, whose digests are in an engine's identity",
 }
 """Parts of `runtime` that do not determine an engine's content, and why. Every other source is in its identity."""

@@ -82,6 +82,8 @@ _ENVIRONMENT.globals |= {
     "percent": percent,
     "milliseconds": milliseconds,
     "integer": "{:,}".format,
+    "string": str,
+    "significant": "{:.3g}".format,
     "tenths": "{:,.1f}".format,
     "times": "{:.2f}×".format,
     "sent_at": "{:,.2f} s".format,
