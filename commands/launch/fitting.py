@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from commands.options.spellings import normalize_name
+from commands.options.foreign import flag_name
 from runtime.checkpoint.resolve import files_of_model, read_model_config, resolve_model
 from runtime.text.chat import check_chat_template
 from runtime.text.chat_templates import chat_templates
@@ -22,7 +22,7 @@ _DRAFTING = ("spec-decode-algo", "profile", "speculative-config", "drafter")
 
 def flags_given(flags: Sequence[str]) -> set[str]:
     """Names of the flags, without hyphens and values, by our spelling."""
-    return {normalize_name(flag.lstrip("-").partition("=")[0], "serve") for flag in flags if flag.startswith("-")}
+    return {flag_name(flag, "serve") for flag in flags if flag.startswith("-")}
 
 
 def is_engine(model: str) -> bool:
@@ -42,7 +42,10 @@ def fitting_flags(model: str, given: set[str]) -> Iterator[str]:
     model_dir = resolve_model(model)
     config = read_model_config(model_dir)
     if "max-seq-len" not in given:
-        context, num_kept = _sizes(config, model_dir)
+        context, num_kept = _sizes(config, model_dir, 1)
+        if num_kept is not None and num_kept <= context and "kv-cache-dtype" not in given:
+            context, num_kept = _sizes(config, model_dir, 2)
+            yield from ("--kv-cache-dtype", "int8")
         yield from ("--max-seq-len", str(context))
         if num_kept is not None and "max-tokens-in-paged-kv-cache" not in given:
             yield from ("--max-tokens-in-paged-kv-cache", str(num_kept))
@@ -53,8 +56,8 @@ def fitting_flags(model: str, given: set[str]) -> Iterator[str]:
             yield from ("--tool-call-parser", "hermes")  # tools are written into the system message
 
 
-def _sizes(config: dict[str, Any], model_dir: Path) -> tuple[int, int | None]:
-    """Tokens of the context, and of the K/V cache where memory bounds it.
+def _sizes(config: dict[str, Any], model_dir: Path, divisor: int) -> tuple[int, int | None]:
+    """Tokens of the context, and of the K/V cache where memory bounds it, with numbers of 16 bits / `divisor`.
 
     The cache may take half of the memory that the weights leave: 4 GB for 131,072 tokens of 32 KB each.
     """
@@ -65,7 +68,7 @@ def _sizes(config: dict[str, Any], model_dir: Path) -> tuple[int, int | None]:
     if token_bytes is None or Path("/dev/nvidia0").exists():  # a GPU's cache is a share of its own memory
         return context, None
     weights = sum(file.stat().st_size for file in files_of_model(model_dir))
-    num_kept = max((free_memory() - weights) // 2 // token_bytes, _LEAST_CONTEXT)
+    num_kept = max((free_memory() - weights) // 2 * divisor // token_bytes, _LEAST_CONTEXT)
     if num_kept >= context * _BATCH_SIZE:
         return context, None
     return min(context, num_kept // 256 * 256), num_kept // 256 * 256

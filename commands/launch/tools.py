@@ -67,12 +67,17 @@ class Tool:
 
 def _claude(server: Connection) -> dict[str, str]:
     """Its small requests, such as titles, name other models of its maker: all are this one."""
-    models = ("MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL")
+    models = (
+        "ANTHROPIC_MODEL",
+        "ANTHROPIC_DEFAULT_OPUS_MODEL",
+        "ANTHROPIC_DEFAULT_SONNET_MODEL",
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL",
+    )
     return {
         "ANTHROPIC_BASE_URL": server.url,
         "ANTHROPIC_AUTH_TOKEN": server.key,
         "ANTHROPIC_API_KEY": "",  # one of the maker's would be sent here, and asked about
-        **{f"ANTHROPIC_{name}": server.model for name in models},
+        **dict.fromkeys(models, server.model),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(server.max_output_len),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }

@@ -82,8 +82,10 @@ def run(tool: Tool, launch: Launch, print_only: bool) -> int:
         stack.enter_context(_cleans_up_on_hangup())
         served = _running(launch)
         if served is None:
+            arguments = launch.serve_arguments
+            stderr().print(f"specdec serve {visible(shlex.join(arguments))}", soft_wrap=True)
             environment = os.environ | ({KEY_VARIABLE: ",".join(launch.keys)} if launch.keys else {})
-            served = stack.enter_context(started(launch.serve_arguments, environment, launch.key))
+            served = stack.enter_context(started(arguments, environment, launch.key))
         connection = _connection(served, launch)
         if served.context < tool.prompt_len:
             warn(

@@ -210,6 +210,12 @@ def without_foreign(arguments: list[str], flags: Flags) -> list[str]:
     return kept
 
 
+def flag_name(argument: str, command: str) -> str:
+    """Our name of a command's flag, without hyphens and value: `max-seq-len` of `-c` and `--max_model_len=4096`."""
+    flag = argument.partition("=")[0]
+    return normalize_name(_SHORT.get(flag, flag).lstrip("-"), command)
+
+
 def _long(argument: str, flags: Flags) -> str:
     """The long form of a short flag that others have and this command has not."""
     short, equals, value = argument.partition("=")
