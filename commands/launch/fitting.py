@@ -58,7 +58,8 @@ def _sizes(config: dict[str, Any], model_dir: Path) -> tuple[int, int | None]:
 
     The cache may take half of the memory that the weights leave: 4 GB for 131,072 tokens of 32 KB each.
     """
-    inner = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    of_text = config.get("text_config")
+    inner: dict[str, Any] = of_text if isinstance(of_text, dict) else config
     context = min(AGENT_CONTEXT, _positions(inner))
     token_bytes = _token_bytes(inner)
     if token_bytes is None or Path("/dev/nvidia0").exists():  # a GPU's cache is a share of its own memory

@@ -104,9 +104,15 @@ def _codex(server: Connection) -> dict[str, Any]:
 
 
 def _continue(server: Connection) -> dict[str, Any]:
-    model = {"name": "specdec", "provider": "openai", "model": server.model, "apiBase": server.base_url}
-    options = {"contextLength": server.context, "maxTokens": server.max_output_len}
-    model |= {"apiKey": server.key, "roles": ["chat", "edit", "apply"], "defaultCompletionOptions": options}
+    model = {
+        "name": "specdec",
+        "provider": "openai",
+        "model": server.model,
+        "apiBase": server.base_url,
+        "apiKey": server.key,
+        "roles": ["chat", "edit", "apply"],
+        "defaultCompletionOptions": {"contextLength": server.context, "maxTokens": server.max_output_len},
+    }
     return {"name": "local", "version": "0.0.1", "schema": "v1", "models": [model]}
 
 

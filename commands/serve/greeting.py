@@ -40,5 +40,6 @@ def _drafting(speculation: Speculation) -> str:
     """`suffix matching, drafts of up to 10 tokens`, or that there is no drafter."""
     if not speculation:
         return "no drafter"
+    drafters = " and ".join(drafter.description.title for drafter in speculation)
     longest = speculation.max_draft_len
-    return f"{speculation.label}, drafts of up to {longest} tokens" if longest else speculation.label
+    return f"{drafters}, drafts of up to {longest} tokens" if longest else drafters

@@ -282,7 +282,7 @@ def test_each_request_is_logged_in_a_line_without_its_text(
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     told = f"{usage['prompt_tokens']} prompt tokens ({cached} cached), {usage['completion_tokens']} output, "
     assert f": tiny, {told}" in again and f": tiny-alias, {told}" in streamed and again.endswith(" a step") and cached
-    assert " 404 in " in unknown and unknown.endswith(": gpt-4\\x1b[2J")
+    assert " 404 in " in unknown and unknown.endswith(": gpt-4\\x1b[2J, model_not_found")
     assert "GET /v1/models 200 in " in models and models.endswith(" s")
     assert not any("secret" in line or "dog" in line for line in (first, again, streamed, unknown, models))
 

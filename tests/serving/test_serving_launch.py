@@ -132,10 +132,11 @@ def test_a_server_is_begun_with_what_fits_and_ended(forks: Forks, llama_dir: Pat
     model_dir = home / "tiny-model"
     shutil.copytree(llama_dir, model_dir)
     (model_dir / "chat_template.jinja").write_text(TEMPLATE)
-    positions = json.loads((model_dir / "config.json").read_text())["max_position_embeddings"]
+    config = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1234}))
     begun = ["launch", "aider", model_dir, "--compiler=none", "--log-requests", "--port", "0"]
     printed = forks.run(*begun, "--print", environment=environment(home))
-    for part in (f"--max-seq-len {positions} ", "--spec-decode-algo AUTO", "--tool-call-parser hermes", "tiny-model"):
+    for part in ("--max-seq-len 1234 ", "--spec-decode-algo AUTO", "--tool-call-parser hermes", "tiny-model"):
         assert part in printed.stdout
     assert not (home / "record.json").exists()
     done = forks.run(*begun, environment=environment(home) | {"SPECDEC_API_KEY": "much-secret"})

@@ -51,11 +51,8 @@ def what_is_there(path: str, methods: Mapping[str, Iterable[str]]) -> str:
 
 def _with_other_beginning(path: str, routes: Iterable[str]) -> str | None:
     """`/v1/v1/models` and `/openai/models` end as `/v1/models` does: a client's base URL is wrong."""
-    return next((route for route in routes if "{" not in route and path.endswith(_ending(route))), None)
-
-
-def _ending(route: str) -> str:
-    return route.removeprefix("/v1")
+    same = [route for route in routes if "{" not in route and path.endswith(route.removeprefix("/v1"))]
+    return max(same, key=len, default=None)
 
 
 def _misspelt(path: str, routes: Iterable[str]) -> str | None:

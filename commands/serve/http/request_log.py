@@ -24,6 +24,7 @@ class _Noted:
     model: str = ""
     answers: list[RequestHandle] = field(default_factory=list)
     num_alternatives: int = 1
+    error: str = ""
 
 
 def note_model(scope: Mapping[str, Any], model: str) -> None:
@@ -36,6 +37,12 @@ def note_answers(scope: Mapping[str, Any], answers: list[RequestHandle], num_alt
     """Note the answers that are on their way."""
     if (noted := scope.get(_SCOPE_KEY)) is not None:
         noted.answers, noted.num_alternatives = answers, num_alternatives
+
+
+def note_error(scope: Mapping[str, Any], code: str | None) -> None:
+    """Note the code of the error that a request gets, such as `context_length_exceeded`: its message may have text."""
+    if (noted := scope.get(_SCOPE_KEY)) is not None:
+        noted.error = code or ""
 
 
 class RequestLog:
@@ -66,6 +73,8 @@ class RequestLog:
 
 def _told(noted: _Noted) -> list[str]:
     told = [visible(noted.model[:_MAX_SHOWN])] if noted.model else []
+    if noted.error:
+        told.append(noted.error)
     if noted.answers:
         prompts = noted.answers[:: noted.num_alternatives]
         num_prompt = sum(len(one.request.prompt_tokens) for one in prompts)

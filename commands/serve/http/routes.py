@@ -22,7 +22,7 @@ from commands.serve.http.clients import client_of
 from commands.serve.http.errors import FieldNames, HTTPError, fields_named
 from commands.serve.http.openapi import ServerMetrics, answers, errors, openapi_schema, page_response
 from commands.serve.http.other_routes import what_is_there
-from commands.serve.http.request_log import note_answers, note_model
+from commands.serve.http.request_log import note_answers, note_error, note_model
 from commands.serve.protocol.answers import (
     ChatAnswer,
     CompletionAnswer,
@@ -420,6 +420,7 @@ def _body(model: type[Any]) -> dict[str, Any]:
 
 
 async def _on_http_error(request: Request, error: Any) -> Response:
+    note_error(request.scope, error.code)
     return JSONResponse(error.body_at(request.url.path), error.status, error.headers)
 
 
