@@ -54,6 +54,9 @@ from runtime.loop.compatibility import TargetIdentity, check_corpora
 from runtime.loop.opening import Opening, open_drafter
 from runtime.loop.serving import LoopLimits, RequestHandle, ServeRequest, ServingLoop
 from runtime.loop.session import OnTokens, Session
+from runtime.proof.fingerprint import fingerprint_of
+from runtime.proof.receipts import read_row, receipt_of
+from runtime.proof.records import Fingerprint
 from runtime.text.chat import ChatTemplate, Message, TemplateInputs
 from runtime.text.text import (
     StopWords,
@@ -75,6 +78,8 @@ from runtime.util.locks import MODEL_INIT_LOCK
 
 if TYPE_CHECKING:
     from runtime.loop.lossless.results import LosslessCheck
+    from runtime.proof.check import Checker
+    from runtime.proof.records import Finding, Rule
 
 
 class TextPrompt(TypedDict):
@@ -149,12 +154,12 @@ _INSTEAD = {
 
 
 class LLM:
-    """An engine that answers prompts, opened from its directory, or made of a model (a directory, hub id or `demo`).
+    """An engine that answers prompts, opened from its directory or made from a model (a directory, hub id or `demo`).
 
     `mode` "leader" keeps sequences in a running batch; "orchestrator" calls the engine once for each step, as
-    TensorRT-LLM's examples do. Prompts are computed `max_num_tokens` tokens at a time. With a `seed` the samples of
-    requests without a seed of their own are the same each time a program runs. `engine` says what a model's engine is
-    built for; a directory of an engine is as it was built. SpecDecError if any of it cannot be.
+    TensorRT-LLM's examples do. Prompts are computed `max_num_tokens` tokens at a time. With a `seed`, requests without
+    their own seed give the same samples each time a program runs. `engine` are the build options for a model's engine;
+    an engine's directory is used as it was built. SpecDecError if an argument cannot be met.
     """
 
     def __init__(
@@ -224,7 +229,7 @@ class LLM:
             self.engine.turns.take(self._close)
 
     def _end(self) -> None:
-        """Close it at the end of the process, if no other thread is in the middle of a step."""
+        """Close the engine at the end of the process, unless another thread is in the middle of a step."""
         if self.engine.turns.end():
             self._close()
 
@@ -263,9 +268,9 @@ class LLM:
         drafter: AnyDrafter | None = None,
         draft_len_mode: DraftLenMode | None = None,
     ) -> Generator[Piece]:
-        """The outputs step by step, as they come: a piece for each step of each output.
+        """Yield the outputs step by step: a piece for each step of each output.
 
-        To leave early, close it, or let go of it.
+        To leave early, close the generator or drop it.
         """
         session = self.session(drafter, draft_len_mode)
         given, requests = self._requests(prompts, sampling_params)
@@ -307,7 +312,7 @@ class LLM:
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        """SpecDecError if the tokenizer has none."""
+        """The tokenizer's chat template; SpecDecError if it has none."""
         with errors_about(self.bundle.given, str(self.bundle.directory)):
             return ChatTemplate(self.tokenizer_dir, self.bundle.config.pretrained_config)
 
@@ -319,10 +324,10 @@ class LLM:
         drafter: AnyDrafter,
         draft_len_mode: DraftLenMode | None = None,
     ) -> "LosslessCheck":
-        """Generate with the drafter and without, and compare: `passed`, and what differs or how much was looked at.
+        """Generate with the drafter and without it, and compare: `passed`, what differs, and how much was compared.
 
-        A `TokenCheck`, or a `DistributionCheck` for a drafter whose samples follow the target's distribution without
-        being the tokens it draws by itself.
+        A `TokenCheck`; or a `DistributionCheck` for a drafter whose sampled tokens follow the target's distribution but
+        are not the tokens that the target draws alone.
         """
         from runtime.loop.lossless.check import check_outputs
 
@@ -337,7 +342,7 @@ class LLM:
         return check_outputs(session, generation.sequences, without.sequences, lambda: None)
 
     def session(self, drafter: AnyDrafter | None = None, draft_len_mode: DraftLenMode | None = None) -> Session:
-        """The session that drafts in this way; SpecDecError if such a drafter does not fit the engine.
+        """The session that drafts with this drafter; SpecDecError if the drafter does not fit the engine.
 
         `draft_len_mode` None: `Speculation.default_mode`.
         """
@@ -345,7 +350,7 @@ class LLM:
         return self.session_of(Speculation.of(drafter, draft_len_mode).of_target(self._model))
 
     def session_of(self, speculation: Speculation) -> Session:
-        """`session`, by one value."""
+        """`session`, for one `Speculation`."""
         self.engine.check_is_open()
         if (session := self._sessions.get(speculation)) is None:
             with self._opening:
@@ -355,13 +360,15 @@ class LLM:
         return session
 
     def _open_kept(self, speculation: Speculation) -> Session:
-        """Open a session for as long as the `LLM` is open."""
+        """Open a session that stays open as long as the `LLM`."""
         if speculation.draft_len_mode is None:
             return self._open_by_default(speculation)
         return self.open_session(speculation, self._stack)
 
     def _open_by_default(self, speculation: Speculation) -> Session:
-        """Open with automatic draft lengths, if they are the default and step costs are known; else with fixed ones."""
+        """Open with automatic draft lengths where they are the default and step costs are known; else with fixed
+        lengths.
+        """
         mode = speculation.default_mode(is_leader=self.mode == "leader")
         try:
             return self.open_session(speculation.in_mode(mode), self._stack)
@@ -372,7 +379,7 @@ class LLM:
             return self.open_session(speculation.in_mode("fixed"), self._stack)
 
     def open_session(self, speculation: Speculation, stack: ExitStack) -> Session:
-        """A session that has learned nothing yet; its drafter is closed by `stack`."""
+        """A new session without history; `stack` closes its drafter."""
         if not speculation:
             return Session(self.engine, self.mode, speculation.in_mode("fixed"))
         if speculation.draft_len_mode == "auto":
@@ -395,11 +402,11 @@ class LLM:
 
     @property
     def identity(self) -> TargetIdentity:
-        """Properties that drafters must match."""
+        """The engine's properties that drafters must match."""
         return TargetIdentity(self.bundle, self.tokenizer_dir, self.tokenizer)
 
     def measure_costs(self) -> None:
-        """Have step costs measured, if that was left until they are wanted. The first time it takes a second."""
+        """Measure step costs, if that was put off until they are needed. It takes about a second, once."""
         if not self._has_measured:
             from runtime.loop.step_costs import costs_when_asked_for  # not for a first answer
 
@@ -409,22 +416,24 @@ class LLM:
 
     @cached_property
     def model_defaults(self) -> ModelDefaults:
-        """Sampling defaults in the model's generation_config.json, whose `top_k` may be more than the vocabulary."""
+        """Sampling defaults in the model's generation_config.json; its `top_k` may exceed the vocabulary."""
         defaults = read_model_defaults(self.bundle.directory, MODEL_DEFAULTS)
         bounds = {"top_k": self.bundle.config.vocab_size}
         sampling = {name: min(value, bounds.get(name, value)) for name, value in defaults.sampling.items()}
         return dataclasses.replace(defaults, sampling=sampling)
 
     def chat_params(self) -> SamplingParams:
-        """The model's own sampling, greedy where it names none, and as many tokens as there is room for."""
+        """The model's own sampling, greedy where it names none, with as many output tokens as there is room for."""
         values: dict[str, Any] = self.model_defaults.sampling or {"temperature": 0.0}
         return SamplingParams(max_tokens=None, **values)
 
     def request_of(self, params: SamplingParams) -> Request:
-        """A request without a prompt, which others are made of: words are looked up once.
+        """A request without a prompt, as a template for others: its stop words and bad words are looked up once.
 
-        Penalties that are left to the model are its own.
+        Penalties that are not given are the model's own.
         """
+        if params.receipt:
+            self.fingerprint  # noqa: B018  # it is kept, and known before requests fill the cache
         room = self.bundle.config.build_config.max_request_len - 1
         return Request(
             0,
@@ -438,6 +447,7 @@ class LLM:
             grammar=self.grammar(params),
             shows_special_tokens=not params.skip_special_tokens,
             shows_stop=params.include_stop_str_in_output,
+            wants_receipt=params.receipt,
         )
 
     def grammar(self, params: SamplingParams) -> CompiledGrammar | None:
@@ -453,7 +463,7 @@ class LLM:
         return grammars
 
     def _with_own_penalties(self, params: SamplingParams) -> SamplingParams:
-        """Apply the model's penalties if none are given; the first change of an output is reported."""
+        """Apply the model's penalties if none are given; the first time this changes an output, a message says so."""
         own = {name: value for name, value in self.model_defaults.penalties.items() if getattr(params, name) is None}
         told = {name: value for name, value in own.items() if value != getattr(GREEDY, name)}
         if told and not self._has_told_penalties:
@@ -469,7 +479,7 @@ class LLM:
         return dataclasses.replace(params, **own_values)
 
     def _stop_check(self, params: SamplingParams) -> StopWords | None:
-        """Compile stop words; SpecDecError without a tokenizer, or for a word that has no tokens."""
+        """Prepare stop words; SpecDecError without a tokenizer, or for a word without tokens."""
         if not params.stop_words:
             return None
         tokenizer = self._tokenizer_for_words()
@@ -480,7 +490,9 @@ class LLM:
 
     @cached_property
     def special_token_ids(self) -> dict[str, int]:
-        """Special tokens by their names, such as `</s>`. No output has one as text: as a stop word its id ends it."""
+        """Special tokens by name, such as `</s>`. They never appear in an output's text: as a stop word, such a name
+        ends it by id.
+        """
         return {} if self.tokenizer is None else special_token_ids(self.tokenizer)
 
     def get_tokenizer(self) -> Any:
@@ -496,15 +508,15 @@ class LLM:
         return encode(prompt, self.tokenizer, max_length)
 
     def max_prompt_len(self, params: SamplingParams) -> int | None:
-        """Most tokens that are kept of a prompt, the last; None: all. For -1 as many as leave room for the output, or
-        for one token of an output without a limit.
+        """Number of a prompt's last tokens that are kept; None: all. -1 keeps as many as leave room for the output, or
+        for one token if the output has no limit.
         """
         if params.truncate_prompt_tokens != -1:
             return params.truncate_prompt_tokens
         build = self.bundle.config.build_config
         if (room := build.max_request_len - (params.max_tokens or 1)) < 1:
             raise SpecDecError(
-                f"max_tokens leaves no room for a prompt, of the engine's {build.max_request_len} tokens: "
+                f"max_tokens leaves no room for a prompt in the engine's {build.max_request_len} tokens: "
                 f"{params.max_tokens}",
                 hint="ask for fewer tokens",
                 code="request_too_long",
@@ -515,6 +527,22 @@ class LLM:
     def text(self, sequence: Sequence) -> str | None:
         """The text of an output without end ids and what follows a stop word; None without a tokenizer."""
         return sequence_text(self.tokenizer, sequence)
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """The engine's fingerprint. The first time it takes two steps."""
+        return fingerprint_of(self.engine, self.tokenizer)
+
+    def check_receipts(self, receipts: Iterable[Mapping[str, Any]], rule: "Rule | None" = None) -> "list[Finding]":
+        """Check answers by the JSON objects of their receipts: would this engine have given these tokens?"""
+        reads = (read_row(dict(row), f"receipt {number}", {}) for number, row in enumerate(receipts, 1))
+        return list(self.checker(rule).check(reads))
+
+    def checker(self, rule: "Rule | None" = None) -> "Checker":
+        """A checker of receipts (`runtime.proof.check`); `rule` None: the one that fits each."""
+        from runtime.proof.check import Checker  # not for a first answer
+
+        return Checker(self.engine, self.tokenizer, self.fingerprint, lambda form: self.grammars.compiled(form), rule)
 
     def _result(self, request_id: str, prompt: str | Seq[int], sequences: Seq[Sequence]) -> RequestOutput:
         text, tokens = prompt if isinstance(prompt, str) else None, list(sequences[0].request.prompt_tokens)
@@ -530,6 +558,7 @@ class LLM:
             sequence.stats,
             None if request.num_logprobs is None else sequence.logprobs,
             torch.stack(sequence.logits) if request.keep_logits else None,
+            receipt_of(sequence, self.fingerprint).as_json() if request.wants_receipt else None,
         )
 
     def _requests(
@@ -550,7 +579,7 @@ class LLM:
         return [(prompt, one.n) for prompt, one in zip(given, params, strict=True)], requests
 
     def _pieces(self, session: Session, requests: list[Request], indices: list[int]) -> Generator[Piece]:
-        """`indices`: of each request's prompt."""
+        """Pieces of the outputs, step by step. `indices`: for each request, the index of its prompt."""
         with session.unique(requests) as unique:
             prompt_indices = {r.id: i for r, i in zip(unique, indices, strict=True)}
             texts: dict[int, TextStream] = {}
@@ -569,6 +598,9 @@ class LLM:
                         sequence.logprobs[-len(new_tokens) :] if request.num_logprobs is not None else None,
                         prompt_indices[request.id],
                         request.return_index,
+                        receipt_of(sequence, self.fingerprint).as_json()
+                        if finished and request.wants_receipt
+                        else None,
                     )
 
     def _end_ids_of(self, params: SamplingParams) -> frozenset[int]:
@@ -599,7 +631,9 @@ class LLM:
         return self.tokenizer
 
     def _find_engine(self, model: str | Path, *, to_draft: bool = False) -> Path:
-        """The engine's directory of a model, or the directory itself where it is one. A `Path` is no hub id."""
+        """The engine's directory for a model, or the directory itself if it is an engine's. A `Path` is never a
+        hub id.
+        """
         path = Path(model).expanduser()
         is_model = path.is_dir() or path.suffix.lower() == ".gguf" or is_gguf(path)
         if is_engine_dir(path) or (isinstance(model, Path) and not is_model):
@@ -660,7 +694,7 @@ class AsyncLLM:
         self.close()
 
     def close(self) -> None:
-        """Give back the memory of the engine. Requests on their way end in an error."""
+        """Give back the engine's memory. Requests that have not ended fail with an error."""
         if self._loop is not None:
             self._loop.stop(0)
             self.llm.close()
@@ -681,15 +715,17 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput]:
-        """Results of one prompt, each with all that its outputs have so far; the last is `finished`.
+        """Results for one prompt, each with everything generated so far; the last is `finished`.
 
-        Leaving the iteration early aborts the request, as `abort` does with its id. The lowest `priority` is computed
-        first. SpecDecError if the request cannot be served.
+        Leaving the iteration early aborts the request, as `abort` with its id does. Requests with the lowest `priority`
+        are computed first. SpecDecError if the request cannot be served.
         """
         assert self._loop is not None
         name = f"async-{next(self._request_ids)}" if request_id is None else request_id
         if name in self._readers:
-            raise UsageError(f"a request on its way has this id: {name!r}", hint="give each request an id of its own")
+            raise UsageError(
+                f"a request that has not ended has this id: {name!r}", hint="give each request an id of its own"
+            )
         given, requests = self.llm._requests([prompt], sampling_params)
         named = [dataclasses.replace(request, id=self._loop.next_request_id()) for request in requests]
         asked = [ServeRequest(request, priority=priority) for request in named]
@@ -714,7 +750,7 @@ class AsyncLLM:
             del self._readers[name]
 
     async def abort(self, request_id: str) -> None:
-        """End a request: its iteration ends without a finished result. An id of no request is ignored, as in vLLM."""
+        """End a request: its iteration stops without a finished result. An unknown id is ignored, as in vLLM."""
         if (reader := self._readers.get(request_id)) is not None:
             reader.is_aborted = True
             reader.event.set()
@@ -726,7 +762,7 @@ class AsyncLLM:
 
 @dataclasses.dataclass(eq=False)
 class _Reader:
-    """The iteration that waits for a request of an `AsyncLLM`."""
+    """Asynchronous iterator over the results of one request of an `AsyncLLM`."""
 
     loop: asyncio.AbstractEventLoop
     event: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
@@ -734,7 +770,7 @@ class _Reader:
     is_aborted: bool = False
 
     def wake(self) -> None:
-        """Wake it, from any thread."""
+        """Wake the iteration, from any thread."""
         with suppress(RuntimeError):  # its event loop was closed in the middle of the iteration
             self.loop.call_soon_threadsafe(self.event.set)
 
@@ -754,7 +790,7 @@ class _AnswerSoFar:
     text: str = ""
 
     def read(self) -> Output:
-        """SpecDecError if the request failed."""
+        """The result so far; SpecDecError if the request failed."""
         progress, sequence = self.handle.progress, self.handle.sequence
         if progress.error is not None:
             raise progress.error
@@ -773,7 +809,9 @@ class _AnswerSoFar:
 
 
 def _own_names(options: Mapping[str, Any]) -> EngineOptions:
-    """Options by our names; TypeError for a name that is none, UsageError for an option under both of its names."""
+    """Options under our names; TypeError for an unknown name, UsageError for an option given under both of its
+    names.
+    """
     engine: dict[str, Any] = {}
     for name, value in options.items():
         if name not in EngineOptions.__annotations__:
@@ -781,7 +819,9 @@ def _own_names(options: Mapping[str, Any]) -> EngineOptions:
             raise TypeError(f"LLM.__init__() got an unexpected keyword argument '{name}'{instead}")
         own = _OF_VLLM.get(name, name)
         if own in engine:
-            raise UsageError(f"{own} and {name} are one option: {engine[own]}, {value}", hint="give one of them")
+            raise UsageError(
+                f"{own} and {name} are two names of one option: {engine[own]}, {value}", hint="give one of them"
+            )
         engine[own] = value
     return cast(EngineOptions, engine)
 
@@ -799,14 +839,14 @@ def _show_progress(num_outputs: int, stack: ExitStack) -> OnTokens:
 
 
 def _draft_output(options: dict[str, Any]) -> DraftOutputSettings:
-    """Take the options of layers that draft."""
+    """Take out of the options those about the output layer and the other layers that draft."""
     vocab, *others = (options.pop(f"draft_{name}", None) for name in ("vocab", "vocab_size", "output_layer", "layers"))
     return DraftOutputSettings(None if vocab is None else str(vocab), *others)
 
 
 def _within_vocabulary(end_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
-    """End ids within the vocabulary, with a warning for the others: a class of transformers has one by default,
-    whatever the vocabulary.
+    """The end ids within the vocabulary, with a warning for the others: some of transformers' config classes have a
+    default end id, whatever the vocabulary.
     """
     foreign = sorted(i for i in end_ids if i >= vocab_size)
     if foreign:
@@ -823,7 +863,7 @@ def _tell_what_is_not_done(defaults: ModelDefaults) -> None:
 
 
 def _check_tp_size(wanted: int | None, found: int) -> None:
-    """UsageError where an engine is not split as it is asked to be; None asks for nothing."""
+    """UsageError if the engine is not split as asked; None asks for nothing."""
     if wanted not in (None, found):
         raise UsageError(
             f"the engine has tp_size {found}, and not: tensor_parallel_size {wanted}",
@@ -832,10 +872,13 @@ def _check_tp_size(wanted: int | None, found: int) -> None:
 
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[str | Seq[int]]:
-    """One prompt is a list of one; a list of ids is one prompt. UsageError for what is neither one nor several."""
+    """The prompts as a list: one prompt becomes a list of one, and a list of ids is one prompt. UsageError for anything
+    else.
+    """
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise UsageError(
-            f"prompts are texts, token ids, or a list of those: {str(prompts)[:100]}", hint="give a text, or a list"
+            f"prompts must be a text, a list of token ids, or a list of several prompts: {str(prompts)[:100]}",
+            hint="give a text, or a list",
         )
     if isinstance(prompts, str | Mapping):
         return [_content_of(prompts)]
@@ -844,13 +887,13 @@ def _as_list(prompts: Prompt | Seq[Prompt]) -> list[str | Seq[int]]:
 
 
 def _content_of(prompt: Any) -> Any:
-    """The text or the ids of a prompt in a dict; what is no dict is the prompt itself."""
+    """The text or ids of a prompt given as a dict; any other prompt unchanged."""
     if not isinstance(prompt, Mapping):
         return prompt
     if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
         raise UsageError(
             f"a prompt in a dict has `prompt` or `prompt_token_ids`, and nothing else: {str(dict(prompt))[:100]}",
-            hint='`{"prompt": "def area("}` is one',
+            hint='write `{"prompt": "def area("}`',
         )
     return next(iter(prompt.values()))
 
@@ -862,7 +905,7 @@ def _one_for_each(params: SamplingParams | Seq[SamplingParams] | None, num_promp
     if (other := next((one for one in found if not isinstance(one, SamplingParams)), None)) is not None:
         raise UsageError(
             f"sampling_params must be SamplingParams, or a list of them: {other!r:.100}",
-            hint="SamplingParams(temperature=0.7) is one",
+            hint="write SamplingParams(temperature=0.7)",
         )
     if len(found) != num_prompts:
         raise UsageError(

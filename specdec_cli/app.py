@@ -30,10 +30,12 @@ from commands.bench.command import bench
 from commands.build.command import build
 from commands.cache.command import list_engines, list_models, prune
 from commands.chat.command import chat
+from commands.check.command import check
 from commands.compare.command import compare
 from commands.convert.command import convert
 from commands.corpus.command import create, merge, stats
 from commands.doctor.command import doctor
+from commands.fingerprint.command import fingerprint
 from commands.integrity.command import verify
 from commands.launch.command import ARGUMENTS_OF_TOOL, launch
 from commands.options.foreign import Flags, without_foreign
@@ -43,6 +45,8 @@ from commands.options.spellings import empty_value, normalize_name, one_value_ea
 from commands.output.help import sort_by_panel
 from commands.output.output import fail, say_interrupted, warn
 from commands.output.short_help import overview, short_help
+from commands.predict.command import predict
+from commands.regress.command import regress
 from commands.run.command import run
 from commands.schema.command import schema
 from commands.serve.command import serve
@@ -121,6 +125,22 @@ _EXAMPLES = {
     doctor: (
         "specdec doctor demo --spec-decode-algo AUTO --input-file prompts.jsonl",
         "specdec doctor engine --profile tuned.json",
+    ),
+    check: (
+        "specdec check receipts.jsonl --model-dir demo",
+        "specdec check receipts.jsonl --engine-dir engine --report check.html",
+    ),
+    regress: (
+        "specdec regress --traces old.jsonl --engine-dir engine-int4 --against engine --report int4.html",
+        "specdec regress --traces receipts.jsonl --model-dir demo --max-diverged 2%",
+    ),
+    fingerprint: (
+        "specdec fingerprint --model-dir demo --json > here.json",
+        "specdec fingerprint --engine-dir engine --expect there.json",
+    ),
+    predict: (
+        "specdec predict --traces traces.jsonl --costs other-engine/config.json",
+        "specdec predict --traces traces.jsonl --costs other-engine/config.json --batch-size 4 --json",
     ),
     verify: ("specdec verify engine", "specdec verify ~/.cache/specdec --json"),
     schema: ("specdec schema", "specdec schema run > run.schema.json"),
@@ -247,7 +267,21 @@ class _CommandWithRest(_Command):
         return TyperCommand.parse_args(self, ctx, own)
 
 
-_COMPUTING = {"convert", "build", "run", "chat", "serve", "batch", "summarize", "tune", "train", "doctor"}
+_COMPUTING = {
+    "convert",
+    "build",
+    "run",
+    "chat",
+    "serve",
+    "batch",
+    "summarize",
+    "tune",
+    "train",
+    "doctor",
+    "check",
+    "regress",
+    "fingerprint",
+}
 _SHOWS_ALL = "specdec.shows_all_flags"
 
 
@@ -281,7 +315,7 @@ app = typer.Typer(
     name="specdec",
     cls=_Group,
     help="Speculative decoding for Hugging Face models: convert, build, run, chat, serve, launch, batch, summarize, "
-    "compare, tune, train, doctor; corpora; the cache; verify; schema; bench.",
+    "compare, tune, train, doctor, check, regress, fingerprint, predict; corpora; the cache; verify; schema; bench.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -324,6 +358,10 @@ for _command in (
     tune,
     train,
     doctor,
+    check,
+    regress,
+    fingerprint,
+    predict,
     verify,
     schema,
     bench,
@@ -399,8 +437,8 @@ def is_spare() -> bool:
     num_processes, num_here = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if num_processes > num_here:
         raise SpecDecError(
-            f"the ranks of an engine are on one machine, and torchrun has {num_processes // num_here}",
-            hint="`torchrun --nnodes 1`; `specdec batch --ray` has many machines answer",
+            f"all ranks of an engine run on one machine, and torchrun's machines are {num_processes // num_here}",
+            hint="use `torchrun --nnodes 1`; `specdec batch --ray` answers on many machines",
         )
     if num_processes > 1 and os.environ.get("OMP_NUM_THREADS") == "1":
         del os.environ["OMP_NUM_THREADS"]  # torchrun's, for processes that all compute

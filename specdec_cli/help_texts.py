@@ -36,6 +36,8 @@ Look after
   cache      list the engines, and remove the oldest
   verify     compare files with their checksums
   schema     print the JSON schema of a command's `--json` document
+Others
+  check, fingerprint, predict, regress
 --version (-V); --debug shows tracebacks; --install-completion completes words
 """,
     "run": """\

@@ -31,13 +31,13 @@ NEVER_IN_RUNTIME = {"typer", "click", "rich", "datasets", "evaluate"}
 # The rooms of `runtime` from the bottom: a room imports itself and those before it, inside functions and for types too.
 ROOMS = (
     *("util", "checkpoint", "kernels", "core", "text", "model", "compiler", "engine", "drafters", "loop", "builder"),
-    *("llm", "measure", "training"),
+    *("proof", "llm", "measure", "training"),
 )
 # The same for `commands`: what commands share, then the commands. A command may import those that stand before it.
 SHARED_ROOMS = ("output", "options", "inputs")
 COMMANDS = (
     *("build", "cache", "convert", "corpus", "integrity", "run", "chat", "serve", "launch", "batch", "bench"),
-    *("summarize", "compare", "doctor", "train", "tune", "schema"),
+    *("summarize", "compare", "doctor", "train", "tune", "check", "regress", "fingerprint", "predict", "schema"),
 )
 ROOT_ENTRIES = {*ROOMS[:-3], "llm.py", "measure", "training", "demo", "__init__.py", "py.typed"}
 

@@ -45,6 +45,7 @@ NO_FLAGS = {
     "penalize_prompt",
     "logit_bias",
     "return_token_ids",
+    "receipt",
 }
 
 

@@ -1,8 +1,8 @@
 """An opened model that answers the requests of a batch file, many at a time, as the server answers its clients'.
 
-A result says what its request and the model determine, and nothing else: no time, no random id, nothing of how it was
-drafted or what was found in the cache. So it is the same bytes whenever and wherever it is made. A `Job` is what
-results depend on, and how the model is opened, here or on another machine.
+A result depends on its request and the model alone: it has no time, no random id, and no word of drafts or of what was
+found in the cache. So it is the same bytes whenever and wherever it is made. A `Job` holds everything results depend
+on, and how the model is opened, here or on another machine.
 """
 
 import asyncio
@@ -36,6 +36,7 @@ from runtime.drafters.speculation import Speculation
 from runtime.llm import LLM
 from runtime.loop.serving import LoopLimits, RequestHandle, ServeRequest, ServingLoop, StepFailed
 from runtime.loop.session import Session
+from runtime.proof.records import Fingerprint
 from runtime.util.cache import digest, read_digest
 from runtime.util.errors import SpecDecError, UsageError
 
@@ -46,7 +47,7 @@ _OF_STREAMS = ("stream", "return_token_kinds")
 
 @dataclass(frozen=True)
 class Counts:
-    """Costs of answers, which no result contains."""
+    """What answering has cost; no result contains it."""
 
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
@@ -85,13 +86,27 @@ class Pending:
 class BatchModel:
     """Answers requests in the running batch of a loop; `close` it."""
 
-    def __init__(self, llm: LLM, session: Session, names: tuple[str, ...], defaults: BatchDefaults) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        session: Session,
+        names: tuple[str, ...],
+        defaults: BatchDefaults,
+        *,
+        with_receipts: bool = False,
+    ) -> None:
         check_can_serve(llm)
+        llm.fingerprint  # noqa: B018  # it is kept: every result has it
+        self._with_receipts = with_receipts
         loop = ServingLoop(session, LoopLimits(_MAX_QUEUE_LEN, max_gap_s=math.inf), _notify)  # nobody waits for a token
         values = llm.model_defaults.sampling | defaults.sampling | defaults.form.params
         self._served = ServedModel(llm, loop, names, 0, prepare_chat(llm), values)
         self._texts, self._defaults = TokenTexts(self._served), defaults
         loop.start()
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return self._served.fingerprint
 
     @property
     def window(self) -> int:
@@ -100,7 +115,7 @@ class BatchModel:
 
     @property
     def failure(self) -> SpecDecError | None:
-        """Why the engine answers nothing any more; None while it does."""
+        """Why the engine no longer answers; None while it does."""
         return self._served.loop.failure
 
     def close(self) -> None:
@@ -149,7 +164,7 @@ class BatchModel:
         reply = self._reply(pending).document()
         reply |= {"id": f"{reply['id'].partition('-')[0]}-{pending.request.id.rpartition('_')[2]}", "created": 0}
         reply["usage"] = {name: reply["usage"][name] for name in _USAGE}
-        del reply["metrics"]
+        del reply["metrics"], reply["system_fingerprint"]  # of this machine; with receipts they name it
         line = result_line(pending.request, 200, reply, None)
         return Outcome(pending.request.id, line, _counts(pending.answers))
 
@@ -168,23 +183,26 @@ class BatchModel:
         raise HTTPError(404, what)
 
     def _completed(self, body: Any, request: BatchRequest) -> Any:
-        """The body with what it leaves to us: the number of tokens, and a seed of its own."""
+        """The body, with the number of tokens and the seed filled in if the client left them out."""
         for name in _OF_STREAMS:
             if getattr(body, name):
-                raise HTTPError(400, f"a batch is answered whole: `{name}`", param=name, code="unsupported")
+                raise HTTPError(400, f"a batch cannot stream its answers: `{name}`", param=name, code="unsupported")
         self._served.check_name(body.model)
         changes: dict[str, Any] = {}
         if body.seed is None:
             changes["seed"] = seed_of(request.custom_id, self._defaults.random_seed)
         if body.max_tokens is None and getattr(body, "max_completion_tokens", None) is None:
             changes["max_tokens"] = self._defaults.max_output_len
+        if self._with_receipts:
+            changes["receipt"] = True
         return body.model_copy(update=changes)
 
     def _reply(self, pending: Pending) -> CompletionReply | ChatReply:
+        name = pending.request.custom_id
         if isinstance(pending.body, CompletionRequest):
-            return CompletionReply(self._served, pending.body, pending.answers, self._texts)
+            return CompletionReply(self._served, pending.body, pending.answers, self._texts, name)
         assert isinstance(pending.body, ChatRequest)
-        return ChatReply(self._served, pending.body, pending.answers, self._texts)
+        return ChatReply(self._served, pending.body, pending.answers, self._texts, name)
 
 
 class OwnCrew:
@@ -219,7 +237,7 @@ def seed_of(custom_id: str, random_seed: int) -> int:
 
 
 def failed_outcome(request: BatchRequest, failure: str) -> Outcome:
-    """The end of a request that fails again and again by itself."""
+    """The outcome of a request that fails every time, also alone."""
     return _failed(request, HTTPError(500, failure, code="internal_error"))
 
 
@@ -264,6 +282,8 @@ class Job:
     choice: EngineChoice
     names: tuple[str, ...]
     defaults: BatchDefaults
+    with_receipts: bool = False
+    """True if every result has receipts."""
 
     def with_choice(self, choice: EngineChoice) -> "Job":
         return replace(self, choice=choice)
@@ -272,7 +292,7 @@ class Job:
     def opened(self) -> Iterator[BatchModel]:
         """The model with its loop; SpecDecError if it cannot be opened."""
         with open_setup(self.choice) as setup:
-            model = BatchModel(setup.llm, setup.session, self.names, self.defaults)
+            model = BatchModel(setup.llm, setup.session, self.names, self.defaults, with_receipts=self.with_receipts)
             try:
                 yield model
             finally:
@@ -292,6 +312,8 @@ class Job:
         parts = [model_digest(self.choice.engine_dir, self.choice.tokenizer_dir), *self.names, repr(self.defaults)]
         if self.defaults.form.params:
             parts.append(repr(self.defaults.form))
+        if self.with_receipts:
+            parts.append("receipts")
         if speculation.may_draw_by_probs:
             parts += [repr(speculation.drafters), self.draft_len_mode]
         return digest(parts)
@@ -310,15 +332,15 @@ def model_digest(engine_dir: Path, tokenizer_dir: Path | None) -> str:
 
 
 def check_same_everywhere(speculation: Speculation) -> None:
-    """UsageError for drafts that choose what is sampled, and are not the same whenever they are made."""
+    """UsageError for drafts that decide which tokens are sampled and would differ from run to run."""
     if not speculation.draws_by_probs:
         return
     shares, is_auto = speculation.shares_pool, speculation.draft_len_mode == "auto"
     for is_so, what in ((shares, "a public pool"), (is_auto, "`--draft-len-mode auto`")):
         if is_so:
             raise UsageError(
-                f"with use_logits drafts affect the samples, so runs would differ with {what}",
-                hint="leave one of the two out",
+                f"with use_logits the drafts decide which tokens are sampled, so two runs would differ with {what}",
+                hint=f"leave `use_logits` or {what} out",
             )
 
 

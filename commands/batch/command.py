@@ -44,7 +44,8 @@ def batch(
     cluster.check()
     engine.check_is_leader("a batch")
     check_readable([files.input_file])
-    check_output_files([files.output_file], [files.input_file, *engine.leader.paths])
+    outputs = [files.output_file, *([] if files.receipts is None else [files.receipts])]
+    check_output_files(outputs, [files.input_file, *engine.leader.paths])
     choice = engine.choose(SamplingParams(), model.max_num_tokens, "leader")
     choice.check_tokenizer()
 

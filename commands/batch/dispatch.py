@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from commands.output.output import warn
+from runtime.proof.records import Fingerprint, differences
+from runtime.util.errors import SpecDecError
+
 _MAX_LOST = 2
 
 
@@ -24,7 +28,7 @@ _Answered = TypeVar("_Answered", bound=Identified, covariant=True)
 
 @dataclass(frozen=True)
 class NotAnswered:
-    """A request that came to nothing, perhaps by no fault of its own."""
+    """A request without an answer, perhaps through no fault of its own."""
 
     id: str
     failure: str
@@ -33,24 +37,26 @@ class NotAnswered:
 
 
 class Crew(Protocol[_Asked, _Answered]):
-    """Workers, as many as there are."""
+    """All workers."""
 
     @property
     def num_free(self) -> int:
-        """Requests that they would take now."""
+        """Number of requests that the workers would take now."""
         ...
 
     def send(self, request: _Asked) -> None: ...
 
     def receive(self) -> Iterable[_Answered | NotAnswered]:
-        """Wait until something has happened; what came, if anything. SpecDecError if no worker is left."""
+        """Wait for an event and return what arrived, if anything. SpecDecError if no worker is left."""
         ...
 
 
 def answer_all(
     crew: Crew[Request, Outcome], requests: Iterator[Request], give_up: Callable[[Request, str], Outcome]
 ) -> Iterator[Outcome]:
-    """An outcome for each request, in the order in which they come; `give_up` makes one of what fails by itself."""
+    """Yield an outcome for each request, in the order in which they arrive; `give_up` makes the outcome of a request
+    that fails alone.
+    """
     waiting = _Waiting(requests)
     sent: dict[str, Request] = {}
     while sent or waiting.has_more:
@@ -83,7 +89,7 @@ class _Waiting(Generic[Request]):
         return bool(self._next or self._again or self._suspects)
 
     def next(self, *, is_idle: bool) -> Request | None:
-        """Next request to send: while there are suspects none, until no worker is busy, and then one of them."""
+        """Next request to send. While there are suspects, none until no worker is busy, and then one suspect alone."""
         if (self._suspects or self._alone is not None) and not is_idle:
             return None
         self._alone = self._suspects.popleft() if self._suspects else None
@@ -102,3 +108,16 @@ class _Waiting(Generic[Request]):
         self._num_lost[request.id] += 1
         is_bad_luck = is_lost and self._num_lost[request.id] <= _MAX_LOST
         (self._again if is_bad_luck else self._suspects).append(request)
+
+
+def check_same_bits(worker: str, theirs: Fingerprint, ours: Fingerprint, *, allow_mixed: bool) -> None:
+    """SpecDecError for a worker whose engine gives other bits than the first worker's; a warning if it may.
+
+    Results would depend on which of the two made them.
+    """
+    if theirs.logits == ours.logits:
+        return
+    what = f"workers give different bits, {worker}: {'; '.join(differences(theirs, ours))}"
+    if not allow_mixed:
+        raise SpecDecError(what, hint="use machines of one kind; or `--allow-mixed`")
+    warn(what)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from commands.options.sampling_flags import FormOptions
+from commands.options.shared import Receipts
 from commands.output.help import INPUT, OUTPUT, SAMPLING, option
 from runtime.core.params import SamplingConfig, SamplingParams
 from runtime.util.errors import SpecDecError, UsageError
@@ -32,6 +33,8 @@ class BatchFiles:
             "-o",
         ),
     ]
+
+    receipts: Receipts = None
 
     def check(self) -> None:
         """SpecDecError unless the requests can be read twice, and the results are another file."""

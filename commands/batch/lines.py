@@ -63,7 +63,7 @@ class RequestFile:
     places: list[Place]
 
     def read(self, places: Sequence[Place]) -> Iterator[BatchRequest]:
-        """Requests at these places; SpecDecError if the file is no longer what it was."""
+        """Read the requests at these places; SpecDecError if the file has changed."""
         try:
             with self.path.open("rb") as file:
                 for place in places:
@@ -80,7 +80,7 @@ class RequestFile:
 
 
 def look_through(path: Path, job: str) -> RequestFile:
-    """SpecDecError names the line of what is no request, or has the `custom_id` of another."""
+    """Check the file; SpecDecError names a line that is not a request, or that has the `custom_id` of another line."""
     places: list[Place] = []
     lines: dict[str, int] = {}
     start = 0
@@ -98,7 +98,7 @@ def look_through(path: Path, job: str) -> RequestFile:
                     first = lines.setdefault(request.custom_id, number)
                     if first != number:
                         raise SpecDecError(
-                            f"lines {first} and {number} have one `custom_id`, {shown(request.custom_id)}: {path}",
+                            f"lines {first} and {number} have the same `custom_id`, {shown(request.custom_id)}: {path}",
                             hint="give each request its own",
                         )
                     places.append(Place(request.id, request.custom_id, number, start, len(line)))
@@ -116,7 +116,8 @@ def parse_line(line: bytes, number: int, path: Path, job: str) -> BatchRequest |
         text = line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
         raise SpecDecError(
-            f"not UTF-8 text at line {number}, byte {error.start + 1} of it: {path}", hint="save the file as UTF-8"
+            f"not UTF-8 text at line {number}, byte {error.start + 1} of that line: {path}",
+            hint="save the file as UTF-8",
         ) from None
     if not text.strip():
         return None
@@ -126,7 +127,7 @@ def parse_line(line: bytes, number: int, path: Path, job: str) -> BatchRequest |
     request = _openai_request(row) if "body" in row or "url" in row else _plain_request(row, number)
     for name, value in zip(("custom_id", "method", "url"), request, strict=False):
         if not isinstance(value, str) or not value or not _is_writable(value):
-            raise SpecDecError(f"`{name}` on line {number} is no text, {shown(value)}: {path}", hint=_FORM)
+            raise SpecDecError(f"`{name}` on line {number} is not text, {shown(value)}: {path}", hint=_FORM)
     if request[3] is None:
         raise SpecDecError(f"line {number} has neither a `body` nor a `prompt`: {path}", hint=_FORM)
     asked = json.dumps(request, sort_keys=True)
@@ -138,7 +139,7 @@ def _openai_request(row: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
 
 
 def _plain_request(row: dict[str, Any], number: int) -> tuple[Any, Any, Any, Any]:
-    """A body without what OpenAI has around it; its name, if it has none, is its line's."""
+    """A request from a plain prompt, without OpenAI's wrapper; without a name it gets its line number."""
     body = {name: value for name, value in row.items() if name != "custom_id"}
     url = next((url for name, url in _URLS.items() if name in body), None)
     return row.get("custom_id", f"line-{number}"), "POST", url or "none", None if url is None else body
@@ -207,7 +208,7 @@ class Results:
         return [place for place in self._places if place.id not in self._lines]
 
     def append(self, request_id: str, line: bytes, *, is_error: bool) -> None:
-        """Keep a result: after a kill it is there, and after a power failure if it is older than a second."""
+        """Append a result: it survives a kill, and after a second also a power failure."""
         if request_id in self._lines:
             return
         self._file.write(line + b"\n")
@@ -232,7 +233,7 @@ class Results:
         self._partial.unlink()
 
     def leave(self) -> None:
-        """Let nothing behind where nothing was done."""
+        """Remove the partial file if nothing was written to it."""
         if os.fstat(self._file.fileno()).st_size:  # an interrupt may have come right after a line was written
             self.flush()
         else:
@@ -328,7 +329,7 @@ def _locked(path: Path) -> Iterator[BinaryIO]:
 
 
 def _result_of(line: bytes) -> _Result | None:
-    """The result on a whole line; None for one that is torn, or no result."""
+    """The result on a complete line; None for a torn line, or another content."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -347,6 +348,6 @@ def _is_torn(line: bytes) -> bool:
 
 def _not_ours(path: Path, reason: str) -> SpecDecError:
     return SpecDecError(
-        f"the results are of another file of requests, or of other settings ({reason}): {path}",
+        f"the results belong to another file of requests, or to other settings ({reason}): {path}",
         hint="choose another file for the results, or remove this one",
     )

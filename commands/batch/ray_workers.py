@@ -19,7 +19,7 @@ import torch
 from ray.exceptions import RayActorError, RayError
 
 from commands.batch.answering import model_digest
-from commands.batch.dispatch import Crew, NotAnswered
+from commands.batch.dispatch import Crew, NotAnswered, check_same_bits
 from commands.options.engine_choice import EngineChoice
 from commands.options.sessions import engines_made
 from commands.options.shared import ClusterOptions
@@ -27,6 +27,7 @@ from commands.output.output import Output, warn
 from runtime.builder.engine_cache import engine_of_checkpoint
 from runtime.checkpoint.bundle import read_bundle
 from runtime.checkpoint.config import BuildConfig
+from runtime.proof.records import Fingerprint
 from runtime.util.errors import SpecDecError
 
 _DEFAULT_NUM_WORKERS = 2
@@ -40,6 +41,11 @@ class Model(Protocol):
     @property
     def window(self) -> int:
         """Requests that it takes at a time."""
+        ...
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """The engine's: workers whose bits differ do not share a work."""
         ...
 
     @property
@@ -89,6 +95,7 @@ class Opened:
 
     worker: str
     window: int = 0
+    fingerprint: Fingerprint | None = None
     error: str | None = None
     hint: str | None = None
 
@@ -117,7 +124,7 @@ class Worker:
             self._model = self._stack.enter_context(open_anywhere(work, wanted, build))
         except SpecDecError as error:
             return Opened(self._name, error=f"{error.message} (on {socket.gethostname()})", hint=error.hint)
-        return Opened(self._name, self._model.window)
+        return Opened(self._name, self._model.window, self._model.fingerprint)
 
     async def answer(self, request: Any) -> Any:
         assert self._model is not None
@@ -154,8 +161,8 @@ def open_anywhere(work: WorkerJob, wanted: str, build: BuildConfig) -> Iterator[
 def _open_same(job: Job, engine_dir: Path, wanted: str) -> Iterator[Model]:
     if model_digest(engine_dir, job.choice.tokenizer_dir) != wanted:
         raise SpecDecError(
-            f"this machine has another model than the one the work was begun with: {engine_dir}",
-            hint="give it the same one",
+            f"this machine's model differs from the model that the work began with: {engine_dir}",
+            hint="put the same model on every machine",
         )
     with job.with_choice(replace(job.choice, engine_dir=engine_dir)).opened() as model:
         yield model
@@ -188,8 +195,11 @@ class _Member:
 class RayCrew:
     """The workers of a cluster, as they come and go."""
 
-    def __init__(self, work: WorkerJob, num_workers: int, num_cpus: int) -> None:
-        self._num_workers, self._num_cpus = num_workers, num_cpus
+    def __init__(self, work: WorkerJob, num_workers: int, num_cpus: int, *, allow_mixed: bool = False) -> None:
+        """`allow_mixed`: engines of workers may give different bits, so that results depend on who made them."""
+        self._num_workers, self._num_cpus, self._allow_mixed = num_workers, num_cpus, allow_mixed
+        self._fingerprint: Fingerprint | None = None
+        """Fingerprint of the first worker."""
         session = work.job.choice
         config = read_bundle(session.engine_dir).config
         self._on_gpu = config.environment.device == "cuda"
@@ -250,6 +260,9 @@ class RayCrew:
 
     def _let_in(self, member: _Member, opened: Opened) -> None:
         if opened.error is None:
+            if self._fingerprint is not None and opened.fingerprint is not None:
+                check_same_bits(opened.worker, opened.fingerprint, self._fingerprint, allow_mixed=self._allow_mixed)
+            self._fingerprint = self._fingerprint or opened.fingerprint
             member.worker, member.window = opened.worker, opened.window
             return
         self._members.remove(member)
@@ -283,7 +296,7 @@ def ray_crew(work: WorkerJob, options: ClusterOptions, num_requests: int) -> Ite
     with connected(options.ray):
         num_cpus = options.cpus_per_worker or _equal_share(num_workers)
         _check_room(num_cpus)
-        crew = RayCrew(work, num_workers, num_cpus)
+        crew = RayCrew(work, num_workers, num_cpus, allow_mixed=options.allow_mixed)
         crew.wait_until_one_is_open()
         yield crew
 
@@ -326,7 +339,7 @@ def _check_room(num_cpus: int) -> None:
     most = max(_cpus_of_machines())
     if num_cpus > most:
         raise SpecDecError(
-            f"no machine of the cluster has enough cores for a worker, {most:g} at most: {num_cpus}",
+            f"no machine of the cluster has enough cores for a worker, the largest has {most:g}: {num_cpus}",
             hint="lower `--cpus-per-worker`",
         )
 

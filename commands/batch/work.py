@@ -1,6 +1,7 @@
 """Work of `batch` after its flags are checked: the engine, the workers, the results; the JSON document, or a table."""
 
 import dataclasses
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,7 +26,10 @@ from commands.output.documents.settings import grammar_record
 from commands.output.output import Output, number, percent
 from commands.output.progress import Advance
 from runtime.core.params import SamplingParams
+from runtime.proof.receipts import rows_in
+from runtime.proof.records import line_of
 from runtime.util.errors import SpecDecError
+from runtime.util.files import new_file
 
 
 @dataclass
@@ -128,13 +132,16 @@ def start_batch(
     if speculation.draft_len_mode is None and speculation.may_draw_by_probs:
         speculation = speculation.in_mode("fixed")  # or interrupted batches would not end as others do
     with engines_made(replace(choice, speculation=speculation), output) as made:
-        job = Job(made, names, defaults)
+        job = Job(made, names, defaults, with_receipts=files.receipts is not None)
         open_crew: OpenCrew = partial(_own_crew, job)
         if cluster.ray is not None:
             from commands.batch.ray_workers import WorkerJob, ray_crew
 
             open_crew = partial(ray_crew, WorkerJob(job, cluster.checkpoint_dir), cluster)
         report = run_batch(files.input_file, files.output_file, job.digest(), open_crew, output)
+    if files.receipts is not None:
+        _write_receipts(files.output_file, files.receipts)
+        output.result(f"receipts written: {files.receipts}")
     document = batch_document(report, files, job, cluster)
     show(document, report.num_failed_before, output)
     if report.num_failed:
@@ -157,7 +164,8 @@ def run_batch(
     open_crew: Callable[[int], AbstractContextManager[Crew[BatchRequest, Outcome]]],
     output: Output,
 ) -> Report:
-    """Answer what has no result yet; nothing is opened if there is nothing. SpecDecError for results of another job.
+    """Answer the requests that have no result yet; opens no model if there are none. SpecDecError for results of
+    another job.
 
     `open_crew` is called with the number of requests.
     """
@@ -181,6 +189,14 @@ def run_batch(
     return report
 
 
+def _write_receipts(results: Path, receipts: Path) -> None:
+    """The receipts in the lines of the results; the file is whole or as it was."""
+    with new_file(receipts, replace=True) as written, written.open("wb") as file, results.open("rb") as lines:
+        for line in lines:
+            for row in rows_in(json.loads(line)):
+                file.write(line_of(row).encode())
+
+
 def _answer(
     crew: Crew[BatchRequest, Outcome],
     requests: Iterator[BatchRequest],
@@ -201,7 +217,8 @@ def _answer(
 def _finish(results: Results) -> None:
     if results.missing:  # our own mistake, which must not become a file that looks whole
         raise SpecDecError(
-            f"requests have no result: {len(results.missing)}", hint="start the command again: it goes on"
+            f"requests have no result: {len(results.missing)}",
+            hint="run the command again: it answers the requests that have no result",
         )
     results.finish()
 

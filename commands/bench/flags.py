@@ -137,7 +137,9 @@ class BenchServer:
         if self.named is not None and self.model is not None:
             raise UsageError(f"`{self.named}` and `--model` both name a model: {self.model}", hint="leave one out")
         if not self.base_url.startswith(("http://", "https://")):
-            raise UsageError(f"`--base-url` is no HTTP address: {self.base_url}", hint="http://127.0.0.1:8000 is one")
+            raise UsageError(
+                f"`--base-url` is no HTTP address: {self.base_url}", hint="write it as http://127.0.0.1:8000"
+            )
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
             raise UsageError("`--api-key` has characters that no header can hold", hint="check what was pasted")
 
@@ -199,8 +201,7 @@ class BenchPrompts:
                 )
         if self.input_len is not None and self.dataset != RANDOM:
             raise UsageError(
-                f"`--input-len` is for `--dataset random`, and the prompts are those of {self.source}: "
-                f"{self.input_len}",
+                f"`--input-len` is for `--dataset random`, and the prompts come from {self.source}: {self.input_len}",
                 hint="leave it out",
             )
 
@@ -246,7 +247,9 @@ class BenchTraffic:
 
     def check(self) -> None:
         if not self.request_rate > 0:
-            raise UsageError(f"`--request-rate` must be more than 0: {self.request_rate}", hint="`inf` has no limit")
+            raise UsageError(
+                f"`--request-rate` must be more than 0: {self.request_rate}", hint="`inf` sends all requests at once"
+            )
         if not math.isfinite(self.temperature):
             raise UsageError(f"`--temperature` is no number: {self.temperature}", hint="0 is greedy")
         assert isinstance(self.extra, dict)

@@ -222,8 +222,9 @@ class BuildOptions:
         self.draft_output.settings.check(self.heads, has_copy=self.self_draft != "none")
         if self.self_draft_group_size is not None and self.self_draft == "none":
             raise UsageError(
-                f"`--self-draft-group-size` is of the copy that drafts: {self.self_draft_group_size}",
-                hint="`--self-draft int4` puts one into the engine",
+                "`--self-draft-group-size` is for the copy that drafts, which needs `--self-draft`: "
+                f"{self.self_draft_group_size}",
+                hint="`--self-draft int4` puts a copy into the engine",
             )
         if self.self_draft_group_size == 0:
             raise UsageError("a group has at least one input: --self-draft-group-size 0", hint="64 is the default")

@@ -128,7 +128,7 @@ class Conversation:
             fail(message_of(error), hint_of(error))
 
     def _turn(self) -> bool:
-        """Hear the model, and make the calls that the user allows; True if it is to go on with what they all gave."""
+        """Run one answer of the model and the calls that the user allows; True to go on with the calls' results."""
         said = joined(self._said(self._request()))
         message: Message = {"role": "assistant", "content": "".join(one.text for one in said if one.kind == "content")}
         if thought := "".join(one.text for one in said if one.kind == "reasoning"):
@@ -254,7 +254,9 @@ def calls_in(said: Seq[Said]) -> list[tuple[str, str]]:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Arguments for the template; none where they are no object, which their function says."""
+    """Arguments as an object for the template; empty if they are something else, which the function's answer
+    reports.
+    """
     try:
         found = json.loads(arguments)
     except ValueError:
@@ -268,7 +270,7 @@ def _box(name: str, arguments: str) -> Panel:
 
 
 def is_allowed() -> bool:
-    """True if the user has the call made: `y` or `yes`, on a line of its own where input is no terminal."""
+    """True if the user allows the call: `y` or `yes`, on its own line if input is not a terminal."""
     if sys.stdin.isatty() and sys.stdout.isatty():
         try:
             return typer.confirm("call it?", default=False)

@@ -26,9 +26,9 @@ def compare(
     document_a, document_b = read_document(a), read_document(b)
     if document_a["command"] != document_b["command"]:
         raise SpecDecError(
-            f"the documents are of different commands: {a} of `{document_a['command']}`, {b} of "
+            f"the documents come from different commands: {a} from `{document_a['command']}`, {b} from "
             f"`{document_b['command']}`",
-            hint="compare two of the same command",
+            hint="compare two documents of the same command",
         )
     document = compare_document(a, b, document_a, document_b)
     show(document, output)

@@ -139,7 +139,9 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def _said(error: ErrorDetails, data: Any) -> str:
-    """The place, the value there, and what is wrong with it. Names of types, which pydantic has among the keys, go."""
+    """The place of an error, the value there, and what is wrong with it, without the type names that pydantic puts
+    among the keys.
+    """
     place, message = "$", error["msg"].removeprefix("Input ").removeprefix("Value ").removeprefix("error, ")
     if not error["loc"]:
         return f"{place}: {message}"

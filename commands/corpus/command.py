@@ -44,7 +44,8 @@ class CorpusInputs:
         paths = [*(self.traces or []), *(self.text or [])]
         if not paths:
             raise UsageError(
-                "a corpus is made of traces or text", hint="`--traces FILE`, `--text FILE` or several of them"
+                "a corpus is made from traces or text, and none are given",
+                hint="give `--traces FILE`, `--text FILE` or several of these flags",
             )
         for path in self.text or []:
             if path.suffix.lower() not in (".txt", ".jsonl"):
@@ -112,7 +113,9 @@ def merge(
 ) -> None:
     """Merge several corpora into one."""
     if len(inputs) < 2:
-        raise UsageError(f"there is nothing to merge it with: {inputs[0]}", hint="name two corpora or more")
+        raise UsageError(
+            f"a merge needs two corpora or more, and there is one: {inputs[0]}", hint="name two corpora or more"
+        )
     corpus_file.check(inputs)
     resolved = [path.resolve() for path in inputs]
     twice = next((path for path in inputs if resolved.count(path.resolve()) > 1), None)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commands.options.drafter_flags import algorithm_flag, example_of
-from commands.options.leader_flags import LeaderOptions, ModelEngineOptions, ModelOptions
+from commands.options.leader_flags import LeaderOptions, ModelDir, ModelEngineOptions, ModelOptions
 from commands.options.model_word import ModelWord, is_surely_model, may_be_model, named_by
 from commands.options.shared import USUAL_ENGINE, TokenizerDir
 from commands.options.speculation_flags import SpeculationOptions
@@ -219,6 +219,28 @@ class EngineChoice:
         if self.tokenizer_dir is not None:
             return resolve_tokenizer(self.tokenizer_dir)
         return None if self.model_dir is None else resolve_model(self.model_dir)
+
+
+@dataclass(frozen=True)
+class TargetOptions:
+    """An engine, or a model to make one of, without a drafter."""
+
+    engine_dir: EngineDir = None
+    tokenizer_dir: TokenizerDir = None
+    model_dir: ModelDir = None
+    engines: ModelEngineOptions = field(default_factory=ModelEngineOptions)
+
+    def choose(self) -> EngineChoice:
+        """UsageError for flags that do not fit together; SpecDecError for what cannot be opened."""
+        models = ModelOptions(self.model_dir, self.engines)
+        models.check(self.engine_dir)
+        choice = EngineChoice(self.engine_dir or Path(USUAL_ENGINE), self.tokenizer_dir, mode="leader", models=models)
+        return choice.checked()
+
+    @property
+    def paths(self) -> list[Path]:
+        """Paths to read."""
+        return [path for path in (self.engine_dir, self.tokenizer_dir) if path is not None]
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,23 @@ MaxNumTokens = Annotated[
 OutputTraces = Annotated[
     Path | None, option(OUTPUT, "Write prompt and output ids as JSON lines, which `corpus create` reads.")
 ]
+Receipts = Annotated[
+    Path | None,
+    option(
+        OUTPUT,
+        "Write a receipt for each answer as a JSON line: all that its tokens follow from, for `specdec check`.",
+        metavar="FILE.jsonl",
+    ),
+]
+ReceiptIds = Annotated[
+    Literal["ids", "digests"] | None,
+    option(
+        OUTPUT,
+        "Token ids in receipts: `ids`, or `digests` of them alone; then a check needs the ids from elsewhere.",
+        shown="ids",
+        metavar="[ids|digests]",
+    ),
+]
 CheckLossless = Annotated[
     bool,
     option(
@@ -161,6 +178,16 @@ class ClusterOptions:
         ),
     ] = None
 
+    allow_mixed: Annotated[
+        bool,
+        option(
+            CLUSTER,
+            "Go on with workers whose engines give different bits (their fingerprints differ): results then depend on "
+            "which worker made them.",
+            "--allow-mixed",
+        ),
+    ] = False
+
     def check(self) -> None:
         """UsageError for what needs Ray, without it; SpecDecError if it is not installed."""
         if self.ray is None:
@@ -169,6 +196,8 @@ class ClusterOptions:
                 "--cpus-per-worker": self.cpus_per_worker,
                 "--checkpoint-dir": self.checkpoint_dir,
             }
+            if self.allow_mixed:
+                raise UsageError("`--allow-mixed` is for Ray's workers", hint="`--ray local` starts Ray here")
             for flag, value in flags.items():
                 if value is not None:
                     raise UsageError(f"`{flag}` is for Ray's workers: {value}", hint="`--ray local` starts Ray here")

@@ -154,9 +154,9 @@ def _say(label: str, style: str, message: str) -> None:
 
 
 def check_output_files(outputs: list[Path], inputs: list[Path], new_dir: Path | None = None) -> None:
-    """SpecDecError unless each file can be written, and neither takes the place of another nor of an input.
+    """SpecDecError unless each file can be written, and none overwrites another output or an input.
 
-    What is in `new_dir`, a directory that is going to be made, cannot be tried yet.
+    Files in `new_dir`, a directory that does not exist yet, cannot be tried.
     """
     resolved = [path.resolve() for path in outputs]
     for path, place in zip(outputs, resolved, strict=True):
@@ -170,7 +170,7 @@ def check_output_files(outputs: list[Path], inputs: list[Path], new_dir: Path | 
 
 
 def check_report(path: Path | None) -> None:
-    """UsageError for a page by the name of another kind of file."""
+    """UsageError for a page whose name is another kind of file's."""
     if path is not None and path.suffix.lower() not in ("", ".html", ".htm"):
         raise UsageError(f"`--report` writes HTML: {path}", hint=f"`--report {path.with_suffix('.html')}`")
 
@@ -236,7 +236,9 @@ def megabytes(num_bytes: int) -> str:
 
 
 def check_readable(paths: list[Path]) -> None:
-    """SpecDecError for one that is no file or cannot be read. Nothing is read: a pipe gives what it holds once."""
+    """SpecDecError for a path that is not a file or cannot be read. Reads nothing: a pipe gives its content
+    only once.
+    """
     for path in paths:
         check_regular(path)
         reason = None
@@ -256,7 +258,7 @@ class _Widths(NamedTuple):
 
 
 def fitted(table: Table, console: Console) -> RenderableType:
-    """The table, or what says the same in `console.width` columns. The title has lines of its own."""
+    """The table, or the same content in `console.width` columns. The title has its own lines."""
     if not table.title:
         return Group(*_with_blank_lines(_fitted(table, console)))
     untitled = copy(table)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from commands.options.sampling_flags import GenerationOptions
-from commands.options.shared import CheckLossless, OutputTraces, Report, Stats
+from commands.options.shared import CheckLossless, OutputTraces, ReceiptIds, Receipts, Report, Stats
 from commands.output.help import INPUT, OUTPUT, RUNTIME, SAMPLING, option
 from commands.output.output import Output, check_output_files, check_report, note
 from runtime.core.params import SamplingParams
@@ -124,6 +124,8 @@ class RunResults:
         ),
     ] = None
     output_traces: OutputTraces = None
+    receipts: Receipts = None
+    receipt_ids: ReceiptIds = None
     check_lossless: CheckLossless = False
     stats: Stats = "summary"
     show_tokens: Annotated[
@@ -141,6 +143,8 @@ class RunResults:
 
     def check(self, output: Output) -> None:
         """UsageError for what cannot be on stdout together, or is nowhere else."""
+        if self.receipt_ids is not None and self.receipts is None:
+            raise UsageError(f"`--receipt-ids` is for receipts: {self.receipt_ids}", hint="give `--receipts` too")
         if self.logprobs is not None and not output.json:
             raise UsageError(f"`--logprobs` is for the JSON document: {self.logprobs}", hint="give `--json` too")
         if self.streaming_interval is not None and not self.streaming:
@@ -166,5 +170,7 @@ class RunResults:
         logits = self.output_logits_npy
         if logits is not None and (logits.name in ("", "..") or logits.is_dir()):
             raise SpecDecError(f"cannot write the file (Is a directory): {logits}", hint="choose another path")
-        outputs = (self.output_csv, self.output_npy, self.logits_file, self.output_traces, self.report)
+        outputs = (
+            *(self.output_csv, self.output_npy, self.logits_file, self.output_traces, self.receipts, self.report),
+        )
         check_output_files([path for path in outputs if path is not None], inputs)

@@ -34,6 +34,7 @@ from runtime.core.request import Request, Sequence
 from runtime.llm import LLM
 from runtime.measure.text_steps import all_pieces, output_pieces, tokens_per_step
 from runtime.measure.tuning.search import fixed_lost
+from runtime.proof.receipts import write_receipts
 from runtime.text.chat import TemplateInputs
 from runtime.text.text import TextStream
 from runtime.text.traces import write_traces
@@ -171,7 +172,7 @@ def answer(setup: Setup, prompts: list[Prompt], inputs: RunInputs, results: RunR
             batch_size = setup.llm.bundle.config.build_config.max_batch_size
             for line in fixed_lost_line(fixed_lost(setup.session, generation.sequences, batch_size)):
                 output.result(line)
-        _write_files(prompts, generation, results, output)
+        _write_files(setup, prompts, generation, results, output)
     compared = _compare(setup, requests, generation, results, output) if results.check_lossless else None
     settings = {"max_input_length": inputs.max_input_length, "max_output_len": setup.params.max_tokens}
     document = run_document(
@@ -248,7 +249,9 @@ def _generate(
         return unanswered.finished, unanswered
 
 
-def _write_files(prompts: list[Prompt], generation: Generation, results: RunResults, output: Output) -> None:
+def _write_files(
+    setup: Setup, prompts: list[Prompt], generation: Generation, results: RunResults, output: Output
+) -> None:
     end_ids = generation.sequences[0].request.end_ids
     write_ids(generation.sequences, min(end_ids, default=0), results.output_csv, results.output_npy)
     if results.logits_file is not None:
@@ -256,6 +259,8 @@ def _write_files(prompts: list[Prompt], generation: Generation, results: RunResu
         output.result(f"logits written: {results.logits_file}")
     if results.output_traces is not None:
         write_traces(results.output_traces, [(s, prompts[s.request.id].category) for s in generation.sequences])
+    if results.receipts is not None:
+        write_receipts(results.receipts, generation.sequences, setup.llm.fingerprint, results.receipt_ids or "ids")
 
 
 def _compare(

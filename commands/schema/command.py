@@ -21,12 +21,13 @@ def schema(
 
     UsageError for a name that no document has.
     """
-    from commands.schema.schemas import DOCUMENTS, schema_of
+    from commands.schema.schemas import DOCUMENTS, LINES, schema_of
 
+    names = [*DOCUMENTS, *LINES]
     if name is None:
-        print("\n".join(DOCUMENTS))
+        print("\n".join(names))
         return
     known = name.replace("-", "_").replace(" ", "_")
-    if known not in DOCUMENTS:
-        raise UsageError(f"no JSON document has this name: {name}", hint=f"there are {', '.join(DOCUMENTS)}")
+    if known not in names:
+        raise UsageError(f"no JSON document has this name: {name}", hint=f"the names are {', '.join(names)}")
     sys.stdout.write(json.dumps(schema_of(known), indent=2, ensure_ascii=False) + "\n")

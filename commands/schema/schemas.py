@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict, TypeAdapter, create_model
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
 from commands.batch.document import BatchDocument
@@ -11,15 +11,20 @@ from commands.bench.work import BenchDocument
 from commands.build.report import BuildDocument, ConvertDocument
 from commands.cache.models import ListDocument
 from commands.cache.report import CacheListDocument, CachePruneDocument
+from commands.check.document import CheckDocument
 from commands.compare.report import CompareDocument
 from commands.corpus.report import CorpusDocument
 from commands.doctor.document import DoctorDocument
+from commands.fingerprint.report import FingerprintDocument
 from commands.integrity.report import VerifyDocument
 from commands.output.documents.records import Record
+from commands.predict.report import PredictDocument
+from commands.regress.document import RegressDocument
 from commands.run.document import RunDocument
 from commands.summarize.document import SummarizeDocument
 from commands.train.document import TrainDocument
 from commands.tune.document import TuneDocument
+from runtime.proof.records import Receipt
 
 DOCUMENTS: dict[str, type[Record]] = {
     "batch": BatchDocument,
@@ -27,11 +32,15 @@ DOCUMENTS: dict[str, type[Record]] = {
     "build": BuildDocument,
     "cache_list": CacheListDocument,
     "cache_prune": CachePruneDocument,
+    "check": CheckDocument,
     "compare": CompareDocument,
     "convert": ConvertDocument,
     "corpus": CorpusDocument,
     "doctor": DoctorDocument,
+    "fingerprint": FingerprintDocument,
     "list": ListDocument,
+    "predict": PredictDocument,
+    "regress": RegressDocument,
     "run": RunDocument,
     "summarize": SummarizeDocument,
     "train": TrainDocument,
@@ -39,6 +48,8 @@ DOCUMENTS: dict[str, type[Record]] = {
     "verify": VerifyDocument,
 }
 """Name of a schema -> record of the document: `cache_list` for `specdec cache list`; `corpus` prints one kind."""
+LINES = {"receipt": Receipt}
+"""Name of a schema -> class of a line of a file."""
 
 
 class _Schema(GenerateJsonSchema):
@@ -62,8 +73,18 @@ class _Schema(GenerateJsonSchema):
 
 
 def schema_of(name: str) -> dict[str, Any]:
-    """The JSON schema of the document `name`, a key of `DOCUMENTS`."""
-    schema = DOCUMENTS[name].model_json_schema(schema_generator=_Schema)
+    """The JSON schema of the document or line `name`, a key of `DOCUMENTS` or `LINES`."""
+    if name in LINES:
+        title, schema = f"specdec {name}", _schema_of_line(LINES[name])
+    else:
+        title = f"specdec {name.replace('_', ' ')} --json"
+        schema = DOCUMENTS[name].model_json_schema(schema_generator=_Schema)
     definitions = schema.pop("$defs", {})
-    title = f"specdec {name.replace('_', ' ')} --json"
     return {"$schema": _Schema.schema_dialect, **schema, "title": title, "$defs": definitions}
+
+
+def _schema_of_line(kind: type[Any]) -> dict[str, Any]:
+    """The schema that a dataclass has as a part of a record: without other keys."""
+    made = create_model("Holder", __base__=Record, line=(kind, ...)).model_json_schema(schema_generator=_Schema)
+    definitions: dict[str, Any] = made["$defs"]
+    return {**definitions.pop(kind.__name__), "$defs": definitions}

@@ -146,7 +146,9 @@ def _with_form(served: ServedModel, body: Generation, values: dict[str, Any]) ->
     (field, kind, value), *others = body.forms
     if others:
         names = " and ".join(dict.fromkeys(f"`{name}`" for name, *_ in body.forms))
-        raise HTTPError(400, f"an output has one form, and more are given: {names}", param=others[0][0])
+        raise HTTPError(
+            400, f"an output can have only one form, and the request gives several: {names}", param=others[0][0]
+        )
     form: dict[str, Any] = {kind: value}
     try:
         served.llm.grammar(SamplingParams(**form))

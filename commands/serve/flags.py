@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from commands.options.shared import ReceiptIds
 from commands.output.help import SERVER, option
+from commands.output.output import check_output_file
 from runtime.text.call_formats import named_reasoning_format, named_tool_format
 from runtime.util.errors import UsageError
 from runtime.util.files import check_regular
@@ -115,6 +117,15 @@ class ServerOptions:
             "--refuse-special-tokens",
         ),
     ] = False
+    receipts: Annotated[
+        Path | None,
+        option(
+            SERVER,
+            "Append a receipt of each answer to a file: all that its tokens follow from, for `specdec check`.",
+            metavar="FILE.jsonl",
+        ),
+    ] = None
+    receipt_ids: ReceiptIds = None
     allowed_origins: Annotated[
         list[str] | None,
         option(
@@ -129,6 +140,10 @@ class ServerOptions:
         and for the name of no format.
         """
         self._check_certificate()
+        if self.receipts is not None:
+            check_output_file(self.receipts)
+        elif self.receipt_ids is not None:
+            raise UsageError(f"`--receipt-ids` is for receipts: {self.receipt_ids}", hint="give `--receipts` too")
         if self.tool_call_parser is not None:
             named_tool_format(self.tool_call_parser)
         if self.reasoning_parser is not None:
@@ -136,11 +151,13 @@ class ServerOptions:
         keys = "key" if self.api_key is None else self.api_key
         for key in keys.split(","):
             if not (key.strip() and key.isascii() and key.isprintable()) or keys != keys.strip():
-                raise UsageError("an API key has characters that HTTP has no room for", hint="take letters and digits")
+                raise UsageError(
+                    "an API key has characters that an HTTP header cannot hold", hint="take letters and digits"
+                )
         for origin in self.allowed_origins or []:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise UsageError(
-                    f"`--allowed-origins` is no origin: {origin}",
+                    f"`--allowed-origins` is not an origin: {origin}",
                     hint="a scheme, a host and perhaps a port, without a path: https://chat.example.org:8000",
                 )
 

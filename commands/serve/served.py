@@ -10,6 +10,7 @@ from runtime.checkpoint.gguf.reader import is_gguf
 from runtime.checkpoint.tokenizer import Tokenizer
 from runtime.llm import LLM
 from runtime.loop.serving import ServingLoop
+from runtime.proof.records import Fingerprint
 from runtime.text.call_formats import (
     ReasoningFormat,
     ToolFormat,
@@ -49,6 +50,11 @@ class ServedModel:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """The engine's, which is known before the first request."""
+        return self.llm.fingerprint
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -93,7 +99,7 @@ class ServedModel:
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        """Their ids by what they are called, such as `</s>`."""
+        """Special tokens' ids by name, such as `</s>`."""
         return special_token_ids(self.tokenizer)
 
     @cached_property
@@ -127,11 +133,11 @@ class ServedModel:
 
     @property
     def max_text_len(self) -> int:
-        """Characters that as many tokens as there is room for can have."""
+        """Number of characters that the longest text of `max_model_len` tokens can have."""
         return self.max_model_len * self._longest_token
 
     def check_text_len(self, num_characters: int, param: str) -> None:
-        """HTTPError for a text that cannot be short enough, whatever its tokens are: before time is spent on it."""
+        """HTTPError for a text with more characters than any tokens that fit could have, before it is tokenized."""
         if num_characters > self.max_text_len:
             raise HTTPError(
                 400,
@@ -145,7 +151,7 @@ class ServedModel:
         if isinstance(texts, str):
             found = next((token for token in self.special_tokens if token and token in texts), None)
             if found is not None:
-                raise HTTPError(400, f"a text has a special token, {found!r}", param=param, code="special_token")
+                raise HTTPError(400, f"a text contains a special token, {found!r}", param=param, code="special_token")
         elif isinstance(texts, dict | list | tuple):
             for inner in texts.values() if isinstance(texts, dict) else texts:
                 self.check_has_no_special_token(inner, param)

@@ -25,6 +25,7 @@ from commands.serve.http.errors import HTTPError
 from commands.serve.http.request_log import RequestLog
 from commands.serve.http.routes import make_app
 from commands.serve.http.server import Address, Certificate, errors_logged, serve
+from commands.serve.receipts import OnProgress, logging_receipts
 from commands.serve.served import ServedModel, check_can_serve, prepare_chat
 from runtime.llm import LLM
 from runtime.loop.serving import LoopLimits, ServingLoop
@@ -38,10 +39,10 @@ _HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::\d*)?")
 
 
 class Guard:
-    """Compares the key in constant time, and refuses pages of other origins unless they are allowed.
+    """Checks a request's API key, in constant time, and refuses pages from other origins unless they are allowed.
 
-    A server that only its machine reaches is asked by that machine's names: a page whose own name leads there (DNS
-    rebinding) would be of the same origin.
+    A server that only its own machine can reach answers only to that machine's names: otherwise a page whose host name
+    leads there (DNS rebinding) would count as the same origin.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Guard:
         if origin is None or {origin.decode("latin-1"), "*"} & self._allowed_origins:
             return
         if origin.partition(b"://")[2] != headers.get(b"host", b""):
-            raise HTTPError(403, "pages of this origin may not ask here", code="origin_not_allowed")
+            raise HTTPError(403, "pages from this origin may not use this server", code="origin_not_allowed")
 
     def _check_key(self, given: bytes) -> None:
         is_right = [hmac.compare_digest(given, key) for key in self._expected]  # all of them, whichever it is
@@ -152,8 +153,12 @@ def open_served(
     has_chat_template = prepare_chat(llm)
     with suppress(SpecDecError):  # told to those who ask for one
         llm.grammars.prepare()
+    llm.fingerprint  # noqa: B018  # it is kept: every answer has it
     limits = LoopLimits(options.max_queue_len, options.max_requests_per_client, options.max_gap_ms / 1000)
-    loop = ServingLoop(session, limits, clock)
+    on_progress: OnProgress = clock
+    if options.receipts is not None:
+        on_progress = logging_receipts(options.receipts, llm.fingerprint, options.receipt_ids or "ids", clock)
+    loop = ServingLoop(session, limits, on_progress)
     return ServedModel(
         llm,
         loop,

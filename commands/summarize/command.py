@@ -63,7 +63,7 @@ def summarize(
 
 
 def _evaluate_engine(setup: "Setup", choice: EngineChoice, cluster: ClusterOptions) -> "EvaluateEngine":
-    """Evaluate in this process, or by workers, who open the engines that were opened here."""
+    """Evaluate the engine in this process, or by Ray's workers, each of which opens the same engine for itself."""
     if cluster.ray is None:
         from runtime.measure.evaluation.systems import evaluate_engine
 

@@ -67,7 +67,8 @@ class SummarizeInputs:
         """UsageError for texts that are their own references."""
         if self.text_column is not None and self.text_column == self.reference_column:
             raise UsageError(
-                f"`--text-column` and `--reference-column` name one column: {self.text_column}", hint="name two"
+                f"`--text-column` and `--reference-column` name the same column: {self.text_column}",
+                hint="name two different columns",
             )
 
 
@@ -104,11 +105,12 @@ class EvaluationOptions:
             )
         if self.test_hf and (form := [name for name, value in vars(self.common.sampling.form).items() if value]):
             raise UsageError(
-                f"`{as_flag(form[0])}` is for the engine: Hugging Face's model has no form to hold its outputs to",
+                f"`{as_flag(form[0])}` works with the engine only: Hugging Face's model cannot hold its outputs to a "
+                "form",
                 hint="leave `--test-hf` out",
             )
         if self.cluster.ray is not None and not self.test_engine:
-            raise UsageError("`--ray` has workers run the engine", hint="`--test-engine`")
+            raise UsageError("`--ray` needs `--test-engine`", hint="add `--test-engine`, which runs the engine")
 
     def check_fits(self, build: BuildConfig, loop: Mode) -> None:
         """SpecDecError for larger batches than the loop takes, or outputs that leave no room for a prompt."""
@@ -179,17 +181,26 @@ class SummarizeResults:
             if not self.check_accuracy:
                 raise UsageError(f"{given} needs `--check-accuracy`", hint="`--check-accuracy`")
             if not test_hf:
-                raise UsageError(f"{given} compares with Hugging Face", hint="`--test-hf`, `--hf-model-dir`")
+                raise UsageError(
+                    f"{given} needs `--test-hf`, to compare with Hugging Face",
+                    hint="add `--test-hf --hf-model-dir MODEL`",
+                )
         if self.rouge1_threshold is not None and not self.check_accuracy:
             warn(f"`--rouge1-threshold` has no effect without `--check-accuracy`: {self.rouge1_threshold:g}")
         if test_engine:
             return
         if self.check_accuracy:
-            raise UsageError("`--check-accuracy` checks the engine", hint="`--test-engine`")
+            raise UsageError(
+                "`--check-accuracy` needs `--test-engine`", hint="add `--test-engine`, which runs the engine"
+            )
         if self.check_lossless:
-            raise UsageError("`--check-lossless` checks the engine", hint="`--test-engine`")
+            raise UsageError(
+                "`--check-lossless` needs `--test-engine`", hint="add `--test-engine`, which runs the engine"
+            )
         if self.output_traces is not None:
-            raise UsageError("`--output-traces` writes the engine's outputs", hint="`--test-engine`")
+            raise UsageError(
+                "`--output-traces` needs `--test-engine`", hint="add `--test-engine`, which runs the engine"
+            )
 
     def check_files(self, inputs: list[Path]) -> None:
         """SpecDecError unless each can be written; `--output-dir` has files of its own, and may be going to be made."""
@@ -200,7 +211,7 @@ class SummarizeResults:
             place = self.output_dir.resolve()
             if any(source.is_dir() and source.resolve() in (place, *place.parents) for source in inputs):
                 raise UsageError(
-                    f"`--output-dir` is in a directory that is read: {self.output_dir}", hint="choose another"
+                    f"`--output-dir` is inside an input directory: {self.output_dir}", hint="choose another"
                 )
             taken = [(self.output_dir / name).resolve() for name in OUTPUT_DIR_FILES]
             for path in outputs:

@@ -26,6 +26,7 @@ from runtime.measure.evaluation.systems import (
     places_of,
     warm_up,
 )
+from runtime.proof.records import Fingerprint
 from runtime.util.errors import SpecDecError
 
 _WINDOW = 2  # the next batch is there when one is done
@@ -76,6 +77,10 @@ class EvaluationModel:
     def __init__(self, setup: Setup) -> None:
         self.question = Question(setup.llm, setup.llm.request_of(setup.params))
         self._session = setup.session
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return self.question.llm.fingerprint
 
     @property
     def failure(self) -> SpecDecError | None:

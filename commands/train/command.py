@@ -43,19 +43,19 @@ def _check_head(given: HeadConfig, inputs: TrainInputs, options: TrainOptions) -
     """SpecDecError for a head that is not trained, or not with these options, by its config."""
     if given.kind not in ("eagle3", "mtp"):
         raise UsageError(
-            f"a head of this kind is not trained here, {given.kind}: {inputs.draft_model_dir}",
+            f"a head of this kind cannot be trained, {given.kind}: {inputs.draft_model_dir}",
             hint="leave it out, and an EAGLE-3 head is made",
         )
     if options.draft_vocab_size is not None and given.kind == "mtp":
         raise UsageError(
-            f"an MTP head drafts all ids, and `--draft-vocab-size` is: {options.draft_vocab_size}",
+            f"an MTP head drafts all ids and has no use for `--draft-vocab-size`: {options.draft_vocab_size}",
             hint="leave it out; `specdec run --draft-vocab` chooses ids",
         )
     if options.draft_vocab_size is not None and options.draft_vocab_size > given.draft_vocab_size:
         raise SpecDecError(
             f"the head drafts {given.draft_vocab_size} ids, fewer than `--draft-vocab-size`: "
             f"{options.draft_vocab_size}",
-            hint="a head's vocabulary can be made smaller only",
+            hint="`--draft-vocab-size` can make a head's vocabulary smaller, not larger",
         )
     if given.is_chain and (options.num_unrolled_steps or 0) > given.num_layers:
         raise SpecDecError(

@@ -139,4 +139,4 @@ class TrainResults:
         if self.working_dir.exists() and not self.working_dir.is_dir():
             raise SpecDecError(f"the working directory is a file: {self.working_dir}", hint="choose another name")
         if self.working_dir.resolve() == path.resolve():
-            raise UsageError(f"`--work-dir` and `--output-dir` are the same: {path}", hint="name two")
+            raise UsageError(f"`--work-dir` and `--output-dir` are the same: {path}", hint="name two directories")

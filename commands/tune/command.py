@@ -36,7 +36,8 @@ def named_drafter(
     model_dir, drafters = inputs.model.model_dir, options.drafters
     if drafters is not None and "custom" in drafters:
         raise UsageError(
-            f"`tune` tries no drafter of your own: {drafters}", hint="`specdec run --stats` shows a drafter's benefit"
+            f"`tune` cannot try a drafter of your own: {drafters}",
+            hint="`specdec run --stats` shows a drafter's benefit",
         )
     if options.draft_model_dir is not None and flags.draft_engine_dir is not None:
         raise UsageError(

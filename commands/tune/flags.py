@@ -105,7 +105,7 @@ class TuneOptions:
             if named and named.lookup is None:
                 raise UsageError(
                     "a model, or several drafters, cannot be replayed: `--engine-dir` is missing",
-                    hint="name the engine, to run them; without one a lookup is replayed",
+                    hint="give `--engine-dir`; without an engine `tune` can replay a single lookup only",
                 )
         if inputs.traces is not None:
             given = {

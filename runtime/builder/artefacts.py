@@ -1,7 +1,7 @@
 """Integrity checks of artefacts on disk: every file is read, and compared with what was recorded when it was written.
 
-Opening an artefact reads a file once and again only when it has changed; here nothing that is known of a file counts.
-Nothing here needs torch.
+Opening an artefact skips files that have not changed since they were last read; these checks skip none. Nothing here
+needs torch.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ _LEFT_OVER = "left by a command that was interrupted, or one at work"
 
 @dataclass(frozen=True)
 class FileCheck:
-    """Result of checking one file. `note` says what is wrong, or why there is nothing to compare it with."""
+    """Result of checking one file. `note` says what is wrong, or why there is nothing to compare the file with."""
 
     name: str
     status: Status
@@ -64,7 +64,7 @@ class ArtefactCheck:
 
 
 class _Directory(NamedTuple):
-    """A directory that has a record of its files: how its configuration is parsed, and how errors speak of it."""
+    """A kind of directory that records its files: how its configuration is parsed, and the words for its errors."""
 
     kind: Kind
     artefact: Artefact
@@ -76,7 +76,7 @@ _CHECKPOINT = _Directory("checkpoint", CHECKPOINT, parse_checkpoint_config)
 
 
 def check_directory(directory: Path) -> ArtefactCheck:
-    """An engine, a checkpoint, a model or a cache; SpecDecError for a directory that is none of them."""
+    """Check an engine, a checkpoint, a model or a cache; SpecDecError for any other directory."""
     if not (directory / CONFIG).is_file() and _is_cache(directory):
         return ArtefactCheck("cache", list(_check_cache(directory)))
     check_model_files(directory)
@@ -88,13 +88,13 @@ def check_directory(directory: Path) -> ArtefactCheck:
     if "model_type" in data:
         return ArtefactCheck("model", list(_check_model(directory)))
     raise SpecDecError(
-        f"config.json is not that of an engine, checkpoint, model or cache: {directory}",
+        f"config.json does not belong to an engine, checkpoint, model or cache: {directory}",
         hint="if the directory was one of these, config.json is damaged: make or download the directory again",
     )
 
 
 def check_corpus_or_profile(path: Path) -> ArtefactCheck | None:
-    """None for a file that is neither."""
+    """Check a corpus or a profile; None for any other file."""
     if is_corpus(path):
         return ArtefactCheck("corpus", [check_file(path, lambda: Corpus.open(path).check_content())])
     try:
@@ -107,7 +107,9 @@ def check_corpus_or_profile(path: Path) -> ArtefactCheck | None:
 
 
 def check_model_file(path: Path) -> ArtefactCheck:
-    """A GGUF model, of one file or several; it has no checksums, so what its headers describe is there, no more."""
+    """Check a GGUF model in one file or several. It has no checksums: checked is that what the headers describe is
+    there.
+    """
     try:
         files = gguf_files(path)
     except SpecDecError as error:
@@ -119,7 +121,7 @@ def check_model_file(path: Path) -> ArtefactCheck:
 
 
 def check_file(path: Path, check: Callable[[], object]) -> FileCheck:
-    """A file by itself, of which `check` raises SpecDecError where it is damaged."""
+    """Check a file alone; it is damaged if `check` raises SpecDecError."""
     try:
         check()
     except SpecDecError as error:
@@ -128,7 +130,7 @@ def check_file(path: Path, check: Callable[[], object]) -> FileCheck:
 
 
 def _check_recorded(directory: Path, data: dict[str, Any], text: str, kind: _Directory) -> list[FileCheck]:
-    """`data` and `text` are what its configuration says, and all that is in that."""
+    """Check the files that a configuration records; `data` and `text` are the configuration, parsed and as text."""
     records: tuple[FileRecord, ...] | None = None
     note = None
     try:
@@ -153,7 +155,7 @@ def _check_recorded(directory: Path, data: dict[str, Any], text: str, kind: _Dir
 
 
 def _check_record(path: Path, record: FileRecord) -> FileCheck:
-    """A recorded file: there, the same bytes, and of the form that its name says."""
+    """Check a recorded file: it exists, has the same bytes, and the form that its name says."""
     if not path.is_file():
         return FileCheck(record.name, "missing")
     note = size_difference(path, record) or content_difference(path, record, read_digest)
@@ -184,7 +186,7 @@ def _tensor_names(path: Path) -> set[str]:
 
 
 def _size(path: Path) -> int | None:
-    """None where there is nothing behind a link."""
+    """Size of a file; None if a link leads nowhere."""
     return path.stat().st_size if path.exists() else None
 
 
@@ -218,7 +220,7 @@ def _with_digest(check: FileCheck, recorded: str | None) -> FileCheck:
 
 
 def _missing_shards(directory: Path) -> Iterator[FileCheck]:
-    """Shards that the index names and that are not there, or do not hold what it says."""
+    """Shards in the index that do not exist, or lack a tensor that the index promises."""
     if not (directory / INDEX).is_file():
         return
     try:
@@ -289,7 +291,7 @@ def _check_cache(directory: Path) -> Iterator[FileCheck]:
 
 
 def _check_modes(path: Path, name: str) -> Iterator[FileCheck]:
-    """Files that others may write, or that belong to them; `name` is the path's in the cache."""
+    """Check for files that other users may write or own; `name` is the path inside the cache."""
     for one in (path, *path.rglob("*")):
         try:
             check_private_file(one)

@@ -97,7 +97,7 @@ Phase = Callable[[str], None]
 
 @dataclass(frozen=True)
 class DraftSource:
-    """Source of an output layer that drafts, as `BuildConfig.draft_output` has it."""
+    """Where the output layer for drafts comes from, as `BuildConfig.draft_output` describes it."""
 
     ids: tuple[int, ...] = ()
     """Ids that are drafted; none: all."""
@@ -106,13 +106,13 @@ class DraftSource:
 
     @property
     def tensor(self) -> Tensor | None:
-        """(n,) int64 ids."""
+        """The ids as an int64 tensor [n]."""
         return torch.tensor(self.ids) if self.ids else None
 
 
 @dataclass(frozen=True)
 class BuildEffort:
-    """Build options beside the step's settings."""
+    """Options of a build that do not change the step."""
 
     measure_costs: bool = True
     """False if step costs will not be needed, or measured later."""
@@ -192,7 +192,7 @@ def build_engine(
 
 
 def _opened(source: Path | OpenedCheckpoint, output_dir: Path, *, replace: bool) -> OpenedCheckpoint:
-    """The source, opened if it is a directory, after the output directory was found fit."""
+    """The checkpoint, opened if a directory was given; the output directory is checked first."""
     checkpoint_dir = source.directory if isinstance(source, OpenedCheckpoint) else source
     check_output_is_not_input(output_dir, checkpoint_dir)
     check_output_directory(output_dir, replace=replace)
@@ -206,7 +206,7 @@ def _copy_tokenizer(opened: OpenedCheckpoint, directory: Path, output_dir: Path)
 
 @dataclass(frozen=True)
 class _Weights:
-    """A checkpoint's, as models that have them."""
+    """A checkpoint's weights, loaded into models."""
 
     opened: OpenedCheckpoint
     pretrained: PreTrainedConfig
@@ -222,7 +222,7 @@ class _Weights:
         return split_config(self.pretrained, self.checkpoint.mapping.tp_size)
 
     def check(self, model: PreTrainedModel, build: BuildConfig) -> "_Check":
-        """The check of a step of the model, which reads all weights and adds them up."""
+        """A check for a step of the model; it reads all weights and sums them up."""
         quantization = self.checkpoint.quantization
         activations = None if quantization is None else quantization.activations
         sums = BitSums(model, getattr(torch, self.checkpoint.dtype), self.opened.unread)
@@ -239,7 +239,7 @@ class _Weights:
         return load_whole_model(self._kind, self.paths)
 
     def trim(self) -> None:
-        """Let the system have what is free, if that may be much."""
+        """Give freed memory back to the system, if it may be much."""
         trim(sum(path.stat().st_size for path in self.paths))
 
     def model_of(self, rank: int) -> PreTrainedModel:
@@ -259,7 +259,7 @@ class _Weights:
 
 
 def _parse_fitting(checkpoint: CheckpointConfig, checkpoint_dir: Path, build: BuildConfig) -> PreTrainedConfig:
-    """The config of the checkpoint's model; SpecDecError where no such engine can be built of it."""
+    """The config of the checkpoint's model; SpecDecError if no engine with these settings can be built from it."""
     check_hidden_states(checkpoint, build.hidden_states)
     check_self_draft(checkpoint, build.self_draft)
     check_side_files(checkpoint_dir)
@@ -271,8 +271,9 @@ def _parse_fitting(checkpoint: CheckpointConfig, checkpoint_dir: Path, build: Bu
 def _write_draft_output(
     model: PreTrainedModel, build: BuildConfig, drafts: DraftSource, directory: Path, phase: Phase
 ) -> None:
-    """Write the ids that are drafted, a head's layers in fewer bits, and the model's output layer for a head that has
-    none, as far as there are any. Embeddings that are tied to it are at hand."""
+    """Write what drafts need: the drafted ids, a head's quantized layers, and the model's output layer for a head
+    without one. Embeddings that are tied to the output layer are in memory already.
+    """
     if drafts.ids:
         write_file(directory / DRAFT_VOCAB, "".join(f"{i}\n" for i in drafts.ids).encode())
     if drafts.head is not None and build.draft_output.is_quantized:
@@ -294,7 +295,7 @@ def _head_of(config: HeadConfig, model: PreTrainedModel) -> Head:
 
 
 def _finish(config: EngineConfig, directory: Path) -> EngineConfig:
-    """Write `config.json`, with a record of all that is there."""
+    """Write `config.json`, with a record of all files in the directory."""
     config = dataclasses.replace(config, files=record_files(directory))
     config = dataclasses.replace(config, config_digest=config_digest(as_json(config)))
     write_json(directory / "config.json", as_json(config))
@@ -346,7 +347,7 @@ def _compiled_step(step: Step, cache_dir: Path) -> CompiledStep:
 
 
 class _Check:
-    """Comparison of steps with transformers' own computation of their model, whose weights are added up by it."""
+    """Compares steps with transformers' computation of the same model; sums up the weights while they are in memory."""
 
     def __init__(
         self,
@@ -371,7 +372,7 @@ class _Check:
 
 
 def _checked(step: StepFunction, check: _Check, checkpoint: CheckpointConfig, compiled: _Compiled) -> EngineConfig:
-    """Engine config, after the step's logits have been checked, and whether weights are numbers."""
+    """The engine's config, after the step's logits and the weights' numbers have been checked."""
     logits_check, computed = check.of(step)
     assert check.sums is not None
     shape = computed.sample.shape
@@ -397,7 +398,7 @@ def _checked(step: StepFunction, check: _Check, checkpoint: CheckpointConfig, co
 def _with_copy(
     config: EngineConfig, copied: PreTrainedModel, step: StepFunction, directory: Path, ids: Tensor | None
 ) -> tuple[EngineConfig, StepFunction]:
-    """Compile and check the copy that drafts, whose step stands beside the target's; write what opens it."""
+    """Compile and check the self-draft copy, whose step stands beside the target's; write the files that open it."""
     compiler, own_dir = config.build_config.compiler, directory / COPY_DIR
     own_dir.mkdir()
     if isinstance(step, PackagedStep):
@@ -426,7 +427,7 @@ def _with_costs(
     device: torch.device,
     ids: Tensor | None,
 ) -> EngineConfig:
-    """The config with what steps cost, or without where there is no memory to measure them: it may still run."""
+    """The config with step costs, or without costs if there is no memory to measure them: the engine may still run."""
     shape, block_size = config.step_shape, config.build_config.tokens_per_block
     block_bytes = bytes_per_block(shape.layers, block_size, kv_dtype(shape.dtype, shape.kv_cache))
     cache = cache_for_measuring(config.build_config, block_bytes)
@@ -438,7 +439,7 @@ def _with_costs(
 
 
 def positions_of(checkpoint: OpenedCheckpoint) -> int | None:
-    """The number of positions the checkpoint's model has; None where its config does not say, as Mamba's."""
+    """The checkpoint model's number of positions; None if its config does not say, as Mamba's does not."""
     where = str(checkpoint.directory / "config.json")
     return num_positions(parse_pretrained_config(checkpoint.config.pretrained_config, where))
 
@@ -463,7 +464,7 @@ def _check_settings(build: BuildConfig, config: PreTrainedConfig) -> None:
 
 
 def _tell_slow_weights(checkpoint: CheckpointConfig, build: BuildConfig, device: torch.device) -> None:
-    """SpecDecWarning for weights of few bits where only kernels multiply by them."""
+    """SpecDecWarning for quantized weights that only kernels can multiply by, in a build without kernels."""
     quantized = checkpoint.quantization is not None and checkpoint.quantization.quant_algo is not None
     drafts_quantized = build.self_draft is not None or build.draft_output.is_quantized
     if (quantized or drafts_quantized) and not uses_kernels(build.compiler, device.type):
@@ -509,7 +510,7 @@ def _compile_all(
 
 
 def _compile_ranks(weights: _Weights, shape: StepShape, directory: Path, num_workers: int) -> _Compiled:
-    """The step that all ranks have, and each one's weights as it wants them."""
+    """Compile the step that all ranks share, and write each rank's weights in its layout."""
     if shape.build_config.compiler != "aot":
         return _Compiled(shape.build_config)
     ranks = list(range(weights.checkpoint.mapping.tp_size))

@@ -43,10 +43,10 @@ _Sequence = tuple[list[int], tuple[int, int], QuantizeKV | None]
 
 @dataclass(frozen=True)
 class _Judge:
-    """More bits of the same weights, which decide where transformers' logits are rounded themselves.
+    """The same weights computed with more bits, to decide whose logits are closer where transformers' own are rounded.
 
-    As far from them as transformers' are, other sums' rounding may take a right step too; and a wrong one is farther:
-    rows that have nothing to do with each other differ by 1.4.
+    A correct step may be as far from these logits as transformers is, since other sums are rounded differently. A wrong
+    step is farther: unrelated rows differ by 1.4.
     """
 
     dtype: torch.dtype
@@ -59,16 +59,18 @@ class _Judge:
     farthest_row: float = math.inf
 
     def allows(self, ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
-        """True if rows of logits that are so far (rows) from more bits' are right where transformers' are so far."""
+        """For each row, True if the step's distance from the logits with more bits is acceptable beside transformers'
+        distance.
+        """
         held = math.ceil(self.of_rows * len(theirs)) - 1
         limit = max(tolerance, min(self.more_rounding * theirs.sort().values[held].item(), self.most_rounding))
         return ours.sort().values[held].item() <= limit and ours.max().item() <= self.farthest_row
 
     def allows_beside_ties(self, ours: Tensor, moved: Tensor, tolerance: float) -> bool:
-        """`allows` for a mixture, where near ties between experts that are decided otherwise take rows so far (rows).
+        """`allows` for a mixture, where deciding near ties between experts otherwise moves rows by `moved`.
 
-        Which of them a step decides otherwise is chance. Half of the rows are held to the usual limits, three quarters
-        to `most_by_ties`, and the farthest one may be as far as any that have little in common, and its rounding.
+        Which ties a step decides otherwise is chance. Half of the rows must be within the usual limits, three quarters
+        within `most_by_ties`, and the farthest row may be as far as unrelated rows.
         """
         farthest = max(_FARTHEST_ROW, moved.max().item() + self.most_rounding)
         half = replace(self, of_rows=min(self.of_rows, 0.5), farthest_row=farthest)
@@ -89,7 +91,7 @@ _JUDGE_8_BITS = _Judge(
 
 @dataclass(frozen=True)
 class Sample:
-    """A ragged batch by whose logits a step is checked: a context step, then one of draft lengths."""
+    """A batch of rows of different lengths with which a step is checked: a context step, then a step with drafts."""
 
     shape: StepShape
     device: torch.device
@@ -99,7 +101,7 @@ class Sample:
 
 
 def sample_for(model: PreTrainedModel, shape: StepShape) -> Sample:
-    """The same for every step of a model and of this shape."""
+    """The sample for a model and a shape: always the same one."""
     build = shape.build_config
     num_context = _check_context_len(shape)
     num_generation = min(1 + build.max_draft_len, build.max_request_len - num_context)
@@ -112,7 +114,7 @@ def sample_for(model: PreTrainedModel, shape: StepShape) -> Sample:
 
 @dataclass(frozen=True)
 class Computed:
-    """A sample's logits by a step."""
+    """A step's logits for a sample."""
 
     step: StepFunction
     sample: Sample
@@ -152,11 +154,11 @@ def _reference(
     have: Callable[..., AbstractContextManager[None]],
     kv: Seq[QuantizeKV | None],
 ) -> _Reference:
-    """Compute transformers' logits, by eager attention over whole sequences.
+    """transformers' logits, by eager attention over whole sequences.
 
-    Keys and values that are quantized are as `kv` has stored them. Raises SpecDecError if the relative difference of a
-    quantized layer's product, by its kernels and by torch, exceeds `product_tolerance`, and for logits that are no
-    numbers. Layers' weights are there by `have`.
+    Quantized keys and values are taken as `kv` has stored them. `have` loads the weights of a layer. Raises
+    SpecDecError for logits that are NaN or infinite, and if a quantized layer's product by its kernel differs from
+    torch's by more than `product_tolerance`, relatively.
     """
     dtype = next(model.parameters()).dtype
     wide = WideProducts() if has_slow_products(dtype, sample.device) else nullcontext()
@@ -171,7 +173,7 @@ def _reference(
         logits = _reference_logits(model, _sequences(sample, kv))
     if not logits.isfinite().all():
         raise SpecDecError(
-            f"the model's logits are NaN or infinite in {sample.shape.dtype}, by transformers too",
+            f"the model's logits are NaN or infinite in {sample.shape.dtype}, also where transformers computes them",
             hint="convert it to another dtype, or correct its weights",
         )
     return _Reference(logits, choices)
@@ -188,12 +190,11 @@ def check_logits(
     product_tolerance: float,
     have: Callable[..., AbstractContextManager[None]] = present,
 ) -> LogitsCheck:
-    """Compare with transformers' logits.
+    """Compare a step's logits with transformers'.
 
-    Raises SpecDecError if the largest relative difference of a row of logits exceeds `tolerance`. Because transformers
-    rounds too, more bits of the same weights decide then, float32 where both compute in 16 and float64 where they
-    compute in float32: the engine must not be much farther from what those give than transformers is, or than they
-    are themselves with near ties of a mixture's routers decided otherwise.
+    Raises SpecDecError if the largest relative difference of a row exceeds `tolerance` and more bits of the same
+    weights (float32 for models of 16 bits, float64 for float32) confirm it: the engine's row must not be much farther
+    from their logits than transformers' row, or than their own row when a mixture's router decides near ties otherwise.
     """
     sample, logits = ours.sample, torch.cat([ours.contexts, ours.drafts]).float()
     dtype, kv = next(model.parameters()).dtype, list[QuantizeKV | None]()
@@ -233,8 +234,9 @@ def check_logits(
 def _moved_by_ties(
     dtype: torch.dtype, model: PreTrainedModel, sequences: Seq[_Sequence], margins: Seq[float], exact: Tensor
 ) -> Tensor:
-    """(rows,) how far a mixture's logits in `dtype` are from `exact` at most with its near ties decided otherwise: all
-    of them, or those of every other token."""
+    """For each row, how far a mixture's logits in `dtype` move from `exact` at most if near ties between experts are
+    decided otherwise: all ties, or those of every other token.
+    """
     found = []
     for every, turn in ((1, 0), (2, 0), (2, 1)):
         with Choices(margins, every, turn):
@@ -248,10 +250,10 @@ def _judge(dtype: torch.dtype, tolerance: float) -> _Judge:
 
 
 def _text(model: PreTrainedModel, length: int, generator: torch.Generator) -> list[int]:
-    """Random tokens after the one that begins a text.
+    """Random tokens after the token that begins a text.
 
-    Models put attention that is wanted nowhere on it. Without it another token takes its place, and rounding decides
-    which and how much: Gemma 3 270M with keys and values in int8 is then a fifth from itself.
+    Models put attention that is needed nowhere on that first token. Without it, another token takes its place, and
+    rounding decides which one and how much: Gemma 3 270M with int8 K/V then differs from itself by a fifth.
     """
     tokens: list[int] = torch.randint(0, model.config.vocab_size, (length,), generator=generator).tolist()
     first = getattr(model.config, "bos_token_id", None)
@@ -265,7 +267,7 @@ def _with_distances(check: LogitsCheck, dtype: torch.dtype, both: Seq[float]) ->
 
 
 def _logits_in(dtype: torch.dtype, model: PreTrainedModel, sequences: Seq[_Sequence]) -> Tensor:
-    """Transformers' logits by the same weights in more bits, layer by layer."""
+    """transformers' logits by the same weights with more bits, layer by layer."""
     copied = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     copied.set_experts_implementation("eager")  # torch's grouped products have no float64
     with (
@@ -279,7 +281,7 @@ def _logits_in(dtype: torch.dtype, model: PreTrainedModel, sequences: Seq[_Seque
 
 @contextmanager
 def _in_dtype(dtype: torch.dtype, *those: nn.Module | Tensor) -> Iterator[None]:
-    """Have the numbers of tensors in another dtype in the block. Weights of 8 bits stay: their layers widen them."""
+    """Give tensors another dtype within the block. 8-bit weights keep theirs: their layers widen them."""
     with present(*those):
         before = [(one, one.data) for one in tensors_of(those) if one.is_floating_point() and one.element_size() > 1]
         try:
@@ -292,7 +294,7 @@ def _in_dtype(dtype: torch.dtype, *those: nn.Module | Tensor) -> Iterator[None]:
 
 
 class _WidenFloat32(TorchFunctionMode):
-    """Takes float64 where float32 is asked for by name, as models do for norms, ropes and softmax."""
+    """Uses float64 where transformers asks for float32 by name, as in norms, ropes and softmax."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is Tensor.float:
@@ -306,11 +308,11 @@ def _widen(value: Any) -> Any:
 
 
 def _reference_logits(model: PreTrainedModel, sequences: Seq[_Sequence]) -> Tensor:
-    """(rows, vocab) float32 or wider, transformers': of each sequence's tokens the last of the context, then the
-    drafts'.
+    """transformers' logits [rows, vocab], float32 or wider: for each sequence the last token of its context, then its
+    draft's.
 
-    Sequences are computed together, which dequantizes weights once; the shorter ones are longer than they are, as no
-    token sees what comes after it. Whose keys and values are quantized is computed alone.
+    Sequences are padded at the end and computed together, which dequantizes weights once; no token sees the padding.
+    With quantized keys and values, each sequence is computed alone.
     """
     longest = max(len(tokens) for tokens, _, _ in sequences)
     wanted = [range(context - 1, len(tokens)) for tokens, (context, _), _ in sequences]
@@ -342,18 +344,18 @@ def _compare(ours: Tensor, theirs: Tensor, tolerance: float) -> LogitsCheck:
 
 
 def _distances(ours: Tensor, theirs: Tensor) -> Tensor:
-    """(rows,): norm of each row's difference, over the norm of theirs."""
+    """For each row, the norm of the difference over the norm of `theirs`."""
     distances: Tensor = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
     return distances
 
 
 @contextmanager
 def _products_checked(model: PreTrainedModel, tolerance: float) -> Iterator[None]:
-    """Compute quantized layers by torch in the block, and compare each one's product with the kernels'.
+    """Compute quantized layers by torch within the block, and compare each one's product with its kernel's.
 
-    Once each, of a few tokens that are appended to those it is called with, because dequantizing its weight takes
-    longer than both; of experts by themselves, because transformers looks their weights up. Raises SpecDecError if the
-    norm of a difference exceeds `tolerance` of the product's.
+    Each product is compared once, for a few tokens appended to the layer's input, because dequantizing the weight takes
+    longer than both products; experts are compared alone, since transformers looks their weights up. Raises
+    SpecDecError if the norm of a difference exceeds `tolerance` of the product's norm.
     """
     generator = torch.Generator().manual_seed(2)
     dtype = next(model.parameters()).dtype
@@ -409,9 +411,9 @@ def _check_product(ours: Tensor, theirs: Tensor, tolerance: float) -> None:
 
 
 def is_batch_invariant(together: Computed) -> bool:
-    """True if texts' logits are bitwise the same each by itself, the first in chunks and tokens.
+    """True if the logits of texts are bitwise the same alone, in a batch, in chunks and token by token.
 
-    A sample: it finds a step whose products or sums depend on its size, and proves nothing.
+    A sample: it finds a step whose sums depend on the batch's size, but proves nothing.
     """
     sample = together.sample
     lengths = [context + draft for context, draft in sample.lengths]
@@ -432,7 +434,7 @@ def is_batch_invariant(together: Computed) -> bool:
 def _stepping(
     step: StepFunction, shape: StepShape, lengths: list[int], device: torch.device
 ) -> tuple[Callable[[list[Row]], Tensor], list[list[int]], KVPool]:
-    """The step as a function of rows, block tables for sequences of these lengths, and the pool behind both."""
+    """The step as a function of rows, block tables for sequences of these lengths, and the K/V pool."""
     block_size = shape.build_config.tokens_per_block
     num_blocks = [-(-length // block_size) for length in lengths]
     ends = list(accumulate(num_blocks, initial=1))
@@ -450,8 +452,9 @@ def _stepping(
 
 
 def _check_context_len(shape: StepShape) -> int:
-    """Long enough for several blocks and chunks of states, and to pass a sliding window where that is affordable; a
-    draft fits after it."""
+    """Context length for the check: several blocks and chunks of states, beyond a sliding window where that is cheap; a
+    draft fits behind it.
+    """
     build = shape.build_config
     windows = [window for layer in shape.layers if (window := layer.sliding_window or layer.attention_chunk_size)]
     least = max(build.tokens_per_block, CHUNK_SIZE if shape.states else 0)

@@ -85,7 +85,7 @@ class Conversion:
     losses: Losses
 
     def write(self, directory: Path, progress: Progress) -> None:
-        """Write weights and tokenizer, not the configuration; warn of weights that the dtype is too small for."""
+        """Write weights and tokenizer, but not the configuration; warn of weights that the dtype cannot hold."""
         paths = [directory / name for name in weights_files(self.config.mapping)]
         if self.splitting is None:
             write_pieces(paths[0], self.pieces, progress)
@@ -95,8 +95,9 @@ class Conversion:
         _keep_tokenizer(self.model_dir, directory)
 
     def check(self, directory: Path) -> None:
-        """SpecDecError where what was written is not all of the model. Names that transformers leaves as they are were
-        checked before."""
+        """SpecDecError if the written weights are not all of the model's. Names that transformers does not change were
+        checked before.
+        """
         pretrained = parse_pretrained_config(self.config.pretrained_config, str(self.model_dir))
         if self.splitting is None and renames_weights(pretrained):
             dtype = getattr(torch, self.config.dtype)
@@ -105,8 +106,9 @@ class Conversion:
         self.compare_with_model(directory)
 
     def compare_with_model(self, directory: Path) -> None:
-        """SpecDecError where transformers makes other weights of what was written than of the model's own files: of all
-        that are neither quantized nor large, such as norms, biases and routers."""
+        """SpecDecError if transformers makes other weights from the written files than from the model's own. Compares
+        all weights that are neither quantized nor large, such as norms, biases and routers.
+        """
         entries = [read_file_header(directory / name) for name in weights_files(self.config.mapping)]
         ranks = [{one.name: one for one in entry} for entry in entries]
         small = [
@@ -125,12 +127,14 @@ class Conversion:
         pretrained = parse_pretrained_config(self.config.pretrained_config, str(self.model_dir))
         if (other := loaded_otherwise(pretrained, getattr(torch, self.config.dtype), ours, theirs)) is not None:
             raise SpecDecError(
-                f"`{other}` would not be what transformers loads from the model: {self.model_dir}",
+                f"`{other}` would differ from what transformers loads from the model: {self.model_dir}",
                 hint="the model is not converted correctly and no checkpoint was written; please report it",
             )
 
     def has_weights_of(self, file: Path) -> bool:
-        """True if the file is what would be written: the same tensors, under the same names, and no others."""
+        """True if the model's file already equals the file that would be written: the same tensors, names and nothing
+        else.
+        """
         if self.splitting is not None or any(len(piece.sources) != 1 for piece in self.pieces):
             return False
         sources = [piece.sources[0] for piece in self.pieces]
@@ -142,7 +146,7 @@ class Conversion:
         return forms == [piece.forms for piece in self.pieces] and names == {one.name for one in sources}
 
     def link(self, directory: Path, file: Path) -> None:
-        """Have the weights' own file stand for what would be written."""
+        """Link the model's own file in place of the file that would be written."""
         (directory / weights_files(self.config.mapping)[0]).symlink_to(file.resolve())
         _keep_tokenizer(self.model_dir, directory)
 
@@ -161,7 +165,8 @@ def convert(
     precision: QuantConfig = _AS_IT_IS,
     tp_size: int = 1,
 ) -> CheckpointConfig:
-    """Write the checkpoint of a Hugging Face model directory. `dtype` None keeps the one the model was saved in.
+    """Write the checkpoint for a Hugging Face model directory. `dtype` None keeps the dtype that the model was saved
+    in.
 
     Its weights are split over `tp_size` ranks.
 
@@ -180,11 +185,11 @@ def convert(
 
 
 def convert_for_build(conversion: Conversion, directory: Path, *, may_link: bool) -> OpenedCheckpoint:
-    """Write into an empty directory what a build by this process reads of a model's checkpoint.
+    """Write into an empty directory what a build in this process reads from a model's checkpoint.
 
-    Nobody opens it later: its files are not recorded, which would read them again, nor given to the disk, and weights
-    that would be copied are not, if it `may_link` to them: such a build finds out if they are written over, or no
-    numbers.
+    Nobody opens it later, so its files are not recorded, which would read them again, nor flushed to disk. If it
+    `may_link`, weights that need no conversion are not copied but linked: the build notices if they are overwritten, or
+    NaN.
     """
     weights = conversion.model_dir / WEIGHTS
     if may_link and weights.is_file() and conversion.has_weights_of(weights):
@@ -197,7 +202,9 @@ def convert_for_build(conversion: Conversion, directory: Path, *, may_link: bool
 
 
 def plan_conversion(model_dir: Path, dtype: Dtype | None, precision: QuantConfig, tp_size: int = 1) -> Conversion:
-    """SpecDecError for a model that is unsupported, incomplete or damaged, as far as its headers tell."""
+    """Plan the conversion; SpecDecError for a model that its files' headers show to be unsupported, incomplete or
+    damaged.
+    """
     source = open_source(model_dir)
     if not is_gguf(model_dir):
         check_side_files(model_dir)
@@ -230,7 +237,7 @@ def plan_conversion(model_dir: Path, dtype: Dtype | None, precision: QuantConfig
 
 
 def _with_experts_in_few_bits(source: Source, pretrained: PreTrainedConfig) -> Source:
-    """The source, with experts that the model's kernels multiply by as they are stored, as one layer each."""
+    """The source, with experts whose stored form the kernels can multiply by as one layer each."""
     wanted = expert_layers(pretrained)
     stored = {
         tensor.name: layer
@@ -244,7 +251,7 @@ def _with_experts_in_few_bits(source: Source, pretrained: PreTrainedConfig) -> S
 
 
 def _layer_of_experts(tensor: SourceTensor) -> PrequantizedLayer | None:
-    """Experts that can be multiplied by as they are stored."""
+    """The experts as one layer, if the kernels can multiply by their stored form."""
     if is_in_codes(tensor):
         blocks, scales = tensor.made_of
         parts = {"blocks": blocks, "scales": scales}
@@ -256,7 +263,7 @@ def _layer_of_experts(tensor: SourceTensor) -> PrequantizedLayer | None:
 
 
 def _with_own_names(source: Source, pretrained: PreTrainedConfig) -> Source:
-    """The weights called as in the model, whose layers the plan names: files call some otherwise (GPT-NeoX)."""
+    """The weights under the model's own names, which the plan uses: some files have others (GPT-NeoX)."""
     names = own_names(pretrained, [tensor.name for tensor in source.tensors])
     tensors = [replace_fields(one, name=name) for one, name in zip(source.tensors, names, strict=True)]
     of_layers = own_names(pretrained, [f"{name}.weight" for name in source.layers])
@@ -274,7 +281,7 @@ def _split_up(source: Source, pretrained: PreTrainedConfig, pieces: list[Piece],
     missing = sorted(set(splitting.layers) - found - shared)
     if missing:
         raise SpecDecError(
-            f"a layer that is to be split has no weight of its own name, `{missing[0]}`: {source.name} "
+            f"a layer to be split over devices has no weight under its name, `{missing[0]}`: {source.name} "
             f"({pretrained.model_type})",
             hint="load the model with transformers and save it again, or run it on one device",
         )
@@ -288,9 +295,9 @@ def _split_up(source: Source, pretrained: PreTrainedConfig, pieces: list[Piece],
 def _refuse_quantizing_again(source: Source, precision: QuantConfig) -> None:
     if precision.qformat is not None and source.layers:
         raise SpecDecError(
-            f"the model is already quantized ({source.format}), and not quantized again to {precision.qformat}: "
+            f"the model is already quantized ({source.format}) and cannot be quantized again to {precision.qformat}: "
             f"{source.name}",
-            hint="convert it as it is, or the unquantized model",
+            hint="convert it without quantizing it, or convert the unquantized model",
             code="quantized_already",
         )
 
@@ -311,7 +318,9 @@ def _keep_tokenizer(model_dir: Path, directory: Path) -> None:
 
 
 def keep_converted(make: Callable[[], Any], directory: Path) -> None:
-    """Save a tokenizer made from another form; a warning where it cannot be: some prompts need none."""
+    """Save a tokenizer that was converted from another form; warn if it cannot be saved, since some prompts
+    need none.
+    """
     try:
         make().save_pretrained(directory)
     except SpecDecError as error:
@@ -328,7 +337,7 @@ def copy_side_files(source: Path, destination: Path) -> None:
 
 
 def check_side_files(directory: Path) -> None:
-    """SpecDecError for a file that would be copied and that nothing could read. None has to be there."""
+    """SpecDecError for a file that would be copied and that nothing could read. A missing file is no error."""
     for name in _SIDE_FILES:
         if name.endswith(".json") and (directory / name).is_file():
             content = read_json(directory / name)
@@ -338,17 +347,17 @@ def check_side_files(directory: Path) -> None:
 
 
 def _check_tokenizer(content: dict[str, Any], path: Path) -> None:
-    """SpecDecError for what the `tokenizers` package makes nothing of, as far as its outline tells."""
+    """SpecDecError for a tokenizer.json whose outline shows that the `tokenizers` package cannot read it."""
     model = content.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
         raise SpecDecError(
-            f"`{path}` is no tokenizer: it has no `model` with a `vocab`",
+            f"`{path}` is not a tokenizer: it has no `model` with a `vocab`",
             hint="download or save the tokenizer again, or remove the file to give token ids",
         )
 
 
 def _saved_dtype(source: Source) -> Dtype:
-    """The dtype most of the weights have; bfloat16 where all but norms is in the few bits of a GGUF file."""
+    """The dtype of most weights; bfloat16 if all weights but norms are quantized in a GGUF file."""
     if source.format == "GGUF" and source.layers:
         return "bfloat16"
     num_elements: dict[Dtype, int] = {"float32": 0, "float16": 0, "bfloat16": 0}

@@ -1,5 +1,6 @@
-"""Ids that drafts have: listed in a file, the most frequent of traces or a corpus, or those that a tokenizer learned
-first."""
+"""Ids that drafts may have: listed in a file, the most frequent ids in traces or a corpus, or the ids that a tokenizer
+learned first.
+"""
 
 import warnings
 from collections.abc import Sequence as Seq
@@ -20,9 +21,9 @@ from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
 
 
 def choose_drafts(wanted: DraftOutputSettings, heads: Seq[HeadConfig], checkpoint: OpenedCheckpoint) -> DraftSource:
-    """Source of the output layer by which the first of these heads drafts, and a copy, for a checkpoint's model.
+    """Where the output layer for drafts comes from, for the first of these heads or a self-draft copy.
 
-    SpecDecError for a head of another tokenizer.
+    SpecDecError for a head with another tokenizer.
     """
     directory, config = checkpoint.directory, checkpoint.config.pretrained_config
     for head in heads:
@@ -31,15 +32,14 @@ def choose_drafts(wanted: DraftOutputSettings, heads: Seq[HeadConfig], checkpoin
 
 
 def _choose_ids(source: str | None, size: int | None, checkpoint: OpenedCheckpoint) -> list[int]:
-    """The ids that a `DraftOutputSettings.vocab` means for a checkpoint's model; none of None. Of listed ones the first
-    `size`."""
+    """The ids that `DraftOutputSettings.vocab` stands for; None for None. Of ids listed in a file, the first `size`."""
     if source is None:
         return []
     directory, config = checkpoint.directory, checkpoint.config.pretrained_config
     vocab_size: int = parse_pretrained_config(config, str(directory / "config.json")).vocab_size
     if size is not None and size >= vocab_size:
         raise UsageError(
-            f"drafts of fewer ids than the vocabulary's {vocab_size} are cheaper: {size}",
+            f"a draft vocabulary must be smaller than the model's {vocab_size} ids: {size}",
             hint="lower it, or draft all ids",
             code="draft_vocab_size",
             vocab_size=vocab_size,
@@ -51,8 +51,8 @@ def _choose_ids(source: str | None, size: int | None, checkpoint: OpenedCheckpoi
         texts = [] if source == "auto" else _read_texts(Path(source), tokenizer, vocab_size)
         if tokenizer is None and not texts:
             raise SpecDecError(
-                f"the checkpoint has no tokenizer, by which ids could be chosen: {directory}",
-                hint="list them in a file",
+                f"the checkpoint has no tokenizer, so ids cannot be chosen for drafts: {directory}",
+                hint="list the ids in a file",
                 code="no_tokenizer_for_ids",
             )
         order = range(vocab_size) if tokenizer is None else training_order(tokenizer, vocab_size)
@@ -62,7 +62,7 @@ def _choose_ids(source: str | None, size: int | None, checkpoint: OpenedCheckpoi
 
 
 def warn_of_missing_ends(drafts: DraftSource, checkpoint: OpenedCheckpoint) -> None:
-    """Warn where no end id is among the ids that are drafted, as it is said again when they are (`open_drafter`)."""
+    """Warn if no end id can be drafted; `open_drafter` warns again."""
     directory, config = checkpoint.directory, checkpoint.config.pretrained_config
     end_ids = find_end_ids(directory, config, find_tokenizer(directory, config)) if drafts.ids else ()
     if (warning := missing_ends(drafts.ids, end_ids)) is not None:
@@ -70,7 +70,7 @@ def warn_of_missing_ends(drafts: DraftSource, checkpoint: OpenedCheckpoint) -> N
 
 
 def _read_texts(path: Path, tokenizer: Tokenizer | None, vocab_size: int) -> list[tuple[Seq[int], Seq[int]]]:
-    """Prompts and outputs; of a corpus each document is an output."""
+    """Prompts and outputs of traces; each document of a corpus counts as an output."""
     if not is_corpus(path):
         return [(trace.prompt_tokens, trace.output_tokens) for trace in read_traces(path, tokenizer, vocab_size)]
     corpus = Corpus.open(path)

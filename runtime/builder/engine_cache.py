@@ -1,4 +1,6 @@
-"""Engines of models: converted and built once, then found in the cache by all that went into them."""
+"""Engines made from models: converted and built once, then found in the cache by a digest of everything they
+depend on.
+"""
 
 import errno
 import shutil
@@ -81,8 +83,9 @@ Phases = Callable[[], AbstractContextManager[Callable[[str], None]]]
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Build settings of a model's engine; None: the model's own dtype, and its positions up to 4,096, or 4,096 where it
-    states none."""
+    """Build settings for a model's engine. None: the model's own dtype; its positions up to 4,096, or 4,096 if it
+    states none.
+    """
 
     dtype: Dtype | None = None
     max_batch_size: int = 4
@@ -142,10 +145,10 @@ def engine_of_model(
     phases: Phases = no_phases,
     answers_first: bool = False,
 ) -> Iterator[Path]:
-    """The engine's directory of a model (directory, hub id or shipped name), built if it is not in the cache.
+    """The engine's directory for a model (directory, hub id or shipped name), built unless the cache has it.
 
-    Without the cache it is built anew, and gone when the block ends. `answers_first`: of a small model it may be one
-    without kernels, where these are still to be compiled; they are for later, when the block has ended.
+    Without the cache it is built anew, and removed when the block ends. With `answers_first`, a small model's engine
+    may come without kernels if these must still be compiled; they are compiled when the block has ended.
     """
     model_dir = resolve_model(name)
     check_weight_files(model_dir)
@@ -195,7 +198,7 @@ def engine_of_model(
 
 @contextmanager
 def engine_of_checkpoint(checkpoint_dir: Path, build: BuildConfig) -> Iterator[Path]:
-    """The engine's directory of a checkpoint, for this machine, built if it is not in the cache."""
+    """The engine's directory for a checkpoint on this machine, built unless the cache has it."""
     with own_temporary_files():  # torch makes a directory for its compiler when it is imported
         from runtime.builder.build import build_engine  # not to open an engine: it takes seconds
 
@@ -211,7 +214,9 @@ def engine_of_checkpoint(checkpoint_dir: Path, build: BuildConfig) -> Iterator[P
 
 @contextmanager
 def _entry(entry: Path, source: Path, make: Callable[[Path], object]) -> Iterator[Path]:
-    """The cache's entry, made of `source` if it is not there whole, and protected from removal in the block."""
+    """The cache's entry, made from `source` unless it is there and whole, and protected from removal within the
+    block.
+    """
     check_private_dir(entry, cache_dir(), entry.parent)
     check_private_entry(entry)
     is_new = False
@@ -280,7 +285,7 @@ def _identity(model_dir: Path, settings: EngineSettings, device: torch.device) -
 
 
 def _identity_of_drafts(settings: EngineSettings) -> list[str]:
-    """The output layer that drafts, by the contents of the files that it is made of."""
+    """The output layer for drafts, identified by the contents of its source files."""
     wanted, weights = settings.draft_output, list[Path]()
     vocab = wanted.vocab if wanted.vocab in (None, "auto") else file_digest(Path(wanted.vocab))
     if wanted.is_quantized:
@@ -303,10 +308,10 @@ def _is_engine(entry: Path, source: Path) -> bool:
 
 
 def _damage(entry: Path, source: Path) -> str | None:
-    """The reason why the entry is not the engine that was built of `source`; None if it is.
+    """The reason why the entry is not the engine that was built from `source`; None if it is.
 
-    Files that people change are not recorded: one is damaged if it is cut, which is to say the beginning of the
-    source's, or no JSON.
+    Files that people edit have no record: such a file is damaged if it is cut, that is, equal to the beginning of the
+    source's file, or not JSON.
     """
     try:
         bundle = read_bundle(entry)
@@ -328,7 +333,7 @@ def _is_cut(path: Path, original: Path) -> bool:
 
 @contextmanager
 def _room_in_cache() -> Iterator[None]:
-    """A full disk is told as one of the cache, unless a file elsewhere is named."""
+    """Report a full disk as the cache's, unless the error names a file elsewhere."""
     try:
         yield
     except OSError as error:
@@ -340,7 +345,7 @@ def _room_in_cache() -> Iterator[None]:
 
 
 def _needs_no_kernels(model_dir: Path, settings: EngineSettings, compiler: Compiler) -> bool:
-    """True for a model that answers in seconds without them: a small one, of numbers that torch multiplies."""
+    """True for a small unquantized model, which answers within seconds by torch alone."""
     if compiler != "aot" or model_dir.is_file() or "quantization_config" in read_model_config(model_dir):
         return False
     drafts_quantized = settings.self_draft is not None or settings.draft_output.is_quantized
@@ -350,7 +355,7 @@ def _needs_no_kernels(model_dir: Path, settings: EngineSettings, compiler: Compi
 
 
 def _import_builder() -> None:
-    """Import what opens no engine: it takes seconds."""
+    """Import the modules for building, which takes seconds."""
     with own_temporary_files():
         import runtime.builder.build  # noqa: F401
 
@@ -358,7 +363,7 @@ def _import_builder() -> None:
 def _make_engine(
     model_dir: Path, engine_dir: Path, settings: EngineSettings, device: torch.device, phases: Phases
 ) -> Path:
-    """Convert and build; the checkpoint between them is not kept."""
+    """Convert the model and build the engine; the checkpoint between them is not kept."""
     _import_builder()
     from runtime.builder.build import BuildEffort, build_engine, positions_of
     from runtime.builder.convert import convert_for_build, plan_conversion
@@ -399,7 +404,7 @@ def _make_engine(
 
 @contextmanager
 def _no_word_of_own_head(heads: Seq[HeadConfig], model_dir: Path) -> Iterator[None]:
-    """Ignore the warning of layers that are no part of the engine where it is built for the head that they are."""
+    """Ignore the warning about layers that the engine leaves out, if they are the head that it is built for."""
     with warnings.catch_warnings():
         if any(head.kind == "mtp" and head.directory.resolve() == model_dir.resolve() for head in heads):
             warnings.filterwarnings("ignore", r"layers that predict more than the next token", SpecDecWarning)

@@ -1,4 +1,4 @@
-"""Identity of an engine's model: by its config, its tokenizer and its weights, not by the directory's name."""
+"""Identity of an engine's model: its config, tokenizer and weights, not its directory's name."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -31,11 +31,12 @@ _SUMMED_AT_ONCE = 1 << 20
 
 
 class BitSums:
-    """Sum of the bits of each of a model's weights in `dtype`, or in float32 where transformers keeps it so: as fast as
-    memory, and taken while they are present."""
+    """Sum of the bits of each weight of a model in `dtype`, or in float32 where transformers keeps float32: as fast as
+    memory, and taken while the weights are loaded.
+    """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, unread: Path | None = None) -> None:
-        """`unread`: a file of weights of which nobody has looked whether they are numbers."""
+        """`unread`: a file of weights that was not checked for NaN and infinity yet."""
         self._weights, self._unread = sorted(model.state_dict().items()), unread
         self._dtype_of = dtypes_of_weights(model.config, dtype)
         self._names = {_place(weight): name for name, weight in self._weights}
@@ -43,7 +44,7 @@ class BitSums:
 
     @contextmanager
     def present(self, *those: nn.Module | Tensor) -> Iterator[None]:
-        """`weights.present`. SpecDecError for weights that are unread and no numbers."""
+        """`weights.present`; SpecDecError if unread weights are NaN or infinite."""
         with present(*those):
             for tensor in tensors_of(those):
                 if (place := _place(tensor)) in self._names and place not in self._sums:
@@ -53,7 +54,7 @@ class BitSums:
             yield
 
     def digest(self) -> str:
-        """The same for models of the same weights."""
+        """A digest that is equal for models with equal weights."""
         parts = []
         for name, weight in self._weights:
             with self.present(weight) if _place(weight) not in self._sums else nullcontext():
@@ -62,12 +63,12 @@ class BitSums:
 
 
 def _place(weight: Tensor) -> tuple[int, int]:
-    """Memory of a weight; there are some without."""
+    """Address and number of elements of a weight's memory, by which the weight is recognised."""
     return weight.data_ptr(), weight.numel()
 
 
 def _sum_of_bits(weight: Tensor, dtype: torch.dtype) -> int:
-    """Summed by NumPy, in a tenth of torch's time, and piece by piece, of which each may be cast."""
+    """Sum by NumPy, which takes a tenth of torch's time, piece by piece, so that each piece can be cast."""
     total = np.zeros(1, np.int64)  # of an array, which may overflow
     for piece in torch.split(weight.detach().flatten(), _SUMMED_AT_ONCE):
         cast = piece.to(dtype) if weight.dtype.is_floating_point else piece
@@ -78,7 +79,9 @@ def _sum_of_bits(weight: Tensor, dtype: torch.dtype) -> int:
 def differences(
     model: PreTrainedModel, model_dir: Path, bundle: Bundle, tokenizer: Tokenizer | None, dtype: torch.dtype
 ) -> list[str]:
-    """Differences between transformers' `model`, loaded from `model_dir`, and the engine's; empty if none."""
+    """Differences between transformers' `model`, loaded from `model_dir`, and the engine's model; empty if there are
+    none.
+    """
     found = _config_differences(model, bundle)
     if tokenizer is not None and _has_another_tokenizer(model_dir, bundle, tokenizer):
         found.append("the tokenizer")
@@ -102,12 +105,12 @@ def _config_differences(model: PreTrainedModel, bundle: Bundle) -> list[str]:
 
 
 def of_the_model(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a config that says how the model computes."""
+    """The keys of a config that say how the model computes."""
     return {key: value for key, value in config.items() if key not in _NOT_OF_THE_MODEL}
 
 
 def _has_another_tokenizer(model_dir: Path, bundle: Bundle, tokenizer: Tokenizer) -> bool:
-    """A model without one is not said to have another."""
+    """True if the model's tokenizer differs from the engine's. False for a model without a tokenizer."""
     try:
         theirs = load_tokenizer(model_dir, bundle.config.pretrained_config)
     except SpecDecError:

@@ -27,7 +27,7 @@ _AGAIN = "tune again"
 
 @dataclass(frozen=True)
 class ProfileEngine:
-    """Engine of the profile; the directory is for messages only."""
+    """The engine that the profile was made for; its directory is for messages only."""
 
     engine_dir: str
     digest: str
@@ -44,7 +44,7 @@ class ProfileModel:
 
 @dataclass(frozen=True)
 class Figures:
-    """Measured benefit of the recommendation, and the number of prompts at a time."""
+    """Measured benefit of the recommendation, and the number of prompts that ran at a time."""
 
     num_prompts: Size
     batch_size: Size
@@ -59,7 +59,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class _Rest:
-    """A profile's file without its drafter, whose form depends on its name."""
+    """A profile's file without the drafter, whose keys depend on the drafter's name."""
 
     engine: ProfileEngine
     draft_len_mode: DraftLenMode
@@ -74,7 +74,7 @@ class _Rest:
 
 @dataclass(frozen=True)
 class Profile:
-    """Recommended drafting for an engine; without drafters nothing pays."""
+    """Recommended speculation for an engine; without drafters, speculation does not pay."""
 
     engine: ProfileEngine
     speculation: Speculation
@@ -92,7 +92,9 @@ class Profile:
 
 
 def engine_digest(config: EngineConfig) -> str:
-    """The same for engines of the same model's shape, built alike for the same machine. Measured times do not count."""
+    """A digest that is equal for engines with the same model shape, built alike for the same machine. Measured times
+    are left out.
+    """
     record = as_json(config)
     return digest([json.dumps({key: record[key] for key in _IDENTITY}, sort_keys=True)])
 
@@ -106,7 +108,7 @@ def write_profile(path: Path, profile: Profile) -> None:
 
 
 def drafter_record(speculation: Speculation) -> dict[str, Any] | None:
-    """Name and settings of the drafter, for JSON; those of each where there are several."""
+    """Name and settings of the drafter for JSON; for several drafters a list."""
     records = [_one_record(drafter) for drafter in speculation]
     if len(records) > 1:
         return {"name": _CHAIN, "drafters": records}
@@ -114,7 +116,7 @@ def drafter_record(speculation: Speculation) -> dict[str, Any] | None:
 
 
 def _one_record(drafter: DrafterSpec) -> dict[str, Any]:
-    """Paths are absolute, because the reader's working directory may differ."""
+    """One drafter's record. Paths are absolute, because the reader may work in another directory."""
     record = dataclasses.asdict(drafter)  # type: ignore[call-overload]  # every spec is a dataclass
     for name, setting in drafter.settings().items():
         if setting.is_path and record[name] is not None:
@@ -123,7 +125,7 @@ def _one_record(drafter: DrafterSpec) -> dict[str, Any]:
 
 
 def read_profile(path: Path) -> Profile:
-    """SpecDecError for a file that is missing, damaged, of another format or something else."""
+    """Read a profile; SpecDecError for a file that is missing, damaged, of another format or not a profile."""
     data = parse_json(read_utf8(path), path)
     if not isinstance(data, dict) or "engine" not in data or "format_version" not in data:
         raise SpecDecError(f"not a profile: {path}", hint=_AGAIN, code="profile")
@@ -226,7 +228,7 @@ def save_profile(name: str, profile: Profile) -> Path:
 
 
 def profile_for(path: str | Path, bundle: Bundle) -> Profile:
-    """The profile, if it is of this engine; SpecDecError otherwise."""
+    """The profile, if it was made for this engine; SpecDecError otherwise."""
     profile = read_profile(Path(path))
     if profile.engine.digest != engine_digest(bundle.config):
         raise SpecDecError(

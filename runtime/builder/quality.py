@@ -1,4 +1,4 @@
-"""Quantization error of weights and K/V: the model's probabilities against those of the unquantized model."""
+"""Quantization error of weights and K/V: the quantized model's probabilities against the unquantized model's."""
 
 import dataclasses
 import json
@@ -30,17 +30,17 @@ DEMO_TEXT = "the demo's articles"
 
 
 def quality_text(checkpoint: CheckpointConfig, file: Path | None) -> tuple[str, str] | None:
-    """The text to compare on, and what it is called; None where there is none, or nothing to compare with.
+    """The text to compare on, and its name; None without a text, or if there is no unquantized model to compare with.
 
-    The demo has a text of its own. SpecDecError for a file that is given and cannot be used.
+    The demo has its own text. SpecDecError for a file that the user named and that cannot be used.
     """
     unquantized = None if checkpoint.quantization is None else checkpoint.quantization.unrounded
     if file is not None:
         text = read_utf8(file)
         if unquantized is None:
             raise SpecDecError(
-                "the checkpoint does not know the model that it was quantized from, to compare it with",
-                hint="it was not quantized when it was converted; leave the text out",
+                "the checkpoint does not say which model it was quantized from, so there is nothing to compare it with",
+                hint="leave the text out: the model was quantized before it was converted, or not at all",
                 code="no_unquantized_model",
             )
         return text, file.name
@@ -51,9 +51,8 @@ def quality_text(checkpoint: CheckpointConfig, file: Path | None) -> tuple[str, 
 
 
 def measure_quality(checkpoint_dir: Path, text: str, name: str) -> Quality:
-    """Both models on the first 2,000 tokens of a text, by transformers, in float32: only what is quantized differs.
-
-    That is weights, and keys and values, and what layers multiply them by.
+    """Run both models on the first 2,000 tokens of a text, by transformers in float32, so that only quantization
+    differs: of weights, of keys and values, and of the activations.
 
     SpecDecError if the unquantized model is no longer where it was, or is another one.
     """
@@ -94,7 +93,7 @@ def _shown(unquantized_dir: Path) -> str:
 
 
 def _log_probs(model: PreTrainedModel, tokens: list[int], window: int, **quantization: QuantizeKV) -> Iterator[Tensor]:
-    """(window, vocab) float32, window by window."""
+    """float32 [window, vocab], one window after another."""
     for start in range(0, len(tokens), window):
         with torch.inference_mode():
             ids = torch.tensor([tokens[start : start + window]])
@@ -103,7 +102,7 @@ def _log_probs(model: PreTrainedModel, tokens: list[int], window: int, **quantiz
 
 
 def record_quality(engine_dir: Path, config: EngineConfig, quality: Quality) -> EngineConfig:
-    """Write into an engine's `config.json` what its checkpoint's quantization changed."""
+    """Write the quantization error of its checkpoint into an engine's `config.json`."""
     config = dataclasses.replace(config, quality=quality)
     config = dataclasses.replace(config, config_digest=config_digest(as_json(config)))
     write_json(engine_dir / CONFIG, as_json(config))

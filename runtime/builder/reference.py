@@ -1,7 +1,7 @@
-"""Reference of an engine: transformers' own model, its attention over K/V quantized as an engine keeps them, its
-products where torch is slow, and its choice of experts.
+"""Reference for an engine: transformers' own model, with attention over K/V quantized as in the engine, wider products
+where torch is slow, and a record of its choices of experts.
 
-Engines with K/V in 8 bits are compared with it, and it tells how much they lose.
+Engines with 8-bit K/V are compared with it, and it tells how much quality they lose.
 """
 
 import platform
@@ -45,7 +45,9 @@ def quantized_kv_attention(
     quantize_kv: QuantizeKV,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over quantized K/V like transformers' eager attention, in float32. Returns (1, n, H, Dv)."""
+    """Attention over quantized K/V like transformers' eager attention, in float32. Returns [1, tokens, heads, value
+    dim].
+    """
     key, value = quantize_kv(int(module.layer_idx), key, value)  # type: ignore[arg-type]
     num_groups = query.shape[1] // key.shape[1]
     keys, values = (numbers.float().repeat_interleave(num_groups, 1) for numbers in (key, value))
@@ -63,7 +65,7 @@ def quantized_kv_attention(
 
 @dataclass(frozen=True)
 class Quantized:
-    """Quantizer of keys and values by themselves."""
+    """Quantizes keys and values itself."""
 
     dtype: torch.dtype
 
@@ -74,10 +76,10 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Stored:
-    """K/V stored by an engine's step for a sequence, if they are valid roundings of ours.
+    """Takes the K/V that an engine's step has stored for a sequence, after checking that they are valid roundings.
 
-    A rank has stored the first heads; others are quantized by themselves. The last bits of what is rounded
-    decide between two neighbours, and have no share in whether a step is right.
+    The last bits of a number decide between two neighbouring codes, and either is right. A rank has stored only its
+    first heads; the other heads are quantized here.
     """
 
     pool: KVPool
@@ -105,16 +107,17 @@ class Stored:
 
 
 def has_slow_products(dtype: torch.dtype, device: torch.device) -> bool:
-    """True if torch computes products of these numbers slower than in float32."""
+    """True if torch multiplies numbers of this dtype more slowly than float32."""
     is_without = platform.machine() == "x86_64" and not torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     return dtype in _NARROW and device.type == "cpu" and is_without
 
 
 class WideProducts(TorchFunctionMode):
-    """Computes linear layers and matrix products of 16 bits in float32, and rounds each once, as torch does.
+    """Computes linear layers and matrix products of 16-bit numbers in float32, and rounds each result once, as torch
+    does.
 
-    Without instructions for 16 bits torch takes seven times as long for a linear layer of a model of 1.1 B parameters
-    (AVX2) as it takes to widen the weight, piece by piece, and multiply by it.
+    Without instructions for 16 bits (AVX2), torch takes seven times as long for a linear layer of a model with 1.1 B
+    parameters as it takes to widen the weight, piece by piece, and multiply by it.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -131,7 +134,7 @@ def _are_narrow(args: Any) -> bool:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """(..., outputs) in the dtype of `x`, (..., inputs), by pieces of the weight, (outputs, inputs)."""
+    """Output [..., outputs], in the dtype of `x` [..., inputs], by pieces of the weight [outputs, inputs]."""
     wide = x.reshape(-1, weight.shape[1]).float()
     outputs = x.new_empty(len(wide), len(weight))
     at_once, end = max(1, _WIDENED_AT_ONCE // max(1, weight.shape[1])), 0
@@ -143,13 +146,13 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Choices(TorchFunctionMode):
-    """Keeps what a model's routers decide by, (..., experts), in order of its calls: the scores of which they take the
-    highest, and how far others are from the bound of those that are almost as high (Phi-3.5).
+    """Records the scores by which a model's routers choose experts, [..., experts], in the order of the calls: the
+    scores whose highest are taken, and how far other scores are from the bound of nearly equal ones (Phi-3.5).
 
-    Rounding decides between experts that score alike, and a right step that takes the other one is far from
-    transformers in that token, and in those that see it. With `ties`, a margin for each call, the last one taken and
-    the first one left out change places where they are no farther from each other, and so do the sides of a bound;
-    of each `every` tokens in one, if it is above 1, the one of number `turn`.
+    Rounding decides between experts with nearly equal scores. A correct step that takes the other expert is far from
+    transformers' in that token, and in all tokens that see it. With `ties`, a margin for each call, the last expert
+    taken and the first left out change places if their scores differ by no more than the margin, and likewise at a
+    bound. If `every` is above 1, this happens for one token of each `every`: the token number `turn`.
     """
 
     def __init__(self, ties: Seq[float] | None = None, every: int = 1, turn: int = 0) -> None:
@@ -173,7 +176,7 @@ class Choices(TorchFunctionMode):
         return decided
 
     def _of_highest(self, scores: Tensor, taken: Any, kind: Any) -> Any:
-        """(values, indices) of the highest scores, (..., k)."""
+        """The k highest scores and their indices, [..., k] each."""
         if scores.shape[:-1] != taken.indices.shape[:-1] or scores.shape[-1] == (k := taken.indices.shape[-1]):
             return taken
         self._has_best = kind is torch.return_types.max
@@ -186,7 +189,7 @@ class Choices(TorchFunctionMode):
         return kind((scores.gather(-1, indices), indices))
 
     def _of_bound(self, distances: Tensor, bound: float, decided: Tensor) -> Tensor:
-        """True where the distance from the best expert's score, which is 0 from itself, is above the bound."""
+        """True where a score's distance from the best score exceeds the bound."""
         if (margin := self._margin(distances)) is None:
             return decided
         return decided ^ self._in_turn(((distances - bound).abs() <= margin) & (distances != 0))
@@ -196,14 +199,16 @@ class Choices(TorchFunctionMode):
         return None if self._ties is None else self._ties[len(self.scores) - 1]
 
     def _in_turn(self, is_tie: Tensor) -> Tensor:
-        """(..., experts) ties of the tokens whose turn it is."""
+        """The ties [..., experts] of the tokens whose turn it is."""
         rows = is_tie.reshape(-1, is_tie.shape[-1])
         has_turn = torch.arange(len(rows), device=rows.device) % self._every == self._turn
         return (rows & has_turn[:, None]).view_as(is_tie)
 
 
 def near_ties(rounded: Choices, exact: Choices) -> list[float]:
-    """Margins, one for each call, of scores that rounding may exchange: each is moved as far as a typical token's."""
+    """Margins, one for each call, within which rounding may exchange scores: as much as a typical token's
+    scores move.
+    """
     return [
         2 * (ours - theirs).nan_to_num(0).abs().amax(-1).median().item()  # none of experts that neither may take: -inf
         for ours, theirs in zip(rounded.scores, exact.scores, strict=True)
@@ -215,11 +220,10 @@ AttentionMaskInterface.register(QUANTIZED_KV, eager_mask)
 
 
 def load_original(model_dir: Path, dtype: torch.dtype, attention: str | None = None) -> PreTrainedModel:
-    """The model as it was before it was converted, transformers' own, in `dtype`; with transformers' default attention
-    unless one is named.
+    """The unconverted model: transformers' own, in `dtype`, with transformers' default attention unless one is named.
 
-    A GGUF file's weights are the numbers that they mean: transformers reads them by a package that need not be there,
-    and not those of all files. Raises whatever transformers raises.
+    A GGUF file's weights are dequantized here: transformers would need another package, and does not read all files.
+    Raises whatever transformers raises.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if is_gguf(model_dir):

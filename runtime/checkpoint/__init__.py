@@ -1,1 +1,1 @@
-"""Files of models, checkpoints and engines: read, checked, written; their configs, tokenizers and formats."""
+"""Files of models, checkpoints and engines, read, checked and written: configs, tokenizers and quantization formats."""

@@ -1,12 +1,12 @@
 """Engine directories: `config.json`, the compiled step of each rank and the tokenizer's files.
 
-What stands for the step depends on the compiler: `rank0.pt2` with `rank0.safetensors`, the weights as it wants them
-(aot); the model's own weights with `rank0.cache`, the compiler's cache (torch-compile); or the weights alone (none).
-In `self-draft` the same of the copy that drafts, if there is one, with those weights that are not the target's.
-Where a model is split there is one step for all ranks, and a file of weights for each.
-A compiled step is machine code: open only bundles you would run as a program.
+The step's files depend on the compiler. aot: `rank0.pt2`, and `rank0.safetensors` with the weights in the step's
+layout. torch-compile: the model's own weights, and `rank0.cache`, the compiler's cache. none: the weights alone.
+`self-draft` has the same files for the self-draft copy, if there is one, without the weights that it shares with the
+target. A split model has one step for all ranks, and a file of weights for each. A compiled step is machine code: open
+only bundles that you would run as a program.
 
-Nothing here needs torch: what is wrong with a directory is said before torch is imported.
+Nothing here needs torch: errors about a directory are reported before torch is imported.
 """
 
 from collections.abc import Iterator
@@ -45,18 +45,18 @@ def step_files(config: EngineConfig) -> list[str]:
 
 
 def weights_files(mapping: Mapping) -> list[str]:
-    """The files of weights, one of each rank."""
+    """The files of weights, one for each rank."""
     return [f"rank{rank}.safetensors" for rank in range(mapping.tp_size)]
 
 
 def uses_kernels(compiler: Compiler, device: str) -> bool:
-    """True if attention is our kernel: where the step is compiled, on the CPU."""
+    """True if our kernel computes attention: on the CPU, in a compiled step."""
     return compiler != "none" and device == "cpu"
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """An engine's directory, and its configuration: read once, and checked."""
+    """An engine's directory and its configuration, read once and checked."""
 
     directory: Path
     config: EngineConfig
@@ -65,7 +65,7 @@ class Bundle:
 
     @property
     def given(self) -> str:
-        """Path or name that the user gave, for errors about files that a user changes, such as tokenizer.json."""
+        """The path or name that the user gave, for errors about files that a user edits, such as tokenizer.json."""
         return self.model or str(self.directory)
 
     @property
@@ -76,17 +76,17 @@ class Bundle:
 
     @property
     def has_costs(self) -> bool:
-        """True if it is known what steps cost, or will be when somebody asks."""
+        """True if step costs are known, or will be measured when they are needed."""
         return bool(self.config.step_costs) or are_measured_when_asked_for(self.directory)
 
 
 def read_bundle(engine_dir: Path, model: str | None = None) -> Bundle:
-    """SpecDecError names what is missing or wrong."""
+    """Open an engine's directory; SpecDecError names what is missing or wrong."""
     return Bundle(engine_dir, read_engine_config(engine_dir), model)
 
 
 def is_engine_dir(directory: Path) -> bool:
-    """True if the directory claims to be an engine's, whatever else may be wrong with it."""
+    """True if the directory's config.json says that it is an engine's, whatever else may be wrong with it."""
     try:
         return directory.is_dir() and "build_config" in read_json(directory / CONFIG)
     except SpecDecError:
@@ -148,14 +148,15 @@ def _other_kind(kind: str, path: Path) -> SpecDecError:
 
 
 def check_step_files(bundle: Bundle) -> None:
-    """SpecDecError unless the step's files are what was built. A file that is the same as last time is not read."""
+    """SpecDecError unless the step's files are as they were built. A file that has not changed since last time is not
+    read.
+    """
     check_contents(bundle.directory, [one for one in bundle.config.files if not is_of_tokenizer(one)], ENGINE)
 
 
 @contextmanager
 def unchanged_while_opened(bundle: Bundle) -> Iterator[None]:
-    """SpecDecError if the step's files are others when the block ends: what it has opened may be half of another
-    engine."""
+    """SpecDecError if the step's files were replaced during the block: what it opened may be half of another engine."""
     names = [CONFIG, *(record.name for record in bundle.config.files if not is_of_tokenizer(record))]
     paths = [bundle.directory / name for name in names]
     before = [_stamp(path) for path in paths]
@@ -174,7 +175,7 @@ def _stamp(path: Path) -> Stamp | None:
 
 
 def check_tokenizer_files(bundle: Bundle) -> None:
-    """SpecDecError unless the tokenizer is what the engine was built with."""
+    """SpecDecError unless the tokenizer's files are as they were when the engine was built."""
     records = [record for record in bundle.config.files if is_of_tokenizer(record)]
     check_sizes(bundle.directory, records, ENGINE)
     check_contents(bundle.directory, records, ENGINE)

@@ -16,7 +16,7 @@ CHECKPOINT = Artefact("the model was converted", _CONVERT_AGAIN, code="checkpoin
 
 @dataclass(frozen=True)
 class OpenedCheckpoint:
-    """A checkpoint whose files were checked, or written by this process for what it does next."""
+    """A checkpoint whose files were checked, or were written by this process and need no check."""
 
     directory: Path
     config: CheckpointConfig
@@ -27,7 +27,7 @@ class OpenedCheckpoint:
 def open_checkpoint(checkpoint_dir: Path) -> CheckpointConfig:
     """Parse and check a checkpoint directory; SpecDecError names what is missing or wrong.
 
-    A file that is the same as last time is not read.
+    A file that has not changed since last time is not read.
     """
     recover_directory(checkpoint_dir)
     if not checkpoint_dir.is_dir():
@@ -80,7 +80,9 @@ _BITS = {"W8A16": 8, "W8A16_GPTQ": 8, "FP8": 8, "FP8_PER_CHANNEL_PER_TOKEN": 8, 
 
 
 def check_self_draft(checkpoint: CheckpointConfig, self_draft: SelfDraft | None) -> None:
-    """SpecDecError for a copy that drafts of a split model, or with weights in no fewer bits than the checkpoint's."""
+    """SpecDecError for a self-draft copy of a split model, or a copy with as many bits as the checkpoint's weights or
+    more.
+    """
     if self_draft is None:
         return
     check_not_split(checkpoint.mapping.tp_size)
@@ -91,20 +93,20 @@ def check_self_draft(checkpoint: CheckpointConfig, self_draft: SelfDraft | None)
     if bits <= int(self_draft.qformat.removeprefix("int")):
         raise SpecDecError(
             f"the checkpoint's weights are in {bits} bits already ({quantization.quant_algo}), so a copy in "
-            f"{self_draft.qformat} would draft no faster than they do",
+            f"{self_draft.qformat} would draft no faster than the model",
             hint="build it without a copy that drafts, or convert the model with weights of more bits",
             code="self_draft_bits",
         )
 
 
 def check_hidden_states(checkpoint: CheckpointConfig, hidden_states: tuple[int, ...]) -> None:
-    """SpecDecError for hidden states of a split model."""
+    """SpecDecError if hidden states are asked for from a split model."""
     if hidden_states:
         check_has_no_head(checkpoint.mapping.tp_size)
 
 
 def check_has_no_head(tp_size: int) -> None:
-    """SpecDecError where a trained drafter is to read a model that is split over devices."""
+    """SpecDecError if a trained drafter is to read a model that is split over devices."""
     if tp_size > 1:
         raise SpecDecError(
             f"a model that is split over devices has no trained drafter: tp_size {tp_size}",
@@ -113,7 +115,7 @@ def check_has_no_head(tp_size: int) -> None:
 
 
 def check_not_split(tp_size: int) -> None:
-    """SpecDecError where a model that is to draft for itself is split over devices."""
+    """SpecDecError if a model that is to draft for itself is split over devices."""
     if tp_size > 1:
         raise SpecDecError(
             f"a model that is split over devices has no copy that drafts: tp_size {tp_size}",

@@ -1,8 +1,8 @@
-"""Checksums: what an artefact records of its files and of itself when it is written, and whether that still holds.
+"""Checksums: an artefact records its files and its own content when it is written; here both are checked against that.
 
-A directory's `config.json` records size and SHA-256 of the files beside it, and in `config_digest` a digest of all that
-it says itself; a document that is a file of its own has its digest under `digest`. They find damage and mistakes, not
-malice: who can change a file can change what is recorded of it.
+A directory's `config.json` records the size and SHA-256 of the files beside it, and in `config_digest` a digest of its
+own content; a document in a single file has its digest under `digest`. These find damage and mistakes, not malice:
+whoever can change a file can change its record.
 """
 
 import json
@@ -25,7 +25,7 @@ conversation is written."""
 
 
 def is_recorded(name: str) -> bool:
-    """False for a file that people change."""
+    """False for a file that people edit."""
     return name not in NOT_RECORDED and not name.startswith(f"{TEMPLATE_DIR}/")
 
 
@@ -34,7 +34,7 @@ _OF_TOKENIZER = frozenset({*TOKENIZER_FILES, SAVED})
 
 @dataclass(frozen=True)
 class Artefact:
-    """Wording of errors about it: the origin of its files, and the remedy if they have changed."""
+    """The words of errors about an artefact: where its files come from, and what to do if they have changed."""
 
     since: str
     hint: str
@@ -55,7 +55,7 @@ def config_digest(data: dict[str, Any]) -> str:
 
 
 def record_files(directory: Path) -> tuple[FileRecord, ...]:
-    """The files that are there, as they are now."""
+    """Records of the files as they are now."""
     return tuple(
         FileRecord(name, path.stat().st_size, file_digest(path))
         for name, path in files_in(directory).items()
@@ -64,7 +64,7 @@ def record_files(directory: Path) -> tuple[FileRecord, ...]:
 
 
 def files_in(directory: Path) -> dict[str, Path]:
-    """Every file of a directory, hidden ones too, by its name in it."""
+    """Every file of a directory, hidden files too, by its path inside it."""
     paths = sorted(path for path in directory.rglob("*") if not path.is_dir())
     return {path.relative_to(directory).as_posix(): path for path in paths}
 
@@ -74,7 +74,7 @@ def is_of_tokenizer(record: FileRecord) -> bool:
 
 
 def check_config(path: Path, text: str, artefact: Artefact) -> None:
-    """SpecDecError unless a `config.json` says what was written; `text` is all that is in it."""
+    """SpecDecError unless a `config.json` is as it was written; `text` is its content."""
     recorded, found = _digests_of_config(text)
     if recorded != found:
         artefact.raise_changed(path, f"digest {found[:12]}…, written with {recorded[:12] or 'none'}…")
@@ -82,13 +82,15 @@ def check_config(path: Path, text: str, artefact: Artefact) -> None:
 
 @lru_cache(maxsize=16)
 def _digests_of_config(text: str) -> tuple[str, str]:
-    """The one that it records and its own. Kept by the whole text: what has been opened once is often opened again."""
+    """The digest that it records and the digest of its content. Cached by the text: one config is often opened several
+    times.
+    """
     data = json.loads(text)
     return str(data.get("config_digest", "")), config_digest(data)
 
 
 def check_sizes(directory: Path, records: Iterable[FileRecord], artefact: Artefact) -> None:
-    """SpecDecError for a file that is missing or of another size. Reads none."""
+    """SpecDecError for a file that is missing or has another size. Reads no file."""
     for record in records:
         path = directory / record.name
         check_regular(path)
@@ -99,7 +101,9 @@ def check_sizes(directory: Path, records: Iterable[FileRecord], artefact: Artefa
 
 
 def check_contents(directory: Path, records: Iterable[FileRecord], artefact: Artefact) -> None:
-    """SpecDecError for a file that is not what was written. One that is the same as last time is not read."""
+    """SpecDecError for a file that is not as it was written. A file that has not changed since last time is not
+    read.
+    """
     for record in records:
         if difference := content_difference(directory / record.name, record, file_digest):
             artefact.raise_changed(directory / record.name, difference)

@@ -34,13 +34,13 @@ MAX_SEQ_LEN = 2**24
 
 @dataclass(frozen=True)
 class Between:
-    """Bounds of a number that is read from a document, both included."""
+    """Bounds of a number in a document, both included."""
 
     least: float
     most: float = sys.float_info.max
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        """The same bounds for records, which pydantic checks."""
+        """Give pydantic the same bounds, for records."""
         from pydantic import Field
 
         most = self.most if self.most < sys.float_info.max else None
@@ -91,7 +91,7 @@ ALONE = Mapping()
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file of a directory as it was written; `name` is its path in it."""
+    """A file of a directory as it was written; `name` is its path inside the directory."""
 
     name: str
     num_bytes: Count
@@ -100,7 +100,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """Quantization format of a conversion. Without a format weights stay as they are."""
+    """Quantization format of a conversion. Without a format the weights are not quantized."""
 
     qformat: QuantFormat | None = None
     group_size: int | None = None
@@ -121,7 +121,9 @@ class QuantConfig:
 
 @dataclass(frozen=True)
 class Quantization:
-    """Quantization of a checkpoint's linear layers. Each layer's tensors describe themselves; this covers all."""
+    """Quantization of a checkpoint's linear layers as a whole; the tensors of each layer say how that layer is
+    quantized.
+    """
 
     quant_algo: QuantAlgo | None
     kv_cache_quant_algo: KVCacheQuantAlgo | None = None
@@ -141,7 +143,7 @@ class Quantization:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """`config.json` of a checkpoint directory. `pretrained_config` is Hugging Face's own."""
+    """`config.json` of a checkpoint directory. `pretrained_config` is the model's own Hugging Face config."""
 
     pretrained_config: dict[str, Any]
     dtype: Dtype
@@ -156,8 +158,9 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """K/V shape of one attention layer, and how far back it sees: a window, or to the beginning of the query's chunk;
-    everything if both are None."""
+    """K/V shape of one attention layer, and which keys a query sees: a window, or the keys from the beginning of its
+    chunk; all keys before it if both are None.
+    """
 
     layer: Count
     num_kv_heads: Size
@@ -175,7 +178,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class RecurrentShape:
-    """Recurrent state of one layer: of each head a matrix from keys to values."""
+    """Recurrent state of one layer: for each head a matrix [key_dim, value_dim]."""
 
     num_heads: Size
     key_dim: Size
@@ -186,7 +189,9 @@ class RecurrentShape:
 
 @dataclass(frozen=True)
 class StateShape:
-    """State of one layer: the last tokens' inputs of its convolution, `width` numbers of each; 0 if it has none."""
+    """State of one layer: the inputs of its convolution for the last tokens, `width` numbers each; 0 without a
+    convolution.
+    """
 
     layer: Count
     width: Count
@@ -198,7 +203,7 @@ class StateShape:
 
 @dataclass(frozen=True)
 class Shapes:
-    """Shapes of what a model's layers keep of the tokens before: keys and values, a state, both or nothing."""
+    """Shapes of what each layer keeps for earlier tokens: keys and values, a state, both or nothing."""
 
     layers: tuple[LayerShape, ...]
     states: tuple[StateShape, ...] = ()
@@ -218,8 +223,7 @@ class SelfDraft:
 
 @dataclass(frozen=True)
 class DraftOutput:
-    """Output layer of a trained head and of a self-draft copy: of fewer ids, or in fewer bits. Nothing is verified by
-    it."""
+    """Output layer for a trained head and a self-draft copy, with fewer ids or bits. It is never used to verify."""
 
     qformat: IntFormat | None = None
     """None: as the model has it."""
@@ -289,7 +293,7 @@ class StepShape:
 
 @dataclass(frozen=True)
 class Environment:
-    """Environment that a compiled step was built for; it runs nowhere else."""
+    """Environment that a compiled step was built for; the step runs in no other."""
 
     torch: str
     transformers: str
@@ -301,7 +305,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class LogitsCheck:
-    """Largest difference between the engine's logits and transformers' eager attention, when it was built."""
+    """Largest difference found at build between the engine's logits and those of transformers' eager attention."""
 
     max_abs_difference: Measure
     relative_difference: Measure
@@ -316,7 +320,9 @@ class LogitsCheck:
 
 @dataclass(frozen=True)
 class Quality:
-    """Quantization error on a text of `num_tokens`: unquantized probabilities against quantized ones."""
+    """Quantization error on a text of `num_tokens`: how far the quantized probabilities are from the
+    unquantized ones.
+    """
 
     num_tokens: Size
     mean_kl: Annotated[float, Between(-1)]
@@ -329,7 +335,9 @@ class Quality:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Time of a step at build, with `num_tokens` in each of `batch_size` rows, after `context_len`."""
+    """Time of a step, measured at build: `batch_size` rows with `num_tokens` tokens each, after `context_len`
+    tokens.
+    """
 
     batch_size: Size
     context_len: Count
@@ -339,7 +347,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class MachineSpeed:
-    """Speed of the machine when the engine's steps were measured."""
+    """Speed of the machine at the time when the engine's steps were measured."""
 
     num_threads: Size
     memory_bytes_per_s: Measure
@@ -418,7 +426,7 @@ def parse(kind: type[Config], data: Any, where: str) -> Config:
 
 
 def check_arguments(kind: Any, given: typing.Mapping[str, Any]) -> None:
-    """UsageError for an argument whose value is not of the type that `kind` (a dataclass, a TypedDict) gives it."""
+    """UsageError for an argument whose value does not have the type that `kind` (a dataclass or TypedDict) declares."""
     from pydantic import ValidationError
 
     types = typing.get_type_hints(kind, include_extras=True)
@@ -430,12 +438,12 @@ def check_arguments(kind: Any, given: typing.Mapping[str, Any]) -> None:
         except ValidationError as error:
             forms = dict.fromkeys(filter(None, map(_form, error.errors())))
             raise UsageError(
-                f"{name} must be {' or '.join(forms)}: {value!r:.100}", hint="leave it out, or give it as one"
+                f"{name} must be {' or '.join(forms)}: {value!r:.100}", hint="leave it out, or correct its value"
             ) from None
 
 
 def _form(error: Any) -> str | None:
-    """Form that a value should have by an error of pydantic's; None where it is not worth naming."""
+    """The form that a value should have, in words, from one of pydantic's errors; None if it is not worth naming."""
     bounds = error.get("ctx", {})
     match error["type"]:
         case "none_required" | "is_instance_of":
@@ -458,7 +466,7 @@ def _adapter(kind: Any) -> Any:
 
 
 def _complaint(error: Any, where: str) -> str:
-    """The sentence for an error of pydantic's."""
+    """The sentence for one of pydantic's errors."""
     *places, key = error["loc"]
     outer = ": ".join([where, *(place for place in places if isinstance(place, str))])
     inner = f"{outer}: {key}" if isinstance(key, str) else outer

@@ -1,11 +1,11 @@
-"""Cost model of a step on the machine an engine was built on, interpolated from measurements.
+"""Cost model of a step on the machine where the engine was built, interpolated from measurements.
 
-The time of a step grows with the sequences in it, with their context, and with the tokens of each. On a CPU a draft is
-not free: a step of eleven tokens may take twice as long as a step of one.
+A step takes longer with more sequences, longer contexts and more tokens in each sequence. On a CPU a draft is not free:
+a step of eleven tokens may take twice as long as a step of one.
 
-`build` measures, and writes the costs into `config.json`. Those of an engine that is made of a model are measured when
-somebody asks for them, so that the first answer does not wait, and kept in a file beside the engine's directory, which
-tells too that they are measured in this way.
+`build` measures the costs and writes them into `config.json`. The costs of an engine that was made from a model are
+measured when they are first needed, so that the first answer does not wait. They are kept in a file beside the engine's
+directory; this file also says that the costs are measured this way.
 """
 
 import dataclasses
@@ -26,10 +26,11 @@ Grid = dict[int, dict[int, float]]
 
 
 class CostModel:
-    """Seconds of a step, on straight lines between what was measured, and beyond.
+    """Seconds of a step, on straight lines between measurements and beyond them.
 
-    With 10 ms for 1 token and 14 ms for 5, 3 tokens take 12 ms. No step is taken to be slower than a measured one of as
-    many sequences and tokens, after as long contexts, or more: a busy moment can only have made it look so.
+    With 10 ms for 1 token and 14 ms for 5, 3 tokens take 12 ms. A step counts as no slower than any measured step with
+    at least as many sequences and tokens after contexts at least as long: a busy moment can only have slowed the
+    smaller one.
     """
 
     def __init__(self, costs: Iterable[StepCost], host_s: float) -> None:
@@ -46,9 +47,11 @@ class CostModel:
         self._known: dict[tuple[int, int, float], float] = {}
 
     def step_s(self, batch_size: int, context_len: int, num_tokens: float) -> float:
-        """The compiled step for `batch_size` sequences of `context_len` tokens, `num_tokens` more in each of them.
+        """Seconds of the compiled step for `batch_size` sequences of `context_len` tokens, with `num_tokens` new tokens
+        each.
 
-        Or on average: rows are folded (`runtime.core.batch`), so that short ones among long ones cost little.
+        `num_tokens` may be an average: rows are folded (`runtime.core.batch`), so short rows among long ones cost
+        little.
         """
         key = (batch_size, context_len, num_tokens)
         if key not in self._known:
@@ -61,10 +64,11 @@ class CostModel:
         return self._known[key]
 
     def _beyond(self, most: int, batch_size: int, context_len: int, num_tokens: float) -> float:
-        """Cost of a batch larger than all measured ones, the largest of which has `most` rows.
+        """Cost of a batch larger than all measured batches; the largest of those has `most` rows.
 
-        As many tokens in `most` rows, and what each further row adds to a step of so many. Not the line through batches
-        of the same rows: from some number of tokens on other kernels compute a step, and its price jumps.
+        The cost of the same tokens in `most` rows, plus the measured price of each further row in a step of that many
+        tokens. Batches with the same rows are not extrapolated: from some number of tokens on, other kernels compute a
+        step and its price jumps.
         """
         fewer = max(size for size in self._grids if size < most)
         alone_s, together_s = (_in_grid(self._grids[size], context_len, most / size) for size in (most, fewer))
@@ -73,17 +77,19 @@ class CostModel:
         return seconds + (batch_size - most) * row_s
 
     def iteration_s(self, batch_size: int, context_len: int, draft_len: float) -> float:
-        """A whole turn of a loop whose drafts have `draft_len` tokens, on average, without the drafting."""
+        """Seconds of one iteration of a loop whose drafts have `draft_len` tokens on average, without the time to
+        draft.
+        """
         return self.step_s(batch_size, context_len, draft_len + 1) + self.host_s
 
     def context_s(self, num_tokens: int, max_num_tokens: int) -> float:
-        """Computing a prompt, `max_num_tokens` at a time; the last piece gives the first token."""
+        """Seconds to compute a prompt, `max_num_tokens` at a time; the last piece gives the first token."""
         starts = range(0, num_tokens, max_num_tokens)
         return sum(self.step_s(1, start, min(max_num_tokens, num_tokens - start)) for start in starts)
 
 
 def _without_busy_moments(costs: list[StepCost]) -> Iterator[tuple[StepCost, float]]:
-    """Each cost with the least time of any step that has no less to do."""
+    """Each cost, lowered to the least time of any step with at least as much work."""
     import numpy as np  # which `--help` need not wait for
 
     sizes = np.array([(cost.batch_size, cost.context_len, cost.num_tokens) for cost in costs]).reshape(-1, 1, 3)
@@ -93,15 +99,17 @@ def _without_busy_moments(costs: list[StepCost]) -> Iterator[tuple[StepCost, flo
 
 
 def _in_grid(grid: Grid, context_len: int, num_tokens: float) -> float:
-    """Pieces of prompts are measured after fewer contexts than generation steps; between those they are looked up."""
+    """Pieces of prompts are measured after fewer context lengths than generation steps; missing ones are
+    interpolated.
+    """
     rows = {c: row for c, row in grid.items() if max(row) >= num_tokens} or grid
     return _on_lines({c: _on_lines(row, num_tokens) for c, row in rows.items()}, context_len)
 
 
 def _on_lines(points: dict[int, float], x: float) -> float:
-    """The value at x on the line through the two points beside it, or through the last two before it.
+    """The value at x on the line through the two points around it, or beyond them through the last two.
 
-    At least half of the smallest value: what noise makes of a line must not come out as nothing.
+    At least half of the smallest value: noise must not extend a line down to zero.
     """
     xs = sorted(points)
     if len(xs) == 1:
@@ -129,7 +137,7 @@ class MeasuredCosts:
 
 
 def keep_costs(engine_dir: Path, costs: MeasuredCosts) -> None:
-    """Write what was measured so far; where that cannot be written it is measured again."""
+    """Write the costs measured so far; if they cannot be written, they are measured again next time."""
     with suppress(OSError):
         write_file(_file(engine_dir), sealed(json.dumps(as_json(costs)).encode()), OF_ALL_TO_READ)
 
@@ -139,7 +147,9 @@ def are_measured_when_asked_for(engine_dir: Path) -> bool:
 
 
 def with_kept_costs(config: EngineConfig, engine_dir: Path) -> EngineConfig:
-    """The configuration with what was measured since the engine was built. What is damaged is measured again."""
+    """The configuration with costs measured since the engine was built. A damaged file is ignored and measured
+    again.
+    """
     data = read_sealed(_file(engine_dir))
     if data is None:
         return config

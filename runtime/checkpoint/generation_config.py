@@ -1,5 +1,6 @@
-"""generation_config.json: how a model's outputs end, and how it would be sampled. People edit it, so what it says is
-checked wherever it is read."""
+"""generation_config.json: which tokens end a model's outputs, and its sampling defaults. People edit this file, so its
+values are checked wherever they are read.
+"""
 
 import math
 from collections.abc import Mapping
@@ -40,7 +41,7 @@ _NOT_DONE: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Range:
-    """Finite numbers from `least` to `most`; without `least` itself where it `is_open`."""
+    """Finite numbers from `least` to `most`; without `least` itself if `is_open`."""
 
     least: float = -math.inf
     most: float = math.inf
@@ -52,7 +53,7 @@ class Range:
 
     @property
     def form(self) -> str:
-        """The range in words, such as `at least 0`; nothing where every number is in it."""
+        """The range in words, such as `at least 0`; empty if every number is in it."""
         if self.least == -math.inf:
             return ""
         if self.most == math.inf:
@@ -63,7 +64,7 @@ class Range:
 
     @property
     def form_of_number(self) -> str:
-        """The same, such as `a number of at least 0`."""
+        """The range with its noun, such as `a number of at least 0`."""
         if self.most < math.inf:
             return self.form
         if self.least == -math.inf:
@@ -76,7 +77,7 @@ ANY_NUMBER = Range()
 
 @dataclass(frozen=True)
 class DefaultField:
-    """A number of which a model may have its own default."""
+    """A number for which a model may have its own default."""
 
     range: Range
     is_whole: bool
@@ -101,27 +102,29 @@ class ModelDefaults:
 
 
 def read_end_ids(directory: Path) -> frozenset[int] | None:
-    """The ids that end an output; None where the file says nothing of them, or is not there."""
+    """The ids that end an output; None if the file does not exist or names none."""
     ids = _read(directory).get("eos_token_id")
     return None if ids is None else as_end_ids(ids, directory)
 
 
 def as_end_ids(ids: Any, directory: Path) -> frozenset[int]:
-    """One id or a list of them; SpecDecError for what is no token id, and the file in `directory` could correct."""
+    """The ids as a list, from one id or several. SpecDecError for anything else, naming the file in `directory` to
+    correct.
+    """
     found = ids if isinstance(ids, list) else [ids]
     foreign = [i for i in found if not isinstance(i, int) or isinstance(i, bool) or i < 0]
     if foreign:
         raise SpecDecError(
-            f"`eos_token_id` of the model is no token id: {foreign[0]!r}",
+            f"the model's `eos_token_id` is not a token id: {foreign[0]!r}",
             hint=f"correct `{directory / GENERATION_CONFIG}`, or build the engine again",
         )
     return frozenset(found)
 
 
 def read_model_defaults(directory: Path, fields: Mapping[str, DefaultField]) -> ModelDefaults:
-    """The file's values of these fields. SpecDecError for a value that is no number, or out of range.
+    """The file's values for these fields. SpecDecError for a value that is not a number or is out of range.
 
-    A `top_k` that the file does not name is none, where transformers' `generate` takes 50.
+    A missing `top_k` is None here, where transformers' `generate` takes 50.
     """
     config = _read(directory)
     found = {
@@ -132,7 +135,7 @@ def read_model_defaults(directory: Path, fields: Mapping[str, DefaultField]) -> 
     do_sample = config.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
         raise SpecDecError(
-            f"`do_sample` of the model is neither true nor false: {do_sample!r}", hint=_correct(directory)
+            f"the model's `do_sample` is neither true nor false: {do_sample!r}", hint=_correct(directory)
         )
     sampling = {name: value for name, value in found.items() if not fields[name].is_penalty}
     return ModelDefaults(
@@ -144,11 +147,11 @@ def read_model_defaults(directory: Path, fields: Mapping[str, DefaultField]) -> 
 
 def _number(name: str, field: DefaultField, value: Any, directory: Path) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise SpecDecError(f"`{name}` of the model is no number: {value!r}", hint=_correct(directory))
+        raise SpecDecError(f"the model's `{name}` is not a number: {value!r}", hint=_correct(directory))
     least = Range(field.range.least, is_open=field.range.is_open) if field.is_whole else field.range
     if not least.has(value) or (field.is_whole and value != int(value)):
         whole = "a whole number, " if field.is_whole else ""
-        raise SpecDecError(f"`{name}` of the model must be {whole}{least.form}: {value!r}", hint=_correct(directory))
+        raise SpecDecError(f"the model's `{name}` must be {whole}{least.form}: {value!r}", hint=_correct(directory))
     return max(int(value), 0) if field.is_whole else float(value)
 
 
@@ -157,7 +160,7 @@ def _correct(directory: Path) -> str:
 
 
 def check_generation_config(directory: Path, fields: Mapping[str, DefaultField]) -> None:
-    """SpecDecError for a file that cannot be read, or whose values nothing could be generated by."""
+    """SpecDecError for a file that cannot be read, or whose values cannot be used to generate."""
     read_end_ids(directory)
     read_model_defaults(directory, fields)
 

@@ -31,10 +31,10 @@ DOWNLOAD_AGAIN = "download or save the model again"
 
 
 def resolve_model(name: str) -> Path:
-    """The directory of a Hugging Face model, or a GGUF file, which a directory may hold. A shipped name wins; `./demo`
-    is a directory of that name.
+    """The directory of a Hugging Face model, or a GGUF file, perhaps inside a directory. Shipped names come first;
+    `./demo` is a directory of that name.
 
-    Raises SpecDecError if there is no such directory, or the hub does not have or give it.
+    Raises SpecDecError if there is no such directory, or the hub does not have the model or refuses it.
     """
     if name in _SHIPPED:
         return _shipped(name, _SHIPPED[name])
@@ -62,7 +62,7 @@ def is_shipped(name: str) -> bool:
 
 
 def files_of_model(model_dir: Path) -> list[Path]:
-    """Files that make the model what it is."""
+    """Files that determine what the model computes."""
     if is_gguf(model_dir):
         return gguf_files(model_dir)
     found = {path for pattern in MODEL_FILES for path in model_dir.glob(pattern)}
@@ -76,8 +76,8 @@ def weight_files(model_dir: Path) -> list[Path]:
 
 
 def check_weight_files(model_dir: Path) -> None:
-    """SpecDecError for a safetensors file of a model's weights that is not as long as its header says: in milliseconds,
-    where its digest would take as long as the file is.
+    """SpecDecError for a safetensors file whose length contradicts its header: takes milliseconds, where a digest would
+    read all of it.
     """
     from runtime.util.tensor_file import read_header  # not for commands that read no weights
 
@@ -89,7 +89,7 @@ def check_weight_files(model_dir: Path) -> None:
 
 @contextmanager
 def damage_told(file: Path) -> Iterator[None]:
-    """SpecDecError for a safetensors file that is damaged."""
+    """Turn an error about a damaged safetensors file into a SpecDecError."""
     from safetensors import SafetensorError
 
     try:
@@ -99,17 +99,17 @@ def damage_told(file: Path) -> Iterator[None]:
 
 
 def shards_of(model_dir: Path) -> dict[str, Path]:
-    """The file of each tensor by the model's index; empty where the weights are one file, or there is no index.
+    """The file of each tensor by the model's index; empty if there is no index, or the weights are one file.
 
-    SpecDecError as by `files_of_index`.
+    SpecDecError as for `files_of_index`.
     """
     index = model_dir / INDEX
     return {} if (model_dir / WEIGHTS).is_file() or not index.is_file() else files_of_index(index)
 
 
 def files_of_index(index: Path) -> dict[str, Path]:
-    """The file of each tensor, which may lie in a subdirectory (`layers/0.safetensors`); `./a.safetensors` is
-    `a.safetensors`.
+    """The file of each tensor by an index. Files may be in a subdirectory (`layers/0.safetensors`); `./a.safetensors`
+    means `a.safetensors`.
 
     SpecDecError for an index without tensors, or with a file outside its directory.
     """
@@ -124,7 +124,9 @@ def files_of_index(index: Path) -> dict[str, Path]:
 
 
 def resolve_head(name: str) -> Path:
-    """The directory of a trained drafter, or of a model that has one: as `resolve_model`, and shipped heads."""
+    """The directory of a trained drafter, or of a model that contains one. Names as for `resolve_model`, and shipped
+    heads.
+    """
     directory = shipped_head(name) or Path(name).expanduser()
     return directory if directory.is_dir() else resolve_model(name)
 
@@ -142,8 +144,9 @@ def _shipped(name: str, directory_name: str) -> Path:
 
 
 def _gguf_within(directory: Path) -> Path | None:
-    """The GGUF file of a directory without weights of another kind, of a model in parts the first; SpecDecError if
-    there are several models."""
+    """The GGUF file in a directory without other weights (for a model in parts, the first); SpecDecError for several
+    models.
+    """
     found = without_later_parts(sorted(path for path in directory.iterdir() if is_gguf(path)))
     has_weights = (directory / INDEX).is_file() or any(directory.glob("*.safetensors"))
     if not found or has_weights:
@@ -155,14 +158,15 @@ def _gguf_within(directory: Path) -> Path | None:
 
 
 def _check_no_gguf(path: Path) -> None:
-    """SpecDecError for the name of a GGUF file that is not there."""
+    """SpecDecError for the name of a GGUF file that does not exist."""
     if path.suffix.lower() == ".gguf":
         raise SpecDecError(f"GGUF file does not exist: {path}", hint="check the path")
 
 
 def resolve_tokenizer(path: Path) -> Path:
-    """The directory of a tokenizer, or a GGUF file that describes one, which a directory without a tokenizer's files
-    may hold; SpecDecError if there is neither."""
+    """The directory of a tokenizer, or a GGUF file that describes one, perhaps inside a directory without tokenizer
+    files. SpecDecError if there is neither.
+    """
     if path.is_dir():
         check_model_files(path)
         has_files = is_tekken_alone(path) or any((path / name).is_file() for name in TOKENIZER_FILES)
@@ -177,12 +181,15 @@ def resolve_tokenizer(path: Path) -> Path:
                 hint="give the directory of a Hugging Face tokenizer, or a GGUF file",
             )
     if found is not None and not has_tokenizer(found):
-        raise SpecDecError(f"the file has no tokenizer: {found}", hint="name the tokenizer of the model it was made of")
+        raise SpecDecError(
+            f"the file has no tokenizer: {found}",
+            hint="name the tokenizer of the model that the GGUF file was made from",
+        )
     return found or path
 
 
 def refuse_unreadable_tokenizer(path: Path) -> None:
-    """SpecDecError for a directory's or a GGUF file's tokenizer that cannot be read here, as far as files tell."""
+    """SpecDecError for a tokenizer that its files show to be unreadable here."""
     if is_gguf(path):
         from runtime.checkpoint.gguf.tokenizer import check_gguf_tokenizer
 
@@ -198,7 +205,7 @@ def refuse_unreadable_tokenizer(path: Path) -> None:
 
 
 def refuse_sentencepiece(directory: Path) -> None:
-    """SpecDecError for a tokenizer that is a SentencePiece file alone, where the package that reads one is missing."""
+    """SpecDecError for a tokenizer that is only a SentencePiece file, if the package to read it is missing."""
     alone = (directory / "tokenizer.model").is_file() and not (directory / "tokenizer.json").is_file()
     if alone and find_spec("sentencepiece") is None:
         raise SpecDecError(
@@ -210,7 +217,7 @@ def refuse_sentencepiece(directory: Path) -> None:
 
 
 def read_model_config(model_dir: Path) -> dict[str, Any]:
-    """`config.json` of a Hugging Face model; SpecDecError for a directory that holds none, or something else."""
+    """`config.json` of a Hugging Face model; SpecDecError for a directory without a model."""
     if is_gguf(model_dir):
         return config_of(model_dir)
     if not model_dir.is_dir():
@@ -239,7 +246,7 @@ def check_is_model(model_dir: Path) -> None:
 
 
 def quiet_hub() -> None:
-    """Keep the hub client from talking of its retries; what comes of them is said once."""
+    """Silence the hub client's messages about retries; the final error is reported once."""
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -269,7 +276,7 @@ def _download(hub_id: str) -> Path:
 
 
 def check_not_an_adapter(model_dir: Path) -> None:
-    """SpecDecError for a directory of what changes a model (PEFT), without the model."""
+    """SpecDecError for a directory with an adapter (PEFT) and no model."""
     if (model_dir / _ADAPTER).is_file() and not (model_dir / "config.json").is_file():
         base = read_json(model_dir / _ADAPTER).get("base_model_name_or_path")
         raise SpecDecError(
@@ -279,7 +286,7 @@ def check_not_an_adapter(model_dir: Path) -> None:
 
 
 def warn_of_adapter(model_dir: Path) -> None:
-    """A warning where an adapter lies beside the model: transformers loads it too, where PEFT is installed."""
+    """Warn of an adapter beside the model: transformers would load it too, if PEFT is installed."""
     if (model_dir / _ADAPTER).is_file():
         warnings.warn(
             f"an adapter next to the model is ignored: {model_dir / _ADAPTER}; to have it answer, merge it "

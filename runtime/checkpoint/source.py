@@ -1,6 +1,6 @@
-"""A model's tensors as they lie in its files: found by reading headers alone, and loaded one by one.
+"""A model's tensors in its files: found by reading headers alone, and loaded one by one.
 
-Files are read, not mapped: one that is cut or written over meanwhile is an error, and ends no process.
+Files are read, not mapped: a file that is cut or overwritten meanwhile gives an error, and does not kill the process.
 """
 
 import math
@@ -37,7 +37,7 @@ _WRAPPERS = {
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """A tensor of the source model, what it is called there and in the checkpoint, and the dtype it was saved in."""
+    """A tensor of the source model: its name in the file and in the checkpoint, and its dtype in the file."""
 
     name: str
     source_name: str
@@ -62,12 +62,12 @@ class SourceTensor:
 
     @property
     def is_float(self) -> bool:
-        """Numbers with a fraction that stand for themselves: those of 8 bits need a scale."""
+        """True for floating-point numbers that need no scale; numbers of 8 bits need one."""
         return self.dtype.is_floating_point and self.dtype.itemsize > 1
 
     @property
     def is_as_in_file(self) -> bool:
-        """True if the file has it under the same name, and all of its bytes are the tensor's."""
+        """True if the tensor in the file has the same name and no other bytes."""
         return self.name == self.source_name and self.make is None and self.rows is None and not self.shift
 
     def without_values(self) -> Tensor:
@@ -75,7 +75,7 @@ class SourceTensor:
 
 
 def load_tensors(tensors: Seq[SourceTensor]) -> list[Tensor]:
-    """Their values; SpecDecError for a file that is no longer the one whose header was read."""
+    """The tensors' values; SpecDecError if a file has changed since its header was read."""
     return [_load(tensor) for tensor in tensors]
 
 
@@ -99,10 +99,11 @@ def _load(tensor: SourceTensor) -> Tensor:
 
 
 def of_two_models(name: str, shape: Seq[int], wanted: Seq[int], model: Path) -> SpecDecError:
-    """A tensor of another shape than its config makes it, or of a GGUF file the metadata."""
+    """The error for a tensor whose shape contradicts the config, or the metadata of a GGUF file."""
     said = "the file's metadata" if model.is_file() else "config.json"
     return SpecDecError(
-        f"{said} and weights are of two models, `{name}` is {list(shape)} and by {said} {list(wanted)}: {model}",
+        f"{said} and weights belong to two models, `{name}` is {list(shape)} and should be {list(wanted)} by {said}: "
+        f"{model}",
         hint=DOWNLOAD_AGAIN,
     )
 
@@ -116,7 +117,7 @@ def written_over(path: Path) -> SpecDecError:
 def read_tensors(model_dir: Path) -> list[SourceTensor]:
     """Every tensor of the model, shard by shard; SpecDecError if a shard or tensor is missing or damaged.
 
-    Where one file and an index lie side by side, it is the file, as transformers has it.
+    If there is both a single file and an index, the single file is read, as by transformers.
     """
     index, single = model_dir / INDEX, model_dir / WEIGHTS
     if single.is_file():
@@ -162,7 +163,7 @@ def _refuse_pickle(model_dir: Path) -> None:
 
 
 def read_file_header(file: Path) -> list[SourceTensor]:
-    """A file's tensors; SpecDecError where it is missing or damaged, or has a dtype that is not read."""
+    """A file's tensors; SpecDecError if it is missing or damaged, or has a dtype that is not supported."""
     check_regular(file)
     if not file.is_file():
         raise SpecDecError(f"file is missing: {file}", hint=DOWNLOAD_AGAIN)
@@ -181,7 +182,7 @@ def read_file_header(file: Path) -> list[SourceTensor]:
 
 
 def check_not_wrapped(names: Iterable[str], model_dir: Path) -> None:
-    """SpecDecError where weights are saved under the names of what was around the model in training."""
+    """SpecDecError if the names of weights have a prefix from a wrapper that was around the model in training."""
     first = next(iter(names), "")
     for prefix, hint in _WRAPPERS.items():
         if first.startswith(prefix):
@@ -192,25 +193,27 @@ def check_not_wrapped(names: Iterable[str], model_dir: Path) -> None:
 
 
 def check_head(names: Iterable[str], config: Mapping[str, Any], head: str | None, *, is_tied: bool) -> None:
-    """SpecDecError for a model of `config` whose layer that computes logits has no weight; transformers would draw one
-    at random."""
+    """SpecDecError for a model of `config` whose output layer has no weight; transformers would fill it with random
+    numbers.
+    """
     if head is not None and not is_tied and not any(name.startswith(f"{head}.") for name in names):
         raise SpecDecError(
-            f"the model has no weight for its last layer, `{head}`, and by its config that is not its embeddings: "
-            f"{config['model_type']}",
-            hint="if they are, say `tie_word_embeddings: true` in config.json; else download or save the model again",
+            f"the model has no weight for its last layer, `{head}`, and its config says that the embeddings do not "
+            f"stand for it: {config['model_type']}",
+            hint="if they do, write `tie_word_embeddings: true` into config.json; else download or save the model "
+            "again",
         )
 
 
 def is_computed(name: str, shape: tuple[int, ...]) -> bool:
-    """True if the tensor is no weight, but computed by transformers from the config."""
+    """True for a tensor that is not a weight: transformers computes it from the config."""
     return name.endswith(_COMPUTED) or (name.endswith(_MASKS) and len(shape) == 4)
 
 
 def predicts_further(name: str, config: Mapping[str, Any]) -> bool:
-    """True if the weight belongs to layers that predict more than the next token (MTP), which the model class lacks.
+    """True for a weight of MTP layers, which predict tokens after the next; the model's class does not have them.
 
-    DeepSeek V3 and GLM count them on after the model's own layers, others call them `mtp`.
+    DeepSeek V3 and GLM number these layers on from the model's own, other families name them `mtp`.
     """
     parts = name.split(".")
     if any(part == "mtp" or part.startswith("mtp_") for part in parts[:3]):

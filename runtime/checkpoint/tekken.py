@@ -18,8 +18,8 @@ def is_tekken_alone(directory: Path) -> bool:
 
 
 def make_tekken_tokenizer(directory: Path, chat_template: Any = None) -> Any:
-    """transformers' tokenizer of the directory's `tekken.json`, with its BOS token before every text, as Mistral's own
-    library has it. SpecDecError for a file that is none.
+    """transformers' tokenizer for the directory's `tekken.json`, with its BOS token before every text, as in Mistral's
+    own library. SpecDecError if the file is invalid.
     """
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.mistral import MistralConverter

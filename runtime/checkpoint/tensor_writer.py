@@ -26,7 +26,9 @@ Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Piece:
-    """Tensors that are written, and how they are made of the model's. Their forms are known before their values."""
+    """Tensors to write, and how to make them from the model's tensors. Their shapes and dtypes are known before their
+    values.
+    """
 
     sources: tuple[SourceTensor, ...]
     forms: Forms

@@ -1,8 +1,8 @@
-"""A tokenizer as an engine keeps it: the state of the one that transformers made, opened without transformers.
+"""The tokenizer as an engine keeps it: the state of transformers' tokenizer, opened without transformers.
 
-Importing transformers takes longer than a short answer. `build` saves what transformers' tokenizer hands to the
-`tokenizers` package, if that alone gives the same tokens and texts; it is used for as long as the files it was made of
-are the same.
+Importing transformers takes longer than a short answer. `build` saves the state that transformers' tokenizer gives to
+the `tokenizers` package, if that state alone gives the same tokens and texts. It is used as long as the tokenizer's
+files do not change.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,13 +40,13 @@ def template_files(directory: Path) -> list[Path]:
 
 
 class AddedToken(Protocol):
-    """A token beside the vocabulary that was learned."""
+    """A token outside the learned vocabulary."""
 
     special: bool
 
 
 class Tokenizer(Protocol):
-    """Interface of a tokenizer, which transformers' have."""
+    """Interface of a tokenizer; transformers' tokenizers have it."""
 
     eos_token_id: int | None
 
@@ -74,7 +74,7 @@ class Tokenizer(Protocol):
 
 
 class SavedTokenizer:
-    """transformers' tokenizer without transformers. The methods are its methods, of one text and without padding."""
+    """transformers' tokenizer without transformers: its methods, for one text and without padding."""
 
     eos_token_id: int | None
 
@@ -102,7 +102,9 @@ class SavedTokenizer:
         max_length: int | None = None,
         verbose: bool = True,
     ) -> Mapping[str, Any]:
-        """Truncation keeps a text's end. Nothing is set, which would change what other threads encode."""
+        """Encode; truncation keeps a text's end. Nothing is set on the tokenizer, since that would affect other
+        threads.
+        """
         if not truncation or max_length is None:
             return {"input_ids": self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
         return {"input_ids": last_tokens(self._tokenizer, text, max_length, add_special_tokens=add_special_tokens)}
@@ -110,7 +112,7 @@ class SavedTokenizer:
     def decode(
         self, tokens: list[int], /, *, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
     ) -> str:
-        """Decode verbatim: nothing is cleaned up."""
+        """Decode without any clean-up of spaces."""
         assert not clean_up_tokenization_spaces
         return str(self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
 
@@ -123,8 +125,8 @@ class SavedTokenizer:
 
 @contextmanager
 def panics_told() -> Iterator[None]:
-    """SpecDecError where the `tokenizers` package panics, whose exception is no Exception: on a text for which an
-    expression of the tokenizer takes too many steps.
+    """SpecDecError where the `tokenizers` package panics, which raises no Exception: for example on a text for which
+    one of the tokenizer's expressions takes too many steps.
     """
     try:
         with panics_held():
@@ -137,7 +139,9 @@ def panics_told() -> Iterator[None]:
 
 @contextmanager
 def failures_told() -> Iterator[None]:
-    """The same where it raises an Exception of no kind, as for a word that a tokenizer without unknown words lacks."""
+    """SpecDecError where the `tokenizers` package raises a bare Exception, for example for an unknown word in a
+    tokenizer without a token for unknown words.
+    """
     try:
         with panics_told():
             yield
@@ -164,9 +168,9 @@ def token_ids(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
 def last_tokens(
     tokenizer: tokenizers.Tokenizer, text: str, max_length: int, *, add_special_tokens: bool = True
 ) -> list[int]:
-    """The last tokens of a text, at most `max_length` with those that mark its start or end, as `tokenizers` truncates.
+    """The last tokens of a text, at most `max_length` including its start and end tokens, as `tokenizers` truncates.
 
-    Truncation that is set on a tokenizer is set for all threads.
+    Nothing is set on the tokenizer: its settings hold for all threads.
     """
     num_special = tokenizer.num_special_tokens_to_add(is_pair=False) if add_special_tokens else 0
     encoding = tokenizer.encode(text, add_special_tokens=False)
@@ -176,7 +180,7 @@ def last_tokens(
 
 @dataclass(frozen=True)
 class _Saved:
-    """Content of the file. `files` is the digest of the tokenizer's source files."""
+    """Content of the saved file. `files` is a digest of the tokenizer's source files."""
 
     files: str
     eos_token_id: Count | None
@@ -184,7 +188,9 @@ class _Saved:
 
 
 def save_tokenizer(tokenizer: Any, directory: Path) -> None:
-    """Beside the tokenizer's files, unless it needs more than the `tokenizers` package to give the same."""
+    """Save the tokenizer's state beside its files, if the `tokenizers` package alone gives the same tokens and texts
+    from it.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if isinstance(backend, tokenizers.Tokenizer):
         saved = SavedTokenizer(backend.to_str(), tokenizer.eos_token_id)
@@ -196,7 +202,9 @@ def save_tokenizer(tokenizer: Any, directory: Path) -> None:
 
 
 def find_saved_tokenizer(directory: Path) -> SavedTokenizer | None:
-    """The one in an engine's directory; None if there is none, or if the tokenizer's files have changed since."""
+    """The saved tokenizer in an engine's directory; None if there is none, or the tokenizer's files have
+    changed since.
+    """
     if not (directory / SAVED).is_file():
         return None
     saved = parse(_Saved, read_json(directory / SAVED), str(directory / SAVED))
@@ -219,7 +227,7 @@ def _files_digest(directory: Path) -> str:
 
 
 def _is_same(saved: SavedTokenizer, tokenizer: Any) -> bool:
-    """True if texts give the same tokens, truncated or whole, and tokens the same text."""
+    """True if both give the same tokens for texts, truncated or not, and the same texts for tokens."""
 
     def answers(one: Tokenizer) -> list[Any]:
         found: list[Any] = [one.eos_token_id, one.get_vocab()]

@@ -1,8 +1,8 @@
-"""A process in which forms of others are compiled before they are compiled in this one.
+"""A process that compiles clients' grammars on trial before this process compiles them.
 
-llguidance's constructor has no bound: 90 bytes of a schema can take all memory, or overflow the stack. So each form is
-tried in a process of its own, a fork of one that has read the vocabulary, with limits on its memory and on the time of
-a core that it takes. Its death is an error of that form alone. All of them end with the process that asked, however
+llguidance's constructor has no bound: 90 bytes of a schema can take all memory, or overflow the stack. So each grammar
+is tried in a process of its own, forked from a process that has read the vocabulary, with limits on memory and
+processor time. If that process dies, only this grammar is refused. All of them end with the process that asked, however
 that ends.
 """
 
@@ -48,7 +48,7 @@ class FormRefused(Exception):
 
 
 class FormsBusy(SpecDecError):
-    """More forms are being compiled than may be."""
+    """Too many grammars are being compiled at the same time."""
 
     def __init__(self) -> None:
         super().__init__("too many forms are being compiled, and this one takes long", hint="ask again later")
@@ -56,7 +56,7 @@ class FormsBusy(SpecDecError):
 
 @dataclass(frozen=True)
 class Proof:
-    """A form that has been compiled: as llguidance reads it, and the time of a core and the memory that it took."""
+    """A grammar that was compiled on trial: its text for llguidance, and the processor time and memory that it took."""
 
     written: str
     seconds: float
@@ -64,7 +64,7 @@ class Proof:
 
 
 class FormProver:
-    """Compiles forms for a vocabulary (a `tokenizer.json`) elsewhere. Threads may share it."""
+    """Compiles grammars for a vocabulary (a `tokenizer.json`) in other processes. Threads may share it."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, end_ids: Seq[int] | None) -> None:
         self._state = json.dumps([tokenizer_json, vocab_size, end_ids, [MOST_S, MOST_BYTES]]).encode()
@@ -89,7 +89,7 @@ class FormProver:
                 self._begin()
 
     def close(self) -> None:
-        """End the process; the next form would begin another."""
+        """End the process; the next grammar begins a new one."""
         with self._lock:
             self._close()
 
@@ -99,8 +99,8 @@ class FormProver:
         self._server = self._process = self._end = None
 
     def prove(self, kind: str, text: str) -> Proof:
-        """FormRefused for a form that is none, or that takes more than the limits; FormsBusy if others came meanwhile;
-        SpecDecError if no process answers.
+        """FormRefused for a grammar that is invalid or takes more than the limits; FormsBusy if too many are compiled
+        at the same time; SpecDecError if no process answers.
         """
         with self._lock:
             self._num_running += 1
@@ -144,7 +144,7 @@ class FormProver:
         self._end = weakref.finalize(self, _end, ours, process)
 
     def _ask(self, request: bytes) -> bytes | None:
-        """Answer of the process for one form: nothing if it was ended, None if there was none to be forked."""
+        """The process's answer for one grammar: empty if the process was ended, None if no process could be forked."""
         ours, theirs = socket.socketpair()
         with ours:
             ours.settimeout(_PATIENCE_S)
@@ -166,7 +166,7 @@ class FormProver:
         return None
 
     def _give_up(self, server: socket.socket) -> None:
-        """Have the next form begin another process, unless that has happened."""
+        """Have the next grammar begin a new process, unless that has happened already."""
         with self._lock:
             if self._server is server:
                 self._close()

@@ -94,6 +94,8 @@ class Output:
     """Log-probabilities of each token, if `SamplingParams.logprobs` asks for them."""
     generation_logits: Tensor | None = None
     """`[tokens, vocab]` float32, where `SamplingParams.return_generation_logits` asks for them."""
+    receipt: dict[str, Any] | None = None
+    """JSON object that says all the tokens follow from, where `SamplingParams.receipt` asks for it."""
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -141,6 +143,10 @@ class RequestOutput:
     def generation_logits(self) -> Tensor | None:
         return self.outputs[0].generation_logits
 
+    @property
+    def receipt(self) -> dict[str, Any] | None:
+        return self.outputs[0].receipt
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -159,6 +165,8 @@ class Piece:
     """Index of the prompt."""
     index: int = 0
     """Index of the output among the prompt's `n`."""
+    receipt: dict[str, Any] | None = None
+    """Receipt as in `Output`, in the last piece, where `SamplingParams.receipt` asks for it."""
 
     def __str__(self) -> str:
         return self.text

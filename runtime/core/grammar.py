@@ -48,12 +48,15 @@ _SLOW = "its steps take too long, as an ambiguous grammar's do"
 
 
 class CompiledGrammar:
-    """A grammar for a vocabulary of `vocab_size` ids, and the text's start in it, which takes `num_bytes`."""
+    """A grammar for a vocabulary of `vocab_size` ids, and the text's start in it, which takes `num_bytes`.
+
+    `form` is the grammar that was compiled.
+    """
 
     def __init__(
-        self, kind: str, start: "LLMatcher", vocab_size: int, eos_tokens: Seq[int], num_bytes: int = 0
+        self, form: Grammar, start: "LLMatcher", vocab_size: int, eos_tokens: Seq[int], num_bytes: int = 0
     ) -> None:
-        self.kind, self.vocab_size, self.num_bytes = kind, vocab_size, num_bytes
+        self.form, self.vocab_size, self.num_bytes = form, vocab_size, num_bytes
         self.eos_tokens = [token for token in eos_tokens if token < vocab_size]
         self._start = start
 
@@ -62,7 +65,9 @@ class CompiledGrammar:
 
 
 class Mask:
-    """Tokens that may come next at a position. `indices` are those of them, or of the others, that are fewer."""
+    """Tokens that may come next at a position. `indices` are the allowed or the forbidden tokens, whichever list is
+    shorter.
+    """
 
     def __init__(self, allowed: NDArray[np.bool_]) -> None:
         self.allowed = allowed
@@ -107,7 +112,7 @@ class Matcher:
     """
 
     def __init__(self, grammar: CompiledGrammar, num_prompt_tokens: int, end_ids: frozenset[int]) -> None:
-        self.kind = grammar.kind
+        self.kind = grammar.form.kind
         """The parameter of `SamplingParams` that the grammar is from; `lark` for calls of tools."""
         self.error: str | None = None
         """Reason why the last position that was asked for allows nothing."""
@@ -122,9 +127,9 @@ class Matcher:
         self._ahead: _Ahead | None = None
 
     def compute_ahead(self, prefix: Seq[int], draft_tokens: Seq[int]) -> None:
-        """Begin to compute what `allowed` is about to be asked for, in a thread, beside a step of the target.
+        """Begin to compute, in a thread beside the target's step, the masks that `allowed` will soon be asked for.
 
-        These tokens must not change meanwhile. Most of it needs no interpreter lock.
+        These tokens must not change meanwhile. Most of the work does not hold the interpreter lock.
         """
         self._wait()
         masks = _workers["masks"].submit(self._allowed, prefix, draft_tokens)
@@ -176,7 +181,7 @@ class Matcher:
         return not allowed.any() and self.error is None
 
     def num_legal(self, prefix: Seq[int], draft_tokens: Seq[int]) -> int:
-        """Number of a draft's tokens before the first that cannot come, or that nothing can precede."""
+        """Number of a draft's tokens before the first that the grammar forbids."""
         self._wait()
         if not self._follow(prefix):
             return 0
@@ -188,20 +193,20 @@ class Matcher:
         return len(draft_tokens)
 
     def forced(self, prefix: Seq[int], drafted: Seq[int]) -> list[int]:
-        """Tokens that must come after `prefix` and a draft; none where there is a choice."""
+        """The tokens that must come after `prefix` and a draft; empty where there is a choice."""
         self._wait()
         if not self._follow([*prefix, *drafted]) or self._matcher.is_stopped() or self._matcher.is_accepting():
             return []
         return [] if self._matcher.is_error() else self._matcher.compute_ff_tokens()
 
     def _wait(self) -> None:
-        """Let what is computed ahead be done: nobody has asked for it."""
+        """Wait for masks that are being computed ahead and that nobody has asked for."""
         if self._ahead is not None:
             self._ahead.masks.exception()
             self._ahead = None
 
     def _follow(self, tokens: Seq[int]) -> bool:
-        """Stand after these tokens; False if the grammar does not allow them all."""
+        """Move to the position behind these tokens; False if the grammar forbids one of them."""
         if self._matcher.is_error():  # from which there is no way back
             self._matcher, self._tokens = self._grammar.start(), []
         output = list(tokens[self._num_prompt_tokens :])
@@ -286,7 +291,7 @@ class Grammars:
                 self._prover.close()
 
     def check(self, grammar: Grammar) -> None:
-        """Raise what `compiled` would raise for this grammar, which is not kept."""
+        """Raise what `compiled` would raise for this grammar, without keeping the result."""
         with self._lock:
             why = self._refused.get(grammar)
             vocabulary = self._read_vocabulary()
@@ -302,8 +307,8 @@ class Grammars:
             raise _refused(grammar, str(refused)) from None
 
     def compiled(self, grammar: Grammar) -> CompiledGrammar:
-        """UsageError for a grammar that is none, that no text matches, or that is too large; FormsBusy where too many
-        are being compiled; SpecDecError for a tokenizer whose tokens are not known to stand for bytes.
+        """UsageError for a grammar that is invalid, matches no text or is too large; FormsBusy if too many are being
+        compiled; SpecDecError for a tokenizer whose tokens' bytes are not known.
         """
         with self._lock:
             if (why := self._refused.get(grammar)) is not None:
@@ -362,7 +367,7 @@ class Grammars:
         vocabulary = self._read_vocabulary()
         if self._prover is None:
             start = _start_here(vocabulary, grammar)
-            return CompiledGrammar(grammar.kind, start, self._vocab_size, vocabulary.eos_tokens)
+            return CompiledGrammar(grammar, start, self._vocab_size, vocabulary.eos_tokens)
         proof = self._prover.prove(grammar.kind, grammar.text)
         is_slow = proof.seconds > _QUICK_S
         with self._lock:
@@ -376,7 +381,7 @@ class Grammars:
         finally:
             with self._lock:
                 self._num_slow -= is_slow
-        return CompiledGrammar(grammar.kind, start, self._vocab_size, vocabulary.eos_tokens, proof.num_bytes)
+        return CompiledGrammar(grammar, start, self._vocab_size, vocabulary.eos_tokens, proof.num_bytes)
 
     def prepare(self) -> None:
         """Read the vocabulary, for which other threads wait: 1 s for 128,000 tokens."""
@@ -384,7 +389,7 @@ class Grammars:
             self._read_vocabulary()
 
     def special_tokens(self) -> dict[str, int]:
-        """Tokens that stand for no text of a grammar, by name; SpecDecError as for a grammar."""
+        """Special tokens by name, which no text in a grammar stands for; SpecDecError as for a grammar."""
         with self._lock:
             vocabulary = self._read_vocabulary()
         added = self._tokenizer.added_tokens_decoder

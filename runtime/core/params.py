@@ -43,7 +43,7 @@ class RequestField:
     """Its name in each protocol that has it; others refuse it unless it is `neutral`."""
     shapes: Shapes | None = None
     range: Range = ANY_NUMBER
-    hint: str = "0 is no effect"
+    hint: str = "0 has no effect"
     """Hint for a value out of `range`."""
     in_body: Range | None = None
     """Range in bodies of requests; None: `range`."""
@@ -155,7 +155,7 @@ class SamplingConfig:
         for token, bias in self.logit_bias:
             if not bias < math.inf:
                 raise UsageError(
-                    f"the bias of token {token} must be a number: {bias}", hint="0 is no effect", field="logit_bias"
+                    f"the bias of token {token} must be a number: {bias}", hint="0 has no effect", field="logit_bias"
                 )
         for name, (_, field) in FIELDS.items():
             value = getattr(self, name, None)
@@ -190,7 +190,7 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
     elif int in kinds or float in kinds:
         kind, form = (Integral, "an integer") if int in kinds else (Real, "a number")
         if isinstance(value, bool) or not isinstance(value, kind):
-            raise UsageError(f"{name} must be {form}: {value!r}", hint="leave it out, or give it as one", field=name)
+            raise UsageError(f"{name} must be {form}: {value!r}", hint="leave it out, or correct its value", field=name)
     elif Sequence[int] in kinds or Sequence[str] in kinds:
         item, form = (Integral, "a list of token ids") if Sequence[int] in kinds else (str, "a list of texts")
         form = f"a text or {form}" if str in kinds else form
@@ -383,6 +383,11 @@ class SamplingParams:
     return_generation_logits: Annotated[
         bool, RequestField("True: the output has the logits of each generated token.", {}, neutral=(False,))
     ] = False
+    receipt: Annotated[
+        bool,
+        RequestField("True: the output has a receipt, which says all that its tokens follow from, for a check of them.",
+                     in_all("receipt", "completions", "chat"), neutral=(False,)),
+    ] = False  # fmt: skip
     json_schema: Annotated[
         str | Mapping[str, Any] | None,
         RequestField("JSON schema that the output is valid by; `{\"type\": \"object\"}` is any object. Of this and the "
@@ -410,7 +415,7 @@ class SamplingParams:
         if not _are_biases(self.logit_bias):
             raise UsageError(
                 f"logit_bias must be numbers by token ids: {self.logit_bias!r}",
-                hint="`{5: -1.0}` is one",
+                hint="write `{5: -1.0}` for a bias of -1 on token 5",
                 field="logit_bias",
             )
         for name, (_, field) in FIELDS.items():
@@ -444,7 +449,9 @@ class SamplingParams:
         if len(named) > 1:
             names = " and ".join(kind for kind, _ in named)
             raise UsageError(
-                f"an output has one grammar, and is given: {names}", hint="give one of them", field=named[-1][0]
+                f"an output can have only one grammar, and is given several: {names}",
+                hint="give one of them",
+                field=named[-1][0],
             )
         return Grammar(named[0][0], _grammar_text(*named[0])) if named else None
 

@@ -55,6 +55,8 @@ class Request:
     """True if the output's text has special tokens, such as `<think>`."""
     shows_stop: bool = False
     """True if the output's text keeps the stop word, or the shown end id, that ended it."""
+    wants_receipt: bool = False
+    """True if the output has a receipt (`runtime.proof`)."""
 
     @property
     def name(self) -> str:
@@ -145,6 +147,8 @@ class Sequence:
     """Log-probabilities per prompt token after the first, if requested."""
     state_slot: int = 0
     """Slot of the states of layers without attention; 0: none."""
+    is_drawn_by_probs: bool = False
+    """True once a draft was verified by probabilities: the output is no function of the request's noise alone."""
     shared_len: int = 0
     """Tokens that begin another sequence too, whose state is to be kept once they are computed; 0: none."""
 
@@ -204,7 +208,7 @@ class Sequence:
         start = len(self.tokens)
         for token in [*draft.tokens[: verdict.num_accepted], verdict.next_token]:
             self.tokens.append(token)
-            self.finish_reason = self._finish_reason()
+            self.finish_reason = self.reason_to_finish()
             if self.finish_reason is not None:
                 break
         new_tokens = self.tokens[start:]
@@ -233,7 +237,8 @@ class Sequence:
         assert self.request.num_prompt_logprobs is not None
         self.prompt_logprobs += token_logprobs(logits, tokens, self.request.num_prompt_logprobs)
 
-    def _finish_reason(self) -> FinishReason | None:
+    def reason_to_finish(self) -> FinishReason | None:
+        """Reason why the output ends with its last token; None if it goes on."""
         if self.tokens[-1] in self.request.end_ids:
             return "end_id"
         stop_check = self.request.stop_check

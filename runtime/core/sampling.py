@@ -52,7 +52,9 @@ class NoValidToken(SpecDecError):
 
 
 def no_token_left(position: int, fields: Seq[str]) -> NoValidToken:
-    """`fields` of the request forbid tokens, such as `regex` and `allowed_token_ids`, and together all of them."""
+    """The error for a position at which `fields` of the request, such as `regex` and `allowed_token_ids`, together
+    forbid all tokens.
+    """
     names, leave = [grammar_name(name) for name in fields], "leaves none" if len(fields) == 1 else "leave none"
     return NoValidToken(
         position,
@@ -489,7 +491,7 @@ def draw(weights: Tensor, uniform: float) -> int:
     sums = weights.cpu().cumsum(dim=-1)
     total = float(sums[-1])
     if not 0 < total < math.inf:
-        raise SpecDecError(f"these are no weights to draw a token by, their sum is: {total}")
+        raise SpecDecError(f"no token can be drawn by these weights, their sum is: {total}")
     return int(torch.searchsorted(sums, uniform * total, right=True))
 
 

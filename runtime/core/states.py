@@ -102,7 +102,9 @@ class StateManager:
         return not self._free and not self._kept
 
     def find(self, tokens: Seq[int], most: int) -> Found | None:
-        """The kept state with which fewest tokens must be computed, of the first `most`; None if no slot is left."""
+        """The kept state, within the first `most` tokens, that leaves fewest tokens to compute; None if no slot is
+        free.
+        """
         if self.is_full:
             self.count(num_waits=1)
             return None
@@ -154,7 +156,7 @@ class StateManager:
         self._free.append(slot)
 
     def _put(self, slot: int, kept: _Kept) -> None:
-        """Keep a slot, and no other of the same tokens."""
+        """Keep a slot, and drop another slot kept for the same tokens."""
         for other in [one for one, its in self._kept.items() if its.tokens == kept.tokens]:
             self.drop(other)
         self._kept[slot] = kept
@@ -198,8 +200,9 @@ class StateManager:
 def state_pools(
     states: Seq[StateShape], num_slots: int, num_back: int, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
-    """The memory of states: of layers with a convolution (num_slots, num_before + num_back, width), and then, of layers
-    with a recurrent one, (num_slots, num_heads, numbers of a head) in float32."""
+    """The memory of states: for layers with a convolution [num_slots, num_before + num_back, width], followed, for
+    layers with a recurrent state, by float32 [num_slots, num_heads, numbers of a head].
+    """
     sizes = [(num_slots, state.num_before + num_back, state.width) for state in states if state.width]
     matrices = [(num_slots, one.num_heads, _numbers_of_head(one, num_back)) for one in _recurrent(states)]
     return [zeros(size, dtype, device) for size in sizes] + [zeros(size, torch.float32, device) for size in matrices]
@@ -279,7 +282,7 @@ class States:
                 self._copied(copy)
 
     def rewind(self, sequence: Sequence) -> None:
-        """Have a sequence that went back by more than its slot holds be computed anew."""
+        """Have all tokens of a sequence computed again, if it went back further than its slot's states reach."""
         if not self.manager.can_begin(sequence):
             sequence.num_computed = 0
 

@@ -32,7 +32,9 @@ def verify_all(
 
 
 def compute_masks_ahead(sequences: Seq[Sequence], drafts: Seq[Draft]) -> None:
-    """Begin to compute the masks that `verify_all` of these applies, while the target computes."""
+    """Begin to compute the grammar masks that `verify_all` will apply to these drafts, while the target computes its
+    step.
+    """
     for sequence, draft in zip(sequences, drafts, strict=True):
         matcher = sequence.sampler.matcher
         if matcher is not None and not _is_by_probs(sequence, draft):
@@ -61,6 +63,7 @@ def _verdict(
 ) -> VerifyResult | NoValidToken:
     try:
         if chosen is None:
+            sequence.is_drawn_by_probs = True
             return _verify_probs(sequence.sampler, sequence.tokens, draft, logits)
         return verify_tokens(draft.tokens, chosen)
     except NoValidToken as error:
@@ -105,7 +108,7 @@ def _verify_probs(sampler: Sampler, prefix: list[int], draft: Draft, logits: Ten
         draft_prob = float(draft_probs[token])
         if not draft_prob > 0:
             raise SpecDecError(
-                f"the drafter says that token {token} has the probability {draft_prob}, and proposed it",
+                f"the drafter proposed token {token}, and gives it the probability {draft_prob}",
                 hint="`Draft.probs` must be the distribution the tokens were drawn from",
             )
         residual = (share * target_probs - draft_probs).clamp(min=0)

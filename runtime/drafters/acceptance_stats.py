@@ -62,7 +62,7 @@ class PendingDrafts(Generic[Note]):
 
 @dataclass
 class _PositionStats:
-    """Numbers of drafts that reached each position, and of those that were right there; both decay."""
+    """Number of drafts that reached each position, and number of drafts that were right there; both counts decay."""
 
     memory: float
     reached: list[float] = field(default_factory=list)
@@ -109,7 +109,7 @@ class AcceptanceStats:
             self._pending.remember(sequence, tokens, (source, _class_of(match_len)))
 
     def learn(self, sequence: Sequence) -> None:
-        """Count the drafts that by now are known to be right, or where they went wrong."""
+        """Count the drafts that the tokens generated since have shown to be right or wrong."""
         for start, tokens, kind, num_right, num_known in self._pending.take(sequence):
             if num_right == num_known < len(tokens):
                 self._pending.remember(sequence, tokens, kind, start)
@@ -149,11 +149,11 @@ class AcceptanceStats:
 
 
 class Leads:
-    """Choice of the lookups that run, by number, among several: those whose drafts may be the best.
+    """Chooses, among several lookups, which ones to run: those that may find the best draft.
 
-    All of them run at first. The one whose drafts have most correct tokens always runs. Each other one has a lead: how
-    many tokens more were correct than of the best other draft, on average, counted where its draft was chosen. Without
-    a lead it runs for one request in sixteen, by which its lead goes on being learned.
+    All lookups run at first. The lookup whose drafts have most correct tokens always runs. Each other lookup has a
+    lead: by how many tokens its draft was better than the best other draft, on average over the steps where its draft
+    was chosen. A lookup without a lead runs for one request in sixteen, so that its lead is still learned.
     """
 
     def __init__(self, num_lookups: int) -> None:
@@ -169,13 +169,15 @@ class Leads:
         return number == self._num_right.index(max(self._num_right))
 
     def remember(self, sequence: Sequence, chosen: int, drafts: list[tuple[int, Draft]]) -> None:
-        """Remember the drafts of lookups, one of which was chosen; drawn drafts were not weighed."""
+        """Remember the drafts of all lookups of a step, and which was chosen. Drafts drawn from a distribution are left
+        out.
+        """
         if len(drafts) > 1 and all(draft.probs is None for _, draft in drafts):
             for number, draft in drafts:
                 self._pending.remember(sequence, draft.tokens, (number, number == chosen))
 
     def learn(self, sequence: Sequence) -> None:
-        """Count how right the last drafts were, as far as is known."""
+        """Count how many tokens of the last drafts were right, as far as tokens were generated since."""
         outcomes = self._pending.take(sequence)
         others = max((num_right for _, _, (_, is_chosen), num_right, _ in outcomes if not is_chosen), default=0)
         for _, _, (number, is_chosen), num_right, _ in outcomes:
@@ -189,7 +191,7 @@ class Leads:
 
 @cache
 def _first_guesses(match_class: int, num: int) -> list[float]:
-    """Prior for the next tokens in order: what was right so far is a match too."""
+    """Prior for the next tokens, in order: the tokens that were right so far count as a match too."""
     return [_FIRST_GUESSES[min(match_class + i, MODEL_PRIOR) if match_class else 0] for i in range(num)]
 
 

@@ -82,9 +82,10 @@ def allocate(survivals: Seq[Seq[float]], costs: Seq[float]) -> list[int]:
 
 
 class AdaptiveDrafter(CompositeDrafter):
-    """Another drafter's drafts, cut to the length that pays. With `draft_s` it is asked for no more than that.
+    """Drafts of another drafter, cut to the length that pays. With `draft_s`, the cost of drafting, the other drafter
+    is asked for no more tokens than that length.
 
-    `clock` times steps (`runtime.drafters.meter`); without one prices are what `iteration_s` says.
+    `clock` times steps (`runtime.drafters.meter`); without a clock, `iteration_s` gives all prices.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class AdaptiveDrafter(CompositeDrafter):
         return [draft.cut(length) for draft, length in zip(drafts, choice.lengths, strict=True)]
 
     def _propose_what_pays(self, sequences: list[Sequence], prices: "_Prices") -> list[Draft]:
-        """Drafts that cost something are not asked for to be thrown away."""
+        """Ask for drafts whose making costs time only where they pay."""
         longest = [min(prices.max_draft_len, sequence.max_draft_len) for sequence in sequences]
         expected = [self._outcomes.survivals(s, self._match_len, n) for s, n in zip(sequences, longest, strict=True)]
         draft_len = self._best_len(expected, prices)
@@ -191,8 +192,8 @@ class AdaptiveDrafter(CompositeDrafter):
         return self._outcomes.survivals(sequence, draft.match_len, len(draft.tokens))
 
     def _choose(self, survivals: list[list[float]], prices: "_Prices", draft_len: int = 0) -> "_Choice":
-        """Choose how much to send of drafts with these survivals, after `draft_len` steps of a draft model; and count
-        it.
+        """Choose how many tokens to send of drafts with these survivals, made in `draft_len` steps of a draft model;
+        count the choice.
         """
         seconds, rate = self._seconds(prices, sum(map(len, survivals))), self._rate(prices)
         least = self._least_rate(prices)
@@ -203,12 +204,14 @@ class AdaptiveDrafter(CompositeDrafter):
         return _Choice(lengths, num_accepted / rate - cost_s)
 
     def _count(self, num_tokens: float, prices: "_Prices", cost_s: float) -> None:
-        """A step's tokens, and its additional time over one without drafts."""
+        """Count a step's tokens, and how much longer it takes than a step without drafts."""
         self._num_tokens = self._num_tokens * _RATE_MEMORY + num_tokens
         self._num_without = self._num_without * _RATE_MEMORY + prices.batch_size + cost_s * prices.rate_without
 
     def _best_len(self, survivals: list[list[float]], prices: "_Prices") -> int:
-        """The length to ask a draft model for, whose steps are for all rows."""
+        """Length to ask a draft model for. One length for all rows, because each of its steps computes a token of every
+        row.
+        """
         seconds = self._seconds(prices, sum(map(len, survivals)))
         rate, gains = self._rate(prices), [0.0]
         for n in range(1, max(map(len, survivals)) + 1):
@@ -253,12 +256,14 @@ class AdaptiveDrafter(CompositeDrafter):
         return 1.0 if self._meter is None else self._meter.factor
 
     def _least_rate(self, prices: "_Prices") -> float:
-        """Tokens per second that what is sent must yield."""
+        """Tokens per second that a step with drafts must yield to pay."""
         caution = 0.0 if self._is_asked_for_what_pays else _CAUTION
         return self._rate(prices) + caution * prices.rate_without
 
     def _rate(self, prices: "_Prices") -> float:
-        """Tokens per second so far, as many times those without drafts as it was; batch and context were others."""
+        """Tokens per second so far. Measured as a multiple of the rate without drafts, since batch and context have
+        changed.
+        """
         return prices.rate_without * (self._num_tokens / self._num_without if self._num_without else 1.0)
 
     def _prices_of(self, sequences: list[Sequence], max_draft_len: int) -> "_Prices":
@@ -271,14 +276,16 @@ class AdaptiveDrafter(CompositeDrafter):
 
 @dataclass(frozen=True)
 class _Choice:
-    """Draft lengths, and the seconds that they promise to save."""
+    """Draft lengths, and the seconds that these drafts should save."""
 
     lengths: list[int]
     gain_s: float
 
 
 class _Prices:
-    """Step costs for a batch size and a mean context: each row's attention has its own."""
+    """Costs of a step for a batch size and a mean context length: the attention of a row costs more after a longer
+    context.
+    """
 
     def __init__(
         self,
@@ -303,7 +310,7 @@ class _Prices:
         """Seconds of a draft token, where it costs least."""
 
     def drafting_s(self, num_tokens: int) -> float:
-        """Seconds that a model takes to draft so many tokens of every row."""
+        """Seconds that a draft model takes to draft this many tokens for every row."""
         return self.draft_token_s * (min(num_tokens, 1) if self._at_once else num_tokens)
 
     def of_drafts(self, most: int) -> list[float]:

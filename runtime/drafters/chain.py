@@ -44,9 +44,10 @@ class FirstOf(CompositeDrafter):
 
 
 class LongestMatch(CompositeDrafter):
-    """Asks every drafter, and takes for each sequence the draft of the longest match; of equals the first's.
+    """Asks every drafter, and takes for each sequence the draft with the longest match; the first drafter's among
+    equals.
 
-    A draft that was drawn from a distribution is taken whatever others found.
+    A draft whose tokens were drawn from a distribution is taken whatever the other drafters found.
     """
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
@@ -55,7 +56,9 @@ class LongestMatch(CompositeDrafter):
 
 
 class AcceptsHints(Protocol):
-    """A copy of the target's (`runtime.drafters.draft_target`), which engines know and this does not."""
+    """Interface of a self-draft copy (`runtime.drafters.draft_target`), which needs an engine; this module
+    needs none.
+    """
 
     def ask(self, suggest: Suggest) -> None: ...
 
@@ -65,7 +68,7 @@ class AcceptsHints(Protocol):
 
 @dataclass(frozen=True)
 class DraftingModel:
-    """A drafter that costs time for each token; drafts of at most `max_draft_len`."""
+    """A drafter whose every token costs time; its drafts have at most `max_draft_len` tokens."""
 
     drafter: Drafter
     max_draft_len: int
@@ -85,7 +88,7 @@ class DraftingModel:
 
 @dataclass(frozen=True)
 class _Found:
-    """Lookup found for a sequence, the tokens that a step yields with it, and those per second."""
+    """A lookup's draft for a sequence, the tokens that a step yields with it, and the tokens per second."""
 
     draft: Draft
     expected_tokens: float
@@ -153,7 +156,7 @@ class BestOf(CompositeDrafter):
         super().forget(request_id)
 
     def _look_up(self, sequences: list[Sequence], max_draft_len: int) -> list[_Found]:
-        """The best that was found for each sequence; of equals the first."""
+        """The best draft that the lookups found for each sequence; the first lookup's among equals."""
         found: list[list[tuple[int, _Found]]] = [[] for _ in sequences]
         for number, lookup in enumerate(self.lookups):
             rows = [i for i, sequence in enumerate(sequences) if self._leads.looks(number, sequence)]
@@ -169,7 +172,7 @@ class BestOf(CompositeDrafter):
         return best
 
     def _weigh(self, sequence: Sequence, draft: Draft, number: int, batch_size: int) -> _Found:
-        """Weight of a lookup's draft, by the acceptance of those before it."""
+        """Tokens and rate that a lookup's draft should yield, from how its earlier drafts were accepted."""
         self._stats.remember(sequence, draft.tokens, draft.match_len, number)
         survivals = self._stats.survivals(sequence, draft.match_len, len(draft.tokens), number)
         expected_tokens = 1 + sum(survivals)
@@ -178,9 +181,9 @@ class BestOf(CompositeDrafter):
         return _Found(weighed, expected_tokens, rate)
 
     def _suggest(self, sequence: Sequence, drafted: list[int]) -> list[int]:
-        """Tokens that the copy should verify after these tokens of its draft.
+        """Tokens that the self-draft copy should verify behind these tokens of its draft.
 
-        A step with more tokens takes longer: no more than are likely to be right.
+        No more than are likely to be right, because a step with more tokens takes longer.
         """
         if not drafted:
             found = self._found_now[sequence.request.id]
@@ -196,9 +199,9 @@ class BestOf(CompositeDrafter):
     def _go_on(
         self, sequence: Sequence, draft: Draft, model: DraftingModel, batch_size: int, max_draft_len: int
     ) -> Draft:
-        """The model's draft, and behind it of the longest match there as many tokens as pay.
+        """The model's draft, and behind it as many tokens of the longest match found there as pay.
 
-        Not behind tokens that were drawn: how many are sent may depend on what they are.
+        Nothing is appended to drawn tokens: how many of those are sent may depend on what they are.
         """
         num_drafted, most = len(draft.tokens), min(max_draft_len, sequence.max_draft_len)
         if draft.probs is not None or num_drafted >= most:
@@ -221,7 +224,9 @@ class BestOf(CompositeDrafter):
         return draft if best_len == num_drafted else Draft(longer[:best_len])
 
     def _better_model(self, sequence: Sequence, found: _Found, batch_size: int) -> int | None:
-        """The model whose draft yields most tokens per second, if that is more than what was found does."""
+        """The model whose draft yields most tokens per second, if it yields more than the draft that the
+        lookups found.
+        """
         if not self.models or found.draft.probs is not None:
             return None
         rates = [self._model_rate(i, sequence, batch_size) for i in range(len(self.models))]
@@ -229,7 +234,9 @@ class BestOf(CompositeDrafter):
         return None if found.draft.tokens and found.rate >= best else rates.index(best)
 
     def _model_rate(self, number: int, sequence: Sequence, batch_size: int) -> float:
-        """Tokens per second with its draft. Its own time is less where it need not compute them one by one."""
+        """Tokens per second with the model's draft. Drafting is cheaper where suggested tokens are verified several at
+        once.
+        """
         model, context_len = self.models[number], _context_len(sequence)
         num_drafted = min(model.max_draft_len, max(sequence.max_draft_len, 1))
         place = len(self.lookups) + number

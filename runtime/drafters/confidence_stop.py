@@ -1,13 +1,11 @@
-"""Early stop of a draft by the model's confidence: how sure it is of the next token, and whether that is worth its
-time.
+"""Ends a model's draft early, by the model's confidence: the probability of its most probable next token.
 
-A token is worth sending while the tokens that it promises, which is the probability that it and all before it are
-accepted, take less time in the target's step than tokens do on average; and the next is worth computing while the same
-holds with the model's own step added. How often a token is accepted, of which the model is so sure, is learned from
-what was generated; how sure it is, is the probability of its most probable token.
+Sending a token pays while the tokens it promises (the probability that it and all tokens before it are accepted) take
+less time in the target's step than tokens take on average. Computing the next token pays while the same holds with the
+time of the model's own step added. How often tokens of a given confidence are accepted is learned from the output.
 
-All that is known before the token is drawn. So whether it is drawn depends on nothing that it may be, and a draft that
-stops here leaves the distribution of what is generated as it was, by probabilities too.
+The decision is made before the token is drawn, so it does not depend on which token that is. Ending a draft here leaves
+the distribution of the output as it was, with `use_logits` too.
 """
 
 from collections.abc import Callable
@@ -27,8 +25,9 @@ _CONTEXT_STEP = 64
 
 
 class ConfidenceStop:
-    """`iteration_s` is the time of a turn with drafts of a length, `draft_s` that of one more token of every draft: of
-    one that drafts `at_once`, that of all of them."""
+    """`iteration_s` is the time of an iteration by draft length. `draft_s` is the time to draft one more token of every
+    draft; for a head that drafts `at_once`, the time to draft all of them.
+    """
 
     def __init__(
         self,
@@ -45,7 +44,9 @@ class ConfidenceStop:
         self._least_to_send = self._least_to_go_on = 0.0
 
     def begin(self, sequences: list[Sequence], max_draft_len: int) -> None:
-        """Learn what became of the last drafts, and what the next must promise."""
+        """Learn how many tokens of the last drafts were accepted, and set the probability that the next tokens must
+        have.
+        """
         for sequence in sequences:
             self._learn(sequence)
         batch_size, context_len = _place(sequences)
@@ -58,9 +59,9 @@ class ConfidenceStop:
         self._least_to_go_on = rate * (token_s + next_s)
 
     def draft_token(self, draft_state: DraftState, logits: Tensor, sure: float | None = None) -> None:
-        """The next token by (vocab_size,) logits, if it is worth sending; the draft ends if the one after is not.
+        """Draft the next token by (vocab_size,) logits if it pays; end the draft if the token after it would not pay.
 
-        `sure` is the chance that it is accepted, where the model predicts that itself.
+        `sure` is the predicted chance of acceptance, from a head that predicts it itself.
         """
         sure = float(torch.softmax(logits.float(), dim=-1).max()) if sure is None else sure
         kind = min(int(sure * _NUM_CLASSES), _NUM_CLASSES - 1) if sure > 0 else 0  # NaN is not
@@ -74,7 +75,7 @@ class ConfidenceStop:
         draft_state.has_ended |= survives < self._least_to_go_on
 
     def end(self, sequences: list[Sequence], draft_states: list[DraftState], num_steps: int) -> None:
-        """Keep the drafts, and count the time of `num_steps` of the model's own and of the target's."""
+        """Remember the drafts, and count the time of the model's `num_steps` steps and of the target's step."""
         for sequence, draft_state in zip(sequences, draft_states, strict=True):
             self._pending.remember(sequence, draft_state.tokens, draft_state.confidence_stop)
         place = _place(sequences)

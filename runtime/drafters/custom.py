@@ -1,4 +1,4 @@
-"""Drafter of the user's own: imported, checked, and guarded, so that its failures are reported as its own."""
+"""The user's own drafter: imported, checked, and wrapped so that an error in it is reported as the user's."""
 
 import importlib
 import sys
@@ -14,7 +14,9 @@ _NUM_SHOWN = 10  # names of a module
 
 
 def load_custom_drafter(module_name: str, factory_name: str) -> "GuardedDrafter":
-    """Call the factory; SpecDecError if there is none, if it fails, or if what it returns is no drafter."""
+    """Call the user's factory. SpecDecError if there is no factory, it fails, or it returns something other than a
+    drafter.
+    """
     name = f"{module_name}:{factory_name}"
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -29,12 +31,14 @@ def load_custom_drafter(module_name: str, factory_name: str) -> "GuardedDrafter"
     if not callable(factory):
         known = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         shown = ", ".join([*known[:_NUM_SHOWN], *(["…"] if len(known) > _NUM_SHOWN else [])]) or "nothing"
-        raise SpecDecError(f"the drafter is nothing that can be called: {name}", hint=f"the module has: {shown}")
+        raise SpecDecError(
+            f"the drafter is neither a function nor an object that drafts: {name}", hint=f"the module has: {shown}"
+        )
     return guarded_drafter(name, _guarded(name, factory))
 
 
 def guarded_drafter(name: str, drafter: Any) -> "GuardedDrafter":
-    """SpecDecError for an object that is no drafter; a function becomes one."""
+    """Wrap the user's drafter, an object or a function. SpecDecError for any other object."""
     if isinstance(drafter, type):
         raise SpecDecError(
             f"`{name}` is a class, not a drafter: {drafter.__name__}",
@@ -52,7 +56,7 @@ def guarded_drafter(name: str, drafter: Any) -> "GuardedDrafter":
 
 
 class _FunctionDrafter:
-    """A function of a sequence's tokens and the longest draft."""
+    """Drafter made from a function of a sequence's tokens and the maximum draft length."""
 
     def __init__(self, function: DraftFunction) -> None:
         self._function = function
@@ -61,11 +65,11 @@ class _FunctionDrafter:
         return [Draft(list(self._function(list(s.tokens), max_draft_len))[:max_draft_len]) for s in sequences]
 
     def forget(self, request_id: int) -> None:
-        """Nothing is kept."""
+        """A function keeps nothing between requests."""
 
 
 class GuardedDrafter:
-    """User's drafter whose failures are attributed to it, with a record of whether it ever returned probabilities."""
+    """The user's drafter: its failures are reported by its name, and it is noted if it ever returned probabilities."""
 
     def __init__(self, name: str, drafter: Drafter) -> None:
         self._name, self._drafter = name, drafter

@@ -1,4 +1,4 @@
-"""A draft that a model makes token by token, by the rules of the request that it is for."""
+"""The draft that a model makes for one sequence, token by token, under the sampling parameters of the request."""
 
 from dataclasses import dataclass, field
 
@@ -11,11 +11,11 @@ from runtime.core.sampling import NoValidToken, draw
 
 @dataclass
 class DraftState:
-    """A draft in the making, and the sequence with it as the model sees it.
+    """A draft in the making, and the sequence with this draft appended, as the drafting model sees it.
 
-    Without `use_logits` the model chooses as the target will, with the same noise at each position, so that similar
-    distributions choose the same token. With it the tokens of sampling requests are drawn from the model's own
-    distribution, which the draft carries for rejection sampling.
+    Without `use_logits` the model chooses tokens as the target will, with the same noise at each position, so that
+    similar distributions choose the same token. With `use_logits` the tokens of sampling requests are drawn from the
+    model's own distribution, which the draft carries for rejection sampling.
     """
 
     draft_sequence: Sequence

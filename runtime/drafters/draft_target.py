@@ -28,9 +28,11 @@ from runtime.util.errors import SpecDecError
 
 
 class DraftModel:
-    """Drafts with the request's own sampling parameters, up to an end id, the request's budget or the draft length.
+    """Drafts of a second engine, sampled with the request's own parameters, up to an end id, the request's budget or
+    the draft length.
 
-    `use_logits` as for `DraftState`. `vocab_size` is the target's; ids that only one of the two has are never drafted.
+    `use_logits` as for `DraftState`. `vocab_size` is the target's; ids that only one of the two models has are not
+    drafted.
     """
 
     def __init__(self, engine: Engine, vocab_size: int, *, use_logits: bool) -> None:
@@ -64,7 +66,9 @@ class DraftModel:
             del self._draft_sequences[request_id]
 
     def _draft_sequence(self, sequence: Sequence) -> Sequence:
-        """The sequence's draft sequence, with its tokens, and K/V of as many of them as are still true."""
+        """The sequence's draft sequence, updated to the sequence's tokens; K/V are kept up to the first token that
+        differs.
+        """
         request = sequence.request
         if request.id not in self._draft_sequences:
             self.check_request(request)
@@ -79,9 +83,9 @@ class DraftModel:
         return draft_sequence
 
     def _is_ready(self, draft_sequence: Sequence, in_step: list[Sequence]) -> bool:
-        """True if the K/V cache holds its tokens so far, and the draft model can read them all.
+        """True if the K/V cache has room for the sequence, and the draft model can read all its tokens.
 
-        If need be requests that are not in this step give their blocks back.
+        If the cache is full, requests that are not in this step give their blocks back.
         """
         draft_vocab_size = self.engine.config.vocab_size
         if self.vocab_size > draft_vocab_size and max(draft_sequence.tokens) >= draft_vocab_size:
@@ -92,7 +96,7 @@ class DraftModel:
         return self.engine.extend(draft_sequence) if draft_sequence.block_table else self.engine.admit(draft_sequence)
 
     def _release_idle(self, in_step: list[Sequence]) -> bool:
-        """True if blocks could be taken from the draft sequences of other requests."""
+        """Take blocks from the draft sequences of requests that are not in this step; True if there were any."""
         ids = {sequence.request.id for sequence in in_step}
         idle = [f for request_id, f in self._draft_sequences.items() if request_id not in ids and f.block_table]
         for draft_sequence in idle:
@@ -100,7 +104,7 @@ class DraftModel:
         return bool(idle)
 
     def _draft_tokens(self, draft_states: list[DraftState]) -> None:
-        """One more token of each."""
+        """Draft one more token for each sequence."""
         draft_sequences = [p.draft_sequence for p in draft_states]
         with self.engine.alone():
             for draft_sequence in draft_sequences:
@@ -113,7 +117,7 @@ class DraftModel:
 
 
 def _with_size(logits: Tensor, vocab_size: int) -> Tensor:
-    """(vocab_size,) logits: cut, or filled up with ids that cannot be chosen."""
+    """Logits [vocab_size], cut to that size, or filled up with ids of probability 0."""
     missing = max(vocab_size - len(logits), 0)
     return F.pad(logits[:vocab_size], (0, missing), value=-torch.inf)
 
@@ -136,16 +140,16 @@ class SelfDraft:
         self._num_steps = self._num_drafted = 0.0
 
     def ask(self, suggest: Suggest) -> None:
-        """Have the copy ask, before each of its steps, what may come next, and look whether it would draft that.
+        """Set the function that suggests tokens to the copy before each of its steps.
 
-        It computes these tokens in one step, and keeps those that it chooses or draws itself: its draft is the same as
-        without.
+        The copy verifies suggested tokens in one step and keeps those that it would choose or draw itself, so its draft
+        is the same as without suggestions.
         """
         self._suggest = suggest
 
     @property
     def steps_per_token(self) -> float:
-        """Copy's steps per drafted token: less than one with recent correct suggestions."""
+        """Number of the copy's steps for each drafted token: less than one where suggestions were right lately."""
         return self._num_steps / self._num_drafted if self._num_drafted else 1.0
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
@@ -172,12 +176,12 @@ class SelfDraft:
             self._confidence_stop.forget(request_id)
 
     def _suggested(self, sequence: Sequence, draft_state: DraftState) -> list[int]:
-        """No more than fit the draft beside the token that comes after them."""
+        """The suggested tokens, cut to what the draft has room for besides the copy's own next token."""
         most = draft_state.max_len - len(draft_state.tokens) - 1
         return self._suggest(sequence, draft_state.tokens)[:most] if self._suggest and most > 0 else []
 
     def _draft_tokens(self, draft_states: list[DraftState], suggested: list[list[int]]) -> None:
-        """One more token of each, and as many more as were suggested rightly."""
+        """Draft one more token for each sequence, and keep the suggested tokens that were right."""
         rows = [generation_row(p.draft_sequence, tokens) for p, tokens in zip(draft_states, suggested, strict=True)]
         size = self.engine.config.vocab_size
         all_logits = [among_all(one, self._draft_ids, size) for one in self.engine.step(rows, by_copy=True)]

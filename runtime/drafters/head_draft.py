@@ -1,8 +1,8 @@
 """Drafting by a trained drafter (a head), which reads the target's hidden states.
 
-At the beginning of a draft the head computes what it has not seen yet of the sequence, with the target's own hidden
-states, in one pass: the tokens that were accepted last, or a prompt. Its draft goes on from its own output, token by
-token; what it keeps of that is written over when the target has said which tokens come (`runtime.engine.head_cache`).
+Before a draft the head computes, in one pass and from the target's hidden states, the tokens of the sequence that it
+has not seen: those accepted last, or a prompt. It then drafts token by token from its own outputs. What it stores for
+drafted tokens is overwritten once the target has decided on the tokens (`runtime.engine.head_cache`).
 """
 
 import time
@@ -38,9 +38,10 @@ _NUM_TIMED, _TIMED_CONTEXTS, _TIMED_BATCHES = 5, (64, 1024), (1, 4)
 
 
 class HeadDraft:
-    """Drafts with the request's own sampling parameters, up to an end id, the request's budget or the draft length.
+    """Drafts of a head, sampled with the request's own parameters, up to an end id, the request's budget or the draft
+    length.
 
-    `use_logits` as for `DraftState`. With a `confidence_stop` drafts end where it says so.
+    `use_logits` as for `DraftState`. With a `confidence_stop` a draft ends where this says so.
     """
 
     def __init__(
@@ -97,8 +98,10 @@ class HeadDraft:
         return begin_draft(sequence, longest, use_logits=self.use_logits)
 
     def _catch_up(self, draft_states: Seq[DraftState]) -> dict[int, Tensor]:
-        """Compute what the head lacks of these sequences, the last token included; its outputs for the last, (1,
-        state_size), and of one that drafts at once for the mask tokens behind it."""
+        """Compute the tokens of these sequences that the head has not seen, the last token included. Returns the head's
+        outputs [1, state_size] for the last token; for a head that drafts at once also the outputs for the mask tokens
+        behind it.
+        """
         outputs: dict[int, Tensor] = {}
         short: list[tuple[DraftState, Row]] = []
         for draft_state in draft_states:
@@ -116,8 +119,9 @@ class HeadDraft:
         return outputs
 
     def _row_behind(self, draft_state: DraftState) -> Row | None:
-        """The last of what the head lacks of the sequence, once it has computed all before it; None where hidden states
-        are missing."""
+        """Row with the last token of the sequence, after all unseen tokens before it have been computed; None where
+        hidden states are missing.
+        """
         sequence, most = draft_state.draft_sequence, self.engine.max_num_tokens
         tokens, table = sequence.tokens, sequence.block_table
         start, end = self.cache.num_known(table, len(tokens) - 1), len(tokens)
@@ -142,8 +146,9 @@ class HeadDraft:
         return Row(slots, end, table, block.num_drafts(length))
 
     def _compute_known(self, rows: list[Row], *, is_context: bool = False) -> Tensor:
-        """(T, state_size) outputs of the rows' last tokens, as many as the rows want. Those behind the first of these
-        are masks, and all others the sequences' own. Of `is_context` none is wanted."""
+        """Outputs [tokens, state_size] for the last tokens of the rows, as many as each row wants. Tokens behind the
+        first wanted token are masks, the others the sequence's own. Rows with `is_context` want none.
+        """
         longest, cache, head = max(len(row.tokens) for row in rows), self.cache, self.head
         is_block = isinstance(head, BlockHead)
         num_own = [0 if is_block and not is_context else len(row.tokens) + 1 - row.num_logits for row in rows]
@@ -164,7 +169,9 @@ class HeadDraft:
         return outputs if batch is None else _asked_for(outputs, batch)
 
     def _states_of(self, rows: list[Row], num_own: list[int]) -> Tensor:
-        """(B, Q, state_size) states before the rows' tokens: what is kept of their own, and of masks the head's."""
+        """States [B, Q, state_size] before the rows' tokens: the stored hidden states, and for masks the head's mask
+        state.
+        """
         cache, head, longest = self.cache, self.head, max(len(row.tokens) for row in rows)
         if num_own == [longest]:
             return cache.states_for(rows[0].block_table, rows[0].start, rows[0].start + longest)[None]
@@ -184,7 +191,7 @@ class HeadDraft:
         self.time_s += time.perf_counter() - start
 
     def _go_on(self, draft_states: Seq[DraftState], outputs: dict[int, Tensor], num_drafted: int) -> dict[int, Tensor]:
-        """The head's outputs for the last tokens of the drafts, by those for the tokens before."""
+        """The head's outputs for the last tokens of the drafts, computed from its outputs for the tokens before."""
         rows = []
         for draft_state in draft_states:
             sequence = draft_state.draft_sequence
@@ -195,7 +202,7 @@ class HeadDraft:
         return {id(draft_state): output[None] for draft_state, output in zip(draft_states, made, strict=True)}
 
     def _compute(self, rows: list[Row], states: Tensor, num_drafted: int = 0) -> tuple[Batch, Tensor]:
-        """The rows' batch, and the head's outputs for all its tokens."""
+        """Build the batch of the rows, and compute the head's outputs for all its tokens."""
         start = time.perf_counter()
         batch = pack(rows, self.cache.block_size, self.engine.device)
         with torch.inference_mode(), self._threads():
@@ -204,7 +211,9 @@ class HeadDraft:
         return batch, outputs
 
     def _logits_at_once(self, outputs: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Logits of all tokens of all drafts, without what tokens before them add: the output layer is read once."""
+        """Logits of all tokens of all drafts, without the part that depends on the token before: one product with the
+        output layer.
+        """
         start = time.perf_counter()
         with torch.inference_mode(), self._threads():
             logits = self.head.logits(torch.cat([*outputs.values()]))
@@ -214,8 +223,9 @@ class HeadDraft:
     def _logits(
         self, draft_states: Seq[DraftState], outputs: list[Tensor], num_drafted: int, known: list[Tensor]
     ) -> tuple[Tensor, Seq[float | None]]:
-        """Logits of each draft's next token, and the chance that it is accepted, where the head predicts that. Of what
-        is `known` of them no more is computed than the token before adds."""
+        """Logits of each draft's next token, and its chance of acceptance where the head predicts it. Where the logits
+        are already `known`, only the part that depends on the token before is added.
+        """
         start, stacked = time.perf_counter(), torch.stack(outputs)
         chances: Seq[float | None] | None = None
         with torch.inference_mode(), self._threads():
@@ -228,17 +238,23 @@ class HeadDraft:
         return logits, chances or [None] * len(outputs)
 
     def _threads(self) -> AbstractContextManager[None]:
-        """Beside kernels, which have threads of their own, torch's loops are short."""
+        """Context for torch code beside the head's kernels: torch's short loops then wake no threads of their own
+        (`Engine.alone`).
+        """
         return self.engine.alone() if self.head.uses_kernels else nullcontext()
 
 
 def _asked_for(outputs: Tensor, batch: Batch) -> Tensor:
-    """(T, state_size) of the tokens that the batch's rows want logits of; of one token for each row that is all."""
+    """The states [tokens, state_size] of the tokens whose logits the batch's rows want; of all tokens if each row has
+    one.
+    """
     return outputs if len(outputs) == len(batch.logit_indices) else outputs[batch.logit_indices]
 
 
 def open_head(engine: Engine, config: HeadConfig) -> tuple[Head, HeadCache]:
-    """The head in memory, and what the engine keeps for it from now on; SpecDecError if it does not fit the engine."""
+    """Load the head, and have the engine keep hidden states for it. SpecDecError if the head does not fit the
+    engine.
+    """
     target = engine.config
     config.check_target(target.pretrained_config, target.vocab_size)
     wanted, given = config.hidden_states_of(num_layers_of(target.pretrained_config)), target.build_config.hidden_states
@@ -277,7 +293,7 @@ def _output_of(engine: Engine, config: HeadConfig, embedding: Tensor | None) -> 
     if language_model(engine.config.pretrained_config).get("tie_word_embeddings"):
         return embedding
     raise SpecDecError(
-        f"the head drafts by its target's output layer, which the engine does not have for it: {config.directory}",
+        f"the head needs its target's output layer, and the engine was built without it: {config.directory}",
         hint="build the engine for this head: `LLM(model, head=HEAD)`",
         code="no_hidden_states",
         head=config.directory,
@@ -285,7 +301,7 @@ def _output_of(engine: Engine, config: HeadConfig, embedding: Tensor | None) -> 
 
 
 def _set_output(engine: Engine, head: Head) -> None:
-    """Give the head the output layer, and the quantized layers, that the engine has for drafts."""
+    """Give the head the output layer and the quantized layers that the engine keeps for drafts."""
     wanted, directory = engine.config.build_config.draft_output, engine.directory
     kept = QuantizedLayers()
     if wanted.is_quantized and directory is not None:
@@ -295,7 +311,9 @@ def _set_output(engine: Engine, head: Head) -> None:
 
 
 def embedding_of(engine: Engine) -> Tensor | None:
-    """The target's (vocab, hidden) embeddings, in the memory that it has them in; None if they are not as they were."""
+    """The target's embeddings [vocab, hidden], not copied; None if the engine has them in another form, such as
+    quantized.
+    """
     step, config = engine.target_step, engine.config
     if not isinstance(step, PackagedStep):
         weight: Tensor = step.model.get_input_embeddings().weight
@@ -306,9 +324,9 @@ def embedding_of(engine: Engine) -> Tensor | None:
 
 
 def measure_head(engine: Engine, head: Head, cache: HeadCache) -> tuple[StepCost, ...]:
-    """Costs of the head's steps, measured on the engine's null block: nothing that counts is written.
+    """Measure the costs of the head's steps on the engine's null block, so that no sequence's data is overwritten.
 
-    Of a head that drafts at once a step is a whole block, of its usual length.
+    For a head that drafts a block at once, a step is a whole block of its usual length.
     """
     build, costs = engine.config.build_config, []
     pool = engine.kv_pool if head.reads_target else cache.pool

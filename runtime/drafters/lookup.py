@@ -33,16 +33,17 @@ class Text:
         self.characters += as_characters(sequence.tokens[len(self.characters) :])
 
     def find(self, tail: str, most: int) -> tuple[int, list[int]]:
-        """(n, ends): length of the longest suffix of `tail` that occurs here, up to `most`, and its ends, last first.
+        """(n, ends): length of the longest suffix of `tail` that occurs here, at most `most`, and the ends of its
+        occurrences, last first.
 
-        (0, []) if none does.
+        (0, []) if no suffix occurs.
         """
         n, last = self.find_longest(tail, most)
         return n, self.ends_before(tail[-n:], last) if n else []
 
     def find_longest(self, tail: str, most: int) -> tuple[int, int]:
-        """The same with the last place only, or 0. Each search is for one token more than was found, before where
-        that was: together they read the text once.
+        """Like `find`, with the last occurrence only; 0 if there is none. Each search looks for one token more than was
+        found, before the place where that was, so together the searches read the text once.
         """
         characters, num_tail = self.characters, len(tail)
         n, end, limit, most = 0, 0, len(characters) - 1, min(most, num_tail)
@@ -69,14 +70,14 @@ class Text:
 
 @dataclass
 class History:
-    """One request, and its tokens that were looked at."""
+    """One request, and those of its tokens that were read."""
 
     sequence: Sequence
     text: Text = field(default_factory=Text)
 
 
 class TextLookup(ABC):
-    """A lookup in the text of each sequence, and where there is a `pool` in what others generated.
+    """A lookup in the text of each sequence, and with a `pool` also in the outputs of other requests.
 
     A request's text goes into the pool when it has finished.
     """
@@ -109,11 +110,11 @@ class TextLookup(ABC):
 
     @abstractmethod
     def _look_up(self, history: History, max_draft_len: int) -> Draft:
-        """Continuation of the text."""
+        """Continuation of the sequence's text."""
 
     @abstractmethod
     def _look_up_after(self, history: History, new: list[int], draft_len: int) -> Draft:
-        """Continuation of the text and these tokens, which are not in it."""
+        """Continuation of the sequence's text followed by these tokens."""
 
 
 def as_characters(tokens: Iterable[int]) -> str:
@@ -133,7 +134,7 @@ def num_common_before(characters: str, end: int, tail: str, most: int) -> int:
 
 
 def most_frequent(tokens: list[int]) -> int:
-    """Most frequent item; among equals the first."""
+    """The most frequent item; among equally frequent items the first."""
     if tokens.count(tokens[0]) == len(tokens):
         return tokens[0]
     counts: dict[int, int] = {}
@@ -143,7 +144,7 @@ def most_frequent(tokens: list[int]) -> int:
 
 
 def cut_at_end_id(tokens: list[int], end_ids: frozenset[int]) -> list[int]:
-    """The tokens before the first end id. It need not be drafted: it comes as the bonus token at no cost."""
+    """The tokens before the first end id. Drafting the end id would gain nothing: it comes as the bonus token."""
     if end_ids.isdisjoint(tokens):
         return tokens
     return tokens[: next(i for i, token in enumerate(tokens) if token in end_ids)]

@@ -1,8 +1,8 @@
-"""Current costs of drafts, relative to measured ones, and the time of looking them up.
+"""Measures what drafts cost now, relative to the costs measured at build, and how long lookups take.
 
-Prices were measured when an engine was built, of steps whose rows all had equal drafts, on a machine that may have been
-busier. The times of steps are held against them: over the price of a step without drafts, time is a line by what its
-drafts should add (least squares; what was long ago fades), and the line's slope says what they add.
+The costs were measured when the engine was built, in steps whose rows had equally long drafts, perhaps on a busier
+machine. Here the times of steps are fitted by least squares, with old times fading: step time, over the price of a step
+without drafts, against the price of its drafts. The slope is the factor on draft costs.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,9 @@ class Meter:
         return min(max(slope / max(alone, 1.0), 1 / _MOST), _MOST)
 
     def see(self, sequences: Seq[Sequence]) -> None:
-        """Learn what the step took that these come from. A prompt that was computed for a new one is no part of it."""
+        """Learn from how long the step took that produced these tokens; a step that computed a new prompt is not
+        counted.
+        """
         if not self._ids:
             return
         seconds, ids = self._clock() - self._last, {sequence.request.id for sequence in sequences}
@@ -70,13 +72,15 @@ class Meter:
         self._products = self._products * _MEMORY + beyond * (time - self._mean_time)
 
     def sent(self, sequences: Seq[Sequence], alone_s: float, price_s: float) -> None:
-        """The next step is of these sequences; its price without drafts, and with theirs."""
+        """Tell that the next step has these sequences; `alone_s` and `price_s` are its prices without and with their
+        drafts.
+        """
         self._ids = {sequence.request.id for sequence in sequences}
         self._prices = alone_s, price_s
         self._last = self._clock()
 
     def looked(self, sequences: Seq[Sequence], seconds: float) -> None:
-        """Looking for drafts took so long."""
+        """Tell how long the lookups took."""
         ids, each_s = {sequence.request.id for sequence in sequences}, seconds / len(sequences)
         if ids <= self._looked:
             self._num_looks = self._num_looks * _LOOK_MEMORY + 1

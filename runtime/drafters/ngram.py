@@ -71,7 +71,9 @@ class NgramLookup(TextLookup):
         return Draft(cut_at_end_id(draft, sequence.request.end_ids), match_len=match_len)
 
     def _found(self, history: History, tokens: list[int], tail: str, draft_len: int) -> Draft | None:
-        """Continuation of the longest pattern that ends `tokens`, whose characters are `tail`; None if absent."""
+        """Continuation of the longest pattern that `tokens` end with (`tail` has them as characters); None if no
+        pattern occurs.
+        """
         size, last = history.text.find_longest(tail, self.max_matching_ngram_size)
         if size < self.min_matching_ngram_size:
             return None
@@ -82,7 +84,7 @@ class NgramLookup(TextLookup):
         return Draft(cut_at_end_id(draft, history.sequence.request.end_ids), match_len=match_len)
 
     def _choose(self, history: History, pattern: str, last: int) -> int:
-        """Choose an occurrence of the pattern by the ranking; this is the last one."""
+        """Choose an occurrence of the pattern by the ranking; `end` is the last occurrence."""
         if self.ranking == "recent":
             return last
         if self.ranking != "frequent":

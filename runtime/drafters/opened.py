@@ -1,7 +1,7 @@
-"""Opened drafters: a drafter at work, and what opens it.
+"""Opened drafters: a drafter at work, and the interface that opens it.
 
-A spec opens its drafter with an `Opener`, which the engine's side gives it (`runtime.loop.opening`), so that specs know
-no engine.
+A spec opens its drafter through an `Opener`, which the engine's side provides (`runtime.loop.opening`), so that specs
+do not import the engine.
 """
 
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class OpenDrafter:
-    """A drafter at work, and what a session has to know of its parts."""
+    """A drafter at work, and what a session needs to know about its parts."""
 
     drafter: Drafter
     max_draft_len: int | None
@@ -38,7 +38,7 @@ class OpenDrafter:
 
     @property
     def is_model(self) -> bool:
-        """True if its drafts cost time."""
+        """True if drafting with it costs time."""
         return bool(self._models)
 
     @property
@@ -47,7 +47,7 @@ class OpenDrafter:
 
     @property
     def gives_probs(self) -> bool:
-        """True if drafts of sampling requests were drawn from probabilities that they contain."""
+        """True if its drafts for sampling requests carry the probabilities they were drawn from."""
         return any(drafter.has_given_probs for drafter in self.guarded) or any(one.use_logits for one in self._models)
 
     def clear_pools(self) -> None:
@@ -57,7 +57,7 @@ class OpenDrafter:
 
 
 class Opener(Protocol):
-    """Interface by which a spec opens its drafter; `runtime.loop.opening.Opening` has it, beside an engine."""
+    """Interface through which a spec opens its drafter; `runtime.loop.opening.Opening` implements it with an engine."""
 
     @property
     def costs(self) -> "CostModel | None":
@@ -66,20 +66,20 @@ class Opener(Protocol):
     def clock(self) -> float: ...
 
     def guarded(self, drafter: "GuardedDrafter", max_draft_len: int | None) -> OpenDrafter:
-        """A drafter of the user's own."""
+        """The user's own drafter, wrapped (`runtime.drafters.custom`)."""
 
     def draft_model(self, model: str | Path, devices: tuple[int, ...] | None, settings: "ModelSettings") -> OpenDrafter:
         """A draft model, by its name or its engine's directory."""
 
     def self_draft(self, settings: "ModelSettings") -> OpenDrafter:
-        """The target's own copy in fewer bits."""
+        """The target's own quantized copy."""
 
     def head(self, config: "HeadConfig", settings: "ModelSettings") -> OpenDrafter:
         """A trained head that reads the target's hidden states."""
 
 
 class ModelSettings(Protocol):
-    """Settings of a drafter that is a model: `DraftTargetDrafter`, `SelfDrafter`, `HeadDrafter`."""
+    """Settings of drafters that are models: `DraftTargetDrafter`, `SelfDrafter`, `HeadDrafter`."""
 
     @property
     def max_draft_len(self) -> int: ...
@@ -96,7 +96,7 @@ def adapted(
     *,
     at_once: bool = False,
 ) -> Drafter:
-    """The drafter itself, or where costs are known its drafts cut to what pays."""
+    """The drafter itself; where step costs are known, with its drafts cut to the length that pays."""
     if costs is None:
         return drafter
     draft_s = None if draft_costs is None else partial(draft_costs.iteration_s, draft_len=0)
@@ -104,7 +104,7 @@ def adapted(
 
 
 class BoundedDrafter(CompositeDrafter):
-    """A drafter with a `max_draft_len` of its own: others in its chain, or its server's drafter, may draft more."""
+    """A drafter with its own `max_draft_len`, smaller than other drafters' in its chain or the server's."""
 
     def __init__(self, drafter: Drafter, max_draft_len: int) -> None:
         super().__init__([drafter])

@@ -1,7 +1,7 @@
 """Drafters of other packages: classes that installed packages name in the entry point group `specdec.drafters`.
 
-A package with the lines below in its pyproject.toml adds a drafter, whose class is described as those of
-`runtime.drafters.specs` are. A package that cannot be used is told in one sentence, and changes nothing.
+A package with the lines below in its pyproject.toml adds a drafter; its class is described like the classes of
+`runtime.drafters.specs`. A package that cannot be used is warned of in one sentence, and changes nothing else.
 
     [project.entry-points."specdec.drafters"]
     echo = "specdec_echo:EchoDrafter"
@@ -77,7 +77,7 @@ def _may_name_drafters(path: Path) -> bool:
 
 
 def _said(error: BaseException) -> str:
-    """An error in one line."""
+    """The error's message in one line."""
     text = error.message if isinstance(error, SpecDecError) else f"{type(error).__name__}: {error}"
     return " ".join(text.split())
 
@@ -85,18 +85,18 @@ def _said(error: BaseException) -> str:
 def _check_class(spec: Any) -> None:
     """SpecDecError unless `spec` is a drafter's class."""
     if not isinstance(spec, type) or not issubclass(spec, DrafterSpec) or "description" not in vars(spec):
-        raise SpecDecError(f"this is no `DrafterSpec` with a `description`: {spec!r}")
+        raise SpecDecError(f"this is not a `DrafterSpec` with a `description`: {spec!r}")
 
 
 def _check(spec: type[DrafterSpec], others: dict[str, type[DrafterSpec]]) -> None:
-    """SpecDecError unless the class is whole, and has a name, flags and an algorithm that none of the `others` has."""
+    """SpecDecError unless the class is a complete spec whose name, flags and algorithm none of the `others` has."""
     described, abstract = spec.description, sorted(spec.__abstractmethods__)
     if not dataclasses.is_dataclass(spec) or abstract:
         raise SpecDecError(f"the class {spec.__name__} lacks {', '.join(abstract) or '`@dataclass(frozen=True)`'}")
     if not re.fullmatch(r"[a-z][a-z0-9-]*", described.name) or described.name in _NOT_NAMES:
-        raise SpecDecError(f"a drafter's name is of small letters, digits and hyphens: {described.name!r}")
+        raise SpecDecError(f"a drafter's name may have small letters, digits and hyphens only: {described.name!r}")
     if spec.is_lookup and not isinstance(described.form, ListForm):
-        raise SpecDecError(f"a lookup is chosen by a `ListForm`: {described.form}")
+        raise SpecDecError(f"a lookup's `form` must be a `ListForm`: {described.form}")
     algorithms = {other.description.algorithm for other in others.values()} - {None}
     if described.algorithm in algorithms:
         raise SpecDecError(f"another drafter has this algorithm: {described.algorithm}")
@@ -104,7 +104,9 @@ def _check(spec: type[DrafterSpec], others: dict[str, type[DrafterSpec]]) -> Non
 
 
 def _check_settings(spec: type[DrafterSpec], others: dict[str, type[DrafterSpec]]) -> None:
-    """SpecDecError for a flag that is or may be another's, or for a type that neither flags nor documents have."""
+    """SpecDecError for a flag that another drafter has or may get, or for a type that flags or documents do not
+    support.
+    """
     start = spec.description.name.replace("-", "_") + "_"
     settings = [one for other in others.values() for one in other.settings().values()]
     shared = {one.flag for one in settings} | {one.leader_flag for one in settings}
@@ -113,7 +115,7 @@ def _check_settings(spec: type[DrafterSpec], others: dict[str, type[DrafterSpec]
     flags = {one.flag for one in own.values()} | {one.leader_flag for one in own.values()}
     for flag in sorted(one for one in flags - shared | {spec.description.flag} if one is not None):
         if not flag.startswith(start) or flag in taken | shared:
-            raise SpecDecError(f"a flag of its own begins with `{start}` and is no other drafter's: {flag}")
+            raise SpecDecError(f"a drafter's own flag must begin with `{start}` and belong to no other drafter: {flag}")
     hints = get_type_hints(spec)
     for name in own:
         if hints[name] != Devices and not all(map(_has_flag, _options(hints[name]))):

@@ -25,7 +25,7 @@ class _Followers:
             self.best = token
 
     def remove(self, token: int) -> None:
-        """Take back the oldest occurrence, which leaves the order of the last ones as it is."""
+        """Remove the oldest occurrence of a follower; the order of the last occurrences stays."""
         self.counts[token] -= 1
         if not self.counts[token]:
             del self.counts[token]
@@ -45,10 +45,11 @@ class _Text:
 
 
 class NgramPool:
-    """Shared by all requests of a run, and written by one drafter: a request's text goes in when it has finished.
+    """N-gram counts shared by all requests of a run and written by one drafter: a request's text is added when it
+    finishes.
 
-    `max_tokens` bounds the generated tokens kept, and so the patterns: at most `max_matching_ngram_size` for each.
-    With many users the drafts of one show what the others' answers were, if only to a clock.
+    `max_tokens` bounds the generated tokens that are kept, and so the patterns: at most `max_matching_ngram_size` for
+    each token. With many users, the drafts for one user reveal other users' answers, if only by their timing.
     """
 
     def __init__(self, max_tokens: int = 100_000, max_matching_ngram_size: int = 4) -> None:
@@ -65,7 +66,7 @@ class NgramPool:
         self._followers.clear()
 
     def add(self, sequence: Sequence) -> None:
-        """Take in what the request generated so far; of a text longer than the pool its end."""
+        """Add the tokens that the request generated; of a text longer than the pool, its end."""
         tokens = sequence.tokens
         first = max(len(sequence.request.prompt_tokens), len(tokens) - self.max_tokens)
         num_context = min(first, self.max_matching_ngram_size)
@@ -80,7 +81,8 @@ class NgramPool:
             self._followers.setdefault(pattern, _Followers()).add(follower)
 
     def find(self, tokens: list[int], min_size: int = 1) -> tuple[int, int] | None:
-        """(n, token): the most frequent follower, the latest of equals, of the longest known pattern at the end.
+        """(n, token): the most frequent follower of the longest known pattern at the end; the latest of equally
+        frequent ones.
 
         None if not even the last `min_size` tokens are known.
         """

@@ -1,8 +1,8 @@
-"""Drafts from a predicted output: what its user expects, such as a file of which a few lines are to change.
+"""Drafts from a predicted output: the text that the user expects, such as a file of which a few lines will change.
 
-The prediction is followed token by token from its start. Where the output leaves it, the place to go on from is looked
-up by the output's last tokens, the place nearest to where the two parted: after a line that changed, most of the rest
-is as predicted.
+The prediction is followed token by token from its start. Where the output differs from it, the output's last tokens are
+searched in the prediction, and the occurrence nearest to the point where the two parted is followed: after a changed
+line most of the rest is as predicted.
 """
 
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ class _Place:
 class PredictionLookup:
     """Looks up one predicted output, for all requests that expect it.
 
-    Or a text of which the output may copy parts (`is_whole` false): drafts begin where a part has begun, and none of
-    their tokens counts as predicted.
+    With `is_whole` false, a text of which the output may copy parts: drafts begin where the output has begun to copy,
+    and no token counts as predicted.
     """
 
     def __init__(self, prediction: list[int], *, is_whole: bool = True) -> None:
@@ -66,7 +66,7 @@ class PredictionLookup:
         return Draft(draft, match_len=place.num_matched, num_predicted=len(draft) if self._is_whole else 0)
 
     def _move(self, place: _Place, output: list[int]) -> None:
-        """Go along with the tokens that are new; where they left the prediction, look where it goes on."""
+        """Follow the new tokens through the prediction; where they differ, look up where to go on."""
         has_left = False
         for token in output[place.num_seen :]:
             is_expected = place.next < len(self.prediction) and self.prediction[place.next] == token
@@ -99,13 +99,13 @@ class PredictionLookup:
 
 
 class CopiedTexts:
-    """Looks up in each request's own text of which its output may copy parts, where it has one."""
+    """Looks up each request's own text of which its output may copy parts, for requests that have such a text."""
 
     def __init__(self) -> None:
         self._lookups: dict[int, PredictionLookup] = {}
 
     def add(self, request_id: int, tokens: list[int]) -> None:
-        """Look up in these tokens until the request is forgotten."""
+        """Look up in these tokens for this request, until it is forgotten."""
         self._lookups[request_id] = PredictionLookup(tokens, is_whole=False)
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:

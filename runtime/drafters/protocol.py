@@ -33,17 +33,17 @@ class Drafter(Protocol):
 
 
 def check_request(drafter: Drafter | None, request: Request) -> None:
-    """Let a drafter that has a method of this name say, by SpecDecError, that it cannot serve a request."""
+    """Call the drafter's `check_request`, if it has one; it raises SpecDecError for a request that it cannot serve."""
     check = getattr(drafter, "check_request", None)
     if check is not None:
         check(request)
 
 
 def look_ahead(drafter: Drafter, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
-    """Propose a draft as if these tokens came next, for drafters with a method of this name; else an empty draft.
+    """Propose a draft as if these tokens came next, by the drafter's `look_ahead`; an empty draft without such a
+    method.
 
-    It was asked for the sequence before, though perhaps not since its last tokens came, and must not learn from what
-    was drafted, which is not verified yet.
+    The drafter knows the sequence, perhaps not its last tokens, and must not learn from `tokens`: they are unverified.
     """
     ahead = getattr(drafter, "look_ahead", None)
     return Draft([]) if ahead is None else ahead(sequence, drafted, max_draft_len)
@@ -86,12 +86,12 @@ def rank_of_match(draft: Draft) -> tuple[bool, bool, int]:
 
 
 def check_drafts(drafts: Any, num_sequences: int, max_draft_len: int, vocab_size: int) -> None:
-    """SpecDecError unless these are drafts that the target can take: users write drafters too."""
+    """SpecDecError unless the target can take these drafts: users write drafters too."""
     check_num_drafts(drafts, num_sequences)
     for draft in drafts:
         if not isinstance(draft.tokens, list):
             raise SpecDecError(
-                f"the drafter proposed tokens that are no list: {type(draft.tokens).__name__}",
+                f"the drafter proposed tokens that are not a list: {type(draft.tokens).__name__}",
                 hint="`Draft([])` is an empty draft",
             )
         if len(draft.tokens) > max_draft_len:
@@ -128,11 +128,13 @@ def _check_probs(probs: Any, shape: tuple[int, int]) -> None:
             hint="one row per draft token, one column per token of the target's vocabulary",
         )
     if not probs.is_floating_point():
-        raise SpecDecError(f"the drafter's probabilities are no floats: {probs.dtype}", hint="float64 is best")
+        raise SpecDecError(
+            f"the drafter's probabilities are not floating-point numbers: {probs.dtype}", hint="float64 is best"
+        )
     sums = probs.sum(dim=-1)
     if not (bool((probs >= 0).all()) and bool(((sums - 1).abs() < 1e-3).all())):
         raise SpecDecError(
-            "the drafter's probabilities are no distribution, they are negative, no numbers, or add up to: "
+            "the drafter's probabilities are not a distribution, some are negative or NaN, or they add up to: "
             f"{sums.tolist()}",
             hint="each row is at least 0 and adds up to 1",
         )

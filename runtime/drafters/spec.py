@@ -1,7 +1,8 @@
-"""Description of a drafter: its settings, the list that chooses it, its names. `runtime.drafters.specs` has them all.
+"""Description of a drafter: its settings, the list that chooses it, its names. `runtime.drafters.specs` has all
+drafters.
 
-Flags, lists, documents, schemas, labels, `tune`'s candidates and profiles are made of these descriptions. Nothing here
-imports torch: a drafter's algorithm is imported when it is opened.
+Flags, lists, documents, schemas, labels, `tune`'s candidates and profiles are made from these descriptions. Nothing
+here imports torch: a drafter's algorithm is imported when it is opened.
 """
 
 import ast
@@ -29,7 +30,7 @@ Devices = tuple[int, ...] | None
 
 @dataclass(frozen=True)
 class LeaderFlag:
-    """Flag of leader mode (V2), by its Python name. It gives every drafter the settings that have it."""
+    """A flag of leader mode (V2), by its Python name. Every drafter whose settings name the flag takes it."""
 
     name: str
     help: str
@@ -65,7 +66,7 @@ class Setting:
 
     @property
     def names_model(self) -> bool:
-        """True if it names what drafts, by a flag of either mode."""
+        """True if the setting names the model that drafts, by a flag of either mode."""
         return self.is_path and self.leader is not None
 
 
@@ -76,7 +77,7 @@ def fields_of(spec: "DrafterSpec | type[DrafterSpec]") -> "tuple[dataclasses.Fie
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of a list; `field` None gives the target's devices."""
+    """An entry of a list; `field` None: the entry holds the target's devices."""
 
     name: str
     field: str | None = None
@@ -119,9 +120,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class ListForm:
-    """TensorRT-LLM's way to choose a drafter (V1): a list such as `[10,2,[0]]`, brackets or not.
+    """TensorRT-LLM's way to choose a drafter (V1): a list such as `[10,2,[0]]`, with or without brackets.
 
-    What is left out at the end has its default.
+    Entries left out at the end have their defaults.
     """
 
     entries: tuple[Entry, ...]
@@ -130,12 +131,12 @@ class ListForm:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The settings that it gives."""
+        """Names of the settings in the list."""
         return tuple(entry.field for entry in self.entries if entry.field is not None)
 
     @property
     def least(self) -> int:
-        """Entries that cannot be left out."""
+        """Number of entries that cannot be left out."""
         return sum(entry.is_required for entry in self.entries)
 
     @property
@@ -171,7 +172,7 @@ class ListForm:
         return fields, next(value for entry, value in zip(self.entries, parsed, strict=True) if entry.field is None)
 
     def write(self, drafter: "DrafterSpec", target_devices: tuple[int, ...]) -> str:
-        """The list that chooses the drafter. Devices at its end are left out where they are the first ones."""
+        """The list that chooses the drafter. Devices at the end are left out where they are the default ones."""
         values = [getattr(drafter, entry.field) if entry.field else target_devices for entry in self.entries]
         if self.entries[-1].field is None and values[-1] == tuple(range(len(values[-1]))):
             values.pop()
@@ -200,7 +201,7 @@ class TextForm:
         return f"{self}; the current directory is searched too."
 
     def parse(self, text: str, flag: str) -> tuple[dict[str, Any], Devices]:
-        """Parse like `ListForm.parse`; no devices."""
+        """Parse as `ListForm.parse` does; a text names no devices."""
         first, colon, second = text.partition(":")
         if not (first and colon and second):
             raise UsageError(
@@ -234,7 +235,7 @@ class Description:
 
 
 def with_first_devices(record: dict[str, Any], first: Callable[[Any], Any]) -> dict[str, Any]:
-    """A record whose lists of devices have their first before them: `device_id` before `device_ids`."""
+    """A document's record with `device_id`, the first device, before each list `device_ids`."""
     found = {}
     for name, value in record.items():
         if name.endswith("device_ids"):
@@ -263,7 +264,7 @@ class DrafterSpec(ABC):
     """True if the target's engine must have a self-draft copy."""
 
     def __init_subclass__(cls) -> None:
-        """Make a class with a `description` known by its name. UsageError if another class has the name."""
+        """Register a class with a `description` under its name. UsageError if another class has the name."""
         if "description" not in vars(cls):
             return
         name = cls.description.name
@@ -280,13 +281,13 @@ class DrafterSpec(ABC):
             least, value = setting.at_least, getattr(self, name)
             if least is not None and value is not None and value < least:
                 raise UsageError(
-                    f"{name} must be at least {least}: {value}", hint="without a drafter nothing is drafted"
+                    f"{name} must be at least {least}: {value}", hint="to draft nothing, leave the drafter out"
                 )
 
     @property
     @abstractmethod
     def max_draft_len(self) -> int | None:
-        """Most tokens of a draft; None: as many as the engine takes."""
+        """Maximum length of a draft; None: as long as the engine takes."""
 
     @property
     def name(self) -> str:
@@ -299,58 +300,62 @@ class DrafterSpec(ABC):
 
     @property
     def may_draw_by_probs(self) -> bool:
-        """The same, or unknown."""
+        """Like `draws_by_probs`, and True where it is unknown."""
         return self.draws_by_probs
 
     @property
     def draft_model(self) -> str | Path | None:
-        """The model that drafts, by name, or its engine's directory; None where there is none."""
+        """The model that drafts, by name or its engine's directory; None for other drafters."""
         return None
 
     def with_own_devices(self) -> "DrafterSpec":
-        """Copy with the default devices of its draft model made explicit."""
+        """Copy with the draft model's default devices written out."""
         return self
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the lookups that it is made of, in the order in which they are asked."""
+        """Names of the lookups that this drafter consists of, in the order in which they are asked."""
         return (self.name,)
 
     def of_target(self, model: str | Path | None) -> "DrafterSpec":
-        """Copy for the model of an `LLM`, by name or directory; None: it was opened from an engine."""
+        """Copy that knows the target: `model` is the name or directory an `LLM` was made from; None for an engine's
+        directory.
+        """
         return self
 
     def with_draft_model(self, engine_dir: Path) -> "DrafterSpec":
-        """Copy with this engine as its draft model; itself where it has none."""
+        """Copy with this engine as its draft model; the spec itself if it has no draft model."""
         return self
 
     def read_heads(self) -> "list[HeadConfig]":
-        """Configs of trained drafters, for which the target's engine must be built; SpecDecError for what is none."""
+        """Configs of its trained drafters, for which the target's engine must be built. SpecDecError if a head cannot
+        be read.
+        """
         return []
 
     @classmethod
     def reads(cls, model: str | Path) -> bool:
-        """True if it drafts by such a model, of those that have one."""
+        """True if this drafter drafts with a model like `model`."""
         return True
 
     @classmethod
     def is_in_model(cls, model: str | Path | None) -> bool:
-        """True if the target's own files, where it is given as a model, have what drafts."""
+        """True if the target's own files contain the drafter, such as an MTP head."""
         return False
 
     @property
     def corpora(self) -> tuple[Path, ...]:
-        """Corpora that are looked in."""
+        """The corpora that it searches."""
         return ()
 
     @property
     def label(self) -> str:
-        """Label that distinguishes it from others of its kind, for tables."""
+        """Label for tables that distinguishes this drafter from others of its kind."""
         return self.description.label or self.description.title
 
     @classmethod
     def grid(cls, max_draft_len: int) -> "list[DrafterSpec]":
-        """Candidates of `tune` by replay; for lookups."""
+        """Candidates that `tune` replays; for lookups."""
         return []
 
     @classmethod
@@ -365,7 +370,7 @@ class DrafterSpec(ABC):
 
     @classmethod
     def models(cls) -> dict[str, Setting]:
-        """Settings that name models, which the command line must be given."""
+        """Settings that name models; a command line must give them."""
         return {name: setting for name, setting in cls.settings().items() if setting.names_model}
 
     def record(self, device_ids: tuple[int, ...]) -> Any:
@@ -379,4 +384,4 @@ class DrafterSpec(ABC):
 
     @abstractmethod
     def open(self, opening: "Opener") -> "OpenDrafter":
-        """The drafter at work; SpecDecError if it cannot be."""
+        """Open the drafter; SpecDecError if that is not possible."""

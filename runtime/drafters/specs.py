@@ -72,7 +72,7 @@ _FORM_OF_LENGTH = ListForm((Entry("max_draft_len", "max_draft_len", "count"), En
 
 
 class LookupDrafter(DrafterSpec):
-    """A drafter that finds drafts in tokens that there were."""
+    """A drafter that finds its drafts in earlier tokens."""
 
     is_lookup = True
 
@@ -88,10 +88,10 @@ class LookupDrafter(DrafterSpec):
 
     @abstractmethod
     def lookup(self, pool: "NgramPool | None") -> "Drafter":
-        """The lookup without the lengths that pay; `pool` where it looks in others' outputs."""
+        """The bare lookup, without automatic lengths; `pool` if it also searches other requests' outputs."""
 
     def open_lookup(self, costs: "CostModel | None", clock: "Clock | None" = None) -> "OpenDrafter":
-        """The drafter, without an engine; its drafts are cut to what pays where `costs` are known.
+        """Open the lookup without an engine; its drafts are cut to the length that pays where `costs` are known.
 
         `clock` as for `AdaptiveDrafter`.
         """
@@ -107,9 +107,9 @@ class LookupDrafter(DrafterSpec):
 
 @dataclass(frozen=True)
 class NgramDrafter(LookupDrafter):
-    """N-gram lookup: what followed the last tokens when they occurred before (`runtime.drafters.ngram`).
+    """N-gram lookup: drafts what followed the last tokens when they occurred before (`runtime.drafters.ngram`).
 
-    `corpus` is a file in which is looked up what is found nowhere else.
+    `corpus` is a file that is searched where the text itself and the pool have no match.
     """
 
     description = Description(
@@ -181,7 +181,7 @@ class NgramDrafter(LookupDrafter):
 
     @classmethod
     def grid(cls, max_draft_len: int) -> list[DrafterSpec]:
-        """Without `leftmost`: a loop makes it `oldest`."""
+        """Leaves out `leftmost`: in a loop it drafts the same as `oldest`."""
         tried: tuple[tuple[int, NgramRanking], ...] = (
             *((2, "oldest"), (3, "oldest"), (4, "oldest"), (3, "recent")),
             *((2, "frequent"), (3, "frequent"), (4, "frequent")),
@@ -208,7 +208,7 @@ class NgramDrafter(LookupDrafter):
 
 @dataclass(frozen=True)
 class SuffixDrafter(LookupDrafter):
-    """Suffix matching: what most often followed the longest match of any length (`runtime.drafters.suffix`)."""
+    """Suffix matching: drafts what most often followed the longest match of any length (`runtime.drafters.suffix`)."""
 
     description = Description(
         "suffix",
@@ -240,11 +240,11 @@ class SuffixDrafter(LookupDrafter):
 
 @dataclass(frozen=True)
 class DraftTargetDrafter(DrafterSpec):
-    """A draft model (`runtime.drafters.draft_target`), one with another tokenizer than the target's included.
+    """A draft model (`runtime.drafters.draft_target`); its tokenizer may differ from the target's.
 
     `model` is a model's directory, hub id or shipped name, or an engine's directory. `use_logits` chooses rejection
-    sampling over comparing tokens, where requests sample. `device_ids`: one for each rank of its engine; None: the
-    first ones.
+    sampling instead of comparing tokens, for requests that sample. `device_ids`: one for each rank of its engine; None:
+    the first devices.
     """
 
     description = Description(
@@ -408,7 +408,7 @@ class DFlashDrafter(HeadDrafter):
 
 @dataclass(frozen=True)
 class AssistantDrafter(HeadDrafter):
-    """An assistant of a Gemma 4, which reads keys and values of the target.
+    """A Gemma 4 assistant, which reads the target's keys and values.
 
     `head` is its directory; the engine must be built for it. `use_logits` as for a draft model.
     """
@@ -435,10 +435,10 @@ class AssistantDrafter(HeadDrafter):
 
 @dataclass(frozen=True)
 class MtpDrafter(HeadDrafter):
-    """The head that a checkpoint has for tokens after the next (multi-token prediction).
+    """The MTP head in a model's own files (multi-token prediction).
 
-    `head` is the model's own directory or hub id, None: that of the model of which the `LLM` is made, which gives the
-    states that it reads. `use_logits` as for a draft model.
+    `head` is the directory or hub id of the model with the head; None: the target's own. The target's hidden states
+    feed the head. `use_logits` as for a draft model.
     """
 
     description = Description(
@@ -456,7 +456,7 @@ class MtpDrafter(HeadDrafter):
     max_draft_len: ModelLen = 3
 
     def of_target(self, model: str | Path | None) -> "MtpDrafter":
-        """SpecDecError for a model whose files lack the head that its config speaks of."""
+        """SpecDecError for a model whose config describes an MTP head that its files lack."""
         if self.head is not None or model is None:
             return self
         of_model = replace(self, head=model)
@@ -467,7 +467,7 @@ class MtpDrafter(HeadDrafter):
         if not self.is_in_model(model):
             raise SpecDecError(
                 f"the model's files have no weights of its MTP head: {model}",
-                hint="repackaged models often leave it out; the original has it",
+                hint="repackaged models often leave the MTP head out; take the original model",
             )
         return of_model
 
@@ -484,7 +484,8 @@ class MtpDrafter(HeadDrafter):
 
 @dataclass(frozen=True)
 class SelfDrafter(DrafterSpec):
-    """The target's own copy with quantized weights (`runtime.drafters.draft_target`), which the engine must have.
+    """The target's own copy with quantized weights (`runtime.drafters.draft_target`); the engine must contain this
+    copy.
 
     `use_logits` as for a draft model.
     """
@@ -509,9 +510,9 @@ class SelfDrafter(DrafterSpec):
 
 @dataclass(frozen=True)
 class GrammarDrafter(DrafterSpec):
-    """Tokens that the grammar of an output forces, and no others (`runtime.drafters.under_grammar`).
+    """Drafts only the tokens that an output's grammar forces (`runtime.drafters.under_grammar`).
 
-    Every other drafter has them too, where a request has a grammar.
+    With any other drafter these tokens are drafted too, where a request has a grammar.
     """
 
     description = Description(
@@ -536,7 +537,9 @@ class GrammarDrafter(DrafterSpec):
 
 @dataclass(frozen=True)
 class CustomDrafter(DrafterSpec):
-    """A drafter of the user's own: what the function `factory` of a module returns. None: as long as may be."""
+    """The user's own drafter: what the function `factory` of a module returns. `max_draft_len` None: no bound of its
+    own.
+    """
 
     description = Description(
         "custom",
@@ -569,7 +572,7 @@ class InlineDrafter(DrafterSpec):
     max_draft_len: int | None = None
 
     def __post_init__(self) -> None:
-        """Nothing is asked of it."""
+        """No setting to check."""
 
     @property
     def name(self) -> str:
@@ -594,13 +597,13 @@ load_plugins()  # here, where all that they import from this module is there
 
 
 def lookups() -> list[type[LookupDrafter]]:
-    """The drafters that find drafts in tokens that there were, those of other packages included."""
+    """The drafters that find drafts in earlier tokens, those of other packages included."""
     return [spec for spec in DRAFTERS.values() if issubclass(spec, LookupDrafter)]
 
 
 @dataclass(frozen=True, init=False)
 class ChainDrafter:
-    """Several drafters: each sequence gets the draft that is worth most. Each keeps its own draft length."""
+    """Several drafters: each sequence gets the draft that is worth most. Each drafter keeps its own draft length."""
 
     drafters: tuple[DrafterSpec, ...]
 
@@ -614,11 +617,12 @@ AnySpec = DrafterSpec | ChainDrafter
 
 
 def as_spec(drafter: "DrafterSpec | Drafter | DraftFunction") -> DrafterSpec:
-    """Spec of a drafter as users of Python give it. UsageError for what is no drafter."""
+    """The spec for a drafter given in Python; UsageError for any other object."""
     if isinstance(drafter, DrafterSpec):
         return drafter
     if not callable(getattr(drafter, "propose", None)) and not callable(drafter):
         raise UsageError(
-            f"this is no drafter: {drafter!r}", hint="a drafter has `propose` and `forget`, or is a function of tokens"
+            f"this is not a drafter: {drafter!r}",
+            hint="a drafter has `propose` and `forget`, or is a function of tokens",
         )
     return InlineDrafter(drafter)

@@ -1,4 +1,4 @@
-"""Speculation of a command or a program: with which drafters, and how long drafts are."""
+"""How a command or a program speculates: with which drafters, and with which draft lengths."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Speculation:
-    """Speculation settings: the drafters, the most profitable of whose drafts each sequence gets, and their lengths.
+    """The drafters and how draft lengths are chosen. Each sequence gets the draft that is worth most.
 
-    None without drafters. `draft_len_mode` None: `default_mode`.
+    Without drafters it is false. `draft_len_mode` None: `default_mode`.
     """
 
     drafters: tuple[DrafterSpec, ...] = ()
@@ -32,7 +32,7 @@ class Speculation:
         drafter: "DrafterSpec | ChainDrafter | Drafter | DraftFunction | None",
         draft_len_mode: DraftLenMode | None = None,
     ) -> "Speculation":
-        """Speculation from a drafter as users of Python give it. UsageError for what is no drafter."""
+        """Speculation for a drafter given in Python; UsageError for any other object."""
         if drafter is None:
             return Speculation((), draft_len_mode)
         drafters = drafter.drafters if isinstance(drafter, ChainDrafter) else (as_spec(drafter),)
@@ -53,7 +53,7 @@ class Speculation:
 
     @property
     def lookup(self) -> LookupDrafter | None:
-        """The drafter, where it is one lookup: records tell then what it would draft."""
+        """The drafter if it is a single lookup: records then say what it would have drafted."""
         return self.drafters[0] if len(self.drafters) == 1 and isinstance(self.drafters[0], LookupDrafter) else None
 
     @property
@@ -66,37 +66,39 @@ class Speculation:
 
     @property
     def needs_copy(self) -> bool:
-        """True if the engine must have a self-draft copy."""
+        """True if the engine must contain a self-draft copy."""
         return any(drafter.needs_copy for drafter in self.drafters)
 
     @property
     def draws_by_probs(self) -> bool:
-        """True if drafts affect sampled tokens, by rejection sampling. False for users' own, where it is unknown."""
+        """True if drafts affect sampled tokens, by rejection sampling. False for a user's own drafter, where it is
+        unknown.
+        """
         return any(drafter.draws_by_probs for drafter in self.drafters)
 
     @property
     def may_draw_by_probs(self) -> bool:
-        """The same, or unknown."""
+        """Like `draws_by_probs`, and True where it is unknown."""
         return any(drafter.may_draw_by_probs for drafter in self.drafters)
 
     @property
     def shares_pool(self) -> bool:
-        """True if requests find continuations that others left."""
+        """True if a request's drafts may come from other requests' outputs."""
         return any(isinstance(drafter, LookupDrafter) and drafter.pool == "public" for drafter in self.drafters)
 
     @property
     def max_draft_len(self) -> int | None:
-        """Length of the longest drafts, 0 without a drafter; None where one has no bound."""
+        """Length of the longest drafts, 0 without a drafter; None if a drafter has no bound."""
         known = [drafter.max_draft_len for drafter in self.drafters if drafter.max_draft_len is not None]
         return max(known, default=0) if len(known) == len(self.drafters) else None
 
     @property
     def corpora(self) -> list[Path]:
-        """Corpora that are looked in."""
+        """The corpora that are searched."""
         return [corpus for drafter in self.drafters for corpus in drafter.corpora]
 
     def read_heads(self) -> "list[HeadConfig]":
-        """Configs of trained drafters; SpecDecError for what is none."""
+        """Configs of the trained drafters; SpecDecError if a head cannot be read."""
         return [head for drafter in self.drafters for head in drafter.read_heads()]
 
     @property
@@ -122,7 +124,9 @@ class Speculation:
         return replace(self, draft_len_mode=draft_len_mode)
 
     def with_length(self, max_draft_len: int) -> "Speculation":
-        """Copy with drafts of at most `max_draft_len` tokens: of models, or of all drafters if there is none."""
+        """Copy with drafts of at most `max_draft_len` tokens: for the drafters that are models, or for all if
+        none is.
+        """
         return self.with_drafters(
             replace(drafter, max_draft_len=min(max_draft_len, drafter.max_draft_len or max_draft_len))  # type: ignore[type-var]
             if drafter.is_model or not self.has_model
@@ -131,14 +135,14 @@ class Speculation:
         )
 
     def default_mode(self, *, is_leader: bool) -> DraftLenMode:
-        """`auto` in leader mode; `fixed` in orchestrator mode, as TensorRT-LLM has it.
+        """`auto` in leader mode; `fixed` in orchestrator mode, as in TensorRT-LLM.
 
-        And where drafts choose what is sampled: a seed gives the same text then, whatever else was drafted before.
+        `fixed` also where drafts affect sampled tokens: a seed then gives the same text, whatever was drafted before.
         """
         return "auto" if self and is_leader and not self.draws_by_probs else "fixed"
 
     def _check_has_copy(self, *, has_copy: bool) -> None:
-        """SpecDecError for a model that is to draft for itself, and whose engine has no copy of it that could."""
+        """SpecDecError if the target is to draft for itself and the engine has no copy for it."""
         if not has_copy and self.needs_copy:
             raise SpecDecError(
                 "the engine has no copy of its model that could draft for it",
@@ -147,7 +151,7 @@ class Speculation:
             )
 
     def _check_states(self, build: "BuildConfig") -> None:
-        """SpecDecError for a trained drafter, where the engine gives no hidden states."""
+        """SpecDecError for a trained drafter if the engine gives no hidden states."""
         if not build.hidden_states and (heads := self.read_heads()):
             raise SpecDecError(
                 f"the engine's step gives no hidden states, which a trained drafter reads: {heads[0].directory}",
@@ -157,7 +161,7 @@ class Speculation:
             )
 
     def check_files(self) -> None:
-        """SpecDecError for a model or a corpus that is not there, as far as that is found without torch."""
+        """SpecDecError for a model or a corpus that is not there, as far as can be found without torch."""
         from runtime.text.corpus import Corpus
 
         for drafter in self.drafters:
@@ -168,9 +172,10 @@ class Speculation:
                 Corpus.open(corpus)
 
     def check_fits(self, build: "BuildConfig | None", *, is_cut: bool = False) -> None:
-        """SpecDecError if the engine was built for shorter drafts, for none, or without the copy that is to draft.
+        """SpecDecError if the engine was built for shorter drafts, for none, or without the self-draft copy that is
+        needed.
 
-        `build` None: it is built for these drafts yet. `is_cut`: drafts are cut to what it takes.
+        `build` None: the engine is still to be built for these drafts. `is_cut`: longer drafts are cut, not refused.
         """
         wanted = self.max_draft_len
         if (build is None or is_cut) and (wanted or 0) > MAX_DRAFT_LEN:
@@ -194,7 +199,7 @@ class Speculation:
 
 
 def head_drafter(model: str | Path) -> DrafterSpec | None:
-    """The drafter of a trained head, or of a model that has one; None of another model."""
+    """The drafter for a trained head, or for a model that contains one; None for another model."""
     for spec in DRAFTERS.values():
         if spec.reads_states and (spec.reads(model) or spec.is_in_model(model)):
             return spec(head=model)  # type: ignore[call-arg]
@@ -202,12 +207,12 @@ def head_drafter(model: str | Path) -> DrafterSpec | None:
 
 
 def model_drafter(model: str | Path) -> DrafterSpec:
-    """The drafter of a model: of a trained head, of a model that has one, or of another as a draft model."""
+    """The drafter for a model: the drafter of its trained head if it is or has one; otherwise a draft model."""
     return head_drafter(model) or DraftTargetDrafter(model)
 
 
 def _check_draft_model(model: str | Path) -> None:
-    """A path is an engine's directory, a name a model."""
+    """SpecDecError unless it can be a draft model. A `Path` is an engine's directory, a string a model."""
     from runtime.checkpoint.bundle import is_engine_dir, read_bundle
     from runtime.checkpoint.resolve import read_model_config, resolve_model
 
@@ -215,7 +220,7 @@ def _check_draft_model(model: str | Path) -> None:
         if spec.reads_states and spec.reads(model):
             raise SpecDecError(
                 f"this is a trained head, not a draft model: {model}",
-                hint=f"it is another drafter, {spec.description.algorithm} by its name",
+                hint=f"give it to the drafter {spec.description.algorithm}",
             )
 
     with draft_engine_errors():

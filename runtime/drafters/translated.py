@@ -1,9 +1,9 @@
-"""Drafts of a model with another tokenizer, by their text (universal assisted generation, arXiv 2502.05202, as far as
-tokens are compared).
+"""Drafts of a model with another tokenizer, translated through text (universal assisted generation, arXiv 2502.05202,
+its variant that compares tokens).
 
-The sequence's text is written in the draft model's tokens, and what this drafts in the target's. Both tokenizers cut a
-text at single spaces between words, so no more is written again than from the beginning of the last word: a token that
-ends there may be another one with what follows. The target verifies the result like any draft, by its own tokens.
+The sequence's text is encoded in the draft model's tokens, and the drafted text in the target's. Both tokenizers split
+text at single spaces between words, so encoding starts again at the beginning of the last word: a token that ends there
+may change with the text behind it. The target verifies the result like any draft, by its own tokens.
 """
 
 from collections.abc import Sequence as Seq
@@ -18,20 +18,20 @@ from runtime.text.token_text import Texts, texts_after, token_bytes
 
 @dataclass
 class _Written:
-    """A text in a tokenizer's tokens: what of the text ends with each of them."""
+    """A text in a tokenizer's tokens, with the text's length up to each token."""
 
     tokens: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
 
     def num_before(self, place: int) -> int | None:
-        """Number of tokens that are the text before this place; None where one goes beyond it."""
+        """Number of tokens whose text ends before this position; None if a token crosses it."""
         num = sum(end <= place for end in self.ends)
         return num if (self.ends[num - 1] if num else 0) == place else None
 
 
 @dataclass
 class _Translated:
-    """A request in both languages. `texts` goes on where `text` ends."""
+    """A request's tokens in both tokenizers. `texts` continues where `text` ends."""
 
     texts: Texts
     draft_request: Request
@@ -41,7 +41,7 @@ class _Translated:
 
 
 class TranslatedDraftModel:
-    """Drafts of `model`, whose tokenizer is `draft_tokenizer`, in the tokens of `tokenizer`; greedy ones."""
+    """Greedy drafts of `model`, whose tokenizer is `draft_tokenizer`, translated into tokens of `tokenizer`."""
 
     def __init__(self, model: DraftModel, draft_tokenizer: Tokenizer, tokenizer: Tokenizer) -> None:
         self.model, self.tokenizer, self.draft_tokenizer = model, tokenizer, draft_tokenizer
@@ -50,7 +50,9 @@ class TranslatedDraftModel:
         self._translated: dict[int, _Translated] = {}
 
     def check_request(self, request: Request) -> None:
-        """SpecDecError if the draft engine has no room for the prompt. Where it has none for the output, drafts end."""
+        """SpecDecError if the draft engine has no room for the prompt. Drafts end where it has no room for the
+        output.
+        """
         prompt = self._begin(request).draft.tokens
         self.model.check_request(replace(request.with_prompt(request.id, prompt), max_new_tokens=1))
 
@@ -76,7 +78,7 @@ class TranslatedDraftModel:
         return made
 
     def _followed(self, sequence: Sequence) -> _Translated:
-        """The sequence in both languages, as far as it is now."""
+        """The sequence in both tokenizers' tokens, updated to its present tokens."""
         request = sequence.request
         one = self._translated.get(request.id)
         if one is None:
@@ -93,7 +95,7 @@ class TranslatedDraftModel:
             one.own.ends.append(len(one.text))
 
     def _write(self, one: _Translated, known: int) -> None:
-        """Write what is new of the text, of which `known` characters were written before."""
+        """Encode the new part of the text; the first `known` characters were encoded before."""
         place = _last_word(one.text, known)
         num_kept = None if place is None else one.draft.num_before(place)
         if place is None or num_kept is None:
@@ -116,7 +118,7 @@ class TranslatedDraftModel:
         return _Written([*kept.tokens, *tokens], [*kept.ends, *ends])
 
     def _in_own_tokens(self, one: _Translated, drafted: list[int]) -> list[int]:
-        """The drafted text in the target's tokens, after those that are there; none where it has no such tokens."""
+        """The drafted text in the target's tokens, after the sequence's; none where the target has no tokens for it."""
         texts = texts_after(self.draft_tokenizer, one.draft.tokens)
         added = "".join(map(texts.add, drafted))
         if not added:
@@ -132,7 +134,7 @@ class TranslatedDraftModel:
 
 
 def _last_word(text: str, end: int) -> int | None:
-    """Place of the last single space before `end` that stands between two words; None without one."""
+    """Position of the last single space between two words before `end`; None without one."""
     place = text.rfind(" ", 0, end)
     while place > 0:
         if not text[place - 1].isspace() and not text[place + 1 : place + 2].isspace() and place + 1 < len(text):
@@ -142,9 +144,9 @@ def _last_word(text: str, end: int) -> int | None:
 
 
 def _encode_within(tokenizer: Tokenizer, text: str) -> list[int] | None:
-    """The tokens of a text that goes on from another.
+    """The tokens of a text that continues another.
 
-    None for one that begins within a word, where a tokenizer takes every text to begin with a space.
+    None for a text that begins within a word if the tokenizer puts a space before every text.
     """
     of_token = token_bytes(tokenizer)
     if of_token is None or not of_token.drops_space:

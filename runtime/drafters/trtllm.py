@@ -1,6 +1,6 @@
-"""TensorRT-LLM's flags of leader mode (V2), which drafters share, and its length of drafts.
+"""TensorRT-LLM's flags of leader mode (V2) that drafters share, and its default draft length.
 
-Spelled as in its quickstart_advanced.py. A drafter with a flag of its own has it in its spec.
+The flags are spelled as in its quickstart_advanced.py. A flag that only one drafter has is in that drafter's spec.
 """
 
 from runtime.checkpoint.config import MAX_DRAFT_LEN

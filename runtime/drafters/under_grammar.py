@@ -1,7 +1,7 @@
-"""Drafts of requests that have a grammar: what it forces is drafted without a model, and what it forbids is not sent.
+"""Drafts for requests with a grammar: forced tokens are drafted without a model, and forbidden tokens are not sent.
 
-A forced token is the only one that the target can choose, so it is always accepted; it takes a place in a step that
-would otherwise be a step of its own.
+A forced token is the only token that the grammar allows at its place, so it is always accepted. Drafting it saves a
+step.
 """
 
 from runtime.core.request import Draft, Sequence
@@ -9,20 +9,20 @@ from runtime.drafters.protocol import CompositeDrafter, Drafter, ask
 
 
 class NothingDrafted:
-    """Drafter without drafts of its own: those that grammars force are all there are."""
+    """Drafter without drafts of its own, so that only the tokens forced by grammars are drafted."""
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         return [Draft([])] * len(sequences)
 
     def forget(self, request_id: int) -> None:
-        """Forget nothing."""
+        """There is nothing to forget."""
 
 
 class UnderGrammar(CompositeDrafter):
-    """Another drafter, whose drafts are cut before the first illegal token and go on with forced ones.
+    """Another drafter's drafts, each cut before its first forbidden token and continued with forced tokens.
 
-    Where a draft would begin with forced tokens they are the draft. A drafter with `is_model` is not asked then; others
-    are, because they time their steps.
+    Where the next token is forced, the draft consists of forced tokens. A drafter with `is_model` is not asked then;
+    other drafters are, because they time their steps.
     """
 
     def __init__(self, drafter: Drafter, *, is_model: bool = False) -> None:
@@ -47,7 +47,7 @@ def _forced(sequence: Sequence, drafted: list[int]) -> list[int]:
 
 
 def _fitting(sequence: Sequence, draft: Draft, forced: list[int], max_draft_len: int) -> Draft:
-    """The draft as the grammar has it, with what follows."""
+    """The draft cut to what the grammar allows, followed by forced tokens."""
     matcher = sequence.sampler.matcher
     if matcher is None:
         return draft

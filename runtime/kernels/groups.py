@@ -35,14 +35,16 @@ _here = threading.local()
 
 
 def way_of(compiler: Compiler, device_type: str) -> Way:
-    """Transport between the ranks of such a step."""
+    """How the ranks of such a step exchange data."""
     if device_type == "cuda":
         return "nccl"
     return "shared" if uses_kernels(compiler, device_type) else "gloo"
 
 
 class Rendezvous:
-    """Rendezvous of the ranks of one machine: a file that they inherit, or a port. `number` names it to all."""
+    """Where the ranks of one machine meet: a file that they inherit, or a port. `number` is its name for all of
+    them.
+    """
 
     def __init__(self, way: Way, tp_size: int) -> None:
         self.way = way
@@ -82,7 +84,7 @@ def join(rendezvous: Rendezvous, rank: int, tp_size: int) -> RankGroup:
 
 
 def join_by_number(way: Way, number: int, rank: int, tp_size: int) -> RankGroup:
-    """The end of a rank in another process than the meeting's."""
+    """Join as a rank in another process than the one that made the meeting."""
     return _join(way, number, rank, tp_size, None)
 
 
@@ -153,7 +155,7 @@ class _Distributed:
 
 
 def _backend(way: Way, store: TCPStore, rank: int, tp_size: int) -> Any:
-    """Torch's own, by themselves: a process is in as many groups as it has engines, and in none by default."""
+    """torch's backend outside the default group: a process joins one group for each of its engines."""
     if way == "nccl":
         backend: Any = dist.ProcessGroupNCCL
         options = backend.Options()

@@ -1,8 +1,7 @@
-"""The library of the CPU's kernels (`csrc`): a wheel brings it, or it is compiled once per machine, and cached.
+"""The library of the CPU's kernels (`csrc`): from a wheel, or compiled once for each machine and cached.
 
-A wheel has one for each set of instructions (`scripts/wheel.sh`), of which the processor's best is taken. An
-installation from source compiles its own for the processor; `python -m runtime.kernels.library` does so before
-it is wanted.
+A wheel has one library for each set of instructions (`scripts/wheel.sh`); the best one for the processor is taken. An
+installation from source compiles its own; `python -m runtime.kernels.library` does that ahead of time.
 """
 
 import contextlib
@@ -108,7 +107,9 @@ def library_name(machine: str, instruction_set: InstructionSet) -> str:
 
 
 def prebuilt_kernels(instructions: Collection[str], sources: str, directory: Path = PREBUILT_DIR) -> Path | None:
-    """The library of these sources for a processor of this machine's kind with `instructions`; None if none is here."""
+    """The wheel's library for this kind of machine and these sources, for a processor with `instructions`; None without
+    one.
+    """
     for instruction_set in INSTRUCTION_SETS.get(platform.machine(), ()):
         library = directory / library_name(platform.machine(), instruction_set)
         if instruction_set.needed <= set(instructions) and library.is_file():
@@ -118,7 +119,7 @@ def prebuilt_kernels(instructions: Collection[str], sources: str, directory: Pat
 
 
 def _is_whole(library: bytes) -> bool:
-    """False for an ELF file that ends before a segment of it does: to load it would be a bus error."""
+    """False for a cut ELF file: loading it would kill the process by a bus error."""
 
     def number(at: int, size: int) -> int:
         return int.from_bytes(library[at : at + size], "little")
@@ -145,9 +146,9 @@ def check_kernels_can_be_made() -> None:
 
 
 def write_kernels(path: Path) -> None:
-    """Write the library for this processor to `path`: the wheel's, or one that is compiled here.
+    """Write the library for this processor to `path`: the wheel's, or a library compiled here.
 
-    One that a compiler made which is no longer there is as good.
+    A cached library is used even if the compiler that made it is no longer installed.
     """
     if (prebuilt := prebuilt_kernels(_processor_flags(), _sources())) is not None:
         shutil.copyfile(prebuilt, path)
@@ -165,15 +166,15 @@ def are_kernels_compiled() -> bool:
 
 
 def kernels_can_wait() -> bool:
-    """True where there is a compiler, and nothing that it has made: another process may compile the kernels, while the
-    model is computed without. False where one has ended before it had them: it failed, or was killed as all else in a
-    container.
+    """True if there is a compiler and no compiled library yet: another process may compile the kernels while the model
+    is computed without them. False if such a process has ended without a library: it failed, or was killed, as
+    everything is in a container that ends.
     """
     return has_compiler() and not are_kernels_compiled() and not _has_ended()
 
 
 def _has_ended() -> bool:
-    """True if a process was begun (`begin_kernels`) that made no kernels, and is not at it any more."""
+    """True if a process was begun (`begin_kernels`), is no longer running, and has made no kernels."""
     try:
         with (cache_dir() / _ERRORS).open("rb") as errors:
             fcntl.flock(errors, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -211,7 +212,7 @@ def _in_cache(march: str) -> Path:
 
 
 def _name_of(march: str) -> str:
-    """The beginning of a cached library's name: all that it depends on but the compiler."""
+    """Prefix of a cached library's name: everything it depends on except the compiler."""
     return f"kernels-{digest((*_FLAGS, march, _sources(), torch.__version__, processor()))[:16]}"
 
 
@@ -342,7 +343,7 @@ def _kill_group(process: subprocess.Popen[str]) -> None:
 
 
 def run_at_once(compiler: str, calls: list[list[str]]) -> None:
-    """Calls of a compiler beside each other; SpecDecError with what the first that failed said."""
+    """Run several calls of a compiler at the same time; SpecDecError with the message of the first that failed."""
     with ExitStack() as stack:
         processes = []
         try:
@@ -362,7 +363,7 @@ def run_at_once(compiler: str, calls: list[list[str]]) -> None:
                 raise SpecDecError(
                     f"the C++ compiler cannot compile the kernels: {compiler}; it said: "
                     f"{said.splitlines()[0] if said else 'nothing'}",
-                    hint="mend it, or name another in the variable CXX",
+                    hint="repair it, or name another compiler in the variable CXX",
                     code="compiler_fails",
                 )
 

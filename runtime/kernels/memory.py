@@ -65,12 +65,12 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def reserve(kind: type[Mapping], num_bytes: int) -> Mapping:
-    """The same, as a mapping of this kind, of which the system need not have all at once."""
+    """Like `zeros`, as a mapping of which the system need not have all memory at once."""
     return _map(kind, num_bytes, _NO_RESERVE)
 
 
 def small_pages(memory: mmap.mmap, start: int, num_bytes: int) -> None:
-    """Have so many bytes from there on in pages of the usual size."""
+    """Have `num_bytes` bytes from `start` on in pages of the usual size, not in huge pages."""
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         memory.madvise(mmap.MADV_NOHUGEPAGE, start, num_bytes)
 
@@ -84,7 +84,7 @@ def _map(kind: type[Mapping], num_bytes: int, flags: int = 0) -> Mapping:
 
 @contextmanager
 def what_is_there_stays() -> Iterator[None]:
-    """Collect only what is made in the block: looking through all of torch's and transformers' objects takes long."""
+    """Within the block, collect only garbage made in it: looking through all of torch's objects takes long."""
     gc.freeze()
     try:
         yield
@@ -93,8 +93,9 @@ def what_is_there_stays() -> Iterator[None]:
 
 
 def trim(num_bytes: float = math.inf) -> None:
-    """Let the system have what is free, and what only refers to itself, as the graphs of an export do, before so many
-    bytes of weights are there: beside few it may stay."""
+    """Give free memory, and objects that only refer to each other (such as an export's graphs), back to the system
+    before `num_bytes` bytes of weights are loaded; for few bytes it is not worth the time.
+    """
     if num_bytes <= _LITTLE_BYTES:
         return
     gc.collect()
@@ -104,7 +105,8 @@ def trim(num_bytes: float = math.inf) -> None:
 
 
 def give_back(memory: Tensor) -> None:
-    """Let the system have the pages of what `huge_pages` made, and of all that shares it: they are zeros from now on.
+    """Give the pages of memory from `huge_pages` back to the system, for every tensor that shares it: they become
+    zeros.
 
     For memory that is still referenced, but never read again.
     """
@@ -113,6 +115,6 @@ def give_back(memory: Tensor) -> None:
 
 
 def give_back_pages(address: int, num_bytes: int) -> None:
-    """`give_back` of the pages that begin there."""
+    """`give_back` for the pages from this address on."""
     if hasattr(mmap, "MADV_DONTNEED"):
         ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), mmap.MADV_DONTNEED)

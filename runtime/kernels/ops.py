@@ -36,8 +36,9 @@ def load_kernels(path: Path) -> None:
     if hasattr(torch.ops.specdec, "linear"):
         if f"{MARK}{torch.ops.specdec.sources()}".encode() not in path.read_bytes():
             raise SpecDecError(
-                f"this process has loaded other kernels than those of: {path}",
-                hint="build its engines with one version, or open them in processes of their own",
+                f"this process has already loaded kernels of another build, and cannot load: {path}",
+                hint="build the engines of one process with one version of specdec, or open each in a process of "
+                "its own",
             )
         return
     try:
@@ -48,9 +49,11 @@ def load_kernels(path: Path) -> None:
 
 @contextmanager
 def openmp_alone() -> Iterator[None]:
-    """Torch's own loops are computed by this thread, and its OpenMP's others sleep; the kernels' threads do not.
+    """Within the block, this thread computes torch's own loops while torch's OpenMP threads sleep; the kernels' threads
+    do not.
 
-    After a loop they wait for more work on the cores that the kernels want: a prompt takes up to 1.6 times as long.
+    Otherwise these threads would wait for more work on the cores that the kernels need: a prompt takes up to 1.6 times
+    as long.
     """
     if not hasattr(torch.ops.specdec, "keep_openmp_alone"):  # a step that is no package's, as campaigns have it
         yield
@@ -75,7 +78,7 @@ def flush_denormals() -> None:
 
 
 def flush_denormals_of_openmp() -> None:
-    """The same in this thread's OpenMP threads, for a step whose loops they compute."""
+    """`flush_denormals` for this thread's OpenMP threads, for a step whose loops they compute."""
     if not getattr(_of_this_thread, "others_flush", False):
         torch.ops.specdec.flush_denormals_of_openmp()
         _of_this_thread.others_flush = True
@@ -144,11 +147,12 @@ def describe_kernels() -> None:
 
 
 def fastest_arithmetic(dtype: torch.dtype, num_tokens: int) -> Arithmetic:
-    """The kernels' fastest for steps of `num_tokens` and for prompts, which count the same; they must be loaded.
+    """The kernels' fastest arithmetic for steps of `num_tokens` and for prompts, weighted equally; kernels must be
+    loaded.
 
-    By measurement, because processors differ in it by factors: vdpbf16ps has half the rate of float32 on Intel's
-    Sapphire Rapids and twice that on AMD's Zen 5. One arithmetic serves steps of few and of many tokens, or a token's
-    logits would depend on the company it is computed in.
+    It is measured, because processors differ by factors: vdpbf16ps has half the rate of float32 on Intel's Sapphire
+    Rapids and twice that rate on AMD's Zen 5. Steps of few and of many tokens use the same arithmetic, since otherwise
+    a token's logits would depend on the other tokens in its step.
     """
     choices = torch.ops.specdec.arithmetics() if dtype == torch.bfloat16 else [0]
     if len(choices) == 1:
@@ -173,9 +177,9 @@ def _matmul_seconds(arithmetic: int, dtype: torch.dtype, num_tokens: int) -> lis
 
 @cache
 def choose_vector_math() -> None:
-    """Have MKL choose each of its functions while one thread asks for it, for all of this process's life.
+    """Have MKL choose each of its functions in a single thread, for the rest of this process's life.
 
-    Where two threads are the first to ask, one may get a function of low accuracy for that one time: rotary angles of a
+    If two threads are the first to call a function, one may once get a version of low accuracy: rotary angles of a
     process's first prompt were wrong in the fourth digit (https://github.com/pytorch/pytorch/issues/188792).
     """
     for dtype in (torch.float32, torch.float64):

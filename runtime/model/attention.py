@@ -37,7 +37,7 @@ SEE_MODELS = "docs/models.md lists the model families that work"
 
 @dataclass
 class PagedInputs:
-    """Inputs of attention besides the model's own tensors; passed as the forward keyword `paged`."""
+    """Inputs of attention besides the model's own tensors; passed on as the forward keyword `paged`."""
 
     key_pools: list[Tensor]  # per layer (num_blocks, Hk, D, block_size)
     value_pools: list[Tensor]  # per layer (num_blocks, Hk, block_size, Dv)
@@ -52,12 +52,11 @@ class PagedInputs:
     masks: dict[tuple[int | None, int | None, int], Tensor] = field(default_factory=dict)
 
     def kv_place(self, layer: int) -> int:
-        """Index of the layer's pools among those of keys and of values."""
+        """Index of the layer's pools in the lists of key pools and value pools."""
         return self.layers.index(layer)
 
     def pools_of_state(self, layer: int) -> list[Tensor]:
-        """The last inputs of the layer's convolution, and its recurrent state: what it has of both, as all such layers
-        of a model have."""
+        """The layer's pools for its convolution's last inputs and for its recurrent state, whichever it has."""
         return self.state_pools[self.state_layers.index(layer) :: len(self.state_layers)]
 
     def mask(self, sliding_window: int | None, attention_chunk: int | None, num_groups: int) -> Tensor:
@@ -79,14 +78,16 @@ class PagedInputs:
         return self.masks[sliding_window, attention_chunk, num_groups]
 
     def written(self) -> Tensor:
-        """(B, N x block_size) bool, False beyond a row's last token, where its blocks hold what others left there."""
+        """bool [B, N x block_size], False behind a row's last token, where blocks hold what other sequences
+        left there.
+        """
         num_slots = self.block_tables.shape[1] * self.key_pools[0].shape[3]
         return torch.arange(num_slots, device=self.positions.device) <= self.positions.amax(1, keepdim=True)
 
 
 @dataclass
 class Recorded:
-    """Shapes by layer, as a forward that computes nothing records them."""
+    """Shapes by layer, recorded by a forward on `meta`."""
 
     layers: dict[int, LayerShape] = field(default_factory=dict)
     states: dict[int, StateShape] = field(default_factory=dict)
@@ -138,9 +139,9 @@ def paged_attention(
 
 
 def attention_chunk_of(module: nn.Module) -> int | None:
-    """Length of the chunks beyond whose beginning the module's queries see nothing, if it has any.
+    """Length of the module's attention chunks, if it has any: a query sees no key before the beginning of its chunk.
 
-    Attention is not told of it: the mask is (Llama 4).
+    Attention itself is not told this length, only the mask is (Llama 4).
     """
     config: Any = getattr(module, "config", None)
     types, layer = getattr(config, "layer_types", None) or (), _layer_index(module)
@@ -152,7 +153,7 @@ def capped(scores: Tensor, softcap: float | None) -> Tensor:
 
 
 def weights_beside_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax of masked scores in float32, and of a logit of each row beside them, (..., 1), which has no value."""
+    """Softmax in float32 over masked scores and one sink logit a row, [..., 1], which has no value."""
     if sinks is None:
         return scores.softmax(-1)
     beside = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
@@ -160,10 +161,10 @@ def weights_beside_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def write_kv(paged: PagedInputs, layer: int, key: Tensor, value: Tensor) -> None:
-    """Put keys and values, (Hk, B x Q, D) and (Hk, B x Q, Dv), into their slots.
+    """Put keys [Hk, B x Q, D] and values [Hk, B x Q, Dv] into their slots.
 
-    A mask adds -inf to a score, and multiplies a value by 0: numbers that are not finite would pass through. So a token
-    that has any is marked by a key of NaN, is taken for zeros, and makes NaN of the outputs that see it.
+    A mask adds -inf to a score and multiplies a value by 0, so NaN or infinity in a masked token would spread. A token
+    with such numbers is therefore stored as zeros with a key of NaN, and makes NaN only of outputs that see it.
     """
     key_pool, value_pool = paged.key_pools[layer], paged.value_pools[layer]
     slots, block_size = paged.slot_mapping.flatten(), key_pool.shape[3]
@@ -237,7 +238,7 @@ _FAR = 2**40, 2**40 + 12345  # positions beyond every window
 
 @contextmanager
 def chunks_without_padding() -> Iterator[None]:
-    """Have masks of chunks look at no padding: `meta` has no values of it."""
+    """Have chunked masks ignore padding: on `meta` its values are not known."""
     theirs = masking_utils.chunked_causal_mask_function
 
     def of_unpadded(chunk_size: int, left_padding: Tensor) -> Any:
@@ -251,7 +252,9 @@ def chunks_without_padding() -> Iterator[None]:
 
 
 def probe_mask(*, mask_function: Callable[..., Any], **kwargs: Any) -> Tensor:
-    """(1, 1, 1, 2) the first keys that transformers' mask leaves two queries; -1 where one sees what comes after it."""
+    """For two far queries, the first key that transformers' mask leaves visible, [1, 1, 1, 2]; -1 if later keys are
+    visible too.
+    """
     return torch.tensor([[[[_first_seen(mask_function, query) for query in _FAR]]]], device="cpu")
 
 
@@ -278,7 +281,7 @@ def probe_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Record the layer's K/V shape in `paged` and return zeros of attention's shape."""
+    """Record the layer's K/V shape in `paged`; returns zeros in the shape of attention's output."""
     if paged is None:  # not handed over to attention, as little as it would be when it counts
         refuse_own_attention(getattr(getattr(module, "config", None), "model_type", type(module).__name__))
     _refuse_unsupported(module, kwargs)
@@ -306,8 +309,9 @@ def refuse_own_attention(name: str) -> NoReturn:
 
 
 def _refuse_other_mask(shape: LayerShape, first_seen: list[int], positions: int) -> None:
-    """SpecDecError where the mask leaves the queries at `_FAR` other first keys than the layer asks for. A window that
-    is no shorter than the model's `positions` hides nothing."""
+    """SpecDecError if the mask's first visible key, for queries at `_FAR`, is not the one that the layer's window
+    gives. A window as long as the model's `positions` hides nothing.
+    """
     num_seen = (
         [query + 1 - first for query, first in zip(_FAR, firsts, strict=True)]
         for firsts in (first_seen, [shape.first_seen(query) for query in _FAR])

@@ -1,6 +1,6 @@
-"""Causal language models that transformers has inside others alone: a text model of its own, and an output layer.
+"""Causal language models that transformers has only inside other models: their text model, and an output layer.
 
-They are registered with transformers by the text model's config, so that they are found as all others are.
+They are registered with transformers under the text model's config, so that they are found like all other models.
 """
 
 import importlib
@@ -21,7 +21,7 @@ from runtime.model.families.registry import family_of
 
 
 def has_causal_class(model_type: str) -> bool:
-    """True if there is a causal language model of this type; one of ours is registered then."""
+    """True if there is a causal language model of this type; ours is registered if transformers has none."""
     if model_type not in CONFIG_MAPPING:
         return False
     config_class, family = CONFIG_MAPPING[model_type], family_of(model_type)
@@ -48,7 +48,7 @@ def has_causal_class(model_type: str) -> bool:
 
 
 def model_class(config: PreTrainedConfig) -> Any:
-    """The class of the config's model, which can be made with attention of ours."""
+    """The class for the config's model whose attention can be replaced by ours."""
     found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     for name, by_implementation in vars(sys.modules[found.__module__]).items():
         if name.endswith("_ATTENTION_CLASSES"):  # of GPT-J and GPT-Neo: one for each implementation that they know
@@ -92,7 +92,7 @@ class _Causal:
 
 
 def _scaled(logits: Tensor, config: Any) -> Tensor:
-    """Logits as the whole models have them: Granite's are divided, Muse's multiplied and capped."""
+    """Logits scaled as in the whole models: Granite's are divided, Muse's multiplied and capped."""
     logits = logits * getattr(config, "output_multiplier", 1) / getattr(config, "logits_scaling", 1)
     softcap = getattr(config, "final_logit_softcapping", None)
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)

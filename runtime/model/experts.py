@@ -20,7 +20,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @contextmanager
 def experts_by_kernel(model: PreTrainedModel) -> Iterator[None]:
-    """Compute a model's experts by the kernel, which must be loaded, in the block."""
+    """Have the kernel, which must be loaded, compute a model's experts within the block."""
     before, of_config = model.get_experts_implementation(), model.config._experts_implementation_internal
     model.set_experts_implementation(EXPERTS_KERNEL)
     model.config._experts_implementation_internal = (
@@ -43,7 +43,7 @@ def kernel_experts(
     top_k_index: Tensor,  # (S, k) int64
     top_k_weights: Tensor,  # (S, k)
 ) -> Tensor:  # (S, C)
-    """Replacement of transformers' `batched_mm_experts_forward`, which copies a token's experts for each token."""
+    """Replaces transformers' `batched_mm_experts_forward`, which copies an expert's weights for each token."""
     names = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
     if not all(_can_serve(experts, name) for name in names):
         output: Tensor = batched_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
@@ -74,15 +74,16 @@ def _rows(experts: nn.Module, name: str) -> Tensor:
 
 
 def expert_product(experts: nn.Module, name: str, x: Tensor, chosen: Tensor) -> Tensor:
-    """(S x k, outputs), of a token by each expert that it has chosen; `x` is (S, inputs), or (S x k, inputs)."""
+    """Output [S x k, outputs]: each token times each of its k experts; `x` is [S, inputs] or [S x k, inputs]."""
     own = getattr(experts, name)
     products = own(x, chosen) if isinstance(own, QuantizedExperts) else _product(_rows(experts, name), x, chosen)
     return products + getattr(experts, f"{name}_bias")[chosen] if getattr(experts, "has_bias", False) else products
 
 
 def chosen_product(config: PreTrainedConfig, weight: Tensor, x: Tensor, chosen: Tensor) -> Tensor:
-    """`expert_product` of weights (E, outputs, inputs). Without the kernel it copies a token's experts for each token,
-    as transformers' `batched_mm`."""
+    """`expert_product` with weights [E, outputs, inputs]. Without the kernel it copies an expert's weights for each
+    token, like transformers' `batched_mm`.
+    """
     if computes_by_kernel(config) and weight.dtype in _DTYPES and weight.shape[2] % 2 == 0:
         return _product(weight, x, chosen)
     each = x.repeat_interleave(chosen.shape[0] // x.shape[0], 0).unsqueeze(-1)

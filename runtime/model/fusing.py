@@ -1,7 +1,7 @@
-"""Weights that lie in a model's files in pieces and in the model as one, such as its experts': put together as
-transformers does when it loads them.
+"""Weights that the files hold in pieces and the model as one tensor, such as experts': joined as transformers joins
+them.
 
-A checkpoint has them as the model has: what is loaded need not be put together, and of that the plan of a split speaks.
+A checkpoint holds them joined: loading need not join them, and the plan of a tensor-parallel split refers to them so.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -23,7 +23,7 @@ from runtime.util.errors import SpecDecError
 
 @dataclass(frozen=True)
 class _Fused:
-    """A weight of the model, and the tensors that it is made of: their names, and the converter's patterns."""
+    """A weight of the model and the tensors that form it: their names, and the converter's patterns."""
 
     model: PreTrainedModel
     target: str
@@ -31,7 +31,9 @@ class _Fused:
     parts: list[tuple[str, str]]
 
     def convert(self, parts: Seq[Tensor]) -> dict[str, Tensor]:
-        """The target, and others that transformers makes of the same tensors: Ernie 4.5 VL's experts of images."""
+        """The target, and other weights that transformers forms from the same tensors: Ernie 4.5 VL's experts for
+        images.
+        """
         one = deepcopy(self.converter)
         for (name, pattern), tensor in zip(self.parts, parts, strict=True):
             one.add_tensor(self.target, name, pattern, tensor)  # type: ignore[arg-type]  # or what makes it
@@ -40,7 +42,7 @@ class _Fused:
         return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
     def convert_forms(self, forms: Iterable[tuple[torch.dtype, tuple[int, ...]]]) -> Forms:
-        """Nothing where tensors of these forms do not fit together."""
+        """The same with shapes alone; nothing if the shapes do not fit together."""
         try:
             return forms_of(self.convert([torch.empty(size, dtype=dtype, device="meta") for dtype, size in forms]))
         except (KeyError, RuntimeError, ValueError):
@@ -48,7 +50,7 @@ class _Fused:
 
 
 def _group(model: PreTrainedModel, names: Iterable[str], wanted: Container[str]) -> dict[str, _Fused]:
-    """The `wanted` weights of the model that are made of tensors of these names."""
+    """The `wanted` weights of the model that are formed from tensors with these names."""
     mapping = get_model_conversion_mapping(model)
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
@@ -64,7 +66,7 @@ def _group(model: PreTrainedModel, names: Iterable[str], wanted: Container[str])
 
 
 def fused_names(model: PreTrainedModel, names: Iterable[str]) -> Iterator[str]:
-    """Yield names in the model of weights that lie under these names, once they are put together or taken apart."""
+    """Yield the model's names for the weights stored under these names, after joining or splitting."""
     converters = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightConverter)]
     targets = {pattern: one.target_patterns for one in converters for pattern in one.source_patterns}
     for name in names:
@@ -75,9 +77,9 @@ def fused_names(model: PreTrainedModel, names: Iterable[str]) -> Iterator[str]:
 
 
 def fuse(model: PreTrainedModel, pieces: Seq[Piece], wanted: Mapping[str, tuple[int, ...]]) -> list[Piece]:
-    """The pieces, with one instead of many for each of the `wanted` weights, of these shapes, of the model.
+    """The pieces, with one piece for each of the `wanted` weights in place of its parts. `shapes` are the model's.
 
-    The model may be without memory. SpecDecError for a weight that cannot be put together.
+    The model may be on `meta`. SpecDecError for a weight that cannot be joined.
     """
     by_name = {next(iter(piece.forms)): piece for piece in pieces}
     groups = _group(model, by_name, wanted)
@@ -112,8 +114,9 @@ def _fused(group: _Fused, by_name: Mapping[str, Piece], shape: tuple[int, ...]) 
 def fuse_layers(
     model: PreTrainedModel, layers: Mapping[str, PrequantizedLayer], wanted: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, PrequantizedLayer], dict[str, PrequantizedLayer]]:
-    """The `wanted` weights, (experts, outputs, inputs), that quantized layers are put together to in their bits; and
-    the layers that are left: those whose weights have other groups or inputs in another order stay apart."""
+    """Join quantized layers into the `wanted` weights [experts, outputs, inputs] without dequantizing; and return the
+    layers left over: those with different groups or orders of inputs stay apart.
+    """
     made: dict[str, PrequantizedLayer] = {}
     left = dict(layers)
     for group in _group(model, (f"{name}.weight" for name in layers), wanted).values():
@@ -129,7 +132,7 @@ def _without_values(layer: PrequantizedLayer) -> QuantizedWeight:
 
 
 def _fusable(group: _Fused, layers: Seq[PrequantizedLayer], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """The weights that the layers are put together to; none where they stay apart."""
+    """The weights that these layers can be joined into; empty if they must stay apart."""
     weights = [_without_values(layer) for layer in layers]
     parts = [weight.by_output() for weight in weights]
     kinds = [

@@ -1,8 +1,9 @@
-"""Layers that keep a state of the tokens before, instead of keys and values: transformers' modules, over slots.
+"""Layers that keep a state of earlier tokens instead of keys and values: transformers' modules, over slots of states.
 
-Their forward stays transformers' own. What it calls for a convolution along the tokens, and for the recurrence, is ours
-where the step hands over `paged`, as attention is by its interface (`runtime.model.attention`). Others get a
-forward: those of LFM2, MiniMax and RecurrentGemma have no such functions, and Mamba's has a product beside them.
+Their forward stays transformers' own. The functions it calls, for a convolution along the tokens and for the
+recurrence, are ours if the step passes `paged`, as attention is ours through its interface (`runtime.model.attention`).
+LFM2, MiniMax and RecurrentGemma have no such functions, and Mamba's have a product beside them: these get a forward of
+ours.
 """
 
 import inspect
@@ -27,14 +28,14 @@ from runtime.model.replaced import NumberedLayer, own_module
 
 @dataclass(frozen=True)
 class LayerStates:
-    """One layer's states in a step. Where they are recorded, nothing is computed."""
+    """One layer's states in a step. While shapes are recorded, nothing is computed."""
 
     paged: PagedInputs | Recorded
     layer: int
     by_kernel: bool
 
     def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Causal convolution of each channel, of (1, B x Q, C) inputs by (C, kernel_size) weights."""
+        """Causal convolution of each channel: inputs [1, B x Q, C], weights [C, kernel_size]."""
         if isinstance(self.paged, Recorded):
             self.paged.states[self.layer] = StateShape(self.layer, inputs.shape[-1], weight.shape[1] - 1)
             return torch.empty_like(inputs)
@@ -59,9 +60,9 @@ class LayerStates:
         return output
 
     def scan(self, parts: tuple[Tensor, Tensor, Tensor, Tensor], decays: Tensor) -> Tensor:
-        """Selective scan of `parts`, in float32: additions and steps of channels, keys, queries. Decays: (N, C).
+        """Selective scan of `parts`, in float32: channels' additions and step sizes, keys, queries. Decays: [N, C].
 
-        As many channels side by side share keys and queries as there are channels for each N numbers of a token's.
+        Neighbouring channels share keys and queries, in groups of equal size, one group for each N of a token's keys.
         """
         state_size, num_channels = decays.shape
         if isinstance(self.paged, Recorded):
@@ -83,16 +84,17 @@ class LayerStates:
 
 
 class Mixer(NumberedLayer):
-    """One of transformers' modules, with a state in the step's paged inputs."""
+    """Base for a module of transformers that keeps a state in the step's paged inputs."""
 
     def states(self, paged: PagedInputs | Recorded) -> LayerStates:
         return LayerStates(paged, self.layer_idx, self.model_config._attn_implementation == KERNEL)
 
 
 class MambaMixer(Mixer):
-    """The forward of `MambaMixer` and its like, whose step sizes are a product that none of their functions makes.
+    """The forward of `MambaMixer` and its like, whose step sizes come from a product that none of transformers'
+    functions makes.
 
-    Those of Falcon-Mamba and Jamba norm what the scan reads.
+    Falcon-Mamba and Jamba also norm the scan's inputs.
     """
 
     in_proj: nn.Linear
@@ -184,7 +186,7 @@ def _chunk_scan(paged: LayerStates, *inputs: Tensor, **settings: Any) -> Tensor:
 
 
 class RecurrentMixer(Mixer):
-    """A module whose forward hands its keywords on to `functions`."""
+    """A module whose forward passes its keywords on to `functions`."""
 
     functions: ClassVar[dict[str, Callable[..., Any]]]
     """Functions in transformers' module, by name, and ours, which compute in their place with a step's paged inputs."""
@@ -219,7 +221,7 @@ class Mamba2(RecurrentMixer):
 
 
 def _place_functions(module: Any, functions: dict[str, Callable[..., Any]]) -> None:
-    """Have functions of transformers' module, by name, be ours where they get `paged`."""
+    """Replace functions of transformers' module, by name, by ours for calls with `paged`."""
     for name, ours in functions.items():
         theirs = getattr(module, name)
         if not hasattr(theirs, "of_paged"):

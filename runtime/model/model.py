@@ -71,15 +71,15 @@ lock_transformers()
 
 
 def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of each weight that the config gives the model."""
+    """The shape of each weight in the config's model."""
     model = _model_without_memory(config)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def linear_layers(config: PreTrainedConfig) -> tuple[list[str], str | None]:
-    """The linear layers of the model that can be quantized, and the one that computes logits if it is among them.
+    """The model's linear layers that can be quantized, and the output layer if it is among them.
 
-    What chooses experts, and what makes Mamba's step sizes, is left out: a few numbers that decide much.
+    Routers and the layers for Mamba's step sizes are left out: a few numbers that decide much.
     """
     model = _model_without_memory(config)
     names = [name for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D) or is_linear(module)]
@@ -89,17 +89,17 @@ def linear_layers(config: PreTrainedConfig) -> tuple[list[str], str | None]:
 
 
 def is_quantizable(name: str) -> bool:
-    """False of a linear layer that chooses experts, or makes Mamba's step sizes."""
+    """False for a router's linear layer and for the layer that computes Mamba's step sizes."""
     return name.rpartition(".")[2] not in _LEFT_OUT and ".router." not in name
 
 
 def transposed_layers(config: PreTrainedConfig) -> frozenset[str]:
-    """The linear layers whose weights the model has as (inputs, outputs): GPT-2's."""
+    """The linear layers whose weights are [inputs, outputs] in the model: GPT-2's."""
     return frozenset(name for name, one in _model_without_memory(config).named_modules() if type(one) is Conv1D)
 
 
 def _model_without_memory(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model to look at, not to change: the last one is kept, because a conversion asks for it eight times."""
+    """A model on `meta`, for reading only: the last one is kept, because a conversion asks for it eight times."""
     key = type(config), config.to_json_string()
     with _on_meta():
         if key not in _models:
@@ -114,7 +114,7 @@ def _model_without_memory(config: PreTrainedConfig) -> PreTrainedModel:
 
 @contextmanager
 def _on_meta() -> Iterator[None]:
-    """Make models without memory. torch warns of weights of no elements, which an error tells of in words of ours."""
+    """Make models on `meta`. torch warns of empty weights; specdec raises its own error for them."""
     with MODEL_INIT_LOCK, torch.device("meta"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Initializing zero-element tensors", UserWarning)
         yield
@@ -126,17 +126,18 @@ def renames_weights(config: PreTrainedConfig) -> bool:
 
 
 def own_names(config: PreTrainedConfig, names: Iterable[str]) -> list[str]:
-    """Model's names of weights stored under these names, as far as transformers only renames them."""
+    """The model's names for weights stored under these names, if transformers only renames them."""
     mapping = get_model_conversion_mapping(_model_without_memory(config))
     renamings = [one for one in mapping if type(one) is WeightRenaming]
     return [reduce(lambda found, one: one.rename_source_key(found)[0], renamings, name) for name in names]
 
 
 def dtypes_of_weights(config: PreTrainedConfig, dtype: torch.dtype) -> Callable[[str], torch.dtype]:
-    """The dtype in which transformers has the weight that is stored under a name, in a model of `dtype`.
+    """Function from a weight's stored name to its dtype in transformers, for a model of `dtype`.
 
-    It keeps some in float32: those that the model's class lists (`_keep_in_fp32_modules_strict`, and for float16
-    `_keep_in_fp32_modules` too) or makes so. In bfloat16 a router's bias of 8.02 is 8.0, and other experts are chosen.
+    Some weights stay float32: those in the class's lists (`_keep_in_fp32_modules_strict`, and for float16
+    `_keep_in_fp32_modules` too), or that it makes float32. In bfloat16 a router's bias of 8.02 would become 8.0, and
+    other experts would be chosen.
     """
     model = _model_without_memory(config)
     own, kept, mapping = model.state_dict(), _kept_in_float32(model, dtype), get_model_conversion_mapping(model)
@@ -152,7 +153,7 @@ def dtypes_of_weights(config: PreTrainedConfig, dtype: torch.dtype) -> Callable[
 
 
 def _kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
-    """Names of the weights that transformers has in float32 in a model of 16 bits, as `model` is."""
+    """Names of the weights that transformers keeps in float32 in `model`, a model of 16 bits."""
     if dtype == torch.float32:
         return set()
     weights = {name: one for name, one in model.state_dict().items() if one.is_floating_point()}
@@ -164,9 +165,10 @@ def _kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
 def loaded_otherwise(
     config: PreTrainedConfig, dtype: torch.dtype, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]
 ) -> str | None:
-    """A weight that transformers makes in a model of `dtype`, to the last bit, otherwise of our tensors than of theirs.
+    """A weight that transformers loads differently from `ours` than from `theirs`, in a model of `dtype`; None if all
+    are equal.
 
-    Both are stored tensors by the names that they have in files; the other weights of the model take no memory.
+    Both are stored tensors by their names in files; the model's other weights take no memory.
     """
     with _on_meta():
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)  # type: ignore[no-untyped-call]
@@ -192,8 +194,9 @@ def _are_same(one: Tensor, other: Tensor | None) -> bool:
 
 
 def missing_weights(config: PreTrainedConfig, names: Iterable[str]) -> list[str]:
-    """Weights of the model that are not among these, its own names, nor made of them. Of two that are one, either may
-    be missing."""
+    """Weights of the model that are not among these names, nor formed from them. If two weights are tied, either may be
+    missing.
+    """
     model = _model_without_memory(config)
     found = {*fused_names(model, names)}
     for pair in model.all_tied_weights_keys.items():
@@ -205,7 +208,7 @@ def missing_weights(config: PreTrainedConfig, names: Iterable[str]) -> list[str]
 
 
 def names_in_whole(model_type: str, names: Iterable[str]) -> list[str]:
-    """Names that a whole model of several kinds of input has for weights stored under these names."""
+    """Names in a whole multimodal model for weights stored under these names."""
     mapping = get_checkpoint_conversion_mapping(model_type) or []  # type: ignore[no-untyped-call]
     renamings = [one for one in mapping if type(one) is WeightRenaming]
     return [reduce(lambda found, one: one.rename_source_key(found)[0], renamings, name) for name in names]
@@ -216,7 +219,7 @@ def has_experts(config: PreTrainedConfig) -> bool:
 
 
 def fuse_experts(config: PreTrainedConfig, pieces: Seq[Piece]) -> list[Piece]:
-    """The pieces, with the weights of experts as the model has them, which are those of all experts of a layer."""
+    """The pieces, with the weights of all experts of a layer joined into one, as in the model."""
     experts = _experts(config)
     return fuse(_model_without_memory(config), pieces, experts) if experts else list(pieces)
 
@@ -224,16 +227,16 @@ def fuse_experts(config: PreTrainedConfig, pieces: Seq[Piece]) -> list[Piece]:
 def fuse_expert_layers(
     config: PreTrainedConfig, layers: Mapping[str, PrequantizedLayer]
 ) -> tuple[dict[str, PrequantizedLayer], dict[str, PrequantizedLayer]]:
-    """Quantized experts that are one weight of a layer, as the model has them, in their bits; and the other layers."""
+    """Quantized experts joined into one weight for each layer without dequantizing; and the remaining layers."""
     shapes = _experts(config)
     wanted = {name: shapes[name] for name, is_transposed in expert_layers(config).items() if not is_transposed}
     return fuse_layers(_model_without_memory(config), layers, wanted) if wanted else ({}, dict(layers))
 
 
 def expert_layers(config: PreTrainedConfig) -> dict[str, bool]:
-    """Weights of experts that can be quantized, by name; True where the model has them as (experts, inputs, outputs).
+    """Names of experts' weights that can be quantized; True if the model has them as [experts, inputs, outputs].
 
-    Those whose products are not transformers' own to choose are left out (Llama 4).
+    Experts whose products are not computed through transformers' interface are left out (Llama 4).
     """
     return {
         f"{name}.{part}": bool(module.is_transposed)
@@ -245,12 +248,12 @@ def expert_layers(config: PreTrainedConfig) -> dict[str, bool]:
 
 
 def _experts(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights of experts, by name: (experts, outputs, inputs) or (experts, inputs, outputs)."""
+    """Shapes of the experts' weights by name: [experts, outputs, inputs] or [experts, inputs, outputs]."""
     return {name: shape for name, shape in parameter_shapes(config).items() if len(shape) == 3}
 
 
 def split_config(config: PreTrainedConfig, tp_size: int) -> Splitting | None:
-    """Split of the config's model over `tp_size` ranks; None for one. SpecDecError where it is not."""
+    """How the config's model is split over `tp_size` ranks; None for one rank. SpecDecError if it cannot be split."""
     if tp_size == 1:
         return None
     with _on_meta():
@@ -261,9 +264,9 @@ def split_config(config: PreTrainedConfig, tp_size: int) -> Splitting | None:
 
 
 def probe_config(config: PreTrainedConfig, splitting: Splitting | None = None) -> Shapes:
-    """The K/V shape or the state's of every layer, found by a forward without weights or memory (`meta` device).
+    """The K/V shape or state shape of every layer, found by a forward on `meta`.
 
-    Of a model that is split it is a rank's. Those of a few models are kept: a conversion, a build and an engine ask.
+    For a split model, one rank's shapes. A few results are kept: a conversion, a build and an engine all ask.
     """
     if splitting is not None:
         return _probe(config, splitting)
@@ -298,8 +301,8 @@ def _probe(config: PreTrainedConfig, splitting: Splitting | None) -> Shapes:
         raise SpecDecError(f"the model has no layers: {config.model_type}", hint="its config.json is damaged")
     if (*sorted(recorded.layers), *sorted(recorded.states)) != (*with_kv, *with_state):
         raise SpecDecError(
-            f"only {len(recorded.layers) + len(recorded.states)} of {len(with_kv) + len(with_state)} layers hand their "
-            f"attention over, so the output would be wrong: {config.model_type}",
+            f"only {len(recorded.layers) + len(recorded.states)} of {len(with_kv) + len(with_state)} layers let "
+            f"specdec compute their attention, so the output would be wrong: {config.model_type}",
             hint="its attention does not go through transformers' AttentionInterface",
         )
     _refuse_forgetful_cache(config, recorded.layers)
@@ -308,8 +311,9 @@ def _probe(config: PreTrainedConfig, splitting: Splitting | None) -> Shapes:
 
 
 def _refuse_forgetful_cache(config: PreTrainedConfig, layers: dict[int, LayerShape]) -> None:
-    """SpecDecError where transformers' own cache drops keys that attention would see: its outputs then depend on which
-    tokens were computed in one step (Moshi). One that keeps as many as the model has positions drops none."""
+    """SpecDecError if transformers' own cache drops keys that attention would see: its outputs then depend on which
+    tokens were computed in one step (Moshi). A cache as long as the model's positions drops none.
+    """
     positions = getattr(config, "max_position_embeddings", None) or math.inf
     for i, layer in enumerate(DynamicCache(config=config).layers):
         kept = getattr(layer, "sliding_window", None)
@@ -350,8 +354,9 @@ def _model_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _suspects(config: PreTrainedConfig, error: Exception) -> str:
-    """Name what a config has that may have led to an error: whole numbers below 1 where its class has others, no size
-    being one; what is no key of a table; lists with fewer entries than there are layers."""
+    """Values in a config that may have caused an error: whole numbers below 1 where the class's default is not, keys
+    outside a table, and lists shorter than the number of layers.
+    """
     configs = [config, *(one for one in vars(config).values() if isinstance(one, PreTrainedConfig))]
     missing, num_layers = error.args[:1] if isinstance(error, KeyError) else (), getattr(config, "num_hidden_layers", 0)
     found = [
@@ -384,7 +389,7 @@ def _not_served(error: Exception, config: PreTrainedConfig) -> SpecDecError:
 
 @contextmanager
 def _distributions_unchecked() -> Iterator[None]:
-    """Keep torch's distributions from looking at their parameters, at values that meta has none of (Gemma 3n)."""
+    """Keep torch's distributions from checking their parameters, which have no values on `meta` (Gemma 3n)."""
     checks = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -394,9 +399,10 @@ def _distributions_unchecked() -> Iterator[None]:
 
 
 def _fix_rotary_factors(model: PreTrainedModel) -> None:
-    """Keep the model from choosing rotary factors by the largest position of a step, drafts and neighbours included.
+    """Keep the model from choosing rotary factors by the largest position in a step, which depends on drafts and on
+    other rows.
 
-    Within `num_positions` the factors that it begins with are those that transformers has for a sequence by itself.
+    Within `num_positions`, its first factors are the ones that transformers uses for a sequence alone.
     """
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
@@ -408,7 +414,9 @@ def _fix_rotary_factors(model: PreTrainedModel) -> None:
 
 
 def _fix_rotary_scale(module: Any) -> None:
-    """The same where a model makes its factors anew in each step, and chooses their scale so (PhiMoE)."""
+    """`_fix_rotary_factors` for a model that computes factors in each step and chooses their scale that way
+    (PhiMoE).
+    """
     ropes = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
     if hasattr(module, "rope_init_fn") and "short_mscale" in ropes:
         module.config = copy.deepcopy(module.config)
@@ -418,7 +426,7 @@ def _fix_rotary_scale(module: Any) -> None:
 
 @dataclass(frozen=True)
 class ModelKind:
-    """A model but for the numbers of its weights: its config, and how it computes."""
+    """A model without its weights' values: its config, and how it computes."""
 
     config: PreTrainedConfig
     dtype: torch.dtype
@@ -429,14 +437,14 @@ class ModelKind:
 
 
 def load_model(kind: ModelKind, weights: Path) -> PreTrainedModel:
-    """The model with a checkpoint's weights, on the CPU; transformers maps names, ties weights, fills buffers."""
+    """The model with a checkpoint's weights, on the CPU; transformers maps names, ties weights and fills buffers."""
     return model_of_weights(kind, _read_weights(weights, read_weights), str(weights))
 
 
 def load_absent(kind: ModelKind, weights: Path) -> PreTrainedModel:
-    """`load_model`, with weights that are in memory while they are `present`.
+    """`load_model`, whose weights are in memory only while they are `present`.
 
-    Those of a model that makes others of them, when it is loaded, are there all the time.
+    If loading converts weights, they stay in memory.
     """
     model = model_of_weights(kind, _read_weights(weights, absent_weights), str(weights))
     if all(is_absent(tensor) for tensor in model.state_dict(keep_vars=True).values()):
@@ -445,7 +453,7 @@ def load_absent(kind: ModelKind, weights: Path) -> PreTrainedModel:
 
 
 def check_weights(kind: ModelKind, weights: Path, where: str) -> None:
-    """SpecDecError where a checkpoint lacks weights of its model. None is read."""
+    """SpecDecError if a checkpoint lacks weights of its model. Reads no weight."""
     model_of_weights(kind, _read_weights(weights, absent_weights), where)
 
 
@@ -459,7 +467,7 @@ def _read_weights(weights: Path, read: Callable[[Path], dict[str, Tensor]]) -> d
 
 
 def load_whole_model(kind: ModelKind, ranks: Seq[Path]) -> PreTrainedModel:
-    """The model of all ranks' weights."""
+    """The model with the weights of all ranks."""
     splitting = kind.splitting
     if splitting is None:
         return load_model(kind, ranks[0])
@@ -469,7 +477,7 @@ def load_whole_model(kind: ModelKind, ranks: Seq[Path]) -> PreTrainedModel:
 
 
 def model_of_weights(kind: ModelKind, state_dict: dict[str, Tensor], where: str) -> PreTrainedModel:
-    """`load_model`, of tensors that have been read."""
+    """`load_model`, from tensors in memory."""
     choose_vector_math()
     config, splitting = kind.config, kind.splitting
     own_class = model_class(config)
@@ -502,7 +510,8 @@ def model_of_weights(kind: ModelKind, state_dict: dict[str, Tensor], where: str)
         if names:
             raise SpecDecError(
                 f"`{where}` {problem.format(len(names))}, such as: {sorted(names)[0]}",
-                hint="config.json and weights are of two models; download or correct the model, and convert it again",
+                hint="config.json and weights belong to two models; download or correct the model, and convert it "
+                "again",
                 code="checkpoint_of_two_models",
             )
     _declare_no_padding(model)
@@ -533,14 +542,15 @@ def _refuse_rounded(kind: ModelKind, state_dict: Mapping[str, Tensor], where: st
 
 
 def _declare_no_padding(model: PreTrainedModel) -> None:
-    """Keep the model from looking for padding: on `meta` that fails (GPT-2), elsewhere it warns without cause."""
+    """Keep the model from looking for padding: on `meta` that fails (GPT-2), elsewhere it causes a needless warning."""
     object.__setattr__(model.config, "pad_token_id", None)  # some configs let only a number through
 
 
 class Step(nn.Module):
-    """The function that is compiled: one step's tokens in, the logits that are needed out; K/V pools in place.
+    """The function that is compiled: takes one step's tokens, returns the wanted logits, and updates the K/V pools in
+    place.
 
-    With `hidden_states` (`BuildConfig`) it gives these of all its tokens too.
+    With `hidden_states` (`BuildConfig`) it also returns the hidden states of all its tokens.
     """
 
     def __init__(self, model: PreTrainedModel, hidden_states: tuple[int, ...] = ()) -> None:
@@ -598,14 +608,16 @@ class Step(nn.Module):
 
 
 class _Kept(dict[int, Tensor]):
-    """Hidden states by number. The exporter copies plain dictionaries of modules, and hooks would know the original."""
+    """Hidden states by number. A module, since the exporter copies dictionaries, and hooks would then write to the
+    original.
+    """
 
 
 def kept_hidden_states(model: PreTrainedModel, numbers: Iterable[int]) -> dict[int, Tensor]:
-    """A dictionary into which every forward of the model puts these hidden states, (1, tokens, hidden size).
+    """A dictionary that every forward of the model fills with these hidden states, [1, tokens, hidden size].
 
-    By hooks, which stay: transformers' own `output_hidden_states` cannot be compiled. SpecDecError for numbers that the
-    model has no layers for.
+    Filled by hooks, which stay: transformers' own `output_hidden_states` cannot be compiled. SpecDecError for a number
+    beyond the model's layers.
     """
     kept: dict[int, Tensor] = model.__dict__.setdefault("_kept_hidden_states", _Kept())
     hooked: set[int] = model.__dict__.setdefault("_hooked_hidden_states", set())
@@ -635,6 +647,8 @@ def kept_hidden_states(model: PreTrainedModel, numbers: Iterable[int]) -> dict[i
 
 
 def _declare_equal(size: int, *others: int) -> None:
-    """Tell the compiler; otherwise it computes indices by division in every inner loop, at half the speed."""
+    """Tell the compiler that these sizes are equal; otherwise inner loops compute indices by division, at half the
+    speed.
+    """
     for other in others:
         torch._check(other == size)  # type: ignore[no-untyped-call]

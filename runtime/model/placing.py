@@ -1,4 +1,4 @@
-"""A model's modules, given the classes that its family has for them (`runtime.model.families`)."""
+"""Gives a model's modules the classes that replace them in its family (`runtime.model.families`)."""
 
 from functools import cache
 
@@ -10,7 +10,7 @@ from runtime.model.replaced import Replaced
 
 
 def place_modules(model: PreTrainedModel) -> None:
-    """Have the model's modules compute as a step needs it. Without paged inputs they compute as transformers' do."""
+    """Replace the classes of the model's modules. Without paged inputs they compute as transformers' classes do."""
     for name, module in model.named_modules():
         if is_linear(module):
             module.__class__ = nn.Linear
@@ -23,8 +23,9 @@ def place_modules(model: PreTrainedModel) -> None:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """True for linear layers with a class of their own, such as Falcon's, which differ from torch's in the order of a
-    product's sum alone."""
+    """True for torch's linear layers, and for classes such as Falcon's that differ only in the order of a product's
+    sum.
+    """
     return are_linear(type(module).__name__)
 
 

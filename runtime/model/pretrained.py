@@ -1,7 +1,4 @@
-"""Model configurations, and the check that specdec supports them.
-
-transformers reads them; ours is only the check that it is of a model that we run correctly.
-"""
+"""Model configurations, read by transformers, and the check that specdec supports the model."""
 
 import dataclasses
 import inspect
@@ -128,14 +125,14 @@ _READ_OF_QUANTIZERS = {
 
 
 def parse_pretrained_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
-    """A Hugging Face config from its JSON; SpecDecError where transformers has no decoder-only model for it."""
+    """Read a Hugging Face config from its JSON; SpecDecError if transformers has no decoder-only model for it."""
     config = read_any_config(data, where)
     _refuse_unsupported(config)
     return config
 
 
 def read_any_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
-    """`parse_pretrained_config`, of what transformers has any class for."""
+    """Like `parse_pretrained_config`, for any model that transformers has a class for."""
     model_type = data.get("model_type")
     if isinstance(model_type, str) and (same := published_type(model_type)) != model_type:
         data, model_type = data | {"model_type": same}, same
@@ -181,7 +178,9 @@ def read_any_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
 
 
 def _with_decimals(kind: type[Any], data: dict[str, Any]) -> dict[str, Any]:
-    """The values, with 1 as 1.0 where transformers takes decimals alone, as in DBRX's own config.json it does not."""
+    """The values, with 1 written as 1.0 where transformers accepts only decimals; DBRX's own config.json has
+    such a 1.
+    """
     kinds = {one.name: get_args(one.type) or (one.type,) for one in dataclasses.fields(kind)}
     values = dict(data)
     for name, value in data.items():
@@ -194,8 +193,9 @@ def _with_decimals(kind: type[Any], data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_unread(config: PreTrainedConfig, said: dict[str, Any], where: str) -> None:
-    """SpecDecError for a value that other families compute with and that transformers' class of this family ignores,
-    such as `clip_qkv` 1.0 in a Llama: the model was made to compute otherwise."""
+    """SpecDecError for a value that transformers' class ignores and other families compute with, such as `clip_qkv` 1.0
+    in a Llama: the model was trained with it.
+    """
     known = inspect.signature(type(config)).parameters.keys() | config.attribute_map.keys()
     for name, neutral in _OF_COMPUTING.items():
         is_read = name in known or hasattr(type(config), name)
@@ -208,7 +208,7 @@ def _refuse_unread(config: PreTrainedConfig, said: dict[str, Any], where: str) -
 
 
 def _refuse_windows(config: PreTrainedConfig, said: dict[str, Any], where: str) -> None:
-    """SpecDecError for layers that see a window of no tokens, or windows of which no layer has any."""
+    """SpecDecError for a window of no tokens, or a window that no layer uses."""
     window, types = vars(config).get("sliding_window"), said.get("layer_types")
     uses = "use_sliding_window"
     sees = "`layer_types` has sliding_attention" if "sliding_attention" in (types or ()) else ""
@@ -232,8 +232,9 @@ def _refuse_windows(config: PreTrainedConfig, said: dict[str, Any], where: str) 
 
 
 def _refuse_pattern_alone(data: dict[str, Any], where: str) -> None:
-    """SpecDecError for windows by a pattern of which transformers makes no types of layers: letters as EXAONE 4's, or
-    none, which it divides by."""
+    """SpecDecError for a pattern of windows that transformers does not turn into `layer_types`: letters as in EXAONE 4,
+    or 0.
+    """
     for said in (data, data.get("text_config")):
         if not isinstance(said, dict) or said.get("layer_types"):
             continue
@@ -249,8 +250,9 @@ def _refuse_pattern_alone(data: dict[str, Any], where: str) -> None:
 
 
 def _refuse_patterns(said: dict[str, Any], where: str) -> None:
-    """SpecDecError for types of layers, which count, that are not those of a pattern beside them: of every so many
-    layers the last one sees everything, or letters, L and G, say which. The model's last one may see all by either."""
+    """SpecDecError if `layer_types` and a pattern beside them disagree. A pattern is a number n (every n-th layer sees
+    all keys) or letters L and G; the last layer may see all keys in either case.
+    """
     pattern, types = said.get(_PATTERN), said.get("layer_types")
     if not isinstance(types, list) or not set(types) <= {"sliding_attention", "full_attention"}:
         return
@@ -267,8 +269,9 @@ def _refuse_patterns(said: dict[str, Any], where: str) -> None:
 
 
 def _refuse_experts(config: PreTrainedConfig, said: dict[str, Any], where: str) -> None:
-    """SpecDecError for two numbers of experts, more chosen than there are, or none, or groups that do not divide
-    them."""
+    """SpecDecError for two different numbers of experts, for more chosen experts than there are, or none, or for groups
+    that do not divide the experts.
+    """
 
     def two_of(names: tuple[str, ...], least: int) -> tuple[tuple[str, int], tuple[str, int]] | None:
         counts = [(name, said[name]) for name in names if isinstance(said.get(name), int) and said[name] >= least]
@@ -308,20 +311,23 @@ def _refuse_sizes(data: dict[str, Any], where: str) -> None:
         if data.get(name) == 0:
             raise SpecDecError(
                 f"`{where}` has a value that nothing can be divided by: `{name}` {data[name]}",
-                hint="correct it; null is none",
+                hint="correct it; null leaves it out",
             )
     roots = {name: value for name, value in data.items() if name.endswith(("eps", "epsilon"))}
     below = next((name for name, value in roots.items() if isinstance(value, int | float) and value < 0), None)
     if below is not None:
-        raise SpecDecError(f"`{where}` has a value below 0 under a root: `{below}` {data[below]}", hint="correct it")
+        raise SpecDecError(
+            f"`{where}` has a value below 0 whose square root is taken: `{below}` {data[below]}", hint="correct it"
+        )
     nan = next((name for name, value in data.items() if isinstance(value, float) and math.isnan(value)), None)
     if nan is not None:
-        raise SpecDecError(f"`{where}` has a value that is no number: `{nan}` {math.nan}", hint="correct it")
+        raise SpecDecError(f"`{where}` has a value that is not a number: `{nan}` {math.nan}", hint="correct it")
 
 
 def _refuse_absurd_sizes(data: dict[str, Any], where: str) -> None:
-    """SpecDecError for sizes, of configs inside too, that no memory is large enough for, and for so many layers that
-    to make them without weights would take forever."""
+    """SpecDecError for sizes, nested configs included, that no memory can hold, and for so many layers that even a
+    model without weights would take forever to make.
+    """
     for name, size in sizes_of(data):
         if size > _LARGEST_SIZE:
             raise SpecDecError(
@@ -333,9 +339,9 @@ def _refuse_absurd_sizes(data: dict[str, Any], where: str) -> None:
 
 
 def sizes_of(data: dict[Any, Any]) -> Iterator[tuple[str, int]]:
-    """The whole numbers of a config, and of configs inside, that are sizes by their names: `hidden_size` 4096.
+    """Whole numbers in a config, nested configs included, whose names are sizes: `hidden_size` 4096.
 
-    Keys of a config that transformers wrote into a dictionary need not be names: those of `id2label` are numbers.
+    Keys of a dictionary in a config need not be names: those of `id2label` are numbers.
     """
     for name, value in data.items():
         if isinstance(value, dict):
@@ -345,7 +351,7 @@ def sizes_of(data: dict[Any, Any]) -> Iterator[tuple[str, int]]:
 
 
 def counts_of_layers(data: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Sizes of `sizes_of` that are numbers of layers: `num_hidden_layers` 32, or GPT-2's `n_layer` 12."""
+    """The sizes that count layers: `num_hidden_layers` 32, or GPT-2's `n_layer` 12."""
     return ((name, size) for name, size in sizes_of(data) if name.endswith(("layer", "layers")))
 
 
@@ -360,7 +366,7 @@ def _refuse_dtype(data: dict[str, Any], where: str) -> None:
 
 
 def _check_rope(rope: dict[str, Any], where: str) -> None:
-    """SpecDecError for what no positions can be computed of. transformers warns of some of it, and takes it."""
+    """SpecDecError for a rope that gives no positions. transformers warns of some of these, and accepts them."""
     if _type(rope) not in (known := {"default", *ROPE_INIT_FUNCTIONS}):
         raise SpecDecError(
             f"`{where}` has a rope of a type that transformers does not know: {_type(rope)}",
@@ -370,12 +376,12 @@ def _check_rope(rope: dict[str, Any], where: str) -> None:
         for value in [None] if name == "rope_theta" and rope.get(name, 0) is None else _numbers(rope.get(name)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise SpecDecError(
-                    f"`{where}` has a rope whose `{name}` is no number above 0: {value!r}", hint="correct it"
+                    f"`{where}` has a rope whose `{name}` is not a number above 0: {value!r}", hint="correct it"
                 )
 
 
 def _numbers(value: Any) -> Iterator[Any]:
-    """Yield what is said: nothing, one number, or those of a list."""
+    """Yield a value's numbers: none, one, or those in a list."""
     if isinstance(value, list):
         yield from value
     elif value is not None:
@@ -383,14 +389,14 @@ def _numbers(value: Any) -> Iterator[Any]:
 
 
 def _refuse_two_ropes(data: dict[str, Any], where: str) -> None:
-    """SpecDecError for a rope that is no object, or said twice and differently: transformers takes one without a word.
+    """SpecDecError for a rope that is not an object, or two ropes that disagree: transformers accepts them silently.
 
-    `rope_theta` and `rope_scaling` stand at the top of a config that transformers 4 wrote, `rope_parameters` in one of
-    transformers 5; what a type of layer has for itself may differ.
+    A config by transformers 4 has `rope_theta` and `rope_scaling` at its top, a config by transformers 5 has
+    `rope_parameters`. A rope for one type of layer may differ from the common one.
     """
     for name in _ROPES_SAID:
         if not isinstance(rope := data.get(name) or {}, dict):
-            raise SpecDecError(f"`{where}` has a rope that is no object: `{name}` {rope!r}", hint="correct it")
+            raise SpecDecError(f"`{where}` has a rope that is not an object: `{name}` {rope!r}", hint="correct it")
     scaling, parameters = data.get("rope_scaling") or {}, data.get("rope_parameters") or {}
     found = [
         (f"rope_scaling.{name}", scaling[name], f"rope_parameters.{name}", parameters[name])
@@ -474,7 +480,9 @@ def _attributes_of(kind: Any) -> set[str]:
 
 
 def _unread_of_rope(model_type: str, rope: dict[str, Any], inside: str) -> Iterator[str]:
-    """A rope without a type is taken for `default`, as transformers takes it."""
+    """Yield the keys of a rope that its type does not use. A rope without a type counts as `default`, as in
+    transformers.
+    """
     kind = rope.get("rope_type", rope.get("type", "default"))
     known = set(_KEYS_OF_ROPES.get(kind) or itertools.chain(*_KEYS_OF_ROPES.values()))
     known |= {"rope_type", "type", *_OF_EVERY_ROPE, *family_of(model_type).reads}
@@ -501,13 +509,13 @@ def _fields_of_quantizers() -> set[str]:
 
 
 def last_words(error: Exception) -> str:
-    """Message of a validator of transformers, without the names of those that pass it on."""
+    """The last message of a validator's chain of errors in transformers."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
     return re.sub(r"^\w+Error: ", "", line).partition(". Errors:")[0]
 
 
 def _with_values(words: str, data: dict[str, Any]) -> str:
-    """The words of a validator, with the values of what it names."""
+    """A validator's message with the values of the keys that it names."""
     named = dict.fromkeys(re.findall(r"`(\w+)`", words))
     values = [f"`{name}` {data[name]!r}" for name in named if name in data and repr(data[name]) not in words]
     return f"{words}: {', '.join(values)}" if values else words
@@ -559,7 +567,7 @@ def _refuse_unsupported(config: PreTrainedConfig) -> None:
 
 
 def layers_that_keep(config: PreTrainedConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Numbers of the layers that have keys and values, and of those that have a state."""
+    """Numbers of the layers with keys and values, and numbers of the layers with a state."""
     config = config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None) if family_of(config.model_type).layer_types else None
     if types is None:
@@ -570,8 +578,8 @@ def layers_that_keep(config: PreTrainedConfig) -> tuple[tuple[int, ...], tuple[i
 
 
 def parse_language_model(data: dict[str, Any], where: str) -> tuple[PreTrainedConfig, dict[str, Any] | None]:
-    """Parse like `parse_pretrained_config`, but return for a multimodal model, such as Gemma 3, the config of the
-    language model inside, and its JSON.
+    """Like `parse_pretrained_config`; for a multimodal model, such as Gemma 3, the config of the language model inside,
+    and its JSON.
     """
     if isinstance(data.get("thinker_config"), dict):  # of Qwen-Omni, beside what speaks
         data = data["thinker_config"]
@@ -584,7 +592,9 @@ def parse_language_model(data: dict[str, Any], where: str) -> tuple[PreTrainedCo
 
 
 def _language_model_inside(config: PreTrainedConfig, data: dict[str, Any]) -> dict[str, Any] | None:
-    """None where there is none that has a class of its own, or where the model is one itself."""
+    """Config of the language model inside; None if transformers has no class for it, or the model is a language model
+    itself.
+    """
     inner = getattr(config, "text_config", None)
     if not isinstance(inner, PreTrainedConfig) or inner.model_type == config.model_type:
         return None
@@ -602,18 +612,20 @@ def _language_model_inside(config: PreTrainedConfig, data: dict[str, Any]) -> di
 
 
 def chooses_all_of_few(config: PreTrainedConfig) -> bool:
-    """True if an index chooses all of as many keys as it chooses at most: GLM-5.3's may leave out the last few."""
+    """True if an index chooses all keys while there are no more than its limit: GLM-5.3's may leave out the
+    last few.
+    """
     return bool(getattr(config, "index_topk", None) and getattr(config, "index_kpool_always_select_tail", True))
 
 
 def num_positions(config: PreTrainedConfig) -> int | None:
-    """Positions that can be served; None where the config does not say.
+    """Number of positions that can be served; None if the config does not say.
 
-    They end where rotary factors stop being a function of a token's own position. `longrope` has two sets of factors,
-    and transformers changes the set of a whole sequence, K/V computed before included, when it grows past
-    `original_max_position_embeddings`; `dynamic` changes them with every token past `max_position_embeddings`. PhiMoE
-    keeps its first set, and changes their scale: to the same, as published. And they end where an index would choose
-    among keys.
+    Positions end where rotary factors stop depending on a token's own position alone. `longrope` has two sets of
+    factors, and transformers switches the whole sequence, computed K/V included, when it grows beyond
+    `original_max_position_embeddings`; `dynamic` changes factors with every token beyond `max_position_embeddings`.
+    PhiMoE keeps its first set and changes the scale, in published models to the same number. Positions also end where
+    an index would begin to choose among keys.
     """
     limits = [getattr(config, "max_position_embeddings", None), _positions_of_biases(config)]
     limits += [rope.get("original_max_position_embeddings") for rope in _ropes(config) if _changes(rope, config)]
@@ -623,13 +635,13 @@ def num_positions(config: PreTrainedConfig) -> int | None:
 
 
 def _positions_of_biases(config: PreTrainedConfig) -> int | None:
-    """The positions that transformers' model has biases for, where only so many have a bias (MPT)."""
+    """Number of positions that have an attention bias in transformers' model (MPT); None without such a limit."""
     key = family_of(config.model_type).key_of_positions
     return None if key is None else getattr(config, key)
 
 
 def _changes(rope: dict[str, Any], config: PreTrainedConfig) -> bool:
-    """True if `longrope` has other factors for long sequences in transformers' model."""
+    """True if `longrope` has different factors for long sequences in transformers' model."""
     if family_of(config.model_type).longrope_changes_scale_alone:
         return _type(rope) == "longrope" and rope.get("long_mscale") != rope.get("short_mscale")
     return _type(rope) == "longrope"
@@ -644,7 +656,9 @@ def why_positions_end(config: PreTrainedConfig) -> str:
 
 
 def wrong_turns(config: PreTrainedConfig) -> str:
-    """Say what of a config's rotary positions turns no heads, or nothing."""
+    """What is wrong with the sizes of a config's rotary positions, such as an odd `rotary_dim`; empty if they fit the
+    heads.
+    """
     if isinstance(odd := getattr(config, "rotary_dim", None), int) and odd % 2:
         return f"`rotary_dim` {odd} is odd, and positions turn pairs of numbers"
     rope = getattr(config, "rope_parameters", None) or {}

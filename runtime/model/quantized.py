@@ -1,4 +1,4 @@
-"""Linear layers whose weights are in few bits, multiplied by tokens as they are, or quantized to 8 or 16 bits."""
+"""Linear layers with quantized weights; the tokens they multiply stay as they are, or are quantized to 8 or 16 bits."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ _LARGEST = {8: 127, 16: 127 * 256 + 127}
 
 
 def fake_quantize_tokens(x: Tensor, columns: int, bits: int) -> Tensor:
-    """(..., inputs) `x` quantized to this number of bits, per token and group of columns."""
+    """`x` [..., inputs] quantized to this number of bits and dequantized, for each token and group of columns."""
     groups = x.float().reshape(*x.shape[:-1], -1, columns)
     steps = groups.abs().amax(-1, keepdim=True) / _LARGEST[bits]
     is_nothing = steps < torch.finfo(torch.float32).tiny
@@ -32,7 +32,7 @@ def fake_quantize_tokens(x: Tensor, columns: int, bits: int) -> Tensor:
 
 
 class QuantizedModule(nn.Module):
-    """A module that holds a weight as it is in the checkpoint."""
+    """A module that holds a weight in its checkpoint form."""
 
     values: Tensor
     scales: Tensor
@@ -76,15 +76,15 @@ class QuantizedModule(nn.Module):
         return x if self.order is None else x[..., self.order]
 
     def _rounded(self, x: Tensor) -> Tensor:
-        """The same, quantized as the kernels read it."""
+        """The tokens quantized as the kernels quantize them."""
         if not self.token_bits:
             return x
         return fake_quantize_tokens(x, kernel_group_size(self.quantized.group_size), self.token_bits)
 
 
 class QuantizedLinear(QuantizedModule):
-    """A linear layer whose product is the kernels' where they are loaded, and torch's with a dequantized weight
-    elsewhere.
+    """A linear layer whose product is a kernel's where kernels are loaded; elsewhere torch multiplies by the
+    dequantized weight.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class QuantizedLinear(QuantizedModule):
 
 
 class QuantizedExperts(QuantizedModule):
-    """Weights of all experts of a layer, one below the other, in the place of a parameter.
+    """Weights of all experts of a layer, stacked by outputs, in place of a parameter.
 
-    transformers' own experts find the numbers of those that they look up, in the dtype and the layout of the model's;
-    the kernel (`runtime.model.experts`) multiplies by them as they are.
+    transformers' own code for experts gets dequantized weights of the experts it looks up, in the model's dtype and
+    layout; the kernel (`runtime.model.experts`) multiplies by the quantized weights.
     """
 
     numbers: Tensor
@@ -128,7 +128,7 @@ class QuantizedExperts(QuantizedModule):
         self.register_buffer("numbers", torch.empty(0, dtype=own.dtype), persistent=False)
 
     def __getitem__(self, ids: Tensor | int) -> Tensor:
-        """(..., outputs, inputs) of these experts, or (..., inputs, outputs)."""
+        """Dequantized weights of these experts, [..., outputs, inputs] or [..., inputs, outputs]."""
         ids = torch.as_tensor(ids)  # Nemotron-H's take them one at a time
         weight = self._of(ids).dequantize(self.numbers.dtype).reshape(*ids.shape, self.out_features, self.in_features)
         return weight.mT if self.is_transposed else weight
@@ -140,13 +140,15 @@ class QuantizedExperts(QuantizedModule):
         return replace(whole, **rows)
 
     def by_torch(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """(S, outputs): `forward` of a few tokens, (S, inputs), each by one expert, as the reference for the kernel."""
+        """`forward` by torch for a few tokens [S, inputs], each with one expert: [S, outputs], the reference for the
+        kernel.
+        """
         weight = self._of(chosen).in_stored_order().view(len(chosen), self.out_features, self.in_features)
         read = self._rounded(self._ordered(x))
         return torch.einsum("soi,si->so", weight.to(read.dtype), read).to(x.dtype)
 
     def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """(S x k, outputs) of `x`, (S, inputs) or (S x k, inputs), by the experts `chosen`, (S x k,)."""
+        """Product [S x k, outputs] of `x`, [S, inputs] or [S x k, inputs], with the experts `chosen`, [S x k]."""
         x = self._ordered(x)
         packed = self.pack() if self.packed is None else self.packed
         products: Tensor = torch.ops.specdec.experts_linear(x, packed, chosen, self.out_features, 0, self.token_bits)
@@ -171,7 +173,7 @@ class QuantizedExperts(QuantizedModule):
 def place_quantized(
     model: PreTrainedModel, weights: dict[str, QuantizedWeight], activations: LayersActivations, *, with_kernels: bool
 ) -> None:
-    """Put quantized weights in the place of the layers' own, and of experts'."""
+    """Put quantized weights in place of the layers' and experts' own."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, weight in weights.items():
         parent_name, _, child = name.rpartition(".")
@@ -220,7 +222,7 @@ def _form(layer: nn.Module) -> tuple[int, int] | None:
 
 
 def pack_layers(model: nn.Module) -> None:
-    """Once, where no compiler does so: the kernels must be loaded."""
+    """Pack the weights for the kernels, once, where no compiler does so; the kernels must be loaded."""
     for layer in quantized_layers(model):
         if layer.with_kernels:
             layer.packed = layer.pack()
@@ -232,7 +234,7 @@ def placeholders(
     transposed: Collection[str],
     experts: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Tensor]:
-    """Placeholders of the shapes that the model has of the weights, without memory, while it is loaded.
+    """Tensors on `meta` with the shapes of the model's weights, used while the model is loaded.
 
     `experts` are the shapes of weights of all of a layer's experts, by name.
     """
@@ -247,7 +249,7 @@ def placeholders(
 
 @contextmanager
 def without_kernels(model: PreTrainedModel) -> Iterator[None]:
-    """Compute quantized layers by torch in the block, as the reference for the kernels."""
+    """Have torch compute quantized layers within the block, as the reference for the kernels."""
     layers = [(layer, layer.with_kernels) for layer in quantized_layers(model)]
     has_experts = any(isinstance(layer, QuantizedExperts) for layer, _ in layers)
     experts = model.get_experts_implementation()

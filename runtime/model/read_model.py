@@ -51,8 +51,9 @@ from runtime.util.errors import SpecDecError, SpecDecWarning
 def read_numbers(
     model_dir: Path, dtype: torch.dtype, wanted: Callable[[str], bool] = lambda name: True
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A model's config, and its weights of `wanted` names as the numbers that they mean, quantized ones too: in
-    `dtype`, or in float32 where transformers keeps them so."""
+    """A model's config, and the numbers of its `wanted` weights, dequantized: in `dtype`, or in float32 where
+    transformers keeps float32.
+    """
     source = open_source(model_dir)
     dtype_of = dtypes_of_weights(parse_pretrained_config(source.config, source.name), dtype)
     tensors = [tensor for tensor in source.tensors if wanted(tensor.name)]
@@ -98,15 +99,15 @@ def open_source(model_dir: Path) -> Source:
 
 
 def _check_number_of_layers(config: dict[str, Any], model_dir: Path) -> None:
-    """SpecDecError for so many layers that it would take long to make them, of which the files have no weights.
+    """SpecDecError if the config has many more layers than the files have weights for, before the layers are made.
 
     A GGUF file's number of layers was compared with its tensors when its metadata was read.
     """
     for name, count in counts_of_layers(config):
         if count > MANY_LAYERS and not is_gguf(model_dir) and count > (found := len(read_tensors(model_dir))):
             raise SpecDecError(
-                f"config.json and weights are of two models, `{name}` is {count} and the files hold {found} tensors: "
-                f"{model_dir}",
+                f"config.json and weights belong to two models, `{name}` is {count} and the files hold {found} "
+                f"tensors: {model_dir}",
                 hint="correct config.json, or download or save the model again",
             )
 
@@ -114,7 +115,7 @@ def _check_number_of_layers(config: dict[str, Any], model_dir: Path) -> None:
 def _read_weights(
     model_dir: Path, config: dict[str, Any], whole_type: str | None, shapes: dict[str, tuple[int, ...]]
 ) -> list[SourceTensor]:
-    """The tensors that a language model of this config is made of, which may lie in a whole model of another type."""
+    """The tensors of this config's language model, which may be inside a whole model of another type."""
     warn_of_adapter(model_dir)
     tensors = read_tensors(model_dir)
     check_not_wrapped((tensor.name for tensor in tensors), model_dir)
@@ -135,7 +136,7 @@ def _read_weights(
 def _gguf_tensors(
     path: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]]
 ) -> tuple[dict[str, PrequantizedLayer], list[SourceTensor]]:
-    """A file's weights, low-bit and others: all weights of its model."""
+    """All weights of a GGUF file, quantized and plain."""
     layers, tensors = read_gguf_tensors(path, config)
     check_shapes(layers, shapes, path)
     found = {*(tensor.name for tensor in tensors), *(f"{name}.weight" for name in layers)}
@@ -148,7 +149,7 @@ def _gguf_tensors(
 def _language_model_tensors(
     entries: list[SourceTensor], whole_type: str, shapes: dict[str, tuple[int, ...]], model_dir: Path
 ) -> list[SourceTensor]:
-    """The weights of the language model inside, by the names that it has by itself."""
+    """The weights of the language model inside, under its own names."""
     # Cosmos 3 and Molmo 2 are saved under other names than transformers has for the whole model.
     names = names_in_whole(whole_type, (entry.name for entry in entries))
     renamed = [replace_fields(entry, name=name) for entry, name in zip(entries, names, strict=True)]
@@ -160,8 +161,9 @@ def _language_model_tensors(
     )
     if not found:
         raise SpecDecError(
-            f"no weights of a language model are in this model of several kinds of input: {model_dir}",
-            hint=f"they should begin with {' or '.join(f'`{prefix}`' for prefix in _PREFIXES_INSIDE)}",
+            f"this multimodal model's files have no weights of a language model: {model_dir}",
+            hint="the names of such weights should begin with "
+            f"{' or '.join(f'`{prefix}`' for prefix in _PREFIXES_INSIDE)}",
         )
     return found
 
@@ -173,7 +175,7 @@ _PREFIXES_INSIDE = (
 
 
 def _without_prefix(entries: list[SourceTensor]) -> list[SourceTensor]:
-    """The weights whose names begin as those of a language model inside, by the names that it has by itself."""
+    """The weights whose names have the prefix of a language model inside, under its own names."""
     prefix = next((one for one in _PREFIXES_INSIDE if any(entry.name.startswith(one) for entry in entries)), None)
     if prefix is None:
         return []
@@ -189,8 +191,9 @@ def _without_prefix(entries: list[SourceTensor]) -> list[SourceTensor]:
 
 
 def _named_as_whole(tensors: list[SourceTensor], shapes: dict[str, tuple[int, ...]]) -> list[SourceTensor]:
-    """The tensors of a model that was saved without its head by their names in the whole one: in GPT-2's `h.0.attn` is
-    `transformer.h.0.attn`."""
+    """The tensors of a model that was saved without its output layer, under the whole model's names: GPT-2's `h.0.attn`
+    becomes `transformer.h.0.attn`.
+    """
     layers = {name.rpartition(".")[0] for name in shapes}
     prefixes = {name.partition(".")[0] for name in shapes}
 
@@ -203,23 +206,24 @@ def _named_as_whole(tensors: list[SourceTensor], shapes: dict[str, tuple[int, ..
 
 
 def _check_names(pretrained: PreTrainedConfig, names: list[str], model_dir: Path, *, is_inside: bool) -> None:
-    """SpecDecError for a model that lacks weights; one inside another may have them under names that are not known."""
+    """SpecDecError if the model lacks weights. A language model inside another may have them under unknown names."""
     missing = missing_weights(pretrained, names)
     if missing and is_inside:
         raise SpecDecError(
-            f"the language model inside lacks weights that it has on its own, such as `{missing[0]}`: {model_dir}",
+            f"the language model inside this model lacks weights, such as `{missing[0]}`: {model_dir}",
             hint="the model is incomplete, or of a family whose names specdec does not know",
         )
     if missing:
         raise SpecDecError(
             f"`{model_dir}` lacks {len(missing)} of the model's weights, such as: {missing[0]}",
-            hint="config.json and weights are of two models, or the model is incomplete; download or correct it",
+            hint="config.json and weights belong to two models, or the model is incomplete; download or correct it",
         )
 
 
 def _check_shapes(entries: list[SourceTensor], shapes: dict[str, tuple[int, ...]], model_dir: Path) -> None:
-    """SpecDecError for a tensor of another shape than the config makes it, or of integers where it makes numbers with
-    a fraction. Names that transformers maps are passed."""
+    """SpecDecError for a tensor whose shape contradicts the config, or that has integers where the model has floats.
+    Names that transformers maps are skipped.
+    """
     for entry in entries:
         wanted = shapes.get(entry.name)
         if wanted is not None and not entry.is_float:

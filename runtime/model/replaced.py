@@ -1,7 +1,7 @@
-"""Bases of the modules that stand for transformers' own, where these compute in a way that a step cannot.
+"""Bases for modules that replace transformers' own, where these compute in a way that a step cannot.
 
 `runtime.model.placing` gives a model's module the class that its family names. Without a step's paged inputs, or with
-another attention than ours, a replaced module computes as transformers' class does.
+another attention function, a replaced module computes as transformers' class does.
 """
 
 import sys
@@ -20,26 +20,26 @@ from runtime.model.attention import KERNEL, PAGED, PROBE, PagedInputs
 
 
 class Replaced(nn.Module):
-    """A class of ours, from which and transformers' class, in this order, a class of both is made."""
+    """Base of our classes; a module gets a class that inherits from ours first and transformers' second."""
 
     model_config: Any
 
     @classmethod
     def fits(cls, module: nn.Module) -> bool:
-        """False where this version of transformers needs no replacement of the module."""
+        """False if this version of transformers needs no replacement of the module."""
         return True
 
     def prepare(self, name: str, model: PreTrainedModel) -> None:
-        """Make the module ready, which is `name` in the model, and has just got its class."""
+        """Prepare the module called `name` in the model, which has just got its new class."""
 
 
 def layer_in(name: str) -> int:
-    """Number of the layer in a module's name: 3 of `model.layers.3.self_attn`."""
+    """Number of the layer in a module's name: 3 for `model.layers.3.self_attn`."""
     return next(int(part) for part in name.split(".") if part.isdecimal())
 
 
 class NumberedLayer(Replaced):
-    """A module that has keys, values or a state, and that transformers may not have told which layer it is."""
+    """A module with keys, values or a state, to which transformers may not have given its layer's number."""
 
     layer_idx: int
 
@@ -49,7 +49,7 @@ class NumberedLayer(Replaced):
 
 
 class EqualPositions(Replaced):
-    """Rotary positions in time, height and width, of which no frequencies are mixed: on text the three are equal."""
+    """Rotary positions in time, height and width whose frequencies need no mixing: for text all three are equal."""
 
     def recomposition_frequencies(self, frequencies: Tensor) -> Tensor:
         """(B, T, 2 D) of (3, B, T, D)."""
@@ -99,7 +99,7 @@ def _rotated(heads: Tensor, factors: Tensor) -> Tensor:
 
 
 class Layer(Replaced):
-    """A layer hands the step's paged inputs on to the module of it that mixes tokens."""
+    """A layer that passes the step's paged inputs on to its module that mixes tokens."""
 
     mixing = "self_attn"
 
@@ -109,7 +109,7 @@ class Layer(Replaced):
 
 
 class Attends(Replaced):
-    """Attention that its model hands the step's paged inputs on to."""
+    """Attention that passes on the step's paged inputs that its model gave it."""
 
     config: Any
     layer_idx: int
@@ -119,7 +119,7 @@ class Attends(Replaced):
 
 
 class OwnAttention(Attends):
-    """Attention is by transformers' interface, in place of a method that computes it of queries, keys and values."""
+    """Attention through transformers' interface, replacing a method that computes it from queries, keys and values."""
 
     @classmethod
     def fits(cls, module: nn.Module) -> bool:
@@ -159,8 +159,9 @@ class OwnAttention(Attends):
 
 
 class Biased(Attends):
-    """Attention is by transformers' interface, and a logit loses with each token between query and key what its head
-    loses (ALiBi, arXiv 2108.12409)."""
+    """Attention through transformers' interface in which a score falls with each token between query and key, by the
+    head's slope (ALiBi, arXiv 2108.12409).
+    """
 
     slopes: Tensor  # (H,) float32
 
@@ -182,12 +183,12 @@ class Biased(Attends):
 
 
 def own_module(module: nn.Module) -> Any:
-    """Transformers' module of Python that a replaced module's own class is of."""
+    """The Python module of transformers that defines the class of a replaced module."""
     return sys.modules[type(module).__bases__[1].__module__]
 
 
 class OwnAttentionModel(Replaced):
-    """A model hands the step's paged inputs on to all of its attention at once: its layers take no others."""
+    """A model that passes the step's paged inputs to all its attention modules at once: its layers take no keywords."""
 
     _can_set_attn_implementation_cached_value = True  # which transformers would read from the module's code
 
@@ -198,17 +199,18 @@ class OwnAttentionModel(Replaced):
 
 
 def taken_from(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Take out of a model's keywords what attention by the interface takes besides the model's own, if there is any:
-    a step's paged inputs, or the quantizer of the reference (`runtime.builder.reference`)."""
+    """Take the inputs of our attention out of a model's keywords, if there are any: a step's paged inputs, or the
+    reference's quantizer (`runtime.builder.reference`).
+    """
     taken = {name: kwargs.pop(name, None) for name in ("paged", "quantize_kv")}
     return {name: value for name, value in taken.items() if value is not None}
 
 
 @contextmanager
 def handed(modules: Iterable[nn.Module], taken: dict[str, Any], method: str = "forward") -> Iterator[None]:
-    """Have a method of modules get these keywords, if there are any, in the block.
+    """Add these keywords, if there are any, to calls of a method of these modules within the block.
 
-    What stood there is put back, not taken away, which `torch.compile` has no understanding of.
+    Afterwards the previous attribute is put back, not deleted, which `torch.compile` would not understand.
     """
     before = [(module, getattr(module, method)) for module in modules] if taken else []
     for module, function in before:
@@ -225,7 +227,7 @@ def attends_by_ours(config: Any) -> bool:
 
 
 class Indexer(Replaced):
-    """An index of keys that chooses all of them: a sequence has no more than it would choose."""
+    """An index of keys that chooses all of them: sequences are limited to the number of keys that it would choose."""
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **kwargs: Any) -> Tensor:
         if attends_by_ours(self.model_config):
@@ -235,7 +237,7 @@ class Indexer(Replaced):
 
 
 class Indexed(Replaced):
-    """Attention whose mask an index would narrow."""
+    """Attention with an index of keys, whose mask stays causal, since the index chooses all keys (`Indexer`)."""
 
     def forward(self, *arguments: Any, **kwargs: Any) -> Any:
         if isinstance(kwargs.get("paged"), PagedInputs) and kwargs.get("attention_mask") is None:

@@ -1,4 +1,6 @@
-"""A model that has one rank's piece of its weights, and computes what the whole one does together with the others."""
+"""A rank's model: it has one piece of each split weight, and computes the whole model's result together with other
+ranks.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from runtime.util.errors import SpecDecError
 
 @dataclass(frozen=True)
 class Ranks:
-    """Ranks that compute a layer together."""
+    """The ranks that compute a layer together."""
 
     tp_size: int
     shares_memory: bool
@@ -23,7 +25,7 @@ class Ranks:
 
 
 class SummedLinear(nn.Module):
-    """A layer that has some of the inputs: the ranks' outputs are added up, and the bias after them."""
+    """A layer with some of the inputs: the ranks' outputs are added up, and then the bias."""
 
     def __init__(self, layer: nn.Module, bias: nn.Parameter | None, ranks: Ranks, *, has_all_inputs: bool) -> None:
         super().__init__()
@@ -37,7 +39,7 @@ class SummedLinear(nn.Module):
 
 
 class GatheredLinear(nn.Module):
-    """A layer that has some of the outputs, and returns those of all ranks."""
+    """A layer with some of the outputs, which returns the outputs of all ranks."""
 
     def __init__(self, layer: nn.Module, ranks: Ranks) -> None:
         super().__init__()
@@ -45,7 +47,7 @@ class GatheredLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """This rank's, of which models ask the dtype (Hunyuan 4)."""
+        """This rank's weight; some models ask for its dtype (Hunyuan 4)."""
         weight = self.layer.weight
         assert isinstance(weight, Tensor)
         return weight
@@ -55,7 +57,7 @@ class GatheredLinear(nn.Module):
 
 
 class SplitEmbedding(nn.Module):
-    """Embeddings of some of the vocabulary: the sum over ranks is that of the one rank that has the token's."""
+    """Embeddings for a part of the vocabulary: a token's embedding is on one rank, the others add zeros."""
 
     def __init__(self, weight: nn.Parameter, ranks: Ranks) -> None:
         super().__init__()
@@ -69,15 +71,16 @@ class SplitEmbedding(nn.Module):
 def placeholders_of_pieces(
     state_dict: dict[str, Tensor], splitting: Splitting, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Take a rank's pieces of split weights out of its tensors: they come back, by name, and tensors of the whole
-    shapes and no memory are in their place for as long as the model is loaded."""
+    """Take a rank's pieces of split weights out of its tensors and return them by name; while the model is loaded,
+    tensors with the whole shapes, which take no memory, stand in their place.
+    """
     pieces = {name: state_dict.pop(name) for name in list(state_dict) if splitting.is_cut(name)}
     for name, piece in pieces.items():
         wanted = shapes.get(name)
         if wanted is None or splitting.form(name, wanted) != tuple(piece.shape):
             raise SpecDecError(
-                f"a piece of a weight is {list(piece.shape)}, and not what {splitting.tp_size} devices have of "
-                f"{list(wanted or ())}: {name}",
+                f"a piece of a weight is {list(piece.shape)}, which is not its share for {splitting.tp_size} devices "
+                f"of {list(wanted or ())}: {name}",
                 hint="convert the model again",
                 code="checkpoint",
             )
@@ -86,7 +89,7 @@ def placeholders_of_pieces(
 
 
 def place_pieces(model: PreTrainedModel, splitting: Splitting, pieces: dict[str, Tensor] | None = None) -> None:
-    """Put pieces of the weights in their places; without them, on `meta`, tensors of their shapes."""
+    """Put pieces of the weights in their places; on `meta`, tensors with the pieces' shapes."""
     placed: dict[int, nn.Parameter] = {}  # by the parameters that they replace: some are shared
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if not splitting.is_cut(name):
@@ -110,7 +113,7 @@ def _names_of(model: PreTrainedModel, parameter: nn.Parameter) -> Iterator[str]:
 
 
 def compute_together(model: PreTrainedModel, splitting: Splitting, *, shares_memory: bool) -> None:
-    """Replace the layers whose outputs are one rank's by such as ask the others."""
+    """Replace layers with split outputs by layers that collect the outputs of all ranks."""
     ranks = Ranks(splitting.tp_size, shares_memory)
     for name, split in splitting.layers.items():
         parent, _, child = name.rpartition(".")

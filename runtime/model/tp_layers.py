@@ -1,9 +1,9 @@
-"""Tensor-parallel split of a model's weights: by transformers' own plan of its family (`base_model_tp_plan`).
+"""Tensor-parallel split of a model's weights, by transformers' plan for its family (`base_model_tp_plan`).
 
-A layer's outputs are split, or its inputs, and then the ranks' outputs are added up. Of experts each rank has a piece
-of every one, and their outputs are added up when they have been weighted. Heads stay whole: where there are fewer K/V
-heads than ranks, several ranks hold the same. The plans leave embeddings whole; here they are split like the output
-layer, by the vocabulary, where both can be.
+A layer is split by its outputs, or by its inputs, and then the ranks' outputs are added up. Every rank has a piece of
+every expert; experts' outputs are added up after they are weighted. Heads stay whole: with fewer K/V heads than ranks,
+several ranks hold the same head. The plans leave embeddings whole; here they are split by the vocabulary, like the
+output layer, if both can be.
 """
 
 import re
@@ -24,7 +24,9 @@ Kind = Literal["outputs", "gathered_outputs", "inputs", "own_inputs", "vocabular
 
 @dataclass(frozen=True)
 class Cut:
-    """Cut of a tensor: in which dimension, and of how many matrices behind each other each rank has a piece."""
+    """How a tensor is cut: along which dimension, and into how many stacked matrices, of each of which a rank has a
+    piece.
+    """
 
     dimension: int
     num_packed: int = 1
@@ -56,7 +58,7 @@ _ANOTHER_SIZE = "split it over another number of devices"
 
 @dataclass(frozen=True)
 class Split:
-    """Split of a layer over ranks; `num_pieces` are fewer than ranks if neighbours hold the same piece."""
+    """How a layer is split over ranks; `num_pieces` is below the number of ranks if neighbours hold the same piece."""
 
     kind: Kind
     num_pieces: int
@@ -64,7 +66,7 @@ class Split:
     """Cuts of a non-linear layer, by the names of its tensors."""
 
     def cut(self, part: str) -> Cut | None:
-        """Cut of the layer's tensor of this name; None: each rank holds all of it."""
+        """How the layer's tensor with this name is cut; None: every rank holds all of it."""
         if self.cuts:
             return dict(self.cuts).get(part)
         if part == "weight_book":
@@ -76,7 +78,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Splitting:
-    """A model's layers, by name, as they lie on `tp_size` ranks; those that are not named are whole on each."""
+    """A model's layers, by name, as split over `tp_size` ranks; a layer without an entry is whole on each rank."""
 
     tp_size: int
     layers: Mapping[str, Split]
@@ -84,7 +86,7 @@ class Splitting:
     """Embeddings and output layer that are not split."""
 
     def piece(self, name: str, tensor: Tensor, rank: int) -> Tensor:
-        """Part of a checkpoint's tensor held by rank `rank`; SpecDecError if it cannot be divided so."""
+        """The part of a checkpoint's tensor that rank `rank` holds; SpecDecError if the tensor cannot be divided so."""
         found = self._cut(name, tuple(tensor.shape))
         if found is None:
             return tensor
@@ -100,8 +102,8 @@ class Splitting:
         """SpecDecError where torch's product of experts would fail, in the middle of a step."""
         if (row_bytes := piece.shape[-1] * piece.element_size()) % _ROW_BYTES:
             raise SpecDecError(
-                f"of a row of experts' weights {self.tp_size} devices have {row_bytes} bytes each, and their product "
-                f"takes multiples of {_ROW_BYTES}: {name}",
+                f"with {self.tp_size} devices each has {row_bytes} bytes of a row of an expert's weights, which must "
+                f"be a multiple of {_ROW_BYTES}: {name}",
                 hint=_ANOTHER_SIZE,
             )
 
@@ -116,10 +118,10 @@ class Splitting:
         return tuple(whole)
 
     def join(self, name: str, pieces: Seq[Tensor]) -> Tensor:
-        """The whole tensor of all ranks' pieces.
+        """The whole tensor from all ranks' pieces.
 
-        A scale of all of an output's inputs, which each rank has, becomes one for each rank's inputs: that says the
-        same.
+        A scale for all inputs of an output, equal on all ranks, becomes one scale for each rank's inputs, which means
+        the same.
         """
         layer, _, part = name.rpartition(".")
         split = self.layers.get(layer)
@@ -131,7 +133,7 @@ class Splitting:
         return torch.cat([torch.cat(one, cut.dimension) for one in packed], cut.dimension)
 
     def is_cut(self, name: str) -> bool:
-        """True if ranks hold parts of the model's parameter of this name."""
+        """True if ranks hold only parts of the parameter with this name."""
         layer, _, part = name.rpartition(".")
         split = self.layers.get(layer)
         return split is not None and (bool(split.cuts) or part in _OWN_PARTS) and split.cut(part) is not None
@@ -146,7 +148,7 @@ class Splitting:
             return None
         if part == "weight_order":
             raise SpecDecError(
-                f"the inputs of a layer that is to be split have an order of their own: {layer}",
+                f"a layer that is to be split over devices has its inputs reordered: {layer}",
                 hint="run the model on one device",
             )
         # Two numbers of 4 bits lie in a byte, and scales are of groups of inputs: none of them is cut through.
@@ -164,9 +166,9 @@ class Splitting:
 
 
 def split_model(model: PreTrainedModel, layers: Seq[LayerShape], tp_size: int) -> Splitting:
-    """Split the model, which may be without weights; `layers` are its K/V shapes.
+    """Plan the split of a model, which may be on `meta`; `layers` are its K/V shapes.
 
-    SpecDecError, by the family's name, where transformers has no plan for it or one that is not supported here.
+    SpecDecError, naming the family, if transformers has no plan for it or a plan that is not supported.
     """
     kind = model.config.model_type
     plan = _plan_of(model)
@@ -198,8 +200,9 @@ def split_model(model: PreTrainedModel, layers: Seq[LayerShape], tp_size: int) -
 
 
 def _is_of_whole_mixer(plan: Mapping[str, str], name: str, model: nn.Module, layers: Seq[LayerShape]) -> bool:
-    """True for the last projection of a layer with a state whose others the plan leaves whole (GLM-5.3-Flash: it names
-    those of attention, and the one that both have)."""
+    """True for the last projection of a layer with a state whose other projections the plan leaves whole
+    (GLM-5.3-Flash: its plan names attention's projections, and the last one has the same name in both).
+    """
     number = next((int(part) for part in name.split(".") if part.isdecimal()), None)
     if number is None or number in {layer.layer for layer in layers}:
         return False
@@ -216,7 +219,7 @@ def _numbers_of_heads(config: PreTrainedConfig) -> set[int]:
 
 
 def _plan_of(model: PreTrainedModel) -> dict[str, str]:
-    """transformers' plan, by patterns of the model's own names."""
+    """transformers' plan: patterns of the model's own names."""
     prefix = model.base_model_prefix
     base = getattr(model.config, "base_model_tp_plan", None) or {}
     own = getattr(type(model), "_tp_plan", None) or {}
@@ -251,7 +254,7 @@ def _refuse(family: str, style: str) -> NoReturn:
 def _cuts_of_experts(
     plan: Mapping[str, str], name: str, experts: nn.Module, family: str
 ) -> tuple[tuple[str, Cut], ...]:
-    """Cuts of the experts' own weights: what a rank has all of would be added up as often as there are ranks."""
+    """How the experts' own weights are cut: a weight that every rank had completely would be added once a rank."""
     cuts = []
     for part, _ in experts.named_parameters():
         style = _style_of(plan, f"{name}.{part}") or f"{part} whole"
@@ -266,7 +269,7 @@ def _cuts_of_experts(
 def _cuts_of_heads(
     plan: Mapping[str, str], name: str, attention: nn.Module, family: str
 ) -> tuple[tuple[str, Cut], ...]:
-    """Cuts of an attention's own weights that have one number per head."""
+    """How attention's parameters with one number a head are cut."""
     cuts = []
     for part, parameter in attention.named_parameters(recurse=False):
         style = _style_of(plan, f"{name}.{part}")
@@ -278,7 +281,7 @@ def _cuts_of_heads(
 
 
 def _refuse_parameters(model: PreTrainedModel, plan: Mapping[str, str], splits: Mapping[str, Split]) -> None:
-    """Weights that lie in no layer that is split."""
+    """SpecDecError for parameters outside the layers that are split."""
     known = {name for name, split in splits.items() if split.cuts}
     for name, _ in model.named_parameters():
         style = _style_of(plan, name)
@@ -291,14 +294,15 @@ def _kv_pieces(layers: Seq[LayerShape], tp_size: int, family: str) -> int:
     odd = next((count for count in sorted(counts) if count % tp_size and tp_size % count), None)
     if odd is not None or len({min(count, tp_size) for count in counts}) > 1:
         raise SpecDecError(
-            f"{tp_size} devices neither divide {odd or max(counts)} K/V heads nor are divided by them: {family}",
+            f"{tp_size} devices cannot share {odd or max(counts)} K/V heads, neither number divides the other: "
+            f"{family}",
             hint=_ANOTHER_SIZE,
         )
     return min(min(counts), tp_size)
 
 
 def _with_vocabulary(model: PreTrainedModel, splits: dict[str, Split], tp_size: int) -> Splitting:
-    """The embeddings split like the output layer, where both can be or are not one; otherwise whole."""
+    """The embeddings, split like the output layer if both can be split or they are not tied; otherwise whole."""
     embeddings = model.get_input_embeddings()
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     names = {id(module): name for name, module in model.named_modules()}

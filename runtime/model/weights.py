@@ -1,6 +1,6 @@
-"""A compiled step's weights: in a file of their own, laid out as the step wants them, and in memory once.
+"""A compiled step's weights: in their own file, in the layout that the step wants, and in memory once.
 
-Packaged with the step they would be in memory twice, mapped and copied, and the package unpacked at every opening.
+Inside the step's package they would be in memory twice, mapped and copied, and unpacked at every opening.
 """
 
 import ctypes
@@ -43,9 +43,9 @@ Layout = dict[str, tuple[str, list[int]]]
 
 
 def save_weights(path: Path, weights: Mapping[str, Tensor], known: Mapping[str, Tensor] | None = None) -> None:
-    """Write a safetensors file of contiguous tensors; those that share memory are written each for itself.
+    """Write a safetensors file of contiguous tensors; tensors that share memory are written separately.
 
-    Of those that are among the `known` ones of another step only the name there is written.
+    For a tensor that equals one of the `known` tensors of another step, only its name there is written.
     """
     write_weights(path, layout_of(weights), lambda: [weights], known)
 
@@ -56,9 +56,9 @@ def write_weights(
     parts: Callable[[], Iterable[Mapping[str, Tensor]]],
     known: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """The same of weights that are made in parts, one after the other, and all of this layout together.
+    """`save_weights` for weights that are made in parts, one after another, all with this layout.
 
-    They are made twice where others are known: which these are is at the beginning of the file.
+    If `known` is given they are made twice, since the file begins with the list of known tensors.
     """
     shared = {name: other for part in parts() for name, other in _among(known, part)} if known else {}
     own = {name: form for name, form in layout.items() if name not in shared}
@@ -101,16 +101,16 @@ class _Written:
         self._put.put(name)
 
     def finish(self) -> str:
-        """Wait until all are written; returns the file's SHA-256. Raises OSError for a disk that is full."""
+        """Wait until all weights are written; returns the file's SHA-256. Raises OSError if the disk is full."""
         return self._end.result()
 
     def abandon(self) -> None:
-        """Wait until nothing is written any more."""
+        """Stop writing, and wait until the thread has ended."""
         self._put.put(None)
         wait([self._end])
 
     def _write(self, header: bytes) -> str:
-        """Write in the order of the file, until something is abandoned."""
+        """Write the weights in the file's order, until the writing is abandoned."""
         sha256, is_put = hashlib.sha256(header), set[str]()
         with self.path.open("wb") as file:
             file.write(header)
@@ -132,9 +132,9 @@ _meanwhile: dict[Path, _Written] | None = None
 
 @contextmanager
 def written_meanwhile() -> Iterator[Callable[[], None]]:
-    """Have threads write weights in the block, which meanwhile are opened from the memory that they are written from.
+    """Have threads write weights within the block, while the weights are already used from the same memory.
 
-    What it yields waits until all are written. For one thread at a time.
+    The function it yields waits until all are written. For one thread at a time.
     """
     global _meanwhile
     assert _meanwhile is None
@@ -153,8 +153,9 @@ def written_meanwhile() -> Iterator[Callable[[], None]]:
 
 
 def _header(layout: Layout, metadata: dict[str, str]) -> tuple[bytes, dict[str, int]]:
-    """Length and header as safetensors writes them, and the bytes of each tensor in the order of the file: the widest
-    come first."""
+    """Length and header in safetensors' form, and the bytes of each tensor in the file's order: the widest
+    dtype first.
+    """
     order = {name: number for number, name in enumerate(NUM_BITS)}
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     sizes, end = dict[str, int](), 0
@@ -173,7 +174,7 @@ def _among(known: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Iterat
 
 
 def _find(weight: Tensor, known: Mapping[str, Tensor]) -> str | None:
-    """The name of a tensor of the same bits."""
+    """The name of a tensor with the same bits."""
     for name, other in known.items():
         if (other.dtype, other.shape) == (weight.dtype, weight.shape) and torch.equal(other, weight):
             return name
@@ -189,10 +190,10 @@ def num_bytes_of(layout: Layout) -> int:
 
 
 def open_weights(path: Path, wanted: Layout, known: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The file's tensors, in one piece of memory, and behind them those of `known` that the file names.
+    """The file's tensors, in one piece of memory, followed by the `known` tensors that the file names.
 
-    Raises SafetensorError where it is damaged. SpecDecError unless they are what the step wants: it reads their memory
-    as it was compiled to.
+    Raises SafetensorError if the file is damaged, and SpecDecError unless the tensors are those that the step expects,
+    since it reads their memory by compiled offsets.
     """
     if _meanwhile is not None and (written := _meanwhile.get(path)) is not None:
         weights = written.tensors | _named(path, written.shared, known or {})
@@ -231,9 +232,9 @@ def _named(path: Path, names: dict[str, str], known: Mapping[str, Tensor]) -> di
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The file's tensors, each in memory of its own. Raises SafetensorError where it is damaged.
+    """The file's tensors, each in its own memory. Raises SafetensorError if the file is damaged.
 
-    Read, not mapped: a file that is written over ends no process, now or later.
+    Read, not mapped: overwriting the file later does not kill the process.
     """
     if _meanwhile is not None and (written := _meanwhile.get(path)) is not None:
         written.finish()
@@ -304,7 +305,7 @@ class _FileMemory:
     num_filled_bytes: int = 0
 
     def place_of(self, tensor: Tensor) -> int:
-        """The place that a tensor lies in, or begins in."""
+        """The file's place that this tensor lies or begins in."""
         return self.places[bisect_right(self.places, tensor.data_ptr() - self.address) - 1]
 
     def begin(self, place: int) -> None:
@@ -344,9 +345,9 @@ _memories: WeakValueDictionary[int, _FileMemory] = WeakValueDictionary()  # by a
 
 
 def absent_weights(path: Path) -> dict[str, Tensor]:
-    """The file's tensors, each at a place of its own: zeros that take no memory, unless they are `present`.
+    """The file's tensors, each at its own address: zeros that take no memory, except while they are `present`.
 
-    Raises SafetensorError where the file is damaged. It is read and not mapped, as by `read_weights`.
+    Raises SafetensorError if the file is damaged. It is read and not mapped, as by `read_weights`.
     """
     with ExitStack() as stack:
         file = stack.enter_context(path.open("rb"))
@@ -373,13 +374,13 @@ def absent_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _pages_of(num_bytes: int) -> int:
-    """Bytes of the pages that so many bytes take, which are huge ones if there are several."""
+    """Bytes of the pages that this many bytes occupy: huge pages, if it is more than one."""
     page = _HUGE_PAGE if num_bytes >= _HUGE_PAGE else mmap.PAGESIZE
     return -(-max(num_bytes, 1) // page) * page
 
 
 def is_absent(tensor: Tensor) -> bool:
-    """True if its numbers are there while it is `present`, and not longer."""
+    """True for a tensor whose numbers are in memory only while it is `present`."""
     return _memory_of(tensor) is not None
 
 
@@ -391,9 +392,9 @@ def _memory_of(tensor: Tensor) -> _FileMemory | None:
 
 @contextmanager
 def present(*those: nn.Module | Tensor) -> Iterator[None]:
-    """Have the numbers of these tensors, and of all tensors of these modules, in memory in the block.
+    """Load the numbers of these tensors, and of all tensors of these modules, for the block.
 
-    SpecDecError for a file that is no longer the one whose header was read.
+    SpecDecError if a file has changed since its header was read.
     """
     found = ((memory, tensor) for tensor in tensors_of(those) if (memory := _memory_of(tensor)) is not None)
     places = {(memory.address, memory.place_of(tensor)): memory for memory, tensor in found}
@@ -416,8 +417,8 @@ def tensors_of(those: Iterable[nn.Module | Tensor]) -> Iterator[Tensor]:
 
 @contextmanager
 def layer_by_layer(model: nn.Module, have: Callable[..., AbstractContextManager[None]] = present) -> Iterator[None]:
-    """`have` each layer of the model while it is called in the block, its embeddings and its output layer too, and all
-    else of it for the whole block.
+    """Within the block, call `have` for each layer of the model while that layer is called, for its embeddings and
+    output layer too, and for everything else during the whole block.
     """
     layers = list(_layers_of(model))
     inside = {id(module) for layer in layers for module in layer.modules()}
@@ -445,7 +446,7 @@ def _end_call(calls: list[ExitStack], layer: nn.Module, inputs: object, outputs:
 
 
 def _layers_of(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules that are in lists, the outermost ones."""
+    """The modules in the outermost module lists."""
     for child in module.children():
         if isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield child

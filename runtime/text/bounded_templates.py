@@ -1,8 +1,8 @@
 """Jinja's sandbox with bounds on single operations: a chat template is a program that comes with a model.
 
-A loop in a template can be ended between two of its operations (`ended_after` in the server's conversations), but no
-operation can: `9 ** (9 ** 9)`, `"a" * 10 ** 10` and `"%9999999999d" % 1` would hold the interpreter, or take all
-memory. Joining texts (`~`, `join`, `replace`) is not bounded: texts that are doubled again and again are ended by time.
+The server ends a template's loop between two operations (`ended_after` in its conversations), but cannot end a single
+operation: `9 ** (9 ** 9)`, `"a" * 10 ** 10` and `"%9999999999d" % 1` would hold the interpreter, or take all memory.
+Joining texts (`~`, `join`, `replace`) is not bounded: a template that doubles a text again and again is ended by time.
 """
 
 import re
@@ -30,8 +30,8 @@ _compiling = Lock()
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """transformers' environment for chat templates, in which no operation takes long. SecurityError for one that would,
-    when it comes to it.
+    """transformers' environment for chat templates, with every operation bounded. An operation that would take too long
+    raises SecurityError when it is reached.
     """
 
     intercepted_binops = frozenset({"**", "*", "+", "%"})
@@ -63,8 +63,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def compile_bounded(text: str) -> None:
-    """Have transformers compile a chat template in this environment, and keep it. What jinja raises for a broken
-    template is raised.
+    """Have transformers compile a chat template in this environment, and keep it. Raises jinja's error for a broken
+    template.
     """
     utils: Any = import_module("transformers.utils.chat_template_utils")
     with _compiling:
@@ -79,7 +79,7 @@ def compile_bounded(text: str) -> None:
 
 
 def _size(operator: str, left: Any, right: Any) -> Any:
-    """Size of an operation's result, over what is allowed."""
+    """Size of an operation's result, as a multiple of the allowed size."""
     is_number = isinstance(left, int) and isinstance(right, int)
     if operator == "**":
         return left.bit_length() * right / _MOST_BITS if is_number and abs(left) > 1 else 0
@@ -106,7 +106,7 @@ def _format(value: str, *args: Any, **named: Any) -> str:
 
 
 def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that refuses widths of more than `_MOST_WIDTH`; jinja's own marks of a filter are its attributes."""
+    """A filter that refuses widths above `_MOST_WIDTH`; it keeps the attributes that jinja marks filters with."""
 
     @wraps(function)
     def bounded(*args: Any, **named: Any) -> Any:
@@ -117,7 +117,7 @@ def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_widths(*values: Any) -> None:
-    """SecurityError for a number that is too large for one."""
+    """SecurityError if a number is too large to be a width."""
     for value in values:
         if isinstance(value, int) and abs(value) > _MOST_WIDTH:
             raise SecurityError(f"a number is too large for a width or a count: {value.bit_length()} bits")

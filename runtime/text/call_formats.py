@@ -1,10 +1,11 @@
-"""Formats in which models write calls of tools and their reasoning: one table, chosen by the text of a chat template.
+"""Formats in which models write calls of tools and their reasoning: one table, looked up by the text of a chat
+template.
 
-A format is what stands around a call and how its name and arguments are written in between. The parser
-(`runtime.text.parser`) reads it, leniently about white space; the grammar (`runtime.text.call_grammar`) holds an
-output to it, as the models were trained to write it. Sources are the chat templates that the models' makers publish.
+A format says what stands around a call, and how its name and arguments are written. The parser (`runtime.text.parser`)
+reads it and ignores extra white space; the grammar (`runtime.text.call_grammar`) holds an output to it, as models were
+trained to write it. The formats come from the chat templates that the models' makers publish.
 
-At the end, arguments of calls as JSON, of the notations that formats write them in.
+The functions at the end turn the arguments of a call, in each format's notation, into JSON.
 """
 
 import ast
@@ -27,7 +28,7 @@ class JsonCall:
 
 @dataclass(frozen=True)
 class NamedCall:
-    """A name, a mark, and the arguments as JSON; what stands before the name and after the arguments."""
+    """A name, a mark, and the arguments as JSON, with a text before the name and a text after the arguments."""
 
     mark: str
     before: str = ""
@@ -36,7 +37,7 @@ class NamedCall:
 
 @dataclass(frozen=True)
 class TaggedCall:
-    """A name and each argument between tags. Texts stand there as they are, other values as JSON."""
+    """A name and each argument between tags. Text arguments are written as they are, other values as JSON."""
 
     name_open: str
     name_close: str
@@ -56,7 +57,7 @@ class PythonCalls:
 
 @dataclass(frozen=True)
 class BareCall:
-    """`call:name{key:value,…}`: keys without quotes, texts between marks of their own."""
+    """`call:name{key:value,…}`: keys without quotes, and texts between this format's own marks."""
 
     quote: str
     before: str = "call:"
@@ -64,12 +65,12 @@ class BareCall:
 
 @dataclass(frozen=True)
 class HarmonyCall:
-    """gpt-oss's messages: each with a channel, and a recipient if it is a call."""
+    """gpt-oss's messages: each has a channel, and a message that is a call has a recipient."""
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A format of calls. `opens` are texts that a call, or a list of them, begins with; the first is the usual one."""
+    """A format of calls. `opens` are the texts that begin a call or a list of calls; the first is the usual one."""
 
     name: str
     call: JsonCall | NamedCall | TaggedCall | PythonCalls | BareCall | HarmonyCall
@@ -93,7 +94,7 @@ class ToolFormat:
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """Format of what is thought before an answer."""
+    """Format of the reasoning that a model writes before its answer."""
 
     name: str
     known_by: str
@@ -200,7 +201,7 @@ T = TypeVar("T")
 
 
 def find_tool_format(template: str) -> ToolFormat | None:
-    """The format of a chat template."""
+    """The format of the calls that a chat template writes; None if it is not known."""
     return next((one for one in TOOL_FORMATS if any(all(t in template for t in texts) for texts in one.known_by)), None)
 
 
@@ -209,12 +210,12 @@ def find_reasoning_format(template: str) -> ReasoningFormat | None:
 
 
 def named_tool_format(name: str) -> ToolFormat | None:
-    """The format of that name; None for `none`. UsageError for another."""
+    """The format with this name; None for `none`. UsageError for an unknown name."""
     return _named(name, {one.name: one for one in TOOL_FORMATS}, "tool calls")
 
 
 def named_reasoning_format(name: str) -> ReasoningFormat | None:
-    """The same of what is thought."""
+    """The reasoning format with this name; None for `none`. UsageError for an unknown name."""
     return _named(name, {one.name: one for one in REASONING_FORMATS}, "reasoning")
 
 
@@ -223,7 +224,7 @@ def _named(name: str, formats: Mapping[str, T], of: str) -> T | None:
         return None
     if name not in formats:
         raise UsageError(
-            f"no such format of {of}: {name}", hint=f"{', '.join(sorted(formats))} and {NO_FORMAT} are known"
+            f"no such format of {of}: {name}", hint=f"the formats are {', '.join(sorted(formats))} and {NO_FORMAT}"
         )
     return formats[name]
 
@@ -246,7 +247,7 @@ class Tool:
 
 
 def types_of(schema: Any) -> frozenset[str]:
-    """JSON types that a schema names, and those of its alternatives."""
+    """The JSON types that a schema names, its alternatives included."""
     if not isinstance(schema, Mapping):
         return frozenset()
     kind = schema.get("type")
@@ -266,7 +267,7 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 class Malformed(Exception):
-    """Text after an opening tag that is no call."""
+    """The text after an opening tag is not a call."""
 
 
 def escaped(text: str) -> str:
@@ -274,7 +275,7 @@ def escaped(text: str) -> str:
 
 
 def unquoted(text: str) -> str:
-    """The object that a JSON text holds the JSON of; the text itself where it holds none."""
+    """The object in a JSON text whose value is itself JSON of an object; otherwise the text unchanged."""
     inner = str(loaded(text))
     try:
         return inner if isinstance(json.loads(inner), dict) else text
@@ -290,7 +291,7 @@ def loaded(text: str) -> Any:
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """A value that is written as text, as JSON of one of `types`; a text where it is none of them."""
+    """JSON of a value written as text: a value of one of `types` if the text is one, otherwise a JSON string."""
     text = text.strip()
     if text in ("True", "False", "None"):
         text = json.dumps(ast.literal_eval(text))
@@ -316,7 +317,7 @@ def _type_of(value: Any) -> str:
 
 
 def python_calls(text: str, tools: Mapping[str, Tool]) -> list[tuple[str, dict[str, Any]]]:
-    """Names and arguments in `[name(key=value), …]`; arguments without a key are those of the schema, in order."""
+    """Names and arguments in `[name(key=value), …]`; arguments without a key take the schema's keys, in order."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
         calls = tree.elts if isinstance(tree, ast.List) else []
@@ -360,7 +361,7 @@ def _python_value(node: ast.AST) -> Any:
 
 
 class BareValues:
-    """Reads `{key:value,…}` with texts between marks of their own."""
+    """Reads `{key:value,…}` in which texts stand between the format's own marks."""
 
     def __init__(self, text: str, quote: str) -> None:
         self._text, self._quote, self._at = text, quote, 0

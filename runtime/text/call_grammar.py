@@ -1,11 +1,11 @@
-"""Grammars of outputs that call tools: what comes before a call is free, and a call is of its format and its schema.
+"""Grammars for outputs that call tools: text before a call is free; a call follows its format and its tool's schema.
 
-The grammar covers the whole output, so a call may begin anywhere in a draft. With `auto` the text is free up to the tag
-that opens a call; a format without such a tag is not held to anything. Arguments in JSON are valid by the schema of
-their tool. In formats with notations of their own the names of arguments are, which of them must come, and each
-value's kind.
+The grammar covers the whole output, so a call may begin anywhere in a draft. With `auto`, text is free up to the tag
+that opens a call; in a format without such a tag nothing is constrained. Arguments written as JSON are valid under the
+tool's schema. In other notations the grammar fixes the names of arguments, which of them are required, and the type of
+each value.
 
-Text is in llguidance's dialect of Lark.
+The grammar's text is in llguidance's dialect of Lark.
 """
 
 import json
@@ -51,7 +51,7 @@ class Calls:
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Tokens of a vocabulary that are no text: added ones by name, and those of them that end an output."""
+    """Special tokens of a vocabulary: the ids of added tokens by name, and which of them end an output."""
 
     by_name: Mapping[str, int]
     end_ids: frozenset[int]
@@ -60,7 +60,7 @@ class SpecialIds:
 def call_grammar(
     calls: Calls, form: ToolFormat, reasoning: ReasoningFormat | None, special: SpecialIds, *, in_reasoning: bool
 ) -> str | None:
-    """The grammar of an output, after what it thinks; None if nothing is held to anything."""
+    """Grammar for an output, after its reasoning; None if nothing is constrained."""
     if calls.choice != "required" and form.starts_output and calls.schema is None:
         return None
     writer = _Writer(special, form, is_free=calls.choice == "auto")
@@ -82,13 +82,13 @@ def call_grammar(
 
 
 def schema_grammar(schema: str, reasoning: ReasoningFormat, special: SpecialIds) -> str:
-    """The grammar of JSON by a schema after what is thought, which the prompt has opened."""
+    """Grammar for JSON under a schema, after reasoning that the prompt has opened."""
     writer = _Writer(special, None, is_free=False)
     return writer.text(f"{writer.thought(reasoning, in_reasoning=True)} {writer.json(json.loads(schema), _STYLE)}")
 
 
 def schema_of(tool: Tool) -> dict[str, Any]:
-    """Schema of a tool's arguments: an object, with no others than are named, unless it says that there may be."""
+    """Schema of a tool's arguments: an object without further keys, unless the schema allows them itself."""
     schema = dict(tool.parameters)
     schema.setdefault("type", "object")
     if not any(name in schema for name in _CLOSED):
@@ -99,7 +99,7 @@ def schema_of(tool: Tool) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Section:
-    """Calls of an output: what opens them, the rest, and the rules that hold both."""
+    """The calls of an output: the rule that opens them, the rule for the rest, and the rule for both."""
 
     open: str
     rest: str
@@ -122,14 +122,14 @@ class _Writer:
         return "%llguidance {}\n" + "\n".join(f"{name}: {body}" for name, body in rules.items()) + "\n"
 
     def _rule(self, name: str, body: str) -> str:
-        """Add a rule, once; its name. `name[lazy]` is a rule that ends as soon as it can."""
+        """Add a rule unless it exists; returns its name. A rule `name[lazy]` ends as early as it can."""
         self._rules[name] = body
         return name.partition("[")[0]
 
     # Terminals
 
     def literal(self, text: str) -> str:
-        """A text, with special tokens where it has their names."""
+        """A rule for a text; names of special tokens in it stand for these tokens."""
         parts, at = [], 0
         for match in self._split.finditer(text) if self._split is not None else ():
             parts += [_quoted(text[at : match.start()]), f"<[{self._special.by_name[match[0]]}]>"]
@@ -140,7 +140,9 @@ class _Writer:
         return tag in self._special.by_name
 
     def json(self, schema: Any, style: Mapping[str, Any]) -> str:
-        """UsageError for a schema that cannot be used, or with which the grammar is longer than one may be."""
+        """A rule for JSON under a schema. UsageError for a schema that cannot be used, or that makes the grammar too
+        long.
+        """
         try:
             check_schema(schema)
         except ValueError as error:
@@ -150,19 +152,19 @@ class _Writer:
         if self._num_characters > MOST_GRAMMAR:
             raise UsageError(
                 f"{grammar_name('lark')} is longer than {MOST_GRAMMAR:,} characters",
-                hint="shorten them: each argument of a function has those of `$defs` that it refers to",
+                hint="shorten the schemas of the tools: what an argument refers to in `$defs` is repeated for it",
                 field="lark",
             )
         return f"%json {text}"
 
     def _others(self, *tags: str) -> str | None:
-        """Special tokens that are none of these and end nothing, as one rule."""
+        """A rule for any special token that is not among these and does not end the output."""
         used = {self._special.by_name[tag] for tag in tags if self._is_token(tag)} | self._special.end_ids
         ids = sorted(set(self._special.by_name.values()) - used)
         return f"<[{','.join(map(str, ids))}]>" if ids else None
 
     def _through(self, name: str, tag: str) -> str:
-        """Any text and the tag that ends it."""
+        """A rule for any text up to and including the tag that ends it."""
         if not self._is_token(tag):
             return self._rule(f"{name}[lazy]", f"/(?s:.*){_pattern(tag)}/")
         others = self._others(tag)
@@ -180,7 +182,7 @@ class _Writer:
         return f"{through} GAP?" if in_reasoning else f"({self.literal(reasoning.open)} {through} GAP?)?"
 
     def around(self, section: _Section, calls: Calls) -> str:
-        """Free text with calls in it: after the tag that opens one, nothing else."""
+        """A rule for free text with calls: after the tag that opens a call, nothing but the call."""
         assert self._form is not None
         tag = self._form.begin or self._form.open
         others = self._others(tag)
@@ -212,7 +214,7 @@ class _Writer:
     # Calls
 
     def section(self, calls: Calls) -> _Section:
-        """All calls of an output."""
+        """The rules for all calls of an output."""
         assert self._form is not None
         form, call = self._form, self._form.call
         one = self._rule("call", " | ".join(self._call(i, tool) for i, tool in enumerate(calls.tools)))
@@ -279,7 +281,7 @@ class _Writer:
                 return f"{usual} | {other}"
 
     def _arguments(self, tool: Tool, *, is_free: bool, style: Mapping[str, Any] = _STYLE) -> str:
-        """Arguments as JSON."""
+        """A rule for arguments as JSON."""
         if is_free:
             return self._rule("any_object", self.json({"type": "object"}, _FLEXIBLE))
         return self.json(schema_of(tool), style)
@@ -311,13 +313,13 @@ class _Writer:
         return " ".join(parts)
 
     def _text_value(self, tags: TaggedCall) -> str:
-        """Any text as a value, and the tag that ends it."""
+        """A rule for any text value and the tag that ends it."""
         if self._is_token(tags.value_close):
             return f"{self._through('value', tags.value_close)} {_quoted(chr(10))}"
         return self._rule("value[lazy]", f"/(?s:.*){_pattern(tags.value_space + tags.value_close)}\\n/")
 
     def _pairs(self, index: int, tool: Tool, pair_of: Any, separator: str = ", ") -> str:
-        """Arguments in the order of the schema, with separators between those that are there."""
+        """A rule for arguments in the order of the schema, with separators between those present."""
         rest = {True: "", False: ""}
         for i, (key, schema) in reversed(list(enumerate(tool.properties().items()))):
             pair, after = pair_of(key, _with_definitions(schema, tool)), rest[False]
@@ -337,7 +339,7 @@ class _Writer:
         return self._rule("bare_pairs", f'(KEY ":" {value} ("," KEY ":" {value})*)?')
 
     def bare_value(self, quote: str) -> str:
-        """Any value in the notation without quotes."""
+        """A rule for any value in the notation without quotes."""
         text = self.bare_text(quote)
         self._rule("KEY", "/[A-Za-z_][A-Za-z0-9_]*/")
         self._rule("bare_object", '"{" (KEY ":" bare_value ("," KEY ":" bare_value)*)? "}"')
@@ -381,7 +383,7 @@ def _bare_pair(writer: _Writer, quote: str) -> Any:
 
 
 def _with_definitions(schema: Any, tool: Tool) -> dict[str, Any]:
-    """A part of a tool's schema by itself: where it refers to others, those come with it."""
+    """A part of a tool's schema that stands alone: it carries the definitions that it refers to."""
     if not isinstance(schema, Mapping):
         return {}
     refers = any("$ref" in part or "$dynamicRef" in part for part in parts_of(dict(schema)))
@@ -401,5 +403,5 @@ def _quoted(text: str) -> str:
 
 
 def _pattern(text: str) -> str:
-    """A regular expression for a text."""
+    """A regular expression that matches exactly this text."""
     return _META.sub(lambda match: "\\" + match[0], text).replace("\n", "\\n")

@@ -26,7 +26,7 @@ class Message(TypedDict):
 
 @dataclass(frozen=True)
 class TemplateInputs:
-    """Values for a template beside the messages: functions that may be called, documents, and variables of its own."""
+    """What a template gets besides the messages: functions that may be called, documents, and its own variables."""
 
     tools: Seq[dict[str, Any]] = ()
     documents: Seq[dict[str, Any]] = ()
@@ -55,18 +55,18 @@ class ChatTemplate:
 
     @property
     def source(self) -> Any:
-        """The template itself."""
+        """The template's source: one text, or several texts by name."""
         return self._tokenizer.chat_template
 
     @property
     def text(self) -> str:
-        """The template for conversations; nothing if it is no text."""
+        """The template for conversations; empty if it is not text."""
         source = self.source.get(DEFAULT) if isinstance(self.source, dict) else self.source
         return source if isinstance(source, str) else ""
 
     @property
     def tool_text(self) -> str:
-        """The template for conversations with functions that may be called: the one of its own, else `text`."""
+        """The template for conversations with functions: the one named `tool_use` if there is one, else `text`."""
         source = self.source.get(TOOL_USE) if isinstance(self.source, dict) else None
         return source if isinstance(source, str) else self.text
 
@@ -92,19 +92,21 @@ class ChatTemplate:
         return found if isinstance(found, dict) else None
 
     def _text_for(self, *, with_tools: bool) -> str:
-        """The template that transformers takes for a conversation."""
+        """The template that transformers uses for this conversation."""
         if isinstance(self.source, dict):
             return str(self.source["tool_use" if with_tools and "tool_use" in self.source else DEFAULT])
         return str(self.source)
 
     def check_variables(self, variables: Mapping[str, Any]) -> None:
-        """SpecDecError for a variable that is transformers' own."""
+        """SpecDecError for a variable that transformers sets itself."""
         own = signature(self._tokenizer.apply_chat_template).parameters
         if taken := [name for name in variables if name != "kwargs" and (name in own or name == "messages")]:
             raise SpecDecError(f"not a variable of a chat template: {taken[0]}", hint="leave it out")
 
     def encode(self, messages: Seq[Message], inputs: "TemplateInputs | None" = None) -> list[int]:
-        """The conversation's tokens, up to where the output begins; SpecDecError where the template says no."""
+        """The conversation's tokens, up to where the output begins; SpecDecError if the template refuses the
+        conversation.
+        """
         return self.tokens(self.render(messages, inputs))
 
     def tokens(self, text: str) -> list[int]:
@@ -114,7 +116,9 @@ class ChatTemplate:
         return encode_text(self._tokenizer, text)
 
     def render(self, messages: Seq[Message], inputs: "TemplateInputs | None" = None) -> str:
-        """The conversation's text, up to where the output begins; SpecDecError where the template says no."""
+        """The conversation's text, up to where the output begins; SpecDecError if the template refuses the
+        conversation.
+        """
         from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
 
         from runtime.text.bounded_templates import compile_bounded
@@ -123,8 +127,8 @@ class ChatTemplate:
         inputs = inputs or TemplateInputs()
         if inputs.continues_last and not messages[-1]["content"]:
             raise SpecDecError(
-                f"there is no text to go on from, the last message has none: {messages[-1]!r:.200}",
-                hint="give it a text",
+                f"the last message has no text to continue: {messages[-1]!r:.200}",
+                hint="give the message a text",
             )
         given = inputs.arguments()
         _check_default(
@@ -169,8 +173,8 @@ def has_chat_template(tokenizer_dir: Path) -> bool:
 
 
 def check_chat_template(tokenizer_dir: Path, tokenizer: str) -> None:
-    """SpecDecError unless it has a chat template for conversations, of which a program can be made: before an engine is
-    built. `tokenizer` is the name that the user gave.
+    """SpecDecError unless the tokenizer has a chat template for conversations that jinja can compile. Called before an
+    engine is built. `tokenizer` is the name that the user gave.
     """
     from jinja2 import TemplateSyntaxError
 
@@ -187,7 +191,7 @@ def check_chat_template(tokenizer_dir: Path, tokenizer: str) -> None:
 
 
 def _check_default(templates: Mapping[str, Any], tokenizer: str) -> None:
-    """SpecDecError where none is called the default, or that is no text with something in it."""
+    """SpecDecError if none of several templates is named the default, or if the default is empty or not text."""
     if DEFAULT not in templates:
         raise SpecDecError(
             f"none of the tokenizer's chat templates is the default, {', '.join(sorted(templates))}: {tokenizer}",
@@ -195,11 +199,11 @@ def _check_default(templates: Mapping[str, Any], tokenizer: str) -> None:
         )
     template = templates[DEFAULT]
     if not isinstance(template, str) or not template.strip():
-        raise SpecDecError(f"the chat template is no text, {template!r}: {tokenizer}", hint=_OTHER)
+        raise SpecDecError(f"the chat template is not text, {template!r}: {tokenizer}", hint=_OTHER)
 
 
 def _generation() -> type[Any]:
-    """transformers' block around what a model is trained to say, as a tag of jinja's."""
+    """transformers' `generation` block, around text that a model is trained to say, as a tag of jinja's."""
     from jinja2.ext import Extension
 
     class Generation(Extension):
@@ -224,7 +228,7 @@ def raise_no_chat_template(tokenizer: str) -> NoReturn:
 
 
 def check_messages(messages: Any, where: str) -> tuple[Message, ...]:
-    """The messages; SpecDecError, naming `where`, unless it is a list of messages with something in it."""
+    """The messages; SpecDecError, naming `where`, unless this is a non-empty list of messages."""
     if not isinstance(messages, list | tuple) or not messages:
         raise SpecDecError(f"{where} is not a list of messages: {messages!r}", hint=_FORM)
     for message in messages:
@@ -234,7 +238,7 @@ def check_messages(messages: Any, where: str) -> tuple[Message, ...]:
 
 
 def _is_message(message: Any) -> bool:
-    """True for a role and a text, and perhaps calls or what they gave."""
+    """True for a dict with a role and text, and perhaps calls or a tool's answer."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
     others = set(message) - {"role", "content"}

@@ -12,9 +12,10 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 
 
 def chat_templates(tokenizer_dir: Path) -> dict[str, Any]:
-    """Chat templates of a GGUF file or a directory by their names, by transformers' rules but without transformers.
+    """Chat templates of a GGUF file or a directory by name, found by transformers' rules but without transformers.
 
-    They should be texts. `chat_template.json` is that of a processor of images and sounds, which no tokenizer reads.
+    Their values should be texts, and are not checked. `chat_template.json` belongs to a processor of images and sounds,
+    and is ignored.
     """
     if is_gguf(tokenizer_dir):
         return templates_of(read_gguf(tokenizer_dir).metadata)

@@ -1,13 +1,13 @@
 """A store of token sequences on disk in which any n-gram's occurrences are found by binary search.
 
-A corpus is one safetensors file with two tensors. `tokens` is int32: the documents one after the other, each closed by
--1. `suffix_array` has where each suffix of each document starts, sorted by the suffixes' bytes as they lie in the file.
-That order is not the order of the ids, but any order brings the occurrences of an n-gram together, and bytes of the
-file are compared without being made numbers first. The closing -1 is all ones: it sorts behind every token, so in a
-range of occurrences those that nothing follows stand last and are left out.
+A corpus is one safetensors file with two tensors. `tokens` (int32) has the documents one after the other, each closed
+by -1. `suffix_array` has the start of every suffix of every document, sorted by the suffixes' bytes as they lie in the
+file. This is not the order of the ids, but it also puts an n-gram's occurrences side by side, and lets bytes of the
+file be compared without converting them. The closing -1 is all ones and sorts behind every token: in a range of
+occurrences, those at the end of a document stand last and are left out.
 
-A file of up to 256 MB is read into memory, where nothing that happens to it matters any more. Of a larger one a lookup
-reads what it needs, some bytes at a time. It is not mapped: where a mapped file is cut, looking at it ends the process.
+A file of up to 256 MB is read into memory, so that later changes of the file do not matter. From a larger file a lookup
+reads the bytes it needs. The file is not mapped: reading a mapped file that was cut would kill the process.
 """
 
 import hashlib
@@ -42,8 +42,9 @@ _CHUNK_BYTES = 2**30
 
 
 class CorpusFile:
-    """A file whose bytes are read as they are now, fewer where it was cut: who has read looks at whether it is the
-    same."""
+    """A file whose bytes are read as they are now, and fewer of them if the file was cut. The caller has to check that
+    the file is still the same.
+    """
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path, self._descriptor = path, os.dup(file.fileno())
@@ -51,7 +52,7 @@ class CorpusFile:
         self._stamp = stamp_of(os.fstat(self._descriptor))
 
     def reader(self, num_bytes: int, base: int) -> Callable[[int], bytes]:
-        """Reader of bytes at a position, which is counted in units of four bytes from `base` on."""
+        """Function that reads bytes at a position; positions count units of four bytes from `base`."""
         pread, descriptor = os.pread, self._descriptor
 
         def read(position: int) -> bytes:
@@ -66,7 +67,7 @@ class CorpusFile:
         return read
 
     def read(self, start: int, end: int) -> bytes:
-        """One call does not read more than 2 GB."""
+        """Read these bytes, in several calls, since one call of the system reads at most 2 GB."""
         starts = range(start, end, _CHUNK_BYTES)
         return b"".join(self.reader(min(_CHUNK_BYTES, end - i), i)(0) for i in starts)
 
@@ -128,7 +129,7 @@ class CorpusInfo:
 
 
 class Match(NamedTuple):
-    """The occurrences of an n-gram that something follows: rows `start` to `end` of the suffix array."""
+    """The occurrences of an n-gram that have a token behind them: rows `start` to `end` of the suffix array."""
 
     ngram_size: int
     start: int
@@ -141,7 +142,7 @@ class Match(NamedTuple):
 
 @dataclass(frozen=True)
 class NgramCounts:
-    """The n-grams of one size. `num_repeated` of the different ones occur more than once."""
+    """The n-grams of one size: how many different ones there are, of which `num_repeated` occur more than once."""
 
     ngram_size: int
     num_occurrences: int
@@ -157,7 +158,7 @@ class Continuation(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Rows in which the same token follows."""
+    """Rows of the suffix array in which the same token follows the match."""
 
     token: int
     start: int
@@ -165,7 +166,7 @@ class _Run(NamedTuple):
 
 
 class Corpus:
-    """An open corpus. Lookups read what they need of it and nothing else."""
+    """An open corpus. A lookup reads only the bytes it needs."""
 
     def __init__(self, path: Path, info: CorpusInfo, file: BinaryIO, offsets: dict[str, Range]) -> None:
         self.path, self.info = path, info
@@ -187,9 +188,10 @@ class Corpus:
 
     @classmethod
     def open(cls, path: Path) -> "Corpus":
-        """SpecDecError if there is no such file, or if it is no corpus, of another format, or not what was written.
+        """SpecDecError if the file does not exist, is not a corpus, has another format, or differs from what was
+        written.
 
-        A file that is the same as last time is not read whole.
+        A file that has not changed since it was last opened is not read completely.
         """
         with _open_file(path) as file:
             stamp = stamp_of(os.fstat(file.fileno()))
@@ -202,13 +204,14 @@ class Corpus:
             return corpus
 
     def check_is_the_same(self) -> None:
-        """SpecDecError for a large file that was cut or written over since it was opened: its bytes are read as they
-        are now. One in its place is no matter."""
+        """SpecDecError if a large file was cut or written over since it was opened, since its bytes are read as they
+        are now. A new file under the same name does no harm.
+        """
         if isinstance(self._bytes, CorpusFile):
             self._bytes.check_is_the_same()
 
     def check_content(self) -> None:
-        """SpecDecError unless every byte is as it was written. Reads the whole file, whatever is known of it."""
+        """SpecDecError unless every byte is as it was written. Always reads the whole file."""
         if read_digest(self.path, _content_ranges(self._offsets)) != self.info.content_digest:
             _raise_changed(self.path)
 
@@ -258,7 +261,8 @@ class Corpus:
         return match
 
     def continuation(self, match: Match, max_len: int) -> list[Continuation]:
-        """Draft the most frequent continuation: the most frequent token, then the most frequent after that one.
+        """Draft the most frequent continuation: the most frequent next token, then the most frequent after that, and so
+        on.
 
         It ends where documents end, and before a token that followed in less than one eighth of the occurrences.
         """
@@ -289,35 +293,37 @@ class Corpus:
         return row if here.startswith(pattern) and not here.endswith(_CLOSING) else None
 
     def _end_row(self, pattern: bytes, start: int) -> int:
-        """One past the last row from `start` on in which a token follows the pattern."""
+        """The row after the last one, from `start` on, in which a token follows the pattern."""
         closed = pattern + _CLOSING
         _, stop = self._rows_of(pattern[:_TOKEN_BYTES])
         return bisect_left(self._rows, closed, start, stop, key=self._reader(len(closed)))
 
     def _find_rows(self, token: bytes) -> tuple[int, int]:
-        """The first row of a token, and one past its last."""
+        """The first row of a token, and the row after its last."""
         read = self._reader(_TOKEN_BYTES)
         start = bisect_left(self._rows, token, key=read)
         return start, bisect_right(self._rows, token, start, key=read)
 
     def _without_ends(self, match: Match) -> Match:
-        """The same without those that a document ends with."""
+        """The rows without those in which the document ends behind the match."""
         read = self._reader(_TOKEN_BYTES, match.ngram_size)
         if read(self._rows[match.end - 1]) != _CLOSING:
             return match
         return match._replace(end=bisect_left(self._rows, _CLOSING, match.start, match.end, key=read))
 
     def _common_tokens(self, match: Match, max_len: int) -> list[int]:
-        """Tokens common to all continuations: rows are sorted, so comparing the first and the last suffices."""
+        """Tokens with which all continuations begin: rows are sorted, so comparing the first and the last row
+        suffices.
+        """
         read = self._reader(_TOKEN_BYTES * max_len, match.ngram_size)
         first, last = (_decode(read(self._rows[row])) for row in (match.start, match.end - 1))
         common = list(takewhile(lambda pair: pair[0] == pair[1] >= 0, zip(first, last, strict=False)))
         return [token for token, _ in common]
 
     def _find_runs(self, match: Match) -> list[_Run]:
-        """Rows are sorted, so that those with the same next token are a run; the longest first.
+        """Runs of rows with the same next token, the longest first. Rows are sorted, so these stand side by side.
 
-        A run of an eighth of the rows cannot lie between probes that are no further apart.
+        Rows are probed at distances of at most an eighth, so that no run of an eighth of the rows is missed.
         """
         read = self._reader(_TOKEN_BYTES, match.ngram_size)
         step = match.num_occurrences // _MIN_SHARE if match.num_occurrences > _NUM_READ else 1
@@ -334,7 +340,7 @@ class Corpus:
         return sorted(runs, key=lambda run: (run.start - run.end, run.token))
 
     def _reader(self, num_bytes: int, depth: int = 0) -> Callable[[int], bytes]:
-        """Reader of a suffix's bytes, `depth` tokens into it."""
+        """Function that reads a suffix's bytes from `depth` tokens on."""
         data, base = self._bytes, self._first + _TOKEN_BYTES * depth
         if isinstance(data, CorpusFile):
             return data.reader(num_bytes, base)
@@ -352,7 +358,7 @@ class Corpus:
 def write_corpus(
     path: Path, documents: Iterable[Sequence[int] | Array], *, vocab_size: int, tokenizer_digest: str, replace: bool
 ) -> CorpusInfo:
-    """Write a corpus of these documents, whole or not at all; SpecDecError for one that cannot be in it."""
+    """Write a corpus of these documents, completely or not at all; SpecDecError for an empty or invalid document."""
     pieces = []
     for number, document in enumerate(documents, 1):
         tokens = np.asarray(document, dtype=np.int64)
@@ -379,7 +385,7 @@ def write_corpus(
 
 
 def merge_corpora(path: Path, corpora: Sequence[Corpus], *, replace: bool) -> CorpusInfo:
-    """Write the documents of several corpora as one; SpecDecError unless they have the same tokenizer."""
+    """Write the documents of several corpora into one; SpecDecError unless all have the same tokenizer."""
     first = corpora[0]
     for corpus in corpora:
         if corpus.info.tokenizer_digest != first.info.tokenizer_digest:
@@ -400,9 +406,9 @@ def merge_corpora(path: Path, corpora: Sequence[Corpus], *, replace: bool) -> Co
 def suffix_array(tokens: Array) -> Array:
     """Start positions of the suffixes of the documents in `tokens`, in byte order; int32 if that is enough.
 
-    By prefix doubling: suffixes sorted by their first n tokens are sorted by 2n by the ranks of the two halves, and
-    those that are told apart stay where they are. A closing -1 differs from every other, so that no comparison goes on
-    into the next document, and equal suffixes keep the documents' order.
+    By prefix doubling: suffixes sorted by their first n tokens are sorted by 2n tokens, by the ranks of the two halves;
+    suffixes that already differ keep their places. Each closing -1 counts as different from all others, so comparisons
+    never go on into the next document, and equal suffixes keep the order of their documents.
     """
     active, closings = np.flatnonzero(tokens >= 0), np.flatnonzero(tokens < 0)
     num_rows, num_compared = len(active), 1
@@ -439,7 +445,9 @@ def _open_file(path: Path) -> BinaryIO:
         raise SpecDecError(f"a corpus is a file, and this is a directory: {path}", hint="name the file")
     check_regular(path)
     if not path.is_file():
-        raise SpecDecError(f"there is no such corpus: {path}", hint="make one of texts or traces", code="no_corpus")
+        raise SpecDecError(
+            f"there is no such corpus: {path}", hint="make a corpus from texts or traces", code="no_corpus"
+        )
     return path.open("rb")
 
 
@@ -451,7 +459,7 @@ def _read_info(file: BinaryIO, path: Path) -> tuple[CorpusInfo, dict[str, Range]
         whole = "the corpus is damaged or cut off" if is_corpus(path) else "this is not a corpus"
         raise SpecDecError(f"{whole} ({error}): {path}", hint=DAMAGED, code="damaged_corpus") from None
     if _KEY not in header.metadata:
-        raise SpecDecError(f"this is not a corpus: {path}", hint="make one of texts or traces", code="no_corpus")
+        raise SpecDecError(f"this is not a corpus: {path}", hint="make a corpus from texts or traces", code="no_corpus")
     try:
         record = json.loads(header.metadata[_KEY])
         info = parse(CorpusInfo, record, str(path))
@@ -498,5 +506,5 @@ def _encode(tokens: Sequence[int]) -> bytes:
 
 
 def _decode(data: bytes) -> list[int]:
-    """The reverse; what is left of a token that is cut off is none."""
+    """The inverse of `_encode`; an incomplete token at the end is dropped."""
     return list(struct.unpack_from(f"<{len(data) // _TOKEN_BYTES}i", data))

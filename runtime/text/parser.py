@@ -1,11 +1,11 @@
 """Reads a model's output as it grows: text, reasoning, and calls of tools with their arguments.
 
-What is said of an output is the same however it is cut into pieces, so a stream joins to the whole answer. A call is
-told as soon as its name is known, and its arguments as they come where the format has them in JSON. What looks like a
-call and is none is text.
+The result does not depend on how the output is cut into pieces, so a stream adds up to the whole answer. A call is
+reported as soon as its name is known, and its arguments as they come if the format writes them as JSON. What looks like
+a call and is not is text.
 
-Special tokens of the vocabulary stand in the text as half surrogate pairs, which no text of a model has
-(`SpecialTokens`): a word that only looks like one begins nothing.
+Special tokens of the vocabulary stand in the text as half surrogate pairs, which no text of a model contains
+(`SpecialTokens`): a word that only looks like a special token begins nothing.
 """
 
 import json
@@ -44,17 +44,19 @@ _BARE_OBJECT = '{"name"'
 
 
 class Said(NamedTuple):
-    """A part of an output. A `call` is its function's name; the `arguments` after it are its own, as JSON."""
+    """A part of an output: text, reasoning or a call. A `call` is its function's name; the `arguments` that follow are
+    JSON.
+    """
 
     kind: Literal["content", "reasoning", "call", "arguments"]
     text: str
 
 
 class SpecialTokens:
-    """Marks of special tokens in the text that is parsed."""
+    """The marks that stand for special tokens in the text that is parsed."""
 
     def __init__(self, ids: Mapping[str, int], tags: Iterable[str]) -> None:
-        """`ids` are the special tokens of a vocabulary by name; those in one of `tags` are shown."""
+        """`ids` are the vocabulary's special tokens by name; only those in one of `tags` are marked."""
         all_tags = list(tags)
         names = [name for name in ids if name and any(name in tag for tag in all_tags)][:_MOST_MARKS]
         self._marks = {name: chr(_FIRST_MARK + i) for i, name in enumerate(sorted(names, key=len, reverse=True))}
@@ -69,13 +71,13 @@ class SpecialTokens:
         return tag
 
     def named(self, text: str) -> str:
-        """A text with the tokens' names."""
+        """The text with each mark replaced by its token's name."""
         return text.translate(self._names)
 
 
 @dataclass(frozen=True)
 class OutputForm:
-    """Form by which outputs are read. `tools` are those that may be called; without any no call is looked for."""
+    """How outputs are read: the formats, and the `tools` that may be called. Without tools no call is looked for."""
 
     calls: ToolFormat | None
     reasoning: ReasoningFormat | None
@@ -94,7 +96,7 @@ class OutputForm:
         return self.reasoning is None and not self.tools and not is_harmony
 
     def is_in_reasoning(self, prompt: str) -> bool:
-        """True if a prompt, or its end, has opened what is thought and not closed it. Special tokens are in it."""
+        """True if this prompt, or its end, has opened reasoning and not closed it. The text contains special tokens."""
         if self.reasoning is None:
             return False
         opened, closed = prompt.rfind(self.reasoning.open.strip()), prompt.rfind(self.reasoning.close)
@@ -105,7 +107,7 @@ HARMONY_MARKS = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constr
 
 
 def tags_of(calls: ToolFormat | None, reasoning: ReasoningFormat | None) -> list[str]:
-    """All that may be special tokens in these formats."""
+    """All tags of these formats that may be special tokens."""
     tags = [] if reasoning is None else [reasoning.open, reasoning.close]
     if calls is not None:
         tags += [*calls.opens, calls.close, calls.begin, calls.end]
@@ -128,7 +130,7 @@ class Parser(Protocol):
     def feed(self, text: str) -> list[Said]: ...
 
     def end(self, *, is_cut: bool = False) -> list[Said]:
-        """Read what was held back: nothing comes any more. `is_cut`: because there was no room for it."""
+        """Report what was held back, since no more output comes. `is_cut`: the output ended for lack of room."""
         ...
 
 
@@ -165,9 +167,9 @@ class OutputParser:
         return self._advance()
 
     def end(self, *, is_cut: bool = False) -> list[Said]:
-        """Read what was held back: nothing comes any more. `is_cut`: because there was no room for it.
+        """Report what was held back, since no more output comes. `is_cut`: the output ended for lack of room.
 
-        The beginning of a call that was cut off before its name is told nothing of.
+        Nothing is reported of a call that was cut off before its name was complete.
         """
         self._is_whole, self._is_cut = True, is_cut
         return self._advance()
@@ -187,7 +189,9 @@ class OutputParser:
             self._said.append(Said(kind, text))
 
     def _say_content(self, text: str) -> None:
-        """White space waits for what follows: before and after a call, and after reasoning, it is part of neither."""
+        """Report content. White space is held back until the next text: around calls and after reasoning it is
+        dropped.
+        """
         text = self._space + text
         if self._drops_space:
             text = text.lstrip(SPACE)
@@ -225,7 +229,7 @@ class OutputParser:
         return True
 
     def _until(self, tags: tuple[str, ...], say: Say) -> Generator[None, None, str | None]:
-        """Say what comes before the first of `tags`, which is taken; None if none comes."""
+        """Report the text before the first of `tags`, and consume that tag; None if no tag comes."""
         tags = tuple(tag for tag in tags if tag)
         while True:
             found = [(i, -len(tag), tag) for tag in tags if (i := self._text.find(tag, self._at)) >= 0]
@@ -244,12 +248,12 @@ class OutputParser:
                 return None
 
     def _num_begun(self, tags: tuple[str, ...]) -> int:
-        """Characters at the end that may begin a tag."""
+        """Number of characters at the end that may be the beginning of a tag."""
         rest = self._text[max(self._at, len(self._text) - max(map(len, tags), default=0)) :]
         return max((n for tag in tags for n in range(1, len(tag)) if rest.endswith(tag[:n])), default=0)
 
     def _collect(self, tags: tuple[str, ...], most: int | None = None) -> Generator[None, None, tuple[str, str]]:
-        """The text before the first of `tags`, and the tag. Nothing longer than `most` is one."""
+        """The text before the first of `tags`, and that tag. Raises `Malformed` if the text is longer than `most`."""
         parts: list[str] = []
 
         def add(text: str) -> None:
@@ -263,7 +267,7 @@ class OutputParser:
         return "".join(parts), tag
 
     def _peek(self) -> Generator[None, None, str]:
-        """The next character that is no white space; nothing at the end."""
+        """The next character that is not white space; empty at the end of the output."""
         while True:
             while self._at < len(self._text) and self._text[self._at] in SPACE:
                 self._at += 1
@@ -273,7 +277,7 @@ class OutputParser:
                 return ""
 
     def _has(self, text: str) -> Generator[None, None, bool]:
-        """Take a text if it is next, after white space."""
+        """Consume this text if it comes next, after any white space."""
         if not text:
             return False
         yield from self._peek()
@@ -328,7 +332,7 @@ class OutputParser:
         self._drop_space()
 
     def _read_bare_output(self, calls: ToolFormat) -> Reading:
-        """Calls that nothing marks, if the output begins with one."""
+        """Read calls without an opening tag, if the output begins with one."""
         self._raw = self._at
         first = yield from self._peek()
         is_call = first == ("[" if isinstance(calls.call, PythonCalls) else "{")
@@ -338,7 +342,7 @@ class OutputParser:
             self._at, self._raw = self._raw, None
 
     def _read_calls(self, calls: ToolFormat, tag: str) -> Reading:
-        """A call, or a list, or all of them, after the tag that opens it."""
+        """Read what follows an opening tag: a call, a list of calls, or all calls."""
         self._raw = self._at - len(tag)
         before = self._space
         self._space = ""
@@ -348,9 +352,9 @@ class OutputParser:
             self._drop_space()
 
     def _try(self, reading: Reading, space: str = "", *, has_tag: bool = False) -> Reading:
-        """Read what should be a call. If it is none, and nothing was told of it, it is text.
+        """Read what should be a call. If it is not a call and nothing of it was reported yet, report it as text.
 
-        Without a tag, the beginning of one that was cut off may be JSON of another kind.
+        Without an opening tag, a beginning that was cut off may be other JSON, so it is text too.
         """
         try:
             yield from reading
@@ -376,7 +380,7 @@ class OutputParser:
             yield from self._read_one(calls, found)
 
     def _read_one(self, calls: ToolFormat, tag: str) -> Reading:
-        """Read up to a closing tag, and the tag."""
+        """Read a call and its closing tag."""
         is_part = isinstance(calls.call, TaggedCall) and tag == self._special.marked(calls.call.name_open)
         if is_part or tag == _BARE_OBJECT:
             self._at -= len(tag)
@@ -417,7 +421,7 @@ class OutputParser:
     # Calls in JSON
 
     def _read_object(self, *, needs_arguments: bool = False) -> Reading:
-        """`{"name": …, "arguments": {…}}`, in either order and with others."""
+        """Read `{"name": …, "arguments": {…}}`, with its keys in any order and with other keys."""
         yield from self._expect("{")
         name, arguments, is_told = None, None, False
         while True:
@@ -449,7 +453,9 @@ class OutputParser:
             self._say_arguments("{}")
 
     def _read_arguments(self, say: Say | None) -> Generator[None, None, str]:
-        """An object as it stands; one that is written as a text is what the text says, and null is empty."""
+        """Read an object as it stands. A JSON string counts as the object that it contains, and null as an empty
+        object.
+        """
         parts: list[str] = []
         first = yield from self._peek()
         yield from self._read_json(say if say is not None and first == "{" else parts.append)
@@ -473,7 +479,7 @@ class OutputParser:
         return found
 
     def _read_json(self, say: Say) -> Reading:
-        """A value, as it stands."""
+        """Read a JSON value as it stands."""
         first = yield from self._peek()
         if not first:
             raise _Unfinished
@@ -483,7 +489,7 @@ class OutputParser:
         yield from self._read_nested(say, "{}[]", '"')
 
     def _read_nested(self, say: Say, brackets: str, quotes: str) -> Reading:
-        """Text from the first bracket or quote to the one that closes it; `brackets` are pairs."""
+        """Read from the first bracket or quote to the one that closes it; `brackets` lists the pairs."""
         depth, quote, is_escaped, i = 0, "", False, self._at
         while True:
             while i < len(self._text):
@@ -521,7 +527,7 @@ class OutputParser:
                 return
 
     def _read_named(self, call: NamedCall) -> Reading:
-        """`name`, a mark, and the arguments. Mistral's may have an id between."""
+        """Read `name`, a mark, and the arguments. Mistral's calls may have an id between."""
         marked = self._special.marked
         if call.before:
             yield from self._expect(marked(call.before))
@@ -568,7 +574,7 @@ class OutputParser:
             self._at -= len(tag)
 
     def _read_value(self, call: TaggedCall, close: str, types: frozenset[str]) -> Reading:
-        """A text is told as it comes, another value when it is whole."""
+        """Read a value: a text is reported as it comes, another value when it is complete."""
         if types != {"string"}:
             text, _ = yield from self._collect((close,))
             self._say_arguments(json_of(_without_frame(self._special.named(text), call.value_space), types))
@@ -602,7 +608,7 @@ class OutputParser:
     # Messages
 
     def _read_harmony(self) -> Reading:
-        """Messages of `header<|message|>text<|end|>`, the first of which the prompt has begun."""
+        """Read messages `header<|message|>text<|end|>`; the prompt has begun the first."""
         mark = dict(zip(HARMONY_MARKS, map(self._special.marked, HARMONY_MARKS), strict=True))
         ends = tuple(mark[name] for name in ("<|end|>", "<|start|>", "<|channel|>", "<|call|>", "<|return|>"))
         pending = ""
@@ -634,11 +640,11 @@ class OutputParser:
 
 
 def _ignore(text: str) -> None:
-    """Nothing is told of it."""
+    """Report nothing."""
 
 
 class _Trimmed:
-    """Says a text without the white space at its end."""
+    """Reports a text without the white space at its end."""
 
     def __init__(self, say: Say) -> None:
         self._say, self._space = say, ""
@@ -651,7 +657,7 @@ class _Trimmed:
 
 
 class _Framed:
-    """Says a text without one line break at its start, and one at its end."""
+    """Reports a text without one line break at its start and one at its end."""
 
     def __init__(self, say: Say, frame: str) -> None:
         self._say, self._frame, self._held, self._has_begun = say, frame, "", not frame
@@ -670,7 +676,7 @@ def _without_frame(text: str, frame: str) -> str:
 
 
 def joined(said: Iterable[Said]) -> list[Said]:
-    """Parts of one kind that follow each other as one."""
+    """Join neighbouring parts of the same kind."""
     parts: list[Said] = []
     for kind, text in said:
         if parts and parts[-1].kind == kind != "call":

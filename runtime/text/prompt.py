@@ -1,6 +1,7 @@
-"""Conversations with tools for a chat template that knows none: calls and what they gave become texts of messages.
+"""Conversations with tools for a chat template that knows no tools: calls and tools' answers become texts of messages.
 
-What is written is a system message as Hermes' models are trained with, with calls in the format that is read.
+The tools are described in a system message like those that Hermes models are trained with. Calls are written in the
+same format in which the output's calls are read.
 """
 
 import json
@@ -13,11 +14,14 @@ from runtime.util.errors import SpecDecError
 
 
 def with_tools_as_text(messages: Seq[Message], tools: Seq[dict[str, Any]], form: ToolFormat) -> list[Message]:
-    """The messages with roles system, user and assistant alone. SpecDecError for a format that is not JSON."""
+    """The messages with only the roles system, user and assistant. SpecDecError for a format that does not write calls
+    as JSON.
+    """
     if not isinstance(form.call, JsonCall):
         raise SpecDecError(
-            f"the chat template knows no tools, and calls are not written for it in this format: {form.name}",
-            hint="hermes, llama3_json, mistral, granite and phi4 are, or take a model that was trained for tools",
+            "the chat template knows no tools, and specdec cannot write calls into its messages in this format: "
+            f"{form.name}",
+            hint="use hermes, llama3_json, mistral, granite or phi4, or take a model that was trained for tools",
         )
     written: list[Message] = []
     for message in messages:

@@ -1,6 +1,6 @@
-"""Outputs read by a tokenizer's own response template: transformers' description of what a model writes.
+"""Reads outputs by the tokenizer's own response template, transformers' description of what a model writes.
 
-Text and reasoning are told as they come, calls when they are whole.
+Text and reasoning are reported as they come, calls when they are complete.
 """
 
 import json
@@ -17,7 +17,7 @@ class TemplateParser:
     """Parser of one output; a `runtime.text.parser.Parser`."""
 
     def __init__(self, template: Mapping[str, Any], prompt: str, tools: list[Any], special: SpecialTokens) -> None:
-        """`prompt` with its special tokens. SpecDecError for a template that is none."""
+        """`prompt` is a text with its special tokens. SpecDecError for an invalid template."""
         from transformers.utils.chat_parsing import ResponseParser
 
         try:
@@ -32,7 +32,9 @@ class TemplateParser:
         """Text that was read and not told yet, tags included."""
 
     def feed(self, text: str) -> list[Said]:
-        """Parts that are known by now: by characters, or what is told would depend on where a text is split."""
+        """The parts that are known by now. Text is fed by characters, so that the parts do not depend on how it is
+        split.
+        """
         said: list[Said] = []
         for character in self._special.named(text):
             self._untold += character
@@ -40,13 +42,15 @@ class TemplateParser:
         return joined(said)
 
     def end(self, *, is_cut: bool = False) -> list[Said]:
-        """Read what was held back; nothing of a call that was cut off."""
+        """Report what was held back; nothing of a call that was cut off."""
         if is_cut and self._is_in_call:
             return []
         return self._said(lambda: self._parser.finalize()[1])
 
     def _said(self, read: Callable[[], Any]) -> list[Said]:
-        """Parts that the parser reads; where it cannot, what was not told is content, and all that follows."""
+        """The parts that transformers' parser reads. If it fails, everything not yet reported, and all that follows, is
+        content.
+        """
         events = []
         if not self._has_failed:
             try:

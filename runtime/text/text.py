@@ -44,9 +44,10 @@ _MISTRALS = {"mistral", "mistral3", "ministral", "pixtral", "voxtral"}
 
 
 def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) -> Tokenizer:
-    """transformers' tokenizer in `directory`, or of a GGUF file; SpecDecError for none. Prompts are cut at the front.
+    """transformers' tokenizer for a directory or a GGUF file; SpecDecError if there is none. Prompts are cut at the
+    front.
 
-    Without the model's configuration the tokenizer's own files have to say what it is.
+    Without the model's configuration the tokenizer's own files have to say what class it is.
     """
     from transformers import AutoTokenizer
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -75,7 +76,7 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
     except Exception as error:  # transformers raises many kinds; each means: no usable tokenizer here
         if "trust_remote_code" in str(error):
             raise SpecDecError(
-                f"the tokenizer is code of its own (`auto_map`), which is not run: {directory}",
+                f"the tokenizer needs Python code of its own (`auto_map`), which specdec does not run: {directory}",
                 hint="name a tokenizer that transformers has a class for",
                 code="tokenizer_is_code",
             ) from None
@@ -97,8 +98,9 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
 
 
 def _warn_of_first_pattern(tokenizer: Any, directory: Path) -> None:
-    """A warning where words are split by the pattern that Mistral's first files had, as transformers gives it. In a
-    directory of ours it would take every model for one of Mistral's."""
+    """Warn if transformers splits words by the faulty pattern of Mistral's first tokenizer files. In a directory that
+    specdec wrote, transformers would take every model for one of Mistral's.
+    """
     if getattr(getattr(tokenizer, "backend_tokenizer", None), "fix_mistral_regex", None) is False:
         warnings.warn(
             f"the tokenizer splits texts by a pattern that Mistral has corrected since: {directory}; "
@@ -109,12 +111,12 @@ def _warn_of_first_pattern(tokenizer: Any, directory: Path) -> None:
 
 
 def _config_for_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> Any:
-    """The configuration by which transformers chooses a class for the tokenizer: the model's type, and the classes that
-    the model's configuration names.
+    """The configuration from which transformers chooses the tokenizer's class: the model's type, and the class names in
+    the model's configuration.
 
-    Nothing else of the model's is in it, which need not be valid to read a text. Where the tokenizer's own files name a
-    class, the model's class of configurations is not needed: it would import model code, a third of the time that
-    opening an engine takes.
+    The model's other keys are left out, since they need not be valid to read a text. If the tokenizer's own files name
+    a class, the model's configuration class is not needed: it would import model code, which is a third of the time
+    that opening an engine takes.
     """
     from transformers import PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -132,7 +134,7 @@ def _config_for_tokenizer(directory: Path, pretrained_config: dict[str, Any]) ->
 
 
 def open_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of an engine, checkpoint or model directory, of one that holds nothing else, or of a GGUF file."""
+    """The tokenizer in a directory (an engine, checkpoint or model, or a tokenizer alone), or in a GGUF file."""
     config: dict[str, Any] = {}
     if (directory / CONFIG).is_file():
         config = read_json(directory / CONFIG)
@@ -145,11 +147,11 @@ def open_tokenizer(directory: Path) -> Tokenizer:
 
 
 def check_tokenizer_fits(tokenizer: Tokenizer, directory: Path, own: Tokenizer | None, vocab_size: int) -> None:
-    """Compare a tokenizer that is named beside a model with the model's `own`, if there is one.
+    """Compare a tokenizer that the user named for a model with the model's `own`, if there is one.
 
-    SpecDecError for ids past the model's `vocab_size` that `own` has not, such as Gemma's for images, and for a
-    tokenizer that loses letters of a plain text which `own` keeps. A warning where an id, or a text, has another
-    meaning than for the model, and for special tokens past the vocabulary where there is no `own`.
+    SpecDecError for ids beyond the model's `vocab_size` that `own` does not have (Gemma's has such ids, for images),
+    and for a tokenizer that loses letters of a plain text which `own` keeps. A warning where an id or a text has
+    another meaning than for the model, and without `own` for special tokens beyond the vocabulary.
     """
     words, added = _words_of(tokenizer), tokenizer.added_tokens_decoder
     own_words = {} if own is None else _words_of(own)
@@ -157,8 +159,8 @@ def check_tokenizer_fits(tokenizer: Tokenizer, directory: Path, own: Tokenizer |
     is_special = all(i in added and added[i].special for i in past)
     if past and not (own is None and is_special):
         raise SpecDecError(
-            f"the tokenizer is another model's, it has ids up to {past[-1]}, and the model {vocab_size} from 0 on: "
-            f"{directory}",
+            f"the tokenizer is another model's, its ids go up to {past[-1]}, and the model has {vocab_size} ids, "
+            f"from 0 on: {directory}",
             hint=_NAME_THE_MODELS,
         )
     if own is not None and _letters_kept(own) and not _letters_kept(tokenizer):
@@ -181,7 +183,9 @@ def check_tokenizer_fits(tokenizer: Tokenizer, directory: Path, own: Tokenizer |
 
 
 def _letters_kept(tokenizer: Tokenizer) -> bool:
-    """True if a plain text's letters and digits come back from its tokens; an own case or spaces are no loss."""
+    """True if decoding the tokens of a plain text gives back its letters and digits; changes of case and spaces do not
+    count.
+    """
     try:
         text = str(tokenizer.decode(encode_text(tokenizer, _PLAIN), skip_special_tokens=True))
     except SpecDecError:
@@ -190,12 +194,14 @@ def _letters_kept(tokenizer: Tokenizer) -> bool:
 
 
 def _words_of(tokenizer: Tokenizer) -> dict[int, str]:
-    """Words by id. A GGUF file has a token of two spaces as it is, and SentencePiece as `▁▁`: they are the same."""
+    """Token texts by id. SentencePiece writes a token of two spaces as `▁▁` and a GGUF file as spaces: both are read
+    the same.
+    """
     return {i: word.replace("▁", " ") for word, i in tokenizer.get_vocab().items()}
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
-    """The same for two tokenizers that mean the same by every token id."""
+    """A digest that is equal for two tokenizers whose ids all have the same meaning."""
     vocabulary = sorted((i, token) for token, i in tokenizer.get_vocab().items())
     return digest(f"{i} {token}" for i, token in vocabulary)
 
@@ -206,12 +212,12 @@ def tokenizer_vocab_size(tokenizer: Tokenizer) -> int:
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a text of any length, without those that mark its start or end."""
+    """The tokens of a text of any length, without tokens that mark its start or end."""
     return token_ids(tokenizer, text, add_special_tokens=False, verbose=False)
 
 
 def find_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> Tokenizer | None:
-    """The tokenizer that an engine directory has, or None; without transformers if it was saved so."""
+    """The tokenizer in an engine's directory, or None; opened without transformers if it was saved for that."""
     if saved := find_saved_tokenizer(directory):
         return saved
     if any((directory / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")):
@@ -220,13 +226,13 @@ def find_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> Tokeni
 
 
 def tokenizer_of_engine(bundle: Bundle) -> Tokenizer | None:
-    """The engine's own tokenizer, or None; SpecDecError if it is another one than the engine was built with."""
+    """The engine's own tokenizer, or None; SpecDecError if it has changed since the engine was built."""
     check_tokenizer_files(bundle)
     return _readable_tokenizer(bundle.directory, bundle.config.pretrained_config, Path(bundle.given))
 
 
 def find_own_tokenizer(bundle: Bundle) -> Tokenizer | None:
-    """The engine's own tokenizer beside another; None where there is none that can be read."""
+    """The engine's own tokenizer, to compare another with; None if there is none that can be read."""
     try:
         return find_tokenizer(bundle.directory, bundle.config.pretrained_config)
     except SpecDecError:
@@ -234,16 +240,17 @@ def find_own_tokenizer(bundle: Bundle) -> Tokenizer | None:
 
 
 def cache_tokenizer(directory: Path, pretrained_config: dict[str, Any], final_directory: Path) -> None:
-    """Have `find_tokenizer` find the tokenizer of an engine's directory without transformers, if that gives the same.
+    """Save an engine's tokenizer so that `find_tokenizer` opens it without transformers, if it gives the same tokens
+    that way.
 
-    One that cannot be loaded stays as it is, and the warning names where the directory will be.
+    A tokenizer that cannot be loaded is left as it is; the warning names the directory under its final name.
     """
     if tokenizer := _readable_tokenizer(directory, pretrained_config, final_directory):
         save_tokenizer(tokenizer, directory)
 
 
 def _readable_tokenizer(directory: Path, pretrained_config: dict[str, Any], named: Path) -> Tokenizer | None:
-    """`find_tokenizer`; None, with a warning, where what is there cannot be read: there are prompts that need none."""
+    """`find_tokenizer`; None, with a warning, for a tokenizer that cannot be read: prompts of token ids need none."""
     try:
         return find_tokenizer(directory, pretrained_config)
     except SpecDecError as error:
@@ -255,7 +262,7 @@ def _readable_tokenizer(directory: Path, pretrained_config: dict[str, Any], name
 
 
 def word_tokens(tokenizer: Tokenizer, name: str, word: str) -> list[int]:
-    """The tokens of a word by itself; UsageError if there are none."""
+    """The tokens of a word alone; UsageError if it has none."""
     tokens = token_ids(tokenizer, word, add_special_tokens=False)
     if not tokens or not decode(tokenizer, tokens, encode_text(tokenizer, "a")):
         raise UsageError(
@@ -270,13 +277,13 @@ def word_tokens(tokenizer: Tokenizer, name: str, word: str) -> list[int]:
 
 
 def bad_word_tokens(tokenizer: Tokenizer, words: Seq[str]) -> tuple[tuple[int, ...], ...]:
-    """The token sequences to ban: each word as it starts a text, and after a space."""
+    """The token sequences to ban: each word at the start of a text, and after a space."""
     variants = [tuple(word_tokens(tokenizer, "bad_words", text)) for word in words for text in (word, f" {word}")]
     return tuple(dict.fromkeys(variants))
 
 
 def find_end_ids(engine_dir: Path, pretrained_config: dict[str, Any], tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The model's end ids: generation_config.json's, else config.json's, else the tokenizer's."""
+    """The model's end ids: from generation_config.json, else from config.json, else from the tokenizer."""
     if (ids := read_end_ids(engine_dir)) is not None:
         return ids
     own = pretrained_config.get("eos_token_id")
@@ -288,9 +295,9 @@ def find_end_ids(engine_dir: Path, pretrained_config: dict[str, Any], tokenizer:
 def encode(
     prompt: str | Seq[int], tokenizer: Tokenizer | None, max_length: int | None = None
 ) -> tuple[list[int], bool]:
-    """The tokens of a prompt, text or ids, and whether only its last `max_length` were kept.
+    """The tokens of a prompt, given as text or ids, and whether only its last `max_length` were kept.
 
-    UsageError for what is neither, and for text that no tokenizer takes.
+    UsageError for any other kind of prompt, and for text that no tokenizer takes.
     """
     if not isinstance(prompt, str):
         _check_ids(prompt)
@@ -319,19 +326,21 @@ def encode(
 
 
 def _check_ids(prompt: Any) -> None:
-    """UsageError for a prompt that is no sequence of whole numbers."""
+    """UsageError unless the prompt is a sequence of integers."""
     is_sequence = isinstance(prompt, Seq) and not isinstance(prompt, bytes)
     if not is_sequence or any(type(one) is bool or not isinstance(one, int | Integral) for one in prompt):
         raise UsageError(
-            f"a prompt is a text, or token ids: {str(prompt)[:100]}", hint="`[1, 2, 3]` is one of ids", field="prompt"
+            f"a prompt must be a text or token ids: {str(prompt)[:100]}",
+            hint="write token ids as `[1, 2, 3]`",
+            field="prompt",
         )
 
 
 def decode(tokenizer: Tokenizer, tokens: Seq[int], before: Seq[int] = ()) -> str:
-    """The text of tokens, to the letter, without end ids and their like.
+    """The exact text of tokens, without end ids and other special tokens.
 
-    It is what they add to the text of the tokens `before` them: by themselves SentencePiece's lose the space in front.
-    A character that begins before belongs to them.
+    It is the text that these tokens add after the tokens `before` them: decoded alone, SentencePiece's tokens would
+    lose their leading space. A character that begins in `before` and ends in the tokens belongs to the tokens.
     """
     texts = texts_after(tokenizer, before)
     return "".join(map(texts.add, tokens)) + texts.end()
@@ -339,7 +348,9 @@ def decode(tokenizer: Tokenizer, tokens: Seq[int], before: Seq[int] = ()) -> str
 
 @dataclass(frozen=True)
 class StopWords:
-    """Ends an output at text, however it was cut into tokens. Meets `runtime.core.request.StopCheck`."""
+    """Ends an output at a stop word, however the text was cut into tokens. Implements
+    `runtime.core.request.StopCheck`.
+    """
 
     words: tuple[str, ...]
     tokenizer: Tokenizer
@@ -347,7 +358,7 @@ class StopWords:
     """Tokens of an output in which a stop word may end without ending the output."""
 
     def __call__(self, tokens: list[int], num_prompt_tokens: int) -> bool:
-        """True if the last token completed a stop word: it is in the text now and was not before."""
+        """True if the last token completed a stop word."""
         if len(tokens) - num_prompt_tokens <= self.min_tokens:
             return False
         start = self._window_start(tokens, num_prompt_tokens)
@@ -362,9 +373,9 @@ class StopWords:
         return min(((i, i + length) for i, length in found if i >= 0), default=None)
 
     def _window_start(self, tokens: list[int], num_prompt_tokens: int) -> int:
-        """Start of the last tokens that can contain a stop word and the character before it.
+        """Index of the token from which on the tokens can contain a stop word and the character before it.
 
-        A token has at least one byte of text, unless it is special: those are not counted.
+        A token has at least one byte of text, unless it is special: special tokens are not counted.
         """
         start, num_missing = len(tokens), self._longest_bytes + 4
         while start > num_prompt_tokens and num_missing:
@@ -387,7 +398,7 @@ class StopWords:
 
 @dataclass
 class TextStream:
-    """Turns a growing output into text, piece by piece; never shows half a character or half a stop word."""
+    """Turns a growing output into text, piece by piece; never shows half a character or part of a stop word."""
 
     tokenizer: Tokenizer
     stop_words: StopWords | None = None
@@ -411,7 +422,9 @@ class TextStream:
 
     @classmethod
     def of_request(cls, tokenizer: Tokenizer, request: Request, shown: Mapping[int, str] | None = None) -> "TextStream":
-        """The text of a request's output, with its special tokens if it shows them, and with those that are `shown`."""
+        """Stream for a request's output; special tokens are shown if the request wants that, or if they are in
+        `shown`.
+        """
         own: dict[int, str] = {}
         if request.shows_special_tokens:
             hidden = frozenset() if request.shows_stop else request.end_ids
@@ -421,7 +434,7 @@ class TextStream:
 
     @property
     def num_begun(self) -> int:
-        """Tokens whose text has begun to be shown; in the end all but those that a stop word cut off."""
+        """Number of tokens whose text is shown at least in part; at the end, all but those that a stop word cut off."""
         if self._is_whole and not self._is_cut:
             return len(self.starts)
         return bisect_left(self.starts, self._num_shown)
@@ -444,7 +457,7 @@ class TextStream:
         self._held_back += text
 
     def _without_stop_word(self) -> str:
-        """Part of the text that may be shown: nothing that is, or may become, a stop word."""
+        """The part of the text that may be shown: nothing that is, or may become, a stop word."""
         text = self._held_back
         if self.stop_words is None:
             return text
@@ -456,7 +469,7 @@ class TextStream:
 
     @property
     def _unstopped(self) -> int:
-        """Characters held back that are of tokens in which a stop word ends nothing."""
+        """Number of characters held back that belong to tokens in which no stop word ends."""
         least = self.stop_words.min_tokens if self.stop_words else 0
         if not least:
             return 0
@@ -464,13 +477,13 @@ class TextStream:
         return max(end - self._num_shown, 0)
 
     def _num_of_stop_word(self, text: str) -> int:
-        """Characters at the end that may be the start of a stop word."""
+        """Number of characters at the end that may be the beginning of a stop word."""
         words = self.stop_words.words if self.stop_words else ()
         return max((n for word in words for n in range(1, len(word)) if text.endswith(word[:n])), default=0)
 
 
 def token_starts(tokenizer: Tokenizer, tokens: Seq[int]) -> list[int]:
-    """Start of the characters of each token of a text."""
+    """For each token, the position in the text where its characters begin."""
     stream = TextStream(tokenizer)
     stream.next_piece(tokens, finished=True)
     return stream.starts
@@ -479,7 +492,7 @@ def token_starts(tokenizer: Tokenizer, tokens: Seq[int]) -> list[int]:
 def output_text(
     tokenizer: Tokenizer | None, tokens: list[int], stop_words: StopWords | None, before: Seq[int] = ()
 ) -> str | None:
-    """The text of an output after the prompt `before`, without end ids and what follows a stop word.
+    """The text of an output behind the prompt `before`, without end ids and without what follows a stop word.
 
     None without a tokenizer.
     """
@@ -495,7 +508,7 @@ def stop_words_of(request: Request) -> StopWords | None:
 
 
 def sequence_text(tokenizer: Tokenizer | None, sequence: Sequence) -> str | None:
-    """The text of a sequence's output as its request has it; None without a tokenizer."""
+    """The text of a sequence's output, as its request wants it; None without a tokenizer."""
     if tokenizer is None:
         return None
     return TextStream.of_request(tokenizer, sequence.request).next_piece(sequence.output_tokens, finished=True)

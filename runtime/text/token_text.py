@@ -1,8 +1,8 @@
-"""Decoding of tokens to text: the bytes that each token stands for, read as UTF-8.
+"""Decodes tokens to text: the bytes of each token, joined and read as UTF-8.
 
-A character may be made by several tokens, each with some of its bytes. So text is decoded from the bytes of the tokens,
-one token after the other: read in pieces, however they are cut, it is the text that it is as a whole. `tokenizers`
-itself decodes Llama 2's byte tokens by runs, and a run that is no text as a whole to nothing but U+FFFD.
+A character may be spread over several tokens, each with some of its bytes. Text is therefore decoded from the tokens'
+bytes, one token after the other: however the tokens are cut into pieces, the pieces add up to the same text.
+`tokenizers` decodes Llama 2's byte tokens in runs, and turns a run that is not valid UTF-8 into U+FFFD alone.
 """
 
 import codecs
@@ -22,18 +22,18 @@ _SPACE = "▁"
 
 
 class Texts(Protocol):
-    """The text of tokens that come one after the other."""
+    """Decodes tokens that come one after the other."""
 
     def add(self, token: int) -> str:
-        """Text that the token adds. A character comes with the token that completes it."""
+        """Text that this token adds. A character comes with the token that completes it."""
 
     def end(self) -> str:
-        """Remaining bytes of an incomplete character."""
+        """Text for the bytes of an incomplete last character."""
 
 
 def texts_after(tokenizer: Tokenizer, before: Seq[int], num_before: int | None = None) -> Texts:
-    """Make the texts of the tokens after the first `num_before` of these, or of all: a character that begins there is
-    completed here.
+    """Decoders for the tokens behind the first `num_before`, or behind all: a character that begins before is
+    completed.
     """
     num_before = len(before) if num_before is None else num_before
     of_token = token_bytes(tokenizer)
@@ -49,7 +49,9 @@ def special_token_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 class TokenBytes:
-    """The bytes of each token, which are none for a special one. `drops_space`: the first of a text, if it is one."""
+    """The bytes of each token, empty for a special token. `drops_space`: a leading space of the whole text is
+    dropped.
+    """
 
     def __init__(self, tokenizer: Tokenizer, bytes_of: Callable[[str], bytes], *, drops_space: bool) -> None:
         self.drops_space = drops_space
@@ -69,15 +71,15 @@ _of_tokenizers: "WeakKeyDictionary[Tokenizer, TokenBytes | None]" = WeakKeyDicti
 
 
 def token_bytes(tokenizer: Tokenizer) -> TokenBytes | None:
-    """None for a tokenizer whose tokens make text in another way, as words of BERT's do."""
+    """The tokens' bytes; None for a tokenizer whose tokens form text in another way, such as BERT's."""
     if tokenizer not in _of_tokenizers:
         _of_tokenizers[tokenizer] = _token_bytes(tokenizer)
     return _of_tokenizers[tokenizer]
 
 
 def _token_bytes(tokenizer: Tokenizer) -> TokenBytes | None:
-    """Decode by the steps of the decoder of `tokenizers`: GPT-2's alphabet of bytes, or SentencePiece's spaces and
-    bytes.
+    """The tokens' bytes, by the steps of the tokenizer's decoder: GPT-2's alphabet of bytes, or SentencePiece's spaces
+    and byte tokens.
     """
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     if decoder is None:
@@ -101,14 +103,14 @@ _STRIPS_ONE: dict[str, Any] = {"type": "Strip", "content": " ", "start": 1, "sto
 
 @cache
 def _alphabet() -> dict[str, int]:
-    """GPT-2's character for each byte: its own if it shows, else the next one from U+0100 on."""
+    """GPT-2's character for each byte: the byte's own character if it is printable, else the next from U+0100 on."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 def _byte_level(token: str) -> bytes:
-    """An added token that is not written in the alphabet stands for itself."""
+    """Bytes of a token written in GPT-2's alphabet; any other added token stands for its own text."""
     alphabet = _alphabet()
     found = [alphabet.get(character) for character in token]
     return bytes(one for one in found if one is not None) if None not in found else token.encode()
@@ -119,7 +121,7 @@ def _sentence_piece(token: str) -> bytes:
 
 
 def _byte_fallback(token: str) -> bytes:
-    """`<0xE4>` is a byte."""
+    """The byte of a token such as `<0xE4>`."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return bytes.fromhex(token[3:5])
@@ -129,7 +131,7 @@ def _byte_fallback(token: str) -> bytes:
 
 
 class _OfBytes:
-    """Decoder by the tokens' bytes."""
+    """Decodes by the bytes of each token."""
 
     def __init__(self, bytes_of: TokenBytes, before: Seq[int], num_before: int) -> None:
         self._bytes_of = bytes_of
@@ -153,14 +155,16 @@ class _OfBytes:
         return self._own(self._decoder.decode(b"", final=True))
 
     def _own(self, text: str) -> str:
-        """Without what shows a character that had begun before, and comes to nothing: that is text of those before."""
+        """The text of these tokens alone: U+FFFD for a character that began before them and was never completed is left
+        out.
+        """
         if text:
             text, self._shown_before = text.removeprefix(self._shown_before), ""
         return text
 
 
 class _InContext:
-    """Decoder by the tokenizer, of each token after those before it."""
+    """Decodes with the tokenizer, each token after those before it."""
 
     def __init__(self, tokenizer: Tokenizer, before: list[int]) -> None:
         self._tokenizer, self._before, self._pending = tokenizer, before, list[int]()

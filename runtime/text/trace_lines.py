@@ -1,4 +1,4 @@
-"""The lines of traces as they stand in a file: their digests, and whether they can be traces. Needs no torch."""
+"""The lines of a traces file: their digests, and whether they are valid. Needs no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ _FORM = 'write {"prompt_ids": [...], "output_ids": [...]}, or `prompt` and `outp
 
 @dataclass(frozen=True)
 class Trace:
-    """A recorded request: token ids of its prompt and of its greedy output, an end id included where there was one."""
+    """A recorded request: the token ids of its prompt and of its greedy output, an end id included if there was one."""
 
     prompt_tokens: tuple[int, ...]
     output_tokens: tuple[int, ...]
@@ -64,7 +64,7 @@ def check_ids(values: object, where: str) -> tuple[int, ...]:
 
 
 def line_digest(row: dict[str, object]) -> str:
-    """Digest of the rest of a line."""
+    """Digest of a line without its `digest`."""
     return document_digest(row, "digest")[:_DIGEST_LEN]
 
 
@@ -82,7 +82,7 @@ def check_digest(row: dict[str, object], where: str) -> bool:
 
 
 def _check_is_ones_own(row: dict[str, object], where: str) -> None:
-    """SpecDecError for a line that was written with a digest, of which only the name has changed."""
+    """SpecDecError for a line that has its own digest under another key."""
     for name, value in row.items():
         is_like_digest = isinstance(value, str) and len(value) == _DIGEST_LEN
         if is_like_digest and value == document_digest(row, name)[:_DIGEST_LEN]:
@@ -99,7 +99,7 @@ def check_one_form(row: dict[str, object], name: str, where: str) -> None:
 
 
 def is_like_traces(path: Path) -> bool:
-    """True if a file looks, by its name or its beginning, like JSON lines with prompts, however damaged."""
+    """True if a file's name or beginning looks like JSON lines with prompts, however damaged the file is."""
     if path.suffix.lower() == ".jsonl":
         return True
     check_regular(path)
@@ -109,7 +109,7 @@ def is_like_traces(path: Path) -> bool:
 
 
 def check_trace_lines(path: Path) -> tuple[int, int]:
-    """Count the traces of a file, and those with a digest; SpecDecError names the line of an invalid one."""
+    """Count the traces of a file, and how many have a digest; SpecDecError names the line of an invalid trace."""
     num_lines = num_with_digest = 0
     for number, row in read_json_lines(read_utf8(path), path):
         where = f"line {number} of {path}"

@@ -1,9 +1,9 @@
-"""Traces: what a model was asked and what it answered, one JSON object a line.
+"""Traces: prompts and the model's answers, one JSON object a line.
 
-`{"prompt_ids": [...], "output_ids": [...], "category": "..."}`; `prompt` and `output` are the same as text, and the
-category may be left out. Those that commands write have ids, so that what is read back is what was generated, and a
-digest of each line in it: lines may be taken out, mixed and put together, and one that is damaged is noticed. A line
-without `digest` is a user's own.
+`{"prompt_ids": [...], "output_ids": [...], "category": "..."}`; `prompt` and `output` give the same as text, and the
+category may be left out. Commands write ids, so that reading gives exactly what was generated, and a digest in each
+line: lines may be removed, shuffled and joined, and a damaged line is noticed. A line that a user wrote has no
+`digest`.
 """
 
 import json
@@ -28,27 +28,29 @@ from runtime.util.reading import read_json_lines, read_utf8, shown
 
 
 def read_traces(path: Path, tokenizer: Tokenizer | None, vocab_size: int | None = None) -> list[Trace]:
-    """The traces of a file, at least one; SpecDecError names the line of what is none.
+    """The traces of a file, at least one; SpecDecError names the line of an invalid trace.
 
     Texts need the tokenizer; ids must be below `vocab_size`.
     """
-    traces = []
-    for number, row in read_json_lines(read_utf8(path), path):
-        where = f"line {number} of {path}"
-        check_digest(row, where)
-        prompt = _read_tokens(row, "prompt", where, tokenizer, vocab_size)
-        output = _read_tokens(row, "output", where, tokenizer, vocab_size)
-        traces.append(Trace(prompt, output, check_category(row, f"`category` on {where}")))
-    return traces
+    rows = read_json_lines(read_utf8(path), path)
+    return [read_trace(row, f"line {number} of {path}", tokenizer, vocab_size) for number, row in rows]
+
+
+def read_trace(row: dict[str, object], where: str, tokenizer: Tokenizer | None, vocab_size: int | None = None) -> Trace:
+    """The trace of a line, of which `where` says which; SpecDecError if it is none."""
+    check_digest(row, where)
+    prompt = _read_tokens(row, "prompt", where, tokenizer, vocab_size)
+    output = _read_tokens(row, "output", where, tokenizer, vocab_size)
+    return Trace(prompt, output, check_category(row, f"`category` on {where}"))
 
 
 def write_traces(path: Path, answers: Iterable[tuple[Sequence, str | None]]) -> None:
-    """Finished sequences, each with its category, or None. The file is whole or as it was."""
+    """Write finished sequences, each with its category or None. The file is written completely, or left as it was."""
     write_file(path, "".join(trace_line(sequence, category) for sequence, category in answers).encode())
 
 
 def trace_line(sequence: Sequence, category: str | None) -> str:
-    """A finished sequence's line."""
+    """The line for a finished sequence."""
     row: dict[str, object] = {"prompt_ids": list(sequence.request.prompt_tokens)}
     row["output_ids"] = sequence.output_tokens
     if category is not None:
@@ -59,7 +61,7 @@ def trace_line(sequence: Sequence, category: str | None) -> str:
 def _read_tokens(
     row: dict[str, object], name: str, where: str, tokenizer: Tokenizer | None, vocab_size: int | None
 ) -> tuple[int, ...]:
-    """The ids under `name`_ids, or those of the text under `name`."""
+    """The ids under `name`_ids, or the tokens of the text under `name`."""
     check_one_form(row, name, where)
     if name in row:
         return _encode(check_text(row[name], f"`{name}` on {where}"), name, where, tokenizer)

@@ -73,8 +73,8 @@ def check_answers(all_records: Iterator[np.ndarray[Any, Any]], traces: Seq[Trace
             num_tokens += len(outputs)
             if num_tokens >= _NUM_JUDGED and num_likely < _LEAST_LIKELY * num_tokens:
                 raise SpecDecError(
-                    f"the traces are no answers of this target: of their first {num_tokens:,} output tokens this share "
-                    f"is among the {_LIKELY} that it finds likeliest: {num_likely / num_tokens:.0%}",
+                    f"the traces are not answers of this target: the share of their first {num_tokens:,} output "
+                    f"tokens that is among the target's {_LIKELY} likeliest tokens is: {num_likely / num_tokens:.0%}",
                     hint="record them with this model and its own tokenizer",
                 )
         yield records

@@ -179,7 +179,8 @@ class TrainingRun:
         except Exception as error:  # whatever torch raises of a file that is cut off, or another program's
             raise SpecDecError(
                 f"the training's `{self._checkpoint}` is damaged",
-                hint="remove it to learn from the beginning, or the directory to begin anew",
+                hint="remove this file to learn from the beginning with the same traces, or the directory to begin "
+                "with new traces",
             ) from error
 
     def _agree_on(self, wanted: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Generators and engines that are open when the interpreter ends: closed before a finalizer finds modules gone.
+"""Closes generators and engines that are open when the interpreter ends, before finalizers find modules gone.
 
 A script may end with an `LLM` that nobody closed, or a generator that nobody read to its end, in any thread.
 """
@@ -23,7 +23,7 @@ def closed_at_exit(generator: Generator[T]) -> Generator[T]:
 
 
 def call_at_exit(method: Callable[[], None]) -> None:
-    """Call this method if its object is still there then."""
+    """Call this method at the end of the process, if its object still exists."""
     _others[:] = [one for one in _others if one() is not None]
     _others.append(WeakMethod(method))
 

@@ -1,9 +1,9 @@
-"""The cache directory: what can be made again from its inputs, named after a digest of all of them.
+"""The cache directory: files that can be made again from their inputs, named after a digest of these inputs.
 
-Code is in it that is run, and digests that stand for files: it must be the user's own, writable by nobody else.
+It holds code that is run, and digests that stand for files, so only its user may write there.
 
-The process that makes an entry holds its lock, so that the others wait for it. An entry is written
-whole or not at all; a process that is killed leaves at most a hidden directory, which the next one removes.
+The process that makes an entry holds the entry's lock, and other processes wait. An entry is written whole or not at
+all; a killed process leaves at most a hidden directory, which the next process removes.
 """
 
 import contextlib
@@ -45,6 +45,7 @@ LEFT_OUT = {
     "llm.py": "opens engines",
     "loop": "runs engines; the costs of steps lie beside an engine, and are measured again by another version",
     "measure": "measures engines",
+    "proof": "checks what an engine has answered",
     "training": "writes the files of heads, whose digests are in an engine's identity",
 }
 """Parts of `runtime` that do not determine an engine's content, and why. Every other source is in its identity."""
@@ -62,9 +63,9 @@ _LARGE_BYTES = 16 << 20
 
 
 def cache_dir() -> Path:
-    """`SPECDEC_CACHE_DIR`, else `specdec` in the user's cache directory. It need not be there.
+    """`SPECDEC_CACHE_DIR`, else `specdec` in the user's cache directory. It may not exist yet.
 
-    SpecDecError if others could have written into it.
+    SpecDecError if other users could have written into it.
     """
     directory = _place()
     check_private_dir(directory)
@@ -90,12 +91,12 @@ def is_left_out(path: Path) -> bool:
 
 
 def digests_of_build_code(package: Path = _PACKAGE) -> list[str]:
-    """Names and digests of these sources."""
+    """Names and digests of the sources in `build_code`."""
     return [f"{path.relative_to(package)} {digest([path.read_text()])}" for path in build_code(package)]
 
 
 def make_cache_dir() -> Path:
-    """The same, made if it was not there; OSError if that cannot be."""
+    """The cache directory, made if it does not exist; OSError if it cannot be made."""
     directory = cache_dir()
     directory.parent.mkdir(parents=True, exist_ok=True)
     directory.mkdir(mode=0o700, exist_ok=True)
@@ -103,10 +104,10 @@ def make_cache_dir() -> Path:
 
 
 def check_private_dir(directory: Path, *above: Path) -> None:
-    """SpecDecError for a directory of another user (root's is everybody's), or one that others may write into.
+    """SpecDecError for a directory that belongs to another user (root is allowed), or that other users may write into.
 
-    They may not where they do not get through one `above`: with umask 002 a group may write into all parts of a cache,
-    which itself has mode 0700. A link's target they may reach otherwise.
+    A group's write permission is allowed inside a directory `above` that the group cannot enter: with umask 002 all
+    parts of a cache have it, and the cache itself has mode 0700. A link's target may be reachable by another path.
     """
     try:
         stat = directory.stat()
@@ -122,16 +123,16 @@ def check_private_dir(directory: Path, *above: Path) -> None:
         )
     if stat.st_mode & 0o022 and not is_closed:
         raise SpecDecError(
-            f"others may write into the cache directory, and could have put code into it: {directory}",
+            f"other users may write into the cache directory, and could have put code into it: {directory}",
             hint=f"remove it, or trust what is there: chmod go-w {directory}",
         )
 
 
 def check_private_file(path: Path) -> None:
-    """`check_private_dir`, of a file or a directory within the cache.
+    """`check_private_dir`, for a file or a directory inside the cache.
 
-    All users may write into none, wherever it lies. A group may, with umask 002, where nobody gets through the cache's
-    own directory, unless the file has another name elsewhere.
+    No file may be writable by all users. A group's write permission (umask 002) is allowed if the group cannot enter
+    the cache's directory, and the file has no other name elsewhere.
     """
     try:
         stat = path.stat()
@@ -146,19 +147,19 @@ def check_private_file(path: Path) -> None:
         )
     if stat.st_mode & (0o002 if is_closed else 0o022):
         raise SpecDecError(
-            f"others may write into a file in the cache, and could have put code into it: {path}",
+            f"other users may write into a file in the cache, and could have put code into it: {path}",
             hint=f"remove it, or trust what is there: chmod go-w {path}",
         )
 
 
 def check_private_entry(entry: Path) -> None:
-    """`check_private_file`, of a directory in the cache and all that is in it."""
+    """`check_private_file`, for a directory in the cache and everything in it."""
     for path in entry.rglob("*"):
         check_private_file(path)
 
 
 def make_private(entry: Path) -> None:
-    """Take from others what umask 000 gave them: to write into a directory that this process has just made."""
+    """Take away other users' permission to write into a directory that this process has just made (umask 000)."""
     for path in (entry, *entry.rglob("*")):
         if not path.is_symlink() and (mode := path.stat().st_mode) & 0o022:
             path.chmod(mode & ~0o022)
@@ -166,9 +167,9 @@ def make_private(entry: Path) -> None:
 
 @contextmanager
 def locked_entry(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Be the only process that makes the cache's entry `path`; what a killed one left of it is gone.
+    """Be the only process that makes the cache's entry `path`; files that a killed process left of it are removed.
 
-    Calls `on_wait` if another process is at it. SpecDecError if the cache cannot be written.
+    Calls `on_wait` if another process is making it. SpecDecError if the cache cannot be written.
     """
     try:
         make_cache_dir()
@@ -199,7 +200,7 @@ def unwritable(error: OSError) -> SpecDecError:
 
 @contextmanager
 def used_entry(path: Path) -> Iterator[bool]:
-    """Yield whether the cache's entry `path` exists; if so, mark it as used and keep it in the block."""
+    """Yield whether the cache's entry `path` exists; if it does, mark it as used and protect it within the block."""
     with _flocked(path, fcntl.LOCK_SH) as is_there:
         if is_there:
             with contextlib.suppress(OSError):  # a cache that is only read
@@ -208,7 +209,7 @@ def used_entry(path: Path) -> Iterator[bool]:
 
 
 def remove_unused_entry(path: Path) -> bool:
-    """Remove an entry unless a process uses it or makes it; returns whether it is gone."""
+    """Remove an entry unless a process uses or makes it; returns whether it is gone."""
     lock = FileLock(path.with_name(f"{path.name}.lock"))
     try:
         lock.acquire(timeout=0)
@@ -256,19 +257,19 @@ def _flocked(path: Path, operation: int) -> Iterator[bool]:
 
 
 def remove_left_over(path: Path) -> None:
-    """Remove what a process left behind that was killed after the cache's entry `path` existed."""
+    """Remove hidden directories left by a process that was killed after the cache's entry `path` existed."""
     if any(path.parent.glob(f".{path.name}.*")):
         with contextlib.suppress(SpecDecError), locked_entry(path, lambda: None):
             pass
 
 
 def sealed(data: bytes) -> bytes:
-    """A file of the cache that is found whole or not at all: with its SHA-256 behind it."""
+    """Content of a cache file, followed by its SHA-256, so that a cut file is noticed."""
     return data + hashlib.sha256(data).digest()
 
 
 def read_sealed(path: Path) -> bytes | None:
-    """Read sealed content; None if it is absent or damaged. SpecDecError if others may write it where the cache is."""
+    """Read sealed content; None if it is absent or damaged. SpecDecError if other users may write the file."""
     if path.is_relative_to(_place()):
         check_private_file(path)
     try:
@@ -280,16 +281,16 @@ def read_sealed(path: Path) -> bytes | None:
 
 
 def digest(parts: Iterable[str]) -> str:
-    """A name for what is made of `parts`."""
+    """A name for what is made from `parts`."""
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def file_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
-    """`read_digest`, which is kept, so that a large file is read again only if it is another one or has changed.
+    """`read_digest`, kept in the cache, so that a large file is read again only if it has changed.
 
-    That is seen by its size, its times and a sample of its bytes. Under which name it lies does not matter: an engine's
-    directory is renamed when it is whole. The time of change cannot be set back, but it has steps: a file that was just
-    written may be written again in the same one, and its digest is not kept yet. One that this process has seen is not
+    A change is noticed by size, times and a sample of the bytes. The file's name does not matter: an engine's directory
+    is renamed when it is complete. The time of change cannot be set back, but is coarse: a file just written may be
+    written again within the same tick, so its digest is not kept yet. A file whose state this process has seen is not
     even opened.
     """
     stamp = stamp_of(path.stat())
@@ -301,7 +302,9 @@ def file_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
 
 
 def begin_digests(paths: Iterable[Path]) -> None:
-    """Have a thread find the `file_digest` of large files that will soon be asked for. No end of the process waits."""
+    """Have a thread compute the `file_digest` of large files that will soon be needed. The process does not wait for it
+    to end.
+    """
     begun: dict[Stamp, tuple[Path, Future[str]]] = {}
     for path in paths:
         if (stamp := stamp_of(path.stat())).num_bytes > _LARGE_BYTES and stamp not in _begun:
@@ -319,7 +322,7 @@ def begin_digests(paths: Iterable[Path]) -> None:
 
 
 def is_digest_awaited() -> bool:
-    """True if a digest that was begun is not found yet: of a file that was not read before."""
+    """True if a digest that was begun is not ready yet, for a file that was not read before."""
     return not all(begun.done() for begun in tuple(_begun.values()))  # other threads begin some, and ask for them
 
 
@@ -340,7 +343,7 @@ def _find_digest(path: Path, ranges: Sequence[Range]) -> str:
 
 
 def keep_digest(path: Path, sha256: str) -> None:
-    """Have `file_digest` know the SHA-256 of a file that this process has just written, and nobody else writes."""
+    """Record the SHA-256 of a file that this process has just written and nobody else writes, for `file_digest`."""
     with path.open("rb") as file:
         stamp = stamp_of(os.fstat(file.fileno()))
         # Or its time would not tell it from what is written into it next.
@@ -360,7 +363,7 @@ def _keep(kept: Path, stamp: Stamp, ranges: Sequence[Range], sha256: str) -> Non
 
 
 def _known_as(file: BinaryIO, stamp: Stamp, ranges: Sequence[Range]) -> str:
-    """The name that the digest of a file in this state is kept under."""
+    """The name under which the digest of a file in this state is kept."""
     sample = hashlib.sha256()
     for start in range(0, stamp.num_bytes, max(stamp.num_bytes // _NUM_SAMPLES, 1)):
         file.seek(start)
@@ -369,15 +372,16 @@ def _known_as(file: BinaryIO, stamp: Stamp, ranges: Sequence[Range]) -> str:
 
 
 def read_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
-    """SHA-256 of a file, or of these pieces of it one after the other: read, whatever is kept."""
+    """SHA-256 of a file, or of these pieces of it in order; always reads the file."""
     with path.open("rb") as file:
         return _digest_of(file, ranges)
 
 
 def read_kept_digest(path: Path) -> str | None:
-    """Read a kept digest of `file_digest`: a digest, and one of it and the name. None if not there, or damaged.
+    """Read a digest kept by `file_digest`, stored with a checksum over digest and name. None if it is absent or
+    damaged.
 
-    SpecDecError if others may write it.
+    SpecDecError if other users may write it.
     """
     check_private_file(path)
     try:
@@ -410,7 +414,7 @@ class CachedEngine:
 
 
 def engine_entry(name: Path, identity: str) -> Path:
-    """The place of a model's engine, by the model's path and a digest of all that the engine is made of."""
+    """The directory of a model's engine, from the model's path and a digest of everything the engine is made from."""
     return cache_dir() / "engines" / f"{_readable(name)}-{identity[:16]}"
 
 
@@ -488,7 +492,7 @@ def cached_engines() -> list[CachedEngine]:
 
 
 def other_bytes() -> int:
-    """Size of everything else in the cache: compiled kernels, digests, and what interrupted commands have left."""
+    """Size of everything else in the cache: compiled kernels, digests, and leftovers of interrupted commands."""
     return unique_bytes([cache_dir()]) - engines_bytes(cached_engines())
 
 
@@ -498,7 +502,7 @@ def engines_bytes(engines: Iterable[CachedEngine]) -> int:
 
 
 def engines_to_prune(engines: list[CachedEngine], max_bytes: int) -> list[CachedEngine]:
-    """Engines to remove so that the rest take no more than `max_bytes`; those in use are passed over."""
+    """Engines to remove so that the rest take at most `max_bytes`; engines in use are kept."""
     left, chosen = list(engines), list[CachedEngine]()
     for engine in reversed(engines):
         if not engine.is_used and engines_bytes(left) > max_bytes:
@@ -508,7 +512,7 @@ def engines_to_prune(engines: list[CachedEngine], max_bytes: int) -> list[Cached
 
 
 def prune(engines: list[CachedEngine]) -> list[CachedEngine]:
-    """Remove these; returns those that are gone: who has begun to use one in the meantime keeps it."""
+    """Remove these engines; returns those removed: an engine that a process has begun to use meanwhile is kept."""
     removed = [engine for engine in engines if remove_unused_entry(engine.path)]
     remove_unshared_files()
     return removed

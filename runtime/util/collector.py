@@ -1,4 +1,6 @@
-"""Python's collector, in a process that imports torch: it looks through all that was imported, and finds nothing."""
+"""Python's garbage collector in a process that imports torch: it would look through all imported objects and
+free none.
+"""
 
 import atexit
 import gc

@@ -1,4 +1,4 @@
-"""Control groups of this process, and the memory and the cores that they and the machine leave it."""
+"""Control groups of this process: the memory and the cores that they, and the machine, leave to it."""
 
 import os
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ _UNLIMITED = 1 << 60  # version 1 writes a number near 2^63
 
 
 def free_memory(root: Path = ROOT, membership: Path = MEMBERSHIP) -> int:
-    """Bytes. Pages of files that a group holds are given up when they are needed, and count as free."""
+    """Free memory in bytes. Cached file pages of a group count as free, since they are given up when needed."""
     groups = groups_above("memory", root, membership)
     left = (left for version, directory in groups for left in _left_by(directory, *_FILES[version]))
     return min([int(psutil.virtual_memory().available), *left])

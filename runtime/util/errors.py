@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 
 class SpecDecError(Exception):
-    """Something the user's files, machine or settings make impossible (exit code 1).
+    """The user's files, machine or settings make something impossible (exit code 1).
 
-    `message` says what is wrong and ends with the value; `hint` says what to do. `code` names what is wrong for those
-    who know a better hint, in words of their own: the command line names its flags, from `values`. The value `field` is
-    the field of a request (`runtime.core.params`) that is wrong: a server tells its client.
+    `message` says what is wrong and ends with the value; `hint` says what to do. `code` identifies the error for a
+    caller with a better hint: the command line names its own flags there, from `values`. The value `field` is the
+    request's field (`runtime.core.params`) that is wrong: a server tells its client.
     """
 
     def __init__(self, message: str, *, hint: str | None = None, code: str | None = None, **values: object) -> None:
@@ -30,12 +30,12 @@ class UsageError(SpecDecError):
 
 
 class RequestError(SpecDecError):
-    """A request that cannot go on, by its name. Those beside it have been answered."""
+    """A request that cannot go on, with its name. The other requests were answered."""
 
 
 @contextmanager
 def draft_engine_errors() -> Iterator[None]:
-    """Say of an error that it is about the draft engine."""
+    """Say in an error that it is about the draft engine."""
     try:
         yield
     except SpecDecError as error:
@@ -44,8 +44,8 @@ def draft_engine_errors() -> Iterator[None]:
 
 @contextmanager
 def errors_about(given: str, made: str) -> Iterator[None]:
-    """Have errors name what the user gave in the place of files that are made of it, and gone when they are read: the
-    file of the same name if there is one.
+    """Within the block, errors about temporary files name the user's file instead: the file of the same name, if there
+    is one.
     """
 
     def named(match: re.Match[str]) -> str:
@@ -62,4 +62,4 @@ def errors_about(given: str, made: str) -> Iterator[None]:
 
 
 class SpecDecWarning(UserWarning):
-    """Something that is worth knowing and stops nothing."""
+    """Something worth knowing that stops nothing."""

@@ -1,8 +1,8 @@
-"""Directories that are whole or absent, and JSON that is valid or an error.
+"""Writes directories and files completely or not at all, and reads JSON with clear errors.
 
-Output is written to a hidden sibling, given to the disk and renamed, so a directory that exists is complete; an
-interrupted command leaves nothing behind. What a killed one leaves, the next one removes: a process holds a lock on
-the directory that it writes, and without that lock the directory is abandoned.
+Output is written to a hidden sibling, flushed to disk and renamed, so a directory that exists is complete, and an
+interrupted command leaves nothing behind. What a killed process leaves, the next one removes: a process holds a lock on
+the directory that it writes, and a directory without this lock is abandoned.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _KINDS = {
 
 
 def check_output_directory(path: Path, *, replace: bool) -> None:
-    """SpecDecError unless `path` can be written: absent, empty, or (with `replace`) one of our own directories."""
+    """SpecDecError unless `path` can be written: absent, empty, or (with `replace`) a directory that specdec wrote."""
     recover_directory(path)
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise SpecDecError(f"output directory is not a directory: {path}", hint="choose another name")
@@ -58,7 +58,7 @@ def check_output_directory(path: Path, *, replace: bool) -> None:
 
 
 def check_output_is_not_input(output: Path, source: Path) -> None:
-    """SpecDecError if replacing `output` would take `source` away."""
+    """SpecDecError if replacing `output` would delete `source`."""
     output, source = output.resolve(), source.resolve()
     if output == source or output in source.parents:
         raise SpecDecError(
@@ -86,7 +86,7 @@ def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
 
 @contextmanager
 def _temporary_sibling(path: Path) -> Iterator[Path]:
-    """A directory beside `path` for the length of the block; what killed processes left of theirs is gone."""
+    """A directory beside `path` for the block; siblings left by killed processes are removed."""
     remove_left_over(path)
     temporary = _hidden_sibling(path, "tmp")
     try:
@@ -97,13 +97,15 @@ def _temporary_sibling(path: Path) -> Iterator[Path]:
 
 
 def remove_left_over(path: Path) -> None:
-    """Remove what processes that were killed while they wrote `path` left beside it."""
+    """Remove files that killed processes left beside `path` while they wrote it."""
     for left_over in _hidden_siblings(path, "tmp"):
         remove_if_abandoned(left_over)
 
 
 def recover_directory(path: Path) -> None:
-    """Give a directory its name back, where a process was killed that had taken it to put another in its place."""
+    """Give a directory its name back, if a process was killed between renaming it away and putting another in its
+    place.
+    """
     path = path.absolute()
     if path.is_symlink() or path.exists():
         return
@@ -115,7 +117,7 @@ def recover_directory(path: Path) -> None:
 
 @contextmanager
 def locked_directory(directory: Path, mode: int = 0o777) -> Iterator[None]:
-    """Make a directory and hold its lock, which goes with the process, however that ends."""
+    """Make a directory and hold its lock, which ends with the process, however that ends."""
     while (descriptor := _make_locked(directory, mode)) is None:
         pass
     try:
@@ -142,7 +144,7 @@ def _make_locked(directory: Path, mode: int) -> int | None:
 
 
 def remove_if_abandoned(directory: Path) -> None:
-    """Remove a directory that a process had locked which is no more."""
+    """Remove a directory whose lock no process holds any more."""
     with _abandoned(directory) as is_abandoned:
         if is_abandoned:
             shutil.rmtree(directory, ignore_errors=True)
@@ -150,9 +152,11 @@ def remove_if_abandoned(directory: Path) -> None:
 
 @contextmanager
 def _abandoned(directory: Path) -> Iterator[bool]:
-    """Try to lock the directory; yields whether that succeeded (False without locks), and keeps the lock.
+    """Try to lock the directory; yields whether that succeeded (False without locks), and keeps the lock within the
+    block.
 
-    What was opened may be gone by then, and another process have made a directory of that name: that is not abandoned.
+    The directory may have been replaced by another process's directory of the same name before it was locked; then the
+    lock does not count.
     """
     try:
         descriptor = os.open(directory, os.O_RDONLY)
@@ -176,7 +180,7 @@ def _is_abandoned(directory: Path) -> bool:
 
 
 def _flush_tree(directory: Path) -> None:
-    """Have a directory on the disk with all that is in it."""
+    """Flush a directory, with everything in it, to disk."""
     for parent, _, names in os.walk(directory):
         for name in names:
             _flush(Path(parent) / name)
@@ -184,7 +188,7 @@ def _flush_tree(directory: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Have a file or a directory's names on the disk: a name must not come there before what it stands for."""
+    """Flush a file, or the names in a directory, to disk: content must be there before its name."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -207,7 +211,7 @@ def new_file(path: Path, *, replace: bool) -> Iterator[Path]:
 
 
 def try_new_file(path: Path) -> None:
-    """OSError unless a file can be made at `path`. Never makes it: a process that is killed now leaves none."""
+    """OSError unless a file can be made at `path`. Makes none there, so a process killed now leaves nothing."""
     with _temporary_sibling(path.resolve()) as directory:
         (directory / path.name).touch()
 
@@ -219,19 +223,19 @@ def _give_name(written: Path, path: Path) -> None:
 
 
 def _umask() -> int:
-    """Read the umask of this process, which is possible only by setting it."""
+    """Read this process's umask, which is possible only by setting it."""
     umask = os.umask(0)
     os.umask(umask)
     return umask
 
 
 def _hidden_sibling(path: Path, suffix: str) -> Path:
-    """A unique name. It is known before anything of that name exists, so nothing is left behind."""
+    """A unique name, known before a file of that name exists, so that a killed process leaves nothing unnamed."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{suffix}")
 
 
 def _hidden_siblings(path: Path, suffix: str) -> list[Path]:
-    """Existing ones of any process."""
+    """Existing hidden siblings, of any process."""
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.{suffix}")
     with contextlib.suppress(OSError):
         return [sibling for sibling in path.parent.iterdir() if name.fullmatch(sibling.name)]
@@ -239,10 +243,11 @@ def _hidden_siblings(path: Path, suffix: str) -> list[Path]:
 
 
 def check_regular(path: Path, most_bytes: float = math.inf) -> None:
-    """SpecDecError for what is no file and may never end, such as a link to /dev/zero or a named pipe, or is larger.
+    """SpecDecError for a path that is not a regular file and may never end (a link to /dev/zero, a named pipe), or is
+    too large.
 
-    What is missing, and a directory, passes: whoever opens it says so. So does a pipe without a name, which a shell's
-    `<(command)` makes: its other end is open.
+    A missing file and a directory pass: opening them gives the error. A pipe without a name passes too, such as a
+    shell's `<(command)`: its other end is open.
     """
     try:
         found = path.stat()
@@ -259,7 +264,7 @@ def check_regular(path: Path, most_bytes: float = math.inf) -> None:
 
 
 def check_model_files(directory: Path) -> None:
-    """`check_regular` of all files in a model's directory that transformers or we might read, by their names."""
+    """`check_regular` for all files in a model's directory that transformers or specdec might read, by their names."""
     for inner in (directory, directory / "additional_chat_templates"):
         with contextlib.suppress(OSError):
             for path in map(Path, sorted(entry.path for entry in os.scandir(inner) if entry.name.endswith(_OF_MODELS))):
@@ -272,7 +277,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_and_text(path: Path) -> tuple[dict[str, Any], str]:
-    """`read_json`, and the text that the object was read from."""
+    """`read_json`, and the file's text."""
     check_regular(path, _MOST_TEXT_BYTES)
     try:
         text = path.read_text(encoding="utf-8")
@@ -298,8 +303,8 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write all of `data`, or leave `path` as it was. What is no regular file, such as a pipe, is written to.
-    A regular file gets `mode`, less what the umask takes.
+    """Write all of `data`, or leave `path` as it was. A path that is not a regular file, such as a pipe, is written to
+    directly. A regular file gets `mode`, less the umask.
 
     OSError names `path`, whatever failed.
     """
@@ -321,7 +326,7 @@ def _write_file(path: Path, data: bytes, mode: int) -> None:
 
 
 class Stamp(NamedTuple):
-    """Identity and version of a file: another stamp means another content."""
+    """Identity and version of a file: a different stamp means different content."""
 
     device: int
     inode: int
@@ -330,7 +335,7 @@ class Stamp(NamedTuple):
     ctime_ns: int
 
     def is_written_over(self, now: os.stat_result) -> bool:
-        """Since, and not only linked or its mode changed."""
+        """True if the content was written since; False if the file was only linked or its mode changed."""
         return (now.st_size, now.st_mtime_ns) != (self.num_bytes, self.mtime_ns)
 
 

@@ -1,5 +1,5 @@
-"""State that transformers has for a whole process: the lock under which one thread at a time initializes a model, or
-builds or opens an engine, and what it prints.
+"""State that transformers keeps for the whole process: the lock that lets one thread at a time make a model or build or
+open an engine, and its messages.
 """
 
 import functools
@@ -23,11 +23,11 @@ _LONGEST_WAIT_S = 60.0
 
 
 def lock_transformers() -> None:
-    """Have transformers take MODEL_INIT_LOCK where it makes models, so that users' own threads need not.
+    """Have transformers take MODEL_INIT_LOCK itself when it makes models, so that users' own threads need not.
 
-    For the time of a `from_pretrained` it replaces a method of all of its models and torch's default dtype. One that
-    overlaps with ours would put back what it found: every model with tied embeddings would be incomplete from then on.
-    One that has begun already is waited for.
+    During a `from_pretrained`, transformers replaces a method of all its models and torch's default dtype. Two that
+    overlap would restore each other's replacements: from then on every model with tied embeddings would be incomplete.
+    A call that has begun already is waited for.
     """
     from transformers import PreTrainedModel
 
@@ -53,9 +53,7 @@ def _locked(make: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without its progress, its tables and its advice to who publishes a model: what matters of it is said once, in
-    words of our own.
-    """
+    """Silence transformers' progress bars, tables and advice to publishers; specdec reports what matters itself."""
     from transformers.utils import logging
 
     verbosity, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -1,6 +1,6 @@
-"""Errors of memory that ran out, as one sentence: which limit it was, and what would have been enough.
+"""Errors about memory that ran out, as one sentence: which limit was met, and how much would have been enough.
 
-Imports no torch: to import it may be what there is too little memory for.
+Imports no torch: memory may be too small even for that.
 """
 
 import errno
@@ -42,12 +42,12 @@ _LIMITS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if the error, or what led to it, is that there is no memory."""
+    """True if this error, or one that caused it, says that there is no memory."""
     return any(_is_of_memory(one) for one in _chain(error))
 
 
 def out_of_memory(error: BaseException) -> SpecDecError:
-    """The sentence for such an error, with a hint by the limit that was met."""
+    """The sentence for such an error, with a hint for the limit that was met."""
     found = next(one for one in _chain(error) if _is_of_memory(one))
     asked = _bytes_asked(found)
     said = "there is not enough memory" + (f" for {_megabytes(asked)} more" if asked else "")
@@ -66,7 +66,9 @@ def out_of_memory(error: BaseException) -> SpecDecError:
 
 
 def check_address_space() -> None:
-    """SpecDecError where `ulimit -v` leaves less than torch's libraries take: some end the process without a word."""
+    """SpecDecError if `ulimit -v` leaves less than torch's libraries take: some of them end the process without a
+    message.
+    """
     limit, most = _LIMITS[0], resource.getrlimit(resource.RLIMIT_AS)[0]
     if most != resource.RLIM_INFINITY and most < LEAST_ADDRESSES:
         raise _beyond(limit, "there is not enough memory for torch", most, LEAST_ADDRESSES)
@@ -100,7 +102,7 @@ def _is_of_memory(error: BaseException) -> bool:
 
 
 def _bytes_asked(error: BaseException) -> int:
-    """Bytes that could not be had; 0 where the error does not say."""
+    """Number of bytes that were asked for; 0 if the error does not say."""
     if asked := _ASKED.search(str(error)):
         return int(float(asked[1]) * _UNITS[asked[2].lower()])
     library, torch = _LIBRARY.search(str(error)), find_spec("torch")
@@ -111,7 +113,7 @@ def _bytes_asked(error: BaseException) -> int:
 
 
 def _taken(line: str) -> int:
-    """Bytes that this process has; 0 where Linux does not say."""
+    """Bytes of memory that this process has; 0 if Linux does not say."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

@@ -1,7 +1,7 @@
-"""Lines that a Rust library writes when it panics, kept from the user: the error that follows says what went wrong.
+"""Keeps the lines that a Rust library writes when it panics from the user: the error that follows says what went wrong.
 
-Rust writes these lines to the process's file 2 itself, and no setting of the library or of Python ends that. So while a
-command calls such a library, file 2 is another; what was written there is passed on afterwards, without the panic.
+Rust writes them to file descriptor 2, and no setting of the library or of Python stops that. So while a command calls
+such a library, descriptor 2 is another file; its content is passed on afterwards, without the panic.
 """
 
 import os
@@ -17,7 +17,7 @@ _lock = Lock()
 
 
 class _Held:
-    """State of the process: the threads that are in a block, and the two files meanwhile."""
+    """The process's state: the threads inside a block, and the two files."""
 
     is_command = False
     num_blocks = 0
@@ -25,15 +25,15 @@ class _Held:
 
 
 def hold_panics() -> None:
-    """Hold panics back in this process from now on. Not in a user's: a child that another thread starts meanwhile would
-    keep the other file.
+    """From now on hold panics back in this process. Not for a user's process: a child started by another thread
+    meanwhile would inherit the replaced file.
     """
     _Held.is_command = hasattr(os, "memfd_create")
 
 
 @contextmanager
 def panics_held() -> Iterator[None]:
-    """Pass on what is written to standard error in the block when it ends, but no panic of a Rust library."""
+    """When the block ends, pass on what was written to standard error in it, except a Rust library's panic."""
     with _lock:
         is_held = _Held.is_command and (_Held.num_blocks > 0 or _begin())
         _Held.num_blocks += is_held
@@ -47,7 +47,7 @@ def panics_held() -> Iterator[None]:
 
 
 def _begin() -> bool:
-    """False where there are no more files to be had."""
+    """Replace descriptor 2; False if no more files can be opened."""
     with suppress(OSError):
         sys.stderr.flush()
         own = os.dup(_STDERR)

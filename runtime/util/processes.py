@@ -1,7 +1,7 @@
-"""Processes of ranks other than 0, as rank 0 sees them, and those that do pieces of work at once.
+"""Processes of ranks other than 0, as rank 0 sees them; and processes that share a piece of work.
 
-Of ranks, whatever ends one ends all; memory that they share has no name, so none is left behind. Of those at work none
-outlives the one that asks.
+If any rank ends, all end; the memory that they share has no name, so none is left behind. Working processes end with
+the process that asked for the work.
 """
 
 import json
@@ -29,7 +29,7 @@ _START = "from runtime.engine.rank_worker import main; main()"
 
 
 def shared_memory(num_bytes: int) -> int:
-    """A file of zeros without a name, by its descriptor, which the caller closes."""
+    """A nameless file of zeros, by its descriptor, which the caller closes."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("specdec", os.MFD_CLOEXEC)
     else:
@@ -90,11 +90,11 @@ class Processes:
         return [process.pid for process in self._processes]
 
     def pipes(self) -> list[int]:
-        """Pipes from which the ranks read."""
+        """The pipes that the ranks read from."""
         return [process.stdin.fileno() for process in self._processes if process.stdin is not None]
 
     def wait_until_ready(self) -> None:
-        """SpecDecError, in a rank's own words, if one cannot open its part of the engine."""
+        """SpecDecError, with the rank's own message, if a rank cannot open its part of the engine."""
         for status in self._status:
             line = status.readline()
             if line.strip() != "{}":
@@ -106,7 +106,7 @@ class Processes:
         self._is_ready = True
 
     def raise_failure(self) -> None:
-        """Raise why the ranks have ended, if they have; it may be told a moment later than it is noticed."""
+        """Raise why the ranks have ended, if they have; the reason may arrive a moment after the end."""
         end = time.monotonic() + _ENDS_S
         while self.failure is None and time.monotonic() < end and not self._is_closed:
             time.sleep(_LOOKS_S / 10)
@@ -114,7 +114,7 @@ class Processes:
             raise self.failure
 
     def close(self) -> None:
-        """End all of them. Closed, it can be closed again."""
+        """End all processes. Closing twice is allowed."""
         with self._lock:
             if self._is_closed:
                 return
@@ -188,10 +188,10 @@ Done = TypeVar("Done")
 
 
 def do_at_once(work: Callable[[Piece], Done], pieces: Seq[Piece], num_processes: int) -> list[Done]:
-    """Apply `work` to each piece, in order: here, one after the other, unless there are several processes.
+    """Apply `work` to each piece, and return the results in order: in this process, or in several at once.
 
-    `work` and what it takes and returns are sent, so it is a function of a module. What it raises is raised.
-    SpecDecError if a process ends.
+    `work`, its arguments and its results are sent to other processes, so it must be a module's function. Its exceptions
+    are raised here. SpecDecError if a process ends.
     """
     num_processes = min(num_processes, len(pieces))
     if num_processes == 1:
@@ -220,7 +220,8 @@ def _receive(pipe: Connection) -> list[Done]:
         answer: list[Done] | Exception = pipe.recv()
     except EOFError:
         raise SpecDecError(
-            "a process that was to do a part of the work has ended", hint="memory may have run out: have fewer at once"
+            "a process that was to do a part of the work has ended",
+            hint="memory may have run out: have fewer processes at once",
         ) from None
     if isinstance(answer, Exception):
         raise answer

@@ -1,4 +1,4 @@
-"""Users' files: read with errors that say where in them something is wrong."""
+"""Reads users' files, with errors that say at which place something is wrong."""
 
 import json
 from collections.abc import Iterator

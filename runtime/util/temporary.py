@@ -1,8 +1,7 @@
-"""The directory of this process for files that are run, or gone when it ends: unpacked packages, what compilers make.
+"""This process's directory for files that are run, or that go when it ends: unpacked packages, compilers' outputs.
 
-In the common directory for temporary files others could put code under names that are known before. This one is made
-anew, readable by its owner alone, and locked for as long as the process lives; what killed processes left of theirs is
-removed when the next one makes its own.
+In the common directory for temporary files other users could put code under a predictable name. This directory is new,
+readable by its owner alone, and locked while the process lives; the next process removes what killed ones left.
 """
 
 import atexit

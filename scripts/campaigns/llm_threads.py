@@ -47,15 +47,15 @@ def _of(output: Output, *, counts_drafts: bool) -> Any:
 
 def _generate(drafter: Any = None, *, counts_drafts: bool = True, **values: Any) -> Ask:
     def ask(llm: LLM, number: int) -> Any:
-        outputs = llm.generate(_prompt(number), _params(**values), drafter=drafter, draft_len_mode="fixed")
-        return [_of(output, counts_drafts=counts_drafts) for output in outputs]
+        (result,) = llm.generate(_prompt(number), _params(**values), drafter=drafter, draft_len_mode="fixed")
+        return [_of(output, counts_drafts=counts_drafts) for output in result.outputs]
 
     return ask
 
 
 def _list(llm: LLM, number: int) -> Any:
-    outputs = llm.generate([_prompt(number), _prompt(number + 1)], [_params(), _params(temperature=1, seed=number)])
-    return [(output.prompt, _of(output, counts_drafts=True)) for output in outputs]
+    results = llm.generate([_prompt(number), _prompt(number + 1)], [_params(), _params(temperature=1, seed=number)])
+    return [(result.prompt, _of(result.outputs[0], counts_drafts=True)) for result in results]
 
 
 def _pieces(pieces: Iterator[Piece]) -> Any:

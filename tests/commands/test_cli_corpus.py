@@ -101,7 +101,7 @@ def other_format(directory: Path) -> None:
 
 # In a directory with `tok`, `other`, `old` (a corpus), `foreign` (one of the tokenizer `other`) and the texts.
 MISTAKES: list[tuple[str, int, tuple[str, ...], Callable[[Path], Any] | None]] = [
-    (CREATE, 2, ("a corpus is made of traces or text", "`--traces FILE`"), None),
+    (CREATE, 2, ("a corpus is made from traces or text, and none are given", "`--traces FILE`"), None),
     (CREATE + "--text text.pdf", 2, ("unknown kind of text file: text.pdf", "`.txt` or `.jsonl`"), None),
     (CREATE + "--text texts.jsonl", 1, ("line 1 of texts.jsonl has no `text`", "['prompt']"),
      lambda d: (d / "texts.jsonl").write_text('{"prompt": "a"}\n')),
@@ -116,7 +116,7 @@ MISTAKES: list[tuple[str, int, tuple[str, ...], Callable[[Path], Any] | None]] =
     (CREATE.replace(" c ", " text.txt ") + "--text text.txt --force", 2,
      ("the output would overwrite an input: text.txt",), None),
     (CREATE.replace(" c ", " /proc/c ") + "--text text.txt", 1, ("cannot write the file", "/proc/c"), None),
-    ("corpus merge --output c old", 2, ("nothing to merge it with: old",), None),
+    ("corpus merge --output c old", 2, ("a merge needs two corpora or more, and there is one: old",), None),
     ("corpus merge --output old old old --force", 2, ("would overwrite an input: old",), None),
     ("corpus merge --output c old text.txt", 1, ("this is not a corpus", "text.txt"), None),
     ("corpus merge --output c old foreign", 1, ("different tokenizers: old and foreign",), None),

@@ -421,7 +421,6 @@ SAMPLING = [
     case(RUN + "--top-p 0", 2, "top_p", "0", "1", "0.0"),
     case(RUN + "--random-seed x", 2, "--random-seed"),
     case(RUN + "--stop-words ''", 2, "`--stop-words`", "''"),
-    case(RUN + "--stop-words '</s>'", 2, "`--stop-words`", "'</s>'"),
     case(RUN + "--bad-words '<pad>'", 2, "`--bad-words`", "'<pad>'"),
     case(
         RUN + "--stop-words x", 2, "`--stop-words`", "'x'",

@@ -95,7 +95,7 @@ def test_the_head_that_a_model_has_is_trained_further(
     named = ["--model-dir", model, "--draft-model-dir", model]
     assert_one_clear_error(train(*named), 2, ("MTP", "--draft-vocab-size", "64"))
     (directory / "model.gguf").write_bytes(b"GGUF")
-    assert_one_clear_error(train(*named, "--draft-model-dir", "model.gguf"), 1, ("no trained drafter", "model.gguf"))
+    assert_one_clear_error(train(*named, "--draft-model-dir", "model.gguf"), 1, ("not a trained drafter", "model.gguf"))
     answers = ["--input-file", "prompts.jsonl", "--max-output-len", 12, "--output-traces", "own.jsonl"]
     assert specdec("run", "--model-dir", model, "--compiler", "none", *answers).exit_code == 0
     texts = ["--traces", "own.jsonl", "--held-out-traces", "own.jsonl", "--output-dir", "head", "--compiler", "none"]
@@ -225,7 +225,7 @@ def test_interrupted_it_goes_on_to_the_same_head(
 
 TRACE = {"prompt_ids": [5, 6, 7], "output_ids": [8, 9, 10, 11]}
 ERRORS: dict[str, tuple[list[object], int, list[str]]] = {
-    "other answers": (["--traces", "others.jsonl"], 1, ["8 that it finds likeliest"]),
+    "other answers": (["--traces", "others.jsonl"], 1, ["the target's 8 likeliest tokens"]),
     "outside the vocabulary": (["--traces", "outside.jsonl"], 1, ["outside the vocabulary of 300: 300"]),
     "no directory of its own": (["--work-dir", "head"], 2, ["`--work-dir`", "head"]),
     "something there": (["--output-dir", "full"], 1, ["not empty: full"]),

@@ -22,11 +22,11 @@ from runtime.loop.lossless.check import (
     POWER,
     REQUIRED_TOTAL_VARIATION,
     TokenCheck,
-    _is_chosen_within,
     _num_draws_per_prefix,
     _unit_in_the_last_place,
     _verdict,
     compare_tokens,
+    is_chosen_within,
     next_logits,
 )
 from runtime.loop.lossless.chi_squared import (
@@ -224,14 +224,14 @@ def sampled_sequence() -> Sequence:
 def test_token_at_a_cut_is_chosen_too_when_logits_are_off_by_rounding() -> None:
     """Token 0 is the best and 1 and 2 are equally good: which of them the cut leaves is for rounding to say."""
     logits = torch.tensor([0.5, 0.0, 0.0])
-    assert all(_is_chosen_within(sampled_sequence(), [1], logits, token, 1e-3) for token in (1, 2))
-    assert not _is_chosen_within(sampled_sequence(), [1], logits, 0, 1e-3)
+    assert all(is_chosen_within(sampled_sequence().sampler, [1], logits, token, 1e-3) for token in (1, 2))
+    assert not is_chosen_within(sampled_sequence().sampler, [1], logits, 0, 1e-3)
 
 
 def test_token_far_from_the_cut_is_not_chosen_by_rounding() -> None:
     logits = torch.tensor([0.5, 0.0, -0.1])
-    assert _is_chosen_within(sampled_sequence(), [1], logits, 1, 1e-3)
-    assert not _is_chosen_within(sampled_sequence(), [1], logits, 2, 1e-3)
+    assert is_chosen_within(sampled_sequence().sampler, [1], logits, 1, 1e-3)
+    assert not is_chosen_within(sampled_sequence().sampler, [1], logits, 2, 1e-3)
 
 
 @pytest.mark.parametrize("dtype", OF_16_BITS)

@@ -536,7 +536,10 @@ def test_mtp_head_of_its_own_model(tmp_path: Path) -> None:
         (drafted,) = llm.generate([[3, 4, 5, 6]], greedy, drafter=MtpDrafter(with_mtp), draft_len_mode="fixed")
         assert drafted.token_ids == plain.token_ids
     (with_mtp / "model.safetensors").write_bytes((tmp_path / "model" / "model.safetensors").read_bytes())
-    for model, said in ((tmp_path / "model", "no trained drafter by its config"), (with_mtp, "no weights of its MTP")):
+    for model, said in (
+        (tmp_path / "model", "config.json does not describe a trained drafter"),
+        (with_mtp, "no weights of its MTP"),
+    ):
         with LLM(model, compiler="none", use_cache=False) as llm, pytest.raises(SpecDecError, match=said):
             llm.generate([[3, 4, 5, 6]], greedy, drafter=MtpDrafter())
 

@@ -7,6 +7,7 @@ import pytest
 from serving_models import PROMPT, MakeServed, Served
 
 from runtime.core.params import SamplingParams
+from runtime.llm import LLM
 
 PROMPTS = [PROMPT, "Once upon a time", "the ball the ball the ball the ball"]
 SAMPLED = {"temperature": 0.9, "seed": 11, "max_tokens": 30, "ignore_eos": True}
@@ -76,6 +77,22 @@ def test_a_prediction_is_counted_and_changes_no_text(served: Served) -> None:
     own = without["usage"]["completion_tokens_details"]
     assert own["accepted_prediction_tokens"] == own["rejected_prediction_tokens"] == 0
     assert num_steps["right"] < num_steps["half"] < num_steps["wrong"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_receipts_are_exact_and_come_with_the_last_chunk(served: Served, path: str) -> None:
+    asked = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": [{"role": "user", "content": PROMPT}]}
+    body = {**asked, "temperature": 1.1, "seed": 3, "n": 2, "max_tokens": 12, "stop": ["ball"], "receipt": True}
+    whole = served.post(path, **body).json()
+    chunks = [choice for chunk in served.stream(path, **body) for choice in chunk["choices"]]
+    last = {choice["index"]: choice["receipt"] for choice in chunks if "receipt" in choice}
+    receipts = [choice["receipt"] for choice in whole["choices"]]
+    assert [last[0], last[1]] == receipts and len(chunks) > 2
+    assert all(choice["finish_reason"] for choice in chunks if "receipt" in choice)
+    assert whole["system_fingerprint"] == f"fp_{receipts[0]['fingerprint']['logits']}"
+    with LLM(served.llm.bundle.directory, tokenizer=served.llm.tokenizer_dir) as llm:
+        findings = llm.check_receipts(receipts)
+    assert [one.verdict for one in findings] == ["exact", "exact"]
 
 
 def test_prompts_are_texts_or_ids_one_or_several(served: Served) -> None:

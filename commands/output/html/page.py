@@ -46,7 +46,7 @@ def page(template: str, document: dict[str, Any], title: str, **values: object) 
 
 
 def _visible(text: Any) -> Any:
-    """Control characters, which HTML cannot hold, as their pictures."""
+    """Replaces control characters, which HTML cannot hold, by their symbols, such as ␀."""
     if not isinstance(text, str) or isinstance(text, Markup):
         return text
     return "".join(chr(0x2400 + ord(c)) if c < " " and c not in "\n\t" else c for c in text)
@@ -82,6 +82,8 @@ _ENVIRONMENT.globals |= {
     "percent": percent,
     "milliseconds": milliseconds,
     "integer": "{:,}".format,
+    "string": str,
+    "significant": "{:.3g}".format,
     "tenths": "{:,.1f}".format,
     "times": "{:.2f}×".format,
     "sent_at": "{:,.2f} s".format,

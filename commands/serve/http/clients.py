@@ -1,4 +1,4 @@
-"""The client that a request is of: clients take turns, and are told apart here without being named anywhere."""
+"""Tells apart the clients that take turns, without storing their names or keys."""
 
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
@@ -14,10 +14,10 @@ def with_key(scope: Mapping[str, Any], key: bytes, *, is_checked_apart: bool) ->
 
 
 def client_of(scope: Mapping[str, Any], user: str | None) -> bytes:
-    """A digest that is the same for all requests of a client.
+    """A digest that is equal for all requests of a client.
 
-    Where clients have keys of their own it is of the key. Else it is of the key as it was sent, which may be the same
-    for all or none, with the field `user`, or with the address if there is no such field.
+    If clients have their own keys, it is made from the key. Otherwise from the key as it was sent, which may be the
+    same for all, together with the field `user`, or with the address if there is no such field.
     """
     key, is_apart = scope.get(KEY_OF_SCOPE, (b"", False))
     address = scope.get("client")

@@ -89,7 +89,7 @@ class FieldNames:
     """Names by a pattern of a chat's fields, where the client speaks another protocol."""
 
     def told(self, error: HTTPError | SpecDecError) -> HTTPError:
-        """The error by these names."""
+        """The error with the client's field names in its message."""
         found = error if isinstance(error, HTTPError) else self._of_own(error)
         message, param = found.message, found.param
         for pattern, name in self.patterns.items():
@@ -104,7 +104,7 @@ class FieldNames:
 
 @contextmanager
 def fields_named(names: FieldNames) -> Iterator[None]:
-    """Raise an error of the block as the client's HTTPError."""
+    """Within the block, turn an error about a field into an HTTPError with the client's name for that field."""
     try:
         yield
     except (HTTPError, SpecDecError) as error:
@@ -112,7 +112,7 @@ def fields_named(names: FieldNames) -> Iterator[None]:
 
 
 def as_http_error(error: SpecDecError, param: str | None = None) -> HTTPError:
-    """HTTP error for an error of the server's own."""
+    """The HTTP error for one of specdec's own errors."""
     message = f"{error.message} ({error.hint})" if error.hint else error.message
     if isinstance(error, QueueFull):
         return HTTPError(503, message, code="queue_full")

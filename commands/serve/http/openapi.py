@@ -97,7 +97,7 @@ def answers(model: type[Any]) -> dict[int | str, dict[str, Any]]:
 
 
 def openapi_schema(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's, completed."""
+    """FastAPI's OpenAPI document, with the parts that it lacks."""
     schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
     described = models_json_schema(_MODELS, ref_template="#/components/schemas/{model}")[1]
     key = {"type": "http", "scheme": "bearer"}
@@ -150,7 +150,7 @@ _CLIENT_CLASSES = ("idle", "few", "many")
 
 
 def _client_class(num_before: int, max_batch_size: int) -> str:
-    """Class of a client with so many sequences on their way: none, fewer than run at once, or more."""
+    """Class of a client by its number of running or waiting sequences: none, fewer than run at once, or more."""
     return "idle" if num_before == 0 else "few" if num_before < max_batch_size else "many"
 
 

@@ -75,7 +75,7 @@ class Server:
     writer: ThreadPoolExecutor
 
     async def aside(self, function: Callable[[], T]) -> T:
-        """Parse and tokenize beside the event loop, one body after the other."""
+        """Parse and tokenize in a thread beside the event loop, one body at a time."""
 
         def work() -> T:
             with self.served.turn:
@@ -89,7 +89,7 @@ class Server:
     async def ask(
         self, request: Request, model: type[G], ask: Callable[[ServedModel, G], list[ServeRequest]]
     ) -> tuple[G, Group]:
-        """The body that was sent, and the answers that are on their way."""
+        """Parse the body and submit its requests; returns both."""
         raw = await _read_body(request)
 
         def prepare() -> tuple[G, list[ServeRequest], FieldNames]:
@@ -105,7 +105,7 @@ class Server:
     async def ask_as_chat(
         self, request: Request, model: type[L], translate: Callable[[L], ChatRequest]
     ) -> tuple[L, ChatRequest, Group]:
-        """The same of another protocol: its body, and the chat request that it is."""
+        """`ask` for another protocol: returns the body and the equivalent chat request too."""
         raw = await _read_body(request)
 
         def prepare() -> tuple[L, ChatRequest, list[ServeRequest], FieldNames]:

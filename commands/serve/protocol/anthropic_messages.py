@@ -1,4 +1,6 @@
-"""Anthropic's Messages, as Claude Code uses them: into a chat request, and out of its answer."""
+"""Anthropic's Messages, as Claude Code uses them: bodies become chat requests, and answers are written in their
+form.
+"""
 
 import json
 import uuid
@@ -32,7 +34,7 @@ _CHOICES = {"auto": None, "any": "required", "none": "none"}
 
 
 def chat_of_messages(served: ServedModel, body: CountRequest) -> ChatRequest:
-    """The chat request that a request for a message is."""
+    """The chat request that is equivalent to a request for a message."""
     said: list[dict[str, Any]] = []
     if system := _system(body):
         said.append({"role": "system", "content": system, "place": "system"})
@@ -89,7 +91,7 @@ def _tools(body: CountRequest) -> list[dict[str, Any]] | None:
 
 
 def _messages(message: AnthropicMessage) -> list[dict[str, Any]]:
-    """A message of blocks as one with calls, or as what tools gave and a text."""
+    """A message of blocks as chat messages: with calls, or as the tools' answers followed by a text."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     blocks = [block.text or "" for block in message.content if block.type == "text"]
@@ -107,7 +109,7 @@ def _messages(message: AnthropicMessage) -> list[dict[str, Any]]:
 
 
 def _joined(texts: Iterable[str]) -> str:
-    """Blocks that a client wrote, such as what it adds to what its user says, as one text."""
+    """Join the text blocks of a message: a client may add blocks of its own to the user's text."""
     return "\n\n".join(text for text in texts if text)
 
 
@@ -233,7 +235,9 @@ class MessagesReply:
 
 
 def _input(arguments: str) -> Any:
-    """Arguments as an object, as far as they came before they were cut off: what clients make of the stream."""
+    """A call's arguments as an object; if they were cut off, as far as they came, which is how clients read the
+    stream.
+    """
     try:
         found = from_json(arguments or "{}", allow_partial=True)
     except ValueError:

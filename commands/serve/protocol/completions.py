@@ -19,21 +19,36 @@ from commands.serve.protocol.replies import (
     metrics,
     usage,
 )
-from commands.serve.protocol.schema import ChatRequest, CompletionRequest
+from commands.serve.protocol.schema import ChatRequest, CompletionRequest, Generation
 from commands.serve.served import ServedModel
 from runtime.loop.serving import RequestHandle
+from runtime.proof.receipts import receipt_of
 from runtime.text.parser import Said
 from runtime.text.text import decode, token_starts
 from runtime.util.cache import digest
+
+
+def _receipt(
+    served: ServedModel, body: Generation, answer: RequestHandle, piece: Piece, name: str | None
+) -> dict[str, Any]:
+    """The key `receipt`, if it is asked for: in a stream of the last chunk of each choice."""
+    if not (body.receipt and piece.is_last and answer.progress.finish_reason is not None):
+        return {}
+    return {"receipt": receipt_of(answer.sequence, served.fingerprint, name=name).as_json()}
 
 
 class CompletionReply:
     """Writes the answers to one completion request."""
 
     def __init__(
-        self, served: ServedModel, body: CompletionRequest, answers: list[RequestHandle], texts: TokenTexts
+        self,
+        served: ServedModel,
+        body: CompletionRequest,
+        answers: list[RequestHandle],
+        texts: TokenTexts,
+        receipt_name: str | None = None,
     ) -> None:
-        self.answers = answers
+        self.answers, self.receipt_name = answers, receipt_name
         self._served, self._body, self._texts = served, body, texts
         self._num_prompts = len(answers) // (body.n or 1)
         self._shows_output = body.max_tokens != 0
@@ -98,6 +113,7 @@ class CompletionReply:
             "object": "text_completion",
             "created": self._created,
             "model": self._served.name,
+            "system_fingerprint": self._served.fingerprint.name,
             "choices": choices,
         }
 
@@ -114,7 +130,7 @@ class CompletionReply:
             choice["tokens"] = piece.tokens
         if self._body.return_token_ids:
             choice["token_ids"] = piece.token_ids if self._shows_output else []
-        return choice
+        return choice | _receipt(self._served, self._body, answer, piece, self.receipt_name)
 
     def _prompt_ids(self, index: int) -> dict[str, Any]:
         """The prompt's ids, if they are asked for: of a stream in the first chunk of each choice."""
@@ -155,8 +171,15 @@ def call_id(answer: RequestHandle, index: int) -> str:
 class ChatReply:
     """Writes the answers to one chat request."""
 
-    def __init__(self, served: ServedModel, body: ChatRequest, answers: list[RequestHandle], texts: TokenTexts) -> None:
-        self.answers = answers
+    def __init__(
+        self,
+        served: ServedModel,
+        body: ChatRequest,
+        answers: list[RequestHandle],
+        texts: TokenTexts,
+        receipt_name: str | None = None,
+    ) -> None:
+        self.answers, self.receipt_name = answers, receipt_name
         self._served, self._body, self._texts = served, body, texts
         self._id, self._created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
         self._num_calls = [0] * len(answers)
@@ -265,7 +288,7 @@ class ChatReply:
             choice["tokens"] = piece.tokens
         if self._body.return_token_ids:
             choice["token_ids"] = piece.token_ids
-        return choice
+        return choice | _receipt(self._served, self._body, self.answers[index], piece, self.receipt_name)
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._envelope("chat.completion.chunk", choices)
@@ -276,5 +299,6 @@ class ChatReply:
             "object": kind,
             "created": self._created,
             "model": self._served.name,
+            "system_fingerprint": self._served.fingerprint.name,
             "choices": choices,
         }

@@ -115,7 +115,7 @@ def _inputs(template: str, body: Conversation) -> TemplateInputs:
 
 
 def has_effort(template: str) -> bool:
-    """True if a chat template says how much is to be thought."""
+    """True if the chat template uses `reasoning_effort`."""
     return "reasoning_effort" in template
 
 
@@ -127,7 +127,7 @@ def _tool_document(tool: FunctionTool) -> dict[str, Any]:
 
 
 def _messages(body: Conversation) -> list[Message]:
-    """The messages as templates read them; HTTPError for calls that are not answered, and answers to none."""
+    """Messages in the form that templates read; HTTPError for calls without answers, and answers without calls."""
     said: list[Message] = []
     names: dict[str, str] = {}
     unanswered: list[str | None] = []
@@ -135,7 +135,7 @@ def _messages(body: Conversation) -> list[Message]:
         place = body.place_of(i)
         if message.role == "tool":
             if not unanswered:
-                raise HTTPError(400, f"{place}: an answer of a tool to no call", param=body.said_in)
+                raise HTTPError(400, f"{place}: the tool's answer belongs to no call", param=body.said_in)
             if message.tool_call_id is not None and message.tool_call_id not in unanswered and None not in unanswered:
                 what = f"{place}: an answer of a tool to a call that is not there: {message.tool_call_id[:80]}"
                 raise HTTPError(400, what, param=body.said_in)
@@ -159,7 +159,7 @@ def _messages(body: Conversation) -> list[Message]:
 def _check_answered(unanswered: list[str | None], place: str, field: str) -> None:
     if unanswered:
         call = f" {unanswered[0][:80]}" if unanswered[0] else ""
-        raise HTTPError(400, f"{place}: the call{call} before it has no answer of a tool", param=field)
+        raise HTTPError(400, f"{place}: the tool call{call} before this message has no answer", param=field)
 
 
 def _message(message: ChatMessage, place: str, field: str) -> Message:
@@ -189,7 +189,7 @@ def _call_document(call: MessageCall, place: str, field: str) -> dict[str, Any]:
 
 
 def _as_template_has_it(template: str, messages: list[Message]) -> list[Message]:
-    """Messages with what templates differ in: DeepSeek's knows a call by a message without content, gpt-oss's has
+    """Messages adapted to the template: DeepSeek's recognises a call by a message without content, gpt-oss's reads
     `thinking`.
     """
     has_none = "content'] is none" in template or "content is none" in template
@@ -206,7 +206,9 @@ def _as_template_has_it(template: str, messages: list[Message]) -> list[Message]
 
 
 def _with_system_first(messages: list[Message]) -> list[Message]:
-    """System messages after the first message as the user's, for templates that refuse them: agents send reminders."""
+    """System messages behind the first message become user messages, for templates that refuse them: agents send
+    reminders.
+    """
     return [
         {"role": "user", "content": message["content"]} if i and message["role"] == "system" else message
         for i, message in enumerate(messages)
@@ -214,7 +216,7 @@ def _with_system_first(messages: list[Message]) -> list[Message]:
 
 
 def _alternating(messages: list[Message]) -> list[Message]:
-    """Messages of the user that follow each other as one, for templates that refuse them: agents send several."""
+    """Join neighbouring user messages, for templates that refuse several in a row: agents send them."""
     merged: list[Message] = []
     for message in messages:
         if merged and message["role"] == merged[-1]["role"] == "user":
@@ -225,13 +227,15 @@ def _alternating(messages: list[Message]) -> list[Message]:
 
 
 def tools_of(body: Conversation) -> tuple[Tool, ...]:
-    """The functions that may be called; HTTPError for two of one name, or a choice of none of them."""
+    """The functions that may be called; HTTPError for two with the same name, or a `tool_choice` that names none of
+    them.
+    """
     tools = [
         Tool(one.function.name, one.function.parameters or {}, bool(one.function.strict)) for one in body.callable_tools
     ]
     names = [tool.name for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise HTTPError(400, f"tools: two of one name: {twice}", param="tools", code="invalid_value")
+        raise HTTPError(400, f"tools: two tools have the same name: {twice}", param="tools", code="invalid_value")
     choice = body.call_choice
     if isinstance(body.tool_choice, AllowedTools):
         allowed = [one.function.name for one in body.tool_choice.allowed_tools.tools]
@@ -279,12 +283,12 @@ def _prompt_end(served: ServedModel, prompt: Seq[int]) -> str:
 
 
 def is_in_reasoning(served: ServedModel, form: OutputForm, prompt: Seq[int]) -> bool:
-    """True if the prompt has opened what is thought."""
+    """True if the prompt ends within the model's reasoning."""
     return form.reasoning is not None and form.is_in_reasoning(_prompt_end(served, prompt))
 
 
 def form_grammar(served: ServedModel, body: ChatRequest, prompt: Seq[int]) -> CompiledGrammar | None:
-    """Grammar of the answer's calls, or of its JSON after what is thought; None where nothing is held to a form."""
+    """Grammar for the answer's calls, or for its JSON after the reasoning; None where nothing is constrained."""
     tools = tools_of(body)
     form = output_form(served, body)
     in_reasoning = is_in_reasoning(served, form, prompt)
@@ -345,7 +349,9 @@ def _check_schema(served: ServedModel, tool: Tool) -> None:
 
 
 def _after_thought(served: ServedModel, body: ChatRequest, form: OutputForm) -> CompiledGrammar | None:
-    """JSON by a schema after what the prompt has begun to think; other forms hold from the first token."""
+    """Grammar for JSON under a schema after the reasoning that the prompt began; other forms apply from the first
+    token.
+    """
     (_, kind, value), *_ = body.forms
     if kind != "json_schema" or form.reasoning is None:
         return None
@@ -363,7 +369,7 @@ class _TooLong(BaseException):
 
 @contextmanager
 def ended_after(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block when it has computed in Python for so long: templates are programs with loops."""
+    """Raise TimeoutError in the block after so many seconds of Python: templates are programs with loops."""
     thread, lock, is_over = threading.get_ident(), threading.Lock(), False
 
     def end() -> None:

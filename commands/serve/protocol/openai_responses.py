@@ -1,4 +1,6 @@
-"""OpenAI's Responses, as Codex and `responses.create` use them: into a chat request, and out of its answer."""
+"""OpenAI's Responses, as Codex and `responses.create` use them: bodies become chat requests, and answers are written in
+their form.
+"""
 
 import json
 import time
@@ -67,7 +69,7 @@ class ResponseStore:
         if found is None:
             raise HTTPError(
                 404,
-                f"no such response is kept (the last {_MOST_STORED} are): {response_id[:80]}",
+                f"no such response is kept (the server keeps the last {_MOST_STORED}): {response_id[:80]}",
                 param=param,
                 code="previous_response_not_found" if param == "previous_response_id" else "response_not_found",
             )
@@ -75,11 +77,11 @@ class ResponseStore:
 
 
 def chat_of_responses(served: ServedModel, body: ResponsesRequest, said: list[dict[str, Any]]) -> ChatRequest:
-    """The chat request that a request for a response is, with the messages of `messages_of`."""
+    """The chat request that is equivalent to a request for a response, with the messages of `messages_of`."""
     if body.instructions:
         said = [{"role": "system", "content": body.instructions, "place": "instructions"}, *said]
     if not said:
-        raise HTTPError(400, "`input` has nothing in it", param="input", code="invalid_value")
+        raise HTTPError(400, "`input` is empty", param="input", code="invalid_value")
     chat = {name: getattr(body, name) for name in body.model_fields_set & _PASSED_ON}
     chat |= {"messages": _merged(said), "stream": body.stream, "max_completion_tokens": body.max_output_tokens}
     chat |= {"parallel_tool_calls": body.parallel_tool_calls, "chat_template_kwargs": body.chat_template_kwargs}
@@ -129,7 +131,7 @@ def messages_of(body: ResponsesRequest, store: ResponseStore) -> list[dict[str, 
 
 
 def _assistant(said: list[dict[str, Any]], place: str, *, is_new: bool = False) -> dict[str, Any]:
-    """The assistant's message that an item belongs to: what is thought, said and called is one."""
+    """The assistant's message that an item belongs to: reasoning, text and calls form one message."""
     last = said[-1] if said and said[-1]["role"] == "assistant" else None
     if last is None or (is_new and ("content" in last or "tool_calls" in last)):
         said.append({"role": "assistant", "place": place})
@@ -139,7 +141,7 @@ def _assistant(said: list[dict[str, Any]], place: str, *, is_new: bool = False) 
 
 
 def _merged(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Instructions at the beginning as one message: many templates take no second one."""
+    """Join the system messages at the beginning into one: many templates accept only one."""
     num_first = next((i for i, one in enumerate(said) if one["role"] not in ("system", "developer")), len(said))
     if num_first < 2:
         return said

@@ -47,7 +47,7 @@ class Piece:
         return replace(self, is_last=False)
 
     def only_end(self, *, is_last: bool) -> "Piece":
-        """The same without what is told of its tokens."""
+        """The piece with its text's end alone, without its tokens."""
         return replace(self, logprobs=[], tokens=[], token_ids=[], is_last=is_last and self.is_last)
 
 
@@ -139,7 +139,7 @@ class PieceStream:
             yield text[first - end :][: self._num_fed - first]
 
     def _counted(self, said: list[Said]) -> list[Said]:
-        """Take what the parser tells: the tokens read since it last told something are tokens of that kind."""
+        """Assign tokens to what the parser reports: all tokens read since its last report have that kind."""
         if any(one.kind == "reasoning" for one in said):
             self._num_thought += self._num_pending
         if said:
@@ -251,7 +251,7 @@ class TokenTexts:
         return found
 
     def _top(self, logprobs: TokenLogprobs) -> dict[str, float]:
-        """The best first, and the token itself. Of two tokens with one text the better one is shown."""
+        """The best tokens first, then the chosen token. Of two tokens with the same text, the likelier one is shown."""
         top: dict[str, float] = {}
         for token, logprob in (*logprobs.top, (logprobs.token, logprobs.logprob)):
             top.setdefault(self._name(token), _finite(logprob))
@@ -279,7 +279,7 @@ class TokenTexts:
         return {"token": text, "logprob": _finite(logprob), "bytes": self._bytes(token, text)}
 
     def _bytes(self, token: int, text: str) -> list[int] | None:
-        """Its own, which need not be a text by themselves; of a special token those of its name."""
+        """The token's own bytes, which may be only a part of a character; for a special token its name's bytes."""
         if self._bytes_of is None:
             return None if "\ufffd" in text else list(text.encode())
         return list(self._bytes_of(token) or text.encode())

@@ -78,7 +78,7 @@ class OwnLength(Lenient):
 
 
 def _config_fields() -> dict[str, Any]:
-    """A field for each lookup: what its flag takes."""
+    """One field of the body for each lookup; its value is the list that the lookup's flag takes."""
     fields: dict[str, Any] = {}
     for spec in lookups():
         form = spec.description.form
@@ -324,7 +324,7 @@ class Generation(Forms, Described):
 
 
 def _of_one_kind(prompt: Any) -> Any:
-    """A list as it is, unless it has texts beside token ids, of which each form would say that it is none."""
+    """The list, unless it mixes texts and token ids: pydantic would report that mixture once for each form."""
     if isinstance(prompt, list) and prompt:
         others = (i for i, one in enumerate(prompt) if type(one) is not type(prompt[0]))
         kinds = (str, int, list)
@@ -426,7 +426,7 @@ class Allowance(Lenient):
 
 
 class AllowedTools(Lenient):
-    """Some of the tools, as if there were no others."""
+    """A choice of some of the tools, as if the request had no others."""
 
     type: Literal["allowed_tools"]
     allowed_tools: Allowance
@@ -721,7 +721,7 @@ def _asks_nothing(*neutral: Any) -> Callable[[Any], bool]:
 
 
 def _unless(values: dict[tuple[str, ...], tuple[Any, ...]]) -> dict[str, Callable[[Any], bool]]:
-    """Tests of values by field, true of one that asks for nothing: one of these, or null."""
+    """Tests by field: True for a value that asks for nothing, which is null or one of these."""
     return {name: _asks_nothing(*neutral) for names, neutral in values.items() for name in names}
 
 
@@ -800,7 +800,7 @@ def _refused_params(protocol: Protocol | None) -> dict[str, Callable[[Any], bool
 
 
 def refused_field(body: dict[str, Any], model: type[Lenient]) -> str | None:
-    """The first field that asks for what this server does not do; a field of the model itself is done."""
+    """The first field that asks for something this server does not do; fields of the body's own class are supported."""
     of_model = {
         ChatRequest: _REFUSED_IN_CHAT,
         ResponsesRequest: _REFUSED_IN_RESPONSES,
@@ -812,8 +812,8 @@ def refused_field(body: dict[str, Any], model: type[Lenient]) -> str | None:
 
 
 def validate_chat(chat: dict[str, Any]) -> ChatRequest:
-    """A chat request that one of another protocol is. Its messages have the `place` where the client wrote them, which
-    errors name.
+    """Validate a chat request made from another protocol's body. Messages carry the `place` where the client wrote
+    them, for errors.
     """
     chat = {name: value for name, value in chat.items() if value is not None}
     places = [message["place"] for message in chat["messages"]]
@@ -834,7 +834,7 @@ Body = TypeVar("Body", bound=Lenient)
 
 
 def parse_body(body: bytes, model: type[Body]) -> Body:
-    """The body, whatever its Content-Type says; HTTPError for what is no JSON, or not what the model says."""
+    """Parse a body, whatever its Content-Type; HTTPError if it is not JSON, or does not fit the class."""
     try:
         # It knows a depth at which it stops, and neither NaN nor half of a surrogate pair.
         value: Any = pydantic_core.from_json(body, allow_inf_nan=False)
@@ -842,14 +842,14 @@ def parse_body(body: bytes, model: type[Body]) -> Body:
         if "recursion limit" in str(error):
             what = f"the body is nested deeper than {_MOST_DEPTH} lists and objects"
             raise HTTPError(400, what, code="nested_too_deep") from None
-        raise HTTPError(400, f"the body is no JSON: {error}", code="invalid_json") from None
+        raise HTTPError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     return validate_body(value, model)
 
 
 def validate_body(value: Any, model: type[Body]) -> Body:
-    """The same of a body that has been parsed."""
+    """`parse_body` for JSON that is parsed already."""
     if not isinstance(value, dict):
-        raise HTTPError(400, f"the body is no JSON object: {type(value).__name__}", code="invalid_json")
+        raise HTTPError(400, f"the body is not a JSON object: {type(value).__name__}", code="invalid_json")
     refused = refused_field(value, model)
     if refused is not None:
         raise HTTPError(400, f"this server does not support `{refused}`", param=refused, code="unsupported")

@@ -1,6 +1,7 @@
-"""A GGUF file's tensors as weights in few bits: the same numbers, blocks taken apart into integers and scales.
+"""Quantized tensors of a GGUF file as our quantized weights: the same numbers, with blocks taken apart into integers
+and scales.
 
-What a block is, is in `ggml-common.h` of llama.cpp; the `gguf` package reads the same.
+`ggml-common.h` of llama.cpp defines the blocks; the `gguf` package reads the same.
 """
 
 from collections.abc import Callable
@@ -30,9 +31,9 @@ _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
 
 
 def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, PrequantizedLayer], list[SourceTensor]]:
-    """The weights in few bits, and the tensors that stand for themselves, by the names that the model has for them.
+    """The quantized weights, and the plain tensors, under the model's own names.
 
-    Embeddings in few bits are among the first: what no linear layer takes is written as the numbers that it means.
+    Quantized embeddings are returned with the quantized weights; what no linear layer uses is written dequantized.
     """
     layers, floats, experts = {}, [], dict[str, dict[str, tuple[BlockType, SourceTensor]]]()
     for tensor in read_gguf(path).tensors.values():
@@ -48,7 +49,7 @@ def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, Pre
             floats.append(source)
         elif len(tensor.shape) != 2:
             raise SpecDecError(
-                f"`{tensor.name}` is in few bits ({tensor.type.name}) and not a matrix, {list(tensor.shape)}: {path}",
+                f"`{tensor.name}` is quantized ({tensor.type.name}) and not a matrix, {list(tensor.shape)}: {path}",
                 hint=ORIGINAL,
             )
         else:
@@ -64,19 +65,20 @@ def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, Pre
 
 @dataclass(frozen=True)
 class ExpertBlocks:
-    """Numbers of all experts of a layer, of tensors whose outputs lie one below the other in each: gates and the
-    others. Where these `alternate`, the numbers have inputs first."""
+    """Quantized weights of all experts of a layer, from tensors that are stacked by outputs in each expert: the gates
+    and the up-projections. With `alternate`, gates and up-projections alternate and each matrix is [inputs, outputs].
+    """
 
     kinds: tuple[BlockType, ...]
     alternate: bool = False
 
     @property
     def can_be_kept(self) -> bool:
-        """True if they can stay in few bits: all of one type."""
+        """True if all tensors have one type, so that the weights can stay quantized."""
         return len(set(self.kinds)) == 1 and self.kinds[0].name not in _FLOATS
 
     def read(self, parts: dict[str, Tensor]) -> QuantizedWeight:
-        """The weights of all experts, one below the other."""
+        """The weights of all experts, stacked by outputs."""
         weights = [read_blocks(self.kinds[0], {_BLOCKS: part.flatten(0, 1)}) for part in parts.values()]
         by_expert = 0, (next(iter(parts.values())).shape[0], -1)
         rows = {
@@ -86,8 +88,7 @@ class ExpertBlocks:
         return replace(weights[0], **rows)
 
     def __call__(self, *parts: Tensor) -> Tensor:
-        """(experts, outputs, inputs), or of biases (experts, outputs): the numbers, in bfloat16 where they are in few
-        bits."""
+        """The numbers [experts, outputs, inputs], or for biases [experts, outputs]; quantized ones as bfloat16."""
         numbers = self._joined([_numbers(kind, part) for kind, part in zip(self.kinds, parts, strict=True)])
         return numbers.mT.contiguous() if self.alternate and numbers.dim() == 3 else numbers
 
@@ -103,12 +104,12 @@ def _numbers(kind: BlockType, part: Tensor) -> Tensor:
 
 
 def _num_numbers(kind: BlockType, stored: int) -> int:
-    """Numbers of a row that is stored as numbers or as bytes."""
+    """How many numbers a row has, stored as numbers or as bytes."""
     return stored if kind.name in _FLOATS else stored // kind.num_bytes * kind.num_numbers
 
 
 def _experts(name: str, parts: list[tuple[BlockType, SourceTensor]], path: Path, *, alternate: bool) -> SourceTensor:
-    """The experts as a parameter of the model; SpecDecError where their tensors do not fit each other."""
+    """The experts as one parameter of the model; SpecDecError if their tensors do not fit each other."""
     kinds, sources = tuple(kind for kind, _ in parts), tuple(source for _, source in parts)
     num_dims = 2 if name.endswith("_bias") else 3
     shapes = [
@@ -142,14 +143,16 @@ def _source(tensor: GGUFTensor) -> SourceTensor:
 
 
 def read_blocks(kind: BlockType, parts: dict[str, Tensor]) -> QuantizedWeight:
-    """Weight of the bytes of blocks, (outputs, bytes) uint8."""
+    """Weight from the bytes of blocks, uint8 [outputs, bytes]."""
     data = parts[_BLOCKS]
     return _form(kind, tuple(data.shape)) if data.is_meta else _read(kind, data)
 
 
 @lru_cache(maxsize=64)
 def _form(kind: BlockType, shape: tuple[int, int]) -> QuantizedWeight:
-    """The weight without its values: a file has hundreds of few forms, of which each takes a millisecond and more."""
+    """The weight without its values, cached: a file has hundreds of weights of a few forms, and each takes a
+    millisecond.
+    """
     return _read(kind, torch.empty(shape, dtype=torch.uint8, device="meta"))
 
 
@@ -158,17 +161,17 @@ def _read(kind: BlockType, data: Tensor) -> QuantizedWeight:
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
-    """(rows, blocks) float16, the two bytes from `start`."""
+    """The two bytes from `start` of each block, as float16 [rows, blocks]."""
     return blocks[..., start : start + 2].contiguous().view(torch.float16)[..., 0]
 
 
 def _nibbles(data: Tensor) -> Tensor:
-    """(..., 2 x bytes): the lower halves of all bytes, then the upper ones."""
+    """The lower halves of all bytes, then the upper halves, [..., 2 x bytes]."""
     return torch.cat((data & 15, data >> 4), dim=-1)
 
 
 def _few(counts: Tensor, scales: Tensor, offsets: Tensor | None = None) -> QuantizedWeight:
-    """Build a 4-bit weight from (rows, groups, group_size) counts from 0 to 15."""
+    """Build a 4-bit weight from codes 0 to 15, [rows, groups, group_size]."""
     values = pack_int4(signed(counts.flatten(1), 4))
     return QuantizedWeight(values, scales.contiguous(), offsets=None if offsets is None else offsets.contiguous())
 
@@ -186,7 +189,9 @@ def _q4_1(blocks: Tensor) -> QuantizedWeight:
 
 
 def _of_5_bits(blocks: Tensor, start: int) -> Tensor:
-    """(rows, blocks, 32) counts from 0 to 31: four bytes from `start` with the highest bits, and then the others."""
+    """Codes 0 to 31, [rows, blocks, 32]: four bytes from `start` hold the highest bits, the bytes after them the
+    others.
+    """
     high = blocks[..., start : start + 4, None] >> torch.arange(8, dtype=torch.uint8, device=blocks.device) & 1
     return _nibbles(blocks[..., start + 4 :]) | high.flatten(-2) << 4
 
@@ -201,7 +206,9 @@ def _q5_1(blocks: Tensor) -> QuantizedWeight:
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows, 8 x blocks) float32 each of Q4_K and Q5_K, whose 12 bytes from the fourth on hold 16 numbers of 6 bits."""
+    """Scales and minima of Q4_K and Q5_K, float32 [rows, 8 x blocks] each: the 12 bytes from the fourth on hold 16
+    numbers of 6 bits.
+    """
     low, minimum, both = torch.unflatten(blocks[..., 4:16], -1, (3, 4)).unbind(-2)
     scales = torch.cat((low & 63, both & 15 | low >> 2 & 48), dim=-1)
     minima = torch.cat((minimum & 63, both >> 4 | minimum >> 2 & 48), dim=-1)
@@ -210,7 +217,7 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_pairs(data: Tensor) -> Tensor:
-    """(rows, groups of 32): of each 32 bytes the lower halves are a group, and the upper ones the next."""
+    """Codes in [rows, groups of 32]: the lower halves of 32 bytes are one group, the upper halves the next."""
     halves = _nibbles(torch.unflatten(data, -1, (-1, 32)))
     return torch.unflatten(halves, -1, (2, 32)).flatten(-3, -2)
 
@@ -229,7 +236,9 @@ def _q5_k(blocks: Tensor) -> QuantizedWeight:
 
 
 def _by_shifts(data: Tensor) -> Tensor:
-    """(rows, groups of 16): of each 32 bytes the lowest 2 bits are two groups, the next ones the next two."""
+    """Codes in [rows, groups of 16]: of 32 bytes the lowest 2 bits are two groups, the next 2 bits the next two
+    groups.
+    """
     counts = torch.unflatten(data, -1, (-1, 1, 32)) >> _shifts(data, 0, 2, 4, 6) & 3
     return torch.unflatten(counts.flatten(-3), -1, (-1, 16)).flatten(1, 2)
 
@@ -241,7 +250,9 @@ def _q2_k(blocks: Tensor) -> QuantizedWeight:
 
 
 def _q3_k(blocks: Tensor) -> QuantizedWeight:
-    """Counts of 3 bits, the highest in the first 32 bytes; scales of 6 bits, their highest two in the last 4 of 12."""
+    """Codes of 3 bits, the highest in the first 32 bytes; scales of 6 bits, the highest two in the last 4 of 12
+    bytes.
+    """
     low, high = blocks[..., 96:104], blocks[..., 104:108]
     high = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
     scales = (_nibbles(low) | high << 4).to(torch.int8) - 32
@@ -253,7 +264,7 @@ def _q3_k(blocks: Tensor) -> QuantizedWeight:
 
 
 def _by_book(codes: Tensor, scales: Tensor, book: tuple[int, ...]) -> QuantizedWeight:
-    """Build a weight from (rows, groups, group_size) codes."""
+    """Build a weight from codes into a code book, [rows, groups, group_size]."""
     numbers = torch.tensor(book, dtype=torch.int8, device=codes.device)
     return QuantizedWeight(pack_int4(signed(codes.flatten(1), 4)), scales.contiguous(), book=numbers)
 
@@ -263,7 +274,9 @@ def _iq4_nl(blocks: Tensor) -> QuantizedWeight:
 
 
 def _iq4_xs(blocks: Tensor) -> QuantizedWeight:
-    """Scales of 6 bits for 32 numbers each: the highest 2 bits lie in two bytes, the others in the four after."""
+    """Scales of 6 bits, one for 32 numbers: two bytes hold the highest 2 bits of each, the next four bytes the other
+    bits.
+    """
     high = (blocks[..., 2:4, None] >> _shifts(blocks, 0, 2, 4, 6)[:, 0] & 3).flatten(-2)
     low = torch.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), dim=-1).flatten(-2)
     scales = _half(blocks, 0).float()[..., None] * ((low | high << 4).to(torch.int8) - 32).float()

@@ -1,6 +1,6 @@
-"""Translate a GGUF file's metadata to Hugging Face's terms: the config, the names of weights, the order of rows.
+"""Translates a GGUF file's metadata into Hugging Face's terms: the config, the names of weights, the order of rows.
 
-Every key of the model's is used, is known to change nothing at the value that it has, or is refused by name.
+Every key about the model is either used, or known to change nothing at its value, or refused by name.
 """
 
 import warnings
@@ -51,12 +51,12 @@ _TOKENS = {"bos_token_id": "bos_token_id", "pad_token_id": "padding_token_id"}
 
 
 def config_of(path: Path) -> dict[str, Any]:
-    """The Hugging Face config that the metadata stands for; SpecDecError for other families, or unknown keys."""
+    """The Hugging Face config for this metadata; SpecDecError for an unsupported family or an unknown key."""
     header = read_gguf(path)
     if header.architecture not in FAMILIES:
         read = ", ".join(f"`{name}`" for name in FAMILIES)
         raise SpecDecError(
-            f"GGUF models of this family are not read, `{header.architecture}`: {path}", hint=f"{read} are"
+            f"GGUF models of this family are not read, `{header.architecture}`: {path}", hint=f"specdec reads {read}"
         )
     family, tensors = family_in(header), header.tensors
     model = Metadata(header, path, family.is_partial)
@@ -116,13 +116,13 @@ def _check_keys(model: Metadata, used: frozenset[str]) -> None:
 
 
 def _check_num_blocks(model: Metadata) -> None:
-    """SpecDecError where there is no layer, or tensors are of one that the metadata do not count."""
+    """SpecDecError if there are no layers, or tensors of a layer beyond the number in the metadata."""
     if (num_blocks := model.get("block_count")) < 1:
         model.refuse("block_count")
     if num_blocks > (num_tensors := len(model.header.tensors)):
         raise SpecDecError(
-            f"metadata and tensors are of two models, `{model.header.architecture}.block_count` {num_blocks} and "
-            f"{num_tensors} tensors: {model.path}",
+            f"metadata and tensors belong to two models, `{model.header.architecture}.block_count` is {num_blocks}, "
+            f"and there are {num_tensors} tensors: {model.path}",
             hint="download it again",
         )
     for name in model.header.tensors:
@@ -130,14 +130,14 @@ def _check_num_blocks(model: Metadata) -> None:
         number = rest.partition(".")[0]
         if space == "blk" and number.isdigit() and int(number) >= num_blocks:
             raise SpecDecError(
-                f"metadata and tensors are of two models, `{model.header.architecture}.block_count` {num_blocks} and "
-                f"`{name}`: {model.path}",
+                f"metadata and tensors belong to two models, `{model.header.architecture}.block_count` is "
+                f"{num_blocks}, and there is a tensor `{name}`: {model.path}",
                 hint="download it again",
             )
 
 
 def _check_sizes(model: Metadata) -> None:
-    """SpecDecError where a tensor has another size than the metadata make it."""
+    """SpecDecError if a tensor's shape contradicts the metadata."""
     _check_size(model, "token_embd", 1, int(model.get("embedding_length")), "embedding_length")
     heads, kv_heads = int(model.get(HEADS)), model.by_layer(KV_HEADS, model.get(HEADS))
     of_kv_heads, of_experts = (
@@ -172,8 +172,8 @@ def _check_size(model: Metadata, name: str, axis: int, size: int, *keys: str) ->
         return
     wanted = [*tensor.shape[:axis], size, *tensor.shape[axis + 1 :]]
     raise SpecDecError(
-        f"metadata and tensors are of two models, `{tensor.name}` is {list(tensor.shape)}, and by "
-        f"{model.said(*keys)} {wanted}: {model.path}",
+        f"metadata and tensors belong to two models, `{tensor.name}` is {list(tensor.shape)}, and should be {wanted} "
+        f"by {model.said(*keys)}: {model.path}",
         hint="download it again",
     )
 
@@ -200,18 +200,21 @@ def name_of(tensor: GGUFTensor, config: Mapping[str, Any], path: Path) -> str:
         return f"{in_block}{family_of(config).experts}.{EXPERTS[inner]}{'_bias' if part == 'bias' else ''}"
     if in_block and inner in of_block:
         return f"{in_block}{of_block[inner]}{'' if of_block[inner] in (SINKS, LAYER_SCALE) else f'.{part}'}"
-    raise SpecDecError(f"`{path}` has a tensor that its model has not: {tensor.name}", hint=ORIGINAL)
+    raise SpecDecError(f"`{path}` has a tensor that its model does not have: {tensor.name}", hint=ORIGINAL)
 
 
 def experts_alternate(config: Mapping[str, Any]) -> bool:
-    """True if of an expert's outputs gates and others alternate (gpt-oss), with its inputs first."""
+    """True if gates and up-projections alternate in an expert's outputs and its matrices are [inputs, outputs]
+    (gpt-oss).
+    """
     return family_of(config).alternates
 
 
 def rows_of(tensor: GGUFTensor, config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Source row of each row, for queries and keys whose rows llama.cpp reorders; None: unchanged.
+    """For each row, the row of the file that it comes from, for queries and keys that llama.cpp reorders; None: the
+    same row.
 
-    Two heads of 4 rows: the halves (0, 1) and (2, 3) of the first lie as 0, 2, 1, 3: (0, 2, 1, 3, 4, ...).
+    With two heads of 4 rows, the file has rows 0, 1, 2, 3 of a head in the order 0, 2, 1, 3: (0, 2, 1, 3, 4, ...).
     """
     kind = tensor.name.split(".")[-2]
     if not family_of(config).is_interleaved or kind not in ("attn_q", "attn_k"):
@@ -222,7 +225,7 @@ def rows_of(tensor: GGUFTensor, config: Mapping[str, Any]) -> tuple[int, ...] | 
 
 
 def shift_of(tensor: GGUFTensor, config: Mapping[str, Any]) -> float:
-    """Offset added to a tensor's numbers."""
+    """Number to add to a tensor's numbers."""
     return family_of(config).shift if tensor.name.endswith("norm.weight") else 0.0
 
 

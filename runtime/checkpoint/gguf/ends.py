@@ -1,7 +1,7 @@
-"""The tokens at which an answer of a GGUF file's model ends, by llama.cpp's rules (`src/llama-vocab.cpp`).
+"""The tokens that end an answer of a GGUF file's model, by llama.cpp's rules (`src/llama-vocab.cpp`).
 
-A file names one end token, or a few. The others llama.cpp knows by their text, and so do we. One rule is ours: a `</s>`
-that the file has as plain text (Qwen's, Gemma's) is an end of an HTML element, and ends no answer.
+A file names one end token, or a few. llama.cpp knows others by their text, and so does this module. One rule is ours: a
+`</s>` that is plain text in the file (Qwen's, Gemma's) is an HTML tag and does not end an answer.
 """
 
 from collections.abc import Mapping
@@ -34,9 +34,9 @@ MARKS = ENDS.union(_CODE_MARKS, *_CODE_ENDS.values())
 
 
 def end_ids_of(metadata: Mapping[str, Any]) -> list[int]:
-    """The ids that end an answer: those that the file names, and those that are known by their text.
+    """The ids that end an answer: those that the file names, and those known by their text.
 
-    Raises SpecDecError for a named id that is no number.
+    Raises SpecDecError if a named id is not a number.
     """
     tokens, types = metadata.get(f"{TOKENIZER}tokens", []), metadata.get(f"{TOKENIZER}token_type", [])
     named = {i for name in ("eos", "eot", "eom") if (i := token_id(metadata, f"{name}_token_id")) is not None}
@@ -52,15 +52,15 @@ def end_ids_of(metadata: Mapping[str, Any]) -> list[int]:
 
 
 def _is_html(token: str, token_type: list[int]) -> bool:
-    """True for a `</s>` that is text: Qwen's vocabulary has it among its words, Gemma's among its HTML."""
+    """True if `</s>` is plain text: Qwen's vocabulary has it among its words, Gemma's among its HTML tags."""
     return token == "</s>" and token_type in ([NORMAL], [USER_DEFINED])
 
 
 def _goes_on_after(token: str, ends: set[str]) -> bool:
-    """True for a token that ends a part of an answer alone, in a vocabulary that also has these ends.
+    """True for a token that ends only a part of an answer, in a vocabulary that also has these end tokens.
 
-    gpt-oss closes its analysis with `<|end|>` and its answer with `<|return|>` or `<|call|>`; Solar's `<|flush|>` and
-    `<|calls|>` are the same. Gemma 4, which waits at `<|tool_response>`, has `</s>` for HTML.
+    gpt-oss ends its analysis with `<|end|>`, and its answer with `<|return|>` or `<|call|>`; Solar's `<|flush|>` and
+    `<|calls|>` do the same. Gemma 4, which stops at `<|tool_response>`, has `</s>` as HTML.
     """
     if token == "<|end|>":
         return bool(ends & {"<|call|>", "<|calls|>"} and ends & {"<|return|>", "<|flush|>"})
@@ -68,8 +68,8 @@ def _goes_on_after(token: str, ends: set[str]) -> bool:
 
 
 def token_id(metadata: Mapping[str, Any], name: str) -> int | None:
-    """The id that `tokenizer.ggml.<name>` has, or None; SpecDecError for what is no number."""
+    """The id under `tokenizer.ggml.<name>`, or None; SpecDecError if it is not a number."""
     token = metadata.get(f"{TOKENIZER}{name}")
     if token is not None and (not isinstance(token, int) or isinstance(token, bool)):
-        raise SpecDecError(f"`{TOKENIZER}{name}` has a value that is no number: {token!r}", hint="download it again")
+        raise SpecDecError(f"`{TOKENIZER}{name}` has a value that is not a number: {token!r}", hint="download it again")
     return token

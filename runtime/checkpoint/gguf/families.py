@@ -1,4 +1,4 @@
-"""Families of models as llama.cpp stores them: what the config of each says, and the names of its tensors."""
+"""Families of models as llama.cpp stores them: each family's config and names of tensors."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ def _of_llama(model: Metadata) -> dict[str, Any]:
 
 
 def _of_qwen3_moe(model: Metadata) -> dict[str, Any]:
-    """Every layer has experts, whose shares are of those that were chosen."""
+    """Every layer has experts; the weights of a token's experts are normalized over the chosen experts."""
     return {
         "num_experts": model.get("expert_count"),
         "num_experts_per_tok": model.get("expert_used_count"),
@@ -41,7 +41,7 @@ def _of_qwen3_moe(model: Metadata) -> dict[str, Any]:
 
 
 def _of_qwen2_moe(model: Metadata) -> dict[str, Any]:
-    """An expert that every token passes, beside the chosen experts, and shares normalized over all experts."""
+    """Besides the chosen experts, one expert computes every token; weights are normalized over all experts."""
     shared = model.get("expert_shared_feed_forward_length")
     return _of_qwen3_moe(model) | {"shared_expert_intermediate_size": shared, "norm_topk_prob": False}
 
@@ -55,7 +55,7 @@ def _of_mixtral(model: Metadata) -> dict[str, Any]:
 
 
 def _of_gpt_oss(model: Metadata) -> dict[str, Any]:
-    """Every other layer sees a window, the first one too. The ranges of its rotary positions are no whole numbers."""
+    """Every other layer has a window, the first layer included. The bounds of its rotary scaling are not rounded."""
     num_layers = int(model.get("block_count"))
     rope = rope_of(model)
     return {
@@ -69,7 +69,9 @@ def _of_gpt_oss(model: Metadata) -> dict[str, Any]:
 
 
 def _of_mistral_3(model: Metadata) -> dict[str, Any]:
-    """Queries whose temperature changes with every original context, and yarn, of which the config speaks too."""
+    """Queries get a temperature that changes after every original context length; yarn's parameters say that length
+    too.
+    """
     rope = rope_of(model)
     own = {
         "llama_4_scaling_beta": model.get("attention.temperature_scale", 0.0),
@@ -81,7 +83,7 @@ def _of_mistral_3(model: Metadata) -> dict[str, Any]:
 
 
 def _of_phi_3(model: Metadata) -> dict[str, Any]:
-    """A window in all layers, or in none; and an original context, of which the config says the same twice."""
+    """All layers have a window, or none has; the config says the original context length twice."""
     return {
         "sliding_window": model.get("attention.sliding_window", 0) or None,
         "original_max_position_embeddings": model.get(ORIGINAL_CONTEXT, model.get("context_length")),
@@ -93,7 +95,7 @@ def _of_glm_4(model: Metadata) -> dict[str, Any]:
 
 
 def _of_granite(model: Metadata) -> dict[str, Any]:
-    """Multipliers, of which none, as 0, is the usual one."""
+    """Multipliers; a missing one, or 0, means the default."""
     return {
         "attention_multiplier": model.get("attention.scale", 0) or model.head_dim**-0.5,
         "embedding_multiplier": model.get("embedding_scale", 0) or 1.0,
@@ -103,7 +105,7 @@ def _of_granite(model: Metadata) -> dict[str, Any]:
 
 
 def _of_gemma_2(model: Metadata) -> dict[str, Any]:
-    """Every other layer sees a window, the first one too."""
+    """Every other layer has a window, the first layer included."""
     num_layers = int(model.get("block_count"))
     return _of_gemma(model) | {
         "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)],
@@ -114,7 +116,7 @@ def _of_gemma_2(model: Metadata) -> dict[str, Any]:
 
 
 def _of_gemma_3(model: Metadata) -> dict[str, Any]:
-    """Layers that see a window, each kind with positions of its own."""
+    """Layers with a window and full layers, each kind with its own rotary positions."""
     num_layers = int(model.get("block_count"))
     pattern = model.find("attention.sliding_window_pattern")
     if isinstance(pattern, list):
@@ -146,8 +148,9 @@ def _of_gemma(model: Metadata) -> dict[str, Any]:
 
 
 def _of_gemma_4(model: Metadata) -> dict[str, Any]:
-    """Layers that see a window, with heads of another size than the others'; the last ones may have no keys and values
-    of their own, and a wider network."""
+    """Layers with a window have heads of another size than full layers; the last layers may have no keys and values of
+    their own, and a wider feed-forward layer.
+    """
     tensors, num_layers = model.header.tensors, int(model.get("block_count"))
     sliding = [bool(one) for one in model.by_layer("attention.sliding_window_pattern")]
     if sliding[-1] or not any(sliding):
@@ -200,8 +203,9 @@ def _head_dim_of_windows(model: Metadata) -> int:
 
 
 def _rope_of_gemma_4(model: Metadata) -> dict[str, Any]:
-    """Full layers turn the first numbers of each half of a head, which the file says by factors of 1, and of `_STILL`
-    for the rest."""
+    """Full layers rotate only the first numbers of each half of a head: the file has a factor of 1 for these, and
+    `_STILL` for the rest.
+    """
     if model.find("rope.scaling.type") not in (None, "none"):
         model.refuse("rope.scaling.type")
     if ROPE_FACTORS not in model.header.tensors:
@@ -221,7 +225,7 @@ _STILL = 1e30
 
 
 def _rope_of_phi_3(model: Metadata) -> dict[str, Any]:
-    """Two sets of factors, for sequences within the original context and beyond it."""
+    """Two sets of factors: for sequences within the original context length, and beyond it."""
     tensors = model.header.tensors
     missing = sorted(LONGROPE - tensors.keys())
     if len(missing) == len(LONGROPE):
@@ -235,7 +239,7 @@ def _rope_of_phi_3(model: Metadata) -> dict[str, Any]:
     for name, found in factors.items():
         if len(found) != wanted:
             raise SpecDecError(
-                f"`{name}` has {len(found)} rotary factors, and the model {wanted}: {model.path}",
+                f"`{name}` has {len(found)} rotary factors, and the model needs {wanted}: {model.path}",
                 hint="download it again",
             )
     if model.find("rope.scaling.type") not in (None, "none", "longrope"):
@@ -372,7 +376,7 @@ _MIXTRAL = GGUFFamily("mixtral", _of_mixtral, _OF_MIXTURE, _OF_BLOCK | _WITH_ROU
 
 
 def family_in(header: GGUFHeader) -> GGUFFamily:
-    """Family of a file, whose architecture is known."""
+    """Family of a file whose architecture is supported."""
     if header.architecture == "llama" and header.metadata.get("llama.expert_count"):
         return _MIXTRAL
     return FAMILIES[header.architecture]

@@ -24,17 +24,17 @@ class Metadata:
     """True if positions may turn a part of each head."""
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A number; SpecDecError for a key that is missing, where there is no default, or something else."""
+        """A number; SpecDecError if the key is missing and has no default, or its value is not a number."""
         name = f"{self.header.architecture}.{key}"
         value = self.header.metadata.get(name, default)
         if value is None:
             raise SpecDecError(f"`{self.path}` lacks a value of its model: {name}", hint="download it again")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise SpecDecError(f"`{self.path}` has a value that is no number: {name}", hint="download it again")
+            raise SpecDecError(f"`{self.path}` has a value that is not a number: {name}", hint="download it again")
         return value
 
     def by_layer(self, key: str, default: Any = None) -> list[int]:
-        """A number of each layer, of which a file may have one for all; SpecDecError as by `get`."""
+        """A number for each layer; a file may have one number for all layers. SpecDecError as for `get`."""
         num_layers = int(self.get("block_count"))
         if isinstance(found := self.find(key), list):
             if len(found) != num_layers or not all(isinstance(one, int) for one in found):
@@ -47,7 +47,7 @@ class Metadata:
 
     @cached_property
     def head_dim(self) -> int:
-        """SpecDecError where keys, values and rotary positions are not all of that size."""
+        """Size of a head; SpecDecError if keys, values and rotary positions do not all have this size."""
         size = self.size_of_heads(self.of_head_dim)
         is_partial = self.may_turn_a_part and 0 < self.get("rope.dimension_count", size) < size
         for key in ("attention.value_length", "rope.dimension_count"):
@@ -56,23 +56,23 @@ class Metadata:
         return size
 
     def size_of_heads(self, keys: tuple[str, ...]) -> int:
-        """Size that one key says, or the width of all heads and their number."""
+        """Size of a head: the value of a single key, or of two keys the first value divided by the second."""
         size, *number = (int(self.get(key)) for key in keys)
         return size // max(number[0], 1) if number else size
 
     @property
     def of_head_dim(self) -> tuple[str, ...]:
-        """The keys that `head_dim` comes of."""
+        """The keys that determine `head_dim`."""
         own = "attention.key_length"
         return ("embedding_length", "attention.head_count") if self.find(own) is None else (own,)
 
     def said(self, *keys: str) -> str:
-        """The keys with their values."""
+        """The keys with their values, for an error."""
         values = {f"{self.header.architecture}.{key}": self.find(key) for key in dict.fromkeys(keys)}
         return ", ".join(f"`{name}` {'none' if value is None else value}" for name, value in values.items())
 
     def refuse(self, key: str, *beside: str) -> None:
-        """SpecDecError for a value, which may be one only beside those of other keys."""
+        """SpecDecError for this key's value; `beside` names keys whose values make it wrong."""
         also = f" beside {self.said(*beside)}" if beside else ""
         raise SpecDecError(
             f"GGUF models with this value are not read, {self.said(key)}{also}: {self.path}",

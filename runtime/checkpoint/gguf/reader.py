@@ -1,7 +1,7 @@
-"""GGUF files: what their header says, read without torch and with nothing trusted that it says.
+"""GGUF files: their header, read without torch and without trusting it.
 
 A file is a header (counts, metadata, a table of tensors) and then the tensors, each at a multiple of the alignment.
-Sizes are checked against the file's before anything is allocated or read.
+Sizes are compared with the file's size before anything is allocated or read.
 """
 
 import re
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from runtime.util.errors import SpecDecError
 from runtime.util.files import Stamp, check_regular, stamp_of
 
-ORIGINAL = "give the model that it was made of, config.json and safetensors"
+ORIGINAL = "give the model that the GGUF file was made from: its config.json and safetensors files"
 """A hint."""
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _MOST_PADDING_BYTES = 1 << 20
@@ -33,7 +33,7 @@ _MAX_ITEMS = 2**24  # of an array: a vocabulary has fewer
 
 @dataclass(frozen=True)
 class BlockType:
-    """Storage format of numbers: `num_numbers` in blocks of `num_bytes`."""
+    """Storage format: `num_numbers` numbers in a block of `num_bytes`."""
 
     name: str
     num_numbers: int
@@ -57,7 +57,7 @@ _NOT_READ = {
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """One tensor, in the file `path`; `shape` is rows first."""
+    """A tensor in the file `path`; `shape` has the rows first."""
 
     name: str
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """Header of a file, before its tensors; of a model in several files the first one's, with all tensors."""
+    """A file's header; for a model in several files the first file's header with the tensors of all files."""
 
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
@@ -83,7 +83,7 @@ class GGUFHeader:
 
 
 def is_gguf(path: Path) -> bool:
-    """True for a file that is named as one, or begins as one: a hub's blobs have names of their own."""
+    """True if a file's name or beginning is a GGUF file's: in a hub's cache, files have other names."""
     if not path.is_file():
         return False
     if path.suffix.lower() == ".gguf":
@@ -94,7 +94,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def templates_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The chat templates by their names: `default`, and of `tokenizer.chat_template.tool_use` `tool_use`."""
+    """The chat templates by name: `default`, and for example `tool_use` for `tokenizer.chat_template.tool_use`."""
     others = {
         key.removeprefix(f"{CHAT_TEMPLATE}."): value
         for key, value in metadata.items()
@@ -113,8 +113,9 @@ def has_tokenizer(path: Path) -> bool:
 
 
 def read_gguf(path: Path) -> GGUFHeader:
-    """The header; SpecDecError for a file that is none, or cut, or of types that are not read, or one of several of
-    which others are missing."""
+    """The header. SpecDecError for a file that is not GGUF, is cut, or has types that are not supported, and for one of
+    several files if others are missing.
+    """
     files = gguf_files(path)
     headers = [_read(file, stamp_of(file.stat())) for file in files]
     first = headers[0]
@@ -129,16 +130,17 @@ def read_gguf(path: Path) -> GGUFHeader:
     num_tensors = sum(len(header.tensors) for header in headers)
     if {len(tensors), first.metadata.get("split.tensors.count", num_tensors)} != {num_tensors}:
         raise SpecDecError(
-            f"the files of a GGUF model have {num_tensors} tensors, {len(tensors)} of them different, where the first "
-            f"speaks of {first.metadata.get('split.tensors.count', num_tensors)}: {path}",
+            f"the files of a GGUF model have {num_tensors} tensors, {len(tensors)} of them different, and the first "
+            f"file announces {first.metadata.get('split.tensors.count', num_tensors)}: {path}",
             hint="download them again",
         )
     return GGUFHeader(first.metadata, tensors)
 
 
 def gguf_files(path: Path) -> list[Path]:
-    """All files of the model, of which this is the first or the only one; SpecDecError where it is not, or some are
-    missing."""
+    """All files of the model whose first or only file this is; SpecDecError if it is not the first, or some are
+    missing.
+    """
     metadata = _read(path, stamp_of(path.stat())).metadata
     count, number, named = metadata.get("split.count", 0), metadata.get("split.no", 0), _PART.fullmatch(path.name)
     if count in (0, 1):
@@ -147,7 +149,7 @@ def gguf_files(path: Path) -> list[Path]:
         raise SpecDecError(
             f"the file is part {number} of {count} of a GGUF model, counted from 0, and its name does not say so: "
             f"{path}",
-            hint="name its parts NAME-00001-of-00002.gguf and so on, as they were",
+            hint="give the parts their names back: NAME-00001-of-00002.gguf and so on",
         )
     paths = [path.with_name(f"{named[1]}-{i:05}-of-{named[3]}.gguf") for i in range(1, count + 1)]
     for one in paths:
@@ -164,13 +166,13 @@ def gguf_files(path: Path) -> list[Path]:
 
 
 def without_later_parts(paths: list[Path]) -> list[Path]:
-    """The paths, in their order, with one of each model's files."""
+    """These paths, with only the first file of each model."""
     models = {(named[1], named[3]) if (named := _PART.fullmatch(path.name)) else path: path for path in reversed(paths)}
     return list(models.values())[::-1]
 
 
 def check_part(path: Path) -> None:
-    """SpecDecError for one file of a model that is damaged by itself, whatever the others are."""
+    """SpecDecError if this one file of a model is damaged, whatever the other files are."""
     _read(path, stamp_of(path.stat()))
 
 
@@ -185,7 +187,9 @@ def _read(path: Path, stamp: Stamp) -> GGUFHeader:
             )
         version = reader.number("I")
         if version not in _VERSIONS:
-            raise SpecDecError(f"GGUF files of version {version} are not read: {path}", hint="versions 2 and 3 are")
+            raise SpecDecError(
+                f"GGUF files of version {version} are not read: {path}", hint="specdec reads versions 2 and 3"
+            )
         num_tensors, num_entries = reader.count(_MAX_ENTRIES), reader.count(_MAX_ENTRIES)
         metadata = dict(reader.entry() for _ in range(num_entries))
         table = [reader.tensor() for _ in range(num_tensors)]
@@ -212,7 +216,7 @@ def _placed(name: str, shape: tuple[int, ...], number: int, offset: int, path: P
     if number not in TYPES:
         said = _NOT_READ.get(number, f"the number {number}")
         read = ", ".join(one.name for one in TYPES.values())
-        raise SpecDecError(f"`{name}` is of a type that is not read, {said}: {path}", hint=f"{read} are")
+        raise SpecDecError(f"`{name}` is of a type that is not read, {said}: {path}", hint=f"specdec reads {read}")
     if not shape or shape[-1] % TYPES[number].num_numbers:
         raise SpecDecError(
             f"`{path}` is damaged: `{name}` of {list(shape)} is not made of whole blocks", hint="download it again"
@@ -221,7 +225,7 @@ def _placed(name: str, shape: tuple[int, ...], number: int, offset: int, path: P
 
 
 class _Reader:
-    """Reads values one after the other, no further than the file goes."""
+    """Reads one value after another, and never past the end of the file."""
 
     def __init__(self, file: BinaryIO, path: Path, num_bytes: int) -> None:
         self._file, self._path, self._num_bytes = file, path, num_bytes
@@ -248,7 +252,7 @@ class _Reader:
         return self.texts(1)[0]
 
     def texts(self, length: int) -> list[str]:
-        """Read so many texts, of a vocabulary hundreds of thousands."""
+        """Read this many texts; a vocabulary has hundreds of thousands."""
         read, most, texts = self._file.read, self._num_bytes, list[str]()
         for _ in range(length):
             number = read(8)

@@ -19,7 +19,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 def rope_of(model: Metadata, *, has_yarn: bool = True) -> dict[str, Any]:
-    """Rotary parameters. As llama.cpp reads them a factor without a type is linear, and may have an older key."""
+    """Rotary parameters. As in llama.cpp, a factor without a type is linear, and may be under an older key."""
     theta, kind = model.get("rope.freq_base", 10000.0), model.find("rope.scaling.type") or "linear"
     factor = model.get("rope.scaling.factor", 0) or model.get("rope.scale_linear", 0) or 1
     factors = model.header.tensors.get(ROPE_FACTORS)
@@ -58,13 +58,15 @@ def numbers_of(factors: GGUFTensor, path: Path) -> list[float]:
 
 
 def _llama3_rope(factors: GGUFTensor, theta: float, model: Metadata) -> dict[str, Any]:
-    """The file has the factors of Llama 3.1 and later number by number, and not what they are of."""
+    """Parameters that give the file's factors: Llama 3.1 and later have one factor for each pair of numbers in the
+    file, and not the parameters behind them.
+    """
     found, path = numbers_of(factors, model.path), model.path
     num_pairs = model.get("rope.dimension_count", model.head_dim) // 2
     if len(found) != num_pairs or min(found) <= 0:
         raise SpecDecError(
-            f"`{ROPE_FACTORS}` has {len(found)} factors, the least {min(found):g}, for {num_pairs} pairs of numbers: "
-            f"{path}",
+            f"`{ROPE_FACTORS}` has {len(found)} factors, the smallest {min(found):g}, and the model needs "
+            f"{num_pairs} factors above 0: {path}",
             hint="download it again",
         )
     wanted = [_llama3_factor(theta ** (i / len(found)) * 2 * math.pi, max(found)) for i in range(len(found))]

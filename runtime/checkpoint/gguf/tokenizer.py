@@ -1,7 +1,7 @@
-"""The tokenizer that a GGUF file describes, which gives llama.cpp's tokens: the same splits, merges and special tokens.
+"""The tokenizer that a GGUF file describes. It gives llama.cpp's tokens: the same splits, merges and special tokens.
 
-What a file does not say, llama.cpp knows by the name of the pre-tokenizer (`src/llama-vocab.cpp`). A name that is not
-in the table here is refused. Imports no torch.
+Files leave out what llama.cpp knows from the name of the pre-tokenizer (`src/llama-vocab.cpp`). A name that is not in
+the table here is refused. Imports no torch.
 """
 
 import warnings
@@ -54,7 +54,7 @@ def _class(ranges: str) -> str:
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """Split of texts before merges, by one expression after the other, and llama.cpp's further settings."""
+    """How texts are split before merges, by one expression after another, and llama.cpp's further settings."""
 
     expressions: tuple[str, ...]
     """Matches become pieces of their own, and so does what lies between them."""
@@ -126,7 +126,7 @@ _IRRELEVANT = {  # to models of texts that go on
 
 
 def make_gguf_tokenizer(path: Path) -> Any:
-    """transformers' tokenizer of what the file says; SpecDecError for what is not known how llama.cpp reads it."""
+    """transformers' tokenizer for a file; SpecDecError if it is not known how llama.cpp reads the file."""
     from transformers import PreTrainedTokenizerFast
 
     said, templates = _read(path), templates_of(read_gguf(path).metadata)
@@ -148,7 +148,7 @@ def make_gguf_tokenizer(path: Path) -> Any:
 
 
 def check_gguf_tokenizer(path: Path) -> None:
-    """SpecDecError for a file without a tokenizer, or with one whose tokens in llama.cpp are not known."""
+    """SpecDecError for a file without a tokenizer, or if it is not known how llama.cpp reads it."""
     if not has_tokenizer(path):
         raise SpecDecError(f"the file has no tokenizer: {path}", hint=_OTHER)
     _read(path)
@@ -164,17 +164,18 @@ def _read(path: Path) -> "_Said":
 
 
 def _is_phi_3(metadata: Mapping[str, Any]) -> bool:
-    """True for a file of Phi-3, whose special tokens take the white space after them, which no key of a file says.
+    """True for a Phi-3 file: its special tokens include the white space behind them, which no key of the file says.
 
-    llama.cpp looks for `phi-3` and `phi3` in the name, and misses the `Phi 3 Mini` that its converter writes. The
-    architecture `phi3` with SentencePiece's tokens is Phi-3 too; Phi-4, which has it, has byte-level tokens.
+    llama.cpp looks for `phi-3` and `phi3` in the name, and misses the `Phi 3 Mini` that its converter writes. A file
+    with the architecture `phi3` and SentencePiece's tokens is Phi-3 too; Phi-4 has this architecture with byte-level
+    tokens.
     """
     name = str(metadata.get("general.name", "")).lower()
     is_sentencepiece = metadata.get(f"{TOKENIZER}model") == _SENTENCEPIECE
     return "phi-3" in name or "phi3" in name or (metadata.get("general.architecture") == "phi3" and is_sentencepiece)
 
 
-_OTHER = "name the tokenizer of the model that it was made of, or give token ids"
+_OTHER = "name the tokenizer of the model that the GGUF file was made from, or give token ids"
 
 
 class _Said:
@@ -196,7 +197,7 @@ class _Said:
     def values(self, name: str, kind: type) -> list[Any]:
         found = self._said.get(name, [])
         if not isinstance(found, list) or not all(isinstance(value, kind) for value in found):
-            raise SpecDecError(f"`{TOKENIZER}{name}` is no list of its kind: {self.path}", hint=_OTHER)
+            raise SpecDecError(f"`{TOKENIZER}{name}` is not a list of the right type: {self.path}", hint=_OTHER)
         return found
 
     def text(self, name: str, default: str) -> str:
@@ -209,7 +210,7 @@ class _Said:
         return value
 
     def token_id(self, name: str) -> int | None:
-        """None where there is none: as llama.cpp does, one outside the vocabulary is passed over."""
+        """The id under this key; None without one, and, as in llama.cpp, for an id outside the vocabulary."""
         default = _DEFAULT_IDS[str(self.model)].get(name)
         for i in (self._said.get(f"{name}_token_id"), default):
             if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < len(self.tokens):
@@ -217,7 +218,7 @@ class _Said:
         return None
 
     def added_tokens(self) -> Iterator[AddedToken]:
-        """Tokens that are matched in texts before any split, the longest first."""
+        """Tokens that are matched in a text before it is split, the longest first."""
         types = self.values("token_type", int)
         for i, token in enumerate(self.tokens):
             kind = types[i] if i < len(types) else 1
@@ -231,7 +232,7 @@ class _Said:
 
 
 def _make(said: _Said) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer, and the tokens that have a part of their own in it."""
+    """The tokenizer, and the special tokens that have a role in it."""
     tokenizer, adds_bos = _MAKE[str(said.model)](said)
     added = list(said.added_tokens())
     tokenizer.add_tokens(added)
@@ -250,13 +251,15 @@ def _added_around(said: _Said, adds_bos: bool) -> processors.TemplateProcessing 
     for name in template:
         if name != "$A":
             if (i := said.token_id(name)) is None:
-                raise SpecDecError(f"`{TOKENIZER}add_{name}_token` is true, without one: {said.path}", hint=_OTHER)
+                raise SpecDecError(
+                    f"`{TOKENIZER}add_{name}_token` is true, and the file names no such token: {said.path}", hint=_OTHER
+                )
             special.append({"id": name, "ids": [i], "tokens": [said.tokens[i]]})
     return processors.TemplateProcessing(single=template, special_tokens=special) if special else None
 
 
 def _byte_level(said: _Said) -> tuple[Tokenizer, bool]:
-    """Byte-level BPE, and whether texts begin with a BOS token unless the file says otherwise."""
+    """Byte-level BPE, and whether texts begin with a BOS token if the file does not say."""
     known = PRE_TOKENIZERS[said.pre]
     tokenizer = Tokenizer(
         models.BPE(
@@ -280,13 +283,15 @@ def _merges(said: _Said) -> list[tuple[str, str]]:
 
 
 def _pair(merge: str) -> tuple[str, str]:
-    """Its two halves; the first may begin with a space."""
+    """The two tokens of a merge; the first may begin with a space."""
     first, _, second = merge[1:].partition(" ")
     return merge[:1] + first, second
 
 
 def _sentencepiece(said: _Said) -> tuple[Tokenizer, bool]:
-    """SentencePiece's BPE, whose merges are in order of the scores of what they make; texts begin with a BOS token."""
+    """SentencePiece's BPE: pairs are merged in order of the scores of the merged tokens; texts begin with a BOS
+    token.
+    """
     scores = said.values("scores", float)
     if len(scores) < len(said.tokens):
         raise SpecDecError(f"the file has no score for each of its tokens: {said.path}", hint=_OTHER)
@@ -311,7 +316,9 @@ def _sentencepiece(said: _Said) -> tuple[Tokenizer, bool]:
 
 
 def _gemma_4(said: _Said) -> tuple[Tokenizer, bool]:
-    """SentencePiece's tokens with merges in an order of their own, within lines and the newlines between them."""
+    """SentencePiece's tokens with merges listed in the file, applied within lines, and within the newlines between
+    lines.
+    """
     tokenizer = Tokenizer(
         models.BPE(vocab={token: i for i, token in enumerate(said.tokens)}, merges=_merges(said), byte_fallback=True)
     )
@@ -325,7 +332,9 @@ _MAKE = {_BYTE_LEVEL: _byte_level, _SENTENCEPIECE: _sentencepiece, _GEMMA_4: _ge
 
 
 def merges_by_score(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
-    """All pairs of tokens that make a token, the best first; of one token's those whose first is longest."""
+    """All pairs of tokens that form a token, the best score first; for one token, the pair with the longest first half
+    first.
+    """
     vocabulary = set(tokens)
     merges = []
     for i in sorted(range(len(tokens)), key=lambda i: -scores[i]):

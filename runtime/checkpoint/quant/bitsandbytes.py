@@ -1,9 +1,9 @@
-"""Weights in nf4 and fp4 of bitsandbytes: read as the numbers that they mean. A code stands for one of 16 numbers with
-a fraction, which the kernels' codebooks do not hold.
+"""Weights in nf4 and fp4 of bitsandbytes, dequantized when they are read: their 16 code values have fractions, which
+the kernels' code books do not support.
 
     number[i] = quant_map[code[i]] x absmax[i // blocksize]    in float32, then in the dtype that the file names
 
-where absmax is float32, or of 8 bits with a map, scales and an offset of its own (double quantization).
+where absmax is float32, or has 8 bits with its own map, scales and offset (double quantization).
 """
 
 import json
@@ -28,7 +28,7 @@ _DAMAGED = "the model is damaged, or its config.json is another model's; downloa
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Makes a weight's numbers of its tensors."""
+    """Computes a weight's numbers from its tensors."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -54,8 +54,9 @@ class _Numbers:
 
 
 def numbers_of_4_bits(tensors: list[SourceTensor]) -> list[SourceTensor]:
-    """The tensors, with one for each weight and the tensors that say what it means. SpecDecError where one of them is
-    missing, or they do not fit each other."""
+    """The tensors, with one tensor in place of each quantized weight and its parts. SpecDecError if a part is missing
+    or does not fit the others.
+    """
     by_name = {tensor.name: tensor for tensor in tensors}
     states = {name.removesuffix(end): name for name in by_name for end in _STATES if name.endswith(end)}
     made, taken = [], set()

@@ -1,6 +1,6 @@
-"""The formats in which others save quantized weights: recognised by a model's config, and read layer by layer.
+"""Formats in which other tools save quantized weights: recognised by a model's config, and read layer by layer.
 
-Each reader turns the tensors of one layer into a `QuantizedWeight` that means the same numbers to the last bit.
+Each reader turns the tensors of one layer into a `QuantizedWeight` with exactly the same numbers.
 """
 
 import json
@@ -47,7 +47,7 @@ Parts = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Format:
-    """Quantization format of a model. `parts` are the names of a layer's tensors."""
+    """Quantization format of a model. `parts` are the suffixes of a layer's tensors."""
 
     name: str
     parts: tuple[str, ...]
@@ -69,7 +69,7 @@ class Scheme:
 
 
 def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of the model that the quantized one stands for. A dtype of 8 bits is its weights', not the model's."""
+    """The config without its quantization. A dtype of 8 bits is dropped: it is the weights' dtype, not the model's."""
     plain = {key: value for key, value in config.items() if key not in _CONFIG_KEYS}
     for key in ("dtype", "torch_dtype"):
         if str(plain.get(key)).startswith("float8"):
@@ -80,7 +80,7 @@ def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def format_of(config: dict[str, Any], model_dir: Path) -> Format | None:
-    """None for a model that is not quantized; SpecDecError for one in a format that is not read."""
+    """The model's format; None if it is not quantized. SpecDecError for a format that is not supported."""
     _refuse_others(config, model_dir)
     inner = config.get("text_config")
     places = [config, inner] if isinstance(inner, dict) else [config]
@@ -119,7 +119,7 @@ def format_of(config: dict[str, Any], model_dir: Path) -> Format | None:
 
 
 def _refuse_others(config: dict[str, Any], model_dir: Path) -> None:
-    """SpecDecError for formats that are said in ways of their own."""
+    """SpecDecError for quantization formats whose configs have another form."""
     where = str(model_dir / "config.json")
     if isinstance(said := config.get("quantization"), dict) and "bits" in said:
         _refuse(f"weights quantized by MLX in {said['bits']} bits", where)
@@ -129,7 +129,7 @@ def _refuse_others(config: dict[str, Any], model_dir: Path) -> None:
 
 
 def _said_beside(model_dir: Path) -> dict[str, Any] | None:
-    """Quantization config in a file of its own, as AutoGPTQ and AutoAWQ once wrote and ModelOpt does."""
+    """Quantization config from a separate file, as AutoGPTQ and AutoAWQ used to write it and ModelOpt does."""
     if (model_dir / _MODELOPT).is_file():
         said = read_json(model_dir / _MODELOPT).get("quantization")
         return {"quant_method": "modelopt", **(said if isinstance(said, dict) else {})}
@@ -140,7 +140,7 @@ def _said_beside(model_dir: Path) -> dict[str, Any] | None:
 
 
 def _name_of(method: object, said: object) -> str:
-    """Common name of the method."""
+    """Common name of the quantization method."""
     algo = said.get("quant_algo") if isinstance(said, dict) else None
     names = {"modelopt": f"ModelOpt ({algo})", None: "a method that it does not name"}
     return names.get(method if isinstance(method, str) else None, str(method))
@@ -153,9 +153,9 @@ def _refuse(what: str, where: str) -> NoReturn:
 def find_layers(
     tensors: list[SourceTensor], found: Format | None, shapes: Mapping[str, tuple[int, ...]], model_dir: Path
 ) -> tuple[dict[str, PrequantizedLayer], list[SourceTensor]]:
-    """The quantized layers, and the tensors that stand for themselves.
+    """The quantized layers, and the remaining tensors.
 
-    SpecDecError for a layer that lacks a tensor, or of another shape than the model's.
+    SpecDecError for a layer that lacks a tensor, or has another shape than the model's.
     """
     if found is None:
         _refuse_unsaid(tensors, shapes, model_dir)
@@ -191,7 +191,7 @@ def find_layers(
 
 
 def _refuse_unsaid(tensors: list[SourceTensor], shapes: Mapping[str, object], model_dir: Path) -> None:
-    """SpecDecError for quantized weights of which config.json does not say how they are."""
+    """SpecDecError for quantized weights if config.json does not say how they are quantized."""
     for tensor in tensors:
         kind = next((kind for end, kind in _SIGNS.items() if tensor.name.endswith(end)), None)
         if kind is not None and tensor.name not in shapes:
@@ -205,7 +205,7 @@ def _refuse_unsaid(tensors: list[SourceTensor], shapes: Mapping[str, object], mo
 def check_shapes(
     layers: Mapping[str, PrequantizedLayer], shapes: Mapping[str, tuple[int, ...]], model_dir: Path
 ) -> None:
-    """SpecDecError for a layer of another shape than its config makes it."""
+    """SpecDecError for a layer whose shape contradicts the config."""
     for name, layer in layers.items():
         shape = layer.read({part: tensor.without_values() for part, tensor in layer.parts.items()}).shape
         if shapes.get(f"{name}.weight", shape) != shape:
@@ -214,7 +214,7 @@ def check_shapes(
 
 
 def _is_foreign_bias(tensor: SourceTensor, layers: Mapping[str, object], shapes: Mapping[str, object]) -> bool:
-    """AutoGPTQ saves a bias of zeros for layers that have none, experts' that the model has as one among them."""
+    """True for a bias that the model has no place for: AutoGPTQ saves zeros as biases of layers that have none."""
     name, _, part = tensor.name.rpartition(".")
     is_known = f"{name}.weight" in shapes or _OF_AN_EXPERT.search(name) is not None
     if part != "bias" or name not in layers or not is_known or tensor.name in shapes:
@@ -242,13 +242,13 @@ def _layer(name: str, parts: dict[str, SourceTensor], found: Format) -> Prequant
 
 
 def _check_groups(name: str, scales: Tensor, inputs: int, group_size: int | None) -> None:
-    """SpecDecError unless there is a scale for each group that the config says."""
+    """SpecDecError unless there is one scale for each group of the size in the config."""
     size = inputs if group_size is None or group_size < 0 else group_size
     if size == 0 or inputs % size:
         raise SpecDecError(f"groups of {size} do not divide the {inputs} inputs of `{name}`", hint=_DAMAGED)
     if scales.shape[-1] != inputs // size:
         raise SpecDecError(
-            f"config.json says groups of {size}, of which `{name}` has {inputs // size}, and scales for "
+            f"config.json says groups of {size}, so `{name}` has {inputs // size} groups, and its scales are for "
             f"{scales.shape[-1]}",
             hint=_DAMAGED,
         )
@@ -338,12 +338,12 @@ def _gptq(said: dict[str, Any], where: str) -> Format:
 
 
 def _order_of(name: str, groups: Tensor, group_size: int) -> Tensor:
-    """The inputs by their groups: columns of one group become neighbours, in the order that they had."""
+    """Order of the inputs that puts the columns of one group side by side, and keeps the order within a group."""
     order = groups.argsort(stable=True).int()
     if not groups.is_meta:
         wanted = torch.arange(len(groups)) // group_size
         if not torch.equal(groups[order.long()].long(), wanted):
-            raise SpecDecError(f"the groups of `{name}` are not of {group_size} inputs each (`g_idx`)", hint=_DAMAGED)
+            raise SpecDecError(f"the groups of `{name}` do not have {group_size} inputs each (`g_idx`)", hint=_DAMAGED)
     return order
 
 
@@ -373,12 +373,12 @@ def _fp8(said: dict[str, Any]) -> Format:
 def _read_values(
     name: str, values: Tensor, scales: Tensor, zeros: Tensor | None, block: tuple[int, int | None]
 ) -> QuantizedWeight:
-    """Values of 8 bits as they are."""
+    """Read 8-bit values unchanged."""
     outputs, inputs = values.shape
     rows, columns = block
     if rows > 1 and columns is not None and inputs > columns and inputs % columns:
         raise SpecDecError(
-            f"`{name}` has {inputs} inputs in blocks of {columns}, of which the last is not whole: such weights are "
+            f"`{name}` has {inputs} inputs in blocks of {columns}, and the last block is not whole: such weights are "
             "not read",
             hint=_READ,
         )
@@ -409,7 +409,7 @@ def _bitsandbytes(where: str) -> Format:
 
 
 def _nvfp4(where: str) -> Format:
-    """Format of ModelOpt."""
+    """ModelOpt's NVFP4 format."""
 
     def read(name: str, parts: Parts) -> QuantizedWeight:
         if "pre_quant_scale" in parts:
@@ -424,12 +424,14 @@ def _nvfp4(where: str) -> Format:
 
 def _scale_of_all(name: str, scale: Tensor) -> Tensor:
     if scale.numel() != 1:
-        raise SpecDecError(f"`{name}` has {scale.numel()} scales of all its numbers, and not one", hint=_DAMAGED)
+        raise SpecDecError(
+            f"`{name}` has {scale.numel()} scales for all its numbers, and should have one", hint=_DAMAGED
+        )
     return scale.float()
 
 
 def _read_codes(name: str, codes: Tensor, scales: Tensor, group_size: int) -> QuantizedWeight:
-    """Codes as they are, two a byte, the first in the lower half."""
+    """Read codes unchanged: two in a byte, the first in the lower half."""
     if codes.dtype != torch.uint8 or codes.dim() != 2:
         raise SpecDecError(f"`{name}` should be a table of bytes: {codes.dtype} {list(codes.shape)}", hint=_DAMAGED)
     _check_groups(name, scales, codes.shape[1] * 2, group_size)
@@ -458,7 +460,7 @@ def _torchao(model_dir: Path) -> Format:
 
 
 def _torchao_classes(model_dir: Path) -> dict[str, dict[str, Any]]:
-    """Read the headers' records of weights, by their names in the files: `_type`, and `_data` with its settings."""
+    """The headers' records of weights by name: the class `_type`, and `_data` with its settings."""
     said = dict[str, Any]()
     for path in weight_files(model_dir):
         with path.open("rb") as file, suppress(SafetensorError):  # a damaged one is told when its tensors are read
@@ -482,7 +484,7 @@ def _torchao_scheme(
 
 
 def _torchao_integers(settings: dict[str, Any], where: str) -> Scheme:
-    """Integers in a byte each, of 8 bits or fewer."""
+    """Integers of 8 bits or fewer, one in a byte."""
     target = settings.get("target_dtype")
     bits = int(str(target["_data"]).removeprefix("int")) if isinstance(target, dict) else 8
     bits = 4 if bits <= 4 else 8
@@ -498,7 +500,7 @@ def _torchao_integers(settings: dict[str, Any], where: str) -> Scheme:
 
 
 def _torchao_packed(settings: dict[str, Any], where: str) -> Scheme:
-    """4 bits in pairs, the first in the lower half; scales and the numbers of 0 by groups and outputs."""
+    """4-bit codes in pairs, the first in the lower half; scales and zero points are [groups, outputs]."""
 
     def read(name: str, parts: Parts, group_size: int) -> QuantizedWeight:
         integers = (unpack(parts["qdata"], 4).to(torch.int8) ^ 8) - 8
@@ -506,7 +508,7 @@ def _torchao_packed(settings: dict[str, Any], where: str) -> Scheme:
         _check_groups(name, scales, integers.shape[1], group_size)
         if zeros.shape != scales.shape:
             raise SpecDecError(
-                f"`{name}` has scales of {list(scales.shape)} groups, and numbers of 0 of {list(zeros.shape)}",
+                f"`{name}` has scales of shape {list(scales.shape)}, and zero points of shape {list(zeros.shape)}",
                 hint=_DAMAGED,
             )
         return replace(from_integers(integers, scales, bits=4), offsets=(zeros - 8 * scales.float()).contiguous())
@@ -531,7 +533,7 @@ _TORCHAO: dict[str, Callable[[dict[str, Any], str], Scheme]] = {
 
 
 def _in_4_bits(name: str, weight: QuantizedWeight) -> QuantizedWeight:
-    """The weight, whose values lie in a byte each."""
+    """The weight with 4-bit values; before, each value has a byte."""
     values = weight.values
     if not values.is_meta and bool(((values > 7) | (values < -8)).any()):
         raise SpecDecError(f"numbers of `{name}` do not fit 4 bits", hint=_DAMAGED)
@@ -646,7 +648,7 @@ def _packed_reader(bits: int, group_size: int | None, *, has_zeros: bool) -> Cal
 
 
 def _packed_zeros(words: Tensor, bits: int, outputs: int) -> Tensor:
-    """(outputs, groups) int16; packed along the outputs."""
+    """Zero points, int16 [outputs, groups], from words packed along the outputs."""
     if words.dtype != torch.int32:
         return words.short()  # not packed: of a whole weight
     return signed(unpack(words.t(), bits)[:, :outputs], bits).t().short().contiguous()

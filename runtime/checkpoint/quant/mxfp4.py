@@ -1,5 +1,5 @@
-"""Experts in MXFP4 (OCP Microscaling Formats, version 1.0), as gpt-oss has them: numbers of 4 bits, and a power of 2
-for each 32 of a row. They stay in 4 bits, or become the numbers that they mean, which bfloat16 holds to the last bit.
+"""Experts in MXFP4 (OCP Microscaling Formats, version 1.0), as in gpt-oss: 4-bit numbers, and a power of 2 for each 32
+numbers of a row. They stay in 4 bits, or are dequantized to bfloat16, which holds them exactly.
 """
 
 from dataclasses import replace
@@ -22,15 +22,16 @@ _DAMAGED = "the model is damaged, or its config.json is another model's; downloa
 
 
 def experts_of_blocks(tensors: list[SourceTensor], model_dir: Path) -> list[SourceTensor]:
-    """The tensors, with one for each pair of blocks and scales. SpecDecError where one of them is missing, or they do
-    not fit each other."""
+    """The tensors, with one tensor for each pair of blocks and scales. SpecDecError if one of a pair is missing, or
+    they do not fit each other.
+    """
     by_name = {tensor.name: tensor for tensor in tensors}
     made = []
     for name, tensor in by_name.items():
         if name.endswith(_BLOCKS):
             if (numbers := name.removesuffix(_BLOCKS)) in by_name:
                 raise SpecDecError(
-                    f"the files have a weight twice, quantized and not: `{numbers}` and `{name}`: {model_dir}",
+                    f"the files have a weight twice, quantized and unquantized: `{numbers}` and `{name}`: {model_dir}",
                     hint="download or save the model again",
                 )
             made.append(_experts(tensor, _beside(by_name, name, _BLOCKS, _SCALES)))
@@ -73,30 +74,33 @@ def _experts(blocks: SourceTensor, scales: SourceTensor) -> SourceTensor:
 
 
 def is_in_codes(tensor: SourceTensor) -> bool:
-    """True for experts that `experts_of_blocks` has made of blocks and scales."""
+    """True for experts that `experts_of_blocks` made from blocks and scales."""
     return tensor.make is dequantize
 
 
 def codes_of(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
-    """The weights of all experts, one below the other, as they are: numbers of 4 bits, which stand for twice what they
-    mean, and powers of 2, which bfloat16 has."""
+    """The weights of all experts, stacked by outputs and still quantized: 4-bit codes, which stand for twice their
+    numbers, and bfloat16 scales of half the power of 2.
+    """
     powers = powers_of(scales) / 2
     book = torch.tensor(E2M1_TWICE, dtype=torch.int8)
     return QuantizedWeight(blocks.flatten(2).flatten(0, 1), powers.flatten(0, 1), book=book)
 
 
 def half_powers(exponents: Tensor) -> Tensor:
-    """bfloat16, half of the powers of 2 that exponents of 8 bits stand for."""
+    """bfloat16: half the powers of 2 for exponents of 8 bits."""
     return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - 128).to(torch.bfloat16)
 
 
 def powers_of(exponents: Tensor) -> Tensor:
-    """bfloat16, the powers of 2 of exponents of 8 bits (ue8m0), of which the largest stands for NaN."""
+    """bfloat16: the powers of 2 for exponents of 8 bits (ue8m0); the largest exponent stands for NaN."""
     return (half_powers(exponents) * 2).masked_fill(exponents == 255, torch.nan)
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
-    """(experts, inputs, outputs) bfloat16 of (experts, outputs, blocks, 16) bytes, low halves first, and exponents."""
+    """bfloat16 [experts, inputs, outputs] from bytes [experts, outputs, blocks, 16], low halves first, and
+    exponents.
+    """
     codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
     numbers = torch.tensor(_E2M1, dtype=torch.bfloat16)[codes.int()]
     powers = torch.ldexp(torch.ones(scales.shape), scales.int() - 127).masked_fill(scales == 255, torch.nan)

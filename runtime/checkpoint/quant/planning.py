@@ -1,5 +1,5 @@
-"""Plan for each of a model's tensors in the checkpoint: copied, quantized, or taken over in its quantized form; and a
-count of the weights that its dtype is too small for.
+"""Plans what becomes of each tensor of a model in the checkpoint: copied, quantized, or kept in its quantized form.
+Counts the weights that the checkpoint's dtype cannot hold.
 """
 
 import warnings
@@ -24,7 +24,7 @@ _FEW = 1e-4  # of a sound model's weights are so near zero that float16 has no o
 
 
 class Losses:
-    """Counts the weights that a dtype is too small for, at either end of its range."""
+    """Counts the weights that are too large or too small for a dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = str(dtype).removeprefix("torch.")
@@ -33,7 +33,7 @@ class Losses:
         self._zero: dict[str, int] = {}
 
     def check(self, saved: Tensor, written: Tensor, entry: SourceTensor) -> None:
-        """Count those of one tensor. SpecDecError for weights that are no numbers as they were saved."""
+        """Count the losses of one tensor. SpecDecError if saved weights are NaN or infinite."""
         if not saved.dtype.is_floating_point:
             return
         self._num_weights += saved.numel()
@@ -63,7 +63,7 @@ class Losses:
 
 
 def check_numbers(saved: Tensor, name: str, file: Path) -> None:
-    """SpecDecError for weights that are no numbers as they were saved."""
+    """SpecDecError if saved weights are NaN or infinite."""
     if saved.dtype.is_floating_point and not _are_finite(saved):
         num_bad = int((~saved.isfinite()).sum())
         raise SpecDecError(
@@ -73,7 +73,7 @@ def check_numbers(saved: Tensor, name: str, file: Path) -> None:
 
 
 def load_numbers(tensors: Seq[SourceTensor]) -> list[Tensor]:
-    """Their values; SpecDecError for weights that are no numbers."""
+    """The tensors' values; SpecDecError if one is NaN or infinite."""
     loaded = load_tensors(tensors)
     for one, values in zip(tensors, loaded, strict=True):
         if one.is_float:
@@ -82,20 +82,22 @@ def load_numbers(tensors: Seq[SourceTensor]) -> list[Tensor]:
 
 
 def _are_finite(weights: Tensor) -> bool:
-    """True if all are numbers. The least and the largest tell, NaN is both, and they are found forty times as fast."""
+    """True if no number is NaN or infinite. Taking the minimum and maximum, which are NaN if any number is, is forty
+    times as fast as testing each number.
+    """
     return not weights.numel() or all(bool(extreme.isfinite()) for extreme in weights.aminmax())
 
 
 @dataclass(frozen=True)
 class PrequantizedLayer:
-    """A layer whose weight is quantized in the file already: the tensors it lies in, and how they are read."""
+    """A layer that is already quantized in the file: the tensors of its weight, and how to read them."""
 
     parts: Mapping[str, SourceTensor]
     read: Callable[[dict[str, Tensor]], QuantizedWeight]
     quant_algo: QuantAlgo
 
     def load(self) -> QuantizedWeight:
-        """Read its tensors; SpecDecError if they are not the parts of such a weight."""
+        """Read the layer's weight; SpecDecError if its tensors do not form one."""
         weight = self.read(dict(zip(self.parts, load_tensors(list(self.parts.values())), strict=True)))
         weight.check(next(iter(self.parts.values())).source_name.rpartition(".")[0])
         return weight
@@ -103,7 +105,7 @@ class PrequantizedLayer:
 
 @dataclass(frozen=True)
 class Source:
-    """A model as it is to be converted, with what its config makes of it."""
+    """A model to be converted, and what its config says about its tensors."""
 
     config: dict[str, Any]
     """Without what it says of quantization."""
@@ -127,8 +129,9 @@ class Source:
 def plan_pieces(
     source: Source, dtype_of: Callable[[str], torch.dtype], precision: QuantConfig, losses: Losses
 ) -> tuple[list[Piece], Quantization | None]:
-    """Plan the tensors to be written, each that is not quantized in the dtype of its name, and the checkpoint's
-    quantization record."""
+    """Plan the tensors to write and the checkpoint's quantization record. A tensor that is not quantized has the dtype
+    that `dtype_of` gives for its name.
+    """
     quantized = {} if precision.qformat is None else _sizes(source, precision)
     pieces = [
         _quantized(tensor, precision, quantized[name], losses, is_transposed=name in source.transposed)
@@ -152,7 +155,9 @@ def plan_pieces(
 
 
 def quantize_experts(pieces: Seq[Piece], experts: Mapping[str, bool], precision: QuantConfig) -> list[Piece]:
-    """The pieces, with `experts`' weights quantized as linear layers' are; True: as (experts, inputs, outputs)."""
+    """The pieces, with `experts`' weights quantized like linear layers; True: a weight is [experts, inputs,
+    outputs].
+    """
     return [
         _with_quantized_experts(piece, experts, precision) if experts.keys() & piece.forms else piece
         for piece in pieces
@@ -160,7 +165,7 @@ def quantize_experts(pieces: Seq[Piece], experts: Mapping[str, bool], precision:
 
 
 def _with_quantized_experts(piece: Piece, experts: Mapping[str, bool], precision: QuantConfig) -> Piece:
-    """The piece, which may have several: Ernie 4.5 VL's experts of texts and of images."""
+    """The piece with its experts quantized; Ernie 4.5 VL's piece has two weights, for texts and images."""
     group_sizes = {
         name: _group_size_of_experts(name, shape[1 if experts[name] else 2], precision)
         for name, (_, shape) in piece.forms.items()
@@ -194,17 +199,19 @@ def _odd(name: str, num_inputs: int) -> SpecDecError:
 
 
 def _sizes(source: Source, precision: QuantConfig) -> dict[str, int]:
-    """The group sizes of the layers to quantize; SpecDecError where there are none, or a group fits one of them not."""
+    """Group sizes of the layers to quantize; SpecDecError if there is no such layer, or groups do not divide a layer's
+    inputs.
+    """
     matrices = {tensor.name.removesuffix(".weight"): tensor for tensor in source.tensors if len(tensor.shape) == 2}
     inputs = {name: tensor.shape[0 if name in source.transposed else 1] for name, tensor in matrices.items()}
     names = [name for name in source.linears if name in inputs and name != source.head]
     if not names:
         kind, has_others = source.config["model_type"], any(name != source.head for name in source.linears)
         raise SpecDecError(
-            f"the model's linear layers have other names in its files, and are not quantized: {kind}"
+            f"the model's linear layers have other names in its files, and cannot be quantized: {kind}"
             if has_others
             else f"the model has no linear layers that can be quantized: {kind}",
-            hint="its weights can be converted as they are",
+            hint="convert the model without quantizing it",
         )
     if precision.quantize_lm_head and source.head is not None and source.head not in source.linears:
         kind = source.config["model_type"]
@@ -222,18 +229,18 @@ def _sizes(source: Source, precision: QuantConfig) -> dict[str, int]:
 
 
 def _tied(source: Source) -> SourceTensor:
-    """The embeddings, which are the weight of the layer that computes logits where that has none of its own."""
+    """The embeddings, if they also compute the logits because the output layer has no weight of its own."""
     found = next((tensor for tensor in source.tensors if tensor.name.endswith("embed_tokens.weight")), None)
     if found is None:
         raise SpecDecError(
             f"the layer that computes logits has no weight of its own to quantize: {source.config['model_type']}",
-            hint="leave it as it is",
+            hint="do not quantize that layer",
         )
     return found
 
 
 def _untied_head(source: Source, precision: QuantConfig, sizes: dict[str, int], losses: Losses) -> list[Piece]:
-    """A quantized copy of the embeddings for logits, where they are both."""
+    """A quantized copy of tied embeddings, for the output layer."""
     head = source.head
     if head is None or head not in sizes or _has_own_weight(source, head):
         return []
@@ -241,9 +248,10 @@ def _untied_head(source: Source, precision: QuantConfig, sizes: dict[str, int], 
 
 
 def _tied_head(source: Source) -> dict[str, PrequantizedLayer]:
-    """The output layer of quantized embeddings that it is tied to (GGUF): in the file's bits, all read by each token.
+    """The output layer for quantized embeddings (GGUF) that are tied to it: in the file's bits, since each token reads
+    all of it.
 
-    The embeddings themselves are looked up, a row a token, and are written as the numbers that they mean.
+    The embeddings themselves are written dequantized: a token reads one row.
     """
     if source.head is None or source.head in source.layers or _has_own_weight(source, source.head):
         return {}
@@ -291,7 +299,7 @@ def _quantized(
 def _read(
     name: str, layer: PrequantizedLayer, source: Source, dtype: torch.dtype
 ) -> tuple[Piece, QuantizedWeight | None]:
-    """Kept as it is where a linear layer of ours takes it, and otherwise the numbers that it means."""
+    """The weight still quantized if one of our linear layers takes it, and dequantized otherwise."""
     keys = tuple(layer.parts)
     without_values = layer.read({key: tensor.without_values() for key, tensor in layer.parts.items()})
     without_values.check(name)
@@ -341,16 +349,18 @@ def _read_as(
 
 
 def _check_activations(precision: QuantConfig, kinds: Collection[str | None]) -> None:
-    """SpecDecError for activations that no layer can be multiplied by."""
+    """SpecDecError for quantized activations if no layer has weights that are integers."""
     if precision.activations not in (None, "float") and not {"int8", "int4"} & set(kinds):
         raise SpecDecError(
-            f"activations are quantized where weights are integers, and this model has none: {precision.activations}",
+            f"quantized activations need weights that are integers, and this model has none: {precision.activations}",
             hint="leave the activations as they are, or quantize the weights to int8 or int4",
         )
 
 
 def _default_activations(layers: Collection[QuantFormat], head: QuantFormat | None = None) -> LayersActivations:
-    """One format for all layers, unless that of an output layer of 8 bits would slow down all those of 4 before it."""
+    """One format for all layers, unless the format for an 8-bit output layer would slow down all 4-bit layers before
+    it.
+    """
     if head == "int8" and "int4" in layers and "int8" not in layers:
         return "mixed"
     kinds = {*layers, head}

@@ -1,7 +1,8 @@
-"""Quantize a weight to few bits: to the nearest, by the scale of each group that leaves the smallest squared error.
+"""Quantizes a weight: each number is rounded to the nearest value of its group's scale, and the scale is chosen to give
+the smallest squared error.
 
-No data is needed: a few scales are tried, from the one that just holds the group's largest number downwards, and the
-best is refined. Cutting off what is rare makes the rest finer.
+No data is needed: a few scales are tried, from the smallest that holds the group's largest number downwards, and the
+best is refined. Clipping rare large numbers makes the steps for all others finer.
 """
 
 import math
@@ -21,9 +22,9 @@ _ROWS_BYTES = 2**21  # of the weight that is quantized at a time: several as lar
 
 
 def group_size_for(name: str, inputs: int, wanted: int | None) -> int:
-    """The size of the groups of a layer: the one that is wanted, or the largest power of two in it that divides.
+    """Group size for a layer: the wanted size, or the largest power of two below it that divides the inputs.
 
-    None: one group of all inputs. SpecDecError where none is at least 16.
+    None: one group of all inputs. SpecDecError if no size of at least 16 divides them.
     """
     if wanted is None:
         return inputs
@@ -38,7 +39,7 @@ def group_size_for(name: str, inputs: int, wanted: int | None) -> int:
 
 
 def quantize_weight(weight: Tensor, precision: QuantConfig, group_size: int) -> QuantizedWeight:
-    """The (outputs, inputs) weight in the format that is asked for."""
+    """The weight [outputs, inputs] in the wanted format."""
     if weight.is_meta:
         return _form(weight, precision, group_size)
     rows = max(1, _ROWS_BYTES // (4 * weight.shape[1]))
@@ -47,7 +48,7 @@ def quantize_weight(weight: Tensor, precision: QuantConfig, group_size: int) -> 
 
 
 def _form(weight: Tensor, precision: QuantConfig, group_size: int) -> QuantizedWeight:
-    """The same without values: to search for scales on `meta` would take as many operations of Python's."""
+    """The quantized weight's shapes without values, for `meta`: a search for scales there would cost as many calls."""
     scales = weight.reshape(len(weight), -1, group_size)[:, :, 0].to(torch.float16)
     if precision.qformat == "fp8":
         return QuantizedWeight(weight.to(torch.float8_e4m3fn), scales.float())
@@ -56,7 +57,7 @@ def _form(weight: Tensor, precision: QuantConfig, group_size: int) -> QuantizedW
 
 
 def _quantize_rows(weight: Tensor, precision: QuantConfig, group_size: int) -> tuple[Tensor, Tensor]:
-    """Values, and scales: of integers float16, of e4m3 float32."""
+    """Values and scales: float16 scales for integers, float32 scales for e4m3."""
     outputs, inputs = weight.shape
     groups = weight.reshape(outputs, -1, group_size)
     if precision.qformat == "fp8":
@@ -81,7 +82,7 @@ def _quantize_rows(weight: Tensor, precision: QuantConfig, group_size: int) -> t
 
 
 def _fitted(groups: Tensor, integers: Tensor) -> Tensor:
-    """The scale of least squares for integers that are chosen, which may then be others."""
+    """Least-squares scale for these integers; rounding with it may give other integers."""
     return ((groups * integers).sum(-1) / integers.square().sum(-1).clamp(min=1)).half().float()
 
 

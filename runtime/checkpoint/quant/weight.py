@@ -66,14 +66,14 @@ class QuantizedWeight:
         return self.shape[1] // self.scales.shape[1]
 
     def integers(self) -> Tensor:
-        """(outputs, inputs): the values one by one, int8, or e4m3 as it is."""
+        """The values one by one, [outputs, inputs]: int8, or e4m3 unchanged."""
         if self.kind != "int4":
             return self.values
         halves = torch.stack((self.values & 15, self.values >> 4), dim=-1).flatten(1)
         return halves.view(torch.int8).sub_(8) if self.book is None else self.book[halves.int()]
 
     def in_stored_order(self) -> Tensor:
-        """(outputs, inputs) float32: the weight, its columns as they are stored."""
+        """The weight as float32 [outputs, inputs], its columns in stored order."""
         outputs, inputs = self.shape
         weight = self.integers().float().view(outputs, -1, self.group_size)  # a copy, which is written over
         scales = self.scales.float()[:, :, None]
@@ -86,7 +86,7 @@ class QuantizedWeight:
         return weight.view(outputs, inputs)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """(outputs, inputs): the numbers that it means."""
+        """The weight's numbers, [outputs, inputs]."""
         weight = self.in_stored_order()
         if self.order is not None:
             weight = torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
@@ -97,21 +97,21 @@ class QuantizedWeight:
         return 8 if self.kind == "int4" else 128
 
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors by the suffixes of their names in a file."""
+        """The tensors by the suffix of their name in a file."""
         named = {f"{_PREFIX}{field.name}": getattr(self, field.name) for field in fields(self)}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def by_output(self) -> dict[str, Tensor]:
-        """Parts that have a row for each output."""
+        """The tensors that have a row for each output."""
         parts = {"values": self.values, "scales": self.scales, "zeros": self.zeros, "offsets": self.offsets}
         return {name: part for name, part in parts.items() if part is not None}
 
     def rows(self, order: Tensor) -> "QuantizedWeight":
-        """The same with its outputs in another order."""
+        """The weight with these outputs, in this order."""
         return replace(self, **{name: part[order] for name, part in self.by_output().items()})
 
     def check(self, name: str) -> None:
-        """SpecDecError, naming the layer, where shapes and dtypes do not fit each other or numbers are none."""
+        """SpecDecError, naming the layer, if shapes or dtypes do not fit each other, or numbers are NaN or infinite."""
         self._check_forms(name)
         if self.values.is_meta:
             return
@@ -121,19 +121,25 @@ class QuantizedWeight:
                 share = float((~tensor.isfinite()).sum()) / tensor.numel()
                 raise SpecDecError(f"{share:.2%} of the {part} of `{name}` are NaN or infinite", hint=_LOST)
         if self.kind == "fp8" and bool(self.values.isnan().any()):
-            raise SpecDecError(f"numbers of `{name}` are NaN, in 8 bits", hint=_LOST)
+            raise SpecDecError(f"8-bit numbers of `{name}` are NaN", hint=_LOST)
         if self.zeros is not None and int(self.zeros.abs().max()) > self._half_range:
             raise SpecDecError(
                 f"a zero point of `{name}` is out of the range of {self.kind}: {int(self.zeros.abs().max())}",
                 hint=_LOST,
             )
         if self.book is not None and (self.book.shape != (16,) or self.zeros is not None or self.offsets is not None):
-            raise SpecDecError(f"the code book of `{name}` is none: {list(self.book.shape)}", hint=_LOST)
+            raise SpecDecError(
+                f"the code book of `{name}` should have 16 numbers, without zero points or offsets: "
+                f"{list(self.book.shape)}",
+                hint=_LOST,
+            )
         inputs = self.shape[1]
         if self.order is not None and not torch.equal(
             self.order.sort().values, torch.arange(inputs, dtype=torch.int32)
         ):
-            raise SpecDecError(f"the order of inputs of `{name}` does not name each of {inputs} once", hint=_LOST)
+            raise SpecDecError(
+                f"the order of inputs of `{name}` does not name each of its {inputs} inputs once", hint=_LOST
+            )
 
     def _check_forms(self, name: str) -> None:
         (outputs, inputs), groups = self.shape, self.scales.shape[-1]
@@ -147,12 +153,12 @@ class QuantizedWeight:
             raise SpecDecError(f"the scales of `{name}` are no floating-point numbers: {self.scales.dtype}", hint=_LOST)
         if self.order is not None and self.order.shape != (inputs,):
             raise SpecDecError(
-                f"the order of inputs of `{name}` is not of {inputs}: {list(self.order.shape)}", hint=_LOST
+                f"the order of inputs of `{name}` should have {inputs} entries: {list(self.order.shape)}", hint=_LOST
             )
 
 
 def pack_int4(integers: Tensor) -> Tensor:
-    """(outputs, inputs / 2) uint8 of (outputs, inputs) int8 from -8 to 7."""
+    """Two values a byte, uint8 [outputs, inputs / 2], from int8 [outputs, inputs] with values from -8 to 7."""
     counts = (integers + 8).to(torch.uint8)
     return counts[:, ::2] | counts[:, 1::2] << 4
 
@@ -168,9 +174,9 @@ def from_integers(
 def take_quantized(
     tensors: dict[str, Tensor], present: Present = lambda *_: nullcontext()
 ) -> dict[str, QuantizedWeight]:
-    """Take the tensors of quantized weights out of a checkpoint's, by the names of their layers.
+    """Take the quantized weights out of a checkpoint's tensors, by the names of their layers.
 
-    They are looked at in the context `present` of each layer's tensors.
+    Each layer's tensors are read within the context `present`.
     """
     parts: dict[str, dict[str, Tensor]] = {}
     suffixes = {f".{_PREFIX}{field.name}": field.name for field in fields(QuantizedWeight)}
@@ -183,7 +189,7 @@ def take_quantized(
 
 def _from_parts(name: str, parts: Mapping[str, Tensor], present: Present) -> QuantizedWeight:
     if not {"values", "scales"} <= parts.keys() or parts["values"].dtype not in _VALUES:
-        raise SpecDecError(f"values or scales are missing of the layer: {name}", hint="convert the model again")
+        raise SpecDecError(f"a layer has no values or no scales: {name}", hint="convert the model again")
     weight = QuantizedWeight(**parts)
     looked_at = [part for key, part in parts.items() if key != "values" or weight.kind == "fp8"]
     with present(*looked_at):
@@ -195,7 +201,7 @@ def _from_parts(name: str, parts: Mapping[str, Tensor], present: Present) -> Qua
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """(rows, numbers) uint8 of (rows, words) int32 in which numbers of 4 or 8 bits lie, the first lowest."""
+    """uint8 [rows, numbers] from int32 [rows, words], in which numbers of 4 or 8 bits are packed, the first lowest."""
     numbers: Tensor = words.contiguous().view(torch.uint8)
     if bits == 8:
         return numbers
@@ -211,13 +217,15 @@ def unpack_awq(words: Tensor) -> Tensor:
 
 
 def signed(numbers: Tensor, bits: int) -> Tensor:
-    """int8 of counts from 0: half of their range less."""
+    """Counts from 0 as int8, less half of their range."""
     centred: Tensor = numbers.to(torch.int16) - 2 ** (bits - 1)
     return centred.to(torch.int8)
 
 
 def scales_of(scales: Tensor, outputs: int, block_rows: int = 1) -> Tensor:
-    """(outputs, groups) of scales for a whole weight, for each output, or for blocks of outputs and groups."""
+    """Scales [outputs, groups] from one scale for the weight, one for each output, or one for each block of outputs and
+    groups.
+    """
     if scales.numel() == 1:
         return scales.reshape(1, 1).expand(outputs, 1)
     if scales.dim() == 1:

@@ -1,9 +1,9 @@
-"""Gemma 4's assistants as heads: a few layers without keys and values, which read those that the target has.
+"""Gemma 4's assistants as heads: a few layers without keys and values of their own, which read the target's.
 
-Of a token the input is its embedding, as the target has it, and what is known of the token before: the target's last
-hidden state, or in a draft the assistant's own. All of a draft stands at one position, that of the sequence's last
-token, and sees what the target has computed, in the last layer of each kind that stores keys and values
-(transformers' `gemma4_assistant`, and `SinglePositionMultiTokenCandidateGenerator`).
+The input for a token is its embedding in the target, and a state of the token before: the target's last hidden state,
+or within a draft the assistant's own output. All tokens of a draft stand at one position, the position of the
+sequence's last token, and attend to the keys and values that the target has computed, in the last layer of each kind
+that stores them (transformers' `gemma4_assistant`, and `SinglePositionMultiTokenCandidateGenerator`).
 """
 
 from typing import Any
@@ -30,7 +30,9 @@ _SLIDING = "sliding_attention"
 
 
 class AssistantHead(PagedHead):
-    """`outputs` are the state that takes the place of the target's, and beside it what the next token is read from."""
+    """A Gemma 4 assistant. `outputs` returns the state that replaces the target's, and the state that logits are made
+    from.
+    """
 
     uses_kernels, reads_target, attention = False, True, KERNEL
     first_token, keeps_outputs, drafts_at_once, longest_draft = 1, False, False, None
@@ -75,7 +77,9 @@ class AssistantHead(PagedHead):
         return states
 
     def read_layers_of(self, target: EngineConfig) -> None:
-        """Choose the layers that are read of a target. SpecDecError if their keys are not what the queries are for."""
+        """Choose the target's layers whose keys are read. SpecDecError if these keys do not fit the assistant's
+        queries.
+        """
         shared = language_model(target.pretrained_config).get("num_kv_shared_layers") or 0
         end = num_layers_of(target.pretrained_config) - shared
         places = []
@@ -99,7 +103,9 @@ class AssistantHead(PagedHead):
         self.places = tuple(places)
 
     def outputs_at(self, ids: Tensor, states: Tensor, positions: Tensor, **attention: Any) -> Tensor:
-        """Outputs for tokens at the position of the sequence's last one; of states the target's part alone is read."""
+        """Outputs for tokens at the position of the sequence's last token; only the target's part of the states is
+        read.
+        """
         embedded = F.embedding(ids, self.embedding) * self.embedding_scale
         inputs = self.pre_projection(torch.cat([embedded, states[..., : self.config.target_hidden_size]], -1))
         output = self.model(
@@ -114,8 +120,9 @@ class AssistantHead(PagedHead):
         return torch.cat([self.post_projection(hidden), hidden], -1)
 
     def pages(self, batch: Batch, pool: KVPool) -> PagedInputs:
-        """The target's, of the layers that are read. The last token itself has no keys yet: all before it are seen, and
-        what attention is handed to write goes where nothing is read."""
+        """The target's pages of the layers that are read. All tokens before the last are seen; the last has no keys
+        yet. Attention writes its new keys into slots that nothing reads.
+        """
         keys, values = ([part[i] for i in self.places] for part in (pool.keys, pool.values))
         scales = [pool.scales[i] for i in self.places] if pool.scales else []
         nowhere = torch.zeros_like(batch.slot_mapping)  # in the null block
@@ -139,7 +146,9 @@ class AssistantHead(PagedHead):
 
 
 def _layers(config: Any, head: HeadConfig) -> Any:
-    """transformers' text model, of which all layers read keys and values of others: its config has no word for that."""
+    """transformers' text model in which every layer reads another layer's keys and values, which its config cannot
+    express.
+    """
     text, n = config.get_text_config(), head.num_layers
     kind = type(text)
     text.__class__ = type(kind.__name__, (kind,), {"kv_sharing_modes": ["reuse"] * n, "__module__": kind.__module__})
@@ -155,12 +164,12 @@ def _layers(config: Any, head: HeadConfig) -> Any:
 
 
 def load_assistant(config: HeadConfig, embedding: Tensor | None, dtype: torch.dtype) -> AssistantHead:
-    """The assistant with its weights, and the target's (vocab, hidden) embeddings."""
+    """Load the assistant; `embedding` [vocab, hidden] is the target's."""
     where, width = config.directory, config.target_hidden_size
     if embedding is None or tuple(embedding.shape) != (config.vocab_size, width):
         raise SpecDecError(
-            f"an assistant reads its target's embeddings, and these are not to be had as they are: {where}",
-            hint="quantize the target without its embeddings, or draft otherwise",
+            f"an assistant reads its target's embeddings, and the engine has them quantized only: {where}",
+            hint="quantize the target without its embeddings, or choose another drafter",
         )
     head = AssistantHead(config)
     entries = {_own_name(one.name, "centroids" in config.flags): one for one in read_tensors(where)}
@@ -171,7 +180,7 @@ def load_assistant(config: HeadConfig, embedding: Tensor | None, dtype: torch.dt
             has = "lacks" if found is None else f"has, of {list(found.shape)} and not {list(tensor.shape)},"
             raise SpecDecError(
                 f"the assistant {has} weights of its layers: {name}, in {where}",
-                hint="config.json and weights are of two heads; download the head again",
+                hint="config.json and weights belong to two heads; download the head again",
             )
     tensors = load_numbers([entries[name] for name in wanted])
     head.load_state_dict(

@@ -1,12 +1,12 @@
-"""DFlash and DSpark: heads that draft a block in one pass (arXiv 2602.06036, 2607.05147).
+"""DFlash and DSpark: heads that draft a block of tokens in one pass (arXiv 2602.06036, 2607.05147).
 
-Of every token that the target has computed each layer has a key and a value, which it makes of the target's hidden
-states, reduced, by its own projections. A block is the embedding of the sequence's last token, the anchor, and those of
-mask tokens behind it. Its tokens see all of these keys and each other, in layers with a window what is before them
-alone; their own keys are written over when the target has said which tokens come.
+For every token that the target has computed, each layer has a key and a value, projected from the target's reduced
+hidden states. A block is the embedding of the sequence's last token, the anchor, followed by mask tokens. A block's
+tokens attend to all these keys and to each other; in layers with a window, only to tokens before them. Their own keys
+are overwritten once the target has decided on the tokens.
 
-DSpark adds to a slot's logits what the token before it makes likely, token by token, and predicts how likely a slot's
-token is to be accepted.
+DSpark adds to a slot's logits a term that depends on the token before, token by token, and predicts the chance that a
+slot's token is accepted.
 """
 
 import sys
@@ -71,7 +71,9 @@ class BlockHead(nn.Module):
         return reduced
 
     def see(self, batch: Batch, states: Tensor, pool: KVPool) -> None:
-        """Write keys and values of a batch's tokens, of which the target has (B x Q, state_size) reduced states."""
+        """Write the keys and values of a batch's tokens; `states` [B x Q, state_size] are the target's reduced hidden
+        states.
+        """
         cos, sin = self.rotary_emb(states[None], batch.positions.reshape(1, -1))
         paged = _pages(batch, pool, batch.positions)
         for place, layer in enumerate(self.layers):
@@ -84,7 +86,9 @@ class BlockHead(nn.Module):
             write_kv(paged, place, rotated[0], value.transpose(1, 2)[0])
 
     def forward(self, batch: Batch, states: Tensor, pool: KVPool, num_drafted: int = 0) -> Tensor:
-        """(B x Q, hidden) outputs of blocks, one in each row; `states` are not read: `see` has made keys of them."""
+        """Outputs [B x Q, hidden] of blocks, one block a row. `states` is not read: `see` has stored the keys
+        already.
+        """
         hidden = F.embedding(batch.input_ids.reshape(1, -1), self.embedding)
         last = batch.positions.amax(1, keepdim=True).expand_as(batch.positions)
         both_ways, one_way = _pages(batch, pool, last.contiguous()), _pages(batch, pool, batch.positions)
@@ -97,11 +101,11 @@ class BlockHead(nn.Module):
         return normed
 
     def logits(self, outputs: Tensor, num_drafted: int = 0) -> Tensor:
-        """Without what the tokens before make likely (`behind`)."""
+        """Logits without the term that depends on the token before (`behind`)."""
         return among_all(self.lm_head(outputs), self.draft_ids, self.config.vocab_size)
 
     def behind(self, logits: Tensor, outputs: Tensor, last_ids: Tensor) -> Tensor:
-        """Add what the (T,) tokens before make likely to these logits."""
+        """Add to these logits the term that depends on the tokens before, [tokens]."""
         if not self.block.markov_rank:
             return logits
         before = self.markov_w1(last_ids)
@@ -110,7 +114,7 @@ class BlockHead(nn.Module):
         return logits + among_all(self.markov_w2(before), self.draft_ids, self.config.vocab_size)
 
     def confidences(self, outputs: Tensor, last_ids: Tensor) -> list[float] | None:
-        """Chance of each of the next tokens to be accepted, if the head predicts it."""
+        """Predicted chance that each next token is accepted; None if the head predicts none."""
         if self.block.confidence == "none":
             return None
         features = [outputs] if self.block.confidence == "hidden" else [outputs, self.markov_w1(last_ids)]
@@ -119,14 +123,16 @@ class BlockHead(nn.Module):
 
 
 def num_slots(block: BlockConfig, num_drafts: int, room: int) -> int:
-    """Slots of a block for so many tokens, of the `room` that a sequence has for its draft and the token before it."""
+    """Number of slots in a block for this many draft tokens; `room` is the sequence's room for the draft and the last
+    token.
+    """
     assert block.size is not None
     wanted = block.size if not block.is_cut else num_drafts + (not block.starts_at_anchor)
     return min(wanted, block.size, room)
 
 
 def own_name(name: str) -> str:
-    """Name of a weight here, by that which DeepSpec, z-lab or `speculators` give it."""
+    """Our name for a weight that DeepSpec, z-lab or `speculators` names in its own way."""
     name = name.removeprefix("model.").removeprefix("markov_head.")
     return f"confidence.{name.removeprefix('confidence_head.proj.')}" if name.startswith("confidence_head.") else name
 
@@ -137,5 +143,5 @@ def _pages(batch: Batch, pool: KVPool, seen: Tensor) -> PagedInputs:
 
 
 def _rotary_function(attention: nn.Module) -> Any:
-    """The function of transformers' that turns queries and keys of such layers."""
+    """transformers' function that applies rotary positions to queries and keys in layers of this kind."""
     return sys.modules[type(attention).__module__].apply_rotary_pos_emb

@@ -1,8 +1,8 @@
 """Configs of trained drafters (heads): recognised, read and checked without torch.
 
-EAGLE-3 heads are published with two kinds of configs and names: those of SafeAILab, SpecForge and NVIDIA, and those of
-`speculators`. Which hidden states of the target they read is said in three ways (`_eagle3_states`). Heads for the next
-tokens but one (MTP) are in the directory of the model itself.
+EAGLE-3 heads are published with two kinds of configs and weight names: those of SafeAILab, SpecForge and NVIDIA, and
+those of `speculators`. Configs say in three ways which hidden states of the target the head reads (`_eagle3_states`).
+MTP heads, which predict the token after the next, are in the directory of the model itself.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +25,7 @@ from runtime.util.files import check_regular, read_json
 from runtime.util.reading import raise_unreadable, shown
 
 _MOST_LAYERS, _LARGEST_SIZE = 1000, 2**40
-OF_TWO_HEADS = "config.json and weights are of two heads; download the head again"
+OF_TWO_HEADS = "config.json and weights belong to two heads; download the head again"
 HeadKind = Literal["eagle3", "mtp", "assistant", "dflash"]
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _SHARE_PARTS = ("mtp_num_hidden_layers", "mtp_layers_block_type")
@@ -44,7 +44,7 @@ _OTHERS = {
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """A head that drafts several tokens in one pass: the last token of a sequence and mask tokens behind it."""
+    """Config of a head that drafts several tokens in one pass: the sequence's last token, then mask tokens."""
 
     size: int | None
     """Slots that it was trained for, the last token's included; None of P-EAGLE, which has no number."""
@@ -59,18 +59,19 @@ class BlockConfig:
 
     @property
     def is_cut(self) -> bool:
-        """True if a draft of fewer tokens has a shorter block. DSpark's are computed as long as they were trained:
-        their output is garbled otherwise (vLLM's `SpeculativeConfig`)."""
+        """True if a draft of fewer tokens is computed as a shorter block. DSpark's blocks always have their trained
+        length: shorter ones give garbled output (vLLM's `SpeculativeConfig`).
+        """
         return self.markov == "none"
 
     def num_drafts(self, num_slots: int) -> int:
-        """Tokens that a block of so many slots drafts."""
+        """Number of draft tokens from a block of this many slots."""
         return num_slots - (not self.starts_at_anchor)
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """Config of a head. Hidden states by transformers' numbers, as in `BuildConfig.hidden_states`."""
+    """Config of a head. Hidden states are numbered as by transformers and in `BuildConfig.hidden_states`."""
 
     directory: Path
     kind: HeadKind
@@ -100,28 +101,31 @@ class HeadConfig:
 
     @property
     def reads_target_output(self) -> bool:
-        """True if it has no output layer, and drafts by its target's."""
+        """True if the head has no output layer and uses the target's."""
         return "target_output" in self.flags
 
     @property
     def is_chain(self) -> bool:
-        """True for MTP layers in a row, each of which drafts one token."""
+        """True for several MTP layers in a row, each of which drafts one token."""
         return self.kind == "mtp" and self.num_layers > 1
 
     @property
     def drafts_all_ids(self) -> bool:
-        """True if it has no vocabulary of its own."""
+        """True if the head has no draft vocabulary of its own."""
         return self.draft_vocab_size == self.vocab_size
 
     def hidden_states_of(self, num_layers: int) -> tuple[int, ...]:
-        """The hidden states that it reads of a target of this many layers. SpecDecError if one is not there."""
+        """Hidden states that the head reads from a target of `num_layers` layers. SpecDecError if the target lacks one
+        of them.
+        """
         if self.kind not in ("eagle3", "dflash"):
             return (num_layers,)
         wanted = (2, num_layers // 2, num_layers - 3) if self.hidden_states is None else self.hidden_states
         end = num_layers + (self.kind == "dflash")  # what leaves the last one, behind the target's norm
         if any(not 0 <= one < end for one in wanted) or self.num_target_layers not in (None, num_layers):
             raise SpecDecError(
-                f"the head reads what enters layers {', '.join(map(str, wanted))}"
+                "the head reads the inputs of layers "
+                f"{', '.join(map(str, wanted))}"
                 f"{'' if self.num_target_layers is None else f' of {self.num_target_layers}'}, and the target has "
                 f"{num_layers} layers: {self.directory}",
                 hint="it was trained for another target",
@@ -129,7 +133,7 @@ class HeadConfig:
         return wanted
 
     def check_target(self, config: dict[str, Any], vocab_size: int | None) -> None:
-        """SpecDecError for a target, by its `pretrained_config`, that the head was not trained for."""
+        """SpecDecError if the head was trained for another target than this `pretrained_config`."""
         if self.kind == "assistant" and not str(config.get("model_type")).startswith(TARGETS_OF_ASSISTANTS):
             raise SpecDecError(
                 f"an assistant reads keys and values of a Gemma 4, and the target is of the type "
@@ -140,7 +144,7 @@ class HeadConfig:
         for what, own, its in zip(("hidden size", "vocabulary"), self._target, found, strict=True):
             if own != its:
                 raise SpecDecError(
-                    f"the head was trained for a target with a {what} of {own}, and this one's is {its}: "
+                    f"the head was trained for a target with a {what} of {own}, and this target has {its}: "
                     f"{self.directory}",
                     hint="take the head of this model",
                 )
@@ -153,7 +157,7 @@ class HeadConfig:
 
 @dataclass(frozen=True)
 class DraftOutputSettings:
-    """Output layer of a trained head and of a self-draft copy, as it is asked for; None: as the model has it."""
+    """Requested output layer of a trained head and of a self-draft copy; None: the model's own."""
 
     vocab: str | None = None
     """Ids that are drafted: `auto`, or a file of ids, traces or a corpus."""
@@ -172,7 +176,7 @@ class DraftOutputSettings:
         return DraftOutput(self.qformat, len(ids) or None, self.layers)
 
     def check(self, heads: "Seq[HeadConfig]", *, has_copy: bool) -> None:
-        """UsageError where nothing drafts by such a layer; SpecDecError for a file that cannot be read."""
+        """UsageError where no drafter uses such an output layer; SpecDecError for a file that cannot be read."""
         for name, value in (("draft_vocab", self.vocab), ("draft_output_layer", self.qformat)):
             if value is not None and not heads and not has_copy:
                 raise UsageError(
@@ -193,13 +197,13 @@ class DraftOutputSettings:
         if self.vocab_size is not None and self.vocab is None:
             raise UsageError(
                 f"draft_vocab_size needs a draft_vocab: {self.vocab_size}",
-                hint="have one chosen",
+                hint="give a draft_vocab too, such as `auto`",
                 code="size_of_no_vocab",
                 size=self.vocab_size,
             )
         if (self.vocab or self.qformat) is not None and any("centroids" in one.flags for one in heads) and not has_copy:
             raise UsageError(
-                f"the assistant computes few of its ids by itself, and is given no other output layer: "
+                "the assistant already computes few of its ids, and cannot have another output layer: "
                 f"{self.vocab or self.qformat}",
                 hint="leave it out",
             )
@@ -208,7 +212,7 @@ class DraftOutputSettings:
         own = next((head for head in heads if not head.drafts_all_ids), None)
         if own is not None and not has_copy:
             raise UsageError(
-                f"the head has a vocabulary of its own, of {own.draft_vocab_size:,} ids, and is given none: "
+                f"the head has a vocabulary of its own, of {own.draft_vocab_size:,} ids, and cannot have another: "
                 f"{self.vocab}",
                 hint="leave it out",
             )
@@ -222,13 +226,13 @@ class DraftOutputSettings:
 
 
 def language_model(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of a target's language model, which one that reads images has within its own."""
+    """Config of a target's language model, which a multimodal model nests in its config."""
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config
 
 
 def num_layers_of(config: dict[str, Any]) -> int:
-    """Number of a target's layers; of one that reads images too, its language model's."""
+    """Number of layers of a target's language model."""
     text = language_model(config)
     found = text.get("num_hidden_layers")
     kinds = next((text[key] for key in ("layers_block_type", "layer_types") if isinstance(text.get(key), list)), ())
@@ -236,7 +240,7 @@ def num_layers_of(config: dict[str, Any]) -> int:
 
 
 def is_head(directory: Path | str) -> bool:
-    """True for a directory with the config of a trained drafter, one that is not supported included."""
+    """True for a directory with the config of a trained drafter, also of an unsupported kind."""
     shipped = shipped_head(str(directory))
     config_file = (shipped or Path(directory).expanduser()) / "config.json"
     if not config_file.is_file():
@@ -248,7 +252,7 @@ def is_head(directory: Path | str) -> bool:
 
 
 def has_mtp_head(model: Path | str) -> bool:
-    """True for a model whose config speaks of a head that can draft, and whose files have its weights."""
+    """True for a model whose config has an MTP head that can draft, and whose files have this head's weights."""
     try:
         directory = resolve_model(str(model))
         config = read_model_config(directory)
@@ -286,7 +290,7 @@ def _is_config_of_head(config: dict[str, Any]) -> bool:
 
 
 def _kind_of_block(config: dict[str, Any]) -> str | None:
-    """`dflash` or `dspark` of a head of such a kind."""
+    """`dflash` or `dspark` for heads of these kinds, else None."""
     if (kind := config.get("speculators_model_type")) is not None:
         return kind if kind in _BLOCKS.values() else None
     names = config.get("architectures")
@@ -300,11 +304,13 @@ def _names_eagle3(config: dict[str, Any]) -> bool:
 
 
 def read_head(head: Path | str) -> HeadConfig:
-    """The config of a head's directory, or of a model's that has one; SpecDecError for what cannot draft here."""
+    """Config of a head, from the head's directory or from a model that contains one; SpecDecError if it cannot
+    draft.
+    """
     directory = resolve_head(str(head))
     if directory.is_file():
         raise SpecDecError(
-            f"this file is no trained drafter: {directory}",
+            f"this file is not a trained drafter: {directory}",
             hint="name a directory; GGUF files leave the head out, the original model has it",
         )
     where = directory / "config.json"
@@ -313,7 +319,7 @@ def read_head(head: Path | str) -> HeadConfig:
         return _read_mtp(config, num_mtp_layers, directory, str(where))
     if not _is_config_of_head(config):
         raise SpecDecError(
-            f"this is no trained drafter by its config.json: {directory}",
+            f"config.json does not describe a trained drafter: {directory}",
             hint="an EAGLE-3 head's has `draft_vocab_size`, or names its class, and a model with an MTP head has "
             "`num_nextn_predict_layers` or `mtp_num_hidden_layers`; a draft model is another drafter",
         )
@@ -327,7 +333,7 @@ def read_head(head: Path | str) -> HeadConfig:
     if kind not in ("eagle3", "peagle"):
         raise SpecDecError(
             f"a head of this kind is not supported, {_OTHERS.get(str(kind), shown(kind))}: {directory}",
-            hint="EAGLE-3 and P-EAGLE, DFlash and DSpark, and Gemma 4's assistants are",
+            hint="EAGLE-3, P-EAGLE, DFlash, DSpark and Gemma 4's assistants are supported",
         )
     return _read_eagle3(config, directory, str(where))
 
@@ -335,7 +341,10 @@ def read_head(head: Path | str) -> HeadConfig:
 def _read_eagle3(config: dict[str, Any], directory: Path, where: str) -> HeadConfig:
     own = config.get("eagle_config") or {}
     if not isinstance(own, dict):
-        raise SpecDecError(f"`{where}: eagle_config` is not a JSON object: {shown(own)}", hint="it is damaged")
+        raise SpecDecError(
+            f"`{where}: eagle_config` is not a JSON object: {shown(own)}",
+            hint="download the head again",
+        )
     if own.get("use_aux_hidden_state") is False:
         raise SpecDecError(
             f"an EAGLE-3 head that reads the last hidden state only is not supported: {directory}",
@@ -365,7 +374,7 @@ def _read_eagle3(config: dict[str, Any], directory: Path, where: str) -> HeadCon
 
 
 def _parallel_block(config: dict[str, Any], vocab_size: int, where: str) -> BlockConfig | None:
-    """P-EAGLE's mask token, by which EAGLE-3 drafts all tokens in one pass; None of plain EAGLE-3."""
+    """P-EAGLE's mask token, with which EAGLE-3 drafts all tokens in one pass; None for plain EAGLE-3."""
     is_parallel = config.get("speculators_model_type") == "peagle" or config.get("parallel_drafting") is True
     if not is_parallel and not any(key in config for key in ("pard_token", "ptd_token_id")):
         return None
@@ -376,7 +385,7 @@ def _read_block(config: dict[str, Any], kind: str, directory: Path, where: str) 
     own = config.get("dflash_config") or {}
     layers = config.get("transformer_layer_config", config)
     if not isinstance(own, dict) or not isinstance(layers, dict):
-        raise SpecDecError(f"`{where}` is not the config of a DFlash head", hint="it is damaged")
+        raise SpecDecError(f"`{where}` is not the config of a DFlash head", hint="download the head again")
     layers = {"model_type": BLOCK_LAYERS} | layers
     _refuse_other_blocks(config, own, layers, where)
     hidden_size, vocab_size = (_size(layers, key, where) for key in ("hidden_size", "vocab_size"))
@@ -408,11 +417,17 @@ def _block_of(config: dict[str, Any], own: dict[str, Any], kind: str, vocab_size
         kind == "dspark",
     )
     if size < 2 - is_dspark:
-        raise SpecDecError(f"`{where}: block_size` leaves no slot to draft: {size}", hint="it is damaged")
+        raise SpecDecError(
+            f"`{where}: block_size` leaves no slot to draft: {size}",
+            hint="download the head again",
+        )
     anchor = config.get("sample_from_anchor", is_dspark and "speculators_model_type" not in config)
     rank = config.get("markov_rank") or 0
     if type(rank) is not int or rank < 0:
-        raise SpecDecError(f"`{where}: markov_rank` must be a whole number: {shown(rank)}", hint="it is damaged")
+        raise SpecDecError(
+            f"`{where}: markov_rank` must be a whole number: {shown(rank)}",
+            hint="download the head again",
+        )
     has_confidence = is_dspark and config.get("enable_confidence_head") is True
     reads: Literal["hidden", "markov"] = "markov" if config.get("confidence_head_with_markov") is True else "hidden"
     return BlockConfig(
@@ -426,7 +441,7 @@ def _block_of(config: dict[str, Any], own: dict[str, Any], kind: str, vocab_size
 
 
 def _refuse_other_blocks(config: dict[str, Any], own: dict[str, Any], layers: dict[str, Any], where: str) -> None:
-    """SpecDecError for heads that compute more, or otherwise, than DFlash and DSpark do."""
+    """SpecDecError for heads that compute something that DFlash and DSpark heads do not."""
     markov = config.get("markov_head_type", "vanilla")
     refused = {
         "with Domino's correction": config.get("projector_type", "dflash") != "dflash",
@@ -448,18 +463,24 @@ def _mask_token(config: dict[str, Any], own: dict[str, Any], vocab_size: int, wh
     found = int(found) if isinstance(found, str) and found.isdigit() else found
     if type(found) is not int or not 0 <= found < vocab_size:
         raise SpecDecError(
-            f"`{where}: mask_token_id` is no id of the vocabulary of {vocab_size}: {shown(found)}", hint="it is damaged"
+            f"`{where}: mask_token_id` is outside the vocabulary of {vocab_size}: {shown(found)}",
+            hint="download the head again",
         )
     return found
 
 
 def _block_states(config: dict[str, Any], own: dict[str, Any], where: str) -> tuple[int, ...]:
-    """z-lab and DeepSpec count what leaves a layer, -1 being the embeddings; `speculators` what enters one."""
+    """Hidden states that the head reads. z-lab and DeepSpec number the outputs of layers (-1: the embeddings);
+    `speculators` numbers the inputs.
+    """
     keys = (own, "target_layer_ids", 1), (config, "target_layer_ids", 1), (config, "aux_hidden_state_layer_ids", 0)
     record, key, after = next((one for one in keys if one[0].get(one[1]) is not None), keys[0])
     ids = record.get(key)
     if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
-        raise SpecDecError(f"`{where}` has no list of layers in `{key}`: {shown(ids)}", hint="it is damaged")
+        raise SpecDecError(
+            f"`{where}` has no list of layers in `{key}`: {shown(ids)}",
+            hint="download the head again",
+        )
     return tuple(one + after for one in ids)
 
 
@@ -471,7 +492,10 @@ def is_block(directory: Path | str) -> bool:
 def _read_assistant(config: dict[str, Any], directory: Path, where: str) -> HeadConfig:
     text = config.get("text_config")
     if not isinstance(text, dict):
-        raise SpecDecError(f"`{where}: text_config` is not a JSON object: {shown(text)}", hint="it is damaged")
+        raise SpecDecError(
+            f"`{where}: text_config` is not a JSON object: {shown(text)}",
+            hint="download the head again",
+        )
     vocab_size = _size(text, "vocab_size", where, 262144)
     flags = frozenset({"centroids"} if config.get("use_ordered_embeddings") is True else ())
     if flags:
@@ -479,8 +503,9 @@ def _read_assistant(config: dict[str, Any], directory: Path, where: str) -> Head
         num_chosen = _size(config, "centroid_intermediate_top_k", where, 32)
         if vocab_size % num_centroids or num_chosen > num_centroids:
             raise SpecDecError(
-                f"`{where}` has {num_centroids} centroids for {vocab_size} ids, of which {num_chosen} are taken",
-                hint="it is damaged",
+                f"`{where}` has {num_centroids} centroids for {vocab_size} ids, and takes {num_chosen} of these "
+                "centroids",
+                hint="download the head again",
             )
     return HeadConfig(
         directory.expanduser(),
@@ -504,7 +529,9 @@ def is_assistant(directory: Path | str) -> bool:
 
 
 def _num_mtp_layers(config: dict[str, Any]) -> int:
-    """Number of layers behind the model's own, as DeepSeek and GLM say it, or Qwen; 0 without any."""
+    """Number of MTP layers behind the model's own layers, by the keys of DeepSeek and GLM, or of Qwen; 0
+    without any.
+    """
     for record in (config, config.get("text_config")):
         for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
             if isinstance(record, dict) and type(record.get(key)) is int:
@@ -517,8 +544,8 @@ def _read_mtp(config: dict[str, Any], num_layers: int, directory: Path, where: s
     layers = inner if isinstance(inner, dict) else config
     if num_layers > 1 and any(key in record for record in (config, layers) for key in _SHARE_PARTS):
         raise SpecDecError(
-            f"an MTP head of several layers with one projection is not supported, {num_layers}: {directory}",
-            hint="one of one layer is",
+            f"an MTP head with one projection for its {num_layers} layers is not supported: {directory}",
+            hint="take a model whose MTP head has one layer, or one projection a layer",
         )
     hidden_size, vocab_size = (_size(layers, key, where) for key in ("hidden_size", "vocab_size"))
     sizes = hidden_size, hidden_size, num_layers, vocab_size, vocab_size
@@ -526,9 +553,10 @@ def _read_mtp(config: dict[str, Any], num_layers: int, directory: Path, where: s
 
 
 def _eagle3_states(config: dict[str, Any], own: dict[str, Any], where: str) -> tuple[int, ...] | None:
-    """`speculators` counts what enters a layer, as transformers' `hidden_states`; SpecForge and NVIDIA what leaves one.
+    """Hidden states that an EAGLE-3 head reads. `speculators` numbers the inputs of layers, as transformers'
+    `hidden_states`; SpecForge and NVIDIA number the outputs.
 
-    SafeAILab says nothing: what enters layers 2, L // 2 and L - 3.
+    SafeAILab's configs say nothing: these heads read the inputs of layers 2, L // 2 and L - 3.
     """
     key = "eagle_aux_hidden_state_layer_ids"
     for record, after in ((config, 0), (own, 1)):
@@ -536,7 +564,10 @@ def _eagle3_states(config: dict[str, Any], own: dict[str, Any], where: str) -> t
         if ids is None:
             continue
         if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
-            raise SpecDecError(f"`{where}: {key}` is no list of layers: {shown(ids)}", hint="it is damaged")
+            raise SpecDecError(
+                f"`{where}: {key}` is not a list of layers: {shown(ids)}",
+                hint="download the head again",
+            )
         return tuple(one + after for one in ids)
     return None
 
@@ -547,10 +578,14 @@ def _size(config: dict[str, Any], key: str, where: str, default: int | None = No
         return default
     if type(value) is not int or value < 1:
         raise SpecDecError(
-            f"`{where}: {key}` must be a whole number of at least 1: {shown(value)}", hint="it is damaged"
+            f"`{where}: {key}` must be a whole number of at least 1: {shown(value)}",
+            hint="download the head again",
         )
     if value > (most := _MOST_LAYERS if key.endswith("layers") else _LARGEST_SIZE):
-        raise SpecDecError(f"`{where}: {key}` must be at most {most}: {shown(value)}", hint="it is damaged")
+        raise SpecDecError(
+            f"`{where}: {key}` must be at most {most}: {shown(value)}",
+            hint="download the head again",
+        )
     return value
 
 
@@ -559,7 +594,10 @@ def _scale(config: dict[str, Any], where: str) -> float:
     if value is None:
         return 1.0
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise SpecDecError(f"`{where}: logit_scale` must be a number: {shown(value)}", hint="it is damaged")
+        raise SpecDecError(
+            f"`{where}: logit_scale` must be a number: {shown(value)}",
+            hint="download the head again",
+        )
     return float(value)
 
 
@@ -581,8 +619,9 @@ def states_of_heads(heads: Seq[HeadConfig], pretrained_config: dict[str, Any]) -
 
 
 def hidden_states_for(heads: Seq[HeadConfig], model: str) -> tuple[int, ...]:
-    """The hidden states that these trained drafters read of a model; SpecDecError, as far as its config tells, for
-    another model than theirs."""
+    """The hidden states that these trained drafters read from a model. SpecDecError if config.json shows that a drafter
+    was trained for another model.
+    """
     if not heads:
         return ()
     config = read_model_config(resolve_model(model))
@@ -599,27 +638,27 @@ def check_weights(
     found: Mapping[str, Seq[int]],
     name_in_file: Callable[[str], str] = str,
 ) -> None:
-    """SpecDecError unless the weights that are `wanted` are `found`, by names and shapes."""
+    """SpecDecError unless `found` has the `wanted` weights, by name and shape."""
     if missing := sorted(wanted.keys() - found.keys()):
         raise lacks_weights(config, [name_in_file(name) for name in missing])
     layers = sorted(name for name in found.keys() - wanted.keys() if name.startswith("layers."))
     if layers:
         raise SpecDecError(
-            f"the head has {len(layers)} weights that its config does not speak of, such as "
+            f"the head has {len(layers)} weights that its config does not mention, such as "
             f"{name_in_file(layers[0])}: {config.directory}",
             hint=OF_TWO_HEADS,
         )
     for name, shape in wanted.items():
         if shape != found[name]:
             raise SpecDecError(
-                f"the head has {name_in_file(name)} of {list(found[name])}, and by its config it is of "
-                f"{list(shape)}: {config.directory}",
+                f"the head's {name_in_file(name)} is {list(found[name])}, and should be {list(shape)} by its config: "
+                f"{config.directory}",
                 hint=OF_TWO_HEADS,
             )
 
 
 def lacks_weights(config: HeadConfig, names: Seq[str]) -> SpecDecError:
-    """Error for a head without these, by the names that its files would have for them."""
+    """The error for a head without these weights, under the names that its files would use."""
     return SpecDecError(
         f"the head lacks {len(names)} of its weights, such as {names[0]}: {config.directory}", hint=OF_TWO_HEADS
     )

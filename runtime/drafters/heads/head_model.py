@@ -1,8 +1,8 @@
-"""Trained drafters (heads) as modules: layers of transformers' own, over the pages of a `HeadCache`.
+"""Trained drafters (heads) as modules: transformers' own layers, over the pages of a `HeadCache`.
 
-Of a token a head takes the pair of its embedding and what it knows of the token before: the target's hidden states, or
-in a draft its own output. It gives its output, from which `logits` predicts the next token, and which takes the place
-of the hidden states when the draft goes on.
+For each token a head reads a pair: the token's embedding, and a state of the token before, which is the target's hidden
+states or within a draft the head's own output. Its output predicts the next token (`logits`), and is the state for the
+next pair of the draft.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -35,7 +35,7 @@ from runtime.util.locks import MODEL_INIT_LOCK, quiet_transformers
 
 
 class PackedQuantized(nn.Module):
-    """A quantized linear layer by the CPU's kernel, in the kernel's layout alone."""
+    """A quantized linear layer in the layout of the CPU's kernel."""
 
     packed: Tensor
 
@@ -53,7 +53,7 @@ class PackedQuantized(nn.Module):
 
 
 class PackedLinear(nn.Module):
-    """A linear layer by the CPU's kernel. `known` are weights of the target's step, of which one may be the same."""
+    """A linear layer for the CPU's kernel. `known` are weights of the target's step: an equal weight is shared."""
 
     packed: Tensor
 
@@ -71,7 +71,9 @@ class PackedLinear(nn.Module):
 
 
 class FusedNorm(nn.Module):
-    """An RMSNorm by torch's fused operation: a family's own has seven, which take longer to call than to compute."""
+    """An RMSNorm by torch's fused operation: a family's own class calls seven operations, which cost more than the
+    sums.
+    """
 
     scale: Tensor
 
@@ -85,7 +87,7 @@ class FusedNorm(nn.Module):
 
 
 def _fused_norm(norm: nn.Module) -> FusedNorm | None:
-    """The same of an RMSNorm, whatever its family makes of the weight: w, or 1 + w. None of other modules."""
+    """Fused form of an RMSNorm with weight w or 1 + w; None for other modules."""
     weight = getattr(norm, "weight", None)
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if not type(norm).__name__.endswith("RMSNorm") or weight is None or eps is None:
@@ -97,7 +99,7 @@ def _fused_norm(norm: nn.Module) -> FusedNorm | None:
 
 
 def use_kernels(head: nn.Module, arithmetic: int, known: dict[str, Tensor]) -> None:
-    """Have the CPU's kernels, which must be loaded, compute the head's attention and linear layers, and fuse norms."""
+    """Have the CPU's kernels, which must be loaded, compute the head's attention and linear layers; fuse its norms."""
     for module in list(head.modules()):
         for name, child in list(module.named_children()):
             if (norm := _fused_norm(child)) is not None:
@@ -147,21 +149,22 @@ class Head(Protocol):
     def kv_layers(self) -> tuple[LayerShape, ...]: ...
 
     def reduce(self, states: Tensor) -> Tensor:
-        """Compute what is kept of a token's hidden states: the first numbers of a state. Those behind them are of the
-        head's own output."""
+        """The part of a token's hidden states that is kept: the first numbers of a state. The head's own output lies
+        behind them.
+        """
         ...
 
     def to(self, device: torch.device) -> "Head": ...
 
     def __call__(self, batch: Batch, states: Tensor, pool: KVPool, num_drafted: int = 0) -> Tensor:
-        """(B x Q, state_size) outputs of the batch's tokens, whose states before them are (B x Q, state_size).
+        """Outputs [B x Q, state_size] of the batch's tokens; `states`, of the same shape, belong to the tokens before.
 
-        The tokens are the last ones of drafts of `num_drafted`, or the sequences' own.
+        The tokens are the last tokens of drafts (`num_drafted`), or tokens of the sequences.
         """
         ...
 
     def logits(self, outputs: Tensor, num_drafted: int = 0) -> Tensor:
-        """(T, vocab) of (T, state_size) outputs; -inf for tokens that it never drafts."""
+        """Logits [tokens, vocab] from outputs [tokens, state_size]; -inf for ids that the head never drafts."""
         ...
 
 
@@ -222,15 +225,16 @@ class EagleHead(PagedHead):
 
     @property
     def mask_state(self) -> Tensor:
-        """(state_size,) state of what nothing is known of (P-EAGLE)."""
+        """The state [state_size] that stands for an unknown token (P-EAGLE)."""
         return self.reduce(self.mask_hidden)
 
     def pages(self, batch: Batch, pool: KVPool) -> PagedPairs:
         return paged_pairs(batch, pool, tuple(range(len(pool.keys))))
 
     def outputs(self, ids: Tensor, states: Tensor, attention: dict[str, Any]) -> Tensor:
-        """(B, T, hidden) outputs for (B, T) tokens and the (B, T, hidden) states before them; `attention` is what its
-        layers take besides."""
+        """Outputs [B, T, hidden] from tokens [B, T] and the states before them; `attention` is passed on to the
+        layers.
+        """
         first = self.layers[0]
         normed = first.hidden_norm(states)
         residual = states if "norm_before_residual" not in self.config.flags else normed
@@ -253,14 +257,14 @@ class EagleHead(PagedHead):
         return among_all(self.own_logits(outputs), self.draft_ids, self.config.vocab_size)
 
     def own_logits(self, outputs: Tensor) -> Tensor:
-        """(..., draft vocabulary) of (..., hidden) outputs."""
+        """Logits [..., draft vocabulary] from outputs [..., hidden]."""
         normed = outputs if "norm_output" in self.config.flags else self.norm(outputs)
         drafted: Tensor = self.lm_head(normed)
         return drafted if self.config.logit_scale == 1 else drafted * self.config.logit_scale
 
 
 def output_tensor(config: HeadConfig) -> SourceTensor:
-    """The (rows, hidden) weight of the head's output layer, in its files; of an MTP head it is the model's own."""
+    """The weight [rows, hidden] of the head's output layer, as in its files; for an MTP head the model's."""
     entries = read_tensors(config.directory)
     named = {_own_name(one.name): one for one in entries}
     if config.kind == "mtp":
@@ -270,13 +274,16 @@ def output_tensor(config: HeadConfig) -> SourceTensor:
     found = next((named[name] for name in (("lm_head.weight",) if is_there else tied) if name in named), None)
     if found is None or not found.is_float or config.reads_target_output:
         raise SpecDecError(
-            f"the head has no output layer that could be quantized: {config.directory}", hint="draft with it as it is"
+            f"the head has no output layer that could be quantized: {config.directory}",
+            hint="leave the output layer that drafts as it is",
         )
     return found
 
 
 def set_output(head: Head, ids: Tensor | None, quantized: QuantizedWeight | None) -> None:
-    """Have a head with all ids draft (n,) `ids` alone, and any head by a quantized output layer, of these rows."""
+    """Have a head with all ids draft only `ids` [n], or replace any head's output layer by a quantized one with these
+    rows.
+    """
     if (ids is None and quantized is None) or "centroids" in head.config.flags:
         return
     is_mtp = isinstance(head, MtpHead | ChainedMtp)
@@ -299,7 +306,7 @@ def set_output(head: Head, ids: Tensor | None, quantized: QuantizedWeight | None
 
 
 def quantizable_layers(head: Head) -> dict[str, nn.Linear]:
-    """A head's linear layers, but for those that compute logits of ids, and that weigh or choose."""
+    """A head's linear layers, except those that compute logits, router scores or weights of a sum."""
     parts = cast(nn.Module, head)
     output = head.step.model.get_output_embeddings() if isinstance(head, MtpHead | ChainedMtp) else None  # type: ignore[no-untyped-call]
     linear = {name: one for name, one in parts.named_modules() if type(one) is nn.Linear and one is not output}
@@ -310,7 +317,7 @@ _OF_LOGITS = ("lm_head", "centroids", "markov_w2", "gate_proj", "confidence")
 
 
 def set_layers(head: Head, layers: Mapping[str, QuantizedWeight]) -> None:
-    """Have quantized layers in the place of a head's own."""
+    """Replace the head's layers by quantized layers."""
     parts = cast(nn.Module, head)
     for name, weight in layers.items():
         made = QuantizedLinear(weight, parts.get_submodule(name).bias, DRAFT_ACTIVATIONS, with_kernels=False)  # type: ignore[arg-type]
@@ -320,8 +327,8 @@ def set_layers(head: Head, layers: Mapping[str, QuantizedWeight]) -> None:
 def load_head(
     config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype, target_output: Tensor | None = None
 ) -> Head:
-    """The head with its weights on the CPU; `target_embedding` (vocab, hidden) for one that has none of its own, and
-    `target_output` of the same shape for one that has no output layer.
+    """Load the head on the CPU. `target_embedding` and `target_output`, both [vocab, hidden], are for heads without
+    their own.
 
     SpecDecError where weights are missing, or do not have the shapes that its config says.
     """
@@ -339,7 +346,7 @@ def load_head(
 def _load_layers(
     config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype, target_output: Tensor | None
 ) -> EagleHead | BlockHead:
-    """A head of layers in files of its own."""
+    """Load a head whose layers are in its own files."""
     is_block = config.kind == "dflash"
     entries = {(own_name if is_block else _own_name)(one.name): one for one in read_tensors(config.directory)}
     tensors = dict(zip(entries, load_numbers(list(entries.values())), strict=True))
@@ -367,7 +374,7 @@ def _own_name(name: str) -> str:
 
 
 def _name_in_files(in_files: Collection[str], name: str) -> str:
-    """Name that a file of such names has for a weight of EAGLE-3's (`_own_name`)."""
+    """Name of one of EAGLE-3's weights in files that use these names (the inverse of `_own_name`)."""
     if name.startswith("layers.0.") and any("midlayer." in one for one in in_files):
         name = f"midlayer.{name.removeprefix('layers.0.')}"
     is_inside = name != "lm_head.weight" and any(one.startswith("model.") for one in in_files)
@@ -378,20 +385,21 @@ def _embedding(config: HeadConfig, own: Tensor | None, target: Tensor | None) ->
     found = target if own is None else own
     if found is None:
         raise SpecDecError(
-            f"the head has no embeddings, and its target's are not to be had as they are: {config.directory}",
+            "the head has no embeddings of its own, and the engine has its target's quantized only: "
+            f"{config.directory}",
             hint="take a head with `embed_tokens.weight`",
         )
     if tuple(found.shape) != (config.vocab_size, config.hidden_size):
         raise SpecDecError(
-            f"the head reads embeddings of {[config.vocab_size, config.hidden_size]}, and "
-            f"{'the target has' if own is None else 'its own are'} of {list(found.shape)}: {config.directory}",
+            f"the head reads embeddings {[config.vocab_size, config.hidden_size]}, and "
+            f"{'its target has' if own is None else 'its own are'} {list(found.shape)}: {config.directory}",
             hint="it was trained for another target" if own is None else OF_TWO_HEADS,
         )
     return found
 
 
 def _draft_ids(config: HeadConfig, offsets: Tensor | None) -> Tensor | None:
-    """The target's ids by the head's: `d2t` has the distance of each."""
+    """The target's id for each of the head's ids: `d2t` holds the difference between the two."""
     size = config.draft_vocab_size
     if offsets is None:
         if size == config.vocab_size:
@@ -420,7 +428,7 @@ def _draft_ids(config: HeadConfig, offsets: Tensor | None) -> Tensor | None:
 
 
 def _layers_of(config: HeadConfig) -> Any:
-    """A model without memory, of which the layers, the norm and the rotary embedding are taken."""
+    """A model on `meta` from which the layers, the norm and the rotary embedding are taken."""
     settings = {key: value for key, value in config.layers.items() if key not in ("model_type", "architectures")}
     try:
         pretrained = AutoConfig.for_model(str(config.layers["model_type"]), **settings)
@@ -430,15 +438,15 @@ def _layers_of(config: HeadConfig) -> Any:
         assert all(hasattr(first, name) for name in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"))
     except Exception as error:  # whatever transformers says of a config
         raise SpecDecError(
-            f"the head's layers cannot be made by its config.json, which is of {config.layers['model_type']}: "
-            f"{config.directory}",
-            hint="layers as Llama's and Qwen3's are supported",
+            "the head's layers cannot be made from its config.json, whose model type is "
+            f"{config.layers['model_type']}: {config.directory}",
+            hint="layers like Llama's and Qwen3's are supported",
         ) from error
     return model
 
 
 def _rotary_of(model: Any) -> nn.Module:
-    """Its own, with numbers: those of a model without memory have none."""
+    """The model's rotary embedding with values, which a model on `meta` does not have."""
     rotary: nn.Module = type(model.rotary_emb)(model.config)
     return rotary
 

@@ -1,6 +1,6 @@
 """Quantized layers of a trained head: made once, when an engine is built for the head, and kept beside the step.
 
-They are of the weights that the head had then, and no other head is given them.
+They record which head they were made from; another head is refused.
 """
 
 from collections.abc import Callable
@@ -37,8 +37,9 @@ class QuantizedLayers:
 def write_quantized(
     config: HeadConfig, wanted: DraftOutput, ids: Tensor | None, load: Callable[[], Head], engine_dir: Path
 ) -> None:
-    """Quantize a head's layers into an engine's directory: its output layer, (n,) `ids` of it where these are given,
-    and those of the head that is loaded."""
+    """Quantize a head's layers into an engine's directory: its output layer (rows `ids` [n], if given), and the layers
+    of the loaded head.
+    """
     made = dict[str, QuantizedWeight]()
     if wanted.qformat is not None:
         entry = output_tensor(config)
@@ -59,19 +60,22 @@ def _precision(qformat: IntFormat, num_inputs: int) -> SelfDraft:
 
 
 def write_target_output(weight: Tensor, engine_dir: Path) -> None:
-    """Keep the target's (vocab, hidden) output layer for a head that has none: in a compiled step it is packed."""
+    """Write the target's output layer [vocab, hidden] for a head that has none: the compiled step has it in packed form
+    only.
+    """
     save_weights(engine_dir / TARGET_OUTPUT, {"weight": weight.contiguous()})
 
 
 def read_target_output(engine_dir: Path) -> Tensor | None:
-    """Read the output of `write_target_output`; None where there is none."""
+    """Read what `write_target_output` wrote; None where it wrote nothing."""
     path = engine_dir / TARGET_OUTPUT
     return read_weights(path)["weight"] if path.is_file() else None
 
 
 def read_quantized(config: HeadConfig, wanted: DraftOutput, engine_dir: Path) -> QuantizedLayers:
-    """The layers that are `wanted`, which `write_quantized` has written; SpecDecError if they are of another head, or
-    damaged."""
+    """The `wanted` layers that `write_quantized` wrote; SpecDecError if they are damaged or were made from another
+    head.
+    """
     path = engine_dir / HEAD_OUTPUT
     try:
         found = take_quantized(read_weights(path))
@@ -95,6 +99,6 @@ def _name(entry: SourceTensor) -> str:
 
 
 def _prefix(config: HeadConfig) -> str:
-    """Beginning of the names of a head's layers."""
+    """Prefix of the names of a head's layers."""
     files = {one.file for one in read_tensors(config.directory)}
     return f"{digest([file_digest(file) for file in sorted(files)])}."

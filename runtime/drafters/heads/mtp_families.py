@@ -1,4 +1,4 @@
-"""Families of models by the heads that are published for them: MTP layers in their files, and assistants beside them.
+"""Which families of models have heads published for them: MTP layers in the model's files, or assistants beside them.
 
 Torch-free, since a head is recognised before torch is imported.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MtpFamily:
-    """A family whose MTP head has anything special, by the `model_type` of its target."""
+    """What is special about a family's MTP head, by the `model_type` of its target."""
 
     model_type: str
     is_unsaid: bool = False
@@ -39,7 +39,7 @@ EAGLE_LAYERS, BLOCK_LAYERS = "llama", "qwen3"
 
 
 def mtp_family(model_type: object) -> MtpFamily:
-    """The family of a target's model type; one with nothing special where none is listed."""
+    """The entry for a target's model type; an entry with the defaults where the table has none."""
     return _MTP_FAMILIES.get(str(model_type)) or MtpFamily(str(model_type))
 
 

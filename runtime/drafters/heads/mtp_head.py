@@ -1,7 +1,7 @@
-"""Heads that models have for the tokens after the next (MTP): made of layers of the model's own, and their names.
+"""MTP heads: the layers in a model's own files that predict the token after the next, and the names of their weights.
 
-Checkpoints name them in a dozen ways. `_name_in_mtp` has these in one place, for loading and for writing what was
-trained: a tensor is written under the name that it was read by.
+Checkpoints name these weights in a dozen ways. `_name_in_mtp` maps the names in one place, for loading and for writing
+a trained head: a tensor is written under the name it was read from.
 """
 
 import copy
@@ -54,11 +54,11 @@ from runtime.util.files import read_json
 
 
 class MtpHead(PagedHead):
-    """A head of one layer of the target's own, which reads embedding and last hidden state as one projection.
+    """A head with one layer of the target's own kind, whose input is one projection of embedding and last hidden state.
 
-    `model` is a model of that layer, with the target's embeddings and output layer and the head's own norm; `parts` are
-    the weights before it. As transformers' `MtpLayer` and vLLM have it, its hidden states are behind the target's norm,
-    and behind its own where a draft goes on.
+    `model` is a model with that one layer, the target's embeddings and output layer, and the head's own norm; `parts`
+    are the weights before the layer. As in transformers' `MtpLayer` and vLLM, it reads the target's hidden states after
+    the target's norm, and within a draft its own outputs after its own norm.
     """
 
     uses_kernels = reads_target = False
@@ -113,7 +113,7 @@ class MtpHead(PagedHead):
         return among_all(self.own_logits(outputs), self.draft_ids, self.config.vocab_size)
 
     def own_logits(self, outputs: Tensor) -> Tensor:
-        """(..., vocabulary) of (..., hidden) outputs."""
+        """Logits [..., vocabulary] from outputs [..., hidden]."""
         logits: Tensor = self.step.model.get_output_embeddings()(outputs)  # type: ignore[no-untyped-call]
         return logits
 
@@ -123,13 +123,13 @@ class MtpHead(PagedHead):
 
 
 class ChainedMtp(nn.Module):
-    """Several MTP layers in a row, the first of which drafts the first token of a draft, the second the second one.
+    """Several MTP layers in a row: the first drafts the first token of a draft, the second the second, and so on.
 
-    Each reads the output of the one below it where that read the target's hidden state: layer k the pair of token j
-    and of what layer k - 1 made of token j - 1. So its first pair is that of token k + 1. As transformers' `MtpModel`.
+    Layer k reads the pair of token j and the output of layer k - 1 for token j - 1, where layer 1 reads the target's
+    hidden state. So its first pair is the pair of token k + 1. As transformers' `MtpModel`.
 
-    A state has the hidden state of a token, and behind it the outputs of all layers but the last for it. A draft has no
-    hidden states; there the last layer's output lies in their place.
+    The state of a token is its hidden state, followed by the outputs of all layers but the last. Draft tokens have no
+    hidden state; there the last layer's output takes its place.
     """
 
     uses_kernels = reads_target = False
@@ -179,7 +179,7 @@ class ChainedMtp(nn.Module):
         return torch.cat([outputs[-1], *outputs[:-1]], -1)
 
     def own_logits(self, outputs: Tensor) -> Tensor:
-        """(..., vocabulary) of (..., hidden) outputs of one layer."""
+        """Logits [..., vocabulary] from outputs [..., hidden] of one layer."""
         logits: Tensor = self.heads[0].own_logits(outputs)
         return logits
 
@@ -193,7 +193,7 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(one.shape) for name, one in tensors.items()}
 
 
-_MAKE_EAGLE = "leave it out, and an EAGLE-3 head is made"
+_MAKE_EAGLE = "leave the head out, and an EAGLE-3 head is made"
 _NOT_LEARNED = ("e_score_correction_bias", "expert_bias")
 _COPIES = ("embed_tokens.", "shared_head.head.")
 """Copies beside the layer of what the target has."""
@@ -203,7 +203,7 @@ _NUM_COMPARED, _LEAST_LIKENESS = 16, 0.8
 
 @dataclass(frozen=True)
 class _OwnLayer:
-    """One layer of a head as the files have it, by the names of a model of that layer alone."""
+    """One MTP layer as the files have it, with weights named as in a model of that layer alone."""
 
     config: HeadConfig
     depth: int
@@ -212,7 +212,7 @@ class _OwnLayer:
 
     @property
     def has_norm(self) -> bool:
-        """False of Ernie's: none is behind the layer."""
+        """False for Ernie's heads: no norm follows the layer."""
         return not any(one.name.startswith(WITHOUT_NORM) for one in self.entries.values())
 
     @property
@@ -220,7 +220,9 @@ class _OwnLayer:
         return any(one.name.startswith(STATE_FIRST) for one in self.entries.values())
 
     def name_in_file(self, name: str) -> str | None:
-        """Name in the checkpoint of a weight, of a quantized one what it would be otherwise; None if there is none."""
+        """The checkpoint's name for a weight; for a quantized weight, the name it would have unquantized; None without
+        one.
+        """
         if name in self.entries:
             return self.entries[name].name
         stem = name.removesuffix("weight")
@@ -230,7 +232,7 @@ class _OwnLayer:
         return self.entries[part].name.removesuffix(part.removeprefix(stem)) + name.removeprefix(stem)
 
     def would_be(self, name: str) -> str:
-        """Name that the checkpoint would have for a weight that it lacks."""
+        """The name that the checkpoint would use for a weight that it lacks."""
         if _family(self.config).lists_its_blocks:
             last = len(self.one_layer.layer_types) - 1
             own = name.replace("model.norm_f.", f"model.layers.{last}.final_layernorm.")
@@ -246,7 +248,7 @@ class _OwnLayer:
         return f"model.layers.{num_layers_of(self.config.layers) + self.depth}.{own}"
 
     def check_experts(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """SpecDecError where one of the experts lacks a tensor, of those that a model of these `shapes` has as one."""
+        """SpecDecError if an expert's tensor is missing; `shapes` are those of a model whose experts are one weight."""
         parts: dict[tuple[str, str], SourceTensor] = {}
         for name, entry in self.entries.items():
             if (found := _OF_EXPERT.fullmatch(name)) is not None:
@@ -261,13 +263,15 @@ class _OwnLayer:
             raise lacks_weights(self.config, missing)
 
     def as_in_file(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The same by the checkpoint's names; SpecDecError for one that the checkpoint has not, or in another shape."""
+        """The weights under the checkpoint's names. SpecDecError for a weight that the checkpoint lacks or has in
+        another shape.
+        """
         found = dict[str, Tensor]()
         for own, weight in weights.items():
             name, entry = self.name_in_file(own), self.entries.get(own)
             if name is None or (entry is not None and entry.is_float and entry.shape != weight.shape):
                 raise SpecDecError(
-                    f"an MTP head is not trained here whose weights the model has in another form, {own}: "
+                    f"an MTP head cannot be trained whose weights have another form in the model's files, {own}: "
                     f"{self.config.directory}",
                     hint=_MAKE_EAGLE,
                 )
@@ -277,7 +281,7 @@ class _OwnLayer:
 
 
 def _own_layers(config: HeadConfig) -> list[_OwnLayer]:
-    """SpecDecError if the files do not have as many as the config says."""
+    """The head's layers; SpecDecError if the files have fewer layers than the config says."""
     entries, layers = read_tensors(config.directory), []
     for depth in range(config.num_layers):
         number = num_layers_of(config.layers) + depth
@@ -285,8 +289,8 @@ def _own_layers(config: HeadConfig) -> list[_OwnLayer]:
         if not own:
             which = "no MTP head" if depth == 0 else f"{depth} MTP layers and not {config.num_layers}"
             raise SpecDecError(
-                f"the model's weights have {which}, of which its config.json speaks: {config.directory}",
-                hint="some who pack models anew leave it out; take the original",
+                f"the model's weights have {which}, as its config.json says: {config.directory}",
+                hint="repackaged models often leave the MTP head out; take the original model",
             )
         layers.append(_OwnLayer(config, depth, own, _config_of_one_layer(config, own)))
     return layers
@@ -338,7 +342,7 @@ def _mtp_layer(layer: _OwnLayer, dtype: torch.dtype, tensors: dict[str, Tensor])
 
 
 def _swapped(projection: Tensor) -> Tensor:
-    """A projection of [state, embedding] as one of [embedding, state], and the other way round."""
+    """Turn a projection of [state, embedding] into a projection of [embedding, state], or the reverse."""
     return torch.cat(projection.chunk(2, -1)[::-1], -1)
 
 
@@ -347,8 +351,9 @@ def layers_of_mtp(head: MtpHead | ChainedMtp) -> list[MtpHead]:
 
 
 def learned_weights(head: MtpHead) -> dict[str, nn.Parameter]:
-    """The layer's weights, by names in a model of that layer alone, but those that no gradient reaches: biases by which
-    a router chooses experts and does not weigh them. Embeddings and output layer are the target's."""
+    """The layer's weights, named as in a model of that layer alone, except weights that no gradient reaches: a router's
+    biases that choose experts without weighing them. Embeddings and output layer are the target's.
+    """
     model: Any = head.step.model
     parts = model.get_input_embeddings(), model.get_output_embeddings()
     shared = {id(one) for part in parts for one in part.parameters()}
@@ -359,14 +364,15 @@ def learned_weights(head: MtpHead) -> dict[str, nn.Parameter]:
 
 
 def check_mtp_is_trained(config: HeadConfig) -> None:
-    """SpecDecError for an MTP head that could not be written when it was trained. No weight is read."""
+    """SpecDecError for an MTP head whose trained weights could not be written back. Reads no weight."""
     with torch.no_grad():
         tensors_of_mtp(_load(config, None, torch.bfloat16, _zeros), torch.bfloat16)
 
 
 def check_mtp_is_of(config: HeadConfig, model: Path) -> None:
-    """SpecDecError unless the model that the head is in has the embeddings and the output layer of this `model`, as far
-    as a few rows tell. Those of a model that was trained further, or is quantized, are much the same."""
+    """SpecDecError unless the files around the head have the embeddings and the output layer of this `model`. Compares
+    a few rows, with a tolerance: rows of a model trained further, or quantized, are nearly the same.
+    """
     if model.resolve() != config.directory.resolve():
         _check_likeness(config, _tables_of(model, embeddings_of(config)), str(model))
 
@@ -387,8 +393,9 @@ def _check_likeness(config: HeadConfig, targets: Tables, target: str) -> None:
 
 
 def _tables_of(model: Path, embeddings: str) -> Tables:
-    """A few rows of the model's embeddings and output layer, as far as they are numbers in its files, by name and whole
-    shape; of a GGUF file, where they are not, of its embeddings."""
+    """A few rows of the model's embeddings and output layer, by name and whole shape, where the files have them as
+    numbers; for a GGUF file with a quantized output layer, of its embeddings alone.
+    """
     if model.is_file():
         _, numbers = read_numbers(model, torch.bfloat16, lambda name: name == embeddings)
         return {(name, tuple(one.shape)): _some_rows(one) for name, one in numbers.items()}
@@ -406,7 +413,7 @@ def _some_rows(table: Tensor) -> Tensor:
 
 
 def _rows_alone(entry: SourceTensor) -> Tensor:
-    """A few rows, which are read without the others."""
+    """A few rows of a tensor, read without the rest of it."""
     num_rows, width = entry.shape
     num_bytes = width * entry.dtype.itemsize
     places = _some_of(num_rows)
@@ -415,8 +422,9 @@ def _rows_alone(entry: SourceTensor) -> Tensor:
 
 
 def tensors_of_mtp(head: MtpHead | ChainedMtp, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights that are learned, by the names that the head's checkpoint has for them, taken apart as they were put
-    together: of each expert its own, where the checkpoint has them so. SpecDecError where that cannot be."""
+    """The learned weights under the checkpoint's names, split as the checkpoint has them, such as one tensor for each
+    expert. SpecDecError where a weight cannot be split so.
+    """
     found = dict[str, Tensor]()
     for layer, one in zip(_own_layers(head.config), layers_of_mtp(head), strict=True):
         dtype_of = dtypes_of_weights(layer.one_layer, dtype)
@@ -426,8 +434,9 @@ def tensors_of_mtp(head: MtpHead | ChainedMtp, dtype: torch.dtype) -> dict[str, 
 
 
 def kept_tensors_of_mtp(config: HeadConfig, learned: Container[str], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Tensors that are written beside the `learned` weights, by the checkpoint's names: embeddings and output layer,
-    and all else of the head's layers. They are as in the files; a quantized output layer is its numbers."""
+    """Tensors to write besides the `learned` weights, under the checkpoint's names: embeddings, output layer, and the
+    rest of the head's layers. Copied from the files; a quantized output layer is dequantized.
+    """
     layers, entries = _own_layers(config), read_tensors(config.directory)
     kept = [one for one in entries if _is_copy(one, config)]
     shared = _OwnLayer(config, 0, shared_with_target(entries, embeddings_of(config)), layers[0].one_layer)
@@ -441,8 +450,9 @@ def kept_tensors_of_mtp(config: HeadConfig, learned: Container[str], dtype: torc
 
 
 def _is_copy(entry: SourceTensor, config: HeadConfig) -> bool:
-    """True for a copy of the target's embeddings or output layer beside the head's layer. Quantized ones are none: what
-    is written is not."""
+    """True for a copy of the target's embeddings or output layer beside the head's layer. A quantized copy does not
+    count, since the written output layer is not quantized.
+    """
     first = num_layers_of(config.layers)
     beside = (f".layers.{first + depth}.{part}weight" for depth in range(config.num_layers) for part in _COPIES)
     return entry.is_float and entry.name.endswith(tuple(beside))
@@ -459,8 +469,9 @@ def embeddings_of(config: HeadConfig) -> str:
 def _numbers(
     entries: dict[str, SourceTensor], config: HeadConfig, dtype_of: DtypeOf, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    """The numbers that the entries mean, by the names they are given in a model of these `shapes`; SpecDecError for a
-    format that is not read."""
+    """The numbers that the entries stand for, named as in a model with these `shapes`; SpecDecError for an unknown
+    format.
+    """
     layers, tensors = _in_files(entries, config, shapes)
     numbers = {one.name: t.to(dtype_of(one.name)) for one, t in zip(tensors, load_numbers(tensors), strict=True)}
     with _of_head(config):
@@ -472,7 +483,7 @@ def _numbers(
 def _zeros(
     entries: dict[str, SourceTensor], config: HeadConfig, dtype_of: DtypeOf, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    """Zeros of the same shapes, which are not read, and take no memory."""
+    """Zeros of the same shapes that take no memory; nothing reads them."""
     layers, tensors = _in_files(entries, config, shapes)
     found = {one.name: one.shape for one in tensors}
     for name, layer in layers.items():
@@ -483,7 +494,7 @@ def _zeros(
 def _in_files(
     entries: dict[str, SourceTensor], config: HeadConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, PrequantizedLayer], list[SourceTensor]]:
-    """Quantized layers and other tensors, by the entries' names."""
+    """Split the entries into quantized layers and other tensors, by name."""
     tensors = [replace(one, name=name) for name, one in entries.items()]
     few = next((one.source_name for one in tensors if not one.is_float), None)
     if few is None:
@@ -500,7 +511,7 @@ def _in_files(
 
 @contextmanager
 def _of_head(config: HeadConfig) -> Iterator[None]:
-    """Have an error of quantized weights say that they are the head's."""
+    """Add to an error about quantized weights that the weights are the head's."""
     try:
         yield
     except SpecDecError as error:
@@ -508,8 +519,9 @@ def _of_head(config: HeadConfig) -> Iterator[None]:
 
 
 def shared_with_target(entries: list[SourceTensor], embeddings: str) -> dict[str, SourceTensor]:
-    """The target's embeddings and output layer, of a quantized one its parts; copies beside the head's layer are the
-    same."""
+    """Names of the target's embeddings and output layer (of a quantized one, its parts), and of copies beside the
+    head's layer.
+    """
     found = dict[str, SourceTensor]()
     for one in entries:
         if ".layers." in one.name or one.name.startswith("mtp."):
@@ -523,8 +535,9 @@ def shared_with_target(entries: list[SourceTensor], embeddings: str) -> dict[str
 
 
 def _name_in_mtp(name: str, number: int, depth: int) -> str | None:
-    """Name in a model of that layer alone, the model's layer `number` and its head's `depth`, or of what is before it;
-    None for what is of the target, or of another of the head's layers."""
+    """Name of a weight in a model of one MTP layer alone; `number` is the layer's number in the model, `depth` in the
+    head. None for a weight of the target or of another MTP layer.
+    """
     for theirs, ours in (item for table in NAMES_IN_FILES for item in table.items()):
         prefix = theirs.replace(".N.", f".{depth}.")
         if name.startswith(prefix):
@@ -542,8 +555,9 @@ def _name_in_mtp(name: str, number: int, depth: int) -> str | None:
 
 
 def _config_of_one_layer(config: HeadConfig, own: Iterable[str]) -> PreTrainedConfig:
-    """The target's config with one layer, of the kind that the head has by its `own` names: full attention, and experts
-    if there are. Nemotron-H says itself of which blocks its own is made."""
+    """The target's config with one layer of the head's kind: full attention, and experts if the head's `own` names have
+    them. Nemotron-H's config lists the head's blocks itself.
+    """
     layers = without_quantization(config.layers)
     one: Any = copy.deepcopy(parse_pretrained_config(layers, str(config.directory / "config.json")))
     if _family(config).lists_its_blocks:

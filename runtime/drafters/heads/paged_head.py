@@ -1,7 +1,7 @@
-"""A head's attention over the pages of a `HeadCache`, and its pass, module by module or as one program.
+"""A head's attention over the pages of a `HeadCache`, and its pass: module by module, or compiled into one program.
 
-The program (`runtime.compiler.token_program`) is what the layers compute, without a call from Python for each
-operation: beside a small or quantized target these take longer than the weights.
+The program (`runtime.compiler.token_program`) computes the layers without a call from Python for each operation: beside
+a small or quantized target such calls take longer than reading the weights.
 """
 
 from abc import ABC, abstractmethod
@@ -27,11 +27,11 @@ _NOT_SEEN = -3e4
 
 @dataclass
 class PagedPairs(PagedInputs):
-    """Inputs of a head's attention: a sequence's first token has no pair, and no key that a query may see.
+    """Inputs of a head's attention. A sequence's first token has no pair, so no query may see its key.
 
-    The kernel knows no such key. So it is handed queries and keys with two more numbers, `_EXTRA`, by which the first
-    token's key, of which nothing else is there, has a score of `_NOT_SEEN`. And so have those of `num_hidden` - 1
-    tokens behind it, of layers that begin later.
+    The kernel cannot hide a key. So queries and keys get two more numbers, `_EXTRA`, which give the first token's key,
+    whose other numbers are zero, a score of `_NOT_SEEN`. In layers that begin later, the keys of the `num_hidden` - 1
+    tokens behind it get the same score.
     """
 
     num_hidden: int = 1
@@ -48,7 +48,7 @@ HEAD = "specdec_head"
 def head_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attention of a head over its pages, by the kernel (`runtime.model.attention`)."""
+    """A head's attention over its pages, by the kernel (`runtime.model.attention`)."""
     if kwargs.get("scaling") is None:
         kwargs["scaling"] = query.shape[-1] ** -0.5
     paged: PagedPairs = kwargs["paged"]
@@ -66,7 +66,7 @@ AttentionInterface.register(HEAD, head_attention)
 
 
 def hide_first(pool: KVPool, block: int) -> None:
-    """Give the first token of a sequence that begins with this block a key that no query sees."""
+    """Give the first token of a sequence that begins in this block a key that no query sees."""
     for keys, values in zip(pool.keys, pool.values, strict=True):
         keys[block, :, :, 0], values[block, :, 0] = 0, 0
         keys[block, :, -_EXTRA, 0] = _NOT_SEEN
@@ -77,7 +77,7 @@ def for_kernels(shapes: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
 
 
 def paged_pairs(batch: Batch, pool: KVPool, layers: tuple[int, ...], depth: int = 0) -> PagedPairs:
-    """Inputs of a head's `layers`, the `depth`th of several heads that have as many."""
+    """Inputs of attention for a head's `layers`; `depth` is its number among heads with equally many layers."""
     own = slice(depth * len(layers), (depth + 1) * len(layers))
     return PagedPairs(
         pool.keys[own],
@@ -99,12 +99,13 @@ class PagedHead(nn.Module, ABC):
 
     @abstractmethod
     def pages(self, batch: Batch, pool: KVPool) -> PagedInputs:
-        """Inputs of its attention."""
+        """Inputs of the head's attention."""
 
     @abstractmethod
     def outputs_at(self, ids: Tensor, states: Tensor, positions: Tensor, **attention: Any) -> Tensor:
-        """(B, T, state_size) outputs for (B, T) tokens at these (B or 1, T) positions and the (B, T, state_size) states
-        before them; `attention` is what its layers take besides."""
+        """Outputs [B, T, state_size] for tokens [B, T] at positions [B or 1, T], from the states before them;
+        `attention` is passed on to the layers.
+        """
 
     def forward(self, batch: Batch, states: Tensor, pool: KVPool, num_drafted: int = 0) -> Tensor:
         paged = self.pages(batch, pool)
@@ -114,7 +115,7 @@ class PagedHead(nn.Module, ABC):
 
 
 def _outputs(head: PagedHead, ids: Tensor, positions: Tensor, states: Tensor, paged: PagedInputs) -> Tensor:
-    """(B x Q, state_size) outputs of (B, Q) tokens, whose states are (B x Q, state_size)."""
+    """Outputs [B x Q, state_size] from tokens [B, Q] and states [B x Q, state_size]."""
     return head.outputs_at(ids.reshape(1, -1), states[None], positions.reshape(1, -1), paged=paged)[0]
 
 
@@ -136,7 +137,9 @@ class HeadProgram:
 
 
 def use_programs(head: nn.Module, pool: KVPool, dtype: torch.dtype, arithmetic: int) -> None:
-    """Have programs compute the passes of a head of kernels over this pool, as far as there are any."""
+    """Compile the passes of a head that uses kernels over this pool into programs, where programs have its
+    operations.
+    """
     for part in head.modules():
         if isinstance(part, PagedHead):
             part.program = _program_of(part, pool, dtype, arithmetic)
@@ -164,7 +167,7 @@ _NUM_BEFORE_POOLS, _FEW_BLOCKS = 6, 7
 
 
 def _tensors(batch: Batch, states: Tensor, paged: PagedInputs) -> list[Tensor]:
-    """Inputs of the program."""
+    """The program's inputs."""
     own = batch.input_ids, batch.positions, states.view(*batch.input_ids.shape, -1)
     return [*own, paged.positions, paged.slot_mapping, paged.block_tables, *_pools(paged)]
 
@@ -174,7 +177,7 @@ def _pools(paged: PagedInputs) -> list[Tensor]:
 
 
 def _with_pools(paged: PagedInputs, pools: Iterator[Tensor]) -> PagedInputs:
-    """The same with others in their place."""
+    """The same inputs with other pools."""
     keys, values, scales = (
         list(islice(pools, len(theirs))) for theirs in (paged.key_pools, paged.value_pools, paged.scale_pools)
     )
@@ -182,12 +185,12 @@ def _with_pools(paged: PagedInputs, pools: Iterator[Tensor]) -> PagedInputs:
 
 
 def _few(pool: Tensor) -> Tensor:
-    """The same of few blocks, with memory of its own: to trace views of other memory takes long."""
+    """The same inputs with pools of few blocks and memory of their own: tracing views of other memory takes long."""
     return torch.empty((_FEW_BLOCKS, *pool.shape[1:]), dtype=pool.dtype)
 
 
 class _Pass(nn.Module):
-    """A head's pass, called with tensors only."""
+    """A head's pass as a function of tensors alone."""
 
     def __init__(self, head: PagedHead, paged: PagedInputs) -> None:
         super().__init__()

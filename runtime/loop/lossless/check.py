@@ -17,9 +17,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from runtime.checkpoint.config import EngineConfig
 from runtime.core.batch import generation_row
 from runtime.core.grammar import CompiledGrammar
 from runtime.core.request import Request, Sequence
+from runtime.core.sampling import Sampler
 from runtime.engine.engine import Engine
 from runtime.loop.lossless.chi_squared import (
     chi_squared_of,
@@ -89,7 +91,7 @@ def _first_difference(engine: Engine, a: Sequence, b: Sequence) -> Difference:
     token_a, token_b = (t[position] if position < len(t) else None for t in (tokens_a, tokens_b))
     prefix = a.tokens[: len(a.request.prompt_tokens) + position]
     logits = next_logits(engine, a.request, prefix)
-    rounding = max(_unit_in_the_last_place(logits, engine.config.dtype), engine.config.logits_check.max_abs_difference)
+    rounding = rounding_of(engine.config, logits)
     margin, is_near_tie = None, False
     if token_a is not None and token_b is not None:
         ranking = a.sampler.ranking(prefix, logits)
@@ -97,7 +99,7 @@ def _first_difference(engine: Engine, a: Sequence, b: Sequence) -> Difference:
         margin = float((ranking[token_b] - ranking[token_a]).abs()) * temperature
         is_near_tie = margin <= 2 * rounding  # each of the two may be off
         if not math.isfinite(margin):  # one of them is cut
-            margin, is_near_tie = None, _is_chosen_within(a, prefix, logits, token_a, rounding)
+            margin, is_near_tie = None, is_chosen_within(a.sampler, prefix, logits, token_a, rounding)
     return Difference(a.request.id, position, token_a, token_b, margin, rounding, is_near_tie)
 
 
@@ -107,7 +109,13 @@ def _unit_in_the_last_place(logits: Tensor, dtype: str) -> float:
     return float(torch.finfo(getattr(torch, dtype)).eps * 2.0 ** math.floor(math.log2(max(largest, 1e-30))))
 
 
-def _is_chosen_within(sequence: Sequence, prefix: list[int], logits: Tensor, token: int, rounding: float) -> bool:
+def rounding_of(config: EngineConfig, logits: Tensor) -> float:
+    """Rounding error of the largest of these logits: a unit in its last place, or what `build` found, if that is
+    more."""
+    return max(_unit_in_the_last_place(logits, config.dtype), config.logits_check.max_abs_difference)
+
+
+def is_chosen_within(sampler: Sampler, prefix: list[int], logits: Tensor, token: int, rounding: float) -> bool:
     """True if the token is also chosen under random changes of the logits by at most `rounding`.
 
     For tokens at a cut (top_k, top_p, min_p), which moves with the logits.
@@ -115,7 +123,7 @@ def _is_chosen_within(sequence: Sequence, prefix: list[int], logits: Tensor, tok
     generator = torch.Generator().manual_seed(0)
     for _ in range(64):
         noise = (torch.rand(logits.shape, generator=generator) * 2 - 1) * rounding
-        if sequence.sampler.choose(prefix, logits.float() + noise.to(logits.device)) == token:
+        if sampler.choose(prefix, logits.float() + noise.to(logits.device)) == token:
             return True
     return False
 

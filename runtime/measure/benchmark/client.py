@@ -226,7 +226,7 @@ class Client:
             return response.status_code, await _beginning(response)
 
     async def ask(self, endpoint: Endpoint, body: Mapping[str, Any], answer: Answer) -> None:
-        """Fill in `answer`, or the error that came in its place."""
+        """Send a request and fill in `answer`, or record the error."""
         answer.start_s = answer.end_s = self._clock()
         try:
             async with aclosing(await self._send("POST", self.base_url + PATHS[endpoint], body)) as response:
@@ -323,11 +323,11 @@ def _take_chunk(chunk: dict[str, Any], answer: Answer, now: float) -> None:
 
 
 def _take_counts(chunk: dict[str, Any], answer: Answer) -> None:
-    """The tokens until now, of which the last told are the whole.
+    """Take the numbers of tokens so far; the last report counts for the whole answer.
 
-    OpenAI has `usage` in a chunk of its own without choices, and null in all others. vLLM and SGLang have it in every
-    chunk under `continuous_usage_stats`, others in the chunk with the reason for the end. llama.cpp's `timings` tell it
-    where there is no usage; what its cache had is not among the prompt's `prompt_n` there.
+    OpenAI sends `usage` in its own chunk without choices, and null in all others. vLLM and SGLang send it in every
+    chunk under `continuous_usage_stats`, other servers in the chunk with the reason for the end. llama.cpp's `timings`
+    tell it if there is no usage; its `prompt_n` leaves out tokens that were in its cache.
     """
     usage, timings = chunk.get("usage"), chunk.get("timings")
     num_output = num_prompt = None
@@ -341,7 +341,7 @@ def _take_counts(chunk: dict[str, Any], answer: Answer) -> None:
 
 
 def _text_of(choice: dict[str, Any]) -> str:
-    """A completion's text, or a chat's content; what a model thinks aloud is generated too."""
+    """A completion's text, or a chat's content; a model's visible reasoning counts as generated too."""
     delta = choice.get("delta")
     parts = [choice.get("text")] if not isinstance(delta, dict) else [
         delta.get(name) for name in ("reasoning_content", "reasoning", "content")
@@ -352,7 +352,7 @@ def _text_of(choice: dict[str, Any]) -> str:
 
 
 def _count(counts: dict[str, Any], name: str) -> int | None:
-    """None where it is null or not there; ServerError for what is no count."""
+    """The number; None if it is null or absent, ServerError if it is not a count."""
     value = counts.get(name)
     if value is not None and (type(value) is not int or value < 0):
         raise ServerError(f"the server's usage has no count `{name}`: {shown(counts)}")

@@ -32,7 +32,7 @@ def parse_objectives(pairs: Seq[str]) -> dict[Objective, float]:
             limit = math.nan
         if name is None or not 0 <= limit < math.inf:
             raise UsageError(
-                f"not an objective of service: {pair}", hint="ttft, tpot or e2el with its milliseconds, as ttft:200"
+                f"not a service objective: {pair}", hint="ttft, tpot or e2el with its milliseconds, as ttft:200"
             )
         if name in objectives:
             raise UsageError(f"two objectives for one metric: {pair}", hint="give one")

@@ -134,7 +134,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Weights:
-    """Numbers of the engine's weights that were looked at."""
+    """How many of the engine's weights were inspected, and what was found."""
 
     num_sampled: int
     num_denormal: int
@@ -142,7 +142,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Observations:
-    """All of it; None where there was nothing to measure."""
+    """Everything that was measured; a field is None where there was nothing to measure."""
 
     outputs: Outputs | None
     drafting: Drafting | None
@@ -180,7 +180,7 @@ Diagnosis = Callable[[Observations], Judgement | None]
 
 
 def drafter_never_used(observed: Observations) -> Judgement | None:
-    """The one that proposed least."""
+    """Number of tokens proposed by the drafter that proposed fewest, among several."""
     drafting = observed.drafting
     if drafting is None or len(drafting.steps) < MIN_STEPS:
         return None

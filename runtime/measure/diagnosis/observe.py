@@ -202,7 +202,9 @@ def _drafting(
 
 
 def _costs_of_drafts(engine: Engine, steps: Seq[DraftedStep], drafted: Generation) -> tuple[StepCost, ...]:
-    """Steps after the contexts that there were, with as many rows; nothing where the K/V cache has no room for them."""
+    """Time steps after contexts as long as those that were seen, with as many rows; empty if the K/V cache has
+    no room.
+    """
     longest = max(step.num_drafted for step in steps)
     context_len = round(median(step.context_len for step in steps))
     batch_size = max(round(len(steps) / drafted.times.num_iterations), 1)
@@ -211,7 +213,7 @@ def _costs_of_drafts(engine: Engine, steps: Seq[DraftedStep], drafted: Generatio
 
 
 def _draft_token_s(engine: Engine, steps: Seq[DraftedStep]) -> float:
-    """A step of the draft model by itself, one token after the contexts that there were."""
+    """Seconds of a step of the draft model alone: one token, after a context of the usual length."""
     context_len = round(median(step.context_len for step in steps))
     return sum(one.seconds for one in _fastest_steps(engine, [(1, context_len, 1)]))
 
@@ -367,7 +369,7 @@ def examine_machine(when_built: MachineSpeed | None, memory_bytes: int) -> Machi
 
 
 def _cpu_share() -> float:
-    """The largest of a few windows."""
+    """The largest share of the processor, over a few short windows."""
     share = 0.0
     for _ in range(_NUM_WINDOWS):
         if share > _ENOUGH:

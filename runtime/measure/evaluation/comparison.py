@@ -87,7 +87,9 @@ class _Matching:
 
 
 def _match(a: Record, b: Record) -> _Matching:
-    """The first request of a prompt belongs to the first of it in the other document, the second to the second."""
+    """Pair requests with the same prompt: the first with the first of the other document, the second with the
+    second.
+    """
     keys_a, keys_b = _keys(a), _keys(b)
     places = {key: i for i, key in enumerate(keys_b)}
     pairs = [(i, places[key]) for i, key in enumerate(keys_a) if key in places]
@@ -151,7 +153,7 @@ def _verdict(verdict: str, method: str, reason: str | None) -> Record:
 
 
 def _few(num_observations: tuple[int, int], matching: _Matching) -> str:
-    """Why there is no interval: requests that ran together are one observation."""
+    """Why there is no interval: too few observations, since requests that ran together count as one."""
     if matching.is_paired:
         return f"{num_observations[0]} of the {MIN_PAIRS} observations that it takes"
     return f"{num_observations[0]} and {num_observations[1]} observations are too few"
@@ -162,7 +164,9 @@ def _interval_record(interval: Interval) -> Record:
 
 
 def _waiting(metric: Metric, a: Record, b: Record) -> str | None:
-    """Reason not to compare latencies of `run`: all its requests are there from the start, and later ones wait."""
+    """Why latencies of `run` are not compared: all its requests arrive at the start, so later ones wait for earlier
+    ones.
+    """
     if a["command"] == "run" and metric.name in ("ttft_s", "latency_s"):
         return "requests wait for each other"
     return None

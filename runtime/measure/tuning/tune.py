@@ -176,9 +176,10 @@ def _search(replayer: Replayer, scope: Scope, max_draft_len: int, progress: Prog
 def _try_models(
     live: LiveRun, scope: Scope, max_draft_len: int, lookups: Sequence[Speculation], progress: Progress
 ) -> list[Measured]:
-    """Run candidates that cannot be replayed, with drafts of each length: the named drafter, or copy and model.
+    """Run candidates that cannot be replayed, with drafts of each length: the named drafter, or the self-draft copy and
+    the model.
 
-    These also with the best lookup, once the best length of their own drafts is known.
+    Copy and model also run together with the best lookup, once their own best draft length is known.
     """
     if scope.named:
         owns = [] if is_replayable(scope.named) else [scope.named]
@@ -230,7 +231,9 @@ def _confirm(
 
 
 def _warn_of_other_outputs(traces: Sequence[Trace], measured: Measured) -> None:
-    """Traces may be another model's; then predictions are not about what is run."""
+    """Warn if the engine's outputs differ from the traces: these may come from another model, and predictions would be
+    wrong.
+    """
     answers = [tuple(sequence.output_tokens) for sequence in measured.generation.sequences]
     num_other = sum(one != t.output_tokens for one, t in zip(answers, traces, strict=True))
     if num_other:

@@ -11,7 +11,9 @@ from runtime.model.replaced import Replaced, attends_by_ours, own_module
 
 
 class DiffLlamaAttention(Replaced):
-    """Both halves of a layer's values are attended to by the same queries and keys: at once, as longer values."""
+    """Both halves of a layer's values get the same queries and keys: attended to at once, as values of twice the
+    length.
+    """
 
     head_dim: int
     scaling: float

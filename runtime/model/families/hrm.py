@@ -1,4 +1,4 @@
-"""HRM: layers are passed several times, each time with keys and values of their own."""
+"""HRM: each layer is passed several times, each time with its own keys and values."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from runtime.model.replaced import Replaced
 
 
 class HrmAttention(Replaced):
-    """A layer has keys and values of its own each time that it is passed."""
+    """Attention with separate keys and values for each pass of the layer."""
 
     layer_idx: int
 

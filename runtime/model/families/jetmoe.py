@@ -1,4 +1,4 @@
-"""JetMoE: experts of its queries too."""
+"""JetMoE: experts in its feed-forward layers and in the queries of its attention."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from runtime.model.replaced import Replaced, attends_by_ours, own_module
 
 
 class JetMoe(Replaced):
-    """Linear layers that a token's router chooses: of its feed-forward layer, and of its queries."""
+    """Linear layers chosen by a router for each token: in the feed-forward layer, and for the queries."""
 
     input_linear: Any  # of weights (E, outputs, inputs)
     output_linear: Any
@@ -22,7 +22,7 @@ class JetMoe(Replaced):
     bias: Tensor
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Numbers of chosen linear layers and their weights, (S, k) each, and the router's logits, of (S, C)."""
+        """Numbers and weights of the chosen linear layers, [S, k] each, and the router's logits, from [S, C]."""
         logits = self.router.layer(x).float()
         best, chosen = logits.topk(self.router.top_k, dim=1)
         return chosen, best.softmax(1).type_as(x), logits
@@ -31,7 +31,7 @@ class JetMoe(Replaced):
         return chosen_product(self.model_config, linear.weight, x, chosen.flatten())
 
     def _summed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Output (1, S, C) of what was computed for each chosen one, (S x k, inner size)."""
+        """Weighted sum [1, S, C] of the chosen layers' outputs, [S x k, inner size]."""
         outputs = self._chosen(self.output_linear, x, chosen) * weights.reshape(-1, 1)
         return (outputs.view(*chosen.shape, -1).sum(1) + self.bias)[None]
 
@@ -46,7 +46,9 @@ class JetMoe(Replaced):
 
 
 class JetMoeAttention(Replaced):
-    """Heads of keys and values are as many as the layer computes: query heads that share one lie beside each other."""
+    """The query heads that share a K/V head, one for each chosen expert, lie side by side, so K/V heads are not
+    repeated.
+    """
 
     experts: Any
     kv_proj: nn.Linear

@@ -1,4 +1,4 @@
-"""Llama 4: queries with a temperature, rotation by complex numbers, experts that compute every token."""
+"""Llama 4: queries with a temperature, rotation by complex numbers, and experts that each compute every token."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from runtime.model.replaced import Replaced, RotaryOfPairs
 
 
 class _Positions:
-    """Number of tokens before a row's, of which each is told another: added to places, it is positions."""
+    """Number of tokens before each row's tokens; added to places in the row it gives positions."""
 
     def __init__(self, positions: Tensor) -> None:
         self.positions = positions
@@ -23,7 +23,7 @@ class _Positions:
 
 
 class _KeepsNothing:
-    """A cache of no keys and values, in which rows have their own positions."""
+    """A cache without keys and values, in which each row has its own positions."""
 
     def __init__(self, positions: Tensor) -> None:
         self.positions = _Positions(positions)
@@ -36,7 +36,7 @@ class _KeepsNothing:
 
 
 class TemperedAttention(Replaced):
-    """Queries of layers without rotation have a temperature, by their positions."""
+    """In layers without rotation, queries are scaled by a temperature that depends on their positions."""
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **kwargs: Any) -> Any:
         paged: PagedInputs | Recorded | None = kwargs.get("paged")
@@ -50,7 +50,7 @@ class RealRotary(RotaryOfPairs):
 
 
 class Mixture(Replaced):
-    """Experts compute the tokens that have chosen them."""
+    """Each expert computes only the tokens that have chosen it."""
 
     top_k: int
     router: nn.Linear

@@ -1,4 +1,4 @@
-"""LongCat-Flash: experts that return what they get."""
+"""LongCat-Flash: some experts return their input."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +11,7 @@ from runtime.model.replaced import Replaced, attends_by_ours
 
 
 class LongcatExperts(Replaced):
-    """Experts, and beyond them some that return what they get."""
+    """Experts with weights, followed by experts that return their input."""
 
     gate_up_proj: Tensor
     down_proj: Tensor

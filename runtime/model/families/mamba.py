@@ -14,9 +14,9 @@ class Block(Layer):
 
 
 class MambaModel(Replaced):
-    """A model hands the step's paged inputs on to its layers, and no mask: a step has no padding.
+    """The model passes the step's paged inputs on to its layers, and no mask: a step has no padding.
 
-    All of its layers get numbers of the dtype that they return, which the first one makes of embeddings.
+    All layers get numbers in the dtype that the first layer gives to the embeddings.
     """
 
     backbone: nn.Module

@@ -1,4 +1,4 @@
-"""MiniMax: layers of lightning attention between those of softmax attention; and MiniMax M3."""
+"""MiniMax: layers of lightning attention between layers of softmax attention; and MiniMax M3."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +33,7 @@ class LightningAttention(Mixer):
         self.register_buffer("slopes", self.slopes_of_heads(model.device), persistent=False)
 
     def slopes_of_heads(self, device: torch.device) -> Tensor:
-        """`get_slope_rate`, which a model of 16 bits has rounded."""
+        """`get_slope_rate`, rounded as in a 16-bit model."""
         factor = 1 - self.layer_idx / (self.num_hidden_layers - 1 + 1e-5) + 1e-5
         exponents = torch.arange(self.num_attention_heads, device=device) + 1
         return 2.0 ** (-8 / self.num_attention_heads * exponents.float()) * factor

@@ -39,7 +39,7 @@ class MptAttention(Biased):
 
 
 def _mask_anyway(module: Any) -> None:
-    """Have MPT's model, which asks its mask for another dtype, get one where attention takes none."""
+    """Give MPT's model a mask, which it asks for with another dtype, although attention takes none."""
     theirs: Callable[..., Tensor | None] = module.create_causal_mask
     if hasattr(theirs, "or_none"):
         return
@@ -54,7 +54,7 @@ def _mask_anyway(module: Any) -> None:
 
 
 def _added(hidden: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Mask that is added to scores, of MPT's, which is True for keys that are not seen."""
+    """The mask as numbers to add to scores; MPT's mask is True for hidden keys."""
     return None if hidden is None else torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, -torch.inf)
 
 

@@ -1,4 +1,4 @@
-"""All families of models that have anything special, by model type: each file of this folder with `FAMILIES`."""
+"""All families of models that have something special, by model type: every file in this folder with `FAMILIES`."""
 
 import pkgutil
 from importlib import import_module
@@ -13,7 +13,7 @@ _replaced: dict[str, type[Replaced]] = {}
 
 
 def register(family: Family) -> None:
-    """Have the family be one that specdec knows; SpecDecError where its model type is taken, or a class replaced."""
+    """Register a family; SpecDecError if its model type is taken, or one of its classes already has a replacement."""
     if family.model_type in _families:
         raise SpecDecError(
             f"a family of this model type is there already: {family.model_type}", hint="give it another `model_type`"
@@ -37,22 +37,22 @@ def unregister(model_type: str) -> None:
 
 
 def family_of(model_type: str) -> Family:
-    """The family of a model type; one with nothing special where none is registered."""
+    """The family for a model type; a family without anything special if none is registered."""
     return _families.get(model_type) or Family(model_type)
 
 
 def published_type(model_type: str) -> str:
-    """The type of transformers that computes what models published as `model_type` do: `qwen2` for `mimo`."""
+    """transformers' model type for models published as `model_type`: `qwen2` for `mimo`."""
     return next((name for name, one in _families.items() if model_type in one.also_called), model_type)
 
 
 def replacement_of(class_name: str) -> type[Replaced] | None:
-    """The class that stands for a class of transformers' modules, if a family has one."""
+    """The class that replaces a class of transformers' modules, if a family has one."""
     return _replaced.get(class_name)
 
 
 def are_linear(class_name: str) -> bool:
-    """True for a class of linear layers that a family names as equal to torch's."""
+    """True for a class that a family declares to be a plain linear layer like torch's."""
     return any(class_name in family.linear_classes for family in _families.values())
 
 

@@ -10,7 +10,7 @@ from runtime.model.replaced import NumberedLayer
 
 
 class ZambaMixer(MambaMixer):
-    """The forward of `ZambaMambaMixer`, whose heads each have a scan with keys and queries of their own."""
+    """The forward of `ZambaMambaMixer`, each of whose heads has its own scan, keys and queries."""
 
     x_proj_weight: Tensor  # (heads, rank + 2 N, C / heads)
     dt_proj_weight: Tensor  # (heads, C / heads, rank)

@@ -9,7 +9,7 @@ import pytest
 from command_line import Specdec, assert_valid
 from jsonschema import Draft202012Validator, ValidationError
 
-from commands.schema.schemas import DOCUMENTS, schema_of
+from commands.schema.schemas import DOCUMENTS, LINES, schema_of
 
 METRICS = (
     "num_spec_steps", "num_steps", "num_draft_tokens", "num_accepted_draft_tokens", "draft_acceptance_rate",
@@ -28,7 +28,7 @@ def schema(name: str) -> dict[str, Any]:
 
 def test_the_command_lists_the_documents_and_prints_their_schemas(specdec: Specdec) -> None:
     names = specdec("schema").stdout.split()
-    assert names == list(DOCUMENTS) and len(names) == 14
+    assert names == [*DOCUMENTS, *LINES] and len(names) == 20
     for name in ("run", "cache_list", "cache-list"):
         printed = json.loads(specdec("schema", name).stdout)
         Draft202012Validator.check_schema(printed)
@@ -88,7 +88,7 @@ def test_every_document_is_compared_with_its_schema_somewhere() -> None:
     assert calls == set(DOCUMENTS)
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("name", [*DOCUMENTS, *LINES])
 def test_schemas_name_every_object_they_allow(name: str) -> None:
     def closed(node: Any) -> bool:
         if isinstance(node, list):

@@ -228,7 +228,7 @@ def test_right_step_is_not_refused_for_the_tokens_that_8_bits_move_most(
         ("mistral-sliding", has_a_window_one_too_short, QuantConfig("int8", 64, activations="int8"), "0.2"),
         ("llama", sees_one_key_too_many, QuantConfig(kv_cache="INT8"), "0.05"),
     ],
-    ids=str,
+    ids=["one key too many", "int8", "int8 activations", "8-bit K/V"],
 )
 def test_wrong_step_is_refused_by_float32_too(
     family: str,

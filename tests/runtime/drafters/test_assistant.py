@@ -110,14 +110,14 @@ def test_config_says_what_it_is(assistant_dir: Path, target: PreTrainedModel, tm
     assert head.hidden_states_of(4) == (4,)
     config = target.config.to_dict()
     for changes, wrong in (
-        ({"hidden_size": 48}, "hidden size of 32, and this one's is 48"),
+        ({"hidden_size": 48}, "hidden size of 32, and this target has 48"),
         ({"model_type": "llama"}, "a Gemma 4, and the target is of the type 'llama'"),
     ):
         with pytest.raises(SpecDecError, match=wrong):
             head.check_target(config | changes, 32)
-    with pytest.raises(SpecDecError, match="vocabulary of 32, and this one's is 64"):
+    with pytest.raises(SpecDecError, match="vocabulary of 32, and this target has 64"):
         head.check_target(config, 64)
-    with pytest.raises(UsageError, match="few of its ids by itself, and is given no other output layer: int4"):
+    with pytest.raises(UsageError, match="computes few of its ids, and cannot have another output layer: int4"):
         DraftOutputSettings(qformat="int4").check([head], has_copy=False)
     config = json.loads((assistant_dir / "config.json").read_text())
     for changes, wrong in (

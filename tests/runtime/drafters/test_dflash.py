@@ -219,7 +219,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Tensor], str]] = {
     "block of none": ({"block_size": 0}, {}, "block_size` must be a whole number of at least 1: 0"),
     "block of one": ({"block_size": 1}, {}, "leaves no slot to draft: 1"),
     "no numbers": ({}, {"norm.weight": torch.full((32,), torch.inf)}, "32 of 32 numbers of `norm.weight` are NaN"),
-    "fc": ({}, {"fc.weight": torch.zeros(32, 64)}, "fc.weight of [32, 64], and by its config it is of [32, 96]"),
+    "fc": ({}, {"fc.weight": torch.zeros(32, 64)}, "fc.weight is [32, 64], and should be [32, 96] by its config"),
     "layers that are not there": (
         {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3},
         {},
@@ -251,5 +251,5 @@ def test_an_engine_with_too_little_room_is_warned_about(model: PreTrainedModel, 
 
 def test_an_engine_that_was_built_for_another_head(model: PreTrainedModel, head_dir: Path, make_engine: Any) -> None:
     engine = make_engine(model, hidden_states=STATES)
-    with pytest.raises(SpecDecError, match="its target's output layer, which the engine does not have"):
+    with pytest.raises(SpecDecError, match="its target's output layer, and the engine was built without it"):
         drafter(engine, head_dir)

@@ -330,10 +330,10 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Tensor], str]] = {
     "d2t of another size": ({}, {"d2t": torch.arange(3)}, "d2t` is int64 [3]"),
     "draft vocabulary": ({"draft_vocab_size": 21}, {}, "lm_head.weight of [20, 32]"),
     "layers that are not there": ({"num_hidden_layers": 2}, {}, "lacks 9 of its weights, such as layers.1"),
-    "kind of layer": ({"model_type": "gpt2"}, {}, "cannot be made by its config.json"),
+    "kind of layer": ({"model_type": "gpt2"}, {}, "cannot be made from its config.json"),
     "kind of head": ({"speculators_model_type": "dflash2"}, {}, "not supported, DFlash 2"),
     "no numbers": ({}, {"norm.weight": torch.full((32,), torch.nan)}, "32 of 32 numbers of `norm.weight` are NaN"),
-    "fc": ({}, {"fc.weight": torch.zeros(32, 64)}, "fc.weight of [32, 64], and by its config it is of [32, 96]"),
+    "fc": ({}, {"fc.weight": torch.zeros(32, 64)}, "fc.weight is [32, 64], and should be [32, 96] by its config"),
 }
 
 
@@ -363,7 +363,7 @@ def test_what_is_a_head(head: Eagle, model: PreTrainedModel, tmp_path: Path) -> 
     assert read_head(tmp_path / "speculators").max_draft_len == 3
     model.save_pretrained(tmp_path / "model")
     assert not is_head(tmp_path / "model") and not is_head(tmp_path / "nothing")
-    with pytest.raises(SpecDecError, match="no trained drafter"):
+    with pytest.raises(SpecDecError, match="not describe a trained drafter"):
         read_head(tmp_path / "model")
 
 

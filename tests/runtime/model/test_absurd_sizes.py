@@ -76,7 +76,7 @@ def test_sizes_beyond_any_memory_are_told_by_name_and_value(
 def test_sizes_are_compared_with_the_tensors_before_memory_is_taken(key: str, tmp_path: Path) -> None:
     make_model("llama").save_pretrained(tmp_path / "model")
     error = refusal(copy_with(tmp_path / "model", tmp_path / "absurd", **{key: 10**12}))
-    assert "of two models" in error.message
+    assert "to two models" in error.message
     assert str(10**12) in error.message
 
 

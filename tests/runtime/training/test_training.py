@@ -251,7 +251,7 @@ def test_other_settings_do_not_go_on(open_run: Any) -> None:
 
 def test_answers_of_another_target_are_found_out(open_run: Any, traces: list[Trace]) -> None:
     others = [Trace(t.prompt_tokens, tuple((3 * i + n) % 32 for i in range(40))) for n, t in enumerate(traces)]
-    with pytest.raises(SpecDecError, match="no answers of this target"):
+    with pytest.raises(SpecDecError, match="not answers of this target"):
         open_run("run", Texts(others[2:], others[:2]))
 
 

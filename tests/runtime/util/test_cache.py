@@ -228,11 +228,11 @@ def test_file_that_a_group_may_write_is_refused_where_it_can_get_there(kind: str
     path.chmod(0o664)
     read()  # nobody else gets through a cache of mode 0700
     cache.chmod(0o755)
-    with pytest.raises(SpecDecError, match="others may write"):
+    with pytest.raises(SpecDecError, match="other users may write"):
         read()
     cache.chmod(0o700)
     os.link(path, cache.parent / "another name")
-    with pytest.raises(SpecDecError, match="others may write"):
+    with pytest.raises(SpecDecError, match="other users may write"):
         read()
 
 

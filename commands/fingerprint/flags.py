@@ -1,0 +1,21 @@
+"""Flags of `specdec fingerprint`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from commands.output.help import INPUT, option
+
+
+@dataclass(frozen=True)
+class FingerprintOptions:
+    """Fingerprint to compare with."""
+
+    expect: Annotated[
+        Path | None,
+        option(
+            INPUT,
+            "Another engine's fingerprint, as `fingerprint --json` printed it; exit 1 if the bits differ.",
+            metavar="FILE.json",
+        ),
+    ] = None

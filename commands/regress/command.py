@@ -1,0 +1,21 @@
+"""`specdec regress`, its flags: old answers beside a new engine."""
+
+from commands.options.engine_choice import TargetOptions
+from commands.options.expand import expand_groups
+from commands.output.output import Output
+from commands.regress.flags import RegressOptions
+
+
+@expand_groups
+def regress(options: RegressOptions, target: TargetOptions, output: Output) -> None:
+    """Compare old answers with what a new engine would answer: after quantizing, fine-tuning or an upgrade.
+
+    Each old answer is computed in one pass, as a long draft for the new engine, which is quicker than to generate it
+    again. Answers without receipts are compared with greedy ones.
+    """
+    options.check()
+    choice = target.choose()
+
+    from commands.regress.work import compare_answers
+
+    compare_answers(options, choice, output)

@@ -1,0 +1,59 @@
+"""Flags of `specdec regress`."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from commands.options.shared import Report
+from commands.output.help import INPUT, OUTPUT, option
+from commands.output.output import check_output_files, check_readable, check_report
+from runtime.util.errors import UsageError
+
+_SHARE = re.compile(r"(\d+(?:\.\d+)?) ?(%?)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegressOptions:
+    """Old answers, and what is told of the new ones."""
+
+    traces: Annotated[
+        Path,
+        option(
+            INPUT,
+            "Old answers: traces, receipts, or a batch's results with token ids or receipts.",
+            "--traces",
+            metavar="FILE.jsonl",
+        ),
+    ]
+    against: Annotated[
+        Path | None, option(INPUT, "Old engine, for the divergence of probabilities (KL).", metavar="ENGINE_DIR")
+    ] = None
+    new_answers: Annotated[
+        bool, option(OUTPUT, "Generate the new answers too, drafted by the old ones, with ROUGE.", "--new-answers")
+    ] = False
+    max_diverged: Annotated[
+        str | None,
+        option(
+            OUTPUT, "Exit 1 if more of the answers diverge, such as `2%` or `0.02`.", shown="any share", metavar="SHARE"
+        ),
+    ] = None
+    report: Report = None
+
+    def check(self) -> None:
+        """SpecDecError for files that cannot be read or written, and for a share that is none."""
+        check_report(self.report)
+        check_readable([self.traces])
+        check_output_files([] if self.report is None else [self.report], [self.traces])
+        self.most_diverged  # noqa: B018  # or what is wrong with it
+
+    @property
+    def most_diverged(self) -> float | None:
+        """The share of answers that may diverge; None: any."""
+        if self.max_diverged is None:
+            return None
+        found = _SHARE.fullmatch(self.max_diverged.strip())
+        share = float(found[1]) / (100 if found[2] else 1) if found else -1.0
+        if not 0 <= share <= 1:
+            raise UsageError(f"`--max-diverged` is no share of the answers: {self.max_diverged}", hint="`2%` is one")
+        return share

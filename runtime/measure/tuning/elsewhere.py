@@ -1,0 +1,35 @@
+"""Step costs of another machine: what its `build` wrote into an engine's `config.json`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime.checkpoint.checksums import CONFIG
+from runtime.checkpoint.config import MachineSpeed, parse
+from runtime.checkpoint.costs import CostModel, MeasuredCosts
+from runtime.util.errors import SpecDecError
+from runtime.util.reading import parse_json, read_utf8
+
+_FIELDS = ("step_costs", "host_s", "self_draft_costs")
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Another machine: what steps cost there, and its speed, if that is known."""
+
+    model: CostModel
+    machine: MachineSpeed | None
+
+
+def read_costs(path: Path) -> Elsewhere:
+    """The costs in a JSON file with `step_costs` and `host_s`, or in an engine's directory; SpecDecError for none."""
+    file = path / CONFIG if path.is_dir() else path
+    data = parse_json(read_utf8(file), file)
+    if not isinstance(data, dict) or not data.get("step_costs"):
+        raise SpecDecError(
+            f"the file has no step costs: {file}", hint="give the config.json of an engine that was built there"
+        )
+    found: dict[str, Any] = {name: data[name] for name in _FIELDS if name in data}
+    costs = parse(MeasuredCosts, found, str(file))
+    machine = None if data.get("machine") is None else parse(MachineSpeed, data["machine"], str(file))
+    return Elsewhere(CostModel(costs.step_costs, costs.host_s), machine)

@@ -1,0 +1,335 @@
+"""Checks answers against an engine, at the speed of a prompt: an answer is one long draft, computed in one pass.
+
+The engine gives the same bits for a token in a prompt and in a step. So it chooses at every position of an answer, by
+the request's own sampler (its seed's noise, penalties, the mask of its form), what it would have chosen when it
+generated, and the first token that it would not have chosen is found. Where bits may differ, an answer is checked
+within rounding, and where its draws were not the request's own, by likelihood; a finding names its rule.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from runtime.checkpoint.tokenizer import Tokenizer
+from runtime.core.grammar import CompiledGrammar
+from runtime.core.limits import check_vocabulary
+from runtime.core.params import Grammar
+from runtime.core.request import Request, Sequence
+from runtime.core.sampling import NoValidToken, choose_all
+from runtime.core.stats import FinishReason
+from runtime.engine.engine import Engine
+from runtime.loop.lossless.check import is_chosen_within, rounding_of
+from runtime.proof.long_drafts import MOST_LOGITS_OF_GROUP, LongDraft, LongDrafts
+from runtime.proof.receipts import Read
+from runtime.proof.records import Finding, Fingerprint, Receipt, Relation, Rule, differences, relation_of
+from runtime.text.text import StopWords
+from runtime.util.errors import SpecDecError
+
+MOST_DEVIATIONS = 4.5
+"""A sampled answer is unlikely if its log-probability is lower than expected by more standard deviations than this:
+3 in a million answers are."""
+LEAST_AGREEMENT = 0.8
+"""A greedy answer of another engine is unlikely if a smaller share of its tokens are this engine's choices."""
+
+
+class _Refused(Exception):
+    """A receipt that this engine cannot check, with the sentence that says why."""
+
+
+@dataclass(kw_only=True)
+class _Case(LongDraft):
+    """An answer on its way through the engine."""
+
+    read: Read
+    receipt: Receipt
+    relation: Relation
+    rule: Rule
+    end: int
+    """Number of the output's tokens after which the engine ends, or the output does."""
+    end_reason: FinishReason | None
+    """Why the engine ends there; None: it goes on, and one row more says with which token."""
+    finding: Finding | None = None
+    num_ties: int = 0
+    logprob: float = 0.0
+    expected: float = 0.0
+    variance: float = 0.0
+    num_agreeing: int = 0
+
+    def found(self, finding: Finding) -> None:
+        """Note the first wrong token; what follows is of no interest."""
+        self.finding, self.is_over = finding, True
+
+
+class Checker:
+    """An opened engine that checks answers, in their order, several at a time.
+
+    `compiled` compiles a form of outputs. `rule` is the strictest that is used: None is the one that fits each receipt.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer | None,
+        fingerprint: Fingerprint,
+        compiled: Callable[[Grammar], CompiledGrammar],
+        rule: Rule | None = None,
+    ) -> None:
+        self.engine, self.fingerprint = engine, fingerprint
+        self._tokenizer, self._compiled, self._rule = tokenizer, compiled, rule
+
+    def check(self, reads: Iterable[Read]) -> Iterator[Finding]:
+        """A finding for each receipt that was read."""
+        group: list[_Case | Finding] = []
+        num_cases = num_logits = 0
+        for read in reads:
+            case = self._prepare(read)
+            group.append(case)
+            if isinstance(case, _Case):
+                num_cases += 1
+                num_logits += case.num_rows * self.engine.config.vocab_size
+            if num_cases == self.engine.max_batch_size or num_logits > MOST_LOGITS_OF_GROUP or len(group) > 1000:
+                yield from self._findings(group)
+                group, num_cases, num_logits = [], 0, 0
+        yield from self._findings(group)
+
+    def _findings(self, group: Seq[_Case | Finding]) -> Iterator[Finding]:
+        LongDrafts(self.engine, self._judge).compute([one for one in group if isinstance(one, _Case)])
+        for one in group:
+            yield one if isinstance(one, Finding) else _finding_of(one)
+
+    def _prepare(self, read: Read) -> _Case | Finding:
+        """The case of a receipt, or why there is none."""
+        receipt = read.receipt
+        relation = None if receipt is None else relation_of(receipt.fingerprint, self.fingerprint)
+        name = None if receipt is None else receipt.name
+        try:
+            if receipt is None or relation is None:
+                raise _Refused(read.problem or f"{read.where} has no receipt")
+            return self._case(read, receipt, relation)
+        except (_Refused, SpecDecError) as error:
+            reason = error.message if isinstance(error, SpecDecError) else str(error)
+            reason = reason if read.where in reason else f"{read.where} cannot be checked: {reason}"
+            return Finding(where=read.where, name=name, verdict="not_checked", relation=relation, reason=reason)
+
+    def _case(self, read: Read, receipt: Receipt, relation: Relation) -> _Case:
+        if relation == "other_model":
+            raise _Refused(f"{read.where} is of {_other_model(receipt.fingerprint, self.fingerprint)}")
+        assert receipt.prompt_ids is not None and receipt.output_ids is not None
+        output, vocab_size = receipt.output_ids, self.engine.config.vocab_size
+        request = self.request(receipt)
+        check_vocabulary(request, vocab_size)
+        foreign = next((i for i in (*output, *receipt.end_ids) if i >= vocab_size), None)
+        if foreign is not None:
+            raise _Refused(f"{read.where} has a token id outside the vocabulary of {vocab_size}: {foreign}")
+        end, end_reason = _end_of(request, output)
+        return _Case(
+            request,
+            output,
+            end + (end_reason is None),
+            read=read,
+            receipt=receipt,
+            relation=relation,
+            rule=self._rule or _rule_of(receipt, relation, is_invariant=self.engine.config.batch_invariant),
+            end=end,
+            end_reason=end_reason,
+        )
+
+    def request(self, receipt: Receipt) -> Request:
+        """The request that was answered; SpecDecError if this engine cannot be asked it."""
+        stop_check = None
+        if receipt.stop_words:
+            if self._tokenizer is None:
+                raise SpecDecError("it has stop words, and the engine has no tokenizer")
+            if not all(receipt.stop_words):
+                raise SpecDecError("a stop word has no letters: ''")
+            stop_check = StopWords(receipt.stop_words, self._tokenizer, receipt.sampling.min_tokens)
+        return Request(
+            0,
+            receipt.prompt_ids or (),
+            receipt.max_new_tokens,
+            frozenset(receipt.end_ids),
+            stop_check,
+            receipt.sampling,
+            receipt.return_index,
+            grammar=None if receipt.grammar is None else self._compiled(receipt.grammar),
+            label=receipt.name,
+        )
+
+    def _judge(self, cases: Seq[_Case], all_logits: Seq[Tensor]) -> None:
+        """Judge the next rows of each."""
+        by_tokens = [i for i, case in enumerate(cases) if case.rule != "likelihood"]
+        asked = [cases[i].positions(cases[i].num_judged, all_logits[i]) for i in by_tokens]
+        for i, chosen in zip(by_tokens, choose_all(asked), strict=True):
+            self._judge_tokens(cases[i], chosen, all_logits[i])
+        for i, case in enumerate(cases):
+            if case.rule == "likelihood":
+                self._judge_likelihood(case, all_logits[i])
+
+    def _judge_tokens(self, case: _Case, chosen: Iterator[int], logits: Tensor) -> None:
+        place, first = case.num_judged, case.num_judged
+        while case.finding is None and place < first + len(logits):
+            try:
+                token = next(chosen)
+            except NoValidToken as error:
+                case.found(
+                    _finding_of(case, verdict="wrong", place=place, token=case.token_at(place), reason=error.message)
+                )
+                return
+            if place >= case.end or token != case.output[place]:
+                row = logits[place - first]
+                if not (case.rule == "rounding" and self._is_tie(case, place, row, token)):
+                    case.found(_wrong(case, place, row, token))
+                    return
+                case.num_ties += 1
+                # The kernels choose no further than a token that is not the draft's.
+                rest = logits[place - first + 1 :]
+                chosen = choose_all([case.positions(place + 1, rest)])[0] if len(rest) else chosen
+            place += 1
+
+    def _is_tie(self, case: _Case, place: int, row: Tensor, token: int) -> bool:
+        """True if rounding may have made the answer's token of the engine's."""
+        other = case.token_at(place)
+        if other is None:
+            return False
+        prefix = case.prefix(place)
+        rounding = rounding_of(self.engine.config, row)
+        margin = _margin(case, prefix, row, token, other)
+        if margin is not None:
+            return margin <= 2 * rounding  # each of the two may be off
+        return is_chosen_within(case.sampler, prefix, row, other, rounding)
+
+    def _judge_likelihood(self, case: _Case, logits: Tensor) -> None:
+        for place, row in enumerate(logits, case.num_judged):
+            prefix = case.prefix(place)
+            try:
+                probs = _probs(case, prefix, row)
+            except NoValidToken as error:
+                case.found(_finding_of(case, verdict="wrong", place=place, reason=error.message))
+                return
+            if place >= case.end:
+                case.found(_wrong(case, place, row, int(probs.argmax())))
+                return
+            token, logs = case.output[place], torch.log(probs.clamp_min(1e-300))
+            if not probs[token] > 0:
+                case.found(_wrong(case, place, row, int(probs.argmax())))
+                return
+            mean = float((probs * logs).sum())
+            case.logprob += float(logs[token])
+            case.expected += mean
+            case.variance += float((probs * (logs - mean) ** 2).sum())
+            case.num_agreeing += int(probs.argmax()) == token
+
+
+def _other_model(theirs: Fingerprint, ours: Fingerprint) -> str:
+    if theirs.architecture != ours.architecture:
+        return differences(theirs, ours)[0]
+    return f"another tokenizer: {theirs.tokenizer}, here {ours.tokenizer}"
+
+
+def _rule_of(receipt: Receipt, relation: Relation, *, is_invariant: bool) -> Rule:
+    if receipt.drawn == "by_probabilities" or relation == "other_engine":
+        return "likelihood"
+    is_exact = relation == "same" and is_invariant and receipt.fingerprint.batch_invariant
+    return "tokens" if is_exact else "rounding"
+
+
+def _end_of(request: Request, output: Seq[int]) -> tuple[int, FinishReason | None]:
+    """Number of tokens after which the engine ends this output, and why; None at the end of one that goes on."""
+    sequence = Sequence(request, list(request.prompt_tokens))
+    for num_tokens, token in enumerate(output, 1):
+        sequence.tokens.append(token)
+        if (reason := sequence.reason_to_finish()) is not None:
+            return num_tokens, reason
+    return len(output), None
+
+
+def _margin(case: _Case, prefix: list[int], row: Tensor, token: int, other: int) -> float | None:
+    """Logits between two tokens, with the noise of sampling; None where one cannot be chosen."""
+    ranking = case.sampler.ranking(prefix, row)
+    temperature = 1.0 if case.sampler.is_greedy else case.request.sampling.temperature
+    margin = float(ranking[token] - ranking[other]) * temperature
+    return margin if math.isfinite(margin) else None
+
+
+def _probs(case: _Case, prefix: list[int], row: Tensor) -> Tensor:
+    """[vocab] float64 probabilities: of a greedy request those of its scores."""
+    if case.sampler.is_greedy:
+        return case.sampler.scores(prefix, row).double().softmax(-1)
+    return case.sampler.probs(prefix, row)
+
+
+def _wrong(case: _Case, place: int, row: Tensor, token: int) -> Finding:
+    """The answer's token at `place` is not the engine's `token`, or the answer has ended there."""
+    prefix, other = case.prefix(place), case.token_at(place)
+    if other is None:
+        return _finding_of(
+            case, verdict="wrong", place=place, engine_token=token, reason="the answer ends where the engine goes on"
+        )
+    scores = case.sampler.scores(prefix, row)
+    is_possible = bool(scores[other] > -math.inf)
+    return _finding_of(
+        case,
+        verdict="wrong",
+        place=place,
+        token=other,
+        engine_token=token,
+        probability=float(_probs(case, prefix, row)[other]),
+        rank=1 + int((scores > scores[other]).sum()) if is_possible else None,
+        gap=_margin(case, prefix, row, token, other),
+        reason="the engine chooses another token" if is_possible else "the engine can never choose this token here",
+    )
+
+
+def _finding_of(case: _Case, **found: object) -> Finding:
+    """Finding of a case: `found`, or without it what its tokens and its end say."""
+    common = Finding(
+        where=case.read.where,
+        name=case.receipt.name,
+        verdict="exact",
+        rule=case.rule,
+        relation=case.relation,
+        num_tokens=len(case.output),
+        num_ties=case.num_ties,
+    )
+    if found:
+        return replace(common, **found)  # type: ignore[arg-type]
+    if case.rule == "likelihood":
+        common = _by_likelihood(case, common)
+    if case.problem is not None:
+        return replace(common, verdict="not_checked", reason=f"{case.read.where} cannot be checked: {case.problem}")
+    if case.finding is not None:
+        return replace(case.finding, agreement=common.agreement, deviations=common.deviations)
+    wrong_end = _wrong_end(case)
+    if wrong_end is not None:
+        return replace(common, verdict="wrong", reason=wrong_end, place=case.end, token=case.token_at(case.end))
+    if case.read.problem is not None:
+        return replace(common, verdict="wrong", reason=case.read.problem)
+    return replace(common, verdict="within_rounding") if case.num_ties else common
+
+
+def _by_likelihood(case: _Case, common: Finding) -> Finding:
+    num_judged = max(min(case.num_judged, case.end), 1)
+    agreement = case.num_agreeing / num_judged
+    deviations = (case.logprob - case.expected) / math.sqrt(case.variance) if case.variance > 0 else 0.0
+    is_likely = agreement >= LEAST_AGREEMENT if case.sampler.is_greedy else deviations >= -MOST_DEVIATIONS
+    return dataclasses.replace(
+        common,
+        verdict="likely" if is_likely else "unlikely",
+        agreement=agreement,
+        deviations=None if case.sampler.is_greedy else deviations,
+        reason=None if is_likely else "the answer is not what this engine gives, by its probabilities",
+    )
+
+
+def _wrong_end(case: _Case) -> str | None:
+    """Sentence on the wrong end of an answer whose tokens are right; None if the end is right too."""
+    if case.end < len(case.output):
+        return f"the answer goes on where the engine ends ({case.end_reason})"
+    if case.end_reason != case.receipt.finish_reason:
+        return f"the answer ends by {case.end_reason}, and its receipt says: {case.receipt.finish_reason}"
+    return None

@@ -1,0 +1,104 @@
+"""An engine's fingerprint: a digest of its logits after fixed tokens, and what these bits depend on.
+
+Two engines with the same digest give the same bits, on whatever machine and by whatever build, as far as 48 tokens
+show; a check of answers (`runtime.proof.check`) looks at all the others. What is recorded beside the digest says why
+two digests differ.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from runtime import specdec_version
+from runtime.checkpoint.config import EngineConfig, parse
+from runtime.checkpoint.tokenizer import Tokenizer
+from runtime.core.batch import generation_row
+from runtime.core.request import Request, Sequence
+from runtime.engine.engine import Engine
+from runtime.proof.records import Fingerprint
+from runtime.text.text import tokenizer_digest
+from runtime.util.cache import digest
+from runtime.util.errors import SpecDecError
+
+NUM_TOKENS = 48
+_DIGEST_LEN = 16
+
+
+def fingerprint_of(engine: Engine, tokenizer: Tokenizer | None) -> Fingerprint:
+    """The fingerprint of an opened engine: two steps, of 48 tokens in all."""
+    config = engine.config
+    quantization = config.quantization
+    formats = (
+        None
+        if quantization is None
+        else (quantization.quant_algo, quantization.activations, quantization.kv_cache_quant_algo)
+    )
+    shapes = (config.pretrained_config.get("model_type"), config.vocab_size, config.layers, config.states)
+    return Fingerprint(
+        logits=engine.turns.take(lambda: digest_of_logits(engine)),
+        weights=config.weights_digest[:_DIGEST_LEN],
+        architecture=digest([repr(shapes)])[:_DIGEST_LEN],
+        tokenizer=None if tokenizer is None else tokenizer_digest(tokenizer)[:_DIGEST_LEN],
+        vocab_size=config.vocab_size,
+        dtype=config.dtype,
+        quantization=None if formats is None else " ".join(str(one) for one in formats if one is not None),
+        tp_size=config.mapping.tp_size,
+        compiler=config.build_config.compiler,
+        processor=_processor(config),
+        instructions=config.environment.instructions,
+        torch=torch.__version__,
+        specdec_version=specdec_version(),
+        batch_invariant=config.batch_invariant,
+    )
+
+
+def _processor(config: EngineConfig) -> str:
+    kernels = "" if config.arithmetic is None else f", {config.arithmetic} kernels"
+    return config.environment.capability + kernels
+
+
+def fixed_tokens(vocab_size: int, num_tokens: int) -> list[int]:
+    """Ids from all over the vocabulary, the same everywhere: the high bits of a linear congruential generator."""
+    state, tokens = 1, []
+    for _ in range(num_tokens):
+        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+        tokens.append((state >> 33) % vocab_size)
+    return tokens
+
+
+def digest_of_logits(engine: Engine) -> str:
+    """Digest of the bytes of all logits after fixed tokens: of all but one as a prompt, of the last as a step."""
+    build = engine.config.build_config
+    tokens = fixed_tokens(engine.config.vocab_size, min(NUM_TOKENS, build.max_request_len - 1))
+    # The last token alone is the request's prompt for the loop: nothing of it is found in the cache, nor looked up.
+    sequence = Sequence.start(Request(0, tuple(tokens), 1))
+    engine.clear_cache()
+    if not engine.admit(sequence):
+        engine.raise_cache_is_taken(sequence.request)
+    try:
+        found = engine.forward_context(sequence, len(tokens) - 1) if len(tokens) > 1 else None
+        last = engine.step([generation_row(sequence, [])])[0]
+        return _digest_of([last] if found is None else [found, last])
+    finally:
+        engine.release(sequence)
+        engine.clear_cache()
+
+
+def _digest_of(tensors: Seq[Tensor]) -> str:
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()[:_DIGEST_LEN]
+
+
+def read_fingerprint(text: str, where: str) -> Fingerprint:
+    """The fingerprint in a JSON text; SpecDecError names `where`."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise SpecDecError(f"this is no fingerprint, not JSON ({error}): {where}", hint="write one again") from None
+    found = data.get("fingerprint", data) if isinstance(data, dict) else data
+    return parse(Fingerprint, found, where)

@@ -1,0 +1,135 @@
+"""Outputs computed as one long draft each: the logits of all their positions, several outputs at a time."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from runtime.core.batch import Row, context_row
+from runtime.core.request import Request, Sequence
+from runtime.core.sampling import Positions, Sampler
+from runtime.engine.engine import Engine
+from runtime.util.errors import SpecDecError
+
+_MOST_LOGITS = 1 << 23
+"""Logits of one output that are computed at once."""
+MOST_LOGITS_OF_GROUP = 1 << 25
+"""Logits of outputs that are computed together."""
+
+
+@dataclass
+class LongDraft:
+    """An output, and how far it has been judged: row i of its logits is after i of its tokens."""
+
+    request: Request
+    output: tuple[int, ...]
+    num_rows: int
+    """Rows of logits that are wanted, at most one more than the output has tokens."""
+    num_judged: int = 0
+    problem: str | None = None
+    """Why the engine cannot compute it."""
+    is_over: bool = False
+    """True once no more rows are wanted."""
+    sequence: Sequence = field(init=False)
+    """Its tokens are those to compute: the prompt, and the output before the last row."""
+    sampler: Sampler = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sequence = Sequence(self.request, self.prefix(self.num_rows - 1))
+        self.sampler = Sequence(self.request, list(self.request.prompt_tokens)).sampler
+
+    def prefix(self, place: int) -> list[int]:
+        """The prompt, and the first `place` tokens of the output."""
+        return [*self.request.prompt_tokens, *self.output[:place]]
+
+    def token_at(self, place: int) -> int | None:
+        return self.output[place] if place < len(self.output) else None
+
+    def positions(self, place: int, logits: Tensor) -> Positions:
+        """Positions of [rows, vocab] logits, of which the first is after `place` tokens of the output."""
+        return Positions(self.sampler, self.prefix(place), self.output[place : place + len(logits) - 1], logits)
+
+
+Draft = TypeVar("Draft", bound=LongDraft)
+Judge = Callable[[list[Draft], list[Tensor]], None]
+
+
+@dataclass
+class LongDrafts(Generic[Draft]):
+    """Computes outputs on an engine, and hands the next rows of each to `judge`."""
+
+    engine: Engine
+    judge: Judge[Draft]
+
+    def compute(self, drafts: list[Draft]) -> None:
+        """Compute all of them, as many at once as the K/V cache has room for."""
+        while drafts:
+            drafts = self.engine.turns.take(lambda drafts=drafts: self._compute_some(drafts))  # type: ignore[misc]
+
+    def _compute_some(self, drafts: list[Draft]) -> list[Draft]:
+        """Compute the first of them; returns the others."""
+        admitted: list[Draft] = []
+        try:
+            for draft in drafts[: self.engine.max_batch_size]:
+                if not self._admit(draft, is_first=not admitted):
+                    break
+                admitted.append(draft)
+            while going := [one for one in admitted if not (one.is_over or one.problem or _is_done(one))]:
+                all_logits = self._forward(going)
+                with self.engine.alone():
+                    self.judge(going, all_logits)
+                for draft, logits in zip(going, all_logits, strict=True):
+                    draft.num_judged += len(logits)
+        finally:
+            for draft in reversed(admitted):
+                if draft.sequence.block_table:
+                    self.engine.release(draft.sequence)
+        return drafts[len(admitted) :]
+
+    def _admit(self, draft: Draft, *, is_first: bool) -> bool:
+        """Give it blocks for all its tokens, of which those of the prompt may be found. False: no room now."""
+        sequence, tokens = draft.sequence, draft.sequence.tokens
+        most = self.engine.config.build_config.max_request_len
+        if len(tokens) > most:
+            draft.problem = f"it is longer than the {most} tokens that the engine takes: {len(tokens)}"
+            return True
+        sequence.tokens = tokens[: len(draft.request.prompt_tokens)]
+        try:
+            has_room = self.engine.admit(sequence)
+        except SpecDecError as error:
+            draft.problem = error.message
+            return True
+        finally:
+            sequence.tokens = tokens
+        if has_room and self.engine.extend(sequence):
+            return True
+        if has_room:
+            self.engine.release(sequence)
+        if is_first:
+            draft.problem = (
+                f"it does not fit into the K/V cache of {self.engine.num_cache_tokens} tokens: {len(tokens)}"
+            )
+        return is_first
+
+    def _forward(self, drafts: Seq[Draft]) -> list[Tensor]:
+        """[rows, vocab] logits of each: the next of those that it needs."""
+        engine = self.engine
+        most = max(1, min(engine.max_num_tokens, _MOST_LOGITS // engine.config.vocab_size))
+        rows: list[Row] = []
+        for draft in drafts:
+            sequence = draft.sequence
+            while (num_before := len(draft.request.prompt_tokens) - 1 - sequence.num_computed) > most:
+                engine.compute_context(sequence, most)
+            num_before = max(num_before, 0)
+            num_tokens = min(len(sequence.tokens) - sequence.num_computed, num_before + most)
+            rows.append(replace(context_row(sequence, num_tokens), num_logits=num_tokens - num_before))
+        all_logits = engine.step(rows)
+        for draft, row in zip(drafts, rows, strict=True):
+            draft.sequence.num_computed += len(row.tokens)
+        return all_logits
+
+
+def _is_done(draft: LongDraft) -> bool:
+    return draft.num_judged >= draft.num_rows

@@ -1,0 +1,153 @@
+"""Receipts: per answer one JSON line that says all that its tokens follow from, so that anyone can check them.
+
+A token is a function of the tokens before, of the engine and of the request: sampling with its seed and the index of
+the output, the form of the text, and what ends it. The drafter is no part of a receipt, because it changes no token.
+Only drafts that are verified by probabilities draw with other numbers; `drawn` says so, and such an answer is checked
+by its likelihood.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime.checkpoint.config import parse
+from runtime.core.request import Sequence
+from runtime.proof.records import Fingerprint, IdsForm, Receipt, ids_digest
+from runtime.text.text import stop_words_of
+from runtime.text.trace_lines import check_ids, line_digest
+from runtime.util.errors import SpecDecError
+from runtime.util.files import check_regular, write_file
+from runtime.util.reading import raise_unreadable, shown
+
+_MOST_LINE_BYTES = 1 << 26
+
+
+def receipt_of(
+    sequence: Sequence, fingerprint: Fingerprint, *, name: str | None = None, form: IdsForm = "ids"
+) -> Receipt:
+    """The receipt of a finished sequence."""
+    request = sequence.request
+    assert sequence.finish_reason is not None
+    words = stop_words_of(request)
+    prompt, output = request.prompt_tokens, tuple(sequence.output_tokens)
+    return Receipt(
+        name=name,
+        fingerprint=fingerprint,
+        prompt_ids=prompt if form == "ids" else None,
+        output_ids=output if form == "ids" else None,
+        prompt_digest=ids_digest(prompt),
+        output_digest=ids_digest(output),
+        return_index=request.return_index,
+        max_new_tokens=request.max_new_tokens,
+        end_ids=tuple(sorted(request.end_ids)),
+        stop_words=() if words is None else words.words,
+        grammar=None if request.grammar is None else request.grammar.form,
+        sampling=request.sampling,
+        drawn="by_probabilities" if sequence.is_drawn_by_probs else "by_tokens",
+        finish_reason=sequence.finish_reason,
+    )
+
+
+def write_receipts(path: Path, sequences: Iterable[Sequence], fingerprint: Fingerprint, form: IdsForm) -> None:
+    """A line for each finished sequence. The file is whole or as it was."""
+    lines = (receipt_of(one, fingerprint, name=one.request.label, form=form).line for one in sequences)
+    write_file(path, "".join(lines).encode())
+
+
+@dataclass(frozen=True)
+class Read:
+    """A receipt as it was read: `problem` says in one sentence why there is none, or what is wrong with it."""
+
+    where: str
+    receipt: Receipt | None
+    problem: str | None = None
+
+
+Answers = Mapping[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]]
+"""Ids of prompts and outputs by their digests, for receipts that have digests alone."""
+
+
+def read_receipts(path: Path, answers: Answers | None = None) -> Iterator[Read]:
+    """The receipts of a file, line after line: receipts, a batch's results or a server's answers that have some.
+
+    What is wrong with a line is said of that line alone. SpecDecError if the file cannot be read.
+    """
+    check_regular(path)
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE_BYTES), b""), 1):
+                if line.strip():
+                    yield from _read_line(line, f"line {number} of {path}", answers or {})
+    except OSError as error:
+        raise_unreadable(path, error)
+
+
+def _read_line(line: bytes, where: str, answers: Answers) -> Iterator[Read]:
+    try:
+        data = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
+        yield Read(where, None, f"{where} is not JSON ({reason}): it is cut or damaged")
+        return
+    rows = list(rows_in(data))
+    if not rows:
+        yield Read(where, None, f"{where} has no receipt: {shown(data)}")
+    for row in rows:
+        yield read_row(row, where, answers)
+
+
+def rows_in(data: Any) -> Iterator[dict[str, Any]]:
+    """The receipts in a line: itself, or those of an answer's choices, which a batch has in a `response`."""
+    if not isinstance(data, dict):
+        return
+    if isinstance(data.get("fingerprint"), dict):
+        yield data
+        return
+    for choice in choices_of(body_of(data)):
+        if isinstance(choice.get("receipt"), dict):
+            yield choice["receipt"]
+
+
+def body_of(data: Any) -> dict[str, Any]:
+    """The answer in a line of a batch's results, or a server's answer itself."""
+    response = data.get("response") if isinstance(data, dict) else None
+    body = response.get("body") if isinstance(response, dict) else data
+    return body if isinstance(body, dict) else {}
+
+
+def choices_of(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    choices = body.get("choices")
+    yield from (one for one in choices if isinstance(one, dict)) if isinstance(choices, list) else ()
+
+
+def read_row(row: dict[str, Any], where: str, answers: Answers) -> Read:
+    """A receipt's object; its problem is a sentence about `where`."""
+    try:
+        receipt = parse(Receipt, row, where)
+        for name in ("prompt_ids", "output_ids"):
+            ids = row[name]
+            if ids or (ids is not None and name == "prompt_ids"):
+                check_ids(ids, f"`{name}` on {where}")
+    except SpecDecError as error:
+        return Read(where, None, error.message)
+    if (problem := _digest_problem(receipt, row, where)) is not None:
+        return Read(where, receipt if receipt.prompt_ids and receipt.output_ids is not None else None, problem)
+    if receipt.prompt_ids is None or receipt.output_ids is None:
+        found = answers.get((receipt.prompt_digest, receipt.output_digest))
+        if found is None:
+            return Read(where, None, f"{where} has digests of token ids alone, and no answer beside it has them")
+        receipt = dataclasses.replace(receipt, prompt_ids=found[0], output_ids=found[1])
+    return Read(where, receipt)
+
+
+def _digest_problem(receipt: Receipt, row: dict[str, Any], where: str) -> str | None:
+    if row.get("digest") != line_digest(row):
+        return f"{where} has changed since it was written, its digest is {line_digest(row)}: {shown(row.get('digest'))}"
+    for name in ("prompt", "output"):
+        ids = getattr(receipt, f"{name}_ids")
+        if ids is not None and ids_digest(ids) != row[f"{name}_digest"]:
+            return f"{where} has other token ids than those of its `{name}_digest`: {shown(row[f'{name}_digest'])}"
+    return None

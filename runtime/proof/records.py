@@ -1,0 +1,194 @@
+"""Records of proofs: an engine's fingerprint, the receipt of an answer, and what a check found. Imports no torch."""
+
+import json
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from runtime.checkpoint.config import Compiler, Count, Dtype, Size, as_json
+from runtime.core.params import Grammar, SamplingConfig
+from runtime.core.stats import FinishReason
+from runtime.text.trace_lines import line_digest
+from runtime.util.cache import digest
+
+Relation = Literal["same", "other_machine", "faulty", "other_engine", "other_model"]
+"""An engine beside another: the same bits; other bits on another machine, version or build; other bits although all
+that they depend on is the same; other weights or another precision; or another model or tokenizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint:
+    """Digest of an engine's bits, and all that they depend on."""
+
+    logits: str
+    """Digest of the logits of fixed tokens: the same for engines that give the same bits."""
+    weights: str
+    """Digest of the weights as the engine has them."""
+    architecture: str
+    """Digest of the model's type, its vocabulary and the shapes of its layers."""
+    tokenizer: str | None
+    """Digest of the tokenizer's vocabulary; null without a tokenizer."""
+    vocab_size: Size
+    dtype: Dtype
+    quantization: str | None
+    """Formats of quantized weights, activations, keys and values; null where nothing is quantized."""
+    tp_size: Size
+    compiler: Compiler
+    processor: str
+    """Processor or GPU, and the kernels for its instructions."""
+    instructions: tuple[str, ...]
+    """Sets of instructions that the engine's code may use, by Linux's names."""
+    torch: str
+    specdec_version: str | None
+    batch_invariant: bool
+    """True if a token's logits are the same bits whatever else is in its step: only then is a check exact."""
+
+    @property
+    def name(self) -> str:
+        """`system_fingerprint` of OpenAI's protocol."""
+        return f"fp_{self.logits}"
+
+
+# What makes another engine of the same model, and what another machine or build of the same engine; in words.
+_OF_ENGINE = {"weights": "weights", "dtype": "dtype", "quantization": "quantization"}
+_OF_MACHINE = {
+    "tp_size": "tp_size",
+    "compiler": "compiler",
+    "processor": "processor",
+    "instructions": "instructions",
+    "torch": "torch",
+    "specdec_version": "specdec",
+    "batch_invariant": "batch_invariant",
+}
+
+
+def relation_of(theirs: Fingerprint, ours: Fingerprint) -> Relation:
+    """`theirs` beside `ours`."""
+    if theirs.architecture != ours.architecture or theirs.tokenizer != ours.tokenizer:
+        return "other_model"
+    if any(getattr(theirs, name) != getattr(ours, name) for name in _OF_ENGINE):
+        return "other_engine"
+    if theirs.logits == ours.logits:
+        return "same"
+    return "other_machine" if any(getattr(theirs, name) != getattr(ours, name) for name in _OF_MACHINE) else "faulty"
+
+
+def differences(theirs: Fingerprint, ours: Fingerprint) -> list[str]:
+    """Differences in words: `dtype bfloat16, here float32`; empty for engines with the same fingerprint."""
+    if theirs.architecture != ours.architecture:
+        return [f"another model, of {theirs.vocab_size:,} ids, here {ours.vocab_size:,}"]
+    named = {"tokenizer": "tokenizer"} | _OF_ENGINE | _OF_MACHINE
+    found = [
+        f"{word} {there}, here {here}"
+        for name, word in named.items()
+        for there, here in [_differing(getattr(theirs, name), getattr(ours, name))]
+        if there != here
+    ]
+    if theirs.logits != ours.logits:
+        found.append(f"bits {theirs.name}, here {ours.name}")
+    return found
+
+
+def _differing(theirs: Any, ours: Any) -> tuple[str, str]:
+    """Two values in words; of lists what only one of them has."""
+    if isinstance(theirs, tuple):
+        there, here = (" ".join(sorted({*one} - {*other})) for one, other in ((theirs, ours), (ours, theirs)))
+        return f"also {there}" if there else "no more", f"also {here}" if here else "no more"
+    return ("none" if theirs is None else str(theirs)), ("none" if ours is None else str(ours))
+
+
+FORMAT_VERSION = 1
+IdsForm = Literal["ids", "digests"]
+"""Receipts with token ids, or with their digests alone: those who check must have the ids from elsewhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Receipt:
+    """An answer, and all that its tokens follow from."""
+
+    format_version: int = FORMAT_VERSION
+    name: str | None = None
+    """Name of the request, such as an answer's id; null without one."""
+    fingerprint: Fingerprint
+    prompt_ids: tuple[Count, ...] | None
+    """Token ids of the prompt, as it was computed; null where only their digest is told."""
+    output_ids: tuple[Count, ...] | None
+    """Token ids of the output, an end id included; null where only their digest is told."""
+    prompt_digest: str
+    output_digest: str
+    return_index: Count = 0
+    """Index among the outputs of one prompt, which tells their noise apart."""
+    max_new_tokens: Size
+    end_ids: tuple[Count, ...]
+    stop_words: tuple[str, ...]
+    grammar: Grammar | None
+    """Form of the output; null without one."""
+    sampling: SamplingConfig
+    drawn: Literal["by_tokens", "by_probabilities"] = "by_tokens"
+    """`by_probabilities`: a drafter's own probabilities took part in the draws (rejection sampling)."""
+    finish_reason: FinishReason
+    digest: str = ""
+    """Digest of all other fields, as written."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The line's object, with its digest."""
+        values = {name: value for name, value in as_json(self).items() if name != "digest"}
+        row: dict[str, Any] = json.loads(json.dumps(values))
+        return row | {"digest": line_digest(row)}
+
+    @property
+    def line(self) -> str:
+        return line_of(self.as_json())
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """The line of a receipt's object."""
+    return json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+def ids_digest(tokens: Seq[int]) -> str:
+    """Digest of token ids."""
+    return digest(map(str, tokens))
+
+
+Rule = Literal["tokens", "rounding", "likelihood"]
+"""Rules of a check: token by token; the same, but for ties that rounding decides; or by probabilities."""
+Verdict = Literal["exact", "within_rounding", "likely", "wrong", "unlikely", "not_checked"]
+PASSED: frozenset[Verdict] = frozenset({"exact", "within_rounding", "likely"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Result of checking one answer. `place`, `token` and the following fields are of the first wrong token."""
+
+    where: str
+    name: str | None = None
+    verdict: Verdict
+    rule: Rule | None = None
+    relation: Relation | None = None
+    """The engine of the receipt beside this one; null where there is no receipt."""
+    num_tokens: int = 0
+    place: int | None = None
+    """Position in the output of the first token that is not the engine's."""
+    token: int | None = None
+    """The answer's token there; null where it has ended."""
+    engine_token: int | None = None
+    """The engine's choice there; null where it ends, or can choose nothing."""
+    probability: float | None = None
+    """Probability that the engine gives to the answer's token."""
+    rank: int | None = None
+    """1 for the token with the largest score; null for one that cannot be chosen."""
+    gap: float | None = None
+    """Logits between the two tokens, with the noise of sampling; null where one cannot be chosen."""
+    num_ties: int = 0
+    """Tokens that are not the engine's, by no more than rounding."""
+    agreement: float | None = None
+    """Checked by likelihood: share of the answer's tokens that are the engine's choices."""
+    deviations: float | None = None
+    """Checked by likelihood: log-probability of the answer less the expected one, in standard deviations."""
+    reason: str | None = None
+    """Sentence that says what is wrong."""
+
+    @property
+    def passed(self) -> bool:
+        return self.verdict in PASSED

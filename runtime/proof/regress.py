@@ -1,0 +1,280 @@
+"""Old answers beside a new engine: what a change of an engine changes, without generating them again.
+
+An old answer is one long draft for the new engine. Its first token that the new engine would not choose is where the
+new answer leaves the old one: exactly the place at which generating again would leave it, where both engines' bits do
+not depend on the step. Behind it the old answer is still a text on which the two engines can be compared.
+"""
+
+import json
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.core.params import GREEDY
+from runtime.core.request import Request, Sequence
+from runtime.core.sampling import NoValidToken, choose_all
+from runtime.core.stats import LoopTimes
+from runtime.drafters.prediction import PredictionLookup
+from runtime.engine.engine import Engine
+from runtime.loop.scheduler import Scheduler
+from runtime.loop.serving import DrafterRouter
+from runtime.proof.long_drafts import MOST_LOGITS_OF_GROUP, LongDraft, LongDrafts
+from runtime.proof.receipts import body_of, choices_of, read_row, rows_in
+from runtime.proof.records import Receipt
+from runtime.text.trace_lines import Trace
+from runtime.util.errors import SpecDecError
+from runtime.util.reading import raise_unreadable, shown
+
+
+@dataclass(frozen=True)
+class OldAnswer:
+    """An answer to compare with. Without a `receipt` its request is not known, and was greedy."""
+
+    where: str
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    receipt: Receipt | None = None
+    problem: str | None = None
+    """Why there is none, in one sentence."""
+
+    def request(self, make: Callable[[Receipt], Request], end_ids: frozenset[int]) -> Request:
+        """The request that was answered; without a receipt greedy, for as many tokens."""
+        if self.receipt is not None:
+            return make(self.receipt)
+        return Request(0, self.prompt, len(self.output), end_ids, sampling=GREEDY)
+
+
+@dataclass
+class Positions:
+    """Sums by position in the output: over the answers that have one."""
+
+    num: list[int] = field(default_factory=list)
+    num_agreeing: list[int] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)
+
+    def add(self, first: int, agreeing: Seq[bool], kl: Seq[float]) -> None:
+        missing = first + len(agreeing) - len(self.num)
+        for values in (self.num, self.num_agreeing, self.kl):
+            values += [0] * missing
+        for place, agrees in enumerate(agreeing, first):
+            self.num[place] += 1
+            self.num_agreeing[place] += agrees
+        for place, value in enumerate(kl, first):
+            self.kl[place] += value
+
+
+@dataclass(kw_only=True)
+class Compared(LongDraft):
+    """An old answer beside the new engine. `place` is its first token that the new engine does not choose."""
+
+    old: OldAnswer
+    place: int | None = None
+    new_token: int | None = None
+    gap: float | None = None
+    """Logits of the new engine between its token and the old one; None where one cannot be chosen."""
+    num_agreeing: int = 0
+    kl: float = 0.0
+    """Sum over its positions, in nats, of the new engine's probabilities from the old engine's."""
+    new_output: list[int] | None = None
+    old_logits: list[Tensor] = field(default_factory=list)
+
+    @property
+    def has_diverged(self) -> bool:
+        return self.place is not None
+
+    def start_of_new(self) -> list[int]:
+        """The prompt and the new answer, as far as it is known: up to the first token that differs."""
+        assert self.place is not None and self.new_token is not None
+        return [*self.prefix(self.place), self.new_token]
+
+
+class Comparison:
+    """A new engine, and perhaps the old one, over answers of the old one."""
+
+    def __init__(self, new: Engine, old: Engine | None = None) -> None:
+        self.new, self.old, self.positions = new, old, Positions()
+
+    def compare(self, answers: Iterable[tuple[OldAnswer, Request]]) -> Iterator[Compared]:
+        """Each answer beside the new engine, in order."""
+        group: list[Compared] = []
+        num_logits = 0
+        for old, request in answers:
+            group.append(Compared(request, old.output, max(len(old.output), 1), old=old))
+            num_logits += group[-1].num_rows * self.new.config.vocab_size
+            if len(group) == self.new.max_batch_size or num_logits > MOST_LOGITS_OF_GROUP:
+                yield from self._compared(group)
+                group, num_logits = [], 0
+        yield from self._compared(group)
+
+    def _compared(self, group: list[Compared]) -> list[Compared]:
+        if self.old is not None:
+            befores = [Compared(one.request, one.output, one.num_rows, old=one.old) for one in group]
+            LongDrafts(self.old, _keep_logits).compute(befores)
+            for one, before in zip(group, befores, strict=True):
+                one.old_logits, one.problem = before.old_logits, before.problem
+        LongDrafts(self.new, self._judge).compute([one for one in group if one.problem is None])
+        for one in group:
+            one.old_logits.clear()
+        return group
+
+    def _judge(self, group: Seq[Compared], all_logits: Seq[Tensor]) -> None:
+        for one, logits in zip(group, all_logits, strict=True):
+            first = one.num_judged
+            agreeing = self._choices(one, logits)
+            kl = (
+                [] if self.old is None else _divergences(torch.cat(one.old_logits)[first : first + len(logits)], logits)
+            )
+            self.positions.add(first, agreeing, kl)
+            one.num_agreeing += sum(agreeing)
+            one.kl += sum(kl)
+
+    def _choices(self, one: Compared, logits: Tensor) -> list[bool]:
+        """True for each of the old tokens that the new engine chooses too, after the old tokens before it."""
+        agreeing: list[bool] = []
+        first = one.num_judged
+        while len(agreeing) < len(logits):
+            rest = logits[len(agreeing) :]
+            chosen = choose_all([one.positions(first + len(agreeing), rest)])[0]
+            for _ in range(len(rest)):
+                place = first + len(agreeing)
+                try:
+                    token = next(chosen)
+                except NoValidToken:
+                    token = -1
+                agrees = token == one.output[place]
+                agreeing.append(agrees)
+                if not agrees:
+                    if one.place is None:
+                        self._note(one, place, token, rest[place - first - (len(logits) - len(rest))])
+                    break  # the kernels choose no further than a token that is not the draft's
+        return agreeing
+
+    def _note(self, one: Compared, place: int, token: int, row: Tensor) -> None:
+        one.place = place
+        if token >= 0:
+            one.new_token = token
+            ranking = one.sampler.ranking(one.prefix(place), row)
+            temperature = 1.0 if one.sampler.is_greedy else one.request.sampling.temperature
+            gap = float(ranking[token] - ranking[one.output[place]]) * temperature
+            one.gap = gap if math.isfinite(gap) else None
+
+
+def _keep_logits(group: Seq[Compared], all_logits: Seq[Tensor]) -> None:
+    for one, logits in zip(group, all_logits, strict=True):
+        one.old_logits.append(logits.clone())
+
+
+def _divergences(old: Tensor, new: Tensor) -> list[float]:
+    """Kullback-Leibler divergence at each position, in nats: of [rows, vocab] new logits from the old ones."""
+    old_logs, new_logs = (logits.float().log_softmax(-1) for logits in (old, new))
+    found: list[float] = (old_logs.exp() * (old_logs - new_logs)).nan_to_num(0.0).sum(-1).clamp_min(0).tolist()
+    return found
+
+
+def generate_new(engine: Engine, diverged: Seq[Compared]) -> None:
+    """Set the new answers of those that have diverged: they go on from there, drafted by the old ones."""
+    router = DrafterRouter(None)
+    loop = Scheduler(engine, router if engine.max_draft_len else None, times=LoopTimes())
+    sequences: dict[int, Compared] = {}
+    for number, one in enumerate(diverged):
+        if one.new_token is None:
+            continue
+        room = engine.config.build_config.max_request_len - len(one.request.prompt_tokens)
+        request = replace(one.request, id=number, max_new_tokens=min(one.request.max_new_tokens, room))
+        sequence = Sequence.start(request)
+        sequence.tokens = one.start_of_new()
+        sequence.finish_reason = sequence.reason_to_finish()
+        if sequence.finish_reason is not None:
+            one.new_output = sequence.output_tokens
+            continue
+        router.assign(number, PredictionLookup(list(one.output)))
+        loop.add(sequence)
+        sequences[number] = one
+    with closing(_finished(loop)) as finished:
+        for sequence in finished:
+            sequences[sequence.request.id].new_output = sequence.output_tokens
+
+
+def _finished(loop: Scheduler) -> Generator[Sequence]:
+    """Sequences as they finish."""
+    try:
+        while loop.has_work:
+            for sequence, _ in loop.step():
+                if sequence.finish_reason is not None:
+                    yield sequence
+    finally:
+        loop.engine.turns.do_or_leave(loop.release_all)
+
+
+# --- old answers ---
+
+ReadTrace = Callable[[dict[str, Any], str], Trace]
+
+
+def read_old_answers(path: Path, read_trace: ReadTrace) -> Iterator[OldAnswer]:
+    """Answers of a file, line after line: traces, receipts, or a batch's results with token ids or receipts.
+
+    What is wrong with a line is said of that line alone. `read_trace` reads a line of traces.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield from _read_line(line, f"line {number} of {path}", read_trace)
+    except OSError as error:
+        raise_unreadable(path, error)
+
+
+def _read_line(line: bytes, where: str, read_trace: ReadTrace) -> Iterator[OldAnswer]:
+    try:
+        data = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        yield OldAnswer(where, (), (), problem=f"{where} is not JSON: it is cut or damaged")
+        return
+    try:
+        yield from _answers_in(data, where, read_trace)
+    except SpecDecError as error:
+        yield OldAnswer(where, (), (), problem=error.message)
+
+
+def _answers_in(data: Any, where: str, read_trace: ReadTrace) -> Iterator[OldAnswer]:
+    rows = list(rows_in(data))
+    for row in rows:
+        read = read_row(row, where, {})
+        receipt = read.receipt
+        if receipt is None or not receipt.prompt_ids or not receipt.output_ids:
+            yield OldAnswer(where, (), (), problem=read.problem or f"{where} has no token ids")
+        else:
+            yield OldAnswer(where, receipt.prompt_ids, receipt.output_ids, receipt)
+    if rows:
+        return
+    if isinstance(data, dict) and {"prompt", "prompt_ids"} & data.keys():
+        trace = read_trace(data, where)
+        yield OldAnswer(where, trace.prompt_tokens, trace.output_tokens)
+        return
+    found = list(_choices_with_ids(data))
+    if not found:
+        problem = f"{where} has neither token ids nor a receipt: {shown(data)}"
+        yield OldAnswer(where, (), (), problem=problem)
+    for prompt, output in found:
+        yield OldAnswer(where, prompt, output)
+
+
+def _choices_with_ids(data: Any) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(prompt, output) ids of the choices of a batch's result, or of a server's answer, that has them."""
+    body = body_of(data)
+    for choice in choices_of(body):
+        prompt, output = choice.get("prompt_token_ids", body.get("prompt_token_ids")), choice.get("token_ids")
+        if _are_ids(prompt) and _are_ids(output):
+            yield tuple(prompt), tuple(output)  # type: ignore[arg-type]
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(one) is int and one >= 0 for one in value)

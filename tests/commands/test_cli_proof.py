@@ -1,0 +1,254 @@
+"""`check`, `regress`, `fingerprint` and `predict`, and the receipts that commands and Python write for them."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from command_line import NGRAM, PROMPTS, Specdec, assert_valid, each
+from sentences import Said
+from shared import MakeEngineDir, shared_engine
+from tiny import make_model, repetitive_prompt
+
+from commands.batch.dispatch import check_same_bits
+from commands.schema.schemas import schema_of
+from runtime.checkpoint.config import QuantConfig, SelfDraft, parse
+from runtime.proof.records import Fingerprint, ids_digest
+from runtime.text.trace_lines import line_digest
+from specdec_cli import LLM, KVCacheConfig, NgramDrafter, SamplingParams, SelfDrafter, SpecDecError, SuffixDrafter
+
+SAMPLED = ["--temperature", 1.2, "--random-seed", 5]
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}}, "required": ["name"]}
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def sealed(row: dict[str, Any]) -> str:
+    """The line of a receipt that was changed by whoever also writes its digests anew."""
+    row |= {f"{name}_digest": ids_digest(row[f"{name}_ids"]) for name in ("prompt", "output") if row[f"{name}_ids"]}
+    return json.dumps(row | {"digest": line_digest(row)}) + "\n"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--ngram-config", NGRAM],
+        ["--ngram-config", NGRAM, *SAMPLED, "--num-return-sequences", 3, "--top-p", 0.9, "--min-p", 0.01],
+        ["--suffix-config", "8", *SAMPLED, "--mode", "leader", "--presence-penalty", 0.5, "--bad-words", "dog"],
+        ["--ngram-config", NGRAM, *SAMPLED, "--regex", "[a-d ]{2,12}"],
+        ["--grammar-config", "8", *SAMPLED, "--json-schema", json.dumps(SCHEMA), "--max-output-len", 60],
+        [*SAMPLED, "--stop-words", "the", "--min-tokens", 4, "--repetition-penalty", 1.3],
+    ],
+)
+def test_receipts_of_a_run_are_exact(
+    specdec: Specdec, llama_engine_dir: Path, tmp_path: Path, flags: list[object]
+) -> None:
+    path = tmp_path / "receipts.jsonl"
+    flags = [*each("--input-text", PROMPTS[:3]), "--max-output-len", 24, *flags]
+    run = specdec("run", "--engine-dir", llama_engine_dir, *flags, "--receipts", path, "--json").document
+    rows = rows_of(path)
+    assert [row["output_ids"] for row in rows] == [one["output_ids"] for one in run["requests"]]
+    for row in rows:
+        jsonschema.validate(row, schema_of("receipt"))
+    document = specdec("check", path, "--engine-dir", llama_engine_dir, "--json").document
+    assert_valid("check", document)
+    total = document["total"]
+    assert (
+        document["passed"] and total["verdicts"] == {"exact": len(rows)} and total["relations"] == {"same": len(rows)}
+    )
+
+
+def test_a_changed_receipt_is_named_with_its_token(specdec: Specdec, llama_engine_dir: Path, tmp_path: Path) -> None:
+    """The terminal, the document and the page name it, beside a line that is none."""
+    path, page = tmp_path / "receipts.jsonl", tmp_path / "check.html"
+    where = ["--engine-dir", llama_engine_dir]
+    specdec("run", *where, *each("--input-text", PROMPTS[:2]), *SAMPLED, "--max-output-len", 20, "--receipts", path)
+    rows = rows_of(path)
+    place, token = 7, rows[0]["output_ids"][7]
+    rows[0]["output_ids"][place] = token + 1
+    path.write_text(sealed(rows[0]) + '{"cut": \n' + path.read_text().splitlines()[1])
+    result = specdec("check", path, *where, "--report", page)
+    assert result.exit_code == 1 and "1 wrong, 1 not checked, 1 exact" in result.stdout
+    named = rf"line 1 of .*\s+place +{place}\s+answer's token +{token + 1}\s+engine's token +{token}\s"
+    assert re.search(named, result.stdout)
+    assert "line 2 of" in result.stdout and "not JSON" in result.stdout
+    text = page.read_text()
+    assert f'<data value="{token + 1}" data-path="/findings/0/token">{token + 1}</data>' in text
+    assert "<script" not in text and 'class="t recovered"' in text
+    document = json.loads(specdec("check", path, *where, "--json").stdout)
+    assert_valid("check", document)
+    assert [(one["verdict"], one["place"]) for one in document["findings"]] == [("wrong", place), ("not_checked", None)]
+
+
+def test_digests_need_the_ids_from_elsewhere(specdec: Specdec, llama_engine_dir: Path, tmp_path: Path) -> None:
+    path, traces, where = tmp_path / "receipts.jsonl", tmp_path / "traces.jsonl", ["--engine-dir", llama_engine_dir]
+    files = ["--receipts", path, "--receipt-ids", "digests", "--output-traces", traces]
+    specdec("run", *where, "--input-text", PROMPTS[0], "--max-output-len", 8, *files)
+    assert rows_of(path)[0]["output_ids"] is None
+    assert specdec("check", path, *where).exit_code == 1
+    assert specdec("check", path, *where, "--answers", traces, "--quiet").exit_code == 0
+
+
+def test_batches_and_python_write_receipts_too(specdec: Specdec, self_draft_engine_dir: Path, tmp_path: Path) -> None:
+    """A batch's results have them, whole after an interruption; an `LLM` gives them with any drafter."""
+    requests, results, path = (tmp_path / name for name in ("requests.jsonl", "results.jsonl", "receipts.jsonl"))
+    body = {
+        "prompt": "The dog",
+        "max_tokens": 12,
+        "n": 2,
+        "temperature": 1.1,
+        "stop": ["ball"],
+        "logit_bias": {"40": 2},
+    }
+    requests.write_text("".join(json.dumps(body | {"seed": seed}) + "\n" for seed in range(3)))
+    where = ["--engine-dir", self_draft_engine_dir]
+    arguments = ["batch", "-i", requests, "-o", results, *where, "--ngram-config", NGRAM, "--receipts", path, "--quiet"]
+    assert specdec(*arguments).exit_code == 0
+    written = path.read_bytes()
+    assert [row["name"] for row in rows_of(path)] == [f"line-{i}" for i in (1, 1, 2, 2, 3, 3)]
+    path.unlink()
+    assert specdec(*arguments).exit_code == 0 and path.read_bytes() == written
+    params = SamplingParams(temperature=0.9, seed=1, n=2, max_tokens=16, receipt=True)
+    with LLM(self_draft_engine_dir) as llm, (tmp_path / "python.jsonl").open("w") as file:
+        for drafter in (None, NgramDrafter(), SuffixDrafter(), SelfDrafter(4), SelfDrafter(4, use_logits=True)):
+            for result in llm.generate(["The dog", "One day"], params, drafter=drafter):
+                file.writelines(json.dumps(output.receipt) + "\n" for output in result.outputs)
+        pieces = [piece.receipt for piece in llm.stream("The dog", params) if piece.finish_reason]
+        assert {one.verdict for one in llm.check_receipts([one or {} for one in pieces])} == {"exact"} and len(
+            pieces
+        ) == 2
+    document = specdec("check", results, path, tmp_path / "python.jsonl", *where, "--json").document
+    assert document["total"]["verdicts"] == {"exact": 6 + 6 + 16, "likely": 4}
+
+
+@pytest.mark.parametrize("kind", ["states", "split"])
+def test_states_and_splits_give_exact_receipts(
+    kind: str, make_engine_dir: MakeEngineDir, split_engine_dir: Path
+) -> None:
+    """Answers of a small cache that is found again, drafted or not; checked in pieces of 7 tokens."""
+    engine_dir = split_engine_dir
+    if kind == "states":
+        engine_dir = make_engine_dir(make_model("lfm2"), compiler="aot", self_draft=SelfDraft("int8"))
+    drafters = [None, NgramDrafter(4, 2), *([SelfDrafter(3)] if kind == "states" else [])]
+    prompts = [repetitive_prompt(seed, length) for seed, length in ((0, 70), (1, 34), (0, 80))]
+    params = [SamplingParams(temperature=one, seed=2, n=2, max_tokens=20, receipt=True) for one in (0.0, 1.2, 0.7)]
+    receipts = []
+    with LLM(engine_dir, kv_cache=KVCacheConfig(max_tokens=200)) as llm:
+        for drafter in drafters:
+            results = llm.generate(prompts, params, drafter=drafter)
+            receipts += [output.receipt or {} for result in results for output in result.outputs]
+    with LLM(engine_dir, max_num_tokens=7) as llm:
+        findings = llm.check_receipts(receipts, "tokens")
+    assert [one.verdict for one in findings] == ["exact"] * 6 * len(drafters)
+
+
+@pytest.fixture
+def answers(specdec: Specdec, llama_engine_dir: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """Greedy traces, and receipts of samples."""
+    traces, receipts = tmp_path / "traces.jsonl", tmp_path / "receipts.jsonl"
+    run = ["run", "--engine-dir", llama_engine_dir, *each("--input-text", PROMPTS), "--max-output-len", 24]
+    specdec(*run, "--output-traces", traces)
+    specdec(*run, *SAMPLED, "--receipts", receipts)
+    return traces, receipts
+
+
+@pytest.fixture(scope="module")
+def int4_engine_dir(llama_dir: Path, shared: Path) -> Path:
+    """The model of `llama_engine_dir` in four bits."""
+    return shared_engine(shared / "engines", llama_dir, precision=QuantConfig("int4", 16))
+
+
+def test_regress_is_what_generating_again_says(
+    specdec: Specdec, answers: tuple[Path, Path], llama_engine_dir: Path, int4_engine_dir: Path, tmp_path: Path
+) -> None:
+    """An equal engine changes nothing; another one changes each answer where its own leaves the old one."""
+    page = tmp_path / "regress.html"
+    flags = ["--engine-dir", int4_engine_dir, "--against", llama_engine_dir, "--new-answers", "--report", page]
+    for path, params in zip(answers, ({"temperature": 0}, {"temperature": 1.2, "seed": 5}), strict=True):
+        regress = ["regress", "--traces", path, "--max-diverged", "0"]
+        assert specdec(*regress, "--engine-dir", llama_engine_dir).exit_code == 0
+        assert specdec(*regress, "--engine-dir", int4_engine_dir).exit_code == 1
+        document = specdec("regress", "--traces", path, *flags, "--json").document
+        assert_valid("regress", document)
+        with LLM(int4_engine_dir) as llm:
+            own = [one.token_ids for one in llm.generate(PROMPTS, SamplingParams(max_tokens=24, **params))]
+        for answer, row, tokens in zip(document["answers"], rows_of(path), own, strict=True):
+            pairs = enumerate(zip(row["output_ids"], tokens, strict=False))
+            place = next((i for i, (old, new) in pairs if old != new), None)
+            assert (answer["place"], answer["new_ids"]) == (place, None if place is None else tokens)
+        assert document["total"]["num_diverged"] > 0 and document["total"]["mean_kl"] > 0
+    assert 'class="t accepted"' in page.read_text()
+
+
+def test_fingerprints_are_of_the_bits(
+    specdec: Specdec, llama_engine_dir: Path, self_draft_engine_dir: Path, int4_engine_dir: Path, tmp_path: Path
+) -> None:
+    """The same of two builds of one model; another of other weights, which is said."""
+    path = tmp_path / "fingerprint.json"
+    document = specdec("fingerprint", "--engine-dir", llama_engine_dir, "--json").document
+    assert_valid("fingerprint", document)
+    path.write_text(json.dumps(document))
+    same = specdec("fingerprint", "--engine-dir", self_draft_engine_dir, "--expect", path)
+    assert same.exit_code == 0 and same.stdout.splitlines()[0] == document["name"] and "the same bits" in same.stdout
+    other = specdec("fingerprint", "--engine-dir", int4_engine_dir, "--expect", path)
+    assert other.exit_code == 1 and "other bits: weights" in other.stdout and "quantization none, here" in other.stdout
+
+
+def test_workers_with_other_bits_share_no_batch(
+    specdec: Specdec, llama_engine_dir: Path, int4_engine_dir: Path, capfd: pytest.CaptureFixture[str], said: Said
+) -> None:
+    ours, theirs = (
+        parse(Fingerprint, specdec("fingerprint", "--engine-dir", one, "--json").document["fingerprint"], "")
+        for one in (llama_engine_dir, int4_engine_dir)
+    )
+    check_same_bits("here:1", replace(ours, torch="another"), ours, allow_mixed=False)  # of the same bits
+    with pytest.raises(SpecDecError) as error:
+        check_same_bits("there:2", theirs, ours, allow_mixed=False)
+    said(
+        error.value,
+        "there:2",
+        theirs.name,
+        ours.name,
+        varying=(theirs.logits, ours.logits, ours.processor, theirs.processor),
+    )
+    check_same_bits("there:2", theirs, ours, allow_mixed=True)
+    assert "warning: workers give different bits, there:2" in capfd.readouterr().err
+
+
+def test_predict_reads_another_machines_costs(
+    specdec: Specdec, answers: tuple[Path, Path], llama_engine_dir: Path, tmp_path: Path
+) -> None:
+    """Steps whose tokens are free pay for every accepted token: as many times as there are tokens in a step."""
+    costs = json.loads((llama_engine_dir / "config.json").read_text())
+    flat = [one | {"seconds": 0.01} for one in costs["step_costs"]]
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"step_costs": flat, "host_s": 0.0}))
+    document = specdec("predict", "--traces", answers[0], "--costs", path, "--json").document
+    assert_valid("predict", document)
+    none = next(one for one in document["predicted"] if not one["flags"])
+    best = document["predicted"][0]
+    assert none["speedup"] == 1 and document["pays"]
+    assert best["speedup"] == pytest.approx(best["tokens_per_step"], rel=0.05)  # and what looking up takes
+
+
+def test_mistakes(specdec: Specdec, llama_engine_dir: Path, tmp_path: Path, said: Said) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    where = ["--engine-dir", llama_engine_dir]
+    for arguments in (
+        ["check", "nowhere.jsonl", *where],
+        ["check", empty, *where],
+        ["regress", "--traces", empty, *where],
+        ["regress", "--traces", empty, *where, "--max-diverged", "2 of 3"],
+        ["fingerprint", *where, "--expect", empty],
+        ["predict", "--traces", empty, "--costs", llama_engine_dir / "tokenizer.json"],
+        ["run", *where, "--receipt-ids", "digests", "a"],
+    ):
+        result = specdec(*arguments)
+        assert result.exit_code in (1, 2)
+        said(result)
