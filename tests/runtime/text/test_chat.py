@@ -89,8 +89,8 @@ def write_two_templates(writer: Any) -> None:
 BROKEN = {
     "line 2; Expected": [{"name": "default", "template": "\n{% if %}"}],
     "line 1; upside_down": "{{ messages | upside_down }}",
-    "no text; 5": 5,
-    "no text; ''": "",
+    "not text; 5": 5,
+    "not text; ''": "",
     "rag, tool_use": [{"name": name, "template": TEMPLATE} for name in ("tool_use", "rag")],
 }
 

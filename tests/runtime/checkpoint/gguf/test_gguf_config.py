@@ -70,7 +70,10 @@ def test_key_that_would_change_the_model_is_refused_by_name(
 @pytest.mark.parametrize(
     ("words", "edit"),
     [
-        ("no number; llama.attention.layer_norm_rms_epsilon", with_values(attention__layer_norm_rms_epsilon=math.nan)),
+        (
+            "not a number; llama.attention.layer_norm_rms_epsilon",
+            with_values(attention__layer_norm_rms_epsilon=math.nan),
+        ),
         ("`rope_theta`; 0.0", with_values(rope__freq_base=0.0)),
         (
             "`llama.attention.head_count` 0; `blk.0.attn_q.weight` is [32, 32]",

@@ -328,7 +328,7 @@ def test_gguf_of_more_layers_than_tensors_is_refused_before_any_is_made(tmp_path
     key = b"llama.block_count"
     start = path.read_bytes().index(key) + len(key) + 4
     with_bytes(path, start, struct.pack("<I", 2**32 - 1))
-    refuse(path, tmp_path, said, "`llama.block_count` 4294967295", "tensors")
+    refuse(path, tmp_path, said, "`llama.block_count` is 4294967295", "tensors")
 
 
 @pytest.mark.parametrize(("name", "kind"), [("blk.0.attn_norm", Q.F32), ("blk.0.ffn_gate", Q.Q8_0)])
