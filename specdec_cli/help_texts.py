@@ -26,6 +26,10 @@ Measure
   bench      put load on a running server: latency and throughput
   compare    two JSON documents side by side
   doctor     find what makes a model slow, and what to do about it
+  predict    what drafts would save on another machine
+  check      prove that answers are an engine's own, by their receipts
+  regress    what another engine changes in old answers
+  fingerprint  whether two engines or machines give the same bits
 Make
   convert    a model becomes a checkpoint, quantized if you like
   build      a checkpoint becomes an engine; `run MODEL` does both by itself
@@ -36,8 +40,6 @@ Look after
   cache      list the engines, and remove the oldest
   verify     compare files with their checksums
   schema     print the JSON schema of a command's `--json` document
-Others
-  check, fingerprint, predict, regress
 --version (-V); --debug shows tracebacks; --install-completion completes words
 """,
     "run": """\

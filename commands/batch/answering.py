@@ -47,7 +47,7 @@ _OF_STREAMS = ("stream", "return_token_kinds")
 
 @dataclass(frozen=True)
 class Counts:
-    """What answering has cost; no result contains it."""
+    """Costs of answering; no result contains them."""
 
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0

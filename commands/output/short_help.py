@@ -27,6 +27,10 @@ _GROUPS = {
         "bench": "put load on a running server: latency and throughput",
         "compare": "two JSON documents side by side",
         "doctor": "find what makes a model slow, and what to do about it",
+        "predict": "what drafts would save on another machine",
+        "check": "prove that answers are an engine's own, by their receipts",
+        "regress": "what another engine changes in old answers",
+        "fingerprint": "whether two engines or machines give the same bits",
     },
     "Make": {
         "convert": "a model becomes a checkpoint, quantized if you like",

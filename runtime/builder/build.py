@@ -97,7 +97,7 @@ Phase = Callable[[str], None]
 
 @dataclass(frozen=True)
 class DraftSource:
-    """Where the output layer for drafts comes from, as `BuildConfig.draft_output` describes it."""
+    """Source of the output layer for drafts, as `BuildConfig.draft_output` describes it."""
 
     ids: tuple[int, ...] = ()
     """Ids that are drafted; none: all."""

@@ -59,9 +59,7 @@ class _Judge:
     farthest_row: float = math.inf
 
     def allows(self, ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
-        """For each row, True if the step's distance from the logits with more bits is acceptable beside transformers'
-        distance.
-        """
+        """True if each row's distance from the logits with more bits is acceptable beside transformers' distance."""
         held = math.ceil(self.of_rows * len(theirs)) - 1
         limit = max(tolerance, min(self.more_rounding * theirs.sort().values[held].item(), self.most_rounding))
         return ours.sort().values[held].item() <= limit and ours.max().item() <= self.farthest_row
@@ -234,7 +232,7 @@ def check_logits(
 def _moved_by_ties(
     dtype: torch.dtype, model: PreTrainedModel, sequences: Seq[_Sequence], margins: Seq[float], exact: Tensor
 ) -> Tensor:
-    """For each row, how far a mixture's logits in `dtype` move from `exact` at most if near ties between experts are
+    """Largest move, for each row, of a mixture's logits in `dtype` from `exact` if near ties between experts are
     decided otherwise: all ties, or those of every other token.
     """
     found = []
@@ -344,7 +342,7 @@ def _compare(ours: Tensor, theirs: Tensor, tolerance: float) -> LogitsCheck:
 
 
 def _distances(ours: Tensor, theirs: Tensor) -> Tensor:
-    """For each row, the norm of the difference over the norm of `theirs`."""
+    """Norm of the difference over the norm of `theirs`, for each row."""
     distances: Tensor = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
     return distances
 

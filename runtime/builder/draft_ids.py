@@ -21,7 +21,7 @@ from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
 
 
 def choose_drafts(wanted: DraftOutputSettings, heads: Seq[HeadConfig], checkpoint: OpenedCheckpoint) -> DraftSource:
-    """Where the output layer for drafts comes from, for the first of these heads or a self-draft copy.
+    """Source of the output layer for drafts, for the first of these heads or a self-draft copy.
 
     SpecDecError for a head with another tokenizer.
     """

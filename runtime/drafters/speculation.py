@@ -1,4 +1,4 @@
-"""How a command or a program speculates: with which drafters, and with which draft lengths."""
+"""Settings of speculation for a command or a program: its drafters and their draft lengths."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace

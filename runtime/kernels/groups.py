@@ -35,14 +35,14 @@ _here = threading.local()
 
 
 def way_of(compiler: Compiler, device_type: str) -> Way:
-    """How the ranks of such a step exchange data."""
+    """Exchange of data between the ranks of such a step."""
     if device_type == "cuda":
         return "nccl"
     return "shared" if uses_kernels(compiler, device_type) else "gloo"
 
 
 class Rendezvous:
-    """Where the ranks of one machine meet: a file that they inherit, or a port. `number` is its name for all of
+    """Meeting place of the ranks of one machine: a file that they inherit, or a port. `number` is its name for all of
     them.
     """
 

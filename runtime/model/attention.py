@@ -252,7 +252,7 @@ def chunks_without_padding() -> Iterator[None]:
 
 
 def probe_mask(*, mask_function: Callable[..., Any], **kwargs: Any) -> Tensor:
-    """For two far queries, the first key that transformers' mask leaves visible, [1, 1, 1, 2]; -1 if later keys are
+    """First key that transformers' mask leaves visible to each of two far queries, [1, 1, 1, 2]; -1 if later keys are
     visible too.
     """
     return torch.tensor([[[[_first_seen(mask_function, query) for query in _FAR]]]], device="cpu")

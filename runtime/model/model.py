@@ -253,7 +253,7 @@ def _experts(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
 
 
 def split_config(config: PreTrainedConfig, tp_size: int) -> Splitting | None:
-    """How the config's model is split over `tp_size` ranks; None for one rank. SpecDecError if it cannot be split."""
+    """Split of the config's model over `tp_size` ranks; None for one rank. SpecDecError if it cannot be split."""
     if tp_size == 1:
         return None
     with _on_meta():

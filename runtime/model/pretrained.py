@@ -339,7 +339,7 @@ def _refuse_absurd_sizes(data: dict[str, Any], where: str) -> None:
 
 
 def sizes_of(data: dict[Any, Any]) -> Iterator[tuple[str, int]]:
-    """Whole numbers in a config, nested configs included, whose names are sizes: `hidden_size` 4096.
+    """Integers in a config, nested configs included, whose names are sizes: `hidden_size` 4096.
 
     Keys of a dictionary in a config need not be names: those of `id2label` are numbers.
     """
@@ -656,7 +656,7 @@ def why_positions_end(config: PreTrainedConfig) -> str:
 
 
 def wrong_turns(config: PreTrainedConfig) -> str:
-    """What is wrong with the sizes of a config's rotary positions, such as an odd `rotary_dim`; empty if they fit the
+    """Faults in the sizes of a config's rotary positions, such as an odd `rotary_dim`; empty if they fit the
     heads.
     """
     if isinstance(odd := getattr(config, "rotary_dim", None), int) and odd % 2:

@@ -24,7 +24,7 @@ Kind = Literal["outputs", "gathered_outputs", "inputs", "own_inputs", "vocabular
 
 @dataclass(frozen=True)
 class Cut:
-    """How a tensor is cut: along which dimension, and into how many stacked matrices, of each of which a rank has a
+    """Cut of a tensor: along which dimension, and into how many stacked matrices, of each of which a rank has a
     piece.
     """
 
@@ -58,7 +58,7 @@ _ANOTHER_SIZE = "split it over another number of devices"
 
 @dataclass(frozen=True)
 class Split:
-    """How a layer is split over ranks; `num_pieces` is below the number of ranks if neighbours hold the same piece."""
+    """Split of a layer over ranks; `num_pieces` is below the number of ranks if neighbours hold the same piece."""
 
     kind: Kind
     num_pieces: int
@@ -66,7 +66,7 @@ class Split:
     """Cuts of a non-linear layer, by the names of its tensors."""
 
     def cut(self, part: str) -> Cut | None:
-        """How the layer's tensor with this name is cut; None: every rank holds all of it."""
+        """Cut of the layer's tensor with this name; None: every rank holds all of it."""
         if self.cuts:
             return dict(self.cuts).get(part)
         if part == "weight_book":
@@ -254,7 +254,7 @@ def _refuse(family: str, style: str) -> NoReturn:
 def _cuts_of_experts(
     plan: Mapping[str, str], name: str, experts: nn.Module, family: str
 ) -> tuple[tuple[str, Cut], ...]:
-    """How the experts' own weights are cut: a weight that every rank had completely would be added once a rank."""
+    """Cut of the experts' own weights: a weight that every rank had completely would be added once a rank."""
     cuts = []
     for part, _ in experts.named_parameters():
         style = _style_of(plan, f"{name}.{part}") or f"{part} whole"
@@ -269,7 +269,7 @@ def _cuts_of_experts(
 def _cuts_of_heads(
     plan: Mapping[str, str], name: str, attention: nn.Module, family: str
 ) -> tuple[tuple[str, Cut], ...]:
-    """How attention's parameters with one number a head are cut."""
+    """Cut of attention's parameters with one number a head."""
     cuts = []
     for part, parameter in attention.named_parameters(recurse=False):
         style = _style_of(plan, f"{name}.{part}")

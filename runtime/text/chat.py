@@ -26,7 +26,7 @@ class Message(TypedDict):
 
 @dataclass(frozen=True)
 class TemplateInputs:
-    """What a template gets besides the messages: functions that may be called, documents, and its own variables."""
+    """Values for a template besides the messages: functions that may be called, documents, and its own variables."""
 
     tools: Seq[dict[str, Any]] = ()
     documents: Seq[dict[str, Any]] = ()

@@ -77,7 +77,7 @@ class SpecialTokens:
 
 @dataclass(frozen=True)
 class OutputForm:
-    """How outputs are read: the formats, and the `tools` that may be called. Without tools no call is looked for."""
+    """Reading of outputs: the formats, and the `tools` that may be called. Without tools no call is looked for."""
 
     calls: ToolFormat | None
     reasoning: ReasoningFormat | None

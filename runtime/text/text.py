@@ -483,7 +483,7 @@ class TextStream:
 
 
 def token_starts(tokenizer: Tokenizer, tokens: Seq[int]) -> list[int]:
-    """For each token, the position in the text where its characters begin."""
+    """Position in the text where the characters of each token begin."""
     stream = TextStream(tokenizer)
     stream.next_piece(tokens, finished=True)
     return stream.starts

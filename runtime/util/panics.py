@@ -25,7 +25,7 @@ class _Held:
 
 
 def hold_panics() -> None:
-    """From now on hold panics back in this process. Not for a user's process: a child started by another thread
+    """Hold panics back in this process from now on. Not for a user's process: a child started by another thread
     meanwhile would inherit the replaced file.
     """
     _Held.is_command = hasattr(os, "memfd_create")
@@ -33,7 +33,7 @@ def hold_panics() -> None:
 
 @contextmanager
 def panics_held() -> Iterator[None]:
-    """When the block ends, pass on what was written to standard error in it, except a Rust library's panic."""
+    """Pass on, when the block ends, what was written to standard error in it, except a Rust library's panic."""
     with _lock:
         is_held = _Held.is_command and (_Held.num_blocks > 0 or _begin())
         _Held.num_blocks += is_held

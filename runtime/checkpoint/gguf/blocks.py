@@ -104,7 +104,7 @@ def _numbers(kind: BlockType, part: Tensor) -> Tensor:
 
 
 def _num_numbers(kind: BlockType, stored: int) -> int:
-    """How many numbers a row has, stored as numbers or as bytes."""
+    """Number of numbers in a row, stored as numbers or as bytes."""
     return stored if kind.name in _FLOATS else stored // kind.num_bytes * kind.num_numbers
 
 

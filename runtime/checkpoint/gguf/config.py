@@ -211,7 +211,7 @@ def experts_alternate(config: Mapping[str, Any]) -> bool:
 
 
 def rows_of(tensor: GGUFTensor, config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """For each row, the row of the file that it comes from, for queries and keys that llama.cpp reorders; None: the
+    """Row of the file that each row comes from, for queries and keys that llama.cpp reorders; None: the
     same row.
 
     With two heads of 4 rows, the file has rows 0, 1, 2, 3 of a head in the order 0, 2, 1, 3: (0, 2, 1, 3, 4, ...).

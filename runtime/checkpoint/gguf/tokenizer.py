@@ -54,7 +54,7 @@ def _class(ranges: str) -> str:
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How texts are split before merges, by one expression after another, and llama.cpp's further settings."""
+    """Expressions that split texts before merges, one after another, and llama.cpp's further settings."""
 
     expressions: tuple[str, ...]
     """Matches become pieces of their own, and so does what lies between them."""

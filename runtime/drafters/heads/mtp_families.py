@@ -1,4 +1,4 @@
-"""Which families of models have heads published for them: MTP layers in the model's files, or assistants beside them.
+"""Families of models that have heads published for them: MTP layers in the model's files, or assistants beside them.
 
 Torch-free, since a head is recognised before torch is imported.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MtpFamily:
-    """What is special about a family's MTP head, by the `model_type` of its target."""
+    """Peculiarities of a family's MTP head, by the `model_type` of its target."""
 
     model_type: str
     is_unsaid: bool = False

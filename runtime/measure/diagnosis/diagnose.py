@@ -134,7 +134,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Weights:
-    """How many of the engine's weights were inspected, and what was found."""
+    """Number of the engine's weights that were inspected, and what was found."""
 
     num_sampled: int
     num_denormal: int

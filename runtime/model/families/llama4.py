@@ -36,7 +36,7 @@ class _KeepsNothing:
 
 
 class TemperedAttention(Replaced):
-    """In layers without rotation, queries are scaled by a temperature that depends on their positions."""
+    """Queries of layers without rotation are scaled by a temperature that depends on their positions."""
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **kwargs: Any) -> Any:
         paged: PagedInputs | Recorded | None = kwargs.get("paged")
