@@ -620,7 +620,7 @@ ENGINE_DAMAGES = [
     ),
     pytest.param(
         lambda d: edit_config(d, lambda data: data.pop("build_config")),
-        "this is not an engine directory: {dir}",
+        "this is a checkpoint, not an engine: {dir}",
         id="other",
     ),
     pytest.param(

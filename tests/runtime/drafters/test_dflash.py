@@ -210,7 +210,11 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Tensor], str]] = {
     "layers": ({"num_target_layers": 36}, {}, "of 36, and the target has 6 layers"),
     "ids": ({"dflash_config": {"mask_token_id": 31, "target_layer_ids": [0, 9]}}, {}, "target has 6 layers"),
     "no ids": ({"dflash_config": {"mask_token_id": 31}}, {}, "no list of layers"),
-    "no mask": ({"dflash_config": {"target_layer_ids": [0, 2, 4]}}, {}, "mask_token_id` is no id"),
+    "no mask": (
+        {"dflash_config": {"target_layer_ids": [0, 2, 4]}},
+        {},
+        "mask_token_id` is outside the vocabulary of 32: None",
+    ),
     "mask outside": (
         {"dflash_config": {"mask_token_id": 32, "target_layer_ids": [0, 2, 4]}},
         {},
