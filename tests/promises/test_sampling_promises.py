@@ -261,5 +261,5 @@ def test_grammar_that_was_asked_for_last_is_kept(monkeypatch: pytest.MonkeyPatch
     forms = [Grammar("regex", letter) for letter in "abcd"]
     first = grammars.compiled(forms[0])
     for form in forms[1:]:
-        grammars.compiled(form)
-        assert grammars.compiled(forms[0]) is first
+        newest = grammars.compiled(form)
+        assert grammars.compiled(forms[0]) is first and grammars.compiled(form) is newest
