@@ -48,7 +48,7 @@ def may_be_model(word: str, usual_engine: Path) -> bool:
 
 
 def named_by(word: str, model_dir: str | None, engine_dir: Path | None) -> tuple[str | None, Path | None]:
-    """The model and the engine, of which the word names one. UsageError if a flag names another."""
+    """(model, engine), where the command's first word is one of the two. UsageError if a flag names another one."""
     path = _path(word)
     is_engine = path is not None and not is_shipped(word) and is_engine_dir(path)
     for flag, given, is_same in (("--model-dir", model_dir, not is_engine), ("--engine-dir", engine_dir, is_engine)):

@@ -59,7 +59,7 @@ ReceiptIds = Annotated[
     Literal["ids", "digests"] | None,
     option(
         OUTPUT,
-        "Token ids in receipts: `ids`, or `digests` of them alone; then a check needs the ids from elsewhere.",
+        "Token ids in receipts as `ids`, or only their `digests`: then `specdec check` needs `--answers`.",
         shown="ids",
         metavar="[ids|digests]",
     ),
@@ -100,7 +100,7 @@ KV_CACHE_DTYPES: dict[str, KVCacheDtype] = {"auto": "auto", "int8": "int8", "fp8
 
 
 def check_activations(flag: str, qformat: str | None, activations: str | None) -> None:
-    """UsageError for activations in integers beside weights that are none; `flag` names the weights' format."""
+    """UsageError for integer activations with weights that are not integers; `flag` sets the weights' format."""
     if qformat == "fp8" and activations not in (None, "float"):
         raise UsageError(
             f"`--activations {activations}` needs weights that are integers: {flag} fp8", hint="leave it out"

@@ -83,7 +83,7 @@ class SpeculationOptions:
     def find_profile(self, leader_flags: Iterable[str], model_dir: str | None) -> Path | None:
         """The profile that says how to draft: the one that is given, or the model's default where nothing is given.
 
-        UsageError for a profile beside flags that choose a drafter; `leader_flags` are those of leader mode.
+        UsageError for `--profile` beside a flag that chooses a drafter; `leader_flags` are the flags of leader mode.
         """
         given = [*given_flags(replace(self, profile=None)), *leader_flags]
         if self.profile is not None and self.profile != _NO_PROFILE:

@@ -53,7 +53,7 @@ class Speculation:
 
     @property
     def lookup(self) -> LookupDrafter | None:
-        """The drafter if it is a single lookup: records then say what it would have drafted."""
+        """The drafter, if it is the only drafter and a lookup: only a lookup can draft for recorded answers again."""
         return self.drafters[0] if len(self.drafters) == 1 and isinstance(self.drafters[0], LookupDrafter) else None
 
     @property

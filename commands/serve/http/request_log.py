@@ -1,4 +1,4 @@
-"""A line for each request on stderr: what was asked of which model, how long it took, and never a text.
+"""A line on stderr for each request: its route, model, token counts, seconds and status, and never its text.
 
 12:03:41 POST /v1/chat/completions 200 in 0.83 s: demo, 281 prompt tokens (192 cached), 24 output, 1.92 a step
 """

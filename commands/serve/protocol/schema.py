@@ -791,7 +791,7 @@ _REFUSED_IN_MESSAGES = _unless({
 
 @cache
 def _refused_params(protocol: Protocol | None) -> dict[str, Callable[[Any], bool]]:
-    """Fields that the protocol does not have by this name; without a protocol those that change a prompt."""
+    """Names of request fields that the protocol lacks; for no protocol, the fields that change a prompt."""
     return {
         name: _asks_nothing(*described.neutral)
         for name, (_, described) in REQUEST_FIELDS.items()
