@@ -33,6 +33,7 @@ from runtime.checkpoint.config import (
     QuantFormat,
     Size,
     check_arguments,
+    max_draft_len_for,
 )
 from runtime.checkpoint.costs import CostModel
 from runtime.checkpoint.generation_config import ModelDefaults, read_model_defaults
@@ -393,7 +394,7 @@ class LLM:
             self.engine,
             CostModel(config.step_costs, config.host_s) if speculation.draft_len_mode == "auto" else None,
             self.kv_cache,
-            partial(self._find_engine, to_draft=True),
+            self._find_engine,
             self.identity,
             self.end_ids,
         )
@@ -630,9 +631,9 @@ class LLM:
             )
         return self.tokenizer
 
-    def _find_engine(self, model: str | Path, *, to_draft: bool = False) -> Path:
+    def _find_engine(self, model: str | Path, num_masks: int | None = None) -> Path:
         """The engine's directory for a model, or the directory itself if it is an engine's. A `Path` is never a
-        hub id.
+        hub id. With `num_masks` it is a draft model, whose steps take so many mask tokens behind a sequence.
         """
         path = Path(model).expanduser()
         is_model = path.is_dir() or path.suffix.lower() == ".gguf" or is_gguf(path)
@@ -643,16 +644,16 @@ class LLM:
         if options.get("dtype") == "auto":
             options["dtype"] = None
         head, drafts = options.pop("head", None), _draft_output(options)
-        if not to_draft:
-            is_split = options.get("tensor_parallel_size", 1) > 1  # of which no head drafts
+        options["tp_size"] = options.pop("tensor_parallel_size", 1)
+        if num_masks is None:
+            is_split = options["tp_size"] > 1  # of which no head drafts
             head = model if head is None and not is_split and has_mtp_head(model) else head
             heads = [] if head is None else [read_head(head)]
             drafts.check(heads, has_copy=options.get("self_draft") is not None)
             options |= {"draft_output": drafts, "heads": tuple(heads)}
             options["hidden_states"] = hidden_states_for(heads, str(model))
-        options["tp_size"] = options.pop("tensor_parallel_size", 1)
-        if to_draft:  # a draft model is not split, and keeps its weights as they are
-            options |= {"max_draft_len": 0, "self_draft": None, "tp_size": 1}
+        else:  # a draft model is not split, and keeps its weights as they are
+            options |= {"max_draft_len": max_draft_len_for(num_masks), "self_draft": None, "tp_size": 1}
             options |= {"quantization": None, "kv_cache_dtype": "auto"}
         return self._stack.enter_context(engine_of_model(str(model), EngineSettings(**options), use_cache=use_cache))
 

@@ -12,7 +12,7 @@ from commands.output.documents.settings import Setup
 from commands.output.output import Output
 from runtime.builder.engine_cache import EngineSettings, engine_of_model
 from runtime.checkpoint.bundle import read_bundle
-from runtime.checkpoint.config import IntFormat
+from runtime.checkpoint.config import IntFormat, max_draft_len_for
 from runtime.core.request import Request, Sequence
 from runtime.drafters.spec import DrafterSpec
 from runtime.engine.engine import DEFAULT_MAX_NUM_TOKENS
@@ -85,9 +85,10 @@ def engines_made(choice: EngineChoice, output: Output) -> Iterator[EngineChoice]
             return stack.enter_context(engine)
 
         def with_engine(one: DrafterSpec) -> DrafterSpec:
-            return (
-                one.with_draft_model(engine_of(one.draft_model, drafting)) if isinstance(one.draft_model, str) else one
-            )
+            if not isinstance(one.draft_model, str):
+                return one
+            settings = replace(drafting, max_draft_len=max_draft_len_for(one.num_masks or 0))
+            return one.with_draft_model(engine_of(one.draft_model, settings))
 
         # A draft model keeps its weights as they are: the flags' formats are for the model that answers.
         drafting = replace(engine_settings(built_for, 0, ()), quantization=None, kv_cache_dtype="auto")

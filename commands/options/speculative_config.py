@@ -21,6 +21,7 @@ _METHODS = {
     "eagle3": "EAGLE3",
     "mtp": "MTP",
     "dflash": "DFLASH",
+    "pard": "PARD",
     "auto": "AUTO",
 }
 _METHOD_KEYS = ("method", "decoding_type", "algorithm")
@@ -41,6 +42,7 @@ _SAID_ANYWAY = {
     "is_use_oldest": (True, False),
     "is_public_pool": (True, False),
     "disable_padded_drafter_batch": (True, False),
+    "parallel_drafting": (True, False),
 }
 """Keys with the values that change no output here."""
 _EXAMPLE = """`--speculative-config '{"method": "ngram", "num_speculative_tokens": 5}'`"""
@@ -70,6 +72,8 @@ def flags_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
                 f"`--speculative-config` has a key that has no meaning here: {key}: {value}",
                 hint=f"there are {', '.join((*_METHOD_KEYS[:2], *_FLAGS))}; other settings have flags of their own",
             )
+    if config.get("parallel_drafting") is True and flags.get("spec_decode_algo") == "DRAFT_TARGET":
+        flags["spec_decode_algo"] = "PARD"  # vLLM's name; heads say by their config that they draft in parallel
     if flags.get("draft_model_dir") in ("ngram", "[ngram]"):  # as vLLM once had it
         del flags["draft_model_dir"]
         flags["spec_decode_algo"] = "NGRAM"

@@ -41,6 +41,11 @@ class DraftModel:
         self.use_logits = use_logits
         self._draft_sequences: dict[int, Sequence] = {}
 
+    @property
+    def drafts_at_once(self) -> bool:
+        """True if one pass drafts all tokens of a draft."""
+        return False
+
     def check_request(self, request: Request) -> None:
         """SpecDecError if the draft engine could not follow the request to its end."""
         try:
@@ -57,6 +62,7 @@ class DraftModel:
         while drafting := [p for p in draft_states if not p.is_done and self._is_ready(p.draft_sequence, sequences)]:
             for start in range(0, len(drafting), self.engine.max_batch_size):
                 self._draft_tokens(drafting[start : start + self.engine.max_batch_size])
+        self._end(sequences, draft_states)
         return [p.draft() for p in draft_states]
 
     def forget(self, request_id: int) -> None:
@@ -64,6 +70,9 @@ class DraftModel:
         if draft_sequence is not None:
             self.engine.release(draft_sequence)
             del self._draft_sequences[request_id]
+
+    def _end(self, sequences: list[Sequence], draft_states: list[DraftState]) -> None:
+        """Called with the finished drafts; does nothing here."""
 
     def _draft_sequence(self, sequence: Sequence) -> Sequence:
         """The sequence's draft sequence, updated to the sequence's tokens; K/V are kept up to the first token that
@@ -113,10 +122,10 @@ class DraftModel:
             for draft_state, logits in zip(draft_states, all_logits, strict=True):
                 draft_sequence = draft_state.draft_sequence
                 draft_sequence.num_computed = len(draft_sequence.tokens)
-                draft_state.draft_token(_with_size(logits[0], self.vocab_size))
+                draft_state.draft_token(with_size(logits[0], self.vocab_size))
 
 
-def _with_size(logits: Tensor, vocab_size: int) -> Tensor:
+def with_size(logits: Tensor, vocab_size: int) -> Tensor:
     """Logits [vocab_size], cut to that size, or filled up with ids of probability 0."""
     missing = max(vocab_size - len(logits), 0)
     return F.pad(logits[:vocab_size], (0, missing), value=-torch.inf)

@@ -5,12 +5,11 @@ do not import the engine.
 """
 
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from runtime.core.request import Draft, Sequence
-from runtime.drafters.adaptive import AdaptiveDrafter
+from runtime.drafters.adaptive import AdaptiveDrafter, DraftSeconds
 from runtime.drafters.meter import Clock
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import CompositeDrafter, Drafter
@@ -68,7 +67,9 @@ class Opener(Protocol):
     def guarded(self, drafter: "GuardedDrafter", max_draft_len: int | None) -> OpenDrafter:
         """The user's own drafter, wrapped (`runtime.drafters.custom`)."""
 
-    def draft_model(self, model: str | Path, devices: tuple[int, ...] | None, settings: "ModelSettings") -> OpenDrafter:
+    def draft_model(
+        self, model: str | Path, devices: tuple[int, ...] | None, settings: "DraftModelSettings"
+    ) -> OpenDrafter:
         """A draft model, by its name or its engine's directory."""
 
     def self_draft(self, settings: "ModelSettings") -> OpenDrafter:
@@ -79,7 +80,7 @@ class Opener(Protocol):
 
 
 class ModelSettings(Protocol):
-    """Settings of drafters that are models: `DraftTargetDrafter`, `SelfDrafter`, `HeadDrafter`."""
+    """Settings of drafters that are models: `SelfDrafter`, `HeadDrafter`."""
 
     @property
     def max_draft_len(self) -> int: ...
@@ -88,18 +89,27 @@ class ModelSettings(Protocol):
     def use_logits(self) -> bool: ...
 
 
+class DraftModelSettings(ModelSettings, Protocol):
+    """Settings of drafters that are models of their own."""
+
+    @property
+    def num_masks(self) -> int | None: ...
+
+
 def adapted(
     drafter: Drafter,
     costs: "CostModel | None",
-    draft_costs: "CostModel | None" = None,
+    draft_s: DraftSeconds | None = None,
     clock: Clock | None = None,
     *,
     at_once: bool = False,
 ) -> Drafter:
-    """The drafter itself; where step costs are known, with its drafts cut to the length that pays."""
+    """The drafter itself; where step costs are known, with its drafts cut to the length that pays.
+
+    `draft_s` and `at_once` as for `AdaptiveDrafter`.
+    """
     if costs is None:
         return drafter
-    draft_s = None if draft_costs is None else partial(draft_costs.iteration_s, draft_len=0)
     return AdaptiveDrafter(drafter, costs.iteration_s, draft_s, clock, at_once=at_once)
 
 

@@ -308,6 +308,13 @@ class DrafterSpec(ABC):
         """The model that drafts, by name or its engine's directory; None for other drafters."""
         return None
 
+    @property
+    def num_masks(self) -> int | None:
+        """Mask tokens behind a sequence, by which a pass of the draft model drafts all tokens; None: a pass drafts one
+        token.
+        """
+        return None
+
     def with_own_devices(self) -> "DrafterSpec":
         """Copy with the draft model's default devices written out."""
         return self

@@ -27,6 +27,7 @@ from runtime.drafters.trtllm import (
     DRAFT_MODEL_FLAG,
     LONGEST_LOOKUP,
     LONGEST_OF_BLOCKS,
+    LONGEST_OF_PARD,
     MAX_LEN_FLAG,
     NGRAM_SIZE_FLAG,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "GrammarDrafter",
     "MtpDrafter",
     "NgramDrafter",
+    "PardDrafter",
     "SelfDrafter",
     "SuffixDrafter",
 ]
@@ -297,12 +299,59 @@ class DraftTargetDrafter(DrafterSpec):
 
     @classmethod
     def reads(cls, model: str | Path) -> bool:
-        from runtime.drafters.heads.head_config import is_head
+        from runtime.drafters.heads.head_config import is_head, is_parallel_model
 
-        return not is_head(model)
+        return not is_head(model) and not is_parallel_model(model)
 
     def open(self, opening: "Opener") -> "OpenDrafter":
         return opening.draft_model(self.model, self.device_ids, self)
+
+
+@dataclass(frozen=True)
+class PardDrafter(DraftTargetDrafter):
+    """A parallel draft model (`runtime.drafters.parallel`): one pass drafts all tokens.
+
+    `model` as for `DraftTargetDrafter`; it has the target's tokenizer, and its config.json a `pard_token`. `use_logits`
+    and `device_ids` as there.
+    """
+
+    description = Description(
+        "pard",
+        "parallel draft model",
+        help="Draft with a parallel draft model (PARD)",
+        flag="pard_config",
+        form=ListForm(
+            (
+                Entry("draft_len", "max_draft_len", "count"),
+                Entry("draft_device_list", "device_ids"),
+                Entry("target_device_list"),
+                Entry("use_logits", "use_logits", "bool"),
+            ),
+            ("[8,[0],[0],False]", "8"),
+        ),
+        algorithm="PARD",
+        label="PARD",
+    )
+
+    max_draft_len: Annotated[int, replace(_LENGTH, leader_default=LONGEST_OF_PARD, leader_fixed=LONGEST_OF_PARD)] = (
+        LONGEST_OF_PARD
+    )
+
+    @classmethod
+    def reads(cls, model: str | Path) -> bool:
+        from runtime.drafters.heads.head_config import is_parallel_model
+
+        return is_parallel_model(model)
+
+    @property
+    def num_masks(self) -> int:
+        return self.max_draft_len - 1
+
+    def open(self, opening: "Opener") -> "OpenDrafter":
+        from runtime.drafters.heads.head_config import check_is_parallel
+
+        check_is_parallel(self.model)  # before an engine is built of it
+        return super().open(opening)
 
 
 def _head_setting(help: str) -> Setting:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from runtime.checkpoint.config import MAX_DRAFT_LEN
 from runtime.drafters.spec import DrafterSpec, DraftLenMode
-from runtime.drafters.specs import DRAFTERS, ChainDrafter, DraftTargetDrafter, LookupDrafter, as_spec
+from runtime.drafters.specs import DRAFTERS, ChainDrafter, DraftTargetDrafter, LookupDrafter, PardDrafter, as_spec
 from runtime.util.errors import SpecDecError, UsageError, draft_engine_errors
 
 if TYPE_CHECKING:
@@ -162,11 +162,14 @@ class Speculation:
 
     def check_files(self) -> None:
         """SpecDecError for a model or a corpus that is not there, as far as can be found without torch."""
+        from runtime.drafters.heads.head_config import check_is_parallel
         from runtime.text.corpus import Corpus
 
         for drafter in self.drafters:
             if drafter.draft_model is not None:
                 _check_draft_model(drafter.draft_model)
+                if drafter.num_masks is not None:
+                    check_is_parallel(drafter.draft_model)
             drafter.read_heads()
             for corpus in drafter.corpora:
                 Corpus.open(corpus)
@@ -207,8 +210,11 @@ def head_drafter(model: str | Path) -> DrafterSpec | None:
 
 
 def model_drafter(model: str | Path) -> DrafterSpec:
-    """The drafter for a model: the drafter of its trained head if it is or has one; otherwise a draft model."""
-    return head_drafter(model) or DraftTargetDrafter(model)
+    """The drafter for a model: the drafter of its trained head if it is or has one; otherwise a draft model,
+    which may be a parallel draft model.
+    """
+    parallel = PardDrafter(model) if PardDrafter.reads(model) else None
+    return head_drafter(model) or parallel or DraftTargetDrafter(model)
 
 
 def _check_draft_model(model: str | Path) -> None:

@@ -10,11 +10,14 @@ DRAFT_LEN = 4
 LONGEST_LOOKUP = 10
 LONGEST_OF_BLOCKS = 7
 """Drafts of DSpark's heads of today, and of DFlash's with a block of 8."""
+LONGEST_OF_PARD = 8
+"""Drafts that parallel draft models are trained for (arXiv 2504.18583)."""
 
 MAX_LEN_FLAG = LeaderFlag(
     "spec_decode_max_draft_len",
     "Most tokens in a draft.",
-    shown=f"{DRAFT_LEN}; {LONGEST_OF_BLOCKS} of blocks; {LONGEST_LOOKUP} of lookups, unless lengths are fixed",
+    shown=f"{DRAFT_LEN}; {LONGEST_OF_BLOCKS} of blocks; {LONGEST_OF_PARD} of parallel draft models; "
+    f"{LONGEST_LOOKUP} of lookups, unless lengths are fixed",
     at_most=MAX_DRAFT_LEN,
 )
 NGRAM_SIZE_FLAG = LeaderFlag("max_matching_ngram_size", "Longest n-gram to look up.")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from runtime.checkpoint.bundle import Bundle
 from runtime.checkpoint.tokenizer import Tokenizer
+from runtime.drafters.heads.head_config import read_pard_mask
 from runtime.drafters.speculation import Speculation
 from runtime.text.corpus import Corpus
 from runtime.text.text import open_tokenizer, tokenizer_digest, tokenizer_of_engine
@@ -62,19 +63,7 @@ def check_draft_engine(draft: Bundle, target: TargetIdentity, *, use_logits: boo
     The models' own vocabularies may be padded to different sizes. Without tokenizers to compare, the sizes must be
     equal. SpecDecError where they are not, or drafts by probabilities would have to be translated.
     """
-    if draft.directory.resolve() == target.bundle.directory.resolve():
-        warnings.warn(
-            "the draft model is the target itself: every draft costs more than it can save",
-            SpecDecWarning,
-            stacklevel=2,
-        )
-    elif (own := draft.num_weight_bytes) > (theirs := target.bundle.num_weight_bytes):
-        warnings.warn(
-            f"the draft model is larger than the target, and every draft costs more than it can save: "
-            f"{own / 1e6:,.1f} MB of weights, the target has {theirs / 1e6:,.1f} MB",
-            SpecDecWarning,
-            stacklevel=2,
-        )
+    _warn_of_size(draft, target.bundle)
     config = draft.config
     sizes = f"{config.vocab_size} ids in {draft.directory}, {target.vocab_size} in {target.bundle.directory}"
     with draft_engine_errors():
@@ -107,6 +96,57 @@ def check_draft_engine(draft: Bundle, target: TargetIdentity, *, use_logits: boo
         )
     warnings.warn(f"drafts are translated by their text: {said}", SpecDecWarning, stacklevel=2)
     return tokenizer, target.tokenizer
+
+
+def _warn_of_size(draft: Bundle, target: Bundle) -> None:
+    """Warn of a draft model that is no smaller than the target."""
+    if draft.directory.resolve() == target.directory.resolve():
+        warnings.warn(
+            "the draft model is the target itself: every draft costs more than it can save",
+            SpecDecWarning,
+            stacklevel=2,
+        )
+    elif (own := draft.num_weight_bytes) > (theirs := target.num_weight_bytes):
+        warnings.warn(
+            f"the draft model is larger than the target, and every draft costs more than it can save: "
+            f"{own / 1e6:,.1f} MB of weights, the target has {theirs / 1e6:,.1f} MB",
+            SpecDecWarning,
+            stacklevel=2,
+        )
+
+
+def check_parallel_engine(draft: Bundle, target: TargetIdentity, num_masks: int) -> int:
+    """The mask token of a parallel draft model (PARD).
+
+    SpecDecError unless the model drafts the target's tokens, by `num_masks` masks at once.
+    """
+    config, given = draft.config, draft.given
+    mask_token = read_pard_mask(config.pretrained_config, config.vocab_size, given)
+    if num_masks > config.build_config.max_draft_len:
+        raise SpecDecError(
+            f"the parallel draft model's engine was built for drafts of at most "
+            f"{config.build_config.max_draft_len + 1} tokens, and the drafter's have up to {num_masks + 1}: {given}",
+            hint=f"lower the draft length, or build it with a max_draft_len of {num_masks}",
+            code="masks",
+        )
+    with draft_engine_errors():
+        tokenizer = tokenizer_of_engine(draft)
+    if tokenizer is None or target.tokenizer is None:
+        check_draft_engine(draft, target, use_logits=True)
+        return mask_token
+    _warn_of_size(draft, target.bundle)
+    if not _same_file(draft.directory / "tokenizer.json", target.tokenizer_dir / "tokenizer.json"):
+        vocabulary, target_vocabulary = tokenizer.get_vocab(), target.tokenizer.get_vocab()
+        differing = [token for token, i in vocabulary.items() if target_vocabulary.get(token) != i]
+        if len(differing) > _MOST_DIFFERING * len(vocabulary):
+            raise SpecDecError(
+                f"the parallel draft model has another tokenizer than the target: {len(differing)} of its "
+                f"{len(vocabulary)} tokens are not those of {target.tokenizer_dir}, for one "
+                f"{min(differing, key=vocabulary.__getitem__)!r}: {given}",
+                hint="take the PARD model of the target's family; as `DRAFT_TARGET` its drafts are translated by their "
+                "text",
+            )
+    return mask_token
 
 
 def check_head_tokenizer(directory: Path, tokenizer_dir: Path, find: Callable[[], Tokenizer | None]) -> None:

@@ -10,20 +10,27 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from runtime.checkpoint.bundle import read_bundle
-from runtime.checkpoint.config import EngineConfig
+from runtime.checkpoint.config import EngineConfig, StepCost
 from runtime.checkpoint.costs import CostModel
+from runtime.drafters.adaptive import DraftSeconds
 from runtime.drafters.chain import BestOf, DraftingModel
 from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.custom import GuardedDrafter
 from runtime.drafters.draft_target import DraftModel, SelfDraft
-from runtime.drafters.opened import BoundedDrafter, ModelSettings, OpenDrafter, adapted
+from runtime.drafters.opened import BoundedDrafter, DraftModelSettings, ModelSettings, OpenDrafter, adapted
+from runtime.drafters.parallel import ParallelDraftModel
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.speculation import Speculation
 from runtime.drafters.translated import TranslatedDraftModel
 from runtime.drafters.under_grammar import UnderGrammar
 from runtime.engine.draft_vocab import missing_ends
 from runtime.engine.engine import Engine, KVCacheConfig
-from runtime.loop.compatibility import TargetIdentity, check_draft_engine, check_head_tokenizer
+from runtime.loop.compatibility import (
+    TargetIdentity,
+    check_draft_engine,
+    check_head_tokenizer,
+    check_parallel_engine,
+)
 from runtime.loop.step_costs import costs_when_asked_for
 from runtime.util.errors import SpecDecWarning, draft_engine_errors
 
@@ -32,8 +39,8 @@ if TYPE_CHECKING:
 
     from runtime.drafters.heads.head_config import HeadConfig
 
-FindEngine = Callable[[str | Path], Path]
-"""The engine's directory of a draft model."""
+FindEngine = Callable[[str | Path, int], Path]
+"""(draft model, number of mask tokens that its engine takes behind a sequence) -> its engine's directory."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +62,13 @@ class Opening:
         """Seconds, by which steps are timed: the whole turn of a loop, for drafts are work outside the step too."""
         return perf_counter()
 
-    def adapted(self, drafter: Drafter, draft_costs: CostModel | None = None, *, at_once: bool = False) -> Drafter:
+    def adapted(self, drafter: Drafter, draft_s: DraftSeconds | None = None, *, at_once: bool = False) -> Drafter:
         """Its drafts cut to what pays, where that is asked for."""
-        return adapted(drafter, self.costs, draft_costs, self.clock, at_once=at_once)
+        return adapted(drafter, self.costs, draft_s, self.clock, at_once=at_once)
 
-    def draft_model(self, model: str | Path, devices: tuple[int, ...] | None, settings: ModelSettings) -> OpenDrafter:
+    def draft_model(
+        self, model: str | Path, devices: tuple[int, ...] | None, settings: DraftModelSettings
+    ) -> OpenDrafter:
         return _open_draft_model(model, devices, settings, self)
 
     def self_draft(self, settings: ModelSettings) -> OpenDrafter:
@@ -84,34 +93,49 @@ def open_drafter(speculation: Speculation, opening: Opening) -> Iterator[OpenDra
 
 
 def _open_draft_model(
-    model_name: str | Path, devices: tuple[int, ...] | None, settings: ModelSettings, opening: Opening
+    model_name: str | Path, devices: tuple[int, ...] | None, settings: DraftModelSettings, opening: Opening
 ) -> OpenDrafter:
+    num_masks = settings.num_masks
     with draft_engine_errors():
-        bundle = read_bundle(opening.find_engine(model_name))
-    tokenizers = check_draft_engine(bundle, opening.target, use_logits=settings.use_logits)
+        bundle = read_bundle(opening.find_engine(model_name, num_masks or 0))
+    if num_masks is None:
+        mask, tokenizers = None, check_draft_engine(bundle, opening.target, use_logits=settings.use_logits)
+    else:
+        mask, tokenizers = check_parallel_engine(bundle, opening.target, num_masks), None
     with draft_engine_errors():
         kv_cache = (
             opening.kv_cache if bundle.config.states else replace(opening.kv_cache, state_checkpoint_interval=None)
         )
         engine = opening.stack.enter_context(Engine.of_bundle(bundle, devices, kv_cache))
-        draft_costs = None
+        draft_s = None
         if opening.costs is not None:
             engine.config = costs_when_asked_for(bundle, engine)
-            draft_costs = CostModel(engine.config.step_costs, engine.config.host_s)
+            draft_s = _pass_s(engine.config.step_costs, engine.config.host_s, num_masks or 0)
     vocab_size = opening.engine.config.vocab_size if tokenizers is None else engine.config.vocab_size
+    if mask is not None:
+        parallel = ParallelDraftModel(engine, vocab_size, mask, use_logits=settings.use_logits)
+        if opening.costs is not None and draft_s is not None:
+            parallel.confidence_stop = ConfidenceStop(opening.costs.iteration_s, draft_s, at_once=True)
+        drafter = opening.adapted(parallel, draft_s, at_once=True)
+        return OpenDrafter(drafter, settings.max_draft_len, draft_model=parallel)
     model = DraftModel(engine, vocab_size, use_logits=settings.use_logits)
     drafter = model if tokenizers is None else TranslatedDraftModel(model, *tokenizers)
-    return OpenDrafter(opening.adapted(drafter, draft_costs), settings.max_draft_len, draft_model=model)
+    return OpenDrafter(opening.adapted(drafter, draft_s), settings.max_draft_len, draft_model=model)
+
+
+def _pass_s(step_costs: tuple[StepCost, ...], host_s: float, num_masks: int = 0) -> DraftSeconds:
+    """Seconds of a pass of the model that drafts, with so many mask tokens behind each sequence."""
+    return partial(CostModel(step_costs, host_s).iteration_s, draft_len=num_masks)
 
 
 def _open_self_draft(settings: ModelSettings, opening: Opening) -> OpenDrafter:
-    engine, config, confidence_stop, copy_costs = opening.engine, opening.engine.config, None, None
+    engine, config, confidence_stop, copy_s = opening.engine, opening.engine.config, None, None
     if opening.costs is not None:
-        copy_costs = CostModel(config.self_draft_costs, config.host_s)
-        confidence_stop = ConfidenceStop(opening.costs.iteration_s, partial(copy_costs.iteration_s, draft_len=0))
+        copy_s = _pass_s(config.self_draft_costs, config.host_s)
+        confidence_stop = ConfidenceStop(opening.costs.iteration_s, copy_s)
     _warn_of_missing_ends(engine.draft_ids, opening)
     copy = SelfDraft(engine, use_logits=settings.use_logits, confidence_stop=confidence_stop)
-    return OpenDrafter(opening.adapted(copy, copy_costs), settings.max_draft_len, self_draft=copy)
+    return OpenDrafter(opening.adapted(copy, copy_s), settings.max_draft_len, self_draft=copy)
 
 
 def _open_head(config: "HeadConfig", settings: ModelSettings, opening: Opening) -> OpenDrafter:
@@ -128,11 +152,10 @@ def _open_head(config: "HeadConfig", settings: ModelSettings, opening: Opening) 
     opening.stack.callback(engine.remove_head, cache)
     warn_of_short_blocks(config, engine.max_draft_len)
     draft = HeadDraft(engine, head, cache, measure_head(engine, head, cache), use_logits=settings.use_logits)
-    head_costs = CostModel(draft.step_costs, 0.0)
+    draft_s = _pass_s(draft.step_costs, 0.0)
     if opening.costs is not None:
-        draft_s = partial(head_costs.iteration_s, draft_len=0)
         draft.confidence_stop = ConfidenceStop(opening.costs.iteration_s, draft_s, at_once=head.drafts_at_once)
-    drafter = opening.adapted(draft, head_costs, at_once=head.drafts_at_once)
+    drafter = opening.adapted(draft, draft_s, at_once=head.drafts_at_once)
     return OpenDrafter(drafter, settings.max_draft_len, head_draft=draft)
 
 
@@ -185,21 +208,25 @@ def _open_chain(speculation: Speculation, opening: Opening) -> OpenDrafter:
 def _drafting_model(one: OpenDrafter, target: EngineConfig, *, has_costs: bool) -> DraftingModel:
     """Draft model with its step costs, if they and the target's were measured; else drafting counts as free."""
     assert one.max_draft_len is not None
+    at_once, num_masks = False, 0
     if one.draft_model is not None:
         config = one.draft_model.engine.config
         step_costs, host_s = config.step_costs, config.host_s
+        at_once = one.draft_model.drafts_at_once
+        num_masks = one.max_draft_len - 1 if at_once else 0
     elif one.head_draft is not None:
         step_costs, host_s = one.head_draft.step_costs, 0.0
+        at_once = one.head_draft.head.drafts_at_once
     else:
         assert one.self_draft is not None
         step_costs, host_s = target.self_draft_costs, target.host_s
-    known = CostModel(step_costs, host_s) if has_costs and step_costs else None
-
-    def step_s(batch_size: int, context_len: int) -> float:
-        return known.iteration_s(batch_size, context_len, 0) if known else 0.0
-
-    at_once = one.head_draft is not None and one.head_draft.head.drafts_at_once
+    step_s = _pass_s(step_costs, host_s, num_masks) if has_costs and step_costs else _no_seconds
     return DraftingModel(one.drafter, one.max_draft_len, step_s, one.self_draft, at_once)
+
+
+def _no_seconds(batch_size: int, context_len: int) -> float:
+    """Seconds of drafting, if they were not measured."""
+    return 0.0
 
 
 def _always_the_same(batch_size: int, context_len: int, draft_len: float) -> float:

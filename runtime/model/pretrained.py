@@ -78,6 +78,7 @@ _OF_OTHERS = {
     *("task_specific_params", "tf_legacy_loss", "tie_encoder_decoder", "torchscript", "use_bfloat16", "use_cache"),
     # of how a program computes, not of what
     *("ep_size", "num_logits_to_keep", "use_mamba_kernels", "use_flash_attn", "for_llm_compressor", "seq_aux"),
+    "spd_type",  # PARD's
     *("chunk_size_feed_forward", "output_router_logits", "use_mem_eff_path", "moe_shared_expert_overlap"),
     # read by nobody without `use_sliding_window`
     "max_window_layers",

@@ -239,6 +239,56 @@ def num_layers_of(config: dict[str, Any]) -> int:
     return found if type(found) is int else len(kinds)
 
 
+PARD_MASK = "pard_token"
+"""Key of config.json with the id of the mask token by which a parallel draft model (PARD) drafts."""
+
+
+def is_parallel_model(model: Path | str) -> bool:
+    """True for a draft model, or a draft model's engine, whose config has PARD's mask token."""
+    if is_head(model):
+        return False
+    try:
+        path = Path(model).expanduser()
+        config_file = path / "config.json"
+        config = read_json(config_file) if config_file.is_file() else read_model_config(resolve_model(str(model)))
+    except SpecDecError:
+        return False
+    return _pard_mask(config.get("pretrained_config", config)) is not None
+
+
+def check_is_parallel(model: Path | str) -> None:
+    """SpecDecError unless this model, or this engine, can be a parallel draft model by its config.json."""
+    config_file = Path(model).expanduser() / "config.json"
+    config = read_json(config_file) if config_file.is_file() else read_model_config(resolve_model(str(model)))
+    pretrained = config.get("pretrained_config", config)
+    vocab_size = language_model(pretrained).get("vocab_size")
+    read_pard_mask(pretrained, vocab_size if type(vocab_size) is int else _LARGEST_SIZE, model)
+
+
+def read_pard_mask(config: dict[str, Any], vocab_size: int, directory: Path | str) -> int:
+    """Id of PARD's mask token by a draft model's `pretrained_config`. SpecDecError if the config has none, or one
+    outside of the vocabulary.
+    """
+    found = _pard_mask(config)
+    if found is None:
+        raise SpecDecError(
+            f"the draft model's config.json has no `{PARD_MASK}`, the mask token that PARD drafts by: {directory}",
+            hint="take a model that was adapted for PARD, or adapt this one: `specdec train --parallel`; as it is it "
+            "drafts token by token, as `DRAFT_TARGET`",
+            code="no_pard_token",
+        )
+    if type(found) is not int or not 0 <= found < vocab_size:
+        raise SpecDecError(
+            f"`{PARD_MASK}` is outside the draft model's vocabulary of {vocab_size}: {shown(found)}, in {directory}",
+            hint="download the draft model again",
+        )
+    return found
+
+
+def _pard_mask(config: dict[str, Any]) -> Any:
+    return config.get(PARD_MASK, language_model(config).get(PARD_MASK))
+
+
 def is_head(directory: Path | str) -> bool:
     """True for a directory with the config of a trained drafter, also of an unsupported kind."""
     shipped = shipped_head(str(directory))

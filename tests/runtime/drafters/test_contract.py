@@ -41,6 +41,7 @@ from runtime.drafters.specs import (
     InlineDrafter,
     MtpDrafter,
     NgramDrafter,
+    PardDrafter,
     SelfDrafter,
     SuffixDrafter,
     lookups,
@@ -88,6 +89,16 @@ def with_draft_model(make_engine_dir: Callable[..., Path], directory: Path) -> M
     return Made(target, make_engine_dir(target), DraftTargetDrafter(draft_dir, 4))
 
 
+def with_pard(make_engine_dir: Callable[..., Path], directory: Path) -> Made:
+    target, other = llama(), make_model("llama", num_hidden_layers=1, pard_token=31)
+    return Made(target, make_engine_dir(target), PardDrafter(make_engine_dir(other, max_seq_len=160), 4))
+
+
+def with_pard_in_a_chain(make_engine_dir: Callable[..., Path], directory: Path) -> Made:
+    made = with_pard(make_engine_dir, directory)
+    return replace(made, drafter=ChainDrafter([NgramDrafter(4), made.drafter]))
+
+
 def with_eagle(make_engine_dir: Callable[..., Path], directory: Path) -> Made:
     target = llama()
     head = save_eagle(make_eagle(target, states=EAGLE_READS, draft_vocab=20), directory, "speculators")
@@ -126,6 +137,7 @@ CASES: dict[str, Make] = {
     "grammar": made_by(GrammarDrafter(4)),
     "inline": made_by(InlineDrafter(lambda tokens, most: tokens[-3:][:most])),
     "draft-target": with_draft_model,
+    "pard": with_pard,
     "self": made_by(SelfDrafter(4), **WITH_COPY),
     "eagle": with_eagle,
     "dflash": with_block,
@@ -133,6 +145,7 @@ CASES: dict[str, Make] = {
     "assistant": with_assistant,
     "chain of lookups": made_by(ChainDrafter([NgramDrafter(4), SuffixDrafter(5)])),
     "chain with a copy": made_by(ChainDrafter([NgramDrafter(4), SelfDrafter(4)]), **WITH_COPY),
+    "chain with a parallel draft model": with_pard_in_a_chain,
     "chain with a head": with_head_in_a_chain,
 }
 MODELS = [name for name, make in CASES.items() if not name.startswith("lookup: ")]
@@ -259,7 +272,10 @@ def requests_of(target: PreTrainedModel) -> tuple[list[Request], list[list[int]]
 
 @pytest.mark.parametrize(
     ("made", "mode"),
-    [*((case, "leader") for case in CASES), *((case, "orchestrator") for case in ("draft-target", "self", "eagle"))],
+    [
+        *((case, "leader") for case in CASES),
+        *((case, "orchestrator") for case in ("draft-target", "pard", "self", "eagle")),
+    ],
     indirect=["made"],
 )
 def test_greedy_output_is_hugging_faces(made: Made, mode: Mode) -> None:
@@ -341,7 +357,7 @@ def test_drafts_that_are_never_sent_change_nothing(made: Made) -> None:
         check_idle(session, watch)
 
 
-@on(["draft-target", "self", "eagle", "dflash", "mtp", "assistant"])
+@on(["draft-target", "pard", "self", "eagle", "dflash", "mtp", "assistant"])
 def test_probabilities_are_distributions_of_what_was_drawn(made: Made) -> None:
     made = replace(made, drafter=replace(made.drafter, use_logits=True))
     requests = [Request(FIRST_ID + i, tuple(repetitive_prompt(i, 9, 20)), 20, sampling=SAMPLED) for i in range(2)]
