@@ -1,5 +1,7 @@
 """`specdec train`, its flags: an EAGLE-3 head is made, or a head trained further, on the model's own answers."""
 
+from pathlib import Path
+
 from commands.inputs.prompts import read_prompts
 from commands.options.expand import expand_groups
 from commands.output.output import Output, check_readable
@@ -8,10 +10,15 @@ from runtime.checkpoint.resolve import read_model_config, resolve_model
 from runtime.drafters.heads.head_config import HeadConfig, read_head
 from runtime.util.errors import SpecDecError, UsageError
 
+_MOST_STEPS = 8
+"""Tokens that a head drafts in a row while it learns, at most."""
+
 
 @expand_groups
 def train(inputs: TrainInputs, options: TrainOptions, results: TrainResults, output: Output) -> None:
     """Train a drafting head on the model's own answers: a new EAGLE-3 head, or one that exists further.
+
+    Or adapt a small model, so that it drafts several tokens in one pass.
 
     An existing head is an EAGLE-3 head or the MTP head in the model's own checkpoint. The model itself does not change.
     Its hidden states are computed once, and kept in the working directory. A new head is weak: published heads have
@@ -30,13 +37,33 @@ def train(inputs: TrainInputs, options: TrainOptions, results: TrainResults, out
     check_readable(inputs.paths)
     prompts = read_prompts([], inputs.input_file) if inputs.input_file is not None else []
     read_model_config(resolve_model(inputs.model_dir))
-    given = None if inputs.draft_model_dir is None else read_head(inputs.draft_model_dir)
-    if given is not None:
+    given: HeadConfig | Path | None = None
+    if inputs.parallel is not None:
+        _check_parallel(inputs, options)
+        given = resolve_model(inputs.parallel)
+        read_model_config(given)
+    elif inputs.draft_model_dir is not None:
+        given = read_head(inputs.draft_model_dir)
         _check_head(given, inputs, options)
 
     from commands.train.work import start_training
 
     start_training(inputs, options, results, given, prompts, output)
+
+
+def _check_parallel(inputs: TrainInputs, options: TrainOptions) -> None:
+    """UsageError for flags of heads beside `--parallel`."""
+    if inputs.draft_model_dir is not None:
+        raise UsageError(
+            f"`--parallel` adapts a model and `--draft-model-dir` is a head: {inputs.draft_model_dir}",
+            hint="leave one of the two out",
+        )
+    if options.draft_vocab_size is not None:
+        raise UsageError(
+            f"a parallel draft model drafts all ids and has no use for `--draft-vocab-size`: "
+            f"{options.draft_vocab_size}",
+            hint="leave it out",
+        )
 
 
 def _check_head(given: HeadConfig, inputs: TrainInputs, options: TrainOptions) -> None:
@@ -56,6 +83,10 @@ def _check_head(given: HeadConfig, inputs: TrainInputs, options: TrainOptions) -
             f"the head drafts {given.draft_vocab_size} ids, fewer than `--draft-vocab-size`: "
             f"{options.draft_vocab_size}",
             hint="`--draft-vocab-size` can make a head's vocabulary smaller, not larger",
+        )
+    if not given.is_chain and (options.num_unrolled_steps or 0) > _MOST_STEPS:
+        raise UsageError(
+            f"`--num-unrolled-steps` of a head is at most {_MOST_STEPS}: {options.num_unrolled_steps}", hint="lower it"
         )
     if given.is_chain and (options.num_unrolled_steps or 0) > given.num_layers:
         raise SpecDecError(

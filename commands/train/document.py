@@ -23,6 +23,7 @@ class TrainSettings(Record):
 
     model_dir: str
     draft_model_dir: str | None
+    parallel: str | None = Field(None, description="the small model that was adapted")
     num_epochs: Size
     learning_rate: Positive
     num_unrolled_steps: Size

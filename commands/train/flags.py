@@ -11,7 +11,7 @@ from runtime.util.errors import SpecDecError, UsageError
 NEW_LEARNING_RATE, FURTHER_LEARNING_RATE = 1e-3, 1e-4
 
 
-NUM_UNROLLED_STEPS = 3
+NUM_UNROLLED_STEPS, NUM_DEPTHS = 3, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,16 @@ class TrainInputs:
             INPUT,
             "EAGLE-3 head to train further, or the model's own directory for the MTP head that it has.",
             shown="a new one, which is weak",
+        ),
+    ] = None
+    parallel: Annotated[
+        str | None,
+        option(
+            INPUT,
+            "Small model to adapt instead, so that it drafts several tokens in one pass (PARD): directory, GGUF file, "
+            "hub id or `demo-draft`, with the target's tokenizer.",
+            metavar="MODEL",
+            shown="none",
         ),
     ] = None
     traces: Annotated[
@@ -65,7 +75,7 @@ class TrainOptions:
         option(
             RUNTIME,
             "The highest learning rate.",
-            shown=f"{NEW_LEARNING_RATE:g}; {FURTHER_LEARNING_RATE:g} of a given head",
+            shown=f"{NEW_LEARNING_RATE:g}; {FURTHER_LEARNING_RATE:g} of a given head or model",
         ),
     ] = None
     num_unrolled_steps: Annotated[
@@ -73,9 +83,9 @@ class TrainOptions:
         option(
             RUNTIME,
             "Number of tokens that the head drafts in a row while it learns.",
-            shown=f"{NUM_UNROLLED_STEPS}; an MTP head of several layers, one each",
+            shown=f"{NUM_UNROLLED_STEPS}; an MTP head of several layers, one each; {NUM_DEPTHS} with `--parallel`",
             min=1,
-            max=8,
+            max=16,
         ),
     ] = None
     draft_vocab_size: Annotated[
@@ -111,7 +121,7 @@ class TrainResults:
         option(
             OUTPUT,
             "Directory to write the head to: an EAGLE-3 head in the format of vLLM's speculators, an MTP head in "
-            "its model's.",
+            "its model's, a parallel draft model in transformers'.",
         ),
     ]
     work_dir: Annotated[

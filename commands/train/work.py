@@ -18,13 +18,14 @@ from commands.train.document import AcceptedLength, TrainDocument, TrainSettings
 from commands.train.flags import (
     FURTHER_LEARNING_RATE,
     NEW_LEARNING_RATE,
+    NUM_DEPTHS,
     NUM_UNROLLED_STEPS,
     TrainInputs,
     TrainOptions,
     TrainResults,
 )
 from runtime.builder.engine_cache import engine_of_model
-from runtime.builder.profile import engine_digest
+from runtime.builder.profile import engine_digest, model_digest
 from runtime.checkpoint.config import USUAL_MAX_DRAFT_LEN
 from runtime.checkpoint.resolve import read_model_config, resolve_model
 from runtime.core.params import SamplingParams
@@ -37,6 +38,7 @@ from runtime.loop.compatibility import check_head_tokenizer
 from runtime.text.trace_lines import Trace
 from runtime.text.traces import read_traces, trace_line
 from runtime.training.new_head import read_states_of
+from runtime.training.parallel_model import ParallelRun
 from runtime.training.training_run import (
     MIN_OUTPUT_LEN,
     Accepted,
@@ -73,12 +75,12 @@ def start_training(
     inputs: TrainInputs,
     options: TrainOptions,
     results: TrainResults,
-    given: HeadConfig | None,
+    given: HeadConfig | Path | None,
     prompts: list[Prompt],
     output: Output,
 ) -> None:
     directory, made_directory = results.working_dir, not results.working_dir.exists()
-    if given is not None and given.kind == "mtp":  # not found out when all answers were given
+    if isinstance(given, HeadConfig) and given.kind == "mtp":  # not found out when all answers were given
         check_mtp_is_trained(given)
         check_mtp_is_of(given, resolve_model(inputs.model_dir))
     try:
@@ -99,7 +101,10 @@ def start_training(
             run = _open_run(llm, inputs, options, directory, texts, given)
             trained = Trained(run, *_train(run, output), num_left_out)
             with new_directory(results.output_dir, replace=False) as written:
-                run.write(written, Path(inputs.model_dir).expanduser().name, best_length(trained.after))
+                if isinstance(run, ParallelRun):
+                    run.write_model(written, llm.identity.tokenizer_dir)
+                else:
+                    run.write(written, Path(inputs.model_dir).expanduser().name, best_length(trained.after))
         if results.work_dir is None:
             shutil.rmtree(directory)
     except SpecDecError:
@@ -110,19 +115,22 @@ def start_training(
 
 
 def _open_target(
-    stack: ExitStack, inputs: TrainInputs, results: TrainResults, given: HeadConfig | None, output: Output
+    stack: ExitStack, inputs: TrainInputs, results: TrainResults, given: HeadConfig | Path | None, output: Output
 ) -> LLM:
     """The target's engine, which gives the hidden states that the head reads, as for drafting with it."""
     config = read_model_config(resolve_model(inputs.model_dir))
-    states = read_states_of(num_layers_of(config)) if given is None else states_of_heads([given], config)
+    heads = [given] if isinstance(given, HeadConfig) else []
+    states = read_states_of(num_layers_of(config)) if given is None else states_of_heads(heads, config)
     settings = engine_settings(results.engines, USUAL_MAX_DRAFT_LEN, states)
     use_cache = not results.engines.no_cache
     engine = engine_of_model(inputs.model_dir, settings, use_cache=use_cache, phases=output.phases)
     llm = LLM(stack.enter_context(engine), kv_cache=KVCacheConfig(block_reuse=False))
     stack.enter_context(llm)
-    if given is not None:
+    if isinstance(given, HeadConfig):
         given.check_target(llm.bundle.config.pretrained_config, llm.bundle.config.vocab_size)
-        check_head_tokenizer(given.directory, llm.identity.tokenizer_dir, lambda: llm.tokenizer)
+    if given is not None:
+        directory = given.directory if isinstance(given, HeadConfig) else given
+        check_head_tokenizer(directory, llm.identity.tokenizer_dir, lambda: llm.tokenizer)
     return llm
 
 
@@ -185,11 +193,11 @@ def _kept_answers(path: Path) -> list[Trace]:
 
 
 def _open_run(
-    llm: LLM, inputs: TrainInputs, options: TrainOptions, directory: Path, texts: Texts, given: HeadConfig | None
+    llm: LLM, inputs: TrainInputs, options: TrainOptions, directory: Path, texts: Texts, given: HeadConfig | Path | None
 ) -> TrainingRun:
     identity = {
         "target": digest([llm.bundle.directory.name, engine_digest(llm.bundle.config)])[:12],
-        "head": None if given is None else _digest_of(given),
+        "head": _digest_of(given) if isinstance(given, HeadConfig) else given and model_digest(str(given))[:12],
         "texts": digest([repr((t.prompt_tokens, t.output_tokens)) for t in texts.all])[:12],
         "held-out texts": len(texts.held_out),
     }
@@ -197,14 +205,21 @@ def _open_run(
         options.draft_vocab_size,
         options.num_epochs,
         options.learning_rate or (NEW_LEARNING_RATE if given is None else FURTHER_LEARNING_RATE),
-        options.num_unrolled_steps
-        or (given.num_layers if given is not None and given.is_chain else NUM_UNROLLED_STEPS),
+        options.num_unrolled_steps or _usual_steps(given),
         options.batch_tokens,
         options.random_seed,
         options.learn_prompts,
     )
     target = Target(llm.engine, resolve_model(inputs.model_dir), llm.end_ids)
-    return TrainingRun(directory, settings, identity, texts, target, given)
+    kind = ParallelRun if isinstance(given, Path) else TrainingRun
+    return kind(directory, settings, identity, texts, target, given)
+
+
+def _usual_steps(given: HeadConfig | Path | None) -> int:
+    """`--num-unrolled-steps` where it is not given."""
+    if isinstance(given, Path):
+        return NUM_DEPTHS
+    return given.num_layers if given is not None and given.is_chain else NUM_UNROLLED_STEPS
 
 
 def _digest_of(head: HeadConfig) -> str:
@@ -236,7 +251,8 @@ def best_length(accepted: Accepted) -> int:
 
 def _show(trained: Trained, inputs: TrainInputs, options: TrainOptions, results: TrainResults, output: Output) -> None:
     run, before, after = trained.run, trained.before, trained.after
-    texts, head = run.texts, run.head.config
+    texts, is_model = run.texts, isinstance(run, ParallelRun)
+    num_ids = run.head.vocab_size if is_model else run.head.config.draft_vocab_size
     num_tokens = sum(run.states.lengths[: len(texts.learned)])
     table = Table(title=f"Held-out texts: {len(texts.held_out)}, {after.num_tokens:,} tokens", title_justify="left")
     for column in ("draft", "tokens/step before", "after"):
@@ -247,10 +263,11 @@ def _show(trained: Trained, inputs: TrainInputs, options: TrainOptions, results:
         table.add_row(str(one.draft_len), *cells)
     output.result(table)
     output.result(
-        f"{len(texts.learned):,} texts of {num_tokens:,} tokens, {run.trainer.step:,} steps; the head drafts "
-        f"{head.draft_vocab_size:,} ids: {results.output_dir}"
+        f"{len(texts.learned):,} texts of {num_tokens:,} tokens, {run.trainer.step:,} steps; the "
+        f"{'model' if is_model else 'head'} drafts {num_ids:,} ids: {results.output_dir}"
     )
-    named = "--drafters mtp " if head.kind == "mtp" else ""  # an EAGLE-3 head is known by its config
+    is_mtp = not is_model and run.head.config.kind == "mtp"
+    named = "--drafters mtp " if is_mtp else ""  # others are known by their config
     flags = f"--model-dir {inputs.model_dir} {named}--draft-model-dir {results.output_dir}"
     output.result(f"to use it: specdec run {flags} …")
     if output.quiet:
@@ -261,7 +278,8 @@ def _show(trained: Trained, inputs: TrainInputs, options: TrainOptions, results:
         num_epochs=options.num_epochs,
         learning_rate=run.settings.learning_rate,
         num_unrolled_steps=run.settings.num_unrolled,
-        draft_vocab_size=head.draft_vocab_size,
+        parallel=inputs.parallel,
+        draft_vocab_size=num_ids,
         batch_tokens=options.batch_tokens,
         max_text_len=options.max_text_len,
         learn_prompts=options.learn_prompts,

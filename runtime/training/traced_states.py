@@ -48,13 +48,13 @@ def read_states(engine: Engine, traces: Seq[Trace], *, of_prompts: bool) -> Iter
 
     Likeliest tokens are those of outputs, and with `of_prompts` of prompts.
     """
-    width = width_of(engine)
-    cache = engine.add_head(_AllStates(width))
+    cache = engine.add_head(_AllStates(width)) if (width := width_of(engine)) else None
     try:
         for trace in traces:
             yield _records(engine, cache, trace, 1 if of_prompts else len(trace.prompt_tokens))
     finally:
-        engine.remove_head(cache)
+        if cache is not None:
+            engine.remove_head(cache)
 
 
 def width_of(engine: Engine) -> int:
@@ -85,7 +85,7 @@ def record_type(width: int) -> np.dtype[Any]:
     return np.dtype([("states", "<i2", (width,)), ("ids", "<i4", (NUM_TOP,)), ("probs", "<f2", (NUM_TOP,))])
 
 
-def _records(engine: Engine, cache: HeadCache, trace: Trace, first: int) -> np.ndarray[Any, Any]:
+def _records(engine: Engine, cache: HeadCache | None, trace: Trace, first: int) -> np.ndarray[Any, Any]:
     """Records with the likeliest tokens from place `first` on."""
     tokens = [*trace.prompt_tokens, *trace.output_tokens]
     records = np.zeros(len(tokens), record_type(width_of(engine)))
@@ -102,8 +102,9 @@ def _records(engine: Engine, cache: HeadCache, trace: Trace, first: int) -> np.n
             place = slice(start + 1, sequence.num_computed + 1)
             records["ids"][place, : ids.shape[1]] = ids.cpu().numpy()
             records["probs"][place, : ids.shape[1]] = probs.cpu().numpy()
-        states = cache.states_for(sequence.block_table, 1, len(tokens)).to("cpu", torch.bfloat16)
-        records["states"][:-1] = states.view(torch.int16).numpy()
+        if cache is not None:
+            states = cache.states_for(sequence.block_table, 1, len(tokens)).to("cpu", torch.bfloat16)
+            records["states"][:-1] = states.view(torch.int16).numpy()
     finally:
         engine.release(sequence)
     return records

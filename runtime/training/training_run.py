@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from runtime.drafters.head_draft import embedding_of
 from runtime.drafters.heads.head_config import HeadConfig, num_layers_of, read_head
@@ -143,6 +144,8 @@ def _is_usable(trace: Trace) -> bool:
 class TrainingRun:
     """A training in its directory. Opened, it knows its head and how far it has come."""
 
+    trainer_class = Trainer
+
     def __init__(
         self,
         directory: Path,
@@ -150,14 +153,14 @@ class TrainingRun:
         identity: dict[str, Any],
         texts: Texts,
         target: Target,
-        given: HeadConfig | None,
+        given: HeadConfig | Path | None,
     ) -> None:
         """SpecDecError if the directory has a training with other settings or texts, which `identity` names too."""
         self.directory, self.settings, self.texts = directory, settings, texts
         self.engine, self._model_dir = target.engine, target.model_dir
         self._agree_on({"settings": asdict(settings), **identity})
         self._target = self.engine.config.pretrained_config
-        self.config, self.head = self._open_head(given, target.end_ids)
+        self.config, self.head = self._open(given, target.end_ids)
         lengths = [len(one.prompt_tokens) + len(one.output_tokens) for one in texts.all]
         self.states = StatesFile(directory / "states.bin", lengths, width_of(self.engine))
         self._epochs: dict[int, list[list[int]]] = {}
@@ -165,7 +168,9 @@ class TrainingRun:
         rate, unrolled, seed = settings.learning_rate, settings.num_unrolled, settings.random_seed
         schedule = Schedule(per_epoch * settings.num_epochs, rate, unrolled, seed)
         self._per_epoch = per_epoch
-        self.trainer = Trainer(self.head, schedule, self._rows_of, autocast=_multiplies_bfloat16(self.engine))
+        self.trainer = self.trainer_class(
+            self.head, schedule, self._rows_of, autocast=_multiplies_bfloat16(self.engine)
+        )
         if self._checkpoint.is_file():
             self._go_on()
 
@@ -197,6 +202,15 @@ class TrainingRun:
                 f"the training in {self.directory} was begun with {other} {was.get(other)}, and not: {flat.get(other)}",
                 hint="go on with the same, or remove the directory to begin anew",
             )
+
+    @property
+    def longest(self) -> int:
+        """The longest drafts that are measured."""
+        return min(MAX_EVALUATED_LEN, len(self.head.heads) if isinstance(self.head, ChainedMtp) else MAX_EVALUATED_LEN)
+
+    def _open(self, given: Any, end_ids: frozenset[int]) -> tuple[Any, Any]:
+        """The head that is trained, or another model that drafts, and its config."""
+        return self._open_head(given, end_ids)
 
     def _open_head(self, given: HeadConfig | None, end_ids: frozenset[int]) -> tuple[HeadConfig, TrainedHead]:
         embedding = embedding_of(self.engine)
@@ -278,13 +292,11 @@ class TrainingRun:
 
     def measure(self, progress: Progress) -> Accepted:
         """Steps that held-out texts would have taken with the head as it is now."""
-        first, longest = len(self.texts.learned), MAX_EVALUATED_LEN
-        if isinstance(self.head, ChainedMtp):
-            longest = min(longest, len(self.head.heads))
+        first, longest = len(self.texts.learned), self.longest
         num_steps, num_tokens = [0] * longest, 0
         lengths = self.states.lengths[first:]
         for batch in batches(lengths, _EVALUATED_TOKENS, 0, 0):
-            found = accepted_lengths(self.head, self._rows([first + i for i in batch]), longest)
+            found = self.accepted([first + i for i in batch])
             for accepted, i in zip(found.tolist(), batch, strict=True):
                 start = len(self.texts.held_out[i].prompt_tokens)
                 num_tokens += lengths[i] - start
@@ -292,6 +304,10 @@ class TrainingRun:
                     num_steps[draft_len - 1] += steps_of(accepted, start, lengths[i], draft_len)
             progress(len(batch), "")
         return Accepted(num_tokens, num_steps)
+
+    def accepted(self, texts: Seq[int]) -> Tensor:
+        """`accepted_lengths` of these texts, with the head as it is now."""
+        return accepted_lengths(self.head, self._rows(texts), self.longest)
 
     def write(self, directory: Path, target_name: str, draft_len: int) -> None:
         """The head as it is now, in the target's dtype."""

@@ -303,13 +303,21 @@ class Trainer:
             group["lr"] = self.schedule.rate(self.step)
         self._optimizer.zero_grad()
         with self._autocast():
-            loss = losses_of(self.head, self._rows_of(self.step), self.schedule.num_unrolled, sums)
+            loss = self.losses(sums)
         if loss.requires_grad:  # a batch of texts whose outputs the head never drafts has none
             torch.autograd.backward(loss)
             nn.utils.clip_grad_norm_(self._parameters, _MAX_NORM)
             self._optimizer.step()
         self.step += 1
         return sums
+
+    def rows(self) -> Rows:
+        """Rows of the present step."""
+        return self._rows_of(self.step)
+
+    def losses(self, sums: Losses) -> Tensor:
+        """Loss of the present step."""
+        return losses_of(self.head, self.rows(), self.schedule.num_unrolled, sums)
 
     def state(self) -> dict[str, Any]:
         return {"step": self.step, "head": self._learned(), "optimizer": self._optimizer.state_dict()}

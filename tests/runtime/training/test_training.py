@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from runtime.engine.engine import Engine, KVCacheConfig
 from runtime.loop import scheduler
 from runtime.text.trace_lines import Trace
 from runtime.training.new_head import drafted_ids, tensors_of, with_vocabulary, write_head
+from runtime.training.parallel_model import ParallelModel, choose_masks
 from runtime.training.traced_states import StatesFile, likeliest, record_type
 from runtime.training.training_run import Target, Texts, TrainingRun, TrainingSettings, split_traces
 from runtime.training.unrolled import (
@@ -287,3 +289,43 @@ def test_a_head_that_is_written_again_drafts_the_same(form: str, model: PreTrain
     logits = read.logits(hidden)
     assert drafted_ids(read) == kept and torch.equal(logits[:, kept], before)
     assert torch.isinf(logits[:, [i for i in range(32) if i not in kept]]).all()
+
+
+class TestParallel:
+    """Adaptation to PARD: what a mask sees and learns is what it would draft, by brute force in a pass of its own."""
+
+    @pytest.mark.parametrize("family", ["llama", "gemma3"])
+    def test_losses_and_accepted_lengths_are_the_formulas(self, family: str) -> None:
+        model, mask, num_depths, first = make_model(family), 31, 4, 5
+        texts = [repetitive_prompt(i, 12 + 3 * i) for i in range(2)]
+        tokens = torch.zeros(2, 15, dtype=torch.int64)
+        is_output = torch.zeros(2, 15, dtype=torch.bool)
+        for row, text in enumerate(texts):
+            tokens[row, : len(text)] = torch.tensor(text)
+            is_output[row, first : len(text)] = True
+        top_probs = torch.tensor([0.75, 0.25]) * is_output[..., None]
+        rows = Rows(tokens, torch.zeros(2, 15, 0), torch.stack([tokens, (tokens + 7) % 32], -1), top_probs, is_output)
+        parallel, sums = ParallelModel(model, mask), Losses.none(num_depths)
+        loss = parallel.losses_of(rows, num_depths, sums, torch.Generator().manual_seed(3))
+        masks = choose_masks(is_output.roll(-1, 1), num_depths, torch.Generator().manual_seed(3))
+        losses, lengths = [], torch.zeros(2, 14, dtype=torch.int64)
+        for row, text in enumerate(texts):
+            chosen = set(zip(masks.anchors[row].tolist(), masks.depths[row].tolist(), strict=True))
+            for anchor in range(first - 1, len(text) - 1):
+                ids = [*text[: anchor + 1], *[mask] * (num_depths - 1)]
+                logprobs = model(torch.tensor([ids])).logits[0, anchor:].log_softmax(-1)
+                agrees = [int(a) == b for a, b in zip(logprobs.argmax(-1), text[anchor + 1 :], strict=False)]
+                lengths[row, anchor - 1] = [*agrees, False].index(False)
+                for depth, found in enumerate(logprobs):
+                    at = anchor + depth + 1
+                    if at < len(text) and (depth == 0 or (anchor, depth) in chosen):
+                        losses.append(-0.75 * found[text[at]] - 0.25 * found[(text[at] + 7) % 32])
+        torch.testing.assert_close(loss, torch.stack(losses).mean(), rtol=1e-4, atol=1e-4)
+        assert sum(sums.num) == len(losses) and sums.num == sorted(sums.num, reverse=True)
+        assert parallel.accepted_lengths(rows, num_depths).tolist() == lengths.tolist()
+
+    def test_masks_are_dropped_as_in_the_paper(self) -> None:
+        masks = choose_masks(torch.ones(1, 100, dtype=torch.bool), 8, torch.Generator().manual_seed(0))
+        kept = [set(masks.anchors[masks.depths == depth].tolist()) for depth in range(1, 8)]
+        assert [len(one) for one in kept] == [70, 49, 34, 24, 20, 20, 20]
+        assert all(deeper <= one for one, deeper in pairwise(kept))
