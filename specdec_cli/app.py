@@ -35,6 +35,7 @@ from commands.compare.command import compare
 from commands.convert.command import convert
 from commands.corpus.command import create, merge, stats
 from commands.doctor.command import doctor
+from commands.drafters.command import drafters
 from commands.fingerprint.command import fingerprint
 from commands.integrity.command import verify
 from commands.launch.command import ARGUMENTS_OF_TOOL, launch
@@ -125,6 +126,10 @@ _EXAMPLES = {
     doctor: (
         "specdec doctor demo --spec-decode-algo AUTO --input-file prompts.jsonl",
         "specdec doctor engine --profile tuned.json",
+    ),
+    drafters: (
+        "specdec drafters demo",
+        "specdec drafters ./Qwen3-4B --traces traces.jsonl --draft-model-dir ./PARD-Qwen3-0.6B --measure",
     ),
     check: (
         "specdec check receipts.jsonl --model-dir demo",
@@ -278,6 +283,7 @@ _COMPUTING = {
     "tune",
     "train",
     "doctor",
+    "drafters",
     "check",
     "regress",
     "fingerprint",
@@ -315,7 +321,8 @@ app = typer.Typer(
     name="specdec",
     cls=_Group,
     help="Speculative decoding for Hugging Face models: convert, build, run, chat, serve, launch, batch, summarize, "
-    "compare, tune, train, doctor, check, regress, fingerprint, predict; corpora; the cache; verify; schema; bench.",
+    "compare, tune, train, doctor, drafters, check, regress, fingerprint, predict; corpora; the cache; verify; schema; "
+    "bench.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -358,6 +365,7 @@ for _command in (
     tune,
     train,
     doctor,
+    drafters,
     check,
     regress,
     fingerprint,

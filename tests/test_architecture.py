@@ -37,7 +37,19 @@ ROOMS = (
 SHARED_ROOMS = ("output", "options", "inputs")
 COMMANDS = (
     *("build", "cache", "convert", "corpus", "integrity", "run", "chat", "serve", "launch", "batch", "bench"),
-    *("summarize", "compare", "doctor", "train", "tune", "check", "regress", "fingerprint", "predict", "schema"),
+    *(
+        "summarize",
+        "compare",
+        "doctor",
+        "drafters",
+        "train",
+        "tune",
+        "check",
+        "regress",
+        "fingerprint",
+        "predict",
+        "schema",
+    ),
 )
 ROOT_ENTRIES = {*ROOMS[:-3], "llm.py", "measure", "training", "demo", "__init__.py", "py.typed"}
 

@@ -64,6 +64,9 @@ _OF_COMMAND = {
     },
 }
 
+# Flags of a command that are spelled like another one's alias: llama.cpp's `--parallel` is a number.
+_NOT_RENAMED = {"train": ("parallel",)}
+
 # Flags that others' command lines give several values, one after the other.
 _OF_SEVERAL = frozenset({"goodput"})
 
@@ -71,7 +74,8 @@ _OF_SEVERAL = frozenset({"goodput"})
 def normalize_name(name: str, command: str = "") -> str:
     """One spelling for every option of a command: hyphens, and our name where others have another."""
     name = name.replace("_", "-")
-    name = _ALIASES.get(name, name)
+    if name not in _NOT_RENAMED.get(command, ()):
+        name = _ALIASES.get(name, name)
     return _OF_COMMAND.get(command, {"output-len": "max-output-len"}).get(name, name)
 
 

@@ -23,6 +23,7 @@ _GROUPS = {
     },
     "Measure": {
         "tune": "find the drafter and the draft length that pay on your prompts",
+        "drafters": "which draft fits a model: each one's speed here, and its command",
         "summarize": "quality and speed on a dataset, beside Hugging Face",
         "bench": "put load on a running server: latency and throughput",
         "compare": "two JSON documents side by side",

@@ -15,6 +15,7 @@ from commands.check.document import CheckDocument
 from commands.compare.report import CompareDocument
 from commands.corpus.report import CorpusDocument
 from commands.doctor.document import DoctorDocument
+from commands.drafters.document import DraftersDocument
 from commands.fingerprint.report import FingerprintDocument
 from commands.integrity.report import VerifyDocument
 from commands.output.documents.records import Record
@@ -37,6 +38,7 @@ DOCUMENTS: dict[str, type[Record]] = {
     "convert": ConvertDocument,
     "corpus": CorpusDocument,
     "doctor": DoctorDocument,
+    "drafters": DraftersDocument,
     "fingerprint": FingerprintDocument,
     "list": ListDocument,
     "predict": PredictDocument,

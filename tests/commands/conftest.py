@@ -138,6 +138,13 @@ def draft_engine_dir(make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTr
 
 
 @pytest.fixture(scope="session")
+def pard_engine_dir(make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A parallel draft model whose first drafted tokens are `draft_engine_dir`'s."""
+    model = with_noise(make_model("llama", vocab_size=len(tokenizer), pard_token=299), 0.01)
+    return make_draft_engine_dir(model, max_draft_len=4, speculative_decoding_mode="draft_tokens_external")
+
+
+@pytest.fixture(scope="session")
 def head_dirs(
     llama_dir: Path, llama: PreTrainedModel, shared: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:

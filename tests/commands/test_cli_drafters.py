@@ -81,6 +81,11 @@ FLAGS: dict[str, tuple[list[str], list[str], list[str]]] = {
         [*SELF, "--spec-decode-max-draft-len", "4", "--drafters", "ngram,self"],
         ["ngram", "self"],
     ),
+    "parallel": (
+        ["--pard-config", "[3,[0],[0],False]", "--draft-engine-dir", "PARD"],
+        ["--draft-engine-dir", "PARD", "--spec-decode-max-draft-len", "3"],
+        ["pard"],
+    ),
     "chain": (
         [*NGRAM, *V1_DRAFT, "--drafters", "ngram,draft-target"],
         [*DRAFT, "--spec-decode-max-draft-len", "4", "--drafters", "ngram,draft-target"],
@@ -124,6 +129,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
 PATHS = {
     "CORPUS": ("corpus", None),
     "DRAFT": ("draft_engine_dir", None),
+    "PARD": ("pard_engine_dir", None),
     "WITH_COPY": ("self_draft_engine_dir", None),
     "WITH_HEAD": ("head_dirs", 0),
     "HEAD": ("head_dirs", 1),
@@ -149,7 +155,7 @@ def with_paths(request: pytest.FixtureRequest) -> Callable[[list[str]], list[str
 
 BY_DEFAULT = {
     "ranking frequent": "leader", "corpus": "orchestrator", "suffix, pool": "leader", "grammar": "leader",
-    "self": "orchestrator", "head": "leader", "DSpark": "orchestrator", "MTP": "leader", "assistant": "orchestrator",
+    "self": "orchestrator", "head": "leader", "DSpark": "orchestrator", "parallel": "leader", "MTP": "leader", "assistant": "orchestrator",
     "chain with self": "leader", "chain of all": "orchestrator",
     **dict.fromkeys(BY_SPEC, "leader"),
 }  # fmt: skip

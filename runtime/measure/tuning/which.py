@@ -1,0 +1,128 @@
+"""Which drafter fits a model: the speed of each, predicted from a sample of answers and from what steps cost here.
+
+Lookups are replayed. Drafters with a model are run on the sample once, with drafts of one length: which of their tokens
+were accepted, and how long a draft took, gives the speed for every shorter length too.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from runtime.checkpoint.costs import CostModel
+from runtime.core.request import Request
+from runtime.core.stats import sum_stats
+from runtime.drafters.spec import DrafterSpec
+from runtime.drafters.speculation import NO_SPECULATION, Speculation
+from runtime.llm import LLM
+from runtime.measure.tuning.live import LiveRun, Measured
+from runtime.measure.tuning.search import Cost, LoopSeconds, Replayer, Search, fixed, predict
+from runtime.measure.tuning.tune import Answered, Progress
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A way to draft with what it promises: tokens of a step, seconds of a draft, and of all after the prompts."""
+
+    candidate: Speculation
+    tokens_per_step: float
+    draft_s: float
+    seconds: float
+
+    def speedup_over(self, without: "Rival") -> float:
+        return without.seconds / self.seconds
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The target's answers without a drafter, and how much slower its steps were than their costs say."""
+
+    llm: LLM
+    answered: Answered
+    without: Measured
+    factor: float
+
+    @property
+    def cost(self) -> Cost:
+        config = self.llm.engine.config
+        return Cost(CostModel(config.step_costs, config.host_s), self.llm.engine.max_num_tokens)
+
+    @property
+    def replayer(self) -> Replayer:
+        answered = self.answered
+        return Replayer(answered.traces, 1, self.cost, answered.requests[0].end_ids, answered.max_new_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens after the first of each answer, which the prompt's step gives."""
+        return sum(len(trace.output_tokens) - 1 for trace in self.answered.traces)
+
+    @property
+    def context_len(self) -> int:
+        """Tokens before an output's middle, on average."""
+        traces = self.answered.traces
+        return sum(len(t.prompt_tokens) + len(t.output_tokens) // 2 for t in traces) // len(traces)
+
+
+def open_sample(llm: LLM, answered: Answered, progress: Progress) -> Sample:
+    """Run the sample without a drafter."""
+    llm.measure_costs()
+    live = LiveRun(llm, _renumbered(answered.requests), 1)
+    with progress("without a drafter", 1) as advance:
+        (without,) = live.try_once([NO_SPECULATION], advance)
+    sample = Sample(llm, answered, without, 1.0)
+    predicted = sample.replayer.replay(NO_SPECULATION).predicted
+    assert predicted is not None
+    return replace(sample, factor=without.parts.over(predicted).others)
+
+
+def rivals_of_lookups(sample: Sample, progress: Progress) -> list[Rival]:
+    """No drafter, which is first, and the best lookup, by replay."""
+    search = Search(sample.replayer, min(10, sample.llm.engine.max_draft_len), NO_SPECULATION, False)
+    with progress("replaying lookups", search.most) as advance:
+        search.run(advance)
+    none, *others = search.replayed
+    best = min(others, key=lambda one: one.rank)
+    found = []
+    for one in (none, best):
+        predicted = predict(one.batches, sample.cost.costs, sample.cost.max_num_tokens)
+        steps = max(len(one.batches.steps), 1)
+        counts = one.total.counts(one.candidate.max_draft_len or 0)
+        seconds = LoopSeconds(0.0, predicted.others).scaled(LoopSeconds(1.0, sample.factor)).others
+        found.append(Rival(one.candidate, counts["tokens_per_step"], one.batches.draft_time_s / steps, seconds))
+    return found
+
+
+def rival_of_model(sample: Sample, llm: LLM, drafter: DrafterSpec, progress: Progress) -> Rival:
+    """A drafter with a model, on the engine that was built for it, with drafts of the length that promises most."""
+    longest = min(drafter.max_draft_len or llm.engine.max_draft_len, llm.engine.max_draft_len)
+    whole = fixed(drafter).with_length(longest)
+    with progress(f"trying the {drafter.description.title}", 1) as advance:
+        (run,) = LiveRun(llm, _renumbered(sample.answered.requests), 1).try_once([whole], advance)
+    survivals, times = survivals_of(run, longest), run.generation.times
+    drafting_s = times.draft_time_s / max(times.num_iterations - len(run.generation.sequences), 1)
+    is_one_pass = drafter.num_masks is not None or _drafts_at_once(drafter)
+    costs, rivals = sample.cost.costs, list[Rival]()
+    for length, tokens in enumerate(accumulate(survivals, initial=1.0)):
+        if not length:
+            continue
+        draft_s = drafting_s if is_one_pass else drafting_s * length / longest
+        step_s = costs.iteration_s(1, sample.context_len, length) * sample.factor
+        seconds = sample.num_tokens / tokens * (step_s + draft_s)
+        rivals.append(Rival(whole.with_length(length), tokens, draft_s, seconds))
+    return min(rivals, key=lambda one: one.seconds)
+
+
+def survivals_of(run: Measured, longest: int) -> list[float]:
+    """The share of drafts whose first token was accepted, whose first two were, and so on."""
+    total = sum_stats(sequence.stats for sequence in run.generation.sequences)
+    histogram = [*total.acceptance_histogram, *[0] * (longest + 1)][: longest + 1]
+    num_drafts = max(sum(histogram), 1)
+    return [sum(histogram[k:]) / num_drafts for k in range(1, longest + 1)]
+
+
+def _drafts_at_once(drafter: DrafterSpec) -> bool:
+    return any(head.block is not None for head in drafter.read_heads())
+
+
+def _renumbered(requests: Sequence[Request]) -> list[Request]:
+    return [replace(request, id=i) for i, request in enumerate(requests)]
