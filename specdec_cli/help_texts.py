@@ -22,6 +22,7 @@ Start
   batch      answer a file of requests; after a kill it resumes
 Measure
   tune       find the drafter and the draft length that pay on your prompts
+  drafters   which draft fits a model: each one's speed here, and its command
   summarize  quality and speed on a dataset, beside Hugging Face
   bench      put load on a running server: latency and throughput
   compare    two JSON documents side by side

@@ -155,8 +155,8 @@ def with_paths(request: pytest.FixtureRequest) -> Callable[[list[str]], list[str
 
 BY_DEFAULT = {
     "ranking frequent": "leader", "corpus": "orchestrator", "suffix, pool": "leader", "grammar": "leader",
-    "self": "orchestrator", "head": "leader", "DSpark": "orchestrator", "parallel": "leader", "MTP": "leader", "assistant": "orchestrator",
-    "chain with self": "leader", "chain of all": "orchestrator",
+    "self": "orchestrator", "head": "leader", "DSpark": "orchestrator", "MTP": "leader", "assistant": "orchestrator",
+    "parallel": "leader", "chain with self": "leader", "chain of all": "orchestrator",
     **dict.fromkeys(BY_SPEC, "leader"),
 }  # fmt: skip
 """Each drafter in one of the modes, with flags of either kind in both."""
