@@ -32,6 +32,7 @@ from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.custom import guarded_drafter
 from runtime.drafters.draft_target import DraftModel, SelfDraft
 from runtime.drafters.ngram import CorpusLookup, NgramLookup
+from runtime.drafters.parallel import ParallelDraftModel
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.suffix import SuffixLookup
@@ -50,7 +51,7 @@ MIN_EXPECTED_COUNT = 5
 DRAFTERS = (
     *("none", "ngram", "ngram, pool", "suffix", "suffix, pool", "corpus", "draft model", "draft model by logits"),
     *("chain", "custom", "custom by probs", "self", "self by logits", "self by confidence_stop"),
-    "chain with self",
+    *("chain with self", "parallel", "parallel by logits", "parallel by confidence_stop"),
 )
 LENGTHS = ("fixed", "auto")
 LOOPS = {"orchestrator": orchestrator, "leader": scheduler}
@@ -129,11 +130,21 @@ def make_drafter(name: str, corpus: Corpus, engine: Engine) -> Drafter | None:
         "self by confidence_stop": SelfDraft(
             engine, use_logits=True, confidence_stop=ConfidenceStop(worst_cost, lambda *place: 0.3)
         ),
+        "parallel": _parallel(use_logits=False),
+        "parallel by logits": _parallel(use_logits=True),
+        "parallel by confidence_stop": _parallel(ConfidenceStop(worst_cost, lambda *place: 0.3), use_logits=True),
         "custom": guarded_drafter("custom", Drawing(gives_probs=False)),
         "custom by probs": guarded_drafter("custom by probs", Drawing(gives_probs=True)),
     }
     drafter: Drafter | None = drafters[name]
     return drafter
+
+
+def _parallel(confidence_stop: ConfidenceStop | None = None, *, use_logits: bool) -> ParallelDraftModel:
+    """The draft model, whose second and third tokens are what it says behind mask tokens."""
+    model = ParallelDraftModel(make_engine(OTHER, MAX_DRAFT_LEN), VOCAB_SIZE, 2, use_logits=use_logits)
+    model.confidence_stop = confidence_stop
+    return model
 
 
 def _choosing(own: SelfDraft) -> Drafter:

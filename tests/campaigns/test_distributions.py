@@ -44,6 +44,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
         ("self by confidence_stop", "fixed", "orchestrator", "cuts"),
         ("self by confidence_stop", "auto", "leader", "penalties"),
         ("chain with self", "fixed", "leader", "cuts"),
+        ("parallel by logits", "fixed", "leader", "plain"),
+        ("parallel by confidence_stop", "auto", "orchestrator", "penalties"),
     ],
 )
 def test_next_three_tokens_follow_the_targets_distribution(

@@ -261,3 +261,26 @@ def test_full_disk_is_one_sentence_and_what_is_done_is_kept(train: Callable[...,
     done = train()
     assert done.exit_code == 0, done.stderr
     assert (directory / "head/model.safetensors").is_file()
+
+
+def test_a_small_model_is_adapted_to_draft_in_parallel(
+    train: Callable[..., Result], specdec: Specdec, llama_dir: Path, directory: Path
+) -> None:
+    """`--parallel` is llama.cpp's name of another flag for other commands."""
+    small = make_model("llama", vocab_size=len(AutoTokenizer.from_pretrained(llama_dir)), num_hidden_layers=1)
+    small.save_pretrained("small")
+    shutil.copy(llama_dir / "tokenizer.json", "small")
+    given = ["--model-dir", llama_dir, "--parallel", "small", "--compiler", "none", "--output-dir", "made"]
+    assert_one_clear_error(train(*given), 2, ("drafts all ids", "--draft-vocab-size", "64"))
+    texts = ["--input-file", "prompts.jsonl", "--max-output-len", 12, "--num-epochs", 30, "--learning-rate", 0.01]
+    document = specdec("train", *given, *texts, "--batch-tokens", 256, "--json").document
+    assert_valid("train", document)
+    assert document["settings"]["parallel"] == "small" and document["settings"]["num_unrolled_steps"] == 8
+    lengths = document["held_out_tokens_per_step"]
+    assert len(lengths) == 8 and lengths[7]["tokens_per_step_after"] > lengths[7]["tokens_per_step_before"] + 0.1
+    config = json.loads((directory / "made" / "config.json").read_text())
+    assert config["pard_token"] < config["vocab_size"] and config["spd_type"] == "pard"
+    target = ["--model-dir", llama_dir, "--compiler", "none", "--input-text", TEXTS[0], "--json"]
+    drafted = specdec("run", *target, "--draft-model-dir", "made", "--draft-len-mode", "fixed").document
+    assert drafted["settings"]["drafters"] == ["pard"] and drafted["total"]["num_draft_tokens"] > 0
+    assert ids_of(drafted) == ids_of(specdec("run", *target).document)

@@ -1,0 +1,64 @@
+"""`specdec drafters`: what it tries for a model, what it promises, and what it says of the hub."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Specdec, assert_valid, each
+from test_cli_errors import assert_one_clear_error
+
+from runtime.drafters import published
+from runtime.drafters.published import published_for
+from runtime.drafters.specs import DRAFTERS
+
+TEXTS = ["Once upon a time there was a little dog.", "The dog looked for the ball in the park, and the dog"]
+
+
+def test_a_model_with_an_mtp_head_and_a_draft_model_beside(
+    specdec: Specdec, mtp_dirs: tuple[Path, Path], draft_engine_dir: Path
+) -> None:
+    model = mtp_dirs[1]
+    sample = [*each("--input-text", TEXTS), "--max-output-len", 12, "--compiler", "none", "--measure", "--json"]
+    document = specdec("drafters", model, *sample).document
+    assert_valid("drafters", document)
+    assert document["is_own_sample"] and document["num_prompts"] == 2
+    tried: dict[str, dict[str, Any]] = {one["drafter"]: one for one in document["tried"]}
+    assert tried["no drafter"]["speedup"] == 1 and tried["no drafter"]["draft_len"] == 0
+    assert "--spec-decode-algo MTP" in tried["MTP"]["command"]
+    assert 1 <= tried["MTP"]["tokens_per_step"] <= 1 + tried["MTP"]["draft_len"]
+    for one in document["tried"]:
+        by_speed = one["tokens_per_second"] / tried["no drafter"]["tokens_per_second"]
+        assert one["speedup"] == pytest.approx(by_speed)
+        ratio = one["tokens_per_second"] / one["measured_tokens_per_second"]
+        assert one["predicted_by_measured"] == pytest.approx(ratio)
+    speeds = [one["tokens_per_second"] for one in document["tried"]]
+    assert speeds == sorted(speeds, reverse=True)
+    assert any("own copy" in one["drafter"] and "--self-draft" in one["command"] for one in document["not_tried"])
+
+
+def test_errors_are_one_sentence(specdec: Specdec, llama_engine_dir: Path) -> None:
+    assert_one_clear_error(specdec("drafters"), 2, ("no model is given",))
+    assert_one_clear_error(specdec("drafters", llama_engine_dir), 2, ("this is an engine", str(llama_engine_dir)))
+    traces = ["--traces", "t.jsonl", "--input-text", "a"]
+    assert_one_clear_error(specdec("drafters", "demo", *traces), 2, ("--traces", "t.jsonl"))
+    assert_one_clear_error(specdec("drafters", "demo", "--model-dir", "demo"), 2, ("two models are given",))
+
+
+def test_the_table_of_families() -> None:
+    qwen3 = {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096}
+    assert [one.kind for one in published_for(qwen3, "Qwen3-8B")] == ["pard", "draft-target", "eagle3"]
+    assert [one.kind for one in published_for(qwen3 | {"hidden_size": 2560}, "Qwen3-4B")] == ["pard", "draft-target"]
+    assert [one.repo for one in published_for(qwen3 | {"hidden_size": 1024}, "Qwen3-0.6B")] == ["amd/PARD-Qwen3-0.6B"]
+    distilled = published_for({"model_type": "qwen2", "vocab_size": 152064}, "DeepSeek-R1-Distill-Qwen-7B")
+    assert [one.repo for one in distilled] == ["amd/PARD-DeepSeek-R1-Distill-Qwen-1.5B"]
+    inside = {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text", "hidden_size": 1536}}
+    assert [one.repo for one in published_for(inside, "gemma-4-E2B-it")] == ["google/gemma-4-E2B-it-assistant"]
+    assert published_for({"model_type": "bloom"}, "bloom") == []
+    table = tomllib.loads(Path(published.__file__).with_name("published.toml").read_text("utf-8"))
+    kinds = {*DRAFTERS, *(getattr(spec, "kind", "") for spec in DRAFTERS.values())}
+    for family in table["family"]:
+        assert {*family} <= {"name", "model_type", "vocab_size", "target", "drafters"}
+        for one in family["drafters"]:
+            assert {*one} <= {"repo", "kind", "hidden_size", "source"} and one["kind"] in kinds
+            assert one["source"].startswith("https://")
