@@ -129,8 +129,8 @@ def _open_target(
     if isinstance(given, HeadConfig):
         given.check_target(llm.bundle.config.pretrained_config, llm.bundle.config.vocab_size)
     if given is not None:
-        directory = given.directory if isinstance(given, HeadConfig) else given
-        check_head_tokenizer(directory, llm.identity.tokenizer_dir, lambda: llm.tokenizer)
+        directory, what = (given.directory, "head") if isinstance(given, HeadConfig) else (given, "small model")
+        check_head_tokenizer(directory, llm.identity.tokenizer_dir, lambda: llm.tokenizer, what)
     return llm
 
 

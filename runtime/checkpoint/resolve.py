@@ -136,6 +136,12 @@ def shipped_head(name: str) -> Path | None:
     return _shipped(name, _SHIPPED_HEADS[name]) if name in _SHIPPED_HEADS else None
 
 
+def name_of(path: Path) -> str:
+    """The name of a shipped model or head that lies there, or the path."""
+    named = {_shipped(name, directory): name for name, directory in (_SHIPPED | _SHIPPED_HEADS).items()}
+    return named.get(path, str(path))
+
+
 def _shipped(name: str, directory_name: str) -> Path:
     directory = Path(str(files("runtime") / "demo" / directory_name))
     if not directory.is_dir():

@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from runtime.checkpoint.resolve import read_model_config, weight_files
+from runtime.checkpoint.resolve import name_of, read_model_config, weight_files
 from runtime.drafters.heads.head_config import is_head, language_model, read_head
 from runtime.drafters.spec import DrafterSpec
 from runtime.drafters.speculation import model_drafter
@@ -57,7 +57,7 @@ def drafters_beside(target: Path, named: Iterable[str]) -> Iterator[tuple[str, D
     for path in sorted(target.parent.iterdir()) if target.parent != target else []:
         if found < _MOST_BESIDE and path != target and _may_draft(path, target, config):
             found += 1
-            yield str(path), model_drafter(str(path))
+            yield name_of(path), model_drafter(name_of(path))
 
 
 def _may_draft(path: Path, target: Path, config: dict[str, Any]) -> bool:

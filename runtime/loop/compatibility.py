@@ -136,22 +136,15 @@ def check_parallel_engine(draft: Bundle, target: TargetIdentity, num_masks: int)
         return mask_token
     _warn_of_size(draft, target.bundle)
     if not _same_file(draft.directory / "tokenizer.json", target.tokenizer_dir / "tokenizer.json"):
-        vocabulary, target_vocabulary = tokenizer.get_vocab(), target.tokenizer.get_vocab()
-        differing = [token for token, i in vocabulary.items() if target_vocabulary.get(token) != i]
-        if len(differing) > _MOST_DIFFERING * len(vocabulary):
-            raise SpecDecError(
-                f"the parallel draft model has another tokenizer than the target: {len(differing)} of its "
-                f"{len(vocabulary)} tokens are not those of {target.tokenizer_dir}, for one "
-                f"{min(differing, key=vocabulary.__getitem__)!r}: {given}",
-                hint="take the PARD model of the target's family; as `DRAFT_TARGET` its drafts are translated by their "
-                "text",
-            )
+        _check_same_ids("parallel draft model", given, tokenizer, target.tokenizer, target.tokenizer_dir)
     return mask_token
 
 
-def check_head_tokenizer(directory: Path, tokenizer_dir: Path, find: Callable[[], Tokenizer | None]) -> None:
-    """SpecDecError for a trained head beside which lies another tokenizer than the target's, which `find` opens, if
-    there is one to read.
+def check_head_tokenizer(
+    directory: Path, tokenizer_dir: Path, find: Callable[[], Tokenizer | None], what: str = "head"
+) -> None:
+    """SpecDecError for a trained head, or `what` it is, beside which lies another tokenizer than the target's, which
+    `find` opens, if there is one to read.
 
     It reads and drafts ids: those of another tokenizer are other words.
     """
@@ -163,15 +156,20 @@ def check_head_tokenizer(directory: Path, tokenizer_dir: Path, find: Callable[[]
     try:
         tokenizer = open_tokenizer(directory)
     except SpecDecError as error:
-        warnings.warn(f"the head's tokenizer is not compared with the target's: {error.message}", SpecDecWarning, 2)
+        warnings.warn(f"the {what}'s tokenizer is not compared with the target's: {error.message}", SpecDecWarning, 2)
         return
+    _check_same_ids(what, directory, tokenizer, target, tokenizer_dir)
+
+
+def _check_same_ids(what: str, where: str | Path, tokenizer: Tokenizer, target: Tokenizer, target_dir: Path) -> None:
+    """SpecDecError unless nearly all tokens of what drafts have the target's ids."""
     vocabulary, target_vocabulary = tokenizer.get_vocab(), target.get_vocab()
     differing = [token for token, i in vocabulary.items() if target_vocabulary.get(token) != i]
     if len(differing) > _MOST_DIFFERING * len(vocabulary):
         raise SpecDecError(
-            f"the head has another tokenizer than the target: {len(differing)} of its {len(vocabulary)} tokens are not "
-            f"those of {tokenizer_dir}, for one {min(differing, key=vocabulary.__getitem__)!r}: {directory}",
-            hint="take the head of this model",
+            f"the {what} has another tokenizer than the target: {len(differing)} of its {len(vocabulary)} tokens are "
+            f"not those of {target_dir}, for one {min(differing, key=vocabulary.__getitem__)!r}: {where}",
+            hint=f"take the {what} of this model, or of its family",
         )
 
 

@@ -213,10 +213,9 @@ class ParallelTrainer(Trainer):
 
 
 class ParallelRun(TrainingRun):
-    """A `TrainingRun` that adapts the causal model in `source`."""
+    """A `TrainingRun` that adapts a causal model, whose directory or GGUF file is given in the place of a head."""
 
     trainer_class = ParallelTrainer
-    source: Path
 
     @property
     def longest(self) -> int:
