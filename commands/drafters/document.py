@@ -18,8 +18,8 @@ class Fitting(Record):
     draft_s: Measure = Field(description="seconds to make a draft, on this machine")
     tokens_per_second: Positive = Field(description="predicted, after the prompts")
     speedup: Positive = Field(description="over no drafter")
-    measured_tokens_per_second: Measure | None = Field(description="with `--measure`")
-    predicted_by_measured: Measure | None = Field(description="predicted speed ÷ measured speed")
+    measured_speedup: Measure | None = Field(description="with `--measure`, timed in turn with no drafter")
+    predicted_by_measured: Measure | None = Field(description="predicted speedup ÷ measured speedup")
 
 
 class NotTried(Record):

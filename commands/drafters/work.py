@@ -23,9 +23,9 @@ from runtime.core.params import SamplingParams
 from runtime.drafters.published import drafters_beside, published_for
 from runtime.drafters.spec import DrafterSpec
 from runtime.drafters.specs import SelfDrafter
-from runtime.drafters.speculation import Speculation, head_drafter
+from runtime.drafters.speculation import NO_SPECULATION, Speculation, head_drafter
 from runtime.llm import LLM
-from runtime.measure.tuning.live import LiveRun, Measured, spread
+from runtime.measure.tuning.live import LiveRun, spread
 from runtime.measure.tuning.tune import Answered, answer
 from runtime.measure.tuning.which import Rival, Sample, open_sample, rival_of_model, rivals_of_lookups
 from runtime.text.traces import read_traces
@@ -144,30 +144,43 @@ def _leave_out_copy(found: Found, model: str, llm: LLM) -> None:
     found.not_tried.append(NotTried(drafter=f"own copy, {_COPY}", reason=reason, command=command))
 
 
-def _measured(found: Found, options: DraftersOptions, output: Output) -> dict[int, Measured]:
-    """Each candidate timed in turn with no drafter on its engine, by its number; empty unless that is asked for."""
+@dataclass(frozen=True)
+class _Timed:
+    """Seconds after the prompts, with the drafter and without one, in turn on the same engine."""
+
+    seconds: float
+    without: float
+
+    @property
+    def speedup(self) -> float:
+        return self.without / self.seconds
+
+
+def _measured(found: Found, options: DraftersOptions, output: Output) -> dict[int, _Timed]:
+    """The candidates' times by their numbers; empty unless that is asked for."""
     if not options.measure:
         return {}
-    timed: dict[int, Measured] = {}
+    timed: dict[int, _Timed] = {}
     for llm in dict.fromkeys(llm for *_, llm in found.rivals):
         numbers = [i for i, (*_, one) in enumerate(found.rivals) if one is llm]
         candidates = [found.rivals[i][0].candidate for i in numbers]
         requests = [replace(one, id=i) for i, one in enumerate(found.sample.answered.requests)]
         live = LiveRun(llm, requests, 1)
         with output.progress("timing", live.num_rounds) as advance:
-            timed |= dict(zip(numbers, live.measure(candidates, advance), strict=True))
+            without, *runs = (one.parts.others for one in live.measure([NO_SPECULATION, *candidates], advance))
+        timed |= {i: _Timed(seconds, without) for i, seconds in zip(numbers, runs, strict=True)}
     return timed
 
 
 def _document(
-    inputs: DraftersInputs, found: Found, measured: dict[int, Measured], *, own_sample: bool
+    inputs: DraftersInputs, found: Found, measured: dict[int, _Timed], *, own_sample: bool
 ) -> DraftersDocument:
     sample, model = found.sample, inputs.model_dir or ""
     none = found.rivals[0][0]
     tried = []
     for i, (rival, flags, _) in enumerate(found.rivals):
         speed = sample.num_tokens / rival.seconds
-        timed_s = measured[i].parts.others if i in measured else None
+        timed, speedup = measured.get(i), rival.speedup_over(none)
         tried.append(
             Fitting(
                 drafter=rival.candidate.label if rival.candidate else "no drafter",
@@ -176,9 +189,9 @@ def _document(
                 tokens_per_step=rival.tokens_per_step,
                 draft_s=rival.draft_s,
                 tokens_per_second=speed,
-                speedup=rival.speedup_over(none),
-                measured_tokens_per_second=None if timed_s is None else sample.num_tokens / timed_s,
-                predicted_by_measured=None if timed_s is None else timed_s / rival.seconds,
+                speedup=speedup,
+                measured_speedup=None if timed is None else timed.speedup,
+                predicted_by_measured=None if timed is None else speedup / timed.speedup,
             )
         )
     published = published_for(read_model_config(resolve_model(model)), model.rstrip("/").rpartition("/")[2])
@@ -199,7 +212,7 @@ def _document(
 
 def _show(document: DraftersDocument, output: Output) -> None:
     columns = ["drafter", "draft", "tokens/step", "a draft", "tokens/s", "speedup"]
-    is_measured = any(one.measured_tokens_per_second is not None for one in document.tried)
+    is_measured = any(one.measured_speedup is not None for one in document.tried)
     columns += ["measured", "ratio"] if is_measured else []
     table = Table(title=f"What drafts for {document.model}", title_justify="left")
     for column in columns:
@@ -214,7 +227,7 @@ def _show(document: DraftersDocument, output: Output) -> None:
             f"{one.speedup:.2f}x",
         ]
         if is_measured:
-            cells += [number(one.measured_tokens_per_second, 1), number(one.predicted_by_measured, 2)]
+            cells += [f"{number(one.measured_speedup, 2)}x", number(one.predicted_by_measured, 2)]
         table.add_row(*cells)
     output.result(table)
     sample = f"{document.num_prompts:,} requests, {document.num_tokens:,} tokens"

@@ -1,7 +1,7 @@
 """Which drafter fits a model: the speed of each, predicted from a sample of answers and from what steps cost here.
 
-Lookups are replayed. Drafters with a model are run on the sample once, with drafts of one length: which of their tokens
-were accepted, and how long a draft took, gives the speed for every shorter length too.
+Lookups are replayed. Drafters with a model are run on the sample, with drafts of one token and of their usual length:
+which tokens were accepted, and how long the drafts took, gives the speed for the lengths between too.
 """
 
 from collections.abc import Sequence
@@ -96,16 +96,14 @@ def rival_of_model(sample: Sample, llm: LLM, drafter: DrafterSpec, progress: Pro
     """A drafter with a model, on the engine that was built for it, with drafts of the length that promises most."""
     longest = min(drafter.max_draft_len or llm.engine.max_draft_len, llm.engine.max_draft_len)
     whole = fixed(drafter).with_length(longest)
-    with progress(f"trying the {drafter.description.title}", 1) as advance:
-        (run,) = LiveRun(llm, _renumbered(sample.answered.requests), 1).try_once([whole], advance)
-    survivals, times = survivals_of(run, longest), run.generation.times
-    drafting_s = times.draft_time_s / max(times.num_iterations - len(run.generation.sequences), 1)
-    is_one_pass = drafter.num_masks is not None or _drafts_at_once(drafter)
+    with progress(f"trying the {drafter.description.title}", 2) as advance:
+        live = LiveRun(llm, _renumbered(sample.answered.requests), 1)
+        short, run = live.try_once([whole.with_length(1), whole], advance)
+    survivals = survivals_of(run, longest)
+    short_s, long_s = _drafting_s(short), _drafting_s(run)
     costs, rivals = sample.cost.costs, list[Rival]()
-    for length, tokens in enumerate(accumulate(survivals, initial=1.0)):
-        if not length:
-            continue
-        draft_s = drafting_s if is_one_pass else drafting_s * length / longest
+    for length, tokens in enumerate(accumulate(survivals[1:], initial=1.0 + survivals[0]), 1):
+        draft_s = short_s + (long_s - short_s) * (length - 1) / max(longest - 1, 1)
         step_s = costs.iteration_s(1, sample.context_len, length) * sample.factor
         seconds = sample.num_tokens / tokens * (step_s + draft_s)
         rivals.append(Rival(whole.with_length(length), tokens, draft_s, seconds))
@@ -120,8 +118,10 @@ def survivals_of(run: Measured, longest: int) -> list[float]:
     return [sum(histogram[k:]) / num_drafts for k in range(1, longest + 1)]
 
 
-def _drafts_at_once(drafter: DrafterSpec) -> bool:
-    return any(head.block is not None for head in drafter.read_heads())
+def _drafting_s(run: Measured) -> float:
+    """Seconds of a draft, on average; the prompts' steps have none."""
+    times = run.generation.times
+    return times.draft_time_s / max(times.num_iterations - len(run.generation.sequences), 1)
 
 
 def _renumbered(requests: Sequence[Request]) -> list[Request]:
