@@ -45,7 +45,7 @@ class DraftersInputs:
 
 @dataclass(frozen=True)
 class DraftersOptions:
-    """What is tried, and on how much."""
+    """Drafters to try, and the size of the sample."""
 
     draft_model_dir: Annotated[
         list[str] | None,

@@ -37,7 +37,7 @@ _COPY: IntFormat = "int4"
 
 @dataclass
 class Found:
-    """What was tried, each with the flags that choose it, and what was not."""
+    """Drafters that were tried, each with the flags that choose it, and drafters that were not."""
 
     sample: Sample
     rivals: list[tuple[Rival, str, LLM]] = field(default_factory=list)

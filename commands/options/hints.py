@@ -51,6 +51,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "damaged_corpus": "make it again with `specdec corpus create`",
     "compiler_fails": ("repair it, or name another compiler in the variable CXX", "use no compiler: `--compiler none`"),
     "draft_len": f"lower the draft length, or build with `{_DRAFTS} {{max_draft_len}}{{what_drafts}}`",
+    "draft_len_of_masks": f"lower the draft length, or build it with `{_DRAFTS} {{max_draft_len}}`",
     "drafter_failed": "`specdec --debug` shows where",
     "draft_vocab_size": "lower it, or leave `--draft-vocab` out",
     "empty_word": "leave it out",
@@ -92,6 +93,11 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "no_hidden_states": (
         "build it for this head: `specdec build --draft-model-dir {head}`",
         "give the model itself, as `--model-dir`",
+    ),
+    "no_pard_token": (
+        "take a model that was adapted for PARD",
+        "adapt this one: `specdec train --parallel`",
+        "draft token by token: `--spec-decode-algo DRAFT_TARGET`",
     ),
     "no_room_for_output": ("raise `--max-seq-len`", "lower `--max-input-len`"),
     "no_self_draft": (

@@ -127,7 +127,8 @@ def check_parallel_engine(draft: Bundle, target: TargetIdentity, num_masks: int)
             f"the parallel draft model's engine was built for drafts of at most "
             f"{config.build_config.max_draft_len + 1} tokens, and the drafter's have up to {num_masks + 1}: {given}",
             hint=f"lower the draft length, or build it with a max_draft_len of {num_masks}",
-            code="masks",
+            code="draft_len_of_masks",
+            max_draft_len=num_masks,
         )
     with draft_engine_errors():
         tokenizer = tokenizer_of_engine(draft)

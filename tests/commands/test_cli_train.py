@@ -272,8 +272,10 @@ def test_a_small_model_is_adapted_to_draft_in_parallel(
     shutil.copy(llama_dir / "tokenizer.json", "small")
     given = ["--model-dir", llama_dir, "--parallel", "small", "--compiler", "none", "--output-dir", "made"]
     assert_one_clear_error(train(*given), 2, ("drafts all ids", "--draft-vocab-size", "64"))
-    texts = ["--input-file", "prompts.jsonl", "--max-output-len", 12, "--num-epochs", 30, "--learning-rate", 0.01]
-    document = specdec("train", *given, *texts, "--batch-tokens", 256, "--json").document
+    answers = ["--input-file", "prompts.jsonl", "--max-output-len", 12, "--output-traces", "own.jsonl"]
+    assert specdec("run", "--model-dir", llama_dir, "--compiler", "none", *answers).exit_code == 0
+    texts = ["--traces", "own.jsonl", "--held-out-traces", "own.jsonl", "--num-epochs", 60, "--batch-tokens", 512]
+    document = specdec("train", *given, *texts, "--learning-rate", 0.01, "--json").document
     assert_valid("train", document)
     assert document["settings"]["parallel"] == "small" and document["settings"]["num_unrolled_steps"] == 8
     lengths = document["held_out_tokens_per_step"]

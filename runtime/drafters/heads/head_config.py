@@ -273,8 +273,8 @@ def read_pard_mask(config: dict[str, Any], vocab_size: int, directory: Path | st
     if found is None:
         raise SpecDecError(
             f"the draft model's config.json has no `{PARD_MASK}`, the mask token that PARD drafts by: {directory}",
-            hint="take a model that was adapted for PARD, or adapt this one: `specdec train --parallel`; as it is it "
-            "drafts token by token, as `DRAFT_TARGET`",
+            hint="take a model that was adapted for PARD, or adapt this one; as it is it drafts token by token, as "
+            "`DRAFT_TARGET`",
             code="no_pard_token",
         )
     if type(found) is not int or not 0 <= found < vocab_size:

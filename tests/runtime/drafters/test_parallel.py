@@ -54,7 +54,7 @@ class Watch:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("compiler", ["none", pytest.param("aot", marks=pytest.mark.slow)])
 def test_drafts_are_the_formulas(form: str, compiler: str, make_engine_dir: Callable[..., Path]) -> None:
-    """In a small cache, where sequences are preempted, and prompts are found again the second time."""
+    """The cache is small: sequences are preempted, and prompts are found again the second time."""
     target, draft = make_model("llama"), make_model(form, pard_token=MASK, **FORMS[form])
     draft_dir = make_engine_dir(draft, compiler=compiler, max_seq_len=160)
     with LLM(make_engine_dir(target), mode="leader", kv_cache=KVCacheConfig(max_tokens=124)) as llm:
