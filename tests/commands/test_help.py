@@ -15,7 +15,7 @@ from specdec_cli.help_texts import TEXTS
 
 LONG = ["run", "chat", "serve", "batch", "doctor", "tune", "summarize"]
 COMMANDS = [
-    *LONG, "convert", "build", "compare", "doctor", "verify", "bench", "corpus create", "corpus merge", "corpus stats",
+    *LONG, "convert", "build", "compare", "doctor", "verify", "corpus create", "corpus merge", "corpus stats",
     "list", "cache list", "cache prune",
 ]  # fmt: skip
 NUM_LINES_OF_A_SCREEN = 50
