@@ -30,7 +30,6 @@ _DRAFTS = (
 )
 
 HINTS: dict[str, str | tuple[str, ...]] = {
-    "api_key": "give the key with `--api-key`, or in the variable SPECDEC_API_KEY or OPENAI_API_KEY",
     "bad_tokenizer": "give another tokenizer with `--tokenizer-dir`; transformers said: {reason}",
     "batch_size": "lower it, or build with a larger `specdec build --max-batch-size`",
     "block_reuse": "leave `--kv-cache-enable-block-reuse` on",
