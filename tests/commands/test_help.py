@@ -103,6 +103,7 @@ def test_common_flags_are_flags() -> None:
     assert COMMON - {option.name for command in LONG for option in commands[command].params} == set()
 
 
+@pytest.mark.slow
 def test_completion_in_bash_knows_commands_and_all_flags(specdec_process: Specdec) -> None:
     """Completions as the script of `--show-completion bash` asks for them."""
 
