@@ -56,19 +56,10 @@ _OF_TEXT = frozenset({"input-text", "stop-words", "bad-words", "system"})
 _OF_COMMAND = {
     "summarize": {"max-output-len": "output-len"},
     "convert": {"quantization": "qformat", "tensor-parallel-size": "tp-size"},
-    "bench": {
-        "max-output-len": "output-len",
-        "model-dir": "model",
-        "max-concurrency": "concurrency",
-        "random-seed": "seed",
-    },
 }
 
 # Flags of a command that are spelled like another one's alias: llama.cpp's `--parallel` is a number.
 _NOT_RENAMED = {"train": ("parallel",)}
-
-# Flags that others' command lines give several values, one after the other.
-_OF_SEVERAL = frozenset({"goodput"})
 
 
 def normalize_name(name: str, command: str = "") -> str:
@@ -77,20 +68,6 @@ def normalize_name(name: str, command: str = "") -> str:
     if name not in _NOT_RENAMED.get(command, ()):
         name = _ALIASES.get(name, name)
     return _OF_COMMAND.get(command, {"output-len": "max-output-len"}).get(name, name)
-
-
-def one_value_each(arguments: list[str], command: str) -> list[str]:
-    """`--goodput ttft:200 tpot:50`, as vLLM's users write, is `--goodput ttft:200 --goodput tpot:50`."""
-    repeated: list[str] = []
-    current = ""
-    for argument in arguments:
-        name = normalize_name(argument.removeprefix("--"), command) if argument.startswith("--") else ""
-        if name:
-            current = argument if name in _OF_SEVERAL else ""
-        elif current and repeated[-1] != current:
-            repeated.append(current)
-        repeated.append(argument)
-    return repeated
 
 
 def empty_value(arguments: list[str], options_with_value: frozenset[str], command: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Choice of the drafter that fits a model: the speed of each, predicted from a sample of answers and the costs of steps.
+"""Choice of the drafter that fits a model: the speed of each, predicted from sampled answers and the costs of steps.
 
 Lookups are replayed. Drafters with a model are run on the sample, with drafts of one token and of their usual length:
 which tokens were accepted, and how long the drafts took, gives the speed for the lengths between too.
