@@ -97,7 +97,7 @@ class ParallelModel(nn.Module):
         super().__init__()
         model.set_attn_implementation("sdpa")  # which takes masks that are True where a token is seen
         self.model, self.mask_token = model, mask_token
-        self.vocab_size = model.get_input_embeddings().weight.shape[0]
+        self.vocab_size = _num_ids(model)
 
     def logits_at(self, tokens: Tensor, masks: Masks, places: Tensor) -> Tensor:
         """Logits [texts, places, vocab] behind these places of the texts with masks behind them."""
@@ -181,7 +181,7 @@ def choose_mask_token(model: PreTrainedModel, model_dir: Path) -> int:
     config = model.config
     if type(own := getattr(config, PARD_MASK, None)) is int:
         return own
-    size, used = model.get_input_embeddings().weight.shape[0], _num_tokens(model_dir)
+    size, used = _num_ids(model), _num_tokens(model_dir)
     if used is not None and used < size:
         return used
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
@@ -192,6 +192,11 @@ def choose_mask_token(model: PreTrainedModel, model_dir: Path) -> int:
     return size
 
 
+def _num_ids(model: PreTrainedModel) -> int:
+    embeddings: Any = model.get_input_embeddings()
+    return int(embeddings.weight.shape[0])
+
+
 def _num_tokens(model_dir: Path) -> int | None:
     """Ids that the tokenizer of a directory uses; None if it has no tokenizer.json."""
     if not (model_dir / "tokenizer.json").is_file():
@@ -199,7 +204,7 @@ def _num_tokens(model_dir: Path) -> int | None:
     content = read_json(model_dir / "tokenizer.json")
     vocabulary = content["model"].get("vocab", {})
     own = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    return max([*own, *(one["id"] for one in content.get("added_tokens", []))]) + 1
+    return int(max([*own, *(one["id"] for one in content.get("added_tokens", []))])) + 1
 
 
 class ParallelTrainer(Trainer):
