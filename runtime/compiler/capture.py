@@ -149,7 +149,7 @@ def split_open(sizes: list[int]) -> tuple[int, str]:
 
 
 def _factors(size: int) -> tuple[int, list[int]]:
-    """What remains of a number after dividing by the primes, and the indices of the primes that divide it."""
+    """The part of a number that no prime divides, and the indices of the primes that do, with repetition."""
     numbers = []
     for number, prime in enumerate(_PRIMES):
         while size and size % prime == 0:
