@@ -82,7 +82,7 @@ def start_training(
     directory, made_directory = results.working_dir, not results.working_dir.exists()
     if isinstance(given, HeadConfig) and given.kind == "mtp":  # not found out when all answers were given
         check_mtp_is_trained(given)
-        check_mtp_is_of(given, resolve_model(inputs.model_dir))
+        check_mtp_is_of(given, resolve_model(inputs.target))
     try:
         with ExitStack() as stack:
             llm = _open_target(stack, inputs, results, given, output)
@@ -104,7 +104,7 @@ def start_training(
                 if isinstance(run, ParallelRun):
                     run.write_model(written, llm.identity.tokenizer_dir)
                 else:
-                    run.write(written, Path(inputs.model_dir).expanduser().name, best_length(trained.after))
+                    run.write(written, Path(inputs.target).expanduser().name, best_length(trained.after))
         if results.work_dir is None:
             shutil.rmtree(directory)
     except SpecDecError:
@@ -118,12 +118,12 @@ def _open_target(
     stack: ExitStack, inputs: TrainInputs, results: TrainResults, given: HeadConfig | Path | None, output: Output
 ) -> LLM:
     """The target's engine, which gives the hidden states that the head reads, as for drafting with it."""
-    config = read_model_config(resolve_model(inputs.model_dir))
+    config = read_model_config(resolve_model(inputs.target))
     heads = [given] if isinstance(given, HeadConfig) else []
     states = read_states_of(num_layers_of(config)) if given is None else states_of_heads(heads, config)
     settings = engine_settings(results.engines, USUAL_MAX_DRAFT_LEN, states)
     use_cache = not results.engines.no_cache
-    engine = engine_of_model(inputs.model_dir, settings, use_cache=use_cache, phases=output.phases)
+    engine = engine_of_model(inputs.target, settings, use_cache=use_cache, phases=output.phases)
     llm = LLM(stack.enter_context(engine), kv_cache=KVCacheConfig(block_reuse=False))
     stack.enter_context(llm)
     if isinstance(given, HeadConfig):
@@ -210,7 +210,7 @@ def _open_run(
         options.random_seed,
         options.learn_prompts,
     )
-    target = Target(llm.engine, resolve_model(inputs.model_dir), llm.end_ids)
+    target = Target(llm.engine, resolve_model(inputs.target), llm.end_ids)
     kind = ParallelRun if isinstance(given, Path) else TrainingRun
     return kind(directory, settings, identity, texts, target, given)
 
@@ -268,12 +268,12 @@ def _show(trained: Trained, inputs: TrainInputs, options: TrainOptions, results:
     )
     is_mtp = not is_model and run.head.config.kind == "mtp"
     named = "--drafters mtp " if is_mtp else ""  # others are known by their config
-    flags = f"--model-dir {inputs.model_dir} {named}--draft-model-dir {results.output_dir}"
+    flags = f"--model-dir {inputs.target} {named}--draft-model-dir {results.output_dir}"
     output.result(f"to use it: specdec run {flags} …")
     if output.quiet:
         output.text(str(results.output_dir))
     settings = TrainSettings(
-        model_dir=inputs.model_dir,
+        model_dir=inputs.target,
         draft_model_dir=None if inputs.draft_model_dir is None else str(inputs.draft_model_dir),
         num_epochs=options.num_epochs,
         learning_rate=run.settings.learning_rate,
