@@ -459,14 +459,26 @@ class Engine:
         return logits
 
     def occupy_cache(self, blocks: range) -> None:
-        """Have these blocks of the K/V cache in memory, as if they were in use: for measuring."""
+        """Have these blocks of the K/V cache in memory, as if they were in use: for measuring.
+
+        The K/V of released sequences are forgotten.
+        """
         self.check_is_open()
-        self._pool.occupy(blocks)
+
+        def occupy() -> None:
+            self._clear_cache()
+            self._pool.occupy(blocks)
+
+        self.turns.take(occupy)
 
     def time_step(self, rows: list[Row], *, by_copy: bool = False) -> float:
-        """Seconds of the compiled step for these rows. Its writes to the K/V cache are unused."""
+        """Seconds of the compiled step for these rows, whose block tables name any blocks.
+
+        The K/V of released sequences are forgotten, because the step overwrites them.
+        """
 
         def step() -> float:
+            self._clear_cache()
             before = self.step_time_s + self.copy_time_s
             self._forward(rows, by_copy=by_copy)
             return self.step_time_s + self.copy_time_s - before
