@@ -1,15 +1,18 @@
 """Flags of `specdec check`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from commands.options.engine_choice import TargetOptions
+from commands.options.model_word import model_among
 from commands.options.shared import Report
 from commands.output.help import INPUT, option
 from commands.output.output import Output, check_output_files, check_readable, check_report
 from runtime.proof.records import Rule
+from runtime.util.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,8 @@ class CheckOptions:
         list[Path],
         typer.Argument(
             metavar="RECEIPTS",
-            help="Files that `--receipts` wrote, a batch's results, or a server's answers with receipts.",
+            help="Files that `--receipts` wrote, a batch's results, or a server's answers with receipts; and perhaps "
+            "the model or engine to check them against, as `run` has it.",
         ),
     ]
     answers: Annotated[
@@ -44,6 +48,14 @@ class CheckOptions:
         ),
     ] = False
     report: Report = None
+
+    def without_model(self, target: TargetOptions) -> "tuple[CheckOptions, TargetOptions]":
+        """The files alone, and the target with the model that stands among them. UsageError for a model alone."""
+        words, has_flag = list(map(str, self.receipts)), bool(target.model_dir or target.engine_dir)
+        model, files = model_among(words, has_flag=has_flag)
+        if not files:
+            raise UsageError(f"no receipts are given: {model}", hint="`specdec check receipts.jsonl demo`")
+        return replace(self, receipts=[Path(file) for file in files]), target.named(model)
 
     def check(self, output: Output) -> None:
         """SpecDecError for files that cannot be read or written."""
