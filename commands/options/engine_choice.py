@@ -231,7 +231,7 @@ class TargetOptions:
     engines: ModelEngineOptions = field(default_factory=ModelEngineOptions)
 
     def named(self, word: str | None) -> "TargetOptions":
-        """The same with the model or engine that a word of the command line names. UsageError if a flag names another."""
+        """The same with the model or engine that a word names. UsageError if a flag names another."""
         if word is None:
             return self
         model_dir, engine_dir = named_by(word, self.model_dir, self.engine_dir)

@@ -39,7 +39,8 @@ from runtime.util.thread_turns import ThreadTurns
 
 # A prompt is computed in pieces: those that wait for it wait less, and a piece does not look at blocks after it.
 DEFAULT_MAX_NUM_TOKENS = 512
-_SHORT_ROW = 32
+SHORT_ROW = 32
+"""Longest row, in tokens, that is computed together with others."""
 _MAX_LOGITS = 1 << 23  # computed at once of a prompt that is scored
 
 
@@ -518,8 +519,8 @@ def _similar_lengths(rows: Seq[Row]) -> list[list[int]]:
 
     A prompt beside three rows of a draft's length would be computed four times over. By itself it fills the machine.
     """
-    short = [i for i, row in enumerate(rows) if len(row.tokens) <= _SHORT_ROW]
-    return [*([i] for i, row in enumerate(rows) if len(row.tokens) > _SHORT_ROW), *([short] if short else [])]
+    short = [i for i, row in enumerate(rows) if len(row.tokens) <= SHORT_ROW]
+    return [*([i] for i, row in enumerate(rows) if len(row.tokens) > SHORT_ROW), *([short] if short else [])]
 
 
 def resolve_device(kind: Literal["cpu", "cuda", "auto"], device_id: int) -> torch.device:

@@ -10,7 +10,7 @@ from torch import Tensor
 from runtime.core.batch import Row, context_row
 from runtime.core.request import Request, Sequence
 from runtime.core.sampling import Positions, Sampler
-from runtime.engine.engine import Engine
+from runtime.engine.engine import SHORT_ROW, Engine
 from runtime.util.errors import SpecDecError
 
 _MOST_LOGITS = 1 << 23
@@ -64,18 +64,24 @@ class LongDrafts(Generic[Draft]):
     judge: Judge[Draft]
 
     def compute(self, drafts: list[Draft]) -> None:
-        """Compute all of them, as many at once as the K/V cache has room for."""
+        """Compute all of them, in their order."""
         while drafts:
             drafts = self.engine.turns.take(lambda drafts=drafts: self._compute_some(drafts))  # type: ignore[misc]
 
     def _compute_some(self, drafts: list[Draft]) -> list[Draft]:
-        """Compute the first of them; returns the others."""
+        """Compute the first of them; returns the others.
+
+        Short ones are computed together, up to one that is long: that fills the machine by itself, and the next may
+        find its keys and values. So of eight answers to one prompt, the prompt is computed once.
+        """
         admitted: list[Draft] = []
         try:
             for draft in drafts[: self.engine.max_batch_size]:
                 if not self._admit(draft, is_first=not admitted):
                     break
                 admitted.append(draft)
+                if len(draft.sequence.tokens) - draft.sequence.num_computed > SHORT_ROW:
+                    break
             while going := [one for one in admitted if not (one.is_over or one.problem or _is_done(one))]:
                 all_logits = self._forward(going)
                 with self.engine.alone():

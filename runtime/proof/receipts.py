@@ -85,6 +85,15 @@ def read_receipts(path: Path, answers: Answers | None = None) -> Iterator[Read]:
         raise_unreadable(path, error)
 
 
+def num_lines(path: Path) -> int:
+    """Number of lines of a file; SpecDecError if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+    except OSError as error:
+        raise_unreadable(path, error)
+
+
 def _read_line(line: bytes, where: str, answers: Answers) -> Iterator[Read]:
     try:
         data = json.loads(line.decode("utf-8"))

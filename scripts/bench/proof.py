@@ -29,7 +29,7 @@ from runtime.core.request import Request, Sequence
 from runtime.llm import LLM
 from runtime.proof.receipts import Read, receipt_of
 from runtime.proof.records import Receipt
-from runtime.proof.regress import Comparison, OldAnswer
+from runtime.proof.regress import Compared, Comparison, OldAnswer
 from scripts.bench.llamas import LLAMA_101M, save_random_llama
 from specdec_cli import SamplingParams
 
@@ -190,7 +190,7 @@ def regress(new: LLM, old: LLM, num: int, max_tokens: int) -> None:
     requests = requests_of(old, num, max_tokens, {"temperature": 0})
     sequences, _ = answers(old, requests)
     olds = [OldAnswer(str(i), one.request.prompt_tokens, tuple(one.output_tokens)) for i, one in enumerate(sequences)]
-    asked = [(one, one.request(lambda receipt: requests[0], frozenset())) for one in olds]
+    asked = [Compared.of(one, one.request(lambda receipt: requests[0], frozenset())) for one in olds]
     comparison, again = Comparison(new.engine), answers(new, requests)
     new.engine.clear_cache()
     start = time.perf_counter()

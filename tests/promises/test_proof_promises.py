@@ -132,6 +132,31 @@ def test_untouched_answers_are_exact(number: int) -> None:
     assert {one.rule for one in findings} == {"tokens"}
 
 
+def test_a_prompt_is_computed_once_for_all_its_answers() -> None:
+    """And once for a conversation, whose next prompt has the answer before in it."""
+    model, prompt = MODELS[0], tuple(i % VOCAB_SIZE for i in range(40))
+    template = Request(0, prompt, 12, sampling=SamplingConfig(temperature=1.0, random_seed=1))
+    finished = list[Sequence]()
+
+    def answer(requests: list[Request]) -> None:
+        stepped = [one for one, _ in scheduler.generate(engine_of(model), requests)]
+        finished.extend({one.request.id: one for one in stepped}.values())
+
+    answer([template.with_prompt(i, prompt, i) for i in range(5)])
+    answer([template.with_prompt(9, tuple(finished[0].tokens))])
+    checker, num_computed = checker_of(model), 0
+    step = checker.engine.step
+
+    def counted(rows: Seq[Row], **how: Any) -> list[Tensor]:
+        nonlocal num_computed
+        num_computed += sum(len(row.tokens) for row in rows)
+        return step(rows, **how)
+
+    checker.engine.step = counted  # type: ignore[method-assign]
+    assert [one.verdict for one in checker.check(reads_of(model, finished))] == ["exact"] * 6
+    assert num_computed <= 40 + 6 * 12
+
+
 def test_draws_by_a_drafts_probabilities_are_checked_by_likelihood() -> None:
     """And said so; another temperature makes the same answers unlikely, and a token that cannot be drawn is named."""
     model = MODELS[0]
