@@ -4,6 +4,7 @@ python -m scripts.bench.proof times --model MODEL          check ÷ generate, 12
 python -m scripts.bench.proof edits --model demo           1,000 edited answers of 10,000: found at their place?
 python -m scripts.bench.proof faults --model demo          20 faults in single tensors of weights: told?
 python -m scripts.bench.proof regress --model M --old M    old answers of another engine: time against generating
+python -m scripts.bench.proof predict --model demo         predicted ÷ measured, for engines whose tables are given
 
 A model is what `LLM` takes, and `101m` the Llama of random weights of `scripts.bench.llamas`.
 """
@@ -25,14 +26,19 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from runtime.checkpoint.costs import CostModel
 from runtime.core.request import Request, Sequence
 from runtime.llm import LLM
+from runtime.loop.step_costs import measure_host, measure_steps
+from runtime.measure.tuning.search import Cost, Replayer, Search, fixed, labels_of
 from runtime.proof.receipts import Read, receipt_of
 from runtime.proof.records import Receipt
 from runtime.proof.regress import Compared, Comparison, OldAnswer
+from runtime.text.traces import read_traces
 from scripts.bench.llamas import LLAMA_101M, save_random_llama
 from specdec_cli import SamplingParams
 
+ROOT = Path(__file__).parents[2]
 _KINDS = ("another token", "swapped pair", "one more", "one less", "seed", "temperature", "stop")
 
 
@@ -210,9 +216,52 @@ def regress(new: LLM, old: LLM, num: int, max_tokens: int) -> None:
     )
 
 
+def predicted_and_measured(llm: LLM, traces: Path, threads: int) -> None:
+    """What the engine's cost table predicts for lookups from another engine's outputs, beside what they take here.
+
+    `traces` are recorded by the first engine that is asked, and replayed for all.
+    """
+    torch.set_num_threads(threads)
+    requests = requests_of_prompts(llm)
+    if not traces.exists():
+        sequences = llm.session().run(requests).sequences
+        rows = ({"prompt_ids": one.request.prompt_tokens, "output_ids": one.output_tokens} for one in sequences)
+        traces.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    costs = CostModel(measure_steps(llm.engine, 4.0), measure_host(llm.engine))
+    search = Search(Replayer(read_traces(traces, llm.tokenizer), 1, Cost(costs, 512)), 10, fixed(), False)
+    search.run(lambda number=1, note="": None)
+    ranked = sorted(search.replayed, key=lambda one: one.rank)
+    plain = search.replayed[0]
+    ratios = []
+    for one in (plain, ranked[0], ranked[len(ranked) // 2]):
+        seconds = []
+        for _ in range(3):
+            llm.engine.clear_cache()
+            session = llm.session_of(one.candidate)
+            start = time.perf_counter()
+            sequences = session.run(requests).sequences
+            seconds.append(time.perf_counter() - start)
+        num_tokens = sum(len(sequence.output_tokens) for sequence in sequences)
+        num_replayed = one.total.num_generated_tokens
+        ratios.append((one.rank / num_replayed) / (min(seconds) / num_tokens))
+    told = {"threads": threads, "dtype": llm.fingerprint.dtype, "quantization": llm.fingerprint.quantization}
+    names = ["none", *labels_of([ranked[0].candidate, ranked[len(ranked) // 2].candidate])]
+    by_name = {name: round(ratio, 2) for name, ratio in zip(names, ratios, strict=True)}
+    speedups = [round(ratios[0] / ratio, 2) for ratio in ratios[1:]]
+    print(json.dumps(told | {"predicted ÷ measured": by_name, "of the speedups": speedups}), flush=True)
+
+
+def requests_of_prompts(llm: LLM) -> list[Request]:
+    """Greedy requests for the demo's articles, of 64 tokens."""
+    lines = (ROOT / "runtime" / "demo" / "articles.jsonl").read_text().splitlines()[:12]
+    params = llm.request_of(SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+    texts = [json.loads(line)["article"] for line in lines]
+    return [params.with_prompt(i, llm.encode(text, 900)[0]) for i, text in enumerate(texts)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["times", "edits", "faults", "regress"])
+    parser.add_argument("what", choices=["times", "edits", "faults", "regress", "predict"])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--old")
     parser.add_argument("--runs", type=int, default=3)
@@ -220,8 +269,11 @@ def main() -> None:
     parser.add_argument("--num-edited", type=int, default=1_000)
     parser.add_argument("--max-batch-size", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--quantization", help="of the engine whose speed is predicted")
+    parser.add_argument("--traces", type=Path, default=Path("traces.jsonl"), help="recorded once, for all predictions")
     given = parser.parse_args()
-    with opened(given.model, max_batch_size=given.max_batch_size) as llm:
+    with opened(given.model, max_batch_size=given.max_batch_size, quantization=given.quantization) as llm:
         print(
             given.model,
             llm.fingerprint.name,
@@ -235,6 +287,8 @@ def main() -> None:
             edits(llm, given.num, given.num_edited)
         elif given.what == "faults":
             faults(llm, 20)
+        elif given.what == "predict":
+            predicted_and_measured(llm, given.traces, given.threads)
         else:
             with opened(given.old or given.model, max_batch_size=given.max_batch_size) as old:
                 regress(llm, old, given.num, given.max_tokens)

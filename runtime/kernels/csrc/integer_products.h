@@ -27,21 +27,39 @@ inline int32_t reduce(V numbers, const Use& use) {
   }
 }
 
+#if (defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)) || (defined(__AVX512BW__) && !defined(__AVX512VNNI__))
+// Without an instruction for 4 products of bytes there is one for 2 products of 16 bits, and one that adds products of bytes
+// two by two in 16 bits, which so many columns' fit if one factor has 4 bits.
+#define SPECDEC_SUMS_OF_16_BITS
+constexpr int64_t kColumnsOf16Bits = 32;
+static_assert(15 * 128 * 2 * kColumnsOf16Bits / 4 <= 32767);
+#endif
+
+// True if a token's number, of one digit or two, lies in one piece of 16 bits: of each 4 columns the first and the third,
+// then the second and the fourth.
+template <int digits, PackedWeight::Kind kind>
+#if defined(SPECDEC_SUMS_OF_16_BITS)
+constexpr bool kInPairs = digits == 2 || kind != PackedWeight::kInt4;
+#else
+constexpr bool kInPairs = false;
+#endif
+
 // The tokens' numbers, (groups, M, digits, padded): of one group those of all tokens lie side by side. A number of two digits
 // is 256 x the first + the second.
 struct RoundedTokens {
   static constexpr int64_t kBeyond = 16;  // digits that a tile may read behind the last token's
   int64_t M, padded;
   int digits;
+  bool in_pairs;
   AlignedBuffer<int8_t> numbers;
   int32_t half;
   std::unique_ptr<float[]> steps;     // (groups, M)
   std::unique_ptr<int32_t[]> starts;  // (groups, M): -half x a group's numbers, added, from where its products are summed up
   std::unique_ptr<float[]> totals;    // (groups, M): step x a group's numbers, added
 
-  RoundedTokens(const Rows& rows, int digits, const PackedWeight& weight)
-      : M(rows.count), padded(weight.padded), digits(digits),
-        numbers(make_aligned<int8_t>((M * weight.groups * digits + kBeyond) * padded)),
+  RoundedTokens(const Rows& rows, int digits, bool in_pairs, const PackedWeight& weight)
+      : M(rows.count), padded(weight.padded), digits(digits), in_pairs(in_pairs),
+        numbers(make_aligned<int8_t>((M * weight.groups * bytes() + kBeyond) * padded)),
         half(weight.half()), steps(std::make_unique_for_overwrite<float[]>(M * weight.groups)),
         starts(std::make_unique_for_overwrite<int32_t[]>(M * weight.groups)),
         totals(std::make_unique_for_overwrite<float[]>(M * weight.groups)) {
@@ -55,7 +73,8 @@ struct RoundedTokens {
     });
   }
 
-  const int8_t* at(int64_t place) const { return numbers.get() + place * digits * padded; }
+  int64_t bytes() const { return in_pairs ? 2 : digits; }  // of a number
+  const int8_t* at(int64_t place) const { return numbers.get() + place * bytes() * padded; }
 
  private:
   template <typename T>
@@ -73,6 +92,7 @@ struct RoundedTokens {
     std::memcpy(&size_of_largest, &bits, sizeof bits);
     float step = size_of_largest / (digits == 1 ? 127 : 127 * 256 + 127);
     int8_t rounded[2][kMost] = {};
+    int16_t joined[kMost] = {};
     Ints total{};
     if (bits >= 0x7f800000) step = std::numeric_limits<float>::quiet_NaN();
     else if (step < std::numeric_limits<float>::min()) step = 0;
@@ -81,13 +101,27 @@ struct RoundedTokens {
         const float kNoFraction = 0x1.8p23f;  // so large that adding it rounds
         const Ints integers = (Ints)(load(x + i) / step + kNoFraction) - 0x4b400000;
         total += integers;
+        if (in_pairs) {
+          store_pairs(integers, joined + i);
+          continue;
+        }
         const Ints first = digits == 1 ? integers : (integers + 128) >> 8;
         store_digits(first, rounded[0] + i);
         store_digits(integers - first * 256, rounded[1] + i);
       }
-    for (int d = 0; d < digits; ++d) std::memcpy(&numbers[(place * digits + d) * padded], rounded[d], padded);
+    if (in_pairs) std::memcpy(&numbers[place * bytes() * padded], joined, bytes() * padded);
+    else
+      for (int d = 0; d < digits; ++d) std::memcpy(&numbers[(place * digits + d) * padded], rounded[d], padded);
     const int32_t added = reduce(total, [](auto a, auto b) { return a + b; });
     steps[place] = step, starts[place] = -half * added, totals[place] = static_cast<float>(added) * step;
+  }
+
+  static void store_pairs(Ints integers, int16_t* to) {
+    for (int k = 0; k < kLanes; k += 4) {
+      const int16_t four[] = {static_cast<int16_t>(integers[k]), static_cast<int16_t>(integers[k + 2]),
+                              static_cast<int16_t>(integers[k + 1]), static_cast<int16_t>(integers[k + 3])};
+      std::memcpy(to + k, four, sizeof four);
+    }
   }
 
   static void store_digits(Ints integers, int8_t* to) {
@@ -97,13 +131,7 @@ struct RoundedTokens {
   }
 };
 
-#if (defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)) || (defined(__AVX512BW__) && !defined(__AVX512VNNI__))
-// Without an instruction for 4 products they are added two by two in 16 bits, which so many columns' fit if one factor has 4
-// bits: what has 8 is taken in halves, one behind the other.
-#define SPECDEC_SUMS_OF_16_BITS
-constexpr int64_t kColumnsOf16Bits = 32;
-static_assert(15 * 128 * 2 * kColumnsOf16Bits / 4 <= 32767);
-
+#if defined(SPECDEC_SUMS_OF_16_BITS)
 typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
 
 // sums + the products of each lane's 4 bytes without sign, at most 15, and a token's 4 with sign, two by two.
@@ -115,12 +143,12 @@ inline Shorts add_pairs(Shorts sums, Words bytes, int32_t four) {
 #endif
 }
 
-// sums + each lane's two times a number.
-inline Ints add_shorts(Ints sums, Shorts two, int16_t times) {
+// sums + the products of each lane's two numbers of 16 bits and another two.
+inline Ints add_two_products(Ints sums, Shorts two, int32_t others) {
 #if defined(__AVX512BW__)
-  return sums + (Ints)_mm512_madd_epi16((__m512i)two, _mm512_set1_epi16(times));
+  return sums + (Ints)_mm512_madd_epi16((__m512i)two, _mm512_set1_epi32(others));
 #else
-  return sums + (Ints)_mm256_madd_epi16((__m256i)two, _mm256_set1_epi16(times));
+  return sums + (Ints)_mm256_madd_epi16((__m256i)two, _mm256_set1_epi32(others));
 #endif
 }
 #else
@@ -223,6 +251,7 @@ template <int digits, PackedWeight::Kind kind>
 struct IntegerProducts {
   const RoundedTokens& x;
   const PackedWeight& weight;
+  static constexpr int kInRegisters = kInPairs<digits, kind> ? 2 : digits;  // rows of a tile that a token takes the room of
 
   // sums (to - from x kPanel) += of all groups of a panel.
   void add(int64_t panel, int64_t from, int64_t to, float* sums) const {
@@ -230,7 +259,7 @@ struct IntegerProducts {
     if ((to - from) * digits >= kTileRows && tile_steps(weight.padded) && may_use_tiles())
       return tile_steps(weight.padded) == 1 ? add_by_tiles<2>(panel, from, to, sums) : add_by_tiles<1>(panel, from, to, sums);
 #endif
-    const int64_t rows = to - from, tiles = EvenTiles::num_tiles(rows * digits);
+    const int64_t rows = to - from, tiles = EvenTiles::num_tiles(rows * kInRegisters);
     for (int64_t g = 0; g < weight.groups; ++g)
       for (int64_t tile = 0; tile < tiles; ++tile) add_tile(panel, g, from, tile, rows, sums);
   }
@@ -238,7 +267,7 @@ struct IntegerProducts {
   // The same of few rows and two panels, which are read side by side: memory gives a thread more in two streams than in one.
   void add_two(int64_t panel, int64_t from, int64_t to, float* sums, float* others) const {
     const int64_t rows = to - from;
-    if (EvenTiles::num_tiles(rows * digits) > 1) return add(panel, from, to, sums), add(panel + 1, from, to, others);
+    if (EvenTiles::num_tiles(rows * kInRegisters) > 1) return add(panel, from, to, sums), add(panel + 1, from, to, others);
     for (int64_t g = 0; g < weight.groups; ++g) {
       add_tile(panel, g, from, 0, rows, sums);
       add_tile(panel + 1, g, from, 0, rows, others);
@@ -248,8 +277,8 @@ struct IntegerProducts {
  private:
   // A group's products, of one of the tiles into which so many rows are divided.
   void add_tile(int64_t panel, int64_t g, int64_t from, int64_t tile, int64_t rows, float* sums) const {
-    const int64_t tiles = EvenTiles::num_tiles(rows * digits), row = tile * rows / tiles;
-    dispatch_rows<kTileRows / digits>((tile + 1) * rows / tiles - row, [&](auto count) {
+    const int64_t tiles = EvenTiles::num_tiles(rows * kInRegisters), row = tile * rows / tiles;
+    dispatch_rows<kTileRows / kInRegisters>((tile + 1) * rows / tiles - row, [&](auto count) {
       add_rows<count()>(panel, g, from + row, tile == 0, sums + row * kPanel);
     });
   }
@@ -289,54 +318,60 @@ struct IntegerProducts {
     const uint8_t* group = weight.group(panel, g);
     const int64_t padded = x.padded, place = g * x.M + row;
     const int8_t* tokens = x.at(place);
-    constexpr int last = digits - 1;
-    Ints sums[R][digits][2];  // in registers: places are constants, and nothing else refers to it
+    constexpr int pieces = kInPairs<digits, kind> ? 1 : digits, last = pieces - 1;
+    Ints sums[R][pieces][2];  // in registers: places are constants, and nothing else refers to it
     unrolled<R>([&](auto r) {
       unrolled<2>([&](auto i) {
-        if constexpr (digits == 2) sums[r][0][i] = Ints{};
+        if constexpr (pieces == 2) sums[r][0][i] = Ints{};
         sums[r][last][i] = Ints{} + x.starts[place + r];
       });
     });
     const auto fetch = [&](int64_t k) {
       if (fetches) prefetch_l2(group + k * kPanel / kPerByte<kind>, 4 * kPanel / kPerByte<kind>);
     };
-    const auto four = [&](int r, int d, int64_t k) { return load<int32_t>(tokens + (r * digits + d) * padded + k); };
+    const auto four = [&](int r, int d, int64_t k) { return load<int32_t>(tokens + (r * pieces + d) * padded + k); };
 #if defined(SPECDEC_SUMS_OF_16_BITS)
-    const auto add_half = [&](int64_t from, int64_t to, auto half) {
-      constexpr int shift = 4 * half();
-      Shorts pairs[R][digits][2] = {};
-      for (int64_t k = from; k < to; k += 4) {
+    if constexpr (kInPairs<digits, kind>) {
+      for (int64_t k = 0; k < padded; k += 4) {
         Words numbers[2];
         load_numbers<kind>(group, k, numbers);
-        if (shift == 0) fetch(k);
-        if constexpr (kind != PackedWeight::kInt4)
-          for (Words& bytes : numbers) bytes = bytes >> shift & 0x0f0f0f0fu;
+        fetch(k);
+        const Shorts pairs[2][2] = {{(Shorts)(numbers[0] & 0xff00ffu), (Shorts)(numbers[0] >> 8 & 0xff00ffu)},
+                                    {(Shorts)(numbers[1] & 0xff00ffu), (Shorts)(numbers[1] >> 8 & 0xff00ffu)}};
         unrolled<R>([&](auto r) {
-          unrolled<digits>([&](auto d) {
-            unrolled<2>([&](auto i) { pairs[r][d][i] = add_pairs(pairs[r][d][i], numbers[i], four(r, d, k)); });
+          const int8_t* of_token = tokens + 2 * (r * padded + k);
+          unrolled<2>([&](auto j) {
+            const int32_t two = load<int32_t>(of_token + 4 * j);
+            unrolled<2>([&](auto i) { sums[r][0][i] = add_two_products(sums[r][0][i], pairs[i][j], two); });
           });
         });
       }
-      unrolled<R>([&](auto r) {
-        unrolled<digits>([&](auto d) {
-          unrolled<2>([&](auto i) { sums[r][d][i] = add_shorts(sums[r][d][i], pairs[r][d][i], 1 << shift); });
+    } else {
+      for (int64_t from = 0; from < padded; from += kColumnsOf16Bits) {
+        Shorts pairs[R][2] = {};
+        for (int64_t k = from; k < std::min(from + kColumnsOf16Bits, padded); k += 4) {
+          Words numbers[2];
+          load_numbers<kind>(group, k, numbers);
+          fetch(k);
+          unrolled<R>([&](auto r) {
+            unrolled<2>([&](auto i) { pairs[r][i] = add_pairs(pairs[r][i], numbers[i], four(r, 0, k)); });
+          });
+        }
+        unrolled<R>([&](auto r) {
+          unrolled<2>([&](auto i) { sums[r][0][i] = add_two_products(sums[r][0][i], pairs[r][i], 0x10001); });
         });
-      });
-    };
-    for (int64_t from = 0; from < padded; from += kColumnsOf16Bits)
-      unrolled<kind == PackedWeight::kInt4 ? 1 : 2>([&](auto half) {
-        add_half(from, std::min(from + kColumnsOf16Bits, padded), half);
-      });
+      }
+    }
 #else
     // Of few rows each sum is added up in two parts, or the next product would wait for the one before it.
-    constexpr int parts = R * digits <= 2 ? 2 : 1;
-    Ints others[R][digits][2] = {};
+    constexpr int parts = R * pieces <= 2 ? 2 : 1;
+    Ints others[R][pieces][2] = {};
     const auto add = [&](auto& sums, int64_t k) {
       Words numbers[2];
       load_numbers<kind>(group, k, numbers);
       fetch(k);
       unrolled<R>([&](auto r) {
-        unrolled<digits>([&](auto d) {
+        unrolled<pieces>([&](auto d) {
           unrolled<2>([&](auto i) { sums[r][d][i] = add_products(sums[r][d][i], numbers[i], four(r, d, k)); });
         });
       });
@@ -347,7 +382,7 @@ struct IntegerProducts {
     for (; k < padded; k += 4) add(sums, k);
     if constexpr (parts == 2)
       unrolled<R>([&](auto r) {
-        unrolled<digits>([&](auto d) { unrolled<2>([&](auto i) { sums[r][d][i] += others[r][d][i]; }); });
+        unrolled<pieces>([&](auto d) { unrolled<2>([&](auto i) { sums[r][d][i] += others[r][d][i]; }); });
       });
 #endif
     if (fetches)  // the scales too: a line that is waited for is as long as reading a group
@@ -358,7 +393,7 @@ struct IntegerProducts {
     const float *steps = x.steps.get() + place, *totals = x.totals.get() + place;
     unrolled<R>([&](auto r) {
       unrolled<2>([&](auto i) {
-        const Ints joined = digits == 1 ? sums[r][0][i] : sums[r][0][i] * 256 + sums[r][last][i];
+        const Ints joined = pieces == 1 ? sums[r][0][i] : sums[r][0][i] * 256 + sums[r][last][i];
         float* place = to + r * kPanel + i * kLanes;
         store(place, load(place) + __builtin_convertvector(joined, Lanes) * (scales[i] * steps[r]));
       });
@@ -456,7 +491,7 @@ struct SumsOfPanels {
 // are a task.
 template <int digits, PackedWeight::Kind kind>
 void multiply_few_integers(const Rows& rows, const PackedWeight& form, std::span<const FewRows> parts) {
-  const RoundedTokens rounded(rows, digits, form);
+  const RoundedTokens rounded(rows, digits, kInPairs<digits, kind>, form);
   const int64_t panels = (rows.outputs + kPanel - 1) / kPanel, tasks = (panels + 1) / 2;
   share_tasks(static_cast<int64_t>(parts.size()) * tasks, [&](int64_t task) {
     const FewRows& part = parts[task / tasks];
@@ -482,7 +517,7 @@ void multiply_integers(const Rows& rows, const PackedWeight& weight) {
     const FewRows all{0, 0, M, nullptr};
     return multiply_few_integers<digits, kind>(rows, weight, {&all, 1});
   }
-  const RoundedTokens rounded(rows, digits, weight);
+  const RoundedTokens rounded(rows, digits, kInPairs<digits, kind>, weight);
   const IntegerProducts<digits, kind> products{rounded, weight};
   const int64_t together = M >= kMostRows ? kPanelsTogether : 1;
   const int64_t groups = (panels + together - 1) / together;
