@@ -1,6 +1,6 @@
 """Figures of docs/proof.md: what checks and regress take and find.
 
-python -m scripts.bench.proof times --model MODEL          check ÷ generate, 128 and 512 tokens, greedy and sampled
+python -m scripts.bench.proof times --model MODEL          check ÷ generate, one answer after the other
 python -m scripts.bench.proof edits --model demo           1,000 edited answers of 10,000: found at their place?
 python -m scripts.bench.proof faults --model demo          20 faults in single tensors of weights: told?
 python -m scripts.bench.proof regress --model M --old M    old answers of another engine: time against generating
@@ -76,27 +76,30 @@ def receipts_of(llm: LLM, sequences: list[Sequence]) -> list[Read]:
 
 
 def times(llm: LLM, runs: int) -> None:
-    """Medians of each ratio, alone and with as many answers together as the engine takes."""
-    llm.session().run(requests_of(llm, 1, 8, {"temperature": 0}))
-    for num in (1, llm.engine.max_batch_size):
-        for params in ({"temperature": 0}, {"temperature": 0.8}):
-            for max_tokens in (128, 512):
-                ratios, seconds = [], []
-                for _ in range(runs):
-                    sequences, generating = answers(llm, requests_of(llm, num, max_tokens, params))
-                    reads = receipts_of(llm, sequences)
-                    llm.engine.clear_cache()
-                    start = time.perf_counter()
-                    findings = list(llm.checker().check(reads))
-                    checking = time.perf_counter() - start
-                    ratios.append(checking / generating)
-                    seconds.append((generating, checking))
-                verdicts = dict(Counter(one.verdict for one in findings))
-                told = {"together": num, **params, "tokens": max_tokens, "ratio": round(statistics.median(ratios), 3)}
-                print(
-                    json.dumps(told | {"seconds": [[round(s, 3) for s in one] for one in seconds]} | verdicts),
-                    flush=True,
-                )
+    """Medians of check ÷ generate, one answer after the other; at last for four answers to one prompt of 400 tokens."""
+    for params in ({"temperature": 0}, {"temperature": 0.8}):
+        for max_tokens in (128, 512):
+            ratio_of(llm, requests_of(llm, 1, max_tokens, params), runs)
+    (template,) = requests_of(llm, 1, 128, {"temperature": 0.8}, 400)
+    ratio_of(llm, [template.with_prompt(i, template.prompt_tokens, i) for i in range(4)], runs)
+
+
+def ratio_of(llm: LLM, requests: list[Request], runs: int) -> None:
+    ratios, seconds = [], []
+    for _ in range(runs):
+        llm.engine.clear_cache()
+        start = time.perf_counter()
+        sequences = [llm.session().run([request]).sequences[0] for request in requests]
+        generating = time.perf_counter() - start
+        llm.engine.clear_cache()
+        reads, start = receipts_of(llm, sequences), time.perf_counter()
+        findings = list(llm.checker().check(reads))
+        checking = time.perf_counter() - start
+        ratios.append(checking / generating)
+        seconds.append([round(generating, 3), round(checking, 3)])
+    of = {"answers": len(requests), "prompt": len(requests[0].prompt_tokens), "tokens": requests[0].max_new_tokens}
+    told = of | {"temperature": requests[0].sampling.temperature, "ratio": round(statistics.median(ratios), 3)}
+    print(json.dumps(told | {"seconds": seconds} | dict(Counter(one.verdict for one in findings))), flush=True)
 
 
 def edited(receipt: Receipt, kind: str, draw: random.Random, vocab_size: int) -> Receipt:
