@@ -206,7 +206,7 @@ def check_page(document: CheckDocument, shown: list[tuple[Finding, Receipt | Non
         data,
         f"Check of {document.total.num_answers:,} answers: {verdict}",
         cards={
-            "This engine": data["fingerprint"],
+            "This engine": data["fingerprint"] | {"instructions": " ".join(document.fingerprint.instructions)},
             "Files": {"receipts": ", ".join(document.files)},
             "Versions": {"specdec": document.specdec_version},
         },
