@@ -32,6 +32,9 @@ from runtime.text.trace_lines import Trace
 from runtime.util.errors import SpecDecError
 from runtime.util.reading import raise_unreadable, shown
 
+_NUM_CHOSEN = 32
+"""Rows that are chosen from at once: behind a token that differs the others are asked for again."""
+
 
 @dataclass(frozen=True)
 class OldAnswer:
@@ -151,7 +154,7 @@ class Comparison:
         agreeing: list[bool] = []
         first = one.num_judged
         while len(agreeing) < len(logits):
-            rest = logits[len(agreeing) :]
+            rest = logits[len(agreeing) :][:_NUM_CHOSEN]
             chosen = choose_all([one.positions(first + len(agreeing), rest)])[0]
             for _ in range(len(rest)):
                 place = first + len(agreeing)
@@ -163,7 +166,7 @@ class Comparison:
                 agreeing.append(agrees)
                 if not agrees:
                     if one.place is None:
-                        self._note(one, place, token, rest[place - first - (len(logits) - len(rest))])
+                        self._note(one, place, token, logits[place - first])
                     break  # the kernels choose no further than a token that is not the draft's
         return agreeing
 

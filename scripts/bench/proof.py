@@ -30,7 +30,7 @@ from runtime.checkpoint.costs import CostModel
 from runtime.core.request import Request, Sequence
 from runtime.llm import LLM
 from runtime.loop.step_costs import measure_host, measure_steps
-from runtime.measure.tuning.search import Cost, Replayer, Search, fixed, labels_of
+from runtime.measure.tuning.search import Cost, Replayer, Search, fixed
 from runtime.proof.receipts import Read, receipt_of
 from runtime.proof.records import Receipt
 from runtime.proof.regress import Compared, Comparison, OldAnswer
@@ -234,9 +234,9 @@ def predicted_and_measured(llm: LLM, traces: Path, threads: int) -> None:
     search = Search(Replayer(read_traces(traces, llm.tokenizer), 1, Cost(costs, 512)), 10, fixed(), False)
     search.run(lambda number=1, note="": None)
     ranked = sorted(search.replayed, key=lambda one: one.rank)
-    plain = search.replayed[0]
+    tried = (search.replayed[0], ranked[0], ranked[len(ranked) // 2])
     ratios = []
-    for one in (plain, ranked[0], ranked[len(ranked) // 2]):
+    for one in tried:
         seconds = []
         for _ in range(3):
             llm.engine.clear_cache()
@@ -248,8 +248,10 @@ def predicted_and_measured(llm: LLM, traces: Path, threads: int) -> None:
         num_replayed = one.total.num_generated_tokens
         ratios.append((one.rank / num_replayed) / (min(seconds) / num_tokens))
     told = {"threads": threads, "dtype": llm.fingerprint.dtype, "quantization": llm.fingerprint.quantization}
-    names = ["none", *labels_of([ranked[0].candidate, ranked[len(ranked) // 2].candidate])]
-    by_name = {name: round(ratio, 2) for name, ratio in zip(names, ratios, strict=True)}
+    by_name = {
+        f"{one.candidate.label}, {one.candidate.max_draft_len}, {one.candidate.draft_len_mode}": round(ratio, 2)
+        for one, ratio in zip(tried, ratios, strict=True)
+    }
     speedups = [round(ratios[0] / ratio, 2) for ratio in ratios[1:]]
     print(json.dumps(told | {"predicted ÷ measured": by_name, "of the speedups": speedups}), flush=True)
 
@@ -275,7 +277,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--quantization", help="of the engine whose speed is predicted")
     parser.add_argument("--traces", type=Path, default=Path("traces.jsonl"), help="recorded once, for all predictions")
+    parser.add_argument("--processor-time", action="store_true", help="of one thread, on a machine that others use too")
     given = parser.parse_args()
+    if given.processor_time:
+        vars(time)["perf_counter"] = time.process_time
     with opened(given.model, max_batch_size=given.max_batch_size, quantization=given.quantization) as llm:
         print(
             given.model,
