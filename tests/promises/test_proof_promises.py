@@ -24,6 +24,7 @@ from torch import Tensor
 
 from runtime.checkpoint.config import BuildConfig
 from runtime.core.batch import Row
+from runtime.core.kv_cache import BlockManager
 from runtime.core.params import SamplingConfig
 from runtime.core.request import Request, Sequence
 from runtime.core.sampling import NoValidToken, Sampler
@@ -35,6 +36,7 @@ from runtime.proof.check import Checker
 from runtime.proof.fingerprint import fingerprint_of
 from runtime.proof.receipts import Read, read_receipts, read_row, receipt_of
 from runtime.proof.records import Finding, Receipt
+from runtime.util import thread_turns
 from runtime.util.errors import RequestError
 from scripts.campaigns.oracle import CheckedEngine, ExactModel, has_ended
 
@@ -155,6 +157,24 @@ def test_a_prompt_is_computed_once_for_all_its_answers() -> None:
     checker.engine.step = counted  # type: ignore[method-assign]
     assert [one.verdict for one in checker.check(reads_of(model, finished))] == ["exact"] * 6
     assert num_computed <= 40 + 6 * 12
+
+
+def test_a_check_takes_room_from_a_generation_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which goes on afterwards, from its tokens; the fingerprint has room too."""
+    monkeypatch.setattr(thread_turns, "_IDLE_S", 0.0)
+    model, prompt = MODELS[0], tuple(i % VOCAB_SIZE for i in range(40))
+    request = Request(0, prompt, 30)
+    (expected,) = {id(one): one for one, _ in scheduler.generate(engine_of(model), [request])}.values()
+    checker = checker_of(model)
+    checker.engine._blocks = BlockManager(20, 4, reuse=True)  # 76 tokens
+    steps = scheduler.generate(checker.engine, [request])
+    sequence, _ = next(steps)
+    assert fingerprint_of(checker.engine, None) == checker.fingerprint
+    next(steps)
+    assert [one.verdict for one in checker.check(reads_of(model, [expected] * 2))] == ["exact"] * 2
+    for _ in steps:
+        pass
+    assert sequence.tokens == expected.tokens
 
 
 def test_draws_by_a_drafts_probabilities_are_checked_by_likelihood() -> None:
