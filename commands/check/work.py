@@ -23,7 +23,7 @@ from commands.output.output import Output, number
 from commands.output.progress import Advance
 from runtime.llm import LLM
 from runtime.proof.receipts import Answers, Read, num_lines, read_receipts
-from runtime.proof.records import Finding, Receipt, Relation, Rule, Verdict, differences, ids_digest
+from runtime.proof.records import Finding, Receipt, Relation, Rule, Verdict, differences, ids_digest, in_words
 from runtime.text.text import decode
 from runtime.text.traces import read_traces
 from runtime.util.errors import SpecDecError
@@ -181,7 +181,7 @@ def _row(finding: Finding) -> list[str]:
         return "-" if value is None else str(value)
 
     probability = "-" if finding.probability is None else f"{finding.probability:.3g}"
-    answer = finding.where if finding.name is None else f"{finding.where} ({finding.name})"
+    answer = finding.where if finding.name is None else f"{finding.where} ({in_words(finding.name)})"
     reason = (finding.reason or "").replace(finding.where, "it")
     tokens = [shown(finding.place), shown(finding.token), shown(finding.engine_token)]
     return [answer, *tokens, probability, shown(finding.rank), number(finding.gap), reason]
