@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass
 class Regressed:
-    """What was found so far: counts, and as much of the answers as documents and pages show."""
+    """Counts so far, and as much of the answers as documents and pages show."""
 
     answers: list[RegressAnswer] = field(default_factory=list)
     num_answers: int = 0

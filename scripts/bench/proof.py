@@ -220,7 +220,7 @@ def regress(new: LLM, old: LLM, num: int, max_tokens: int) -> None:
 
 
 def predicted_and_measured(llm: LLM, traces: Path, threads: int) -> None:
-    """What the engine's cost table predicts for lookups from another engine's outputs, beside what they take here.
+    """Times that the engine's cost table predicts for lookups from another engine's outputs, beside their times here.
 
     `traces` are recorded by the first engine that is asked, and replayed for all.
     """

@@ -160,7 +160,7 @@ def test_a_prompt_is_computed_once_for_all_its_answers() -> None:
 
 
 def test_a_check_takes_room_from_a_generation_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which goes on afterwards, from its tokens; the fingerprint has room too."""
+    """The generation goes on afterwards, from its tokens; the fingerprint has room too."""
     monkeypatch.setattr(thread_turns, "_IDLE_S", 0.0)
     model, prompt = MODELS[0], tuple(i % VOCAB_SIZE for i in range(40))
     request = Request(0, prompt, 30)

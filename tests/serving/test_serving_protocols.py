@@ -73,7 +73,7 @@ def test_a_response_says_what_a_chat_says(tooled: Served) -> None:
 
 @pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
 def test_receipts_are_exact_and_come_where_the_answer_ends(tooled: Served, path: str, tmp_path: Path) -> None:
-    """Whole answers and the last events of streams, as `check` reads them from a log."""
+    """The log that `check` reads has a whole answer and the last event of a stream."""
     asked = (
         {"input": "Go", "max_output_tokens": 12}
         if path == RESPONSES

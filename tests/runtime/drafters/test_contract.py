@@ -302,7 +302,7 @@ IN_A_MODE = pytest.mark.parametrize(
 
 @IN_A_MODE
 def test_receipts_are_exact(made: Made, mode: Mode) -> None:
-    """Of batches in a small cache, where prompts are found again, with `n`, penalties and end ids."""
+    """The answers have `n`, penalties and end ids, in batches, in a small cache where prompts are found again."""
     long_prompt = tuple(repetitive_prompt(3, 40, vocab_size=20))
     requests: list[Request] = []
     for prompt, sampling in ((long_prompt, PENALISED), (long_prompt[:19], SAMPLED)):
