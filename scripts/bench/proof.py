@@ -242,7 +242,7 @@ def predicted_and_measured(llm: LLM, traces: Path, threads: int) -> None:
             llm.engine.clear_cache()
             session = llm.session_of(one.candidate)
             start = time.perf_counter()
-            sequences = session.run(requests).sequences
+            sequences = [session.run([request]).sequences[0] for request in requests]
             seconds.append(time.perf_counter() - start)
         num_tokens = sum(len(sequence.output_tokens) for sequence in sequences)
         num_replayed = one.total.num_generated_tokens
