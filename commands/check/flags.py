@@ -8,6 +8,7 @@ import typer
 
 from commands.options.engine_choice import TargetOptions
 from commands.options.model_word import model_among
+from commands.options.settings import is_setting
 from commands.options.shared import Report
 from commands.output.help import INPUT, option
 from commands.output.output import Output, check_output_files, check_readable, check_report
@@ -51,8 +52,9 @@ class CheckOptions:
 
     def without_model(self, target: TargetOptions) -> "tuple[CheckOptions, TargetOptions]":
         """The files alone, and the target with the model that stands among them. UsageError for a model alone."""
-        words, has_flag = list(map(str, self.receipts)), bool(target.model_dir or target.engine_dir)
-        model, files = model_among(words, has_flag=has_flag)
+        given = {"model_dir": target.model_dir, "engine_dir": target.engine_dir}
+        has_flag = any(value is not None and not is_setting(name) for name, value in given.items())
+        model, files = model_among(list(map(str, self.receipts)), has_flag=has_flag)
         if not files:
             raise UsageError(f"no receipts are given: {model}", hint="`specdec check receipts.jsonl demo`")
         return replace(self, receipts=[Path(file) for file in files]), target.named(model)

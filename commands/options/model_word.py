@@ -58,7 +58,7 @@ def model_among(files: list[str], *, has_flag: bool) -> tuple[str | None, list[s
     model = next((word for word in files if is_surely_model(word)), None)
     last = files[-1] if len(files) > 1 and not has_flag else None
     if model is None and last is not None and Path(last).suffix not in _FILES and not Path(last).is_file():
-        model = last if may_be_model(last, Path()) else None
+        model = last if may_be_model(last, is_answered=True) else None
     if model is None:
         return None, files
     place = files.index(model)

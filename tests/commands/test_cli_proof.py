@@ -245,6 +245,7 @@ def test_mistakes(specdec: Specdec, llama_engine_dir: Path, tmp_path: Path, said
         ["check", empty, *where],
         ["check", llama_engine_dir],
         ["check", empty, llama_engine_dir, *where],
+        ["check", empty, "./no-model"],
         ["regress", "--traces", empty, *where],
         ["regress", "--traces", empty, *where, "--max-diverged", "2 of 3"],
         ["fingerprint", *where, "--expect", empty],
