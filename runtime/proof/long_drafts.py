@@ -66,7 +66,11 @@ class LongDrafts(Generic[Draft]):
     def compute(self, drafts: list[Draft]) -> None:
         """Compute all of them, as many at once as the K/V cache has room for."""
         while drafts:
-            drafts = self.engine.turns.take(lambda drafts=drafts: self._compute_some(drafts))  # type: ignore[misc]
+            drafts = self.engine.turns.take(lambda drafts=drafts: self._compute_next(drafts))  # type: ignore[misc]
+
+    def _compute_next(self, drafts: list[Draft]) -> list[Draft]:
+        with self.engine.without_disk():
+            return self._compute_some(drafts)
 
     def _compute_some(self, drafts: list[Draft]) -> list[Draft]:
         """Compute the first of them; returns the others."""
