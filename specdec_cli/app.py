@@ -41,7 +41,7 @@ from commands.launch.command import ARGUMENTS_OF_TOOL, launch
 from commands.options.foreign import Flags, without_foreign
 from commands.options.hints import hint_of, message_of, usage_message
 from commands.options.shared import COMMON
-from commands.options.spellings import empty_value, normalize_name, one_value_each
+from commands.options.spellings import empty_value, normalize_name, one_value_each, with_usual_values
 from commands.output.help import sort_by_panel
 from commands.output.output import fail, say_interrupted, warn
 from commands.output.short_help import overview, short_help
@@ -205,7 +205,7 @@ class _Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = self._own_flags()
-        kept = without_foreign(args, own)
+        kept = with_usual_values(without_foreign(args, own), self.name or "")
         empty = empty_value(kept, own.with_value, self.name or "")
         if empty is not None:
             what = f"`{empty}`" if empty else "an argument"

@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.util.errors import SpecDecError
+from runtime.util.files import make_private_directory
 
 FILE = "kv.sqlite"
 STATE = "state"
@@ -113,30 +114,6 @@ def as_bytes(tokens: Seq[int]) -> bytes:
 def owner_name(salt: str | None) -> str:
     """Name of an owner on disk, from which nobody reads the salt."""
     return "" if salt is None else hashlib.blake2b(salt.encode(), digest_size=24, person=b"specdec-kv").hexdigest()
-
-
-def make_private_directory(directory: Path) -> None:
-    """Make the directory for its user alone. SpecDecError if another user owns it, or others may write there."""
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = directory.stat()
-    except FileExistsError:
-        raise SpecDecError(f"the place for keys and values is no directory: {directory}", hint="name another") from None
-    except OSError as error:
-        raise SpecDecError(
-            f"the directory for keys and values cannot be made ({error.strerror or error}): {directory}",
-            hint="name one that you may write",
-        ) from None
-    if found.st_uid not in (os.getuid(), 0):
-        raise SpecDecError(
-            f"the directory for keys and values belongs to another user (number {found.st_uid}): {directory}",
-            hint="name a directory of your own: it holds your prompts in clear",
-        )
-    if found.st_mode & 0o022:
-        raise SpecDecError(
-            f"other users may write into the directory for keys and values: {directory}",
-            hint=f"name another, or trust what is there: chmod go-w {directory}",
-        )
 
 
 class BlockStore:
@@ -388,7 +365,7 @@ class BlockStore:
             ).fetchone()
             if row is None:
                 continue
-            num_matched = len(os.path.commonprefix([row[1], wanted])) // _TOKEN_BYTES
+            num_matched = _num_common(row[1], wanted)
             if num_matched > (best[0].end - start if best else 0):
                 is_whole = num_matched * _TOKEN_BYTES == len(row[1])
                 best = [Record(row[0], start, start + num_matched, zlib.crc32(row[1], path), is_whole)]
@@ -521,14 +498,21 @@ class BlockStore:
         return [StoredEngine(digest, model, owners, size, used / 1e9) for digest, model, owners, size, used in rows]
 
     def prune(self, max_bytes: int) -> int:
-        """Remove the oldest records until at most `max_bytes` are in use, and give the room back; returns bytes freed."""
+        """Remove the oldest records until at most `max_bytes` are in use, and shrink the file; returns bytes freed."""
         with self._errors():
             before = self._used_bytes()
             with self._transaction():
                 while self._used_bytes() > max_bytes and self._remove_oldest(time.time_ns()):
                     pass
-            self._db.execute("PRAGMA incremental_vacuum").fetchall()
+            self._db.executescript("PRAGMA incremental_vacuum")  # which steps to its end
             return before - self._used_bytes()
+
+
+def _num_common(one: bytes, other: bytes) -> int:
+    """Number of first tokens that are equal."""
+    length = min(len(one), len(other))
+    different = np.flatnonzero(np.frombuffer(one[:length], ">i4") != np.frombuffer(other[:length], ">i4"))
+    return int(different[0]) if len(different) else length // _TOKEN_BYTES
 
 
 def _checksum(path: int, name: str, data: Bytes) -> int:

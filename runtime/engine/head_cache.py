@@ -64,7 +64,7 @@ class HeadCache:
         self._has_state.reshape(-1)[slots.cpu().numpy()] = True
 
     def flags(self) -> list[Tensor]:
-        """(num_blocks, block_size) which slots have a hidden state, and which have keys and values; the memory itself."""
+        """Memory [num_blocks, block_size] of which slots have a hidden state, and which have keys and values."""
         return [torch.from_numpy(self._has_state), torch.from_numpy(self._has_kv)]
 
     def copy_block(self, copy: BlockCopy) -> None:

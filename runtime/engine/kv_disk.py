@@ -17,7 +17,6 @@ import zlib
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +93,7 @@ class Part:
             row = rows[block] if isinstance(rows, np.ndarray) else rows[block].cpu().numpy()
             data[at : at + row.nbytes] = row
             at += row.nbytes
-        return memoryview(data)
+        return data.data
 
     def write(self, block: int, data: bytes) -> None:
         """Give a block these bytes."""
@@ -102,7 +101,10 @@ class Part:
         for rows in self._rows:
             size = rows[0].nbytes
             row = numbers[at : at + size]
-            rows[block] = row if isinstance(rows, np.ndarray) else torch.from_numpy(row.copy()).to(rows.device)
+            if isinstance(rows, np.ndarray):
+                rows[block] = row
+            else:
+                rows[block] = torch.from_numpy(row.copy()).to(rows.device)
             at += size
 
 
@@ -379,7 +381,8 @@ class KVDisk:
         names = {part.name for part in self._parts}
         ids, path = list[int](), owner.path
         for record in found.records:
-            if record.is_whole and names <= store.parts_of(record.id):
+            is_of_text = record.is_whole and (record.end % self._block_size == 0 or record.end == len(job.tokens))
+            if is_of_text and names <= store.parts_of(record.id):
                 ids.append(record.id)
                 path = record.path
             else:
@@ -457,5 +460,3 @@ class KVDisk:
         if what not in self._told:
             self._told.add(what)
             warnings.warn(message, SpecDecWarning, stacklevel=4)
-
-
