@@ -47,11 +47,11 @@ def list_engines(store: StoreOptions, output: Output) -> None:
     """
     from commands.cache.report import cache_list_document, show_cache, show_store
     from commands.cache.store import kept_in
-    from runtime.util.cache import KV_CACHE, cache_dir, cached_engines, other_bytes
+    from runtime.util.cache import KV_CACHE, cache_dir, cached_engines, other_bytes, unique_bytes
 
     usual = cache_dir() / KV_CACHE
     kept = kept_in(store.kv_cache_dir or usual, is_named=store.kv_cache_dir is not None)
-    engines, others = cached_engines(), other_bytes()
+    engines, others = cached_engines(), other_bytes() - unique_bytes([usual])
     show_cache(engines, others, output)
     if kept is not None:
         show_store(kept, output)

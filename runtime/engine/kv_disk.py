@@ -121,10 +121,11 @@ def _part_of_head(head: HeadCache, name: str) -> Part:
 
 @dataclass(eq=False)
 class _Waiting:
-    """A block that waits to be written; `data` once it was copied."""
+    """A block that waits to be written, by the parts of the time when it was released; `data` once it was copied."""
 
     block: int
     content: CachedBlock
+    parts: Seq[Part]
     data: dict[str, Bytes] | None = None
     num_jobs: int = 0
 
@@ -136,6 +137,7 @@ class _Job:
     salt: str | None
     tokens: list[int]
     blocks: list[_Waiting]
+    parts: Seq[Part]
     states: dict[int, bytes] = field(default_factory=dict)
 
 
@@ -300,7 +302,7 @@ class KVDisk:
                 return
             waiting = [self._wait_for(block, content) for block, content in self._blocks.publish(sequence)]
             tokens, salt = sequence.tokens[: sequence.num_computed], sequence.request.cache_salt
-            self._jobs.append(_Job(salt, tokens, waiting, dict(sequence.kept_states)))
+            self._jobs.append(_Job(salt, tokens, waiting, self._parts, dict(sequence.kept_states)))
             sequence.kept_states.clear()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="specdec-kv-disk", daemon=True)
@@ -308,17 +310,20 @@ class KVDisk:
             self._condition.notify_all()
 
     def _wait_for(self, block: int, content: CachedBlock) -> _Waiting:
-        waiting = self._waiting.setdefault(content.id, _Waiting(block, content))
+        waiting = self._waiting.setdefault(content.id, _Waiting(block, content, self._parts))
         waiting.num_jobs += 1
+        waiting.parts = self._parts
         return waiting
 
     def _copy(self, block: int, content: CachedBlock) -> None:
         """Copy a block that waits to be written, before it is overwritten."""
+        if os.getpid() != self._process_id:
+            return
         with self._condition:
             waiting = self._waiting.get(content.id)
             if waiting is None or waiting.data is not None or self._num_copied_bytes > _MOST_COPIED_BYTES:
                 return
-            waiting.data = {part.name: part.read(block) for part in self._parts}
+            waiting.data = {part.name: part.read(block) for part in waiting.parts}
             self._num_copied_bytes += sum(map(len, waiting.data.values()))
 
     def flush(self, timeout_s: float | None = None) -> bool:
@@ -378,7 +383,7 @@ class KVDisk:
             store.reopen()
         owner = store.make_owner(self.digest, job.salt, self._model)
         found = store.find(owner, job.tokens, self._block_size)
-        names = {part.name for part in self._parts}
+        names = {part.name for part in job.parts}
         ids, path = list[int](), owner.path
         for record in found.records:
             is_of_text = record.is_whole and (record.end % self._block_size == 0 or record.end == len(job.tokens))
@@ -426,7 +431,7 @@ class KVDisk:
     def _data_of(self, waiting: _Waiting) -> dict[str, Bytes] | None:
         """The bytes of a block; None where they are gone."""
         if waiting.data is None and self._blocks.holds(waiting.block, waiting.content):
-            data: dict[str, Bytes] = {part.name: part.read(waiting.block) for part in self._parts}
+            data: dict[str, Bytes] = {part.name: part.read(waiting.block) for part in waiting.parts}
             if self._blocks.holds(waiting.block, waiting.content):
                 return data
         return waiting.data

@@ -62,10 +62,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        kv_cache = KVCacheConfig(disk_dir=Path(directory) / "kv", max_tokens=max([*given.tokens, 4000]) + 512)
+        kv_cache = KVCacheConfig(disk_dir=Path(directory) / "kv", max_tokens=max([*given.tokens, 8000]) + 512)
 
         def opened() -> LLM:
-            return LLM(given.model, max_seq_len=max([*given.tokens, 4000]) + 64, kv_cache=kv_cache)
+            return LLM(given.model, max_seq_len=max([*given.tokens, 8000]) + 64, kv_cache=kv_cache)
 
         computed, restored = {}, {}
         with opened() as llm:
