@@ -17,6 +17,7 @@ import zlib
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,18 @@ _NICE = 5
 _MEASURED = ("step_costs", "host_s", "self_draft_costs", "machine", "quality", "logits_check", "self_draft_check")
 _NOTES = ("compiler_note", "why_whole", "config_digest")
 _DECAY, _TRY_AGAIN = 0.7, 32
+_LEAST_TIMED = 64
 
 
 def digest_of_engine(config: EngineConfig) -> str:
     """Digest of all that an engine's keys and values depend on: its files, its settings, and this version's code."""
     settings = {name: value for name, value in as_json(config).items() if name not in (*_MEASURED, *_NOTES)}
-    return digest([repr(settings), *digests_of_build_code()])
+    return digest([repr(settings), _digest_of_code()])
+
+
+@cache
+def _digest_of_code() -> str:
+    return digest(digests_of_build_code())
 
 
 @dataclass
@@ -64,6 +71,8 @@ class Rates:
         self.compute_s = _mean(self.compute_s, seconds / num_tokens)
 
     def read(self, num_tokens: int, seconds: float) -> None:
+        if num_tokens < _LEAST_TIMED:  # most of it is what any read takes
+            return
         self.read_s = _mean(self.read_s, seconds / num_tokens)
 
     def reading_pays(self) -> bool:
