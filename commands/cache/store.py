@@ -20,7 +20,7 @@ class Kept:
 
 
 def kept_in(directory: Path, *, is_named: bool) -> Kept | None:
-    """What a directory holds; None where there is none that was not named. SpecDecError for a named one without any,
+    """Content of a directory; None where there is none that was not named. SpecDecError for a named one without any,
     or for one that cannot be read.
     """
     if not is_named and not (directory / FILE).is_file():

@@ -50,6 +50,8 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "corpus_tokenizer": "recreate it, with the target's engine directory as `specdec corpus create --tokenizer-dir`",
     "damaged_corpus": "make it again with `specdec corpus create`",
     "compiler_fails": ("repair it, or name another compiler in the variable CXX", "use no compiler: `--compiler none`"),
+    "disk_size_alone": "give `--kv-cache-dir` too",
+    "disk_without_reuse": "leave `--kv-cache-dir` out",
     "disk_of_ranks": "leave `--kv-cache-dir` out",
     "disk_too_small": ("raise `--kv-cache-disk-size`", "lower `--max-seq-len`"),
     "draft_len": f"lower the draft length, or build with `{_DRAFTS} {{max_draft_len}}{{what_drafts}}`",

@@ -22,7 +22,8 @@ def warm(served: ServedModel, path: Path, keys: Seq[bytes]) -> str:
     A line is the body of a request, of a chat if it has `messages`; `max_tokens` does not count. SpecDecError names a
     line that is none.
     """
-    requests, owners = list[Request](), list[bytes | None](keys or [None])
+    requests = list[Request]()
+    owners: Seq[bytes | None] = keys or (None,)
     for number, line in read_json_lines(read_utf8(path), path):
         for key in owners:
             requests += _requests(served, line, f"line {number} of {path}", key)

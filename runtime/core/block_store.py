@@ -97,7 +97,7 @@ class Found:
 
 @dataclass(frozen=True)
 class StoredEngine:
-    """What a directory holds of an engine."""
+    """Content of a directory that belongs to one engine."""
 
     digest: str
     model: str
@@ -488,7 +488,7 @@ class BlockStore:
             return self._db.execute("SELECT 1 FROM owners WHERE engine=?", (engine,)).fetchone() is not None
 
     def engines(self) -> list[StoredEngine]:
-        """What the directory holds, the engine that was used last first."""
+        """Content of the directory, the engine that was used last first."""
         with self._errors():
             rows = self._db.execute(
                 "SELECT engine, max(model), count(DISTINCT owners.id), "

@@ -58,7 +58,7 @@ class Request:
     wants_receipt: bool = False
     """True if the output has a receipt (`runtime.proof`)."""
     cache_salt: str | None = None
-    """Whose K/V it may find, and who may find its own: requests with the same text here. None: those without one."""
+    """Name of its owner: requests find only K/V of others with the same text here. None: of those without one."""
 
     @property
     def name(self) -> str:

@@ -51,7 +51,7 @@ class _Kept:
     first: int
     is_over: bool
     salt: str | None = None
-    """Of its request (`Request.cache_salt`)."""
+    """Owner of the sequence (`Request.cache_salt`)."""
 
     def match_len(self, tokens: Seq[int], most: int) -> int:
         """Length of the longest common prefix, of at most `most` tokens, that a sequence can go on from; or 0."""

@@ -155,7 +155,7 @@ class Engine:
             raise out_of_memory(error) if is_out_of_memory(error) else error from error
         self._heads: list[HeadCache] = []
         self.prompt_tokens = PromptTokens()
-        """Where the prompts' tokens so far came from."""
+        """Origin of the prompts' tokens so far, but for what is computed `without_disk`, such as a fingerprint."""
         self._disk: KVDisk | None = None
         self._num_without_disk = 0
         if kv_cache.disk_dir is not None:
@@ -223,7 +223,7 @@ class Engine:
 
     @contextmanager
     def without_disk(self) -> Iterator[None]:
-        """In the block nothing is read from disk, and nothing is written: for what must be computed."""
+        """Read nothing from disk in the block, and write nothing: for what must be computed."""
         self._num_without_disk += 1
         try:
             yield
@@ -386,7 +386,7 @@ class Engine:
         for head in self._heads:
             head.forget(sequence.block_table, sequence.num_computed)
         sequence.stats.num_reused_tokens += sequence.num_computed
-        if not sequence.stats.num_steps:
+        if not sequence.stats.num_steps and not self._num_without_disk:
             num_found = sequence.num_computed
             self.prompt_tokens = self.prompt_tokens.plus(len(sequence.tokens), num_found, num_on_disk)
         return True

@@ -298,8 +298,9 @@ class KVDisk:
 
     def save(self, sequence: Sequence) -> None:
         """Write a sequence that is about to be released. One that goes on later is written by whole blocks."""
-        num_whole = sequence.num_computed // self._block_size
-        if not self._is_writing or not sequence.num_computed or os.getpid() != self._process_id:
+        num_computed = sequence.num_computed
+        num_whole = num_computed // self._block_size
+        if not self._is_writing or not num_computed or os.getpid() != self._process_id:
             return
         if not sequence.is_over and num_whole <= sequence.num_saved and not sequence.kept_states:
             return
@@ -310,7 +311,7 @@ class KVDisk:
             if len(self._jobs) >= _MOST_JOBS or self._is_closed:
                 return
             waiting = [self._wait_for(block, content) for block, content in self._blocks.publish(sequence)]
-            tokens, salt = sequence.tokens[: sequence.num_computed], sequence.request.cache_salt
+            tokens, salt = list(sequence.tokens[:num_computed]), sequence.request.cache_salt
             self._jobs.append(_Job(salt, tokens, waiting, self._parts, dict(sequence.kept_states)))
             sequence.kept_states.clear()
             if self._thread is None:

@@ -68,6 +68,7 @@ def main() -> None:
             return LLM(given.model, max_seq_len=max([*given.tokens, 8000]) + 64, kv_cache=kv_cache)
 
         computed, restored = {}, {}
+        opened().close()  # it may build an engine, or compile kernels for the next one
         with opened() as llm:
             llm.generate(prompt_of(llm, 64, 99), ONE)
             for num_tokens in given.tokens:

@@ -23,7 +23,7 @@ SIZE = 2
 
 
 def data_of(salt: str | None, tokens: tuple[int, ...]) -> bytes:
-    """What depends on the owner and all tokens, as keys and values do."""
+    """Bytes that depend on the owner and all tokens, as keys and values do."""
     return repr((salt, tokens)).encode() * 3
 
 

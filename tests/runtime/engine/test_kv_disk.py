@@ -69,7 +69,7 @@ CASES += [("gemma3", {"kv_cache": "INT8"}), ("qwen3.5", {"kv_cache": "FP8", "dty
 def test_a_restored_conversation_goes_on_as_in_memory(
     family: str, build: dict[str, Any], make_engine_dir: MakeEngineDir, tmp_path: Path
 ) -> None:
-    """What memory gives is an independent source: the tests of the cache say that it is what computing gives."""
+    """Memory is an independent source: the tests of the cache say that it is what computing gives."""
     engine_dir = make_engine_dir(make_model(family), **build)
     with opened(engine_dir, tmp_path / "kv") as engine:
         first = answer(engine, PROMPT)
@@ -143,7 +143,7 @@ DRAFTERS = {
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_drafter_goes_on_as_in_memory(name: str, make_engine_dir: MakeEngineDir, tmp_path: Path) -> None:
-    """With its context: the drafts are the same, token by token, and so is what of them is accepted."""
+    """Its context is there: the drafts are the same, token by token, and so is what of them is accepted."""
     engine_dir, drafter = DRAFTERS[name](make_engine_dir, tmp_path)
     found = []
     for is_first in (True, False):
@@ -175,7 +175,7 @@ def test_a_head_that_was_not_there_shortens_what_is_found(make_engine_dir: MakeE
 
 
 def test_only_the_same_salt_finds_what_was_computed(llama_uncompiled_dir: Path, tmp_path: Path) -> None:
-    """In memory and on disk; a count, so that nothing depends on time. Names of salts are not in the file."""
+    """Counts in memory and on disk, so that nothing depends on time. Names of salts are not in the file."""
     found = {}
     for place in ("memory", "disk"):
         with opened(llama_uncompiled_dir, tmp_path / "kv") as engine:
