@@ -61,7 +61,7 @@ def chat_of_messages(served: ServedModel, body: CountRequest) -> ChatRequest:
         chat |= {name: getattr(body, in_body) for name, in_body in named.items()} | {
             "stop": body.stop_sequences or None
         }
-        chat |= {"stream": body.stream, "priority": body.priority}
+        chat |= {"stream": body.stream, "priority": body.priority, "cache_salt": body.cache_salt}
         chat["user"] = None if body.metadata is None else body.metadata.user_id
         speculative: Any = body.speculative
         chat["speculative"] = (
