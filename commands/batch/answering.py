@@ -310,6 +310,8 @@ class Job:
         """Digest of everything that results depend on. Drafts are included only if they affect samples."""
         speculation = self.choice.speculation
         parts = [model_digest(self.choice.engine_dir, self.choice.tokenizer_dir), *self.names, repr(self.defaults)]
+        if self.defaults.thinking_token_budget is not None:
+            parts.append(f"thinking_token_budget={self.defaults.thinking_token_budget}")
         if self.defaults.form.params:
             parts.append(repr(self.defaults.form))
         if self.with_receipts:
