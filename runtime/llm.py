@@ -473,7 +473,6 @@ class LLM:
             raise UsageError(
                 f"there is no thinking to limit, the chat template has no tags for it: {self.bundle.given}",
                 hint="leave the budget out, or take a model that thinks before it answers",
-                code="no_thinking",
                 field="thinking_token_budget",
             )
         return thinking_of(self.reasoning_format, self.tokenizer)

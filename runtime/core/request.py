@@ -177,7 +177,8 @@ class Sequence:
         is_form = request.grammar is not None and request.grammar.form.kind != "lark"
         if request.thinking is None or budget is None or is_form:
             return None
-        return ThinkingBudget(request.thinking, budget, request.prompt_tokens[: request.output_start])
+        vocab_size = None if request.grammar is None else request.grammar.vocab_size
+        return ThinkingBudget(request.thinking, budget, request.prompt_tokens[: request.output_start], vocab_size)
 
     @property
     def is_over(self) -> bool:

@@ -33,7 +33,7 @@ Processor = Callable[..., Tensor]
 """Logits processor with transformers' interface: (1, n) int64 prefix, (1, vocab) scores -> (1, vocab) scores."""
 
 
-NO_RULE = Rule(None, None)
+NO_RULE = Rule()
 _NOTHING = Adjustments(NO_ENTRIES, NO_ENTRIES, [])
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NO_NUMBERS, _NOT_ASKED = -1, -3  # in place of a token; every other negative one says that no token is left
@@ -430,9 +430,11 @@ def _apply_mask(mask: Mask, logits: Tensor) -> None:
 
 
 def apply_rule(rule: Rule, logits: Tensor) -> None:
-    """Leave in (vocab,) logits only the forced token, or all but the forbidden one. What a grammar has left is never
+    """Leave in (vocab,) logits only the forced token, or all but the forbidden ones. What a grammar has left is never
     emptied.
     """
+    if rule.unfinished is not None:
+        logits[: len(rule.unfinished)].masked_fill_(torch.from_numpy(rule.unfinished).to(logits.device), -math.inf)
     if rule.forced is not None and float(value := logits[rule.forced].clone()) > -math.inf:
         logits.fill_(-math.inf)[rule.forced] = value
     if rule.forbidden is not None:

@@ -75,10 +75,9 @@ def chat_of_messages(served: ServedModel, body: CountRequest) -> ChatRequest:
 
 def _budget(served: ServedModel, body: MessagesRequest) -> int | None:
     """Budget for thinking. Claude Code sends `thinking` to any model: to one that does not think it says nothing."""
-    budgets = body.budgets
-    if served.reasoning_format is None:
-        budgets = {name: value for name, value in budgets.items() if not name.startswith("thinking.")}
-    return next(iter(budgets.values()), None)
+    budget = body.budget
+    is_anthropics = all(name.startswith("thinking.") for name in body.budgets)
+    return None if is_anthropics and served.reasoning_format is None else budget
 
 
 def _system(body: CountRequest) -> str:

@@ -251,16 +251,15 @@ class Budgets(Lenient):
     def _nested_budgets(self) -> dict[str, int]:
         return {}
 
-    @model_validator(mode="after")
-    def _has_one_budget(self) -> "Budgets":
-        if len(self.budgets) > 1:
-            names = " and ".join(f"`{name}`" for name in self.budgets)
-            raise pydantic_core.PydanticCustomError(
-                "two_budgets",
-                "an output can have only one budget for thinking, and the request gives {names}",
-                {"names": names},
-            )
-        return self
+    @property
+    def budget(self) -> int | None:
+        """The budget for thinking; HTTPError if the request gives several."""
+        names = list(self.budgets)
+        if len(names) > 1:
+            shown = " and ".join(f"`{name}`" for name in names)
+            what = f"an output can have only one budget for thinking, and the request gives several: {shown}"
+            raise HTTPError(400, what, param=names[-1].partition(".")[0], code="invalid_value")
+        return self.budgets[names[0]] if names else None
 
 
 class Effort(Lenient):
@@ -374,7 +373,7 @@ class Generation(Forms, Budgets, Described):
         """Fields of `SamplingParams` that are given, by its names."""
         names = {name: in_body for name, in_body in names_in(self.PROTOCOL).items() if name in FIELDS}
         values = {name: getattr(self, in_body) for name, in_body in names.items() if FIELDS[name][1].shapes != "form"}
-        values["thinking_token_budget"] = next(iter(self.budgets.values()), None)
+        values["thinking_token_budget"] = self.budget
         return {name: value for name, value in values.items() if value is not None}
 
     @property

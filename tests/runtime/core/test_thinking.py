@@ -93,7 +93,7 @@ def test_drafts_change_no_output(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_each_position_of_a_draft_has_its_own_rule(dtype: torch.dtype, kernels: Path) -> None:
-    """By the kernels, without, and by probabilities: thinking is opened, spent, closed and left within one draft."""
+    """Thinking is opened, spent, closed and left within one draft."""
     load_kernels(kernels)
     config = SamplingConfig(thinking_token_budget=2, top_k=0)
     request = Request(0, (9, 9), 20, sampling=config, thinking=thinking(opened=False))
@@ -118,7 +118,7 @@ def test_each_position_of_a_draft_has_its_own_rule(dtype: torch.dtype, kernels: 
 
 
 def test_thinking_that_is_spent_is_not_opened_again() -> None:
-    """By the token that would, where there is one: as `<think>`, or gpt-oss's `analysis` behind `<|channel|>`."""
+    """A token that would open it is forbidden: as `<think>`, or gpt-oss's `analysis` behind `<|channel|>`."""
     logits = torch.zeros(1, VOCAB_SIZE)
     for again, before, token in ((((), 6), [0, 1, 2, 3], 6), (((0,), 1), [0, 1, 2, 3, 0], 1)):
         made = thinking(opened=False, again=again)
