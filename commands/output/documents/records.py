@@ -69,6 +69,10 @@ class Counts(Record):
     acceptance_histogram: list[Count] = Field(
         description="entry i: steps with exactly i draft tokens accepted, i = 0..max_draft_len; over num_spec_steps"
     )
+    acceptance_histogram_by_draft_length: dict[str, list[Count]] = absent(
+        "the same for the drafts of each length that was sent, by that length: k + 1 entries for k tokens"
+    )
+    num_spec_tokens: Count = absent("most tokens of a draft, max_draft_len")
     num_drafts_per_position: list[Count] = Field(description="entry i: drafts with at least i + 1 tokens")
     acceptance_rate_per_position: list[Share | None] = Field(
         description="entry i: of those drafts, the share whose token i was accepted; null where there are none"

@@ -63,9 +63,16 @@ def counts_of_response(chunk: dict[str, Any]) -> SpeculationCounts | None:
     if not isinstance(record, dict):
         return None
     drafts, drafted, accepted = (
-        record.get(f"num_{name}", "") for name in ("drafts", "draft_tokens", "accepted_tokens")
+        next((record[name] for name in names if name in record), None)
+        for names in (
+            ("num_drafts", "num_spec_steps"),
+            ("num_draft_tokens",),
+            ("num_accepted_tokens", "num_accepted_draft_tokens"),
+        )
     )
-    positions, per_step = record.get("accepted_per_position") or [], record.get("tokens_per_step")
+    positions, per_step = record.get("accepted_per_position"), record.get("tokens_per_step")
+    if positions is None:
+        positions = _accepted_per_position(record.get("acceptance_histogram"))
     if not isinstance(positions, list) or not all(
         type(number) is int for number in (drafts, drafted, accepted, *positions)
     ):
@@ -75,6 +82,15 @@ def counts_of_response(chunk: dict[str, Any]) -> SpeculationCounts | None:
     if isinstance(tokens, int) and isinstance(per_step, int | float) and per_step > 0:
         num_steps = tokens / per_step
     return SpeculationCounts(drafts, drafted, accepted, tuple(positions), num_steps)
+
+
+def _accepted_per_position(histogram: Any) -> list[int]:
+    """Number of drafts whose token at each position was accepted, of vLLM's histogram: entry j is the number of drafts
+    of which j tokens were.
+    """
+    if not isinstance(histogram, list) or not all(type(number) is int for number in histogram):
+        return []
+    return [sum(histogram[i:]) for i in range(1, len(histogram))]
 
 
 _LINE = re.compile(r"vllm:spec_decode_num_(\w+)_total(?:\{(.*)\})?\s+(\S+)")

@@ -50,6 +50,21 @@ def test_the_record_of_a_response_is_read() -> None:
     assert counts_of_response(chunk) == SpeculationCounts(4, 12, 7, (4, 2, 1), 5.0)
 
 
+def test_vllms_record_is_read_by_its_final_keys() -> None:
+    """The example of vLLM's page on acceptance metrics: 39 drafts without an accepted token, 1 with one, 3 with all."""
+    record = {
+        "mean_acceptance_length": 1.2325581395348837,
+        "draft_acceptance_rate": 0.07751937984496124,
+        "acceptance_histogram": [39, 1, 0, 3],
+        "num_spec_steps": 43,
+        "num_accepted_draft_tokens": 10,
+        "num_draft_tokens": 129,
+        "num_spec_tokens": 3,
+    }
+    found = counts_of_response({"metrics": {"speculative_decoding": record}, "usage": {"completion_tokens": 53}})
+    assert found == SpeculationCounts(43, 129, 10, (4, 3, 3), None)
+
+
 def test_responses_are_summed_and_steps_are_known_where_all_tell() -> None:
     counts = [SpeculationCounts(4, 12, 7, (4, 2, 1), 5.0), SpeculationCounts(2, 4, 1, (1,), 3.0)]
     assert total_counts(counts) == SpeculationCounts(6, 16, 8, (5, 2, 1), 8.0)
