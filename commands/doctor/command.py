@@ -6,6 +6,7 @@ from commands.options.engine_choice import EngineOptions
 from commands.options.expand import expand_groups
 from commands.output.output import Output
 from runtime.core.params import SamplingParams
+from runtime.util.errors import UsageError
 
 
 @expand_groups
@@ -25,8 +26,11 @@ def doctor(engine: EngineOptions, inputs: DoctorInputs, options: DoctorOptions, 
     else:
         check_readable_by(choice, prompts)
 
-    from commands.doctor.work import diagnose
+    if options.explain and prompts is not None and len(prompts) > 1:
+        raise UsageError(f"one request is explained, and several prompts are given: {len(prompts)}", hint="give one")
+
+    from commands.doctor.work import diagnose, explain_steps
     from commands.options.sessions import engines_made
 
     with engines_made(choice, output) as made:
-        diagnose(made, inputs.input_file, prompts, output)
+        (explain_steps if options.explain else diagnose)(made, inputs.input_file, prompts, output)

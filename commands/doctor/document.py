@@ -4,9 +4,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from commands.output.documents.records import Head, Record
+from commands.output.documents.records import Counts, Head, Measure, Record, absent
 from commands.output.documents.settings import DrafterNames
-from runtime.checkpoint.config import Size
+from runtime.checkpoint.config import Count, Size
 from runtime.core.params import Mode
 from runtime.drafters.spec import DraftLenMode
 
@@ -34,6 +34,39 @@ class Diagnosis(Record):
     remedy: str | None = Field(description="remedy; null unless it was found")
 
 
+class OfferRecord(Record):
+    """Draft that a drafter proposed."""
+
+    drafter: str
+    num_tokens: Count
+    match_len: Count = Field(description="tokens of the text that were found again; 0 for a model's draft")
+
+
+class StepRecord(Record):
+    """A step of the target, and why its draft was as long as it was."""
+
+    context_len: Count = Field(description="tokens before the step")
+    offers: list[OfferRecord]
+    promised: Measure | None = Field(
+        description="tokens of the longest offer that should be accepted, by how earlier ones were; null for fixed "
+        "lengths"
+    )
+    price: float | None = Field(
+        description="time that the longest offer adds to a step, as a share of a step without drafts; null if not known"
+    )
+    num_sent: Count = Field(description="draft tokens sent to the target")
+    num_accepted: Count = Field(description="of those, tokens kept")
+    num_new_tokens: Count = Field(description="tokens of the output")
+    reason: str
+
+
+class ExplanationRecord(Record):
+    """The steps of one request, and the counts of its answer, which they add up to."""
+
+    steps: list[StepRecord]
+    total: Counts
+
+
 class DoctorDocument(Head):
     """Document of `specdec doctor --json`."""
 
@@ -42,4 +75,5 @@ class DoctorDocument(Head):
     settings: DoctorSettings
     num_prompts: Size
     is_healthy: bool = Field(description="whether nothing was found; the exit code is 1 if not")
-    diagnoses: list[Diagnosis]
+    diagnoses: list[Diagnosis] = Field(description="none with --explain")
+    explanation: ExplanationRecord | None = absent("with --explain")

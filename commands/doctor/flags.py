@@ -27,3 +27,12 @@ class DoctorOptions:
     """Settings for answering the prompts."""
 
     max_output_len: Annotated[int, option(RUNTIME, "Tokens to generate from a prompt.", min=1)] = 64
+    explain: Annotated[
+        bool,
+        option(
+            RUNTIME,
+            "Instead of looking for faults, answer one prompt and say of each step what each drafter offered, what it "
+            "cost, and why it was sent or cut.",
+            "--explain",
+        ),
+    ] = False

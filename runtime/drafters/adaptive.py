@@ -111,6 +111,8 @@ class AdaptiveDrafter(CompositeDrafter):
         """Mean gain of past steps, in multiples of the time of looking up, by batch size; it decays."""
         self._meter = Meter(clock) if clock is not None else None
         self._known_prices: dict[tuple[int, int, int], _Prices] = {}
+        self.last_survivals: list[list[float]] = []
+        """Probabilities by which the last lengths were chosen: for each row, that so many tokens are accepted."""
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         if not sequences:
@@ -195,6 +197,7 @@ class AdaptiveDrafter(CompositeDrafter):
         """Choose how many tokens to send of drafts with these survivals, made in `draft_len` steps of a draft model;
         count the choice.
         """
+        self.last_survivals = survivals
         seconds, rate = self._seconds(prices, sum(map(len, survivals))), self._rate(prices)
         least = self._least_rate(prices)
         lengths = allocate(survivals, [least * s for s in seconds])

@@ -387,6 +387,32 @@ def test_a_kept_connection_that_the_server_closes_costs_no_request(bench: Bench)
     assert (document["completed"], document["failed"]) == (4, 0)
 
 
+def test_a_server_that_never_answers_is_asked_twice(bench: Bench) -> None:
+    with running(script(lambda asked: None)) as server:
+        result = bench(server, "--num-warmups", 0)
+        assert len(server.generations()) == 2 * 4
+    assert result.exit_code == 1 and "disconnected" in result.stderr
+
+
+def test_a_signal_ends_it_and_every_request(process_environment: dict[str, str]) -> None:
+    slow = Reply([(0.05, event(chunk(" a")))] * 4000)
+    with running(script(lambda asked: slow)) as server:
+        command = [sys.executable, "-m", "specdec_cli", "bench", "--base-url", server.url, "--num-warmups", "0"]
+        process = subprocess.Popen(
+            [*command, "--dataset", "random", "--num-prompts", "3"],
+            env=process_environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+        )
+        wait_until(lambda: sum(bool(asked.sent_s) for asked in server.generations()) == 3)
+        process.send_signal(signal.SIGTERM)
+        stdout, stderr = process.communicate(timeout=HANG_S)
+        wait_until(lambda: not server.num_open)
+    assert (process.returncode, stdout) == (143, "") and "Traceback" not in stderr
+    assert all(asked.is_broken_off for asked in server.generations())
+
+
 def test_after_ctrl_c_what_had_been_answered_is_shown(
     process_environment: dict[str, str], tmp_path: Path, said: Said
 ) -> None:

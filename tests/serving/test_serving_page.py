@@ -214,6 +214,16 @@ def test_errors_are_told_where_the_answer_would_be(open_page: Open) -> None:
     assert page.text_content(".turn:nth-child(3) .text").startswith("Speculative")  # what came before it is kept
 
 
+def test_a_server_that_goes_away_is_told(open_page: Open) -> None:
+    with running(serve_page()) as server:
+        page = open_page(server)
+    page.wait_for_selector("#state.down")
+    assert page.text_content("#state") == "cannot be reached"
+    ask(page)
+    page.wait_for_selector("[role=alert]")
+    assert "cannot be reached" in page.text_content("[role=alert]")
+
+
 def test_the_api_key_is_sent_and_kept_nowhere(open_page: Open) -> None:
     with running(serve_page(api_key="sesame")) as server:
         page = open_page(server)
