@@ -286,7 +286,7 @@ def test_explained_steps_add_up_to_the_answer(name: str, ward: Ward, specdec: Sp
     assert len(steps) == total["num_steps"] and sum(step["num_sent"] > 0 for step in steps) == total["num_spec_steps"]
     for key, count in SUMS.items():
         assert sum(step[key] for step in steps) == total[count], key
-    assert total["num_generated_tokens"] == 40 and found["diagnoses"] == []
+    assert 10 < total["num_generated_tokens"] <= 40 and found["diagnoses"] == []
     assert [step["context_len"] - steps[0]["context_len"] for step in steps[1:]] == [
         sum(step["num_new_tokens"] for step in steps[:i]) for i in range(1, len(steps))
     ]

@@ -15,7 +15,6 @@ from runtime.drafters.chain import BestOf
 from runtime.drafters.protocol import CompositeDrafter, Drafter
 from runtime.drafters.speculation import Speculation
 from runtime.llm import LLM
-from runtime.loop.session import Session
 
 
 @dataclass(frozen=True)
@@ -90,8 +89,9 @@ def explain(llm: LLM, speculation: Speculation, request: Request) -> Explanation
     with ExitStack() as stack:
         session = llm.open_session(speculation, stack)
         session.check_requests([request])
-        seen, lengths = _Seen(), _watch(session)
+        seen, choosing = _Seen(), list[AdaptiveDrafter]()
         if session.opened is not None:
+            choosing += _choosing(session.opened.drafter)
             _watch_leaves(session.opened.drafter, seen, speculation)
             session.opened.drafter = _Outermost(session.opened.drafter, seen)
         costs = llm.engine.config.step_costs
@@ -99,18 +99,14 @@ def explain(llm: LLM, speculation: Speculation, request: Request) -> Explanation
         steps, last = list[ExplainedStep](), None
         with closing(session.steps([request])) as answered:
             for sequence, new_tokens in answered:
-                steps.append(_explained(sequence, len(new_tokens), seen, lengths, prices))
+                steps.append(_explained(sequence, len(new_tokens), seen, choosing, prices))
                 seen.room, seen.offers, last = None, [], sequence
         assert last is not None
         return Explanation(steps, last.stats, session.max_draft_len)
 
 
-def _watch(session: Session) -> list[AdaptiveDrafter]:
-    """The drafters that choose lengths by what pays, the outermost first."""
-    return [] if session.opened is None else list(_choosing(session.opened.drafter))
-
-
 def _choosing(drafter: Drafter) -> Iterator[AdaptiveDrafter]:
+    """The drafters that choose lengths by what pays, the outermost first."""
     if isinstance(drafter, AdaptiveDrafter):
         yield drafter
     if isinstance(drafter, CompositeDrafter):
