@@ -32,7 +32,7 @@ class ExplainedStep:
     """A step of the target for the request."""
 
     context_len: int
-    offers: tuple[Offer, ...]
+    offers: list[Offer]
     promised: float | None
     """Tokens of the longest offer that should be accepted, by how earlier ones were; None for fixed lengths."""
     price: float | None
@@ -152,7 +152,7 @@ def _explained(
     promised = sum(survivals[0][:longest]) if survivals and survivals[0] else None
     return ExplainedStep(
         context_len,
-        tuple(seen.offers),
+        seen.offers,
         promised,
         price,
         num_sent,
