@@ -11,6 +11,7 @@ from test_serving_tools import ASKED, CHAT, chat, joined
 from runtime.core.params import SamplingParams
 from runtime.drafters.specs import NgramDrafter
 from runtime.text.text import encode_text
+from runtime.util.errors import UsageError
 
 THINK = {"chat_template_kwargs": {"think": True}}
 NAMES: list[dict[str, Any]] = [
@@ -112,6 +113,10 @@ def test_a_model_without_thinking_says_so_and_claude_code_is_answered(make_serve
         for named in NAMES[:2]:
             response = served.post(path, **asked, **named)
             assert (response.status_code, response.json()["error"]["param"]) == (400, next(iter(named)))
+    with pytest.raises(UsageError, match="there is no thinking to limit"):
+        served.llm.generate("a", SamplingParams(thinking_token_budget=3))
+    with pytest.raises(UsageError, match="thinking_token_budget must be a number of at least 0: -1"):
+        SamplingParams(thinking_token_budget=-1)
     thinking = {"type": "enabled", "budget_tokens": 1024}
     assert served.post("/v1/messages", messages=ASKED, max_tokens=4, thinking=thinking).status_code == 200
     assert served.post(CHAT, messages=ASKED, max_tokens=2, thinking_budget_tokens=-1).status_code == 200
