@@ -4,9 +4,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from commands.output.documents.records import Counts, Head, Measure, Record, absent
+from commands.output.documents.records import Counts, Head, Record, absent
 from commands.output.documents.settings import DrafterNames
-from runtime.checkpoint.config import Count, Size
+from runtime.checkpoint.config import Count, Measure, Size
 from runtime.core.params import Mode
 from runtime.drafters.spec import DraftLenMode
 
@@ -52,7 +52,7 @@ class StepRecord(Record):
         "lengths"
     )
     price: float | None = Field(
-        description="time that the longest offer adds to a step, as a share of a step without drafts; null if not known"
+        description="tokens that must be accepted for the longest offer to pay; null if steps were not timed"
     )
     num_sent: Count = Field(description="draft tokens sent to the target")
     num_accepted: Count = Field(description="of those, tokens kept")

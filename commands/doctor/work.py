@@ -32,7 +32,7 @@ def doctor_document(
     judgements: Mapping[str, Judgement | None],
     explanation: Explanation | None = None,
 ) -> dict[str, Any]:
-    explained = {} if explanation is None else {"explanation": _explanation(explanation)}
+    explained: dict[str, Any] = {} if explanation is None else {"explanation": _explanation(explanation)}
     assert choice.params.max_tokens is not None
     document = DoctorDocument(
         **document_head("doctor"),
@@ -187,7 +187,7 @@ def show_steps(explanation: Explanation, output: Output) -> None:
     for number, step in enumerate(explanation.steps, 1):
         offers = ", ".join(f"{one.drafter} {one.num_tokens}" for one in step.offers) or "no offer"
         promise = "" if step.promised is None else f", promises {step.promised:.2f}"
-        price = "" if step.price is None else f", costs {step.price:+.2f} of a step"
+        price = "" if step.price is None else f", needs {step.price:.2f}"
         counts = f"sent {step.num_sent}, accepted {step.num_accepted}, tokens {step.num_new_tokens}"
         output.result(f"{number:>4}  {offers}{promise}{price}: {step.reason}; {counts}")
     stats = explanation.stats

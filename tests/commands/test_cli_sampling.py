@@ -57,7 +57,7 @@ def test_same_seed_gives_the_same_text_as_without_a_drafter(
 def test_a_cut_leaves_hugging_faces_tokens_alone(
     run: Run, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, flags: list[object], warper: LogitsProcessor
 ) -> None:
-    """At a high temperature nothing but the cut keeps the draws among these tokens."""
+    """Nothing but the cut keeps the draws at a high temperature among these tokens."""
     prompt = tokenizer(PROMPT)["input_ids"]
 
     def num_outside(*more: object) -> int:

@@ -63,7 +63,7 @@ def counts_of_response(chunk: dict[str, Any]) -> SpeculationCounts | None:
     if not isinstance(record, dict):
         return None
     drafts, drafted, accepted = (
-        next((record[name] for name in names if name in record), None)
+        next((record[name] for name in names if name in record), "")
         for names in (
             ("num_drafts", "num_spec_steps"),
             ("num_draft_tokens",),

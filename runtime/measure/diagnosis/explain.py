@@ -36,7 +36,8 @@ class ExplainedStep:
     promised: float | None
     """Tokens of the longest offer that should be accepted, by how earlier ones were; None for fixed lengths."""
     price: float | None
-    """Time that the longest offer's tokens add to a step, as a share of a step without drafts; None if not known."""
+    """Tokens that must be accepted for the longest offer to pay: as many as the time that it adds to the step would
+    give otherwise. None if steps were not timed."""
     num_sent: int
     num_accepted: int
     num_new_tokens: int
@@ -144,12 +145,12 @@ def _explained(
         len(sequence.tokens) - num_new_tokens,
         max((one.num_tokens for one in seen.offers), default=0),
     )
-    price = None
+    price = promised = None
     if prices is not None and longest:
-        plain_s = prices.iteration_s(1, context_len, 0)
-        price = prices.iteration_s(1, context_len, longest) / plain_s - 1
-    survivals = choosing[0].last_survivals if choosing and longest else None
-    promised = sum(survivals[0][:longest]) if survivals and survivals[0] else None
+        price = prices.iteration_s(1, context_len, longest) / prices.iteration_s(1, context_len, 0) - 1
+    survivals, costs = choosing[0].last_choice if choosing else ([], [])
+    if longest and survivals and len(survivals[0]) >= longest:  # or it was made for what had been chosen before
+        promised, price = sum(survivals[0][:longest]), costs[longest] - costs[0]
     return ExplainedStep(
         context_len,
         seen.offers,

@@ -48,7 +48,7 @@ def test_example_counted_by_hand() -> None:
 
 
 def test_vllms_keys_follow_from_the_recorded_steps() -> None:
-    """By its definitions (docs/features/speculative_decoding/acceptance_metrics.md), over random steps of a sum too."""
+    """Definitions of its page on acceptance metrics, over the random steps of a sum."""
     generator = random.Random(1)
     all_stats, steps = [RequestStats() for _ in range(3)], list[tuple[int, int]]()
     for stats in all_stats:
