@@ -114,8 +114,6 @@ class ServerOptions:
         option(
             SERVER,
             "Default of requests: most tokens that the model thinks in an output; 0 ends its thinking at once.",
-            "--thinking-token-budget",
-            "--reasoning-budget",
             shown="no limit",
             min=0,
         ),
