@@ -145,10 +145,14 @@ def _explained(
         len(sequence.tokens) - num_new_tokens,
         max((one.num_tokens for one in seen.offers), default=0),
     )
-    price = promised = None
+    price: float | None = None
+    promised: float | None = None
+    survivals: list[list[float]] = []
+    costs: list[float] = []
     if prices is not None and longest:
         price = prices.iteration_s(1, context_len, longest) / prices.iteration_s(1, context_len, 0) - 1
-    survivals, costs = choosing[0].last_choice if choosing else ([], [])
+    if choosing:
+        survivals, costs = choosing[0].last_choice
     if longest and survivals and len(survivals[0]) >= longest:  # or it was made for what had been chosen before
         promised, price = sum(survivals[0][:longest]), costs[longest] - costs[0]
     return ExplainedStep(
