@@ -9,7 +9,7 @@ import asyncio
 import dataclasses
 import random
 import warnings
-from collections.abc import AsyncGenerator, Generator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, closing, suppress
 from functools import cached_property, partial
@@ -615,8 +615,14 @@ class LLM:
             sequence.stats,
             None if request.num_logprobs is None else sequence.logprobs,
             torch.stack(sequence.logits) if request.keep_logits else None,
-            receipt_of(sequence, self.fingerprint).as_json() if request.wants_receipt else None,
+            self._receipt(sequence),
         )
+
+    def _receipt(self, sequence: Sequence) -> dict[str, Any] | None:
+        """The receipt of a finished sequence whose request asks for one; else None."""
+        if not sequence.request.wants_receipt or sequence.finish_reason is None:
+            return None
+        return receipt_of(sequence, self.fingerprint).as_json()
 
     def _requests(
         self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None
@@ -656,9 +662,7 @@ class LLM:
                         sequence.logprobs[-len(new_tokens) :] if request.num_logprobs is not None else None,
                         prompt_indices[request.id],
                         request.return_index,
-                        receipt_of(sequence, self.fingerprint).as_json()
-                        if finished and request.wants_receipt
-                        else None,
+                        self._receipt(sequence),
                     )
 
     def _end_ids_of(self, params: SamplingParams) -> frozenset[int]:
@@ -815,7 +819,8 @@ class AsyncLLM:
 
     def _text_of(self, handle: RequestHandle) -> "_AnswerSoFar":
         tokenizer = self.llm.tokenizer
-        return _AnswerSoFar(handle, None if tokenizer is None else TextStream.of_request(tokenizer, handle.request))
+        stream = None if tokenizer is None else TextStream.of_request(tokenizer, handle.request)
+        return _AnswerSoFar(handle, stream, self.llm._receipt)
 
 
 @dataclasses.dataclass(eq=False)
@@ -845,6 +850,7 @@ class _AnswerSoFar:
 
     handle: RequestHandle
     stream: TextStream | None
+    receipt_of: Callable[[Sequence], dict[str, Any] | None]
     text: str = ""
 
     def read(self) -> Output:
@@ -863,6 +869,7 @@ class _AnswerSoFar:
             sequence.stats.copy(),
             None if request.num_logprobs is None else sequence.logprobs[: len(tokens)],
             torch.stack(sequence.logits[: len(tokens)]) if request.keep_logits and tokens else None,
+            None if progress.finish_reason is None else self.receipt_of(sequence),
         )
 
 

@@ -231,6 +231,13 @@ class TargetOptions:
     model_dir: ModelDir = None
     engines: ModelEngineOptions = field(default_factory=ModelEngineOptions)
 
+    def named(self, word: str | None) -> "TargetOptions":
+        """The same with the model or engine that a word names. UsageError if a flag names another."""
+        if word is None:
+            return self
+        model_dir, engine_dir = named_by(word, self.model_dir, self.engine_dir)
+        return replace(self, model_dir=model_dir, engine_dir=engine_dir)
+
     def choose(self) -> EngineChoice:
         """UsageError for flags that do not fit together; SpecDecError for what cannot be opened."""
         models = ModelOptions(self.model_dir, self.engines).fitting()

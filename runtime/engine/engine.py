@@ -39,7 +39,8 @@ from runtime.util.thread_turns import ThreadTurns
 
 # A prompt is computed in pieces: those that wait for it wait less, and a piece does not look at blocks after it.
 DEFAULT_MAX_NUM_TOKENS = 512
-_SHORT_ROW = 32
+SHORT_ROW = 32
+"""Longest row, in tokens, that is computed together with others."""
 _MAX_LOGITS = 1 << 23  # computed at once of a prompt that is scored
 
 
@@ -459,14 +460,26 @@ class Engine:
         return logits
 
     def occupy_cache(self, blocks: range) -> None:
-        """Have these blocks of the K/V cache in memory, as if they were in use: for measuring."""
+        """Have these blocks of the K/V cache in memory, as if they were in use: for measuring.
+
+        The K/V of released sequences are forgotten.
+        """
         self.check_is_open()
-        self._pool.occupy(blocks)
+
+        def occupy() -> None:
+            self._clear_cache()
+            self._pool.occupy(blocks)
+
+        self.turns.take(occupy)
 
     def time_step(self, rows: list[Row], *, by_copy: bool = False) -> float:
-        """Seconds of the compiled step for these rows. Its writes to the K/V cache are unused."""
+        """Seconds of the compiled step for these rows, whose block tables name any blocks.
+
+        The K/V of released sequences are forgotten, because the step overwrites them.
+        """
 
         def step() -> float:
+            self._clear_cache()
             before = self.step_time_s + self.copy_time_s
             self._forward(rows, by_copy=by_copy)
             return self.step_time_s + self.copy_time_s - before
@@ -506,8 +519,8 @@ def _similar_lengths(rows: Seq[Row]) -> list[list[int]]:
 
     A prompt beside three rows of a draft's length would be computed four times over. By itself it fills the machine.
     """
-    short = [i for i, row in enumerate(rows) if len(row.tokens) <= _SHORT_ROW]
-    return [*([i] for i, row in enumerate(rows) if len(row.tokens) > _SHORT_ROW), *([short] if short else [])]
+    short = [i for i, row in enumerate(rows) if len(row.tokens) <= SHORT_ROW]
+    return [*([i] for i, row in enumerate(rows) if len(row.tokens) > SHORT_ROW), *([short] if short else [])]
 
 
 def resolve_device(kind: Literal["cpu", "cuda", "auto"], device_id: int) -> torch.device:

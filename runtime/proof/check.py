@@ -27,7 +27,7 @@ from runtime.engine.engine import Engine
 from runtime.loop.lossless.check import is_chosen_within, rounding_of
 from runtime.proof.long_drafts import MOST_LOGITS_OF_GROUP, LongDraft, LongDrafts
 from runtime.proof.receipts import Read
-from runtime.proof.records import Finding, Fingerprint, Receipt, Relation, Rule, differences, relation_of
+from runtime.proof.records import Finding, Fingerprint, Receipt, Relation, Rule, differences, in_words, relation_of
 from runtime.text.call_formats import named_reasoning_format
 from runtime.text.text import StopWords
 from runtime.text.thinking import thinking_of
@@ -239,7 +239,7 @@ class Checker:
 def _other_model(theirs: Fingerprint, ours: Fingerprint) -> str:
     if theirs.architecture != ours.architecture:
         return differences(theirs, ours)[0]
-    return f"another tokenizer: {theirs.tokenizer}, here {ours.tokenizer}"
+    return f"another tokenizer: {in_words(theirs.tokenizer)}, here {ours.tokenizer}"
 
 
 def _rule_of(receipt: Receipt, relation: Relation, *, is_invariant: bool) -> Rule:
