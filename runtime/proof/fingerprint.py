@@ -79,17 +79,18 @@ def digest_of_logits(engine: Engine) -> str | None:
     tokens = fixed_tokens(engine.config.vocab_size, min(NUM_TOKENS, build.max_request_len - 1))
     # The last token alone is the request's prompt for the loop: nothing of it is found in the cache, nor looked up.
     sequence = Sequence.start(Request(0, tuple(tokens), 1))
-    engine.clear_cache()
-    while not engine.admit(sequence):
-        if not make_room(engine, None, sequence.request):
-            return None
-    try:
-        found = engine.forward_context(sequence, len(tokens) - 1) if len(tokens) > 1 else None
-        last = engine.step([generation_row(sequence, [])])[0]
-        return _digest_of([last] if found is None else [found, last])
-    finally:
-        engine.release(sequence)
+    with engine.without_disk():
         engine.clear_cache()
+        while not engine.admit(sequence):
+            if not make_room(engine, None, sequence.request):
+                return None
+        try:
+            found = engine.forward_context(sequence, len(tokens) - 1) if len(tokens) > 1 else None
+            last = engine.step([generation_row(sequence, [])])[0]
+            return _digest_of([last] if found is None else [found, last])
+        finally:
+            engine.release(sequence)
+            engine.clear_cache()
 
 
 def _digest_of(tensors: Seq[Tensor]) -> str:

@@ -68,8 +68,12 @@ class LongDrafts(Generic[Draft]):
     def compute(self, drafts: list[Draft]) -> None:
         """Compute all of them, in their order."""
         while drafts:
-            some = partial(self._compute_some, drafts)
+            some = partial(self._compute_without_disk, drafts)
             drafts = self.engine.turns.take_with_room(some)
+
+    def _compute_without_disk(self, drafts: list[Draft]) -> list[Draft] | None:
+        with self.engine.without_disk():
+            return self._compute_some(drafts)
 
     def _compute_some(self, drafts: list[Draft]) -> list[Draft] | None:
         """Compute the first of them; returns the others. None: other generations hold the room, and go on first.

@@ -62,7 +62,7 @@ def chat_of_messages(served: ServedModel, body: CountRequest) -> ChatRequest:
             "stop": body.stop_sequences or None
         }
         chat["thinking_token_budget"] = _budget(served, body)
-        chat |= {"stream": body.stream, "priority": body.priority}
+        chat |= {"stream": body.stream, "priority": body.priority, "cache_salt": body.cache_salt}
         chat["user"] = None if body.metadata is None else body.metadata.user_id
         speculative: Any = body.speculative
         chat["speculative"] = (
