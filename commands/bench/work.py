@@ -13,16 +13,15 @@ from pydantic import ConfigDict, Field, model_validator
 from rich.table import Table
 
 from commands.bench.flags import BenchPrompts, BenchResults, BenchServer, BenchTraffic, Content, Endpoint
-from commands.output.documents.records import Head, Positive, Record, absent, document_head
-from commands.output.html.page import Column, area_chart, column_chart, page
+from commands.output.documents.records import MeasuredHead, Positive, Record, absent, measured_head
+from commands.output.html.page import Column, area_chart, column_chart, page, positions_chart, write_page
 from commands.output.output import Output, number
-from runtime.checkpoint.config import Count, Size
+from runtime.checkpoint.config import Count, Share, Size
 from runtime.measure.benchmark.client import Client
 from runtime.measure.benchmark.load_generator import Load, LoadResult, arrival_times, run_load
 from runtime.measure.benchmark.results import Objective, parse_objectives
 from runtime.measure.benchmark.results import results as numbers_of
 from runtime.util.errors import SpecDecError
-from runtime.util.files import write_file
 
 Backend = Literal["openai", "openai-chat"]
 _SUMMARY_KEY = r"^(mean|median|std|p[0-9.]+)_(ttft|tpot|itl|e2el)_ms$"
@@ -42,7 +41,7 @@ class BenchSettings(Record):
     metric_percentiles: list[int | float]
 
 
-class BenchDocument(Head):
+class BenchDocument(MeasuredHead):
     """Document of `specdec bench --json`. Times in milliseconds have the key of a metric and how it is summed up, such
     as `p99_ttft_ms`; null where nothing was measured.
     """
@@ -93,7 +92,13 @@ class BenchDocument(Head):
     spec_decode_accepted_tokens: Count = absent()
     spec_decode_acceptance_rate: float | None = absent("percent")
     spec_decode_acceptance_length: float | None = absent()
-    spec_decode_per_position_acceptance_rates: list[float] = absent("shares of all drafts")
+    spec_decode_per_position_acceptance_rates: list[float] = absent("shares of all drafts, as vLLM defines them")
+    spec_decode_num_drafts_per_position: list[Count] = absent(
+        "entry i: drafts with at least i + 1 tokens; missing where the server does not tell"
+    )
+    spec_decode_acceptance_rate_per_position: list[Share | None] = absent(
+        "entry i: of those drafts, the share whose token i was accepted"
+    )
     num_steps: Count = absent()
     tokens_per_step: float | None
     input_lens: list[Count] = Field(description="by request, in the order of arrival; so are those below")
@@ -125,8 +130,7 @@ def bench_document(
     backend: Backend = "openai" if server.endpoint == "completions" else "openai-chat"
     objectives = parse_objectives(results.goodput or [])
     return BenchDocument(
-        **document_head("bench"),
-        date=datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
+        **measured_head("bench") | {"date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S")},
         endpoint_type=backend,
         backend=backend,
         label=None,
@@ -228,13 +232,13 @@ _DEFINITIONS = {
     "latency": "request sent to last text",
     "goodput": "requests per second that met every objective",
     "tokens per step": "generated tokens ÷ steps of the target, the one that computes the prompt included",
-    "acceptance by position": "share of all drafts whose token there was accepted, as vLLM counts",
+    "acceptance by position": "share of the drafts that reach a position whose token was accepted there",
 }
 
 
 def write_bench_report(path: Path, document: BenchDocument) -> None:
     """The page, whole or not at all."""
-    write_file(path, bench_page(document).encode(errors="replace"))
+    write_page(path, bench_page(document))
 
 
 def bench_page(document: BenchDocument) -> str:
@@ -251,25 +255,29 @@ def bench_page(document: BenchDocument) -> str:
         max_rows=_MAX_ROWS,
         distribution=_distribution,
         over_time=_over_time,
-        positions=_positions,
+        positions=_positions(data),
     )
 
 
 def _distribution(title: str, key: str, document: dict[str, Any]) -> Markup:
-    """Histogram of requests by latency."""
-    seconds = zip(document[key], document["errors"], strict=True)
-    values = [value * 1e3 for value, error in seconds if not error]
-    width = _round_width(max(values, default=0.0) / _NUM_BINS)
-    counts = [0] * (int(max(values, default=0.0) / width) + 1)
+    """Histogram of requests by latency: in seconds where one takes a second, else in milliseconds."""
+    values = [value for value, error in zip(document[key], document["errors"], strict=True) if not error]
+    longest = max(values, default=0.0)
+    unit, scale = ("s", 1.0) if longest >= 1 else ("ms", 1e3)
+    width = _round_width(longest * scale / _NUM_BINS)
+    counts = [0] * (int(longest * scale / width) + 1)
     for value in values:
-        counts[int(value / width)] += 1
+        counts[int(value * scale / width)] += 1
     columns = [
         Column(
-            count, str(count), f"{i * width:.3g}", f"{i * width:.4g} to {(i + 1) * width:.4g} ms: {count:,} requests"
+            count,
+            str(count),
+            f"{i * width:.4g} {unit}",
+            f"{i * width:.4g} to {(i + 1) * width:.4g} {unit}: {count:,} requests",
         )
         for i, count in enumerate(counts)
     ]
-    return column_chart(columns, largest=max(counts), axis="ms", label=f"{title}: requests by milliseconds")
+    return column_chart(columns, largest=max(counts), axis="", label=f"{title}: requests by {unit}")
 
 
 def _round_width(least: float) -> float:
@@ -288,13 +296,13 @@ def _over_time(seconds: list[int]) -> Markup:
     return area_chart(values=values, names=names, titles=titles, axis="second", label=label)
 
 
-def _positions(rates: list[float]) -> Markup:
-    columns = [
-        Column(rate, f"{rate * 100:.0f}", str(i), f"position {i}: {rate * 100:.1f} %")
-        for i, rate in enumerate(rates, 1)
-    ]
-    label = "Share of drafts whose token was accepted, by position, in percent"
-    return column_chart(columns, largest=1.0, axis="position in the draft", label=label, backdrop=True)
+def _positions(data: dict[str, Any]) -> Markup | None:
+    """None where the server does not tell how many drafts reach each position."""
+    if "spec_decode_acceptance_rate_per_position" not in data:
+        return None
+    return positions_chart(
+        data["spec_decode_acceptance_rate_per_position"], data["spec_decode_num_drafts_per_position"]
+    )
 
 
 def benchmark(

@@ -4,7 +4,7 @@ from commands.doctor.flags import DoctorInputs, DoctorOptions
 from commands.inputs.prompts import check_readable_by, read_prompts
 from commands.options.engine_choice import EngineOptions
 from commands.options.expand import expand_groups
-from commands.output.output import Output
+from commands.output.output import Output, check_output_files, check_report
 from runtime.core.params import SamplingParams
 
 
@@ -18,6 +18,8 @@ def doctor(engine: EngineOptions, inputs: DoctorInputs, options: DoctorOptions, 
     """
     has_prompts = bool(inputs.input_text) or inputs.input_file is not None
     prompts = read_prompts(inputs.input_text or [], inputs.input_file) if has_prompts else None
+    check_report(options.report)
+    check_output_files([] if options.report is None else [options.report], inputs.paths)
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=options.max_output_len)
     choice = engine.named().choose(params, None)
     if prompts is None:
@@ -29,4 +31,4 @@ def doctor(engine: EngineOptions, inputs: DoctorInputs, options: DoctorOptions, 
     from commands.options.sessions import engines_made
 
     with engines_made(choice, output) as made:
-        diagnose(made, inputs.input_file, prompts, output)
+        diagnose(made, inputs.input_file, prompts, options.report, output)

@@ -4,9 +4,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from commands.output.documents.records import Head, Record
-from commands.output.documents.settings import DrafterNames
-from runtime.checkpoint.config import Size
+from commands.output.documents.records import MeasuredHead, Positive, Record, absent
+from commands.output.documents.settings import DrafterNames, EngineRecord
+from runtime.checkpoint.config import Count, Size
 from runtime.core.params import Mode
 from runtime.drafters.spec import DraftLenMode
 
@@ -34,7 +34,17 @@ class Diagnosis(Record):
     remedy: str | None = Field(description="remedy; null unless it was found")
 
 
-class DoctorDocument(Head):
+class TimedStep(Record):
+    """A step's time when the engine was built, and the fastest of many now."""
+
+    batch_size: Size
+    num_tokens: Size = Field(description="of each row")
+    context_len: Count
+    built_s: Positive
+    now_s: Positive
+
+
+class DoctorDocument(MeasuredHead):
     """Document of `specdec doctor --json`."""
 
     command: Literal["doctor"]
@@ -43,3 +53,5 @@ class DoctorDocument(Head):
     num_prompts: Size
     is_healthy: bool = Field(description="whether nothing was found; the exit code is 1 if not")
     diagnoses: list[Diagnosis]
+    engine: EngineRecord = absent()
+    steps: list[TimedStep] = absent("step times, when the engine was built and now")

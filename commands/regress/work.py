@@ -13,9 +13,9 @@ from rich.table import Table
 
 from commands.options.engine_choice import EngineChoice
 from commands.options.sessions import engines_made, open_engine
-from commands.output.documents.records import document_head
+from commands.output.documents.records import measured_head
 from commands.output.documents.settings import EngineRecord
-from commands.output.html.page import page
+from commands.output.html.page import page, with_bits, write_page
 from commands.output.output import Output, number, percent
 from commands.regress.document import RegressAnswer, RegressDocument, RegressPosition, RegressTotal
 from commands.regress.flags import RegressOptions
@@ -27,7 +27,6 @@ from runtime.proof.regress import Compared, Comparison, OldAnswer, generate_new,
 from runtime.text.text import decode, output_text, stop_words_of
 from runtime.text.traces import read_trace
 from runtime.util.errors import SpecDecError
-from runtime.util.files import write_file
 
 _MOST_SHOWN, _MOST_IN_PAGE = 20, 200
 
@@ -57,7 +56,7 @@ def compare_answers(options: RegressOptions, choice: EngineChoice, output: Outpu
         document = _document(llm, old, options, comparison, compared, (wall_s, new_answers_s))
         _show(document, llm, compared, output)
         if options.report is not None:
-            write_file(options.report, regress_page(document, compared, llm).encode(errors="replace"))
+            write_page(options.report, regress_page(document, compared, llm))
             output.result(f"report written: {options.report}")
     output.document(document.as_json())
     if not document.passed:
@@ -112,7 +111,7 @@ def _document(
     num_tokens, gaps = sum(positions.num), [one.gap for one in diverged if one.gap is not None]
     most = options.most_diverged
     return RegressDocument(
-        **document_head("regress"),
+        **measured_head("regress"),
         traces=str(options.traces),
         engine=EngineRecord.of(llm.bundle),
         old_engine=None if old is None else EngineRecord.of(old.bundle),
@@ -232,7 +231,8 @@ def regress_page(document: RegressDocument, compared: list[Compared], llm: LLM) 
     return page(
         "regress.html",
         data,
-        f"{document.total.num_diverged:,} of {document.total.num_answers:,} answers change",
+        f"{with_bits(data['engine'])}: {document.total.num_diverged:,} of {document.total.num_answers:,} answers "
+        "change",
         cards={
             "New engine": data["engine"],
             "Old engine": data["old_engine"] or {},

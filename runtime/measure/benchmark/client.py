@@ -30,6 +30,8 @@ class SpeculationCounts:
     num_accepted_tokens: int
     accepted_per_position: tuple[int, ...] = ()
     num_steps: float | None = None
+    drafted_per_position: tuple[int, ...] | None = None
+    """Drafts that reach each position; None where the server does not tell."""
 
     def since(self, before: "SpeculationCounts") -> "SpeculationCounts":
         """Increase of monotonic counters."""
@@ -44,16 +46,21 @@ class SpeculationCounts:
 
 
 def total_counts(counts: Seq[SpeculationCounts]) -> SpeculationCounts:
-    """The sum; its steps are known where all are."""
-    longest = max((len(one.accepted_per_position) for one in counts), default=0)
-    steps = [one.num_steps for one in counts]
+    """The sum; its steps, and its drafts by position, are known where all are."""
+    steps, drafted = [one.num_steps for one in counts], [one.drafted_per_position for one in counts]
     return SpeculationCounts(
         sum(one.num_drafts for one in counts),
         sum(one.num_draft_tokens for one in counts),
         sum(one.num_accepted_tokens for one in counts),
-        tuple(map(sum, zip(*(_padded(one.accepted_per_position, longest) for one in counts), strict=True))),
+        _sum_by_position([one.accepted_per_position for one in counts]),
         None if any(num is None for num in steps) else sum(num for num in steps if num is not None),
+        None if None in drafted else _sum_by_position([one for one in drafted if one is not None]),
     )
+
+
+def _sum_by_position(counts: Seq[Seq[int]]) -> tuple[int, ...]:
+    longest = max(map(len, counts), default=0)
+    return tuple(map(sum, zip(*(_padded(one, longest) for one in counts), strict=True)))
 
 
 def counts_of_response(chunk: dict[str, Any]) -> SpeculationCounts | None:
@@ -66,15 +73,18 @@ def counts_of_response(chunk: dict[str, Any]) -> SpeculationCounts | None:
         record.get(f"num_{name}", "") for name in ("drafts", "draft_tokens", "accepted_tokens")
     )
     positions, per_step = record.get("accepted_per_position") or [], record.get("tokens_per_step")
+    reached = record.get("drafted_per_position")
     if not isinstance(positions, list) or not all(
         type(number) is int for number in (drafts, drafted, accepted, *positions)
     ):
         return None
+    tells_reached = isinstance(reached, list) and all(type(number) is int for number in reached)
     tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
     num_steps = None
     if isinstance(tokens, int) and isinstance(per_step, int | float) and per_step > 0:
         num_steps = tokens / per_step
-    return SpeculationCounts(drafts, drafted, accepted, tuple(positions), num_steps)
+    reached_counts = tuple(reached) if tells_reached and len(reached) == len(positions) else None
+    return SpeculationCounts(drafts, drafted, accepted, tuple(positions), num_steps, reached_counts)
 
 
 _LINE = re.compile(r"vllm:spec_decode_num_(\w+)_total(?:\{(.*)\})?\s+(\S+)")

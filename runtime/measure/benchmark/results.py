@@ -130,6 +130,17 @@ def _speculation(result: LoadResult, num_output: int) -> dict[str, Any]:
         "spec_decode_per_position_acceptance_rates": [n / drafts for n in counts.accepted_per_position]
         if drafts
         else [],
+        **(
+            {}
+            if counts.drafted_per_position is None
+            else {
+                "spec_decode_num_drafts_per_position": list(counts.drafted_per_position),
+                "spec_decode_acceptance_rate_per_position": [
+                    accepted / num if num else None
+                    for accepted, num in zip(counts.accepted_per_position, counts.drafted_per_position, strict=True)
+                ],
+            }
+        ),
         "num_steps": num_steps,
         "tokens_per_step": num_output / num_steps if num_steps and num_output else None,
     }

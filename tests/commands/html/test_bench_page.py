@@ -9,9 +9,12 @@ from command_line import Specdec
 from openai_server import DONE, Asked, Reply, event, failure, models, running
 from test_html_report import Page, assert_needs_nothing_else, at
 
+from commands.bench.work import BenchDocument, bench_page
+
 RECORD = {
     "num_drafts": 2, "num_draft_tokens": 6, "num_accepted_tokens": 3, "acceptance_rate": 0.5,
     "accepted_per_position": [2, 1, 0],
+    "drafted_per_position": [2, 2, 1],
     "tokens_per_step": 2.0,
 }  # fmt: skip
 
@@ -50,4 +53,16 @@ def test_the_page_of_a_benchmark_says_what_its_json_says(specdec: Specdec, tmp_p
         assert (pointer in page.data) == (pointer != "/ttfts/13"), pointer  # the 14th failed
     assert "2 of 14" in page.text and page.text.count("queue <full>") == 2 and "m<b>" in page.text
     assert document["failed"] == 2 and document["spec_decode_per_position_acceptance_rates"] == [1.0, 0.5, 0.0]
-    assert "from second 0" in html and "position 2: 50.0 %" in html
+    assert document["spec_decode_acceptance_rate_per_position"] == [1.0, 0.5, 0.0]
+    assert document["spec_decode_num_drafts_per_position"] == [24, 24, 12]
+    assert "from second 0" in html and "position 3: 0.0 % of 12 drafts that reach it" in html
+    assert re.search(r'<p class="made">\d{4}-\d\d-\d\d \d\d:\d\d UTC · .+ cores?</p>', html)
+    seconds = re.findall(r"[\d.]+ to [\d.]+ (\w+): ", html)
+    assert set(seconds) == {"ms"}
+    slow = document | {"latencies": [i * 0.25 for i in range(14)]}
+    slow = {key: value for key, value in slow.items() if not key.startswith("spec_decode_acceptance_rate_per")}
+    html = bench_page(BenchDocument.model_validate_json(json.dumps(slow)))
+    assert_needs_nothing_else(html)
+    names = re.findall(r'text-anchor="middle">([\d.]+) s</text>', html)
+    assert "1.6" in names and len(names) > 4, names
+    assert "the server does not tell how many drafts reach each position" in html

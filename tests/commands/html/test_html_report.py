@@ -2,10 +2,13 @@
 
 import copy
 import json
+import os
 import re
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from html.parser import HTMLParser
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +86,22 @@ def visible(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f]", lambda match: chr(0x2400 + ord(match[0])), text)
 
 
+def assert_no_labels_overlap(html: str) -> None:
+    """In each chart, texts of one line: a letter is 6.2 wide at this size, as wide as DejaVu Sans's digits."""
+    for chart in re.findall(r"<svg.*?</svg>", html, re.DOTALL):
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for x, y, anchor, text in re.findall(
+            r'<text[^>]* x="([-\d.]+)" y="([-\d.]+)" text-anchor="(\w+)">([^<]*)</text>', chart
+        ):
+            if anchor == "middle":
+                lines.setdefault(y, []).append((float(x), 3.1 * len(text)))
+        for texts in lines.values():
+            for (x, half), (next_x, next_half) in pairwise(sorted(texts)):
+                assert x + half <= next_x - next_half, chart
+
+
 def assert_needs_nothing_else(html: str) -> None:
+    assert_no_labels_overlap(html)
     page = Page(html)
     for tag, attributes in page.tags:
         assert tag not in {"script", "link", "iframe", "object", "embed", "img", "base", "use", "image"}
@@ -122,12 +140,36 @@ def test_page_of_a_run_says_what_its_json_says(reported: Reported) -> None:
         assert pointer in page.data, pointer
     titles = re.findall(r"<title>(\d+) accepted: ([\d,]+) of", page.html)
     assert [int(count.replace(",", "")) for _, count in titles] == document["total"]["acceptance_histogram"]
-    rates = re.findall(r"<title>position \d+: (\S+)", page.html)
+    rates = re.findall(r"<title>position \d+: (\S+)(?: %)? of ([\d,]+) drafts that reach it", page.html)
     expected = document["total"]["acceptance_rate_per_position"]
-    assert rates == ["-" if rate is None else f"{rate * 100:.1f}" for rate in expected]
+    nums = document["total"]["num_drafts_per_position"]
+    assert rates == [
+        ("-" if rate is None else f"{rate * 100:.1f}", f"{num:,}") for rate, num in zip(expected, nums, strict=True)
+    ]
+    faint = re.findall(r'<g( class="faint")?><title>position', page.html)
+    assert [bool(one) for one in faint] == [num < 20 for num in nums]
     over_time = [tuple(map(int, m)) for m in re.findall(r"<title>steps \d+–\d+: (\d+) tokens ÷ (\d+) steps", page.html)]
     total = document["total"]
     assert tuple(map(sum, zip(*over_time, strict=True))) == (total["num_generated_tokens"], total["num_steps"])
+
+
+def test_a_page_begins_with_the_model_its_bits_the_date_and_the_machine(
+    specdec: Specdec, llama_dir: Path, tmp_path: Path
+) -> None:
+    path, model = tmp_path / "report.html", tmp_path / "my-model"
+    model.symlink_to(llama_dir)
+    how = ["--quantization", "int8", "--compiler", "none", "--max-output-len", 2]
+    document = specdec("run", model, "a b", *how, "--report", path, "--json").document
+    page = path.read_text()
+    assert "<h1>my-model (8 bits), no drafter: 1 request</h1>" in page
+    made = re.findall(r'<p class="made">(.*)</p>', page)[0]
+    date, machine = document["date"], document["machine"]
+    assert made == f"my-model (8 bits) · llama · W8A16 weights · {document['engine']['dtype']} · " + (
+        f"{date[:10]} {date[11:16]} UTC · {machine}"
+    )
+    age = datetime.now(UTC) - datetime.fromisoformat(date)
+    assert timedelta() <= age < timedelta(days=1)
+    assert machine.endswith(" cores" if len(os.sched_getaffinity(0)) > 1 else " core")
 
 
 def test_page_of_a_summary_says_what_its_json_says(reported: Reported, llama_dir: Path, articles: Path) -> None:
