@@ -47,21 +47,24 @@ def _different(document: CompareDocument) -> list[str]:
 
 def _finding(document: CompareDocument) -> str:
     """What B is to A, by the metrics that decide."""
-    different = _different(document)
-    return f"in B {', '.join(different)}" if different else "no time differs by more than noise"
+    if different := _different(document):
+        return f"in B {', '.join(different)}"
+    verdicts = {document.metrics[name].verdict for name in _DECISIVE if name in document.metrics}
+    return "no time differs by more than noise" if "within noise" in verdicts else "too little to tell which is faster"
 
 
 def _todo(document: CompareDocument) -> str:
     """What to do about it."""
     if document.requests.num_same_prompt == 0:
         return "Run both with the same prompts: these have none in common, so only large differences can be seen."
-    unsure = [
-        one.title for one in document.metrics.values() if one.verdict == "unknown" and one.reason != "one value each"
-    ]
+    unsure = [one.title for one in document.metrics.values() if "observations" in (one.reason or "")]
     if document.requests.num_identical_outputs < document.requests.num_same_prompt:
         return "The outputs differ: `specdec run --check-lossless` tells whether a drafter changed them."
     if unsure:
-        return f"For {', '.join(unsure)} there is too little: give both runs six prompts or more."
+        return (
+            f"Give both runs more prompts, or use `specdec summarize`: there is too little to tell {', '.join(unsure)} "
+            "from chance."
+        )
     if not _different(document):
         return "Keep what is simpler, or repeat both runs with more prompts, which show smaller differences."
     if document.control is None:
