@@ -67,9 +67,12 @@ def _todo(document: CompareDocument) -> str:
         )
     if not _different(document):
         return "Keep what is simpler, or repeat both runs with more prompts, which show smaller differences."
-    if document.control is None:
+    control = document.control
+    if control is None:
         return "Repeat both runs on a quiet machine before trusting times: there is no control in these documents."
-    return "The control says that the machine was as fast in both: the differences are those of the settings above."
+    if not control.low <= 1 <= control.high:
+        return "Trust the counts and the speedup, which has the control in it: the machine was not as fast in both."
+    return "The machine was as fast in both, says the control: what differs comes from the settings below."
 
 
 def _bars(document: CompareDocument, name: str) -> Bars:

@@ -30,6 +30,6 @@ def _bars(step: dict[str, Any]) -> Bars:
     rows = f"{step['batch_size']} x " if step["batch_size"] > 1 else ""
     times = (("predicted", "when built", step["built_s"]), ("measured", "now", step["now_s"]))
     return Bars(
-        f"{rows}{step['num_tokens']} tokens after {step['context_len']:,}",
+        f"{rows}{step['num_tokens']} token{'' if step['num_tokens'] == 1 else 's'} after {step['context_len']:,}",
         [(style, name, seconds, f"{seconds * 1e3:,.2f} ms") for style, name, seconds in times],
     )

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from command_line import Specdec
+from html_pages import Page, assert_needs_nothing_else, at
 from openai_server import DONE, Asked, Reply, event, failure, models, running
-from test_html_report import Page, assert_needs_nothing_else, at
 
 from commands.bench.work import BenchDocument, bench_page
 
