@@ -293,7 +293,7 @@ def no_compiler() -> SpecDecError:
 
 def _sources() -> str:
     """A digest of the kernels' source."""
-    return digest(file.read_text() for file in (*_SOURCES, *_HEADERS))
+    return digest(file.read_text("utf-8") for file in (*_SOURCES, *_HEADERS))
 
 
 def processor() -> str:

@@ -98,7 +98,7 @@ def takes_fields_of_vllm(llm: LLM) -> None:
     ids = llm.get_tokenizer().encode("One day")
     (by_ids,) = llm.generate({"prompt_token_ids": ids}, params)
     assert by_text.outputs[0].token_ids == by_ids.outputs[0].token_ids
-    (held,) = llm.generate("One day", SamplingParams(max_tokens=8, structured_outputs={"choice": ["a", "b"]}))
+    (held,) = llm.generate("One day", SamplingParams(max_tokens=8, choice=["a", "b"]))
     assert held.outputs[0].text in ("a", "b")
 
 
@@ -115,7 +115,7 @@ def streams(llm: LLM) -> None:
 
 PYTHON: dict[str, Callable[[Any], None]] = {
     "SamplingParams, generate, outputs[0].text": generates,
-    "dict prompts, get_tokenizer, min_tokens, structured_outputs": takes_fields_of_vllm,
+    "dict prompts, get_tokenizer, min_tokens, skip_special_tokens": takes_fields_of_vllm,
     "AsyncLLM": streams,
 }
 
