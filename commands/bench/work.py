@@ -41,6 +41,15 @@ class BenchSettings(Record):
     metric_percentiles: list[int | float]
 
 
+class ServerRecord(Record):
+    """What `specdec serve` tells of itself."""
+
+    bits: str = Field(description="of a weight of the linear layers")
+    dtype: str
+    machine: str = Field(description="the server's; the document's own `machine` sent the requests")
+    drafter: str
+
+
 class BenchDocument(MeasuredHead):
     """Document of `specdec bench --json`. Times in milliseconds have the key of a metric and how it is summed up, such
     as `p99_ttft_ms`; null where nothing was measured.
@@ -61,6 +70,7 @@ class BenchDocument(MeasuredHead):
     backend: Backend
     label: None
     model_id: str
+    server: ServerRecord | None = absent("null of other servers, and where `--model` named the model")
     tokenizer_id: None = Field(description="the server counts the tokens")
     num_prompts: Size
     request_rate: Literal["inf"] | Positive
@@ -135,6 +145,7 @@ def bench_document(
         backend=backend,
         label=None,
         model_id=result.model,
+        server=None if result.facts is None else ServerRecord(**result.facts),
         tokenizer_id=None,
         num_prompts=len(result.answers),
         request_rate="inf" if math.isinf(traffic.request_rate) else traffic.request_rate,

@@ -99,13 +99,13 @@ def check_draft_engine(draft: Bundle, target: TargetIdentity, *, use_logits: boo
         example = f", for one {min(differing, key=vocabulary.__getitem__)!r}" if differing else ""
         raise SpecDecError(
             f"draft and target model have different tokenizers: {len(vocabulary)} tokens in {draft.directory}, "
-            f"{len(target_vocabulary)} in {target.tokenizer_dir}; {len(differing)} of the draft's differ{example}; drafts by "
-            "probabilities need the target's own",
+            f"{len(target_vocabulary)} in {target.tokenizer_dir}; {len(differing)} of the draft's differ{example}; "
+            "drafts by probabilities need the target's own",
             hint="without `use_logits` drafts are re-tokenized",
         )
     warnings.warn(
-        f"the draft model has another tokenizer ({len(vocabulary):,} and {len(target_vocabulary):,} tokens): drafts are "
-        "re-tokenized, which costs time and acceptance",
+        f"the draft model has another tokenizer ({len(vocabulary):,} and {len(target_vocabulary):,} tokens): drafts "
+        "are re-tokenized, which costs time and acceptance",
         SpecDecWarning,
         stacklevel=2,
     )

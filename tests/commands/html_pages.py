@@ -73,6 +73,14 @@ def visible(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f]", lambda match: chr(0x2400 + ord(match[0])), text)
 
 
+def assert_cells_are_labelled(html: str) -> None:
+    """Narrow screens show the head of its column beside each cell."""
+    for table in re.findall(r'<table class="rows">.*?</table>', html, re.DOTALL):
+        heads = re.findall(r'<th scope="col">(.*?)</th>', table)
+        for row in re.findall(r"<tr>.*?</tr>", table, re.DOTALL)[1:]:
+            assert re.findall(r'<td data-label="(.*?)"', row) == heads[1:] and row.count("<td") == len(heads) - 1, row
+
+
 def assert_no_labels_overlap(html: str) -> None:
     """In each chart, texts of one line: a letter is 6.2 wide at this size, as wide as DejaVu Sans's digits."""
     for chart in re.findall(r"<svg.*?</svg>", html, re.DOTALL):
@@ -89,6 +97,7 @@ def assert_no_labels_overlap(html: str) -> None:
 
 def assert_needs_nothing_else(html: str) -> None:
     assert_no_labels_overlap(html)
+    assert_cells_are_labelled(html)
     page = Page(html)
     for tag, attributes in page.tags:
         assert tag not in {"script", "link", "iframe", "object", "embed", "img", "base", "use", "image"}

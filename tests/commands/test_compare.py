@@ -144,6 +144,22 @@ def test_an_engine_of_another_build_is_no_control(compare: Compare, summary_docu
     ]
 
 
+def test_one_change_is_one_row(specdec: Specdec, compare: Compare, summary_document: Document, tmp_path: Path) -> None:
+    a, b = copy.deepcopy(summary_document), copy.deepcopy(summary_document)
+    a["engine"] |= {"model": "m", "engine_dir": "cache/m-1", "bits": "32"}
+    b["engine"] |= {
+        "model": "m", "engine_dir": "cache/m-2", "bits": "8",
+        "quantization": {"quant_algo": "W8A16", "group_size": 64, "source": "rounded"},
+    }  # fmt: skip
+    b["settings"] |= {"drafters": ["suffix"], "ngram_config": None}
+    b["settings"]["suffix_config"] = {"max_draft_len": 10, "pool": "private", "device_id": 0, "device_ids": [0]}
+    settings = {one["name"]: (one["a"], one["b"]) for one in compare(a, b)["settings"]}
+    assert list(settings) == ["engine.quantization", "drafter"]
+    assert settings["drafter"] == ("n-gram lookup 4,2", "suffix matching 10")
+    shown = specdec("compare", tmp_path / "a.json", tmp_path / "b.json").stdout
+    assert "quant_algo W8A16, group_size 64" in shown and shown.count("engine.") == 1
+
+
 def test_one_slow_request_is_noise(compare: Compare, summary_document: Document) -> None:
     slow = with_times(summary_document, lambda i: 50.0 if i == 0 else 1 + 0.01 * (-1) ** i, systems=("engine",))
     compared = compare(summary_document, slow)

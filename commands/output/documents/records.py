@@ -52,7 +52,11 @@ class Head(Record):
 class MeasuredHead(Head):
     """First keys of a document of measurements: when and where they were made too."""
 
-    date: str = absent("when the document was made, ISO 8601 in UTC, such as 2026-11-29T10:15:00+00:00")
+    date: str = Field(
+        default="",
+        pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00$",
+        description="when the document was made, in UTC, such as 2026-11-29T10:15:00+00:00",
+    )
     machine: str = absent("processor, and cores that the process may use")
 
 

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +51,12 @@ def made(document: Mapping[str, Any]) -> list[str]:
         found = [with_bits(engine), engine["model_type"], f"{algo} weights" if algo else "", engine["dtype"]]
         device = engine["environment"]
         found += [f"CUDA {device['capability']}"] if device["device"] == "cuda" else []
-    date = document.get("date")
-    shown = None if date is None else datetime.fromisoformat(date) if "T" in date else _date_of_bench(date)
-    found += [] if shown is None else [f"{shown:%Y-%m-%d %H:%M} UTC"]
+    if server := document.get("server"):
+        found = [f"{document['model_id']} ({server['bits']} bits)", server["dtype"], server["drafter"]]
+        found += [f"server: {server['machine']}"]
+    date = re.sub("[-T:]", "", document.get("date", ""))  # 2026-01-31T23:59:59+00:00, or bench's 20260131-235959
+    found += [f"{date[:4]}-{date[4:6]}-{date[6:8]} {date[8:10]}:{date[10:12]} UTC"] if date else []
     return [one for one in (*found, document.get("machine")) if one]
-
-
-def _date_of_bench(date: str) -> datetime:
-    return datetime.strptime(date, "%Y%m%d-%H%M%S").replace(tzinfo=UTC)
 
 
 def page(template: str, document: dict[str, Any], title: str, **values: object) -> str:
@@ -109,7 +106,7 @@ def _labelled(rows: str, heads: Seq[str]) -> Markup:
 
     def labelled(row: re.Match[str]) -> str:
         cells = iter(heads[1:])  # the first is the row's own
-        return re.sub("<td>", lambda _: f'<td data-label="{escape(next(cells))}">', row[0])
+        return re.sub(r"<td(?=[ >])", lambda _: f'<td data-label="{escape(next(cells))}"', row[0])
 
     return Markup(re.sub(r"<tr>.*?</tr>", labelled, rows, flags=re.DOTALL))  # escaped already
 

@@ -119,6 +119,7 @@ def _padded(counts: Seq[int], length: int) -> list[int]:
 
 
 Endpoint = Literal["completions", "chat"]
+FACTS = ("bits", "dtype", "machine", "drafter")
 PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 _MAX_BYTES, _MAX_TOKEN_BYTES = 4_000_000, 20_000
 """Size limits of any answer, and of a stream per requested token: its chunk may have log-probabilities."""
@@ -186,6 +187,8 @@ class Client:
         self, base_url: str, api_key: str | None, timeout_s: float, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._clock = clock
+        self.facts: dict[str, str] | None = None
+        """What `specdec serve` tells of itself in its list of models; None of another server, or before `models`."""
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx2.Timeout(timeout_s, connect=min(timeout_s, 30.0), pool=None)
@@ -216,7 +219,7 @@ class Client:
             raise unreachable(self.base_url, error) from None
         if status != 200:
             raise refused(ServerError(_error_text(status, text), status), where)
-        names = _model_names(text, where)
+        names, self.facts = _model_names(text, where), _facts(text)
         if not names:
             raise SpecDecError(
                 f"the server names no model: {where}", hint="give its name", code="server_names_no_model"
@@ -378,6 +381,14 @@ def _model_names(text: str, where: str) -> list[str]:
             hint="check the address",
             code="not_an_openai_server",
         ) from None
+
+
+def _facts(text: str) -> dict[str, str] | None:
+    """Bits, dtype, machine and drafter of the first model of a list; None where the server does not tell them all."""
+    first = json.loads(text)["data"][0:1]
+    told = first[0].get("specdec") if first else None
+    found = {name: told.get(name) for name in FACTS} if isinstance(told, dict) else {}
+    return found if found and all(isinstance(value, str) for value in found.values()) else None
 
 
 def unreachable(base_url: str, error: Exception) -> SpecDecError:

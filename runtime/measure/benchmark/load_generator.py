@@ -68,6 +68,8 @@ class LoadResult:
     duration_s: float
     speculation: SpeculationCounts | None
     speculation_source: str | None
+    facts: dict[str, str] | None = None
+    """Bits, dtype, machine and drafter, as `specdec serve` tells them."""
 
 
 @dataclass
@@ -75,6 +77,7 @@ class _SoFar:
     """Results so far. `answers` by their prompts' places."""
 
     model: str = ""
+    facts: dict[str, str] | None = None
     start_s: float = 0.0
     answers: dict[int, Answer] = field(default_factory=dict)
 
@@ -84,7 +87,7 @@ class _SoFar:
         answers = [self.answers[i] for i in sorted(self.answers)]
         told = [answer.speculation for answer in answers if answer.speculation is not None]
         counts, source = (total_counts(told), "responses") if told else (None, None)
-        return LoadResult(self.model, answers, self.start_s, duration_s, counts, source)
+        return LoadResult(self.model, answers, self.start_s, duration_s, counts, source, self.facts)
 
 
 def run_load(client: Callable[[], Client], load: Load, on_answer: Callable[[], None]) -> LoadResult:
@@ -141,6 +144,7 @@ def _run_until_a_signal(work: Callable[[], Coroutine[Any, Any, LoadResult]]) -> 
 async def _run(client: Client, load: Load, so_far: _SoFar, on_answer: Callable[[], None]) -> LoadResult:
     names = await client.models() if load.model is None else []
     so_far.model = model = load.model or names[0]
+    so_far.facts = client.facts
     await _warm_up(client, load, model)
     before = await _counters(client)
     limit: AbstractAsyncContextManager[object] = (

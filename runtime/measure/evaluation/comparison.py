@@ -271,8 +271,10 @@ def _chosen(document: Record) -> Record:
 
 
 def _without_results(engine: Record) -> Record:
-    """Without what was measured when it was built, and without the directory in the cache where a model was named."""
-    left_out = {"logits_check", "quality"} | ({"engine_dir"} if engine.get("model") else set())
+    """Without what was measured when it was built, what follows from the formats, and the directory in the cache where
+    a model was named.
+    """
+    left_out = {"logits_check", "quality", "bits"} | ({"engine_dir"} if engine.get("model") else set())
     return {key: value for key, value in engine.items() if key not in left_out}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from command_line import Specdec
 from html_pages import Page, assert_needs_nothing_else, at
-from openai_server import DONE, Asked, Reply, event, failure, models, running
+from openai_server import DONE, Asked, Reply, as_json, event, failure, running
 
 from commands.bench.work import BenchDocument, bench_page
 
@@ -19,9 +19,12 @@ RECORD = {
 }  # fmt: skip
 
 
+FACTS = {"bits": "4", "dtype": "bfloat16", "machine": "A <b>, 2 cores", "drafter": "suffix matching"}
+
+
 def answer(asked: Asked) -> Reply:
     if asked.path == "/v1/models":
-        return models("m<b>")
+        return as_json({"data": [{"id": "m<b>", "specdec": FACTS | {"max_draft_len": 10}}]})
     if asked.method == "GET":
         return failure(404, "nothing here")
     if len(asked.body["prompt"]) % 7 == 0:
@@ -56,7 +59,9 @@ def test_the_page_of_a_benchmark_says_what_its_json_says(specdec: Specdec, tmp_p
     assert document["spec_decode_acceptance_rate_per_position"] == [1.0, 0.5, 0.0]
     assert document["spec_decode_num_drafts_per_position"] == [24, 24, 12]
     assert "from second 0" in html and "position 3: 0.0 % of 12 drafts that reach it" in html
-    assert re.search(r'<p class="made">\d{4}-\d\d-\d\d \d\d:\d\d UTC · .+ cores?</p>', html)
+    told = "m&lt;b&gt; \\(4 bits\\) · bfloat16 · suffix matching · server: A &lt;b&gt;, 2 cores"
+    assert re.search(rf'<p class="made">{told} · \d{{4}}-\d\d-\d\d \d\d:\d\d UTC · .+ cores?</p>', html)
+    assert document["server"] == FACTS
     seconds = re.findall(r"[\d.]+ to [\d.]+ (\w+): ", html)
     assert set(seconds) == {"ms"}
     slow = document | {"latencies": [i * 0.25 for i in range(14)]}
