@@ -474,7 +474,7 @@ _PLAIN = str.maketrans(dict(zip("–—−÷×’“”…µ█·→", '---/x\'"
 
 
 def _in_plain_letters(error: UnicodeError) -> tuple[str, int]:
-    """What is written for the characters that an encoding lacks, and the place after them."""
+    """Letters for the characters that an encoding lacks, and the place after them."""
     assert isinstance(error, UnicodeEncodeError)
     lacking = error.object[error.start : error.end].translate(_PLAIN)
     return "".join(letter if letter.isascii() else "?" for letter in lacking), error.end

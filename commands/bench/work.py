@@ -42,7 +42,7 @@ class BenchSettings(Record):
 
 
 class ServerRecord(Record):
-    """What `specdec serve` tells of itself."""
+    """Facts that `specdec serve` tells of itself."""
 
     bits: str = Field(description="of a weight of the linear layers")
     dtype: str

@@ -46,7 +46,7 @@ def _different(document: CompareDocument) -> list[str]:
 
 
 def _finding(document: CompareDocument) -> str:
-    """What B is to A, by the metrics that decide."""
+    """The ratio of B to A, of the metrics that decide."""
     if different := _different(document):
         return f"in B {', '.join(different)}"
     verdicts = {document.metrics[name].verdict for name in _DECISIVE if name in document.metrics}
@@ -54,7 +54,7 @@ def _finding(document: CompareDocument) -> str:
 
 
 def _todo(document: CompareDocument) -> str:
-    """What to do about it."""
+    """Advice that follows from the finding."""
     if document.requests.num_same_prompt == 0:
         return "Run both with the same prompts: these have none in common, so only large differences can be seen."
     unsure = [one.title for one in document.metrics.values() if "observations" in (one.reason or "")]

@@ -72,7 +72,7 @@ class ServedModel:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the page shows beside OpenAI's fields: bits of the weights, machine, drafter."""
+        """Facts that the page shows beside OpenAI's fields: bits of the weights, machine, drafter."""
         config = self.llm.bundle.config
         return {
             "bits": config.bits,

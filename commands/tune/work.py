@@ -402,9 +402,8 @@ def tune_engine(
             save_profile(choice.model_dir, profile)
     _tell(tuning, options, output)
     if options.save:
-        output.result(
-            f"saved as the default of {choice.model_dir}: `specdec run {choice.model_dir}` drafts so from now on"
-        )
+        how = "drafts so from now on" if confirmation.recommended.candidate else "drafts nothing unless a flag says so"
+        output.result(f"saved as the default of {choice.model_dir}: `specdec run {choice.model_dir}` {how}")
 
 
 def _tell(tuning: Tuning, options: TuneOptions, output: Output) -> None:

@@ -82,7 +82,7 @@ def assert_cells_are_labelled(html: str) -> None:
 
 
 def assert_no_labels_overlap(html: str) -> None:
-    """In each chart, texts of one line: a letter is 6.2 wide at this size, as wide as DejaVu Sans's digits."""
+    """Texts of one line in a chart stand apart: a letter is 6.2 wide at this size, as DejaVu Sans's digits are."""
     for chart in re.findall(r"<svg.*?</svg>", html, re.DOTALL):
         lines: dict[str, list[tuple[float, float]]] = {}
         for x, y, anchor, text in re.findall(

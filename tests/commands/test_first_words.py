@@ -1,4 +1,4 @@
-"""What users of vLLM, llama.cpp and Ollama type first: it works, or the answer is the command that does the same.
+"""Lines that users of vLLM, llama.cpp and Ollama type first: each works, or is answered with the command that does.
 
 Each row is a line of a shell, or a few of Python. The routes of other servers are in `tests/serving`.
 """

@@ -97,7 +97,7 @@ def _dashes_note(html: str) -> Markup:
 
 
 def _with_code(text: str) -> Markup:
-    """What stands between backticks as code."""
+    """The text with code where it has backticks."""
     return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 

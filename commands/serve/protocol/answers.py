@@ -127,7 +127,7 @@ class MessageAnswer(Answer):
 
 
 class ServedFacts(Answer):
-    """What the server computes with."""
+    """Bits, machine and drafter of the server."""
 
     bits: str
     dtype: str

@@ -78,13 +78,14 @@ def counts_of_response(chunk: dict[str, Any]) -> SpeculationCounts | None:
         type(number) is int for number in (drafts, drafted, accepted, *positions)
     ):
         return None
-    tells_reached = isinstance(reached, list) and all(type(number) is int for number in reached)
     tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
     num_steps = None
     if isinstance(tokens, int) and isinstance(per_step, int | float) and per_step > 0:
         num_steps = tokens / per_step
-    reached_counts = tuple(reached) if tells_reached and len(reached) == len(positions) else None
-    return SpeculationCounts(drafts, drafted, accepted, tuple(positions), num_steps, reached_counts)
+    tells = isinstance(reached, list) and [type(number) for number in reached] == [int] * len(positions)
+    return SpeculationCounts(
+        drafts, drafted, accepted, tuple(positions), num_steps, tuple(reached or ()) if tells else None
+    )
 
 
 _LINE = re.compile(r"vllm:spec_decode_num_(\w+)_total(?:\{(.*)\})?\s+(\S+)")
@@ -188,7 +189,7 @@ class Client:
     ) -> None:
         self._clock = clock
         self.facts: dict[str, str] | None = None
-        """What `specdec serve` tells of itself in its list of models; None of another server, or before `models`."""
+        """Facts that `specdec serve` tells in its list of models; None for another server, or before `models`."""
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx2.Timeout(timeout_s, connect=min(timeout_s, 30.0), pool=None)
@@ -385,10 +386,11 @@ def _model_names(text: str, where: str) -> list[str]:
 
 def _facts(text: str) -> dict[str, str] | None:
     """Bits, dtype, machine and drafter of the first model of a list; None where the server does not tell them all."""
-    first = json.loads(text)["data"][0:1]
-    told = first[0].get("specdec") if first else None
-    found = {name: told.get(name) for name in FACTS} if isinstance(told, dict) else {}
-    return found if found and all(isinstance(value, str) for value in found.values()) else None
+    models = json.loads(text)["data"]
+    told = models[0].get("specdec") if isinstance(models, list) and models else None
+    given = told if isinstance(told, dict) else {}
+    found = {name: value for name in FACTS if isinstance(value := given.get(name), str)}
+    return found if len(found) == len(FACTS) else None
 
 
 def unreachable(base_url: str, error: Exception) -> SpecDecError:

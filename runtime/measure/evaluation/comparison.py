@@ -289,12 +289,9 @@ def _drafter(chosen: Record) -> str | None:
     found = []
     for name in chosen["drafters"]:
         described = DRAFTERS[name].description
-        record = chosen.get(described.flag)
-        numbers = (
-            [record]
-            if isinstance(record, str)
-            else [record[key] for key in ("max_draft_len", "max_matching_ngram_size") if key in (record or {})]
-        )
+        record: Any = chosen.get(described.flag) or {}
+        keys = [key for key in ("max_draft_len", "max_matching_ngram_size") if key in record]
+        numbers = [record] if isinstance(record, str) else [record[key] for key in keys]
         found.append(f"{described.title} {','.join(map(str, numbers))}".rstrip())
     return ", then ".join(found) or None
 
