@@ -27,7 +27,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from commands.batch.command import batch
-from commands.bench.command import bench
 from commands.build.command import build
 from commands.cache.command import list_engines, list_models, prune
 from commands.chat.command import chat
@@ -42,7 +41,7 @@ from commands.launch.command import ARGUMENTS_OF_TOOL, launch
 from commands.options.foreign import Flags, without_foreign
 from commands.options.hints import hint_of, message_of, usage_message
 from commands.options.shared import COMMON
-from commands.options.spellings import empty_value, normalize_name, one_value_each
+from commands.options.spellings import empty_value, normalize_name
 from commands.output.help import sort_by_panel
 from commands.output.output import fail, say_interrupted, warn
 from commands.output.short_help import overview, short_help
@@ -118,10 +117,6 @@ _EXAMPLES = {
         "specdec train --model-dir ./Llama-3.2-1B-Instruct --draft-model-dir ./EAGLE3-head --traces traces.jsonl "
         "--output-dir head",
         "specdec train --model-dir demo --input-file prompts.jsonl --output-dir head --num-epochs 6",
-    ),
-    bench: (
-        "specdec bench demo --base-url http://127.0.0.1:8000 --dataset question.jsonl --request-rate 4",
-        "specdec bench --dataset random --num-prompts 64 --concurrency 16 --goodput ttft:200 tpot:50 --json",
     ),
     doctor: (
         "specdec doctor demo --spec-decode-algo AUTO --input-file prompts.jsonl",
@@ -212,7 +207,7 @@ class _Command(TyperCommand):
             what = f"`{empty}`" if empty else "an argument"
             raise UsageError(f"{what} has an empty value: ''", hint=f"`{ctx.command_path} --help` shows the usage")
         try:
-            return super().parse_args(ctx, one_value_each(kept, self.name or ""))
+            return super().parse_args(ctx, kept)
         except typer.TyperException as error:
             if getattr(error, "ctx", None) is None:
                 error.ctx = ctx  # type: ignore[attr-defined]  # so that the hint names the command
@@ -316,7 +311,7 @@ app = typer.Typer(
     name="specdec",
     cls=_Group,
     help="Speculative decoding for Hugging Face models: convert, build, run, chat, serve, launch, batch, summarize, "
-    "compare, tune, train, doctor, check, regress, fingerprint, predict; corpora; the cache; verify; schema; bench.",
+    "compare, tune, train, doctor, check, regress, fingerprint, predict; corpora; the cache; verify; schema.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -365,7 +360,6 @@ for _command in (
     predict,
     verify,
     schema,
-    bench,
 ):
     _register(_command)
 for _corpus_command in (create, merge, stats):

@@ -33,7 +33,7 @@ OTHERS = {
     "fp8_kv_cache": "TensorRT-LLM's", "int8_kv_cache": "TensorRT-LLM's", "int4_awq": "TensorRT-LLM's",
     "int8_sq": "TensorRT-LLM's", "w4a8_awq": "TensorRT-LLM's", "tensorrt_llm_bls": "TensorRT-LLM's",
     "use_draft_logits": "TensorRT-LLM's", "convert_checkpoint": "TensorRT-LLM's",
-    "convert_hf_to_gguf": "llama.cpp's",
+    "convert_hf_to_gguf": "llama.cpp's", "request_format": "guidellm's",
     "quickstart_advanced": "TensorRT-LLM's", "nvfp4": "TensorRT-LLM's",
     "NO_COLOR": "a variable of the environment, which rich reads", "pbtxt": "the ending of Triton's configs",
     "logits_generation": "a file that `run` writes", "x_generation": "a file that `run` writes",

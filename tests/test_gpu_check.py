@@ -34,7 +34,9 @@ def test_parts_run_in_order_and_what_does_not_fit_is_named(tmp_path: Path) -> No
     assert list(rows) == list(PARTS)
 
 
-@pytest.mark.parametrize("name", ["demo", "1b", "batches", "two-engines"])
+@pytest.mark.parametrize(
+    "name", ["batches", *(pytest.param(name, marks=pytest.mark.slow) for name in ("demo", "1b", "two-engines"))]
+)
 def test_part_passes_on_the_cpu(name: str, tmp_path: Path) -> None:
     values = PARTS[name].run(Setting("cpu", "tiny", tmp_path))
     json.dumps(values)

@@ -157,6 +157,7 @@ def test_a_drafter_is_one_spec_and_one_algorithm(tree: Path, llama_engine_dir: P
     assert found["profile"] == {"name": "echo", "max_draft_len": 2, "loudness": 1, "pool": "private"}
 
 
+@pytest.mark.slow
 def test_its_tests_are_there_by_its_spec(tree: Path) -> None:
     """No table of tests names it, and no sentence: those that hold for every drafter have it."""
     (contract,) = (path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_contract.py"))

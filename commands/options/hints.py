@@ -30,7 +30,6 @@ _DRAFTS = (
 )
 
 HINTS: dict[str, str | tuple[str, ...]] = {
-    "api_key": "give the key with `--api-key`, or in the variable SPECDEC_API_KEY or OPENAI_API_KEY",
     "bad_tokenizer": "give another tokenizer with `--tokenizer-dir`; transformers said: {reason}",
     "batch_size": "lower it, or build with a larger `specdec build --max-batch-size`",
     "block_reuse": "leave `--kv-cache-enable-block-reuse` on",
@@ -110,7 +109,6 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "no_tokenizer": "name a tokenizer with `--tokenizer-dir`",
     "none_fits": "give shorter prompts, or build for longer prompts: `specdec build --max-input-len N --max-seq-len N`",
     "nothing_to_quantize": "leave `--self-draft` out",
-    "not_an_openai_server": "check that `--base-url` is the address of an OpenAI-compatible server",
     "not_an_engine": "make one with `specdec build`",
     "not_ours": "`--force` replaces only specdec's own output; choose another directory or remove this one",
     "other_torch": ("install torch 2.13", "use no compiler: `--compiler none`"),
@@ -135,9 +133,6 @@ HINTS: dict[str, str | tuple[str, ...]] = {
         "build with a larger `specdec build --max-seq-len`",
         "with `--model-dir` give a larger `--max-seq-len`",
     ),
-    "server_model": "name a model of the server with `--model`: {names}",
-    "server_names_no_model": "name a model with `--model`",
-    "server_unreachable": "check that the server runs, and that `--base-url` is its address",
     "self_draft_bits": (
         "leave `--self-draft` out",
         "convert the model to a format with more bits: `specdec convert --qformat FORMAT`",

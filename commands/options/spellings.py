@@ -56,16 +56,7 @@ _OF_TEXT = frozenset({"input-text", "stop-words", "bad-words", "system"})
 _OF_COMMAND = {
     "summarize": {"max-output-len": "output-len"},
     "convert": {"quantization": "qformat", "tensor-parallel-size": "tp-size"},
-    "bench": {
-        "max-output-len": "output-len",
-        "model-dir": "model",
-        "max-concurrency": "concurrency",
-        "random-seed": "seed",
-    },
 }
-
-# Flags that others' command lines give several values, one after the other.
-_OF_SEVERAL = frozenset({"goodput"})
 
 
 def normalize_name(name: str, command: str = "") -> str:
@@ -73,20 +64,6 @@ def normalize_name(name: str, command: str = "") -> str:
     name = name.replace("_", "-")
     name = _ALIASES.get(name, name)
     return _OF_COMMAND.get(command, {"output-len": "max-output-len"}).get(name, name)
-
-
-def one_value_each(arguments: list[str], command: str) -> list[str]:
-    """`--goodput ttft:200 tpot:50`, as vLLM's users write, is `--goodput ttft:200 --goodput tpot:50`."""
-    repeated: list[str] = []
-    current = ""
-    for argument in arguments:
-        name = normalize_name(argument.removeprefix("--"), command) if argument.startswith("--") else ""
-        if name:
-            current = argument if name in _OF_SEVERAL else ""
-        elif current and repeated[-1] != current:
-            repeated.append(current)
-        repeated.append(argument)
-    return repeated
 
 
 def empty_value(arguments: list[str], options_with_value: frozenset[str], command: str) -> str | None:

@@ -24,7 +24,6 @@ _GROUPS = {
     "Measure": {
         "tune": "find the drafter and the draft length that pay on your prompts",
         "summarize": "quality and speed on a dataset, beside Hugging Face",
-        "bench": "put load on a running server: latency and throughput",
         "compare": "two JSON documents side by side",
         "doctor": "find what makes a model slow, and what to do about it",
         "predict": "what drafts would save on another machine",

@@ -7,7 +7,6 @@ from pydantic import ConfigDict, TypeAdapter, create_model
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
 from commands.batch.document import BatchDocument
-from commands.bench.work import BenchDocument
 from commands.build.report import BuildDocument, ConvertDocument
 from commands.cache.models import ListDocument
 from commands.cache.report import CacheListDocument, CachePruneDocument
@@ -28,7 +27,6 @@ from runtime.proof.records import Receipt
 
 DOCUMENTS: dict[str, type[Record]] = {
     "batch": BatchDocument,
-    "bench": BenchDocument,
     "build": BuildDocument,
     "cache_list": CacheListDocument,
     "cache_prune": CachePruneDocument,

@@ -108,13 +108,13 @@ class StepForm:
 
 
 def example_pool(shapes: Shapes, num_tokens: int, block_size: int, dtype: torch.dtype, device: torch.device) -> KVPool:
-    """A pool that just holds two rows of `num_tokens`."""
+    """A K/V pool with just enough slots for two rows of `num_tokens` tokens."""
     num_blocks = 2 * math.ceil(num_tokens / block_size) + 1
     return KVPool(shapes.layers, num_blocks, block_size, dtype, device)
 
 
 def example_states(shapes: Shapes, rows: Seq[Row], dtype: torch.dtype) -> tuple[()] | tuple[Tensor, list[Tensor]]:
-    """Inputs beside a batch of rows and its pool, where layers have states: of few slots."""
+    """Further inputs of a step whose layers have recurrent states: a few slots, and which slot each row uses."""
     return state_inputs(rows, state_pools(shapes.states, 3, 4, dtype, torch.device("cpu")))
 
 
@@ -131,23 +131,25 @@ def example_rows(row_lengths: list[int], start: int, num_tokens: int, block_size
 
 
 def open_dims(value: Tensor) -> list[int]:
-    """Dimensions of a graph's tensor whose sizes are not the model's."""
+    """Dimensions of a graph's tensor whose sizes the batch decides, such as the number of tokens."""
     return [dim for dim, size in enumerate(value.shape) if is_multiple(size)]
 
 
 def is_multiple(size: int) -> bool:
-    """True for what is computed from an open size."""
+    """True for a number that was computed from an open size."""
     return size >= _PRIMES[0] and any(size % prime == 0 for prime in _PRIMES)
 
 
 def split_open(sizes: list[int]) -> tuple[int, str]:
-    """The product of open sizes: a number, and what it is a multiple of. 0 where it is no product."""
+    """A size as a factor and the open sizes that it multiplies: `3 * num_tokens`. The factor is 0 if the size is no
+    such product.
+    """
     factor, numbers = _factors(math.prod(sizes))
     return factor, "*".join(f"s{number}" for number in numbers)
 
 
 def _factors(size: int) -> tuple[int, list[int]]:
-    """The number that is left, and the numbers of the primes."""
+    """The part of a number that no prime divides, and the indices of the primes that do, with repetition."""
     numbers = []
     for number, prime in enumerate(_PRIMES):
         while size and size % prime == 0:
@@ -157,7 +159,7 @@ def _factors(size: int) -> tuple[int, list[int]]:
 
 
 def _smaller(size: int) -> int:
-    """The same size, in the second trace. Sizes are counted from the end, too."""
+    """The size that takes this size's place in the second trace. Negative sizes count from the end."""
     if size < 0:
         return -_smaller(-size)
     factor, numbers = _factors(size) if is_multiple(size) else (size, [])
@@ -165,7 +167,7 @@ def _smaller(size: int) -> int:
 
 
 def with_open_sizes(inputs: Inputs, sizes: Sizes) -> Inputs:
-    """Tensors without numbers, of these inputs' forms but for what is open."""
+    """Tensors without numbers: the inputs' shapes and dtypes, with a prime for each open size."""
     tensors, structure = pytree.tree_flatten(inputs)
     of_each: list[dict[int, str]] = pytree.tree_leaves(sizes, is_leaf=lambda one: isinstance(one, dict))
     names = list(dict.fromkeys(name for one in of_each for name in one.values()))
@@ -194,7 +196,7 @@ def by_trace(module: nn.Module, inputs: Inputs, sizes: Sizes | None = None) -> G
 
 
 def _check_same(graph: GraphModule, other: GraphModule) -> None:
-    """CannotBeTraced where an operation depends on a size, or takes it as a number that is no multiple of it."""
+    """Raise CannotBeTraced if an operation depends on an open size in another way than as a multiple of it."""
     nodes, others = list(graph.graph.nodes), list(other.graph.nodes)
     numbers = {node: number for one in (nodes, others) for number, node in enumerate(one)}
 
@@ -236,7 +238,9 @@ def trace(module: nn.Module, inputs: Inputs) -> GraphModule:
 
 @contextmanager
 def _as_before(module: nn.Module) -> Iterator[None]:
-    """Modules keep nothing of a trace, such as a table of positions that their forward moves to a device."""
+    """Restore the modules' attributes after the block: a trace may leave tensors without numbers in them, such as a
+    table of positions.
+    """
     kept = [(one, dict(vars(one)), dict(one._buffers)) for one in module.modules()]
     try:
         yield
@@ -249,7 +253,7 @@ def _as_before(module: nn.Module) -> Iterator[None]:
 
 
 class _WithoutNumbers(FakeTensorMode):
-    """Computes the forms of tensors."""
+    """Run operations on shapes and dtypes alone."""
 
     recorder: "_Recorder | None" = None
 
@@ -261,7 +265,7 @@ class _WithoutNumbers(FakeTensorMode):
 
 
 class _Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operations before torch takes them apart, which only modes of this class are asked to."""
+    """Record operations before torch decomposes them; torch asks modes of this class alone at that point."""
 
     def __init__(self, mode: _WithoutNumbers) -> None:
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)  # type: ignore[no-untyped-call]
@@ -273,7 +277,7 @@ class _Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_paused = False
 
     def take(self, name: str, value: Tensor | list[Tensor]) -> None:
-        """Have the tensor, or each of several, be an input."""
+        """Make the tensor, or each tensor of a list, an input of the graph."""
         if isinstance(value, Tensor):
             self._last_given = self._graph.placeholder(name)
             self._know(value, self._last_given)
@@ -333,7 +337,7 @@ class _Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known.append(tensor)
 
     def _without_numbers(self, value: Any) -> Any:
-        """A weight as it may be computed with."""
+        """The weight as a tensor without numbers, once for each weight."""
         is_real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
         return self._fake.from_tensor(value) if is_real else value
 
@@ -361,13 +365,13 @@ def unrecorded(tensor: Tensor) -> Iterator[None]:
 
 
 def memory_of(node: Any) -> int | None:
-    """A number that tensors have in common of which each shows another's change; None of several tensors."""
+    """An id of the memory that a tensor views: tensors with equal ids share memory. None for several tensors."""
     value = node.meta.get("val")
     return int(value.untyped_storage()._cdata) if isinstance(value, Tensor) else None
 
 
 def name_of(target: Any) -> str:
-    """An operation's name in an error: `cumsum` of `aten.cumsum.default`."""
+    """An operation's name for an error message: `cumsum` for `aten.cumsum.default`."""
     return str(target).removeprefix("aten.").partition(".")[0]
 
 

@@ -47,7 +47,7 @@ _PROGRAM = "tokenwise.json"
 
 @dataclass(frozen=True)
 class TokenStep:
-    """A step, or another module, as token programs."""
+    """Token programs that compute a step, or another module's forward."""
 
     cut: "CutStep"
     codes: list[bytes]
@@ -56,7 +56,7 @@ class TokenStep:
 
 @dataclass(frozen=True)
 class Made:
-    """Outcome of `aot`."""
+    """Outcome of `compile_aot`: whether the step was written, and whether it was cut into layers."""
 
     lacks: str | None = None
     """Operations of the model that token programs lack; then nothing was written."""
@@ -91,7 +91,7 @@ def compile_aot(
 
 
 def token_step_of(module: nn.Module, inputs: "Inputs", sizes: "Sizes", arithmetic: int) -> TokenStep | None:
-    """A module's pass as one program; None if programs lack an operation of the module."""
+    """A module's forward as one token program; None if token programs lack one of its operations."""
     from runtime.compiler.capture import by_trace  # not to open an engine
     from runtime.compiler.cutting import whole_step
 
@@ -145,7 +145,7 @@ class PackagedStep:
 
 
 def wanted_layout(package: Path) -> Layout:
-    """The weights that the packaged step wants to be handed."""
+    """Names, shapes and dtypes of the weights that the packaged step needs."""
     return {name: (dtype, shape) for name, (dtype, shape) in _read_extra(package, _LAYOUT).items()}
 
 
@@ -185,7 +185,7 @@ def add_program(step: Any, code: bytes, weights: Mapping[str, Tensor], places: l
 
 @contextmanager
 def _without_stack_traces() -> Iterator[None]:
-    """Do not look for the lines of code that a graph's nodes come from, which takes time."""
+    """Record no stack traces for a graph's nodes within the block, which saves time."""
     import torch.fx.config as config  # of which torch imports no name
 
     before = config.do_not_emit_stack_traces

@@ -43,7 +43,7 @@ _LAYER = torch.ops.specdec_cut.layer.default
 
 
 class CannotBeCut(Exception):
-    """The reason why a step is one program."""
+    """A step cannot be cut into layers and stays one program; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,14 @@ class Call:
         return [self.get(name) for name in self.recipe.names]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The program's constants by their names, made anew each time, of sources that must be present."""
+        """The program's constants by name, computed anew at each call. The attributes that they are computed from must
+        hold numbers.
+        """
         return self.recipe.weights(self.get)
 
 
 class Made(int):
-    """Number of an operation whose result is meant."""
+    """The result of an operation, by the operation's number in the recipe."""
 
 
 def _made_in(arguments: Any) -> list[int]:
@@ -89,7 +91,7 @@ class Recipe:
 
     @property
     def names(self) -> list[str]:
-        """Attributes that are read."""
+        """Names of the attributes that the recipes read."""
         return [name for operation, name, _ in self.operations if operation is None]
 
     def weights(self, get: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -131,7 +133,7 @@ class CutStep:
 
     @property
     def layout(self) -> Layout:
-        """Forms of all calls' weights."""
+        """Shapes and dtypes of all calls' weights, by name."""
         return {_of_call(i, name): form for i, call in enumerate(self.calls) for name, form in call.layout.items()}
 
     def weights(self) -> Iterator[dict[str, Tensor]]:
@@ -147,7 +149,9 @@ class CutStep:
 
 
 def _of_call(number: int, name: str) -> str:
-    """Name of a weight in a file, where names stand in order: so each is written when it is made."""
+    """Name of a call's weight in the file. Names sort in the order of the calls, so that each weight is written as soon
+    as it is made.
+    """
     return f"{number:04}.{name}"
 
 
@@ -247,7 +251,7 @@ class _LayerCall:
 
 
 def layers_of(model: nn.Module, shapes: Shapes) -> nn.ModuleList:
-    """The list of modules of which each is one layer."""
+    """The model's `ModuleList` whose entries are its layers."""
 
     def numbers(layer: nn.Module) -> set[Any]:
         return {module.layer_idx for module in layer.modules() if hasattr(module, "layer_idx")}
@@ -318,7 +322,9 @@ class _Unread(dict[Any, Any]):
 
 
 def _keep_unread(value: Any) -> None:
-    """Have mappings in an argument raise CannotBeCut when they are read; CannotBeCut for others that may be written."""
+    """Make mappings in an argument raise CannotBeCut when something reads them. Raise CannotBeCut for other objects
+    that can be written into.
+    """
     if isinstance(value, tuple):
         for one in value:
             _keep_unread(one)
@@ -329,7 +335,7 @@ def _keep_unread(value: Any) -> None:
 
 
 def _check_output(hidden: Tensor, output: Any) -> None:
-    """CannotBeCut unless a layer returns what `specdec_cut::layer` does."""
+    """Raise CannotBeCut unless a layer returns what the operation `specdec_cut::layer` returns."""
     if not isinstance(output, Tensor):
         raise CannotBeCut("its layers return more than hidden states")
     if output.dtype != hidden.dtype:
@@ -337,7 +343,7 @@ def _check_output(hidden: Tensor, output: Any) -> None:
 
 
 def _tensors_of(paged: PagedInputs, layer: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Tensors that the layer reads and writes: of its state, and of keys and values."""
+    """Tensors of a layer's memory: its K/V pools and its recurrent state."""
     of_state = [paged.state_slots, *paged.pools_of_state(layer)] if layer in paged.state_layers else []
     if layer not in paged.layers:
         return of_state, []  # type: ignore[return-value]  # where there are states there are slots
@@ -357,7 +363,7 @@ def _of_tensors(call: _LayerCall, positions: Tensor, slot_mapping: Tensor, *kept
 
 
 class _Layer(nn.Module):
-    """A layer, called with tensors only."""
+    """A layer as a module whose arguments are tensors only, as tracing needs them."""
 
     def __init__(self, layer: nn.Module, call: _LayerCall) -> None:
         super().__init__()
@@ -423,7 +429,7 @@ def _setting(value: Any) -> Any:
 
 
 def _inputs(layer: Node) -> list[Node]:
-    """Tensors that the layer is called with."""
+    """The tensors among a layer's arguments."""
     hidden, others, _ = layer.args
     return [hidden, *others]  # type: ignore[list-item, misc]
 
@@ -524,7 +530,7 @@ def _recipe(nodes: list[Node], made_by: dict[str, Node]) -> Recipe:
 
 
 def _constants(nodes: list[Node]) -> dict[Node, None]:
-    """Nodes that are computed from attributes and numbers alone, in order, and written into by nobody."""
+    """Nodes that depend on attributes and numbers alone and that nothing writes into, in order."""
     found: dict[Node, None] = {}
     changed = {memory_of(one) for node in nodes for one in _written(node)} - {None}
     for node in nodes:
@@ -545,7 +551,7 @@ def _is_constant(node: Node) -> bool:
 
 
 def _written(node: Node) -> list[Node]:
-    """The tensors that an operation writes into."""
+    """The tensors that an operation changes in place."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
@@ -558,7 +564,9 @@ IN_LAYER = "layer."
 
 
 def _in_layer(layer: nn.Module, program: GraphModule) -> Callable[[str], Tensor]:
-    """Find in the layer what the program of another one reads; what capturing made is the program's own."""
+    """Map the weights that one layer's program reads to another layer's weights of the same names; constants that
+    tracing made stay the program's own.
+    """
 
     def get(name: str) -> Tensor:
         try:
@@ -574,7 +582,7 @@ def _in_layer(layer: nn.Module, program: GraphModule) -> Callable[[str], Tensor]
 
 @dataclass(frozen=True)
 class _Turn:
-    """A call, of tensors that are known by the nodes that make them."""
+    """A call whose inputs and outputs are nodes of the graph, before they get places."""
 
     program: int
     folded: _Folded
@@ -585,7 +593,7 @@ class _Turn:
 
 
 class _Programs:
-    """Programs, each once."""
+    """The step's programs; equal programs are stored once."""
 
     def __init__(self) -> None:
         self.graphs: list[GraphModule] = []
@@ -628,7 +636,9 @@ def _in_order(module: GraphModule, programs: _Programs, layers: dict[Node, _Turn
 
 
 def _asked(nodes: list[Node], times: dict[Node, int], layers: dict[Node, _Turn]) -> set[Node]:
-    """The tensors that layers read, and those that something behind a layer reads of what is before it."""
+    """Tensors that cross a layer's border: inputs of layers, and tensors from before a layer that something behind it
+    reads.
+    """
     constants = _constants(nodes)
     asked = {source for turn in layers.values() for source in turn.read}
     for node in [node for node in nodes if node not in layers]:
@@ -665,7 +675,7 @@ def _piece(
 
 
 def _with_places(inputs: list[Node], turns: list[_Turn]) -> list[Call]:
-    """The calls, with a place for each tensor, which becomes another's when nobody reads it again."""
+    """The calls with a place for each tensor. A place is used again once nothing reads its tensor any more."""
     read_last = {node: turn for turn, one in enumerate(turns) for node in one.read}
     places = {node: place for place, node in enumerate(inputs)}
     new, free, calls = count(len(inputs)), list[int](), list[Call]()
@@ -684,7 +694,9 @@ def _with_places(inputs: list[Node], turns: list[_Turn]) -> list[Call]:
 
 
 def describe(module: GraphModule) -> str:
-    """A graph's operations, and the form of its inputs and weights: all of it that is compiled, but for names."""
+    """Text that is equal for two graphs if they compile to the same program: operations, and shapes and dtypes of
+    inputs and weights, without names.
+    """
     numbers: dict[Node, _Bare] = {}
     lines = []
     for node in module.graph.nodes:
@@ -696,7 +708,7 @@ def describe(module: GraphModule) -> str:
 
 
 class _Bare(str):
-    """A name that is shown without quotes."""
+    """A name whose `repr` has no quotes."""
 
     def __repr__(self) -> str:
         return str(self)

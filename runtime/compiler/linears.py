@@ -43,7 +43,7 @@ def use_kernels(module: GraphModule, arithmetic: int) -> None:
 
 
 def _say_as_linear(graph: Graph, constants: set[Node]) -> None:
-    """Products with weights that are stored the other way round, (inputs, outputs), as linear layers: GPT-2's."""
+    """Turn products with transposed weights, `[inputs, outputs]` as in GPT-2, into linear layers."""
     for node in graph.nodes:
         if node.target is not _ATEN.addmm.default or node.args[2] not in constants or node.kwargs:
             continue
@@ -56,7 +56,7 @@ def _say_as_linear(graph: Graph, constants: set[Node]) -> None:
 
 
 def _constants(module: GraphModule) -> set[Node]:
-    """Parameters, and what is computed of nothing else, such as a router's weights in float32."""
+    """Nodes that are parameters, or are computed from parameters alone, such as a router's weights in float32."""
     found: set[Node] = set()
     get = attribute_of(module)
     for node in module.graph.nodes:
@@ -84,7 +84,9 @@ def _replace(graph: Graph, layers: list[Node], arithmetic: int, *, has_bias: boo
 
 
 def _rounded_layers(graph: Graph, arithmetic: int) -> list[list[Node]]:
-    """Quantized layers that read one input, and whose weights can be packed as one; others compute by themselves."""
+    """Groups of quantized layers that read the same input and whose weights can be packed together. Other layers stay
+    alone.
+    """
     groups: dict[tuple[Any, ...], list[Node]] = {}
     for node in graph.nodes:
         if node.target is torch.ops.specdec.quantized_linear.default:
@@ -122,7 +124,7 @@ def _call(graph: Graph, target: Any, *arguments: Any) -> Node:
 
 
 def _joined(graph: Graph, nodes: list[Node], index: int) -> Node:
-    """Concatenate that argument of all nodes."""
+    """Concatenate one argument of several nodes along the outputs."""
     parts = [node.args[index] for node in nodes]
     if len(parts) == 1:
         return parts[0]  # type: ignore[return-value]
@@ -130,7 +132,7 @@ def _joined(graph: Graph, nodes: list[Node], index: int) -> Node:
 
 
 def _hand_out(graph: Graph, layers: list[Node], outputs: Node, sizes: list[int]) -> None:
-    """Each layer's outputs to those who read them, instead of it."""
+    """Give each layer's share of the joined outputs to the nodes that read the layer."""
     if len(layers) == 1:
         layers[0].replace_all_uses_with(outputs)
     else:

@@ -117,7 +117,7 @@ def copy_of(model: PreTrainedModel, layers: dict[str, QuantizedWeight], ids: Ten
 
 
 def rows_of(layer: nn.Linear | QuantizedLinear, rows: Tensor) -> nn.Module:
-    """A linear layer of (n,) rows of this one."""
+    """A linear layer that has only these rows, `[n]` ids, of the given layer."""
     with present(layer), torch.no_grad():
         bias = None if layer.bias is None else nn.Parameter(layer.bias[rows], requires_grad=False)
         if isinstance(layer, QuantizedLinear):
@@ -133,7 +133,7 @@ def rows_of(layer: nn.Linear | QuantizedLinear, rows: Tensor) -> nn.Module:
 
 
 def write_layers(copied: PreTrainedModel, directory: Path) -> None:
-    """The quantized layers of the copy, and of the model that it is of, where that has any."""
+    """Write the quantized layers of the copy, and those of the target if it has any."""
     layers = {name: one.quantized for name, one in copied.named_modules() if isinstance(one, QuantizedModule)}
     tensors = {f"{name}.{part}": tensor for name, one in layers.items() for part, tensor in one.tensors().items()}
     save_weights(directory / WEIGHTS, tensors)

@@ -58,7 +58,7 @@ def select_early(module: GraphModule, indices: str) -> None:
 
 
 def _changed(graph: Graph) -> set[Node]:
-    """Tensors into which something is written, and those that they are views of."""
+    """Tensors that an operation changes in place, and the tensors that these are views of."""
     changed: set[Node] = set()
     for node in reversed(graph.nodes):
         schema = getattr(node.target, "_schema", None)
@@ -71,7 +71,7 @@ def _changed(graph: Graph) -> set[Node]:
 
 
 def _is_token_wise(node: Node, num_tokens: int) -> bool:
-    """True if (1, S, C) depends on tensors (1, S, ...) token by token."""
+    """True if each token of a tensor `[1, S, C]` depends only on the same token of its inputs `[1, S, ...]`."""
     target: Any = node.target
     if node.op != "call_function" or not _has_tokens(node, num_tokens):
         return False

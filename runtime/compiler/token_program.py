@@ -53,7 +53,7 @@ _ATEN = torch.ops.aten
 
 @dataclass(frozen=True)
 class TokenProgram:
-    """The code of a program, and the numbers and names of weights that it refers to."""
+    """A program's code, and the constants and weight names that the code refers to."""
 
     code: list[int]
     numbers: list[float]
@@ -83,7 +83,7 @@ def _lacking_name(node: Node) -> str:
 
 @dataclass
 class _Block:
-    """The operations of one space between kernels."""
+    """The operations on vectors between two kernels."""
 
     space: str
     calls: list[Call] = field(default_factory=list)
@@ -205,7 +205,7 @@ class _Lowering:
                 self.shown.setdefault(changed, {})[node] = None
 
     def _input_number(self, node: Any) -> int:
-        """Number of an input that a kernel takes as it is."""
+        """Number of a step's input that a kernel reads directly."""
         if isinstance(node, Node) and node.op == "placeholder":
             inputs = [one for one in self.graph.graph.nodes if one.op == "placeholder"]
             return inputs.index(node)
@@ -223,7 +223,7 @@ class _Lowering:
             self.spaces.append(space)
 
     def _in_block(self, view: View, block: _Block) -> View:
-        """The view, of numbers that the block has in its memory."""
+        """The view, of numbers in the block's own memory; they are loaded if they are only in an array."""
         source = view.source
         if source is None or self.homes.get(source) is block:
             return view
@@ -277,7 +277,7 @@ class _Lowering:
         return spaces.pop()
 
     def _contiguous(self, view: View) -> View:
-        """The view as all that a source has, in its dtype."""
+        """The view as a source of its own, contiguous and in its dtype."""
         if view.is_whole() and view.source is not None and view.source.dtype == view.dtype:
             return view
         return self._compute("copy", [view], view.dtype, view.shape)
@@ -423,7 +423,7 @@ class _Lowering:
         return moved(place, new)
 
     def _copy(self, view: View, time: int) -> View:
-        """A copy in the block of that time."""
+        """A copy of the view in the given block."""
         block = self._block(time, self._common_space([view]))
         out = self._new(block, time, view.dtype, view.shape)
         block.calls.append(Call("copy", view.dtype, out, [self._in_block(view, block)], view.shape))
@@ -453,7 +453,7 @@ class _Lowering:
         return out
 
     def _filled(self, value: Any, node: Node) -> View:
-        """The same number for each token: `value`, or the operation's second argument."""
+        """A tensor filled with one number, `value` or the operation's second argument."""
         dtype, shape = _form(node)
         number = self._view(node.args[1] if value is None else value)
         return expanded(replace(number, dtype=dtype), shape)
@@ -487,7 +487,7 @@ class _Lowering:
         return part
 
     def _scattered(self, node: Node) -> View:
-        """A copy with the value in some places."""
+        """A copy of the input with `value` written at the given places."""
         view, places, value = self._view(node.args[0]), self._view(node.args[2]), self._view(node.args[3])
         dtype, shape = _form(node)
         if _own_dim(node.meta["val"], node.args[1]) != len(shape) - 1 or places.shape[:-1] != shape[:-1]:
@@ -521,7 +521,7 @@ class _Lowering:
         return self._bounded(node, (node.kwargs.get("min", low), node.kwargs.get("max", high)))
 
     def _bounded(self, node: Node, bounds: tuple[Any, ...]) -> View:
-        """The input within bounds: numbers, tensors, or None."""
+        """The input clamped to bounds, which are numbers, tensors or None."""
         dtype, shape = _form(node)
         view = self._view(node.args[0])
         for name, bound in zip(("maximum", "minimum"), bounds, strict=True):
@@ -556,7 +556,7 @@ class _Lowering:
         return first
 
     def _reduce(self, name: str, view: View, dim: int, dtype: torch.dtype) -> View:
-        """The dimension becomes one of size 1."""
+        """Reduce a dimension to size 1."""
         view = transposed(view, dim, len(view.shape) - 1)
         shape = (*view.shape[:-1], 1)
         block = self._block(view.time, self._common_space([view]))
@@ -588,7 +588,7 @@ class _Lowering:
         return without(value, len(value.shape) - 1), without(place, len(place.shape) - 1)
 
     def _largest(self, node: Node, count: int, along: Any) -> tuple[View, View]:
-        """Values and places of the largest, in falling order."""
+        """The k largest values and their indices, in falling order."""
         view, values = self._view(node.args[0]), node.meta["val"][0]
         dim = _own_dim(node.args[0].meta["val"], along)  # type: ignore[union-attr]
         if dim != len(view.shape) - 1:
@@ -671,7 +671,7 @@ class _Lowering:
         return out
 
     def _picked(self, node: Node) -> View:
-        """Rows of tokens whose logits are wanted."""
+        """Select the tokens whose logits are wanted."""
         indices = node.args[1]
         assert isinstance(indices, list | tuple)
         view = self._view(node.args[0])
@@ -907,7 +907,7 @@ class _Lowering:
         return self._kernel("all_reduce", node, [self._view(node.args[0])], [], [])
 
     def _columns(self, node: Node) -> View:
-        """All ranks' columns side by side, or this rank's of all of them."""
+        """All ranks' columns side by side, or this rank's share of the columns."""
         name, size = str(node.target).split(".")[1], node.args[1]
         return self._kernel(name, node, [self._view(node.args[0])], [], [int(size)])  # type: ignore[arg-type]
 
@@ -976,7 +976,7 @@ class _Lowering:
 
 
 def _in_arrays(dtype: torch.dtype) -> torch.dtype:
-    """The dtype by which arrays hold numbers: 0 and 1 for what is false and true."""
+    """The dtype in which arrays store a tensor's numbers; booleans are stored as 0 and 1."""
     return torch.float32 if dtype == torch.bool else dtype
 
 
@@ -986,7 +986,7 @@ def _form(node: Node) -> tuple[torch.dtype, Shape]:
 
 
 def _of_token(value: Tensor) -> tuple[Shape, str]:
-    """Shape of one token's part, and what counts the rows. Sizes that are not known are those of rows."""
+    """The shape of one token's part of a tensor, and the open sizes that count its rows, such as `s0*s1`."""
     dims = open_dims(value)
     if not dims:
         return tuple(int(size) for size in value.shape), ""
@@ -1001,7 +1001,7 @@ def _of_token(value: Tensor) -> tuple[Shape, str]:
 
 
 def _rows_come_first(value: Tensor) -> bool:
-    """True if what lies side by side in memory is a token's."""
+    """True if the numbers of one token lie side by side in memory."""
     first = next(iter(open_dims(value)), 0)
     return all(size == 1 for size in value.shape[:first])
 
@@ -1018,7 +1018,7 @@ def _keeps_rows(before: Tensor, after: Tensor) -> bool:
 
 
 def _own_dim(value: Tensor, dim: Any) -> int:
-    """Number of a dimension, which must not be that of the tokens."""
+    """Index of a dimension; CannotBeLowered if it is the tokens' dimension."""
     number = int(dim) % len(value.shape)
     if number in open_dims(value):
         raise CannotBeLowered("an operation is along the tokens")

@@ -32,7 +32,9 @@ def grouped(calls: Seq[Call]) -> tuple[list[Call], Rows]:
 
 
 class _Calls:
-    """A block's operations, by what they make and read. All of a source is made before any of it is read."""
+    """A block's operations, indexed by the sources that they write and read. A source is written completely before it
+    is read.
+    """
 
     def __init__(self, calls: Seq[Call]) -> None:
         self.calls = list(calls)
@@ -57,7 +59,7 @@ class _Calls:
         self._know(group)
 
     def maker(self, view: View, name: str, *, num_readers: int = 1) -> Call | None:
-        """The operation of this name that makes all that the view shows, if so many read it."""
+        """The operation of this name that writes all numbers of the view, if exactly `num_readers` calls read it."""
         source = view.source
         if source is None or len(self.readers.get(source, [])) != num_readers or not _each_once(view).is_whole():
             return None
@@ -66,7 +68,7 @@ class _Calls:
         return makers[0] if is_all and makers[0].name == name else None
 
     def replace_sums(self) -> None:
-        """Call each sum that may read or write arrays another operation."""
+        """Replace each addition whose operands are in arrays by the operation that reads and writes arrays."""
         for call in self.calls:
             if call.name == "add" and _is_along_last([call.out, *call.operands]) and has_loops(call):
                 call.name = "add_arrays"
@@ -101,7 +103,7 @@ class _Calls:
 
 
 def _is_in(call: Call, rows: Rows) -> bool:
-    """True for what moves numbers between an array and a place that they do not need."""
+    """True for a load or store that a group makes unnecessary, because it uses the array directly."""
     if call.name == "load":
         return call.out is not None and call.out.source in rows
     return call.name == "store" and call.operands[0].source in rows
@@ -117,14 +119,14 @@ def _reads_arrays(call: Call, source: Source, found: Rows) -> bool:
 
 
 def _each_once(view: View) -> View:
-    """The view without what is read again and again."""
+    """The view with its broadcast dimensions reduced to size 1."""
     dims = zip(view.shape, view.strides, strict=True)
     kept = [(1, 0) if stride == 0 or size == 1 else (size, stride) for size, stride in dims]
     return replace(view, shape=tuple(size for size, _ in kept), strides=tuple(stride for _, stride in kept))
 
 
 def _is_along_last(views: Seq[View | None]) -> bool:
-    """True if what lies side by side in memory is computed one after the other."""
+    """True if the last loop runs over numbers that lie side by side in memory."""
     return all(one is not None and one.source is not None and one.shape and one.strides[-1] == 1 for one in views)
 
 
@@ -133,7 +135,7 @@ def _is_weight(view: View) -> bool:
 
 
 def _are_equal(one: View, other: View) -> bool:
-    """True if they show the same numbers."""
+    """True if both views show the same numbers in the same order."""
     return replace(one, dtype=other.dtype) == other
 
 

@@ -41,7 +41,7 @@ Shape = tuple[int, ...]
 
 
 class CannotBeLowered(NoTokenProgram):
-    """A graph has operations that token programs do not have, or not in this form."""
+    """A graph has an operation that token programs lack, or lack in this form."""
 
 
 @dataclass(eq=False)
@@ -75,12 +75,12 @@ class View:
         return self.source.time if self.source else 0
 
     def is_whole(self) -> bool:
-        """True if these are all numbers of its source, in order."""
+        """True if the view shows all numbers of its source, in order."""
         count = math.prod(self.shape)
         return self.source is not None and self.offset == 0 and count == self.source.count and self.is_dense()
 
     def overlaps(self, other: "View") -> bool:
-        """True if a number may be in both."""
+        """True if both views may show the same number."""
         ends = [one.offset + _extent(one.shape, one.strides) for one in (self, other)]
         return self.source is other.source and self.offset < ends[1] and other.offset < ends[0]
 
@@ -159,7 +159,7 @@ Rows = Mapping[Source, tuple[int, int]]
 
 
 def cost_of(call: Call) -> int:
-    """About the elements that are touched; functions are some ten additions."""
+    """A call's cost in elements touched; a function such as `exp` counts as about ten additions."""
     heavy = {
         "silu",
         "gelu",
@@ -216,7 +216,9 @@ def _placed(calls: Seq[Call], rows: Rows) -> tuple[dict[Source, int], int]:
 
 
 def _overwritten(call: Call, over: list[Source]) -> Source | None:
-    """One of the sources that are not read again, in whose place an operation on elements can leave what it makes."""
+    """A source that nothing reads again and in whose memory an elementwise operation can write its result; None if
+    there is none.
+    """
     if call.name not in ELEMENTWISE or call.out is None or not call.out.is_whole():
         return None
     for view in call.operands:
@@ -254,7 +256,7 @@ def _code_of_view(view: View, strides: Shape, places: Mapping[Source, int], rows
 
 
 def has_loops(call: Call) -> bool:
-    """True if the operation's elements can be told in three loops."""
+    """True if three nested loops can go through the operation's elements."""
     views = [one for one in (call.out, *call.operands) if one is not None]
     try:
         _loops(call.sizes, [one.strides for one in views], keeps_last=call.name in _ALONG_LAST)
@@ -264,7 +266,7 @@ def has_loops(call: Call) -> bool:
 
 
 def _loops(shape: Shape, strides: Seq[Shape], *, keeps_last: bool) -> tuple[Shape, list[Shape]]:
-    """The same elements in three loops: dimensions are one where all operands' numbers allow it."""
+    """The call with its dimensions merged into at most three loops; dimensions merge where all operands allow it."""
     dims = [(size, tuple(one[i] for one in strides)) for i, size in enumerate(shape)]
     last = dims.pop() if keeps_last else None
     merged: list[tuple[int, tuple[int, ...]]] = []

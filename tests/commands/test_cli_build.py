@@ -87,6 +87,7 @@ def test_lengths_are_by_default_what_the_model_has(
     assert "input 255, input + output 256 tokens" in result.stdout and "up to 10 tokens" in result.stdout
 
 
+@pytest.mark.slow
 def test_the_first_commands_work_as_they_are_written_in_an_empty_directory(
     specdec: Specdec, kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:

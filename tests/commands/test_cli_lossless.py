@@ -291,6 +291,7 @@ def test_too_little_to_tell_is_neither_passed_nor_failed(
     said(line_of(shown.stdout, "it would have found"), "99%", "0.15")
 
 
+@pytest.mark.slow
 def test_draws_begin_where_there_is_something_to_choose(
     run_wide: Run, drafters: dict[str, list[object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ def test_address_space_without_room_for_torch_is_told_before_it_is_imported(num_
     )
 
 
+@pytest.mark.slow
 def test_cache_that_the_address_space_has_no_room_for_is_told_with_a_limit_that_is_enough(
     llama_uncompiled_dir: Path,
 ) -> None:

@@ -29,7 +29,7 @@ def test_it_goes_the_whole_way(
     assert_valid("build", document)
     assert document["engine"]["build_config"]["self_draft"] == {"qformat": "int4", "group_size": 16}
     assert document["engine"]["self_draft_check"]["relative_difference"] < 1e-4
-    assert len(document["engine"]["self_draft_costs"]) > 10
+    assert document["engine"]["self_draft_costs"]
     assert specdec("verify", engine).exit_code == 0
     expected = [hf_greedy(llama, tokenizer(prompt)["input_ids"], 16, 299) for prompt in PROMPTS]
     run = ["run", "--engine-dir", engine, *each("--input-text", PROMPTS), "--max-output-len", 16, "--end-id", 299]

@@ -87,6 +87,7 @@ def with_mtp(
     return copy_with_mtp(directory / "without", directory / "model")
 
 
+@pytest.mark.slow
 def test_the_head_that_a_model_has_is_trained_further(
     train: Callable[..., Result], specdec: Specdec, with_mtp: Path, directory: Path
 ) -> None:

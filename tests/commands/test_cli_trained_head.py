@@ -49,6 +49,7 @@ def test_run(specdec: Specdec, engine_dir: Path, prompts: Path) -> None:
 BUILD = ["--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4, "--compiler", "none"]
 
 
+@pytest.mark.slow
 def test_an_engine_with_an_output_layer_for_drafts(
     specdec: Specdec, llama_checkpoint_dir: Path, mtp_dirs: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -116,6 +117,7 @@ def test_a_head_that_is_named_is_not_passed_over(
 TUNED = ["--input-text", "dog", "--max-output-len", 6, "--num-live-prompts", 1, "--max-draft-len", 2, "--json"]
 
 
+@pytest.mark.slow
 def test_tune_has_the_models_own_head_and_another_model_among_its_candidates(
     specdec: Specdec, llama_dir: Path, mtp_dirs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,7 +70,6 @@ def test_output_in_ascii_never_ends_in_a_traceback(
         ["schema", "run"],
         ["compare", "--help"],
         ["serve", "--help-all"],
-        ["bench", "--help"],
     ]
     (tmp_path / "commands.json").write_text(json.dumps([list(map(str, one)) for one in commands]), "utf-8")
     (tmp_path / "program.py").write_text(PROGRAM)

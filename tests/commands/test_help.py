@@ -15,7 +15,7 @@ from specdec_cli.help_texts import TEXTS
 
 LONG = ["run", "chat", "serve", "batch", "doctor", "tune", "summarize"]
 COMMANDS = [
-    *LONG, "convert", "build", "compare", "doctor", "verify", "bench", "corpus create", "corpus merge", "corpus stats",
+    *LONG, "convert", "build", "compare", "doctor", "verify", "corpus create", "corpus merge", "corpus stats",
     "list", "cache list", "cache prune",
 ]  # fmt: skip
 NUM_LINES_OF_A_SCREEN = 50
@@ -103,6 +103,7 @@ def test_common_flags_are_flags() -> None:
     assert COMMON - {option.name for command in LONG for option in commands[command].params} == set()
 
 
+@pytest.mark.slow
 def test_completion_in_bash_knows_commands_and_all_flags(specdec_process: Specdec) -> None:
     """Completions as the script of `--show-completion bash` asks for them."""
 

@@ -5,7 +5,6 @@
   what ran together is one observation
 - tuning: a replay counts what a loop counts, and forgets; a sample is spread over all traces; costs are as defined
 - diagnosis: shares are those that NumPy counts; limits are on the right side of what is measured
-- benchmark: peaks, goodput and percentiles are those of brute force over the same answers
 - inputs: only the padding at an end is taken off; each request's place is told by its own line
 - batches of a dataset: one category each, in order, and each sample once
 """
@@ -47,9 +46,6 @@ from runtime.loop.lossless.check import _first_difference
 from runtime.loop.lossless.chi_squared import chi_squared_of
 from runtime.loop.opening import OpenDrafter
 from runtime.loop.session import Session
-from runtime.measure.benchmark.client import Answer
-from runtime.measure.benchmark.load_generator import LoadResult
-from runtime.measure.benchmark.results import results
 from runtime.measure.diagnosis.diagnose import (
     DraftedStep,
     Drafting,
@@ -403,27 +399,6 @@ def test_seconds_of_a_token_are_those_of_drafts_that_were_cut(
         seconds += 1e-3 * (10 + min(drafted, max_draft_len))
         num_tokens += min(accepted, max_draft_len) + 1
     assert found == pytest.approx(seconds / num_tokens)
-
-
-# --- benchmark ---
-
-answers = st.lists(
-    st.tuples(st.integers(0, 20), st.lists(st.integers(1, 5), min_size=1, max_size=5)), min_size=1, max_size=8
-)
-
-
-@given(given=answers, limit_ms=st.integers(0, 12_000))
-def test_load_is_counted_as_by_brute_force(given: list[tuple[int, list[int]]], limit_ms: int) -> None:
-    made = []
-    for start, gaps in given:
-        times = [float(start + sum(gaps[: i + 1])) for i in range(len(gaps))]
-        made.append(Answer(start - 0.5, float(start), times[-1], times, "text", 10, len(times)))
-    found = results(LoadResult("m", made, 0.0, 100.0, None, None), {"ttft": limit_ms}, [50.0])
-    running = [sum(one.start_s <= at < one.end_s for one in made) for at in range(60)]
-    assert found["max_concurrent_requests"] == max(running)
-    meeting = sum(1000 * (one.piece_times[0] - one.start_s) <= limit_ms for one in made)
-    assert found["request_goodput"] == pytest.approx(meeting / 100)
-    assert found["p50_ttft_ms"] == pytest.approx(1000 * np.median([gaps[0] for _, gaps in given]))
 
 
 # --- inputs, and batches of a dataset ---

@@ -188,6 +188,7 @@ print("over")
 """
 
 
+@pytest.mark.slow
 def test_script_that_closes_no_async_llm_ends_without_a_word(llama_uncompiled_dir: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", LEAVES, str(llama_uncompiled_dir)], capture_output=True, text=True, timeout=HANG_S

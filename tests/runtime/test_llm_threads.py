@@ -136,8 +136,10 @@ class Fails:
 
 @pytest.mark.parametrize(
     ("error", "mode"),
-    [(ValueError("broken"), "orchestrator"), (KeyboardInterrupt(), "leader")],
-    ids=["error", "ctrl-c"],
+    [
+        pytest.param(ValueError("broken"), "orchestrator", id="error"),
+        pytest.param(KeyboardInterrupt(), "leader", id="ctrl-c", marks=pytest.mark.slow),
+    ],
 )
 def test_failure_of_one_thread_is_its_own(error: BaseException, mode: Mode, llama_uncompiled_dir: Path) -> None:
     with LLM(llama_uncompiled_dir, mode=mode) as llm:

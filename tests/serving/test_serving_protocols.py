@@ -301,7 +301,9 @@ def roomy(llama_dir: Path, shared: Path, tooled: Served) -> Iterator[Served]:
         yield Served(client, served)
 
 
-@pytest.mark.parametrize("turn", [chat_turn, responses_turn, messages_turn])
+@pytest.mark.parametrize(
+    "turn", [chat_turn, *(pytest.param(turn, marks=pytest.mark.slow) for turn in (responses_turn, messages_turn))]
+)
 def test_a_turn_costs_its_new_tokens_with_several_conversations_in_turn(roomy: Served, turn: Any) -> None:
     """Reasoning, calls and what they gave are written again as they were generated: all of it but the last token of the
     output, which no step has read, is found.

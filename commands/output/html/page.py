@@ -18,7 +18,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from commands.output.output import milliseconds, number, percent
+from commands.output.output import number, percent
 from runtime.util.files import write_file
 
 _WIDTH, _HEIGHT = 360, 168
@@ -51,11 +51,8 @@ def made(document: Mapping[str, Any]) -> list[str]:
         found = [with_bits(engine), engine["model_type"], f"{algo} weights" if algo else "", engine["dtype"]]
         device = engine["environment"]
         found += [f"CUDA {device['capability']}"] if device["device"] == "cuda" else []
-    if server := document.get("server"):
-        found = [f"{document['model_id']} ({server['bits']} bits)", server["dtype"], server["drafter"]]
-        found += [f"server: {server['machine']}"]
-    date = re.sub("[-T:]", "", document.get("date", ""))  # 2026-01-31T23:59:59+00:00, or bench's 20260131-235959
-    found += [f"{date[:4]}-{date[4:6]}-{date[6:8]} {date[8:10]}:{date[10:12]} UTC"] if date else []
+    if date := document.get("date"):  # 2026-01-31T23:59:59+00:00
+        found.append(f"{date[:10]} {date[11:16]} UTC")
     return [one for one in (*found, document.get("machine")) if one]
 
 
@@ -140,19 +137,15 @@ _ENVIRONMENT.globals |= {
     "number": number,
     "few_drafts": FEW_DRAFTS,
     "percent": percent,
-    "milliseconds": milliseconds,
     "integer": "{:,}".format,
     "string": str,
     "significant": "{:.3g}".format,
     "tenths": "{:,.1f}".format,
     "times": "{:.2f}×".format,
     "ratio": "{:.3f}".format,
-    "sent_at": "{:,.2f} s".format,
-    "of_hundred": "{:.1f} %".format,
     "seconds": lambda value: f"{value:,.3f} s" if value < 10 else f"{value:,.2f} s",
     "request_time": lambda seconds: f"{seconds * 1e3:,.2f} ms",
     "step_time": lambda seconds: f"{seconds * 1e3:,.3f} ms",  # lookups take no longer
-    "ms": lambda value: milliseconds(value / 1e3),
 }
 
 

@@ -27,21 +27,40 @@ inline int32_t reduce(V numbers, const Use& use) {
   }
 }
 
-// The tokens' numbers, (groups, M, digits, padded): of one group those of all tokens lie side by side. A number of two digits
-// is 256 x the first + the second.
+// Processors of these kinds have no instruction that adds 4 products of bytes, only ones that add 2 products.
+#if (defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)) || (defined(__AVX512BW__) && !defined(__AVX512VNNI__))
+#define SPECDEC_SUMS_BY_TWO
+constexpr bool kSumsByTwo = true;
+#else
+constexpr bool kSumsByTwo = false;
+#endif
+
+// How a token's numbers are stored, and multiplied, for weights of a kind.
+// kBytes: a byte for each digit. A number of two digits is 256 x the first + the second.
+// kPairs: 16 bits for each number. Of each 4 columns the second and the third are exchanged, because the bytes of a word at even
+// places, and those at odd places, are two pairs of 16-bit numbers. 128 columns x 255 x 32,639 are less than 2^31.
+enum class TokenForm { kBytes, kPairs };
+template <int digits, PackedWeight::Kind kind>
+constexpr TokenForm kTokenForm =
+    kSumsByTwo && (digits == 2 || kind != PackedWeight::kInt4) ? TokenForm::kPairs : TokenForm::kBytes;
+
+// The tokens' numbers, (groups, M, width): the numbers of all tokens in a group lie side by side.
 struct RoundedTokens {
   static constexpr int64_t kBeyond = 16;  // digits that a tile may read behind the last token's
   int64_t M, padded;
   int digits;
+  TokenForm form;
+  int64_t width;  // bytes of a token's numbers in a group
   AlignedBuffer<int8_t> numbers;
   int32_t half;
   std::unique_ptr<float[]> steps;     // (groups, M)
   std::unique_ptr<int32_t[]> starts;  // (groups, M): -half x a group's numbers, added, from where its products are summed up
   std::unique_ptr<float[]> totals;    // (groups, M): step x a group's numbers, added
 
-  RoundedTokens(const Rows& rows, int digits, const PackedWeight& weight)
-      : M(rows.count), padded(weight.padded), digits(digits),
-        numbers(make_aligned<int8_t>((M * weight.groups * digits + kBeyond) * padded)),
+  RoundedTokens(const Rows& rows, int digits, TokenForm form, const PackedWeight& weight)
+      : M(rows.count), padded(weight.padded), digits(digits), form(form),
+        width(padded * (form == TokenForm::kPairs ? 2 : digits)),
+        numbers(make_aligned<int8_t>(M * weight.groups * width + kBeyond * padded)),
         half(weight.half()), steps(std::make_unique_for_overwrite<float[]>(M * weight.groups)),
         starts(std::make_unique_for_overwrite<int32_t[]>(M * weight.groups)),
         totals(std::make_unique_for_overwrite<float[]>(M * weight.groups)) {
@@ -55,7 +74,7 @@ struct RoundedTokens {
     });
   }
 
-  const int8_t* at(int64_t place) const { return numbers.get() + place * digits * padded; }
+  const int8_t* at(int64_t place) const { return numbers.get() + place * width; }
 
  private:
   template <typename T>
@@ -73,6 +92,7 @@ struct RoundedTokens {
     std::memcpy(&size_of_largest, &bits, sizeof bits);
     float step = size_of_largest / (digits == 1 ? 127 : 127 * 256 + 127);
     int8_t rounded[2][kMost] = {};
+    int16_t pairs[kMost] = {};
     Ints total{};
     if (bits >= 0x7f800000) step = std::numeric_limits<float>::quiet_NaN();
     else if (step < std::numeric_limits<float>::min()) step = 0;
@@ -81,13 +101,26 @@ struct RoundedTokens {
         const float kNoFraction = 0x1.8p23f;  // so large that adding it rounds
         const Ints integers = (Ints)(load(x + i) / step + kNoFraction) - 0x4b400000;
         total += integers;
+        if (form == TokenForm::kPairs) {
+          store_pairs(integers, pairs + i);
+          continue;
+        }
         const Ints first = digits == 1 ? integers : (integers + 128) >> 8;
         store_digits(first, rounded[0] + i);
         store_digits(integers - first * 256, rounded[1] + i);
       }
-    for (int d = 0; d < digits; ++d) std::memcpy(&numbers[(place * digits + d) * padded], rounded[d], padded);
+    if (form == TokenForm::kPairs) std::memcpy(&numbers[place * width], pairs, width);
+    else
+      for (int d = 0; d < digits; ++d) std::memcpy(&numbers[place * width + d * padded], rounded[d], padded);
     const int32_t added = reduce(total, [](auto a, auto b) { return a + b; });
     steps[place] = step, starts[place] = -half * added, totals[place] = static_cast<float>(added) * step;
+  }
+
+  static void store_pairs(Ints integers, int16_t* to) {
+    typedef int16_t Numbers __attribute__((vector_size(2 * kLanes)));
+    const Numbers numbers = __builtin_convertvector(integers, Numbers);
+    constexpr int kFrom[4] = {0, 2, 1, 3};
+    for (int i = 0; i < kLanes; ++i) to[i] = numbers[i / 4 * 4 + kFrom[i % 4]];
   }
 
   static void store_digits(Ints integers, int8_t* to) {
@@ -97,31 +130,34 @@ struct RoundedTokens {
   }
 };
 
-#if (defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)) || (defined(__AVX512BW__) && !defined(__AVX512VNNI__))
-// Without an instruction for 4 products they are added two by two in 16 bits, which so many columns' fit if one factor has 4
-// bits: what has 8 is taken in halves, one behind the other.
-#define SPECDEC_SUMS_OF_16_BITS
-constexpr int64_t kColumnsOf16Bits = 32;
-static_assert(15 * 128 * 2 * kColumnsOf16Bits / 4 <= 32767);
-
+#if defined(SPECDEC_SUMS_BY_TWO)
 typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
 
-// sums + the products of each lane's 4 bytes without sign, at most 15, and a token's 4 with sign, two by two.
-inline Shorts add_pairs(Shorts sums, Words bytes, int32_t four) {
-#if defined(__AVX512BW__)
-  return sums + (Shorts)_mm512_maddubs_epi16((__m512i)bytes, _mm512_set1_epi32(four));
-#else
-  return sums + (Shorts)_mm256_maddubs_epi16((__m256i)bytes, _mm256_set1_epi32(four));
-#endif
+// The compiler does not move what follows before this: GNU's would multiply ahead, and then store sums for want of registers.
+template <typename V>
+inline V keep_in_register(V sums) {
+  asm volatile("" : "+v"(sums));
+  return sums;
 }
 
-// sums + each lane's two times a number.
-inline Ints add_shorts(Ints sums, Shorts two, int16_t times) {
+// sums + the products of each lane's 2 numbers of 16 bits and a token's 2.
+inline Ints add_pairs(Ints sums, Shorts numbers, int32_t two) {
 #if defined(__AVX512BW__)
-  return sums + (Ints)_mm512_madd_epi16((__m512i)two, _mm512_set1_epi16(times));
+  sums += (Ints)_mm512_madd_epi16((__m512i)numbers, _mm512_set1_epi32(two));
 #else
-  return sums + (Ints)_mm256_madd_epi16((__m256i)two, _mm256_set1_epi16(times));
+  sums += (Ints)_mm256_madd_epi16((__m256i)numbers, _mm256_set1_epi32(two));
 #endif
+  return keep_in_register(sums);
+}
+
+// sums + the products of each lane's 4 bytes without sign, at most 15, and a token's 4 with sign, two by two.
+inline Shorts add_nibbles(Shorts sums, Words bytes, int32_t four) {
+#if defined(__AVX512BW__)
+  sums += (Shorts)_mm512_maddubs_epi16((__m512i)bytes, _mm512_set1_epi32(four));
+#else
+  sums += (Shorts)_mm256_maddubs_epi16((__m256i)bytes, _mm256_set1_epi32(four));
+#endif
+  return keep_in_register(sums);
 }
 #else
 // sums + the products of each lane's 4 bytes without sign and a token's 4 with sign.
@@ -221,6 +257,8 @@ inline void multiply_groups(const int8_t* first, const int8_t* second, int64_t w
 // Products of tokens with this number of digits.
 template <int digits, PackedWeight::Kind kind>
 struct IntegerProducts {
+  static constexpr TokenForm kForm = kTokenForm<digits, kind>;
+  static constexpr int kSums = kForm == TokenForm::kPairs ? 1 : digits;  // of a token, for an output
   const RoundedTokens& x;
   const PackedWeight& weight;
 
@@ -230,7 +268,7 @@ struct IntegerProducts {
     if ((to - from) * digits >= kTileRows && tile_steps(weight.padded) && may_use_tiles())
       return tile_steps(weight.padded) == 1 ? add_by_tiles<2>(panel, from, to, sums) : add_by_tiles<1>(panel, from, to, sums);
 #endif
-    const int64_t rows = to - from, tiles = EvenTiles::num_tiles(rows * digits);
+    const int64_t rows = to - from, tiles = EvenTiles::num_tiles(rows * kSums);
     for (int64_t g = 0; g < weight.groups; ++g)
       for (int64_t tile = 0; tile < tiles; ++tile) add_tile(panel, g, from, tile, rows, sums);
   }
@@ -238,7 +276,7 @@ struct IntegerProducts {
   // The same of few rows and two panels, which are read side by side: memory gives a thread more in two streams than in one.
   void add_two(int64_t panel, int64_t from, int64_t to, float* sums, float* others) const {
     const int64_t rows = to - from;
-    if (EvenTiles::num_tiles(rows * digits) > 1) return add(panel, from, to, sums), add(panel + 1, from, to, others);
+    if (EvenTiles::num_tiles(rows * kSums) > 1) return add(panel, from, to, sums), add(panel + 1, from, to, others);
     for (int64_t g = 0; g < weight.groups; ++g) {
       add_tile(panel, g, from, 0, rows, sums);
       add_tile(panel + 1, g, from, 0, rows, others);
@@ -248,8 +286,8 @@ struct IntegerProducts {
  private:
   // A group's products, of one of the tiles into which so many rows are divided.
   void add_tile(int64_t panel, int64_t g, int64_t from, int64_t tile, int64_t rows, float* sums) const {
-    const int64_t tiles = EvenTiles::num_tiles(rows * digits), row = tile * rows / tiles;
-    dispatch_rows<kTileRows / digits>((tile + 1) * rows / tiles - row, [&](auto count) {
+    const int64_t tiles = EvenTiles::num_tiles(rows * kSums), row = tile * rows / tiles;
+    dispatch_rows<kTileRows / kSums>((tile + 1) * rows / tiles - row, [&](auto count) {
       add_rows<count()>(panel, g, from + row, tile == 0, sums + row * kPanel);
     });
   }
@@ -289,55 +327,62 @@ struct IntegerProducts {
     const uint8_t* group = weight.group(panel, g);
     const int64_t padded = x.padded, place = g * x.M + row;
     const int8_t* tokens = x.at(place);
-    constexpr int last = digits - 1;
-    Ints sums[R][digits][2];  // in registers: places are constants, and nothing else refers to it
+    constexpr int last = kSums - 1;
+    Ints sums[R][kSums][2];  // in registers: places are constants, and nothing else refers to it
     unrolled<R>([&](auto r) {
       unrolled<2>([&](auto i) {
-        if constexpr (digits == 2) sums[r][0][i] = Ints{};
+        if constexpr (kSums == 2) sums[r][0][i] = Ints{};
         sums[r][last][i] = Ints{} + x.starts[place + r];
       });
     });
-    const auto fetch = [&](int64_t k) {
+    const auto load_columns = [&](int64_t k, Words (&to)[2]) {
+      load_numbers<kind>(group, k, to);
       if (fetches) prefetch_l2(group + k * kPanel / kPerByte<kind>, 4 * kPanel / kPerByte<kind>);
     };
-    const auto four = [&](int r, int d, int64_t k) { return load<int32_t>(tokens + (r * digits + d) * padded + k); };
-#if defined(SPECDEC_SUMS_OF_16_BITS)
-    const auto add_half = [&](int64_t from, int64_t to, auto half) {
-      constexpr int shift = 4 * half();
-      Shorts pairs[R][digits][2] = {};
-      for (int64_t k = from; k < to; k += 4) {
+#if defined(SPECDEC_SUMS_BY_TWO)
+    if constexpr (kForm == TokenForm::kPairs) {
+      typedef uint16_t Unsigned __attribute__((vector_size(4 * kLanes)));
+      for (int64_t k = 0; k < padded; k += 4) {
         Words numbers[2];
-        load_numbers<kind>(group, k, numbers);
-        if (shift == 0) fetch(k);
-        if constexpr (kind != PackedWeight::kInt4)
-          for (Words& bytes : numbers) bytes = bytes >> shift & 0x0f0f0f0fu;
-        unrolled<R>([&](auto r) {
-          unrolled<digits>([&](auto d) {
-            unrolled<2>([&](auto i) { pairs[r][d][i] = add_pairs(pairs[r][d][i], numbers[i], four(r, d, k)); });
+        load_columns(k, numbers);
+        unrolled<2>([&](auto odd) {
+          Shorts pairs[2];
+          for (int i = 0; i < 2; ++i) pairs[i] = (Shorts)(odd ? (Words)((Unsigned)numbers[i] >> 8) : numbers[i] & 0x00ff00ffu);
+          unrolled<R>([&](auto r) {
+            const int32_t two = load<int32_t>(tokens + r * x.width + 2 * k + 4 * odd);
+            unrolled<2>([&](auto i) { sums[r][0][i] = add_pairs(sums[r][0][i], pairs[i], two); });
           });
         });
       }
-      unrolled<R>([&](auto r) {
-        unrolled<digits>([&](auto d) {
-          unrolled<2>([&](auto i) { sums[r][d][i] = add_shorts(sums[r][d][i], pairs[r][d][i], 1 << shift); });
+    } else {
+      constexpr int64_t kColumnsOf16Bits = 32;  // whose products' sums fit 16 bits
+      static_assert(15 * 128 * 2 * kColumnsOf16Bits / 4 <= 32767);
+      for (int64_t from = 0; from < padded; from += kColumnsOf16Bits) {
+        Shorts pairs[R][2] = {};
+        for (int64_t k = from; k < std::min(from + kColumnsOf16Bits, padded); k += 4) {
+          Words numbers[2];
+          load_columns(k, numbers);
+          unrolled<R>([&](auto r) {
+            const int32_t four = load<int32_t>(tokens + r * padded + k);
+            unrolled<2>([&](auto i) { pairs[r][i] = add_nibbles(pairs[r][i], numbers[i], four); });
+          });
+        }
+        unrolled<R>([&](auto r) {
+          unrolled<2>([&](auto i) { sums[r][0][i] = add_pairs(sums[r][0][i], pairs[r][i], 0x00010001); });
         });
-      });
-    };
-    for (int64_t from = 0; from < padded; from += kColumnsOf16Bits)
-      unrolled<kind == PackedWeight::kInt4 ? 1 : 2>([&](auto half) {
-        add_half(from, std::min(from + kColumnsOf16Bits, padded), half);
-      });
+      }
+    }
 #else
     // Of few rows each sum is added up in two parts, or the next product would wait for the one before it.
     constexpr int parts = R * digits <= 2 ? 2 : 1;
     Ints others[R][digits][2] = {};
     const auto add = [&](auto& sums, int64_t k) {
       Words numbers[2];
-      load_numbers<kind>(group, k, numbers);
-      fetch(k);
+      load_columns(k, numbers);
       unrolled<R>([&](auto r) {
         unrolled<digits>([&](auto d) {
-          unrolled<2>([&](auto i) { sums[r][d][i] = add_products(sums[r][d][i], numbers[i], four(r, d, k)); });
+          const int32_t four = load<int32_t>(tokens + (r * digits + d) * padded + k);
+          unrolled<2>([&](auto i) { sums[r][d][i] = add_products(sums[r][d][i], numbers[i], four); });
         });
       });
     };
@@ -358,7 +403,7 @@ struct IntegerProducts {
     const float *steps = x.steps.get() + place, *totals = x.totals.get() + place;
     unrolled<R>([&](auto r) {
       unrolled<2>([&](auto i) {
-        const Ints joined = digits == 1 ? sums[r][0][i] : sums[r][0][i] * 256 + sums[r][last][i];
+        const Ints joined = kSums == 1 ? sums[r][0][i] : sums[r][0][i] * 256 + sums[r][last][i];
         float* place = to + r * kPanel + i * kLanes;
         store(place, load(place) + __builtin_convertvector(joined, Lanes) * (scales[i] * steps[r]));
       });
@@ -456,7 +501,7 @@ struct SumsOfPanels {
 // are a task.
 template <int digits, PackedWeight::Kind kind>
 void multiply_few_integers(const Rows& rows, const PackedWeight& form, std::span<const FewRows> parts) {
-  const RoundedTokens rounded(rows, digits, form);
+  const RoundedTokens rounded(rows, digits, kTokenForm<digits, kind>, form);
   const int64_t panels = (rows.outputs + kPanel - 1) / kPanel, tasks = (panels + 1) / 2;
   share_tasks(static_cast<int64_t>(parts.size()) * tasks, [&](int64_t task) {
     const FewRows& part = parts[task / tasks];
@@ -478,11 +523,11 @@ void multiply_integers(const Rows& rows, const PackedWeight& weight) {
   if (!M) return;
   constexpr int64_t kMostRows = 256;  // whose sums of a panel stay in the first-level cache
   const int64_t panels = (rows.outputs + kPanel - 1) / kPanel;
-  if (M * digits <= kTileRows && panels >= 4 * num_threads()) {
+  if (M * IntegerProducts<digits, kind>::kSums <= kTileRows && panels >= 4 * num_threads()) {
     const FewRows all{0, 0, M, nullptr};
     return multiply_few_integers<digits, kind>(rows, weight, {&all, 1});
   }
-  const RoundedTokens rounded(rows, digits, weight);
+  const RoundedTokens rounded(rows, digits, kTokenForm<digits, kind>, weight);
   const IntegerProducts<digits, kind> products{rounded, weight};
   const int64_t together = M >= kMostRows ? kPanelsTogether : 1;
   const int64_t groups = (panels + together - 1) / together;

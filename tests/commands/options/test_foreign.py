@@ -85,7 +85,6 @@ def test_flags_of_others(given: str, kept: str, told: str, capsys: pytest.Captur
         ("summarize demo --model_dir demo-draft", ("`demo`", "`--model-dir`")),
         ("doctor demo --engine-dir engine", ("`demo`", "`--engine-dir`")),
         ("convert demo --model-dir demo-draft", ("`demo`", "`--model-dir`", "demo-draft")),
-        ("bench demo --model other", ("`demo`", "`--model`", "other")),
         ("convert", ("no model", "`specdec convert demo`")),
         ("tune --traces t.jsonl --save", ("`--save`",)),
     ],

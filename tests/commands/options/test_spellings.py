@@ -2,7 +2,7 @@
 
 import pytest
 
-from commands.options.spellings import normalize_name, one_value_each
+from commands.options.spellings import normalize_name
 
 
 @pytest.mark.parametrize(
@@ -24,10 +24,3 @@ from commands.options.spellings import normalize_name, one_value_each
 )
 def test_names_have_one_spelling(given: str, ours: str) -> None:
     assert normalize_name(given) == ours
-
-
-def test_several_values_of_one_flag_are_the_flag_several_times() -> None:
-    given = ["--goodput", "ttft:200", "tpot:50", "--json", "--dataset", "demo", "--goodput", "e2el:9"]
-    each = ["--goodput", "ttft:200", "--goodput", "tpot:50", "--json", "--dataset", "demo", "--goodput", "e2el:9"]
-    assert one_value_each(given, "bench") == each
-    assert one_value_each(["one", "two"], "run") == ["one", "two"]

@@ -487,6 +487,7 @@ def test_values_of_published_configs_are_read(name: str) -> None:
         warn_of_unread_keys(config, data, "config.json")
 
 
+@pytest.mark.slow
 def test_no_family_is_told_of_its_own_config() -> None:
     """The config.json that `save_pretrained` writes, of each causal family in transformers."""
     told, num_families = list[str](), 0

@@ -239,6 +239,7 @@ def test_quantized_output_layer(
     assert packed.out_features == len(own) if compiler == "none" else packed.num_outputs == len(own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compiler", "qformat"), [("aot", "int4"), pytest.param("none", "int8", marks=pytest.mark.slow)]
 )

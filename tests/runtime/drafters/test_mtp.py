@@ -484,6 +484,7 @@ def test_mimo_is_qwen2_with_a_head(shared: Path, tmp_path: Path) -> None:
         assert sum(len(draft) for _, draft in mtp.seen) > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["FP8", pytest.param("GPTQ", marks=pytest.mark.slow)])
 def test_quantized_weights(form: str, tmp_path: Path, make_engine: Any) -> None:
     """The head's layer is quantized as the model's are; its drafts are those of the numbers that are meant."""

@@ -8,6 +8,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 from waiting import HANG_S
 
 ROOT = Path(__file__).parents[3]
@@ -146,6 +147,7 @@ def test_a_package_that_cannot_be_used_is_one_sentence_and_the_rest_works(tmp_pa
         assert line.startswith("warning: ") and reason in line
 
 
+@pytest.mark.slow
 def test_python_warns_of_a_package_that_cannot_be_used_when_a_model_is_opened(tmp_path: Path) -> None:
     install(tmp_path, "bad", "raise RuntimeError('no')", bad="bad:X")
     program = "import specdec_cli\ntry: specdec_cli.LLM(str(''))\nexcept specdec_cli.UsageError: print('asked')"

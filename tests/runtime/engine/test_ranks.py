@@ -306,6 +306,7 @@ def test_each_rank_has_a_device_of_its_own(
     said(raised, *words.split("; "))
 
 
+@pytest.mark.slow
 def test_an_engine_is_split_as_it_is(split_llama: Path, said: Said) -> None:
     with pytest.raises(UsageError) as raised:
         LLM(split_llama, tensor_parallel_size=1)

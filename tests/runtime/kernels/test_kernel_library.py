@@ -184,6 +184,7 @@ def compilers(tmp_path: Path) -> list[str]:
     return [read_engine_config(config.parent).build_config.compiler for config in engines]
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_needs_no_compiler(installed: Path, llama_dir: Path, tmp_path: Path) -> None:
     done = run_installed(
         installed, "run", "--model-dir", llama_dir, "--input-text", "one two", "--max-output-len", 4, tmp_path=tmp_path

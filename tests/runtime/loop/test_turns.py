@@ -246,7 +246,12 @@ def test_whatever_comes_and_goes_outputs_are_the_models(
 
 
 @pytest.mark.parametrize(
-    ("drafts", "reuse", "max_tokens"), [("n-gram", True, None), ("self-draft", True, 220), ("self-draft", False, None)]
+    ("drafts", "reuse", "max_tokens"),
+    [
+        ("self-draft", True, 220),
+        pytest.param("n-gram", True, None, marks=pytest.mark.slow),
+        pytest.param("self-draft", False, None, marks=pytest.mark.slow),
+    ],
 )
 def test_turns_of_a_model_with_states_and_with_drafts(
     drafts: str, reuse: bool, max_tokens: int | None, make_engine: Any, monkeypatch: pytest.MonkeyPatch

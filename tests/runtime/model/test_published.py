@@ -57,7 +57,7 @@ def limit_of(name: str) -> int:
 
 
 # Those of other forms are in `test_families.py` and `test_registry.py`.
-GREEDY = ("Qwen3-Next-80B-A3B-Thinking", "Qwen2.5-0.5B", "ALLaM-7B-Instruct", "dbrx-instruct", "Step-3.5-Flash")
+GREEDY = ("Qwen3-Next-80B-A3B-Thinking", "dbrx-instruct", "Step-3.5-Flash")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in GREEDY else pytest.mark.slow) for name in RUN])

@@ -1,1 +1,0 @@
-"""`specdec bench`: sends load to a server and reports latency and throughput."""

@@ -1,1 +1,0 @@
-"""The load that `bench` sends to a server: arrival times, an HTTP client, results."""
