@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
 import torch
 
 from runtime.builder.engine_cache import EngineSettings, engine_of_model
+from runtime.builder.profile import profile_for, profile_for_model
 from runtime.checkpoint.bundle import Bundle, is_engine_dir, read_bundle
 from runtime.checkpoint.checkpoint_dir import check_has_no_head
 from runtime.checkpoint.config import (
+    USUAL_MAX_DRAFT_LEN,
     Activations,
     Compiler,
     Count,
@@ -48,6 +50,7 @@ from runtime.drafters.protocol import Drafter, DraftFunction
 from runtime.drafters.spec import DraftLenMode
 from runtime.drafters.specs import AnySpec
 from runtime.drafters.speculation import Speculation
+from runtime.drafters.speculative_config import speculation_of_config
 from runtime.engine.devices import check_device_ids
 from runtime.engine.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
 from runtime.loop.compatibility import TargetIdentity, check_corpora
@@ -133,6 +136,8 @@ class LLMOptions(EngineOptions, total=False):
     max_num_tokens: int
     device_ids: Seq[int] | None
     seed: int | None
+    speculative_config: Mapping[str, Any] | None
+    profile: str | Path | None
 
 
 _OF_VLLM = {"max_num_seqs": "max_batch_size", "max_model_len": "max_seq_len"}
@@ -159,7 +164,8 @@ class LLM:
     `mode` "leader" keeps sequences in a running batch; "orchestrator" calls the engine once for each step, as
     TensorRT-LLM's examples do. Prompts are computed `max_num_tokens` tokens at a time. With a `seed`, requests without
     their own seed give the same samples each time a program runs. `engine` are the build options for a model's engine;
-    an engine's directory is used as it was built. SpecDecError if an argument cannot be met.
+    an engine's directory is used as it was built. `speculative_config`, as vLLM and TensorRT-LLM have it, or the file
+    of a `profile` says how calls draft that name no drafter. SpecDecError if an argument cannot be met.
     """
 
     def __init__(
@@ -172,6 +178,8 @@ class LLM:
         max_num_tokens: int = DEFAULT_MAX_NUM_TOKENS,
         device_ids: Seq[int] | None = None,
         seed: int | None = None,
+        speculative_config: Mapping[str, Any] | None = None,
+        profile: str | Path | None = None,
         **engine: Unpack[EngineOptions],
     ) -> None:
         engine = _own_names(engine)
@@ -190,6 +198,9 @@ class LLM:
         self._engine_options = engine
         is_made = not isinstance(model, Bundle) and not is_engine_dir(Path(model).expanduser())
         self._model = str(model) if is_made else None
+        self._usual = _usual_speculation(speculative_config, profile, self._model)
+        if self._usual is not None and is_made:
+            self._engine_options = engine = _engine_for(self._usual, engine)
         self._has_told_penalties = self._has_measured = False
         self._sessions: dict[Speculation, Session] = {}
         self._opening = RLock()
@@ -208,6 +219,8 @@ class LLM:
                 check_tokenizer_fits(self.tokenizer, self.tokenizer_dir, own, config.vocab_size)
             end_ids = find_end_ids(self.bundle.directory, config.pretrained_config, self.tokenizer)
             self.end_ids = _within_vocabulary(end_ids, config.vocab_size)
+            if profile is not None and self._usual is None:
+                self._usual = profile_for(profile, self.bundle).speculation
             _tell_what_is_not_done(self.model_defaults)
             engine_of_bundle = Engine.of_bundle(self.bundle, self.device_ids, self.kv_cache, max_num_tokens)
             self.engine = stack.enter_context(engine_of_bundle)
@@ -321,7 +334,7 @@ class LLM:
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
-        drafter: AnyDrafter,
+        drafter: AnyDrafter | None = None,
         draft_len_mode: DraftLenMode | None = None,
     ) -> "LosslessCheck":
         """Generate with the drafter and without it, and compare: `passed`, what differs, and how much was compared.
@@ -331,7 +344,7 @@ class LLM:
         """
         from runtime.loop.lossless.check import check_outputs
 
-        if drafter is None:
+        if drafter is None and not self._usual:
             raise UsageError("a lossless check needs a drafter, and there is none: None", hint="name a drafter")
         session = self.session(drafter, draft_len_mode)
         _, requests = self._requests(prompts, sampling_params)
@@ -344,9 +357,13 @@ class LLM:
     def session(self, drafter: AnyDrafter | None = None, draft_len_mode: DraftLenMode | None = None) -> Session:
         """The session that drafts with this drafter; SpecDecError if the drafter does not fit the engine.
 
-        `draft_len_mode` None: `Speculation.default_mode`.
+        `drafter` None: the one of the `LLM`'s speculative_config or profile, if it has one. `draft_len_mode` None:
+        `Speculation.default_mode`.
         """
         check_arguments(LLM.session, {"draft_len_mode": draft_len_mode})
+        if drafter is None and self._usual is not None:
+            usual = self._usual if draft_len_mode is None else self._usual.in_mode(draft_len_mode)
+            return self.session_of(usual.of_target(self._model))
         return self.session_of(Speculation.of(drafter, draft_len_mode).of_target(self._model))
 
     def session_of(self, speculation: Speculation) -> Session:
@@ -806,6 +823,29 @@ class _AnswerSoFar:
             None if request.num_logprobs is None else sequence.logprobs[: len(tokens)],
             torch.stack(sequence.logits[: len(tokens)]) if request.keep_logits and tokens else None,
         )
+
+
+def _usual_speculation(
+    config: Mapping[str, Any] | None, profile: str | Path | None, model: str | None
+) -> Speculation | None:
+    """Speculation of calls that name no drafter; None: none, or that of an engine's profile, which is read later."""
+    if config is not None and profile is not None:
+        raise UsageError(
+            f"speculative_config and profile both say how to draft: {profile}", hint="leave one of the two out"
+        )
+    if config is not None:
+        return speculation_of_config(config, model)
+    return None if profile is None or model is None else profile_for_model(Path(profile), model).speculation
+
+
+def _engine_for(speculation: Speculation, options: EngineOptions) -> EngineOptions:
+    """Build options with what these drafters need of a model's engine, where the options do not say otherwise."""
+    needed: EngineOptions = {"max_draft_len": max(speculation.max_draft_len or 0, USUAL_MAX_DRAFT_LEN)}
+    if speculation.needs_copy:
+        needed["self_draft"] = "int4"
+    if heads := speculation.read_heads():
+        needed["head"] = heads[0].directory
+    return needed | options
 
 
 def _own_names(options: Mapping[str, Any]) -> EngineOptions:

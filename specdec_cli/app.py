@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial, wraps
 from inspect import Parameter
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
@@ -28,10 +29,11 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from commands.batch.command import batch
 from commands.build.command import build
-from commands.cache.command import list_engines, list_models, prune
+from commands.cache.command import list_engines, list_models, prune, pull, rm
 from commands.chat.command import chat
 from commands.check.command import check
 from commands.compare.command import compare
+from commands.config.command import show
 from commands.convert.command import convert
 from commands.corpus.command import create, merge, stats
 from commands.doctor.command import doctor
@@ -40,10 +42,12 @@ from commands.integrity.command import verify
 from commands.launch.command import ARGUMENTS_OF_TOOL, launch
 from commands.options.foreign import Flags, without_foreign
 from commands.options.hints import hint_of, message_of, usage_message
+from commands.options.parameters import PREFIX
+from commands.options.settings import begin, settle, told_origin
 from commands.options.shared import COMMON
 from commands.options.spellings import empty_value, normalize_name
-from commands.output.help import sort_by_panel
-from commands.output.output import fail, say_interrupted, warn
+from commands.output.help import INPUT, option, sort_by_panel
+from commands.output.output import Output, fail, say_interrupted, warn
 from commands.output.short_help import overview, short_help
 from commands.predict.command import predict
 from commands.regress.command import regress
@@ -53,6 +57,7 @@ from commands.serve.command import serve
 from commands.summarize.command import summarize
 from commands.train.command import train
 from commands.tune.command import tune
+from runtime.checkpoint.hub import PROGRESS
 from runtime.drafters.plugins import tell_problems
 from runtime.util.collector import collect_rarely
 from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
@@ -103,6 +108,8 @@ _EXAMPLES = {
     ),
     stats: ("specdec corpus stats all.corpus", "specdec corpus stats all.corpus --json"),
     list_models: ("specdec list", "specdec list --json"),
+    pull: ("specdec pull Qwen/Qwen3-0.6B", "specdec pull unsloth/Qwen3-0.6B-GGUF:Q4_K_M"),
+    rm: ("specdec rm unsloth/Qwen3-0.6B-GGUF:Q4_K_M", "specdec rm demo"),
     list_engines: ("specdec cache list", "specdec cache list --json"),
     prune: ("specdec cache prune --max-size 20G --dry-run", "specdec cache prune --max-size 0"),
     compare: (
@@ -114,9 +121,8 @@ _EXAMPLES = {
         "specdec tune --traces traces.jsonl --ngram-pool public",
     ),
     train: (
-        "specdec train --model-dir ./Llama-3.2-1B-Instruct --draft-model-dir ./EAGLE3-head --traces traces.jsonl "
-        "--output-dir head",
-        "specdec train --model-dir demo --input-file prompts.jsonl --output-dir head --num-epochs 6",
+        "specdec train ./Llama-3.2-1B-Instruct --draft-model-dir ./EAGLE3-head --traces traces.jsonl --output-dir head",
+        "specdec train demo --input-file prompts.jsonl --output-dir head --num-epochs 6",
     ),
     doctor: (
         "specdec doctor demo --spec-decode-algo AUTO --input-file prompts.jsonl",
@@ -138,6 +144,7 @@ _EXAMPLES = {
         "specdec predict --traces traces.jsonl --costs other-engine/config.json",
         "specdec predict --traces traces.jsonl --costs other-engine/config.json --batch-size 4 --json",
     ),
+    show: ("specdec config show", "specdec config show serve --config prod.yaml"),
     verify: ("specdec verify engine", "specdec verify ~/.cache/specdec --json"),
     schema: ("specdec schema", "specdec schema run > run.schema.json"),
 }
@@ -152,6 +159,8 @@ _START = (
 """Commands that `specdec --help` begins with."""
 _LONG = (run, chat, serve, batch, doctor, tune, summarize)
 """Commands with many flags, of which `--help` shows the common ones."""
+_CONFIGURED = (*_LONG, convert, build, train, check, regress, fingerprint, show)
+"""Commands with `--config`."""
 
 
 _METAVARS = {"int": "N", "float": "X", "path": "PATH", "str": "TEXT", "bool": "", "list[str]": "TEXT"}
@@ -196,18 +205,26 @@ class _Command(TyperCommand):
             return
         all_params, self.params = self.params, sort_by_panel(self.params)
         _name_types(self.get_params(ctx), ctx)
+        if self.name not in {command.__name__ for command in _LONG}:  # all flags have one, and there is one help
+            for param in (one for one in self.params if isinstance(one, TyperOption)):
+                param.show_envvar = param.envvar is not None
         super().format_help(ctx, formatter)
         self.params = all_params
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = self._own_flags()
         kept = without_foreign(args, own)
+        if not ctx.resilient_parsing:
+            begin(ctx)
         empty = empty_value(kept, own.with_value, self.name or "")
         if empty is not None:
             what = f"`{empty}`" if empty else "an argument"
             raise UsageError(f"{what} has an empty value: ''", hint=f"`{ctx.command_path} --help` shows the usage")
         try:
-            return super().parse_args(ctx, kept)
+            rest = super().parse_args(ctx, kept)
+            if not ctx.resilient_parsing:
+                settle(ctx)
+            return rest
         except typer.TyperException as error:
             if getattr(error, "ctx", None) is None:
                 error.ctx = ctx  # type: ignore[attr-defined]  # so that the hint names the command
@@ -225,6 +242,8 @@ class _Command(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         """Says that the command was interrupted, unless it has shown what it did before and leaves by `typer.Exit`."""
         _invoked.append(self.name or "")
+        output = Output(*(bool(ctx.params.get(name)) for name in ("json", "quiet")))
+        PROGRESS.set(output.byte_progress)
         if self.name in _COMPUTING:
             check_address_space()
         try:
@@ -260,7 +279,10 @@ class _CommandWithRest(_Command):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = args[: args.index("--")] if "--" in args else args
         ctx.meta[ARGUMENTS_OF_TOOL] = args[len(own) + 1 :]
-        return TyperCommand.parse_args(self, ctx, own)
+        begin(ctx)
+        rest = TyperCommand.parse_args(self, ctx, own)
+        settle(ctx)
+        return rest
 
 
 _COMPUTING = {
@@ -288,23 +310,49 @@ def _show_all_flags(ctx: typer.Context, is_asked: bool) -> None:
         raise typer.Exit
 
 
-def _with_help_all(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with a flag that it never hears of."""
-    help_all = typer.Option(
-        "--help-all",
-        help="Show all flags, also the seldom used ones, and exit.",
-        is_eager=True,
-        callback=_show_all_flags,
-    )
-    flag = Parameter("help_all", Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, help_all])
+_HELP_ALL = Parameter(
+    "help_all",
+    Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool,
+        typer.Option(
+            "--help-all",
+            help="Show all flags, also the seldom used ones, and exit.",
+            is_eager=True,
+            callback=_show_all_flags,
+            allow_from_autoenv=False,
+        ),
+    ],
+)
+_CONFIG = Parameter(
+    "config",
+    Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        Path | None,
+        option(
+            INPUT,
+            "Settings: flags in a YAML file, for what the command line and variables do not say.",
+            shown="~/.config/specdec/config.yaml",
+            metavar="FILE.yaml",
+            is_eager=True,
+        ),
+    ],
+)
+
+
+def _with_flags(command: Callable[..., None], flags: list[Parameter]) -> Callable[..., None]:
+    """The command with flags that it never hears of."""
     signature = inspect.signature(command)
+    names = {flag.name for flag in flags}
 
     @wraps(command)
-    def with_flag(help_all: bool, **given: Any) -> None:
-        command(**given)
+    def with_flags(**given: Any) -> None:
+        command(**{name: value for name, value in given.items() if name not in names})
 
-    with_flag.__signature__ = signature.replace(parameters=[flag, *signature.parameters.values()])  # type: ignore[attr-defined]
-    return with_flag
+    with_flags.__signature__ = signature.replace(parameters=[*flags, *signature.parameters.values()])  # type: ignore[attr-defined]
+    return with_flags
 
 
 app = typer.Typer(
@@ -329,12 +377,16 @@ cache_app = typer.Typer(
     cls=_Group, help="Show the engines that models were built into, and remove the oldest.", no_args_is_help=True
 )
 app.add_typer(cache_app, name="cache")
+config_app = typer.Typer(cls=_Group, help="Show the settings of variables and files.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
 
 
 def _register(command: Callable[..., None], group: typer.Typer = app, name: str | None = None) -> None:
     epilog = "Examples:\n\n" + "\n\n".join(f"`{example}`" for example in _EXAMPLES[command])
     names: dict[str, Any] = {"token_normalize_func": partial(normalize_name, command=command.__name__)}
-    shown = _with_help_all(command) if command in _LONG else command
+    names["auto_envvar_prefix"] = PREFIX
+    flags = [_HELP_ALL] * (command in _LONG) + [_CONFIG] * (command in _CONFIGURED)
+    shown = _with_flags(command, flags) if flags else command
     if command is launch:
         names["ignore_unknown_options"] = True
     kind = _CommandWithRest if command is launch else _Command
@@ -365,8 +417,11 @@ for _command in (
 for _corpus_command in (create, merge, stats):
     _register(_corpus_command, corpus_app)
 _register(list_models, name="list")
+_register(pull)
+_register(rm)
 _register(list_engines, cache_app, "list")
 _register(prune, cache_app)
+_register(show, config_app)
 
 
 def _print_version(asked: bool) -> None:
@@ -500,7 +555,7 @@ def _report(error: Exception) -> int:
         case _ if is_out_of_memory(error):
             return _report(out_of_memory(error).with_traceback(None))
         case SpecDecError():
-            fail(message_of(error), hint_of(error))
+            fail(told_origin(message_of(error)), hint_of(error))
             return 2 if isinstance(error, UsageError) else 1
         case typer.TyperException():
             if error.format_message():  # without any arguments it has shown the help

@@ -6,14 +6,12 @@ Usage: specdec COMMAND ...     (`specdec COMMAND --help` shows its flags)
 
 Faster answers from the same model: a drafter guesses, the model checks.
 Start with:
-
   specdec run demo "def area(w, h):" --spec-decode-algo AUTO
   specdec chat HuggingFaceTB/SmolLM2-135M-Instruct --quantization int8
   specdec serve ./model.gguf --spec-decode-algo AUTO
 
-`demo` is a shipped model; yours is a directory, a GGUF file or a hub id. AUTO
-drafts where that saves time; `specdec tune MODEL` then finds what is fastest
-for your prompts.
+A model is `demo`, a directory, a GGUF file or a hub id. AUTO drafts where that
+saves time; `specdec tune MODEL` finds what is fastest for your prompts.
 Start
   run        answer prompts
   chat       talk with a model in the terminal
@@ -35,7 +33,10 @@ Make
   train      train a drafting head on the model's own answers
   corpus     make files of text that n-gram lookup searches
 Look after
-  list       models that have engines: formats, sizes, last use
+  list       models on this machine: formats, sizes, last use
+  pull       download a model of the hub, such as OWNER/NAME:Q4_K_M
+  rm         remove a model's downloaded files and its engines
+  config     settings of variables and files, and where each comes from
   cache      list the engines, and remove the oldest
   verify     compare files with their checksums
   schema     print the JSON schema of a command's `--json` document

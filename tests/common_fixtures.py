@@ -42,6 +42,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cache_of_its_own(shared: Path) -> None:
     """One for this test run: what is compiled for one test is found by the others."""
     before = cache_dir()
+    os.environ["XDG_CONFIG_HOME"] = str(shared / "config")  # without the settings of who runs the tests
     os.environ["SPECDEC_CACHE_DIR"] = str(shared / "cache")
     with FileLock(shared / "cache.lock"):
         make_cache_dir()

@@ -36,7 +36,7 @@ ROOMS = (
 # The same for `commands`: what commands share, then the commands. A command may import those that stand before it.
 SHARED_ROOMS = ("output", "options", "inputs")
 COMMANDS = (
-    *("build", "cache", "convert", "corpus", "integrity", "run", "chat", "serve", "launch", "batch"),
+    *("build", "cache", "config", "convert", "corpus", "integrity", "run", "chat", "serve", "launch", "batch"),
     *("summarize", "compare", "doctor", "train", "tune", "check", "regress", "fingerprint", "predict", "schema"),
 )
 ROOT_ENTRIES = {*ROOMS[:-3], "llm.py", "measure", "training", "demo", "__init__.py", "py.typed"}

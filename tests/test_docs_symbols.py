@@ -45,6 +45,8 @@ OTHERS = {
     "num_preemptions_total": "a metric", "num_turns_total": "a metric",
     "modules_to_not_convert": "transformers' quantization_config",
     "vdpbf16ps": "an instruction",
+    "Q4_K_M": "a format of GGUF files", "LLAMA_ARG_CTX_SIZE": "a variable of llama.cpp's",
+    "SPECDEC_MAX_SEQ_LEN": "the variable of a flag",
     "dependentRequired": "JSON Schema's", "dependentSchemas": "JSON Schema's", "propertyNames": "JSON Schema's",
     "unevaluatedItems": "JSON Schema's", "unevaluatedProperties": "JSON Schema's", "uniqueItems": "JSON Schema's",
     "duration": "JSON Schema's", "email": "JSON Schema's", "hostname": "JSON Schema's", "ipv4": "JSON Schema's",

@@ -1,7 +1,9 @@
-"""`specdec list`, `cache list` and `cache prune`: the engines that were made of models, and their room."""
+"""`specdec list`, `pull`, `rm`, `cache list` and `cache prune`: models, the engines made of them, and their room."""
 
 from dataclasses import dataclass
 from typing import Annotated
+
+import typer
 
 from commands.options.expand import expand_groups
 from commands.output.help import RUNTIME, option
@@ -31,16 +33,47 @@ def list_engines(output: Output) -> None:
 
 @expand_groups
 def list_models(output: Output) -> None:
-    """Show the models that have engines: format, size, and time of last use.
+    """Show the models that have engines, and those that were downloaded from the hub: format, size, last use.
 
     Engines that were not used for longest go when all take more than SPECDEC_CACHE_SIZE (50G).
     """
     from commands.cache.models import list_document, models_of, show_models
+    from runtime.checkpoint.hub import local_models
     from runtime.util.cache import cached_engines
 
-    models = models_of(cached_engines())
-    show_models(models, output)
-    output.document(list_document(models))
+    models, downloaded = models_of(cached_engines()), local_models()
+    show_models(models, downloaded, output)
+    output.document(list_document(models, downloaded))
+
+
+_NAMED = typer.Argument(metavar="MODEL", help="Hub id, such as `OWNER/NAME` or `OWNER/NAME:Q4_K_M`.")
+
+
+@expand_groups
+def pull(model: Annotated[str, _NAMED], output: Output) -> None:
+    """Download a model of the hub, or go on with a download that broke off.
+
+    `OWNER/NAME:Q4_K_M` is the GGUF file of this format, with all its parts. `run` and the others download by
+    themselves; this does it before.
+    """
+    from commands.cache.hub import show_pulled
+    from runtime.checkpoint.resolve import files_of_model, resolve_model
+
+    path = resolve_model(model)
+    show_pulled(model, path, files_of_model(path), output)
+
+
+@expand_groups
+def rm(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model as `specdec list` names it.")], output: Output
+) -> None:
+    """Remove a model: its downloaded files, and the engines that were made of it. Engines in use stay.
+
+    Files that specdec did not download stay too.
+    """
+    from commands.cache.hub import remove_model
+
+    remove_model(model, output)
 
 
 @expand_groups

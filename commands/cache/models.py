@@ -1,4 +1,4 @@
-"""Output of `specdec list`: the models in the engine cache, each in the formats that it was built in."""
+"""Output of `specdec list`: the models in the engine cache, each in the formats that it was built in, and downloads."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from commands.output.documents.records import Head, Record, document_head
 from commands.output.output import Output, megabytes
 from runtime.checkpoint.bundle import read_bundle
 from runtime.checkpoint.config import Count, EngineConfig, Size
+from runtime.checkpoint.hub import LocalModel
 from runtime.util.cache import CachedEngine, cache_dir, engines_bytes, max_cache_bytes
 from runtime.util.errors import SpecDecError
 
@@ -31,12 +32,21 @@ class ModelRecord(Record):
     in_use: bool = Field(description="by a process, now")
 
 
+class HubModelRecord(Record):
+    """A model of the hub that was downloaded."""
+
+    model: str = Field(description="name by which it is run: `OWNER/NAME`, or `OWNER/NAME:Q4_K_M` for a GGUF file")
+    num_bytes: Count
+    used: str = Field(description="when its files were read last, ISO 8601 with the zone")
+
+
 class ListDocument(Head):
     """Document of `specdec list --json`."""
 
     command: Literal["list"]
     models: list[ModelRecord] = Field(description="the model that was used last first")
     num_bytes: Count = Field(description="of all engines")
+    downloaded: list[HubModelRecord] = Field(description="models of the hub, in its client's cache")
     max_bytes: Count = Field(description="SPECDEC_CACHE_SIZE: the engines that were used last are kept up to it")
 
 
@@ -78,24 +88,45 @@ def described_format(config: EngineConfig) -> str:
     return config.dtype if config.quantization is None else f"{config.dtype}, {described(config.quantization)}"
 
 
-def list_document(models: list[CachedModel]) -> dict[str, Any]:
+def list_document(models: list[CachedModel], downloaded: list[LocalModel]) -> dict[str, Any]:
     records = [
         ModelRecord(
             model=model.name,
             format=model.format,
             num_engines=len(model.engines),
             num_bytes=engines_bytes(model.engines),
-            used=datetime.fromtimestamp(model.used_s).astimezone().isoformat(timespec="seconds"),
+            used=_written(model.used_s),
             in_use=model.is_used,
         )
         for model in models
     ]
     num_bytes = engines_bytes(engine for model in models for engine in model.engines)
-    document = ListDocument(**document_head("list"), models=records, num_bytes=num_bytes, max_bytes=max_cache_bytes())
+    of_hub = [HubModelRecord(model=one.name, num_bytes=one.num_bytes, used=_written(one.used_s)) for one in downloaded]
+    document = ListDocument(
+        **document_head("list"),
+        models=records,
+        downloaded=of_hub,
+        num_bytes=num_bytes,
+        max_bytes=max_cache_bytes(),
+    )
     return document.as_json()
 
 
-def show_models(models: list[CachedModel], output: Output) -> None:
+def _written(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s).astimezone().isoformat(timespec="seconds")
+
+
+def _show_downloaded(downloaded: list[LocalModel], output: Output) -> None:
+    table = Table("downloaded from the hub", "size", "read last")
+    table.columns[1].justify = "right"
+    for model in downloaded:
+        table.add_row(model.name, megabytes(model.num_bytes), used_at(model.used_s))
+    if downloaded:
+        output.result(table)
+
+
+def show_models(models: list[CachedModel], downloaded: list[LocalModel], output: Output) -> None:
+    _show_downloaded(downloaded, output)
     if not models:
         output.result(f"no model was built yet: `specdec run demo` builds one in {cache_dir()}")
         return

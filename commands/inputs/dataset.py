@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Literal
 
-from runtime.checkpoint.resolve import quiet_hub
+from runtime.checkpoint.hub import quiet_hub
 from runtime.text.trace_lines import check_text
 from runtime.util.errors import SpecDecError, UsageError
 from runtime.util.files import check_regular

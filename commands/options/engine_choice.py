@@ -13,6 +13,7 @@ import typer
 from commands.options.drafter_flags import algorithm_flag, example_of
 from commands.options.leader_flags import LeaderOptions, ModelDir, ModelEngineOptions, ModelOptions
 from commands.options.model_word import ModelWord, is_surely_model, may_be_model, named_by
+from commands.options.settings import is_setting
 from commands.options.shared import USUAL_ENGINE, TokenizerDir
 from commands.options.speculation_flags import SpeculationOptions
 from commands.output.help import INPUT, KV_CACHE, option
@@ -232,7 +233,7 @@ class TargetOptions:
 
     def choose(self) -> EngineChoice:
         """UsageError for flags that do not fit together; SpecDecError for what cannot be opened."""
-        models = ModelOptions(self.model_dir, self.engines)
+        models = ModelOptions(self.model_dir, self.engines).fitting()
         models.check(self.engine_dir)
         choice = EngineChoice(self.engine_dir or Path(USUAL_ENGINE), self.tokenizer_dir, mode="leader", models=models)
         return choice.checked()
@@ -256,20 +257,24 @@ class EngineOptions:
 
     def named(self) -> "EngineOptions":
         """The same with the model or engine that the first word names. UsageError if a flag names another."""
-        if self.model is None:
-            return self
-        model_dir, engine_dir = named_by(self.model, self.leader.model_dir, self.engine_dir)
-        return replace(self, model=None, engine_dir=engine_dir, leader=replace(self.leader, model_dir=model_dir))
+        model_dir, engine_dir = self.leader.model_dir, self.engine_dir
+        if self.model is not None:
+            model_dir, engine_dir = named_by(self.model, model_dir, engine_dir)
+        leader = replace(self.leader, model_dir=model_dir).fitting()
+        return replace(self, model=None, engine_dir=engine_dir, leader=leader)
 
     def named_before(self, prompts: list[str] | None) -> "tuple[EngineOptions, list[str]]":
         """`named`, where prompts follow, and the prompts: the first word is one of them if it is no model."""
         word, others = self.model, prompts or []
         if word is None:
-            return self, others
-        has_flag = self.leader.model_dir is not None or self.engine_dir is not None
-        if is_surely_model(word) or (not has_flag and may_be_model(word, Path(USUAL_ENGINE))):
             return self.named(), others
-        return replace(self, model=None), [word, *others]
+        given = {"model_dir": self.leader.model_dir, "engine_dir": self.engine_dir}
+        names = [name for name, value in given.items() if value is not None]
+        has_flag = not all(map(is_setting, names))
+        is_answered = bool(names) or Path(USUAL_ENGINE).exists()
+        if is_surely_model(word) or (not has_flag and may_be_model(word, is_answered=is_answered)):
+            return self.named(), others
+        return replace(self, model=None).named(), [word, *others]
 
     @property
     def paths(self) -> list[Path]:

@@ -149,11 +149,9 @@ ANSWERS = {
 """Flags that mean something else here."""
 
 COMMANDS = {
-    "pull": "a model of the hub is downloaded when it is first used: `specdec run OWNER/NAME`",
     "ps": "`specdec list` shows the models that have engines, and which are in use",
     "ls": "`specdec list` shows the models that have engines",
     "models": "`specdec list` shows the models that have engines",
-    "rm": "`specdec cache prune --max-size 20G` removes the engines that were not used for longest",
     "show": "`specdec list` shows the models that have engines",
     "generate": '`specdec run MODEL "a prompt"`',
     "complete": '`specdec run MODEL "a prompt"`',

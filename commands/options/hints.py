@@ -16,6 +16,7 @@ from typer import TyperException
 from commands.options.drafter_flags import example_of, users_of
 from commands.options.expand import current_command
 from commands.options.foreign import COMMANDS
+from commands.options.settings import origin_of
 from commands.options.shared import QFORMATS
 from commands.options.spellings import normalize_name
 from commands.output.help import as_flag
@@ -236,7 +237,12 @@ def _what_drafts(build: Any, head: object = "HEAD", engine_dir: object = "ENGINE
 
 
 _NO_COMMAND = re.compile("No such command `([^`]+)`")
-_NUMBERS = {"int_parsing": "a whole number", "int_from_float": "a whole number", "float_parsing": "a number"}
+_NUMBERS = {
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_parsing": "a number",
+    "bool_parsing": "true or false",
+}
 _BOUNDS = {
     "greater_than_equal": ("at least", "ge"),
     "greater_than": ("more than", "gt"),
@@ -254,7 +260,7 @@ def usage_message(error: TyperException) -> tuple[str, str]:
         if _flag(error) == "`--dtype`" and (value := str(problems()[0]["input"]).lower()) in QFORMATS:
             flag = normalize_name("quantization", getattr(where, "info_name", None) or "")
             hint = f"`--{flag} {value}` quantizes the weights"
-        return _value_message(_flag(error), problems()[0]), hint
+        return _value_message(_flag(error), problems()[0]) + _origin(error), hint
     near = getattr(error, "possibilities", None)
     text = str(getattr(error, "message", error)).rstrip(".").replace("'", "`").replace(". Did", "; did")
     if near:
@@ -264,6 +270,12 @@ def usage_message(error: TyperException) -> tuple[str, str]:
     if not text:  # a value that must be given
         text = f"missing: {_flag(error)}"
     return text[:1].lower() + text[1:], hint
+
+
+def _origin(error: Any) -> str:
+    """The place of the value, in parentheses, where that is a variable or a file."""
+    held = origin_of(error.ctx, error.param.name)
+    return "" if held is None else f" ({held.origin.text})"
 
 
 def _flag(error: Any) -> str:

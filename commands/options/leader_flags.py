@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from commands.options.drafter_flags import LeaderDrafterFlags, chooses_drafter, leader_settings, users_of
 from commands.options.expand import given_flags
+from commands.options.settings import without_ambient
 from commands.options.shared import KV_CACHE_DTYPES, QFORMATS, DraftOutputOptions, check_activations
 from commands.options.speculation_flags import LeaderFlags, SpeculationOptions, algorithms
 from commands.options.speculative_config import parse_speculative_config
@@ -129,7 +130,14 @@ class ModelEngineOptions:
         return None if self.dtype == "auto" else self.dtype
 
 
-ModelDir = Annotated[str | None, option(LEADER, "Model: directory, GGUF file, hub id or `demo`; its engine is cached.")]
+ModelDir = Annotated[
+    str | None,
+    option(
+        LEADER,
+        "Model: directory, GGUF file, hub id or `demo`; its engine is cached.",
+        envvar=["SPECDEC_MODEL_DIR", "SPECDEC_MODEL"],
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -139,6 +147,12 @@ class ModelOptions:
     model_dir: ModelDir = None
     engines: ModelEngineOptions = field(default_factory=ModelEngineOptions)
     draft_output: DraftOutputOptions = field(default_factory=DraftOutputOptions)
+
+    def fitting(self) -> "ModelOptions":
+        """The same without what variables and the home file say of a model's engine, where there is no model."""
+        if self.model_dir is not None:
+            return self
+        return replace(self, engines=without_ambient(self.engines), draft_output=without_ambient(self.draft_output))
 
     def check(self, engine_dir: Path | None) -> None:
         """UsageError for a model and an engine, or for settings of an engine that is not to be built."""
@@ -203,6 +217,13 @@ class LeaderOptions:
         algorithm = named.pop("spec_decode_algo", None)
         flags: Any = self.drafters
         return replace(self, speculative_config=None, spec_decode_algo=algorithm, drafters=replace(flags, **named))
+
+    def fitting(self) -> "LeaderOptions":
+        """`ModelOptions.fitting`, where no draft model has its engine made by these flags either."""
+        if self._draft_models:
+            return self
+        models = self.models.fitting()
+        return replace(self, engines=models.engines, draft_output=models.draft_output)
 
     @property
     def models(self) -> ModelOptions:

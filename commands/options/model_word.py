@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from commands.options.settings import is_setting
 from runtime.checkpoint.bundle import is_engine_dir
 from runtime.checkpoint.checksums import CONFIG
 from runtime.checkpoint.gguf.reader import is_gguf
@@ -21,7 +22,7 @@ ModelWord = Annotated[
     ),
 ]
 
-_HUB_ID_OF_AN_OWNER = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
+_HUB_ID_OF_AN_OWNER = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w./-]+)?")
 _PATH = re.compile(r"(~|\.\.?)?/\S*")
 _ONE_WORD = re.compile(r"[A-Za-z0-9][\w.:-]*")
 
@@ -32,10 +33,10 @@ def is_surely_model(word: str) -> bool:
     return is_shipped(word) or (path is not None and (is_gguf(path) or _has_model(path)))
 
 
-def may_be_model(word: str, usual_engine: Path) -> bool:
+def may_be_model(word: str, *, is_answered: bool) -> bool:
     """True for a word of `run` that is no prompt, where no flag names a model: a model, a directory, a path such as
-    `./model`, a GGUF file's name, a hub id such as `Qwen/Qwen3-0.6B`; and a single word, such as `llama3`, where there
-    is no engine at the usual place either, which could answer it.
+    `./model`, a GGUF file's name, a hub id such as `Qwen/Qwen3-0.6B`; and a single word, such as `llama3`, unless
+    there is another model or engine that answers it.
     """
     path = _path(word)
     if path is None:
@@ -44,15 +45,17 @@ def may_be_model(word: str, usual_engine: Path) -> bool:
         return True
     if _HUB_ID_OF_AN_OWNER.fullmatch(word) or _PATH.fullmatch(word) or re.fullmatch(r"\S+\.(?i:gguf)", word):
         return True
-    return _ONE_WORD.fullmatch(word) is not None and not usual_engine.exists()
+    return _ONE_WORD.fullmatch(word) is not None and not is_answered
 
 
 def named_by(word: str, model_dir: str | None, engine_dir: Path | None) -> tuple[str | None, Path | None]:
-    """(model, engine), where the command's first word is one of the two. UsageError if a flag names another one."""
+    """(model, engine), where the command's first word is one of the two. UsageError if a flag names another one; what a
+    variable or a file names gives way.
+    """
     path = _path(word)
     is_engine = path is not None and not is_shipped(word) and is_engine_dir(path)
     for flag, given, is_same in (("--model-dir", model_dir, not is_engine), ("--engine-dir", engine_dir, is_engine)):
-        if given is not None:
+        if given is not None and not is_setting(flag.removeprefix("--").replace("-", "_")):
             two = f"two {'engines' if is_engine else 'models'}" if is_same else "a model and an engine"
             raise UsageError(f"{two} are given: `{word}`, and by `{flag}` {given}", hint="leave one of the two out")
     return (None, path) if is_engine else (word, None)

@@ -9,10 +9,10 @@ from pathlib import Path
 from commands.options.engine_choice import EngineChoice
 from commands.options.leader_flags import ModelEngineOptions
 from commands.output.documents.settings import Setup
-from commands.output.output import Output
+from commands.output.output import Output, note
 from runtime.builder.engine_cache import EngineSettings, engine_of_model
 from runtime.checkpoint.bundle import read_bundle
-from runtime.checkpoint.config import IntFormat
+from runtime.checkpoint.config import EngineConfig, IntFormat
 from runtime.core.request import Request, Sequence
 from runtime.drafters.spec import DrafterSpec
 from runtime.engine.engine import DEFAULT_MAX_NUM_TOKENS
@@ -97,8 +97,22 @@ def engines_made(choice: EngineChoice, output: Output) -> Iterator[EngineChoice]
             if hidden_states or self_draft is not None:
                 settings = replace(settings, draft_output=choice.draft_output, heads=tuple(speculation.read_heads()))
             engine_dir = engine_of(choice.model_dir, settings)
-            choice = replace(choice, engine_dir=engine_dir, bundle=read_bundle(engine_dir, choice.model_dir))
+            bundle = read_bundle(engine_dir, choice.model_dir)
+            choice = replace(choice, engine_dir=engine_dir, bundle=bundle)
+            if built_for.max_seq_len is None and output.human:
+                _say_where_the_model_has_more_room(bundle.config)
         yield replace(choice, speculation=speculation.with_drafters(map(with_engine, speculation)))
+
+
+def _say_where_the_model_has_more_room(config: EngineConfig) -> None:
+    """Note that an engine takes fewer tokens than its model, where nobody asked for that."""
+    pretrained = config.pretrained_config
+    positions = pretrained.get("max_position_embeddings") or pretrained.get("text_config", {}).get(
+        "max_position_embeddings"
+    )
+    room = config.build_config.max_request_len
+    if isinstance(positions, int) and positions > room:
+        note(f"room for {room:,} tokens of prompt and output; the model has {positions:,}: `--max-seq-len` sets it")
 
 
 @contextmanager

@@ -50,7 +50,7 @@ _ALIASES = {
 }
 
 # Flags whose value may be an empty text, or that say themselves what is wrong with one.
-_OF_TEXT = frozenset({"input-text", "stop-words", "bad-words", "system"})
+OF_TEXT = frozenset({"input-text", "stop-words", "bad-words", "system"})
 
 # What one command calls otherwise than the others.
 _OF_COMMAND = {
@@ -81,6 +81,6 @@ def empty_value(arguments: list[str], options_with_value: frozenset[str], comman
             return ""
         if not flag.startswith("--") or name not in options_with_value:
             continue
-        if not (value if equals else next(rest, flag)) and name not in _OF_TEXT:
+        if not (value if equals else next(rest, flag)) and name not in OF_TEXT:
             return flag
     return None

@@ -38,7 +38,10 @@ _GROUPS = {
         "corpus": "make files of text that n-gram lookup searches",
     },
     "Look after": {
-        "list": "models that have engines: formats, sizes, last use",
+        "list": "models on this machine: formats, sizes, last use",
+        "pull": "download a model of the hub, such as OWNER/NAME:Q4_K_M",
+        "rm": "remove a model's downloaded files and its engines",
+        "config": "settings of variables and files, and where each comes from",
         "cache": "list the engines, and remove the oldest",
         "verify": "compare files with their checksums",
         "schema": "print the JSON schema of a command's `--json` document",
@@ -102,11 +105,11 @@ _BRIEFS = {
 def overview(commands: Set[str], examples: Iterable[str]) -> str:
     """The text of `specdec --help`: what to start with, and the commands in groups. `examples` come first."""
     lines = ["Usage: specdec COMMAND ...     (`specdec COMMAND --help` shows its flags)", ""]
-    lines += ["Faster answers from the same model: a drafter guesses, the model checks.", "Start with:", ""]
+    lines += ["Faster answers from the same model: a drafter guesses, the model checks.", "Start with:"]
     lines += [*(f"  {example}" for example in examples), ""]
     lines += textwrap.wrap(
-        "`demo` is a shipped model; yours is a directory, a GGUF file or a hub id. AUTO drafts where that saves time; "
-        "`specdec tune MODEL` then finds what is fastest for your prompts.",
+        "A model is `demo`, a directory, a GGUF file or a hub id. AUTO drafts where that saves time; "
+        "`specdec tune MODEL` finds what is fastest for your prompts.",
         _WIDTH,
     )
     for group, texts in _GROUPS.items():

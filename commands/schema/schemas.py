@@ -8,10 +8,12 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
 from commands.batch.document import BatchDocument
 from commands.build.report import BuildDocument, ConvertDocument
+from commands.cache.hub import PullDocument, RmDocument
 from commands.cache.models import ListDocument
 from commands.cache.report import CacheListDocument, CachePruneDocument
 from commands.check.document import CheckDocument
 from commands.compare.report import CompareDocument
+from commands.config.report import ConfigShowDocument
 from commands.corpus.report import CorpusDocument
 from commands.doctor.document import DoctorDocument
 from commands.fingerprint.report import FingerprintDocument
@@ -32,13 +34,16 @@ DOCUMENTS: dict[str, type[Record]] = {
     "cache_prune": CachePruneDocument,
     "check": CheckDocument,
     "compare": CompareDocument,
+    "config_show": ConfigShowDocument,
     "convert": ConvertDocument,
     "corpus": CorpusDocument,
     "doctor": DoctorDocument,
     "fingerprint": FingerprintDocument,
     "list": ListDocument,
     "predict": PredictDocument,
+    "pull": PullDocument,
     "regress": RegressDocument,
+    "rm": RmDocument,
     "run": RunDocument,
     "summarize": SummarizeDocument,
     "train": TrainDocument,

@@ -17,6 +17,7 @@ def train(inputs: TrainInputs, options: TrainOptions, results: TrainResults, out
     Its hidden states are computed once, and kept in the working directory. A new head is weak: published heads have
     seen hundreds of thousands of answers. If the command is stopped, the same command resumes.
     """
+    inputs = inputs.named()
     if not inputs.traces and inputs.input_file is None:
         raise UsageError(
             "nothing to train with", hint="`--traces` has recorded answers, `--input-file` prompts to answer"
@@ -29,7 +30,7 @@ def train(inputs: TrainInputs, options: TrainOptions, results: TrainResults, out
     results.check()
     check_readable(inputs.paths)
     prompts = read_prompts([], inputs.input_file) if inputs.input_file is not None else []
-    read_model_config(resolve_model(inputs.model_dir))
+    read_model_config(resolve_model(inputs.target))
     given = None if inputs.draft_model_dir is None else read_head(inputs.draft_model_dir)
     if given is not None:
         _check_head(given, inputs, options)

@@ -1,10 +1,13 @@
 """Flags of `specdec train`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
+import typer
+
 from commands.options.leader_flags import ModelEngineOptions
+from commands.options.model_word import named_by
 from commands.output.help import INPUT, OUTPUT, RUNTIME, option
 from runtime.util.errors import SpecDecError, UsageError
 
@@ -18,7 +21,15 @@ NUM_UNROLLED_STEPS = 3
 class TrainInputs:
     """The target, its answers or prompts, and the head to begin with."""
 
-    model_dir: Annotated[str, option(INPUT, "The target: directory, GGUF file, hub id or `demo`. It is not changed.")]
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="The target: directory, GGUF file, hub id or `demo`. It is not changed.",
+            show_default=False,
+        ),
+    ] = None
+    model_dir: Annotated[str | None, option(INPUT, "The same as `MODEL`, by a flag.")] = None
     draft_model_dir: Annotated[
         Path | None,
         option(
@@ -47,6 +58,23 @@ class TrainInputs:
     apply_chat_template: Annotated[
         bool, option(INPUT, "Send each prompt as a user's message of a chat.", "--apply-chat-template")
     ] = False
+
+    def named(self) -> "TrainInputs":
+        """The same with the model that the first word names. UsageError if no model is named, or two models are."""
+        model_dir = self.model_dir if self.model is None else self.model
+        if self.model is not None:
+            named_by(self.model, self.model_dir, None)
+        if model_dir is None:
+            raise UsageError(
+                "no model to train for is given", hint="name it first, as in `specdec train demo`, or by `--model-dir`"
+            )
+        return replace(self, model=None, model_dir=model_dir)
+
+    @property
+    def target(self) -> str:
+        """The model, once it is `named`."""
+        assert self.model_dir is not None
+        return self.model_dir
 
     @property
     def paths(self) -> list[Path]:

@@ -80,7 +80,7 @@ def start_training(
     directory, made_directory = results.working_dir, not results.working_dir.exists()
     if given is not None and given.kind == "mtp":  # not found out when all answers were given
         check_mtp_is_trained(given)
-        check_mtp_is_of(given, resolve_model(inputs.model_dir))
+        check_mtp_is_of(given, resolve_model(inputs.target))
     try:
         with ExitStack() as stack:
             llm = _open_target(stack, inputs, results, given, output)
@@ -99,7 +99,7 @@ def start_training(
             run = _open_run(llm, inputs, options, directory, texts, given)
             trained = Trained(run, *_train(run, output), num_left_out)
             with new_directory(results.output_dir, replace=False) as written:
-                run.write(written, Path(inputs.model_dir).expanduser().name, best_length(trained.after))
+                run.write(written, Path(inputs.target).expanduser().name, best_length(trained.after))
         if results.work_dir is None:
             shutil.rmtree(directory)
     except SpecDecError:
@@ -113,11 +113,11 @@ def _open_target(
     stack: ExitStack, inputs: TrainInputs, results: TrainResults, given: HeadConfig | None, output: Output
 ) -> LLM:
     """The target's engine, which gives the hidden states that the head reads, as for drafting with it."""
-    config = read_model_config(resolve_model(inputs.model_dir))
+    config = read_model_config(resolve_model(inputs.target))
     states = read_states_of(num_layers_of(config)) if given is None else states_of_heads([given], config)
     settings = engine_settings(results.engines, USUAL_MAX_DRAFT_LEN, states)
     use_cache = not results.engines.no_cache
-    engine = engine_of_model(inputs.model_dir, settings, use_cache=use_cache, phases=output.phases)
+    engine = engine_of_model(inputs.target, settings, use_cache=use_cache, phases=output.phases)
     llm = LLM(stack.enter_context(engine), kv_cache=KVCacheConfig(block_reuse=False))
     stack.enter_context(llm)
     if given is not None:
@@ -203,7 +203,7 @@ def _open_run(
         options.random_seed,
         options.learn_prompts,
     )
-    target = Target(llm.engine, resolve_model(inputs.model_dir), llm.end_ids)
+    target = Target(llm.engine, resolve_model(inputs.target), llm.end_ids)
     return TrainingRun(directory, settings, identity, texts, target, given)
 
 
@@ -251,12 +251,12 @@ def _show(trained: Trained, inputs: TrainInputs, options: TrainOptions, results:
         f"{head.draft_vocab_size:,} ids: {results.output_dir}"
     )
     named = "--drafters mtp " if head.kind == "mtp" else ""  # an EAGLE-3 head is known by its config
-    flags = f"--model-dir {inputs.model_dir} {named}--draft-model-dir {results.output_dir}"
+    flags = f"--model-dir {inputs.target} {named}--draft-model-dir {results.output_dir}"
     output.result(f"to use it: specdec run {flags} …")
     if output.quiet:
         output.text(str(results.output_dir))
     settings = TrainSettings(
-        model_dir=inputs.model_dir,
+        model_dir=inputs.target,
         draft_model_dir=None if inputs.draft_model_dir is None else str(inputs.draft_model_dir),
         num_epochs=options.num_epochs,
         learning_rate=run.settings.learning_rate,

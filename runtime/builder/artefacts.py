@@ -29,7 +29,8 @@ from runtime.checkpoint.checksums import (
 )
 from runtime.checkpoint.config import FileRecord
 from runtime.checkpoint.gguf.reader import check_part, gguf_files, read_gguf
-from runtime.checkpoint.resolve import INDEX, MODEL_FILES, files_of_index, files_of_model, read_model_config
+from runtime.checkpoint.hub import MODEL_FILES
+from runtime.checkpoint.resolve import INDEX, files_of_index, files_of_model, read_model_config
 from runtime.text.corpus import Corpus, is_corpus
 from runtime.util.cache import cache_dir, check_private_file, read_digest, read_kept_digest, read_sealed
 from runtime.util.errors import SpecDecError

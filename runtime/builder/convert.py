@@ -217,7 +217,7 @@ def plan_conversion(model_dir: Path, dtype: Dtype | None, precision: QuantConfig
             f"no layer of {pretrained.model_type} has keys and values to be quantized to {precision.kv_cache}",
             hint="leave the dtype of keys and values as it is",
         )
-    dtype = dtype or _saved_dtype(source)
+    dtype = dtype or saved_dtype(source)
     if precision.qformat is None:
         kept = _with_experts_in_few_bits(source, pretrained)
         if tp_size > 1 and kept.experts:
@@ -356,7 +356,7 @@ def _check_tokenizer(content: dict[str, Any], path: Path) -> None:
         )
 
 
-def _saved_dtype(source: Source) -> Dtype:
+def saved_dtype(source: Source) -> Dtype:
     """The dtype of most weights; bfloat16 if all weights but norms are quantized in a GGUF file."""
     if source.format == "GGUF" and source.layers:
         return "bfloat16"

@@ -160,8 +160,16 @@ def engine_of_model(
         check_not_split(settings.tp_size)
 
     @cache
+    def entry_of(compiler: Compiler, dtype: Dtype | None) -> Path:
+        wanted = replace(settings, compiler=compiler, dtype=dtype)
+        return engine_entry(Path(name), _identity(model_dir, wanted, device))
+
+    usual = partial(entry_of, compiler_for(device, asked))
+    if use_cache and settings.dtype is not None and _is_usual_dtype(model_dir, settings.dtype, usual):
+        settings = replace(settings, dtype=None)
+
     def entry_by(compiler: Compiler) -> Path:
-        return engine_entry(Path(name), _identity(model_dir, replace(settings, compiler=compiler), device))
+        return entry_of(compiler, settings.dtype)
 
     def is_made(compiler: Compiler) -> bool:
         return use_cache and _is_engine(entry_by(compiler), model_dir)
@@ -194,6 +202,22 @@ def engine_of_model(
             check_is_aot(read_bundle(engine_dir).config)
         stack.callback(take_step, engine_dir)
         yield engine_dir
+
+
+def _is_usual_dtype(model_dir: Path, dtype: Dtype, entry_of: Callable[[Dtype | None], Path]) -> bool:
+    """True if the engine would have this dtype anyway, so that it is the same engine. A model's files are read only
+    where there is no engine yet. `entry_of`: the cache's entry for a dtype, None for the model's own.
+    """
+    usual = entry_of(None)
+    if _is_engine(usual, model_dir):
+        return read_bundle(usual).config.dtype == dtype
+    if _is_engine(entry_of(dtype), model_dir):
+        return False
+    with own_temporary_files():
+        from runtime.builder.convert import saved_dtype  # not to open an engine: it takes seconds
+        from runtime.model.read_model import open_source
+
+    return saved_dtype(open_source(model_dir)) == dtype
 
 
 @contextmanager

@@ -1,18 +1,18 @@
 """Resolve the source of a model: a shipped name, a local directory or GGUF file, or the Hugging Face hub."""
 
 import posixpath
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from runtime.checkpoint import hub
 from runtime.checkpoint.gguf.config import config_of
 from runtime.checkpoint.gguf.reader import gguf_files, has_tokenizer, is_gguf, without_later_parts
+from runtime.checkpoint.hub import MODEL_FILES
 from runtime.checkpoint.tekken import is_tekken_alone
 from runtime.checkpoint.tokenizer import TOKENIZER_FILES, template_files
 from runtime.util.errors import SpecDecError, SpecDecWarning
@@ -20,11 +20,9 @@ from runtime.util.files import check_model_files, check_regular, read_json
 
 _SHIPPED = {"demo": "target", "demo-draft": "draft", "demo-hybrid": "hybrid"}
 _SHIPPED_HEADS = {"demo-head": "head"}
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _ADAPTER = "adapter_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
-MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 
 
 DOWNLOAD_AGAIN = "download or save the model again"
@@ -48,13 +46,13 @@ def resolve_model(name: str) -> Path:
     _check_no_gguf(path)
     if path.exists():
         raise SpecDecError(f"model is a file, not a directory: {name}", hint="give the directory that holds it")
-    if not _HUB_ID.fullmatch(name):
+    if hub.parse_name(name) is None:
         raise SpecDecError(
             f"model directory does not exist: {name}",
             hint="check the path; shipped models are `demo`, `demo-draft` and `demo-hybrid`; the shipped head is "
             "`demo-head`",
         )
-    return _download(name)
+    return hub.download(name)
 
 
 def is_shipped(name: str) -> bool:
@@ -243,36 +241,6 @@ def check_is_model(model_dir: Path) -> None:
             f"`{model_dir / 'config.json'}` names no `model_type`: this is no Hugging Face model",
             hint="check the path, or download or save the model again",
         )
-
-
-def quiet_hub() -> None:
-    """Silence the hub client's messages about retries; the final error is reported once."""
-    from huggingface_hub.utils import logging
-
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-
-
-@cache  # asked before torch is imported, and again for what is made of it
-def _download(hub_id: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-    quiet_hub()
-    try:
-        return Path(snapshot_download(hub_id, allow_patterns=MODEL_FILES))
-    except GatedRepoError:
-        raise SpecDecError(f"the hub asks for permission for this model: {hub_id}", hint="`hf auth login`") from None
-    except RepositoryNotFoundError:
-        raise SpecDecError(
-            f"neither a directory here nor a model on the hub: {hub_id}",
-            hint=f"shipped names are {', '.join(f'`{n}`' for n in _SHIPPED)}; a private model needs `hf auth login`",
-        ) from None
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise SpecDecError(
-            f"no directory of this name, and the hub cannot be reached for: {hub_id}",
-            hint=f"give the path of a local model, or a shipped name ({', '.join(_SHIPPED)}); the hub said: "
-            f"{str(error).splitlines()[0]}",
-        ) from None
 
 
 def check_not_an_adapter(model_dir: Path) -> None:

@@ -415,10 +415,11 @@ class CachedEngine:
 
 def engine_entry(name: Path, identity: str) -> Path:
     """The directory of a model's engine, from the model's path and a digest of everything the engine is made from."""
-    return cache_dir() / "engines" / f"{_readable(name)}-{identity[:16]}"
+    return cache_dir() / "engines" / f"{readable_name(name)}-{identity[:16]}"
 
 
-def _readable(name: Path) -> str:
+def readable_name(name: Path) -> str:
+    """The beginning of the names of a model's engines, from its path, hub id or shipped name."""
     return re.sub(r"[^\w.-]", "_", name.expanduser().resolve().name)
 
 

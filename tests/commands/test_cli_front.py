@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import PROMPT, Specdec, ids_of
+from command_line import PROMPT, Specdec, edit_json, ids_of
 from quantized import Q, save_gguf
 from sentences import Said
 
@@ -32,6 +32,15 @@ def test_engines_models_and_prompts_by_their_place(
     by_model = specdec(*run, "--trust-remote-code").document
     assert by_model["engine"]["build_config"]["max_seq_len"] == 74 and len(ids_of(by_model)[0]) == 8
     assert by_model["requests"][0]["prompt"] == PROMPT
+
+
+def test_positions_beyond_the_usual_room_are_told(specdec: Specdec, llama_dir: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(llama_dir, tmp_path / "model")
+    edit_json(model / "config.json", max_position_embeddings=8192)
+    run = ["run", model, PROMPT, "--max-output-len", 2, "--compiler", "none", "--max-batch-size", 1]
+    told = specdec(*run).stderr
+    assert all(word in told for word in ("4,096", "8,192", "`--max-seq-len`")), told
+    assert "8,192" not in specdec(*run, "--max-seq-len", 64).stderr
 
 
 @pytest.mark.parametrize(("config", "same"), CONFIGS)

@@ -149,7 +149,7 @@ def test_a_head_of_another_model_is_refused_before_anything_is_answered(
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         save_file(tensors | {name: tensors[name].roll(1, 0)}, other / "model.safetensors", {"format": "pt"})
         texts = ["--input-file", "prompts.jsonl", "--output-dir", "head", "--compiler", "none"]
-        result = specdec("train", "--model-dir", llama_dir, "--draft-model-dir", other, *texts)
+        result = specdec("train", llama_dir, "--draft-model-dir", other, *texts)
         assert_one_clear_error(result, 1, ("another model", name, str(llama_dir)))
         assert tree(directory) == before
         near = tensors[name] + 0.1 * tensors[name].std() * torch.randn(tensors[name].shape)

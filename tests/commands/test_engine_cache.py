@@ -253,6 +253,13 @@ def test_engine_is_built_once_and_serves_all_draft_lengths(specdec: Specdec, ker
     assert engine.stat().st_ino == built
 
 
+def test_a_dtype_that_the_model_has_anyway_is_the_same_engine(specdec: Specdec, llama_dir: Path) -> None:
+    run = ["run", llama_dir, PROMPT, "--max-output-len", 4, "--max-seq-len", 72, "--compiler", "none", "--json"]
+    flags: list[list[str]] = [["--dtype", "float32"], [], ["--dtype", "float32"], ["--dtype", "bfloat16"]]
+    made = [specdec(*run, *one).document["engine"]["engine_dir"] for one in flags]
+    assert made[0] == made[1] == made[2] != made[3]
+
+
 def test_other_weights_and_other_settings_are_other_engines(run: Run, llama_dir: Path, tmp_path: Path) -> None:
     """Settings that only `build` reads; building is stopped by a model that cannot be built."""
     from runtime.builder.engine_cache import EngineSettings, _identity

@@ -315,6 +315,55 @@ def test_a_profile_of_the_engine_says_how_to_draft(llm: LLM, expected: list[list
     assert [output.token_ids for output in outputs] == expected
 
 
+CONFIGS = {
+    "vLLM": ({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2}, NgramDrafter(4, 2)),
+    "TensorRT-LLM": ({"decoding_type": "NGram", "max_draft_len": 4, "max_matching_ngram_size": 2}, NgramDrafter(4, 2)),
+    "suffix": ({"method": "suffix", "num_speculative_tokens": 3}, SuffixDrafter(3)),
+    "AUTO": ({"decoding_type": "AUTO", "max_draft_len": 4}, SuffixDrafter(4)),
+}
+NO_CONFIGS = {
+    "empty": {},
+    "no method": {"num_speculative_tokens": 4},
+    "no model": {"method": "eagle3"},
+    "unknown method": {"method": "magic"},
+    "unknown key": {"method": "ngram", "depth": 3},
+    "a key for another": {"method": "suffix", "prompt_lookup_max": 3},
+    "a number as text": {"method": "suffix", "num_speculative_tokens": "3"},
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_speculative_config_is_the_drafter_of_every_call(
+    case: str, llama_engine_dir: Path, expected: list[list[int]]
+) -> None:
+    """And so is the drafter of a profile."""
+    config, drafter = CONFIGS[case]
+    with LLM(llama_engine_dir, speculative_config=config) as llm:
+        assert llm.session() is llm.session(drafter) and llm.session() is not llm.session(NgramDrafter(2, 2))
+        assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
+        assert llm.check_lossless(PROMPTS, GREEDY).passed
+
+
+def test_a_profile_is_the_drafter_of_every_call(llama_engine_dir: Path, tmp_path: Path, said: Said) -> None:
+    with LLM(llama_engine_dir) as llm:
+        engine = ProfileEngine(str(llama_engine_dir), engine_digest(llm.bundle.config))
+    speculation = Speculation((NgramDrafter(4, 2),), "fixed")
+    figures = Figures(1, 1, 1.0, None, None, None, 1.0, 1.0)
+    write_profile(tmp_path / "profile.json", Profile(engine, speculation, figures))
+    with LLM(llama_engine_dir, profile=tmp_path / "profile.json") as llm:
+        assert llm.session().speculation == speculation
+    with pytest.raises(UsageError) as caught:
+        LLM(llama_engine_dir, profile="profile.json", speculative_config={"method": "ngram"})
+    said(caught, "profile.json")
+
+
+@pytest.mark.parametrize("case", NO_CONFIGS)
+def test_what_a_speculative_config_cannot_be_is_said(case: str, llama_engine_dir: Path, said: Said) -> None:
+    with pytest.raises(UsageError) as caught:
+        LLM(llama_engine_dir, speculative_config=NO_CONFIGS[case])
+    said(caught)
+
+
 def test_stream_that_is_left_frees_the_engine(llm: LLM, expected: list[list[int]]) -> None:
     stream = llm.stream(PROMPT, GREEDY)
     next(stream)

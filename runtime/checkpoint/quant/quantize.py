@@ -68,7 +68,7 @@ def _quantize_rows(weight: Tensor, precision: QuantConfig, group_size: int) -> t
     # The number of the largest size becomes the lowest integer, of which 4 bits have one more than of the highest.
     extremes = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[:, :, 0]
     best, best_error = torch.zeros_like(extremes), torch.full_like(extremes, torch.inf)
-    for clip in _CLIPS:
+    for clip in _CLIPS[:1] if _is_best_unclipped(extremes, highest, group_size) else _CLIPS:
         scales = (extremes * (clip / lowest)).half().float()  # rounded first: what is stored is what is measured
         rounded = _nearest(groups, scales, lowest, highest) * scales[:, :, None]
         error = (rounded - groups).square_().sum(-1)
@@ -79,6 +79,15 @@ def _quantize_rows(weight: Tensor, precision: QuantConfig, group_size: int) -> t
         best, best_error = torch.where(error < best_error, scales, best), torch.minimum(error, best_error)
     integers = _nearest(groups, best, lowest, highest).to(torch.int8).view(outputs, inputs)
     return (pack_int4(integers) if precision.qformat == "int4" else integers), best.half()
+
+
+def _is_best_unclipped(extremes: Tensor, highest: int, group_size: int) -> bool:
+    """True where no clip can win, as in int8 in groups of up to 128: the largest number, cut by 5 %, errs by more than
+    all numbers of the group by half a step each. Float16 has scales above 2^-14 to one part in 2,048.
+    """
+    steps = extremes.abs() / highest
+    is_exact = bool(((steps >= 2**-14) | (steps == 0)).all())
+    return is_exact and group_size * (0.5 / highest) ** 2 < (1 - _CLIPS[1] - 2**-10) ** 2
 
 
 def _fitted(groups: Tensor, integers: Tensor) -> Tensor:

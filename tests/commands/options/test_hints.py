@@ -14,7 +14,7 @@ from runtime.util.errors import SpecDecError
 from specdec_cli.app import app
 
 _TOP: Any = get_command(app)
-_GROUPS = ("corpus", "cache")
+_GROUPS = ("corpus", "cache", "config")
 COMMANDS = {name: command for name, command in _TOP.commands.items() if name not in _GROUPS}
 for _group in _GROUPS:
     COMMANDS.update(_TOP.commands[_group].commands)
@@ -82,4 +82,4 @@ def test_flags_of_a_command_are_those_that_typer_knows() -> None:
         current = CURRENT_COMMAND.get()
         assert current is not None and current.name in (name, found.__name__)
         arguments = {parameter.name for parameter in command.params if parameter.param_type_name == "argument"}
-        assert current.flags == flags_of(command) - arguments - {"help", "help-all"}
+        assert current.flags == flags_of(command) - arguments - {"help", "help-all", "config"}

@@ -92,6 +92,12 @@ def test_quantized_weights_are_the_nearest(qformat: QuantFormat, group_size: int
     integers = (plain / scales).to(torch.float8_e4m3fn).float() if qformat == "fp8" else (plain / scales).round()
     simple = (integers * scales).view(24, 64)
     assert float((meant - weight).square().sum()) <= float((simple - weight).square().sum()) * 1.001
+    if qformat == "int8":  # clipped no group would be nearer
+        ours = (meant - weight).view(24, -1, group_size).square().sum(-1)
+        for clip in (1.0, 0.95, 0.9, 0.85, 0.8):
+            clipped = (scales * clip).half().float().clamp(min=1e-30)
+            error = ((plain / clipped).round().clamp(-127, 127) * clipped - plain).square().sum(-1)
+            assert bool((ours <= error * 1.001 + 1e-12).all())
 
 
 class Counted(TorchDispatchMode):

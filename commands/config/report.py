@@ -1,0 +1,99 @@
+"""Output of `config show`: the values of flags, and where they come from."""
+
+import os
+from typing import Any, Literal
+
+from pydantic import Field
+from rich.table import Table
+
+from commands.options.parameters import NOT_IN_FILES, commands_of, nearest
+from commands.options.settings import ORIGINS, VARIABLES, Held, begin, home_file, settle
+from commands.output.documents.records import Head, Record, document_head
+from commands.output.output import Output
+from runtime.util.errors import UsageError
+
+_SECRET = "api_key"
+
+
+class SettingRecord(Record):
+    """The value of a flag or a variable, and its origin."""
+
+    name: str = Field(description="a flag such as `--max-seq-len`, or a variable such as `SPECDEC_CACHE_DIR`")
+    value: str
+    origin: str = Field(description="such as `the variable SPECDEC_PORT`, `prod.yaml, line 3`, or `default`")
+
+
+class ConfigShowDocument(Head):
+    """Document of `specdec config show --json`."""
+
+    command: Literal["config show"]
+    home_file: str = Field(description="the file of settings for all commands, which need not be there")
+    settings: list[SettingRecord]
+
+
+def settings_of_one(context: Any, name: str) -> list[SettingRecord]:
+    """The flags of a command that have a value. UsageError for a command that there is not."""
+    commands = commands_of(context)
+    if name not in commands:
+        near = nearest(name, commands)
+        raise UsageError(f"there is no command of this name: {name}", hint=f"perhaps `{near}`" if near else None)
+    return [*_settings(context, name, commands[name], with_defaults=True), *_variables()]
+
+
+def settings_of_all(context: Any) -> list[SettingRecord]:
+    """Settings that variables and files hold for any command."""
+    found: dict[SettingRecord, None] = {}
+    for name, command in commands_of(context).items():
+        found |= dict.fromkeys(_settings(context, name, command, with_defaults=False))
+    return [*found, *_variables()]
+
+
+def _settings(parent: Any, name: str, command: Any, *, with_defaults: bool) -> list[SettingRecord]:
+    context = command.context_class(
+        command, info_name=name.rpartition(" ")[2], parent=parent.find_root(), **command.context_settings
+    )
+    begin(context)
+    context.params["config"] = parent.params.get("config")
+    options = [one for one in command.params if one.param_type_name == "option" and one.name not in NOT_IN_FILES]
+    for param in options:
+        value, source = param.consume_value(context, {})
+        if source.name == "DEFAULT":  # which may be missing
+            context.params[param.name] = value
+        else:
+            param.handle_parse_result(context, {}, [])
+    settle(context)
+    held = ORIGINS.get() or {}
+    return [
+        _record(param, context.params[param.name], held.get(param.name))
+        for param in options
+        if param.name in held or (with_defaults and context.params[param.name] not in (None, False, []))
+    ]
+
+
+def _record(param: Any, value: Any, held: Held | None) -> SettingRecord:
+    texts = [str(one) for one in value] if isinstance(value, list | tuple) else [str(value)]
+    shown = "(set)" if param.name == _SECRET else "true" if value is True else ", ".join(texts)
+    return SettingRecord(name=param.opts[0], value=shown, origin="default" if held is None else held.origin.text)
+
+
+def _variables() -> list[SettingRecord]:
+    """Variables that are no flag's."""
+    given = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
+    return [SettingRecord(name=name, value=value, origin="the variable itself") for name, value in given.items()]
+
+
+def config_document(settings: list[SettingRecord]) -> dict[str, Any]:
+    head = document_head("config show")
+    return ConfigShowDocument(**head, home_file=str(home_file()), settings=settings).as_json()
+
+
+def show_settings(settings: list[SettingRecord], output: Output) -> None:
+    if settings:
+        table = Table("name", "value", "from")
+        for one in settings:
+            table.add_row(one.name, one.value, one.origin)
+        output.result(table)
+    is_there = "" if home_file().is_file() else ", which is not there"
+    output.result(
+        f"Settings for all commands: {home_file()}{is_there}; any flag is a variable too: SPECDEC_MAX_SEQ_LEN"
+    )

@@ -1,0 +1,217 @@
+"""Settings: values of flags from variables and files, which hold where the command line says nothing.
+
+The flag `--max-seq-len` is also the variable SPECDEC_MAX_SEQ_LEN, and the key `max_seq_len` of a YAML file: of the file
+that `--config` names, or of `~/.config/specdec/config.yaml`. The order is: flag, variable, named file, home file. Typer
+asks for the values (`Defaults` is a context's `default_map`), and converts and checks them as it does those of flags.
+`commands.options.settings_file` reads the files.
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Collection, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from commands.options.drafter_flags import DrafterFlags, LeaderDrafterFlags
+from commands.options.parameters import NOT_IN_FILES, PREFIX, commands_in, commands_of, variables_of
+from commands.options.spellings import normalize_name
+from commands.output.output import warn
+from runtime.drafters.specs import DRAFTERS
+
+VARIABLES = {
+    "SPECDEC_CACHE_DIR": "directory of engines, kernels and digests; `~/.cache/specdec`",
+    "SPECDEC_CACHE_SIZE": "most bytes that engines may take: 50G",
+    "SPECDEC_DEBUG": "1 shows tracebacks, as `specdec --debug`",
+}
+"""Variables of specdec's that are no flag's, and what they are."""
+_OF_SCRIPTS = re.compile(r"SPECDEC_(TEST_\w+|WALK_DIR|REAL_DIR|REPLICAS|\w+_PYTHON)")
+_OF_KUBERNETES = re.compile(r"SPECDEC_(SERVICE_\w+|PORT_\d+_\w+)")
+"""Variables that Kubernetes sets for a service of the name `specdec`."""
+_WORDS = frozenset({"true", "false", "auto", "none", "off"})
+"""Values that say nothing of the flag they are for."""
+_MODELS = frozenset({"model_dir", "engine_dir"})
+_LISTS = frozenset(spec.description.flag for spec in DRAFTERS.values())
+_CHOOSERS = frozenset({"spec_decode_algo", "speculative_config", "profile", "drafters"}) | _LISTS
+_GROUPS: tuple[Any, ...] = (DrafterFlags, LeaderDrafterFlags)
+_OF_DRAFTERS = frozenset(field.name for group in _GROUPS for field in fields(group))
+_DRAFTING = _CHOOSERS | _OF_DRAFTERS | {"draft_len_mode"}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Place that a flag's value comes from: a variable, or a line of a file."""
+
+    text: str
+    """Such as `the variable SPECDEC_PORT`, or `prod.yaml, line 3`."""
+    level: int
+    """1 for a variable, 2 for a file that is named, 3 for the home file: the lower one holds."""
+
+    @property
+    def is_ambient(self) -> bool:
+        """True for what is there for all commands, and was not given for this one."""
+        return self.level != _NAMED
+
+
+_ON_LINE, _IN_VARIABLE, _NAMED, _AT_HOME = range(4)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Value of a flag by a variable or a file."""
+
+    value: Any
+    origin: Origin
+
+
+ORIGINS: ContextVar[Mapping[str, Held] | None] = ContextVar("origins", default=None)
+"""Flags of the command at hand that have their value from a variable or a file, by their Python names."""
+
+
+def is_setting(name: str) -> bool:
+    """True if the flag's value comes from a variable or a file."""
+    return name in (ORIGINS.get() or {})
+
+
+def without_ambient(group: Any) -> Any:
+    """A group of options without the values of variables and the home file, which are there for other commands too."""
+    held = ORIGINS.get() or {}
+    named = [field for field in fields(group) if field.name in held and held[field.name].origin.is_ambient]
+    return replace(group, **{field.name: field.default for field in named}) if named else group
+
+
+def told_origin(message: str) -> str:
+    """The message of an error with the places that values in it come from, if they are not of the command line."""
+    held = ORIGINS.get() or {}
+    about = [one for name, one in held.items() if _names(message, name)]
+    about = about or [one for one in held.values() if _quotes(message, one.value)]
+    places = dict.fromkeys(one.origin.text for one in about)
+    return f"{message} ({' and '.join(places)})" if places else message
+
+
+def _names(message: str, name: str) -> bool:
+    names = [f"--{name.replace('_', '-')}", *([name] if "_" in name else [])]  # `system` is a word too
+    return re.search(rf"(?<![\w-])({'|'.join(names)})(?![\w-])", message) is not None
+
+
+def _quotes(message: str, value: Any) -> bool:
+    is_telling = isinstance(value, str) and re.search(r"[a-z/]", value) is not None and value not in _WORDS
+    return is_telling and re.search(rf"(?<![\w./-]){re.escape(value)}(?![\w/-])", message) is not None
+
+
+def home_file() -> Path:
+    """The user's own file of settings, which need not be there."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")) / "specdec" / "config.yaml"
+
+
+class Defaults(dict[str, Any]):
+    """A context's `default_map`: values of the files, which are read when the first flag asks that was not given."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__()
+        self.context = context
+        self._held: dict[str, Held] | None = None
+
+    @property
+    def held(self) -> dict[str, Held]:
+        """Values of the files for the command, by the flags' Python names. SpecDecError as for `read_settings`."""
+        if self._held is None:
+            self._held = {}
+            named = self.context.params.get("config")
+            files = [(home_file(), _AT_HOME)] if home_file().is_file() else []
+            for path, level in [*files, *([(Path(named), _NAMED)] if named is not None else [])]:
+                from commands.options.settings_file import read_settings  # not where there is no file
+
+                found = read_settings(path, self.context.command, commands_of(self.context))
+                self._held |= {name: Held(one.value, Origin(one.place, level)) for name, one in found.items()}
+        return self._held
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a flag; None where the files have none."""
+        held = None if name in NOT_IN_FILES else self.held.get(name)
+        return default if held is None else held.value
+
+
+def begin(context: Any) -> None:
+    """Have variables and files give the values that the command line does not."""
+    ORIGINS.set(None)
+    context.default_map = Defaults(context)
+    for param in context.command.params:
+        param.envvar_list_splitter = "\n"  # a text for a repeatable flag may have spaces
+
+
+def origin_of(context: Any, name: str) -> Held | None:
+    """Origin of a flag's value; None for the command line and for the default."""
+    source = getattr(context.get_parameter_source(name), "name", "")
+    if source == "DEFAULT_MAP":
+        return context.default_map.held[name]  # type: ignore[no-any-return]
+    if source == "ENVIRONMENT":
+        (param,) = (param for param in context.command.params if param.name == name)
+        variable = next(one for one in variables_of(param) if os.environ.get(one))
+        return Held(os.environ[variable], Origin(f"the variable {variable}", _IN_VARIABLE))
+    return None
+
+
+def settle(context: Any) -> None:
+    """Once all values are known: what the stronger place says of models and of drafting is not mixed with the weaker's,
+    and the origins of values are kept for messages.
+    """
+    held = {name: one for name in context.params if (one := origin_of(context, name)) is not None}
+    given = {name for name in context.params if _source(context, name) == "COMMANDLINE"}
+    levels = dict.fromkeys(given, _ON_LINE) | {name: one.origin.level for name, one in held.items()}
+    for name in [*_weaker(levels, _MODELS, _MODELS), *_weaker(levels, _CHOOSERS, _DRAFTING), *_weaker_profile(levels)]:
+        _reset(context, name)
+        held.pop(name, None)
+    for name, one in held.items():
+        if context.params[name] is False and f"no_{name}" in context.params:
+            context.params[f"no_{name}"] = True  # `kv_cache_enable_block_reuse: false`
+            held = held | {f"no_{name}": one}
+    ORIGINS.set(held)
+    _tell_unknown_variables(context)
+
+
+def _source(context: Any, name: str) -> str:
+    return getattr(context.get_parameter_source(name), "name", "")
+
+
+def _weaker(levels: Mapping[str, int], choosers: Collection[str], group: Collection[str]) -> list[str]:
+    """The flags of the group that come from a weaker place than the strongest that chooses."""
+    strongest = min((level for name, level in levels.items() if name in choosers), default=_AT_HOME)
+    return [name for name, level in levels.items() if name in group and level > strongest]
+
+
+def _weaker_profile(levels: Mapping[str, int]) -> list[str]:
+    """The profile, where a stronger place says anything of drafting."""
+    strongest = min((level for name, level in levels.items() if name in _DRAFTING), default=_AT_HOME)
+    return ["profile"] if levels.get("profile", strongest) > strongest else []
+
+
+def _reset(context: Any, name: str) -> None:
+    (param,) = (param for param in context.command.params if param.name == name)
+    context.params[name] = param.process_value(context, param.default)
+
+
+def _tell_unknown_variables(context: Any) -> None:
+    """Warn of variables that no flag of any command has, once."""
+    given = {name for name in os.environ if name.startswith(f"{PREFIX}_")} - VARIABLES.keys()
+    _tell(frozenset(name for name in given if not _is_of_others(name)), context.find_root().command)
+
+
+def _is_of_others(name: str) -> bool:
+    return _OF_SCRIPTS.fullmatch(name) is not None or _OF_KUBERNETES.fullmatch(name) is not None
+
+
+@cache
+def _tell(given: frozenset[str], group: Any) -> None:
+    if not given:
+        return
+    known = {name for _, command in commands_in(group) for param in command.params for name in variables_of(param)}
+    known |= VARIABLES.keys()
+    for name in sorted(given - known):
+        right = f"{PREFIX}_{normalize_name(name.removeprefix(f'{PREFIX}_').lower()).replace('-', '_').upper()}"
+        near = [right] if right in known else difflib.get_close_matches(name, known, 1)
+        hint = f"perhaps {near[0]}" if near else "`specdec config show COMMAND` lists the flags that have one"
+        warn(f"no flag has the variable {name}: {hint}")

@@ -1,0 +1,210 @@
+"""Reads a file of settings: YAML whose keys are flags' names, alone or in groups as `--help-all` has them.
+
+    model: ./Llama-3.2-1B
+    sampling:
+      temperature: 0.7
+    speculative_config: {method: ngram, num_speculative_tokens: 5}
+    serve:
+      port: 8001
+
+A key may be written as any spelling of the flag. Keys in a command's section hold for that command alone, before the
+others. A value is read as its text on the command line would be, so that `no` and `1e-3` are what they look like.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from commands.options.foreign import ANSWERS, WITHOUT_EFFECT, Flags, without_foreign
+from commands.options.parameters import nearest, options_of
+from commands.options.spellings import OF_TEXT, normalize_name
+from commands.output.help import PANELS
+from runtime.drafters.speculative_config import flags_of_config
+from runtime.util.errors import SpecDecError, UsageError
+from runtime.util.reading import read_utf8
+
+_CONFIG = "speculative-config"
+_HINT = "write `max_seq_len: 8192`, a setting a line"
+_OF_YAML = "tag:yaml.org,2002:"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Value of a flag, as the command line would have it (a list for a repeatable flag), and its place in the file."""
+
+    value: Any
+    place: str
+
+
+def read_settings(path: Path, command: Any, commands: Mapping[str, Any]) -> dict[str, Setting]:
+    """The settings of a file for a command, by the Python names of its flags.
+
+    UsageError, with the line, for what is no YAML, a key that no command has, or one that is there twice.
+    """
+    if not path.is_file():
+        raise UsageError(f"there is no file of settings: {path}", hint="check the path given to `--config`")
+    text = read_utf8(path) if path.read_bytes().strip() else ""
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        return {} if root is None else _Reader(path, command, commands).read(root)
+    except RecursionError:
+        raise UsageError(f"values are nested too deeply, or hold themselves: {path}", hint=_HINT) from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f", line {mark.line + 1}"
+        what = getattr(error, "problem", None) or str(error)
+        raise UsageError(f"this is not YAML, {what}: {path}{line}", hint=_HINT) from None
+
+
+def _slug(name: str) -> str:
+    """`KV cache` as `kv_cache`."""
+    return re.sub(r"\W*\(.*|\W+", "_", name).strip("_").lower()
+
+
+_GROUPS = frozenset(_slug(panel) for panel in ("Model", *PANELS))
+
+
+@dataclass
+class _Reader:
+    path: Path
+    command: Any
+    commands: Mapping[str, Any]
+    own: dict[str, Setting] = field(default_factory=dict)
+    """Settings in the command's own section."""
+
+    def read(self, root: yaml.Node) -> dict[str, Setting]:
+        if not isinstance(root, yaml.MappingNode):
+            raise UsageError(f"these are no settings: {self.place(root)}", hint=_HINT)
+        return self._settings(root, self.command) | self.own
+
+    def place(self, node: yaml.Node) -> str:
+        return f"{self.path}, line {node.start_mark.line + 1}"
+
+    def _settings(self, mapping: yaml.MappingNode, command: Any) -> dict[str, Setting]:
+        """Settings of a mapping at the beginning, in a group or in a command's section."""
+        found: dict[str, Setting] = {}
+        for key, value in self._pairs(mapping):
+            name = str(key.value)
+            is_section = _slug(name) in _GROUPS or self._command_named(name) is not None
+            if is_section and _is_null(value):
+                continue
+            if isinstance(value, yaml.MappingNode) and _slug(name) in _GROUPS:
+                found |= self._settings(value, command)
+            elif isinstance(value, yaml.MappingNode) and (other := self._command_named(name)) is not None:
+                settings = self._settings(value, other)
+                if other is self.command:
+                    self.own |= settings
+            elif isinstance(value, yaml.MappingNode) and self._normalized(name, command) == _CONFIG:
+                found |= self._speculative_config(value, command)
+            else:
+                found |= self._flag(key, value, command)
+        return found
+
+    def _command_named(self, name: str) -> Any:
+        """The command whose settings are in a section of this name; None for another name."""
+        return self.commands.get(_slug(name)) or self.commands.get(_slug(name).replace("_", " "))
+
+    def _pairs(self, mapping: yaml.MappingNode) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
+        places: dict[str, str] = {}
+        for key, value in mapping.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise UsageError(f"a key is no name: {self.place(key)}", hint=_HINT)
+            if key.value in places:
+                raise UsageError(
+                    f"`{key.value}` is there twice: {self.place(key)}", hint=f"also in {places[key.value]}"
+                )
+            places[key.value] = self.place(key)
+            yield key, value
+
+    def _normalized(self, name: str, command: Any) -> str:
+        return normalize_name(name, command.name.replace("-", "_") if command.name else "")
+
+    def _flag(self, key: yaml.ScalarNode, node: yaml.Node, command: Any) -> dict[str, Setting]:
+        """The setting of one flag; nothing for a flag of another command, for null, and for what has no effect."""
+        options = options_of(command)
+        name = self._normalized(key.value, command)
+        if name in options and _is_null(node):
+            return {}
+        if name in options:
+            value = _value(options[name], node)
+            if value in ("", [""]) and name not in OF_TEXT:
+                raise UsageError(f"`{key.value}` has an empty value: {self.place(key)}", hint="leave the line out")
+            return {options[name].name: Setting(value, self.place(key))}
+        if command is not self.command or not self._is_of_another(key.value, name):
+            self._check_foreign(key, name, node, command)
+        return {}
+
+    def _is_of_another(self, key: str, name: str) -> bool:
+        """True for a flag of another command: by its own name there, where the name means something else here."""
+        others = [(other, options_of(other)) for other in self.commands.values()]
+        if name in ANSWERS or name in WITHOUT_EFFECT:
+            return any(key.replace("_", "-") in options for _, options in others)
+        return any(self._normalized(key, other) in options for other, options in others)
+
+    def _check_foreign(self, key: yaml.ScalarNode, name: str, node: yaml.Node, command: Any) -> None:
+        """UsageError for a key that no command has, unless it has no effect here, as in other programs' files."""
+        options = options_of(command)
+        if name == "config":
+            raise UsageError(f"a file of settings cannot name another: {self.place(key)}", hint="leave the line out")
+        if (name in ANSWERS or name in WITHOUT_EFFECT) and (_is_null(node) or _plain(node) is False):
+            return  # what is off needs no answer
+        flags = Flags(command.name or "", frozenset(options), frozenset(), frozenset())
+        try:
+            kept = without_foreign([f"--{name}={_text(node)}"], flags)
+        except UsageError as error:
+            raise UsageError(f"{error.message} ({self.place(key)})", hint=error.hint) from None
+        if kept:
+            others = (flag for one in self.commands.values() for flag in options_of(one))
+            near = nearest(name, options) or nearest(name, others)
+            hint = f"perhaps `{near.replace('-', '_')}`" if near else "`specdec config show COMMAND` lists the names"
+            raise UsageError(f"no flag has this name: {key.value} ({self.place(key)})", hint=hint)
+
+    def _speculative_config(self, mapping: yaml.MappingNode, command: Any) -> dict[str, Setting]:
+        """Flags of the drafter that vLLM's or TensorRT-LLM's object describes."""
+        places = {key.value: self.place(key) for key, _ in self._pairs(mapping)}
+        try:
+            flags = flags_of_config(_plain(mapping))
+        except UsageError as error:
+            found = [place for key, place in places.items() if f": {key}: " in error.message]
+            raise UsageError(f"{error.message} ({[*found, self.place(mapping)][0]})", hint=error.hint) from None
+        names = {param.name for param in command.params}
+        place = self.place(mapping)
+        return {name: Setting(str(value), place) for name, value in flags.items() if name in names}
+
+
+def _is_null(node: yaml.Node) -> bool:
+    return bool(node.tag == f"{_OF_YAML}null")
+
+
+def _value(param: Any, node: yaml.Node) -> Any:
+    if isinstance(node, yaml.MappingNode):
+        return json.dumps(_plain(node), default=str)
+    if param.multiple:
+        return [_text(item) for item in node.value] if isinstance(node, yaml.SequenceNode) else [_text(node)]
+    return _text(node)
+
+
+def _text(node: yaml.Node) -> str:
+    """A value as it is written on the command line: a list with commas, `10,2,[0]`, and True or False within one."""
+    if isinstance(node, yaml.SequenceNode):
+        return ",".join(_item(item) for item in node.value)
+    return json.dumps(_plain(node), default=str) if isinstance(node, yaml.MappingNode) else str(node.value)
+
+
+def _item(node: yaml.Node) -> str:
+    if isinstance(node, yaml.SequenceNode):
+        return f"[{_text(node)}]"
+    return str(_plain(node)) if node.tag == f"{_OF_YAML}bool" else _text(node)
+
+
+def _plain(node: yaml.Node) -> Any:
+    """The node as Python has it. SpecDecError for a tag that is not YAML's own."""
+    try:
+        return yaml.SafeLoader("").construct_document(node)
+    except yaml.YAMLError as error:
+        raise SpecDecError(f"a value cannot be read: {error}", hint="write it plainly") from None

@@ -1,0 +1,153 @@
+"""Settings in variables and files: which one holds, what each flag may be written as, and what is wrong with one."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import typer.main
+from command_line import PROMPT, Specdec, ids_of
+from sentences import Said
+
+from commands.options.parameters import NOT_IN_FILES, commands_of
+from specdec_cli.app import app
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of the test, with the user's configuration in `home`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    (tmp_path / "home" / "specdec").mkdir(parents=True)
+    return tmp_path
+
+
+def shown(specdec: Specdec, *arguments: object) -> dict[str, tuple[str, str]]:
+    """(value, origin) of each setting, by `config show`."""
+    document = specdec("config", "show", *arguments, "--json").document
+    return {one["name"]: (one["value"], one["origin"]) for one in document["settings"]}
+
+
+def test_flag_then_variable_then_named_file_then_home_file(
+    place: Path, specdec: Specdec, llama_engine_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = place / "home" / "specdec" / "config.yaml"
+    home.write_text("# mine\nruntime:\n  max_output_len: 3\nmax_seq_len: 64\nspec_decode_algo: SUFFIX\n")
+    Path("prod.yaml").write_text("max-tokens: 5\nrun:\n  speculative_config: {method: ngram, max_draft_len: 4}\n")
+    run = ["run", llama_engine_dir, PROMPT, "--end-id", 299, "--json"]
+    lengths, drafters = [], []
+
+    def take(*flags: object) -> None:
+        document = specdec(*run, *flags).document
+        lengths.append(len(ids_of(document)[0]))
+        drafters.append(document["settings"]["drafters"])
+
+    take()  # max_seq_len is for engines made of models, and waits for one
+    take("--config", "prod.yaml")
+    assert shown(specdec, "run", "--config", "prod.yaml")["--spec-decode-max-draft-len"] == ("4", "prod.yaml, line 3")
+    monkeypatch.setenv("SPECDEC_MAX_OUTPUT_LEN", "6")
+    take("--config", "prod.yaml")
+    take("--config", "prod.yaml", "--max-output-len", 7, "--ngram-config", "[2,2]")
+    monkeypatch.setenv("SPECDEC_CONFIG", "prod.yaml")
+    monkeypatch.delenv("SPECDEC_MAX_OUTPUT_LEN")
+    take("--profile", "off")
+    assert lengths == [3, 5, 6, 7, 5]
+    assert drafters == [["suffix"], ["ngram"], ["ngram"], ["ngram"], []]
+    settings = shown(specdec, "run")
+    assert settings["--max-output-len"] == ("5", "prod.yaml, line 1") and settings["--stats"] == ("summary", "default")
+    assert settings["--max-seq-len"] == ("64", f"{home}, line 4")
+
+
+def test_a_word_names_the_model_before_a_file_does(place: Path, specdec: Specdec, llama_engine_dir: Path) -> None:
+    Path("prod.yaml").write_text("model: ./gone\nmax_output_len: 4\n")
+    by_word = specdec("run", llama_engine_dir, PROMPT, "--config", "prod.yaml", "--json").document
+    by_flag = specdec("run", PROMPT, "--engine-dir", llama_engine_dir, "--config", "prod.yaml", "--json").document
+    assert by_word["requests"][0]["prompt"] == by_flag["requests"][0]["prompt"] == PROMPT
+    assert ids_of(by_word) == ids_of(by_flag)
+    gone = specdec("run", "hello", "--config", "prod.yaml")
+    assert "./gone (prod.yaml, line 1)" in gone.stderr
+
+
+def test_every_flag_of_every_command_may_be_a_variable_or_a_key(
+    place: Path, specdec: Specdec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with a value that its type takes."""
+    for name, command in commands_of(typer.Context(typer.main.get_command(app))).items():
+        flags = [one for one in command.params if one.param_type_name == "option" and one.name not in NOT_IN_FILES]
+        samples = {flag.name: sample_of(flag) for flag in flags}
+        Path("all.yaml").write_text("\n".join([f"{name}:", *(f"  {key}: {value}" for key, value in samples.items())]))
+        by_key = shown(specdec, name, "--config", "all.yaml")
+        with monkeypatch.context() as patch:
+            for key, value in samples.items():
+                patch.setenv(f"SPECDEC_{key.upper()}", value)
+            by_variable = shown(specdec, name)
+        for line, flag in enumerate(flags, 2):
+            assert by_key[flag.opts[0]][1] == f"all.yaml, line {line}", (name, flag)
+            assert by_variable[flag.opts[0]][1] == f"the variable SPECDEC_{flag.name.upper()}", (name, flag)
+            assert by_key[flag.opts[0]][0] == by_variable[flag.opts[0]][0], (name, flag)
+
+
+def sample_of(flag: Any) -> str:
+    described = flag.type_descriptor
+    if described.choices:
+        return str(described.choices[0])
+    kinds = {described.annotation, *get_args(described.annotation)}
+    least = described.parameter_info.min or 0
+    samples = {int: f"{max(7, int(least))}", float: "0.5", bool: "true"}
+    return next((text for kind, text in samples.items() if kind in kinds), "word")
+
+
+@pytest.mark.parametrize(
+    ("variables", "values"),
+    [
+        ({"SPECDEC_MAX_SEQ_LEM": "64"}, ("SPECDEC_MAX_SEQ_LEM", "SPECDEC_MAX_SEQ_LEN")),
+        ({"SPECDEC_MAX_MODEL_LEN": "64"}, ("SPECDEC_MAX_MODEL_LEN", "SPECDEC_MAX_SEQ_LEN")),
+        ({"SPECDEC_CACHE_DIRR": "x"}, ("SPECDEC_CACHE_DIRR", "SPECDEC_CACHE_DIR")),
+        ({"SPECDEC_MAX_OUTPUT_LEN": "many"}, ("`--max-output-len`", "many", "the variable SPECDEC_MAX_OUTPUT_LEN")),
+        ({"SPECDEC_SERVICE_HOST": "10.0.0.1", "SPECDEC_PORT_80_TCP": "tcp://10.0.0.1:80"}, ("engine_outputs",)),
+    ],
+)
+def test_what_is_wrong_with_a_variable_is_said(
+    variables: dict[str, str], values: tuple[str, ...], place: Path, specdec: Specdec, said: Said,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    result = specdec("run", "a b")
+    assert result.exit_code in (1, 2) and "Traceback" not in result.stderr
+    said(result, *values)
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("max_seq_len: 64\nmax_outptu_len: 3", ("max_outptu_len", "line 2", "`max_output_len`")),
+        ("sampling:\n  temprature: 1", ("temprature", "line 2", "`temperature`")),
+        ("serve:\n  portt: 1", ("portt", "line 2", "`port`")),
+        ("max_output_len: many", ("`--max-output-len`", "many", "line 1")),
+        ("max_output_len: true", ("`--max-output-len`", "true", "line 1")),
+        ("max_output_len: [1, 2]", ("`--max-output-len`", "1,2", "line 1")),
+        ("max_output_len: 0", ("`--max-output-len`", "0", "line 1")),
+        ("\nstreaming: perhaps", ("`--streaming`", "perhaps", "line 2")),
+        ("stats: some", ("`--stats`", "some", "line 1")),
+        ("model: demo\nengine_dir: engine", ("`--model-dir`", "`--engine-dir`", "prod.yaml")),
+        ("model: demo\nquantization: int5", ("`--quantization`", "int5", "line 2")),
+        ("speculative_config:\n  method: ngram\n  depth: 3", ("depth: 3", "line 3")),
+        ("speculative_config:\n  method: magic", ("magic", "line 2")),
+        ("tensor_parallel_size: 2", ("2", "line 1", "`specdec convert MODEL --tp-size 2`")),
+        ("model: ''", ("`model`", "line 1")),
+        ("config: other.yaml", ("another", "line 1")),
+        ("a: b: c", ("YAML", "line 1")),
+        ("- max_output_len", ("line 1",)),
+        ("top_k: 1\ntop_k: 2", ("`top_k`", "line 2", "line 1")),
+        ("stop_words: &a [*a]", ("prod.yaml",)),
+        (None, ("prod.yaml",)),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_with_its_line(
+    text: str | None, values: tuple[str, ...], place: Path, specdec: Specdec, said: Said
+) -> None:
+    if text is not None:
+        Path("prod.yaml").write_text(text)
+    result = specdec("run", "a b", "--config", "prod.yaml")
+    assert result.exit_code == 2 and result.stderr.count("error: ") == 1 and "Traceback" not in result.stderr
+    said(result, *values)
