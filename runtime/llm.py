@@ -9,14 +9,14 @@ import asyncio
 import dataclasses
 import random
 import warnings
-from collections.abc import AsyncGenerator, Generator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, closing, suppress
 from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, Unpack, cast
 
 import torch
 
@@ -86,15 +86,17 @@ if TYPE_CHECKING:
 
 
 class TextPrompt(TypedDict):
-    """A text, as vLLM writes a prompt of this kind."""
+    """A text, as vLLM writes a prompt of this kind. Prompts with a `cache_salt` find K/V of the same salt alone."""
 
     prompt: str
+    cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
     """Token ids, as vLLM writes a prompt of this kind."""
 
     prompt_token_ids: Seq[int]
+    cache_salt: NotRequired[str]
 
 
 Prompt = str | Seq[int] | TextPrompt | TokensPrompt
@@ -575,8 +577,14 @@ class LLM:
             sequence.stats,
             None if request.num_logprobs is None else sequence.logprobs,
             torch.stack(sequence.logits) if request.keep_logits else None,
-            receipt_of(sequence, self.fingerprint).as_json() if request.wants_receipt else None,
+            self._receipt(sequence),
         )
+
+    def _receipt(self, sequence: Sequence) -> dict[str, Any] | None:
+        """The receipt of a finished sequence whose request asks for one; else None."""
+        if not sequence.request.wants_receipt or sequence.finish_reason is None:
+            return None
+        return receipt_of(sequence, self.fingerprint).as_json()
 
     def _requests(
         self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None
@@ -585,15 +593,16 @@ class LLM:
         given = _as_list(prompts)
         params = _one_for_each(sampling_params, len(given))
         requests: list[Request] = []
-        for prompt, one in zip(given, params, strict=True):
+        for (prompt, salt), one in zip(given, params, strict=True):
             if one.seed is None:
                 one = dataclasses.replace(one, seed=self._seeds.getrandbits(63))
             template, tokens = self.request_of(one), self.encode(prompt, self.max_prompt_len(one))[0]
             if one.max_tokens is None:
                 room = self.bundle.config.build_config.max_request_len - len(tokens)
                 template = dataclasses.replace(template, max_new_tokens=max(room, 1))
+            template = dataclasses.replace(template, cache_salt=salt)
             requests += [template.with_prompt(len(requests) + i, tokens, i) for i in range(one.n)]
-        return [(prompt, one.n) for prompt, one in zip(given, params, strict=True)], requests
+        return [(prompt, one.n) for (prompt, _), one in zip(given, params, strict=True)], requests
 
     def _pieces(self, session: Session, requests: list[Request], indices: list[int]) -> Generator[Piece]:
         """Pieces of the outputs, step by step. `indices`: for each request, the index of its prompt."""
@@ -615,9 +624,7 @@ class LLM:
                         sequence.logprobs[-len(new_tokens) :] if request.num_logprobs is not None else None,
                         prompt_indices[request.id],
                         request.return_index,
-                        receipt_of(sequence, self.fingerprint).as_json()
-                        if finished and request.wants_receipt
-                        else None,
+                        self._receipt(sequence),
                     )
 
     def _end_ids_of(self, params: SamplingParams) -> frozenset[int]:
@@ -774,7 +781,8 @@ class AsyncLLM:
 
     def _text_of(self, handle: RequestHandle) -> "_AnswerSoFar":
         tokenizer = self.llm.tokenizer
-        return _AnswerSoFar(handle, None if tokenizer is None else TextStream.of_request(tokenizer, handle.request))
+        stream = None if tokenizer is None else TextStream.of_request(tokenizer, handle.request)
+        return _AnswerSoFar(handle, stream, self.llm._receipt)
 
 
 @dataclasses.dataclass(eq=False)
@@ -804,6 +812,7 @@ class _AnswerSoFar:
 
     handle: RequestHandle
     stream: TextStream | None
+    receipt_of: Callable[[Sequence], dict[str, Any] | None]
     text: str = ""
 
     def read(self) -> Output:
@@ -822,6 +831,7 @@ class _AnswerSoFar:
             sequence.stats.copy(),
             None if request.num_logprobs is None else sequence.logprobs[: len(tokens)],
             torch.stack(sequence.logits[: len(tokens)]) if request.keep_logits and tokens else None,
+            None if progress.finish_reason is None else self.receipt_of(sequence),
         )
 
 
@@ -911,9 +921,9 @@ def _check_tp_size(wanted: int | None, found: int) -> None:
         )
 
 
-def _as_list(prompts: Prompt | Seq[Prompt]) -> list[str | Seq[int]]:
-    """The prompts as a list: one prompt becomes a list of one, and a list of ids is one prompt. UsageError for anything
-    else.
+def _as_list(prompts: Prompt | Seq[Prompt]) -> list[tuple[Any, str | None]]:
+    """The texts or ids of the prompts, each with its `cache_salt`: one prompt becomes a list of one, and a list of ids
+    is one prompt. UsageError for anything else.
     """
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise UsageError(
@@ -923,19 +933,25 @@ def _as_list(prompts: Prompt | Seq[Prompt]) -> list[str | Seq[int]]:
     if isinstance(prompts, str | Mapping):
         return [_content_of(prompts)]
     found: list[Any] = list(prompts)  # once: a generator's first is gone when it is looked at
-    return [found] if found and all(isinstance(one, int) for one in found) else [_content_of(one) for one in found]
+    is_one = bool(found) and all(isinstance(one, int) for one in found)
+    return [(found, None)] if is_one else [_content_of(one) for one in found]
 
 
-def _content_of(prompt: Any) -> Any:
-    """The text or ids of a prompt given as a dict; any other prompt unchanged."""
+def _content_of(prompt: Any) -> tuple[Any, str | None]:
+    """The text or ids of a prompt given as a dict, and its `cache_salt`; any other prompt unchanged."""
     if not isinstance(prompt, Mapping):
-        return prompt
-    if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
+        return prompt, None
+    contents = {name: value for name, value in prompt.items() if name != "cache_salt"}
+    if len(contents) != 1 or not contents.keys() <= {"prompt", "prompt_token_ids"}:
         raise UsageError(
-            f"a prompt in a dict has `prompt` or `prompt_token_ids`, and nothing else: {str(dict(prompt))[:100]}",
+            f"a prompt in a dict has `prompt` or `prompt_token_ids`, and nothing else but `cache_salt`: "
+            f"{str(dict(prompt))[:100]}",
             hint='write `{"prompt": "def area("}`',
         )
-    return next(iter(prompt.values()))
+    salt = prompt.get("cache_salt")
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise UsageError(f"`cache_salt` is a text with at least one letter: {salt!r:.100}", hint="leave it out")
+    return next(iter(contents.values())), salt
 
 
 def _one_for_each(params: SamplingParams | Seq[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:

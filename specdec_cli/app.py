@@ -45,7 +45,7 @@ from commands.options.hints import hint_of, message_of, usage_message
 from commands.options.parameters import PREFIX
 from commands.options.settings import begin, settle, told_origin
 from commands.options.shared import COMMON
-from commands.options.spellings import empty_value, normalize_name
+from commands.options.spellings import empty_value, normalize_name, with_usual_values
 from commands.output.help import INPUT, option, sort_by_panel
 from commands.output.output import Output, fail, say_interrupted, warn
 from commands.output.short_help import overview, short_help
@@ -213,7 +213,7 @@ class _Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = self._own_flags()
-        kept = without_foreign(args, own)
+        kept = with_usual_values(without_foreign(args, own), self.name or "")
         if not ctx.resilient_parsing:
             begin(ctx)
         empty = empty_value(kept, own.with_value, self.name or "")

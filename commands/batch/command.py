@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from commands.batch.flags import BatchDefaults, BatchFiles
-from commands.options.engine_choice import EngineOptions
+from commands.options.engine_choice import EngineOptions, KVDiskOptions
 from commands.options.expand import expand_groups
 from commands.options.shared import ClusterOptions
 from commands.output.help import INPUT, RUNTIME, option
@@ -32,7 +32,12 @@ class BatchModelOptions:
 
 @expand_groups
 def batch(
-    files: BatchFiles, engine: EngineOptions, model: BatchModelOptions, cluster: ClusterOptions, output: Output
+    files: BatchFiles,
+    engine: EngineOptions,
+    disk: KVDiskOptions,
+    model: BatchModelOptions,
+    cluster: ClusterOptions,
+    output: Output,
 ) -> None:
     """Answer a file of requests, with speculation in a running batch, on this machine or with Ray on many.
 
@@ -46,7 +51,7 @@ def batch(
     check_readable([files.input_file])
     outputs = [files.output_file, *([] if files.receipts is None else [files.receipts])]
     check_output_files(outputs, [files.input_file, *engine.leader.paths])
-    choice = engine.choose(SamplingParams(), model.max_num_tokens, "leader")
+    choice = engine.choose(SamplingParams(), model.max_num_tokens, "leader").with_disk(disk)
     choice.check_tokenizer()
 
     from commands.batch.work import start_batch

@@ -1,6 +1,7 @@
 """`specdec list`, `pull`, `rm`, `cache list` and `cache prune`: models, the engines made of them, and their room."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,23 +13,51 @@ from runtime.util.cache import size_in_bytes
 from runtime.util.errors import UsageError
 
 
+@dataclass(frozen=True)
+class StoreOptions:
+    """Keys and values on disk."""
+
+    kv_cache_dir: Annotated[
+        Path | None,
+        option(RUNTIME, "Directory of keys and values.", shown="what `chat --continue` keeps", metavar="DIR"),
+    ] = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class PruneOptions:
     """Size limit of `cache prune`."""
 
-    max_size: Annotated[str, option(RUNTIME, "Total size of engines: bytes, or 500M, 20G, 1.5T.", metavar="SIZE")]
+    max_size: Annotated[
+        str, option(RUNTIME, "Total size of engines, or of keys and values: bytes, or 500M, 20G, 1.5T.", metavar="SIZE")
+    ]
+    kv_cache_dir: Annotated[
+        Path | None,
+        option(
+            RUNTIME,
+            "Remove keys and values from this directory instead, those used longest ago first.",
+            shown="engines are removed",
+            metavar="DIR",
+        ),
+    ] = None
     dry_run: Annotated[bool, option(RUNTIME, "List what would be removed, and remove nothing.", "--dry-run")] = False
 
 
 @expand_groups
-def list_engines(output: Output) -> None:
-    """Show the engines in the cache: size, time of last use, and whether a process is using the engine."""
-    from commands.cache.report import cache_list_document, show_cache
-    from runtime.util.cache import cached_engines, other_bytes
+def list_engines(store: StoreOptions, output: Output) -> None:
+    """Show the engines in the cache: size, time of last use, and whether a process is using the engine; and what keys
+    and values are kept.
+    """
+    from commands.cache.report import cache_list_document, show_cache, show_store
+    from commands.cache.store import kept_in
+    from runtime.util.cache import KV_CACHE, cache_dir, cached_engines, other_bytes, unique_bytes
 
-    engines, others = cached_engines(), other_bytes()
+    usual = cache_dir() / KV_CACHE
+    kept = kept_in(store.kv_cache_dir or usual, is_named=store.kv_cache_dir is not None)
+    engines, others = cached_engines(), other_bytes() - unique_bytes([usual])
     show_cache(engines, others, output)
-    output.document(cache_list_document(engines, others))
+    if kept is not None:
+        show_store(kept, output)
+    output.document(cache_list_document(engines, others, kept))
 
 
 @expand_groups
@@ -83,6 +112,8 @@ def prune(options: PruneOptions, output: Output) -> None:
     A removed engine is built again when a command needs it.
     """
     max_bytes = parse_size(options.max_size)
+    if options.kv_cache_dir is not None:
+        return _prune_store(options, options.kv_cache_dir, max_bytes, output)
 
     from commands.cache.report import cache_prune_document, show_pruned
     from runtime.util import cache
@@ -97,6 +128,15 @@ def prune(options: PruneOptions, output: Output) -> None:
         num_used = sum(engine not in removed for engine in engines)
         output.warning(f"{num_used} in use: they take more than `--max-size`, {left:,} bytes")
     output.document(cache_prune_document(removed, left, options.dry_run))
+
+
+def _prune_store(options: PruneOptions, directory: Path, max_bytes: int, output: Output) -> None:
+    from commands.cache.report import cache_prune_document, show_pruned_store
+    from commands.cache.store import prune_store
+
+    freed, left = prune_store(directory, max_bytes, is_dry_run=options.dry_run)
+    show_pruned_store(freed, left, options.dry_run, output)
+    output.document(cache_prune_document([], left, options.dry_run))
 
 
 def parse_size(text: str) -> int:

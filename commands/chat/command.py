@@ -7,12 +7,14 @@ from typing import Annotated
 
 import typer
 
-from commands.options.engine_choice import EngineOptions
+from commands.chat.kept import KeptMessages, check_name
+from commands.options.engine_choice import EngineOptions, KVDiskOptions
 from commands.options.expand import expand_groups
 from commands.output.help import INPUT, OUTPUT, option
 from commands.output.output import Output
 from commands.run.flags import RunGeneration
 from runtime.text.call_formats import named_tool_format
+from runtime.util.cache import KV_CACHE, make_cache_dir
 from runtime.util.errors import UsageError
 
 
@@ -36,13 +38,24 @@ class ChatOptions:
             metavar="FORMAT",
         ),
     ] = None
+    continue_: Annotated[
+        str | None,
+        option(
+            INPUT,
+            "Go on with the conversation of this name, or begin it; without a name, with the last one that had none. "
+            "Its messages, keys and values are kept on disk.",
+            "--continue",
+            shown="nothing is kept",
+            metavar="[NAME]",
+        ),
+    ] = None
     show_tokens: Annotated[
         bool, option(OUTPUT, "Mark accepted, recovered and bonus tokens in the answers.", "--show-tokens")
     ] = False
 
 
 @expand_groups
-def chat(engine: EngineOptions, chat: ChatOptions, generation: RunGeneration) -> None:
+def chat(engine: EngineOptions, disk: KVDiskOptions, chat: ChatOptions, generation: RunGeneration) -> None:
     """Talk with a model that was trained for conversations, and watch it speculate.
 
     `/stats` shows the last answer's numbers, `/reset` forgets the conversation, `/quit` leaves; Ctrl-C ends an answer.
@@ -55,7 +68,10 @@ def chat(engine: EngineOptions, chat: ChatOptions, generation: RunGeneration) ->
     params = generation.params(None, usual_len=None)
     if params.n > 1:
         raise UsageError(f"a chat has one answer: `--num-return-sequences {params.n}`", hint="leave the flag out")
-    choice = engine.choose(params, generation.common.max_num_tokens, "leader")
+    if chat.continue_ is not None:
+        check_name(chat.continue_)
+        disk = replace(disk, kv_cache_dir=disk.kv_cache_dir or make_cache_dir() / KV_CACHE)
+    choice = engine.choose(params, generation.common.max_num_tokens, "leader").with_disk(disk)
     choice.check_chat_template()
     if chat.tool_call_parser is not None:
         named_tool_format(chat.tool_call_parser)
@@ -73,6 +89,9 @@ def chat(engine: EngineOptions, chat: ChatOptions, generation: RunGeneration) ->
         if setup.params != params:
             output.result(f"sampled as the model's generation_config.json says: {values_line(own)}")
         conversation = Conversation(setup, output, chat.system, chat.show_tokens, toolbox, chat.tool_call_parser)
+        if chat.continue_ is not None:
+            assert disk.kv_cache_dir is not None
+            conversation.go_on(KeptMessages(disk.kv_cache_dir, chat.continue_))
         setup.llm.chat_template  # noqa: B018  # that there is one is found before the first line
         conversation.check_tools()
         output.result(HELP)

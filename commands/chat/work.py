@@ -7,12 +7,13 @@ from collections.abc import Sequence as Seq
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import typer
 from rich.panel import Panel
 from rich.text import Text
 
+from commands.chat.kept import KeptMessages
 from commands.chat.tools import Toolbox
 from commands.options.hints import hint_of, message_of
 from commands.output.documents.settings import Setup
@@ -29,7 +30,7 @@ from runtime.text.parser import OutputForm, OutputParser, Said, joined
 from runtime.text.prompt import with_tools_as_text
 from runtime.text.text import TextStream
 from runtime.text.token_text import special_token_ids
-from runtime.util.errors import SpecDecError
+from runtime.util.errors import SpecDecError, UsageError
 
 _PROMPT_END = 64
 """Tokens of a prompt in which what is thought may have been opened."""
@@ -49,6 +50,7 @@ class Conversation:
     messages: list[Message] = field(default_factory=list)
     last: Sequence | None = None
     num_unanswered: int = 0
+    kept: KeptMessages | None = None
 
     def __post_init__(self) -> None:
         self.reset()
@@ -96,6 +98,22 @@ class Conversation:
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.last = None
 
+    def go_on(self, kept: KeptMessages) -> None:
+        """Go on with the messages that are kept, and keep those that come. UsageError for another system message."""
+        messages = kept.read()
+        self.kept = kept
+        if not messages:
+            return
+        own = messages[0].get("content") if messages[0]["role"] == "system" else None
+        if self.system is not None and self.system != own:
+            raise UsageError(
+                f"the conversation `{kept.name}` began with another system message, or with none: {own}",
+                hint="leave `--system` out, or begin another: `--continue NAME`",
+            )
+        self.system, self.messages = own, cast("list[Message]", messages)
+        said = [message for message in messages if message["role"] in ("user", "assistant")]
+        note(f"goes on with `{kept.name}`, {len(said)} messages; /reset begins anew")
+
     def hear(self, line: str) -> bool:
         """A line of the user's: a command, or something to answer. False to leave."""
         match line.strip():
@@ -122,6 +140,8 @@ class Conversation:
         try:
             while self._turn():
                 pass
+            if self.kept is not None:
+                self.kept.write(self.messages)
         except SpecDecError as error:
             del self.messages[num_before:]
             self.num_unanswered += 1

@@ -14,6 +14,7 @@ def check(options: CheckOptions, target: TargetOptions, output: Output) -> None:
     not the engine's is named, with its probability, rank and gap. Exits with 1 if an answer is wrong, or cannot be
     checked.
     """
+    options, target = options.without_model(target)
     options.check(output)
     choice = target.choose()
 

@@ -1,15 +1,19 @@
 """Flags of `specdec check`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from commands.options.engine_choice import TargetOptions
+from commands.options.model_word import model_among
+from commands.options.settings import is_setting
 from commands.options.shared import Report
 from commands.output.help import INPUT, option
 from commands.output.output import Output, check_output_files, check_readable, check_report
 from runtime.proof.records import Rule
+from runtime.util.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,8 @@ class CheckOptions:
         list[Path],
         typer.Argument(
             metavar="RECEIPTS",
-            help="Files that `--receipts` wrote, a batch's results, or a server's answers with receipts.",
+            help="Files that `--receipts` wrote, a batch's results, or a server's answers with receipts; and perhaps "
+            "the model or engine to check them against, as `run` has it.",
         ),
     ]
     answers: Annotated[
@@ -44,6 +49,15 @@ class CheckOptions:
         ),
     ] = False
     report: Report = None
+
+    def without_model(self, target: TargetOptions) -> "tuple[CheckOptions, TargetOptions]":
+        """The files alone, and the target with the model that stands among them. UsageError for a model alone."""
+        given = {"model_dir": target.model_dir, "engine_dir": target.engine_dir}
+        has_flag = any(value is not None and not is_setting(name) for name, value in given.items())
+        model, files = model_among(list(map(str, self.receipts)), has_flag=has_flag)
+        if not files:
+            raise UsageError(f"no receipts are given: {model}", hint="`specdec check receipts.jsonl demo`")
+        return replace(self, receipts=[Path(file) for file in files]), target.named(model)
 
     def check(self, output: Output) -> None:
         """SpecDecError for files that cannot be read or written."""

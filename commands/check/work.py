@@ -22,8 +22,8 @@ from commands.output.html.page import page, with_bits, write_page
 from commands.output.output import Output, number
 from commands.output.progress import Advance
 from runtime.llm import LLM
-from runtime.proof.receipts import Answers, Read, read_receipts
-from runtime.proof.records import Finding, Receipt, Relation, Rule, Verdict, differences, ids_digest
+from runtime.proof.receipts import Answers, Read, num_lines, read_receipts
+from runtime.proof.records import Finding, Receipt, Relation, Rule, Verdict, differences, ids_digest, in_words
 from runtime.text.text import decode
 from runtime.text.traces import read_traces
 from runtime.util.errors import SpecDecError
@@ -94,7 +94,7 @@ def check_receipts(options: CheckOptions, choice: EngineChoice, output: Output) 
 def _check(llm: LLM, options: CheckOptions, output: Output) -> Checked:
     answers = {} if options.answers is None else _answers(options.answers, llm)
     checked, checker = Checked(), llm.checker(options.rule)
-    num_lines = sum(map(_num_lines, options.receipts))
+    total = sum(map(num_lines, options.receipts))
     reads: list[Read] = []  # those on their way
 
     def on_their_way() -> Iterator[Read]:
@@ -105,7 +105,7 @@ def _check(llm: LLM, options: CheckOptions, output: Output) -> Checked:
             yield read
 
     start = time.perf_counter()
-    with output.progress("checking", num_lines) as advance:
+    with output.progress("checking", total) as advance:
         for finding in checker.check(on_their_way()):
             checked.add(finding, reads.pop(0))
             _advance(advance, checked)
@@ -129,14 +129,6 @@ def _answers(path: Path, llm: LLM) -> Answers:
         (ids_digest(one.prompt_tokens), ids_digest(one.output_tokens)): (one.prompt_tokens, one.output_tokens)
         for one in traces
     }
-
-
-def _num_lines(path: Path) -> int:
-    try:
-        with path.open("rb") as file:
-            return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
-    except OSError as error:
-        raise SpecDecError(f"cannot read the file ({error.strerror}): {path}", hint="check the path") from None
 
 
 def _document(llm: LLM, options: CheckOptions, checked: Checked) -> CheckDocument:
@@ -188,7 +180,7 @@ def _row(finding: Finding) -> list[str]:
         return "-" if value is None else str(value)
 
     probability = "-" if finding.probability is None else f"{finding.probability:.3g}"
-    answer = finding.where if finding.name is None else f"{finding.where} ({finding.name})"
+    answer = finding.where if finding.name is None else f"{finding.where} ({in_words(finding.name)})"
     reason = (finding.reason or "").replace(finding.where, "it")
     tokens = [shown(finding.place), shown(finding.token), shown(finding.engine_token)]
     return [answer, *tokens, probability, shown(finding.rank), number(finding.gap), reason]
@@ -213,7 +205,7 @@ def check_page(document: CheckDocument, shown: list[tuple[Finding, Receipt | Non
         data,
         f"{with_bits(data['engine'])}, {document.total.num_answers:,} answers checked: {verdict}",
         cards={
-            "This engine": data["fingerprint"],
+            "This engine": data["fingerprint"] | {"instructions": " ".join(document.fingerprint.instructions)},
             "Files": {"receipts": ", ".join(document.files)},
             "Versions": {"specdec": document.specdec_version},
         },

@@ -15,7 +15,7 @@ def fingerprint(options: FingerprintOptions, target: TargetOptions, output: Outp
     """
     if options.expect is not None:
         check_readable([options.expect])
-    choice = target.choose()
+    choice = target.named(options.model).choose()
 
     from commands.fingerprint.report import print_fingerprint
 

@@ -4,13 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from commands.options.model_word import ModelWord
 from commands.output.help import INPUT, option
 
 
 @dataclass(frozen=True)
 class FingerprintOptions:
-    """Fingerprint to compare with."""
+    """Engine, and the fingerprint to compare with."""
 
+    model: ModelWord = None
     expect: Annotated[
         Path | None,
         option(

@@ -35,7 +35,7 @@ from runtime.drafters.specs import NgramDrafter, SelfDrafter, SuffixDrafter
 from runtime.drafters.speculation import Speculation
 from runtime.engine.devices import check_device_ids
 from runtime.text.chat import check_chat_template
-from runtime.util.cache import begin_digests
+from runtime.util.cache import begin_digests, size_in_bytes
 from runtime.util.errors import UsageError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class KVCacheOptions:
         ),
     ] = None
 
-    def config(self) -> "KVCacheConfig":
+    def config(self, disk: "KVDiskOptions") -> "KVCacheConfig":
         from runtime.engine.engine import KVCacheConfig
 
         return KVCacheConfig(
@@ -86,6 +86,8 @@ class KVCacheOptions:
             self.max_tokens_in_paged_kv_cache,
             self.kv_cache_free_gpu_memory_fraction,
             self.state_checkpoint_interval,
+            disk.kv_cache_dir,
+            disk.max_bytes,
         )
 
     def fitting(self, *, is_leader: bool, disable_reuse: bool = False) -> "KVCacheOptions":
@@ -110,6 +112,51 @@ class KVCacheOptions:
         return replace(self, no_kv_cache_enable_block_reuse=self.no_kv_cache_enable_block_reuse or disable_reuse)
 
 
+@dataclass(frozen=True)
+class KVDiskOptions:
+    """Place and size of the K/V cache on disk."""
+
+    kv_cache_dir: Annotated[
+        Path | None,
+        option(
+            KV_CACHE,
+            "Directory in which keys and values are kept for later runs and other processes. They and their tokens "
+            "can be read there: mode 0700.",
+            shown="none are kept",
+            metavar="DIR",
+        ),
+    ] = None
+    kv_cache_disk_size: Annotated[
+        str | None,
+        option(KV_CACHE, "Most bytes in that directory: bytes, or 500M, 20G.", shown="as before; 20G", metavar="SIZE"),
+    ] = None
+
+    @property
+    def max_bytes(self) -> int | None:
+        """UsageError for what is no size."""
+        if self.kv_cache_disk_size is None:
+            return None
+        if not (size := size_in_bytes(self.kv_cache_disk_size)):
+            raise UsageError(
+                f"`--kv-cache-disk-size` is no size: {self.kv_cache_disk_size}",
+                hint="write bytes, or a number with K, M, G or T: 20G",
+            )
+        return size
+
+    def check(self, cache: KVCacheOptions) -> None:
+        """UsageError for a size alone, and for K/V that nothing would read; before torch is imported."""
+        if self.max_bytes is not None and self.kv_cache_dir is None:
+            raise UsageError(
+                f"`--kv-cache-disk-size` needs `--kv-cache-dir`: {self.kv_cache_disk_size}",
+                hint="name the directory too",
+            )
+        if self.kv_cache_dir is not None and cache.no_kv_cache_enable_block_reuse:
+            raise UsageError(
+                f"K/V on disk are for requests that reuse them, and nothing is reused: {self.kv_cache_dir}",
+                hint="leave the flag that turns reuse off out, or `--kv-cache-dir`",
+            )
+
+
 EngineDir = Annotated[Path | None, option(INPUT, "Engine directory made by `build`.", shown=USUAL_ENGINE)]
 """None where a model may be given instead."""
 
@@ -131,8 +178,14 @@ class EngineChoice:
     models: ModelOptions = field(default_factory=ModelOptions)
     profile: Path | None = None
     bundle: Bundle | None = None
+    disk: KVDiskOptions = field(default_factory=KVDiskOptions)
     answers_first: bool = False
     """True for one answer, which need not wait for kernels to be compiled (`engine_of_model`)."""
+
+    def with_disk(self, disk: KVDiskOptions) -> "EngineChoice":
+        """The same with K/V on disk. UsageError where they do not fit."""
+        disk.check(self.kv_cache)
+        return replace(self, disk=disk)
 
     @property
     def model_dir(self) -> str | None:
@@ -230,6 +283,13 @@ class TargetOptions:
     tokenizer_dir: TokenizerDir = None
     model_dir: ModelDir = None
     engines: ModelEngineOptions = field(default_factory=ModelEngineOptions)
+
+    def named(self, word: str | None) -> "TargetOptions":
+        """The same with the model or engine that a word names. UsageError if a flag names another."""
+        if word is None:
+            return self
+        model_dir, engine_dir = named_by(word, self.model_dir, self.engine_dir)
+        return replace(self, model_dir=model_dir, engine_dir=engine_dir)
 
     def choose(self) -> EngineChoice:
         """UsageError for flags that do not fit together; SpecDecError for what cannot be opened."""

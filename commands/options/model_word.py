@@ -24,6 +24,7 @@ ModelWord = Annotated[
 
 _HUB_ID_OF_AN_OWNER = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w./-]+)?")
 _PATH = re.compile(r"(~|\.\.?)?/\S*")
+_FILES = (".jsonl", ".json")
 _ONE_WORD = re.compile(r"[A-Za-z0-9][\w.:-]*")
 
 
@@ -46,6 +47,22 @@ def may_be_model(word: str, *, is_answered: bool) -> bool:
     if _HUB_ID_OF_AN_OWNER.fullmatch(word) or _PATH.fullmatch(word) or re.fullmatch(r"\S+\.(?i:gguf)", word):
         return True
     return _ONE_WORD.fullmatch(word) is not None and not is_answered
+
+
+def model_among(files: list[str], *, has_flag: bool) -> tuple[str | None, list[str]]:
+    """(model, files) of words that name files, among them perhaps a model or an engine: `receipts.jsonl demo`.
+
+    It is a word that is surely one; or where no flag names one (`has_flag`) the last of several that may be one and is
+    no file here, nor called so: `Qwen/Qwen3-0.6B`, and not `old.jsonl`.
+    """
+    model = next((word for word in files if is_surely_model(word)), None)
+    last = files[-1] if len(files) > 1 and not has_flag else None
+    if model is None and last is not None and Path(last).suffix not in _FILES and not Path(last).is_file():
+        model = last if may_be_model(last, is_answered=True) else None
+    if model is None:
+        return None, files
+    place = files.index(model)
+    return model, files[:place] + files[place + 1 :]
 
 
 def named_by(word: str, model_dir: str | None, engine_dir: Path | None) -> tuple[str | None, Path | None]:

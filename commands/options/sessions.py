@@ -30,7 +30,7 @@ def open_engine(choice: EngineChoice) -> LLM:
         choice.bundle or read_bundle(choice.engine_dir),
         tokenizer=choice.tokenizer_dir,
         mode=choice.mode,
-        kv_cache=choice.kv_cache.config(),
+        kv_cache=choice.kv_cache.config(choice.disk),
         max_num_tokens=choice.max_num_tokens or DEFAULT_MAX_NUM_TOKENS,
         device_ids=choice.device_ids,
     )

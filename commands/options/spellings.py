@@ -66,6 +66,21 @@ def normalize_name(name: str, command: str = "") -> str:
     return _OF_COMMAND.get(command, {"output-len": "max-output-len"}).get(name, name)
 
 
+# Flags of a command that may stand without a value, and the value that they have then.
+_USUAL_VALUES = {"chat": {"continue": "last"}}
+
+
+def with_usual_values(arguments: list[str], command: str) -> list[str]:
+    """`--continue`, without a name behind it, is `--continue last`."""
+    usual, filled = _USUAL_VALUES.get(command, {}), list[str]()
+    for i, argument in enumerate(arguments):
+        filled.append(argument)
+        name = normalize_name(argument.removeprefix("--"), command) if argument.startswith("--") else ""
+        if name in usual and (i + 1 == len(arguments) or arguments[i + 1].startswith("-")):
+            filled.append(usual[name])
+    return filled
+
+
 def empty_value(arguments: list[str], options_with_value: frozenset[str], command: str) -> str | None:
     """The first flag whose value is empty, or "" for an argument that is: as a path it would be the current directory.
 

@@ -14,7 +14,7 @@ def regress(options: RegressOptions, target: TargetOptions, output: Output) -> N
     again. Answers without receipts are compared with greedy ones.
     """
     options.check()
-    choice = target.choose()
+    choice = target.named(options.model).choose()
 
     from commands.regress.work import compare_answers
 

@@ -65,4 +65,5 @@ class RegressDocument(MeasuredHead):
     passed: bool = Field(description="the exit code is 1 if not")
     total: RegressTotal
     positions: list[RegressPosition] = Field(description="entry i: position i of the outputs")
-    answers: list[RegressAnswer]
+    answers: list[RegressAnswer] = Field(description="the first 10,000")
+    num_answers_left_out: Count = Field(0, description="beyond the first 10,000")

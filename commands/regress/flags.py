@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from commands.options.model_word import ModelWord
 from commands.options.shared import Report
 from commands.output.help import INPUT, OUTPUT, option
 from commands.output.output import check_output_files, check_readable, check_report
@@ -17,6 +18,7 @@ _SHARE = re.compile(r"(\d+(?:\.\d+)?) ?(%?)")
 class RegressOptions:
     """Old answers, and what is told of the new ones."""
 
+    model: ModelWord = None
     traces: Annotated[
         Path,
         option(

@@ -2,11 +2,14 @@
 
 import statistics
 import time
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 from rich.table import Table
@@ -21,14 +24,45 @@ from commands.regress.document import RegressAnswer, RegressDocument, RegressPos
 from commands.regress.flags import RegressOptions
 from commands.summarize.rouge import rouge_scores
 from runtime.checkpoint.bundle import read_bundle
-from runtime.core.request import Request
 from runtime.llm import LLM
-from runtime.proof.regress import Compared, Comparison, OldAnswer, generate_new, read_old_answers
+from runtime.proof.receipts import num_lines
+from runtime.proof.regress import Compared, Comparison, generate_new, read_old_answers
 from runtime.text.text import decode, output_text, stop_words_of
 from runtime.text.traces import read_trace
 from runtime.util.errors import SpecDecError
 
-_MOST_SHOWN, _MOST_IN_PAGE = 20, 200
+_MOST_SHOWN, _MOST_IN_PAGE, _MOST_IN_DOCUMENT = 20, 200, 10_000
+_NUM_TOGETHER = 256
+"""Answers in memory at a time."""
+T = TypeVar("T")
+
+
+@dataclass
+class Regressed:
+    """Counts so far, and as much of the answers as documents and pages show."""
+
+    answers: list[RegressAnswer] = field(default_factory=list)
+    num_answers: int = 0
+    num_not_compared: int = 0
+    places: "array[int]" = field(default_factory=lambda: array("q"))
+    """First tokens that differ."""
+    gaps: "array[float]" = field(default_factory=lambda: array("d"))
+    shown: list[tuple[int, Compared]] = field(default_factory=list)
+    """The first answers that change, with their places in `answers`."""
+    texts: list[tuple[str, str]] = field(default_factory=list)
+    """New and old texts, for ROUGE."""
+
+    def add(self, one: Compared, *, has_kl: bool) -> None:
+        self.num_answers += 1
+        self.num_not_compared += one.problem is not None
+        if one.place is not None:
+            self.places.append(one.place)
+            if one.gap is not None:
+                self.gaps.append(one.gap)
+        if len(self.answers) < _MOST_IN_DOCUMENT:
+            self.answers.append(_answer(one, has_kl=has_kl))
+            if one.has_diverged and len(self.shown) < _MOST_IN_PAGE:
+                self.shown.append((len(self.answers) - 1, one))
 
 
 def compare_answers(options: RegressOptions, choice: EngineChoice, output: Output) -> None:
@@ -44,56 +78,54 @@ def compare_answers(options: RegressOptions, choice: EngineChoice, output: Outpu
                 hint="compare two engines of one model",
             )
         comparison = Comparison(llm.engine, None if old is None else old.engine)
-        start = time.perf_counter()
-        compared = _compare(llm, comparison, options.traces, output)
-        wall_s = time.perf_counter() - start
-        diverged = [one for one in compared if one.has_diverged]
-        new_answers_s = None
-        if options.new_answers:
-            start = time.perf_counter()
-            generate_new(llm.engine, diverged)
-            new_answers_s = time.perf_counter() - start
-        document = _document(llm, old, options, comparison, compared, (wall_s, new_answers_s))
-        _show(document, llm, compared, output)
+        found, seconds = Regressed(), [0.0, 0.0]
+        compared = comparison.compare(_asked(llm, options.traces))
+        with output.progress("comparing", num_lines(options.traces)) as advance:
+            while some := _timed(seconds, 0, lambda: list(islice(compared, _NUM_TOGETHER))):
+                if options.new_answers:
+                    diverged = [one for one in some if one.has_diverged]
+                    _timed(seconds, 1, partial(generate_new, llm.engine, diverged))
+                for one in some:
+                    found.add(one, has_kl=old is not None)
+                    if options.new_answers and one.problem is None and llm.tokenizer is not None:
+                        texts = one.new_output or list(one.output), list(one.output)
+                        found.texts.append((_text(llm, one, texts[0]), _text(llm, one, texts[1])))
+                    advance(1)
+        if not found.num_answers:
+            raise SpecDecError(f"the file has no answers: {options.traces}", hint="give another file")
+        document = _document(llm, old, options, comparison, found, seconds)
+        _show(document, llm, output)
         if options.report is not None:
-            write_page(options.report, regress_page(document, compared, llm))
+            write_page(options.report, regress_page(document, found.shown, llm))
             output.result(f"report written: {options.report}")
     output.document(document.as_json())
     if not document.passed:
         raise typer.Exit(1)
 
 
-def _compare(llm: LLM, comparison: Comparison, path: Path, output: Output) -> list[Compared]:
-    """Each answer of the file beside the new engine, in order; those that cannot be compared have a `problem`."""
-    vocab_size = llm.bundle.config.vocab_size
-    reader = partial(read_trace, tokenizer=llm.tokenizer, vocab_size=vocab_size)
-    olds = list(read_old_answers(path, reader))
-    if not olds:
-        raise SpecDecError(f"the file has no answers: {path}", hint="give another file")
-    checker = llm.checker()
-    refused: dict[int, Compared] = {}
+def _timed(seconds: list[float], place: int, work: Callable[[], T]) -> T:
+    """The result of `work`, whose time is added to one of the `seconds`."""
+    start = time.perf_counter()
+    try:
+        return work()
+    finally:
+        seconds[place] += time.perf_counter() - start
 
-    def asked() -> Iterator[tuple[OldAnswer, Request]]:
-        for place, old in enumerate(olds):
-            problem = old.problem
-            if problem is None and max(*old.prompt, *old.output) >= vocab_size:
-                foreign = max(*old.prompt, *old.output)
-                problem = f"{old.where} has a token id outside the vocabulary of {vocab_size}: {foreign}"
-            if problem is None:
-                try:
-                    yield old, old.request(checker.request, llm.end_ids)
-                    continue
-                except SpecDecError as error:
-                    problem = f"{old.where} cannot be compared: {error.message}"
-            refused[place] = Compared(Request(0, (), 1), (), 1, old=old, problem=problem)
 
-    found = []
-    with output.progress("comparing", len(olds)) as advance:
-        for one in comparison.compare(asked()):
-            found.append(one)
-            advance(1)
-    in_order = iter(found)
-    return [refused[place] if place in refused else next(in_order) for place in range(len(olds))]
+def _asked(llm: LLM, path: Path) -> Iterator[Compared]:
+    """Each answer of the file, to be compared; those that cannot be have a `problem`."""
+    vocab_size, checker = llm.bundle.config.vocab_size, llm.checker()
+    for old in read_old_answers(path, partial(read_trace, tokenizer=llm.tokenizer, vocab_size=vocab_size)):
+        if old.problem is not None:
+            yield Compared.refused(old, old.problem)
+        elif (foreign := max(*old.prompt, *old.output)) >= vocab_size:
+            problem = f"{old.where} has a token id outside the vocabulary of {vocab_size}: {foreign}"
+            yield Compared.refused(old, problem)
+        else:
+            try:
+                yield Compared.of(old, old.request(checker.request, llm.end_ids))
+            except SpecDecError as error:
+                yield Compared.refused(old, f"{old.where} cannot be compared: {error.message}")
 
 
 def _document(
@@ -101,44 +133,41 @@ def _document(
     old: LLM | None,
     options: RegressOptions,
     comparison: Comparison,
-    compared: list[Compared],
-    seconds: tuple[float, float | None],
+    found: Regressed,
+    seconds: list[float],
 ) -> RegressDocument:
-    done = [one for one in compared if one.problem is None]
-    diverged = [one for one in done if one.has_diverged]
-    share = len(diverged) / len(done) if done else None
+    num_done, num_diverged = found.num_answers - found.num_not_compared, len(found.places)
     positions, has_kl = comparison.positions, comparison.old is not None
-    num_tokens, gaps = sum(positions.num), [one.gap for one in diverged if one.gap is not None]
-    most = options.most_diverged
+    num_tokens, most, has_new = sum(positions.num), options.most_diverged, options.new_answers
+    news, olds = [new for new, _ in found.texts], [old_text for _, old_text in found.texts]
     return RegressDocument(
         **measured_head("regress"),
         traces=str(options.traces),
         engine=EngineRecord.of(llm.bundle),
         old_engine=None if old is None else EngineRecord.of(old.bundle),
         max_diverged=most,
-        passed=bool(done) and len(done) == len(compared) and (most is None or len(diverged) <= most * len(done)),
+        passed=bool(num_done) and not found.num_not_compared and (most is None or num_diverged <= most * num_done),
         total=RegressTotal(
-            num_answers=len(compared),
-            num_not_compared=len(compared) - len(done),
-            num_diverged=len(diverged),
-            diverged=share,
+            num_answers=found.num_answers,
+            num_not_compared=found.num_not_compared,
+            num_diverged=num_diverged,
+            diverged=num_diverged / num_done if num_done else None,
             num_tokens=num_tokens,
             agreement=sum(positions.num_agreeing) / num_tokens if num_tokens else None,
             mean_kl=sum(positions.kl) / num_tokens if has_kl and num_tokens else None,
-            median_place=statistics.median(one.place for one in diverged if one.place is not None)
-            if diverged
-            else None,
-            median_gap=statistics.median(gaps) if gaps else None,
-            num_equal_new=len(done) - len(diverged) if options.new_answers else None,
-            rouge=_rouge(llm, done) if options.new_answers else None,
+            median_place=statistics.median(found.places) if found.places else None,
+            median_gap=statistics.median(found.gaps) if found.gaps else None,
+            num_equal_new=num_done - num_diverged if has_new else None,
+            rouge=rouge_scores(news, olds) if news else None,
             wall_s=seconds[0],
-            new_answers_s=seconds[1],
+            new_answers_s=seconds[1] if has_new else None,
         ),
         positions=[
             RegressPosition(num_answers=num, agreement=agreeing / num, mean_kl=kl / num if has_kl else None)
             for num, agreeing, kl in zip(positions.num, positions.num_agreeing, positions.kl, strict=True)
         ],
-        answers=[_answer(one, has_kl=has_kl) for one in compared],
+        answers=found.answers,
+        num_answers_left_out=found.num_answers - len(found.answers),
     )
 
 
@@ -161,19 +190,11 @@ def _answer(one: Compared, *, has_kl: bool) -> RegressAnswer:
     )
 
 
-def _rouge(llm: LLM, done: list[Compared]) -> dict[str, float] | None:
-    if llm.tokenizer is None or not done:
-        return None
-    olds = [_text(llm, one, list(one.output)) for one in done]
-    news = [_text(llm, one, one.new_output or list(one.output)) for one in done]
-    return rouge_scores(news, olds)
-
-
 def _text(llm: LLM, one: Compared, output: list[int]) -> str:
     return output_text(llm.tokenizer, output, stop_words_of(one.request), one.request.prompt_tokens) or ""
 
 
-def _show(document: RegressDocument, llm: LLM, compared: list[Compared], output: Output) -> None:
+def _show(document: RegressDocument, llm: LLM, output: Output) -> None:
     total = document.total
     table = Table(
         "answer", "unchanged", "old token", "new token", "gap", "agreement", "KL", title="Answers that change"
@@ -224,10 +245,9 @@ _DEFINITIONS = {
 }
 
 
-def regress_page(document: RegressDocument, compared: list[Compared], llm: LLM) -> str:
-    """A page with old and new texts side by side."""
+def regress_page(document: RegressDocument, shown: list[tuple[int, Compared]], llm: LLM) -> str:
+    """A page with old and new texts side by side; `shown` are answers with their places in the document."""
     data = document.as_json()
-    diverged = [one for one in compared if one.has_diverged][:_MOST_IN_PAGE]
     return page(
         "regress.html",
         data,
@@ -239,8 +259,8 @@ def regress_page(document: RegressDocument, compared: list[Compared], llm: LLM) 
             "Answers": {"traces": data["traces"]},
         },
         definitions=_DEFINITIONS,
-        places=[place for place, one in enumerate(compared) if one.has_diverged][:_MOST_IN_PAGE],
-        texts=[_texts(one, llm) for one in diverged],
+        places=[place for place, _ in shown],
+        texts=[_texts(one, llm) for _, one in shown],
     )
 
 

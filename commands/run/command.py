@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from commands.inputs.prompts import read_prompts
-from commands.options.engine_choice import EngineOptions
+from commands.options.engine_choice import EngineOptions, KVDiskOptions
 from commands.options.expand import expand_groups
 from commands.output.output import Output
 from commands.run.flags import RunGeneration, RunInputs, RunResults
@@ -13,7 +13,12 @@ from runtime.util.errors import UsageError
 
 @expand_groups
 def run(
-    engine: EngineOptions, inputs: RunInputs, generation: RunGeneration, results: RunResults, output: Output
+    engine: EngineOptions,
+    disk: KVDiskOptions,
+    inputs: RunInputs,
+    generation: RunGeneration,
+    results: RunResults,
+    output: Output,
 ) -> None:
     """Generate from prompts, speculating with a drafter if one is given.
 
@@ -33,7 +38,9 @@ def run(
     inputs = inputs.with_example()
     prompts = read_prompts(inputs.texts, inputs.input_file)
     choice = engine.choose(params, generation.common.max_num_tokens, check_lossless=results.check_lossless)
-    choice = replace(choice, answers_first=params.config().is_greedy)
+    choice = choice.with_disk(disk)
+    # With K/V on disk it is the engine that later runs open.
+    choice = replace(choice, answers_first=params.config().is_greedy and disk.kv_cache_dir is None)
     if inputs.apply_chat_template or any(prompt.messages for prompt in prompts):
         choice.check_chat_template()
     elif inputs.continue_final_message:

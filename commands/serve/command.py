@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 
-from commands.options.engine_choice import EngineOptions
+from commands.options.engine_choice import EngineOptions, KVDiskOptions
 from commands.options.expand import expand_groups
 from commands.options.shared import MaxNumTokens
 from commands.output.output import Output
@@ -26,7 +26,7 @@ _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 
 @expand_groups
-def serve(engine: EngineOptions, inputs: ServeInputs, server: ServerOptions) -> None:
+def serve(engine: EngineOptions, disk: KVDiskOptions, inputs: ServeInputs, server: ServerOptions) -> None:
     """Serve a model over HTTP, as OpenAI's clients expect it, with speculation in a running batch.
 
     Only this machine can reach the server unless `--host` opens it. `/` is a page to try it, `/metrics` has metrics.
@@ -37,6 +37,7 @@ def serve(engine: EngineOptions, inputs: ServeInputs, server: ServerOptions) -> 
     engine.check_is_leader("a server")
     with _kept_for_good():
         choice = engine.choose(SamplingParams(), inputs.max_num_tokens, "leader", requests_draft=True)
+        choice = choice.with_disk(disk)
         choice.check_tokenizer()
 
         from commands.options.sessions import open_setup_of_models

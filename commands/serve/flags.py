@@ -7,7 +7,7 @@ from typing import Annotated
 
 from commands.options.shared import ReceiptIds
 from commands.output.help import SERVER, option
-from commands.output.output import check_output_file
+from commands.output.output import check_output_file, check_readable
 from runtime.text.call_formats import named_reasoning_format, named_tool_format
 from runtime.util.errors import UsageError
 from runtime.util.files import check_regular
@@ -117,6 +117,16 @@ class ServerOptions:
             "--refuse-special-tokens",
         ),
     ] = False
+    warm: Annotated[
+        Path | None,
+        option(
+            SERVER,
+            "Prompts to compute, or to find on disk, before the server listens: JSON lines, each the body of a "
+            "request.",
+            shown="none",
+            metavar="FILE.jsonl",
+        ),
+    ] = None
     receipts: Annotated[
         Path | None,
         option(
@@ -140,6 +150,8 @@ class ServerOptions:
         and for the name of no format.
         """
         self._check_certificate()
+        if self.warm is not None:
+            check_readable([self.warm])
         if self.receipts is not None:
             check_output_file(self.receipts)
         elif self.receipt_ids is not None:

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 from starlette.middleware.cors import CORSMiddleware
 
 from commands.output.documents.settings import Setup
-from commands.output.output import stderr, warn
+from commands.output.output import note, stderr, warn
 from commands.serve.flags import ServerOptions
 from commands.serve.greeting import greeting
 from commands.serve.http.bodies import Clock
@@ -27,6 +27,7 @@ from commands.serve.http.routes import make_app
 from commands.serve.http.server import Address, Certificate, errors_logged, serve
 from commands.serve.receipts import OnProgress, logging_receipts
 from commands.serve.served import ServedModel, check_can_serve, prepare_chat
+from commands.serve.warm import warm
 from runtime.llm import LLM
 from runtime.loop.serving import LoopLimits, ServingLoop
 from runtime.loop.session import Session
@@ -69,7 +70,7 @@ class Guard:
         if scope["method"] == "HEAD":
             # The routes of GET answer; of their body uvicorn, which has the method that was asked, sends nothing.
             scope = scope | {"method": "GET"}
-        await self._app(with_key(scope, given, is_checked_apart=len(self._expected) > 1), receive, send)
+        await self._app(with_key(scope, given, num_keys=len(self._expected)), receive, send)
 
     def _check_host(self, host: str) -> None:
         if (
@@ -125,6 +126,8 @@ def serve_setup(setup: Setup, bound: socket.socket, serving: Serving) -> None:
     options, address = serving.options, serving.address
     clock = Clock()
     served = open_served(setup.llm, setup.session, clock, serving.names, options)
+    if options.warm is not None:
+        note(warm(served, options.warm, [] if options.api_key is None else split_keys(options.api_key)))
     app = guarded_app(served, clock, options, is_of_this_machine=address.is_of_this_machine)
 
     def say_where() -> None:

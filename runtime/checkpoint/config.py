@@ -482,6 +482,8 @@ def _adapter(kind: Any) -> Any:
 
 def _complaint(error: Any, where: str) -> str:
     """The sentence for one of pydantic's errors."""
+    if not error["loc"]:  # all else is said of a key
+        return f"`{where}` has a text with half of a surrogate pair, which is no character"
     *places, key = error["loc"]
     outer = ": ".join([where, *(place for place in places if isinstance(place, str))])
     inner = f"{outer}: {key}" if isinstance(key, str) else outer

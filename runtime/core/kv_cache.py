@@ -3,6 +3,7 @@
 `BlockManager` does the bookkeeping and never touches a tensor; `KVPool` is the memory. Blocks are found again by
 content: a trie keyed by (parent node, tokens of the block). Keys are the tokens themselves, so there are no hash
 collisions, and node ids are never used twice, so a block whose parent was overwritten can't be found by mistake.
+Sequences with a `cache_salt` have a root of their own: none of another salt finds their blocks, nor they another's.
 
 Only computed tokens are ever inserted. A freed block keeps its content until it is needed for something else: being
 free and being cached are the same list, oldest first.
@@ -13,6 +14,7 @@ kernel rounds in the same way.
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -25,14 +27,16 @@ from runtime.kernels.memory import zeros
 
 NULL_BLOCK = 0
 _ROOT = 0
+Parent = int | str
+"""Id of a node; or a root: 0, or the salt of sequences that have one."""
 
 
 @dataclass(frozen=True)
-class _Node:
-    """A cached block: where it hangs in the trie, and the tokens whose K/V it holds."""
+class CachedBlock:
+    """A cached block's content: where it hangs in the trie, and the tokens whose K/V it holds."""
 
     id: int
-    parent: int
+    parent: Parent
     tokens: tuple[int, ...]
 
 
@@ -53,9 +57,11 @@ class BlockManager:
         self._reuse = reuse
         self._ref_counts = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, num_blocks))
-        self._nodes: dict[int, _Node] = {}  # block -> its node
-        self._children: dict[int, dict[tuple[int, ...], int]] = {}  # node -> tokens -> block
+        self._nodes: dict[int, CachedBlock] = {}  # block -> its node
+        self._children: dict[Parent, dict[tuple[int, ...], int]] = {}  # node -> tokens -> block
         self._next_node_id = _ROOT + 1
+        self.on_evict: Callable[[int, CachedBlock], None] | None = None
+        """Called with a block, and its content, before the content may be overwritten."""
 
     @property
     def num_free_blocks(self) -> int:
@@ -71,7 +77,7 @@ class BlockManager:
 
     def match_len(self, sequence: Sequence) -> int:
         """Number of the sequence's first tokens whose K/V are known, of those it may reuse."""
-        shared, num_matched = self._match(sequence.tokens, sequence.max_reused)
+        shared, num_matched = self._match(sequence, sequence.max_reused)
         return len(shared) * self.block_size + (num_matched[1] if num_matched else 0)
 
     def admit(self, sequence: Sequence, num_tokens: int, max_reused: int | None = None) -> list[BlockCopy] | None:
@@ -82,7 +88,7 @@ class BlockManager:
         must be computed for its logits, and lower where others' logits are wanted. Returns the copies to make, or None
         (and changes nothing) if there are too few free blocks.
         """
-        shared, partial = self._match(sequence.tokens, sequence.max_reused if max_reused is None else max_reused)
+        shared, partial = self._match(sequence, sequence.max_reused if max_reused is None else max_reused)
         start = len(shared) * self.block_size
         num_new = self.num_blocks_for(num_tokens) - len(shared)
         num_revived = sum(self._ref_counts[block] == 0 for block in shared)
@@ -102,6 +108,26 @@ class BlockManager:
         self.extend(sequence, num_tokens)
         return copies
 
+    def publish(self, sequence: Sequence) -> list[tuple[int, CachedBlock]]:
+        """Insert the sequence's computed tokens; returns the blocks in which they are found, with their content."""
+        found: list[tuple[int, CachedBlock]] = []
+        parent = _root_of(sequence)
+        for i, block in enumerate(sequence.block_table):
+            end = min((i + 1) * self.block_size, sequence.num_computed)
+            tokens = tuple(sequence.tokens[i * self.block_size : end])
+            if not tokens:
+                break
+            existing = self._children.get(parent, {}).get(tokens)
+            if existing is None:
+                self._evict(block)
+                self._nodes[block] = CachedBlock(self._next_node_id, parent, tokens)
+                self._children.setdefault(parent, {})[tokens] = block
+                self._next_node_id += 1
+                existing = block
+            found.append((existing, self._nodes[existing]))
+            parent = self._nodes[existing].id
+        return found
+
     def extend(self, sequence: Sequence, num_tokens: int) -> bool:
         """Give an admitted sequence the blocks it lacks for `num_tokens` tokens; False (and no change) without room."""
         num_new = self.num_blocks_for(num_tokens) - len(sequence.block_table)
@@ -113,7 +139,7 @@ class BlockManager:
     def release(self, sequence: Sequence) -> None:
         """Insert the sequence's computed tokens and free its blocks; the last ones are evicted first."""
         if self._reuse:
-            self._insert(sequence)
+            self.publish(sequence)
         for block in reversed(sequence.block_table):
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
@@ -141,16 +167,20 @@ class BlockManager:
             assert 0 < len(node.tokens) <= self.block_size
         assert all(self._children.values()), "an empty level of the trie was kept"
 
-    def _match(self, tokens: list[int], most: int) -> tuple[list[int], tuple[int, int] | None]:
+    def holds(self, block: int, content: CachedBlock) -> bool:
+        """True if the block has still this content. Asked by any thread: what it read before the answer is right."""
+        return self._nodes.get(block) is content
+
+    def _match(self, sequence: Sequence, most: int) -> tuple[list[int], tuple[int, int] | None]:
         """Published blocks that hold the first tokens, and one that begins with some of those that follow."""
-        shared, parent = self._match_prefix(tokens[: most + 1])
+        tokens = sequence.tokens
+        shared, parent = self._match_prefix(tokens[: most + 1], _root_of(sequence))
         start = len(shared) * self.block_size
         return shared, self._find_partial_block(parent, tokens[start : min(start + self.block_size, most)])
 
-    def _match_prefix(self, tokens: list[int]) -> tuple[list[int], int]:
-        """Published blocks that hold the sequence's first tokens, and the node of the last one."""
+    def _match_prefix(self, tokens: list[int], node: Parent) -> tuple[list[int], Parent]:
+        """Published blocks below `node` that hold the first tokens, and the node of the last one."""
         blocks: list[int] = []
-        node = _ROOT
         for start in range(0, len(tokens) - self.block_size, self.block_size):
             block = self._children.get(node, {}).get(tuple(tokens[start : start + self.block_size]))
             if block is None:
@@ -159,7 +189,7 @@ class BlockManager:
             node = self._nodes[block].id
         return blocks, node
 
-    def _find_partial_block(self, parent: int, tokens: Seq[int]) -> tuple[int, int] | None:
+    def _find_partial_block(self, parent: Parent, tokens: Seq[int]) -> tuple[int, int] | None:
         """(block, n): of the blocks below `parent` one that shares most first tokens with `tokens`, and how many."""
         best = None
         for candidate, block in self._children.get(parent, {}).items():
@@ -182,24 +212,10 @@ class BlockManager:
             self._free.move_to_end(source)  # or the allocation could hand out what it is to be copied from
         return self._allocate()
 
-    def _insert(self, sequence: Sequence) -> None:
-        parent = _ROOT
-        for i, block in enumerate(sequence.block_table):
-            end = min((i + 1) * self.block_size, sequence.num_computed)
-            tokens = tuple(sequence.tokens[i * self.block_size : end])
-            if not tokens:
-                return
-            existing = self._children.get(parent, {}).get(tokens)
-            if existing is None:
-                self._evict(block)
-                self._nodes[block] = _Node(self._next_node_id, parent, tokens)
-                self._children.setdefault(parent, {})[tokens] = block
-                self._next_node_id += 1
-                existing = block
-            parent = self._nodes[existing].id
-
     def _evict(self, block: int) -> None:
         """Remove the block's content from the trie."""
+        if self.on_evict is not None and block in self._nodes:
+            self.on_evict(block, self._nodes[block])
         node = self._nodes.pop(block, None)
         if node is not None:
             del self._children[node.parent][node.tokens]
@@ -215,6 +231,10 @@ class BlockManager:
     def _hold(self, block: int) -> None:
         self._free.pop(block, None)
         self._ref_counts[block] += 1
+
+
+def _root_of(sequence: Sequence) -> Parent:
+    return sequence.request.cache_salt or _ROOT
 
 
 def _common_prefix_len(a: Seq[int], b: Seq[int]) -> int:

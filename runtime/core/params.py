@@ -386,7 +386,7 @@ class SamplingParams:
     receipt: Annotated[
         bool,
         RequestField("True: the output has a receipt, which says all that its tokens follow from, for a check of them.",
-                     in_all("receipt", "completions", "chat"), neutral=(False,)),
+                     in_all("receipt", *_OPENAI, "messages"), neutral=(False,)),
     ] = False  # fmt: skip
     json_schema: Annotated[
         str | Mapping[str, Any] | None,

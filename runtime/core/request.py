@@ -57,6 +57,8 @@ class Request:
     """True if the output's text keeps the stop word, or the shown end id, that ended it."""
     wants_receipt: bool = False
     """True if the output has a receipt (`runtime.proof`)."""
+    cache_salt: str | None = None
+    """Name of its owner: requests find only K/V of others with the same text here. None: of those without one."""
 
     @property
     def name(self) -> str:
@@ -151,6 +153,10 @@ class Sequence:
     """True once a draft was verified by probabilities: the output is no function of the request's noise alone."""
     shared_len: int = 0
     """Tokens that begin another sequence too, whose state is to be kept once they are computed; 0: none."""
+    kept_states: dict[int, bytes] = field(default_factory=dict)
+    """States after so many of its tokens, on their way to disk."""
+    num_saved: int = 0
+    """Its whole blocks that were given to the disk."""
 
     @classmethod
     def start(cls, request: Request) -> "Sequence":

@@ -50,6 +50,8 @@ class _Kept:
     tokens: list[int]
     first: int
     is_over: bool
+    salt: str | None = None
+    """Owner of the sequence (`Request.cache_salt`)."""
 
     def match_len(self, tokens: Seq[int], most: int) -> int:
         """Length of the longest common prefix, of at most `most` tokens, that a sequence can go on from; or 0."""
@@ -101,7 +103,7 @@ class StateManager:
         """True if running sequences hold all slots."""
         return not self._free and not self._kept
 
-    def find(self, tokens: Seq[int], most: int) -> Found | None:
+    def find(self, sequence: Sequence, most: int) -> Found | None:
         """The kept state, within the first `most` tokens, that leaves fewest tokens to compute; None if no slot is
         free.
         """
@@ -110,7 +112,9 @@ class StateManager:
             return None
         best = Found(NULL_SLOT, 0)
         for slot, kept in reversed(self._kept.items()):
-            num_tokens = kept.match_len(tokens, most)
+            if kept.salt != sequence.request.cache_salt:
+                continue
+            num_tokens = kept.match_len(sequence.tokens, most)
             if num_tokens > best.num_tokens:
                 best = Found(slot, num_tokens)
         return best
@@ -138,7 +142,7 @@ class StateManager:
         if not self._reuse or not num_tokens or not span.first <= num_tokens <= span.end:
             self._free.append(slot)
             return
-        self._put(slot, _Kept(sequence.tokens[:num_tokens], span.first, sequence.is_over))
+        self._put(slot, _Kept(sequence.tokens[:num_tokens], span.first, sequence.is_over, sequence.request.cache_salt))
 
     def keep(self, sequence: Sequence) -> StateCopy | None:
         """Keep the state of a running sequence's computed tokens. Returns the copy to make; None if no slot is left."""
@@ -147,7 +151,8 @@ class StateManager:
         slot = self._allocate(NULL_SLOT)
         self._kept.pop(slot, None)
         first = self._held[sequence.state_slot].first
-        self._put(slot, _Kept(sequence.tokens[: sequence.num_computed], first, is_over=True))
+        tokens, salt = sequence.tokens[: sequence.num_computed], sequence.request.cache_salt
+        self._put(slot, _Kept(tokens, first, is_over=True, salt=salt))
         return StateCopy(sequence.state_slot, slot)
 
     def drop(self, slot: int) -> None:
@@ -156,8 +161,8 @@ class StateManager:
         self._free.append(slot)
 
     def _put(self, slot: int, kept: _Kept) -> None:
-        """Keep a slot, and drop another slot kept for the same tokens."""
-        for other in [one for one, its in self._kept.items() if its.tokens == kept.tokens]:
+        """Keep a slot, and drop another slot kept for the same tokens and salt."""
+        for other in [one for one, its in self._kept.items() if (its.tokens, its.salt) == (kept.tokens, kept.salt)]:
             self.drop(other)
         self._kept[slot] = kept
 
@@ -172,6 +177,14 @@ class StateManager:
         """True if the sequence's next step may begin behind its computed tokens."""
         span = self._held[sequence.state_slot]
         return span.first <= sequence.num_computed <= span.end
+
+    def first_of(self, sequence: Sequence) -> int:
+        """The first position at which the sequence's step may begin."""
+        return self._held[sequence.state_slot].first
+
+    def set_span(self, sequence: Sequence, first: int, end: int) -> None:
+        """Note that the sequence's slot was given the states of other positions."""
+        self._held[sequence.state_slot] = _Span(first, end)
 
     def count(self, **counts: int) -> None:
         """Add to the statistics."""
@@ -222,6 +235,10 @@ def _numbers_of_head(shape: RecurrentShape, num_back: int) -> int:
 def state_inputs(rows: Seq[Row], pools: list[Tensor]) -> tuple[()] | tuple[Tensor, list[Tensor]]:
     """Inputs of a step beside its batch and K/V, of a model with states: (B,) each row's slot, and the pools."""
     return (torch.tensor([row.state_slot for row in rows], device=pools[0].device), pools) if pools else ()
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def copy_slot(pools: Seq[Tensor], copy: StateCopy) -> None:
@@ -280,6 +297,28 @@ class States:
             copy_slot(self.pools, copy)
             if self._copied is not None:
                 self._copied(copy)
+
+    def saved(self, sequence: Sequence) -> bytes | None:
+        """The state after a sequence's computed tokens as bytes; None where its slot has none there."""
+        if not sequence.num_computed or not self.manager.can_begin(sequence):
+            return None
+        first = self.manager.first_of(sequence).to_bytes(8, "little")
+        return first + b"".join(_bytes_of(pool[sequence.state_slot]).numpy().tobytes() for pool in self.pools)
+
+    def load(self, sequence: Sequence, num_tokens: int, saved: bytes) -> None:
+        """Give a sequence the state after its first `num_tokens` tokens, which was `saved`."""
+        first, at = int.from_bytes(saved[:8], "little"), 8
+        self.manager.set_span(sequence, first, num_tokens)
+        for pool in self.pools:
+            size = pool[sequence.state_slot].nbytes
+            numbers = torch.frombuffer(bytearray(saved[at : at + size]), dtype=pool.dtype)
+            pool[sequence.state_slot] = numbers.view(pool.shape[1:]).to(pool.device)
+            at += size
+
+    @property
+    def num_saved_bytes(self) -> int:
+        """Bytes of one sequence's `saved` state."""
+        return 8 + sum(pool[NULL_SLOT].nbytes for pool in self.pools)
 
     def rewind(self, sequence: Sequence) -> None:
         """Have all tokens of a sequence computed again, if it went back further than its slot's states reach."""

@@ -196,6 +196,23 @@ class StateStats:
         return self.plus(**{name: -value for name, value in vars(before).items()})
 
 
+@dataclass(frozen=True)
+class PromptTokens:
+    """Tokens of an engine's prompts: whose K/V were found in memory or on disk, and the others, which are computed."""
+
+    num_in_memory: int = 0
+    num_on_disk: int = 0
+    num_computed: int = 0
+
+    def plus(self, num_tokens: int, num_found: int, num_on_disk: int) -> "PromptTokens":
+        """Add a prompt of `num_tokens`, of which `num_found` were found, `num_on_disk` of these on disk."""
+        return PromptTokens(
+            self.num_in_memory + num_found - num_on_disk,
+            self.num_on_disk + num_on_disk,
+            self.num_computed + num_tokens - num_found,
+        )
+
+
 @dataclass
 class LoopTimes:
     """Breakdown of a loop's wall time: proposing, in the compiled step, and in everything else."""

@@ -28,6 +28,7 @@ from runtime.drafters.heads.paged_head import hide_first, use_programs
 from runtime.engine.engine import Engine
 from runtime.engine.head_cache import HeadCache
 from runtime.kernels.memory import trim
+from runtime.util.cache import digest, file_digest
 from runtime.util.errors import SpecDecError
 
 _SHORT_ROW = 32
@@ -278,7 +279,8 @@ def open_head(engine: Engine, config: HeadConfig) -> tuple[Head, HeadCache]:
         head.read_layers_of(target)
     if sum(file.stat().st_size for file in config.weight_files) > _LITTLE_BYTES:
         trim()  # as much as the weights again: those that were read, and packed
-    cache = engine.add_head(head)
+    name = digest(map(file_digest, config.weight_files)) if engine.has_disk else None
+    cache = engine.add_head(head, name)
     if head.uses_kernels:
         use_programs(head, engine.kv_pool if head.reads_target else cache.pool, cache.states.dtype, arithmetic)
     return head, cache

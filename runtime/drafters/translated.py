@@ -74,7 +74,8 @@ class TranslatedDraftModel:
         # It drafts as long as its engine has room, whatever the budget is in its tokens.
         engine, prompt = self.model.engine, tuple(made.draft.tokens)
         room = min(engine.config.build_config.max_request_len, engine.num_cache_tokens) - len(prompt)
-        made.draft_request = Request(request.id, prompt, max(room, 1), self._end_ids)
+        salt = request.cache_salt
+        made.draft_request = Request(request.id, prompt, max(room, 1), self._end_ids, cache_salt=salt)
         return made
 
     def _followed(self, sequence: Sequence) -> _Translated:

@@ -6,8 +6,9 @@ batch's rows. What becomes of the logits is decided above, in `runtime.loop.step
 
 import dataclasses
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,10 +25,11 @@ from runtime.core.kv_cache import BlockManager, KVPool, bytes_per_block, kv_dtyp
 from runtime.core.limits import check_cache_size, check_draft_len, check_lengths, check_vocabulary
 from runtime.core.request import Request, Sequence
 from runtime.core.states import States, bytes_per_slot, num_slots_of, state_inputs
-from runtime.core.stats import StateStats
+from runtime.core.stats import PromptTokens, StateStats
 from runtime.engine.devices import check_device_ids
 from runtime.engine.draft_vocab import read_draft_ids
 from runtime.engine.head_cache import HeadCache, ReadsStates, bytes_of_head
+from runtime.engine.kv_disk import KVDisk
 from runtime.engine.load import check_environment, check_shape, open_copy
 from runtime.engine.ranks import RankedModel, RankedStep, open_ranks
 from runtime.kernels.ops import flush_denormals, openmp_alone
@@ -39,7 +41,8 @@ from runtime.util.thread_turns import ThreadTurns
 
 # A prompt is computed in pieces: those that wait for it wait less, and a piece does not look at blocks after it.
 DEFAULT_MAX_NUM_TOKENS = 512
-_SHORT_ROW = 32
+SHORT_ROW = 32
+"""Longest row, in tokens, that is computed together with others."""
 _MAX_LOGITS = 1 << 23  # computed at once of a prompt that is scored
 
 
@@ -49,6 +52,9 @@ _STATE_CHECKPOINT_INTERVAL = 8192
 @dataclass(frozen=True)
 class KVCacheConfig:
     """Size of the K/V cache, and whether released blocks are reused.
+
+    With `disk_dir` it is kept in that directory too, up to `disk_bytes` (20 GB), and found again there by other
+    processes and after a restart.
 
     `max_tokens` bounds it on any device. Without it a CPU gets what max_batch_size sequences of max_seq_len tokens
     need, and a GPU `free_gpu_memory_fraction` of the memory that is free once the engine is open. A model's states,
@@ -60,9 +66,25 @@ class KVCacheConfig:
     max_tokens: Size | None = None
     free_gpu_memory_fraction: Share = 0.9
     state_checkpoint_interval: int | None = None
+    disk_dir: str | Path | None = None
+    disk_bytes: Size | None = None
 
     def __post_init__(self) -> None:
         check_arguments(KVCacheConfig, vars(self))
+        if self.disk_dir is None and self.disk_bytes is not None:
+            raise UsageError(
+                f"a size for K/V on disk is given without a directory: {self.disk_bytes}",
+                hint="name the directory by `disk_dir`",
+                code="disk_size_alone",
+                num_bytes=self.disk_bytes,
+            )
+        if self.disk_dir is not None and not self.block_reuse:
+            raise UsageError(
+                f"K/V are read from disk for requests that reuse them, and nothing is reused: {self.disk_dir}",
+                hint="leave `block_reuse` on, or `disk_dir` out",
+                code="disk_without_reuse",
+                directory=self.disk_dir,
+            )
 
     def interval(self, *, has_states: bool) -> int | None:
         """Tokens of prompts after which states are kept; None where they are not. UsageError for one that nothing
@@ -133,6 +155,20 @@ class Engine:
         except (RuntimeError, MemoryError, OSError) as error:  # less was there than the system said
             raise out_of_memory(error) if is_out_of_memory(error) else error from error
         self._heads: list[HeadCache] = []
+        self.prompt_tokens = PromptTokens()
+        """Origin of the prompts' tokens so far, but for what is computed `without_disk`, such as a fingerprint."""
+        self._disk: KVDisk | None = None
+        self._num_without_disk = 0
+        if kv_cache.disk_dir is not None:
+            if self.ranks is not None:
+                raise UsageError(
+                    f"K/V of an engine that is split over ranks are not kept on disk: {kv_cache.disk_dir}",
+                    hint="leave `disk_dir` out",
+                    code="disk_of_ranks",
+                    directory=kv_cache.disk_dir,
+                )
+            directory = Path(kv_cache.disk_dir).expanduser()
+            self._disk = KVDisk(directory, kv_cache.disk_bytes, config, self._blocks, self._pool, self._states)
 
     @classmethod
     def open(
@@ -186,8 +222,31 @@ class Engine:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    @contextmanager
+    def without_disk(self) -> Iterator[None]:
+        """Read nothing from disk in the block, and write nothing: for what must be computed."""
+        self._num_without_disk += 1
+        try:
+            yield
+        finally:
+            self._num_without_disk -= 1
+
+    @property
+    def _used_disk(self) -> KVDisk | None:
+        return None if self._num_without_disk else self._disk
+
+    @property
+    def has_disk(self) -> bool:
+        """True if K/V are kept on disk too."""
+        return self._disk is not None
+
+    def flush_disk(self) -> None:
+        """Wait until the K/V of released sequences are on disk."""
+        if self._disk is not None:
+            self._disk.flush()
+
     def clear_cache(self) -> None:
-        """Forget all K/V of released sequences, so that what comes next starts cold."""
+        """Forget all K/V of released sequences in memory, so that what comes next starts cold."""
         self.turns.take(self._clear_cache)
 
     def _clear_cache(self) -> None:
@@ -205,6 +264,9 @@ class Engine:
     def _close(self) -> None:
         if self._is_open:
             self._is_open = False
+            if self._disk is not None:
+                self._disk.close()
+                self._disk = None
             if self.ranks is not None:
                 self.ranks.close()
             del self._step, self._copy_step, self._pool
@@ -300,7 +362,7 @@ class Engine:
         found = None
         if self._states is not None:
             num_known = self._blocks.match_len(sequence)
-            found = self._states.manager.find(sequence.tokens, num_known)
+            found = self._states.manager.find(sequence, num_known)
             if found is None:
                 return False
             is_worth_keeping = num_known - found.num_tokens >= self._blocks.block_size
@@ -321,9 +383,13 @@ class Engine:
         except BaseException:  # Ctrl-C between two layers: what was found is there in part
             sequence.num_computed = 0
             raise
+        num_on_disk = 0 if self._used_disk is None else self._used_disk.restore(sequence)
         for head in self._heads:
             head.forget(sequence.block_table, sequence.num_computed)
         sequence.stats.num_reused_tokens += sequence.num_computed
+        if not sequence.stats.num_steps and not self._num_without_disk:
+            num_found = sequence.num_computed
+            self.prompt_tokens = self.prompt_tokens.plus(len(sequence.tokens), num_found, num_on_disk)
         return True
 
     def extend(self, sequence: Sequence) -> bool:
@@ -366,8 +432,9 @@ class Engine:
             logits.update(zip(group, parts, strict=True))
         return [logits[i] for i in range(len(rows))]
 
-    def add_head(self, head: ReadsStates) -> HeadCache:
-        """Keep from now on what this head reads of the target's tokens, until it is removed.
+    def add_head(self, head: ReadsStates, name: str | None = None) -> HeadCache:
+        """Keep from now on what this head reads of the target's tokens, until it is removed. `name` says which head it
+        is to K/V on disk, such as a digest of its weights; without one it has none there.
 
         The K/V of released sequences are forgotten: of their tokens there is nothing for it.
         """
@@ -387,6 +454,8 @@ class Engine:
         def add() -> None:
             self._clear_cache()
             self._heads.append(cache)
+            if self._disk is not None:
+                self._disk.add_head(cache, name)
 
         self.turns.take(add)
         return cache
@@ -406,9 +475,13 @@ class Engine:
 
     def _remove_head(self, cache: HeadCache) -> None:
         self._heads = [one for one in self._heads if one is not cache]
+        if self._disk is not None:
+            self._disk.remove_head(cache)
 
     def release(self, sequence: Sequence) -> None:
         """Take the sequence's blocks back; with block reuse its K/V can be found until they are needed."""
+        if self._used_disk is not None:
+            self._used_disk.save(sequence)
         if self._states is not None and sequence.state_slot:
             self._states.manager.release(sequence)
         self._blocks.release(sequence)
@@ -451,6 +524,8 @@ class Engine:
             num_tokens -= len(row.tokens)
             if self._states is not None and sequence.num_computed == kept:
                 self._states.keep(sequence)
+                if self._used_disk is not None:
+                    self._used_disk.keep_state(sequence)
 
     def forward_context(self, sequence: Sequence, num_tokens: int) -> Tensor:
         """Compute the next `num_tokens` of an admitted sequence; (num_tokens, vocab) logits after each of them."""
@@ -459,14 +534,26 @@ class Engine:
         return logits
 
     def occupy_cache(self, blocks: range) -> None:
-        """Have these blocks of the K/V cache in memory, as if they were in use: for measuring."""
+        """Have these blocks of the K/V cache in memory, as if they were in use: for measuring.
+
+        The K/V of released sequences are forgotten.
+        """
         self.check_is_open()
-        self._pool.occupy(blocks)
+
+        def occupy() -> None:
+            self._clear_cache()
+            self._pool.occupy(blocks)
+
+        self.turns.take(occupy)
 
     def time_step(self, rows: list[Row], *, by_copy: bool = False) -> float:
-        """Seconds of the compiled step for these rows. Its writes to the K/V cache are unused."""
+        """Seconds of the compiled step for these rows, whose block tables name any blocks.
+
+        The K/V of released sequences are forgotten, because the step overwrites them.
+        """
 
         def step() -> float:
+            self._clear_cache()
             before = self.step_time_s + self.copy_time_s
             self._forward(rows, by_copy=by_copy)
             return self.step_time_s + self.copy_time_s - before
@@ -497,7 +584,10 @@ class Engine:
         if by_copy:
             self.copy_time_s += time.perf_counter() - start
         else:
-            self.step_time_s += time.perf_counter() - start
+            seconds, num_tokens = time.perf_counter() - start, sum(len(row.tokens) for row in rows)
+            self.step_time_s += seconds
+            if self._disk is not None and num_tokens > SHORT_ROW:
+                self._disk.rates.computed(num_tokens, seconds)
         return logits_of(output)
 
 
@@ -506,8 +596,8 @@ def _similar_lengths(rows: Seq[Row]) -> list[list[int]]:
 
     A prompt beside three rows of a draft's length would be computed four times over. By itself it fills the machine.
     """
-    short = [i for i, row in enumerate(rows) if len(row.tokens) <= _SHORT_ROW]
-    return [*([i] for i, row in enumerate(rows) if len(row.tokens) > _SHORT_ROW), *([short] if short else [])]
+    short = [i for i, row in enumerate(rows) if len(row.tokens) <= SHORT_ROW]
+    return [*([i] for i, row in enumerate(rows) if len(row.tokens) > SHORT_ROW), *([short] if short else [])]
 
 
 def resolve_device(kind: Literal["cpu", "cuda", "auto"], device_id: int) -> torch.device:

@@ -63,6 +63,10 @@ class HeadCache:
         self.states.flatten(0, 1)[slots, : reduced.shape[-1]] = reduced
         self._has_state.reshape(-1)[slots.cpu().numpy()] = True
 
+    def flags(self) -> list[Tensor]:
+        """Memory [num_blocks, block_size] of which slots have a hidden state, and which have keys and values."""
+        return [torch.from_numpy(self._has_state), torch.from_numpy(self._has_kv)]
+
     def copy_block(self, copy: BlockCopy) -> None:
         self.pool.copy_block(copy)
         for tensor in (self.states, self._has_state, self._has_kv):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -135,8 +135,9 @@ class Session:
     def warm_up(self, requests: Seq[Request]) -> None:
         """Run a few tokens of the first request with the drafter and without, and forget them."""
         first = [replace(requests[0], max_new_tokens=min(requests[0].max_new_tokens, 8))]
-        for speculate in (True, False):
-            self.run(first, speculate=speculate)
+        with self._without_disk():
+            for speculate in (True, False):
+                self.run(first, speculate=speculate)
         self.clear_cache()
         self.clear_pools()
 
@@ -144,7 +145,16 @@ class Session:
         """The same requests again, from an empty cache and with nothing drafted."""
         self.clear_cache()
         again = [replace(r, keep_logits=False) for r in requests]
-        return self.run(again, speculate=False, on_tokens=on_tokens)
+        with self._without_disk():
+            return self.run(again, speculate=False, on_tokens=on_tokens)
+
+    @contextmanager
+    def _without_disk(self) -> Iterator[None]:
+        """Context for what must be computed (`Engine.without_disk`)."""
+        with ExitStack() as stack:
+            for engine in filter(None, (self.engine, self.draft_engine)):
+                stack.enter_context(engine.without_disk())
+            yield
 
     def clear_cache(self) -> None:
         """Forget the K/V of finished requests, the draft model's too, so that what comes next starts cold."""

@@ -1,7 +1,6 @@
 """Measure what an engine's steps cost: when it is built, or when somebody first asks (`runtime.checkpoint.costs`)."""
 
 import time
-from contextlib import closing
 from dataclasses import replace
 from itertools import count, islice
 from random import Random
@@ -13,10 +12,10 @@ from runtime.checkpoint.bundle import Bundle
 from runtime.checkpoint.config import BuildConfig, EngineConfig, MachineSpeed, StepCost
 from runtime.checkpoint.costs import CostModel, MeasuredCosts, are_measured_when_asked_for, keep_costs
 from runtime.core.batch import Row
-from runtime.core.request import Request
+from runtime.core.request import Request, Sequence
 from runtime.core.stats import LoopTimes
 from runtime.engine.engine import Engine, KVCacheConfig
-from runtime.loop.scheduler import generate
+from runtime.loop.scheduler import Scheduler
 
 _CONTEXT_LENS = (64, 512, 2048)
 _CONTEXT_NUM_TOKENS = (64, 256, 512)
@@ -131,7 +130,7 @@ def _expected_s(costs: tuple[StepCost, ...], group: list[Cell], *, is_first: boo
 
 
 def time_cell(engine: Engine, batch_size: int, context_len: int, num_tokens: int, *, by_copy: bool = False) -> float:
-    """Seconds of one step; it overwrites K/V, so the cache must hold none that are needed."""
+    """Seconds of one step; it overwrites K/V, so no sequence may hold any."""
     num_logits = num_tokens if num_tokens <= engine.max_draft_len + 1 else 1
     return engine.time_step(_rows(engine, batch_size, context_len, num_tokens, num_logits), by_copy=by_copy)
 
@@ -156,12 +155,18 @@ def measure_host(engine: Engine) -> float:
     prompt = tuple(range(min(8, build.max_input_len, engine.config.vocab_size)))
     num_steps = min(_NUM_FIRST_STEPS + _NUM_HOST_STEPS, build.max_request_len - len(prompt))
     times, first_s, first_steps, start = LoopTimes(), 0.0, 0, time.perf_counter()
-    with closing(generate(engine, [Request(0, prompt, num_steps)], times=times)) as steps:
-        for _ in steps:
+    loop = Scheduler(engine, times=times)
+    loop.add(Sequence.start(Request(0, prompt, num_steps)))
+    try:
+        while loop.has_work:
+            loop.step()
             if times.num_iterations <= min(_NUM_FIRST_STEPS, num_steps - 1):
                 first_s, first_steps = times.host_time_s, times.num_iterations
             elif times.num_iterations >= first_steps + _MIN_HOST_STEPS and time.perf_counter() - start > _MAX_HOST_S:
                 break
+    finally:
+        # Now, and not in the next turn, as a generator's end: the K/V must be forgotten with all others.
+        engine.turns.take(loop.release_all)
     return (times.host_time_s - first_s) / (times.num_iterations - first_steps)
 
 

@@ -26,7 +26,7 @@ from runtime.engine.engine import Engine
 from runtime.loop.lossless.check import is_chosen_within, rounding_of
 from runtime.proof.long_drafts import MOST_LOGITS_OF_GROUP, LongDraft, LongDrafts
 from runtime.proof.receipts import Read
-from runtime.proof.records import Finding, Fingerprint, Receipt, Relation, Rule, differences, relation_of
+from runtime.proof.records import Finding, Fingerprint, Receipt, Relation, Rule, differences, in_words, relation_of
 from runtime.text.text import StopWords
 from runtime.util.errors import SpecDecError
 
@@ -228,7 +228,7 @@ class Checker:
 def _other_model(theirs: Fingerprint, ours: Fingerprint) -> str:
     if theirs.architecture != ours.architecture:
         return differences(theirs, ours)[0]
-    return f"another tokenizer: {theirs.tokenizer}, here {ours.tokenizer}"
+    return f"another tokenizer: {in_words(theirs.tokenizer)}, here {ours.tokenizer}"
 
 
 def _rule_of(receipt: Receipt, relation: Relation, *, is_invariant: bool) -> Rule:

@@ -18,6 +18,7 @@ from runtime.checkpoint.tokenizer import Tokenizer
 from runtime.core.batch import generation_row
 from runtime.core.request import Request, Sequence
 from runtime.engine.engine import Engine
+from runtime.loop.step import make_room
 from runtime.proof.records import Fingerprint
 from runtime.text.text import tokenizer_digest
 from runtime.util.cache import digest
@@ -38,7 +39,7 @@ def fingerprint_of(engine: Engine, tokenizer: Tokenizer | None) -> Fingerprint:
     )
     shapes = (config.pretrained_config.get("model_type"), config.vocab_size, config.layers, config.states)
     return Fingerprint(
-        logits=engine.turns.take(lambda: digest_of_logits(engine)),
+        logits=engine.turns.take_with_room(lambda: digest_of_logits(engine)),
         weights=config.weights_digest[:_DIGEST_LEN],
         architecture=digest([repr(shapes)])[:_DIGEST_LEN],
         tokenizer=None if tokenizer is None else tokenizer_digest(tokenizer)[:_DIGEST_LEN],
@@ -69,22 +70,27 @@ def fixed_tokens(vocab_size: int, num_tokens: int) -> list[int]:
     return tokens
 
 
-def digest_of_logits(engine: Engine) -> str:
-    """Digest of the bytes of all logits after fixed tokens: of all but one as a prompt, of the last as a step."""
+def digest_of_logits(engine: Engine) -> str | None:
+    """Digest of the bytes of all logits after fixed tokens: of all but one as a prompt, of the last as a step.
+
+    None: other generations hold the room, and go on first.
+    """
     build = engine.config.build_config
     tokens = fixed_tokens(engine.config.vocab_size, min(NUM_TOKENS, build.max_request_len - 1))
     # The last token alone is the request's prompt for the loop: nothing of it is found in the cache, nor looked up.
     sequence = Sequence.start(Request(0, tuple(tokens), 1))
-    engine.clear_cache()
-    if not engine.admit(sequence):
-        engine.raise_cache_is_taken(sequence.request)
-    try:
-        found = engine.forward_context(sequence, len(tokens) - 1) if len(tokens) > 1 else None
-        last = engine.step([generation_row(sequence, [])])[0]
-        return _digest_of([last] if found is None else [found, last])
-    finally:
-        engine.release(sequence)
+    with engine.without_disk():
         engine.clear_cache()
+        while not engine.admit(sequence):
+            if not make_room(engine, None, sequence.request):
+                return None
+        try:
+            found = engine.forward_context(sequence, len(tokens) - 1) if len(tokens) > 1 else None
+            last = engine.step([generation_row(sequence, [])])[0]
+            return _digest_of([last] if found is None else [found, last])
+        finally:
+            engine.release(sequence)
+            engine.clear_cache()
 
 
 def _digest_of(tensors: Seq[Tensor]) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -10,7 +11,8 @@ from torch import Tensor
 from runtime.core.batch import Row, context_row
 from runtime.core.request import Request, Sequence
 from runtime.core.sampling import Positions, Sampler
-from runtime.engine.engine import Engine
+from runtime.engine.engine import SHORT_ROW, Engine
+from runtime.loop.step import make_room
 from runtime.util.errors import SpecDecError
 
 _MOST_LOGITS = 1 << 23
@@ -64,18 +66,31 @@ class LongDrafts(Generic[Draft]):
     judge: Judge[Draft]
 
     def compute(self, drafts: list[Draft]) -> None:
-        """Compute all of them, as many at once as the K/V cache has room for."""
+        """Compute all of them, in their order."""
         while drafts:
-            drafts = self.engine.turns.take(lambda drafts=drafts: self._compute_some(drafts))  # type: ignore[misc]
+            some = partial(self._compute_without_disk, drafts)
+            drafts = self.engine.turns.take_with_room(some)
 
-    def _compute_some(self, drafts: list[Draft]) -> list[Draft]:
-        """Compute the first of them; returns the others."""
+    def _compute_without_disk(self, drafts: list[Draft]) -> list[Draft] | None:
+        with self.engine.without_disk():
+            return self._compute_some(drafts)
+
+    def _compute_some(self, drafts: list[Draft]) -> list[Draft] | None:
+        """Compute the first of them; returns the others. None: other generations hold the room, and go on first.
+
+        Short ones are computed together, up to one that is long: that fills the machine by itself, and the next may
+        find its keys and values. So of eight answers to one prompt, the prompt is computed once.
+        """
         admitted: list[Draft] = []
         try:
             for draft in drafts[: self.engine.max_batch_size]:
-                if not self._admit(draft, is_first=not admitted):
+                if not self._admit(draft):
                     break
                 admitted.append(draft)
+                if len(draft.sequence.tokens) - draft.sequence.num_computed > SHORT_ROW:
+                    break
+            if not admitted:
+                return self._make_room(drafts)
             while going := [one for one in admitted if not (one.is_over or one.problem or _is_done(one))]:
                 all_logits = self._forward(going)
                 with self.engine.alone():
@@ -88,7 +103,20 @@ class LongDrafts(Generic[Draft]):
                     self.engine.release(draft.sequence)
         return drafts[len(admitted) :]
 
-    def _admit(self, draft: Draft, *, is_first: bool) -> bool:
+    def _make_room(self, drafts: list[Draft]) -> list[Draft] | None:
+        """Have other generations give blocks to the first. As `_compute_some`; it gets a problem if none can."""
+        first, num_tokens = drafts[0], self.engine.num_cache_tokens
+        if self.engine.cache_usage == 0:
+            num_needed = len(first.sequence.tokens)
+            first.problem = f"it does not fit into the K/V cache of {num_tokens} tokens: {num_needed}"
+            return drafts[1:]
+        try:
+            return drafts if make_room(self.engine, None, first.request) else None
+        except SpecDecError as error:
+            first.problem = error.message
+            return drafts[1:]
+
+    def _admit(self, draft: Draft) -> bool:
         """Give it blocks for all its tokens, of which those of the prompt may be found. False: no room now."""
         sequence, tokens = draft.sequence, draft.sequence.tokens
         most = self.engine.config.build_config.max_request_len
@@ -107,11 +135,7 @@ class LongDrafts(Generic[Draft]):
             return True
         if has_room:
             self.engine.release(sequence)
-        if is_first:
-            draft.problem = (
-                f"it does not fit into the K/V cache of {self.engine.num_cache_tokens} tokens: {len(tokens)}"
-            )
-        return is_first
+        return False
 
     def _forward(self, drafts: Seq[Draft]) -> list[Tensor]:
         """[rows, vocab] logits of each: the next of those that it needs."""

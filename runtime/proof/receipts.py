@@ -85,6 +85,15 @@ def read_receipts(path: Path, answers: Answers | None = None) -> Iterator[Read]:
         raise_unreadable(path, error)
 
 
+def num_lines(path: Path) -> int:
+    """Number of lines of a file; SpecDecError if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+    except OSError as error:
+        raise_unreadable(path, error)
+
+
 def _read_line(line: bytes, where: str, answers: Answers) -> Iterator[Read]:
     try:
         data = json.loads(line.decode("utf-8"))
@@ -100,21 +109,22 @@ def _read_line(line: bytes, where: str, answers: Answers) -> Iterator[Read]:
 
 
 def rows_in(data: Any) -> Iterator[dict[str, Any]]:
-    """The receipts in a line: itself, or those of an answer's choices, which a batch has in a `response`."""
+    """The receipts in a line: itself, or those of an answer or its choices, which a batch has in a `response`."""
     if not isinstance(data, dict):
         return
     if isinstance(data.get("fingerprint"), dict):
         yield data
         return
-    for choice in choices_of(body_of(data)):
-        if isinstance(choice.get("receipt"), dict):
-            yield choice["receipt"]
+    body = body_of(data)
+    for place in (body, *choices_of(body)):
+        if isinstance(place.get("receipt"), dict):
+            yield place["receipt"]
 
 
 def body_of(data: Any) -> dict[str, Any]:
-    """The answer in a line of a batch's results, or a server's answer itself."""
+    """The answer in a line of a batch's results, in an event that ends a response, or a server's answer itself."""
     response = data.get("response") if isinstance(data, dict) else None
-    body = response.get("body") if isinstance(response, dict) else data
+    body = response.get("body", response) if isinstance(response, dict) else data
     return body if isinstance(body, dict) else {}
 
 

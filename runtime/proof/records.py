@@ -10,6 +10,7 @@ from runtime.core.params import Grammar, SamplingConfig
 from runtime.core.stats import FinishReason
 from runtime.text.trace_lines import line_digest
 from runtime.util.cache import digest
+from runtime.util.reading import shown
 
 Relation = Literal["same", "other_machine", "faulty", "other_engine", "other_model"]
 """An engine beside another: the same bits; other bits on another machine, version or build; other bits although all
@@ -76,7 +77,7 @@ def relation_of(theirs: Fingerprint, ours: Fingerprint) -> Relation:
 def differences(theirs: Fingerprint, ours: Fingerprint) -> list[str]:
     """Differences in words: `dtype bfloat16, here float32`; empty for engines with the same fingerprint."""
     if theirs.architecture != ours.architecture:
-        return [f"another model, of {theirs.vocab_size:,} ids, here {ours.vocab_size:,}"]
+        return [f"another model, of {in_words(theirs.vocab_size)} ids, here {ours.vocab_size}"]
     named = {"tokenizer": "tokenizer"} | _OF_ENGINE | _OF_MACHINE
     found = [
         f"{word} {there}, here {here}"
@@ -85,7 +86,7 @@ def differences(theirs: Fingerprint, ours: Fingerprint) -> list[str]:
         if there != here
     ]
     if theirs.logits != ours.logits:
-        found.append(f"bits {theirs.name}, here {ours.name}")
+        found.append(f"bits {in_words(theirs.name)}, here {ours.name}")
     return found
 
 
@@ -93,8 +94,14 @@ def _differing(theirs: Any, ours: Any) -> tuple[str, str]:
     """Two values in words; of lists what only one of them has."""
     if isinstance(theirs, tuple):
         there, here = (" ".join(sorted({*one} - {*other})) for one, other in ((theirs, ours), (ours, theirs)))
-        return f"also {there}" if there else "no more", f"also {here}" if here else "no more"
-    return ("none" if theirs is None else str(theirs)), ("none" if ours is None else str(ours))
+        return f"also {in_words(there)}" if there else "no more", f"also {in_words(here)}" if here else "no more"
+    return in_words(theirs), in_words(ours)
+
+
+def in_words(value: Any) -> str:
+    """A value of a fingerprint as a sentence shows it: receipts are written by anyone."""
+    text = "none" if value is None else str(value)
+    return text if text.isprintable() and len(text) <= 100 else shown(text)
 
 
 FORMAT_VERSION = 1

@@ -32,6 +32,9 @@ from runtime.text.trace_lines import Trace
 from runtime.util.errors import SpecDecError
 from runtime.util.reading import raise_unreadable, shown
 
+_NUM_CHOSEN = 32
+"""Rows that are chosen from at once: behind a token that differs the others are asked for again."""
+
 
 @dataclass(frozen=True)
 class OldAnswer:
@@ -85,6 +88,16 @@ class Compared(LongDraft):
     new_output: list[int] | None = None
     old_logits: list[Tensor] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, old: OldAnswer, request: Request) -> "Compared":
+        """An old answer before it is compared."""
+        return cls(request, old.output, max(len(old.output), 1), old=old)
+
+    @classmethod
+    def refused(cls, old: OldAnswer, problem: str) -> "Compared":
+        """An old answer that cannot be compared, and why."""
+        return cls(Request(0, (), 1), (), 1, old=old, problem=problem)
+
     @property
     def has_diverged(self) -> bool:
         return self.place is not None
@@ -101,13 +114,13 @@ class Comparison:
     def __init__(self, new: Engine, old: Engine | None = None) -> None:
         self.new, self.old, self.positions = new, old, Positions()
 
-    def compare(self, answers: Iterable[tuple[OldAnswer, Request]]) -> Iterator[Compared]:
-        """Each answer beside the new engine, in order."""
+    def compare(self, answers: Iterable[Compared]) -> Iterator[Compared]:
+        """Each answer, compared with the new engine, in order; those that have a problem as they are."""
         group: list[Compared] = []
         num_logits = 0
-        for old, request in answers:
-            group.append(Compared(request, old.output, max(len(old.output), 1), old=old))
-            num_logits += group[-1].num_rows * self.new.config.vocab_size
+        for one in answers:
+            group.append(one)
+            num_logits += one.num_rows * self.new.config.vocab_size
             if len(group) == self.new.max_batch_size or num_logits > MOST_LOGITS_OF_GROUP:
                 yield from self._compared(group)
                 group, num_logits = [], 0
@@ -115,9 +128,10 @@ class Comparison:
 
     def _compared(self, group: list[Compared]) -> list[Compared]:
         if self.old is not None:
-            befores = [Compared(one.request, one.output, one.num_rows, old=one.old) for one in group]
+            asked = [one for one in group if one.problem is None]
+            befores = [Compared(one.request, one.output, one.num_rows, old=one.old) for one in asked]
             LongDrafts(self.old, _keep_logits).compute(befores)
-            for one, before in zip(group, befores, strict=True):
+            for one, before in zip(asked, befores, strict=True):
                 one.old_logits, one.problem = before.old_logits, before.problem
         LongDrafts(self.new, self._judge).compute([one for one in group if one.problem is None])
         for one in group:
@@ -140,7 +154,7 @@ class Comparison:
         agreeing: list[bool] = []
         first = one.num_judged
         while len(agreeing) < len(logits):
-            rest = logits[len(agreeing) :]
+            rest = logits[len(agreeing) :][:_NUM_CHOSEN]
             chosen = choose_all([one.positions(first + len(agreeing), rest)])[0]
             for _ in range(len(rest)):
                 place = first + len(agreeing)
@@ -152,7 +166,7 @@ class Comparison:
                 agreeing.append(agrees)
                 if not agrees:
                     if one.place is None:
-                        self._note(one, place, token, rest[place - first - (len(logits) - len(rest))])
+                        self._note(one, place, token, logits[place - first])
                     break  # the kernels choose no further than a token that is not the draft's
         return agreeing
 

@@ -52,6 +52,8 @@ LEFT_OUT = {
 _BUT = ("drafters/heads",)
 OF_ALL_TO_READ = 0o644
 """Mode of files in the cache, whatever the umask: one that others may write is refused."""
+KV_CACHE = "kv"
+"""Directory of keys and values, where no other is named."""
 COSTS = ".costs"
 """Suffix of the file of measured step costs (`runtime.checkpoint.costs`), beside an engine."""
 

@@ -345,3 +345,27 @@ def stamp_of(stat: os.stat_result) -> Stamp:
 
 def directory_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def make_private_directory(directory: Path) -> None:
+    """Make the directory for its user alone. SpecDecError if another user owns it, or others may write there."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = directory.stat()
+    except FileExistsError:
+        raise SpecDecError(f"the place for keys and values is no directory: {directory}", hint="name another") from None
+    except OSError as error:
+        raise SpecDecError(
+            f"the directory for keys and values cannot be made ({error.strerror or error}): {directory}",
+            hint="name one that you may write",
+        ) from None
+    if found.st_uid not in (os.getuid(), 0):
+        raise SpecDecError(
+            f"the directory for keys and values belongs to another user (number {found.st_uid}): {directory}",
+            hint="name a directory of your own: it holds your prompts in clear",
+        )
+    if found.st_mode & 0o022:
+        raise SpecDecError(
+            f"other users may write into the directory for keys and values: {directory}",
+            hint=f"name another, or trust what is there: chmod go-w {directory}",
+        )

@@ -1,9 +1,10 @@
 """Figures of docs/proof.md: what checks and regress take and find.
 
-python -m scripts.bench.proof times --model MODEL          check ÷ generate, 128 and 512 tokens, greedy and sampled
+python -m scripts.bench.proof times --model MODEL          check ÷ generate, one answer after the other
 python -m scripts.bench.proof edits --model demo           1,000 edited answers of 10,000: found at their place?
 python -m scripts.bench.proof faults --model demo          20 faults in single tensors of weights: told?
 python -m scripts.bench.proof regress --model M --old M    old answers of another engine: time against generating
+python -m scripts.bench.proof predict --model demo         predicted ÷ measured, for engines whose tables are given
 
 A model is what `LLM` takes, and `101m` the Llama of random weights of `scripts.bench.llamas`.
 """
@@ -25,14 +26,19 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from runtime.checkpoint.costs import CostModel
 from runtime.core.request import Request, Sequence
 from runtime.llm import LLM
+from runtime.loop.step_costs import measure_host, measure_steps
+from runtime.measure.tuning.search import Cost, Replayer, Search, fixed
 from runtime.proof.receipts import Read, receipt_of
 from runtime.proof.records import Receipt
-from runtime.proof.regress import Comparison, OldAnswer
+from runtime.proof.regress import Compared, Comparison, OldAnswer
+from runtime.text.traces import read_traces
 from scripts.bench.llamas import LLAMA_101M, save_random_llama
 from specdec_cli import SamplingParams
 
+ROOT = Path(__file__).parents[2]
 _KINDS = ("another token", "swapped pair", "one more", "one less", "seed", "temperature", "stop")
 
 
@@ -70,27 +76,30 @@ def receipts_of(llm: LLM, sequences: list[Sequence]) -> list[Read]:
 
 
 def times(llm: LLM, runs: int) -> None:
-    """Medians of each ratio, alone and with as many answers together as the engine takes."""
-    llm.session().run(requests_of(llm, 1, 8, {"temperature": 0}))
-    for num in (1, llm.engine.max_batch_size):
-        for params in ({"temperature": 0}, {"temperature": 0.8}):
-            for max_tokens in (128, 512):
-                ratios, seconds = [], []
-                for _ in range(runs):
-                    sequences, generating = answers(llm, requests_of(llm, num, max_tokens, params))
-                    reads = receipts_of(llm, sequences)
-                    llm.engine.clear_cache()
-                    start = time.perf_counter()
-                    findings = list(llm.checker().check(reads))
-                    checking = time.perf_counter() - start
-                    ratios.append(checking / generating)
-                    seconds.append((generating, checking))
-                verdicts = dict(Counter(one.verdict for one in findings))
-                told = {"together": num, **params, "tokens": max_tokens, "ratio": round(statistics.median(ratios), 3)}
-                print(
-                    json.dumps(told | {"seconds": [[round(s, 3) for s in one] for one in seconds]} | verdicts),
-                    flush=True,
-                )
+    """Medians of check ÷ generate, one answer after the other; at last for four answers to one prompt of 400 tokens."""
+    for params in ({"temperature": 0}, {"temperature": 0.8}):
+        for max_tokens in (128, 512):
+            ratio_of(llm, requests_of(llm, 1, max_tokens, params), runs)
+    (template,) = requests_of(llm, 1, 128, {"temperature": 0.8}, 400)
+    ratio_of(llm, [template.with_prompt(i, template.prompt_tokens, i) for i in range(4)], runs)
+
+
+def ratio_of(llm: LLM, requests: list[Request], runs: int) -> None:
+    ratios, seconds = [], []
+    for _ in range(runs):
+        llm.engine.clear_cache()
+        start = time.perf_counter()
+        sequences = [llm.session().run([request]).sequences[0] for request in requests]
+        generating = time.perf_counter() - start
+        llm.engine.clear_cache()
+        reads, start = receipts_of(llm, sequences), time.perf_counter()
+        findings = list(llm.checker().check(reads))
+        checking = time.perf_counter() - start
+        ratios.append(checking / generating)
+        seconds.append([round(generating, 3), round(checking, 3)])
+    of = {"answers": len(requests), "prompt": len(requests[0].prompt_tokens), "tokens": requests[0].max_new_tokens}
+    told = of | {"temperature": requests[0].sampling.temperature, "ratio": round(statistics.median(ratios), 3)}
+    print(json.dumps(told | {"seconds": seconds} | dict(Counter(one.verdict for one in findings))), flush=True)
 
 
 def edited(receipt: Receipt, kind: str, draw: random.Random, vocab_size: int) -> Receipt:
@@ -190,7 +199,7 @@ def regress(new: LLM, old: LLM, num: int, max_tokens: int) -> None:
     requests = requests_of(old, num, max_tokens, {"temperature": 0})
     sequences, _ = answers(old, requests)
     olds = [OldAnswer(str(i), one.request.prompt_tokens, tuple(one.output_tokens)) for i, one in enumerate(sequences)]
-    asked = [(one, one.request(lambda receipt: requests[0], frozenset())) for one in olds]
+    asked = [Compared.of(one, one.request(lambda receipt: requests[0], frozenset())) for one in olds]
     comparison, again = Comparison(new.engine), answers(new, requests)
     new.engine.clear_cache()
     start = time.perf_counter()
@@ -210,9 +219,54 @@ def regress(new: LLM, old: LLM, num: int, max_tokens: int) -> None:
     )
 
 
+def predicted_and_measured(llm: LLM, traces: Path, threads: int) -> None:
+    """Times that the engine's cost table predicts for lookups from another engine's outputs, beside their times here.
+
+    `traces` are recorded by the first engine that is asked, and replayed for all.
+    """
+    torch.set_num_threads(threads)
+    requests = requests_of_prompts(llm)
+    if not traces.exists():
+        sequences = llm.session().run(requests).sequences
+        rows = ({"prompt_ids": one.request.prompt_tokens, "output_ids": one.output_tokens} for one in sequences)
+        traces.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    costs = CostModel(measure_steps(llm.engine, 4.0), measure_host(llm.engine))
+    search = Search(Replayer(read_traces(traces, llm.tokenizer), 1, Cost(costs, 512)), 10, fixed(), False)
+    search.run(lambda number=1, note="": None)
+    ranked = sorted(search.replayed, key=lambda one: one.rank)
+    tried = (search.replayed[0], ranked[0], ranked[len(ranked) // 2])
+    ratios = []
+    for one in tried:
+        seconds = []
+        for _ in range(3):
+            llm.engine.clear_cache()
+            session = llm.session_of(one.candidate)
+            start = time.perf_counter()
+            sequences = [session.run([request]).sequences[0] for request in requests]
+            seconds.append(time.perf_counter() - start)
+        num_tokens = sum(len(sequence.output_tokens) for sequence in sequences)
+        num_replayed = one.total.num_generated_tokens
+        ratios.append((one.rank / num_replayed) / (min(seconds) / num_tokens))
+    told = {"threads": threads, "dtype": llm.fingerprint.dtype, "quantization": llm.fingerprint.quantization}
+    by_name = {
+        f"{one.candidate.label}, {one.candidate.max_draft_len}, {one.candidate.draft_len_mode}": round(ratio, 2)
+        for one, ratio in zip(tried, ratios, strict=True)
+    }
+    speedups = [round(ratios[0] / ratio, 2) for ratio in ratios[1:]]
+    print(json.dumps(told | {"predicted ÷ measured": by_name, "of the speedups": speedups}), flush=True)
+
+
+def requests_of_prompts(llm: LLM) -> list[Request]:
+    """Greedy requests for the demo's articles, of 64 tokens."""
+    lines = (ROOT / "runtime" / "demo" / "articles.jsonl").read_text().splitlines()[:12]
+    params = llm.request_of(SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+    texts = [json.loads(line)["article"] for line in lines]
+    return [params.with_prompt(i, llm.encode(text, 900)[0]) for i, text in enumerate(texts)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["times", "edits", "faults", "regress"])
+    parser.add_argument("what", choices=["times", "edits", "faults", "regress", "predict"])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--old")
     parser.add_argument("--runs", type=int, default=3)
@@ -220,8 +274,14 @@ def main() -> None:
     parser.add_argument("--num-edited", type=int, default=1_000)
     parser.add_argument("--max-batch-size", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--quantization", help="of the engine whose speed is predicted")
+    parser.add_argument("--traces", type=Path, default=Path("traces.jsonl"), help="recorded once, for all predictions")
+    parser.add_argument("--processor-time", action="store_true", help="of one thread, on a machine that others use too")
     given = parser.parse_args()
-    with opened(given.model, max_batch_size=given.max_batch_size) as llm:
+    if given.processor_time:
+        vars(time)["perf_counter"] = time.process_time
+    with opened(given.model, max_batch_size=given.max_batch_size, quantization=given.quantization) as llm:
         print(
             given.model,
             llm.fingerprint.name,
@@ -235,6 +295,8 @@ def main() -> None:
             edits(llm, given.num, given.num_edited)
         elif given.what == "faults":
             faults(llm, 20)
+        elif given.what == "predict":
+            predicted_and_measured(llm, given.traces, given.threads)
         else:
             with opened(given.old or given.model, max_batch_size=given.max_batch_size) as old:
                 regress(llm, old, given.num, given.max_tokens)

@@ -5,6 +5,7 @@ python -m scripts.campaigns.kill --kills 10 --first 700
 python -m scripts.campaigns.kill --kills 10 --only batch     whose results are an undisturbed call's, byte for byte
 python -m scripts.campaigns.kill --slow              the same with a disk that is slow (a C++ compiler makes it so)
 python -m scripts.campaigns.kill --disks             full and read-only disks (root: they are mounted), and no kills
+python -m scripts.campaigns.kill --kv --kills 200    three processes that share keys and values on disk
 
 A command is killed (signal 9) half the time at any moment, and half the time while it writes; what it would replace is
 there or not. After the kill, what was there must still be read, old or new, and what was not is whole or absent. After
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +36,9 @@ from runtime.builder.profile import read_profile
 from runtime.checkpoint.bundle import check_step_files, check_tokenizer_files, read_bundle
 from runtime.checkpoint.checkpoint_dir import open_checkpoint
 from runtime.checkpoint.config import BuildConfig
+from runtime.core.request import Request
+from runtime.engine.engine import Engine, KVCacheConfig
+from runtime.loop import scheduler
 from runtime.text.corpus import Corpus
 from runtime.util.cache import read_kept_digest
 from scripts.campaigns import forks
@@ -201,6 +206,92 @@ def mounted(disk: Path, kind: str) -> Iterator[Path]:
         subprocess.run(["umount", disk], check=True)
 
 
+@dataclass(frozen=True)
+class SharedStore:
+    """Processes that answer the same prompts and share their keys and values on disk; one after the other is killed.
+
+    No answer may be wrong, nothing damaged, and what a process said to be on disk must be found.
+    """
+
+    engine_dir: Path
+    directory: Path
+    num_processes: int = 3
+
+    def kill(self, num_kills: int, seed: int = 0) -> list[str]:
+        """Kill so many of them, each replaced by another; what is wrong."""
+        rng = random.Random(seed)
+        prompts = _prompts(rng)
+        with Engine.open(self.engine_dir) as engine:
+            expected = dict(_answers(engine, prompts, range(len(prompts))))
+        reading, writing = os.pipe()
+        running = [self._start(prompts, expected, rng.random(), writing) for _ in range(self.num_processes)]
+        for _ in range(num_kills):
+            time.sleep(rng.uniform(0, 0.8))
+            process_id = running.pop(rng.randrange(len(running)))
+            os.kill(process_id, signal.SIGKILL)
+            os.waitpid(process_id, 0)
+            running.append(self._start(prompts, expected, rng.random(), writing))
+        for process_id in running:
+            os.kill(process_id, signal.SIGKILL)
+            os.waitpid(process_id, 0)
+        os.close(writing)
+        with os.fdopen(reading) as said:
+            lines = said.read().splitlines()
+        kept = {int(line.removeprefix("kept ")) for line in lines if line.startswith("kept ")}
+        problems = [line for line in lines if not line.startswith("kept ")]
+        problems += [] if kept else ["nothing was kept before the kills"]
+        with Engine.open(self.engine_dir, kv_cache=KVCacheConfig(disk_dir=self.directory)) as engine:
+            for number in sorted(kept):
+                before = engine.prompt_tokens.num_on_disk
+                ((_, output),) = _answers(engine, prompts, [number])
+                if output != expected[number]:
+                    problems.append(f"prompt {number} is answered wrong after the kills")
+                if engine.prompt_tokens.num_on_disk == before:
+                    problems.append(f"prompt {number} was kept, and is not found")
+                engine.clear_cache()
+        return problems
+
+    def _start(self, prompts: list[list[int]], expected: dict[int, list[int]], seed: float, writing: int) -> int:
+        if process_id := os.fork():
+            return process_id
+        try:
+            self._answer_forever(prompts, expected, random.Random(seed), writing)
+        except BaseException as error:
+            os.write(writing, f"a process failed: {type(error).__name__}: {error}\n".encode())
+        finally:
+            os._exit(1)
+
+    def _answer_forever(
+        self, prompts: list[list[int]], expected: dict[int, list[int]], rng: random.Random, writing: int
+    ) -> None:
+        def tell(message: Warning | str, *_: object, **__: object) -> None:
+            os.write(writing, f"told: {message}\n".encode())
+
+        warnings.showwarning = tell
+        with Engine.open(self.engine_dir, kv_cache=KVCacheConfig(disk_dir=self.directory)) as engine:
+            while True:
+                numbers = rng.sample(range(len(prompts)), 8)
+                for number, output in _answers(engine, prompts, numbers):
+                    if output != expected[number]:
+                        os.write(writing, f"prompt {number} is answered wrong\n".encode())
+                engine.flush_disk()
+                os.write(writing, "".join(f"kept {number}\n" for number in numbers).encode())
+                engine.clear_cache()
+
+
+def _prompts(rng: random.Random) -> list[list[int]]:
+    """Prompts of which some begin alike."""
+    beginnings = [[rng.randrange(3, 30) for _ in range(20)] for _ in range(4)]
+    return [beginnings[i % 4] + [rng.randrange(3, 30) for _ in range(50 + i)] for i in range(16)]
+
+
+def _answers(engine: Engine, prompts: list[list[int]], numbers: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    requests = [Request(number, tuple(prompts[number]), 8) for number in numbers]
+    for sequence, _ in scheduler.generate(engine, requests):
+        if sequence.finish_reason is not None:
+            yield sequence.request.id, sequence.output_tokens
+
+
 def _wait_for_writing(process_id: int, place: Path) -> None:
     deadline = time.monotonic() + LIMIT_S
     before = _tree(place)
@@ -324,6 +415,7 @@ def main() -> None:
     parser.add_argument("--only", metavar="COMMAND", help="kill none but this one")
     parser.add_argument("--slow", action="store_true")
     parser.add_argument("--disks", action="store_true")
+    parser.add_argument("--kv", action="store_true")
     given = parser.parse_args()
     if given.slow:
         with slow_disk() as environment:
@@ -335,8 +427,11 @@ def main() -> None:
     forks.import_all()
     problems = []
     with tempfile.TemporaryDirectory(prefix="kill-") as directory:
-        campaign = Campaign(Path(directory), given.only)
-        if given.disks:
+        campaign = Campaign(Path(directory), "corpus" if given.kv else given.only)
+        if given.kv:
+            store = SharedStore(campaign.work_dir / "engine", campaign.work_dir / "kv")
+            trials = [lambda: store.kill(given.kills, given.first)]
+        elif given.disks:
             trials = [lambda c=c, d=d: campaign.try_disk(c, d) for c in campaign.commands for d in DISKS]
         else:
             trials = [lambda n=n: campaign.kill(n) for n in range(given.first, given.first + given.kills)]

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +75,39 @@ def test_every_turn_is_hugging_faces(
     for part in (*expected, "prompt tokens found in the K/V cache", alone):
         assert part in text, (expected, result.stdout)
         text = text[text.index(part) + len(part) :]
+
+
+def test_a_conversation_is_continued_with_its_keys_and_values(
+    specdec: Specdec, engine_dir: Path, type_lines: TypeLines, tmp_path: Path, said: Said
+) -> None:
+    lines = ("The dog", "had a ball")
+    type_lines(*lines, "/stats")
+    whole = specdec("chat", engine_dir, *FLAGS).stdout
+    shown = ""
+    for i, line in enumerate(lines):
+        type_lines(line, "/stats")
+        kept = ["--continue", "walk", "--kv-cache-dir", tmp_path / "kv", "--kv-cache-disk-size", "100M"]
+        result = specdec("chat", engine_dir, *FLAGS, *kept)
+        assert result.exit_code == 0, result.stderr
+        text, _, stats = result.stdout.partition("\n")[2].partition(f"{NUM_TOKENS} tokens in ")
+        shown += text
+        found = int(re.findall(r"(\d+) of \d+ prompt tokens found", stats)[0])
+        assert (found > 0) == (i > 0)
+    said(result.stderr)
+    assert whole.partition("\n")[2].startswith(shown)
+    (path,) = (tmp_path / "kv" / "chats").iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600 and (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
+    listed = specdec("cache", "list", "--kv-cache-dir", tmp_path / "kv", "--json").document["kv"]
+    assert listed["num_bytes"] > 0 and listed["max_bytes"] == 10**8 and len(listed["engines"]) == 1
+    assert specdec("cache", "prune", "--kv-cache-dir", tmp_path / "kv", "--max-size", 0).exit_code == 0
+    assert specdec("cache", "list", "--kv-cache-dir", tmp_path / "kv", "--json").document["kv"]["engines"] == []
+    path.write_text('{"messages": "none"}')
+    for flags in (["--continue", "../up"], [*kept], ["--kv-cache-disk-size", "2G"], ["--kv-cache-disk-size", "much"]):
+        result = specdec("chat", engine_dir, *flags)
+        assert result.exit_code in (1, 2)
+        said(result)
+    type_lines("The dog")
+    assert specdec("chat", engine_dir, *FLAGS, "--continue").exit_code == 0  # in the cache, by the name `last`
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_chat(

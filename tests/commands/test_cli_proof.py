@@ -55,7 +55,7 @@ def test_receipts_of_a_run_are_exact(
     assert [row["output_ids"] for row in rows] == [one["output_ids"] for one in run["requests"]]
     for row in rows:
         jsonschema.validate(row, schema_of("receipt"))
-    document = specdec("check", path, "--engine-dir", llama_engine_dir, "--json").document
+    document = specdec("check", path, llama_engine_dir, "--json").document  # the engine as the last word
     assert_valid("check", document)
     total = document["total"]
     assert (
@@ -171,7 +171,7 @@ def test_regress_is_what_generating_again_says(
     flags = ["--engine-dir", int4_engine_dir, "--against", llama_engine_dir, "--new-answers", "--report", page]
     for path, params in zip(answers, ({"temperature": 0}, {"temperature": 1.2, "seed": 5}), strict=True):
         regress = ["regress", "--traces", path, "--max-diverged", "0"]
-        assert specdec(*regress, "--engine-dir", llama_engine_dir).exit_code == 0
+        assert specdec(*regress, llama_engine_dir).exit_code == 0
         assert specdec(*regress, "--engine-dir", int4_engine_dir).exit_code == 1
         document = specdec("regress", "--traces", path, *flags, "--json").document
         assert_valid("regress", document)
@@ -190,7 +190,7 @@ def test_fingerprints_are_of_the_bits(
 ) -> None:
     """The same of two builds of one model; another of other weights, which is said."""
     path = tmp_path / "fingerprint.json"
-    document = specdec("fingerprint", "--engine-dir", llama_engine_dir, "--json").document
+    document = specdec("fingerprint", llama_engine_dir, "--json").document
     assert_valid("fingerprint", document)
     path.write_text(json.dumps(document))
     same = specdec("fingerprint", "--engine-dir", self_draft_engine_dir, "--expect", path)
@@ -243,6 +243,9 @@ def test_mistakes(specdec: Specdec, llama_engine_dir: Path, tmp_path: Path, said
     for arguments in (
         ["check", "nowhere.jsonl", *where],
         ["check", empty, *where],
+        ["check", llama_engine_dir],
+        ["check", empty, llama_engine_dir, *where],
+        ["check", empty, "./no-model"],
         ["regress", "--traces", empty, *where],
         ["regress", "--traces", empty, *where, "--max-diverged", "2 of 3"],
         ["fingerprint", *where, "--expect", empty],

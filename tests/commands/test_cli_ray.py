@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ from commands.batch.answering import Job, failed_outcome  # noqa: E402
 from commands.batch.dispatch import answer_all  # noqa: E402
 from commands.batch.flags import BatchDefaults  # noqa: E402
 from commands.batch.lines import look_through  # noqa: E402
-from commands.batch.ray_workers import RayCrew, WorkerJob, connected  # noqa: E402
+from commands.batch.ray_workers import Opened, RayCrew, Worker, WorkerJob, connected  # noqa: E402
 from commands.options.engine_choice import EngineChoice  # noqa: E402
 from runtime.drafters.speculation import NO_SPECULATION  # noqa: E402
+from runtime.util.errors import SpecDecError  # noqa: E402
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 ROOT = Path(__file__).parents[2]
@@ -101,6 +103,32 @@ def test_lost_machines_cost_nothing_but_time(
                 cluster.remove_node(cluster.list_all_nodes()[-1])
     cluster.add_node(num_cpus=1)
     assert sorted(lines) == sorted(alone.splitlines()) and len(workers) > 1
+
+
+def test_workers_with_other_bits_share_no_batch(
+    cluster: Any, llama_uncompiled_dir: Path, tmp_path: Path, alone: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each worker is a machine with bits of its own here: the second is refused, or works with a warning."""
+
+    class OtherBits(Worker):
+        def open(self, *given: Any) -> Opened:
+            opened = Worker.open(self, *given)
+            assert opened.fingerprint is not None
+            return replace(opened, fingerprint=replace(opened.fingerprint, logits=opened.worker))
+
+    monkeypatch.setattr("commands.batch.ray_workers.Worker", OtherBits)
+    job = job_of(llama_uncompiled_dir)
+    requests_file = look_through(write(tmp_path / "requests.jsonl", requests(40)), job.digest())
+    with connected(cluster.address):
+        crew = RayCrew(WorkerJob(job, None), 2, 1)
+        opened = [crew._arrived.get(timeout=HANG_S) for _ in range(2)]
+        assert crew._take(opened[0]) == []
+        with pytest.raises(SpecDecError, match="workers give different bits"):
+            crew._take(opened[1])
+        del crew, opened
+        mixed = RayCrew(WorkerJob(job, None), 2, 1, allow_mixed=True)
+        answers = answer_all(mixed, requests_file.read(requests_file.places), failed_outcome)
+        assert sorted(outcome.line for outcome in answers) == sorted(alone.splitlines())
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from runtime.checkpoint.config import BuildConfig
 from runtime.core.batch import Row
+from runtime.core.kv_cache import BlockManager
 from runtime.core.params import SamplingConfig
 from runtime.core.request import Request, Sequence
 from runtime.core.sampling import NoValidToken, Sampler
@@ -35,6 +36,7 @@ from runtime.proof.check import Checker
 from runtime.proof.fingerprint import fingerprint_of
 from runtime.proof.receipts import Read, read_receipts, read_row, receipt_of
 from runtime.proof.records import Finding, Receipt
+from runtime.util import thread_turns
 from runtime.util.errors import RequestError
 from scripts.campaigns.oracle import CheckedEngine, ExactModel, has_ended
 
@@ -130,6 +132,49 @@ def test_untouched_answers_are_exact(number: int) -> None:
     findings = list(checker_of(model, max_batch_size=1 + number % 4, max_num_tokens=5 + number).check(reads))
     assert reads and [one.verdict for one in findings] == ["exact"] * len(reads), findings
     assert {one.rule for one in findings} == {"tokens"}
+
+
+def test_a_prompt_is_computed_once_for_all_its_answers() -> None:
+    """And once for a conversation, whose next prompt has the answer before in it."""
+    model, prompt = MODELS[0], tuple(i % VOCAB_SIZE for i in range(40))
+    template = Request(0, prompt, 12, sampling=SamplingConfig(temperature=1.0, random_seed=1))
+    finished = list[Sequence]()
+
+    def answer(requests: list[Request]) -> None:
+        stepped = [one for one, _ in scheduler.generate(engine_of(model), requests)]
+        finished.extend({one.request.id: one for one in stepped}.values())
+
+    answer([template.with_prompt(i, prompt, i) for i in range(5)])
+    answer([template.with_prompt(9, tuple(finished[0].tokens))])
+    checker, num_computed = checker_of(model), 0
+    step = checker.engine.step
+
+    def counted(rows: Seq[Row], **how: Any) -> list[Tensor]:
+        nonlocal num_computed
+        num_computed += sum(len(row.tokens) for row in rows)
+        return step(rows, **how)
+
+    checker.engine.step = counted  # type: ignore[method-assign]
+    assert [one.verdict for one in checker.check(reads_of(model, finished))] == ["exact"] * 6
+    assert num_computed <= 40 + 6 * 12
+
+
+def test_a_check_takes_room_from_a_generation_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generation goes on afterwards, from its tokens; the fingerprint has room too."""
+    monkeypatch.setattr(thread_turns, "_IDLE_S", 0.0)
+    model, prompt = MODELS[0], tuple(i % VOCAB_SIZE for i in range(40))
+    request = Request(0, prompt, 30)
+    (expected,) = {id(one): one for one, _ in scheduler.generate(engine_of(model), [request])}.values()
+    checker = checker_of(model)
+    checker.engine._blocks = BlockManager(20, 4, reuse=True)  # 76 tokens
+    steps = scheduler.generate(checker.engine, [request])
+    sequence, _ = next(steps)
+    assert fingerprint_of(checker.engine, None) == checker.fingerprint
+    next(steps)
+    assert [one.verdict for one in checker.check(reads_of(model, [expected] * 2))] == ["exact"] * 2
+    for _ in steps:
+        pass
+    assert sequence.tokens == expected.tokens
 
 
 def test_draws_by_a_drafts_probabilities_are_checked_by_likelihood() -> None:
@@ -242,9 +287,10 @@ def test_a_bad_line_is_a_sentence_and_the_others_are_checked(tmp_path: Path) -> 
         "unknown key": changed(more=1),
         "lacks the key": json.dumps({"fingerprint": {}, "format_version": 1}),
         "outside the vocabulary": written(output_ids=(1, VOCAB_SIZE)),
+        "half of a surrogate pair": changed(name="\ud800"),
         "digests of token ids alone": written(prompt_ids=None, output_ids=None),
         "another model": written(fingerprint=replace(fingerprint, architecture="other")),
-        "another tokenizer": written(fingerprint=replace(fingerprint, tokenizer="other")),
+        "another tokenizer": written(fingerprint=replace(fingerprint, tokenizer="\x1b[2J" + 10_000 * "x")),
         "longer than the": written(prompt_ids=(1,) * 200),
     }
     path = tmp_path / "receipts.jsonl"
@@ -253,7 +299,7 @@ def test_a_bad_line_is_a_sentence_and_the_others_are_checked(tmp_path: Path) -> 
     assert [one.verdict for one in findings[::2]] == ["exact"] * len(bad)
     for said, finding in zip(bad, findings[1::2], strict=True):
         assert not finding.passed and finding.reason is not None and said in finding.reason, (said, finding)
-        assert finding.where in finding.reason and "\n" not in finding.reason
+        assert finding.where in finding.reason and finding.reason.isprintable() and len(finding.reason) < 300
 
 
 def test_receipts_of_digests_are_checked_with_ids_from_elsewhere() -> None:

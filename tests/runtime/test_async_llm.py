@@ -24,7 +24,7 @@ from specdec_cli import (
 
 PROMPTS = ["The little dog had a red ball. The", "the ball the ball the ball"]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-SAMPLED = SamplingParams(n=3, temperature=0.9, seed=5, max_tokens=12, logprobs=1, ignore_eos=True)
+SAMPLED = SamplingParams(n=3, temperature=0.9, seed=5, max_tokens=12, logprobs=1, ignore_eos=True, receipt=True)
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +73,10 @@ def test_async_results_grow_to_what_the_llm_generates(llm: LLM, llama_uncompiled
         *earlier, last = results
         assert last.finished and not any(result.finished for result in earlier) and earlier
         for found, output in zip(last.outputs, expected.outputs, strict=True):
-            assert (found.token_ids, found.text, found.finish_reason) == (
-                output.token_ids, output.text, output.finish_reason,
+            assert (found.token_ids, found.text, found.finish_reason, found.receipt) == (
+                output.token_ids, output.text, output.finish_reason, output.receipt,
             )  # fmt: skip
+            assert bool(found.receipt) == params.receipt
             ours, theirs = ([one.logprob for one in each.logprobs or []] for each in (found, output))
             assert ours == pytest.approx(theirs, abs=1e-4) and len(ours) == (12 if params.logprobs else 0)
         for before, after in pairwise(results):

@@ -14,6 +14,7 @@ from commands.serve.http.bodies import Clock
 from commands.serve.served import ServedModel
 from commands.serve.work import guarded_app, open_served
 from runtime.drafters.specs import AnySpec, CustomDrafter
+from runtime.engine.engine import KVCacheConfig
 from runtime.llm import LLM
 
 TEMPLATE = (
@@ -77,11 +78,12 @@ def opened(
     drafter: AnySpec | None = None,
     *,
     is_of_this_machine: bool = False,
+    kv_cache: KVCacheConfig | None = None,
     **options: Any,
 ) -> Iterator[tuple[ServedModel, Any]]:
     """The served model, and the application with its guard."""
     options = {"served_model_name": ["tiny", "tiny-alias"]} | options
-    with LLM(engine_dir, tokenizer=tokenizer_dir) as llm:
+    with LLM(engine_dir, tokenizer=tokenizer_dir, kv_cache=kv_cache) as llm:
         settings, clock = ServerOptions(**options), Clock()
         names = tuple(settings.served_model_name or ())
         served = open_served(llm, llm.session(drafter, "fixed"), clock, names, settings)

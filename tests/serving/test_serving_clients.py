@@ -20,7 +20,7 @@ LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 100, "ignore_eos": True,
 
 
 def client(key: bytes = b"", user: str | None = None, address: str = "1.2.3.4", *, is_apart: bool = False) -> bytes:
-    return client_of(with_key({"client": (address, 5000)}, key, is_checked_apart=is_apart), user)
+    return client_of(with_key({"client": (address, 5000)}, key, num_keys=2 if is_apart else 0), user)
 
 
 def test_clients_are_told_apart_by_key_then_user_then_address() -> None:

@@ -13,6 +13,8 @@ from serving_models import Served, opened
 from shared import shared_engine
 from starlette.testclient import TestClient
 
+from runtime.proof.receipts import read_receipts
+
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 CALL = '<tool_call>\n{"name": "go", "arguments": {"by": 2}}\n</tool_call>'
 SCHEMA = {"type": "object", "properties": {"by": {"type": "integer"}}, "required": ["by"]}
@@ -67,6 +69,27 @@ def test_a_response_says_what_a_chat_says(tooled: Served) -> None:
     assert found["usage"]["output_tokens"] == 12
     check_schema(tooled, RESPONSES, found)
     check_schema(tooled, CHAT, chat)
+
+
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+def test_receipts_are_exact_and_come_where_the_answer_ends(tooled: Served, path: str, tmp_path: Path) -> None:
+    """The log that `check` reads has a whole answer and the last event of a stream."""
+    asked = (
+        {"input": "Go", "max_output_tokens": 12}
+        if path == RESPONSES
+        else {"messages": [{"role": "user", "content": "Go"}], "max_tokens": 12}
+    )
+    body = asked | {"temperature": 1.1, "seed": 3, "receipt": True}
+    whole = ok(tooled.post(path, **body))
+    check_schema(tooled, path, whole)
+    (event,) = [one for one in events_of(tooled.post(path, **body, stream=True)) if "receipt" in json.dumps(one)]
+    assert event["type"] in ("response.incomplete", "message_delta")
+    log = tmp_path / "log.jsonl"
+    log.write_text(f"{json.dumps(whole)}\n{json.dumps(event)}\n")
+    reads = list(read_receipts(log))
+    assert reads[0].receipt is not None and reads[0].receipt == reads[1].receipt
+    assert [one.verdict for one in tooled.llm.checker("tokens").check(reads)] == ["exact"] * 2
+    assert "receipt" not in ok(tooled.post(path, **asked))
 
 
 def test_input_items_are_the_messages_of_a_chat(tooled: Served) -> None:

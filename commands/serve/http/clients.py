@@ -8,9 +8,24 @@ KEY_OF_SCOPE = "specdec.key"
 """Entry of a request's ASGI scope: the key that came with it, and whether the key alone says who asks."""
 
 
-def with_key(scope: Mapping[str, Any], key: bytes, *, is_checked_apart: bool) -> dict[str, Any]:
-    """The scope with the key that came with the request. `is_checked_apart`: each client has a key of its own."""
-    return {**scope, KEY_OF_SCOPE: (key, is_checked_apart)}
+SALT_OF_SCOPE = "specdec.salt"
+"""Entry of a request's ASGI scope: the salt of its API key, where keys are checked."""
+
+
+def with_key(scope: Mapping[str, Any], key: bytes, *, num_keys: int) -> dict[str, Any]:
+    """The scope with the key that came with the request, one of so many; of several each client has its own."""
+    return {**scope, KEY_OF_SCOPE: (key, num_keys > 1)} | salt_scope(key if num_keys else None)
+
+
+def salt_scope(key: bytes | None) -> dict[str, Any]:
+    """The entry of a scope with the salt of an API key, from which nobody reads the key; None: no keys are checked."""
+    return {SALT_OF_SCOPE: None if key is None else f"key {_digest([b'salt', key]).hex()}"}
+
+
+def cache_salt_of(scope: Mapping[str, Any], given: str | None) -> str | None:
+    """Salt of a request's keys and values: its API key's, where keys are checked, and its own `cache_salt`."""
+    own, asked = scope.get(SALT_OF_SCOPE), None if given is None else f"salt {given}"
+    return " ".join(filter(None, (own, asked))) or None
 
 
 def client_of(scope: Mapping[str, Any], user: str | None) -> bytes:

@@ -213,9 +213,13 @@ class _LoopCollector(Collector):
         )
         for name, help_text, value in gauges:
             yield self._filled(GaugeMetricFamily(_full(name), help_text, labels=["model_name"]), [((), value)])
+        prompts = loop.engine.prompt_tokens
         counters = (
             ("prompt_tokens", "Prompt tokens of requests that got their first token.", totals.num_prompt_tokens),
             ("generation_tokens", "Generated tokens.", totals.num_generated_tokens),
+            ("specdec:prompt_tokens_in_memory", "Prompt tokens found in the K/V cache.", prompts.num_in_memory),
+            ("specdec:prompt_tokens_on_disk", "Prompt tokens found in K/V on disk.", prompts.num_on_disk),
+            ("specdec:prompt_tokens_computed", "Prompt tokens found in neither.", prompts.num_computed),
             ("num_preemptions", "How often a sequence gave its K/V blocks back for others.", loop.num_preemptions),
             ("specdec:num_turns", "How often a running sequence made room for another one's turn.", loop.num_turns),
             ("spec_decode_num_drafts", "Steps with a draft.", totals.num_drafts),

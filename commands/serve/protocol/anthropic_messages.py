@@ -11,7 +11,7 @@ from pydantic_core import from_json
 
 from commands.serve.protocol.completions import call_id, chat_streams
 from commands.serve.protocol.conversations import has_effort
-from commands.serve.protocol.replies import Chunks, Piece, PieceStream, usage
+from commands.serve.protocol.replies import Chunks, Piece, PieceStream, receipt_key, usage
 from commands.serve.protocol.schema import (
     AnthropicBlock,
     AnthropicMessage,
@@ -61,7 +61,7 @@ def chat_of_messages(served: ServedModel, body: CountRequest) -> ChatRequest:
         chat |= {name: getattr(body, in_body) for name, in_body in named.items()} | {
             "stop": body.stop_sequences or None
         }
-        chat |= {"stream": body.stream, "priority": body.priority}
+        chat |= {"stream": body.stream, "priority": body.priority, "cache_salt": body.cache_salt}
         chat["user"] = None if body.metadata is None else body.metadata.user_id
         speculative: Any = body.speculative
         chat["speculative"] = (
@@ -150,7 +150,7 @@ class MessagesReply:
         if piece := stream.next():
             for _ in self._of_piece(0, piece):
                 pass
-        return self._envelope() | {"content": self._blocks, **self._end(), "usage": self._usage()}
+        return self._envelope() | {"content": self._blocks, **self._end(), "usage": self._usage(), **self._receipt()}
 
     def _first(self, index: int) -> Iterator[dict[str, Any]]:
         message = self._envelope() | {"content": [], "stop_reason": None, "stop_sequence": None}
@@ -182,7 +182,7 @@ class MessagesReply:
             yield from self._close()
 
     def _last(self) -> Iterator[dict[str, Any]]:
-        yield {"type": "message_delta", "delta": self._end(), "usage": self._usage()}
+        yield {"type": "message_delta", "delta": self._end(), "usage": self._usage(), **self._receipt()}
         yield {"type": "message_stop"}
 
     def _open(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -213,6 +213,9 @@ class MessagesReply:
             case _:
                 reason = "tool_use" if self._num_calls else "end_turn"
         return {"stop_reason": reason, "stop_sequence": word}
+
+    def _receipt(self) -> dict[str, Any]:
+        return receipt_key(self._served, self.answers[0])
 
     def _stop_word(self, answer: RequestHandle) -> str | None:
         """The stop word that ended the text."""

@@ -17,24 +17,15 @@ from commands.serve.protocol.replies import (
     finish_reason,
     is_cut_call,
     metrics,
+    receipt_key,
     usage,
 )
-from commands.serve.protocol.schema import ChatRequest, CompletionRequest, Generation
+from commands.serve.protocol.schema import ChatRequest, CompletionRequest
 from commands.serve.served import ServedModel
 from runtime.loop.serving import RequestHandle
-from runtime.proof.receipts import receipt_of
 from runtime.text.parser import Said
 from runtime.text.text import decode, token_starts
 from runtime.util.cache import digest
-
-
-def _receipt(
-    served: ServedModel, body: Generation, answer: RequestHandle, piece: Piece, name: str | None
-) -> dict[str, Any]:
-    """The key `receipt`, if it is asked for: in a stream of the last chunk of each choice."""
-    if not (body.receipt and piece.is_last and answer.progress.finish_reason is not None):
-        return {}
-    return {"receipt": receipt_of(answer.sequence, served.fingerprint, name=name).as_json()}
 
 
 class CompletionReply:
@@ -130,7 +121,7 @@ class CompletionReply:
             choice["tokens"] = piece.tokens
         if self._body.return_token_ids:
             choice["token_ids"] = piece.token_ids if self._shows_output else []
-        return choice | _receipt(self._served, self._body, answer, piece, self.receipt_name)
+        return choice | (receipt_key(self._served, answer, self.receipt_name) if piece.is_last else {})
 
     def _prompt_ids(self, index: int) -> dict[str, Any]:
         """The prompt's ids, if they are asked for: of a stream in the first chunk of each choice."""
@@ -288,7 +279,7 @@ class ChatReply:
             choice["tokens"] = piece.tokens
         if self._body.return_token_ids:
             choice["token_ids"] = piece.token_ids
-        return choice | _receipt(self._served, self._body, self.answers[index], piece, self.receipt_name)
+        return choice | (receipt_key(self._served, self.answers[index], self.receipt_name) if piece.is_last else {})
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._envelope("chat.completion.chunk", choices)

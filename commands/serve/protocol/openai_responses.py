@@ -13,7 +13,7 @@ from typing import Any
 from commands.serve.http.errors import HTTPError
 from commands.serve.protocol.completions import call_id, chat_streams
 from commands.serve.protocol.conversations import has_effort
-from commands.serve.protocol.replies import Chunks, Piece, PieceStream, is_cut_call, usage
+from commands.serve.protocol.replies import Chunks, Piece, PieceStream, is_cut_call, receipt_key, usage
 from commands.serve.protocol.schema import (
     ChatRequest,
     Generation,
@@ -310,6 +310,7 @@ class ResponsesReply:
         is_cut = self.answers[0].progress.finish_reason == "length"
         document = self._envelope("incomplete" if is_cut else "completed")
         document |= {"completed_at": int(time.time()), "usage": self._usage()}
+        document |= receipt_key(self._served, self.answers[0])
         if is_cut:
             document["incomplete_details"] = {"reason": "max_output_tokens"}
         if self._body.store is not False:

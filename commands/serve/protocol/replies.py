@@ -15,6 +15,7 @@ from runtime.core.grammar import Matcher
 from runtime.core.stats import FinishReason, TokenLogprobs, sum_stats
 from runtime.loop.serving import RequestHandle
 from runtime.measure.text_steps import TokenKind, forced_places, token_kinds
+from runtime.proof.receipts import receipt_of
 from runtime.text.parser import Parser, Said, SpecialTokens, joined
 from runtime.text.text import TextStream, decode, encode_text
 from runtime.text.token_text import token_bytes
@@ -164,6 +165,13 @@ class PieceStream:
 
 _LEAST_LOGPROB = -9999.0  # of a token that is never chosen; JSON has no infinity
 _FINISH_REASONS: dict[FinishReason, str] = {"end_id": "stop", "stop": "stop", "length": "length"}
+
+
+def receipt_key(served: ServedModel, answer: RequestHandle, name: str | None = None) -> dict[str, Any]:
+    """The key `receipt` of a finished answer whose request asks for one; else nothing."""
+    if not answer.request.wants_receipt or answer.progress.finish_reason is None:
+        return {}
+    return {"receipt": receipt_of(answer.sequence, served.fingerprint, name=name).as_json()}
 
 
 def is_cut_call(answer: RequestHandle, arguments: str) -> bool:

@@ -284,6 +284,12 @@ else:
     MessagesFields = create_model("MessagesFields", __base__=Lenient, **_fields_in("messages"))
 
 
+CacheSalt = Annotated[
+    Annotated[str, Field(min_length=1, max_length=1024)] | None,
+    Field(description="Whose keys and values it may find: requests with the same text here."),
+]
+
+
 class Generation(Forms, Described):
     """Fields common to completions and chat that are not described by `REQUEST_FIELDS`."""
 
@@ -296,6 +302,7 @@ class Generation(Forms, Described):
     priority: Priority | None = Field(
         None, description="Place among the requests of one client: the lowest is first, 0 without it."
     )
+    cache_salt: CacheSalt = None
     speculative: bool | Speculative | None = Field(
         None, description="false: nothing is drafted for this request; an object: how."
     )
@@ -695,6 +702,7 @@ class MessagesRequest(CountRequest, Forms, MessagesFields):
     speculative: bool | Speculative | None = None
     metadata: MessageMetadata | None = None
     priority: Priority | None = None
+    cache_salt: CacheSalt = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(None, description="`output_config.format` by its name before.")
 

@@ -130,15 +130,16 @@ def is_chosen_within(sampler: Sampler, prefix: list[int], logits: Tensor, token:
 
 def next_logits(engine: Engine, request: Request, prefix: list[int]) -> Tensor:
     """(vocab,) the target's logits after `prefix`, from a step without a draft, nothing reused."""
-    engine.clear_cache()
-    sequence = Sequence(request, list(prefix))
-    admitted = engine.admit(sequence)
-    assert admitted, "nothing else is running"
-    try:
-        engine.catch_up(sequence)
-        return engine.step([generation_row(sequence, [])])[0][0]
-    finally:
-        engine.release(sequence)
+    with engine.without_disk():
+        engine.clear_cache()
+        sequence = Sequence(request, list(prefix))
+        admitted = engine.admit(sequence)
+        assert admitted, "nothing else is running"
+        try:
+            engine.catch_up(sequence)
+            return engine.step([generation_row(sequence, [])])[0][0]
+        finally:
+            engine.release(sequence)
 
 
 def check_distribution(session: Session, sequences: Seq[Sequence], advance: Callable[[], None]) -> DistributionCheck:

@@ -32,7 +32,7 @@ class Rings:
 
     def admit(self, sequence: Sequence, num_known: int) -> int:
         """Returns how many tokens need not be computed."""
-        found = self.manager.find(sequence.tokens, num_known)
+        found = self.manager.find(sequence, num_known)
         assert found is not None
         copy = self.manager.admit(sequence, found)
         if copy is not None:
@@ -108,7 +108,7 @@ def test_a_sequence_that_goes_on_takes_its_slot_back_without_a_copy() -> None:
     slot, sequence.num_computed = sequence.state_slot, 4
     rings.manager.release(sequence)
     sequence.tokens.append(5)
-    found = rings.manager.find(sequence.tokens, 4)
+    found = rings.manager.find(sequence, 4)
     assert found is not None and rings.manager.admit(sequence, found) is None
     assert sequence.state_slot == slot and found.num_tokens == 4
 
@@ -127,7 +127,7 @@ def test_state_is_kept_of_the_tokens_that_it_was_computed_of(num_claimed: int) -
     rings.step(sequence, [], 4)
     sequence.num_computed = num_claimed
     rings.manager.release(sequence)
-    found = rings.manager.find(sequence.tokens, 6)
+    found = rings.manager.find(sequence, 6)
     assert found is not None and found.num_tokens == (num_claimed if num_claimed <= 4 else 0)
     rings.manager.check_integrity()
 

@@ -4,6 +4,7 @@
 - roll-back: so they are where sequences are preempted, prompts are computed in pieces, and K/V are found again
 - budget: a draft is no longer than was asked for, and proposing leaves the sequences as they are
 - statistics: drafted and accepted tokens are counted as they are seen from outside
+- receipts: what was generated with drafts is exact by its receipts, as an engine checks it that never drafts
 - close: of a request that ended, failed or was left nothing is kept, and no block is held
 
 What a drafter drafts is tested by its own module: against brute force, a formula or transformers' own class.
@@ -46,6 +47,7 @@ from runtime.drafters.specs import (
     lookups,
 )
 from runtime.loop.session import Session
+from runtime.proof.receipts import Read, receipt_of
 from specdec_cli import LLM, KVCacheConfig, SpecDecError
 
 FIRST_ID = 7000
@@ -293,9 +295,29 @@ def test_sampled_texts_are_those_without_a_drafter(made: Made) -> None:
         check_counts(drafted, watch)
 
 
-@pytest.mark.parametrize(
+IN_A_MODE = pytest.mark.parametrize(
     ("made", "mode"), [(case, ("orchestrator", "leader")[i % 2]) for i, case in enumerate(MODELS)], indirect=["made"]
 )
+
+
+@IN_A_MODE
+def test_receipts_are_exact(made: Made, mode: Mode) -> None:
+    """The answers have `n`, penalties and end ids, in batches, in a small cache where prompts are found again."""
+    long_prompt = tuple(repetitive_prompt(3, 40, vocab_size=20))
+    requests: list[Request] = []
+    for prompt, sampling in ((long_prompt, PENALISED), (long_prompt[:19], SAMPLED)):
+        template = Request(0, prompt, 12, frozenset([3]), sampling=sampling)
+        requests += [template.with_prompt(FIRST_ID + len(requests) + i, prompt, i) for i in range(2)]
+    with opened(made, mode, **SMALL) as (llm, session, _):
+        sequences = [*session.run(requests).sequences, *session.run(requests[::-1]).sequences]
+        reads = [Read(str(i), receipt_of(one, llm.fingerprint)) for i, one in enumerate(sequences)]
+        assert any(one.stats.num_reused_tokens for one in sequences)
+    with LLM(made.engine_dir) as alone:
+        findings = list(alone.checker("tokens").check(reads))
+    assert [one.verdict for one in findings] == ["exact"] * 8, [one for one in findings if not one.passed]
+
+
+@IN_A_MODE
 def test_what_is_left_or_fails_leaves_nothing(made: Made, mode: Mode) -> None:
     """And the session goes on; closed, it says so."""
     requests, expected = requests_of(made.target)

@@ -1,0 +1,53 @@
+"""Keys and values on disk, as `specdec cache` knows them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.core.block_store import FILE, BlockStore, Damaged, StoredEngine, Unwritable
+from runtime.util.errors import SpecDecError
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Keys and values in a directory."""
+
+    directory: Path
+    num_bytes: int
+    max_bytes: int
+    engines: list[StoredEngine]
+
+
+def kept_in(directory: Path, *, is_named: bool) -> Kept | None:
+    """Content of a directory; None where there is none that was not named. SpecDecError for a named one without any,
+    or for one that cannot be read.
+    """
+    if not is_named and not (directory / FILE).is_file():
+        return None
+    with _opened(directory) as store:
+        return Kept(directory, store.num_bytes, store.max_bytes, store.engines())
+
+
+def prune_store(directory: Path, max_bytes: int, *, is_dry_run: bool) -> tuple[int, int]:
+    """Remove what was used longest ago; returns bytes that were freed, or would be, and that are left."""
+    with _opened(directory) as store:
+        if is_dry_run:
+            freed = max(store.num_bytes - max_bytes, 0)
+            return freed, store.num_bytes - freed
+        return store.prune(max_bytes), store.num_bytes
+
+
+@contextmanager
+def _opened(directory: Path) -> Iterator[BlockStore]:
+    directory = directory.expanduser()
+    if not (directory / FILE).is_file():
+        raise SpecDecError(f"there are no keys and values in: {directory}", hint="name a `--kv-cache-dir` of a run")
+    try:
+        store = BlockStore(directory)
+        try:
+            yield store
+        finally:
+            store.close()
+    except (Damaged, Unwritable, TimeoutError) as error:
+        raise SpecDecError(f"the keys and values cannot be read ({error}): {directory}", hint="remove them") from None

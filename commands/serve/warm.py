@@ -1,0 +1,62 @@
+"""Prompts that a server computes, or finds on disk, before it listens."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from commands.serve.asking import ask_chat, ask_completion
+from commands.serve.http.clients import cache_salt_of, salt_scope
+from commands.serve.http.errors import HTTPError
+from commands.serve.protocol.schema import ChatRequest, CompletionRequest, Generation, validate_body
+from commands.serve.served import ServedModel
+from runtime.core.request import Request
+from runtime.loop import scheduler
+from runtime.util.errors import SpecDecError
+from runtime.util.reading import read_json_lines, read_utf8
+
+
+def warm(served: ServedModel, path: Path, keys: Seq[bytes]) -> str:
+    """Compute the prompts of a file, for each API key; returns what was done, in words.
+
+    A line is the body of a request, of a chat if it has `messages`; `max_tokens` does not count. SpecDecError names a
+    line that is none.
+    """
+    requests = list[Request]()
+    owners: Seq[bytes | None] = keys or (None,)
+    for number, line in read_json_lines(read_utf8(path), path):
+        for key in owners:
+            requests += _requests(served, line, f"line {number} of {path}", key)
+    before = served.llm.engine.prompt_tokens
+    for _ in scheduler.generate(served.llm.engine, requests, served.loop.default_drafter):
+        pass
+    now = served.llm.engine.prompt_tokens
+    num_found = now.num_in_memory + now.num_on_disk - before.num_in_memory - before.num_on_disk
+    num_computed = now.num_computed - before.num_computed
+    return f"warm: {len(requests)} prompts; of their tokens {num_found:,} were found and {num_computed:,} computed"
+
+
+def _requests(served: ServedModel, line: Any, where: str, key: bytes | None) -> list[Request]:
+    """Requests for the prompts of a body, of a client with this key. With two tokens a draft model reads them too."""
+    body = line.get("body", line) if isinstance(line, dict) else line
+    try:
+        asked: Generation
+        if isinstance(body, dict) and "messages" in body:
+            asked = chat = validate_body(_of_two_tokens(body), ChatRequest)
+            made = ask_chat(served, chat)
+        else:
+            asked = completion = validate_body(_of_two_tokens(body), CompletionRequest)
+            made = ask_completion(served, completion)
+        salt = cache_salt_of(salt_scope(key), asked.cache_salt)
+        for one in made:
+            served.llm.engine.check_request(one.request)
+    except (HTTPError, SpecDecError) as error:
+        raise SpecDecError(f"{where} is no request that can be computed: {error}", hint="correct the line") from None
+    return [replace(one.request, cache_salt=salt) for one in made]
+
+
+def _of_two_tokens(body: Any) -> Any:
+    if not isinstance(body, dict):
+        return body
+    kept = {name: value for name, value in body.items() if name not in ("max_completion_tokens", "stream", "n")}
+    return kept | {"max_tokens": 2}

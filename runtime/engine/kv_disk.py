@@ -1,0 +1,477 @@
+"""The K/V cache on disk, under the one in memory: read at admission, written behind the loop.
+
+What a sequence needs to go on is read together or not at all: keys and values of the model, those of a trained head
+with its hidden states, and the state of layers without attention. Where a part is missing the sequence goes on from
+there. So it is restored to what computing it again would give, to the bit, and a test says so.
+
+A thread copies blocks of released sequences straight from the cache's memory. `BlockManager` says whether a block still
+has the content that was asked for; a block that is needed before it was copied is copied at that moment, up to a bound.
+"""
+
+import contextlib
+import os
+import threading
+import time
+import warnings
+import zlib
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.checkpoint.config import EngineConfig, as_json
+from runtime.core.block_store import STATE, BlockStore, Bytes, Damaged, Found, Owner, Record, Unwritable, as_bytes
+from runtime.core.kv_cache import BlockManager, CachedBlock, KVPool
+from runtime.core.request import Sequence
+from runtime.core.states import States
+from runtime.engine.head_cache import HeadCache
+from runtime.util.cache import digest, digests_of_build_code
+from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
+
+_KV = "kv"
+_BATCH_BYTES = 8 << 20
+"""Bytes of one transaction, for the end of which readers wait."""
+_MOST_COPIED_BYTES = 256 << 20
+"""Bytes of blocks that were needed for something else before they were written."""
+_MOST_JOBS = 256
+_CLOSE_S = 60.0
+_NICE = 5
+_MEASURED = ("step_costs", "host_s", "self_draft_costs", "machine", "quality", "logits_check", "self_draft_check")
+_NOTES = ("compiler_note", "why_whole", "config_digest")
+_DECAY, _TRY_AGAIN = 0.7, 32
+_LEAST_TIMED = 64
+
+
+def digest_of_engine(config: EngineConfig) -> str:
+    """Digest of all that an engine's keys and values depend on: its files, its settings, and this version's code."""
+    settings = {name: value for name, value in as_json(config).items() if name not in (*_MEASURED, *_NOTES)}
+    return digest([repr(settings), _digest_of_code()])
+
+
+@cache
+def _digest_of_code() -> str:
+    return digest(digests_of_build_code())
+
+
+@dataclass
+class Rates:
+    """Seconds of a token that is computed, and of one that is read; None until they were measured."""
+
+    compute_s: float | None = None
+    read_s: float | None = None
+    _num_skipped: int = 0
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        self.compute_s = _mean(self.compute_s, seconds / num_tokens)
+
+    def read(self, num_tokens: int, seconds: float) -> None:
+        if num_tokens < _LEAST_TIMED:  # most of it is what any read takes
+            return
+        self.read_s = _mean(self.read_s, seconds / num_tokens)
+
+    def reading_pays(self) -> bool:
+        """True unless reading took longer than computing; then it is tried again now and then."""
+        if self.compute_s is None or self.read_s is None or self.read_s < self.compute_s:
+            return True
+        self._num_skipped += 1
+        return self._num_skipped % _TRY_AGAIN == 0
+
+
+def _mean(before: float | None, now: float) -> float:
+    return now if before is None else before * _DECAY + now * (1 - _DECAY)
+
+
+class Part:
+    """Tensors of which each block has a row, as bytes of one record."""
+
+    def __init__(self, name: str, tensors: Seq[Tensor]) -> None:
+        self.name = name
+        self._rows = [_rows_of(tensor) for tensor in tensors if tensor.numel()]
+        self.num_bytes = sum(rows[0].nbytes for rows in self._rows)
+
+    def read(self, block: int) -> memoryview:
+        """The bytes of a block."""
+        data, at = np.empty(self.num_bytes, np.uint8), 0
+        for rows in self._rows:
+            row = rows[block] if isinstance(rows, np.ndarray) else rows[block].cpu().numpy()
+            data[at : at + row.nbytes] = row
+            at += row.nbytes
+        return data.data
+
+    def write(self, block: int, data: bytes) -> None:
+        """Give a block these bytes."""
+        numbers, at = np.frombuffer(data, np.uint8), 0
+        for rows in self._rows:
+            size = rows[0].nbytes
+            row = numbers[at : at + size]
+            if isinstance(rows, np.ndarray):
+                rows[block] = row
+            else:
+                rows[block] = torch.from_numpy(row.copy()).to(rows.device)
+            at += size
+
+
+def _rows_of(tensor: Tensor) -> "np.ndarray[Any, Any] | Tensor":
+    """(blocks, bytes) of the same memory."""
+    rows = tensor.detach().view(len(tensor), -1).view(torch.uint8)
+    return rows.numpy() if rows.device.type == "cpu" else rows
+
+
+def _part_of_head(head: HeadCache, name: str) -> Part:
+    pool = head.pool
+    return Part(f"head {name}", [head.states, *pool.keys, *pool.values, *pool.scales, *head.flags()])
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A block that waits to be written, by the parts of the time when it was released; `data` once it was copied."""
+
+    block: int
+    content: CachedBlock
+    parts: Seq[Part]
+    data: dict[str, Bytes] | None = None
+    num_jobs: int = 0
+
+
+@dataclass(eq=False)
+class _Job:
+    """The computed tokens of a sequence, their blocks, and states after some of them."""
+
+    salt: str | None
+    tokens: list[int]
+    blocks: list[_Waiting]
+    parts: Seq[Part]
+    states: dict[int, bytes] = field(default_factory=dict)
+
+
+class KVDisk:
+    """The disk of one engine. Its methods are called in the engine's turns, but `flush` and `close`.
+
+    SpecDecError if the directory cannot be used, or has no room for one of the engine's longest sequences.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        max_bytes: int | None,
+        config: EngineConfig,
+        blocks: BlockManager,
+        pool: KVPool,
+        states: States | None,
+    ) -> None:
+        self.rates = Rates()
+        self.digest = digest_of_engine(config)
+        self._model = f"{config.pretrained_config.get('model_type')}, {config.dtype}"
+        self._blocks, self._states, self._block_size = blocks, states, blocks.block_size
+        self._parts = [Part(_KV, [*pool.keys, *pool.values, *pool.scales])]
+        self._heads: list[tuple[HeadCache, Part | None]] = []
+        self._process_id = os.getpid()
+        self._told: set[str] = set()
+        self._is_writing = True
+        self._jobs: deque[_Job] = deque()
+        self._waiting: dict[int, _Waiting] = {}
+        self._num_copied_bytes = 0
+        self._condition = threading.Condition()
+        self._is_idle, self._is_closed = True, False
+        self._thread: threading.Thread | None = None
+        self._check_size(directory, max_bytes, config)
+        self._reader, self._writer = BlockStore(directory, max_bytes), BlockStore(directory)
+        self._tell_of_directory(directory)
+        blocks.on_evict = self._copy
+
+    def _check_size(self, directory: Path, max_bytes: int | None, config: EngineConfig) -> None:
+        longest = config.build_config.max_request_len
+        needed = self._blocks.num_blocks_for(longest) * self._parts[0].num_bytes + (1 << 19)
+        needed += 0 if self._states is None else self._states.num_saved_bytes
+        if max_bytes is not None and max_bytes < needed:
+            raise UsageError(
+                f"K/V on disk need {needed / 1e6:,.1f} MB for one sequence of {longest:,} tokens, and may have "
+                f"{max_bytes / 1e6:,.1f} MB: {directory}",
+                hint="raise `disk_bytes`",
+                code="disk_too_small",
+            )
+
+    def _tell_of_directory(self, directory: Path) -> None:
+        store = self._reader
+        if store.was_damaged:
+            self._tell("damaged", f"the K/V on disk were damaged, and are computed again: {directory}")
+        if store.is_read_only:
+            self._is_writing = False
+            self._tell("writing", f"K/V on disk can be read only, and none are written: {directory}")
+        if store.other_limit is not None:
+            self._tell(
+                "limit",
+                f"K/V on disk had another limit, {store.other_limit / 1e6:,.1f} MB; the one given last holds for all "
+                f"processes, {store.max_bytes / 1e6:,.1f} MB: {directory}",
+            )
+        others = [one for one in store.engines() if one.digest != self.digest]
+        if others and not store.knows(self.digest):
+            self._tell("foreign", f"the K/V on disk are of other engines, and none of them are read: {directory}")
+
+    def add_head(self, head: HeadCache, name: str | None) -> None:
+        """Read and write what this head has of each block too. One without a name has no place on disk: then nothing is
+        read."""
+        self._heads.append((head, None if name is None else _part_of_head(head, name)))
+        self._parts = [self._parts[0], *(part for _, part in self._heads if part is not None)]
+
+    def remove_head(self, head: HeadCache) -> None:
+        self._heads = [one for one in self._heads if one[0] is not head]
+        self._parts = [self._parts[0], *(part for _, part in self._heads if part is not None)]
+
+    def restore(self, sequence: Sequence) -> int:
+        """Read what an admitted sequence lacks into its blocks, and advance `num_computed`; returns the tokens read."""
+        before, most = sequence.num_computed, sequence.max_reused
+        if most - before < self._block_size or os.getpid() != self._process_id:
+            return 0
+        if any(part is None for _, part in self._heads) or not self.rates.reading_pays():
+            return 0
+        try:
+            if self._reader.is_replaced():
+                self._reader.reopen()
+            owner = self._reader.owner(self.digest, sequence.request.cache_salt)
+            found = self._reader.find(
+                owner, sequence.tokens[:most], self._block_size, with_states=self._states is not None
+            )
+            start = time.perf_counter()
+            end = self._read(sequence, found)
+        except TimeoutError:
+            return 0
+        except (Damaged, Unwritable, SpecDecError) as error:
+            self._fail(self._reader, error)
+            return 0
+        if end > before:
+            self.rates.read(end - before, time.perf_counter() - start)
+            sequence.num_computed = end
+        return max(end - before, 0)
+
+    def _read(self, sequence: Sequence, found: Found) -> int:
+        """Read records from the sequence's computed tokens on; returns the tokens that are computed then."""
+        before, records, state = sequence.num_computed, found.records, None
+        if self._states is not None:
+            state = max(found.states, key=lambda record: record.end, default=None)
+            if state is None or state.end <= before:
+                return before
+            records = [*(one for one in records if one.end <= state.start), state]
+        end = before
+        for record in records:
+            if record.end <= before:
+                continue
+            parts = self._parts_of(record, with_state=record is state)
+            if parts is None:
+                break
+            for part in self._parts:
+                part.write(sequence.block_table[record.start // self._block_size], parts[part.name])
+            if record is state and self._states is not None:
+                self._states.load(sequence, record.end, parts[STATE])
+            end = record.end
+        return before if state is not None and end < state.end else end
+
+    def _parts_of(self, record: Record, *, with_state: bool) -> dict[str, bytes] | None:
+        """All parts of a record; None where one is missing, or damaged."""
+        names = [part.name for part in self._parts]
+        sizes = {part.name: part.num_bytes for part in self._parts}
+        if with_state and self._states is not None:
+            names.append(STATE)
+            sizes[STATE] = self._states.num_saved_bytes
+        try:
+            parts = self._reader.read(record, names)
+        except Damaged as error:
+            self._tell(
+                "record",
+                f"K/V on disk are damaged ({error}), and are computed again: {self._reader.directory}",
+            )
+            with contextlib.suppress(Damaged, Unwritable, TimeoutError):
+                self._reader.forget_parts(record.id)
+            return None
+        return parts if parts is not None and all(len(parts[name]) == sizes[name] for name in names) else None
+
+    def keep_state(self, sequence: Sequence) -> None:
+        """Have the state after a running sequence's computed tokens written with its blocks, when it is released."""
+        if self._is_writing and self._states is not None and (saved := self._states.saved(sequence)) is not None:
+            sequence.kept_states[sequence.num_computed] = saved
+
+    def save(self, sequence: Sequence) -> None:
+        """Write a sequence that is about to be released. One that goes on later is written by whole blocks."""
+        num_computed = sequence.num_computed
+        num_whole = num_computed // self._block_size
+        if not self._is_writing or not num_computed or os.getpid() != self._process_id:
+            return
+        if not sequence.is_over and num_whole <= sequence.num_saved and not sequence.kept_states:
+            return
+        if sequence.is_over:
+            self.keep_state(sequence)
+        sequence.num_saved = num_whole
+        with self._condition:
+            if len(self._jobs) >= _MOST_JOBS or self._is_closed:
+                return
+            waiting = [self._wait_for(block, content) for block, content in self._blocks.publish(sequence)]
+            tokens, salt = list(sequence.tokens[:num_computed]), sequence.request.cache_salt
+            self._jobs.append(_Job(salt, tokens, waiting, self._parts, dict(sequence.kept_states)))
+            sequence.kept_states.clear()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="specdec-kv-disk", daemon=True)
+                self._thread.start()
+            self._condition.notify_all()
+
+    def _wait_for(self, block: int, content: CachedBlock) -> _Waiting:
+        waiting = self._waiting.setdefault(content.id, _Waiting(block, content, self._parts))
+        waiting.num_jobs += 1
+        waiting.parts = self._parts
+        return waiting
+
+    def _copy(self, block: int, content: CachedBlock) -> None:
+        """Copy a block that waits to be written, before it is overwritten."""
+        if os.getpid() != self._process_id:
+            return
+        with self._condition:
+            waiting = self._waiting.get(content.id)
+            if waiting is None or waiting.data is not None or self._num_copied_bytes > _MOST_COPIED_BYTES:
+                return
+            waiting.data = {part.name: part.read(block) for part in waiting.parts}
+            self._num_copied_bytes += sum(map(len, waiting.data.values()))
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until everything is written; False if it takes longer."""
+        with self._condition:
+            return self._condition.wait_for(lambda: self._is_idle and not self._jobs, timeout_s)
+
+    def close(self) -> None:
+        """Write what waits, for a minute at most, and end."""
+        if os.getpid() != self._process_id:
+            return
+        if self._thread is not None:
+            self.flush(_CLOSE_S)
+            with self._condition:
+                self._is_closed = True
+                self._condition.notify_all()
+            self._thread.join()
+        self._blocks.on_evict = None
+        self._reader.close()
+        self._writer.close()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # a thread's own, on Linux
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        while (job := self._next_job()) is not None:
+            try:
+                if self._is_writing:
+                    self._write(job)
+            except TimeoutError:
+                pass  # others have written for as long as one waits
+            except Exception as error:  # whatever it is, requests are answered without the disk
+                self._fail(self._writer, error)
+            finally:
+                self._forget(job)
+
+    def _next_job(self) -> _Job | None:
+        with self._condition:
+            self._is_idle = not self._jobs
+            self._condition.notify_all()
+            self._condition.wait_for(lambda: self._jobs or self._is_closed)
+            if self._is_closed:
+                return None
+            self._is_idle = False
+            return self._jobs.popleft()
+
+    def _forget(self, job: _Job) -> None:
+        with self._condition:
+            for waiting in job.blocks:
+                waiting.num_jobs -= 1
+                if not waiting.num_jobs:
+                    self._waiting.pop(waiting.content.id, None)
+                    self._num_copied_bytes -= sum(map(len, (waiting.data or {}).values()))
+
+    def _write(self, job: _Job) -> None:
+        store = self._writer
+        if store.is_replaced():
+            store.reopen()
+        owner = store.make_owner(self.digest, job.salt, self._model)
+        found = store.find(owner, job.tokens, self._block_size)
+        names = {part.name for part in job.parts}
+        ids, path = list[int](), owner.path
+        for record in found.records:
+            is_of_text = record.is_whole and (record.end % self._block_size == 0 or record.end == len(job.tokens))
+            if is_of_text and names <= store.parts_of(record.id):
+                ids.append(record.id)
+                path = record.path
+            else:
+                break
+        is_covered = found.num_tokens == len(job.tokens) and len(ids) == len(found.records) - 1
+        last = found.records[-1] if found.records else None
+        blocks = job.blocks[len(ids) :]
+        if is_covered and last is not None and not last.is_whole and names <= store.parts_of(last.id):
+            blocks = []  # a longer text's block holds the last tokens
+        ids = self._write_blocks(owner, ids, blocks, path)
+        for num_tokens, saved in job.states.items():
+            self._write_state(owner, job, ids, num_tokens, saved)
+
+    def _write_blocks(self, owner: Owner, ids: list[int], blocks: Seq[_Waiting], path: int) -> list[int]:
+        """Write blocks behind the records `ids`, as far as there is room for them and they still have their content;
+        returns the ids of all."""
+        store, batch, num_bytes, ids = self._writer, list[tuple[bytes, dict[str, Bytes]]](), 0, list(ids)
+
+        def end_batch() -> bool:
+            nonlocal path, num_bytes
+            written = store.write(owner, ids, batch, path)
+            path = zlib.crc32(b"".join(tokens for tokens, _ in batch), path)
+            ids.extend(written)
+            is_whole = len(written) == len(batch)
+            batch.clear()
+            num_bytes = 0
+            return is_whole
+
+        for waiting in blocks:
+            data = self._data_of(waiting)
+            if data is None:
+                break
+            batch.append((as_bytes(waiting.content.tokens), data))
+            num_bytes += sum(map(len, data.values()))
+            if num_bytes >= _BATCH_BYTES and not end_batch():
+                return ids
+        if batch or not blocks:  # what was written before counts as used now
+            end_batch()
+        return ids
+
+    def _data_of(self, waiting: _Waiting) -> dict[str, Bytes] | None:
+        """The bytes of a block; None where they are gone."""
+        if waiting.data is None and self._blocks.holds(waiting.block, waiting.content):
+            data: dict[str, Bytes] = {part.name: part.read(waiting.block) for part in waiting.parts}
+            if self._blocks.holds(waiting.block, waiting.content):
+                return data
+        return waiting.data
+
+    def _write_state(self, owner: Owner, job: _Job, ids: list[int], num_tokens: int, saved: bytes) -> None:
+        """Write the state after so many of the job's tokens, with the block in which they end."""
+        place = (num_tokens - 1) // self._block_size
+        if place > len(ids) or place >= len(job.blocks):
+            return
+        start = place * self._block_size
+        data = self._data_of(job.blocks[place])
+        if data is None and not (num_tokens == len(job.tokens) or num_tokens % self._block_size == 0):
+            return
+        path = zlib.crc32(as_bytes(job.tokens[:start]), owner.path)
+        tokens = as_bytes(job.tokens[start:num_tokens])
+        self._writer.write(owner, ids[:place], [(tokens, (data or {}) | {STATE: saved})], path)
+
+    def _fail(self, store: BlockStore, error: Exception) -> None:
+        """Tell once what is wrong, and go on without the disk, or with an empty one where it was damaged."""
+        if isinstance(error, Damaged):
+            self._tell("damaged", f"the K/V on disk are damaged, and are computed again: {store.directory}")
+            try:
+                store.renew()
+                return
+            except (SpecDecError, TimeoutError) as again:
+                error = again
+        self._is_writing = False
+        self._tell("writing", f"no more K/V are written to disk ({error}): {store.directory}")
+
+    def _tell(self, what: str, message: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            warnings.warn(message, SpecDecWarning, stacklevel=4)

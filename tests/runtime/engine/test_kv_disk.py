@@ -1,0 +1,323 @@
+"""K/V on disk: restored is what computing again gives, to the bit, and nothing else is ever given out."""
+
+import sqlite3
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from common_fixtures import MakeEngineDir
+from heads import copy_with_mtp, make_block, make_eagle, save_block, save_eagle
+from sentences import Said
+from tiny import make_model
+
+from runtime.checkpoint.config import SelfDraft
+from runtime.core.block_store import FILE
+from runtime.core.request import Request, Sequence
+from runtime.drafters.specs import DFlashDrafter, DraftTargetDrafter, EagleDrafter, MtpDrafter, SelfDrafter
+from runtime.engine.engine import Engine, KVCacheConfig
+from runtime.llm import LLM
+from runtime.loop import orchestrator, scheduler
+from runtime.util.errors import SpecDecError, SpecDecWarning
+
+PROMPT = [(7 * i * i + 3 * i) % 29 + 3 for i in range(45)]
+NEXT = [9, 4, 11, 23, 5]
+
+
+def request_of(prompt: list[int], num_tokens: int = 12, salt: str | None = None) -> Request:
+    return Request(0, tuple(prompt), num_tokens, keep_logits=True, cache_salt=salt)
+
+
+def answer(engine: Engine, prompt: list[int], num_tokens: int = 12, salt: str | None = None) -> Sequence:
+    *_, (sequence, _) = scheduler.generate(engine, [request_of(prompt, num_tokens, salt)])
+    return sequence
+
+
+def opened(engine_dir: Path, disk: Path, **settings: Any) -> Engine:
+    return Engine.open(engine_dir, kv_cache=KVCacheConfig(disk_dir=disk, **settings))
+
+
+def same_bits(one: Sequence, other: Sequence) -> bool:
+    return one.tokens == other.tokens and torch.equal(torch.stack(one.logits), torch.stack(other.logits))
+
+
+@contextmanager
+def warned(*parts: str) -> Iterator[list[str]]:
+    """One warning, which has these parts; none without parts."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", SpecDecWarning)
+        told: list[str] = []
+        yield told
+    told += [str(one.message) for one in found if issubclass(one.category, SpecDecWarning)]
+    assert len(told) == bool(parts), told
+    assert all(part in told[0] for part in parts)
+
+
+# Dense, a window, sinks, MLA, convolutions, recurrent states, states alone, chunks, one attention for several layers.
+FAMILIES = (
+    *("llama", "gemma3", "gpt-oss", "deepseek-v3", "lfm2", "qwen3.5", "mamba2", "llama4", "zamba2", "jamba"),
+    "kimi-linear",
+)
+CASES: list[tuple[str, dict[str, Any]]] = [(family, {}) for family in FAMILIES]
+CASES += [("gemma3", {"kv_cache": "INT8"}), ("qwen3.5", {"kv_cache": "FP8", "dtype": "bfloat16"})]
+
+
+@pytest.mark.parametrize(("family", "build"), CASES, ids=lambda one: one if isinstance(one, str) else "".join(one))
+def test_a_restored_conversation_goes_on_as_in_memory(
+    family: str, build: dict[str, Any], make_engine_dir: MakeEngineDir, tmp_path: Path
+) -> None:
+    """Memory is an independent source: the tests of the cache say that it is what computing gives."""
+    engine_dir = make_engine_dir(make_model(family), **build)
+    with opened(engine_dir, tmp_path / "kv") as engine:
+        first = answer(engine, PROMPT)
+        with engine.without_disk():
+            in_memory = answer(engine, first.tokens + NEXT)
+        assert engine.prompt_tokens.num_on_disk == 0
+    with opened(engine_dir, tmp_path / "kv") as engine:
+        restored = answer(engine, first.tokens + NEXT)
+        counts = engine.prompt_tokens
+    assert restored.stats.num_reused_tokens == in_memory.stats.num_reused_tokens == counts.num_on_disk > len(PROMPT)
+    assert (counts.num_in_memory, counts.num_computed) == (0, len(first.tokens + NEXT) - counts.num_on_disk)
+    assert same_bits(restored, in_memory)
+
+
+def test_a_restored_prompt_has_the_bits_of_a_computed_one(llama_engine_dir: Path, tmp_path: Path) -> None:
+    """Compiled engines give the same bits in any batch and pieces: here from the beginning, there from the disk."""
+    with Engine.open(llama_engine_dir) as engine:
+        first = answer(engine, PROMPT)
+        engine.clear_cache()
+        computed = answer(engine, first.tokens + NEXT)
+    with opened(llama_engine_dir, tmp_path) as engine:
+        answer(engine, PROMPT)
+        engine.flush_disk()
+        engine.clear_cache()
+        restored = answer(engine, first.tokens + NEXT)
+        assert engine.prompt_tokens.num_on_disk > len(PROMPT)
+    assert same_bits(restored, computed)
+
+
+Made = tuple[Path, Any]
+"""Directory of an engine, and a drafter for it."""
+EAGLE_READS, BLOCK_READS = (0, 1, 1), (1, 2)
+
+
+def with_draft_model(make: MakeEngineDir, directory: Path) -> Made:
+    other = make_model("llama", num_hidden_layers=1)
+    draft_dir = make(other, max_draft_len=0, max_seq_len=160, speculative_decoding_mode="none")
+    return make(make_model("llama")), DraftTargetDrafter(draft_dir, 4)
+
+
+def with_copy(make: MakeEngineDir, directory: Path) -> Made:
+    return make(make_model("llama"), self_draft=SelfDraft("int4")), SelfDrafter(4)
+
+
+def with_eagle(make: MakeEngineDir, directory: Path) -> Made:
+    target = make_model("llama")
+    head = save_eagle(make_eagle(target, states=EAGLE_READS, draft_vocab=20), directory, "speculators")
+    return make(target, hidden_states=EAGLE_READS), EagleDrafter(head, 4)
+
+
+def with_block(make: MakeEngineDir, directory: Path) -> Made:
+    target = make_model("llama")
+    head = save_block(make_block(target, states=BLOCK_READS), directory, "z-lab", num_target_layers=2)
+    return make(target, hidden_states=BLOCK_READS, head_dir=head), DFlashDrafter(head, 4)
+
+
+def with_mtp(make: MakeEngineDir, directory: Path) -> Made:
+    target = make_model("llama")
+    target.save_pretrained(directory / "model")
+    return make(target, hidden_states=(2,)), MtpDrafter(copy_with_mtp(directory / "model", directory / "head"), 4)
+
+
+DRAFTERS = {
+    "draft-target": with_draft_model,
+    "self": with_copy,
+    "eagle": with_eagle,
+    "block": with_block,
+    "mtp": with_mtp,
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_drafter_goes_on_as_in_memory(name: str, make_engine_dir: MakeEngineDir, tmp_path: Path) -> None:
+    """Its context is there: the drafts are the same, token by token, and so is what of them is accepted."""
+    engine_dir, drafter = DRAFTERS[name](make_engine_dir, tmp_path)
+    found = []
+    for is_first in (True, False):
+        with LLM(engine_dir, kv_cache=KVCacheConfig(disk_dir=tmp_path / "kv")) as llm:
+            session = llm.session(drafter, "fixed")
+            engines = [engine for engine in (session.engine, session.draft_engine) if engine]
+            if is_first:
+                first = session.run([request_of(PROMPT, 16)]).sequences[0]
+            with session._without_disk() if is_first else warned():
+                found.append(session.run([request_of(first.tokens + NEXT, 16)]).sequences[0])
+            if not is_first:
+                assert all(engine.prompt_tokens.num_on_disk > 40 for engine in engines)
+    in_memory, restored = found
+    assert same_bits(restored, in_memory)
+    assert restored.stats.num_draft_tokens > 0
+    assert restored.stats.per_step_drafted == in_memory.stats.per_step_drafted
+    assert restored.stats.per_step_accepted == in_memory.stats.per_step_accepted
+
+
+def test_a_head_that_was_not_there_shortens_what_is_found(make_engine_dir: MakeEngineDir, tmp_path: Path) -> None:
+    """Its hidden states are missing, and without them it would not draft."""
+    engine_dir, eagle = with_eagle(make_engine_dir, tmp_path)
+    for drafter, num_found in ((None, False), (eagle, False), (eagle, True), (None, True)):
+        with LLM(engine_dir, kv_cache=KVCacheConfig(disk_dir=tmp_path / "kv")) as llm:
+            session = llm.session(drafter, "fixed")
+            sequence = session.run([request_of(PROMPT, 16)]).sequences[0]
+            assert (session.engine.prompt_tokens.num_on_disk > 0) == num_found
+            assert bool(sequence.stats.num_draft_tokens) == (drafter is not None)
+
+
+def test_only_the_same_salt_finds_what_was_computed(llama_uncompiled_dir: Path, tmp_path: Path) -> None:
+    """Counts in memory and on disk, so that nothing depends on time. Names of salts are not in the file."""
+    found = {}
+    for place in ("memory", "disk"):
+        with opened(llama_uncompiled_dir, tmp_path / "kv") as engine:
+            if place == "memory":
+                answer(engine, PROMPT, salt="alice's secret")
+            for salt in (None, "bob", "alice", "alice's secret"):
+                with engine.without_disk() if place == "memory" else warned():
+                    found[place, salt] = answer(engine, PROMPT, 1, salt).stats.num_reused_tokens
+    assert {salt: num for (_, salt), num in found.items() if num} == {"alice's secret": 44}
+    assert found["memory", "alice's secret"] == found["disk", "alice's secret"] == 44
+    assert b"alice" not in (tmp_path / "kv" / FILE).read_bytes()
+
+
+def test_what_is_needed_for_others_is_written_before(llama_uncompiled_dir: Path, tmp_path: Path) -> None:
+    """Blocks are overwritten while another process keeps the writer waiting."""
+    with opened(llama_uncompiled_dir, tmp_path, max_tokens=64) as engine:
+        answer(engine, PROMPT, 2)
+        engine.flush_disk()
+        other = sqlite3.connect(tmp_path / FILE, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        prompts = [[*PROMPT[i:], *PROMPT[:i]] for i in range(5, 25, 5)]
+        for prompt in prompts:
+            answer(engine, prompt, 2)
+        other.execute("ROLLBACK")
+        other.close()
+    with opened(llama_uncompiled_dir, tmp_path, max_tokens=64) as engine:
+        for prompt in prompts:
+            assert answer(engine, prompt, 2).stats.num_reused_tokens == 44
+
+
+@pytest.mark.parametrize("is_over", [True, False], ids=["all", "what was aborted"])
+def test_orchestrator_mode_writes_too(llama_uncompiled_dir: Path, tmp_path: Path, is_over: bool) -> None:
+    with opened(llama_uncompiled_dir, tmp_path) as engine:
+        steps = orchestrator.generate(engine, [request_of(PROMPT)])
+        for num, _ in enumerate(steps):
+            if not is_over and num == 5:
+                steps.close()
+    with opened(llama_uncompiled_dir, tmp_path) as engine:
+        assert answer(engine, PROMPT, 1).stats.num_reused_tokens == 44
+
+
+def test_reading_stops_where_computing_is_faster(llama_uncompiled_dir: Path, tmp_path: Path) -> None:
+    with opened(llama_uncompiled_dir, tmp_path) as engine:
+        answer(engine, PROMPT)
+    with opened(llama_uncompiled_dir, tmp_path) as engine:
+        disk = engine._disk
+        assert disk is not None and disk.rates.read_s is None
+        disk.rates.read_s, disk.rates.compute_s = 2.0, 1.0
+        answer(engine, PROMPT)
+        assert engine.prompt_tokens.num_on_disk == 0
+        engine.clear_cache()
+        disk.rates.compute_s = 3.0
+        answer(engine, PROMPT)
+        assert engine.prompt_tokens.num_on_disk == 44
+
+
+def test_a_full_disk_stops_writing_and_nothing_else(llama_uncompiled_dir: Path, tmp_path: Path, said: Said) -> None:
+    with opened(llama_uncompiled_dir, tmp_path) as engine:
+        expected = answer(engine, PROMPT)
+        engine.flush_disk()
+        assert engine._disk is not None
+        database = engine._disk._writer._db
+        (num_pages,) = database.execute("PRAGMA page_count").fetchone()
+        database.execute(f"PRAGMA max_page_count={num_pages}")
+        with warned("the disk is full") as told:
+            for i in range(1, 40):
+                answer(engine, PROMPT[i:])
+            engine.flush_disk()
+        engine.clear_cache()
+        assert answer(engine, PROMPT).tokens == expected.tokens
+    said(told[0], "the disk is full", tmp_path)
+
+
+def damage(path: Path, kind: str) -> None:
+    data = bytearray(path.read_bytes())
+    if kind == "a truncated file":
+        data = data[: len(data) // 2]
+    elif kind == "an empty file":
+        data.clear()
+    elif kind == "another file":
+        data = bytearray(b"no database at all" * 1000)
+    else:
+        with sqlite3.connect(path) as database:
+            database.execute("UPDATE parts SET data=zeroblob(length(data)) WHERE block=(SELECT max(id)-6 FROM blocks)")
+        database.close()
+        return
+    path.write_bytes(data)
+
+
+DAMAGES = ("a truncated file", "an empty file", "another file", "a record")
+
+
+@pytest.mark.parametrize("while_open", [False, True], ids=["closed", "open"])
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_what_is_damaged_is_told_once_and_computed_again(
+    kind: str, while_open: bool, llama_uncompiled_dir: Path, tmp_path: Path, said: Said
+) -> None:
+    path = tmp_path / FILE
+    with opened(llama_uncompiled_dir, tmp_path) as engine:
+        expected = answer(engine, PROMPT)
+        engine.flush_disk()
+        if not while_open:
+            engine.close()
+            damage(path, kind)
+            parts = () if kind == "an empty file" else ("damaged", "computed again")  # an empty one is a new one
+            with warned(*parts) as told:
+                engine = opened(llama_uncompiled_dir, tmp_path)
+                assert answer(engine, PROMPT).tokens == expected.tokens
+        else:
+            damage(path, kind)
+            with warned("damaged", "computed again") as told:
+                engine.clear_cache()
+                assert answer(engine, PROMPT).tokens == expected.tokens
+                engine.flush_disk()
+                assert answer(engine, PROMPT[1:]).finish_reason == "length"
+        engine.close()
+    if told:
+        said(told[0], "damaged", tmp_path)
+    with warned(), opened(llama_uncompiled_dir, tmp_path) as engine:
+        again = answer(engine, PROMPT)
+        assert again.stats.num_reused_tokens == 44
+        assert again.tokens == expected.tokens
+
+
+def test_bad_directories_and_sizes_are_one_sentence_each(
+    llama_uncompiled_dir: Path, make_engine_dir: MakeEngineDir, tmp_path: Path, said: Said
+) -> None:
+    for settings in (
+        {"disk_bytes": 10**9},
+        {"disk_dir": tmp_path, "block_reuse": False},
+        {"disk_dir": tmp_path, "disk_bytes": 10**5},
+    ):
+        with pytest.raises(SpecDecError) as raised:
+            Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(**settings))
+        said(raised)
+    with opened(llama_uncompiled_dir, tmp_path, disk_bytes=10**8) as engine:
+        answer(engine, PROMPT)
+        engine.flush_disk()
+        with warned("100.0 MB", "50.0 MB") as told:
+            opened(llama_uncompiled_dir, tmp_path, disk_bytes=5 * 10**7).close()
+        said(told[0])
+        assert engine._disk is not None and engine._disk._writer.max_bytes == 5 * 10**7
+    with warned("other engines") as told:
+        opened(make_engine_dir(make_model("qwen3")), tmp_path).close()
+    said(told[0])

@@ -1,0 +1,82 @@
+"""Keys and values by owner, found over HTTP: who asked what is told to nobody else, and a restart forgets nothing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving_models import PROMPT, MakeServed, Served
+from test_serving_metrics import samples
+
+from commands.serve.warm import warm
+from runtime.engine.engine import KVCacheConfig
+from runtime.util.errors import SpecDecError
+
+MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "The little dog lost the red ball in the park."}]
+TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
+ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": PROMPT, "max_tokens": 2},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 2},
+    "/v1/responses": {"input": MESSAGES, "max_output_tokens": 2, "store": False},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 2},
+}
+
+
+def num_cached(served: Served, path: str, body: dict[str, Any], key: str | None = None) -> int:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    response = served.client.post(path, json=body, headers=headers)
+    assert response.status_code == 200, response.text
+    usage = response.json()["usage"]
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+    return usage["cache_read_input_tokens"] if details is None else details["cached_tokens"]
+
+
+def test_an_owner_finds_what_it_asked_and_nothing_else(make_served: MakeServed) -> None:
+    """Owners by `cache_salt` in all protocols, and by their API keys. Counts: nothing depends on time."""
+    served = make_served(None)
+    for path, body in ROUTES.items():
+        served.llm.engine.clear_cache()
+        salted = body | {"cache_salt": "mine"}
+        assert num_cached(served, path, salted) == 0 < num_cached(served, path, salted), path
+        assert num_cached(served, path, body) == num_cached(served, path, body | {"cache_salt": "yours"}) == 0, path
+    assert served.post("/v1/completions", prompt="a", cache_salt="").status_code == 400
+    served = make_served(None, api_key="one,two")
+    (path, body), *_ = ROUTES.items()
+    assert num_cached(served, path, body, "one") == num_cached(served, path, body, "two") == 0
+    assert num_cached(served, path, body, "one") == num_cached(served, path, body, "two") > 0
+    assert num_cached(served, path, body | {"cache_salt": "x"}, "one") == 0
+
+
+@pytest.mark.parametrize("keys", [[], ["one", "two"]], ids=["all", "each key"])
+def test_warm_prompts_are_found_at_once_and_after_a_restart(
+    make_served: MakeServed, keys: list[str], tmp_path: Path
+) -> None:
+    lines = [
+        {"prompt": PROMPT},
+        {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "none", "max_tokens": 100},
+        {"custom_id": "a line of a batch", "body": {"prompt": PROMPT[:20], "cache_salt": "mine"}},
+    ]
+    path = tmp_path / "warm.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    asked = [("/v1/completions", lines[0] | {"max_tokens": 2}), ("/v1/chat/completions", lines[1] | {"max_tokens": 2})]
+    for is_first in (True, False):
+        kv_cache = KVCacheConfig(disk_dir=tmp_path / "kv")
+        served = make_served(None, kv_cache=kv_cache, api_key=",".join(keys) or None)
+        told = warm(served.model, path, [key.encode() for key in keys])
+        counts = served.llm.engine.prompt_tokens
+        assert told.endswith(
+            f"{counts.num_in_memory + counts.num_on_disk:,} were found and {counts.num_computed:,} computed"
+        )
+        assert (counts.num_on_disk > counts.num_computed) == (not is_first)
+        for key in keys or [None]:
+            for route, body in asked:
+                assert num_cached(served, route, body, key) > 8
+        if not keys:
+            now, found = served.llm.engine.prompt_tokens, samples(served)
+            for name in ("in_memory", "on_disk", "computed"):
+                assert found[f"specdec:prompt_tokens_{name}_total"] == getattr(now, f"num_{name}")
+        served.llm.engine.flush_disk()
+    path.write_text('{"messages": 3}\n')
+    with pytest.raises(SpecDecError) as raised:
+        warm(served.model, path, [])
+    assert f"line 1 of {path}" in raised.value.message and raised.value.hint
