@@ -4,8 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from commands.output.documents.records import Counts, Head, Record, absent
-from commands.output.documents.settings import DrafterNames
+from commands.output.documents.records import Counts, MeasuredHead, Positive, Record, absent
+from commands.output.documents.settings import DrafterNames, EngineRecord
 from runtime.checkpoint.config import Count, Measure, Size
 from runtime.core.params import Mode
 from runtime.drafters.spec import DraftLenMode
@@ -67,7 +67,17 @@ class ExplanationRecord(Record):
     total: Counts
 
 
-class DoctorDocument(Head):
+class TimedStep(Record):
+    """A step's time when the engine was built, and the fastest of many now."""
+
+    batch_size: Size
+    num_tokens: Size = Field(description="of each row")
+    context_len: Count
+    built_s: Positive
+    now_s: Positive
+
+
+class DoctorDocument(MeasuredHead):
     """Document of `specdec doctor --json`."""
 
     command: Literal["doctor"]
@@ -77,3 +87,5 @@ class DoctorDocument(Head):
     is_healthy: bool = Field(description="whether nothing was found; the exit code is 1 if not")
     diagnoses: list[Diagnosis] = Field(description="none with --explain")
     explanation: ExplanationRecord | None = absent("with --explain")
+    engine: EngineRecord = absent()
+    steps: list[TimedStep] = absent("step times, when the engine was built and now")

@@ -1,9 +1,10 @@
 """Flags of `specdec doctor`."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
-from commands.options.shared import InputFile
+from commands.options.shared import InputFile, Report
 from commands.output.help import INPUT, RUNTIME, option
 
 
@@ -21,6 +22,11 @@ class DoctorInputs:
     ] = None
     input_file: InputFile = None
 
+    @property
+    def paths(self) -> list[Path]:
+        """Paths to read."""
+        return [] if self.input_file is None else [self.input_file]
+
 
 @dataclass(frozen=True)
 class DoctorOptions:
@@ -36,3 +42,4 @@ class DoctorOptions:
             "--explain",
         ),
     ] = False
+    report: Report = None

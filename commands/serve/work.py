@@ -131,7 +131,7 @@ def serve_setup(setup: Setup, bound: socket.socket, serving: Serving) -> None:
     app = guarded_app(served, clock, options, is_of_this_machine=address.is_of_this_machine)
 
     def say_where() -> None:
-        for line in greeting(served, setup.session.speculation, address):
+        for line in greeting(served, address):
             stderr().print(line, soft_wrap=True)
 
     if not address.is_of_this_machine and options.api_key is None:
@@ -173,6 +173,7 @@ def open_served(
         options.reasoning_parser,
         options.refuse_special_tokens,
         options.any_model,
+        session.speculation.in_words,
     )
 
 

@@ -228,7 +228,7 @@ class SamplingParams:
         RequestField(
             "Divides the logits; 0 is greedy.", in_all("temperature", *_OPENAI, "messages"), "draw", Range(0),
             "0 is greedy, 1 no effect", Range(0, 100), in_model=True, in_every_document=True,
-            flag=Flag("Divides the logits; 0 is greedy.", "1.0; a chat's: the model's"),
+            flag=Flag("Divides the logits; 0 is greedy.", "1.0 (chat: the model's)"),
         ),
     ] = 1.0  # fmt: skip
     top_p: Annotated[
@@ -238,7 +238,7 @@ class SamplingParams:
             in_all("top_p", *_OPENAI, "messages"), "draw", Range(0, 1, is_open=True), "1 is no effect", in_model=True,
             in_every_document=True,
             flag=Flag("Sample among the best tokens of this total probability; 1.0 is off.",
-                      "1.0; a chat's: the model's"),
+                      "1.0 (chat: the model's)"),
         ),
     ] = 1.0  # fmt: skip
     top_k: Annotated[
@@ -248,7 +248,7 @@ class SamplingParams:
             in_all("top_k", *_OPENAI, "messages"), "draw", Range(0), "0 is the whole vocabulary, 1 greedy",
             Range(-1, 2**63 - 1), in_model=True, in_every_document=True,
             flag=Flag("Sample among this many best tokens; 1 is greedy, 0 leaves all.",
-                      "1; 0 with --temperature, --top-p or --min-p; a chat's: the model's"),
+                      "1; 0 with --temperature, --top-p or --min-p (chat: the model's)"),
         ),
     ] = 0  # fmt: skip
     min_p: Annotated[
@@ -257,7 +257,7 @@ class SamplingParams:
             "Leaves out tokens below this share of the best token's probability.", in_all("min_p"), "draw",
             Range(0, 1), neutral=(0.0, 0), in_model=True, in_every_document=True,
             flag=Flag("Leave out tokens below this share of the best one's probability; 0.0 is off.",
-                      "0.0; a chat's: the model's"),
+                      "0.0 (chat: the model's)"),
         ),
     ] = 0.0  # fmt: skip
     repetition_penalty: Annotated[

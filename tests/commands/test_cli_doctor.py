@@ -16,6 +16,7 @@ import pytest
 import torch
 from command_line import PROMPTS, Result, Specdec, assert_valid, draft_model, each, edit_json
 from draft_models import WITH_DRAFTS, MakeDraftEngineDir
+from html_pages import assert_needs_nothing_else
 from sentences import Said
 from tiny import make_model
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -377,13 +378,20 @@ def healthy(name: str, ward: Ward, deep_pair: tuple[Path, Path] | None, specdec:
 
 
 def test_findings_are_shown_with_number_and_remedy(ward: Ward, specdec: Specdec) -> None:
-    result = specdec("doctor", *reuse_turned_off(ward))
-    assert result.exit_code == 1
+    path = ward.directory / "page.html"
+    result = specdec("doctor", *reuse_turned_off(ward), "--report", path)
+    assert result.exit_code == 1 and "error" not in result.stderr
     lines = result.stdout.splitlines()
     place = next(i for i, line in enumerate(lines) if line.startswith("FOUND  reuse_never_hits: "))
     assert "0 of" in lines[place]
     assert lines[place + 1].strip() == REMEDIES["reuse_never_hits"]
-    assert re.search(r"^error: (1 finding|\d findings, the first): reuse_never_hits\b", result.stderr, re.MULTILINE)
+    assert result.stdout.count("reuse_never_hits") == 1  # said once
+    assert not any(name in line for name in REMEDIES for line in lines if line.startswith("ok "))
+    html = path.read_text()
+    assert_needs_nothing_else(html)
+    assert re.search(rf"<h1>{ward.engine_dir.name} \(32 bits\): \d findings?</h1>", html)
+    finding = re.search(r'<section class="card finding"><h3>reuse never hits</h3><p>(.*?)</p>(.*?)</section>', html)
+    assert finding is not None and "0 of" in finding[1] and "<code>--max-tokens-in-paged-kv-cache</code>" in finding[2]
     named = specdec("doctor", *reuse_turned_off(ward), "--quiet").stdout.split()
     assert {"reuse_never_hits"} <= set(named) <= {"reuse_never_hits", *OF_THE_MACHINE}
 

@@ -4,6 +4,7 @@
 module, imports torch: `compare` and `schema` run without it.
 """
 
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from runtime import specdec_version
 from runtime.checkpoint.config import Count, Measure, Share
 from runtime.loop.lossless.results import DistributionCheck, TokenCheck
+from runtime.util.machine import machine_name
 
 SchemaVersion = Literal[2]
 SCHEMA_VERSION: SchemaVersion = get_args(SchemaVersion)[0]
@@ -45,6 +47,22 @@ class Head(Record):
     specdec_version: str | None = Field(
         description="null where specdec runs from its directory without being installed"
     )
+
+
+class MeasuredHead(Head):
+    """First keys of a document of measurements: when and where they were made too."""
+
+    date: str = Field(
+        default="",
+        pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00$",
+        description="when the document was made, in UTC, such as 2026-11-29T10:15:00+00:00",
+    )
+    machine: str = absent("processor, and cores that the process may use")
+
+
+def measured_head(command: str) -> dict[str, Any]:
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return document_head(command) | {"date": date, "machine": machine_name()}
 
 
 def document_head(command: str) -> dict[str, Any]:

@@ -224,6 +224,7 @@ def metrics(answers: Seq[RequestHandle], max_draft_len: int) -> dict[str, Any]:
             "num_accepted_tokens": stats.num_accepted_draft_tokens,
             "acceptance_rate": stats.draft_acceptance_rate,
             "accepted_per_position": accepted + [0] * (len(stats.drafted_per_position) - len(accepted)),
+            "drafted_per_position": stats.drafted_per_position,
             "tokens_per_step": stats.tokens_per_step,
         }
     }
