@@ -43,8 +43,9 @@ from runtime.checkpoint.gguf.reader import is_gguf
 from runtime.checkpoint.resolve import resolve_tokenizer
 from runtime.core.generation import Output, Piece, RequestOutput
 from runtime.core.grammar import CompiledGrammar, Grammars
-from runtime.core.params import GREEDY, MODEL_DEFAULTS, Mode, SamplingParams
+from runtime.core.params import GREEDY, MODEL_DEFAULTS, Grammar, Mode, SamplingParams
 from runtime.core.request import Request, Sequence
+from runtime.core.thinking import Thinking
 from runtime.drafters.heads.head_config import DraftOutputSettings, has_mtp_head, hidden_states_for, read_head
 from runtime.drafters.plugins import tell_problems
 from runtime.drafters.protocol import Drafter, DraftFunction
@@ -61,7 +62,10 @@ from runtime.loop.session import OnTokens, Session
 from runtime.proof.fingerprint import fingerprint_of
 from runtime.proof.receipts import read_row, receipt_of
 from runtime.proof.records import Fingerprint
+from runtime.text.call_formats import ReasoningFormat, find_reasoning_format, named_reasoning_format
+from runtime.text.call_grammar import SpecialIds, schema_grammar
 from runtime.text.chat import ChatTemplate, Message, TemplateInputs
+from runtime.text.chat_templates import chat_templates
 from runtime.text.text import (
     StopWords,
     TextStream,
@@ -75,6 +79,7 @@ from runtime.text.text import (
     tokenizer_of_engine,
     word_tokens,
 )
+from runtime.text.thinking import thinking_of
 from runtime.text.token_text import special_token_ids
 from runtime.util.at_exit import call_at_exit, closed_at_exit
 from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError, errors_about
@@ -197,6 +202,8 @@ class LLM:
                 f"kv_cache must be a KVCacheConfig: {kv_cache!r:.100}", hint="KVCacheConfig(max_tokens=4096)"
             )
         self.mode = mode
+        self.reasoning_parser: str | None = None
+        """Name of the format of reasoning; None: the chat template's."""
         self.kv_cache = kv_cache or KVCacheConfig()
         self._engine_options = engine
         is_made = not isinstance(model, Bundle) and not is_engine_dir(Path(model).expanduser())
@@ -465,10 +472,43 @@ class LLM:
             keep_logits=params.return_generation_logits,
             num_logprobs=params.logprobs,
             grammar=self.grammar(params),
+            thinking=None if params.thinking_token_budget is None else self.thinking,
             shows_special_tokens=not params.skip_special_tokens,
             shows_stop=params.include_stop_str_in_output,
             wants_receipt=params.receipt,
         )
+
+    @cached_property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """Format in which the model thinks before it answers, if it is known."""
+        if self.reasoning_parser is not None:
+            return named_reasoning_format(self.reasoning_parser)
+        texts = filter(lambda one: isinstance(one, str), chat_templates(self.tokenizer_dir).values())
+        return next(filter(None, map(find_reasoning_format, texts)), None)
+
+    @cached_property
+    def thinking(self) -> Thinking:
+        """The model's thinking, for a budget; UsageError for a model that does not think."""
+        if self.tokenizer is None or self.reasoning_format is None:
+            raise UsageError(
+                f"there is no thinking to limit, the chat template has no tags for it: {self.bundle.given}",
+                hint="leave the budget out, or take a model that thinks before it answers",
+                field="thinking_token_budget",
+            )
+        return thinking_of(self.reasoning_format, self.tokenizer)
+
+    def after_thinking(self, request: Request) -> Request:
+        """The same request, with its JSON schema after the thinking that its prompt has opened, if there is a budget.
+
+        Other forms are those of the whole output, and leave no room for thinking.
+        """
+        form = None if request.grammar is None else request.grammar.form
+        is_open = request.thinking is not None and request.thinking.is_open_after(request.prompt_tokens)
+        if form is None or form.kind != "json_schema" or not is_open or self.reasoning_format is None:
+            return request
+        special = SpecialIds(self.grammars.special_tokens(), request.end_ids)
+        text = schema_grammar(form.text, self.reasoning_format, special)
+        return dataclasses.replace(request, grammar=self.grammars.compiled(Grammar("lark", text)))
 
     def grammar(self, params: SamplingParams) -> CompiledGrammar | None:
         """Compile the grammar of an output, if it has one; SpecDecError if it cannot be used."""
@@ -602,7 +642,8 @@ class LLM:
                 room = self.bundle.config.build_config.max_request_len - len(tokens)
                 template = dataclasses.replace(template, max_new_tokens=max(room, 1))
             template = dataclasses.replace(template, cache_salt=salt)
-            requests += [template.with_prompt(len(requests) + i, tokens, i) for i in range(one.n)]
+            asked = [template.with_prompt(len(requests) + i, tokens, i) for i in range(one.n)]
+            requests += map(self.after_thinking, asked)
         return [(prompt, one.n) for (prompt, _), one in zip(given, params, strict=True)], requests
 
     def _pieces(self, session: Session, requests: list[Request], indices: list[int]) -> Generator[Piece]:

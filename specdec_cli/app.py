@@ -8,6 +8,7 @@ from specdec_cli.signals import restore  # before the modules that take time to 
 
 # isort: split
 
+import codecs
 import errno
 import inspect
 import io
@@ -516,10 +517,23 @@ def _open_closed_streams() -> None:
 def _replace_what_cannot_be_written() -> None:
     """Write `?` for a character that the encoding of standard output lacks: `日` where a locale has ISO-8859-1.
 
+    Those of tables have another form: `#` for a bar, `-` for a dash.
+
     Python would raise, after the work is done. Standard error shows such a character as `\\u65e5` already.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+        codecs.register_error("specdec", _in_plain_letters)
+        sys.stdout.reconfigure(errors="specdec")
+
+
+_PLAIN = str.maketrans(dict(zip("–—−÷×’“”…µ█·→", '---/x\'"".u#.>', strict=True)) | dict.fromkeys("▏▎▍▌▋▊▉", ""))
+
+
+def _in_plain_letters(error: UnicodeError) -> tuple[str, int]:
+    """Letters for the characters that an encoding lacks, and the place after them."""
+    assert isinstance(error, UnicodeEncodeError)
+    lacking = error.object[error.start : error.end].translate(_PLAIN)
+    return "".join(letter if letter.isascii() else "?" for letter in lacking), error.end
 
 
 def _have_waiting_threads_sleep() -> None:

@@ -196,6 +196,7 @@ Speculation
 Sampling
   --max-output-len N       tokens to generate
 Output
+  --report FILE.html       write a page with charts
   --json                   print one JSON document on stdout
   --quiet                  print the result only
   --help-all               show all flags
@@ -225,6 +226,7 @@ Sampling
 Output
   --output PROFILE.json    write the recommendation, for `--profile`
   --save                   make the recommendation the model's default
+  --report FILE.html       write a page with charts
   --json                   print one JSON document on stdout
   --quiet                  print the result only
   --help-all               show all flags

@@ -50,7 +50,7 @@ def test_ratios_are_of_the_same_prompts_and_the_mean_of_kinds() -> None:
         for kind, factor in (("chat", 1), ("rag", 3)):
             records += [
                 record(kind, ours * factor, 10, mode=mode),
-                record(kind, drafted * factor, 10, mode=mode, variant="suffix, automatic", num_steps=5),
+                record(kind, drafted * factor, 10, mode=mode, variant="`AUTO` (suffix matching)", num_steps=5),
                 record(
                     kind, theirs * factor * (2 if kind == "rag" else 1), 10, mode=mode, system="llama.cpp", variant=""
                 ),
@@ -60,9 +60,9 @@ def test_ratios_are_of_the_same_prompts_and_the_mean_of_kinds() -> None:
     assert row(table["summary"], "llama.cpp")[1:3] == ["70.00 / 63.00", "3.50 / 2.62"]
     times = row(table["smollm2"], "specdec, no drafter")
     assert times[1:] == ["10.00 / 12.00", "30.00 / 36.00", "20.00 / 24.00", "1.00 / 1.00", "100 ms", "1.2 s", "500 MB"]
-    assert row(table["smollm2"], "specdec, suffix")[4] == "2.00 / 2.00"
+    assert row(table["smollm2"], "specdec, `AUTO`")[4] == "2.00 / 2.00"
     assert row(table["smollm2"], "llama.cpp", last=True)[1:] == ["2.00 / 1.50", "4.00 / 3.00", "3.50 / 2.62"]
-    assert row(table["smollm2"], "specdec, suffix", last=True)[1:] == ["2.00 / 1.20", "2.00 / 1.20", "2.00 / 1.20"]
+    assert row(table["smollm2"], "specdec, `AUTO`", last=True)[1:] == ["2.00 / 1.20", "2.00 / 1.20", "2.00 / 1.20"]
     assert "takes 60 s to its first token" in table["smollm2"]
 
 

@@ -108,7 +108,7 @@ def test_a_flag_reaches_the_parameters() -> None:
     values: dict[str, Any] = {
         "temperature": 0.5, "top_p": 0.9, "top_k": 4, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.2,
         "frequency_penalty": 0.3, "no_repeat_ngram_size": 3, "bad_words": ["a"], "min_tokens": 3,
-        "allowed_token_ids": [5, 6],
+        "allowed_token_ids": [5, 6], "thinking_token_budget": 7,
     }  # fmt: skip
     assert values.keys() == {name for name, (_, described) in FIELDS.items() if described.flag is not None}
     params = SamplingOptions(**values).params()

@@ -97,6 +97,8 @@ class BatchModel:
     ) -> None:
         check_can_serve(llm)
         llm.fingerprint  # noqa: B018  # it is kept: every result has it
+        if defaults.thinking_token_budget is not None:
+            llm.thinking  # noqa: B018  # or why there is none
         self._with_receipts = with_receipts
         loop = ServingLoop(session, LoopLimits(_MAX_QUEUE_LEN, max_gap_s=math.inf), _notify)  # nobody waits for a token
         values = llm.model_defaults.sampling | defaults.sampling | defaults.form.params
@@ -310,6 +312,8 @@ class Job:
         """Digest of everything that results depend on. Drafts are included only if they affect samples."""
         speculation = self.choice.speculation
         parts = [model_digest(self.choice.engine_dir, self.choice.tokenizer_dir), *self.names, repr(self.defaults)]
+        if self.defaults.thinking_token_budget is not None:
+            parts.append(f"thinking_token_budget={self.defaults.thinking_token_budget}")
         if self.defaults.form.params:
             parts.append(repr(self.defaults.form))
         if self.with_receipts:

@@ -17,6 +17,7 @@ class BatchDefaultsRecord(Record):
     temperature: Measure | None
     top_k: Count | None
     top_p: Share | None
+    thinking_token_budget: Count | None = absent("most tokens that a model thinks in an output; null without a limit")
     random_seed: int
     grammar: OutputGrammar | None = absent("form of outputs; missing without one")
 

@@ -58,6 +58,9 @@ class BatchDefaults:
     ] = None
     top_k: Annotated[int | None, option(SAMPLING, "Default for requests.", shown="the model's, or 0")] = None
     top_p: Annotated[float | None, option(SAMPLING, "Default for requests.", shown="the model's, or 1")] = None
+    thinking_token_budget: Annotated[int | None, option(SAMPLING, "Default for requests.", shown="no limit", min=0)] = (
+        field(default=None, repr=False)
+    )
     random_seed: Annotated[
         int,
         option(SAMPLING, "Seed for requests that have none; each gets a seed made from this one and its `custom_id`."),
@@ -67,7 +70,8 @@ class BatchDefaults:
     @property
     def sampling(self) -> dict[str, Any]:
         """Sampling flags that are given."""
-        values = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        names = ("temperature", "top_k", "top_p", "thinking_token_budget")
+        values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
     def checked(self) -> "BatchDefaults":

@@ -278,7 +278,7 @@ def build(options: BuildOptions, output: Output) -> None:
     with output.phases() as show:
 
         def phase(name: str) -> None:
-            phase_times.begin(name)
+            phase_times.begin(name.partition(" (")[0])
             show(name)
 
         effort = BuildEffort(num_workers=options.workers, drafts=drafts, takes_torch_compile=options.compiler is None)

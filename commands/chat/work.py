@@ -29,11 +29,10 @@ from runtime.text.chat import Message, TemplateInputs
 from runtime.text.parser import OutputForm, OutputParser, Said, joined
 from runtime.text.prompt import with_tools_as_text
 from runtime.text.text import TextStream
+from runtime.text.thinking import prompt_end
 from runtime.text.token_text import special_token_ids
 from runtime.util.errors import SpecDecError, UsageError
 
-_PROMPT_END = 64
-"""Tokens of a prompt in which what is thought may have been opened."""
 HELP = "/stats: the last answer's numbers; /reset: forget the conversation; /quit: leave; Ctrl-C: end an answer"
 
 
@@ -79,13 +78,13 @@ class Conversation:
             return template.encode(self.messages, TemplateInputs(documents))
         return template.encode(with_tools_as_text(self.messages, documents, self._form.calls))
 
-    def _grammar(self, prompt: list[int], request: Request) -> CompiledGrammar | None:
+    def _grammar(self, request: Request) -> CompiledGrammar | None:
         """Grammar of the calls, where the output has no other."""
         if self.toolbox is None or self._form.calls is None or request.grammar is not None:
             return request.grammar
         grammars = self.setup.llm.grammars
         special = SpecialIds(grammars.special_tokens(), request.end_ids)
-        in_reasoning = self._form.is_in_reasoning(self._end_of(replace(request, prompt_tokens=tuple(prompt))))
+        in_reasoning = self._is_in_reasoning(request)
         calls = Calls(self.toolbox.tools, "auto")
         text = call_grammar(calls, self._form.calls, self._form.reasoning, special, in_reasoning=in_reasoning)
         return None if text is None else grammars.compiled(Grammar("lark", text))
@@ -184,7 +183,8 @@ class Conversation:
                 f"the conversation is longer than the engine takes ({longest} tokens): {len(prompt)}",
                 hint="/reset begins another" if said_before else "say less, or build an engine with more room",
             )
-        request = replace(template.with_prompt(0, prompt, 0), grammar=self._grammar(prompt, template))
+        request = llm.after_thinking(template.with_prompt(0, prompt, 0))
+        request = replace(request, grammar=self._grammar(request))
         return replace(request, max_new_tokens=min(request.max_new_tokens, build.max_request_len - len(prompt)))
 
     def _said(self, request: Request) -> list[Said]:
@@ -224,7 +224,7 @@ class Conversation:
         assert tokenizer is not None  # or there were no template
         marked = _MarkedStream(self.setup, mark_for_stdout()) if self.show_tokens else None
         text = TextStream.of_request(tokenizer, request, self._form.special.shown)
-        parser = OutputParser(self._form, in_reasoning=self._form.is_in_reasoning(self._end_of(request)))
+        parser = OutputParser(self._form, in_reasoning=self._is_in_reasoning(request))
         is_text, last = self._form.says_only_text, Said("content", "")
         with closing(self.setup.session.steps([request])) as steps:
             for sequence, _ in steps:
@@ -242,12 +242,11 @@ class Conversation:
                     last = said
                     yield said
 
-    def _end_of(self, request: Request) -> str:
-        """The end of a prompt with its special tokens."""
+    def _is_in_reasoning(self, request: Request) -> bool:
+        """True if the prompt ends within the model's reasoning."""
         tokenizer = self.setup.llm.tokenizer
         assert tokenizer is not None
-        tail = list(request.prompt_tokens[-_PROMPT_END:])
-        return str(tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return self._form.is_in_reasoning(prompt_end(tokenizer, request.prompt_tokens))
 
     def _stats(self) -> str:
         if self.last is None or self.last.stats.ttft_s is None:

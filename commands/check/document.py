@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from commands.output.documents.records import Head, Record
+from commands.output.documents.records import MeasuredHead, Record
 from commands.output.documents.settings import EngineRecord
 from runtime.checkpoint.config import Count, Measure
 from runtime.proof.records import Finding, Fingerprint, Relation, Verdict
@@ -21,7 +21,7 @@ class CheckTotal(Record):
     tokens_per_second: Measure | None
 
 
-class CheckDocument(Head):
+class CheckDocument(MeasuredHead):
     """Document of `specdec check --json`."""
 
     command: Literal["check"]

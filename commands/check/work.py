@@ -16,9 +16,9 @@ from commands.check.document import CheckDocument, CheckTotal
 from commands.check.flags import CheckOptions
 from commands.options.engine_choice import EngineChoice
 from commands.options.sessions import engines_made, open_engine
-from commands.output.documents.records import document_head
+from commands.output.documents.records import measured_head
 from commands.output.documents.settings import EngineRecord
-from commands.output.html.page import page
+from commands.output.html.page import page, with_bits, write_page
 from commands.output.output import Output, number
 from commands.output.progress import Advance
 from runtime.llm import LLM
@@ -27,7 +27,6 @@ from runtime.proof.records import Finding, Receipt, Relation, Rule, Verdict, dif
 from runtime.text.text import decode
 from runtime.text.traces import read_traces
 from runtime.util.errors import SpecDecError
-from runtime.util.files import write_file
 
 _MOST_SHOWN, _MOST_IN_PAGE, _MOST_IN_DOCUMENT = 20, 200, 10_000
 _TOLD: dict[Relation, str] = {
@@ -85,7 +84,7 @@ def check_receipts(options: CheckOptions, choice: EngineChoice, output: Output) 
         document = _document(llm, options, checked)
         _show(document, checked, output)
         if options.report is not None:
-            write_file(options.report, check_page(document, checked.shown, llm).encode(errors="replace"))
+            write_page(options.report, check_page(document, checked.shown, llm))
             output.result(f"report written: {options.report}")
     output.document(document.as_json())
     if not document.passed:
@@ -134,7 +133,7 @@ def _answers(path: Path, llm: LLM) -> Answers:
 
 def _document(llm: LLM, options: CheckOptions, checked: Checked) -> CheckDocument:
     return CheckDocument(
-        **document_head("check"),
+        **measured_head("check"),
         files=[str(path) for path in options.receipts],
         engine=EngineRecord.of(llm.bundle),
         fingerprint=llm.fingerprint,
@@ -204,7 +203,7 @@ def check_page(document: CheckDocument, shown: list[tuple[Finding, Receipt | Non
     return page(
         "check.html",
         data,
-        f"Check of {document.total.num_answers:,} answers: {verdict}",
+        f"{with_bits(data['engine'])}, {document.total.num_answers:,} answers checked: {verdict}",
         cards={
             "This engine": data["fingerprint"] | {"instructions": " ".join(document.fingerprint.instructions)},
             "Files": {"receipts": ", ".join(document.files)},

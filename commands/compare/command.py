@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from commands.options.expand import expand_groups
-from commands.output.output import Output
+from commands.options.shared import Report
+from commands.output.output import Output, check_output_files, check_report
 from runtime.util.errors import SpecDecError
 
 
@@ -15,14 +16,19 @@ def compare(
     a: Annotated[Path, typer.Argument(metavar="A.json", help="Document of `run --json` or `summarize --json`.")],
     b: Annotated[Path, typer.Argument(metavar="B.json", help="Another document of the same command.")],
     output: Output,
+    report: Report = None,
 ) -> None:
     """Compare two documents: settings, metrics, and which differences are more than noise.
 
     Counts such as tokens per step are exact for greedy output. Times are compared request by request, which needs at
     least six requests.
     """
+    from commands.compare.page import compare_page
     from commands.compare.report import compare_document, read_document, show
+    from commands.output.html.page import write_page
 
+    check_report(report)
+    check_output_files([] if report is None else [report], [a, b])
     document_a, document_b = read_document(a), read_document(b)
     if document_a["command"] != document_b["command"]:
         raise SpecDecError(
@@ -32,4 +38,7 @@ def compare(
         )
     document = compare_document(a, b, document_a, document_b)
     show(document, output)
+    if report is not None:
+        write_page(report, compare_page(document, document_a, document_b))
+        output.result(f"report written: {report}")
     output.document(document.as_json())

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 from rich.table import Table
 
-from commands.output.documents.records import SCHEMA_VERSION, Head, Record, document_head
+from commands.output.documents.records import SCHEMA_VERSION, MeasuredHead, Record, measured_head
 from commands.output.output import Output, number, percent
 from commands.run.document import RunDocument
 from commands.summarize.document import SummarizeDocument
@@ -72,7 +72,7 @@ class ComparedMetric(Record):
     reason: str | None
 
 
-class CompareDocument(Head):
+class CompareDocument(MeasuredHead):
     """Document of `specdec compare --json`."""
 
     command: Literal["compare"]
@@ -91,7 +91,7 @@ class CompareDocument(Head):
 
 def compare_document(a: Path, b: Path, document_a: dict[str, Any], document_b: dict[str, Any]) -> CompareDocument:
     """SpecDecError for numbers that are so large that their sums or ratios are infinite."""
-    head, command = document_head("compare"), document_a["command"]
+    head, command = measured_head("compare"), document_a["command"]
     try:
         found = compare_documents(document_a, document_b)
         return CompareDocument(**head, compared_command=command, a=str(a), b=str(b), **found)
@@ -164,7 +164,7 @@ def show(document: CompareDocument, output: Output) -> None:
     output.result(_settings_table(document.settings) if document.settings else "the settings are the same")
     output.result(_requests_line(document.requests))
     output.result(_metrics_table(document))
-    for line in _notes(document):
+    for line in notes(document):
         output.result(line)
 
 
@@ -173,12 +173,18 @@ def _settings_table(settings: list[DifferentSetting]) -> Table:
     for column in ("", "A", "B"):
         table.add_column(column, overflow="fold")
     for setting in settings:
-        table.add_row(setting.name, _setting(setting.a), _setting(setting.b))
+        table.add_row(setting.name, shown_setting(setting.a), shown_setting(setting.b))
     return table
 
 
-def _setting(value: object) -> str:
-    return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
+def shown_setting(value: object) -> str:
+    """A value of a document; of an object what it says in words: `quant_algo W4A16, group_size 64`."""
+    if value is None:
+        return "-"
+    if isinstance(value, dict):
+        told = {key: one for key, one in value.items() if one not in (None, False, [], {})}
+        return ", ".join(f"{key} {shown_setting(one)}" for key, one in told.items())
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _requests_line(requests: ComparedRequests) -> str:
@@ -200,15 +206,15 @@ def _metrics_table(document: CompareDocument) -> Table:
     for metric in document.metrics.values():
         table.add_row(
             metric.title,
-            *_values(metric),
+            *shown_values(metric),
             number(metric.ratio, 3),
             _interval(metric.interval),
-            _verdict(metric),
+            shown_verdict(metric),
         )
     return table
 
 
-def _values(metric: ComparedMetric) -> list[str]:
+def shown_values(metric: ComparedMetric) -> list[str]:
     """A, B and their difference, all with the same number of digits."""
     a, b, difference = metric.a, metric.b, metric.difference
     form = _form(metric.unit, [value for value in (a, b) if value is not None])
@@ -240,7 +246,7 @@ def _interval(interval: IntervalRecord | None) -> str:
     return "-" if interval is None else f"{interval.low:.3f}–{interval.high:.3f}"
 
 
-def _verdict(metric: ComparedMetric) -> str:
+def shown_verdict(metric: ComparedMetric) -> str:
     words = {
         "same": "the same",
         "different": "different" if metric.method != "exact" else "different, exactly",
@@ -250,7 +256,7 @@ def _verdict(metric: ComparedMetric) -> str:
     return f"{words} ({metric.reason})" if metric.reason else words
 
 
-def _notes(document: CompareDocument) -> list[str]:
+def notes(document: CompareDocument) -> list[str]:
     lines = []
     control = document.control
     methods = {metric.method for metric in document.metrics.values()}

@@ -4,9 +4,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from commands.output.documents.records import Head, Record
-from commands.output.documents.settings import DrafterNames
-from runtime.checkpoint.config import Size
+from commands.output.documents.records import Counts, MeasuredHead, Positive, Record, absent
+from commands.output.documents.settings import DrafterNames, EngineRecord
+from runtime.checkpoint.config import Count, Measure, Size
 from runtime.core.params import Mode
 from runtime.drafters.spec import DraftLenMode
 
@@ -34,7 +34,50 @@ class Diagnosis(Record):
     remedy: str | None = Field(description="remedy; null unless it was found")
 
 
-class DoctorDocument(Head):
+class OfferRecord(Record):
+    """Draft that a drafter proposed."""
+
+    drafter: str
+    num_tokens: Count
+    match_len: Count = Field(description="tokens of the text that were found again; 0 for a model's draft")
+
+
+class StepRecord(Record):
+    """A step of the target, and why its draft was as long as it was."""
+
+    context_len: Count = Field(description="tokens before the step")
+    offers: list[OfferRecord]
+    promised: Measure | None = Field(
+        description="tokens of the longest offer that should be accepted, by how earlier ones were; null for fixed "
+        "lengths"
+    )
+    price: float | None = Field(
+        description="tokens that must be accepted for the longest offer to pay; null if steps were not timed"
+    )
+    num_sent: Count = Field(description="draft tokens sent to the target")
+    num_accepted: Count = Field(description="of those, tokens kept")
+    num_new_tokens: Count = Field(description="tokens of the output")
+    reason: str
+
+
+class ExplanationRecord(Record):
+    """The steps of one request, and the counts of its answer, which they add up to."""
+
+    steps: list[StepRecord]
+    total: Counts
+
+
+class TimedStep(Record):
+    """A step's time when the engine was built, and the fastest of many now."""
+
+    batch_size: Size
+    num_tokens: Size = Field(description="of each row")
+    context_len: Count
+    built_s: Positive
+    now_s: Positive
+
+
+class DoctorDocument(MeasuredHead):
     """Document of `specdec doctor --json`."""
 
     command: Literal["doctor"]
@@ -42,4 +85,7 @@ class DoctorDocument(Head):
     settings: DoctorSettings
     num_prompts: Size
     is_healthy: bool = Field(description="whether nothing was found; the exit code is 1 if not")
-    diagnoses: list[Diagnosis]
+    diagnoses: list[Diagnosis] = Field(description="none with --explain")
+    explanation: ExplanationRecord | None = absent("with --explain")
+    engine: EngineRecord = absent()
+    steps: list[TimedStep] = absent("step times, when the engine was built and now")

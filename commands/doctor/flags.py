@@ -1,9 +1,10 @@
 """Flags of `specdec doctor`."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
-from commands.options.shared import InputFile
+from commands.options.shared import InputFile, Report
 from commands.output.help import INPUT, RUNTIME, option
 
 
@@ -21,9 +22,24 @@ class DoctorInputs:
     ] = None
     input_file: InputFile = None
 
+    @property
+    def paths(self) -> list[Path]:
+        """Paths to read."""
+        return [] if self.input_file is None else [self.input_file]
+
 
 @dataclass(frozen=True)
 class DoctorOptions:
     """Settings for answering the prompts."""
 
     max_output_len: Annotated[int, option(RUNTIME, "Tokens to generate from a prompt.", min=1)] = 64
+    explain: Annotated[
+        bool,
+        option(
+            RUNTIME,
+            "Instead of looking for faults, answer one prompt and say of each step what each drafter offered, what it "
+            "cost, and why it was sent or cut.",
+            "--explain",
+        ),
+    ] = False
+    report: Report = None

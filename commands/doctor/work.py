@@ -1,17 +1,29 @@
 """Work of `doctor`: prompts that fit, observations, diagnoses, and an exit code; every finding with its remedy."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from commands.doctor.document import Diagnosis, DoctorDocument, DoctorSettings
+import typer
+
+from commands.doctor.document import (
+    Diagnosis,
+    DoctorDocument,
+    DoctorSettings,
+    ExplanationRecord,
+    StepRecord,
+    TimedStep,
+)
+from commands.doctor.page import doctor_page
 from commands.inputs.dataset import DEMO, load_samples
 from commands.inputs.prompts import Prompt, without_padding
 from commands.options.engine_choice import EngineChoice
 from commands.options.sessions import open_engine
-from commands.output.documents.records import document_head
+from commands.output.documents.records import Counts, measured_head
+from commands.output.documents.settings import EngineRecord
 from commands.output.help import as_flag
+from commands.output.html.page import write_page
 from commands.output.output import Output
 from runtime.builder.profile import read_profile
 from runtime.checkpoint.bundle import read_bundle
@@ -20,19 +32,23 @@ from runtime.core.request import Request
 from runtime.drafters.specs import NgramDrafter
 from runtime.drafters.speculation import Speculation
 from runtime.llm import LLM
-from runtime.measure.diagnosis.diagnose import ExpectedAcceptance, Judgement, judge
+from runtime.measure.diagnosis.diagnose import ExpectedAcceptance, Judgement, StepTime, judge
+from runtime.measure.diagnosis.explain import Explanation, explain
 from runtime.measure.diagnosis.observe import examine_draft_model, measure
-from runtime.util.errors import SpecDecError
+from runtime.util.errors import SpecDecError, UsageError
 
 
 def doctor_document(
     choice: EngineChoice,
     num_prompts: int,
     judgements: Mapping[str, Judgement | None],
-) -> dict[str, Any]:
+    steps: Sequence[StepTime],
+    explanation: Explanation | None = None,
+) -> DoctorDocument:
+    explained: dict[str, Any] = {} if explanation is None else {"explanation": _explanation(explanation)}
     assert choice.params.max_tokens is not None
-    document = DoctorDocument(
-        **document_head("doctor"),
+    return DoctorDocument(
+        **measured_head("doctor"),
         engine_dir=str(choice.engine_dir),
         settings=DoctorSettings(
             drafters=choice.speculation.names,
@@ -44,8 +60,26 @@ def doctor_document(
         num_prompts=num_prompts,
         is_healthy=not any(judgement and judgement.is_fault for judgement in judgements.values()),
         diagnoses=[_diagnosis(name, judgement) for name, judgement in judgements.items()],
+        engine=EngineRecord.of(choice.bundle or read_bundle(choice.engine_dir)),
+        steps=[_step(step) for step in steps],
+        **explained,
     )
-    return document.as_json()
+
+
+def _step(step: StepTime) -> TimedStep:
+    cost = step.cost
+    return TimedStep(
+        batch_size=cost.batch_size,
+        num_tokens=cost.num_tokens,
+        context_len=cost.context_len,
+        built_s=cost.seconds,
+        now_s=step.seconds,
+    )
+
+
+def _explanation(explanation: Explanation) -> ExplanationRecord:
+    steps = [StepRecord(**asdict(step)) for step in explanation.steps]
+    return ExplanationRecord(steps=steps, total=Counts(**explanation.stats.counts(explanation.max_draft_len)))
 
 
 def _diagnosis(name: str, judgement: Judgement | None) -> Diagnosis:
@@ -63,9 +97,9 @@ def _diagnosis(name: str, judgement: Judgement | None) -> Diagnosis:
 
 def show(judgements: Mapping[str, Judgement | None], output: Output) -> None:
     found = [name for name, judgement in judgements.items() if judgement and judgement.is_fault]
-    for name, judgement in judgements.items():
+    for judgement in judgements.values():
         if judgement is not None and not judgement.is_fault:
-            output.result(f"ok     {name}: {judgement.message}")
+            output.result(f"ok     {judgement.message}")
     if unknown := [name for name, judgement in judgements.items() if judgement is None]:
         output.result(f"not checked: {', '.join(unknown)}")
     for name in found:
@@ -126,9 +160,10 @@ def diagnose(
     choice: EngineChoice,
     input_file: Path | None,
     prompts: list[Prompt] | None,
+    report: Path | None,
     output: Output,
 ) -> None:
-    """Measure, judge and show; SpecDecError (exit code 1) if there is a finding. Without prompts its own are asked."""
+    """Measure, judge and show; exit 1 if there is a finding. Without prompts the shipped articles are asked."""
     bundle, speculation = choice.bundle or read_bundle(choice.engine_dir), choice.speculation
     is_auto = choice.mode == "leader" and bundle.has_costs
     speculation = speculation.in_mode(speculation.draft_len_mode or speculation.default_mode(is_leader=is_auto))
@@ -142,12 +177,51 @@ def diagnose(
             observed = measure(llm, speculation, _expected(choice.profile), pair, requests, phase)
     judgements = judge(observed)
     show(judgements, output)
-    output.document(doctor_document(replace(choice, speculation=speculation), len(requests), judgements))
-    found = [(name, judgement) for name, judgement in judgements.items() if judgement and judgement.is_fault]
-    if found:
-        name, judgement = found[0]
-        what = "1 finding" if len(found) == 1 else f"{len(found)} findings, the first"
-        raise SpecDecError(f"{what}: {name}: {judgement.message}", hint=REMEDIES[name])
+    document = doctor_document(replace(choice, speculation=speculation), len(requests), judgements, observed.steps)
+    if report is not None:
+        write_page(report, doctor_page(document.as_json()))
+        output.result(f"report written: {report}")
+    output.document(document.as_json())
+    if not document.is_healthy:
+        raise typer.Exit(1)
+
+
+def explain_steps(
+    choice: EngineChoice,
+    input_file: Path | None,
+    prompts: list[Prompt] | None,
+    output: Output,
+) -> None:
+    """Answer one prompt, and show why each step's draft was as long as it was."""
+    bundle, speculation = choice.bundle or read_bundle(choice.engine_dir), choice.speculation
+    if not speculation:
+        raise UsageError("there is no drafter whose steps could be explained", hint="name one: `--drafters ngram`")
+    is_auto = choice.mode == "leader" and bundle.has_costs
+    speculation = speculation.in_mode(speculation.draft_len_mode or speculation.default_mode(is_leader=is_auto))
+    with open_engine(choice) as llm:
+        if prompts is None:
+            request, *_ = _own_requests(llm, choice.params, speculation)
+        else:
+            (request,) = _requests(llm, choice.params, without_padding(prompts, input_file, llm.end_ids))
+        explanation = explain(llm, speculation, request)
+    show_steps(explanation, output)
+    document = doctor_document(replace(choice, speculation=speculation), 1, {}, [], explanation)
+    output.document(document.as_json())
+
+
+def show_steps(explanation: Explanation, output: Output) -> None:
+    """A line for each step, and the sums."""
+    for number, step in enumerate(explanation.steps, 1):
+        offers = ", ".join(f"{one.drafter} {one.num_tokens}" for one in step.offers) or "no offer"
+        promise = "" if step.promised is None else f", promises {step.promised:.2f}"
+        price = "" if step.price is None else f", needs {step.price:.2f}"
+        counts = f"sent {step.num_sent}, accepted {step.num_accepted}, tokens {step.num_new_tokens}"
+        output.result(f"{number:>4}  {offers}{promise}{price}: {step.reason}; {counts}")
+    stats = explanation.stats
+    output.result(
+        f"{stats.num_steps} steps: {stats.num_draft_tokens} draft tokens sent, {stats.num_accepted_draft_tokens} "
+        f"accepted, {stats.num_generated_tokens} tokens"
+    )
 
 
 def _expected(profile: Path | None) -> ExpectedAcceptance | None:

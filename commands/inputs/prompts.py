@@ -6,6 +6,7 @@ says where it stands, and none is dropped. The file kinds are those of TensorRT-
 """
 
 import csv
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -76,7 +77,7 @@ def read_prompts(input_text: Sequence[str], input_file: Path | None, *, pad_id: 
             "no prompt given", hint='specdec run MODEL "a prompt", `-` for standard input, or `--input-file`'
         )
     if input_file is None:
-        texts = [_standard_input() if text == "-" else text for text in input_text]
+        texts = [_standard_input() if text == "-" else _as_utf8(text) for text in input_text]
         return [Prompt(check_text(text, f"prompt {i}"), None) for i, text in enumerate(texts, 1)]
     if input_text:
         raise UsageError(f"both a prompt and `--input-file` given: {input_file}", hint="pass one of the two")
@@ -106,6 +107,14 @@ def without_padding(prompts: list[Prompt], input_file: Path | None, end_ids: fro
     if input_file is None or input_file.suffix.lower() != ".npy" or not end_ids:
         return prompts
     return read_prompts([], input_file, pad_id=min(end_ids))
+
+
+def _as_utf8(text: str) -> str:
+    """Text of an argument. A locale of ASCII has left its bytes undecoded: they are read as UTF-8 all the same."""
+    try:
+        return os.fsencode(text).decode("utf-8")
+    except UnicodeError:
+        return text
 
 
 def _standard_input() -> str:

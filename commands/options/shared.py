@@ -82,9 +82,7 @@ Stats = Annotated[
 ]
 Report = Annotated[
     Path | None,
-    option(
-        OUTPUT, "Write a self-contained page with charts, tables, settings and marked outputs.", metavar="FILE.html"
-    ),
+    option(OUTPUT, "Write a self-contained page for a browser: charts, tables and settings.", metavar="FILE.html"),
 ]
 Force = Annotated[bool, option(OUTPUT, "Replace the output directory if specdec wrote it.", "--force")]
 

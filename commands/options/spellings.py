@@ -43,6 +43,8 @@ _ALIASES = {
     "speculative-model": "draft-model-dir",
     "num-speculative-tokens": "spec-decode-max-draft-len",
     "draft-max": "spec-decode-max-draft-len",
+    "reasoning-budget": "thinking-token-budget",
+    "thinking-budget": "thinking-token-budget",
     "speculative-algorithm": "spec-decode-algo",
     "enable-prefix-caching": "kv-cache-enable-block-reuse",
     "no-enable-prefix-caching": "no-kv-cache-enable-block-reuse",

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from commands.output.documents.records import Head, Record, Token
+from commands.output.documents.records import MeasuredHead, Record, Token
 from commands.output.documents.settings import EngineRecord
 from runtime.checkpoint.config import Count, Measure, Share
 
@@ -54,7 +54,7 @@ class RegressTotal(Record):
     new_answers_s: Measure | None = Field(description="time of generating new answers from where they diverge")
 
 
-class RegressDocument(Head):
+class RegressDocument(MeasuredHead):
     """Document of `specdec regress --json`."""
 
     command: Literal["regress"]

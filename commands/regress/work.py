@@ -16,9 +16,9 @@ from rich.table import Table
 
 from commands.options.engine_choice import EngineChoice
 from commands.options.sessions import engines_made, open_engine
-from commands.output.documents.records import document_head
+from commands.output.documents.records import measured_head
 from commands.output.documents.settings import EngineRecord
-from commands.output.html.page import page
+from commands.output.html.page import page, with_bits, write_page
 from commands.output.output import Output, number, percent
 from commands.regress.document import RegressAnswer, RegressDocument, RegressPosition, RegressTotal
 from commands.regress.flags import RegressOptions
@@ -30,7 +30,6 @@ from runtime.proof.regress import Compared, Comparison, generate_new, read_old_a
 from runtime.text.text import decode, output_text, stop_words_of
 from runtime.text.traces import read_trace
 from runtime.util.errors import SpecDecError
-from runtime.util.files import write_file
 
 _MOST_SHOWN, _MOST_IN_PAGE, _MOST_IN_DOCUMENT = 20, 200, 10_000
 _NUM_TOGETHER = 256
@@ -97,7 +96,7 @@ def compare_answers(options: RegressOptions, choice: EngineChoice, output: Outpu
         document = _document(llm, old, options, comparison, found, seconds)
         _show(document, llm, output)
         if options.report is not None:
-            write_file(options.report, regress_page(document, found.shown, llm).encode(errors="replace"))
+            write_page(options.report, regress_page(document, found.shown, llm))
             output.result(f"report written: {options.report}")
     output.document(document.as_json())
     if not document.passed:
@@ -142,7 +141,7 @@ def _document(
     num_tokens, most, has_new = sum(positions.num), options.most_diverged, options.new_answers
     news, olds = [new for new, _ in found.texts], [old_text for _, old_text in found.texts]
     return RegressDocument(
-        **document_head("regress"),
+        **measured_head("regress"),
         traces=str(options.traces),
         engine=EngineRecord.of(llm.bundle),
         old_engine=None if old is None else EngineRecord.of(old.bundle),
@@ -252,7 +251,8 @@ def regress_page(document: RegressDocument, shown: list[tuple[int, Compared]], l
     return page(
         "regress.html",
         data,
-        f"{document.total.num_diverged:,} of {document.total.num_answers:,} answers change",
+        f"{with_bits(data['engine'])}: {document.total.num_diverged:,} of {document.total.num_answers:,} answers "
+        "change",
         cards={
             "New engine": data["engine"],
             "Old engine": data["old_engine"] or {},

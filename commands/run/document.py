@@ -7,14 +7,14 @@ from pydantic import Field
 
 from commands.inputs.prompts import Prompt
 from commands.output.documents.records import (
-    Head,
     Lossless,
+    MeasuredHead,
     Record,
     RequestCounts,
     Tokens,
     Total,
     absent,
-    document_head,
+    measured_head,
 )
 from commands.output.documents.settings import EngineRecord, SessionSettings, Setup
 from runtime.checkpoint.config import Count, Measure, Size
@@ -52,7 +52,7 @@ class RunChecks(Record):
     lossless: Lossless = absent("--check-lossless")
 
 
-class RunDocument(Head):
+class RunDocument(MeasuredHead):
     """Document of `specdec run --json`."""
 
     command: Literal["run"]
@@ -86,7 +86,7 @@ def run_document(
 ) -> RunDocument:
     """`prompts` has the prompt of each request; `settings` are those of the command alone."""
     return RunDocument(
-        **document_head("run"),
+        **measured_head("run"),
         requests=[
             _request(setup, prompts[sequence.request.id], sequence, per_step=per_step)
             for sequence in generation.sequences

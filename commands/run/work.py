@@ -208,7 +208,8 @@ def _make_requests(
         messages = prompt.conversation(apply_chat_template=inputs.apply_chat_template)
         content = prompt.content if messages is None else setup.llm.chat_template.encode(messages, how)
         tokens, truncated = setup.llm.encode(content, inputs.max_input_length)
-        requests += [template.with_prompt(len(requests) + i, tokens, i) for i in range(setup.params.n)]
+        asked = [template.with_prompt(len(requests) + i, tokens, i) for i in range(setup.params.n)]
+        requests += map(setup.llm.after_thinking, asked)
         num_truncated += truncated
     if num_truncated:
         output.warning(f"prompts cut to their last {inputs.max_input_length} tokens: {num_truncated}")

@@ -115,6 +115,7 @@ def _ask(
         for_prompt = template if body.seed is not None else _with_any_seed(template)
         for index in range(n):
             request = for_prompt.with_prompt(served.loop.next_request_id(), prompt, index)
+            request = served.llm.after_thinking(request)
             asked.append(
                 ServeRequest(
                     request,

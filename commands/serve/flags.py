@@ -104,9 +104,18 @@ class ServerOptions:
         str | None,
         option(
             SERVER,
-            "Format of the model's reasoning before the answer: think, mistral or gemma4; none leaves it in the text.",
+            "Format of the model's reasoning before the answer: think, mistral, gemma4, gpt_oss; none: it is text.",
             shown="the chat template's",
             metavar="FORMAT",
+        ),
+    ] = None
+    thinking_token_budget: Annotated[
+        int | None,
+        option(
+            SERVER,
+            "Default of requests: most tokens that the model thinks in an output; 0 ends its thinking at once.",
+            shown="no limit",
+            min=0,
         ),
     ] = None
     refuse_special_tokens: Annotated[

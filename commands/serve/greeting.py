@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from commands.serve.http.server import Address
 from commands.serve.served import ServedModel
 from runtime.checkpoint.config import EngineConfig
-from runtime.drafters.speculation import Speculation
 
 _ROUTES = (
     "/v1/chat/completions",
@@ -17,11 +16,11 @@ _ROUTES = (
 )
 
 
-def greeting(served: ServedModel, speculation: Speculation, address: Address) -> Iterator[str]:
+def greeting(served: ServedModel, address: Address) -> Iterator[str]:
     """The lines, of which the last has the address: who starts a server waits for it."""
     yield (
         f"{served.name}: {_formats(served.llm.bundle.config)}, {served.max_model_len:,} tokens of context, "
-        f"{served.llm.engine.max_batch_size} at once; {_drafting(speculation)}"
+        f"{served.llm.engine.max_batch_size} at once; {served.drafter}"
     )
     yield f"routes: {', '.join(_ROUTES)}; {address.url}/ is a page to try it"
     reach = "only this machine reaches it" if address.is_of_this_machine else "other machines reach it"
@@ -34,12 +33,3 @@ def _formats(config: EngineConfig) -> str:
     weights = [] if found is None or found.quant_algo is None else [f"{found.quant_algo} weights"]
     kv_cache = [] if found is None or found.kv_cache_quant_algo is None else [f"{found.kv_cache_quant_algo} K/V"]
     return ", ".join([*weights, config.dtype, *kv_cache])
-
-
-def _drafting(speculation: Speculation) -> str:
-    """`suffix matching, drafts of up to 10 tokens`, or that there is no drafter."""
-    if not speculation:
-        return "no drafter"
-    drafters = " and ".join(drafter.description.title for drafter in speculation)
-    longest = speculation.max_draft_len
-    return f"{drafters}, drafts of up to {longest} tokens" if longest else drafters

@@ -21,6 +21,7 @@ from runtime.text.chat import has_chat_template
 from runtime.text.token_text import special_token_ids
 from runtime.util.errors import SpecDecError
 from runtime.util.files import read_json
+from runtime.util.machine import machine_name
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class ServedModel:
     """True if no text of a message may have a special token."""
     takes_any_name: bool = False
     """True if a request for another model is answered too, by this one."""
+    drafter: str = "no drafter"
+    """The server's own, in words."""
     turn: Turn = field(default_factory=Turn)
     """Turn of the thread that reads a request."""
 
@@ -66,6 +69,18 @@ class ServedModel:
     def max_model_len(self) -> int:
         """Tokens of a prompt and its output."""
         return self.llm.bundle.config.build_config.max_request_len
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Facts that the page shows beside OpenAI's fields: bits of the weights, machine, drafter."""
+        config = self.llm.bundle.config
+        return {
+            "bits": config.bits,
+            "dtype": config.dtype,
+            "machine": machine_name(),
+            "drafter": self.drafter,
+            "max_draft_len": self.llm.engine.max_draft_len,
+        }
 
     @property
     def max_sequences(self) -> int:

@@ -131,7 +131,7 @@ def serve_setup(setup: Setup, bound: socket.socket, serving: Serving) -> None:
     app = guarded_app(served, clock, options, is_of_this_machine=address.is_of_this_machine)
 
     def say_where() -> None:
-        for line in greeting(served, setup.session.speculation, address):
+        for line in greeting(served, address):
             stderr().print(line, soft_wrap=True)
 
     if not address.is_of_this_machine and options.api_key is None:
@@ -168,12 +168,22 @@ def open_served(
         names,
         int(time.time()),
         has_chat_template,
-        llm.model_defaults.sampling,
+        llm.model_defaults.sampling | _own_defaults(llm, options),
         options.tool_call_parser,
         options.reasoning_parser,
         options.refuse_special_tokens,
         options.any_model,
+        session.speculation.in_words,
     )
+
+
+def _own_defaults(llm: LLM, options: ServerOptions) -> dict[str, Any]:
+    """Defaults of requests that the server's flags name; SpecDecError for a budget that the model has no use for."""
+    llm.reasoning_parser = options.reasoning_parser
+    if options.thinking_token_budget is None:
+        return {}
+    llm.thinking  # noqa: B018  # or why there is none
+    return {"thinking_token_budget": options.thinking_token_budget}
 
 
 def guarded_app(served: ServedModel, clock: Clock, options: ServerOptions, *, is_of_this_machine: bool = False) -> Any:

@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 
 from commands.inputs.dataset import EvalTask, Sample
 from commands.output.documents.records import (
-    Head,
     Lossless,
+    MeasuredHead,
     OthersTotal,
     Positive,
     Record,
@@ -18,7 +18,7 @@ from commands.output.documents.records import (
     Tokens,
     Total,
     absent,
-    document_head,
+    measured_head,
 )
 from commands.output.documents.settings import EngineRecord, SessionSettings, Setup
 from commands.summarize.rouge import rouge_scores
@@ -148,7 +148,7 @@ class SummarizeSettings(SessionSettings):
     hf_model_dir: str | None
 
 
-class SummarizeDocument(Head):
+class SummarizeDocument(MeasuredHead):
     """Document of `specdec summarize --json`."""
 
     command: Literal["summarize"]
@@ -214,7 +214,7 @@ def summary_document(
     systems, work = Systems(**found), {run.name: run.work for run in runs}
     rouge = {run.name: found[run.name].rouge for run in runs}
     return SummarizeDocument(
-        **document_head("summarize"),
+        **measured_head("summarize"),
         requests=_requests(max_draft_len, evaluation, per_step=per_step),
         total=systems.engine.total if "engine" in work else None,
         rouge=rouge,

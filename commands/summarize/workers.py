@@ -122,9 +122,9 @@ def evaluate_by_workers(
 
 
 def _portable(run: SystemRun) -> SystemRun:
-    """Without what cannot be sent: a tokenizer's stop words, grammars, and what sequences sampled by."""
+    """Without what cannot be sent: a tokenizer's stop words, grammars, thinking, and what sequences sampled by."""
     for sequence in run.sequences:
-        sequence.request = replace(sequence.request, stop_check=None, grammar=None)
+        sequence.request = replace(sequence.request, stop_check=None, grammar=None, thinking=None)
         vars(sequence).pop("sampler", None)
     return run
 

@@ -9,7 +9,7 @@ from commands.options.drafter_flags import TunedFlags, chooses_drafter
 from commands.options.engine_choice import EngineChoice
 from commands.options.expand import expand_groups, given_flags
 from commands.options.speculation_flags import LeaderFlags, speculation_from_flags
-from commands.output.output import Output, check_output_files, check_readable
+from commands.output.output import Output, check_output_files, check_readable, check_report
 from commands.tune.flags import TuneInputs, TuneOptions
 from runtime.checkpoint.resolve import resolve_tokenizer
 from runtime.drafters.spec import Devices, DrafterSpec
@@ -78,9 +78,10 @@ def tune(inputs: TuneInputs, options: TuneOptions, flags: TunedFlags, output: Ou
     opened = named if model is None else Speculation((model,))
     options.check(inputs, opened)
     prompts = read_prompts(inputs.input_text or [], inputs.input_file) if inputs.traces is None else []
-    if options.output is not None:
-        read = [value for value in given_flags(flags).values() if isinstance(value, Path)]
-        check_output_files([options.output], [*inputs.paths, *read])
+    check_report(options.report)
+    outputs = [path for path in (options.output, options.report) if path is not None]
+    read = [value for value in given_flags(flags).values() if isinstance(value, Path)]
+    check_output_files(outputs, [*inputs.paths, *read])
     if inputs.traces is not None:
         check_readable([inputs.traces])
     choice = None

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from commands.output.documents.records import Counts, Head, Positive, Record
-from commands.output.documents.settings import DeviceIds, TunedDrafter
+from commands.output.documents.records import Counts, MeasuredHead, Positive, Record, absent
+from commands.output.documents.settings import DeviceIds, EngineRecord, TunedDrafter
 from runtime.checkpoint.config import Measure, Size
 from runtime.drafters.spec import DraftLenMode
 
@@ -16,6 +16,7 @@ class Candidate(Record):
     drafter: TunedDrafter = Field(description="null for no drafter")
     draft_len_mode: DraftLenMode
     flags: str = Field(description="flags for `run`; empty for no drafter")
+    label: str = absent("in words, such as `suffix matching, drafts to 10`")
 
 
 class Screened(Candidate):
@@ -78,7 +79,7 @@ class TuneSettings(Record):
     profile: str | None = Field(description="where --output wrote the recommendation")
 
 
-class TuneDocument(Head):
+class TuneDocument(MeasuredHead):
     """Document of `specdec tune --json`."""
 
     command: Literal["tune"]
@@ -98,3 +99,4 @@ class TuneDocument(Head):
     )
     recommended: Candidate | None = Field(description="null without an engine")
     settings: TuneSettings
+    engine: EngineRecord | None = absent("null without an engine")

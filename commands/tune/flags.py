@@ -7,7 +7,7 @@ from typing import Annotated
 
 from commands.options.leader_flags import ModelOptions
 from commands.options.model_word import ModelWord, named_by
-from commands.options.shared import EndId, InputFile, TokenizerDir
+from commands.options.shared import EndId, InputFile, Report, TokenizerDir
 from commands.options.speculation_flags import Drafters
 from commands.output.help import INPUT, OUTPUT, RUNTIME, SPECULATION, option
 from runtime.drafters.speculation import Speculation
@@ -92,6 +92,7 @@ class TuneOptions:
             "--save",
         ),
     ] = False
+    report: Report = None
 
     def check(self, inputs: TuneInputs, named: Speculation) -> None:
         """UsageError for nothing to tune for or on, or for options that mean nothing there."""

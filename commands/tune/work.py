@@ -12,7 +12,9 @@ from commands.options.drafter_flags import written_flags
 from commands.options.engine_choice import EngineChoice
 from commands.options.sessions import open_engine
 from commands.options.shared import end_id_params
-from commands.output.documents.records import Counts, document_head
+from commands.output.documents.records import Counts, measured_head
+from commands.output.documents.settings import EngineRecord
+from commands.output.html.page import write_page
 from commands.output.output import Output, number, percent
 from commands.tune.document import (
     Candidate,
@@ -25,6 +27,7 @@ from commands.tune.document import (
     TuneSettings,
 )
 from commands.tune.flags import DEFAULT_LIVE_PROMPTS, DEFAULT_OUTPUT_LEN, TuneInputs, TuneOptions
+from commands.tune.page import tune_page
 from runtime.builder.profile import (
     Figures,
     Profile,
@@ -72,6 +75,7 @@ class Tuning:
     confirmation: Confirmation | None = None
     model_dir: str | None = None
     """Model whose engine was tuned; None of an engine that `build` made."""
+    engine: EngineRecord | None = None
 
     @property
     def device_ids(self) -> tuple[int, ...]:
@@ -109,7 +113,7 @@ def tune_document(tuning: Tuning) -> dict[str, Any]:
         factors = Factors(prompts=confirmation.factors.prompts, steps=confirmation.factors.others)
         recommended = Candidate(**_candidate(tuning, confirmation.recommended.candidate))
     document = TuneDocument(
-        **document_head("tune"),
+        **measured_head("tune"),
         num_traces=len(tuning.traces),
         num_output_tokens=sum(len(trace.output_tokens) for trace in tuning.traces),
         mean_prompt_len=mean(len(trace.prompt_tokens) for trace in tuning.traces),
@@ -120,6 +124,7 @@ def tune_document(tuning: Tuning) -> dict[str, Any]:
         timed=timed,
         recommended=recommended,
         settings=tuning.settings,
+        engine=tuning.engine,
     )
     return document.as_json()
 
@@ -127,6 +132,7 @@ def tune_document(tuning: Tuning) -> dict[str, Any]:
 def _candidate(tuning: Tuning, candidate: Speculation) -> dict[str, Any]:
     """The fields of `Candidate`."""
     return {
+        "label": _name(candidate),
         "drafter": _with_device(drafter_record(candidate), tuning.device_ids[0]),
         "draft_len_mode": candidate.draft_len_mode,
         "flags": written_flags(candidate, tuning.device_ids),
@@ -217,18 +223,26 @@ def show(tuning: Tuning, output: Output) -> None:
 
 
 def _show_recommendation(tuning: Tuning, confirmation: Confirmation, output: Output) -> None:
-    recommended, profile = confirmation.recommended, tuning.settings.profile
+    recommended = confirmation.recommended
     candidate = recommended.candidate
     if not candidate:
         output.result("recommended: no drafter; none is faster by more than noise")
     else:
         output.result(f"recommended: {_name(candidate)}, {recommended.measured_speedup:.2f}x as fast as no drafter")
-    flags = f"--profile {profile}" if profile is not None else written_flags(candidate, tuning.device_ids)
-    where = tuning.model_dir or f"--engine-dir {tuning.settings.engine_dir}"
-    command = f"specdec run {where} {flags}".rstrip()
-    output.result(f"to use it: {command} …")
+    output.result(f"to use it: {_use_of(tuning, confirmation)} …")
     if output.quiet:
-        output.text(flags)
+        output.text(_flags_of(tuning, candidate))
+
+
+def _use_of(tuning: Tuning, confirmation: Confirmation) -> str:
+    """The command that drafts as it is recommended."""
+    where = tuning.model_dir or f"--engine-dir {tuning.settings.engine_dir}"
+    return f"specdec run {where} {_flags_of(tuning, confirmation.recommended.candidate)}".rstrip()
+
+
+def _flags_of(tuning: Tuning, candidate: Speculation) -> str:
+    profile = tuning.settings.profile
+    return f"--profile {profile}" if profile is not None else written_flags(candidate, tuning.device_ids)
 
 
 def _tried_line(tuning: Tuning) -> str:
@@ -354,9 +368,7 @@ def tune_traces(inputs: TuneInputs, options: TuneOptions, scope: Scope, output: 
         check_corpora(scope.named, tokenizer, vocab_size)
     scope.longest_draft(None)
     search = replay_alone(read_traces(inputs.traces, tokenizer, vocab_size), scope, output.progress)
-    tuning = Tuning(search, _settings(inputs, options, None))
-    show(tuning, output)
-    output.document(tune_document(tuning))
+    _tell(Tuning(search, _settings(inputs, options, None)), options, output)
 
 
 def tune_engine(
@@ -380,19 +392,29 @@ def tune_engine(
         tuned = tune(llm, answered, scope, timing, output.progress)
     confirmation = tuned.confirmation
     settings = _settings(inputs, options, llm.device_ids)
-    tuning = Tuning(tuned.search, settings, tuned.tried, confirmation, choice.model_dir)
+    engine = EngineRecord.of(bundle)
+    tuning = Tuning(tuned.search, settings, tuned.tried, confirmation, choice.model_dir, engine)
     if options.output is not None or options.save:
         profile = _profile(inputs, bundle.config, confirmation, timing.batch_size)
         if options.output is not None:
             write_profile(options.output, profile)
         if options.save and choice.model_dir is not None:
             save_profile(choice.model_dir, profile)
-    show(tuning, output)
+    _tell(tuning, options, output)
     if options.save:
-        output.result(
-            f"saved as the default of {choice.model_dir}: `specdec run {choice.model_dir}` drafts so from now on"
-        )
-    output.document(tune_document(tuning))
+        how = "drafts so from now on" if confirmation.recommended.candidate else "drafts nothing unless a flag says so"
+        output.result(f"saved as the default of {choice.model_dir}: `specdec run {choice.model_dir}` {how}")
+
+
+def _tell(tuning: Tuning, options: TuneOptions, output: Output) -> None:
+    """Show the tables, and write the page and the document."""
+    show(tuning, output)
+    document = tune_document(tuning)
+    if options.report is not None:
+        use = None if tuning.confirmation is None else _use_of(tuning, tuning.confirmation)
+        write_page(options.report, tune_page(document, use))
+        output.result(f"report written: {options.report}")
+    output.document(document)
 
 
 def _answered(

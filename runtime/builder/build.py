@@ -53,7 +53,7 @@ from runtime.drafters.heads.head_output import write_quantized, write_target_out
 from runtime.engine.engine import Engine
 from runtime.engine.load import current_environment, leave_step, open_copy
 from runtime.engine.ranks import RankedModel, RankedStep, open_ranks
-from runtime.kernels.library import no_compiler, says_no_compiler, write_kernels
+from runtime.kernels.library import are_kernels_compiled, no_compiler, says_no_compiler, write_kernels
 from runtime.kernels.memory import keep_freed_memory, trim, what_is_there_stays
 from runtime.kernels.ops import describe_kernels, fastest_arithmetic, flush_denormals, load_kernels
 from runtime.loop.step_costs import cache_for_measuring, costs_at_build
@@ -162,7 +162,7 @@ def build_engine(
         ExitStack() as stack,
     ):
         _copy_tokenizer(opened, directory, output_dir)
-        phase("compiling the step")
+        phase(_compiling(build, device))
         check = weights.check(model, build)
         compiled = _compile_all(weights, model, check, directory, effort)
         if compiled.build.compiler != "aot":  # the step is the model
@@ -300,6 +300,13 @@ def _finish(config: EngineConfig, directory: Path) -> EngineConfig:
     config = dataclasses.replace(config, config_digest=config_digest(as_json(config)))
     write_json(directory / "config.json", as_json(config))
     return config
+
+
+def _compiling(build: BuildConfig, device: torch.device) -> str:
+    """Name of the phase; what stands in brackets says why it takes long the first time."""
+    if uses_kernels(build.compiler, device.type) and not are_kernels_compiled():
+        return "compiling the step (first the CPU kernels: about 2 minutes, once)"
+    return "compiling the step"
 
 
 def _make_kernels(library: Path) -> None:

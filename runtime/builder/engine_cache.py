@@ -286,9 +286,8 @@ def _say_that_it_waits() -> None:
 
 def _say_that_kernels_come_later() -> None:
     warnings.warn(
-        "there are no kernels yet: the CPU kernels are being compiled in the background, for later starts. Until "
-        "then the model runs several times slower, and where two tokens are nearly equally likely, later outputs "
-        "may differ",
+        "the CPU kernels are being compiled (about 2 minutes, once, in the background). Until then the model runs "
+        "several times slower, and where two tokens are nearly equally likely, later outputs may differ",
         SpecDecWarning,
         stacklevel=2,
     )

@@ -140,6 +140,15 @@ class Quantization:
     unrounded: str | None = None
     """The model that was quantized, by its shipped name or directory; None where it is not known."""
 
+    @property
+    def bits(self) -> str | None:
+        """Bits of a quantized weight: `4`, or `4 and 8` where layers differ; None where weights are not quantized."""
+        if self.quant_algo is None:
+            return None
+        if self.quant_algo == "MIXED_PRECISION":  # activations of integers tell: 8 bits beside 4, and 16 beside 8
+            return {"int8": "4", "int16": "8", "mixed": "4 and 8"}.get(self.activations, "4 to 8")
+        return "4" if "4" in self.quant_algo.removeprefix("W").partition("A")[0] else "8"
+
 
 @dataclass(frozen=True)
 class CheckpointConfig:
@@ -398,6 +407,12 @@ class EngineConfig:
     config_digest: str = ""
     """Digest of all other fields, as written."""
     format_version: int = ENGINE_FORMAT_VERSION
+
+    @property
+    def bits(self) -> str:
+        """Bits of a weight of the linear layers, such as `16`, or `4 and 8` where layers differ."""
+        quantized = None if self.quantization is None else self.quantization.bits
+        return quantized or ("32" if self.dtype == "float32" else "16")
 
     @property
     def step_shape(self) -> StepShape:

@@ -129,7 +129,8 @@ class SamplingConfig:
 
     Without `penalize_prompt` presence and frequency count what was generated only, as OpenAI's do. `logit_bias` is
     added to the logits of tokens, as (token, bias), before anything else. Ids that end an output cannot be chosen
-    before the output has `min_tokens` tokens, and other ids than `allowed_token_ids` never.
+    before the output has `min_tokens` tokens, and other ids than `allowed_token_ids` never. After
+    `thinking_token_budget` tokens of thinking its end is forced, if the request knows the model's tags.
 
     top_k 1 and temperature 0 (below 1e-5) are greedy; top_k 0 leaves the whole vocabulary; top_p 1.0, min_p 0.0,
     no_repeat_ngram_size 0 and neutral penalties (1.0, 0.0, 0.0) change nothing. UsageError if out of range: `top_p` is
@@ -150,6 +151,7 @@ class SamplingConfig:
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     allowed_token_ids: tuple[int, ...] | None = None
+    thinking_token_budget: int | None = None
 
     def __post_init__(self) -> None:
         for token, bias in self.logit_bias:
@@ -226,7 +228,7 @@ class SamplingParams:
         RequestField(
             "Divides the logits; 0 is greedy.", in_all("temperature", *_OPENAI, "messages"), "draw", Range(0),
             "0 is greedy, 1 no effect", Range(0, 100), in_model=True, in_every_document=True,
-            flag=Flag("Divides the logits; 0 is greedy.", "1.0; a chat's: the model's"),
+            flag=Flag("Divides the logits; 0 is greedy.", "1.0 (chat: the model's)"),
         ),
     ] = 1.0  # fmt: skip
     top_p: Annotated[
@@ -236,7 +238,7 @@ class SamplingParams:
             in_all("top_p", *_OPENAI, "messages"), "draw", Range(0, 1, is_open=True), "1 is no effect", in_model=True,
             in_every_document=True,
             flag=Flag("Sample among the best tokens of this total probability; 1.0 is off.",
-                      "1.0; a chat's: the model's"),
+                      "1.0 (chat: the model's)"),
         ),
     ] = 1.0  # fmt: skip
     top_k: Annotated[
@@ -246,7 +248,7 @@ class SamplingParams:
             in_all("top_k", *_OPENAI, "messages"), "draw", Range(0), "0 is the whole vocabulary, 1 greedy",
             Range(-1, 2**63 - 1), in_model=True, in_every_document=True,
             flag=Flag("Sample among this many best tokens; 1 is greedy, 0 leaves all.",
-                      "1; 0 with --temperature, --top-p or --min-p; a chat's: the model's"),
+                      "1; 0 with --temperature, --top-p or --min-p (chat: the model's)"),
         ),
     ] = 0  # fmt: skip
     min_p: Annotated[
@@ -255,7 +257,7 @@ class SamplingParams:
             "Leaves out tokens below this share of the best token's probability.", in_all("min_p"), "draw",
             Range(0, 1), neutral=(0.0, 0), in_model=True, in_every_document=True,
             flag=Flag("Leave out tokens below this share of the best one's probability; 0.0 is off.",
-                      "0.0; a chat's: the model's"),
+                      "0.0 (chat: the model's)"),
         ),
     ] = 0.0  # fmt: skip
     repetition_penalty: Annotated[
@@ -353,6 +355,16 @@ class SamplingParams:
             "The only ids that can be chosen; the model's end ids are among them only if named. vLLM's.",
             in_all("allowed_token_ids"), "mask", most_items=1 << 20,
             flag=Flag("Id of a token that may be chosen, and no other may; repeatable.", "all"),
+        ),
+    ] = None  # fmt: skip
+    thinking_token_budget: Annotated[
+        int | None,
+        RequestField(
+            "Most tokens that the model thinks in an output; then its own end tag is forced, with 0 at once. vLLM's.",
+            in_all("thinking_token_budget", *_OPENAI, "messages"), "mask", Range(0), "0 ends thinking at once",
+            Range(0, 2**31 - 1),
+            flag=Flag("Most tokens that the model thinks before the end of its thinking is forced; 0 ends it at once.",
+                      "no limit"),
         ),
     ] = None  # fmt: skip
     truncate_prompt_tokens: Annotated[

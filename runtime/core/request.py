@@ -16,6 +16,7 @@ from runtime.core.grammar import CompiledGrammar, Matcher
 from runtime.core.params import GREEDY, SamplingConfig
 from runtime.core.sampling import NoValidToken, Sampler, have_kernels
 from runtime.core.stats import FinishReason, RequestStats, TokenLogprobs
+from runtime.core.thinking import Thinking, ThinkingBudget
 
 
 class StopCheck(Protocol):
@@ -47,6 +48,8 @@ class Request:
     """The same for each token of the prompt after the first."""
     grammar: CompiledGrammar | None = None
     """Form that the text of the output has."""
+    thinking: Thinking | None = None
+    """The model's thinking, if there is a budget for it."""
     text_start: int | None = None
     """Place in the tokens where the output begins, if not after the prompt: a prompt may hold a part of an output."""
     label: str | None = None
@@ -170,7 +173,18 @@ class Sequence:
         matcher = None
         if request.grammar is not None:
             matcher = Matcher(request.grammar, request.output_start, request.end_ids)
-        return Sampler(request.sampling, request.prompt_tokens, request.return_index, matcher, request.end_ids)
+        sampler = Sampler(request.sampling, request.prompt_tokens, request.return_index, matcher, request.end_ids)
+        sampler.budget = self._budget()
+        return sampler
+
+    def _budget(self) -> ThinkingBudget | None:
+        """The budget for thinking. A form of the whole output leaves no room for it; our own have it before them."""
+        request, budget = self.request, self.request.sampling.thinking_token_budget
+        is_form = request.grammar is not None and request.grammar.form.kind != "lark"
+        if request.thinking is None or budget is None or is_form:
+            return None
+        vocab_size = None if request.grammar is None else request.grammar.vocab_size
+        return ThinkingBudget(request.thinking, budget, request.prompt_tokens[: request.output_start], vocab_size)
 
     @property
     def is_over(self) -> bool:

@@ -26,18 +26,27 @@ from torch import Tensor
 from runtime.core.grammar import Mask, Matcher
 from runtime.core.occurrences import NO_ENTRIES, Adjustments, Occurrences
 from runtime.core.params import GREEDY, SamplingConfig, config_fields, grammar_name
+from runtime.core.thinking import Rule, ThinkingBudget
 from runtime.util.errors import SpecDecError
 
 Processor = Callable[..., Tensor]
 """Logits processor with transformers' interface: (1, n) int64 prefix, (1, vocab) scores -> (1, vocab) scores."""
 
 
+NO_RULE = Rule()
 _NOTHING = Adjustments(NO_ENTRIES, NO_ENTRIES, [])
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NO_NUMBERS, _NOT_ASKED = -1, -3  # in place of a token; every other negative one says that no token is left
 
 
-_FORBIDDING = ("no_repeat_ngram_size", "bad_words", "logit_bias", "min_tokens", "allowed_token_ids")
+_FORBIDDING = (
+    "no_repeat_ngram_size",
+    "bad_words",
+    "logit_bias",
+    "min_tokens",
+    "allowed_token_ids",
+    "thinking_token_budget",
+)
 """Fields of `SamplingConfig` that can leave no token."""
 
 
@@ -230,6 +239,8 @@ class Sampler:
         self.is_greedy = params.is_greedy
         self.matcher = matcher
         """State in the grammar of the output, if it has one."""
+        self.budget: ThinkingBudget | None = None
+        """Budget for thinking, if there is one."""
         self._params, self._num_prompt_tokens = params, len(prompt_tokens)
         self._choosable = Choosable(params, len(prompt_tokens), end_ids)
         identity = repr((params.random_seed, return_index, tuple(prompt_tokens)))
@@ -260,19 +271,37 @@ class Sampler:
         return self._occurrences.at(prefix, draft_tokens)
 
     def legal(self, prefix: list[int], draft_tokens: Seq[int], logits: Tensor, *, in_place: bool = False) -> Tensor:
-        """[draft_len + 1, vocab] logits after `prefix` and after each token of a draft; -inf where the grammar,
-        `min_tokens` or `allowed_token_ids` forbid a token.
+        """[draft_len + 1, vocab] logits after `prefix` and after each token of a draft; -inf where the grammar, the
+        budget for thinking, `min_tokens` or `allowed_token_ids` forbid a token.
         """
-        if self.matcher is None and self._choosable.is_all:
+        if not self.is_held and self._choosable.is_all:
             return logits
         with torch.inference_mode():  # as the step, whose logits could not be written to elsewhere
             logits = logits if in_place else logits.clone()
             masks = [None] * len(logits) if self.matcher is None else self.matcher.allowed(prefix, draft_tokens)
-            for position, (row, mask) in enumerate(zip(logits, masks, strict=True), start=len(prefix)):
+            rules = [NO_RULE] * len(logits) if self.budget is None else self.budget.rules(prefix, draft_tokens)
+            for position, (row, mask, rule) in enumerate(zip(logits, masks, rules, strict=True), start=len(prefix)):
                 if mask is not None:
                     _apply_mask(mask, row)
+                apply_rule(rule, row)
                 self._choosable.apply(position, row, in_grammar=self.matcher is not None)
         return logits
+
+    @property
+    def is_held(self) -> bool:
+        """True if what may come next depends on the tokens before: by a grammar, or a budget for thinking."""
+        return self.matcher is not None or self.budget is not None
+
+    def num_legal(self, prefix: Seq[int], draft_tokens: Seq[int]) -> int:
+        """Number of a draft's tokens before the first that the grammar or the budget for thinking forbids."""
+        num = len(draft_tokens) if self.matcher is None else self.matcher.num_legal(prefix, draft_tokens)
+        return num if self.budget is None else self.budget.num_legal(prefix, draft_tokens[:num])
+
+    def forced(self, prefix: Seq[int], drafted: Seq[int]) -> list[int]:
+        """The tokens that must come after `prefix` and a draft; empty where there is a choice."""
+        if self.budget is not None and (tokens := self.budget.forced(prefix, drafted)):
+            return tokens
+        return [] if self.matcher is None else self.matcher.forced(prefix, drafted)
 
     def no_choice(self, code: int, position: int) -> NoValidToken:
         """Reason for an error code that kernels return instead of a token."""
@@ -398,6 +427,21 @@ def _apply_mask(mask: Mask, logits: Tensor) -> None:
     else:
         values = logits.index_select(0, indices)
         logits.fill_(-math.inf).index_copy_(0, indices, values)
+
+
+def apply_rule(rule: Rule, logits: Tensor) -> None:
+    """Leave in (vocab,) logits only the forced token, or all but the forbidden ones. What a grammar has left is never
+    emptied.
+    """
+    if rule.unfinished is not None:
+        logits[: len(rule.unfinished)].masked_fill_(torch.from_numpy(rule.unfinished).to(logits.device), -math.inf)
+    if rule.forced is not None and float(value := logits[rule.forced].clone()) > -math.inf:
+        logits.fill_(-math.inf)[rule.forced] = value
+    if rule.forbidden is not None:
+        value = logits[rule.forbidden].clone()
+        logits[rule.forbidden] = -math.inf
+        if float(logits.max()) == -math.inf:
+            logits[rule.forbidden] = value
 
 
 def _left(scores: Tensor) -> tuple[NDArray[np.float64], NDArray[np.intp]]:

@@ -56,6 +56,8 @@ class RequestStats:
     """Draft tokens from the output that the request predicts."""
     num_accepted_predicted_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)
+    histogram_by_draft_len: dict[int, list[int]] = field(default_factory=dict)
+    """The same for the drafts of each length: `k + 1` numbers for those of `k` tokens."""
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     per_step_drafted: list[int] = field(default_factory=list)
@@ -81,6 +83,7 @@ class RequestStats:
         self.num_draft_tokens += num_drafted
         self.num_accepted_draft_tokens += num_accepted
         _add_at(self.acceptance_histogram, num_accepted)
+        self.histogram_by_draft_len.setdefault(num_drafted, [0] * (num_drafted + 1))[num_accepted] += 1
         for i in range(num_drafted):
             _add_at(self.drafted_per_position, i)
         for i in range(num_accepted):
@@ -92,6 +95,7 @@ class RequestStats:
         for name, value in vars(self).items():
             if isinstance(value, list):
                 setattr(copied, name, list(value))
+        copied.histogram_by_draft_len = {k: list(counts) for k, counts in self.histogram_by_draft_len.items()}
         return copied
 
     def finish(self) -> None:
@@ -126,24 +130,36 @@ class RequestStats:
     def tokens_per_step(self) -> float | None:
         return _ratio(self.num_generated_tokens, self.num_steps)
 
+    def speculation_record(self, max_draft_len: int) -> dict[str, Any]:
+        """vLLM's `metrics.speculative_decoding` of a request, by its final keys and definitions; a rate with nothing to
+        divide by is None.
+        """
+        histogram = self.acceptance_histogram + [0] * (max_draft_len + 1 - len(self.acceptance_histogram))
+        return {
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "draft_acceptance_rate": self.draft_acceptance_rate,
+            "acceptance_histogram": histogram,
+            "acceptance_histogram_by_draft_length": {
+                str(k): list(counts) for k, counts in sorted(self.histogram_by_draft_len.items())
+            },
+            "num_spec_steps": self.num_spec_steps,
+            "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_spec_tokens": max_draft_len,
+        }
+
     def counts(self, max_draft_len: int) -> dict[str, Any]:
         """Counts and the rates derived from them; a rate with nothing to divide by is None.
 
         `acceptance_histogram` has max_draft_len + 1 entries, `acceptance_rate_per_position` max_draft_len.
         """
-        histogram = self.acceptance_histogram + [0] * (max_draft_len + 1 - len(self.acceptance_histogram))
         drafted = self.drafted_per_position + [0] * (max_draft_len - len(self.drafted_per_position))
         accepted = self.accepted_per_position + [0] * (len(drafted) - len(self.accepted_per_position))
         return {
             "num_generated_tokens": self.num_generated_tokens,
             "num_steps": self.num_steps,
-            "num_spec_steps": self.num_spec_steps,
-            "num_draft_tokens": self.num_draft_tokens,
-            "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
-            "draft_acceptance_rate": self.draft_acceptance_rate,
-            "mean_acceptance_length": self.mean_acceptance_length,
+            **self.speculation_record(max_draft_len),
             "tokens_per_step": self.tokens_per_step,
-            "acceptance_histogram": histogram,
             "num_drafts_per_position": drafted,
             "acceptance_rate_per_position": [_ratio(a, d) for a, d in zip(accepted, drafted, strict=True)],
             "num_reused_tokens": self.num_reused_tokens,
@@ -156,6 +172,11 @@ class RequestStats:
         if per_step:
             record |= {"per_step_drafted": self.per_step_drafted, "per_step_accepted": self.per_step_accepted}
         return record
+
+
+def _sum_by_draft_len(stats: list[RequestStats]) -> dict[int, list[int]]:
+    lengths = {k for s in stats for k in s.histogram_by_draft_len}
+    return {k: _sum_lists(s.histogram_by_draft_len.get(k, []) for s in stats) for k in lengths}
 
 
 def sum_stats(all_stats: Iterable[RequestStats]) -> RequestStats:
@@ -171,6 +192,7 @@ def sum_stats(all_stats: Iterable[RequestStats]) -> RequestStats:
         num_predicted_tokens=sum(s.num_predicted_tokens for s in stats),
         num_accepted_predicted_tokens=sum(s.num_accepted_predicted_tokens for s in stats),
         acceptance_histogram=_sum_lists(s.acceptance_histogram for s in stats),
+        histogram_by_draft_len=_sum_by_draft_len(stats),
         drafted_per_position=_sum_lists(s.drafted_per_position for s in stats),
         accepted_per_position=_sum_lists(s.accepted_per_position for s in stats),
     )

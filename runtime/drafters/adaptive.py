@@ -111,6 +111,8 @@ class AdaptiveDrafter(CompositeDrafter):
         """Mean gain of past steps, in multiples of the time of looking up, by batch size; it decays."""
         self._meter = Meter(clock) if clock is not None else None
         self._known_prices: dict[tuple[int, int, int], _Prices] = {}
+        self.last_choice: tuple[list[list[float]], list[float]] = [], []
+        """Numbers by which the last lengths were chosen, as `allocate` has them: survivals of each row, and costs."""
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         if not sequences:
@@ -197,7 +199,8 @@ class AdaptiveDrafter(CompositeDrafter):
         """
         seconds, rate = self._seconds(prices, sum(map(len, survivals))), self._rate(prices)
         least = self._least_rate(prices)
-        lengths = allocate(survivals, [least * s for s in seconds])
+        self.last_choice = survivals, [least * s for s in seconds]
+        lengths = allocate(*self.last_choice)
         num_accepted = sum(sum(row[:length]) for row, length in zip(survivals, lengths, strict=True))
         cost_s = seconds[sum(lengths)] - seconds[0] + prices.drafting_s(draft_len)
         self._count(prices.batch_size + num_accepted, prices, cost_s)

@@ -106,6 +106,15 @@ class Speculation:
         return " + ".join(drafter.label for drafter in self.drafters) or "none"
 
     @property
+    def in_words(self) -> str:
+        """Such as `suffix matching, drafts of up to 10 tokens`, or `no drafter`."""
+        if not self.drafters:
+            return "no drafter"
+        titles = " and ".join(drafter.description.title for drafter in self.drafters)
+        longest = self.max_draft_len
+        return f"{titles}, drafts of up to {longest} tokens" if longest else titles
+
+    @property
     def lengths_label(self) -> str:
         """Draft lengths of the drafters, as text."""
         lengths = ", ".join(str(drafter.max_draft_len) for drafter in self.drafters)

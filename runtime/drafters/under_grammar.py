@@ -1,7 +1,7 @@
-"""Drafts for requests with a grammar: forced tokens are drafted without a model, and forbidden tokens are not sent.
+"""Drafts for requests with a grammar or a budget for thinking: forced tokens are drafted without a model, and forbidden
+tokens are not sent.
 
-A forced token is the only token that the grammar allows at its place, so it is always accepted. Drafting it saves a
-step.
+A forced token is the only token that is allowed at its place, so it is always accepted. Drafting it saves a step.
 """
 
 from runtime.core.request import Draft, Sequence
@@ -42,16 +42,14 @@ class UnderGrammar(CompositeDrafter):
 
 
 def _forced(sequence: Sequence, drafted: list[int]) -> list[int]:
-    matcher = sequence.sampler.matcher
-    return [] if matcher is None else matcher.forced(sequence.tokens, drafted)
+    return sequence.sampler.forced(sequence.tokens, drafted) if sequence.sampler.is_held else []
 
 
 def _fitting(sequence: Sequence, draft: Draft, forced: list[int], max_draft_len: int) -> Draft:
-    """The draft cut to what the grammar allows, followed by forced tokens."""
-    matcher = sequence.sampler.matcher
-    if matcher is None:
+    """The draft cut to what the request allows, followed by forced tokens."""
+    if not sequence.sampler.is_held:
         return draft
-    num_legal = matcher.num_legal(sequence.tokens, draft.tokens)
+    num_legal = sequence.sampler.num_legal(sequence.tokens, draft.tokens)
     if draft.probs is not None:
         # An illegal token that was drawn is sent too: its rejection is part of what makes the distribution exact.
         return draft.cut(num_legal + 1)

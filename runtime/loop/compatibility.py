@@ -83,18 +83,21 @@ def check_draft_engine(draft: Bundle, target: TargetIdentity, *, use_logits: boo
     vocabulary, target_vocabulary = tokenizer.get_vocab(), target.tokenizer.get_vocab()
     if vocabulary == target_vocabulary:
         return None
-    differing = [token for token, i in vocabulary.items() if target_vocabulary.get(token) != i]
-    example = f", for one {min(differing, key=vocabulary.__getitem__)!r}" if differing else ""
-    said = (
-        f"draft and target model have different tokenizers: {len(vocabulary)} tokens in {draft.directory}, "
-        f"{len(target_vocabulary)} in {target.tokenizer_dir}; {len(differing)} of the draft's differ{example}"
-    )
     if use_logits:
+        differing = [token for token, i in vocabulary.items() if target_vocabulary.get(token) != i]
+        example = f", for one {min(differing, key=vocabulary.__getitem__)!r}" if differing else ""
         raise SpecDecError(
-            f"{said}; drafts by probabilities need the target's own",
-            hint="without `use_logits` drafts are translated by their text",
+            f"draft and target model have different tokenizers: {len(vocabulary)} tokens in {draft.directory}, "
+            f"{len(target_vocabulary)} in {target.tokenizer_dir}; {len(differing)} of the draft's differ{example}; "
+            "drafts by probabilities need the target's own",
+            hint="without `use_logits` drafts are re-tokenized",
         )
-    warnings.warn(f"drafts are translated by their text: {said}", SpecDecWarning, stacklevel=2)
+    warnings.warn(
+        f"the draft model has another tokenizer ({len(vocabulary):,} and {len(target_vocabulary):,} tokens): drafts "
+        "are re-tokenized, which costs time and acceptance",
+        SpecDecWarning,
+        stacklevel=2,
+    )
     return tokenizer, target.tokenizer
 
 

@@ -22,12 +22,15 @@ from runtime.core.params import Grammar
 from runtime.core.request import Request, Sequence
 from runtime.core.sampling import NoValidToken, choose_all
 from runtime.core.stats import FinishReason
+from runtime.core.thinking import Thinking
 from runtime.engine.engine import Engine
 from runtime.loop.lossless.check import is_chosen_within, rounding_of
 from runtime.proof.long_drafts import MOST_LOGITS_OF_GROUP, LongDraft, LongDrafts
 from runtime.proof.receipts import Read
 from runtime.proof.records import Finding, Fingerprint, Receipt, Relation, Rule, differences, in_words, relation_of
+from runtime.text.call_formats import named_reasoning_format
 from runtime.text.text import StopWords
+from runtime.text.thinking import thinking_of
 from runtime.util.errors import SpecDecError
 
 MOST_DEVIATIONS = 4.5
@@ -157,8 +160,16 @@ class Checker:
             receipt.sampling,
             receipt.return_index,
             grammar=None if receipt.grammar is None else self._compiled(receipt.grammar),
+            thinking=self._thinking(receipt),
             label=receipt.name,
         )
+
+    def _thinking(self, receipt: Receipt) -> Thinking | None:
+        if receipt.thinking is None or (form := named_reasoning_format(receipt.thinking)) is None:
+            return None
+        if self._tokenizer is None:
+            raise SpecDecError("it has a budget for thinking, and the engine has no tokenizer")
+        return thinking_of(form, self._tokenizer)
 
     def _judge(self, cases: Seq[_Case], all_logits: Seq[Tensor]) -> None:
         """Judge the next rows of each."""

@@ -45,6 +45,7 @@ def receipt_of(
         end_ids=tuple(sorted(request.end_ids)),
         stop_words=() if words is None else words.words,
         grammar=None if request.grammar is None else request.grammar.form,
+        thinking=None if request.thinking is None else request.thinking.name,
         sampling=request.sampling,
         drawn="by_probabilities" if sequence.is_drawn_by_probs else "by_tokens",
         finish_reason=sequence.finish_reason,

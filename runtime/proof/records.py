@@ -130,6 +130,8 @@ class Receipt:
     stop_words: tuple[str, ...]
     grammar: Grammar | None
     """Form of the output; null without one."""
+    thinking: str | None = None
+    """Name of the format in which the model thinks, if there is a budget for it."""
     sampling: SamplingConfig
     drawn: Literal["by_tokens", "by_probabilities"] = "by_tokens"
     """`by_probabilities`: a drafter's own probabilities took part in the draws (rejection sampling)."""

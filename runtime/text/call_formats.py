@@ -100,6 +100,13 @@ class ReasoningFormat:
     known_by: str
     open: str
     close: str
+    also_closed_by: tuple[str, ...] = ()
+    end: str = ""
+    """Text that is forced where a budget for thinking is spent, if it is more than `close`."""
+
+    @property
+    def closes(self) -> tuple[str, ...]:
+        return (self.close, *self.also_closed_by)
 
 
 TOOL_FORMATS = (
@@ -195,6 +202,14 @@ REASONING_FORMATS = (
     ReasoningFormat("think", "</think>", "<think>", "</think>"),
     ReasoningFormat("mistral", "[/THINK]", "[THINK]", "[/THINK]"),
     ReasoningFormat("gemma4", "<|channel>thought", "<|channel>thought\n", "<channel|>"),
+    ReasoningFormat(
+        "gpt_oss",
+        "<|channel|>analysis",
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        ("<|start|>", "<|channel|>", "<|call|>", "<|return|>"),
+        end="<|end|><|start|>assistant<|channel|>",
+    ),
 )
 NO_FORMAT = "none"
 T = TypeVar("T")

@@ -94,7 +94,7 @@ def is_left_out(path: Path) -> bool:
 
 def digests_of_build_code(package: Path = _PACKAGE) -> list[str]:
     """Names and digests of the sources in `build_code`."""
-    return [f"{path.relative_to(package)} {digest([path.read_text()])}" for path in build_code(package)]
+    return [f"{path.relative_to(package)} {digest([path.read_text('utf-8')])}" for path in build_code(package)]
 
 
 def make_cache_dir() -> Path:

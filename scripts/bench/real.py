@@ -77,8 +77,7 @@ DRAFTING: dict[str, dict[str, tuple[str, list[Any] | None, str]]] = {
         "no drafter": ("leader", None, "fixed"),
         "n-gram `[10,2]`, fixed": ("leader", NGRAM, "fixed"),
         "n-gram `[10,2]`, automatic": ("leader", NGRAM, "auto"),
-        "suffix, automatic": ("leader", SUFFIX, "auto"),
-        "both lookups, automatic": ("leader", ["lookups"], "auto"),
+        "`AUTO` (suffix matching)": ("leader", SUFFIX, "auto"),
     },
     "specdec-bfloat16": {
         "no drafter": ("leader", None, "fixed"),

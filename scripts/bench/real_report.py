@@ -21,7 +21,6 @@ NAMES = {
 NOT_IN_SUMMARY = [
     ("specdec", "n-gram `[10,2]`, fixed"),
     ("specdec", "n-gram `[10,2]`, automatic"),
-    ("specdec", "suffix, automatic"),
     ("specdec-bfloat16", "no drafter"),
 ]
 MODES = ("greedy", "sampled")

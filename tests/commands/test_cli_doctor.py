@@ -16,6 +16,7 @@ import pytest
 import torch
 from command_line import PROMPTS, Result, Specdec, assert_valid, draft_model, each, edit_json
 from draft_models import WITH_DRAFTS, MakeDraftEngineDir
+from html_pages import assert_needs_nothing_else
 from sentences import Said
 from tiny import make_model
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -266,6 +267,52 @@ def test_every_diagnosis_has_a_remedy_and_is_documented() -> None:
     assert [name for name in names if f"| `{name}` |" not in chapter] == []
 
 
+SUMS = {"num_sent": "num_draft_tokens", "num_accepted": "num_accepted_draft_tokens"} | {
+    "num_new_tokens": "num_generated_tokens"
+}
+EXPLAINED = {
+    "fixed": [*NGRAM, "--draft-len-mode", "fixed"],
+    "automatic": [*NGRAM, "--draft-len-mode", "auto"],
+    "two": [*NGRAM, "--suffix-config", "[4,[0]]", "--drafters", "ngram,suffix", "--draft-len-mode", "fixed"],
+}
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_explained_steps_add_up_to_the_answer(name: str, ward: Ward, specdec: Specdec) -> None:
+    """The sums of the steps are the answer's counts, which with fixed lengths are those of `run`."""
+    asked = ["--engine-dir", ward.engine_dir, *EXPLAINED[name], "--input-text", "the ball " * 8, "--json"]
+    found = specdec("doctor", *asked, "--max-output-len", 40, "--explain").document
+    assert_valid("doctor", found)
+    steps, total = found["explanation"]["steps"], found["explanation"]["total"]
+    assert len(steps) == total["num_steps"] and sum(step["num_sent"] > 0 for step in steps) == total["num_spec_steps"]
+    for key, count in SUMS.items():
+        assert sum(step[key] for step in steps) == total[count], key
+    assert 10 < total["num_generated_tokens"] <= 40 and found["diagnoses"] == []
+    assert [step["context_len"] - steps[0]["context_len"] for step in steps[1:]] == [
+        sum(step["num_new_tokens"] for step in steps[:i]) for i in range(1, len(steps))
+    ]
+    for step in steps:
+        longest = max((offer["num_tokens"] for offer in step["offers"]), default=0)
+        assert step["num_sent"] <= longest and step["reason"]
+        assert (step["reason"] == "sent whole") == (step["num_sent"] == longest > 0)
+        assert longest == 0 or (step["promised"] is not None) == (name == "automatic")
+        assert longest == 0 or step["price"] is not None
+    drafters = {offer["drafter"] for step in steps for offer in step["offers"]}
+    assert drafters == ({"ngram", "suffix"} if name == "two" else {"ngram"})
+    if name != "automatic":
+        ran = specdec("run", *asked, "--max-output-len", 40).document["total"]
+        assert {key: ran[key] for key in total if key in ran} == {
+            key: value for key, value in total.items() if key in ran
+        }
+
+
+@pytest.mark.parametrize("arguments", [["--input-text", "a", "--input-text", "b", *NGRAM], ["--input-text", "a"]])
+def test_one_prompt_with_a_drafter_is_explained(arguments: list[str], ward: Ward, specdec: Specdec, said: Said) -> None:
+    result = specdec("doctor", "--engine-dir", ward.engine_dir, *arguments, "--explain")
+    assert result.exit_code != 0
+    said(result)
+
+
 @pytest.fixture(scope="module")
 def deep_pair(make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast) -> tuple[Path, Path]:
     """A target of eight layers of which the last seven add nothing, and its first layer as draft model."""
@@ -331,13 +378,20 @@ def healthy(name: str, ward: Ward, deep_pair: tuple[Path, Path] | None, specdec:
 
 
 def test_findings_are_shown_with_number_and_remedy(ward: Ward, specdec: Specdec) -> None:
-    result = specdec("doctor", *reuse_turned_off(ward))
-    assert result.exit_code == 1
+    path = ward.directory / "page.html"
+    result = specdec("doctor", *reuse_turned_off(ward), "--report", path)
+    assert result.exit_code == 1 and "error" not in result.stderr
     lines = result.stdout.splitlines()
     place = next(i for i, line in enumerate(lines) if line.startswith("FOUND  reuse_never_hits: "))
     assert "0 of" in lines[place]
     assert lines[place + 1].strip() == REMEDIES["reuse_never_hits"]
-    assert re.search(r"^error: (1 finding|\d findings, the first): reuse_never_hits\b", result.stderr, re.MULTILINE)
+    assert result.stdout.count("reuse_never_hits") == 1  # said once
+    assert not any(name in line for name in REMEDIES for line in lines if line.startswith("ok "))
+    html = path.read_text()
+    assert_needs_nothing_else(html)
+    assert re.search(rf"<h1>{ward.engine_dir.name} \(32 bits\): \d findings?</h1>", html)
+    finding = re.search(r'<section class="card finding"><h3>reuse never hits</h3><p>(.*?)</p>(.*?)</section>', html)
+    assert finding is not None and "0 of" in finding[1] and "<code>--max-tokens-in-paged-kv-cache</code>" in finding[2]
     named = specdec("doctor", *reuse_turned_off(ward), "--quiet").stdout.split()
     assert {"reuse_never_hits"} <= set(named) <= {"reuse_never_hits", *OF_THE_MACHINE}
 

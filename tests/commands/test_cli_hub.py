@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from command_line import assert_valid
 from hub_stand_in import Hub, running_hub
 from huggingface_hub import constants
 from quantized import Q, save_gguf
@@ -59,6 +60,7 @@ def test_one_file_of_a_repository_is_pulled_listed_run_and_removed(
     pulled = specdec_of_hub("pull", "lab/tiny-GGUF:q4_0", "--json")
     assert pulled.returncode == 0, pulled.stderr
     document = json.loads(pulled.stdout)
+    assert_valid("pull", document)
     assert document["num_bytes"] == len(data) and Path(document["path"]).read_bytes() == data
     fetched = {path.rpartition("/")[2] for method, path, _ in hub.requests if method == "GET" and "/resolve/" in path}
     assert fetched == {"tiny-Q4_0.gguf"} and hub.breaks["tiny-Q4_0.gguf"] == []
@@ -76,6 +78,7 @@ def test_one_file_of_a_repository_is_pulled_listed_run_and_removed(
     assert [(one["model"], one["num_bytes"]) for one in listed["downloaded"]] == [("lab/tiny-GGUF:Q4_0", len(data))]
     assert "tiny-GGUF_Q4_0" in {one["model"] for one in listed["models"]}
     removed = json.loads(specdec_of_hub("rm", "lab/tiny-GGUF:Q4_0", "--json").stdout)
+    assert_valid("rm", removed)
     assert removed["num_engines"] >= 1 and removed["num_bytes"] > len(data)
     assert json.loads(specdec_of_hub("list", "--json").stdout)["downloaded"] == []
     assert not list((tmp_path / "hf").rglob("blobs/*")) and specdec_of_hub("rm", "lab/tiny-GGUF:Q4_0").returncode == 1

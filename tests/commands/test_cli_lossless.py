@@ -304,6 +304,17 @@ def test_draws_begin_where_there_is_something_to_choose(
     assert chosen["num_distributions"] > by_chance["num_distributions"]
 
 
+def test_small_kv_cache_is_enough_for_the_check(
+    run: Run, draft_engine_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Just what the longest request needs: one sequence at a time. So few draws tell too little, which is said by 3."""
+    monkeypatch.setattr("runtime.loop.lossless.check.NUM_DRAWS_PER_PREFIX", (20,))
+    size = ["--max-tokens-in-paged-kv-cache", 32]
+    for sampling, exit_code in (([], 0), (SAMPLING, 3)):
+        flags = [*draft_model(draft_engine_dir, LOGITS), *sampling, *size, "--max-output-len", 12]
+        assert run(*each("--input-text", PROMPTS[:2]), *flags, "--check-lossless").exit_code == exit_code
+
+
 @pytest.mark.usefixtures("work_clock")
 def test_speculation_that_loses_is_called_slower(
     run: Run, make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast

@@ -4,10 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import NGRAM, PROMPT, PROMPTS, Result, draft_model, each, ids_of
 from sentences import Said
-from tiny import hf_greedy
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from tiny import eager_logits, hf_greedy
+from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 Run = Callable[..., Result]
 Drafters = dict[str, list[object]]
@@ -42,6 +44,30 @@ def test_same_seed_gives_the_same_text_as_without_a_drafter(
     speculated = run(*arguments, *drafters["draft model"]).document
     assert ids_of(speculated) == ids_of(plain)
     assert speculated["total"]["num_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "warper"),
+    [
+        (["--top-k", 3], TopKLogitsWarper(3)),
+        (["--top-p", 0.3], TopPLogitsWarper(0.3)),
+        (["--min-p", 0.4], MinPLogitsWarper(0.4)),
+    ],
+)
+def test_a_cut_leaves_hugging_faces_tokens_alone(
+    run: Run, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, flags: list[object], warper: LogitsProcessor
+) -> None:
+    """Nothing but the cut keeps the draws at a high temperature among these tokens."""
+    prompt = tokenizer(PROMPT)["input_ids"]
+
+    def num_outside(*more: object) -> int:
+        document = run("--temperature", 3.0, "--random-seed", 5, "--max-output-len", 20, *more, "--json").document
+        (output,) = ids_of(document)
+        scores = eager_logits(llama, [*prompt, *output])[len(prompt) - 1 : -1] / 3.0
+        kept = warper(torch.tensor([prompt]), scores).isfinite()
+        return sum(not kept[i, token] for i, token in enumerate(output))
+
+    assert num_outside(*flags) == 0 < num_outside()
 
 
 def test_seeds_decide_the_text(run: Run) -> None:

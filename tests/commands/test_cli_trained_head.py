@@ -1,6 +1,8 @@
 """The shipped head, which was trained: every command drafts with it, and its drafts are accepted."""
 
+import io
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -44,6 +46,22 @@ def test_run(specdec: Specdec, engine_dir: Path, prompts: Path) -> None:
         drafted = specdec("run", *flags, *asked).document
         assert ids_of(drafted) == ids_of(plain)
         assert drafted["total"]["tokens_per_step"] > 1.3, drafted["total"]
+
+
+def test_other_commands_draft_with_it(
+    specdec: Specdec, engine_dir: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["--max-output-len", NUM_TOKENS]
+    files = ["-i", prompts, "-o", tmp_path / "results.jsonl", "--temperature", 0]
+    assert specdec("batch", *DEMO, *HEAD, *files, *asked, "--json").document["num_accepted_tokens"] > 10
+    said = json.loads(prompts.read_text().splitlines()[0])["prompt"].replace("\n", " ")
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{said}\n/stats\n"))
+    result = specdec("chat", *DEMO, *HEAD, *asked)
+    accepted = re.search(r"(\d+) of (\d+) draft tokens accepted", result.stdout)
+    assert result.exit_code == 0 and accepted and int(accepted[1]) > 0
+    flags = ["--engine-dir", engine_dir, "--test-engine", "--max-ite", 1, "--output-len", NUM_TOKENS]
+    document = specdec("summarize", *flags, "--draft-engine-dir", "demo-head", "--eagle-config", 4, "--json").document
+    assert document["total"]["num_accepted_draft_tokens"] > 0
 
 
 BUILD = ["--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4, "--compiler", "none"]

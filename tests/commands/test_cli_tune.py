@@ -1,6 +1,7 @@
 """`specdec tune`: what it counts is what a live run counts, what it recommends is what it measured, and its errors."""
 
 import json
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 from command_line import Specdec, assert_valid, edit_json, tree
+from html_pages import Page, assert_needs_nothing_else, assert_says_what_the_document_says
 from sentences import Said
 from shared import once
 from test_cli_errors import assert_one_clear_error
@@ -41,7 +43,8 @@ def tuned(specdec_fork: Specdec, engine_dir: Path, prompts: Path, shared: Path) 
 
     def make(directory: Path) -> None:
         directory.mkdir()
-        arguments = ["--input-file", prompts, "--max-output-len", OUTPUT_LEN, "--output", directory / "tuned.json"]
+        files = ["--output", directory / "tuned.json", "--report", directory / "page.html"]
+        arguments = ["--input-file", prompts, "--max-output-len", OUTPUT_LEN, *files]
         document = specdec_fork("tune", "--engine-dir", engine_dir, *arguments, "--json").document
         (directory / "document.json").write_text(json.dumps(document))
 
@@ -98,6 +101,23 @@ def test_categories_add_up(tuned: tuple[dict[str, Any], Path]) -> None:
         assert set(candidate["by_category"]) == {"a", "b"}
         for key in ("num_steps", "num_generated_tokens", "num_accepted_draft_tokens"):
             assert candidate["total"][key] == sum(counts[key] for counts in candidate["by_category"].values())
+
+
+def test_the_page_says_what_the_document_says(tuned: tuple[dict[str, Any], Path]) -> None:
+    document, profile = tuned
+    html = (profile.parent / "page.html").read_text()
+    assert_needs_nothing_else(html)
+    page = Page(html)
+    assert_says_what_the_document_says(page, document)
+    best = document["recommended"]["flags"]
+    place = next(i for i, one in enumerate(document["timed"]) if one["flags"] == best)
+    assert f"/timed/{place}/measured_speedup" in page.data and "/candidates/0/predicted_s" in page.data
+    assert re.search(r"specdec run --engine-dir \S+ --profile \S+tuned\.json", page.text) and "(32 bits)" in page.text
+    bars = [
+        float(width) for width in re.findall(r'<span class="(?:predicted|measured)" style="width:([\d.]+)%">', html)
+    ]
+    seconds = [one[key] for one in document["timed"] for key in ("predicted_s", "measured_s") if one[key] is not None]
+    assert bars == pytest.approx([100 * one / max(seconds) for one in seconds], abs=0.01)
 
 
 def test_speedups_and_ratio_follow_from_times(tuned: tuple[dict[str, Any], Path]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from command_line import NGRAM, PROMPTS, Result, Specdec, assert_valid, each
+from html_pages import Page, assert_needs_nothing_else, assert_says_what_the_document_says
 from sentences import Said
 from shared import once
 
@@ -103,7 +104,8 @@ def test_counts_of_greedy_outputs_differ_exactly(
     a, b = (run_document(*RUN, *drafter) for drafter in ([], ["--ngram-config", NGRAM]))
     compared = compare(a, b)
     assert compared["requests"]["num_identical_outputs"] == len(a["requests"])
-    assert {s["name"] for s in compared["settings"]} >= {"ngram_config.max_draft_len"}
+    drafter = {"name": "drafter", "a": None, "b": "n-gram lookup 4,2"}
+    assert compared["settings"] == [drafter], "one change is one row"
     metrics = compared["metrics"]
     assert (metrics["num_generated_tokens"]["verdict"], metrics["num_generated_tokens"]["method"]) == ("same", "exact")
     steps = metrics["num_steps"]
@@ -140,6 +142,22 @@ def test_an_engine_of_another_build_is_no_control(compare: Compare, summary_docu
     assert [s for s in compared["settings"] if s["name"] == "engine.dtype"] == [
         {"name": "engine.dtype", "a": "float32", "b": "bfloat16"}
     ]
+
+
+def test_one_change_is_one_row(specdec: Specdec, compare: Compare, summary_document: Document, tmp_path: Path) -> None:
+    a, b = copy.deepcopy(summary_document), copy.deepcopy(summary_document)
+    a["engine"] |= {"model": "m", "engine_dir": "cache/m-1", "bits": "32"}
+    b["engine"] |= {
+        "model": "m", "engine_dir": "cache/m-2", "bits": "8",
+        "quantization": {"quant_algo": "W8A16", "group_size": 64, "source": "rounded"},
+    }  # fmt: skip
+    b["settings"] |= {"drafters": ["suffix"], "ngram_config": None}
+    b["settings"]["suffix_config"] = {"max_draft_len": 10, "pool": "private", "device_id": 0, "device_ids": [0]}
+    settings = {one["name"]: (one["a"], one["b"]) for one in compare(a, b)["settings"]}
+    assert list(settings) == ["engine.quantization", "drafter"]
+    assert settings["drafter"] == ("n-gram lookup 4,2", "suffix matching 10")
+    shown = specdec("compare", tmp_path / "a.json", tmp_path / "b.json").stdout
+    assert "quant_algo W8A16, group_size 64" in shown and shown.count("engine.") == 1
 
 
 def test_one_slow_request_is_noise(compare: Compare, summary_document: Document) -> None:
@@ -217,8 +235,17 @@ def test_people_read_the_same(specdec: Specdec, summary_document: Document, tmp_
     faster = with_times(summary_document, lambda i: 0.5 + 0.01 * (i % 3), systems=("engine",))
     faster["settings"]["ngram_config"]["max_draft_len"] = 3
     b.write_text(json.dumps(faster))
-    result = specdec("compare", a, b)
+    result = specdec("compare", a, b, "--report", tmp_path / "page.html")
     assert result.exit_code == 0 and result.stderr == ""
+    html = (tmp_path / "page.html").read_text()
+    assert_needs_nothing_else(html)
+    page, compared = Page(html), specdec("compare", a, b, "--json").document
+    assert_says_what_the_document_says(page, compared)
+    assert {"/metrics/speedup/ratio", "/metrics/tpot_s/interval/low", "/requests/num_same_prompt"} <= set(page.data)
+    assert "A a.json and B b.json: in B tokens/s" in page.text and "The machine was as fast in both" in page.text
+    assert (
+        page.text.count("within the noise") == html.count("within the noise") and "ngram_config.max_draft_len" in html
+    )
     for words in (
         "Settings that differ", "ngram_config.max_draft_len", "requests: the same 20; 20 of 20 outputs", "the same",
         "different", "cannot be said (one value each)", "control: the engine without a drafter took 1.000 times",

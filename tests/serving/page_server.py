@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from importlib.resources import files
 
-from openai_server import DONE, Asked, Piece, Reply, as_json, event, failure, models
+from openai_server import DONE, Asked, Piece, Reply, as_json, event, failure
 
 PAGE = files("commands").joinpath("serve/page.html").read_text(encoding="utf-8")
 Step = list[tuple[str, str]]
@@ -24,7 +24,12 @@ DRAFTED: list[Step] = [
 COUNTS = {
     "num_drafts": 3, "num_draft_tokens": 9, "num_accepted_tokens": 5, "acceptance_rate": 5 / 9,
     "accepted_per_position": [2, 2, 1],
+    "drafted_per_position": [3, 3, 2],
     "tokens_per_step": 2.25,
+}  # fmt: skip
+FACTS = {
+    "bits": "4 and 8", "dtype": "bfloat16", "machine": "A <b>processor</b>, 2 cores",
+    "drafter": "suffix matching, drafts of up to 6 tokens", "max_draft_len": 6,
 }  # fmt: skip
 TEXT = "Speculative decoding drafts cheap tokens.\n"
 
@@ -88,7 +93,10 @@ def serve_page(
         if api_key is not None and asked.headers.get("authorization") != f"Bearer {api_key}":
             return failure(401, "this server wants an API key")
         if asked.path == "/v1/models":
-            return models("demo", "<i>other</i>")
+            names = ("demo", "<i>other</i>")
+            return as_json(
+                {"object": "list", "data": [{"id": name, "object": "model", "specdec": FACTS} for name in names]}
+            )
         if asked.path == "/requests":
             return as_json({"data": requests()})
         return (generate or answer)(asked) if asked.method == "POST" else failure(404, "nothing here")

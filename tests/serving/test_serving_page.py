@@ -7,6 +7,7 @@ import socket
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
@@ -120,8 +121,10 @@ def test_tokens_are_marked_by_their_kind_and_counted(open_page: Open) -> None:
         assert counts == {"accepted": "5", "recovered": "2", "bonus": "1", "plain": "1"}
         assert page.text_content("#per-step") == "2.25" and page.text_content("#acceptance") == "56 %"
         assert float(page.text_content("#rate").replace(",", "")) > 0 and page.text_content("#ttft").endswith("ms")
-        assert "position: 67, 67, 33" in page.get_attribute("#chart", "aria-label")
-        assert page.text_content("#chart .note") == "% of 3 drafts whose token there was accepted"
+        assert "accepted there: 67, 67, 50; drafts: 3, 3, 2" in page.get_attribute("#chart", "aria-label")
+        assert len(page.query_selector_all("#chart .few")) == 3  # of fewer than 20 drafts
+        assert page.get_attribute("#steps", "aria-label") == "Tokens of each step: 1, 3, 4, 1"
+        assert "4 steps, up to 4 tokens; 2.25 a step in all" in page.text_content("#steps")
         assert "5 of 9 drafted tokens accepted" in page.text_content(".figures")
 
 
@@ -151,6 +154,37 @@ def test_what_is_asked_is_the_contract(open_page: Open) -> None:
         {"role": "user", "content": "One"}, {"role": "assistant", "content": TEXT}, {"role": "user", "content": "Two"},
     ]  # fmt: skip
     assert third.body["prompt"] == "Three"
+
+
+def test_the_drafter_is_switched_for_the_next_answer(open_page: Open) -> None:
+    with running(serve_page()) as server:
+        page = open_page(server)
+        today = datetime.now(UTC).date().isoformat()
+        assert page.text_content("#facts") == f"4 and 8 bits · bfloat16 · A <b>processor</b>, 2 cores · {today}"
+        own = page.text_content("#drafter option")
+        assert own == "the server’s own: suffix matching, drafts of up to 6 tokens"
+        wanted = {
+            ("own", ""): None, ("own", "3"): {"draft_len": 3}, ("ngram", "4"): {"ngram_config": [4, 2]},
+            ("suffix", ""): {"suffix_config": 6}, ("off", ""): False,
+        }  # fmt: skip
+        for i, (drafter, length) in enumerate(wanted):
+            page.select_option("#drafter", drafter)
+            if drafter != "off":
+                page.fill("#draft-len", length)
+            ask(page)
+            page.wait_for_selector(f".turn:nth-child({i + 2}) .figures:not(:empty)")
+            page.wait_for_selector("#send", state="visible")
+        assert [one.body.get("speculative") for one in server.generations()] == list(wanted.values())
+        assert page.is_disabled("#both") and page.is_disabled("#draft-len")
+        assert len(page.query_selector_all("#steps .turn-begins")) == len(wanted) - 1
+        assert page.get_attribute("#steps", "aria-label").endswith("4, 1" + ", 1" * 9)  # without drafts all are 1
+        page.select_option("#drafter", "suffix")
+        page.fill("#draft-len", "7")
+        ask(page)
+        assert page.is_visible("#send") and len(server.generations()) == len(wanted)  # too long for the engine
+        page.fill("#draft-len", "")
+        page.click("#clear")
+        assert page.get_attribute("#steps", "aria-label") == "No step yet"
 
 
 def test_side_by_side_runs_the_same_prompt_both_ways(open_page: Open) -> None:
@@ -214,6 +248,16 @@ def test_errors_are_told_where_the_answer_would_be(open_page: Open) -> None:
     assert page.text_content(".turn:nth-child(3) .text").startswith("Speculative")  # what came before it is kept
 
 
+def test_a_server_that_goes_away_is_told(open_page: Open) -> None:
+    with running(serve_page()) as server:
+        page = open_page(server)
+    page.wait_for_selector("#state.down")
+    assert page.text_content("#state") == "cannot be reached"
+    ask(page)
+    page.wait_for_selector("[role=alert]")
+    assert "cannot be reached" in page.text_content("[role=alert]")
+
+
 def test_the_api_key_is_sent_and_kept_nowhere(open_page: Open) -> None:
     with running(serve_page(api_key="sesame")) as server:
         page = open_page(server)
@@ -255,11 +299,12 @@ def test_the_keyboard_reaches_and_does_everything(open_page: Open) -> None:
     with running(serve_page()) as server:
         page = open_page(server)
         reached = []
-        for _ in range(18):
+        for _ in range(20):
             page.keyboard.press("Tab")
             reached.append(page.evaluate("document.activeElement.id || document.activeElement.textContent"))
         wanted = [
-            "Skip to the prompt", "model", "API key", "prompt", "max-tokens", "temperature", "both", "clear", "send",
+            "Skip to the prompt", "model", "API key", "prompt", "max-tokens", "temperature", "drafter", "draft-len",
+            "both", "clear", "send",
         ]  # fmt: skip
         assert list(dict.fromkeys(one for one in reached if one in wanted)) == wanted
         assert "colours" in reached and "requests" in reached
@@ -316,6 +361,12 @@ def test_the_page_works_with_the_server_itself(open_page: Open, real_server: Sim
     # The last step may have been cut before its own token.
     possible = [pytest.approx(40 / steps, abs=0.01) for steps in (num_steps, num_steps + 1)]
     assert float(page.text_content("#per-step")) in possible
+    facts = page.text_content("#facts")
+    assert facts.startswith("32 bits · float32 · ") and ("cores" in facts or "1 core" in facts)
+    assert "n-gram lookup, drafts of up to 4 tokens" in page.text_content("#drafter option")
+    sizes = page.get_attribute("#steps", "aria-label").partition(": ")[2].split(", ")
+    assert sum(map(int, sizes)) == 40 and max(map(int, sizes)) > 1
+    assert page.query_selector("#chart .axis") is not None
     page.uncheck("#both")
     page.fill("#schema", '{"type": "object", "properties": {"colour": {"enum": ["red"]}}, "required": ["colour"]}')
     ask(page, "The ball is ")

@@ -4,6 +4,7 @@
 module, imports torch: `compare` and `schema` run without it.
 """
 
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from runtime import specdec_version
 from runtime.checkpoint.config import Count, Measure, Share
 from runtime.loop.lossless.results import DistributionCheck, TokenCheck
+from runtime.util.machine import machine_name
 
 SchemaVersion = Literal[2]
 SCHEMA_VERSION: SchemaVersion = get_args(SchemaVersion)[0]
@@ -47,6 +49,22 @@ class Head(Record):
     )
 
 
+class MeasuredHead(Head):
+    """First keys of a document of measurements: when and where they were made too."""
+
+    date: str = Field(
+        default="",
+        pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00$",
+        description="when the document was made, in UTC, such as 2026-11-29T10:15:00+00:00",
+    )
+    machine: str = absent("processor, and cores that the process may use")
+
+
+def measured_head(command: str) -> dict[str, Any]:
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return document_head(command) | {"date": date, "machine": machine_name()}
+
+
 def document_head(command: str) -> dict[str, Any]:
     return {"command": command, "schema_version": SCHEMA_VERSION, "specdec_version": specdec_version()}
 
@@ -69,6 +87,10 @@ class Counts(Record):
     acceptance_histogram: list[Count] = Field(
         description="entry i: steps with exactly i draft tokens accepted, i = 0..max_draft_len; over num_spec_steps"
     )
+    acceptance_histogram_by_draft_length: dict[str, list[Count]] = absent(
+        "the same for the drafts of each length that was sent, by that length: k + 1 entries for k tokens"
+    )
+    num_spec_tokens: Count = absent("most tokens of a draft, max_draft_len")
     num_drafts_per_position: list[Count] = Field(description="entry i: drafts with at least i + 1 tokens")
     acceptance_rate_per_position: list[Share | None] = Field(
         description="entry i: of those drafts, the share whose token i was accepted; null where there are none"

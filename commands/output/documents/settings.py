@@ -138,13 +138,15 @@ class EngineRecord(Record):
     batch_invariant: bool = Field(description="whether a token's logits are the same bits whatever else is in its step")
     quantization: Quantization | None = absent("null where linear layers are not quantized")
     quality: Quality | None = absent("quantization error on a fixed text")
+    model: str | None = absent("the model that the engine was made of, as it was named; null where an engine was named")
+    bits: str = absent("of a weight of the linear layers: `16`, `4`, or `4 and 8` where layers differ")
 
     @classmethod
     def of(cls, bundle: Bundle) -> "EngineRecord":
         config = bundle.config
         chosen = {name: getattr(config, name) for name in cls.model_fields if hasattr(config, name)}
         model_type = config.pretrained_config["model_type"]
-        return cls(engine_dir=str(bundle.directory), model_type=model_type, **chosen)
+        return cls(engine_dir=str(bundle.directory), model_type=model_type, model=bundle.model, **chosen)
 
 
 class OutputGrammar(Record):

@@ -1,25 +1,59 @@
 """Pages made by Jinja, of the templates beside this file: how a value of a document is shown, and all text escaped.
-Small charts are inline SVG, in colours of the style sheet; every mark has a title with its numbers.
+Small charts are inline SVG, in colours of the style sheet; every mark has a title with its numbers. A page begins with
+what was measured, when and where: the model, the bits of its weights, the date and the machine.
 
 A page refers to nothing outside itself and has no script. A number of the document is shown by its place there
 (`data-path`) and stands beside what is shown in full (`value`), so the page cannot say anything else than the JSON.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from commands.output.output import milliseconds, number, percent
+from commands.output.output import number, percent
+from runtime.util.files import write_file
 
 _WIDTH, _HEIGHT = 360, 168
 _LEFT, _TOP, _BOTTOM = 24, 16, 34  # room for a scale, for a value above a column, and for names with the axis
-_MAX_NAMES = 16  # more would run into each other
+_LETTER, _LINE = 6.2, 13  # width of a letter, and height of a line
+FEW_DRAFTS = 20
+"""Rates of fewer drafts are faded: 1 more of 19 accepted would be 5 % more."""
+
+
+def write_page(path: Path, html: str) -> None:
+    """The page, whole or not at all."""
+    write_file(path, html.encode(errors="replace"))
+
+
+def model_name(engine: Mapping[str, Any]) -> str:
+    """Name of an `EngineRecord`'s model without its directory, or of the engine where only that was named."""
+    return Path(engine.get("model") or engine["engine_dir"]).absolute().name
+
+
+def with_bits(engine: Mapping[str, Any]) -> str:
+    """Such as `smollm2.gguf (4 and 8 bits)`; of a document of before 2026-11-29 the name alone."""
+    return f"{model_name(engine)} ({bits} bits)" if (bits := engine.get("bits")) else model_name(engine)
+
+
+def made(document: Mapping[str, Any]) -> list[str]:
+    """The model and its formats, the date and the machine of a document, as far as it has them."""
+    found = []
+    if engine := document.get("engine"):
+        algo = (engine.get("quantization") or {}).get("quant_algo")
+        found = [with_bits(engine), engine["model_type"], f"{algo} weights" if algo else "", engine["dtype"]]
+        device = engine["environment"]
+        found += [f"CUDA {device['capability']}"] if device["device"] == "cuda" else []
+    if date := document.get("date"):  # 2026-01-31T23:59:59+00:00
+        found.append(f"{date[:10]} {date[11:16]} UTC")
+    return [one for one in (*found, document.get("machine")) if one]
 
 
 def page(template: str, document: dict[str, Any], title: str, **values: object) -> str:
@@ -42,7 +76,8 @@ def page(template: str, document: dict[str, Any], title: str, **values: object) 
         marked = Markup('<data value="{}" data-path="{}">{}</data>')
         return marked.format(json.dumps(value), pointer, _visible(form(value)))
 
-    return _ENVIRONMENT.get_template(template).render(document=document, title=title, at=at, show=show, **values)
+    common = {"document": document, "title": title, "made": made(document), "at": at, "show": show}
+    return _ENVIRONMENT.get_template(template).render(**common | values)
 
 
 def _visible(text: Any) -> Any:
@@ -56,6 +91,21 @@ def _dashes_note(html: str) -> Markup:
     """Why there are dashes in this part of the page; nothing where there are none."""
     reasons = dict.fromkeys(re.findall(r'<span class="none" title="([^"]*)">–</span>', html))
     return Markup(f'\n<p class="note dashes">– {"; ".join(reasons)}</p>' if reasons else "")  # escaped already
+
+
+def _with_code(text: str) -> Markup:
+    """The text with code where it has backticks."""
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+
+
+def _labelled(rows: str, heads: Seq[str]) -> Markup:
+    """The rows of a table, each cell with the head of its column, which narrow screens show beside it."""
+
+    def labelled(row: re.Match[str]) -> str:
+        cells = iter(heads[1:])  # the first is the row's own
+        return re.sub(r"<td(?=[ >])", lambda _: f'<td data-label="{escape(next(cells))}"', row[0])
+
+    return Markup(re.sub(r"<tr>.*?</tr>", labelled, rows, flags=re.DOTALL))  # escaped already
 
 
 def _facts(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -76,42 +126,67 @@ _ENVIRONMENT = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_ENVIRONMENT.filters |= {"dashes_note": _dashes_note, "facts": _facts, "visible": _visible}
+_ENVIRONMENT.filters |= {
+    "dashes_note": _dashes_note,
+    "facts": _facts,
+    "labelled": _labelled,
+    "visible": _visible,
+    "with_code": _with_code,
+}
 _ENVIRONMENT.globals |= {
     "number": number,
+    "few_drafts": FEW_DRAFTS,
     "percent": percent,
-    "milliseconds": milliseconds,
     "integer": "{:,}".format,
     "string": str,
     "significant": "{:.3g}".format,
     "tenths": "{:,.1f}".format,
     "times": "{:.2f}×".format,
-    "sent_at": "{:,.2f} s".format,
-    "of_hundred": "{:.1f} %".format,
+    "ratio": "{:.3f}".format,
     "seconds": lambda value: f"{value:,.3f} s" if value < 10 else f"{value:,.2f} s",
     "request_time": lambda seconds: f"{seconds * 1e3:,.2f} ms",
     "step_time": lambda seconds: f"{seconds * 1e3:,.3f} ms",  # lookups take no longer
-    "ms": lambda value: milliseconds(value / 1e3),
 }
 
 
 @dataclass(frozen=True)
+class Bars:
+    """Values of one thing side by side, such as predicted and measured: of each its style, its name, the value, and how
+    it is shown.
+    """
+
+    name: str
+    parts: Seq[tuple[str, str, float, str]]
+    note: str = ""
+
+    @property
+    def longest(self) -> float:
+        return max((value for _, _, value, _ in self.parts), default=0.0)
+
+
+@dataclass(frozen=True)
 class Column:
-    """A value, what is shown above it, its name below, and its title."""
+    """A value, what is shown above it, its name and its number of drafts below, and its title."""
 
     value: float
     shown: str
     name: str
     title: str
+    num: str = ""
+    is_faint: bool = False
+    """True for a value of so few that it says little."""
 
 
 def column_chart(columns: Seq[Column], *, largest: float, axis: str, label: str, backdrop: bool = False) -> Markup:
-    """The columns side by side; `backdrop` shows what is missing to `largest`."""
+    """The columns side by side, with as many names as have room; `backdrop` shows what is missing to `largest`."""
     label = f"{label}: {', '.join(column.shown for column in columns)}"
-    base, height = _HEIGHT - _BOTTOM, _HEIGHT - _BOTTOM - _TOP
+    nums = [column.num for column in columns]
+    bottom = _BOTTOM + (_LINE if any(nums) else 0)
+    base, height = _HEIGHT - bottom, _HEIGHT - bottom - _TOP
     pitch = _WIDTH / max(len(columns), 1)
     width = min(pitch * 0.78, 46)
-    every = -(-len(columns) // _MAX_NAMES)
+    every = max(_every([column.name for column in columns], pitch), _every(nums, pitch))
+    has_values = every == 1 and _every([column.shown for column in columns], pitch) == 1
     marks = []
     for i, column in enumerate(columns):
         middle = (i + 0.5) * pitch
@@ -119,11 +194,36 @@ def column_chart(columns: Seq[Column], *, largest: float, axis: str, label: str,
         size = max(size, 1.0) if column.value else 0.0
         ghost = _bar("ghost", middle - width / 2, _TOP, width, height) if backdrop else ""
         bar = _bar("bar", middle - width / 2, base - size, width, size) if size else ""
-        above = _label(middle, base - size - 4, column.shown, "value") if every == 1 else ""
-        below = _label(middle, base + 13, column.name) if i % every == 0 else ""
-        marks.append(f"<g><title>{escape(column.title)}</title>{ghost}{bar}{above}{below}</g>")
+        above = _label(middle, base - size - 4, column.shown, "value") if has_values else ""
+        below = _label(middle, base + _LINE, column.name) if i % every == 0 else ""
+        num = _label(middle, base + 2 * _LINE, column.num) if column.num and i % every == 0 else ""
+        faint = ' class="faint"' if column.is_faint else ""
+        marks.append(f"<g{faint}><title>{escape(column.title)}</title>{ghost}{bar}{above}{below}{num}</g>")
     line = f'<line class="axis" x1="0" x2="{_WIDTH}" y1="{base}" y2="{base}"/>'
     return _svg(label, "\n".join(marks) + line + _label(_WIDTH / 2, _HEIGHT - 4, axis))
+
+
+def _every(texts: Seq[str], pitch: float) -> int:
+    """1 if all texts have room side by side, 2 if every second has, and so on."""
+    widest = max(map(len, texts), default=0) * _LETTER + _LETTER / 2
+    return max(1, math.ceil(widest / pitch))
+
+
+def positions_chart(rates: Seq[float | None], nums: Seq[int]) -> Markup:
+    """Acceptance by position: of the drafts that reach a position, the share whose token was accepted there."""
+    columns = [
+        Column(
+            rate or 0.0,
+            "–" if rate is None else f"{rate * 100:.0f}",
+            str(i),
+            f"position {i}: {percent(rate)} of {num:,} drafts that reach it",
+            f"{num:,}",
+            num < FEW_DRAFTS,
+        )
+        for i, (rate, num) in enumerate(zip(rates, nums, strict=True), 1)
+    ]
+    label = "Share of the drafts that reach a position whose token was accepted there, in percent"
+    return column_chart(columns, largest=1.0, axis="position, and drafts that reach it", label=label, backdrop=True)
 
 
 def area_chart(*, values: Seq[float], names: Seq[str], titles: Seq[str], axis: str, label: str) -> Markup:
@@ -146,7 +246,7 @@ def area_chart(*, values: Seq[float], names: Seq[str], titles: Seq[str], axis: s
         gap = min(1.5, pitch * 0.15)
         bar = _bar("bar", _LEFT + i * pitch + gap / 2, base - size, pitch - gap, size)
         marks.append(f"<g><title>{escape(title)}</title>{bar}</g>")
-    every = max(1, -(-len(names) // 8))
+    every = max(_every(names, pitch), -(-len(names) // 8))
     below = "".join(
         _label(_LEFT + (i + 0.5) * pitch, base + 13, name) for i, name in enumerate(names) if i % every == 0
     )

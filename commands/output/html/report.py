@@ -9,18 +9,18 @@ from typing import Any
 
 from markupsafe import Markup
 
-from commands.output.html.page import Column, area_chart, column_chart, page
+from commands.output.html.page import Column, area_chart, column_chart, page, positions_chart, with_bits, write_page
 from commands.output.output import number, percent
 from runtime.drafters.specs import DRAFTERS
 from runtime.loop.lossless.results import SYSTEM_TITLES
 from runtime.measure.text_steps import TOKEN_KINDS, Piece, tokens_over_time
-from runtime.util.files import write_file
 
 _DEFINITIONS = {
     "tokens per step": "generated tokens ÷ steps of the target, the one that computes the prompt included",
     "acceptance rate": "draft tokens kept ÷ draft tokens sent to the target, after the cut at end id, stop word and "
     "budget",
     "mean acceptance length": "1 + accepted ÷ steps that carried a draft",
+    "acceptance by position": "share of the drafts that reach a position whose token was accepted there",
     "speedup": "wall time without a drafter ÷ with one: same engine, same requests, same run",
     "TTFT, TPOT": "submission to first token; (end − first token) ÷ (generated − 1)",
     **{f"{kind} token": meaning for kind, meaning in TOKEN_KINDS.items()},
@@ -34,8 +34,7 @@ Pieces = list[Piece] | None
 
 
 def write_report(path: Path, document: dict[str, Any], outputs: Seq[Pieces]) -> None:
-    """The page, whole or not at all."""
-    write_file(path, html_report(document, outputs).encode(errors="replace"))
+    write_page(path, html_report(document, outputs))
 
 
 def html_report(document: dict[str, Any], outputs: Seq[Pieces]) -> str:
@@ -53,7 +52,9 @@ def html_report(document: dict[str, Any], outputs: Seq[Pieces]) -> str:
         systems={name: SYSTEM_TITLES[name] for name in document.get("systems", ())},
         time_parts=list(_time_parts(document["total"])) if document["total"] else [],
         histogram=_histogram,
-        positions=_positions,
+        positions=positions_chart(total["acceptance_rate_per_position"], total["num_drafts_per_position"])
+        if (total := document["total"])
+        else "",
         over_time=_over_time,
         prompt_of=_prompt_of,
         shortened=_shortened,
@@ -70,7 +71,7 @@ def _title(document: dict[str, Any]) -> str:
         else f"{num_requests} request{'s' if num_requests != 1 else ''}"
     )
     drafters = ", then ".join(_drafter(name, settings) for name in settings["drafters"]) or "no drafter"
-    return f"{engine['model_type']} {engine['dtype']}, {drafters}: {what}"
+    return f"{with_bits(engine)}, {drafters}: {what}"
 
 
 def _drafter(name: str, settings: dict[str, Any]) -> str:
@@ -109,22 +110,6 @@ def _histogram(total: dict[str, Any]) -> Markup:
     ]
     label = "Steps with a draft by the number of its tokens that were accepted"
     return column_chart(columns, largest=max(counts), axis="accepted tokens of a draft", label=label)
-
-
-def _positions(total: dict[str, Any]) -> Markup:
-    columns = [
-        Column(
-            rate or 0.0,
-            "–" if rate is None else f"{rate * 100:.0f}",
-            str(i),
-            f"position {i}: {percent(rate)} of {num:,} drafts that are so long",
-        )
-        for i, (rate, num) in enumerate(
-            zip(total["acceptance_rate_per_position"], total["num_drafts_per_position"], strict=True), 1
-        )
-    ]
-    label = "Share of drafts whose token was accepted, by position, in percent"
-    return column_chart(columns, largest=1.0, axis="position in the draft", label=label, backdrop=True)
 
 
 def _over_time(outputs: Seq[Pieces]) -> Markup:

@@ -270,6 +270,7 @@ def _model_routes(server: Server, version: str) -> APIRouter:
             "root": name,
             "parent": None,
             "max_model_len": served.max_model_len,
+            "specdec": served.facts,
         }
 
     @router.get("/v1/models", responses=_REFUSED, response_model=ModelsAnswer)

@@ -126,6 +126,16 @@ class MessageAnswer(Answer):
     usage: MessageUsage
 
 
+class ServedFacts(Answer):
+    """Bits, machine and drafter of the server."""
+
+    bits: str
+    dtype: str
+    machine: str
+    drafter: str
+    max_draft_len: int
+
+
 class ModelAnswer(Answer):
     """One name of the model."""
 
@@ -134,6 +144,7 @@ class ModelAnswer(Answer):
     created: int
     owned_by: str
     max_model_len: int
+    specdec: ServedFacts
 
 
 class ModelsAnswer(Answer):

@@ -64,7 +64,10 @@ class CompletionReply:
                 choice["text"] = echoed["text"] + choice["text"]
                 if (before := echoed["logprobs"]) is not None:
                     choice["logprobs"] = {name: before[name] + choice["logprobs"][name] for name in before}
-        return self._envelope(choices) | {"usage": self._usage(), "metrics": metrics(self.answers)}
+        return self._envelope(choices) | {
+            "usage": self._usage(),
+            "metrics": metrics(self.answers, self._served.llm.engine.max_draft_len),
+        }
 
     def chunks(self) -> Chunks:
         return Chunks(self._first, self._of_piece, self._last)
@@ -93,7 +96,10 @@ class CompletionReply:
     def _last(self) -> Iterator[dict[str, Any]]:
         options = self._body.stream_options
         if options is not None and options.include_usage:
-            yield self._envelope([]) | {"usage": self._usage(), "metrics": metrics(self.answers)}
+            yield self._envelope([]) | {
+                "usage": self._usage(),
+                "metrics": metrics(self.answers, self._served.llm.engine.max_draft_len),
+            }
 
     def _usage(self) -> dict[str, Any]:
         return usage(self.answers, self._num_prompts, counts_output=self._shows_output)
@@ -188,7 +194,11 @@ class ChatReply:
             if piece := stream.next():
                 choices.append(self._choice(index, piece, "message", self._message(index, piece)))
         envelope = self._envelope("chat.completion", choices)
-        return envelope | self._prompt_ids() | {"usage": self._usage(), "metrics": metrics(self.answers)}
+        return (
+            envelope
+            | self._prompt_ids()
+            | {"usage": self._usage(), "metrics": metrics(self.answers, self._served.llm.engine.max_draft_len)}
+        )
 
     def _prompt_ids(self) -> dict[str, Any]:
         """The prompt's ids, if they are asked for: of a stream in the first chunk."""
@@ -262,7 +272,10 @@ class ChatReply:
     def _last(self) -> Iterator[dict[str, Any]]:
         options = self._body.stream_options
         if options is not None and options.include_usage:
-            yield self._chunk([]) | {"usage": self._usage(), "metrics": metrics(self.answers)}
+            yield self._chunk([]) | {
+                "usage": self._usage(),
+                "metrics": metrics(self.answers, self._served.llm.engine.max_draft_len),
+            }
 
     def _usage(self) -> dict[str, Any]:
         counts = usage(self.answers, 1)

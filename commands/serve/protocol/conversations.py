@@ -30,13 +30,12 @@ from runtime.text.chat import Message, TemplateInputs
 from runtime.text.parser import OutputForm, OutputParser, Parser, SpecialTokens
 from runtime.text.prompt import with_tools_as_text
 from runtime.text.response_template import TemplateParser
+from runtime.text.thinking import prompt_end
 from runtime.util.errors import SpecDecError
 
 _TEMPLATE_S = 2.0
 _CHECKS_S = 2.0
 """Time for finding the tool whose schema cannot be used."""
-_PROMPT_END = 64
-"""Tokens of a prompt in which what is thought may have been opened."""
 
 
 def chat_tokens(served: ServedModel, body: Conversation) -> list[int]:
@@ -269,22 +268,16 @@ def reader_of(served: ServedModel, body: ChatRequest, prompt: Seq[int]) -> tuple
             own = own | {"fields": {name: one for name, one in own["fields"].items() if name != "tool_calls"}}
         special = SpecialTokens(served.special_tokens, served.special_tokens)
         tools = [_tool_document(tool) for tool in body.callable_tools]
-        return TemplateParser(own, _prompt_end(served, prompt), tools, special), special
+        return TemplateParser(own, prompt_end(served.tokenizer, prompt), tools, special), special
     form = output_form(served, body)
     if form.says_only_text:
         return None, None
     return OutputParser(form, in_reasoning=is_in_reasoning(served, form, prompt)), form.special
 
 
-def _prompt_end(served: ServedModel, prompt: Seq[int]) -> str:
-    """The end of a prompt with its special tokens, where the answer may have been begun."""
-    tail = list(prompt[-_PROMPT_END:])
-    return str(served.tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
 def is_in_reasoning(served: ServedModel, form: OutputForm, prompt: Seq[int]) -> bool:
     """True if the prompt ends within the model's reasoning."""
-    return form.reasoning is not None and form.is_in_reasoning(_prompt_end(served, prompt))
+    return form.reasoning is not None and form.is_in_reasoning(prompt_end(served.tokenizer, prompt))
 
 
 def form_grammar(served: ServedModel, body: ChatRequest, prompt: Seq[int]) -> CompiledGrammar | None:

@@ -15,6 +15,7 @@ from commands.serve.protocol.completions import call_id, chat_streams
 from commands.serve.protocol.conversations import has_effort
 from commands.serve.protocol.replies import Chunks, Piece, PieceStream, is_cut_call, receipt_key, usage
 from commands.serve.protocol.schema import (
+    Budgets,
     ChatRequest,
     Generation,
     InputCall,
@@ -29,7 +30,7 @@ from runtime.core.params import names_in
 from runtime.loop.serving import RequestHandle
 
 _MOST_STORED, _MOST_STORED_CHARACTERS = 1000, 64 << 20
-_OWN = {"model", "stream", "stream_options", "max_tokens", "max_output_tokens"}
+_OWN = {"model", "stream", "stream_options", "max_tokens", "max_output_tokens", *Budgets.model_fields}
 _PASSED_ON = frozenset({*Generation.model_fields, *names_in("responses").values()}) - _OWN
 """Fields of generation that mean the same in a chat request."""
 
@@ -83,6 +84,7 @@ def chat_of_responses(served: ServedModel, body: ResponsesRequest, said: list[di
     if not said:
         raise HTTPError(400, "`input` is empty", param="input", code="invalid_value")
     chat = {name: getattr(body, name) for name in body.model_fields_set & _PASSED_ON}
+    chat["thinking_token_budget"] = body.budget
     chat |= {"messages": _merged(said), "stream": body.stream, "max_completion_tokens": body.max_output_tokens}
     chat |= {"parallel_tool_calls": body.parallel_tool_calls, "chat_template_kwargs": body.chat_template_kwargs}
     chat |= _tools(body)

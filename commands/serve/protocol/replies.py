@@ -213,17 +213,18 @@ def usage(answers: Seq[RequestHandle], num_prompts: int, *, counts_output: bool 
     }
 
 
-def metrics(answers: Seq[RequestHandle]) -> dict[str, Any]:
-    """Speculation metrics over all answers to a request, which are finished."""
+def metrics(answers: Seq[RequestHandle], max_draft_len: int) -> dict[str, Any]:
+    """Speculation metrics over all answers to a request, which are finished: vLLM's keys, and others."""
     stats = sum_stats(answer.sequence.stats for answer in answers)
     accepted = stats.accepted_per_position
     return {
         "speculative_decoding": {
+            **stats.speculation_record(max_draft_len),
             "num_drafts": stats.num_spec_steps,
-            "num_draft_tokens": stats.num_draft_tokens,
             "num_accepted_tokens": stats.num_accepted_draft_tokens,
             "acceptance_rate": stats.draft_acceptance_rate,
             "accepted_per_position": accepted + [0] * (len(stats.drafted_per_position) - len(accepted)),
+            "drafted_per_position": stats.drafted_per_position,
             "tokens_per_step": stats.tokens_per_step,
         }
     }

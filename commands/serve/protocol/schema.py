@@ -227,6 +227,70 @@ class Forms(Lenient):
         return [form for form in all_forms if form[2] is not None]
 
 
+Budget = Annotated[int, Field(ge=0, le=2**31 - 1)]
+BudgetOrNone = Annotated[int, Field(ge=-1, le=2**31 - 1)]
+"""llama.cpp's, where -1 is no limit."""
+
+
+class Budgets(Lenient):
+    """`thinking_token_budget` by other servers' names; a request has one of them."""
+
+    thinking_budget: Budget | None = Field(None, description="`thinking_token_budget` by Qwen's name.")
+    thinking_budget_tokens: BudgetOrNone | None = Field(None, description="The same by llama.cpp's; -1 is no limit.")
+    reasoning_budget_tokens: BudgetOrNone | None = Field(None, description="The same.")
+    reasoning_budget: BudgetOrNone | None = Field(None, description="The same.")
+
+    @property
+    def budgets(self) -> dict[str, int]:
+        """Budgets for thinking that are given, by their place in the body."""
+        values = {name: getattr(self, name) for name in ("thinking_token_budget", *Budgets.model_fields)}
+        found = {name: value for name, value in values.items() if value is not None and value >= 0}
+        return found | self._nested_budgets
+
+    @property
+    def _nested_budgets(self) -> dict[str, int]:
+        return {}
+
+    @property
+    def budget(self) -> int | None:
+        """The budget for thinking; HTTPError if the request gives several."""
+        names = list(self.budgets)
+        if len(names) > 1:
+            shown = " and ".join(f"`{name}`" for name in names)
+            what = f"an output can have only one budget for thinking, and the request gives several: {shown}"
+            raise HTTPError(400, what, param=names[-1].partition(".")[0], code="invalid_value")
+        return self.budgets[names[0]] if names else None
+
+
+class Effort(Lenient):
+    effort: Annotated[str, Field(max_length=32)] | None = None
+    summary: str | None = None
+    max_tokens: Budget | None = Field(None, description="OpenRouter's: as `thinking_token_budget`.")
+
+    @property
+    def budgets(self) -> dict[str, int]:
+        return {} if self.max_tokens is None else {"reasoning.max_tokens": self.max_tokens}
+
+
+class Reasoning(Effort):
+    """OpenRouter's."""
+
+    enabled: bool | None = Field(None, description="false: as `reasoning_effort` none.")
+    exclude: bool | None = Field(None, description="true: as `include_reasoning` false.")
+
+
+class Thinking(Lenient):
+    """Anthropic's."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Budget | None = Field(None, description="As `thinking_token_budget`; a model may have no thinking.")
+
+    @property
+    def budgets(self) -> dict[str, int]:
+        is_given = self.budget_tokens is not None and self.type != "disabled"
+        return {"thinking.budget_tokens": self.budget_tokens or 0} if is_given else {}
+
+
 def _bounded(kind: Any, bounds: Range) -> Any:
     """A number of a body; a whole number's bounds are integers, as JSON schema shows them."""
     least, most = (None if math.isinf(one) else kind(one) for one in (bounds.least, bounds.most))
@@ -290,7 +354,7 @@ CacheSalt = Annotated[
 ]
 
 
-class Generation(Forms, Described):
+class Generation(Forms, Budgets, Described):
     """Fields common to completions and chat that are not described by `REQUEST_FIELDS`."""
 
     PROTOCOL: ClassVar[Protocol]
@@ -316,12 +380,14 @@ class Generation(Forms, Described):
         """Fields of `SamplingParams` that are given, by its names."""
         names = {name: in_body for name, in_body in names_in(self.PROTOCOL).items() if name in FIELDS}
         values = {name: getattr(self, in_body) for name, in_body in names.items() if FIELDS[name][1].shapes != "form"}
+        values["thinking_token_budget"] = self.budget
         return {name: value for name, value in values.items() if value is not None}
 
     @property
     def field_names(self) -> dict[str, str]:
         """Fields of this body by those of `SamplingParams`, for errors; the grammar of calls is made of `tools`."""
         names: dict[str, str] = {**names_in(self.PROTOCOL), "lark": "tools"}
+        names |= dict.fromkeys(["thinking_token_budget"], next(iter(self.budgets), "thinking_token_budget"))
         return names | {kind: name for name, kind, _ in self.forms}
 
     @property
@@ -498,8 +564,26 @@ class ChatRequest(Conversation, Generation, ChatFields):
 
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
+    reasoning: Reasoning | None = None
+    thinking: Thinking | None = None
     include_reasoning: bool | None = Field(None, description="false: what was thought is not told.")
     separate_reasoning: bool | None = Field(None, description="false: what was thought is part of the content.")
+
+    @model_validator(mode="after")
+    def _in_own_fields(self) -> "ChatRequest":
+        """Put what `reasoning` and `thinking` say beside a budget into the fields for it, unless those are given."""
+        if self.reasoning is not None:
+            effort = "none" if self.reasoning.enabled is False else self.reasoning.effort
+            self.reasoning_effort = effort if self.reasoning_effort is None else self.reasoning_effort
+            self.include_reasoning = False if self.reasoning.exclude else self.include_reasoning
+        if self.thinking is not None:
+            variables = {"enable_thinking": self.thinking.type != "disabled"}
+            self.chat_template_kwargs = variables | (self.chat_template_kwargs or {})
+        return self
+
+    @property
+    def _nested_budgets(self) -> dict[str, int]:
+        return _in_objects(self.reasoning, self.thinking)
 
     @property
     def field_names(self) -> dict[str, str]:
@@ -510,6 +594,11 @@ class ChatRequest(Conversation, Generation, ChatFields):
     @property
     def tells_of_tokens(self) -> bool:
         return bool(self.logprobs or self.return_token_ids)
+
+
+def _in_objects(*objects: Effort | Thinking | None) -> dict[str, int]:
+    """Budgets for thinking in these objects of a body."""
+    return {name: value for one in objects if one is not None for name, value in one.budgets.items()}
 
 
 def text_of(content: str | Sequence[TextPart | RefusalPart] | None) -> str:
@@ -583,11 +672,6 @@ class OutputText(Lenient):
     format: OutputFormat | None = None
 
 
-class Effort(Lenient):
-    effort: Annotated[str, Field(max_length=32)] | None = None
-    summary: str | None = None
-
-
 class ResponsesRequest(Generation, ResponsesFields):
     """OpenAI's Responses. Tools of other types than `function` are not offered to the model."""
 
@@ -613,6 +697,10 @@ class ResponsesRequest(Generation, ResponsesFields):
     previous_response_id: str | None = None
     metadata: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def _nested_budgets(self) -> dict[str, int]:
+        return _in_objects(self.reasoning)
 
     @property
     def tells_of_tokens(self) -> bool:
@@ -658,10 +746,6 @@ def _without_beginning(messages: list[AnthropicMessage]) -> list[AnthropicMessag
     return messages
 
 
-class Thinking(Lenient):
-    type: Literal["enabled", "disabled", "adaptive"]
-
-
 class OutputConfig(Lenient):
     format: OutputFormat | None = None
     effort: Annotated[str, Field(max_length=32)] | None = None
@@ -688,7 +772,7 @@ class MessageMetadata(Lenient):
     user_id: str | None = Field(None, description="Who asks, for the turns of clients.")
 
 
-class MessagesRequest(CountRequest, Forms, MessagesFields):
+class MessagesRequest(CountRequest, Forms, Budgets, MessagesFields):
     """Anthropic's Messages. Tools of Anthropic's own servers are not offered to the model."""
 
     PROTOCOL: ClassVar[Protocol] = "messages"
@@ -705,6 +789,10 @@ class MessagesRequest(CountRequest, Forms, MessagesFields):
     cache_salt: CacheSalt = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(None, description="`output_config.format` by its name before.")
+
+    @property
+    def _nested_budgets(self) -> dict[str, int]:
+        return _in_objects(self.thinking)
 
     @property
     def tells_of_tokens(self) -> bool:
@@ -744,10 +832,10 @@ REFUSED = _unless({
     (
         "audio", "web_search_options", "reasoning_effort", "reasoning",
         "prompt_logprobs", "prompt_embeds", "structural_tag",
-        "guided_whitespace_pattern", "thinking_token_budget", "chat_template", "custom_logit_processor",
+        "guided_whitespace_pattern", "chat_template", "custom_logit_processor",
         "custom_params", "session_params", "lora_path", "input_ids", "inputs", "max_new_tokens", "do_sample",
         "truncate", "adapter_id", "guideline", "samplers", "random_seed", "max_length", "thinking",
-        "enable_thinking", "repetition_context_size", "thinking_budget", "max_thinking_tokens", "drafter",
+        "enable_thinking", "repetition_context_size", "max_thinking_tokens", "drafter",
     ): (),
     ("verbosity",): ("medium",),
     ("suffix", "input_prefix", "input_suffix", "custom_token_bans", "negative_prompt"): ("",),

@@ -268,8 +268,10 @@ def _candidates(session: Session, sequences: Seq[Sequence]) -> list[_Prefix]:
         num_left = num_prompt + max_new_tokens - length
         most = min(num_left, session.max_draft_len + 1)
         grammar = sequence.request.grammar
-        # Some drafters draft nothing where an output begins: without a grammar, which begins there, that is elsewhere.
-        text_start = 0 if grammar is None else num_prompt
+        # Some drafters draft nothing where an output begins: without a grammar or a budget for thinking, which begin
+        # there, that is elsewhere.
+        is_held = grammar is not None or sequence.request.thinking is not None
+        text_start = num_prompt if is_held else 0
         found[_Prefix(tuple(sequence.tokens[:length]), most, grammar, text_start)] = None
     return list(found)
 

@@ -198,7 +198,9 @@ def acceptance_below_profile(observed: Observations) -> Judgement | None:
         return None
     rate, expected = drafting.num_accepted / drafting.num_draft_tokens, drafting.expected.draft_acceptance_rate
     limit = expected / 2
-    message = f"{rate:.1%} of draft tokens were accepted, and {expected:.1%} when the profile was made"
+    message = (
+        f"{rate:.1%} of draft tokens were accepted, and {expected:.1%} when the profile was made (half of it is fine)"
+    )
     return Judgement(rate, limit, rate < limit, message)
 
 
@@ -222,7 +224,8 @@ def acceptance_falls_with_context(observed: Observations) -> Judgement | None:
         late_rate,
         limit,
         is_sure and early_rate >= MIN_EARLY_ACCEPTANCE and late_rate < limit,
-        f"after {middle:,} tokens of context {late_rate:.1%} of drafts begin right, and {early_rate:.1%} before",
+        f"after {middle:,} tokens of context {late_rate:.1%} of drafts begin right, and {early_rate:.1%} before "
+        "(half of it is fine)",
     )
 
 
@@ -248,7 +251,7 @@ def drafts_longer_than_pays(observed: Observations) -> Judgement | None:
     seconds = [_seconds_of_a_token(drafting, length) for length in range(longest + 1)]
     best = seconds.index(min(seconds))
     ratio = seconds[longest] / seconds[best]
-    message = f"drafts of up to {longest} tokens take {ratio:.2f} times as long per token as drafts of up to {best}"
+    message = f"drafts of {longest} take {ratio:.2f}x as long per token as drafts of {best} (up to 1.3x is fine)"
     return Judgement(ratio, 1.3, ratio > 1.3, message)
 
 
@@ -317,9 +320,9 @@ def steps_slower_than_built(observed: Observations) -> Judgement | None:
     ratio = median(step.seconds / step.cost.seconds for step in observed.steps)
     one = min(observed.steps, key=lambda step: step.cost.seconds)
     message = (
-        f"steps take {ratio:.2f} times as long as when the engine was built, by the median of {len(observed.steps)} "
-        f"sizes; one of {one.cost.num_tokens} tokens "
-        f"{one.seconds * 1e3:.2f} ms, and {one.cost.seconds * 1e3:.2f} ms then"
+        f"steps take {ratio:.2f}x as long as when the engine was built (up to 2x is fine; median of "
+        f"{len(observed.steps)} sizes); a step of {one.cost.num_tokens} tokens {one.seconds * 1e3:.2f} ms, and "
+        f"{one.cost.seconds * 1e3:.2f} ms then"
     )
     return Judgement(ratio, 2.0, ratio > 2.0, message)
 
@@ -329,7 +332,9 @@ def memory_slower_than_built(observed: Observations) -> Judgement | None:
     if machine.when_built is None or not machine.when_built.memory_bytes_per_s:
         return None
     now, built = machine.now.memory_bytes_per_s, machine.when_built.memory_bytes_per_s
-    message = f"memory gives {now / 1e9:.1f} GB/s, and {built / 1e9:.1f} GB/s when the engine was built"
+    message = (
+        f"memory gives {now / 1e9:.1f} GB/s, and {built / 1e9:.1f} GB/s when the engine was built (40% of it is fine)"
+    )
     return Judgement(now / built, 0.4, now / built < 0.4, message)
 
 
@@ -350,7 +355,7 @@ def more_threads_than_cores(observed: Observations) -> Judgement | None:
 
 def busy_machine(observed: Observations) -> Judgement | None:
     share = observed.machine.cpu_share
-    message = f"a thread that computes has a core for {share:.0%} of the time"
+    message = f"a thread that computes has a core for {share:.0%} of the time (40% or more is fine)"
     return Judgement(share, 0.4, share < 0.4, message)
 
 
@@ -423,7 +428,7 @@ def speculation_changes_output(observed: Observations) -> Judgement | None:
     if outputs is None or observed.drafting is None or outputs.num_unrepeatable:
         return None
     number = outputs.num_changed
-    message = f"outputs that the drafter changed: {number} of {outputs.num_requests}"
+    message = f"outputs changed by the drafter: {number} of {outputs.num_requests}"
     return Judgement(number, 0, number > 0, message)
 
 

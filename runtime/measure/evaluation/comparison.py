@@ -15,6 +15,7 @@ from statistics import fmean, median
 from typing import Any, Literal
 
 from runtime.core.params import is_greedy
+from runtime.drafters.specs import DRAFTERS
 from runtime.measure.evaluation.significance import LEVEL, MIN_PAIRS, Interval, paired_shift, unpaired_shift
 
 Kind = Literal["count", "time", "speedup"]
@@ -249,35 +250,59 @@ def _as(unit: Unit, control: Interval) -> Interval:
 
 
 def different_settings(a: Record, b: Record) -> list[Record]:
-    """Differences in settings, engines and versions; None for a value missing on one side."""
-    flat_a, flat_b = _flat_settings(a), _flat_settings(b)
-    return [
-        {"name": name, "a": flat_a.get(name), "b": flat_b.get(name)}
-        for name in dict.fromkeys([*flat_a, *flat_b])
-        if flat_a.get(name) != flat_b.get(name)
-    ]
+    """Differences in settings, engines and versions, one for one change; None for a value missing on one side.
+
+    Another drafter is one difference, `suffix matching 10` and `n-gram lookup 4,2`, and so is a record that only one
+    side has, such as the quantization of an engine.
+    """
+    chosen_a, chosen_b = _chosen(a), _chosen(b)
+    if a["settings"]["drafters"] != b["settings"]["drafters"]:
+        chosen_a, chosen_b = (_without_drafters(one) | {"drafter": _drafter(one)} for one in (chosen_a, chosen_b))
+    return list(_different(chosen_a, chosen_b, ""))
 
 
-def _flat_settings(document: Record) -> Record:
-    chosen = {
+def _chosen(document: Record) -> Record:
+    return {
         "specdec_version": document["specdec_version"],
         **document["settings"],
         "engine": _without_results(document["engine"]),
-        "draft_engine": _without_results(document.get("draft_engine") or {}),
+        "draft_engine": _without_results(document.get("draft_engine") or {}) or None,
     }
-    return dict(_flat(chosen, ""))
 
 
 def _without_results(engine: Record) -> Record:
-    return {key: value for key, value in engine.items() if key != "logits_check"}
+    """Without what was measured when it was built, what follows from the formats, and the directory in the cache where
+    a model was named.
+    """
+    left_out = {"logits_check", "quality", "bits"} | ({"engine_dir"} if engine.get("model") else set())
+    return {key: value for key, value in engine.items() if key not in left_out}
 
 
-def _flat(record: Record, prefix: str) -> Iterable[tuple[str, Any]]:
-    for key, value in record.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+def _without_drafters(chosen: Record) -> Record:
+    """Without the drafters' settings, and the draft model's engine, which one of the two may have."""
+    own = {"drafters", "draft_engine", *(spec.description.flag for spec in DRAFTERS.values())}
+    return {key: value for key, value in chosen.items() if key not in own}
+
+
+def _drafter(chosen: Record) -> str | None:
+    """Such as `n-gram lookup 4,2`, with the numbers of its list; None without a drafter."""
+    found = []
+    for name in chosen["drafters"]:
+        described = DRAFTERS[name].description
+        record: Any = chosen.get(described.flag) or {}
+        keys = [key for key in ("max_draft_len", "max_matching_ngram_size") if key in record]
+        numbers = [record] if isinstance(record, str) else [record[key] for key in keys]
+        found.append(f"{described.title} {','.join(map(str, numbers))}".rstrip())
+    return ", then ".join(found) or None
+
+
+def _different(a: Record, b: Record, prefix: str) -> Iterable[Record]:
+    for key in dict.fromkeys([*a, *b]):
+        value_a, value_b = a.get(key), b.get(key)
+        if isinstance(value_a, dict) and isinstance(value_b, dict):
+            yield from _different(value_a, value_b, f"{prefix}{key}.")
+        elif value_a != value_b:
+            yield {"name": prefix + key, "a": value_a, "b": value_b}
 
 
 # The metrics

@@ -19,7 +19,8 @@ from transformers import (
 
 from runtime.builder.identity import differences
 from runtime.builder.reference import load_original
-from runtime.core.sampling import Choosable, Processor, penalties, warpers
+from runtime.core.request import Request, Sequence
+from runtime.core.sampling import Choosable, Processor, apply_rule, penalties, warpers
 from runtime.measure.evaluation.systems import Batches, Question, SampleRun, SystemRun
 from runtime.text.text import output_text, stop_words_of
 from runtime.util.errors import SpecDecError
@@ -79,6 +80,7 @@ class HuggingFace:
                 num_beams=1,
                 logits_processor=LogitsProcessorList(
                     [
+                        _WithinBudget(self.template, longest, batch),
                         _OnlyChoosable(Choosable(sampling, longest, self.template.end_ids)),
                         _WithoutPadding(penalties(sampling), longest, batch),
                         *warpers(sampling),
@@ -127,6 +129,21 @@ class _OnlyChoosable:
         scores = scores.clone()
         for row in scores:
             self._choosable.apply(input_ids.shape[1], row)
+        return scores
+
+
+class _WithinBudget:
+    """The budget for thinking of each row, whose prompt has padding before it."""
+
+    def __init__(self, template: Request, longest: int, batch: list[list[int]]) -> None:
+        self._starts = [longest - len(prompt) for prompt in batch]
+        self._budgets = [Sequence.start(template.with_prompt(0, prompt)).sampler.budget for prompt in batch]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        for ids, row, start, budget in zip(input_ids.tolist(), scores, self._starts, self._budgets, strict=True):
+            if budget is not None:
+                apply_rule(budget.rules(ids[start:], [])[0], row)
         return scores
 
 

@@ -1,6 +1,6 @@
 """Tuning: from recorded outputs, or prompts, to a recommended drafter and draft length.
 
-Lookups are replayed, and the best of them timed. What a model would draft no record tells: drafters with one are run.
+Lookups are replayed, and the best of them timed. Drafters with a model cannot be replayed, so they are run.
 """
 
 import warnings

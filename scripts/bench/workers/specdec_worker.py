@@ -14,7 +14,6 @@ from runtime.core.params import GREEDY, SamplingConfig
 from runtime.core.request import Request
 from runtime.drafters.specs import (
     AnySpec,
-    ChainDrafter,
     DraftTargetDrafter,
     NgramDrafter,
     SelfDrafter,
@@ -28,7 +27,6 @@ from scripts.bench.workers.worker import Job, Variant, by_clock, serve
 DRAFTERS: dict[str, Callable[..., AnySpec]] = {
     "ngram": NgramDrafter,
     "suffix": SuffixDrafter,
-    "lookups": lambda: ChainDrafter([NgramDrafter(), SuffixDrafter()]),
     "self": SelfDrafter,
     "draft-target": DraftTargetDrafter,
 }

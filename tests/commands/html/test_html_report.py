@@ -2,15 +2,17 @@
 
 import copy
 import json
+import os
 import re
 from collections.abc import Callable
-from html.parser import HTMLParser
+from datetime import UTC, datetime, timedelta
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import NGRAM, PROMPTS, Result, Specdec, each, tree
+from html_pages import Page, assert_needs_nothing_else, assert_says_what_the_document_says, visible
 from sentences import Said
 
 from commands.output.html.report import html_report
@@ -18,80 +20,7 @@ from runtime.measure.text_steps import Piece
 
 Document = dict[str, Any]
 Run = Callable[..., Result]
-VOID = {"meta", "br", "line", "rect"}
 ARGUMENTS = ["--ngram-config", NGRAM, *each("--input-text", PROMPTS), "--max-output-len", 30, "--end-id", 0]
-
-
-class Page(HTMLParser):
-    """Tags with their attributes, the text inside each kind of tag, and `<data>` by its path."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.html, self.tags, self.data = html, list[tuple[str, dict[str, str]]](), dict[str, tuple[str, str]]()
-        self.open, self.text, self.marked = list[tuple[str, dict[str, str]]](), "", list[tuple[str, str]]()
-        self.feed(html)
-        self.close()
-        assert self.open == [], f"never closed: {self.open}"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        attributes = {name: value or "" for name, value in attrs}
-        self.tags.append((tag, attributes))
-        if tag not in VOID:
-            self.open.append((tag, attributes))
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, {name: value or "" for name, value in attrs}))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open and self.open[-1][0] == tag, f"</{tag}> closes {self.open[-1:]}"
-        self.open.pop()
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-        if not self.open:
-            return
-        tag, attributes = self.open[-1]
-        if tag == "data":
-            self.data[attributes["data-path"]] = (attributes["value"], data)
-        kinds = set(attributes.get("class", "").split())
-        if tag == "span" and "t" in kinds and "title" in attributes and "end" not in kinds:
-            self.marked.append((attributes["class"].split()[1], data))
-
-
-def at(document: Document, pointer: str) -> Any:
-    value: Any = document
-    for key in pointer.split("/")[1:]:
-        key = key.replace("~1", "/").replace("~0", "~")
-        value = value[int(key)] if isinstance(value, list) else value[key]
-    return value
-
-
-def assert_says_what_the_document_says(page: Page, document: Document) -> None:
-    """Every number by its place; what is shown is that number, rounded."""
-    assert page.data
-    for pointer, (value, shown) in page.data.items():
-        expected = at(document, pointer)
-        assert json.loads(value) == expected, pointer
-        number = float(re.sub(r"[^\d.e-]", "", shown))
-        scale = 100 if "%" in shown else 1000 if shown.endswith(" ms") else 1
-        digits = len(shown.split()[0].rstrip("×").partition(".")[2])
-        assert number == pytest.approx(expected * scale, abs=0.5001 * 10**-digits, rel=1e-2), (pointer, shown)
-
-
-def visible(text: str) -> str:
-    """Control characters as their pictures."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f]", lambda match: chr(0x2400 + ord(match[0])), text)
-
-
-def assert_needs_nothing_else(html: str) -> None:
-    page = Page(html)
-    for tag, attributes in page.tags:
-        assert tag not in {"script", "link", "iframe", "object", "embed", "img", "base", "use", "image"}
-        assert not {"href", "src", "srcset", "xlink:href", "action", "background"} & set(attributes), tag
-        assert not any(name.startswith("on") for name in attributes)
-        assert "url(" not in attributes.get("style", "")
-    style = html[html.index("<style>") : html.index("</style>")]
-    assert "url(" not in style and "@import" not in style and "http" not in style
 
 
 @pytest.fixture
@@ -122,12 +51,36 @@ def test_page_of_a_run_says_what_its_json_says(reported: Reported) -> None:
         assert pointer in page.data, pointer
     titles = re.findall(r"<title>(\d+) accepted: ([\d,]+) of", page.html)
     assert [int(count.replace(",", "")) for _, count in titles] == document["total"]["acceptance_histogram"]
-    rates = re.findall(r"<title>position \d+: (\S+)", page.html)
+    rates = re.findall(r"<title>position \d+: (\S+)(?: %)? of ([\d,]+) drafts that reach it", page.html)
     expected = document["total"]["acceptance_rate_per_position"]
-    assert rates == ["-" if rate is None else f"{rate * 100:.1f}" for rate in expected]
+    nums = document["total"]["num_drafts_per_position"]
+    assert rates == [
+        ("-" if rate is None else f"{rate * 100:.1f}", f"{num:,}") for rate, num in zip(expected, nums, strict=True)
+    ]
+    faint = re.findall(r'<g( class="faint")?><title>position', page.html)
+    assert [bool(one) for one in faint] == [num < 20 for num in nums]
     over_time = [tuple(map(int, m)) for m in re.findall(r"<title>steps \d+–\d+: (\d+) tokens ÷ (\d+) steps", page.html)]
     total = document["total"]
     assert tuple(map(sum, zip(*over_time, strict=True))) == (total["num_generated_tokens"], total["num_steps"])
+
+
+def test_a_page_begins_with_the_model_its_bits_the_date_and_the_machine(
+    specdec: Specdec, llama_dir: Path, tmp_path: Path
+) -> None:
+    path, model = tmp_path / "report.html", tmp_path / "my-model"
+    model.symlink_to(llama_dir)
+    how = ["--quantization", "int8", "--compiler", "none", "--max-output-len", 2]
+    document = specdec("run", model, "a b", *how, "--report", path, "--json").document
+    page = path.read_text()
+    assert "<h1>my-model (8 bits), no drafter: 1 request</h1>" in page
+    made = re.findall(r'<p class="made">(.*)</p>', page)[0]
+    date, machine = document["date"], document["machine"]
+    assert made == f"my-model (8 bits) · llama · W8A16 weights · {document['engine']['dtype']} · " + (
+        f"{date[:10]} {date[11:16]} UTC · {machine}"
+    )
+    age = datetime.now(UTC) - datetime.fromisoformat(date)
+    assert timedelta() <= age < timedelta(days=1)
+    assert machine.endswith(" cores" if len(os.sched_getaffinity(0)) > 1 else " core")
 
 
 def test_page_of_a_summary_says_what_its_json_says(reported: Reported, llama_dir: Path, articles: Path) -> None:

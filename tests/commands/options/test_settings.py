@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import pytest
 import typer.main
-from command_line import PROMPT, Specdec, ids_of
+from command_line import PROMPT, Specdec, assert_valid, ids_of
 from sentences import Said
 
 from commands.options.parameters import NOT_IN_FILES, commands_of
@@ -24,6 +24,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def shown(specdec: Specdec, *arguments: object) -> dict[str, tuple[str, str]]:
     """(value, origin) of each setting, by `config show`."""
     document = specdec("config", "show", *arguments, "--json").document
+    assert_valid("config_show", document)
     return {one["name"]: (one["value"], one["origin"]) for one in document["settings"]}
 
 

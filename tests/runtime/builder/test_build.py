@@ -37,6 +37,7 @@ from runtime.compiler import capture
 from runtime.core.request import Request
 from runtime.engine.engine import Engine
 from runtime.engine.load import current_environment
+from runtime.kernels.library import are_kernels_compiled
 from runtime.loop.orchestrator import generate
 from runtime.model.attention import PagedInputs
 from runtime.model.quantized import QuantizedLinear, place_quantized
@@ -497,6 +498,27 @@ def test_interrupted_build_leaves_nothing(phase: str, llama_checkpoint_dir: Path
     with pytest.raises(KeyboardInterrupt):
         build_engine(llama_checkpoint_dir, tmp_path / "engine", make_build(), CPU, replace=False, phase=interrupt)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_first_build_says_how_long_kernels_take(
+    llama_checkpoint_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+
+    def stop_before_compiling(name: str) -> None:
+        names.append(name)
+        if name.startswith("compiling"):
+            raise KeyboardInterrupt
+
+    for cache in ("none", None):
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            if cache is not None:
+                patched.setenv("SPECDEC_CACHE_DIR", str(tmp_path / cache))
+            build = make_build(compiler="aot")
+            build_engine(llama_checkpoint_dir, tmp_path / "e", build, CPU, replace=False, phase=stop_before_compiling)
+    first, later = (name for name in names if name.startswith("compiling"))
+    assert first == "compiling the step (first the CPU kernels: about 2 minutes, once)"
+    assert later == "compiling the step" or not are_kernels_compiled()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,132 @@
+"""Budgets for thinking over HTTP: in every protocol by every name, streamed as whole, with drafts as without."""
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from serving_models import MakeServed, Served
+from test_serving_tools import ASKED, CHAT, chat, joined
+
+from runtime.core.params import SamplingParams
+from runtime.drafters.specs import NgramDrafter
+from runtime.text.text import encode_text
+from runtime.util.errors import UsageError
+
+THINK = {"chat_template_kwargs": {"think": True}}
+NAMES: list[dict[str, Any]] = [
+    {name: 5}
+    for name in (
+        "thinking_token_budget", "thinking_budget", "thinking_budget_tokens", "reasoning_budget_tokens",
+        "reasoning_budget",
+    )
+]  # fmt: skip
+IN_CHAT: list[dict[str, Any]] = [
+    *NAMES, {"reasoning": {"max_tokens": 5}}, {"thinking": {"type": "enabled", "budget_tokens": 5}}
+]  # fmt: skip
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+
+
+def ends_after(served: Served, tokens: list[int], budget: int) -> bool:
+    """True if the end tag's tokens stand behind so many tokens."""
+    end = encode_text(served.llm.tokenizer, "</think>")
+    return len(end) > 1 and tokens[budget : budget + len(end)] == end
+
+
+def test_each_name_in_each_protocol_ends_thinking(tooled: Served) -> None:
+    asked = {"max_tokens": 30, "temperature": 0.9, "return_token_ids": True, "tools": None} | THINK
+    first = chat(tooled, **asked, **IN_CHAT[0])
+    assert ends_after(tooled, first["token_ids"], 5) and first["message"]["reasoning_content"]
+    for named in IN_CHAT:
+        assert chat(tooled, **asked, **named) == first
+        assert joined(tooled, **asked | {"return_token_ids": None}, **named)["message"] == first["message"]
+    assert chat(tooled, **asked, **NAMES[0], speculative=False) == first
+    for named in NAMES:
+        body = {"prompt": "Go <think>\n", "seed": 1, "return_token_ids": True, "max_tokens": 20} | named
+        assert ends_after(tooled, tooled.complete(**body)["choices"][0]["token_ids"], 5)
+    responses = [
+        tooled.post("/v1/responses", input="Go", seed=3, temperature=0.9, max_output_tokens=30, **THINK, **named).json()
+        for named in (*NAMES, {"reasoning": {"max_tokens": 5}})
+    ]
+    for one in responses:
+        thought, said = one["output"]
+        assert thought["content"][0]["text"] == first["message"]["reasoning_content"]
+        assert said["content"][0]["text"] == first["message"]["content"]
+
+
+@pytest.mark.parametrize("budget", [0, 1, 7])
+def test_a_schema_begins_where_thinking_ends(tooled: Served, budget: int) -> None:
+    """Thoughts of any kind end at the budget, wherever that is in a draft; a receipt is checked exactly."""
+    form = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+    for seed in range(4):
+        asked = {"temperature": 1.5, "seed": seed, "thinking_token_budget": budget, "tools": None} | THINK
+        asked |= {"response_format": form, "receipt": True, "return_token_ids": True, "max_tokens": 60}
+        found = chat(tooled, **asked)
+        assert ends_after(tooled, found["token_ids"], budget)
+        assert bool(found["message"].get("reasoning_content", "").strip()) <= (budget > 0)
+        jsonschema.validate(json.loads(found["message"]["content"]), SCHEMA)
+        assert chat(tooled, **asked, speculative=False)["token_ids"] == found["token_ids"]
+        tampered = found["receipt"] | {"output_ids": [*found["receipt"]["output_ids"]]}
+        (exact,) = tooled.llm.check_receipts([found["receipt"]])
+        assert (exact.verdict, exact.rule) == ("exact", "tokens"), exact.reason
+        assert tampered["thinking"] == "think" and tampered["sampling"]["thinking_token_budget"] == budget
+
+
+def test_python_has_the_schema_behind_thinking_too(tooled: Served) -> None:
+    prompt = "Go <think>\n"
+    params = SamplingParams(
+        thinking_token_budget=3, temperature=1.2, seed=5, max_tokens=60, json_schema=SCHEMA, receipt=True
+    )
+    ((drafted,), (alone,)) = (
+        tooled.llm.generate(prompt, params, drafter=drafter)[0].outputs for drafter in (NgramDrafter(4, 2), None)
+    )
+    assert drafted.token_ids == alone.token_ids and ends_after(tooled, list(alone.token_ids), 3)
+    jsonschema.validate(json.loads((alone.text or "").partition("</think>")[2]), SCHEMA)
+    assert tooled.llm.check_receipts([drafted.receipt])[0].verdict == "exact"
+    streamed = "".join(piece.text for piece in tooled.llm.stream(prompt, params, drafter=NgramDrafter(4, 2)))
+    assert streamed == alone.text
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"thinking_token_budget": -1}, "thinking_token_budget"),
+        ({"thinking_budget": -3}, "thinking_budget"),
+        ({"thinking_token_budget": 1.5}, "thinking_token_budget"),
+        ({"reasoning": {"max_tokens": -1}}, "reasoning"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking"),
+        ({"thinking_budget": 3, "reasoning": {"max_tokens": 4}}, "reasoning"),
+        ({"thinking_token_budget": 3, "thinking_budget_tokens": 4}, "thinking_budget_tokens"),
+    ],
+)
+def test_a_wrong_budget_is_one_sentence(tooled: Served, body: dict[str, Any], param: str) -> None:
+    response = tooled.post(CHAT, messages=ASKED, **body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == param and ("only one budget" in error["message"]) == (len(body) > 1)
+    assert "\n" not in error["message"]
+
+
+def test_a_model_without_thinking_says_so_and_claude_code_is_answered(make_served: MakeServed, served: Served) -> None:
+    """Claude Code sends `thinking` to any model. A server's flag is a default, which a request may change."""
+    for path, asked in ((CHAT, {"messages": ASKED}), ("/v1/completions", {"prompt": "a"})):
+        for named in NAMES[:2]:
+            response = served.post(path, **asked, **named)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, next(iter(named)))
+    with pytest.raises(UsageError, match="there is no thinking to limit"):
+        served.llm.generate("a", SamplingParams(thinking_token_budget=3))
+    with pytest.raises(UsageError, match="thinking_token_budget must be a number of at least 0: -1"):
+        SamplingParams(thinking_token_budget=-1)
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    assert served.post("/v1/messages", messages=ASKED, max_tokens=4, thinking=thinking).status_code == 200
+    assert served.post(CHAT, messages=ASKED, max_tokens=2, thinking_budget_tokens=-1).status_code == 200
+
+
+def test_a_message_ends_thinking_by_its_budget(tooled: Served) -> None:
+    thinking = {"type": "enabled", "budget_tokens": 4}
+    body = {"messages": ASKED, "max_tokens": 40, "thinking": thinking, "seed": 3, "temperature": 0}
+    template = tooled.llm.chat_template
+    assert "enable_thinking" not in template.text  # so that the prompt has not opened it: nothing is forced
+    assert tooled.post("/v1/messages", **body).status_code == 200
+    both = tooled.post("/v1/messages", **body, thinking_budget=3)
+    assert both.status_code == 400 and "only one budget" in both.json()["error"]["message"]
