@@ -28,7 +28,7 @@ def schema(name: str) -> dict[str, Any]:
 
 def test_the_command_lists_the_documents_and_prints_their_schemas(specdec: Specdec) -> None:
     names = specdec("schema").stdout.split()
-    assert names == [*DOCUMENTS, *LINES] and len(names) == 22
+    assert names == [*DOCUMENTS, *LINES] and len(names) == 23
     for name in ("run", "cache_list", "cache-list"):
         printed = json.loads(specdec("schema", name).stdout)
         Draft202012Validator.check_schema(printed)
